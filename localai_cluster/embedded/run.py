@@ -1,0 +1,342 @@
+"""`make run`: everything on this machine, in the foreground, until Ctrl-C.
+
+Looks for trouble first, then starts PostgreSQL, NATS and Valkey (or looks whether the operator's answer),
+migrates, enrols the worker of this machine, starts web, controller, tasks and that worker, waits until all
+are ready and says what to do next. Every failure is one line that names the mend, and exit code 1.
+"""
+
+import errno
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import httpx
+
+from localai_cluster import clock, procs
+from localai_cluster.embedded import external
+from localai_cluster.embedded.layout import (
+    EXAMPLES,
+    GALLERY,
+    LOCAL_WORKER,
+    WORKER_COMMAND,
+    Layout,
+    address_for_others,
+    command_for_others,
+    free_bytes,
+    manage,
+)
+from localai_cluster.embedded.lock import DataLock, end_leftovers
+from localai_cluster.embedded.log import Log
+from localai_cluster.embedded.nats import EmbeddedNats
+from localai_cluster.embedded.places import Trouble, write_private
+from localai_cluster.embedded.postgres import EmbeddedPostgres
+from localai_cluster.embedded.server import Server, wait_for
+from localai_cluster.embedded.supervisor import Program, Supervisor, how_it_ended
+from localai_cluster.embedded.terminal import Foreground
+
+NEEDED_BYTES = 512 * 1024 * 1024
+"""Room for a fresh database and one backend's copy."""
+
+SERVERS_SECONDS = 30.0
+_TASK_PROCESSES = 4
+READY_SECONDS = 120.0
+COMMAND_SECONDS = 300.0
+
+
+class Cancelled(Exception):
+    """Asked to stop before everything was up."""
+
+
+class Cluster:
+    """The whole product over one data directory, from the first check to the last process."""
+
+    def __init__(self, environ: Mapping[str, str], log: Log) -> None:
+        self.log = log
+        self.layout = Layout.of(environ)
+        self.stopping = threading.Event()
+        self._lock = DataLock(self.layout.data_dir)
+        self._guardian: procs.Guardian | None = None
+        self._supervisor: Supervisor | None = None
+        self.servers: dict[str, Server] = {}
+        self._asked = 0
+
+    def start(self) -> None:
+        """Brings everything up and returns when it is ready. `Trouble`, or `Cancelled` by `ask_to_stop`."""
+        self._clean()
+        self._check()
+        self._guardian = guardian = procs.Guardian(replaced=self._guardian_replaced)
+        self._supervisor = supervisor = Supervisor(self.log, guardian)
+        self._lock.note(port=self.layout.port, host=self.layout.host, mark=guardian.mark)
+        self.servers = self.layout.servers()
+        for rank, server in enumerate(self.servers.values()):
+            self._up(supervisor, Program.of(server, rank))
+        product = self.layout.product_environment(self.servers)
+        self._prepare_product(product)
+        *programs, worker = self._programs(product)
+        for program in programs:
+            supervisor.launch(program)
+        for program in programs:
+            supervisor.settle(program, seconds=READY_SECONDS, cancelled=self.stopping.is_set)
+        self._up(supervisor, worker)
+        self._wait_ready()
+
+    def ask_to_stop(self, *_: Any) -> None:
+        """The first time: an orderly stop. After that: no more waiting. Safe in a signal handler."""
+        self._asked += 1
+        self.stopping.set()
+        if self._asked > 1 and self._supervisor:
+            self._supervisor.hurry()
+
+    def stop(self) -> None:
+        """Ends everything that was started, in order, and gives the data directory back."""
+        if self._supervisor:
+            killed = self._supervisor.stop()
+            if killed:
+                self.log.say("run", f"had to be killed: {', '.join(killed)}")
+        if self._guardian:
+            self._guardian.close()
+        if self.layout.sockets.parent != self.layout.data_dir:
+            _remove_if_empty(self.layout.sockets)
+        self._lock.release()
+
+    def pids(self) -> dict[str, int]:
+        """The running children by name."""
+        return self._supervisor.pids() if self._supervisor else {}
+
+    def _go_on(self) -> None:
+        if self.stopping.is_set():
+            raise Cancelled
+
+    def _up(self, supervisor: Supervisor, program: Program) -> None:
+        self._go_on()
+        supervisor.start(program, seconds=READY_SECONDS, cancelled=self.stopping.is_set)
+        self._go_on()
+
+    def _guardian_replaced(self, code: int) -> None:
+        self.log.say("run", f"guardian ended ({how_it_ended(code)}), started again")
+
+    def _clean(self) -> None:
+        before = self._lock.taken_over
+        if before:
+            self.log.say("run", f"took over from a run that was killed (process id {before.get('pid')})")
+            EmbeddedPostgres(self.layout.data_dir / "postgres").end_leftovers()
+            if mark := str(before.get("mark", "")):
+                end_leftovers(mark)
+
+    def _check(self) -> None:
+        free = free_bytes(self.layout.data_dir)
+        if free < NEEDED_BYTES:
+            raise Trouble(
+                f"{self.layout.data_dir} has {free // 2**20} MB left, {NEEDED_BYTES // 2**20} MB are needed.",
+                "Make room, or choose another CLUSTER_DATA_DIR.",
+            )
+        self.layout.check_port()
+        for name, check in external.CHECKS.items():
+            if self.layout.given(name):
+                check(self._given(name))
+        if not (GALLERY / "index.yaml").exists():
+            raise Trouble(f"The example gallery is not at {GALLERY}.", "Run `make gallery`.")
+
+    def _given(self, name: str) -> str:
+        path = self.layout.environ.get(f"{name}_FILE")
+        return self.layout.environ.get(name) or Path(path or os.devnull).read_text().strip()
+
+    def _prepare_product(self, product: Mapping[str, str]) -> None:
+        """`check`, `migrate` and `bootstrap`; their complaint becomes ours, in one line."""
+        self._go_on()
+        self.layout.seed_models()
+        mark = self._guardian.env if self._guardian else {}
+        child = procs.spawn(
+            [sys.executable, "-m", "localai_cluster.embedded.prepare"],
+            env={**product, **self.layout.bootstrap_environment(), **mark},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            said = child.communicate(timeout=COMMAND_SECONDS)[0].decode(errors="replace").strip()
+        except subprocess.TimeoutExpired:
+            procs.end_child(child, procs.group_of(child.pid))
+            raise Trouble("Migrating does not end.", "See what the database waits for.") from None
+        if child.returncode:
+            raise Trouble((said.splitlines() or ["The database cannot be prepared."])[-1], "Then run again.")
+        if said:
+            self.log.say("run", said)
+
+    def _programs(self, product: Mapping[str, str]) -> list[Program]:
+        """Web, controller, tasks and worker in start order; stopped by rank, the highest first."""
+        layout, health = self.layout, f"{self.layout.base_url}/healthz"
+        nats_url = self.worker_nats_url()
+        write_private(layout.secrets.directory / "worker_nats_url", nats_url + "\n")
+        worker = layout.worker_environment(LOCAL_WORKER, layout.data_dir / "worker", nats_url)
+        wait = self._wait_for_servers
+        return [
+            Program("web", manage("serve"), product, rank=12, prepare=wait, ready=lambda: answers(health)),
+            Program("controller", manage("controller"), product, rank=11, prepare=wait),
+            Program("tasks", manage("qcluster"), product, rank=10, prepare=wait, ready=self._tasks_run),
+            Program("worker", WORKER_COMMAND, worker, rank=13),
+        ]
+
+    def _wait_for_servers(self) -> None:
+        # What starts again while its database does so too would only fail and wait longer each time.
+        servers = self.servers.values()
+        wait_for(lambda: self.stopping.is_set() or all(one.ready() for one in servers), SERVERS_SECONDS)
+
+    def _tasks_run(self) -> bool:
+        """Whether django-q2's guard, pusher, monitor and workers are there."""
+        first = self.pids().get("tasks", 0)
+        return sum(one.session == first for one in procs.processes()) > _TASK_PROCESSES
+
+    def worker_nats_url(self) -> str:
+        """How a worker on this machine reaches NATS: with the worker's own credential where NATS is ours."""
+        nats = self.servers.get("LOCALAI_NATS_URL")
+        if isinstance(nats, EmbeddedNats):
+            return nats.url_for("worker", nats.dial_host)
+        return self._given("LOCALAI_NATS_URL")
+
+    def _wait_ready(self) -> None:
+        url, key = self.layout.base_url, self.layout.secrets.value("admin_api_key")
+        if not wait_for(lambda: self.stopping.is_set() or answers(f"{url}/readyz"), READY_SECONDS):
+            raise Trouble(f"{url}/readyz does not turn ready.", "The lines above say why.")
+        if not wait_for(lambda: self.stopping.is_set() or healthy(url, key, LOCAL_WORKER), READY_SECONDS):
+            raise Trouble(
+                "The worker of this machine does not register.", "Its lines above (worker |) say why."
+            )
+        self._go_on()
+
+
+def answers(url: str) -> bool:
+    """Whether a GET gives 200."""
+    try:
+        return httpx.get(url, timeout=2, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def healthy(url: str, key: str, name: str) -> bool:
+    """Whether the registry calls the node of this name healthy."""
+    try:
+        found = httpx.get(
+            f"{url}/api/nodes", headers={"Authorization": f"Bearer {key}"}, timeout=2, trust_env=False
+        ).json()
+    except (httpx.HTTPError, ValueError):
+        return False
+    nodes = found.get("nodes", []) if isinstance(found, dict) else found
+    return any(node.get("name") == name and node.get("status") == "healthy" for node in nodes)
+
+
+def announce(cluster: Cluster, seconds: float) -> None:
+    """Says that all is up, who may come in, and one request to paste."""
+    layout, log = cluster.layout, cluster.log
+    log.say("run", f"ready in {seconds:.1f} s: {layout.base_url}  (admin: {layout.base_url}/admin/)")
+    path = layout.secrets.path("admin_password")
+    if log.terminal:
+        log.say("run", f"admin user: admin, password: {layout.secrets.value('admin_password')}")
+    else:
+        log.say("run", f"admin user: admin, password in {path or 'CLUSTER_ADMIN_PASSWORD'}")
+    if layout.open_to_others:
+        _announce_worker(cluster)
+    log.say("run", "try it:")
+    log.say("run", example_request(layout))
+
+
+def _announce_worker(cluster: Cluster) -> None:
+    layout, nats = cluster.layout, cluster.servers.get("LOCALAI_NATS_URL")
+    url = cluster.worker_nats_url()
+    if isinstance(nats, EmbeddedNats):
+        url = nats.url_for("worker", address_for_others(layout.host))
+    command = command_for_others(layout, url)
+    path = layout.secrets.directory / "worker_command"
+    write_private(path, command + "\n")
+    shown = command if cluster.log.terminal else f"in {path}"
+    cluster.log.say("run", f"worker on another machine (put its own address in): {shown}")
+
+
+def example_request(layout: Layout) -> str:
+    """One request of the main job that reads its key from where it is kept; works from any folder."""
+    request = json.loads((EXAMPLES / "demo.json").read_text(encoding="utf-8"))["request"]
+    body = json.dumps(request["body"], separators=(",", ":"))
+    path = layout.secrets.path("admin_api_key")
+    key = f"$(cat {shlex.quote(str(path))})" if path else "$LOCALAI_API_KEY"
+    return (
+        f'curl -s {layout.base_url}{request["path"]} -H "Authorization: Bearer {key}"'
+        f" -H 'Content-Type: application/json' -d '{body}'"
+    )
+
+
+def _remove_if_empty(path: Path) -> None:
+    for leftover in path.glob(".s.PGSQL.*"):
+        leftover.unlink(missing_ok=True)
+    with suppress(OSError):
+        path.rmdir()
+
+
+def run(environ: Mapping[str, str], log: Log, forwarded: Callable[[Cluster], None]) -> None:
+    """Up, announce, wait until asked to stop, down."""
+    begun = clock.monotonic()
+    cluster = Cluster(environ, log)
+    forwarded(cluster)
+    with Foreground() as foreground:
+        try:
+            cluster.start()
+            announce(cluster, clock.monotonic() - begun)
+            while not cluster.stopping.wait(0.5):
+                if foreground.orphaned():
+                    log.say("run", "make is gone")
+                    break
+        except Cancelled:
+            pass
+        finally:
+            if cluster.pids():
+                log.say("run", "stopping (Ctrl-C again: at once)")
+            cluster.stop()
+    log.say("run", "stopped")
+
+
+def main() -> int:
+    """The command; returns its exit code."""
+    log = Log()
+
+    def forward(cluster: Cluster) -> None:
+        def handle(number: int, frame: FrameType | None) -> None:
+            cluster.ask_to_stop()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, handle)
+
+    try:
+        run(os.environ, log, forward)
+    except Trouble as trouble:
+        log.say("run", str(trouble))
+        return 1
+    except OSError as error:
+        log.say("run", one_line(error))
+        return 1
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def one_line(error: OSError) -> str:
+    """An operating-system error as a line that names a mend."""
+    mends = {
+        errno.ENOSPC: "Make room on that disk.",
+        errno.EACCES: "Mend its owner or mode, or choose another CLUSTER_DATA_DIR.",
+        errno.EROFS: "Choose another CLUSTER_DATA_DIR.",
+    }
+    where = f"{error.filename}: " if error.filename else ""
+    return (
+        f"{where}{error.strerror or error}. {mends.get(error.errno or 0, 'Choose another CLUSTER_DATA_DIR.')}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

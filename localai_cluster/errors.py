@@ -1,0 +1,69 @@
+"""Errors that mean something to a caller: each carries a code, an HTTP status and, where known, the field.
+
+Adapters translate library errors into these at the boundary and chain the cause; the edges (REST, inference,
+command line) turn them into the envelope of their surface. Whether a retry helps is part of the type.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+class ClusterError(Exception):
+    """Something went wrong inside the cluster."""
+
+    status = 500
+    code = "internal_error"
+    permanent = True
+
+    def __init__(self, message: str | None = None, *, field: str | None = None, **data: Any) -> None:
+        self.message = message or (self.__class__.__doc__ or "").strip().split("\n")[0]
+        self.field = field
+        self.data: Mapping[str, Any] = data
+        super().__init__(self.message)
+
+
+class InvalidInput(ClusterError):
+    """The request is not valid."""
+
+    status = 400
+    code = "invalid_request"
+
+
+class NotAuthenticated(ClusterError):
+    """A valid credential is required."""
+
+    status = 401
+    code = "unauthorized"
+
+
+class Forbidden(ClusterError):
+    """This credential may not do that."""
+
+    status = 403
+    code = "forbidden"
+
+
+class NotFound(ClusterError):
+    """There is no such thing."""
+
+    status = 404
+    code = "not_found"
+
+
+class Conflict(ClusterError):
+    """The present state does not allow that."""
+
+    status = 409
+    code = "conflict"
+
+
+class Unavailable(ClusterError):
+    """Not possible right now; trying again later may help."""
+
+    status = 503
+    code = "unavailable"
+    permanent = False
+
+    def __init__(self, message: str | None = None, *, retry_after: float = 5.0, **data: Any) -> None:
+        super().__init__(message, **data)
+        self.retry_after = retry_after

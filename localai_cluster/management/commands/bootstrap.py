@@ -1,0 +1,50 @@
+"""`manage.py bootstrap`: the first admin, and the node that the operator vouches for beforehand.
+
+Reads `CLUSTER_ADMIN_PASSWORD` and `CLUSTER_ENROL_NODE` with `CLUSTER_ENROL_SECRET` (each secret also as
+`…_FILE`). Running it again changes nothing: an existing admin keeps password and rights.
+"""
+
+import os
+from typing import Any
+
+from django.contrib.auth import get_user_model
+from django.core.management.base import BaseCommand, CommandError
+
+from localai_cluster import clock, errors
+from localai_cluster.env import Environment
+from nodes import identity, services
+
+ADMIN = "admin"
+
+
+class Command(BaseCommand):
+    """Makes what a fresh installation needs before anybody can sign in."""
+
+    help = "Creates the admin user and enrols a node, from the environment; idempotent."
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        """Does both parts; a part whose settings are missing is left out."""
+        environment = Environment(os.environ)
+        self._admin(environment.secret("CLUSTER_ADMIN_PASSWORD"))
+        self._node(environment.text("CLUSTER_ENROL_NODE"), environment.secret("CLUSTER_ENROL_SECRET"))
+        for problem in environment.problems:
+            raise CommandError(f"{problem.setting}: {problem.message}. {problem.hint}")
+
+    def _admin(self, password: str) -> None:
+        users = get_user_model().objects
+        if not password or users.filter(username=ADMIN).exists():
+            return
+        users.create_superuser(username=ADMIN, email=None, password=password)
+        self.stdout.write(f"created the user {ADMIN!r}")
+
+    def _node(self, name: str, secret: str) -> None:
+        if not name:
+            return
+        if not secret:
+            raise CommandError("CLUSTER_ENROL_NODE is set, but neither CLUSTER_ENROL_SECRET nor …_FILE is.")
+        try:
+            fingerprint = identity.check_node_secret(secret)
+        except errors.InvalidInput as error:
+            raise CommandError("CLUSTER_ENROL_SECRET: must be 64 lower-case hex digits.") from error
+        services.enrol(name, fingerprint, actor="bootstrap", now=clock.now())
+        self.stdout.write(f"the node {name!r} is enrolled")

@@ -1,0 +1,107 @@
+"""`manage.py controller`: the process that carries operations out.
+
+Three loops in one event loop: the executor, the LISTEN loop whose hints make it look, and the ticker of
+django-q2's schedules. Any number of controllers may run; operations are claimed, schedules locked.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import uuid
+from typing import Any
+
+from django.core.management.base import BaseCommand
+from django.db import Error as DatabaseError
+
+from localai_cluster import clock, conf, scheduling
+from localai_cluster.messaging.nats import NatsBus
+from nodes import handlers, schedules
+from nodes.backends import install
+from nodes.definitions import Folder
+from nodes.loading import load
+from operations import schedules as ledger_schedules
+from operations import services
+from operations.events import NODES, OPERATIONS, listen
+from operations.executor import Executor, in_thread
+from operations.waiting import Hints
+
+log = logging.getLogger(__name__)
+
+TICK_EVERY = 1.0
+
+
+class Command(BaseCommand):
+    """Runs a controller until SIGTERM or SIGINT."""
+
+    help = "Carries operations out and ticks the schedules."
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        asyncio.run(run())
+
+
+async def run() -> None:
+    """Runs until a signal asks to stop; leases are handed back before it returns."""
+    owner = f"{socket.gethostname()[:20]}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+    bus, hints = NatsBus(conf.cluster().nats_url, name="controller"), Hints()
+    bus.start()
+    table = handlers.handlers(bus, Folder(conf.cluster().models_path), hints)
+    executor = Executor(owner, table, lease=conf.cluster().operation_lease)
+    loops = [
+        asyncio.create_task(executor.run(), name="executor"),
+        asyncio.create_task(hear(executor, hints), name="hints"),
+        asyncio.create_task(tick(), name="schedules"),
+    ]
+    log.info("controller %s is ready", owner)
+    await _until_signal_or_failure(loops)
+    await executor.stop()
+    for loop in loops:
+        loop.cancel()
+    await asyncio.gather(*loops, return_exceptions=True)
+    await bus.close()
+    log.info("controller %s stopped", owner)
+
+
+async def _until_signal_or_failure(loops: list[asyncio.Task[None]]) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    waiting = asyncio.create_task(stop.wait())
+    done, _ = await asyncio.wait({waiting, *loops}, return_when=asyncio.FIRST_COMPLETED)
+    for task in done - {waiting}:
+        # A loop that ends by itself is a defect; the supervisor starts this process again.
+        log.error("the %s loop ended", task.get_name(), exc_info=task.exception())
+
+
+async def hear(executor: Executor, hints: Hints) -> None:
+    """Turns notifications into looks."""
+    async for channel, payload in listen(OPERATIONS, NODES):
+        if channel == NODES:
+            await _nodes_changed()
+        elif channel == OPERATIONS:
+            hints.hear(payload.split(" ", 1)[0])
+        else:
+            hints.hear("")
+        executor.hint()
+
+
+async def _nodes_changed() -> None:
+    with contextlib.suppress(DatabaseError):
+        for kind in (load.KIND, install.KIND):
+            await in_thread(services.wake, kind, now=clock.now())
+
+
+async def tick() -> None:
+    """Enqueues due schedules every second."""
+    declared = False
+    while True:
+        try:
+            if not declared:
+                await in_thread(scheduling.ensure, [*schedules.SCHEDULES, *ledger_schedules.SCHEDULES])
+                declared = True
+            await in_thread(scheduling.tick)
+        except DatabaseError as error:
+            log.warning("schedules not ticked: %s", error)
+        await asyncio.sleep(TICK_EVERY)

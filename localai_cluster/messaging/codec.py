@@ -1,0 +1,158 @@
+"""Messages to bytes and back: pure, strict about types, tolerant about everything else.
+
+Decoding follows the peers on the other side of the wire: unknown fields are ignored, names match whatever
+their case, a missing field or `null` is the zero value, an empty body or `null` is the message of zero
+values, and a wrong JSON type is an error that names the field. Encoding leaves out what the message says to
+omit.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+import typing
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from localai_cluster.errors import ClusterError
+from localai_cluster.messaging.messages import OMIT, Gallery
+
+MAX_BYTES = 1024 * 1024
+_INT_LIMIT = 2**63
+_LONE_SURROGATES = re.compile("[\ud800-\udfff]")
+
+M = TypeVar("M")
+
+
+class DecodeError(ClusterError):
+    """The message cannot be understood."""
+
+    status = 502
+    code = "malformed_message"
+
+
+def encode(message: Any) -> bytes:
+    """The message, a dataclass, as compact UTF-8 JSON."""
+    text = json.dumps(_plain(message), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace")
+
+
+def decode(payload: bytes, kind: type[M]) -> M:
+    """The message of type `kind` in `payload`. DecodeError for anything else."""
+    if len(payload) > MAX_BYTES:
+        raise DecodeError(f"message of {len(payload)} bytes; at most {MAX_BYTES} are read")
+    if not payload.strip():
+        return kind()
+    built: M = _build(_parse(payload.decode("utf-8", "replace")), kind, "")
+    return built
+
+
+def encode_galleries(galleries: Sequence[Gallery]) -> str:
+    """The text of `backend_galleries`: a JSON list inside a string."""
+    return json.dumps([_plain(gallery) for gallery in galleries], separators=(",", ":"))
+
+
+def decode_galleries(text: str) -> tuple[Gallery, ...]:
+    """The galleries in such a text; `null` is none of them. DecodeError names what is wrong."""
+    value = _parse(text)
+    return tuple(_list(value, Gallery, "backend_galleries"))
+
+
+def _plain(message: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(message):
+        value = getattr(message, field.name)
+        if field.metadata.get(OMIT) and not value:
+            continue
+        values[field.name] = _plain_value(value)
+    return values
+
+
+def _plain_value(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return _plain(value)
+    if isinstance(value, tuple):
+        return [_plain_value(item) for item in value]
+    return value
+
+
+def _parse(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise DecodeError(f"not JSON: {reason}") from error
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+@functools.cache
+def _types(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _build(value: Any, kind: Any, path: str) -> Any:
+    if value is None:
+        return kind()
+    if not isinstance(value, dict):
+        raise _wrong(path or "the message", "an object", value)
+    folded = {name.lower(): item for name, item in value.items()}
+    known = {}
+    for name, expected in _types(kind).items():
+        item = value.get(name, folded.get(name))
+        if item is not None:
+            known[name] = _value(item, expected, f"{path}.{name}" if path else name)
+    return kind(**known)
+
+
+def _value(value: Any, expected: Any, path: str) -> Any:
+    if expected is str:
+        if not isinstance(value, str):
+            raise _wrong(path, "a string", value)
+        return _LONE_SURROGATES.sub("\ufffd", value)
+    if expected is bool:
+        if not isinstance(value, bool):
+            raise _wrong(path, "true or false", value)
+        return value
+    if expected is int:
+        return _integer(value, path)
+    if expected is float:
+        return float(_number(value, path))
+    if typing.get_origin(expected) is tuple:
+        return tuple(_list(value, typing.get_args(expected)[0], path))
+    return _build(value, expected, path)
+
+
+def _integer(value: Any, path: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not -_INT_LIMIT <= value < _INT_LIMIT:
+        raise _wrong(path, "a whole number of 64 bits", value)
+    return value
+
+
+def _number(value: Any, path: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300:
+        raise _wrong(path, "a number", value)
+    return value
+
+
+def _list(value: Any, item_type: Any, path: str) -> list[Any]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise _wrong(path, "a list", value)
+    zero = item_type()
+    return [
+        zero if item is None else _value(item, item_type, f"{path}[{index}]")
+        for index, item in enumerate(value)
+    ]
+
+
+def _wrong(path: str, expected: str, value: Any) -> DecodeError:
+    return DecodeError(f"{path}: expected {expected}, got {_kind(value)}", field=path)
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+    return names.get(type(value), "this number")

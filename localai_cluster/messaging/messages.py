@@ -1,0 +1,243 @@
+"""The payloads between controller and worker, one frozen dataclass each, named as on the wire.
+
+A field made with `omitted` is left out of the JSON while it holds its zero value; every other field is
+always present. Each class can be built without arguments: that is the message of zero values which an empty
+body means. Extensions of ours (unknown fields are ignored by a stock peer) are marked so.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+OMIT = "omit"
+
+
+def omitted(default: Any) -> Any:
+    """A field that stays out of the JSON while it holds its zero value `default`."""
+    return field(default=default, metadata={OMIT: True})
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """The body of requests that ask without saying anything: `{}`."""
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """A list of installable backends."""
+
+    url: str = ""
+    name: str = ""
+    mirrors: tuple[str, ...] = omitted(())
+
+
+@dataclass(frozen=True)
+class InstallRequest:
+    """`backend.install`; `backend_galleries` is a JSON list inside a string and replaces the worker's own.
+
+    Extension: `install_only` puts the files there and starts no process.
+    """
+
+    backend: str = ""
+    model_id: str = omitted("")
+    backend_galleries: str = omitted("")
+    uri: str = omitted("")
+    name: str = omitted("")
+    alias: str = omitted("")
+    replica_index: int = omitted(0)
+    force: bool = omitted(False)
+    op_id: str = omitted("")
+    install_only: bool = omitted(False)
+
+
+@dataclass(frozen=True)
+class InstallReply:
+    """`address` is the `host:port` to dial; empty after an `install_only` success.
+
+    Extension: `interrupted` says that a stop came while the process started, so asking again makes sense.
+    """
+
+    success: bool = False
+    address: str = omitted("")
+    error: str = omitted("")
+    interrupted: bool = omitted(False)
+
+
+@dataclass(frozen=True)
+class UpgradeRequest:
+    """`backend.upgrade`."""
+
+    backend: str = ""
+    backend_galleries: str = omitted("")
+    uri: str = omitted("")
+    name: str = omitted("")
+    alias: str = omitted("")
+    replica_index: int = omitted(0)
+    op_id: str = omitted("")
+
+
+@dataclass(frozen=True)
+class UpgradeReply:
+    """The stop report may be trusted only when `reports_stopped_processes` is true."""
+
+    success: bool = False
+    error: str = omitted("")
+    stopped_process_keys: tuple[str, ...] = omitted(())
+    reports_stopped_processes: bool = omitted(False)
+
+
+@dataclass(frozen=True)
+class DeleteRequest:
+    """`backend.delete`."""
+
+    backend: str = ""
+
+
+@dataclass(frozen=True)
+class DeleteReply(UpgradeReply):
+    """The same shape as the reply to an upgrade."""
+
+
+@dataclass(frozen=True)
+class StopBackend:
+    """`backend.stop`: a backend name, a model id or a process key; empty means everything."""
+
+    backend: str = ""
+    force: bool = omitted(False)
+
+
+@dataclass(frozen=True)
+class InstalledBackend:
+    """One element of the reply to `backend.list`."""
+
+    name: str = ""
+    is_system: bool = False
+    is_meta: bool = False
+    installed_at: str = omitted("")
+    gallery_url: str = omitted("")
+    version: str = omitted("")
+    uri: str = omitted("")
+    digest: str = omitted("")
+
+
+@dataclass(frozen=True)
+class ListReply:
+    """`backend.list`. Extension: `instance` names the worker process, new at each of its starts."""
+
+    backends: tuple[InstalledBackend, ...] = ()
+    error: str = omitted("")
+    instance: str = omitted("")
+
+
+@dataclass(frozen=True)
+class RunningModel:
+    """One live process; `address` is the worker's own view (`127.0.0.1:<port>`)."""
+
+    model_id: str = ""
+    replica_index: int = 0
+    address: str = omitted("")
+
+
+@dataclass(frozen=True)
+class RunningReply:
+    """`models.running`. Extension: `instance` as in `ListReply`."""
+
+    models: tuple[RunningModel, ...] = ()
+    error: str = omitted("")
+    instance: str = omitted("")
+
+
+@dataclass(frozen=True)
+class StopModelRequest:
+    """`model.stop`: exactly the process `process_key` at `expected_address`."""
+
+    model_name: str = ""
+    process_key: str = ""
+    expected_address: str = ""
+    force: bool = omitted(False)
+    config_revision: str = omitted("")
+
+
+@dataclass(frozen=True)
+class StopModelReply:
+    """Only `terminated` decides: nothing runs under that key any more."""
+
+    matched: bool = False
+    freed: bool = False
+    terminated: bool = False
+    process_key: str = ""
+    address: str = omitted("")
+    error: str = omitted("")
+
+
+@dataclass(frozen=True)
+class UnloadRequest:
+    """`model.unload`; without `address` the worker frees the processes of the model by name."""
+
+    model_name: str = ""
+    address: str = omitted("")
+
+
+@dataclass(frozen=True)
+class UnloadReply:
+    """True for unknown models too."""
+
+    success: bool = False
+    error: str = omitted("")
+
+
+@dataclass(frozen=True)
+class DeleteModelRequest:
+    """`model.delete`."""
+
+    model_name: str = ""
+
+
+@dataclass(frozen=True)
+class DeleteModelReply:
+    """True when there was nothing to remove."""
+
+    success: bool = False
+    error: str = omitted("")
+
+
+@dataclass(frozen=True)
+class ProgressEvent:
+    """`backend.install.<op>.progress`: decoration, only the reply decides.
+
+    Extensions: bytes as numbers beside the human texts, and `seq`, rising from 1 within one operation.
+    """
+
+    op_id: str = ""
+    node_id: str = ""
+    backend: str = ""
+    file_name: str = omitted("")
+    current: str = omitted("")
+    total: str = omitted("")
+    percentage: float = 0.0
+    phase: str = omitted("")
+    current_bytes: int = omitted(0)
+    total_bytes: int = omitted(0)
+    seq: int = omitted(0)
+
+
+def human_bytes(count: int) -> str:
+    """A size for `current` and `total` as the reference prints it (§4.3): `512 B`, `1.2 GiB`."""
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if value < 1024 or unit == "PiB":
+            break
+        value /= 1024
+    return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def process_key(name: str, replica_index: int) -> str:
+    """The key of one engine process: `<model id, or backend for a process without model>#<replica>`."""
+    return f"{name}#{replica_index}"
+
+
+def split_process_key(key: str) -> tuple[str, int] | None:
+    """Name and replica of a key, split at its last `#`; None when it is not a key."""
+    name, separator, index = key.rpartition("#")
+    if not separator or not name or not index.isascii() or not index.isdigit() or len(index) > 9:
+        return None
+    return name, int(index)

@@ -1,0 +1,50 @@
+"""The raw route table: what is answered in front of Django, by which application.
+
+`asgi.py` routes by it, the OpenAPI document and the tests that walk every route read it.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from nodes.api.heartbeats import HeartbeatApplication
+from nodes.inference.embeddings import embed
+from nodes.inference.endpoint import Endpoint
+from nodes.inference.models import list_models
+from nodes.routing import pool
+
+_PARAMETER = re.compile(r"\{[^/}]+\}")
+
+
+@dataclass(frozen=True)
+class RawRoute:
+    """One route; `path` is an OpenAPI template."""
+
+    method: str
+    path: str
+    app: Any
+
+
+_embeddings = Endpoint("POST", embed)
+_models = Endpoint("GET", list_models)
+
+ROUTES: tuple[RawRoute, ...] = (
+    RawRoute("POST", "/v1/embeddings", _embeddings),
+    RawRoute("POST", "/embeddings", _embeddings),
+    RawRoute("GET", "/v1/models", _models),
+    RawRoute("GET", "/models", _models),
+    RawRoute("POST", "/api/node/{node_id}/heartbeat", HeartbeatApplication(pool.shared)),
+)
+
+_EXACT = {route.path: route.app for route in ROUTES if "{" not in route.path}
+_PATTERNS = [
+    (re.compile(_PARAMETER.sub("[^/]+", route.path)), route.app) for route in ROUTES if "{" in route.path
+]
+
+
+def find(path: str) -> Any | None:
+    """The raw application of a path (without a trailing slash), None when it is Django's."""
+    app = _EXACT.get(path)
+    if app is not None:
+        return app
+    return next((app for pattern, app in _PATTERNS if pattern.fullmatch(path)), None)

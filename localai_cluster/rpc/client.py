@@ -1,0 +1,173 @@
+"""The client of one inference engine, and the pool that keeps one client an address.
+
+Calls run on the event loop that made the client; nothing here may be shared between loops. A call costs one
+coroutine and no set-up: the channel, its methods and the metadata are made once. Errors arrive as
+`localai_cluster.rpc.errors`; a cancelled caller cancels the call at the engine.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from localai_cluster.rpc.errors import BackendError, translate
+from localai_cluster.rpc.generated.backend_pb2_grpc import BackendStub
+from localai_cluster.rpc.messages import (
+    EmbeddingResult,
+    HealthMessage,
+    ModelOptions,
+    PredictOptions,
+    Reply,
+    Result,
+    StatusResponse,
+    TokenizationResponse,
+)
+
+MESSAGE_LIMIT = 50 * 1024 * 1024
+HEALTHY = b"OK"
+# Seconds that calls under way on a channel nobody gets any more may still take.
+DRAIN_SECONDS = 600.0
+
+_OPTIONS = (
+    ("grpc.max_send_message_length", MESSAGE_LIMIT),
+    ("grpc.max_receive_message_length", MESSAGE_LIMIT),
+    # Without it two channels to one address share the connection and its backoff, so replacing a channel
+    # after a refused connection would not bring a fresh attempt.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 200),
+    # Engines are on the cluster's own network; a proxy meant for the internet must not see their token.
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.service_config_disable_resolution", 1),
+    ("grpc.enable_retries", 0),
+)
+
+Answer = TypeVar("Answer")
+_NOTHING = HealthMessage()
+
+
+class BackendClient:
+    """Calls one engine at `address` (`host:port`), proving itself by `token` when there is one.
+
+    Timeouts are seconds. Every method raises BackendError types.
+    """
+
+    def __init__(self, address: str, token: str = "") -> None:
+        self.address = address
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._retired: set[asyncio.Task[None]] = set()
+        self._open()
+
+    def _open(self) -> None:
+        self._channel = grpc.aio.insecure_channel(self.address, options=_OPTIONS)
+        self._stub = BackendStub(self._channel)
+
+    async def health(self, timeout: float) -> bool:
+        """Whether the engine calls itself ready."""
+        reply = await self._ask(self._stub.Health(_NOTHING, timeout=timeout, metadata=self._metadata))
+        return reply.message == HEALTHY
+
+    async def load_model(self, options: ModelOptions, timeout: float) -> Result:
+        """Loads a model; a refusal is a Result with `success` false, not an error."""
+        return await self._ask(self._stub.LoadModel(options, timeout=timeout, metadata=self._metadata))
+
+    async def embedding(self, options: PredictOptions, timeout: float) -> EmbeddingResult:
+        """The vector of `options.Embeddings`."""
+        return await self._ask(self._stub.Embedding(options, timeout=timeout, metadata=self._metadata))
+
+    async def predict(self, options: PredictOptions, timeout: float) -> Reply:
+        """The whole answer to a prompt."""
+        return await self._ask(self._stub.Predict(options, timeout=timeout, metadata=self._metadata))
+
+    async def predict_stream(self, options: PredictOptions, timeout: float) -> AsyncIterator[Reply]:
+        """The answer piece by piece; leaving the loop early cancels the call at the engine."""
+        channel = self._channel
+        call = self._stub.PredictStream(options, timeout=timeout, metadata=self._metadata)
+        try:
+            async for reply in call:
+                yield reply
+        except grpc.aio.AioRpcError as error:
+            raise self._translated(error, channel) from error
+        finally:
+            call.cancel()
+
+    async def tokenize(self, options: PredictOptions, timeout: float) -> TokenizationResponse:
+        """The token ids of `options.Prompt`."""
+        return await self._ask(self._stub.TokenizeString(options, timeout=timeout, metadata=self._metadata))
+
+    async def status(self, timeout: float) -> StatusResponse:
+        """State and memory of the engine."""
+        return await self._ask(self._stub.Status(_NOTHING, timeout=timeout, metadata=self._metadata))
+
+    async def free(self, timeout: float) -> Result:
+        """Gives the loaded model's memory back."""
+        return await self._ask(self._stub.Free(_NOTHING, timeout=timeout, metadata=self._metadata))
+
+    async def close(self, grace: float | None = None) -> None:
+        """Ends the connection; calls still under way after `grace` seconds are cancelled."""
+        for task in self._retired:
+            task.cancel()
+        await self._channel.close(grace)
+
+    async def _ask(self, call: Awaitable[Answer]) -> Answer:
+        channel = self._channel
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise self._translated(error, channel) from error
+
+    def _translated(self, error: grpc.aio.AioRpcError, channel: grpc.aio.Channel) -> BackendError:
+        translated = translate(error.code(), error.details() or "")
+        # A channel that was refused sits in backoff and answers from memory, one that broke may take the next
+        # call down with it; a process that starts at this address a moment later must be reached at once.
+        # Only the first of many callers replaces it.
+        if translated.replica_gone and channel is self._channel:
+            self._open()
+            self._retire(channel)
+        return translated
+
+    def _retire(self, channel: grpc.aio.Channel) -> None:
+        # A stopping engine refuses new connections while it still answers calls on the old one.
+        task = asyncio.get_running_loop().create_task(channel.close(grace=DRAIN_SECONDS))
+        self._retired.add(task)
+        task.add_done_callback(self._retired.discard)
+
+
+class ClientPool:
+    """One client an address, the least recently used ones closed beyond `limit`."""
+
+    def __init__(self, token: str = "", *, limit: int = 1024) -> None:
+        self._token = token
+        self._limit = limit
+        self._clients: OrderedDict[str, BackendClient] = OrderedDict()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def get(self, address: str) -> BackendClient:
+        """The client of `address` (`host:port`)."""
+        client = self._clients.get(address)
+        if client is None:
+            client = self._clients[address] = BackendClient(address, self._token)
+            if len(self._clients) > self._limit:
+                self.forget(next(iter(self._clients)))
+        else:
+            self._clients.move_to_end(address)
+        return client
+
+    def forget(self, address: str) -> None:
+        """Drops the client of an address that is out of service; its calls under way may finish."""
+        client = self._clients.pop(address, None)
+        if client is not None:
+            task = asyncio.get_running_loop().create_task(client.close(DRAIN_SECONDS))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """Closes every client; calls still under way are cancelled."""
+        for task in self._closing:
+            task.cancel()
+        clients = list(self._clients.values())
+        self._clients.clear()
+        await asyncio.gather(*(client.close() for client in clients))

@@ -1,0 +1,151 @@
+"""What can go wrong with a call to an engine, and what the caller may do about it.
+
+`translate` turns gRPC's status into one of these types. Two facts steer the caller: `repeatable` (the engine
+did no work and the request may go to another replica) and `replica_gone` (the process at that address is dead
+or out of reach, so the replica should be taken out of service).
+"""
+
+import grpc
+
+from localai_cluster.errors import ClusterError, InvalidInput, Unavailable
+
+# Part of the contract: how an engine says that it holds another model than the request is meant for.
+IDENTITY_MARKER = "model identity mismatch"
+NOT_LOADED_MARKER = "not loaded"
+
+# gRPC reports a refused connection and a broken one by the same status; only its text tells them apart.
+# Refused: the request never left. Broken: it may have reached the engine.
+_REFUSED = ("failed to connect", "connections to all backends failing", "errors resolving", "lookup failed")
+_BROKEN = (
+    "socket closed",
+    "connection reset",
+    "broken pipe",
+    "recvmsg",
+    "sendmsg",
+    "goaway",
+    "cancelling all calls",
+    "endpoint closing",
+    "transport closed",
+    "stream removed",
+    "keepalive",
+    "ping timeout",
+)
+
+
+class BackendError(ClusterError):
+    """The inference engine did not answer the request."""
+
+    code = "backend_error"
+    repeatable = False
+    replica_gone = False
+
+
+class Refused(BackendError, Unavailable):
+    """Nothing accepts connections at the engine's address."""
+
+    code = "backend_refused"
+    repeatable = True
+    replica_gone = True
+
+
+class Lost(BackendError, Unavailable):
+    """The connection to the engine broke before it answered."""
+
+    # Not marked repeatable: a request that kills its engine must not walk through all replicas. Yet an idle
+    # connection to a process that just died ends this way too, so a caller should repeat such a request once.
+    code = "backend_lost"
+    replica_gone = True
+
+
+class Busy(BackendError, Unavailable):
+    """The engine takes no further work right now."""
+
+    code = "backend_busy"
+    repeatable = True
+
+
+class ModelNotLoaded(BackendError, Unavailable):
+    """The engine runs but holds no model."""
+
+    code = "model_not_loaded"
+    repeatable = True
+
+
+class IdentityMismatch(BackendError, Unavailable):
+    """The engine at this address serves another model."""
+
+    code = "model_identity_mismatch"
+    repeatable = True
+
+
+class DeadlineExceeded(BackendError, Unavailable):
+    """The engine did not answer in time."""
+
+    code = "backend_timeout"
+
+
+class Cancelled(BackendError, Unavailable):
+    """The engine gave the call up."""
+
+    code = "backend_cancelled"
+
+
+class Unauthenticated(BackendError, Unavailable):
+    """The engine refused the registration token; worker and controller must share it."""
+
+    code = "backend_unauthenticated"
+    permanent = True
+
+
+class Unimplemented(BackendError, InvalidInput):
+    """The model's engine does not offer this kind of request."""
+
+    code = "unsupported_by_backend"
+
+
+class Rejected(BackendError, InvalidInput):
+    """The engine does not accept this input."""
+
+    code = "rejected_by_backend"
+
+
+class BackendFailed(BackendError, Unavailable):
+    """The engine failed while it worked on the request."""
+
+    code = "backend_failed"
+
+
+_BY_STATUS: dict[grpc.StatusCode, type[BackendError]] = {
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
+    grpc.StatusCode.UNAUTHENTICATED: Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: Unauthenticated,
+    grpc.StatusCode.UNIMPLEMENTED: Unimplemented,
+    grpc.StatusCode.FAILED_PRECONDITION: ModelNotLoaded,
+    grpc.StatusCode.CANCELLED: Cancelled,
+    grpc.StatusCode.INVALID_ARGUMENT: Rejected,
+    grpc.StatusCode.OUT_OF_RANGE: Rejected,
+}
+
+
+def translate(status: grpc.StatusCode, details: str) -> BackendError:
+    """The error that a final gRPC status stands for; `details` is the engine's or the transport's text."""
+    text = details.lower()
+    if status is grpc.StatusCode.UNAVAILABLE:
+        return _unavailable(text)(details or None)
+    if status is grpc.StatusCode.NOT_FOUND and IDENTITY_MARKER in text:
+        return IdentityMismatch(details)
+    if status is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" not in text:
+        return Busy(details or None)
+    kind = _BY_STATUS.get(status)
+    if kind is None:
+        # Stock engines report a missing model as a plain error.
+        kind = ModelNotLoaded if NOT_LOADED_MARKER in text else BackendFailed
+    return kind(details or None)
+
+
+def _unavailable(text: str) -> type[BackendError]:
+    if any(sign in text for sign in _REFUSED):
+        return Refused
+    if any(sign in text for sign in _BROKEN):
+        return Lost
+    return Busy

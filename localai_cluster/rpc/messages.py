@@ -1,0 +1,68 @@
+"""The messages of the `backend` package under names that do not mention how they are generated.
+
+Everything outside `localai_cluster.rpc` builds and reads engine messages through this module.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf import json_format
+
+from localai_cluster.errors import InvalidInput
+from localai_cluster.rpc.generated.backend_pb2 import (
+    EMBEDDING_LAYOUT_FINAL,
+    EMBEDDING_LAYOUT_PER_TOKEN,
+    EMBEDDING_LAYOUT_UNSPECIFIED,
+    ChatDelta,
+    EmbeddingResult,
+    GrammarTrigger,
+    HealthMessage,
+    MemoryUsageData,
+    Message,
+    ModelOptions,
+    PredictOptions,
+    ProxyOptions,
+    Reply,
+    Result,
+    StatusResponse,
+    TokenizationResponse,
+    ToolCallDelta,
+)
+
+__all__ = [
+    "EMBEDDING_LAYOUT_FINAL",
+    "EMBEDDING_LAYOUT_PER_TOKEN",
+    "EMBEDDING_LAYOUT_UNSPECIFIED",
+    "ChatDelta",
+    "EmbeddingResult",
+    "GrammarTrigger",
+    "HealthMessage",
+    "MemoryUsageData",
+    "Message",
+    "ModelOptions",
+    "PredictOptions",
+    "ProxyOptions",
+    "Reply",
+    "Result",
+    "StatusResponse",
+    "TokenizationResponse",
+    "ToolCallDelta",
+    "options_from_mapping",
+    "options_to_mapping",
+]
+
+
+def options_from_mapping(mapping: Mapping[str, Any]) -> ModelOptions:
+    """Load options from plain data under the names of `ModelOptions` (`{"Model": …, "Embeddings": True}`).
+
+    Raises InvalidInput for an unknown name or a value of the wrong type.
+    """
+    try:
+        return json_format.ParseDict(dict(mapping), ModelOptions())
+    except json_format.ParseError as error:
+        raise InvalidInput(f"Not a valid load option: {error}", field="options") from error
+
+
+def options_to_mapping(options: ModelOptions) -> dict[str, Any]:
+    """The reverse: plain data that fits a JSON column, without the fields at their zero value."""
+    return json_format.MessageToDict(options, preserving_proto_field_name=True)

@@ -1,0 +1,53 @@
+"""Schedules declared in code, kept as ordinary django-q2 rows: visible, editable and pausable in the admin.
+
+`ensure` creates what is missing and repairs what a schedule calls; an operator's own timing or pause stays.
+The controller calls `tick` every second, because django-q2's own loop looks only every 30 s.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from django_q.brokers import get_broker
+from django_q.models import OrmQ, Schedule
+from django_q.scheduler import scheduler
+
+from localai_cluster.locks import Lock, try_lock
+
+BACKLOG = 20
+"""Waiting tasks at which the ticker holds back."""
+
+
+@dataclass(frozen=True)
+class Recurring:
+    """A task and when it runs: six cron fields, the last one seconds."""
+
+    name: str
+    function: str
+    cron: str
+
+
+def ensure(recurring: Iterable[Recurring]) -> None:
+    """Makes the rows of all declared schedules; safe from several processes at once."""
+    with try_lock(Lock.SCHEDULES) as mine:
+        if not mine:
+            return
+        for entry in recurring:
+            Schedule.objects.update_or_create(
+                name=entry.name,
+                defaults={"func": entry.function},
+                create_defaults={
+                    "func": entry.function,
+                    "schedule_type": Schedule.CRON,
+                    "cron": entry.cron,
+                    "repeats": -1,
+                },
+            )
+
+
+def tick() -> None:
+    """Enqueues every schedule that is due; several tickers never fire one twice (row locks).
+
+    While nobody takes tasks off the queue nothing is added: a backlog of the same pass helps nobody.
+    """
+    if OrmQ.objects.count() < BACKLOG:
+        scheduler(broker=get_broker())

@@ -1,0 +1,211 @@
+"""Django's settings. Everything that an operator may change comes from `env.py`.
+
+The web process keeps a pool of database connections, every other process persistent ones: a pool that is open
+when django-q2 forks breaks it (`docs/decisions/0003-processes.md`).
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from psycopg.conninfo import conninfo_to_dict
+from psycopg.errors import ProgrammingError
+
+from localai_cluster import env as _env
+
+BASE_DIR = Path(__file__).resolve().parent.parent
+CLUSTER, _environment = _env.load()
+
+SECRET_KEY = _environment.secret("SECRET_KEY")
+SECRET_KEY_IS_STAND_IN = not SECRET_KEY
+if SECRET_KEY_IS_STAND_IN:
+    SECRET_KEY = os.urandom(32).hex()
+DEBUG = _environment.boolean("DEBUG")
+LOG_LEVEL = _environment.parsed("LOG_LEVEL", _env.parse_log_level, "INFO", "Use INFO, or DEBUG to see more.")
+ALLOWED_HOSTS = [host for host in _environment.text("ALLOWED_HOSTS", "*").split(",") if host]
+CSRF_TRUSTED_ORIGINS = [o for o in _environment.text("CSRF_TRUSTED_ORIGINS").split(",") if o]
+IS_WEB = sys.argv[1:2] == ["serve"]
+
+
+def _database(url: str) -> dict[str, Any]:
+    try:
+        parts = dict(conninfo_to_dict(url))
+    except ProgrammingError as error:
+        _environment.problems.append(
+            _env.Problem(
+                "DATABASE_URL", str(error).strip(), "Use postgresql://user:password@host:port/database."
+            )
+        )
+        parts = {}
+    name, user, password, host, port = (
+        str(parts.pop(key, "") or "") for key in ("dbname", "user", "password", "host", "port")
+    )
+    return {
+        "ENGINE": "django.db.backends.postgresql",
+        "NAME": name or "cluster",
+        "USER": user,
+        "PASSWORD": password,
+        "HOST": host,
+        "PORT": port,
+        "CONN_MAX_AGE": 0 if IS_WEB else 60,
+        "CONN_HEALTH_CHECKS": True,
+        "OPTIONS": {**parts, **({"pool": {"min_size": 1, "max_size": 16, "timeout": 10}} if IS_WEB else {})},
+        "TEST": {"NAME": f"test_{name or 'cluster'}"},
+    }
+
+
+DATABASES = {"default": _database(CLUSTER.database_url)}
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+CLUSTER_PROBLEMS = _environment.problems
+
+INSTALLED_APPS = [
+    "localai_cluster.apps.ProjectConfig",
+    "nodes.apps.NodesConfig",
+    "operations.apps.OperationsConfig",
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.sessions",
+    "django.contrib.messages",
+    "django.contrib.staticfiles",
+    "rest_framework",
+    "drf_spectacular",
+    "drf_spectacular_sidecar",
+    "channels",
+    "django_q",
+]
+MIDDLEWARE = [
+    "django.middleware.security.SecurityMiddleware",
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.common.CommonMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+    "django.middleware.clickjacking.XFrameOptionsMiddleware",
+]
+ROOT_URLCONF = "localai_cluster.urls"
+ASGI_APPLICATION = "localai_cluster.asgi.application"
+APPEND_SLASH = False
+LOGIN_URL = "/admin/login/"
+SECURE_CONTENT_TYPE_NOSNIFF = True
+SECURE_REFERRER_POLICY = "same-origin"
+SESSION_COOKIE_HTTPONLY = True
+SESSION_COOKIE_SAMESITE = "Lax"
+X_FRAME_OPTIONS = "DENY"
+DATA_UPLOAD_MAX_MEMORY_SIZE = 1024 * 1024
+
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "DIRS": [BASE_DIR / "templates"],
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ]
+        },
+    }
+]
+AUTH_PASSWORD_VALIDATORS = [
+    {"NAME": f"django.contrib.auth.password_validation.{name}"}
+    for name in ("MinimumLengthValidator", "CommonPasswordValidator", "NumericPasswordValidator")
+]
+
+LANGUAGE_CODE = "en"
+USE_I18N = False
+USE_TZ = True
+TIME_ZONE = "UTC"
+STATIC_URL = "/static/"
+STATICFILES_DIRS = [BASE_DIR / "static"]
+STATIC_ROOT = BASE_DIR / "static" / "collected"
+
+# The core layer of channels-redis closes idle websockets with redis-py 8; the pubsub layer does not.
+CHANNEL_LAYERS = {
+    "default": {
+        "BACKEND": "channels_redis.pubsub.RedisPubSubChannelLayer",
+        "CONFIG": {"hosts": [CLUSTER.redis_url or "redis://127.0.0.1:6379/0"], "prefix": "cluster"},
+    }
+}
+
+# The controller ticks the schedules (`scheduler` off here): django-q2's own loop looks only every 30 s.
+Q_CLUSTER = {
+    "name": "cluster",
+    "orm": "default",
+    "workers": 2,
+    "timeout": 60,
+    "retry": 90,
+    "max_attempts": 2,
+    "poll": 0.2,
+    "bulk": 1,
+    "save_limit": 100,
+    "catch_up": False,
+    "scheduler": False,
+    "label": "Tasks",
+}
+
+REST_FRAMEWORK = {
+    "DEFAULT_AUTHENTICATION_CLASSES": [
+        "nodes.api.auth.BearerAuthentication",
+        "nodes.api.auth.CookieAuthentication",
+    ],
+    "DEFAULT_PERMISSION_CLASSES": ["nodes.api.auth.IsAdmin"],
+    "DEFAULT_RENDERER_CLASSES": ["rest_framework.renderers.JSONRenderer"],
+    "DEFAULT_PARSER_CLASSES": ["nodes.api.parsers.StrictJSONParser"],
+    "DEFAULT_CONTENT_NEGOTIATION_CLASS": "nodes.api.parsers.AlwaysJSON",
+    "DEFAULT_METADATA_CLASS": None,
+    "DEFAULT_SCHEMA_CLASS": "drf_spectacular.openapi.AutoSchema",
+    "EXCEPTION_HANDLER": "nodes.api.envelopes.exception_handler",
+    "UNAUTHENTICATED_USER": None,
+}
+SPECTACULAR_SETTINGS = {
+    "TITLE": "LocalAI Cluster",
+    "DESCRIPTION": "Registry, operations and inference of a LocalAI cluster.",
+    "VERSION": "0.1.0",
+    "SERVE_INCLUDE_SCHEMA": True,
+    "SCHEMA_PATH_PREFIX": "/api",
+    "ENUM_NAME_OVERRIDES": {
+        "NodeStatus": "nodes.models.NodeStatus",
+        "OperationStatus": "operations.models.Status",
+        "TargetStatus": "operations.models.TargetStatus",
+    },
+    "SWAGGER_UI_DIST": "SIDECAR",
+    "SWAGGER_UI_FAVICON_HREF": "SIDECAR",
+    "REDOC_DIST": "SIDECAR",
+    "POSTPROCESSING_HOOKS": [
+        "drf_spectacular.hooks.postprocess_schema_enums",
+        "nodes.api.openapi.add_raw_routes",
+    ],
+}
+
+LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "filters": {
+        "request_id": {"()": "localai_cluster.logs.RequestIdFilter"},
+        "no_refusals": {"()": "localai_cluster.logs.NoExpectedRefusals"},
+    },
+    "formatters": {
+        "line": {
+            "class": "localai_cluster.logs.OneLine",
+            "format": "{asctime} {levelname:<7} {name} [{request_id}] {message}",
+            "style": "{",
+            "datefmt": "%H:%M:%S",
+        }
+    },
+    "handlers": {
+        "console": {"class": "logging.StreamHandler", "filters": ["request_id"], "formatter": "line"}
+    },
+    "root": {"handlers": ["console"], "level": LOG_LEVEL},
+    "loggers": {
+        "django.channels.server": {"level": "WARNING"},
+        "django.request": {"filters": ["no_refusals"]},
+        # A host name that is not one is the caller's mistake and answered 400; no traceback for it.
+        "django.security.DisallowedHost": {"level": "CRITICAL"},
+        "daphne": {"level": "WARNING"},
+        "httpx": {"level": "WARNING"},
+        "django-q": {"level": "WARNING"},
+    },
+}

@@ -1,0 +1,141 @@
+"""Copying a backend's folder: real byte counts, a bandwidth cap, and a way to stop at any moment.
+
+Everything here blocks and runs in a thread. Links are copied as links and never followed.
+"""
+
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from localai_cluster import clock
+from localai_cluster.errors import ClusterError
+
+CHUNK = 1024 * 1024
+RATE_STEPS = 20  # pieces a second under a cap, so that progress moves evenly
+HEADROOM = 64 * 1024 * 1024
+
+Moved = Callable[[int, int, str], None]
+"""Called with bytes copied so far, bytes in all, and the file at hand."""
+
+
+class Stopped(ClusterError):
+    """The worker is shutting down."""
+
+    code = "stopped"
+    permanent = False
+
+
+class SourceProblem(ClusterError):
+    """The source folder cannot be copied."""
+
+
+class Throttle:
+    """Hands out bytes at `rate` a second (0 = as many as wanted), shared by everything the worker copies."""
+
+    def __init__(self, rate: int, now: Callable[[], float] = clock.monotonic) -> None:
+        self._rate = rate
+        self._now = now
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    @property
+    def piece(self) -> int:
+        """How many bytes to take at a time."""
+        return max(1024, min(CHUNK, self._rate // RATE_STEPS)) if self._rate else CHUNK
+
+    def pause(self, size: int) -> float:
+        """Takes `size` bytes; the seconds to wait until they may count as moved."""
+        if not self._rate:
+            return 0.0
+        with self._lock:
+            now = self._now()
+            self._free_at = max(self._free_at, now) + size / self._rate
+            return self._free_at - now
+
+
+@dataclass(frozen=True)
+class _Plan:
+    folders: list[tuple[Path, int]]
+    files: list[tuple[Path, int]]
+    links: list[tuple[Path, str]]
+    total: int
+
+
+def copy_tree(source: Path, target: Path, throttle: Throttle, stopped: threading.Event, moved: Moved) -> None:
+    """Copies the folder `source` to the new folder `target`. SourceProblem, Stopped, OSError."""
+    plan = _survey(source, stopped)
+    free = shutil.disk_usage(target.parent).free
+    if plan.total + HEADROOM > free:
+        raise SourceProblem(
+            f"{plan.total} bytes do not fit on the disk of {target.parent}: {free} are free. Make room there."
+        )
+    for relative, mode in plan.folders:
+        (target / relative).mkdir(mode=mode | 0o700)
+    for relative, destination in plan.links:
+        os.symlink(destination, target / relative)
+    copy = _Copy(throttle, stopped, moved, plan.total)
+    copy.show("")
+    for relative, mode in plan.files:
+        copy.file(source / relative, target / relative, mode, str(relative))
+
+
+class _Copy:
+    """The running byte count of one copy."""
+
+    def __init__(self, throttle: Throttle, stopped: threading.Event, moved: Moved, total: int) -> None:
+        self._throttle = throttle
+        self._stopped = stopped
+        self._moved = moved
+        self._total = total
+        self._done = 0
+
+    def show(self, name: str) -> None:
+        # A source that grows while it is copied must not show more than all of it.
+        self._moved(self._done, max(self._total, self._done), name)
+
+    def file(self, source: Path, target: Path, mode: int, name: str) -> None:
+        # Not following a link, nor waiting for a pipe, that took the file's place since the survey.
+        descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "rb") as reader, open(target, "xb") as writer:
+            while piece := reader.read(self._throttle.piece):
+                if self._stopped.wait(self._throttle.pause(len(piece))):
+                    raise Stopped("the worker is shutting down; the install was given up")
+                writer.write(piece)
+                self._done += len(piece)
+                self.show(name)
+            os.fchmod(writer.fileno(), mode)
+
+
+def _survey(source: Path, stopped: threading.Event) -> _Plan:
+    plan, total = _Plan([], [], [], 0), 0
+    waiting = [Path()]
+    while waiting:
+        if stopped.is_set():
+            raise Stopped("the worker is shutting down; the install was given up")
+        here = waiting.pop()
+        plan.folders.append((here, stat.S_IMODE(os.lstat(source / here).st_mode) & 0o777))
+        with os.scandir(source / here) as found:
+            for item in found:
+                relative, info = here / item.name, item.stat(follow_symlinks=False)
+                if stat.S_ISLNK(info.st_mode):
+                    plan.links.append((relative, _destination(source, source / relative)))
+                elif stat.S_ISDIR(info.st_mode):
+                    waiting.append(relative)
+                elif stat.S_ISREG(info.st_mode):
+                    plan.files.append((relative, stat.S_IMODE(info.st_mode) & 0o777))
+                    total += info.st_size
+                else:
+                    raise SourceProblem(f"{relative} in the source is neither file nor folder nor link")
+    return replace(plan, files=sorted(plan.files), total=total)
+
+
+def _destination(source: Path, link: Path) -> str:
+    """Where the copied link shall point: absolute links into the source become relative, the rest stay."""
+    destination = os.readlink(link)
+    if os.path.isabs(destination) and Path(destination).is_relative_to(source):
+        return os.path.relpath(destination, link.parent)
+    return destination

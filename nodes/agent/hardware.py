@@ -1,0 +1,133 @@
+"""What this machine has and has left: memory, disk, GPUs, and the capability that selects builds.
+
+Every figure is measured at the call; what cannot be measured is absent, never invented.
+"""
+
+import asyncio
+import contextlib
+import logging
+import platform
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+log = logging.getLogger(__name__)
+
+GPU_QUERY = ("--query-gpu=memory.total,memory.free,compute_cap", "--format=csv,noheader,nounits")
+GPU_TIMEOUT = 5.0
+MIB = 1024 * 1024
+SMALL_VRAM = 4 * 1024 * MIB
+CAPABILITY_FILE = Path("/run/localai/capability")
+PREFERENCES: Mapping[str, Sequence[str]] = {
+    "nvidia": ("cuda", "vulkan", "cpu"),
+    "amd": ("rocm", "hip", "vulkan", "cpu"),
+    "intel": ("sycl", "intel", "cpu"),
+    "metal": ("metal", "cpu"),
+    "darwin-x86": ("darwin-x86", "cpu"),
+    "vulkan": ("vulkan", "cpu"),
+}
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """All GPUs together; zeros and empty texts when there is none."""
+
+    total: int = 0
+    free: int = 0
+    vendor: str = ""
+    compute_capability: str = ""
+
+
+@dataclass(frozen=True)
+class Figures:
+    """RAM and disk in bytes; None where the system would not tell."""
+
+    total_ram: int | None
+    available_ram: int | None
+    total_disk: int | None
+    available_disk: int | None
+
+    def known(self, *names: str) -> dict[str, int]:
+        """The named figures that are known."""
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+def figures(models: Path) -> Figures:
+    """RAM of the machine, disk of the filesystem that holds `models` (or its nearest existing ancestor)."""
+    ram_total = ram_free = disk_total = disk_free = None
+    with contextlib.suppress(OSError):
+        memory = psutil.virtual_memory()
+        ram_total, ram_free = int(memory.total), int(memory.available)
+    with contextlib.suppress(OSError):
+        existing = next(folder for folder in (models, *models.parents) if folder.exists())
+        usage = psutil.disk_usage(str(existing))
+        disk_total, disk_free = int(usage.total), int(usage.free)
+    return Figures(ram_total, ram_free, disk_total, disk_free)
+
+
+async def gpus() -> Gpus:
+    """NVIDIA GPUs by `nvidia-smi`, if it is there and answers within 5 s."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return Gpus()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            program,
+            *GPU_QUERY,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+    except OSError as error:
+        log.warning("nvidia-smi cannot be started: %s", error)
+        return Gpus()
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), GPU_TIMEOUT)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        log.warning("nvidia-smi did not answer within %g s", GPU_TIMEOUT)
+        return Gpus()
+    return parse_gpus(output.decode(errors="replace"))
+
+
+def parse_gpus(text: str) -> Gpus:
+    """The sum over the lines `total MiB, free MiB, compute capability`; lines that do not read so are left
+    out."""
+    total = free = 0
+    capability = ""
+    for line in text.splitlines():
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) == 3 and parts[0].isdigit() and parts[1].isdigit():
+            total, free = total + int(parts[0]) * MIB, free + int(parts[1]) * MIB
+            capability = capability or parts[2]
+    return Gpus(total, free, "nvidia", capability) if total else Gpus()
+
+
+def detect_capability(forced: str, found: Gpus, run_file: Path = CAPABILITY_FILE) -> str:
+    """The capability of this machine (worker.md §18.4): forced, noted in the run file, or detected."""
+    if forced:
+        return forced
+    with contextlib.suppress(OSError):
+        noted = run_file.read_text(encoding="utf-8", errors="replace").strip()
+        if noted:
+            return noted
+    if platform.system() == "Darwin":
+        return "metal" if platform.machine() == "arm64" else "darwin-x86"
+    toolkit = next((f"-cuda-{n}" for n in (13, 12) if Path(f"/usr/local/cuda-{n}").is_dir()), "")
+    if platform.machine() in ("aarch64", "arm64") and found.vendor == "nvidia":
+        return f"nvidia-l4t{toolkit}"
+    if found.total <= SMALL_VRAM:
+        return "default"
+    return f"nvidia{toolkit}" if found.vendor == "nvidia" else found.vendor
+
+
+def preferred_tokens(capability: str) -> Sequence[str]:
+    """Which words in a build's name are liked best on this machine, best first (worker.md §18.2)."""
+    for prefix, tokens in PREFERENCES.items():
+        if capability.startswith(prefix):
+            return tokens
+    return ("cpu",)

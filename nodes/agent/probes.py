@@ -1,0 +1,46 @@
+"""`/healthz` and `/readyz` of the worker: a few lines of HTTP/1.1, no more."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+READ_LIMIT = 5.0
+
+
+async def serve(address: tuple[str, int], problem: Callable[[], str]) -> asyncio.Server:
+    """Listens at `address`; `/readyz` answers 503 while `problem` names one. OSError when it cannot bind."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
+            async with asyncio.timeout(READ_LIMIT):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(respond(head, problem()))
+                await writer.drain()
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+    host, port = address
+    return await asyncio.start_server(answer, host.strip("[]") or None, port, limit=16 * 1024)
+
+
+def respond(head: bytes, problem: str) -> bytes:
+    """The whole response to a request head."""
+    method, _, rest = head.split(b"\r\n", 1)[0].decode("latin-1").partition(" ")
+    path = rest.partition(" ")[0].partition("?")[0]
+    if path not in ("/healthz", "/readyz"):
+        status, text = "404 Not Found", "not found"
+    elif method not in ("GET", "HEAD"):
+        status, text = "405 Method Not Allowed", "method not allowed"
+    elif path == "/readyz" and problem:
+        status, text = "503 Service Unavailable", f"not ready: {problem}"
+    else:
+        status, text = "200 OK", "ok"
+    body = text.encode()
+    lines = (
+        f"HTTP/1.1 {status}",
+        "Content-Type: text/plain",
+        f"Content-Length: {len(body)}",
+        "Connection: close",
+    )
+    return "\r\n".join((*lines, "", "")).encode() + (b"" if method == "HEAD" else body)

@@ -1,0 +1,83 @@
+"""Becoming a node of the cluster: what is told, and how often it is tried again (worker.md §5)."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+from localai_cluster.errors import ClusterError
+from nodes.agent.config import Config
+from nodes.agent.controller import CallFailed, Controller, Registered
+from nodes.agent.hardware import Figures, Gpus
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 100
+FIRST_PAUSE, LONGEST_PAUSE = 2.0, 30.0
+SLOTS_LABEL = "node.replica-slots"
+
+
+class GaveUp(ClusterError):
+    """The controller accepted no registration."""
+
+    code = "registration_failed"
+
+
+def body(config: Config, capability: str, found: Gpus, measured: Figures) -> dict[str, Any]:
+    """The registration of a backend worker (worker.md §5.1), without the token."""
+    slots = config.max_replicas_per_model
+    told: dict[str, Any] = {
+        "name": config.node_name,
+        "address": config.advertise_addr,
+        "http_address": config.advertise_http_addr,
+        "total_vram": found.total,
+        "available_vram": found.total,
+        "gpu_vendor": found.vendor,
+        "gpu_compute_capability": found.compute_capability,
+        "capability": capability,
+        "max_replicas_per_model": slots,
+        "labels": {**config.labels, SLOTS_LABEL: str(slots)},
+        **measured.known("total_disk", "available_disk", "total_ram", "available_ram"),
+    }
+    if config.vram_budget:
+        told["vram_budget"] = config.vram_budget
+    return told
+
+
+def pauses() -> Iterator[float]:
+    """Seconds before each further attempt: 2, 4, 8, 16, 30, 30 …"""
+    pause = FIRST_PAUSE
+    for _ in range(ATTEMPTS - 1):
+        yield pause
+        pause = min(pause * 2, LONGEST_PAUSE)
+
+
+async def register(
+    controller: Controller,
+    told: Callable[[], Awaitable[dict[str, Any]]],
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> Registered:
+    """Registers, trying up to 100 times; every refusal is tried again. GaveUp."""
+    waits = pauses()
+    while True:
+        try:
+            registered = await controller.register(await told())
+        except CallFailed as error:
+            pause = next(waits, None)
+            if pause is None:
+                raise GaveUp(f"gave up registering after {ATTEMPTS} attempts: {error}") from error
+            log.warning("registration failed: %s; next attempt in %g s%s", error, pause, _mend(error))
+            await sleep(pause)
+            continue
+        log.info("registered id=%s status=%s", registered.node_id, registered.status)
+        if registered.status == "pending":
+            log.info("this node waits for an administrator's approval")
+        return registered
+
+
+def _mend(error: CallFailed) -> str:
+    if error.http_status == 401:
+        return ". Check LOCALAI_REGISTRATION_TOKEN."
+    if error.http_status == 403:
+        return ". A node of this name may be enrolled with another secret: restore it, or delete the node."
+    return ""

@@ -1,0 +1,65 @@
+"""The API document and its pages, for signed-in users; a browser without a session is sent to sign in."""
+
+from typing import Any
+from urllib.parse import urlencode
+
+from django.conf import settings
+from django.http import HttpResponseBase, HttpResponseRedirect, JsonResponse
+from drf_spectacular.generators import SchemaGenerator
+from drf_spectacular.renderers import OpenApiJsonRenderer2
+from drf_spectacular.types import OpenApiTypes
+from drf_spectacular.utils import OpenApiResponse, extend_schema
+from drf_spectacular.views import SpectacularSwaggerView
+from rest_framework import exceptions
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from nodes.api.auth import CHALLENGE, IsUser
+from nodes.api.envelopes import exception_handler
+from nodes.api.openapi import refusals
+
+
+class SchemaView(APIView):
+    """`/api/schema`: the OpenAPI document as JSON.
+
+    Without the library's own view, whose `lang` and `version` parameters end in headers and settings.
+    """
+
+    permission_classes = [IsUser]
+    renderer_classes = [OpenApiJsonRenderer2]
+
+    @extend_schema(
+        operation_id="schema",
+        tags=["documents"],
+        responses={200: OpenApiResponse(OpenApiTypes.OBJECT, "This document."), **refusals(401)},
+    )
+    def get(self, request: Request) -> Response:
+        """This document."""
+        generator: Any = SchemaGenerator  # untyped by its library
+        return Response(generator().get_schema(request=request, public=True))
+
+
+class DocsView(SpectacularSwaggerView):
+    """`/api/docs`: the interactive pages."""
+
+    permission_classes = [IsUser]
+
+    def handle_exception(self, exc: Exception) -> Any:
+        """The sign-in page for browsers, the usual envelope for everybody else."""
+        if isinstance(exc, exceptions.NotAuthenticated) and _is_browser(self.request):
+            where = urlencode({"next": self.request.get_full_path()})
+            return HttpResponseRedirect(f"{settings.LOGIN_URL}?{where}")
+        refusal = exception_handler(exc, {"view": self})
+        return _as_json(refusal) if refusal is not None else super().handle_exception(exc)
+
+
+def _is_browser(request: Request) -> bool:
+    return "text/html" in request.headers.get("accept", "")
+
+
+def _as_json(refusal: Response) -> HttpResponseBase:
+    answer = JsonResponse(refusal.data, status=refusal.status_code)
+    if refusal.status_code == 401:
+        answer["WWW-Authenticate"] = CHALLENGE
+    return answer

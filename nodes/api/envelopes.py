@@ -1,0 +1,129 @@
+"""Errors on the wire: the reference's envelopes (`contract/http-api.md` §0.4), chosen by the view.
+
+A view says `envelope = "flat"` for `{"error": "…"}`; otherwise errors are nested, `{"error": {code, message,
+type}}`, with the view's `error_type` (`node_error` on node routes). A caller who is refused (401, 403) always
+gets the nested one, except a worker whose token or secret is wrong (`flat_auth`). Every refusal is JSON.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from django.core.exceptions import PermissionDenied, RequestDataTooBig, SuspiciousOperation
+from django.db import OperationalError
+from django.http import Http404, HttpRequest, JsonResponse
+from rest_framework import exceptions
+from rest_framework.response import Response
+from rest_framework.views import set_rollback
+
+from localai_cluster import errors
+from nodes.api.parsers import MALFORMED
+
+Body = dict[str, Any]
+
+
+def nested(code: int | str, message: str, kind: str = "") -> Body:
+    """The nested envelope."""
+    return {"error": {"code": code, "message": message, "type": kind}}
+
+
+def flat(message: str) -> Body:
+    """The flat envelope."""
+    return {"error": message}
+
+
+def field_message(detail: Any, path: str = "") -> str:
+    """The first complaint of a DRF validation error, led by the field it is about."""
+    if isinstance(detail, Mapping):
+        key, value = next(iter(detail.items()))
+        inner = path if key == "non_field_errors" else f"{path}.{key}" if path else str(key)
+        return field_message(value, inner)
+    if isinstance(detail, list):
+        return field_message(next((item for item in detail if item), detail[0]), path)
+    return f"{path}: {detail}" if path else str(detail)
+
+
+def exception_handler(exc: Exception, context: Mapping[str, Any]) -> Response | None:
+    """DRF's hook: turns what a view raised into its envelope; None lets Django answer 500."""
+    error = _translate(exc)
+    if error is None:
+        return None
+    set_rollback()
+    view = context.get("view")
+    return Response(_body(error, view), status=error.status, headers=refusal_headers(error))
+
+
+def _translate(exc: Exception) -> errors.ClusterError | None:
+    if isinstance(exc, errors.ClusterError):
+        return exc
+    if isinstance(exc, exceptions.APIException):
+        return _of_framework(exc)
+    for kind, make in _OTHERS:
+        if isinstance(exc, kind):
+            return make()
+    return None
+
+
+def _of_framework(exc: exceptions.APIException) -> errors.ClusterError:
+    if isinstance(exc, exceptions.ValidationError):
+        return errors.InvalidInput(field_message(exc.detail))
+    if isinstance(exc, exceptions.UnsupportedMediaType | exceptions.ParseError):
+        return errors.InvalidInput(MALFORMED)
+    return _with_status(exc.status_code, str(exc.detail))
+
+
+_OTHERS: tuple[tuple[type[Exception], Callable[[], errors.ClusterError]], ...] = (
+    (Http404, errors.NotFound),
+    (PermissionDenied, errors.Forbidden),
+    (RequestDataTooBig, lambda: _with_status(413, "the request body is too large")),
+    (SuspiciousOperation, errors.InvalidInput),
+    (OperationalError, lambda: errors.Unavailable("the database does not answer")),
+)
+
+
+def _with_status(status: int, message: str) -> errors.ClusterError:
+    error = errors.ClusterError(message)
+    error.status = status
+    return error
+
+
+def refusal_headers(error: errors.ClusterError) -> dict[str, str]:
+    """What a refusal says beside its body: how to authenticate, when to come back."""
+    if error.status == 401:
+        return {"WWW-Authenticate": "Bearer"}
+    if isinstance(error, errors.Unavailable):
+        return {"Retry-After": str(max(round(error.retry_after), 1))}
+    return {}
+
+
+def envelope_of(error: errors.ClusterError, kind: str = "") -> Body:
+    """The nested envelope of an error."""
+    return nested(error.status, error.message, kind)
+
+
+def _body(error: errors.ClusterError, view: Any) -> Body:
+    refused = error.status in (401, 403)
+    if getattr(view, "flat_auth", False) and error.status == 401 and not error.data.get("nested"):
+        return flat(error.message)
+    if refused and not getattr(view, "flat_auth", False):
+        return nested(error.status, error.message, _REFUSALS[error.status])
+    if getattr(view, "envelope", "nested") == "flat":
+        return flat(error.message)
+    return nested(error.status, error.message, getattr(view, "error_type", ""))
+
+
+_REFUSALS = {401: "invalid_request_error", 403: "authorization_error"}
+
+
+def not_found(request: HttpRequest, exception: Exception) -> JsonResponse:
+    """Django's handler404."""
+    return JsonResponse(nested(404, "resource not found"), status=404)
+
+
+def bad_request(request: HttpRequest, exception: Exception) -> JsonResponse:
+    """Django's handler400."""
+    return JsonResponse(nested(400, "bad request"), status=400)
+
+
+def server_error(request: HttpRequest) -> JsonResponse:
+    """Django's handler500: says nothing about the cause; the log has it under the request id."""
+    return JsonResponse(nested(500, "internal error"), status=500)

@@ -1,0 +1,134 @@
+"""`/healthz` and `/readyz`: is this process alive, and has it what it needs.
+
+`/readyz` looks at each dependency by itself, all at once, each for a second at most, and names what fails; an
+answer says nothing that an anonymous caller should not know. A missing controller is named but leaves this
+process ready: warm requests need none, and a balancer that took every web process out would stop those too.
+"""
+
+import socket
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as OutOfTime
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import redis
+from django.db import connection
+from django.http import HttpRequest, JsonResponse
+from django.views.decorators.csrf import csrf_exempt
+from django.views.decorators.http import require_safe
+from django_q.models import Schedule
+
+from localai_cluster import clock, conf
+from localai_cluster.messaging.nats import parse_url
+
+LIMIT = 1.0
+OVERDUE = timedelta(seconds=30)
+
+# Enough for checks that hang; when all threads are taken, the next look runs into its limit and says so.
+_threads = ThreadPoolExecutor(max_workers=12, thread_name_prefix="readyz")
+
+
+class NotReady(Exception):
+    """A dependency is not as it should be; the text is for everybody."""
+
+
+@csrf_exempt
+@require_safe
+def healthz(request: HttpRequest) -> JsonResponse:
+    """The process answers."""
+    return JsonResponse({"status": "ok"})
+
+
+@csrf_exempt
+@require_safe
+def readyz(request: HttpRequest) -> JsonResponse:
+    """200 if everything that a request needs is there, 503 otherwise; the body names each dependency."""
+    found = look()
+    ready = all(state == "ok" for name, state in found.items() if name not in WATCHED)
+    body = {"status": "ready" if ready else "not ready", "checks": found}
+    if ready:
+        return JsonResponse(body)
+    return JsonResponse(body, status=503, headers={"Retry-After": f"{2 * LIMIT:.0f}"})
+
+
+def look() -> dict[str, str]:
+    """Each dependency with `ok` or what is wrong with it."""
+    started = {name: _threads.submit(check) for name, check in CHECKS.items()}
+    deadline = clock.monotonic() + LIMIT
+    found: dict[str, str] = {}
+    for name, future in started.items():
+        try:
+            future.result(timeout=max(deadline - clock.monotonic(), 0))
+            found[name] = "ok"
+        except OutOfTime:
+            found[name] = f"no answer within {LIMIT:.0f} s"
+        except NotReady as reason:
+            found[name] = str(reason)
+        except Exception as error:
+            # Whatever a client library raises, the answer is the same: this dependency does not work.
+            found[name] = f"not reachable ({type(error).__name__})"
+    return found
+
+
+def _database() -> None:
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT to_regclass('backend_nodes') IS NOT NULL")
+            if not cursor.fetchone()[0]:
+                raise NotReady("the tables are missing: run migrate")
+    finally:
+        connection.close()
+
+
+def _channel_layer() -> None:
+    client = redis.Redis.from_url(
+        conf.cluster().redis_url, socket_timeout=LIMIT, socket_connect_timeout=LIMIT
+    )
+    try:
+        client.ping()
+    finally:
+        client.close()
+
+
+def _nats() -> None:
+    """One of the servers is enough: clients dial the others when they lose theirs."""
+    reasons: list[Exception] = []
+    for server in parse_url(conf.cluster().nats_url).urls:
+        url = urlsplit(server)
+        try:
+            with socket.create_connection((url.hostname or "", url.port or 4222), timeout=LIMIT) as link:
+                if link.recv(64).startswith(b"INFO "):
+                    return
+            reasons.append(NotReady("something else than NATS answers there"))
+        except OSError as error:
+            reasons.append(error)
+    raise reasons[0]
+
+
+def _controller() -> None:
+    """A controller ticks the schedules every second: one that is long overdue means that none is running."""
+    try:
+        due = (
+            Schedule.objects.exclude(repeats=0)
+            .order_by("next_run")
+            .values_list("next_run", flat=True)
+            .first()
+        )
+        if due is None:
+            raise NotReady("no schedule exists: no controller has started yet")
+        if due < clock.now() - OVERDUE:
+            raise NotReady(f"no controller has ticked the schedules for over {OVERDUE.seconds} s")
+    finally:
+        connection.close()
+
+
+WATCHED = frozenset({"controller"})
+"""Named, but not needed by a warm request."""
+
+CHECKS: Mapping[str, Callable[[], None]] = {
+    "database": _database,
+    "channel layer": _channel_layer,
+    "nats": _nats,
+    "controller": _controller,
+}

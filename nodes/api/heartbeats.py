@@ -1,0 +1,189 @@
+"""`POST /api/node/:id/heartbeat`: a raw ASGI application in front of Django.
+
+Beats gather and one statement a second writes them all (`beats.record`); the first one after a quiet second
+is written at once. Every caller waits for the outcome of its own beat: 200, 401, 403 or 404.
+"""
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import UUID
+
+from channels.sessions import CookieMiddleware, SessionMiddleware
+
+from localai_cluster import clock, errors
+from nodes import beats, identity
+from nodes.api.auth import WORKERS_ONLY, parse_node_id
+from nodes.api.envelopes import envelope_of, flat, refusal_headers
+from nodes.api.parsers import MALFORMED, is_json, parse_object
+from nodes.api.websockets import principal_of
+from nodes.beats import Beat
+from nodes.identity import Principal
+from nodes.routing.pool import UNREACHABLE
+
+log = logging.getLogger(__name__)
+
+LIMIT = 64 * 1024
+INTERVAL = 1.0
+_PATH = re.compile(r"/api/node/(?P<node_id>[^/]+)/heartbeat/?\Z")
+
+Scope = dict[str, Any]
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+class ClientGone(Exception):
+    """The client left before it had sent its body."""
+
+
+@dataclass
+class _Waiting:
+    """The latest beat of a node and everyone who waits for its outcome."""
+
+    beat: Beat
+    callers: list[asyncio.Future[errors.ClusterError | None]] = field(default_factory=list)
+
+
+class BeatWriter:
+    """Gathers beats and writes them, at most once every `interval` seconds."""
+
+    def __init__(self, database: Callable[[], beats.Rows], interval: float = INTERVAL) -> None:
+        self._database = database
+        self._interval = interval
+        self._waiting: dict[beats.Key, _Waiting] = {}
+        self._next = clock.monotonic()
+        self._task: asyncio.Task[None] | None = None
+
+    async def write(self, beat: Beat) -> errors.ClusterError | None:
+        """Has `beat` written with the next batch; answers why it was refused, None if it was not."""
+        outcome: asyncio.Future[errors.ClusterError | None] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.setdefault(beat.key, _Waiting(beat))
+        waiting.beat = beat.after(waiting.beat)
+        waiting.callers.append(outcome)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._write_all())
+        return await outcome
+
+    async def _write_all(self) -> None:
+        while self._waiting:
+            await asyncio.sleep(max(self._next - clock.monotonic(), 0))
+            batch, self._waiting = self._waiting, {}
+            self._next = clock.monotonic() + self._interval
+            await self._write(batch)
+
+    async def _write(self, batch: dict[beats.Key, _Waiting]) -> None:
+        outcomes: dict[beats.Key, errors.ClusterError | None] = {}
+        away: errors.ClusterError | None = errors.Unavailable("the database does not answer")
+        try:
+            outcomes = await beats.record(self._database(), [waiting.beat for waiting in batch.values()])
+        except errors.ClusterError as error:
+            away = error
+        except UNREACHABLE as error:
+            log.warning("%d heartbeats not written: %s", len(batch), type(error).__name__)
+        except Exception:
+            # Every caller gets an answer, whatever happened to the batch.
+            log.exception("%d heartbeats not written", len(batch))
+        for key, waiting in batch.items():
+            for caller in waiting.callers:
+                if not caller.done():
+                    caller.set_result(outcomes.get(key, away))
+
+
+class HeartbeatApplication:
+    """The ASGI application; `database` gives the process's pool once it is open."""
+
+    def __init__(self, database: Callable[[], beats.Rows]) -> None:
+        self._writer = BeatWriter(database)
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        """Answers one request."""
+        try:
+            status, body, headers = await self._answer(scope, receive)
+        except ClientGone:
+            return
+        except errors.ClusterError as error:
+            if error.status == 401 and await _from_a_person(scope):
+                error = errors.Forbidden(WORKERS_ONLY)
+            status, body, headers = error.status, _refusal(error), refusal_headers(error)
+        await _respond(send, status, body, headers)
+
+    async def _answer(self, scope: Scope, receive: Any) -> tuple[int, dict[str, Any], dict[str, str]]:
+        if scope["method"] != "POST":
+            return 405, _refusal(_method_not_allowed(scope["method"])), {"Allow": "POST"}
+        beat = await self._read(scope, receive)
+        refusal = await self._writer.write(beat)
+        if refusal is not None:
+            raise refusal
+        return 200, {"message": "heartbeat recorded"}, {}
+
+    async def _read(self, scope: Scope, receive: Any) -> Beat:
+        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        secret = identity.bearer(headers.get(b"authorization", ""))
+        if not secret:
+            raise errors.NotAuthenticated("missing or invalid Authorization header")
+        raw = await _body(receive)
+        if raw and not is_json(headers.get(b"content-type", "")):
+            raise errors.InvalidInput(MALFORMED)
+        figures = beats.read(parse_object(raw))
+        return Beat(_node_in(scope["path"]), identity.node_fingerprint(secret), clock.now(), **figures)
+
+
+async def _from_a_person(scope: Scope) -> bool:
+    """Whether a user's key or a browser's session came with a refused beat: known, but not a worker."""
+    found: list[Principal] = []
+
+    async def note(inner: Any, receive: Any, send: Any) -> None:
+        found.append(await principal_of(inner))
+
+    asked: Any = CookieMiddleware(SessionMiddleware(note))
+    await asked(scope, None, None)
+    return found[0].is_authenticated
+
+
+def _node_in(path: str) -> UUID:
+    """The node of the URL. A text that is no id gets one that nobody has: it is refused like any other."""
+    found = _PATH.match(path)
+    return (parse_node_id(found["node_id"]) if found else None) or UUID(int=0)
+
+
+async def _body(receive: Any) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > LIMIT:
+            error = errors.InvalidInput(f"the request body is over {LIMIT // 1024} kB")
+            error.status = 413
+            raise error
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+def _method_not_allowed(method: str) -> errors.ClusterError:
+    error = errors.InvalidInput(f'method "{method}" not allowed')
+    error.status = 405
+    return error
+
+
+def _refusal(error: errors.ClusterError) -> dict[str, Any]:
+    if error.status == 401:
+        return flat(error.message)
+    return envelope_of(error, "node_error")
+
+
+async def _respond(send: Any, status: int, body: dict[str, Any], headers: dict[str, str]) -> None:
+    payload = json.dumps(body).encode()
+    lines: list[tuple[bytes, bytes]] = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(payload)).encode()),
+    ]
+    lines += [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": lines})
+    await send({"type": "http.response.body", "body": payload})

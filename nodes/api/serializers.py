@@ -1,0 +1,332 @@
+"""JSON shapes of the registry: what comes in is bounded and named, what goes out follows the presence rules.
+
+Field names and rules are those of `contract/http-api.md` §1.1, §2.1, §2.3, §2.10. Unknown fields are ignored.
+"""
+
+import json
+import re
+from typing import Any
+from urllib.parse import urlsplit
+
+from drf_spectacular.utils import extend_schema_field
+from rest_framework import serializers
+
+from nodes.beats import LARGEST
+from nodes.models import BackendNode, NodeModel, NodeStatus, NodeType, ReplicaState
+
+ZERO_TIME = "0001-01-01T00:00:00Z"
+MOST_LABELS = 64
+LENGTHS = {"name": 255, "address": 512, "http_address": 512}
+"""Most characters of what a worker calls itself."""
+
+_NODE_OMITTED_IF_EMPTY = ("capability", "vram_budget", "vram_budget_bytes", "weak_identity")
+_REPLICA_OMITTED_IF_EMPTY = (
+    "loading_by",
+    "backend_type",
+    "config_revision",
+    "effective_options_hash",
+    "cleanup_error",
+    "cleanup_attempts",
+    "cleanup_next_retry_at",
+)
+_BACKEND_NAME = r"(?:[A-Za-z0-9][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*"
+
+
+class _Strict:
+    """Refuses values that DRF would convert: a number is not a text, a text or a bool is not a number."""
+
+    accepts: type
+    complaint: str
+
+    def to_internal_value(self, data: Any) -> Any:
+        """The value itself, if it has the right JSON type."""
+        if not isinstance(data, self.accepts) or isinstance(data, bool):
+            raise serializers.ValidationError(self.complaint)
+        return super().to_internal_value(data)  # type: ignore[misc]
+
+
+class Text(_Strict, serializers.CharField):
+    """A JSON string, kept as sent."""
+
+    accepts = str
+    complaint = "must be a string"
+
+    def __init__(self, *, max_length: int, **options: Any) -> None:
+        super().__init__(max_length=max_length, trim_whitespace=False, allow_blank=True, **options)
+
+
+class Whole(_Strict, serializers.IntegerField):
+    """A JSON whole number."""
+
+    accepts = int
+    complaint = "must be a whole number"
+
+
+def _bytes() -> Whole:
+    return Whole(required=False, allow_null=True, min_value=0, max_value=LARGEST)
+
+
+def _text(length: int) -> Text:
+    return Text(required=False, allow_null=True, max_length=length)
+
+
+class _NullIsAbsent(serializers.Serializer[Any]):
+    """JSON null means the same as leaving the field out."""
+
+    def to_internal_value(self, data: Any) -> Any:
+        """The fields that were given."""
+        values: dict[str, Any] = super().to_internal_value(data)
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class Described:
+    """A serializer that corrects the description which the API document makes from its fields."""
+
+    @classmethod
+    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        """The schema as it should read."""
+        raise NotImplementedError
+
+
+class RegistrationSerializer(Described, _NullIsAbsent):
+    """What a worker says of itself. Presence and length of name and addresses are checked by the view."""
+
+    name = _text(100_000)
+    node_type = _text(100_000)
+    address = _text(100_000)
+    http_address = _text(100_000)
+    token = _text(1024)
+    total_vram, available_vram = _bytes(), _bytes()
+    total_ram, available_ram = _bytes(), _bytes()
+    total_disk, available_disk = _bytes(), _bytes()
+    gpu_vendor = _text(32)
+    gpu_compute_capability = _text(16)
+    capability = _text(64)
+    labels = serializers.DictField(child=Text(max_length=255), required=False, allow_null=True)
+    max_replicas_per_model = Whole(required=False, allow_null=True, min_value=-(2**31), max_value=2**31 - 1)
+    vram_budget = _text(32)
+
+    @classmethod
+    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        """With what the view checks."""
+        properties = schema["properties"]
+        for name, longest in LENGTHS.items():
+            properties[name]["maxLength"] = longest
+        for name in ("name", "token"):
+            properties[name]["minLength"] = 1
+            del properties[name]["nullable"]
+        properties["node_type"]["maxLength"] = 16
+        properties["node_type"]["pattern"] = f"^({'|'.join(NodeType.values)})?$"
+        properties["labels"]["maxProperties"] = MOST_LABELS
+        return schema | {"required": ["name", "token"]}
+
+    def validate_labels(self, labels: dict[str, str] | None) -> dict[str, str] | None:
+        """At most 64 labels, keys of 1 to 128 characters without null bytes."""
+        if labels is None:
+            return None
+        if len(labels) > MOST_LABELS:
+            raise serializers.ValidationError(f"must be at most {MOST_LABELS} labels")
+        key_field = Text(max_length=128)
+        for key in labels:
+            if not key_field.run_validation(key):
+                raise serializers.ValidationError("a label key must not be empty")
+        return labels
+
+
+class RegisteredSerializer(serializers.ModelSerializer[BackendNode]):
+    """The answer to a registration."""
+
+    node_type = serializers.ChoiceField(choices=NodeType.choices)
+    status = serializers.ChoiceField(choices=NodeStatus.choices, read_only=True)
+
+    class Meta:
+        model = BackendNode
+        fields = ("id", "name", "node_type", "status", "created_at")
+
+
+class ApprovedSerializer(serializers.Serializer[Any]):
+    """The answer to an approval."""
+
+    id = serializers.UUIDField()
+    name = serializers.CharField()
+    node_type = serializers.ChoiceField(choices=NodeType.choices)
+    status = serializers.ChoiceField(choices=NodeStatus.choices)
+    message = serializers.CharField()
+
+
+class MessageSerializer(serializers.Serializer[Any]):
+    """Something was done."""
+
+    message = serializers.CharField()
+
+
+class _OmitsEmpty(Described):
+    """Leaves the named keys out when they are empty (§0.5)."""
+
+    omitted_if_empty: tuple[str, ...] = ()
+
+    @classmethod
+    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        """Every key is there but those."""
+        return schema | {"required": sorted(set(schema["properties"]) - set(cls.omitted_if_empty))}
+
+    def to_representation(self, instance: Any) -> dict[str, Any]:
+        """The object without its empty optional keys."""
+        shown: dict[str, Any] = super().to_representation(instance)  # type: ignore[misc]
+        for name in self.omitted_if_empty:
+            if not shown[name]:
+                del shown[name]
+        return shown
+
+
+class NodeSerializer(_OmitsEmpty, serializers.ModelSerializer[BackendNode]):
+    """One node (§2.1); needs `BackendNodeQuerySet.with_counts`."""
+
+    omitted_if_empty: tuple[str, ...] = (*_NODE_OMITTED_IF_EMPTY, "labels")
+
+    node_type = serializers.ChoiceField(choices=NodeType.choices)
+    status = serializers.ChoiceField(choices=NodeStatus.choices, read_only=True)
+    last_heartbeat = serializers.SerializerMethodField()
+    model_count = serializers.IntegerField(read_only=True)
+    in_flight_count = serializers.IntegerField(read_only=True)
+    labels = serializers.SerializerMethodField()
+
+    class Meta:
+        model = BackendNode
+        fields = (
+            "id",
+            "name",
+            "node_type",
+            "address",
+            "http_address",
+            "status",
+            "total_vram",
+            "available_vram",
+            "reserved_vram",
+            "total_ram",
+            "available_ram",
+            "total_disk",
+            "available_disk",
+            "gpu_vendor",
+            "gpu_compute_capability",
+            "capability",
+            "max_replicas_per_model",
+            "max_replicas_per_model_manually_set",
+            "vram_budget",
+            "vram_budget_bytes",
+            "vram_budget_manually_set",
+            "weak_identity",
+            "last_heartbeat",
+            "created_at",
+            "updated_at",
+            "model_count",
+            "in_flight_count",
+            "labels",
+        )
+
+    @extend_schema_field(serializers.DateTimeField())
+    def get_last_heartbeat(self, node: BackendNode) -> str:
+        """The last sign of life; the year-1 stamp if there was none."""
+        if node.last_heartbeat is None:
+            return ZERO_TIME
+        return str(serializers.DateTimeField().to_representation(node.last_heartbeat))
+
+    @extend_schema_field({"type": "object", "additionalProperties": {"type": "string"}})
+    def get_labels(self, node: BackendNode) -> dict[str, str]:
+        """Key to value."""
+        return {label.key: label.value for label in node.label_set.all()}
+
+
+class NodeDetailSerializer(NodeSerializer):
+    """One node on its own: `labels` is always an object (R1.107)."""
+
+    omitted_if_empty = _NODE_OMITTED_IF_EMPTY
+
+
+class ReplicaSerializer(_OmitsEmpty, serializers.ModelSerializer[NodeModel]):
+    """One replica (§2.3)."""
+
+    omitted_if_empty = _REPLICA_OMITTED_IF_EMPTY
+
+    node_id = serializers.UUIDField(read_only=True)
+    state = serializers.ChoiceField(choices=ReplicaState.choices)
+
+    class Meta:
+        model = NodeModel
+        fields = (
+            "id",
+            "node_id",
+            "model_name",
+            "replica_index",
+            "address",
+            "state",
+            "in_flight",
+            "last_used",
+            *_REPLICA_OMITTED_IF_EMPTY,
+            "created_at",
+            "updated_at",
+        )
+
+
+class InstallSerializer(Described, _NullIsAbsent):
+    """What to install on a node (§2.10)."""
+
+    backend = _text(255)
+    uri = _text(1024)
+    name = _text(255)
+    alias = _text(255)
+    backend_galleries = _text(64 * 1024)
+
+    @classmethod
+    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        """With the form of names, and that one of three must be there."""
+        for name in ("backend", "name", "alias"):
+            schema["properties"][name]["pattern"] = f"^({_BACKEND_NAME})?$"
+        return schema | {"anyOf": [{"required": [name]} for name in ("backend", "name", "uri")]}
+
+    def validate_backend(self, value: str | None) -> str | None:
+        """A gallery's name, with an optional `gallery@` before it."""
+        return _checked_name(value)
+
+    validate_name = validate_backend
+    validate_alias = validate_backend
+
+    def validate_uri(self, value: str | None) -> str | None:
+        """An address without control characters, and without a password: operations show it."""
+        if value and not value.isprintable():
+            raise serializers.ValidationError("must not contain control characters")
+        if value and "@" in _authority(value):
+            raise serializers.ValidationError("must not contain a user or password")
+        return value
+
+    def validate_backend_galleries(self, value: str | None) -> str:
+        """O37: anything but a list with galleries in it means the configured ones."""
+        try:
+            galleries = json.loads(value or "[]")
+        except (ValueError, RecursionError):
+            return ""
+        return value or "" if isinstance(galleries, list) and galleries else ""
+
+
+def _authority(uri: str) -> str:
+    try:
+        return urlsplit(uri).netloc
+    except ValueError:
+        raise serializers.ValidationError("must be an address") from None
+
+
+def _checked_name(value: str | None) -> str | None:
+    if value and not re.fullmatch(_BACKEND_NAME, value, re.ASCII):
+        raise serializers.ValidationError(
+            "must be letters, digits, dots, dashes and underscores, with an optional gallery@ before it"
+        )
+    return value
+
+
+class AcceptedSerializer(serializers.Serializer[Any]):
+    """An operation was admitted; `statusUrl` tells how it goes."""
+
+    jobID = serializers.UUIDField()
+    statusUrl = serializers.CharField()
+    message = serializers.CharField()
+    deduplicated = serializers.BooleanField(required=False)

@@ -1,0 +1,44 @@
+"""The websocket side of the web process: who is calling, then which consumer.
+
+A caller proves itself by the same headers as over REST, or by the session cookie of a signed-in browser; the
+principal goes into the scope, and each consumer decides before it accepts.
+"""
+
+from typing import Any
+
+from channels.auth import get_user
+from channels.db import database_sync_to_async
+from channels.routing import URLRouter
+from channels.sessions import CookieMiddleware, SessionMiddleware
+from django.urls import re_path
+
+from nodes import identity
+from nodes.identity import ANONYMOUS, Principal
+from operations.api.websockets import websocket_urlpatterns
+from operations.consumers import NoSuchSocket
+
+
+class PrincipalMiddleware:
+    """Sets `scope["principal"]`; needs `SessionMiddleware` outside."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
+        """Finds out who is calling, in at most two queries."""
+        return await self._app({**scope, "principal": await principal_of(scope)}, receive, send)
+
+
+async def principal_of(scope: Any) -> Principal:
+    """The caller; a wrong credential is nobody, even beside a valid session."""
+    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+    credential = identity.offered(lambda name: headers.get(name, ""))
+    if credential is not None:
+        return await database_sync_to_async(identity.by_credential)(credential) or ANONYMOUS
+    return identity.of_user(await get_user(scope))
+
+
+_everything_else: Any = re_path(r"", NoSuchSocket.as_asgi())  # type: ignore[arg-type]
+websocket_application = CookieMiddleware(
+    SessionMiddleware(PrincipalMiddleware(URLRouter([*websocket_urlpatterns, _everything_else])))
+)

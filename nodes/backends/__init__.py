@@ -1,0 +1,1 @@
+"""Commands to workers, and the operations made of them."""

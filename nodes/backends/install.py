@@ -1,0 +1,114 @@
+"""The operation `backend_install`: brings one backend's files to one node, with progress in bytes."""
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+from uuid import UUID
+
+from localai_cluster import conf, errors
+from localai_cluster.messaging import messages
+from localai_cluster.messaging.bus import Bus
+from localai_cluster.messaging.codec import encode_galleries
+from nodes.backends.commands import Worker, WorkerGone
+from nodes.models import BackendNode
+from operations.executor import Postpone, Work, in_thread, retry_delay
+from operations.services import LeaseLost, Tick
+
+KIND = "backend_install"
+_LOOK_AT_ABSENT_NODE = 15.0
+_LONGEST_NAME_IN_KEY = 255
+
+
+class InstallFailed(errors.ClusterError):
+    """The worker could not install the backend."""
+
+    status = 502
+    code = "install_failed"
+
+
+def key(node_id: UUID | str, backend: str) -> str:
+    """O35: what an operation on one backend of one node owns; a long address is told by its hash."""
+    if len(backend) > _LONGEST_NAME_IN_KEY:
+        backend = hashlib.sha256(backend.encode()).hexdigest()
+    return f"node:{node_id}:{backend}"
+
+
+def configured_galleries() -> str:
+    """The galleries of this controller as a worker expects them; empty = the worker's own."""
+    galleries = [
+        messages.Gallery(url=str(entry["url"]), name=str(entry.get("name", "")))
+        for entry in conf.cluster().galleries
+    ]
+    return encode_galleries(galleries) if galleries else ""
+
+
+def find_node(node_id: UUID | None) -> BackendNode:
+    """The node, if commands may be sent to it at all; NotFound or Conflict with the reason otherwise."""
+    node = BackendNode.objects.filter(pk=node_id).first() if node_id else None
+    if node is None:
+        raise errors.NotFound(f"node {node_id} is not registered any more")
+    if node.node_type != "backend":
+        raise errors.Conflict(f"{node.name} is an agent node: it runs no backends")
+    if node.status == "pending":
+        raise errors.Conflict(f"node {node.name} is pending approval")
+    return node
+
+
+class InstallBackend:
+    """Handler; one instance serves all operations of its controller."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    async def __call__(self, work: Work) -> Mapping[str, Any]:
+        """Sends the command and turns its reply into the outcome."""
+        node = await in_thread(find_node, work.operation.node_id)
+        if node.status == "offline":
+            raise Postpone(f"node {node.name} is offline", seconds=_LOOK_AT_ABSENT_NODE, waiting=True)
+        await work.report(Tick(phase="resolving", message=f"asking {node.name}", node_id=node.id))
+        worker = Worker(self._bus, str(node.id), node.name)
+
+        async def on_progress(event: messages.ProgressEvent) -> None:
+            await _report(work, node, event)
+
+        try:
+            reply = await worker.install(
+                self._request(work), timeout=conf.cluster().install_timeout, on_progress=on_progress
+            )
+        except WorkerGone as gone:
+            raise Postpone(gone.message, seconds=retry_delay(work.operation.attempts)) from gone
+        if not reply.success:
+            raise InstallFailed(reply.error or "the worker gave no reason")
+        return {"node": node.name}
+
+    @staticmethod
+    def _request(work: Work) -> messages.InstallRequest:
+        asked = work.operation.payload
+        return messages.InstallRequest(
+            backend=asked.get("backend") or asked.get("name", ""),
+            backend_galleries=asked.get("backend_galleries") or configured_galleries(),
+            uri=asked.get("uri", ""),
+            name=asked.get("name", ""),
+            alias=asked.get("alias", ""),
+            op_id=str(work.id),
+            install_only=True,
+        )
+
+
+async def _report(work: Work, node: BackendNode, event: messages.ProgressEvent) -> None:
+    known = event.total_bytes > 0
+    share = 100 * event.current_bytes / event.total_bytes if known else event.percentage
+    tick = Tick(
+        phase=event.phase or "downloading",
+        message=event.file_name or f"downloading to {node.name}",
+        current_bytes=max(event.current_bytes, 0),
+        total_bytes=max(event.total_bytes, 0),
+        percentage=share,
+        file_name=event.file_name,
+        node_id=node.id,
+        node_name=node.name,
+    )
+    try:
+        await work.report(tick)
+    except LeaseLost:
+        return  # the executor ends this attempt; a report more or less changes nothing

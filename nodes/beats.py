@@ -1,0 +1,177 @@
+"""Heartbeats: reading one, and writing many in one statement.
+
+A beat proves itself and writes itself at once: the UPDATE matches node id and fingerprint together, so
+nothing is read first. Whoever is not among the returned rows is refused, and one more query tells why.
+Figures count only for nodes that are approved and online (R1.34). A node that had fallen silent comes back by
+its beat (R5.5), one that left by itself does not (R5.7).
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from typing import Any, Protocol
+from uuid import UUID
+
+from localai_cluster import errors
+from nodes import budget, identity, states
+from nodes.identity import NodeFacts
+from operations.events import NODES
+
+LARGEST = 2**63 - 1
+_FIGURES = ("available_vram", "total_vram", "available_ram", "total_disk", "available_disk")
+_VENDOR_LENGTH = 32
+
+Key = tuple[UUID, str]
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One sign of life: whose, by which fingerprint, when it came in, and what it reported (bytes)."""
+
+    id: UUID
+    fingerprint: str
+    at: datetime
+    available_vram: int | None = None
+    total_vram: int | None = None
+    available_ram: int | None = None
+    total_disk: int | None = None
+    available_disk: int | None = None
+    gpu_vendor: str | None = None
+
+    @property
+    def key(self) -> Key:
+        """Beats of the same key are one row of a batch."""
+        return self.id, self.fingerprint
+
+    def after(self, earlier: "Beat") -> "Beat":
+        """This beat with what only the earlier one reported filled in."""
+        missing = {name: value for name, value in asdict(earlier).items() if getattr(self, name) is None}
+        return replace(self, **missing)
+
+
+class Rows(Protocol):
+    """What writing needs of the database: one statement, its rows."""
+
+    async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
+        """Runs one statement in its own transaction."""
+        ...
+
+
+def read(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The known fields of a beat (`contract/http-api.md` §1.2); raises InvalidInput naming the field."""
+    values: dict[str, Any] = {name: _figure(name, body.get(name)) for name in _FIGURES}
+    return values | {"gpu_vendor": _vendor(body.get("gpu_vendor"))}
+
+
+def _figure(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST:
+        raise errors.InvalidInput(f"{name} must be a whole number of bytes from 0 to 2^63-1", field=name)
+    return value
+
+
+def _vendor(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or len(value) > _VENDOR_LENGTH or not value.isprintable():
+        raise errors.InvalidInput(
+            f"gpu_vendor must be a printable text of at most {_VENDOR_LENGTH} characters", field="gpu_vendor"
+        )
+    return value
+
+
+# The rows are locked in the order of their ids: two processes that write the same nodes never deadlock.
+# `live` goes by the state before this statement: of the beat that brings a node back only the time counts.
+WRITE = f"""
+WITH beat AS (
+    SELECT * FROM jsonb_to_recordset(%(beats)s::jsonb) AS beat(
+        id uuid, fingerprint text, at timestamptz, available_vram bigint, total_vram bigint,
+        available_ram bigint, total_disk bigint, available_disk bigint, gpu_vendor text)
+), own AS (
+    SELECT node.id, starts_with(node.offline_reason, '{states.SILENT}') AS silent,
+        beat.at, beat.available_vram, beat.total_vram, beat.available_ram, beat.total_disk,
+        beat.available_disk, beat.gpu_vendor,
+        node.approved_at IS NOT NULL AND node.offline_at IS NULL AS live
+    FROM backend_nodes AS node JOIN beat ON beat.id = node.id AND beat.fingerprint = node.fingerprint
+    WHERE node.fingerprint <> '' OR node.weak_identity
+    ORDER BY node.id FOR NO KEY UPDATE OF node
+), written AS (
+    UPDATE backend_nodes AS node SET
+        last_heartbeat = greatest(node.last_heartbeat, own.at),
+        updated_at = greatest(node.updated_at, own.at),
+        offline_at = CASE WHEN own.silent THEN NULL ELSE node.offline_at END,
+        offline_reason = CASE WHEN own.silent THEN '' ELSE node.offline_reason END,
+        reserved_vram = CASE WHEN own.live AND own.available_vram IS NOT NULL THEN 0
+            ELSE node.reserved_vram END,
+        available_vram = CASE WHEN own.live AND own.available_vram IS NOT NULL
+            THEN least(own.available_vram, nullif(node.vram_budget_bytes, 0)) ELSE node.available_vram END,
+        total_vram = CASE WHEN own.live THEN coalesce(own.total_vram, node.total_vram)
+            ELSE node.total_vram END,
+        available_ram = CASE WHEN own.live THEN coalesce(own.available_ram, node.available_ram)
+            ELSE node.available_ram END,
+        total_disk = CASE WHEN own.live THEN coalesce(own.total_disk, node.total_disk)
+            ELSE node.total_disk END,
+        available_disk = CASE WHEN own.live THEN coalesce(own.available_disk, node.available_disk)
+            ELSE node.available_disk END,
+        gpu_vendor = CASE WHEN own.live THEN coalesce(nullif(own.gpu_vendor, ''), node.gpu_vendor)
+            ELSE node.gpu_vendor END
+    FROM own WHERE own.id = node.id
+    RETURNING node.id, node.fingerprint, own.silent,
+        CASE WHEN own.live AND own.total_vram IS NOT NULL THEN node.vram_budget ELSE '' END AS budget,
+        node.total_vram, node.vram_budget_bytes
+)
+SELECT id, fingerprint, budget, total_vram, vram_budget_bytes,
+    CASE WHEN silent THEN pg_notify('{NODES}', id::text) END
+FROM written
+"""
+
+_RESOLVE_BUDGET = """
+UPDATE backend_nodes SET vram_budget_bytes = %(limit)s,
+    available_vram = least(available_vram, nullif(%(limit)s::bigint, 0))
+WHERE id = %(id)s AND total_vram = %(total)s RETURNING id
+"""
+
+_REFUSED = """
+SELECT id, fingerprint, weak_identity FROM backend_nodes
+WHERE id = ANY(%(ids)s) OR (fingerprint <> '' AND fingerprint = ANY(%(fingerprints)s))
+"""
+
+
+async def record(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:
+    """Writes all beats (no two of one key) in one statement; answers per key why it was refused, or None."""
+    rows = await database.rows(WRITE, {"beats": json.dumps([_plain(beat) for beat in beats])})
+    for node_id, _, text, total, limit, _ in rows:
+        await _resolve_budget(database, node_id, text, total, limit)
+    written = {(node_id, fingerprint) for node_id, fingerprint, *_ in rows}
+    refused = [beat for beat in beats if beat.key not in written]
+    return dict.fromkeys(written) | await _refusals(database, refused)
+
+
+def _plain(beat: Beat) -> dict[str, Any]:
+    return asdict(beat) | {"id": str(beat.id), "at": beat.at.isoformat()}
+
+
+async def _resolve_budget(database: Rows, node_id: UUID, text: str, total: int, limit: int) -> None:
+    """R1.36, "Port:": a share of the memory means another ceiling once the total has changed."""
+    resolved = budget.ceiling_or_none(text, total) if text else limit
+    if resolved != limit:
+        await database.rows(_RESOLVE_BUDGET, {"id": node_id, "limit": resolved, "total": total})
+
+
+async def _refusals(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:
+    if not beats:
+        return {}
+    names = {"ids": [beat.id for beat in beats], "fingerprints": [beat.fingerprint for beat in beats]}
+    known = [NodeFacts(*row) for row in await database.rows(_REFUSED, names)]
+    return {beat.key: _verdict(beat, known) for beat in beats}
+
+
+def _verdict(beat: Beat, known: Iterable[NodeFacts]) -> errors.ClusterError | None:
+    relevant = [row for row in known if row.id == beat.id or row.fingerprint == beat.fingerprint]
+    try:
+        identity.judge(beat.id, beat.fingerprint, relevant)
+    except errors.ClusterError as refusal:
+        return refusal
+    return None

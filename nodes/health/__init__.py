@@ -1,0 +1,1 @@
+"""Who is alive: silent nodes go offline, dead web processes give their counts back."""

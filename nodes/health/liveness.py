@@ -1,0 +1,142 @@
+"""The liveness pass: observe, plan (pure), apply.
+
+R5.2 to R5.8 with their "Port:" lines: heartbeat age alone decides; pending nodes are left alone; a silent
+node goes offline whatever else is said about it, draining and unhealthy ones too; its replicas stop counting.
+A node that was heard after it fell silent comes back by its own heartbeat, not here. A web process that
+stopped refreshing its row is dead; what it carried is subtracted from the replicas.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from uuid import UUID
+
+from django.db import connection, transaction
+
+from nodes import services, states
+from nodes.models import BackendNode, NodeModel, WebProcess
+from operations.events import NODES, notify
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Silence, in seconds, after which something is gone."""
+
+    node: float
+    web: float
+
+
+@dataclass(frozen=True)
+class Heard:
+    """When something gave its last sign of life; None = never."""
+
+    id: UUID
+    at: datetime | None
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A web process: its last sign of life, and since when it has been there without a gap."""
+
+    id: UUID
+    at: datetime
+    hearing_since: datetime
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Approved nodes that are not offline, and web processes."""
+
+    nodes: Sequence[Heard]
+    processes: Sequence[Listener]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be declared gone."""
+
+    nodes: list[UUID]
+    processes: list[UUID]
+
+
+def plan_liveness(observed: Observed, now: datetime, limits: Limits) -> Plan:
+    """R5.4: silence strictly longer than the limit, counted only while somebody could have heard.
+
+    After an outage of the web processes or the database every node looks silent; none is judged before a web
+    process has listened for a whole limit (I12).
+    """
+    web, node = timedelta(seconds=limits.web), timedelta(seconds=limits.node)
+    dead = [process.id for process in observed.processes if now - process.at > web]
+    since = min((one.hearing_since for one in observed.processes if one.id not in dead), default=now)
+    silent = [one.id for one in observed.nodes if now - max(one.at or since, since) > node]
+    return Plan(nodes=silent, processes=dead)
+
+
+def observe() -> Observed:
+    """Two queries."""
+    nodes = BackendNode.objects.filter(approved_at__isnull=False, offline_at__isnull=True)
+    return Observed(
+        nodes=[Heard(*row) for row in nodes.values_list("id", "last_heartbeat")],
+        processes=[
+            Listener(*row) for row in WebProcess.objects.values_list("id", "seen_at", "hearing_since")
+        ],
+    )
+
+
+def apply(plan: Plan, now: datetime, limits: Limits) -> tuple[int, int]:
+    """Declares them gone, each only if it is still silent; answers how many (nodes, processes)."""
+    return _nodes_offline(plan.nodes, now, limits.node), _processes_dead(plan.processes, now, limits.web)
+
+
+def _nodes_offline(ids: Sequence[UUID], now: datetime, limit: float) -> int:
+    if not ids:
+        return 0
+    with transaction.atomic():
+        silent = list(
+            BackendNode.objects.silent(since=now - timedelta(seconds=limit))
+            .filter(pk__in=ids)
+            .order_by("id")  # as the heartbeats lock them
+            .select_for_update(of=("self",))
+            .values_list("pk", flat=True)
+        )
+        reason = f"{states.SILENT} for more than {limit:.0f} s"
+        columns = states.changes(states.Event.FELL_SILENT, now=now, reason=reason)
+        gone = BackendNode.objects.filter(pk__in=silent).update(**columns)
+        services.drop_replicas(*silent)
+        notify(NODES, *map(str, silent))
+    return gone
+
+
+_TAKE_BACK = """
+WITH dead AS (
+    DELETE FROM web_processes WHERE id = ANY(%(ids)s) AND seen_at < %(since)s RETURNING id
+), taken AS (
+    SELECT use.replica_id, sum(use.count) AS count
+    FROM replica_uses AS use JOIN dead ON dead.id = use.process_id
+    GROUP BY use.replica_id
+), gone AS (
+    DELETE FROM replica_uses WHERE process_id IN (SELECT id FROM dead)
+)
+UPDATE node_models AS replica
+SET in_flight = greatest(replica.in_flight - taken.count, 0), updated_at = %(now)s
+FROM taken WHERE replica.id = taken.replica_id
+"""
+
+
+def _processes_dead(ids: Sequence[UUID], now: datetime, limit: float) -> int:
+    if not ids:
+        return 0
+    since = now - timedelta(seconds=limit)
+    with transaction.atomic():
+        # The locks in the order of the hot path (replicas by id, then uses), so that neither waits for the
+        # other.
+        list(
+            NodeModel.objects.filter(uses__process_id__in=ids)
+            .order_by("id")
+            .select_for_update(of=("self",))
+            .values_list("pk")
+        )
+        dead = WebProcess.objects.filter(pk__in=ids, seen_at__lt=since).count()
+        with connection.cursor() as cursor:
+            cursor.execute(_TAKE_BACK, {"ids": list(ids), "since": since, "now": now})
+    return dead

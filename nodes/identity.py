@@ -1,0 +1,179 @@
+"""Who is asking, and how they prove it.
+
+Three kinds of credential, none of them stored: the static admin key of the settings, users' API keys
+(`lac-…`) and nodes' own secrets (64 hex digits, made by the worker at its first start). The registry keeps
+SHA-256 fingerprints only, and every comparison takes the same time whether it fails at the first byte or the
+last. The shared registration token is not an identity: it lets a worker knock.
+"""
+
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+from uuid import UUID
+
+from django.contrib.auth.models import AbstractBaseUser, AnonymousUser
+from django.db.models import Q
+
+from localai_cluster import conf, errors
+from nodes.models import ApiKey, BackendNode
+
+Kind = Literal["anonymous", "user", "admin", "node"]
+
+KEY_PREFIX = "lac-"
+_SHOWN = 12
+_NODE_SECRET = re.compile(r"[0-9a-f]{64}\Z")
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Whoever a request comes from. `name` is what an operation records as its actor."""
+
+    kind: Kind
+    name: str = ""
+    user_id: int | None = None
+    node_id: UUID | None = None
+
+    @property
+    def is_authenticated(self) -> bool:
+        """Whether any credential was accepted."""
+        return self.kind != "anonymous"
+
+    @property
+    def is_admin(self) -> bool:
+        """Whether node and operation routes are open to it."""
+        return self.kind == "admin"
+
+    @property
+    def is_user(self) -> bool:
+        """Whether inference and documentation are open to it."""
+        return self.kind in ("user", "admin")
+
+
+ANONYMOUS = Principal("anonymous")
+STATIC_ADMIN = Principal("admin", "static-key")
+
+
+def hash_secret(text: str) -> str:
+    """The fingerprint of a secret: SHA-256, hex."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def same(offered: str, expected: str) -> bool:
+    """Constant-time equality of two texts of any length; an empty expectation matches nothing."""
+    return bool(expected) and hmac.compare_digest(hash_secret(offered), hash_secret(expected))
+
+
+def static_admin(credential: str) -> Principal | None:
+    """The admin behind `LOCALAI_API_KEY`, if this is that key."""
+    return STATIC_ADMIN if same(credential, conf.cluster().api_key) else None
+
+
+def is_registration_token(credential: str) -> bool:
+    """Whether this is the shared token that lets a worker register."""
+    return same(credential, conf.cluster().registration_token)
+
+
+def of_user(user: AbstractBaseUser | AnonymousUser | None) -> Principal:
+    """The principal of a Django user; staff and superusers are admins, an inactive user is nobody."""
+    if user is None or not user.is_authenticated or not user.is_active:
+        return ANONYMOUS
+    admin = getattr(user, "is_staff", False) or getattr(user, "is_superuser", False)
+    return Principal("admin" if admin else "user", user.get_username(), user_id=user.pk)
+
+
+def by_credential(credential: str) -> Principal | None:
+    """The principal of a static or an API key, in at most one query; None if it is neither."""
+    admin = static_admin(credential)
+    if admin is not None or not credential.startswith(KEY_PREFIX):
+        return admin
+    key = (
+        ApiKey.objects.select_related("user")
+        .filter(key_hash=hash_secret(credential), revoked_at__isnull=True, user__is_active=True)
+        .first()
+    )
+    return of_user(key.user) if key is not None else None
+
+
+def create_api_key(user: Any, name: str) -> tuple[ApiKey, str]:
+    """Makes a key for `user`; returns the row and the plaintext, which exists nowhere else."""
+    plain = KEY_PREFIX + secrets.token_hex(24)
+    row = ApiKey.objects.create(user=user, name=name, prefix=plain[:_SHOWN], key_hash=hash_secret(plain))
+    return row, plain
+
+
+def check_node_secret(secret: str) -> str:
+    """The fingerprint of a worker's own secret; raises InvalidInput unless it is 64 lower-case hex digits."""
+    if not _NODE_SECRET.match(secret):
+        raise errors.InvalidInput(
+            "X-LocalAI-Node-Secret must be 64 lower-case hex digits", field="X-LocalAI-Node-Secret"
+        )
+    return hash_secret(secret)
+
+
+def node_fingerprint(credential: str) -> str:
+    """What a node's row must carry for this credential: its hash, or "" for an admitted shared token."""
+    shared = conf.cluster().allow_shared_token_nodes and is_registration_token(credential)
+    return "" if shared else hash_secret(credential)
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a verdict needs of one row."""
+
+    id: UUID
+    fingerprint: str
+    weak: bool
+
+
+def judge(node_id: UUID | None, fingerprint: str, rows: Iterable[NodeFacts]) -> Principal:
+    """Decides whether the bearer of `fingerprint` is the node `node_id`.
+
+    `rows` are the nodes with that id or that fingerprint; an empty fingerprint stands for the shared token.
+    Raises NotAuthenticated for a credential of nobody, Forbidden for another node's, NotFound for an unknown
+    id.
+    """
+    known = list(rows)
+    target = next((row for row in known if row.id == node_id), None)
+    if target is not None and _holds(target, fingerprint):
+        return Principal("node", str(target.id), node_id=target.id)
+    if fingerprint and not any(_holds(row, fingerprint) for row in known):
+        raise errors.NotAuthenticated("invalid node credential")
+    if target is None:
+        raise errors.NotFound("node not found")
+    raise errors.Forbidden("this credential belongs to another node")
+
+
+def _holds(row: NodeFacts, fingerprint: str) -> bool:
+    if not fingerprint:
+        return row.weak and not row.fingerprint
+    return bool(row.fingerprint) and hmac.compare_digest(row.fingerprint, fingerprint)
+
+
+def prove_node(node_id: UUID | None, credential: str) -> Principal:
+    """The node behind `credential` if it is `node_id`, in one query; raises like `judge`."""
+    fingerprint = node_fingerprint(credential)
+    wanted = Q(fingerprint=fingerprint) if fingerprint else Q(pk__in=[])
+    found = BackendNode.objects.filter(Q(pk=node_id) | wanted).values_list(
+        "id", "fingerprint", "weak_identity"
+    )
+    return judge(node_id, fingerprint, [NodeFacts(*row) for row in found])
+
+
+def bearer(authorization: str) -> str:
+    """The token of an `Authorization: Bearer …` header value, "" if it is none."""
+    scheme, _, token = authorization.strip().partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def offered(header: Callable[[str], str]) -> str | None:
+    """The credential that a request carries in one of the accepted headers (§0.2), None if it carries none.
+
+    `header` answers a header's value, or "" if it is absent.
+    """
+    if authorization := header("authorization"):
+        return bearer(authorization)
+    return header("x-api-key") or header("xi-api-key") or None

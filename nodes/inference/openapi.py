@@ -1,0 +1,172 @@
+"""OpenAPI descriptions of the inference routes; the generated document takes them in."""
+
+from typing import Any
+
+from nodes.inference.embeddings import MAX_TEXT_BYTES, MAX_TEXTS
+from nodes.inference.wire import MAX_BODY
+
+Operation = dict[str, Any]
+
+_SECURITY: list[dict[str, list[str]]] = [{"apiKey": []}]
+_LOADING: Operation = {
+    "type": "object",
+    "description": "Where the load stands, when the wait for it is over but the load goes on.",
+    "properties": {
+        "model": {"type": "string"},
+        "state": {"type": "string", "enum": ["pending", "installing", "staging", "loading", "failed"]},
+        "node": {"type": "string"},
+        "progress": {"type": "number"},
+        "bytes_sent": {"type": "integer", "format": "int64"},
+        "total_bytes": {"type": "integer", "format": "int64"},
+        "file_index": {"type": "integer"},
+        "total_files": {"type": "integer"},
+        "eta_seconds": {"type": "integer"},
+    },
+}
+_ERROR: Operation = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": "string", "nullable": True, "description": "The field it is about."},
+                "code": {"type": "string"},
+            },
+        },
+        "loading": _LOADING,
+    },
+}
+_MEANINGS = {
+    400: "The request is not valid; `param` names the field.",
+    401: "A valid API key is required.",
+    404: "No model of that name is defined.",
+    500: "An error inside the cluster; its log has the cause under the request id.",
+    503: "Not possible right now; Retry-After says when to come back.",
+}
+
+
+def _json(schema: Operation) -> Operation:
+    return {"application/json": {"schema": schema}}
+
+
+def _errors(*statuses: int) -> dict[str, Operation]:
+    return {str(status): {"description": _MEANINGS[status], "content": _json(_ERROR)} for status in statuses}
+
+
+_EMBEDDINGS_BODY: Operation = {
+    "type": "object",
+    "required": ["model", "input"],
+    "properties": {
+        "model": {"type": "string", "minLength": 1},
+        "input": {
+            "description": (
+                f"A text or up to {MAX_TEXTS} texts, none empty, each at most {MAX_TEXT_BYTES} bytes; "
+                f"the whole body at most {MAX_BODY} bytes."
+            ),
+            "oneOf": [
+                {"type": "string", "minLength": 1},
+                {
+                    "type": "array",
+                    "minItems": 1,
+                    "maxItems": MAX_TEXTS,
+                    "items": {"type": "string", "minLength": 1},
+                },
+            ],
+        },
+        "encoding_format": {
+            "type": "string",
+            "enum": ["float", "base64", None],
+            "nullable": True,
+            "default": "float",
+        },
+        "dimensions": {
+            "type": "integer",
+            "minimum": 1,
+            "nullable": True,
+            "description": "The model's own number or absent.",
+        },
+        "user": {"type": "string", "nullable": True},
+    },
+}
+_EMBEDDINGS_ANSWER: Operation = {
+    "type": "object",
+    "required": ["object", "data", "model", "usage"],
+    "properties": {
+        "object": {"type": "string", "enum": ["list"]},
+        "model": {"type": "string"},
+        "data": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["object", "index", "embedding"],
+                "properties": {
+                    "object": {"type": "string", "enum": ["embedding"]},
+                    "index": {"type": "integer"},
+                    "embedding": {
+                        "oneOf": [{"type": "array", "items": {"type": "number"}}, {"type": "string"}],
+                        "description": "Numbers, or base64 of little-endian float32.",
+                    },
+                },
+            },
+        },
+        "usage": {
+            "type": "object",
+            "required": ["prompt_tokens", "total_tokens"],
+            "properties": {"prompt_tokens": {"type": "integer"}, "total_tokens": {"type": "integer"}},
+        },
+    },
+}
+_MODELS_ANSWER: Operation = {
+    "type": "object",
+    "required": ["object", "data"],
+    "properties": {
+        "object": {"type": "string", "enum": ["list"]},
+        "data": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["id", "object"],
+                "properties": {"id": {"type": "string"}, "object": {"type": "string", "enum": ["model"]}},
+            },
+        },
+    },
+}
+
+
+def _embeddings(name: str) -> Operation:
+    return {
+        "operationId": name,
+        "tags": ["inference"],
+        "summary": "One vector a text; loads the model when no replica of it runs.",
+        "security": _SECURITY,
+        "requestBody": {"required": True, "content": _json(_EMBEDDINGS_BODY)},
+        "responses": {
+            "200": {"description": "The vectors.", "content": _json(_EMBEDDINGS_ANSWER)},
+            **_errors(400, 401, 404, 500, 503),
+        },
+    }
+
+
+def _models(name: str) -> Operation:
+    return {
+        "operationId": name,
+        "tags": ["inference"],
+        "summary": "The models that are defined, loaded or not.",
+        "security": _SECURITY,
+        "responses": {
+            "200": {"description": "The models.", "content": _json(_MODELS_ANSWER)},
+            **_errors(401, 500, 503),
+        },
+    }
+
+
+ROUTES: dict[str, dict[str, Operation]] = {
+    "/v1/embeddings": {"POST": _embeddings("create_embeddings")},
+    "/embeddings": {"POST": _embeddings("create_embeddings_without_prefix")},
+    "/v1/models": {"GET": _models("list_models")},
+    "/models": {"GET": _models("list_models_without_prefix")},
+}

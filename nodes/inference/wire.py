@@ -1,0 +1,100 @@
+"""Requests and answers of the inference routes on the wire: bodies, headers, the error envelope."""
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from localai_cluster.errors import ClusterError, InvalidInput, Unavailable
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+MAX_BODY = 4 * 1024 * 1024
+"""Bytes of a request's body; documented in the OpenAPI description."""
+
+_JSON = (b"content-type", b"application/json")
+
+
+class Disconnected(Exception):
+    """The client left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole answer; `body` is JSON."""
+
+    body: bytes
+    status: int = 200
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+
+async def read_body(receive: Receive) -> bytes:
+    """The body; raises InvalidInput above `MAX_BODY`, Disconnected when the client left before its end."""
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise Disconnected
+        part: bytes = message.get("body", b"")
+        size += len(part)
+        if size > MAX_BODY:
+            raise InvalidInput(f"the request body exceeds {MAX_BODY} bytes", field="input")
+        parts.append(part)
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def send_answer(send: Send, answer: Answer) -> None:
+    """Sends a whole answer."""
+    length = (b"content-length", str(len(answer.body)).encode())
+    headers = [_JSON, length, *answer.headers]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    await send({"type": "http.response.body", "body": answer.body})
+
+
+def json_object(body: bytes) -> Mapping[str, Any]:
+    """The body as a JSON object; an empty one counts as `{}` (§0.1). Raises InvalidInput."""
+    try:
+        value = orjson.loads(body) if body.strip() else {}
+    except orjson.JSONDecodeError as error:
+        raise InvalidInput(f"the request body is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise InvalidInput("the request body is not a JSON object")
+    return value
+
+
+def error_answer(error: ClusterError) -> Answer:
+    """The nested envelope in OpenAI's form: message, type, param, code (§0.4)."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    loading = error.data.get("loading")
+    body: dict[str, Any] = {
+        "error": {
+            "message": error.message,
+            "type": error.code if loading else kind,
+            "param": error.field,
+            "code": error.code,
+        }
+    }
+    if loading:
+        body["loading"] = loading
+    return Answer(orjson.dumps(body), error.status, tuple(_headers(error)))
+
+
+def _headers(error: ClusterError) -> list[tuple[bytes, bytes]]:
+    if error.status == 401:
+        return [(b"www-authenticate", b"Bearer")]
+    if isinstance(error, Unavailable):
+        return [(b"retry-after", str(max(math.ceil(error.retry_after), 1)).encode())]
+    return []

@@ -1,0 +1,1 @@
+"""Cold loads: who asks waits (`wait`), the controller places, installs, starts and loads (`load`)."""

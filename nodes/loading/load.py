@@ -1,0 +1,301 @@
+"""The operation `model_load`: from "nobody serves this model" to one replica that does.
+
+Steps: clear what an earlier attempt left, place, bring the backend if the worker lacks it (an operation of
+its own, which others may join), have the process started, `LoadModel`, publish the row. Each step may be
+the last one of this process: the row in `loading` carries the attempt's mark, the operation its fence, and
+the next attempt starts by clearing up. An attempt lives as long as its row, which goes with the node. What
+is loaded depends on the stored definition only.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any, NoReturn
+from uuid import UUID
+
+from django.db import Error as DatabaseError
+
+from localai_cluster import clock, conf, errors
+from localai_cluster.messaging import messages
+from localai_cluster.messaging.bus import Bus
+from localai_cluster.rpc.client import BackendClient
+from localai_cluster.rpc.errors import BackendError, Busy, DeadlineExceeded, Lost, Refused
+from localai_cluster.rpc.messages import options_from_mapping
+from nodes.backends import install
+from nodes.backends.commands import Worker, WorkerGone, unless
+from nodes.definitions import Definition, Folder, load_options, revision
+from nodes.loading import replicas
+from nodes.loading.replicas import Slot
+from nodes.placement.choose import NodeView, choose
+from operations import services
+from operations.executor import Postpone, Unwanted, Work, in_thread, retry_delay
+from operations.models import TERMINAL, Operation, Status
+from operations.services import Tick
+from operations.waiting import Hints
+
+log = logging.getLogger(__name__)
+
+KIND = "model_load"
+_LOOK_FOR_NODE = 5.0
+_LOOK_AT_CHILD = 2.0
+_LOOK_AT_SLOT = 2.0
+_AVOID_FOR = 15.0
+_SHARE_OF_INSTALL = 0.9
+"""How far a load is when its backend has been brought; starting and loading are the rest."""
+_ENGINE_DEATHS = 3
+"""A model whose engine dies while loading is not tried more often than this."""
+
+
+class LoadFailed(errors.Unavailable):
+    """The model could not be loaded."""
+
+    code = "model_load_failed"
+
+
+def key(model_name: str) -> str:
+    """What a load owns: one active load a model."""
+    return f"model:{model_name}"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One claimed attempt at one place."""
+
+    work: Work
+    definition: Definition
+    slot: Slot
+    worker: Worker
+
+    @property
+    def mark(self) -> str:
+        """What the attempt's row carries."""
+        return mark_of(self.work)
+
+    @property
+    def process_key(self) -> str:
+        """The engine process on the worker."""
+        return messages.process_key(self.definition.name, self.slot.replica_index)
+
+    async def report(self, phase: str, message: str, **figures: Any) -> None:
+        """Tells where the load stands."""
+        tick = Tick(
+            phase=phase, message=message, node_id=self.slot.node_id, node_name=self.slot.node_name, **figures
+        )
+        await self.work.report(tick)
+
+
+def mark_of(work: Work) -> str:
+    """Operation and fence: unique for each attempt."""
+    return f"{work.id}:{work.operation.fence}"
+
+
+class LoadModel:
+    """Handler; one instance serves all loads of its controller."""
+
+    def __init__(self, bus: Bus, definitions: Folder, hints: Hints) -> None:
+        self._bus, self._definitions, self._hints = bus, definitions, hints
+
+    async def __call__(self, work: Work) -> Mapping[str, Any]:
+        """Carries the load out, or says what it waits for."""
+        definition = self._definitions.find(work.operation.element)
+        if definition is None:
+            raise errors.NotFound(f"there is no definition of the model {work.operation.element}")
+        await self._clear_up(work)
+        if await in_thread(replicas.serving, definition.name):
+            return {"already_loaded": True}
+        attempt = await self._place(work, definition)
+        try:
+            return await unless(_slot_lost(attempt), self._carry_out(attempt))
+        except (WorkerGone, Lost, Refused, Busy) as gone:
+            await in_thread(replicas.drop, attempt.slot, mark=attempt.mark)
+            # Read anew: requests that came while the attempt ran have moved the wish.
+            raise _again(attempt, await in_thread(Operation.objects.get, pk=work.id), gone) from gone
+        except Exception:
+            await in_thread(replicas.drop, attempt.slot, mark=attempt.mark)
+            raise
+
+    async def _clear_up(self, work: Work) -> None:
+        for slot in await in_thread(replicas.leftovers, work.operation.element, mark=mark_of(work)):
+            log.info("clearing up %s#%d on %s", work.operation.element, slot.replica_index, slot.node_name)
+            worker = Worker(self._bus, str(slot.node_id), slot.node_name)
+            await worker.stop(messages.process_key(work.operation.element, slot.replica_index))
+
+    async def _place(self, work: Work, definition: Definition) -> Attempt:
+        now = clock.now()
+        avoid = _avoided(work.operation, now)
+        while True:
+            decision = choose(await in_thread(replicas.fleet, definition.name), avoid=avoid)
+            if decision.node is None:
+                raise _no_node(work.operation, decision.why_none(), now)
+            slot = await in_thread(
+                replicas.reserve,
+                decision.node,
+                definition.name,
+                decision.replica_index,
+                mark=mark_of(work),
+                backend=definition.backend,
+                now=now,
+            )
+            if slot is not None:
+                return Attempt(work, definition, slot, self._worker(decision.node))
+
+    def _worker(self, node: NodeView) -> Worker:
+        return Worker(self._bus, str(node.id), node.name)
+
+    async def _carry_out(self, attempt: Attempt) -> Mapping[str, Any]:
+        await self._bring_backend(attempt)
+        address = await self._start_engine(attempt)
+        await self._load(attempt, address)
+        published = await in_thread(
+            replicas.publish,
+            attempt.slot,
+            mark=attempt.mark,
+            address=address,
+            backend=attempt.definition.backend,
+            options=load_options(attempt.definition),
+            revision=revision(attempt.definition),
+            now=clock.now(),
+        )
+        if not published:
+            raise Postpone(f"node {attempt.slot.node_name} started anew meanwhile", seconds=0.5)
+        return {
+            "node": attempt.slot.node_name,
+            "address": address,
+            "replica_index": attempt.slot.replica_index,
+        }
+
+    async def _bring_backend(self, attempt: Attempt) -> None:
+        """Has the backend installed when the worker does not list it, and waits for that operation."""
+        backend = attempt.definition.backend
+        await attempt.report("installing", f"looking for {backend} on {attempt.slot.node_name}")
+        listed = await attempt.worker.backends()
+        if any(entry.name.lower() == backend.lower() for entry in listed.backends):
+            return
+        state = await self._follow_install(attempt, await in_thread(_admit_install, attempt))
+        if state.status == Status.FAILED:
+            raise LoadFailed(f"installing {backend} on {attempt.slot.node_name} failed: {state.error}")
+        if state.status == Status.CANCELLED:
+            raise Postpone(f"the installation of {backend} was cancelled", seconds=1.0)
+
+    async def _follow_install(self, attempt: Attempt, child: UUID) -> Operation:
+        """Mirrors the installation's bytes until it has ended; answers its row.
+
+        Raises WorkerGone when it has to wait for its worker: it goes on by itself, the load tries elsewhere.
+        """
+        message = f"installing {attempt.definition.backend} on {attempt.slot.node_name}"
+        before = (await in_thread(Operation.objects.get, pk=child)).attempts
+        with self._hints.watch(child) as watch:
+            while (state := await in_thread(Operation.objects.get, pk=child)).status not in TERMINAL:
+                if state.status == Status.WAITING or state.attempts > before:
+                    raise WorkerGone(state.message)
+                if state.total_bytes:
+                    await attempt.report(
+                        "installing",
+                        message,
+                        current_bytes=state.current_bytes,
+                        total_bytes=state.total_bytes,
+                        percentage=state.progress * _SHARE_OF_INSTALL,
+                    )
+                await watch.changed(timeout=_LOOK_AT_CHILD)
+        return state
+
+    async def _start_engine(self, attempt: Attempt) -> str:
+        await attempt.report("loading", f"starting {attempt.definition.backend} on {attempt.slot.node_name}")
+        request = messages.InstallRequest(
+            backend=attempt.definition.backend,
+            model_id=attempt.definition.name,
+            backend_galleries=install.configured_galleries(),
+            replica_index=attempt.slot.replica_index,
+            op_id=str(attempt.work.id),
+        )
+        reply = await attempt.worker.install(request, timeout=conf.cluster().install_timeout)
+        if reply.interrupted:
+            raise Postpone(f"{attempt.process_key} was stopped while it started", seconds=1.0)
+        if not reply.success:
+            reason = reply.error or "no reason given"
+            raise LoadFailed(f"{attempt.definition.backend} on {attempt.slot.node_name}: {reason}")
+        if not reply.address:
+            raise LoadFailed(f"node {attempt.slot.node_name} named no address for {attempt.process_key}")
+        return reply.address
+
+    async def _load(self, attempt: Attempt, address: str) -> None:
+        limit = conf.cluster().model_load_timeout
+        await attempt.report("loading", f"loading {attempt.definition.name} on {attempt.slot.node_name}")
+        client = BackendClient(address, conf.cluster().registration_token)
+        try:
+            result = await client.load_model(
+                options_from_mapping(load_options(attempt.definition)), timeout=limit
+            )
+        except DeadlineExceeded as error:
+            # Fenced: after a long pause the process under this key may be a later attempt's.
+            await attempt.report("loading", f"stopping {attempt.process_key}: it took too long")
+            await attempt.worker.stop(attempt.process_key)
+            raise LoadFailed(
+                f"loading took longer than {limit:.0f} s (LOCALAI_NATS_MODEL_LOAD_TIMEOUT);"
+                " the engine was stopped"
+            ) from error
+        except (Refused, Lost, Busy):
+            raise
+        except BackendError as error:
+            raise LoadFailed(f"{attempt.definition.backend} refused to load: {error.message}") from error
+        finally:
+            with contextlib.suppress(BackendError):
+                await client.close()
+        if not result.success:
+            raise LoadFailed(
+                f"{attempt.definition.backend} refused to load: {result.message or 'no reason given'}"
+            )
+
+
+def _admit_install(attempt: Attempt) -> UUID:
+    operation, backend = attempt.work.operation, attempt.definition.backend
+    node = (attempt.slot.node_id, attempt.slot.node_name)
+    request = services.OperationRequest(
+        install.KIND,
+        key=install.key(attempt.slot.node_id, backend),
+        element=backend,
+        payload={"backend": backend},
+        node=node,
+        targets=[node],
+        actor=operation.actor,
+        request_id=operation.request_id,
+        parent=operation,
+    )
+    return services.admit(request, now=clock.now()).operation.id
+
+
+def _avoided(operation: Operation, now: datetime) -> frozenset[UUID]:
+    marks = operation.payload.get("avoid", {})
+    return frozenset(UUID(id) for id, until in marks.items() if datetime.fromisoformat(until) > now)
+
+
+def _no_node(operation: Operation, reason: str, now: datetime) -> Exception:
+    if operation.wanted_until is not None and operation.wanted_until < now:
+        return Unwanted(f"nobody waits for it any more; {reason}")
+    return Postpone(reason, seconds=_LOOK_FOR_NODE, waiting=True)
+
+
+async def _slot_lost(attempt: Attempt) -> NoReturn:
+    """Returns never; raises WorkerGone when the slot's row is gone."""
+    while True:
+        await asyncio.sleep(_LOOK_AT_SLOT)
+        with contextlib.suppress(DatabaseError):
+            if not await in_thread(replicas.exists, attempt.slot):
+                raise WorkerGone(f"node {attempt.slot.node_name} went away or started anew")
+
+
+def _again(attempt: Attempt, operation: Operation, gone: errors.ClusterError) -> Exception:
+    """What follows when worker or engine vanished: another attempt elsewhere, or the end."""
+    now = clock.now()
+    if not isinstance(gone, WorkerGone) and operation.attempts >= _ENGINE_DEATHS:
+        return LoadFailed(f"the engine of {attempt.definition.name} died while loading: {gone.message}")
+    if operation.wanted_until is not None and operation.wanted_until < now:
+        return Unwanted(f"nobody waits for it any more; {gone.message}")
+    until = (now + timedelta(seconds=_AVOID_FOR)).isoformat()
+    avoid = {**operation.payload.get("avoid", {}), str(attempt.slot.node_id): until}
+    return Postpone(
+        gone.message, seconds=retry_delay(operation.attempts), payload={**operation.payload, "avoid": avoid}
+    )

@@ -1,0 +1,284 @@
+"""How a request waits for a cold load: together with everyone else in this process who wants the same model.
+
+A request that finds no replica calls `Loads.wait`. The first one of a model admits the operation `model_load`
+(or joins the active one of another process), later ones attach. A hint or a look every two seconds ends a
+turn; everybody then picks again, because the rows decide and not the news. A failed load is an error for
+all of them and answers for itself for some seconds, so a broken model is not loaded again by every
+request. A client that leaves takes only itself away: the operation goes on for whoever still wants it.
+"""
+
+import asyncio
+import logging
+import math
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any, TypeVar
+from uuid import UUID
+
+from django.db import DatabaseError
+
+from localai_cluster import clock, conf
+from localai_cluster.errors import ClusterError, Conflict, Unavailable
+from nodes.loading.load import KIND, LoadFailed, key
+from operations import services
+from operations.executor import in_thread
+from operations.models import TERMINAL, Operation, Status
+from operations.waiting import Hints
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LOOK_EVERY = 2.0
+"""C33: seconds between two looks at the row without a hint."""
+_HORIZON = 60.0
+"""How far ahead a request without a limit says that it is wanted, in seconds; renewed at each look."""
+RETRY_MIN, RETRY_MAX = 5.0, 300.0
+"""C35: bounds of Retry-After on the answer "still loading"."""
+
+_PHASES = frozenset({"installing", "staging", "loading"})
+
+
+class StillLoading(Unavailable):
+    """The model is still being loaded."""
+
+    code = "model_loading"
+
+
+@dataclass(frozen=True)
+class Look:
+    """The operation's row as a waiting request sees it."""
+
+    id: UUID
+    status: str
+    phase: str
+    node_name: str
+    progress: float
+    current_bytes: int
+    total_bytes: int
+    message: str
+    error: str
+    started_at: datetime | None
+    finished_at: datetime | None
+
+
+_COLUMNS = tuple(Look.__dataclass_fields__)
+_UNSEEN = Look(UUID(int=0), "pending", "", "", 0.0, 0, 0, "", "", None, None)
+
+
+@dataclass(frozen=True)
+class Asker:
+    """On whose behalf a load is admitted; goes into the operation's record."""
+
+    name: str
+    request_id: str = ""
+    client_address: str = ""
+
+
+def eta_seconds(look: Look, now: datetime) -> float | None:
+    """R2.23: what is left over the rate seen so far; None until bytes move for at least a second."""
+    elapsed = (now - look.started_at).total_seconds() if look.started_at else 0.0
+    if not 0 < look.current_bytes < look.total_bytes or elapsed < 1:
+        return None
+    return (look.total_bytes - look.current_bytes) * elapsed / look.current_bytes
+
+
+def loading_body(model: str, look: Look, now: datetime) -> dict[str, Any]:
+    """The `loading` object of `contract/http-api.md` §6.1."""
+    body: dict[str, Any] = {
+        "model": model,
+        "state": _state(look),
+        "progress": look.progress,
+        "bytes_sent": look.current_bytes,
+        "total_bytes": look.total_bytes,
+        "file_index": 0,
+        "total_files": 0,
+    }
+    if look.node_name:
+        body["node"] = look.node_name
+    eta = eta_seconds(look, now)
+    if eta is not None:
+        body["eta_seconds"] = math.ceil(eta)
+    return body
+
+
+def still_loading(model: str, look: Look, budget: float, now: datetime) -> StillLoading:
+    """The answer to a request whose wait is over while the load goes on (R2.22)."""
+    eta = eta_seconds(look, now)
+    details = [f"{look.progress:.0f}%"] if look.progress else []
+    details += [f"ETA ~{math.ceil(eta)}s"] if eta is not None else []
+    message = f"model {model} is {_state(look)}"
+    message += f" on node {look.node_name}" if look.node_name else ""
+    message += f" ({', '.join(details)})" if details else ""
+    message += f": {look.message}" if look.message else ""
+    retry_after = min(max(budget if eta is None else eta, RETRY_MIN), RETRY_MAX)
+    return StillLoading(message, retry_after=retry_after, loading=loading_body(model, look, now))
+
+
+def _state(look: Look) -> str:
+    if look.status == Status.FAILED:
+        return "failed"
+    return look.phase if look.status == Status.PROCESSING and look.phase in _PHASES else "pending"
+
+
+def failure(model: str, look: Look, now: datetime, grace: float) -> LoadFailed:
+    """What everyone who waits for a failed load is told; Retry-After is when it may be tried again."""
+    cause = look.error or look.message or look.status
+    since = (now - look.finished_at).total_seconds() if look.finished_at else 0.0
+    return LoadFailed(f"loading model {model} failed: {cause}", retry_after=max(math.ceil(grace - since), 1))
+
+
+@dataclass
+class _Load:
+    """One model that somebody in this process waits for."""
+
+    turn: "asyncio.Future[bool]"
+    deadlines: list[float] = field(default_factory=list)
+    """Of each waiting request, on the monotonic clock; infinite without a limit."""
+    look: Look = _UNSEEN
+    wanted: float = 0.0
+    """Until when the operation's row says it is wanted, on the monotonic clock."""
+    task: "asyncio.Task[None] | None" = None
+
+    def wanted_until(self) -> float:
+        """Until when the row should say so."""
+        return min(max(self.deadlines, default=0.0), clock.monotonic() + _HORIZON)
+
+
+class Loads:
+    """The cold loads that requests of this process wait for."""
+
+    def __init__(self, hints: Hints) -> None:
+        self._hints = hints
+        self._loads: dict[str, _Load] = {}
+
+    async def wait(self, model: str, deadline: float, asker: Asker) -> bool:
+        """Waits until it is worth picking again; answers whether the load has ended (done, or unwanted).
+
+        `deadline` is on the monotonic clock. Raises StillLoading when it has passed, LoadFailed when the load
+        failed now or a moment ago.
+        """
+        load = self._loads.get(model) or self._begin(model, deadline, asker)
+        load.deadlines.append(deadline)
+        try:
+            async with asyncio.timeout(_remaining(deadline)):
+                return await asyncio.shield(load.turn)
+        except TimeoutError:
+            raise still_loading(model, load.look, conf.cluster().model_load_wait, clock.now()) from None
+        finally:
+            load.deadlines.remove(deadline)
+
+    async def close(self) -> None:
+        """Stops watching; the operations themselves go on."""
+        tasks = [load.task for load in self._loads.values() if load.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _begin(self, model: str, deadline: float, asker: Asker) -> _Load:
+        load = self._loads[model] = _Load(_new_turn())
+        load.task = asyncio.get_running_loop().create_task(self._watch(model, load, deadline, asker))
+        return load
+
+    async def _watch(self, model: str, load: _Load, deadline: float, asker: Asker) -> None:
+        try:
+            await self._follow(model, load, deadline, asker)
+        except asyncio.CancelledError:
+            load.turn.set_exception(Unavailable("this web process is stopping", retry_after=1))
+            raise
+        except Exception as error:
+            load.turn.set_exception(_as_answer(error))
+        else:
+            load.turn.set_result(load.look.status in TERMINAL)
+        finally:
+            self._loads.pop(model, None)
+
+    async def _follow(self, model: str, load: _Load, deadline: float, asker: Asker) -> None:
+        """Returns when the operation has ended or nobody here waits any more; raises LoadFailed."""
+        load.wanted = min(deadline, clock.monotonic() + _HORIZON)
+        load.look = await in_thread(_admit, model, _instant(load.wanted), asker)
+        with self._hints.watch(load.look.id) as watch:
+            while (look := await in_thread(_look_again, load.look)).status not in TERMINAL:
+                load.look = look
+                if not load.deadlines:
+                    return
+                await self._keep_wanted(load)
+                _end_turn(load)
+                await watch.changed(timeout=LOOK_EVERY)
+        load.look = look
+        # One that was cancelled had nobody left; whoever attached in that moment asks anew.
+        if load.look.status == Status.FAILED:
+            raise failure(model, load.look, clock.now(), conf.cluster().load_failure_grace)
+
+    @staticmethod
+    async def _keep_wanted(load: _Load) -> None:
+        until = load.wanted_until()
+        if until > load.wanted + 1:
+            load.wanted = until
+            await in_thread(services.want, load.look.id, _instant(until))
+
+
+def _as_answer(error: Exception) -> ClusterError:
+    """What the waiting requests are told when admitting or looking itself went wrong."""
+    if isinstance(error, Conflict):
+        return Unavailable(error.message, retry_after=5)
+    if isinstance(error, DatabaseError):
+        logger.warning("Cannot follow a load: %s", error)
+        return Unavailable("the database is not reachable", retry_after=2)
+    if isinstance(error, ClusterError):
+        return error
+    logger.error("Following a load failed", exc_info=error)
+    return ClusterError()
+
+
+def _new_turn() -> "asyncio.Future[bool]":
+    turn = asyncio.get_running_loop().create_future()
+    # Everyone may have left when a load fails; that is not an error nobody looked at.
+    turn.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return turn
+
+
+def _end_turn(load: _Load) -> None:
+    if load.look.status in (Status.PENDING, Status.PROCESSING, Status.WAITING):
+        load.turn, turn = _new_turn(), load.turn
+        turn.set_result(False)
+
+
+def _remaining(deadline: float) -> float | None:
+    return None if math.isinf(deadline) else max(deadline - clock.monotonic(), 0)
+
+
+def _instant(deadline: float) -> datetime:
+    return clock.now() + timedelta(seconds=deadline - clock.monotonic())
+
+
+def _admit(model: str, wanted_until: datetime, asker: Asker) -> Look:
+    """Joins or makes the load; raises LoadFailed while the last one still answers for itself."""
+    now = clock.now()
+    operations = Operation.objects.filter(key=key(model))
+    if not operations.active().exists():
+        grace = conf.cluster().load_failure_grace
+        failed = operations.filter(kind=KIND, status=Status.FAILED, dismissed_at__isnull=True)
+        recent = failed.filter(finished_at__gt=now - timedelta(seconds=grace)).first()
+        if recent is not None:
+            raise failure(model, _look(recent), now, grace)
+    request = services.OperationRequest(
+        KIND,
+        key=key(model),
+        element=model,
+        payload={"model": model},
+        actor=asker.name,
+        request_id=asker.request_id,
+        client_address=asker.client_address,
+        wanted_until=wanted_until,
+    )
+    return _look(services.admit(request, now=now).operation)
+
+
+def _look(operation: Operation) -> Look:
+    return Look(**{column: getattr(operation, column) for column in _COLUMNS})
+
+
+def _look_again(before: Look) -> Look:
+    row = Operation.objects.filter(pk=before.id).values(*_COLUMNS).first()
+    # Ended long ago and tidied away: what it left, if anything, is found by the next pick.
+    return Look(**row) if row else Look(**{**vars(before), "status": Status.COMPLETED})

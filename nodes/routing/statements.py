@@ -1,0 +1,132 @@
+"""The SQL of the hot path.
+
+One invariant keeps the counts exact and the locks free of cycles: whoever changes a `replica_uses` row
+holds the lock of its `node_models` row, and locks those in the order of their ids. `node_models.in_flight`
+is then the sum of its uses, whatever any number of web processes does at the same time.
+"""
+
+EXCHANGE = """
+WITH callers AS MATERIALIZED (
+    SELECT k.key_hash, u.id AS user_id, u.username, u.is_staff
+      FROM api_keys k JOIN auth_user u ON u.id = k.user_id
+     WHERE k.key_hash = ANY(ARRAY(SELECT jsonb_array_elements_text($3::jsonb -> 'keys')))
+       AND k.revoked_at IS NULL AND u.is_active
+), asked AS MATERIALIZED (
+    SELECT a.model, sum(a.n)::int AS n
+      FROM jsonb_to_recordset($3::jsonb -> 'asks') AS a(model text, owner text, n int)
+     WHERE a.owner = '' OR EXISTS (SELECT FROM callers c WHERE c.key_hash = a.owner)
+     GROUP BY a.model
+), given AS MATERIALIZED (
+    SELECT g.id, g.n FROM jsonb_to_recordset($3::jsonb -> 'gives') AS g(id uuid, n int)
+), locked AS MATERIALIZED (
+    SELECT r.id, r.model_name, r.in_flight, r.last_used, n.available_vram,
+           r.state = 'loaded' AND n.status = 'healthy' AND n.node_type = 'backend' AS serving
+      FROM node_models r JOIN backend_nodes n ON n.id = r.node_id
+     WHERE r.id = ANY(ARRAY(SELECT id FROM given))
+        OR (r.state = 'loaded' AND r.model_name = ANY(ARRAY(SELECT model FROM asked)))
+     ORDER BY r.id
+       FOR UPDATE OF r
+), counted AS MATERIALIZED (
+    SELECT l.*, COALESCE(u.count, 0) AS held, LEAST(COALESCE(u.count, 0), COALESCE(g.n, 0)) AS less
+      FROM locked l
+      LEFT JOIN replica_uses u ON u.replica_id = l.id AND u.process_id = $1
+      LEFT JOIN given g ON g.id = l.id
+), places AS (
+    SELECT c.id, a.n, row_number() OVER (
+               PARTITION BY c.model_name
+               ORDER BY c.in_flight - c.less + j, CASE j WHEN 0 THEN c.last_used ELSE $2::timestamptz END,
+                        c.available_vram DESC, c.id
+           ) AS place
+      FROM counted c JOIN asked a ON a.model = c.model_name
+     CROSS JOIN LATERAL generate_series(0, a.n - 1) AS j
+     WHERE c.serving
+), chosen AS MATERIALIZED (
+    SELECT id, count(*)::int AS n FROM places WHERE place <= n GROUP BY id
+), moves AS MATERIALIZED (
+    SELECT c.id, c.held, c.less, COALESCE(h.n, 0) AS more
+      FROM counted c LEFT JOIN chosen h ON h.id = c.id
+     WHERE c.less > 0 OR h.n > 0
+), used AS (
+    INSERT INTO replica_uses (process_id, replica_id, count)
+    SELECT $1, id, held + more - less FROM moves
+        ON CONFLICT (replica_id, process_id) DO UPDATE SET count = EXCLUDED.count
+), moved AS (
+    UPDATE node_models r
+       SET in_flight = GREATEST(r.in_flight + m.more - m.less, 0),
+           last_used = CASE WHEN m.more > 0 THEN $2::timestamptz ELSE r.last_used END,
+           updated_at = CASE WHEN m.more > 0 THEN $2::timestamptz ELSE r.updated_at END
+      FROM moves m WHERE r.id = m.id
+    RETURNING r.id, r.node_id, r.model_name, r.address, m.more
+)
+SELECT id, node_id, model_name, address, more, NULL::boolean FROM moved WHERE more > 0
+ UNION ALL
+SELECT NULL, NULL, key_hash, username, user_id, is_staff FROM callers
+"""
+"""Everything a process wants of the counts, both ways at once: $1 this process, $2 now, $3 what it wants.
+
+`gives` ({id, n}) are counted out, at most what the process's row still holds (R1.58): a process that was
+declared dead cannot subtract a second time. Then each of `asks` ({model, owner, n}) is spread over the
+model's loaded replicas by R1.78 and counted in. `keys` are API key hashes; `owner` is one of them or
+empty, and only asks of valid owners count. Counting out moves neither `last_used` nor `updated_at` (R1.60).
+
+Answers one row a chosen replica (id, node, model, address, how many, null) and one a valid key (null,
+null, hash, user's name, user's id, whether staff).
+
+`held` needs no lock of its own: only this process and the pass that declares it dead write that row, and
+after that pass the insert fails on the missing process."""
+
+ANNOUNCE = """
+INSERT INTO web_processes (id, host, pid, started_at, seen_at, hearing_since)
+VALUES (%(process)s, %(host)s, %(pid)s, %(started)s, %(now)s, %(now)s)
+    ON CONFLICT (id) DO UPDATE SET seen_at = EXCLUDED.seen_at
+"""
+
+SEEN = """
+UPDATE web_processes
+   SET seen_at = %(now)s,
+       hearing_since = CASE WHEN seen_at < %(gap)s::timestamptz THEN %(now)s ELSE hearing_since END
+ WHERE id = %(process)s
+"""
+"""Says that this process lives; after a gap, longer than it may be silent, its hearing begins anew."""
+
+LOCK_USED = """
+SELECT r.id FROM node_models r
+ WHERE r.id = ANY(%(ids)s::uuid[])
+    OR r.id IN (SELECT u.replica_id FROM replica_uses u WHERE u.process_id = %(process)s)
+ ORDER BY r.id FOR UPDATE OF r
+"""
+"""Locks everything that `SETTLE` or `TAKE_BACK` may touch; must be a statement of its own before them, so
+that theirs sees what others committed while this one waited."""
+
+SETTLE = """
+WITH mine AS MATERIALIZED (
+    SELECT r.id, COALESCE(u.count, 0) AS was, COALESCE(h.n, 0) AS shall
+      FROM node_models r
+      LEFT JOIN replica_uses u ON u.replica_id = r.id AND u.process_id = %(process)s::uuid
+      LEFT JOIN unnest(%(ids)s::uuid[], %(counts)s::int[]) AS h(id, n) ON h.id = r.id
+     WHERE COALESCE(u.count, 0) <> COALESCE(h.n, 0)
+), uses AS (
+    INSERT INTO replica_uses (process_id, replica_id, count)
+    SELECT %(process)s::uuid, id, shall FROM mine
+        ON CONFLICT (replica_id, process_id) DO UPDATE SET count = EXCLUDED.count
+)
+UPDATE node_models r SET in_flight = GREATEST(r.in_flight + m.shall - m.was, 0)
+  FROM mine m WHERE r.id = m.id
+"""
+"""Makes this process's counts what it holds in memory; repeating it changes nothing."""
+
+TAKE_BACK = """
+WITH gone AS (
+    DELETE FROM replica_uses WHERE process_id = %(process)s RETURNING replica_id, count
+)
+UPDATE node_models r SET in_flight = GREATEST(r.in_flight - g.count, 0) FROM gone g WHERE r.id = g.replica_id
+"""
+
+FORGET = "DELETE FROM web_processes WHERE id = %(process)s"
+
+LOCK_REPLICA = "SELECT id FROM node_models WHERE id = %(replica)s AND address = %(address)s FOR UPDATE"
+DROP_USES = """
+DELETE FROM replica_uses
+ WHERE replica_id IN (SELECT id FROM node_models WHERE id = %(replica)s AND address = %(address)s)
+"""
+DROP_REPLICA = "DELETE FROM node_models WHERE id = %(replica)s AND address = %(address)s"

@@ -1,0 +1,1 @@
+"""The ledger: durable, leased, observable units of work. Knows no node beyond an id."""

@@ -1,0 +1,72 @@
+"""Operations in Django's admin: to look at, not to touch."""
+
+from typing import TYPE_CHECKING, Any
+
+from django.contrib import admin
+from django.http import HttpRequest
+
+from operations.models import Operation, OperationTarget, Sequence
+
+if TYPE_CHECKING:  # generic for the type checker only
+    ModelAdmin = admin.ModelAdmin[Any]
+    TabularInline = admin.TabularInline[Any, Any]
+else:
+    ModelAdmin, TabularInline = admin.ModelAdmin, admin.TabularInline
+
+
+class Observed(ModelAdmin):
+    """Rows that the cluster writes and people only look at."""
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        """Nobody adds one by hand."""
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Nobody edits one by hand."""
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """Nobody deletes one by hand."""
+        return False
+
+
+class TargetInline(TabularInline):
+    """An operation's progress per node."""
+
+    model = OperationTarget
+    extra = 0
+    can_delete = False
+
+    def has_add_permission(self, request: HttpRequest, obj: Operation | None = None) -> bool:
+        """Targets come with the operation."""
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Operation | None = None) -> bool:
+        """Progress is reported by workers."""
+        return False
+
+
+@admin.register(Operation)
+class OperationAdmin(Observed):
+    """The ledger, newest first."""
+
+    list_display = ("kind", "element", "node_name", "status", "progress", "message", "actor", "created_at")
+    list_filter = ("status", "kind")
+    search_fields = ("element", "node_name", "request_id", "key")
+    inlines = (TargetInline,)
+
+
+@admin.register(OperationTarget)
+class OperationTargetAdmin(Observed):
+    """Progress per node over all operations."""
+
+    list_display = ("operation", "node_name", "status", "percentage", "phase", "error")
+    list_filter = ("status",)
+    list_select_related = ("operation",)
+
+
+@admin.register(Sequence)
+class SequenceAdmin(Observed):
+    """The counter behind the numbers of changes."""
+
+    list_display = ("id", "value")

@@ -1,0 +1,88 @@
+"""Operations for admins: the live list and one job's status (`contract/http-api.md` §3.2, §3.7).
+
+Authentication and the admin check are the project's defaults; errors are flat on these routes.
+"""
+
+from typing import Any
+from uuid import UUID
+
+from drf_spectacular.utils import OpenApiResponse, extend_schema
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from localai_cluster import errors
+from operations import feed
+from operations.api import serializers as shapes
+from operations.models import TERMINAL, Operation, Status
+
+_REFUSED = {
+    401: OpenApiResponse(shapes.RefusalSerializer, "A valid credential is required."),
+    403: OpenApiResponse(shapes.RefusalSerializer, "Admins only."),
+    503: OpenApiResponse(
+        shapes.FlatRefusalSerializer, "Not possible right now; Retry-After says when to come back."
+    ),
+}
+
+
+class OperationsView(APIView):
+    """`/api/operations`."""
+
+    envelope = "flat"
+
+    @extend_schema(
+        operation_id="operations_list",
+        tags=["operations"],
+        responses={200: shapes.OperationListSerializer, **_REFUSED},
+    )
+    def get(self, request: Request) -> Response:
+        """What is waiting, running, or failed and not dismissed; least progress first."""
+        operations = sorted(feed.snapshot().operations, key=lambda entry: (entry["progress"], entry["id"]))
+        return Response({"operations": operations})
+
+
+class JobView(APIView):
+    """`/api/backends/job/:uid`."""
+
+    envelope = "flat"
+
+    @extend_schema(
+        operation_id="backends_job",
+        tags=["operations"],
+        responses={
+            200: shapes.JobSerializer,
+            **_REFUSED,
+            404: OpenApiResponse(shapes.FlatRefusalSerializer, "No operation has this id."),
+        },
+    )
+    def get(self, request: Request, uid: str) -> Response:
+        """How an operation goes; it can be asked for as long as the record exists."""
+        job = _uuid(uid)
+        operation = Operation.objects.filter(pk=job).first() if job else None
+        if operation is None:
+            raise errors.NotFound("no operation has this id")
+        return Response(job_of(operation))
+
+
+def _uuid(text: str) -> UUID | None:
+    try:
+        return UUID(text)
+    except ValueError:
+        return None
+
+
+def job_of(operation: Operation) -> dict[str, Any]:
+    """§3.7. A known job is never `queued`: the reference says so of ids that it does not know."""
+    job: dict[str, Any] = {
+        "progress": operation.progress,
+        "message": operation.message,
+        "galleryElementName": operation.element,
+        "processed": operation.status in TERMINAL,
+        "deletion": operation.kind.endswith("_delete"),
+        "queued": False,
+    }
+    if operation.status == Status.COMPLETED:
+        job["completed"] = True
+    elif operation.error:
+        job["error"] = operation.error
+    return job

@@ -1,0 +1,112 @@
+"""How news of an operation leaves: never before commit, never as the only copy.
+
+Two hints go out for a change. `notify` puts a PostgreSQL NOTIFY into the transaction itself; controllers and
+waiting requests LISTEN (`listen`). `publish` hands the change to the channel layer after commit, for
+browsers. Both may be lost: whoever hears them looks at the rows, and looks again from time to time without
+being told.
+
+Code here runs in threads without an event loop, in forked task workers and in async processes alike, so the
+channel layer is reached through one bridge a process: a daemon thread with its own loop.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import psycopg
+from channels.layers import get_channel_layer
+from django.db import connection
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
+
+log = logging.getLogger(__name__)
+
+OPERATIONS = "cluster_operations"
+"""NOTIFY channel: `<operation id> <status>`."""
+NODES = "cluster_nodes"
+"""NOTIFY channel: `<node id>`, when a node's facts changed."""
+GROUP = "operations"
+"""Channel-layer group of everyone who watches operations."""
+
+_RECONNECT_PAUSE = 1.0
+
+
+def notify(channel: str, *payloads: str) -> None:
+    """Adds a NOTIFY for each payload to the running transaction; they leave exactly when that commits."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT pg_notify(%s, payload) FROM unnest(%s::text[]) AS payload", [channel, list(payloads)]
+        )
+
+
+def conninfo() -> str:
+    """The connection string of Django's database, for connections outside the ORM."""
+    settings = connection.settings_dict
+    options = {k: v for k, v in settings["OPTIONS"].items() if k != "pool"}
+    given = {
+        "dbname": settings["NAME"],
+        "user": settings["USER"],
+        "password": settings["PASSWORD"],
+        "host": settings["HOST"],
+        "port": settings["PORT"],
+    }
+    return make_conninfo(**options, **{key: value for key, value in given.items() if value})
+
+
+async def listen(*channels: str) -> AsyncIterator[tuple[str, str]]:
+    """Yields (channel, payload) for ever.
+
+    ("", "") after each (re)connect, because news may have been missed.
+    """
+    while True:
+        try:
+            async with await psycopg.AsyncConnection.connect(conninfo(), autocommit=True) as link:
+                for channel in channels:
+                    await link.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
+                yield "", ""
+                async for note in link.notifies():
+                    yield note.channel, note.payload
+        except psycopg.OperationalError as error:
+            log.warning("listening interrupted, again in %.0f s: %s", _RECONNECT_PAUSE, error)
+            await asyncio.sleep(_RECONNECT_PAUSE)
+
+
+class _Bridge:
+    """A loop in a daemon thread, made anew after a fork."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pid = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def submit(self, message: Mapping[str, Any]) -> None:
+        loop = self._running_loop()
+        asyncio.run_coroutine_threadsafe(self._send(message), loop)
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None or self._pid != os.getpid():
+                self._loop, self._pid = asyncio.new_event_loop(), os.getpid()
+                threading.Thread(target=self._loop.run_forever, name="event-bridge", daemon=True).start()
+            return self._loop
+
+    @staticmethod
+    async def _send(message: Mapping[str, Any]) -> None:
+        try:
+            layer = get_channel_layer()
+            if layer is not None:
+                await asyncio.wait_for(layer.group_send(GROUP, dict(message)), timeout=5)
+        except Exception as error:
+            # A lost hint costs a browser a few seconds, never a change: it re-reads the rows.
+            log.warning("an operation's change did not reach the channel layer: %r", error)
+
+
+_bridge = _Bridge()
+
+
+def publish(seq: int, operation: Mapping[str, Any]) -> None:
+    """Hands one committed change to every watching browser; returns at once."""
+    _bridge.submit({"type": "operation.changed", "seq": seq, "operation": dict(operation)})

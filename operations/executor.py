@@ -1,0 +1,258 @@
+"""Carries operations out: claim, run the handler registered for the kind, keep the lease, record the outcome.
+
+One executor lives in every controller. It claims what is due when a hint arrives and once a second without
+one, runs each operation as its own task, and renews all its leases together. A handler ends in one of four
+ways: it returns a result (completed), raises a ClusterError (failed), raises `Postpone` (tried or looked at
+again, with the reason), or raises `Unwanted` (cancelled). When a lease is lost, the task is cancelled and
+writes nothing: the fence would refuse it anyway. If the database cannot be reached for a whole lease, the
+executor stops all its tasks by itself, because by then another controller may have taken over.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar
+from uuid import UUID
+
+from channels.db import database_sync_to_async
+from django.db import Error as DatabaseError
+from django.db import InterfaceError, OperationalError
+
+from localai_cluster import clock, errors
+from localai_cluster.logs import request_id
+from operations import services
+from operations.models import Operation
+from operations.services import LeaseLost, Tick
+from operations.states import Event
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+LOOK_EVERY = 1.0
+"""Seconds between two looks at the rows when no hint arrives."""
+_RETRY_CAP = 30.0
+
+
+async def in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Runs synchronous database code in a worker thread, with fresh connections."""
+    call = database_sync_to_async(function, thread_sensitive=False)
+    result: R = await call(*args, **kwargs)
+    return result
+
+
+class Postpone(Exception):
+    """The attempt ends here, the operation does not: look again in `seconds`, because of `reason`.
+
+    `waiting` means that no node can take it now and a change of a node should wake it.
+    """
+
+    def __init__(
+        self, reason: str, *, seconds: float, waiting: bool = False, payload: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(reason)
+        self.reason, self.seconds, self.waiting, self.payload = reason, seconds, waiting, payload
+
+
+class Unwanted(Exception):
+    """Nobody waits for the outcome any more; the operation ends as cancelled with this reason."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a handler gets: the claimed operation and a way to report. Every report is fenced."""
+
+    operation: Operation
+    owner: str
+
+    @property
+    def id(self) -> UUID:
+        """The operation's id."""
+        return self.operation.id
+
+    async def report(self, tick: Tick) -> None:
+        """Records progress; raises LeaseLost when the operation is no longer this attempt's."""
+        await in_thread(services.progress, self.id, self.operation.fence, tick, now=clock.now())
+
+
+Handler = Callable[[Work], Awaitable[Mapping[str, Any] | None]]
+
+
+def retry_delay(attempts: int) -> float:
+    """Seconds before the next attempt after `attempts` that ended early: 1, 2, 4 … 30."""
+    return float(min(2.0 ** min(attempts, 10), _RETRY_CAP))
+
+
+class Executor:
+    """Runs up to `slots` operations at once under leases of `lease` seconds."""
+
+    def __init__(
+        self, owner: str, handlers: Mapping[str, Handler], *, lease: float, slots: int = 256
+    ) -> None:
+        self._owner, self._handlers, self._lease, self._slots = owner, dict(handlers), lease, slots
+        self._tasks: dict[UUID, tuple[int, asyncio.Task[None]]] = {}
+        self._look = asyncio.Event()
+        self._claiming = asyncio.Lock()
+        self._stopping = False
+
+    def hint(self) -> None:
+        """Something may be due; look now."""
+        self._look.set()
+
+    async def run(self) -> None:
+        """Claims and runs until `stop`; the loops are supervised together."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._claim_loop())
+            group.create_task(self._lease_loop())
+
+    async def stop(self) -> None:
+        """Ends the running attempts and hands their operations back at once."""
+        self._stopping = True
+        self._look.set()
+        async with self._claiming:  # a claim under way commits first, so that it is handed back too
+            await self._cancel(list(self._tasks))
+            try:
+                await in_thread(services.release, self._owner, now=clock.now())
+            except DatabaseError:
+                log.warning("leases could not be handed back; they run out by themselves", exc_info=True)
+
+    async def _claim_loop(self) -> None:
+        while not self._stopping:
+            self._look.clear()
+            try:
+                await self.claim_once()
+            except DatabaseError as error:
+                log.warning("cannot claim operations: %s", error)
+            try:
+                await asyncio.wait_for(self._look.wait(), timeout=LOOK_EVERY)
+            except TimeoutError:
+                continue
+
+    async def claim_once(self) -> int:
+        """One look: claims what is due and starts it; answers how many."""
+        async with self._claiming:
+            if self._stopping:
+                return 0
+            free = self._slots - len(self._tasks)
+            # A child must never wait for a slot that its own parent holds while waiting for it.
+            claimed = await in_thread(
+                services.claim,
+                self._owner,
+                now=clock.now(),
+                lease=self._lease,
+                limit=free if free > 0 else self._slots,
+                children_only=free <= 0,
+            )
+            for operation in claimed:
+                self._begin(operation)
+            return len(claimed)
+
+    def _begin(self, operation: Operation) -> None:
+        former = self._tasks.get(operation.id)
+        if former is not None:
+            former[1].cancel()  # its lease ran out during a pause, and this executor was the next to claim
+        task = asyncio.create_task(self._carry_out(operation), name=str(operation))
+        self._tasks[operation.id] = (operation.fence, task)
+        # Not by the task itself: one that is cancelled before its first step never clears up.
+        task.add_done_callback(lambda done: self._ended(operation.id, done))
+
+    def _ended(self, operation_id: UUID, task: "asyncio.Task[None]") -> None:
+        current = self._tasks.get(operation_id)
+        if current is not None and current[1] is task:
+            del self._tasks[operation_id]
+        self._look.set()
+
+    async def _lease_loop(self) -> None:
+        good_until = clock.monotonic() + self._lease
+        while not self._stopping:
+            await asyncio.sleep(self._lease / 4)
+            asked_at, asked = clock.monotonic(), {id: fence for id, (fence, _) in self._tasks.items()}
+            try:
+                async with asyncio.timeout(self._lease / 2):
+                    held = await in_thread(
+                        services.renew, self._owner, list(asked), now=clock.now(), lease=self._lease
+                    )
+            except (DatabaseError, TimeoutError) as error:
+                log.warning("cannot renew leases: %s", error or "no answer from the database")
+                if clock.monotonic() >= good_until:
+                    await self._cancel(list(self._tasks))
+                continue
+            good_until = asked_at + self._lease
+            await self._cancel([id for id, fence in asked.items() if held.get(id) != fence])
+
+    async def _cancel(self, ids: list[UUID]) -> None:
+        tasks = [self._tasks[id][1] for id in ids if id in self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _carry_out(self, operation: Operation) -> None:
+        request_id.set(operation.request_id or str(operation.id))
+        work = Work(operation, self._owner)
+        log.info(
+            "%s %s (%s): start, fence %d", operation.kind, operation.element, operation.id, operation.fence
+        )
+        try:
+            await self._attempt(work)
+        except LeaseLost:
+            log.warning("%s (%s): the lease was lost; this attempt stops", operation.kind, operation.id)
+        except DatabaseError as error:
+            # The outcome could not be written; the lease runs out and the operation is tried again.
+            log.warning("%s (%s): outcome not recorded: %s", operation.kind, operation.id, error)
+
+    async def _attempt(self, work: Work) -> None:
+        handler = self._handlers.get(work.operation.kind)
+        try:
+            if handler is None:
+                raise errors.NotFound(f"no handler for operations of kind {work.operation.kind}")
+            result = await handler(work)
+        except Postpone as pause:
+            await self._put_back(work, pause)
+        except Unwanted as reason:
+            await self._finish(work, Event.CANCEL, message=str(reason))
+        except errors.ClusterError as failure:
+            await self._finish(work, Event.FAIL, error=failure.message)
+        except (LeaseLost, OperationalError, InterfaceError):
+            raise
+        except Exception:
+            log.exception("%s (%s): unexpected failure", work.operation.kind, work.id)
+            await self._finish(
+                work, Event.FAIL, error=f"internal error; the log has it under {request_id.get()}"
+            )
+        else:
+            await self._finish(work, Event.COMPLETE, result=result)
+
+    async def _finish(self, work: Work, event: Event, **outcome: Any) -> None:
+        log.info(
+            "%s %s (%s): %s %s",
+            work.operation.kind,
+            work.operation.element,
+            work.id,
+            event,
+            outcome.get("error") or outcome.get("message") or "",
+        )
+        await in_thread(services.finish, work.id, work.operation.fence, event, now=clock.now(), **outcome)
+
+    async def _put_back(self, work: Work, pause: Postpone) -> None:
+        log.info(
+            "%s %s (%s): %s; again in %.1f s",
+            work.operation.kind,
+            work.operation.element,
+            work.id,
+            pause.reason,
+            pause.seconds,
+        )
+        now = clock.now()
+        await in_thread(
+            services.put_back,
+            work.id,
+            work.operation.fence,
+            Event.WAIT if pause.waiting else Event.POSTPONE,
+            now=now,
+            until=now + timedelta(seconds=pause.seconds),
+            reason=pause.reason,
+            payload=pause.payload,
+        )

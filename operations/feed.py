@@ -1,0 +1,123 @@
+"""What browsers and clients see of operations: a snapshot, then changes by sequence number.
+
+The dictionaries are the reference's (`contract/http-api.md` §3.2) plus our own fields. `since(n)` answers
+every operation that changed after n, in order; several changes of one operation between two looks are one
+entry.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from django.db import connection, transaction
+
+from localai_cluster.messaging.messages import human_bytes
+from operations.models import Operation, OperationTarget, Sequence, Status
+
+_DELETIONS = "_delete"
+_BACKENDS = "backend_"
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Operations as of `seq`."""
+
+    seq: int
+    operations: list[dict[str, Any]]
+
+
+def _target(target: OperationTarget) -> dict[str, Any]:
+    optional = {
+        "file_name": target.file_name,
+        "phase": target.phase,
+        "error": target.error,
+        "current": human_bytes(target.current_bytes) if target.current_bytes else "",
+        "total": human_bytes(target.total_bytes) if target.total_bytes else "",
+        "current_bytes": target.current_bytes,
+        "total_bytes": target.total_bytes,
+    }
+    return {
+        "node_id": str(target.node_id),
+        "node_name": target.node_name,
+        "status": target.status,
+        "percentage": target.percentage,
+        **{key: value for key, value in optional.items() if value},
+    }
+
+
+def _task_type(operation: Operation) -> str:
+    if operation.kind.endswith(_DELETIONS):
+        return "deletion"
+    return "staging" if operation.kind == "model_load" else "Installation"
+
+
+def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> dict[str, Any]:
+    """One operation for the wire."""
+    name = operation.element.rpartition("@")[2]
+    optional: dict[str, Any] = {
+        "nodeID": str(operation.node_id) if operation.node_id else "",
+        "nodeName": operation.node_name,
+        "phase": operation.phase,
+        "currentBytes": operation.current_bytes,
+        "totalBytes": operation.total_bytes,
+        "error": operation.error,
+        "nodes": [_target(target) for target in targets],
+        "startedAt": operation.started_at and operation.started_at.isoformat(),
+        "finishedAt": operation.finished_at and operation.finished_at.isoformat(),
+    }
+    return {
+        "id": operation.element,
+        "name": name,
+        "fullName": operation.element,
+        "jobID": str(operation.id),
+        "kind": operation.kind,
+        "status": operation.status,
+        "progress": int(operation.progress),
+        "taskType": _task_type(operation),
+        "isDeletion": operation.kind.endswith(_DELETIONS),
+        "isBackend": operation.kind.startswith(_BACKENDS),
+        "isQueued": operation.status == Status.PENDING,
+        "cancellable": operation.cancellable,
+        "message": operation.message,
+        "attempts": operation.attempts,
+        "nextLookAt": operation.next_look_at.isoformat(),
+        "requestID": operation.request_id,
+        "actor": operation.actor,
+        "seq": operation.seq,
+        "createdAt": operation.created_at.isoformat(),
+        **{key: value for key, value in optional.items() if value},
+    }
+
+
+def _rows(operations: Iterable[Operation]) -> list[dict[str, Any]]:
+    return [as_dict(operation, operation.targets.all()) for operation in operations]
+
+
+def current_seq() -> int:
+    """The number of the last committed change."""
+    return Sequence.objects.values_list("value", flat=True).first() or 0
+
+
+def _one_view() -> None:
+    # Both reads of a look must see the same moment, or a change between them would be skipped.
+    with connection.cursor() as cursor:
+        cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+
+
+def snapshot() -> Feed:
+    """Everything on the live list (active, and failures not dismissed), oldest first."""
+    with transaction.atomic():
+        if not connection.savepoint_ids:
+            _one_view()
+        seq = current_seq()
+        return Feed(seq, _rows(Operation.objects.listed().order_by("created_at").prefetch_related("targets")))
+
+
+def since(seq: int) -> Feed:
+    """Operations that changed after `seq`, in the order of their last change."""
+    with transaction.atomic():
+        if not connection.savepoint_ids:
+            _one_view()
+        latest = current_seq()
+        changed = Operation.objects.filter(seq__gt=seq).order_by("seq").prefetch_related("targets")
+        return Feed(latest, _rows(changed))

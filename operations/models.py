@@ -1,0 +1,182 @@
+"""Operations: one thing asked of the cluster, tracked to its outcome, and its per-target progress.
+
+A row is claimed under a lease with a fencing token (`fence`); a write that carries an older fence changes
+nothing. Every change takes the next number of one counter (`seq`), and because the counter's row is locked
+until commit, numbers become visible in order: a reader that has seen N misses nothing by asking for more than
+N. Rows are never deleted while they matter; failures stay until dismissed (O32, O56).
+"""
+
+import uuid
+
+from django.db import models
+from django.db.models import Q
+
+from localai_cluster import clock
+from operations.querysets import OperationQuerySet
+
+
+class Status(models.TextChoices):
+    """O32. The first three are active: exactly one operation of a key is in one of them."""
+
+    PENDING = "pending"
+    """Waits for a controller, or for `next_look_at`; `message` says why."""
+    PROCESSING = "processing"
+    """A controller holds the lease and works."""
+    WAITING = "waiting_for_nodes"
+    """No node can take it now; looked at again at `next_look_at` or when a node changes."""
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+ACTIVE = (Status.PENDING, Status.PROCESSING, Status.WAITING)
+TERMINAL = (Status.COMPLETED, Status.FAILED, Status.CANCELLED)
+
+
+class TargetStatus(models.TextChoices):
+    """One target's part (`contract/http-api.md` §3.2)."""
+
+    QUEUED = "queued"
+    DOWNLOADING = "downloading"
+    RUNNING_ON_WORKER = "running_on_worker"
+    SUCCESS = "success"
+    ERROR = "error"
+
+
+class Operation(models.Model):
+    """One unit of work; columns after O30, plus lease, fence and sequence."""
+
+    id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
+    kind = models.CharField(max_length=32)
+    """O31: `backend_install`, `model_load`, …; the handler registered under this name carries it out."""
+    key = models.CharField(max_length=512)
+    """O34: what it owns while active, e.g. `node:<id>:<backend>` or `model:<name>`."""
+    element = models.CharField(max_length=255)
+    """The backend's or the model's name."""
+    node_id = models.UUIDField(null=True, blank=True)
+    node_name = models.CharField(max_length=255, blank=True, default="")
+    parent = models.ForeignKey(
+        "self", null=True, blank=True, on_delete=models.SET_NULL, related_name="children"
+    )
+    payload = models.JSONField(default=dict)
+    result = models.JSONField(default=dict)
+
+    status = models.CharField(max_length=24, choices=Status, default=Status.PENDING)
+    phase = models.CharField(max_length=32, blank=True, default="")
+    message = models.TextField(blank=True, default="")
+    error = models.TextField(blank=True, default="")
+    progress = models.FloatField(default=0)
+    current_bytes = models.BigIntegerField(default=0)
+    total_bytes = models.BigIntegerField(default=0)
+    cancellable = models.BooleanField(default=False)
+
+    actor = models.CharField(max_length=150, default="system")
+    client_address = models.CharField(max_length=64, blank=True, default="")
+    request_id = models.CharField(max_length=64, blank=True, default="")
+
+    attempts = models.IntegerField(default=0)
+    """Attempts that ended early and said why; the retry delay follows them."""
+    lost_leases = models.IntegerField(default=0)
+    """Attempts whose controller fell silent."""
+    next_look_at = models.DateTimeField(default=clock.now)
+    wanted_until = models.DateTimeField(null=True, blank=True)
+    """Until when somebody waits for it.
+
+    An operation that nobody wants any more ends instead of waiting on.
+    """
+    lease_owner = models.CharField(max_length=64, blank=True, default="")
+    lease_until = models.DateTimeField(null=True, blank=True)
+    fence = models.BigIntegerField(default=0)
+    seq = models.BigIntegerField(default=0)
+
+    created_at = models.DateTimeField(default=clock.now, editable=False)
+    started_at = models.DateTimeField(null=True, editable=False)
+    finished_at = models.DateTimeField(null=True, editable=False)
+    dismissed_at = models.DateTimeField(null=True, blank=True)
+    updated_at = models.DateTimeField(default=clock.now, editable=False)
+
+    objects = OperationQuerySet.as_manager()
+
+    class Meta:
+        db_table = "operations"
+        ordering = ("-created_at",)
+        constraints = [
+            models.CheckConstraint(name="operation_status_known", condition=Q(status__in=Status.values)),
+            models.UniqueConstraint(
+                name="operation_one_active_a_key",
+                fields=["key"],
+                condition=Q(status__in=[s.value for s in ACTIVE]),
+            ),
+            models.CheckConstraint(
+                name="operation_leased_while_processing",
+                condition=Q(status="processing", lease_until__isnull=False, fence__gt=0)
+                | (~Q(status="processing") & Q(lease_until__isnull=True)),
+            ),
+            models.CheckConstraint(
+                name="operation_finished_when_terminal",
+                condition=Q(status__in=[s.value for s in TERMINAL], finished_at__isnull=False)
+                | (~Q(status__in=[s.value for s in TERMINAL]) & Q(finished_at__isnull=True)),
+            ),
+            models.CheckConstraint(
+                name="operation_figures_valid",
+                condition=Q(progress__gte=0, progress__lte=100, current_bytes__gte=0, total_bytes__gte=0),
+            ),
+        ]
+        indexes = [
+            models.Index(
+                fields=["next_look_at"],
+                name="operation_due",
+                condition=Q(status__in=["pending", "waiting_for_nodes"]),
+            ),
+            models.Index(fields=["seq"], name="operation_seq"),
+            models.Index(fields=["key", "-finished_at"], name="operation_last_of_key"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.element}"
+
+
+class OperationTarget(models.Model):
+    """One node's part of an operation."""
+
+    operation = models.ForeignKey(Operation, on_delete=models.CASCADE, related_name="targets")
+    node_id = models.UUIDField()
+    node_name = models.CharField(max_length=255)
+    status = models.CharField(max_length=24, choices=TargetStatus, default=TargetStatus.QUEUED)
+    phase = models.CharField(max_length=32, blank=True, default="")
+    percentage = models.FloatField(default=0)
+    current_bytes = models.BigIntegerField(default=0)
+    total_bytes = models.BigIntegerField(default=0)
+    file_name = models.CharField(max_length=512, blank=True, default="")
+    error = models.TextField(blank=True, default="")
+
+    class Meta:
+        db_table = "operation_targets"
+        verbose_name, verbose_name_plural = "operation target", "operation targets"
+        ordering = ("node_name",)
+        constraints = [
+            models.UniqueConstraint(name="target_once", fields=["operation", "node_id"]),
+            models.CheckConstraint(name="target_status_known", condition=Q(status__in=TargetStatus.values)),
+            models.CheckConstraint(
+                name="target_figures_valid",
+                condition=Q(percentage__gte=0, percentage__lte=100, current_bytes__gte=0, total_bytes__gte=0),
+            ),
+        ]
+
+    def __str__(self) -> str:
+        return self.node_name
+
+
+class Sequence(models.Model):
+    """The one counter behind `Operation.seq`: a single row, locked by whoever writes until that commit."""
+
+    id = models.SmallIntegerField(primary_key=True, default=1)
+    value = models.BigIntegerField(default=0)
+
+    class Meta:
+        db_table = "operation_sequence"
+        verbose_name, verbose_name_plural = "change counter", "change counter"
+        constraints = [models.CheckConstraint(name="sequence_single_row", condition=Q(id=1))]
+
+    def __str__(self) -> str:
+        return str(self.value)

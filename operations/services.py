@@ -1,0 +1,392 @@
+"""Every write to an operation that means something.
+
+Each verb is one short transaction: lock the row, check fence and status against the table in `states.py`,
+write, take the next sequence number last (so that nobody waits for a row while holding the counter), and
+let the news leave at commit. A verb whose row is no longer ours returns False or raises `LeaseLost`; it
+never overwrites. Row locks are `FOR NO KEY UPDATE`: a stronger one would make the foreign key of a child,
+checked at its commit, wait for its parent's transaction while it holds the counter.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+from django.db import IntegrityError, connection, transaction
+from django.db.models import Q
+
+from localai_cluster import errors
+from operations import events, feed
+from operations.models import Operation, OperationTarget, Status, TargetStatus
+from operations.states import TRANSITIONS, Event
+
+MAX_LOST_LEASES = 10
+_ONE_ACTIVE = "operation_one_active_a_key"
+_CLAIMED = [
+    "status", "lease_owner", "lease_until", "fence", "started_at", "updated_at",
+    "progress", "current_bytes", "total_bytes",
+]  # fmt: skip
+
+
+class LeaseLost(Exception):
+    """Somebody else owns the operation now, or it has ended; whatever was about to be written is void."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The operation that now stands for the request, and whether this request made it."""
+
+    operation: Operation
+    created: bool
+
+
+@dataclass(frozen=True)
+class Tick:
+    """One report of progress. Bytes and percentage never go back within an attempt (I6)."""
+
+    phase: str = ""
+    message: str = ""
+    current_bytes: int = 0
+    total_bytes: int = 0
+    percentage: float = 0.0
+    file_name: str = ""
+    node_id: UUID | None = None
+    node_name: str = ""
+
+
+@dataclass(frozen=True)
+class OperationRequest:
+    """What an operation is asked to do and for whom; the columns that never change afterwards."""
+
+    kind: str
+    key: str
+    element: str
+    actor: str
+    payload: Mapping[str, Any] = field(default_factory=dict)
+    node: tuple[UUID, str] | None = None
+    targets: Sequence[tuple[UUID, str]] = ()
+    request_id: str = ""
+    client_address: str = ""
+    wanted_until: datetime | None = None
+    parent: Operation | None = None
+
+
+def admit(request: OperationRequest, *, now: datetime) -> Admission:
+    """Makes the operation, or joins the active one of the same key and kind (O34).
+
+    Raises Conflict when another kind of operation is active on the key.
+    """
+    for _ in range(3):
+        existing = Operation.objects.active().filter(key=request.key).first()
+        if existing is not None:
+            return _join(existing, request)
+        try:
+            return Admission(_create(request, now), created=True)
+        except IntegrityError as error:
+            if _ONE_ACTIVE not in str(error):
+                raise
+            # Somebody was faster: join theirs, unless it has ended meanwhile.
+    raise errors.Unavailable(f"operations on {request.key} follow each other too fast", retry_after=1)
+
+
+def _join(existing: Operation, request: OperationRequest) -> Admission:
+    if existing.kind != request.kind:
+        raise errors.Conflict(
+            f"{existing.kind} of {existing.element} is under way (operation {existing.id})",
+            operation=existing.id,
+        )
+    if request.wanted_until is not None:
+        want(existing.id, request.wanted_until)
+    return Admission(existing, created=False)
+
+
+def _create(request: OperationRequest, now: datetime) -> Operation:
+    with transaction.atomic():
+        operation = Operation.objects.create(
+            kind=request.kind,
+            key=request.key,
+            element=request.element,
+            payload=dict(request.payload),
+            node_id=request.node[0] if request.node else None,
+            node_name=request.node[1] if request.node else "",
+            parent=request.parent,
+            actor=request.actor,
+            request_id=request.request_id,
+            client_address=request.client_address,
+            wanted_until=request.wanted_until,
+            message="queued",
+            phase="queued",
+            next_look_at=now,
+            created_at=now,
+            updated_at=now,
+        )
+        OperationTarget.objects.bulk_create(
+            OperationTarget(operation=operation, node_id=node_id, node_name=name)
+            for node_id, name in request.targets
+        )
+        # A new request supersedes the failures of the same key: they stay in the record, not on the list.
+        _dismiss_failures(request.key, now)
+        _changed([operation])
+    return operation
+
+
+def _dismiss_failures(key: str, now: datetime) -> None:
+    failed = list(
+        Operation.objects.select_for_update(no_key=True).filter(
+            key=key, status=Status.FAILED, dismissed_at__isnull=True
+        )
+    )
+    for operation in failed:
+        operation.dismissed_at = now
+    Operation.objects.bulk_update(failed, ["dismissed_at"])
+    _changed(failed)
+
+
+def want(operation_id: UUID, until: datetime) -> None:
+    """Somebody waits for it until `until`; only ever moves forward."""
+    Operation.objects.active().filter(pk=operation_id).filter(
+        Q(wanted_until__isnull=True) | Q(wanted_until__lt=until)
+    ).update(wanted_until=until)
+
+
+def claim(
+    owner: str, *, now: datetime, lease: float, limit: int, children_only: bool = False
+) -> list[Operation]:
+    """Takes up to `limit` due operations under a lease of `lease` seconds; nobody waits for anybody's rows.
+
+    `children_only` leaves those without a parent alone: their parents are being worked on and wait for them.
+    """
+    with transaction.atomic():
+        eligible = Operation.objects.due(at=now)
+        due = list(
+            (eligible.filter(parent__isnull=False) if children_only else eligible)
+            .select_for_update(skip_locked=True, no_key=True)
+            .order_by("next_look_at")[:limit]
+        )
+        for operation in due:
+            operation.status = TRANSITIONS[Event.CLAIM].target
+            operation.lease_owner, operation.lease_until = owner, now + timedelta(seconds=lease)
+            operation.fence += 1
+            operation.started_at = operation.started_at or now
+            operation.updated_at = now
+            operation.progress = operation.current_bytes = operation.total_bytes = 0
+        Operation.objects.bulk_update(due, _CLAIMED)
+        _changed(due)
+    return due
+
+
+def renew(owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> dict[UUID, int]:
+    """Extends the leases of `owner` on `ids`; answers id and fence of those that are still its own.
+
+    Only what is really being worked on may be named: the others must run out.
+    """
+    mine = Operation.objects.filter(pk__in=ids, status=Status.PROCESSING, lease_owner=owner)
+    mine.update(lease_until=now + timedelta(seconds=lease))
+    return dict(mine.values_list("id", "fence"))
+
+
+def progress(operation_id: UUID, fence: int, tick: Tick, *, now: datetime) -> None:
+    """Records a report of the running attempt; raises LeaseLost when the attempt is no longer the row's."""
+    with transaction.atomic():
+        operation = _owned(operation_id, fence)
+        operation.phase = storable(tick.phase, 32) or operation.phase
+        operation.message = storable(tick.message) or operation.message
+        operation.current_bytes = max(tick.current_bytes, operation.current_bytes)
+        operation.total_bytes = tick.total_bytes or operation.total_bytes
+        operation.progress = min(max(tick.percentage, operation.progress), 99.0)
+        operation.updated_at = now
+        if (
+            tick.node_id is not None
+            and not OperationTarget.objects.filter(operation_id=operation_id).exists()
+        ):
+            operation.node_id, operation.node_name = tick.node_id, storable(tick.node_name, 255)
+        operation.save(
+            update_fields=[
+                "phase",
+                "message",
+                "current_bytes",
+                "total_bytes",
+                "progress",
+                "updated_at",
+                "node_id",
+                "node_name",
+            ]
+        )
+        if tick.node_id is not None:
+            OperationTarget.objects.filter(operation=operation, node_id=tick.node_id).update(
+                status=TargetStatus.DOWNLOADING if tick.total_bytes else TargetStatus.RUNNING_ON_WORKER,
+                phase=storable(tick.phase, 32),
+                file_name=storable(tick.file_name, 512),
+                percentage=min(max(tick.percentage, 0.0), 100.0),
+                current_bytes=tick.current_bytes,
+                total_bytes=tick.total_bytes,
+            )
+        _changed([operation])
+
+
+def finish(
+    operation_id: UUID,
+    fence: int,
+    event: Event,
+    *,
+    now: datetime,
+    error: str = "",
+    message: str = "",
+    result: Mapping[str, Any] | None = None,
+) -> None:
+    """Ends the attempt's operation: complete, fail or cancel. Raises LeaseLost when it is no longer ours."""
+    with transaction.atomic():
+        operation, error = _owned(operation_id, fence), storable(error)
+        ok = event is Event.COMPLETE
+        operation.status = TRANSITIONS[event].target
+        operation.lease_owner, operation.lease_until = "", None
+        operation.finished_at = operation.updated_at = now
+        operation.error = error
+        said = "completed" if ok else f"error: {error}" if error else event.value
+        operation.message = storable(message) or said
+        operation.phase = ""
+        operation.progress = 100 if ok else operation.progress
+        operation.result = dict(result or {})
+        operation.save()
+        OperationTarget.objects.filter(operation=operation).update(
+            status=TargetStatus.SUCCESS if ok else TargetStatus.ERROR, error=error, phase=""
+        )
+        _changed([operation])
+
+
+def put_back(
+    operation_id: UUID,
+    fence: int,
+    event: Event,
+    *,
+    now: datetime,
+    until: datetime,
+    reason: str,
+    payload: Mapping[str, Any] | None = None,
+) -> None:
+    """Ends the attempt but not the operation: it says what it waits for and when it looks again (rule 4)."""
+    with transaction.atomic():
+        operation = _owned(operation_id, fence)
+        operation.status = TRANSITIONS[event].target
+        operation.lease_owner, operation.lease_until = "", None
+        operation.attempts += 1 if event is Event.POSTPONE else 0
+        operation.next_look_at = until
+        operation.message = storable(reason) or operation.message
+        operation.updated_at = now
+        if payload is not None:
+            operation.payload = dict(payload)
+        operation.save()
+        _changed([operation])
+
+
+def release(owner: str, *, now: datetime) -> int:
+    """Hands back everything `owner` holds, at once: it is stopping. Answers how many."""
+    with transaction.atomic():
+        mine = list(
+            Operation.objects.select_for_update(no_key=True).filter(
+                status=Status.PROCESSING, lease_owner=owner
+            )
+        )
+        _hand_back(mine, Event.RELEASE, now, "its controller stopped; another one takes over")
+    return len(mine)
+
+
+def reap(*, now: datetime) -> tuple[int, int]:
+    """Operations whose lease ran out go back to the queue, or fail after too many.
+
+    Answers (requeued, failed).
+    """
+    with transaction.atomic():
+        lost = list(Operation.objects.orphaned(at=now).select_for_update(skip_locked=True, no_key=True))
+        hopeless = [operation for operation in lost if operation.lost_leases >= MAX_LOST_LEASES]
+        again = [operation for operation in lost if operation.lost_leases < MAX_LOST_LEASES]
+        for operation in again:
+            operation.lost_leases += 1
+        _hand_back(again, Event.LOSE, now, "its controller fell silent; another one takes over")
+        for operation in hopeless:
+            finish(
+                operation.id,
+                operation.fence,
+                Event.FAIL,
+                now=now,
+                error=f"given up: {operation.lost_leases} controllers fell silent while working on it",
+            )
+    return len(again), len(hopeless)
+
+
+def _hand_back(operations: list[Operation], event: Event, now: datetime, reason: str) -> None:
+    for operation in operations:
+        operation.status = TRANSITIONS[event].target
+        operation.lease_owner, operation.lease_until = "", None
+        operation.next_look_at = operation.updated_at = now
+        operation.message = reason
+    Operation.objects.bulk_update(
+        operations,
+        ["status", "lease_owner", "lease_until", "next_look_at", "updated_at", "message", "lost_leases"],
+    )
+    _changed(operations)
+
+
+def wake(kind: str, *, now: datetime) -> int:
+    """Has every operation of `kind` that waits for something looked at now: it may have come."""
+    resting = Operation.objects.filter(kind=kind, status__in=(Status.PENDING, Status.WAITING))
+    woken = resting.filter(next_look_at__gt=now).update(next_look_at=now)
+    if woken:
+        events.notify(events.OPERATIONS, f"* {Status.PENDING}")
+    return woken
+
+
+def storable(text: str, longest: int = 64 * 1024) -> str:
+    """A text from a worker or an engine as a column can hold it: no null bytes, at most `longest` characters.
+
+    An outcome that cannot be written would be worked out anew at every lost lease.
+    """
+    return text.replace("\0", "\ufffd")[:longest]
+
+
+def _owned(operation_id: UUID, fence: int) -> Operation:
+    operation = (
+        Operation.objects.select_for_update(no_key=True)
+        .filter(pk=operation_id, fence=fence, status=Status.PROCESSING)
+        .first()
+    )
+    if operation is None:
+        raise LeaseLost(str(operation_id))
+    return operation
+
+
+def _changed(operations: Iterable[Operation]) -> None:
+    """Numbers the changes and lets the news leave at commit.
+
+    The last thing a transaction does to operations.
+    """
+    rows = list(operations)
+    if not rows:
+        return
+    last = _take_numbers(len(rows))
+    for seq, operation in enumerate(rows, start=last - len(rows) + 1):
+        operation.seq = seq
+    Operation.objects.bulk_update(rows, ["seq"])
+    targets: dict[UUID, list[OperationTarget]] = {}
+    for target in OperationTarget.objects.filter(operation__in=rows):
+        targets.setdefault(target.operation_id, []).append(target)
+    events.notify(events.OPERATIONS, *(f"{operation.id} {operation.status}" for operation in rows))
+    for operation in rows:
+        change = feed.as_dict(operation, targets.get(operation.id, []))
+        transaction.on_commit(_publisher(operation.seq, change))
+
+
+def _take_numbers(count: int) -> int:
+    """The last of the next `count` numbers; the counter's row stays locked until this transaction commits."""
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "INSERT INTO operation_sequence AS s (id, value) VALUES (1, %s)"
+            " ON CONFLICT (id) DO UPDATE SET value = s.value + EXCLUDED.value RETURNING value",
+            [count],
+        )
+        return int(cursor.fetchone()[0])
+
+
+def _publisher(seq: int, change: dict[str, Any]) -> Callable[[], None]:
+    return lambda: events.publish(seq, change)

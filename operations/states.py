@@ -1,0 +1,78 @@
+"""What may happen to an operation, as a table: event, from where, to where, and a sentence.
+
+`services.py` is the only caller. A claim finds only rows that are due; every other event needs the row to
+be in process under the caller's fence, so one that comes too late finds no row and changes nothing (I3,
+O56: terminal is sticky).
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from operations.models import Status
+
+
+class Event(StrEnum):
+    """Everything that moves an operation."""
+
+    CLAIM = "claim"
+    POSTPONE = "postpone"
+    WAIT = "wait"
+    RELEASE = "release"
+    LOSE = "lose"
+    COMPLETE = "complete"
+    FAIL = "fail"
+    CANCEL = "cancel"
+
+
+@dataclass(frozen=True)
+class Transition:
+    """From any of `sources` to `target`."""
+
+    sources: frozenset[Status]
+    target: Status
+    sentence: str
+
+
+def _from(*sources: Status) -> frozenset[Status]:
+    return frozenset(sources)
+
+
+TRANSITIONS: dict[Event, Transition] = {
+    Event.CLAIM: Transition(
+        _from(Status.PENDING, Status.WAITING),
+        Status.PROCESSING,
+        "A controller takes the lease and a new fence.",
+    ),
+    Event.POSTPONE: Transition(
+        _from(Status.PROCESSING),
+        Status.PENDING,
+        "An attempt ended early; it is tried again at the next look.",
+    ),
+    Event.WAIT: Transition(
+        _from(Status.PROCESSING), Status.WAITING, "No node can take it now; a change of a node wakes it."
+    ),
+    Event.RELEASE: Transition(
+        _from(Status.PROCESSING), Status.PENDING, "Its controller stops and hands it back at once."
+    ),
+    Event.LOSE: Transition(
+        _from(Status.PROCESSING),
+        Status.PENDING,
+        "The lease ran out: its controller is gone; another one goes on.",
+    ),
+    Event.COMPLETE: Transition(_from(Status.PROCESSING), Status.COMPLETED, "The outcome is as asked."),
+    Event.FAIL: Transition(
+        _from(Status.PROCESSING),
+        Status.FAILED,
+        "It cannot be done; the error says why and stays until dismissed.",
+    ),
+    Event.CANCEL: Transition(
+        _from(Status.PROCESSING),
+        Status.CANCELLED,
+        "Nobody wants it any more.",
+    ),
+}
+
+
+def allowed(event: Event, status: Status) -> bool:
+    """Whether `event` may happen to an operation in `status`."""
+    return status in TRANSITIONS[event].sources

@@ -1,0 +1,72 @@
+"""`make run`'s process as a whole: up, everything killed and up again, killed itself, taken over, stopped."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from localai_cluster import procs
+from localai_cluster.embedded.places import free_port
+from tests.conftest import eventually
+from tests.support.run import CHILDREN, Run
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / ("deep" * 15) / ("data" * 10)
+    folder.mkdir(parents=True)
+    yield folder
+    lock = folder / "run.lock"
+    if lock.exists() and (text := lock.read_text()):
+        procs.sweep(json.loads(text)["mark"])
+
+
+@pytest.mark.timeout(240)
+def test_a_cluster_survives_its_processes_and_leaves_nothing_behind(data: Path) -> None:
+    """Issue 3: restart with backoff, `kill -9` of `make run`, takeover, ordered stop with exit 0."""
+    port = free_port()
+    first = Run(data, port)
+    try:
+        first.wait_ready()
+        eventually(lambda: set(first.leaders()) == set(CHILDREN), seconds=20, what=first.output)
+        before = first.leaders()
+        for pid in before.values():
+            os.kill(pid, signal.SIGKILL)
+        eventually(lambda: set(first.leaders().values()).isdisjoint(before.values()), seconds=60)
+        eventually(
+            lambda: set(first.leaders()) == set(CHILDREN) and first.works(), seconds=60, what=first.output
+        )
+        for name in CHILDREN:
+            assert f"{name} ended (signal SIGKILL), starts again in 1 s" in first.output
+        mark = first.mark
+    finally:
+        first.process.kill()
+        first.process.wait()
+    eventually(lambda: not list(procs.marked(mark)), seconds=60, what="the guardian to end what is left")
+
+    second = Run(data, port)
+    try:
+        second.wait_ready()
+        assert "took over from a run that was killed" in second.output
+        assert second.works()
+        mark = second.mark
+    finally:
+        second.process.terminate()
+        code = second.process.wait(60)
+    assert code == 0
+    assert not list(procs.marked(mark))
+    assert procs.guardian_of(mark) is None
+    assert second.output.rstrip().endswith("stopped")
+    assert "LOG:  database system is shut down" in second.output
+    assert "Traceback" not in second.output
+    assert "had to be killed" not in second.output
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{port}/healthz", trust_env=False)
+    for secret in (data / "secrets").iterdir():
+        value = secret.read_text().strip()
+        assert value not in first.output + second.output, secret.name
+        assert secret.stat().st_mode & 0o077 == 0

@@ -1,0 +1,168 @@
+"""The NATS adapter against a real server: loss, refusal, order and bounds."""
+
+import asyncio
+
+import pytest
+
+from localai_cluster.messaging import messages as m
+from localai_cluster.messaging.bus import (
+    Message,
+    NoResponders,
+    NotConnected,
+    PayloadTooLarge,
+    RequestTimeout,
+    ask,
+)
+from localai_cluster.messaging.codec import DecodeError, encode
+from localai_cluster.messaging.nats import NatsBus, parse_url
+from tests.conformance.worker_support import NatsServer, eventually
+
+
+async def echo(message: Message) -> bytes:
+    return message.payload
+
+
+async def test_request_and_its_failures(bus: NatsBus) -> None:
+    """docs/architecture.md, bus protocol: each way to get no answer is its own error."""
+    await bus.subscribe("echo", echo)
+    assert await bus.request("echo", b"hi", 2) == b"hi"
+    with pytest.raises(NoResponders):
+        await bus.request("nobody", b"", 2)
+    with pytest.raises(PayloadTooLarge):
+        await bus.request("echo", b"x" * (1024 * 1024 + 1), 2)
+    release = asyncio.Event()
+
+    async def slow(message: Message) -> None:
+        await release.wait()
+
+    await bus.subscribe("slow", slow)
+    with pytest.raises(RequestTimeout):
+        await bus.request("slow", b"", 0.1)
+    release.set()
+
+
+async def test_ask_encodes_decodes_and_names_a_bad_reply(bus: NatsBus) -> None:
+    """nats.md §1: bad JSON in a reply is a decode error."""
+
+    async def running(message: Message) -> bytes:
+        return encode(m.RunningReply(instance=message.payload.decode()))
+
+    async def broken(message: Message) -> bytes:
+        return b"{"
+
+    await bus.subscribe("running", running)
+    await bus.subscribe("broken", broken)
+    assert (await ask(bus, "running", m.Nothing(), m.RunningReply, 2)).instance == "{}"
+    with pytest.raises(DecodeError):
+        await ask(bus, "broken", m.Nothing(), m.RunningReply, 2)
+
+
+async def test_limit_one_keeps_the_order_and_more_runs_side_by_side(bus: NatsBus) -> None:
+    """nats.md §3: inline handling is one message at a time per subject."""
+    running, most, seen = 0, 0, []
+
+    async def inline(message: Message) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        seen.append(message.payload)
+        running -= 1
+
+    await bus.subscribe("inline", inline, limit=1)
+    for index in range(50):
+        await bus.publish("inline", b"%d" % index)
+    await eventually(lambda: len(seen) == 50)
+    assert most == 1
+    assert seen == [b"%d" % index for index in range(50)]
+
+
+async def test_a_failing_handler_is_logged_and_the_next_message_served(
+    bus: NatsBus, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def fragile(message: Message) -> bytes:
+        if message.payload == b"bad":
+            raise ValueError("no")
+        return b"ok"
+
+    await bus.subscribe("fragile", fragile, limit=1)
+    with pytest.raises(RequestTimeout):
+        await bus.request("fragile", b"bad", 0.2)
+    assert await bus.request("fragile", b"good", 2) == b"ok"
+    assert "handler of fragile failed" in caplog.text
+
+
+async def test_loss_fails_at_once_and_everything_returns(bus: NatsBus, nats: NatsServer) -> None:
+    """platform.md trap 9: nothing is stored while down; a lost connection ends waiting requests at once."""
+    waiting, release = asyncio.Event(), asyncio.Event()
+
+    async def never(message: Message) -> None:
+        waiting.set()
+        await release.wait()
+
+    await bus.subscribe("never", never)
+    await bus.subscribe("echo", echo)
+    generation = bus.generation
+    hanging = asyncio.create_task(bus.request("never", b"", 60))
+    await asyncio.wait_for(waiting.wait(), 5)
+    nats.stop()
+    with pytest.raises(NotConnected):
+        await asyncio.wait_for(hanging, 5)
+    with pytest.raises(NotConnected):
+        await bus.publish("echo", b"lost")
+    assert not bus.connected
+    release.set()
+    await bus.subscribe("later", echo)
+    await nats.start()
+    assert await asyncio.wait_for(bus.wait_connected(after=generation), 15) == generation + 1
+    assert await bus.request("echo", b"again", 2) == b"again"
+    assert await bus.request("later", b"new", 2) == b"new"
+
+
+async def test_refused_credentials_never_end_the_dialling(
+    nats: NatsServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """nats.md §9.3: never give up on refused credentials; the password is in no log line."""
+    nats.stop()
+    nats.password = "another"
+    await nats.start()
+    bus = NatsBus(nats.url, name="refused")
+    bus.start()
+    await eventually(lambda: "Authorization Violation" in caplog.text)
+    nats.stop()
+    nats.password = "p@ss:w/rd"
+    await nats.start()
+    await asyncio.wait_for(bus.wait_connected(), 15)
+    await bus.close()
+    assert "p@ss" not in caplog.text
+    assert "p%40ss" not in caplog.text
+
+
+async def test_closing_lets_a_running_handler_answer(nats: NatsServer, bus: NatsBus) -> None:
+    leaving = NatsBus(nats.url, name="leaving")
+    leaving.start()
+    await asyncio.wait_for(leaving.wait_connected(), 5)
+    taken, finish = asyncio.Event(), asyncio.Event()
+
+    async def long(message: Message) -> bytes:
+        taken.set()
+        await finish.wait()
+        return b"done"
+
+    await leaving.subscribe("long", long)
+    reply = asyncio.create_task(bus.request("long", b"", 10))
+    await asyncio.wait_for(taken.wait(), 5)
+    closing = asyncio.create_task(leaving.close())
+    finish.set()
+    assert await reply == b"done"
+    await closing
+    with pytest.raises(NoResponders):
+        await bus.request("long", b"", 2)
+
+
+def test_credentials_leave_the_url() -> None:
+    servers = parse_url("nats://us%3Aer:p%40ss@a:1,b:2")
+    assert servers.urls == ("nats://a:1", "nats://b:2")
+    assert (servers.user, servers.password) == ("us:er", "p@ss")
+    assert "p@ss" not in repr(servers)
+    assert parse_url("tls://tok@h:4").token == "tok"

@@ -1,0 +1,270 @@
+"""The worker process from registration to its end: what it tells the controller, and when."""
+
+import asyncio
+import signal
+import stat
+
+import pytest
+
+from localai_cluster import clock
+from localai_cluster.messaging import messages as m
+from localai_cluster.messaging import subjects
+from localai_cluster.messaging.bus import ask
+from localai_cluster.messaging.nats import NatsBus
+from tests.conformance.worker_support import (
+    TOKEN,
+    NatsServer,
+    StubController,
+    Worker,
+    engines_of,
+    eventually,
+)
+
+ENDINGS = (
+    "backend.install",
+    "backend.upgrade",
+    "backend.stop",
+    "backend.delete",
+    "backend.list",
+    "models.running",
+    "model.unload",
+    "model.stop",
+    "model.delete",
+    "stop",
+)
+
+
+async def probe(port: int, path: str) -> int:
+    """Status of a GET; 0 when nobody listens."""
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return 0
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    line = await reader.readline()
+    writer.close()
+    await writer.wait_closed()
+    return int(line.split()[1])
+
+
+async def test_registration_tells_what_the_contract_says(worker: Worker, controller: StubController) -> None:
+    """W1, W2, worker.md §5.1, and our node secret: mode 0600, in a header, never in the log."""
+    worker.launch()
+    await eventually(lambda: controller.seen("/register"))
+    call = controller.seen("/register")[0]
+    assert (call.method, call.path) == ("POST", "/api/node/register")
+    assert call.headers["authorization"] == f"Bearer {TOKEN}"
+    assert call.headers["content-type"] == "application/json"
+    body = call.body
+    assert body["token"] == TOKEN
+    assert body["name"] == "w1"
+    assert body["address"] == f"localhost:{worker.base + 1}"
+    assert body["http_address"] == f"localhost:{worker.base}"
+    assert body["labels"] == {"tier": "t1", "node.replica-slots": "1"}
+    assert "node_type" not in body
+    assert body["total_ram"] > body["available_ram"] > 0
+    assert body["total_disk"] > 0
+    assert {"total_vram", "available_vram", "gpu_vendor", "gpu_compute_capability", "capability"} <= set(body)
+    secret_file = worker.folder / "node-secret"
+    secret = secret_file.read_text().strip()
+    assert stat.S_IMODE(secret_file.stat().st_mode) == 0o600
+    assert len(secret) == 64
+    assert call.headers["x-localai-node-secret"] == secret
+    await eventually(lambda: controller.seen("/heartbeat"))
+    text = worker.log.read_text()
+    assert TOKEN not in text
+    assert secret not in text
+    assert "p%40ss" not in text
+    assert "p@ss" not in text
+
+
+async def test_refused_registration_is_tried_again(worker: Worker, controller: StubController) -> None:
+    """W3: after about 2 s, then 4 s."""
+    controller.refusals = [500, 401]
+    worker.launch()
+    await eventually(lambda: len(controller.seen("/register")) == 3, 20)
+    first, second, third = (call.at for call in controller.seen("/register"))
+    assert 1.9 < second - first < 3.5
+    assert 3.9 < third - second < 6
+    assert "LOCALAI_REGISTRATION_TOKEN" in worker.log.read_text()
+
+
+async def test_heartbeats(worker: Worker, controller: StubController) -> None:
+    """W5: the first one interval after start, proved by the node's own secret; real figures."""
+    worker.launch()
+    await eventually(lambda: len(controller.seen("/heartbeat")) >= 3)
+    beat = controller.seen("/heartbeat")[0]
+    assert beat.at - controller.seen("/register")[0].at >= 0.3
+    assert beat.path == "/api/node/node.a%201%2Ab/heartbeat"
+    secret = (worker.folder / "node-secret").read_text().strip()
+    assert beat.headers["authorization"] == f"Bearer {secret}"
+    assert "available_vram" not in beat.body
+    assert 0 < beat.body["available_disk"] < beat.body["total_disk"]
+    assert beat.body["available_ram"] > 0
+
+
+async def test_a_silent_bus_silences_the_heartbeat(
+    worker: Worker, controller: StubController, nats: NatsServer
+) -> None:
+    """W6: no heartbeat while NATS is down; /readyz 503, /healthz 200; both recover."""
+    worker.launch()
+    await eventually(lambda: controller.seen("/heartbeat"))
+    assert await probe(worker.base, "/readyz") == 200
+    nats.stop()
+
+    async def unready() -> bool:
+        return await probe(worker.base, "/readyz") == 503
+
+    await eventually(unready)
+    count = len(controller.seen("/heartbeat"))
+    assert await probe(worker.base, "/healthz") == 200
+    assert await probe(worker.base, "/other") == 404
+    await eventually(lambda: "no heartbeat" in worker.log.read_text())
+    assert len(controller.seen("/heartbeat")) <= count + 1
+    await nats.start()
+    count = len(controller.seen("/heartbeat"))
+    await eventually(lambda: len(controller.seen("/heartbeat")) > count)
+    assert await probe(worker.base, "/readyz") == 200
+
+
+async def test_every_subject_has_a_listener_and_no_other_node(
+    running: Worker, bus: NatsBus, controller: StubController
+) -> None:
+    """W7, W8, W9, and that a broken body is answered in that subject's error shape."""
+    node = controller.node_id
+    assert (await ask(bus, subjects.backend_list(node), m.Nothing(), m.ListReply, 5)).backends == ()
+    listed = await bus.request(subjects.models_running(node), b"", 5)
+    assert b'"models":[]' in listed
+    assert m.RunningReply().models == ()
+    for subject, kind in (
+        (subjects.backend_install(node), m.InstallReply),
+        (subjects.backend_upgrade(node), m.UpgradeReply),
+        (subjects.backend_delete(node), m.DeleteReply),
+        (subjects.model_unload(node), m.UnloadReply),
+        (subjects.model_delete(node), m.DeleteModelReply),
+    ):
+        reply = await bus.request(subject, b"{broken", 5)
+        assert b'"success":false' in reply, kind
+    assert b'"terminated":false' in await bus.request(subjects.model_stop(node), b"{", 5)
+    prefix = subjects.node_prefix(node)
+    assert prefix == "nodes.node-a-1-b"
+    listening = [subject for subject in await running.nats.subscriptions() if subject.startswith("nodes.")]
+    assert sorted(listening) == sorted(f"{prefix}.{ending}" for ending in ENDINGS)
+
+
+async def test_an_unknown_node_registers_again_and_listens_under_its_new_id(
+    running: Worker, bus: NatsBus, controller: StubController
+) -> None:
+    """worker.md §5.2, Build: a 404 heartbeat leads to a registration; a changed id to new subscriptions."""
+    controller.heartbeat_status, controller.node_id = 404, "second"
+    await eventually(lambda: len(controller.seen("/register")) == 2)
+    controller.heartbeat_status = 200
+    await eventually(lambda: [c for c in controller.seen("/heartbeat") if "second" in c.path])
+    assert (await ask(bus, subjects.backend_list("second"), m.Nothing(), m.ListReply, 5)).error == ""
+
+
+async def test_a_refused_heartbeat_names_the_mend_once(running: Worker, controller: StubController) -> None:
+    controller.heartbeat_status = 403
+    count = len(controller.seen("/heartbeat"))
+    await eventually(lambda: len(controller.seen("/heartbeat")) > count + 3)
+    assert worker_says(running, "restore the file node-secret") == 1
+
+
+def worker_says(worker: Worker, text: str) -> int:
+    return worker.log.read_text().count(text)
+
+
+async def test_a_stop_message_ends_the_worker_in_order(
+    running: Worker, bus: NatsBus, controller: StubController
+) -> None:
+    """W32: drain, models poll, deregister, backends gone, exit 0."""
+    source = running.source("engine")
+    request = m.InstallRequest("engine", uri=str(source), model_id="m")
+    reply = await ask(bus, subjects.backend_install(controller.node_id), request, m.InstallReply, 20)
+    assert reply.success, reply.error
+    controller.in_flight = [1, 0]
+    await bus.publish(subjects.stop(controller.node_id), b"null")
+    assert await running.ended() == 0
+    paths = [call.path.rpartition("/")[2] for call in controller.calls if "heartbeat" not in call.path]
+    assert paths == ["register", "drain", "models", "models", "deregister"]
+    assert running.events("engine", reply.address) == ["free", "sigterm"]
+    assert engines_of(running.folder) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+async def test_signals_end_it_in_the_same_order(
+    running: Worker, controller: StubController, number: signal.Signals
+) -> None:
+    """worker.md §19, Build: the full sequence on signals."""
+    assert running.process
+    running.process.send_signal(number)
+    assert await running.ended() == 0
+    assert controller.seen("/drain")
+    assert controller.seen("/deregister")
+    assert "Traceback" not in running.log.read_text()
+
+
+async def test_a_second_signal_hurries(running: Worker, controller: StubController) -> None:
+    controller.in_flight = [1] * 60
+    assert running.process
+    running.process.send_signal(signal.SIGTERM)
+    await eventually(lambda: controller.seen("/models"))
+    begin = clock.monotonic()
+    running.process.send_signal(signal.SIGTERM)
+    assert await running.ended() == 0
+    assert clock.monotonic() - begin < 5
+
+
+async def test_a_killed_worker_leaves_no_engine(
+    running: Worker, bus: NatsBus, controller: StubController
+) -> None:
+    """Issue part 3: leaves no orphan when killed; the next start tidies and keeps its identity."""
+    source = running.source("engine")
+    request = m.InstallRequest("engine", uri=str(source), model_id="m")
+    reply = await ask(bus, subjects.backend_install(controller.node_id), request, m.InstallReply, 20)
+    assert reply.success, reply.error
+    assert len(engines_of(running.folder)) == 1
+    secret = (running.folder / "node-secret").read_text()
+    (running.backends / "half.install-tmp").mkdir()
+    (running.backends / "engine").rename(running.backends / "engine.install-backup")
+    running.kill()
+    await eventually(lambda: not engines_of(running.folder))
+    running.launch()
+    await eventually(lambda: len(controller.seen("/register")) == 2)
+    await eventually(lambda: (running.backends / "engine" / "run.sh").exists())
+    assert not (running.backends / "half.install-tmp").exists()
+    assert (running.folder / "node-secret").read_text() == secret
+
+
+async def test_one_data_folder_has_one_worker(running: Worker) -> None:
+    first = running.process
+    running.launch()
+    assert await running.ended() == 2
+    running.process = first
+    assert "another worker uses" in running.log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("LOCALAI_ADDR", "nonsense", "--addr"),
+        ("LOCALAI_NATS_URL", "http://user:hush@x", "nats://user:password@host:4222"),
+        ("LOCALAI_REGISTER_TO", "", "Give the controller's URL"),
+        ("LOCALAI_WORKER_DOWNLOAD_RATE", "-1", "bytes per second"),
+        ("LOCALAI_BACKEND_GALLERIES", "{", "JSON list"),
+        ("LOCALAI_HEARTBEAT_INTERVAL", "soon", "10s"),
+        ("LOCALAI_REGISTRATION_TOKEN_FILE", "/nowhere", "cannot read /nowhere"),
+    ],
+)
+async def test_a_wrong_setting_is_one_line_with_its_mend(
+    worker: Worker, setting: str, value: str, words: str
+) -> None:
+    worker.environment.pop("LOCALAI_REGISTRATION_TOKEN")
+    worker.launch(**{setting: value})
+    assert await worker.ended() == 2
+    lines = worker.log.read_text().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    assert setting in lines[0]
+    assert words in lines[0]
+    assert "hush" not in lines[0]

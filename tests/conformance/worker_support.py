@@ -1,0 +1,270 @@
+"""What worker and bus tests share: a real NATS server on a free port, and waiting on conditions."""
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from localai_cluster import clock
+from localai_cluster.embedded.nats import binary as nats_binary
+from localai_cluster.messaging.codec import encode_galleries
+from localai_cluster.messaging.messages import Gallery
+from localai_cluster.rpc.build import build as build_stubs
+
+ROOT = Path(__file__).parent.parent.parent
+FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
+USER, PASSWORD = "tester", "p@ss:w/rd"
+
+
+def free_port(count: int = 1) -> int:
+    """The first of `count` neighbouring ports that were free a moment ago."""
+    while True:
+        probes = [socket.socket() for _ in range(count)]
+        try:
+            probes[0].bind(("127.0.0.1", 0))
+            first = int(probes[0].getsockname()[1])
+            for offset, probe in enumerate(probes[1:], start=1):
+                probe.bind(("127.0.0.1", first + offset))
+            return first
+        except (OSError, OverflowError):
+            continue
+        finally:
+            for probe in probes:
+                probe.close()
+
+
+async def eventually(condition: Callable[[], Any], timeout: float = 15.0, what: str = "") -> Any:
+    """The first true value of `condition` (sync or async); fails the test after `timeout` seconds."""
+    deadline = clock.monotonic() + timeout
+    while True:
+        value = condition()
+        if isinstance(value, Awaitable):
+            value = await value
+        if value:
+            return value
+        assert clock.monotonic() < deadline, f"waited {timeout} s in vain: {what or condition}"
+        await asyncio.sleep(0.02)
+
+
+class NatsServer:
+    """A real server with one user, startable and stoppable on the same port."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port(2)
+        self.password = PASSWORD
+        self._config = folder / "nats.conf"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"nats://{USER}:p%40ss%3Aw%2Frd@127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        user = f'user: "{USER}", password: "{self.password}"'
+        addresses = f'listen: "127.0.0.1:{self.port}"\nhttp: "127.0.0.1:{self.port + 1}"'
+        self._config.write_text(f"{addresses}\nauthorization {{ {user} }}\n")
+        self._launch()
+        await eventually(self._answers, what="nats-server listens")
+
+    async def subscriptions(self) -> list[str]:
+        """Every subject somebody listens to."""
+        async with httpx.AsyncClient() as client:
+            answer = await client.get(f"http://127.0.0.1:{self.port + 1}/connz", params={"subs": "1"})
+        return [s for link in answer.json()["connections"] for s in link.get("subscriptions_list", [])]
+
+    def _launch(self) -> None:
+        self._process = subprocess.Popen(
+            [nats_binary(), "-c", str(self._config)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+
+    def _answers(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+@dataclass
+class Call:
+    """One HTTP request as the stub controller saw it; `at` on the monotonic clock."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: Any
+    at: float
+
+
+class StubController:
+    """Answers the self-service routes and keeps what it was sent."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.calls: list[Call] = []
+        self.refusals: list[int] = []
+        self.node_id = "node.a 1*b"
+        self.status = "healthy"
+        self.heartbeat_status = 200
+        self.in_flight: list[int] = []
+        self._server: asyncio.Server | None = None
+        self._links: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+
+    async def stop(self) -> None:
+        assert self._server
+        self._server.close()
+        for link in list(self._links):
+            link.close()
+        await self._server.wait_closed()
+
+    def seen(self, ending: str) -> list[Call]:
+        return [call for call in self.calls if call.path.endswith(ending)]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._links.add(writer)
+        try:
+            while call := await self._read(reader):
+                self.calls.append(call)
+                status, body = self._answer(call)
+                text = json.dumps(body).encode()
+                writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text)
+                await writer.drain()
+        except (OSError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            self._links.discard(writer)
+            writer.close()
+
+    async def _read(self, reader: asyncio.StreamReader) -> Call:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        first, *lines = head.strip().split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        text = await reader.readexactly(int(headers.get("content-length", 0)))
+        method, path, _ = first.split(" ")
+        return Call(method, path, headers, json.loads(text) if text else None, clock.monotonic())
+
+    def _answer(self, call: Call) -> tuple[int, Any]:
+        if call.path.endswith("/register"):
+            if self.refusals:
+                return self.refusals.pop(0), {"error": {"message": "not now"}}
+            return 201, {"id": self.node_id, "name": call.body["name"], "status": self.status}
+        if call.path.endswith("/heartbeat"):
+            return self.heartbeat_status, {"message": "heartbeat received"}
+        if call.path.endswith("/models"):
+            return 200, [{"in_flight": self.in_flight.pop(0) if self.in_flight else 0}]
+        return 200, {"message": "ok"}
+
+
+TOKEN = "tok-en"
+
+
+class Worker:
+    """A real worker process against the stub controller and the real bus."""
+
+    def __init__(self, folder: Path, controller: StubController, nats: NatsServer) -> None:
+        self.folder = folder
+        self.backends = folder / "backends"
+        self.models = folder / "models"
+        self.sources = folder / "sources"
+        self.sources.mkdir()
+        self.base = free_port(8)
+        self.log = folder / "worker.log"
+        self.controller = controller
+        self.nats = nats
+        self.process: subprocess.Popen[bytes] | None = None
+        self.environment = {
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(ROOT),
+            "LOCALAI_REGISTER_TO": f"http://127.0.0.1:{controller.port}/",
+            "LOCALAI_NATS_URL": nats.url,
+            "LOCALAI_REGISTRATION_TOKEN": TOKEN,
+            "LOCALAI_NODE_NAME": "w1",
+            "LOCALAI_NODE_LABELS": "tier=t1, odd",
+            "LOCALAI_ADDR": f"localhost:{self.base + 1}",
+            "LOCALAI_GRPC_MAX_PORT": str(self.base + 7),
+            "LOCALAI_BACKENDS_PATH": str(self.backends),
+            "LOCALAI_BACKENDS_SYSTEM_PATH": str(folder / "system"),
+            "LOCALAI_MODELS_PATH": str(self.models),
+            "LOCALAI_WORKER_SOURCE_ROOTS": str(self.sources),
+            "LOCALAI_HEARTBEAT_INTERVAL": "300ms",
+        }
+
+    def launch(self, **more: str) -> None:
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "nodes.agent"],
+                env=self.environment | more,
+                stderr=log,
+                cwd=self.folder,
+            )
+
+    def kill(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+    async def ended(self) -> int:
+        """The exit code, once it has ended by itself."""
+        process = self.process
+        assert process
+        await eventually(lambda: process.poll() is not None, 30, "the worker ends")
+        return int(process.returncode)
+
+    def source(self, name: str, size: int = 0, **options: Any) -> Path:
+        """A folder with the fake engine, told how to behave; `size` bytes of ballast."""
+        folder = self.sources / name
+        folder.mkdir()
+        shutil.copy(FAKE_ENGINE, folder / "fake_engine.py")
+        build_stubs(folder)
+        (folder / "engine.json").write_text(json.dumps(options))
+        start = folder / "run.sh"
+        start.write_text(f'#!/bin/sh\nexec {sys.executable} "$(dirname "$0")/fake_engine.py" "$@"\n')
+        start.chmod(0o755)
+        if size:
+            (folder / "ballast").write_bytes(os.urandom(size))
+        return folder
+
+    def gallery(self, *entries: dict[str, Any]) -> str:
+        """An index of these entries, as the text of `backend_galleries`."""
+        index = self.sources / "index.yaml"
+        index.write_text(json.dumps(list(entries)))
+        return encode_galleries((Gallery(url=index.as_uri(), name="local"),))
+
+    def started(self, backend: str, address: str) -> dict[str, Any]:
+        """What an installed engine wrote down about its own start."""
+        port = address.rpartition(":")[2]
+        facts: dict[str, Any] = json.loads((self.backends / backend / f"started-{port}.json").read_text())
+        return facts
+
+    def events(self, backend: str, address: str) -> list[str]:
+        path = self.backends / backend / f"events-{address.rpartition(':')[2]}"
+        return path.read_text().split() if path.exists() else []
+
+
+def engines_of(folder: Path) -> list[int]:
+    """Ids of the running processes whose command line names `folder`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if os.fsencode(folder) in line and b"fake_engine" in line:
+                found.append(int(entry.name))
+    return found

@@ -1,0 +1,65 @@
+"""Fixtures of every room.
+
+Real servers, started once by the first test that needs them, and a deadline helper.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from django.db import connections
+from hypothesis import settings
+
+from localai_cluster import clock, procs
+from localai_cluster.embedded.postgres import EmbeddedPostgres
+from localai_cluster.embedded.valkey import EmbeddedValkey
+from tests.support.environment import HOME, VALKEY_PASSWORD
+
+# A property holds or not; how long one example takes on a busy machine says nothing.
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
+
+
+@pytest.fixture(scope="session")
+def guardian() -> Iterator[procs.Guardian]:
+    """Ends the servers of this run even if the run itself is killed."""
+    with procs.Guardian() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def postgres(guardian: procs.Guardian) -> Iterator[EmbeddedPostgres]:
+    """The PostgreSQL of this run."""
+    server = EmbeddedPostgres(HOME / "pg")
+    server.start(guardian)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def valkey(guardian: procs.Guardian) -> Iterator[EmbeddedValkey]:
+    """The Valkey of this run, behind the channel layer."""
+    server = EmbeddedValkey(HOME / "vk", password=VALKEY_PASSWORD)
+    server.start(guardian)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def django_db_modify_db_settings(postgres: EmbeddedPostgres) -> None:
+    """Makes pytest-django wait for the server before it creates the test database.
+
+    Connections of worker threads end with their call, so that none is left when the database is dropped.
+    """
+    connections.settings["default"]["CONN_MAX_AGE"] = 0
+
+
+def eventually(condition: Callable[[], Any], *, seconds: float = 15.0, what: str = "condition") -> Any:
+    """Looks until `condition` gives something true, and returns it; fails with `what` after `seconds`."""
+    deadline = clock.monotonic() + seconds
+    while not (found := condition()):
+        if clock.monotonic() > deadline:
+            raise AssertionError(f"not within {seconds} s: {what}")
+        time.sleep(0.02)
+    return found

@@ -1,0 +1,303 @@
+"""The executor against a real PostgreSQL: the four ends of an attempt, lost leases, clean stop."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from localai_cluster import clock, errors
+from operations import services
+from operations.executor import Executor, Postpone, Unwanted, Work, in_thread, retry_delay
+from operations.models import Operation, Status
+from operations.services import Tick
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@asynccontextmanager
+async def executor(
+    handler: Callable[[Work], Awaitable[Any]], *, lease: float = 5.0
+) -> AsyncIterator[Executor]:
+    """A running executor whose only handler is `handler`."""
+    running = Executor("test-owner", {"probe": handler}, lease=lease)
+    task = asyncio.create_task(running.run())
+    try:
+        yield running
+    finally:
+        await running.stop()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def admit(**more: Any) -> Operation:
+    request = services.OperationRequest("probe", key="probe:x", element="x", actor="test", **more)
+    return (await in_thread(services.admit, request, now=clock.now())).operation
+
+
+async def row(operation: Operation) -> Operation:
+    return await in_thread(Operation.objects.get, pk=operation.pk)
+
+
+async def until(operation: Operation, *states: Status) -> Operation:
+    """Waits until the operation is in one of `states`."""
+
+    async def there() -> bool:
+        return (await row(operation)).status in states
+
+    assert await clock.wait_until(there, timeout=10), (await row(operation)).status
+    return await row(operation)
+
+
+async def test_a_result_completes_the_operation() -> None:
+    """The handler's result is kept; progress is 100 only now."""
+
+    async def handler(work: Work) -> Mapping[str, Any]:
+        await work.report(Tick(phase="downloading", current_bytes=5, total_bytes=10, percentage=50))
+        return {"answer": 42}
+
+    operation = await admit()
+    async with executor(handler):
+        ended = await until(operation, Status.COMPLETED)
+    assert (ended.result, ended.progress, ended.lease_owner, ended.current_bytes) == (
+        {"answer": 42},
+        100,
+        "",
+        5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "text"),
+    [
+        (errors.Conflict("the disk is full"), Status.FAILED, "the disk is full"),
+        (Unwanted("nobody waits"), Status.CANCELLED, ""),
+        (RuntimeError("secret detail"), Status.FAILED, "internal error"),
+    ],
+)
+async def test_errors_end_the_operation_with_a_reason(raised: Exception, status: Status, text: str) -> None:
+    """A stated error is shown, an unexpected one is logged and only named by its request id."""
+
+    async def handler(work: Work) -> None:
+        raise raised
+
+    operation = await admit()
+    async with executor(handler):
+        ended = await until(operation, Status.FAILED, Status.CANCELLED)
+    assert ended.status == status
+    assert text in ended.error
+    assert "secret detail" not in ended.error
+
+
+async def test_a_postponed_operation_says_why_and_is_tried_again() -> None:
+    """Rule 4: reason and next look are in the row; the attempt is counted."""
+    attempts = []
+
+    async def handler(work: Work) -> None:
+        attempts.append(work.operation.fence)
+        if len(attempts) == 1:
+            raise Postpone("the worker is away", seconds=0.05, payload={"avoid": 1})
+
+    operation = await admit()
+    async with executor(handler):
+        ended = await until(operation, Status.COMPLETED)
+    assert attempts == [1, 2]
+    assert (ended.attempts, ended.payload) == (1, {"avoid": 1})
+
+
+async def test_a_waiting_operation_keeps_no_lease() -> None:
+    """I2: waiting has a reason and a next look instead of an owner."""
+
+    async def handler(work: Work) -> None:
+        raise Postpone("no node is registered", seconds=60, waiting=True)
+
+    operation = await admit()
+    async with executor(handler):
+        waiting = await until(operation, Status.WAITING)
+    assert waiting.message == "no node is registered"
+    assert waiting.lease_until is None
+    assert waiting.next_look_at > clock.now() + timedelta(seconds=30)
+
+
+async def test_a_lost_lease_stops_the_attempt() -> None:
+    """I3: when somebody else owns the operation, the running attempt is cancelled and writes nothing."""
+    started, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def handler(work: Work) -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    operation = await admit()
+    async with executor(handler, lease=0.4):
+        await asyncio.wait_for(started.wait(), 10)
+        await in_thread(
+            Operation.objects.filter(pk=operation.pk).update,
+            lease_owner="other",
+            fence=99,
+            lease_until=clock.now() + timedelta(seconds=60),
+        )
+        await asyncio.wait_for(cancelled.wait(), 10)
+    now = await row(operation)
+    assert (now.status, now.lease_owner) == (Status.PROCESSING, "other")
+
+
+async def test_an_operation_claimed_again_here_ends_its_former_attempt() -> None:
+    """I3: after a pause the same executor may win the operation back; one attempt runs, and is renewed."""
+    attempts: list[int] = []
+    ended = asyncio.Event()
+
+    async def handler(work: Work) -> None:
+        attempts.append(work.operation.fence)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    async def again() -> bool:
+        return attempts == [1, 2]
+
+    async def begun() -> bool:
+        return attempts == [1]
+
+    operation = await admit()
+    async with executor(handler, lease=3) as running:
+        assert await clock.wait_until(begun, timeout=10)
+        await in_thread(services.reap, now=clock.now() + timedelta(seconds=60))
+        await in_thread(services.wake, "probe", now=clock.now())
+        running.hint()
+        assert await clock.wait_until(again, timeout=10)
+        await asyncio.wait_for(ended.wait(), 2)
+        first = (await row(operation)).lease_until
+
+        async def renewed() -> bool:
+            until = (await row(operation)).lease_until
+            return until is not None and first is not None and until > first
+
+        assert await clock.wait_until(renewed, timeout=10)
+
+
+async def test_a_stopped_executor_hands_back_at_once() -> None:
+    """A clean stop of a controller costs no lease time."""
+    started = asyncio.Event()
+
+    async def handler(work: Work) -> None:
+        started.set()
+        await asyncio.Event().wait()
+
+    operation = await admit()
+    async with executor(handler, lease=600):
+        await asyncio.wait_for(started.wait(), 10)
+    handed_back = await row(operation)
+    assert (handed_back.status, handed_back.lease_until) == (Status.PENDING, None)
+
+
+async def test_a_claim_under_way_is_handed_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim that commits while the controller stops must not leave a lease that nobody keeps."""
+    asked, go_on, claimed, claim = threading.Event(), threading.Event(), threading.Event(), services.claim
+
+    def slow_claim(*arguments: Any, **options: Any) -> list[Operation]:
+        asked.set()
+        go_on.wait(10)
+        try:
+            return claim(*arguments, **options)
+        finally:
+            claimed.set()
+
+    async def handler(work: Work) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(services, "claim", slow_claim)
+    operation = await admit()
+    async with executor(handler) as running:
+        assert await asyncio.to_thread(asked.wait, 10)
+        stopping = asyncio.create_task(running.stop())
+        await asyncio.wait({stopping}, timeout=0.5)
+        go_on.set()
+        assert await asyncio.to_thread(claimed.wait, 10)
+        await stopping
+        handed_back = await row(operation)
+    assert (handed_back.status, handed_back.lease_until) == (Status.PENDING, None)
+
+
+async def test_a_database_that_hangs_ends_the_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I3: after a lease without renewal another controller may have taken over; a hanging look is none."""
+    started, cancelled, go_on = asyncio.Event(), asyncio.Event(), threading.Event()
+
+    async def handler(work: Work) -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    def hang(*arguments: Any, **options: Any) -> None:
+        go_on.wait(30)
+
+    monkeypatch.setattr(services, "renew", hang)
+    await admit()
+    async with executor(handler, lease=0.8):
+        try:
+            await asyncio.wait_for(started.wait(), 10)
+            await asyncio.wait_for(cancelled.wait(), 10)
+        finally:
+            go_on.set()
+
+
+async def test_an_unknown_kind_fails_clearly() -> None:
+    """An operation of a newer release does not hang in an older controller."""
+
+    async def handler(work: Work) -> None: ...
+
+    request = services.OperationRequest("from_the_future", key="k", element="x", actor="test")
+    admission = await in_thread(services.admit, request, now=clock.now())
+    async with executor(handler):
+        ended = await until(admission.operation, Status.FAILED)
+    assert "no handler" in ended.error
+
+
+def test_retry_delays_double_to_a_cap() -> None:
+    """1, 2, 4 … 30 s."""
+    assert [retry_delay(attempts) for attempts in (0, 1, 2, 3, 4, 5, 50)] == [1, 2, 4, 8, 16, 30, 30]
+
+
+async def test_a_text_that_the_database_cannot_hold_does_not_lose_the_outcome() -> None:
+    """I2: an engine's last words may hold null bytes; the operation ends with them made harmless."""
+
+    async def handler(work: Work) -> None:
+        await work.report(Tick(phase="p" * 100, message="a\0b", file_name="c\0d", node_name="n" * 300))
+        raise errors.Unavailable("Last stderr:\n\0\0core dumped")
+
+    operation = await admit()
+    async with executor(handler):
+        ended = await until(operation, Status.FAILED)
+    assert ended.error == "Last stderr:\n\ufffd\ufffdcore dumped"
+    assert ended.phase == ""
+
+
+async def test_a_child_finds_a_slot_although_its_parents_hold_all_of_them() -> None:
+    """Loads that wait for their installations must not keep those from being claimed."""
+
+    async def parent(work: Work) -> None:
+        request = services.OperationRequest(
+            "child", key="child", element="x", actor="t", parent=work.operation
+        )
+        admission = await in_thread(services.admit, request, now=clock.now())
+        await until(admission.operation, Status.COMPLETED)
+
+    async def child(work: Work) -> None: ...
+
+    operation = await admit()
+    running = Executor("test-owner", {"probe": parent, "child": child}, lease=5.0, slots=1)
+    task = asyncio.create_task(running.run())
+    try:
+        await until(operation, Status.COMPLETED)
+    finally:
+        await running.stop()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -1,0 +1,149 @@
+"""The guardian and the ending of groups, with real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from localai_cluster import clock, procs
+
+HOLDER = """
+import sys
+from localai_cluster import procs
+mark, kind = sys.argv[1:3]
+guardian = procs.Guardian(mark)
+scripts = {
+    "forks": "sleep 1000 & sleep 1000",
+    "deaf": "trap '' TERM; while :; do sleep 0.05; done",
+    "session": "setsid sleep 1000 & wait",
+}
+children = []
+for kind in kind.split(","):
+    child = procs.spawn(["/bin/sh", "-c", scripts[kind]], env={"PATH": "/usr/bin:/bin", **guardian.env})
+    if "unregistered" not in sys.argv:
+        guardian.add(child.pid, seconds=0.3)
+    children.append(child)
+print(guardian.pid, *(child.pid for child in children), flush=True)
+children[0].wait()
+"""
+
+
+def until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    """Waits until `condition` holds; fails the test when it does not within `seconds`."""
+    for _ in range(round(seconds / 0.01)):
+        if condition():
+            return
+        time.sleep(0.01)
+    pytest.fail(f"not within {seconds} s: {condition}")
+
+
+@pytest.fixture
+def mark() -> Iterator[str]:
+    name = f"test-{os.getpid()}-{os.urandom(4).hex()}"
+    yield name
+    procs.sweep(name)
+
+
+def hold(mark: str, *words: str) -> tuple["subprocess.Popen[str]", list[int]]:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, mark, *words],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert owner.stdout
+    pids = [int(word) for word in owner.stdout.readline().split()]
+    owner.stdout.close()
+    return owner, pids
+
+
+def gone(pids: list[int]) -> bool:
+    return not any((found := procs.stat(pid)) and found.running for pid in pids)
+
+
+def carrying(mark: str) -> set[int]:
+    return {one.pid for one in procs.marked(mark)}
+
+
+@pytest.mark.parametrize("kind", ["forks", "deaf", "session", "forks,deaf,session"])
+def test_guardian_ends_the_groups_of_a_killed_owner(mark: str, kind: str) -> None:
+    owner, pids = hold(mark, kind)
+    until(lambda: len(carrying(mark)) > len(pids) - 1)
+    owner.kill()
+    owner.wait()
+    until(lambda: gone(pids) and not carrying(mark))
+
+
+def test_a_child_that_was_never_registered_is_found_by_its_mark(mark: str) -> None:
+    owner, pids = hold(mark, "forks", "unregistered")
+    owner.kill()
+    owner.wait()
+    until(lambda: gone(pids) and not carrying(mark))
+
+
+def test_guardian_is_deaf_to_the_terminal_and_replaced_when_killed(mark: str) -> None:
+    with procs.Guardian(mark) as guardian:
+        child = procs.spawn(["sleep", "1000"], env={"PATH": os.environ["PATH"], **guardian.env})
+        guardian.add(child.pid)
+        first = guardian.pid
+        until(lambda: _ignores(first, signal.SIGTERM))
+        os.kill(first, signal.SIGTERM)
+        os.kill(first, signal.SIGINT)
+        assert procs.Identity.of(first)
+        os.kill(first, signal.SIGKILL)
+        until(lambda: guardian.pid != first)
+    # The successor was told the whole list, so closing it ends the child.
+    assert child.wait(5) == -signal.SIGTERM
+
+
+def test_guardians_that_keep_ending_are_replaced_more_slowly(mark: str) -> None:
+    """The first at once, the next after a while; each is told of, and closing waits for none of it."""
+    codes: list[int] = []
+    with procs.Guardian(mark, replaced=codes.append) as guardian:
+        os.kill(guardian.pid, signal.SIGKILL)
+        until(lambda: len(codes) == 1)
+        begun = clock.monotonic()
+        os.kill(guardian.pid, signal.SIGKILL)
+        until(lambda: len(codes) == 2)
+        assert clock.monotonic() - begun >= procs.FIRST_DELAY
+        os.kill(guardian.pid, signal.SIGKILL)
+    assert codes == [-signal.SIGKILL] * 2
+
+
+def _ignores(pid: int, number: int) -> bool:
+    ignored = next(
+        line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigIgn")
+    )
+    return bool(int(ignored.split()[1], 16) & (1 << (number - 1)))
+
+
+def test_a_discarded_group_is_left_alone(mark: str) -> None:
+    child = procs.spawn(["sleep", "1000"])
+    with procs.Guardian(mark) as guardian:
+        guardian.add(child.pid)
+        guardian.discard(child.pid)
+    assert child.poll() is None
+    assert procs.end_child(child, procs.group_of(child.pid))
+
+
+def test_a_foreign_process_with_a_used_number_is_not_touched() -> None:
+    child = procs.spawn(["sleep", "1000"])
+    found = procs.stat(child.pid)
+    assert found
+    assert procs.end(procs.Group(child.pid, found.start - 1))
+    assert child.poll() is None
+    child.kill()
+    child.wait()
+
+
+def test_end_waits_politely_then_kills_and_tells_which(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    child = procs.spawn(["/bin/sh", "-c", f"trap '' TERM; : > {ready}; while :; do sleep 0.05; done"])
+    until(ready.exists)
+    assert not procs.end_child(child, procs.group_of(child.pid, seconds=0.2))
+    assert child.returncode == -signal.SIGKILL

@@ -1,0 +1,178 @@
+"""`make run` meets trouble: one line that names the mend, exit code 1, no traceback, nothing left behind."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from localai_cluster import procs
+from localai_cluster.embedded import lock, prepare, run, worker
+from localai_cluster.embedded.layout import Layout
+from localai_cluster.embedded.log import Log
+from localai_cluster.embedded.places import Trouble, free_port, runtime_directory
+
+ROOT = Path(run.__file__).resolve().parents[2]
+
+
+def attempt(data: Path, **settings: str) -> list[str]:
+    """The lines of a run that must fail."""
+    done = subprocess.run(
+        [sys.executable, "-m", "localai_cluster.embedded.run"],
+        cwd=ROOT,
+        env={
+            "PATH": os.environ["PATH"],
+            "CLUSTER_DATA_DIR": str(data),
+            "PORT": str(free_port()),
+            **settings,
+        },
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stderr == ""
+    lines = [line.removeprefix("run        | ") for line in done.stdout.splitlines()]
+    return [line for line in lines if not line.startswith("stopping")]
+
+
+@contextmanager
+def listener() -> Iterator[int]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
+def test_a_port_in_use(tmp_path: Path) -> None:
+    with listener() as port:
+        (line,) = attempt(tmp_path, PORT=str(port))
+    assert line.startswith(
+        f"Port {port} on 127.0.0.1 is in use. Stop what listens there, or choose another: PORT="
+    )
+
+
+def test_a_data_directory_in_use_names_its_holder(tmp_path: Path) -> None:
+    held = lock.DataLock(tmp_path)
+    held.note(port=4711, host="127.0.0.1", mark="m")
+    (line,) = attempt(tmp_path)
+    assert f"in use by the run with process id {os.getpid()} (port 4711)" in line
+    held.release()
+
+
+def test_a_stale_lock_is_taken_over_and_its_leftovers_end(tmp_path: Path) -> None:
+    """The run before was killed, and so was its guardian."""
+    left = procs.spawn(["sleep", "1000"], env={"PATH": os.environ["PATH"], procs.MARK_VARIABLE: "stale-mark"})
+    (tmp_path / "run.lock").write_text('{"pid": 4194305, "port": 1, "mark": "stale-mark"}')
+    with listener() as port:
+        lines = attempt(tmp_path, PORT=str(port))
+    assert lines[0] == "took over from a run that was killed (process id 4194305)"
+    assert left.wait(5) < 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "url"),
+    [
+        ("DATABASE_URL", "postgresql://me:hidden-word@127.0.0.1:{port}/x"),
+        ("REDIS_URL", "redis://:hidden-word@127.0.0.1:{port}/0"),
+        ("LOCALAI_NATS_URL", "nats://me:hidden-word@127.0.0.1:{port}"),
+    ],
+)
+def test_an_external_service_that_is_away(tmp_path: Path, setting: str, url: str) -> None:
+    (line,) = attempt(tmp_path, **{setting: url.format(port=free_port())})
+    assert line.startswith(f"{setting}: ")
+    assert f"without {setting} an embedded one is used." in line
+    assert "hidden-word" not in line
+
+
+def test_a_wrong_setting(tmp_path: Path) -> None:
+    (line,) = attempt(tmp_path, PORT="many")
+    assert line.startswith("PORT: 'many' is ")
+    assert line.endswith("Use a port between 1 and 65535.")
+
+
+def test_weak_secrets_do_not_open_the_product(tmp_path: Path) -> None:
+    (line,) = attempt(tmp_path, HOST="0.0.0.0", LOCALAI_API_KEY="changeme")
+    assert "HOST=0.0.0.0 opens the product" in line
+    assert "LOCALAI_API_KEY" in line
+    assert "changeme" not in line
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "free_bytes", lambda place: 3 * 2**20)
+    cluster = run.Cluster({"CLUSTER_DATA_DIR": str(tmp_path), "PORT": str(free_port())}, Log())
+    with pytest.raises(Trouble, match="has 3 MB left, 512 MB are needed"):
+        cluster.start()
+    cluster.stop()
+
+
+def test_a_directory_of_somebody_else(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (line,) = attempt(tmp_path / "file" / "data")
+    assert "Not a directory" in line
+
+
+def test_another_worker_needs_a_running_cluster_and_a_name(tmp_path: Path) -> None:
+    with pytest.raises(Trouble, match="No cluster runs on"):
+        worker.environment({"CLUSTER_DATA_DIR": str(tmp_path)}, "two")
+    with pytest.raises(Trouble, match="is no name"):
+        worker.environment({"CLUSTER_DATA_DIR": str(tmp_path)}, "local")
+
+
+def test_another_worker_gets_its_own_folders_and_no_admin_secret(tmp_path: Path) -> None:
+    settings = {"CLUSTER_DATA_DIR": str(tmp_path), "LOCALAI_API_KEY": "k" * 32, "SECRET_KEY": "s" * 50}
+    held = lock.DataLock(tmp_path)
+    held.note(port=4711, host="127.0.0.1", mark="m")
+    (tmp_path / "secrets").mkdir(mode=0o700)
+    (tmp_path / "secrets" / "worker_nats_url").write_text("nats://worker:pw@127.0.0.1:4222\n")
+    env = worker.environment(settings, "two")
+    held.release()
+    assert env["LOCALAI_REGISTER_TO"] == "http://127.0.0.1:4711"
+    assert env["LOCALAI_NODE_NAME"] == "two"
+    assert env["LOCALAI_WORKER_DATA_DIR"] == str(tmp_path / "workers" / "two")
+    assert env["LOCALAI_NATS_URL"] == "nats://worker:pw@127.0.0.1:4222"
+    assert not {"LOCALAI_API_KEY", "SECRET_KEY", "DATABASE_URL"} & set(env)
+
+
+def test_the_runtime_directory_is_refused_when_somebody_else_made_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    deep = tmp_path / ("d" * 100)
+    elsewhere = runtime_directory(deep)
+    assert elsewhere.parent == tmp_path or str(elsewhere).startswith("/tmp/")
+    elsewhere.rmdir()
+    elsewhere.symlink_to(tmp_path)
+    with pytest.raises(Trouble, match="belongs to somebody else"):
+        runtime_directory(deep)
+    elsewhere.unlink()
+
+
+def test_a_checks_finding_is_told_in_one_line() -> None:
+    said = (
+        "SystemCheckError: System check identified some issues:\n\nERRORS:\n"
+        "?: (cluster.E003) REDIS_URL must start with one of: redis://.\n\tHINT: See docs.\n\nmore"
+    )
+    assert (
+        prepare.complaint(said)
+        == "?: (cluster.E003) REDIS_URL must start with one of: redis://. HINT: See docs."
+    )
+
+
+def test_the_printed_request_works_from_any_folder(tmp_path: Path) -> None:
+    """What is pasted into another terminal finds its key there too, whatever the folders are called."""
+    data = tmp_path / "my data"
+    layout = Layout.of({"CLUSTER_DATA_DIR": str(data), "PORT": str(free_port())})
+    request = run.example_request(layout)
+    key = subprocess.run(
+        ["sh", "-c", request.partition('Bearer $(')[2].partition(')"')[0]],
+        cwd="/", capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert key.stdout.strip() == layout.secrets.value("admin_api_key")
+    assert str(data) in request

@@ -1,0 +1,296 @@
+"""The embedded servers as real processes: start, stop, start again after a kill, and who is let in."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import nats
+import psycopg
+import pytest
+import redis
+from nats.aio.client import Client
+
+from localai_cluster import clock, procs
+from localai_cluster.embedded import secrets as secret_files
+from localai_cluster.embedded.nats import EmbeddedNats
+from localai_cluster.embedded.places import Trouble, free_port, runtime_directory
+from localai_cluster.embedded.postgres import EmbeddedPostgres
+from localai_cluster.embedded.server import wait_for
+from localai_cluster.embedded.valkey import EmbeddedValkey
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostgres]:
+    with EmbeddedPostgres(tmp_path_factory.mktemp("pg")) as server:
+        yield server
+
+
+@pytest.fixture
+def nats_server(tmp_path: Path) -> Iterator[EmbeddedNats]:
+    with EmbeddedNats(
+        tmp_path, port=free_port(), controller_password="controller-pass", worker_password="worker-pass"
+    ) as server:
+        yield server
+
+
+def answers(url: str) -> bool:
+    with redis.Redis.from_url(url) as client:
+        return bool(client.ping())
+
+
+def rows(url: str, query: str) -> list[tuple[object, ...]]:
+    with psycopg.connect(url, autocommit=True) as connection:
+        cursor = connection.execute(query.encode())
+        return cursor.fetchall() if cursor.description else []
+
+
+def test_postgres_listens_on_its_socket_only(own: EmbeddedPostgres) -> None:
+    assert rows(own.url, "show listen_addresses") == [("",)]
+    assert rows(own.url, "show server_encoding") == [("UTF8",)]
+    assert rows(own.url, "show max_connections") == [("200",)]
+    assert rows(own.url, "select current_database()") == [("cluster",)]
+    for place in (own.sockets, own.data):
+        assert stat.S_IMODE(place.stat().st_mode) == 0o700
+
+
+def test_postgres_keeps_its_data_over_a_clean_stop(own: EmbeddedPostgres) -> None:
+    rows(own.url, "create table kept (n int)")
+    assert own.stop()
+    assert "database system is shut down" in (own.directory / "postgres.log").read_text()
+    assert rows(own.start(), "select count(*) from kept") == [(0,)]
+
+
+def test_postgres_starts_over_a_busy_leftover_of_a_kill(own: EmbeddedPostgres) -> None:
+    """After `kill -9` of the first process a backend in a query holds the shared memory."""
+    busy = "do $$ declare n bigint := 0; begin loop n := n + 1; end loop; end $$"
+
+    def burn() -> None:
+        with pytest.raises(psycopg.Error):
+            rows(own.url, busy)
+
+    burner = threading.Thread(target=burn)
+    burner.start()
+    active = "select count(*) from pg_stat_activity where state = 'active' and query like 'do %'"
+    assert wait_for(lambda: rows(own.url, active) == [(1,)], 10)
+    os.kill(own.pid, signal.SIGKILL)
+    assert rows(own.start(), "select 1") == [(1,)]
+    burner.join(10)
+    assert not burner.is_alive()
+
+
+def test_postgres_ignores_a_note_whose_number_is_somebody_else_now(own: EmbeddedPostgres) -> None:
+    own.stop()
+    note = own.data / "postmaster.pid"
+    note.write_text(f"{os.getpid()}\n{own.data}\n1\n5432\n\n\n\n")
+    assert rows(own.start(), "select 1") == [(1,)]
+
+
+def test_postgres_works_below_a_path_too_long_for_a_socket(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 60) / ("e" * 60)
+    deep.mkdir(parents=True)
+    sockets = runtime_directory(deep)
+    assert len(os.fsencode(sockets)) < 80
+    try:
+        with EmbeddedPostgres(deep / "postgres", sockets) as server:
+            assert rows(server.url, "select 1") == [(1,)]
+        with EmbeddedValkey(deep / "valkey", password="pw", sockets=sockets) as valkey:
+            assert answers(valkey.url)
+    finally:
+        shutil.rmtree(sockets)
+
+
+def interpreter_for_others() -> str:
+    """An interpreter of our version that the user `nobody` may run; skips the test when there is none."""
+    for candidate in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
+        with suppress(OSError):
+            if subprocess.run([candidate, "-c", ""], user=65534, group=65534, check=False).returncode == 0:
+                return candidate
+    pytest.skip("no interpreter lies where other users can go")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("uid", [65534, 54321], ids=["named", "without a name"])
+def test_postgres_starts_as_an_ordinary_user(uid: int) -> None:
+    program = (
+        "import sys; sys.path[:0] = sys.argv[2:]; from pathlib import Path\n"
+        "from localai_cluster.embedded.postgres import EmbeddedPostgres\n"
+        "with EmbeddedPostgres(Path(sys.argv[1]) / 'pg') as server: print('up', server.url)"
+    )
+    paths = [str(Path(secret_files.__file__).parents[2]), str(Path(psycopg.__file__).parents[1])]
+    home = Path(tempfile.mkdtemp(prefix="front-", dir="/tmp"))
+    os.chown(home, uid, uid)
+    try:
+        done = subprocess.run(
+            [interpreter_for_others(), "-c", program, str(home), *paths],
+            user=uid, group=uid, extra_groups=[], cwd="/", env={"PATH": os.environ["PATH"]},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.stdout.startswith("up "), done.stderr
+    finally:
+        shutil.rmtree(home)
+
+
+@pytest.mark.parametrize(
+    "credential",
+    [
+        {},
+        {"user": "controller", "pass": "guess"},
+        {"user": "nobody", "pass": "controller-pass"},
+        {"user": "worker"},
+    ],
+)
+async def test_nats_lets_nobody_in_without_a_credential(
+    nats_server: EmbeddedNats, credential: dict[str, str]
+) -> None:
+    """Without the credential nothing can be published (issue 3, "It must hold")."""
+    controller = await nats.connect(nats_server.url)
+    heard = await controller.subscribe("nodes.>")
+    await controller.flush()
+    answer = await asyncio.to_thread(publish_raw, nats_server.port, credential)
+    assert b"Authorization Violation" in answer
+    await controller.flush()
+    assert heard.pending_msgs == 0
+    await hang_up(controller)
+
+
+async def hang_up(client: Client) -> None:
+    await client.close()
+    await asyncio.sleep(0)  # lets the loop close the socket
+
+
+def publish_raw(port: int, credential: dict[str, str]) -> bytes:
+    """Says a CONNECT and a PUB on a bare socket; returns everything the server answers until it hangs up."""
+    with socket.create_connection(("127.0.0.1", port), timeout=5) as link:
+        hello = json.dumps({"verbose": False, **credential})
+        link.sendall(f"CONNECT {hello}\r\nPUB nodes.x.backend.install 2\r\n{{}}\r\nPING\r\n".encode())
+        heard = b""
+        with suppress(ConnectionResetError):
+            while chunk := link.recv(4096):
+                heard += chunk
+        return heard
+
+
+async def test_a_workers_credential_cannot_command_another_worker(nats_server: EmbeddedNats) -> None:
+    refused: list[str] = []
+
+    async def note(error: Exception) -> None:
+        refused.append(str(error).lower())
+
+    worker = await nats.connect(nats_server.url_for("worker", "127.0.0.1"), error_cb=note)
+    controller = await nats.connect(nats_server.url)
+    commands: list[str] = []
+
+    async def command(message: object) -> None:
+        commands.append(message.subject)  # type: ignore[attr-defined]
+
+    await controller.subscribe("nodes.>", cb=command)
+    await controller.flush()
+    await worker.publish("nodes.other.backend.install", b"{}")
+    await worker.publish("nodes.one.backend.install.op1.progress", b"{}")
+    await worker.flush()
+    await controller.flush()
+
+    async def told() -> bool:
+        return bool(commands) and any("permissions violation" in text for text in refused)
+
+    assert await clock.wait_until(told, timeout=5), (commands, refused)
+    assert commands == ["nodes.one.backend.install.op1.progress"]
+    await hang_up(worker)
+    await hang_up(controller)
+
+
+async def test_a_worker_answers_what_it_is_asked(nats_server: EmbeddedNats) -> None:
+    worker = await nats.connect(nats_server.url_for("worker", "127.0.0.1"))
+    controller = await nats.connect(nats_server.url)
+
+    async def answer(message: object) -> None:
+        await message.respond(b"yes")  # type: ignore[attr-defined]
+
+    await worker.subscribe("nodes.one.backend.list", cb=answer)
+    await worker.flush()
+    reply = await controller.request("nodes.one.backend.list", b"", timeout=5)
+    assert reply.data == b"yes"
+    await hang_up(worker)
+    await hang_up(controller)
+
+
+def test_secrets_of_the_servers_are_in_no_command_line(tmp_path: Path, nats_server: EmbeddedNats) -> None:
+    with EmbeddedValkey(tmp_path / "v", password="valkey-pass") as valkey:
+        for server, secret in ((valkey, "valkey-pass"), (nats_server, "controller-pass")):
+            assert secret not in Path(f"/proc/{server.pid}/cmdline").read_text()
+        for file in (tmp_path / "v" / "valkey.conf", tmp_path / "nats.conf"):
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_valkey_wants_its_password_and_starts_over_a_dead_socket(tmp_path: Path) -> None:
+    password = 'odd "pass/word'
+    with EmbeddedValkey(tmp_path, password=password) as valkey:
+        assert answers(valkey.url)
+        with pytest.raises(redis.exceptions.AuthenticationError):
+            answers(f"unix://{valkey.socket}")
+        os.kill(valkey.pid, signal.SIGKILL)
+        valkey.start()
+        assert answers(valkey.url)
+
+
+def test_a_guardian_stops_the_servers_of_a_killed_owner(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from localai_cluster import procs\n"
+        "from localai_cluster.embedded.postgres import EmbeddedPostgres\n"
+        "server = EmbeddedPostgres(Path(sys.argv[1])); server.start(procs.Guardian())\n"
+        "print(server.pid, flush=True); sys.stdin.read()"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    with owner:
+        assert owner.stdout
+        pid = int(owner.stdout.readline())
+        assert procs.Identity.of(pid)
+        owner.kill()
+    assert wait_for(lambda: procs.Identity.of(pid) is None, 20)
+    assert "database system is shut down" in (tmp_path / "postgres.log").read_text()
+
+
+def test_a_server_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> None:
+    with EmbeddedPostgres(tmp_path) as server:
+        pass
+    (server.data / "PG_VERSION").write_text("16\n")
+    with pytest.raises(Trouble, match="written by PostgreSQL 16") as caught:
+        server.start()
+    assert "\n" not in str(caught.value)
+
+
+def test_secrets_are_made_once_and_closed_to_others(tmp_path: Path) -> None:
+    first = secret_files.Secrets(tmp_path / "secrets", {})
+    again = secret_files.Secrets(tmp_path / "secrets", {})
+    assert stat.S_IMODE((tmp_path / "secrets").stat().st_mode) == 0o700
+    for name in (*secret_files.GIVEN_BY, *secret_files.INTERNAL):
+        assert first.value(name) == again.value(name)
+        assert stat.S_IMODE((tmp_path / "secrets" / name).stat().st_mode) == 0o600
+    assert len({first.value(name) for name in (*secret_files.GIVEN_BY, *secret_files.INTERNAL)}) == 7
+
+
+def test_what_the_operator_gives_wins(tmp_path: Path) -> None:
+    given = tmp_path / "token"
+    given.write_text("short\n")
+    kept = secret_files.Secrets(
+        tmp_path / "secrets", {"LOCALAI_API_KEY": "x" * 40, "LOCALAI_REGISTRATION_TOKEN_FILE": str(given)}
+    )
+    assert kept.value("admin_api_key") == "x" * 40
+    assert kept.value("registration_token") == "short"
+    assert "LOCALAI_API_KEY_FILE" not in kept.environment()
+    assert not (tmp_path / "secrets" / "admin_api_key").exists()
+    assert set(kept.weak()) == {"LOCALAI_API_KEY", "LOCALAI_REGISTRATION_TOKEN"}

@@ -1,0 +1,465 @@
+"""Picks and releases against a real PostgreSQL: exact counts, whoever does what at the same time."""
+
+import asyncio
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import UUID, uuid4
+
+import psycopg
+import pytest
+from django.contrib.auth.models import User
+from django.db import connection, transaction
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from localai_cluster import clock, procs
+from localai_cluster.errors import NotAuthenticated
+from nodes.health import liveness
+from nodes.models import BackendNode, NodeModel, ReplicaUse
+from nodes.routing import pool, process, statements
+from nodes.routing.picks import Picker, Replica
+from tests.support import hot
+from tests.support.policy import Candidate, spread
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+async def flushed(picker: Picker) -> None:
+    """Returns when what was given back has reached the database."""
+    assert await clock.wait_until(lambda: nothing_waits(picker), timeout=5, every=0.002)
+
+
+async def nothing_waits(picker: Picker) -> bool:
+    await picker.idle()
+    return not picker._given
+
+
+async def take(picker: Picker, model: str = "echo") -> Replica:
+    _, replica = await picker.take(model)
+    assert replica is not None
+    return replica
+
+
+def orm_twin(model: str, now: datetime) -> NodeModel:
+    """One pick through the ORM, in the words of R1.78 and R1.79; the caller's transaction holds the lock."""
+    row = (
+        NodeModel.objects.serving()
+        .of(model)
+        .select_for_update(of=("self",))
+        .order_by("in_flight", "last_used", "-node__available_vram", "id")[0]
+    )
+    NodeModel.objects.filter(pk=row.pk).update(in_flight=row.in_flight + 1, last_used=now)
+    return row
+
+
+def test_fifty_at_once_over_three_replicas() -> None:
+    """R1.78, R1.79: fifty simultaneous picks are spread exactly, by few statements, and all come back."""
+    on = hot.node()
+    for index in range(3):
+        hot.replica(on, index=index, in_flight=0)
+
+    async def scenario() -> tuple[Counter[str], int]:
+        async with hot.picker() as picker:
+            taken = await asyncio.gather(*(take(picker) for _ in range(50)))
+            seen = Counter(replica.address for replica in taken)
+            for replica in taken:
+                picker.give_back(replica)
+            await picker.settle()
+            return seen, picker.line.executed
+
+    seen, executed = asyncio.run(scenario())
+    assert sorted(seen.values()) == [16, 17, 17]
+    assert executed <= 4, "fifty requests shared their statements"
+    assert set(hot.counts().values()) == {0}
+    assert not ReplicaUse.objects.exclude(count=0).exists()
+
+
+def test_one_request_costs_two_statements() -> None:
+    """The hot path: one statement in, one out, with an API key from the database too."""
+    hot.replica(hot.node())
+    hot.api_key("h1")
+
+    async def scenario() -> int:
+        async with hot.picker() as picker:
+            for _ in range(5):
+                caller, replica = await picker.take("echo", "h1")
+                assert caller is not None
+                assert replica is not None
+                assert caller.name == "someone"
+                picker.give_back(replica)
+                await flushed(picker)
+            return picker.line.executed
+
+    assert asyncio.run(scenario()) == 10
+
+
+def test_only_loaded_replicas_on_healthy_backend_nodes() -> None:
+    """R1.79: neither loading rows nor pending, draining, offline or agent nodes are picked."""
+    now = clock.now()
+    hot.replica(hot.node("pending", approved_at=None))
+    hot.replica(hot.node("drained", drained_at=now))
+    hot.replica(hot.node("offline", offline_at=now))
+    hot.replica(hot.node("agent", node_type="agent"))
+    good = hot.node("good")
+    hot.replica(good, index=0, state="loading")
+    hot.replica(good, model="other", index=1)
+
+    async def scenario() -> Replica | None:
+        async with hot.picker() as picker:
+            return (await picker.take("echo"))[1]
+
+    assert asyncio.run(scenario()) is None
+
+
+def test_only_valid_keys_are_served_and_counted() -> None:
+    """A pick for an unknown, revoked or sleeping user's key counts nothing and is refused."""
+    hot.replica(hot.node())
+    hot.api_key("good", "a")
+    hot.api_key("revoked", "b", revoked_at=clock.now())
+    hot.api_key("asleep", "c", active=False)
+    User.objects.filter(username="a").update(is_staff=True)
+
+    async def scenario() -> list[Any]:
+        async with hot.picker() as picker:
+            asks = [picker.take("echo", key) for key in ("good", "revoked", "asleep", "unknown", "good")]
+            return await asyncio.gather(*asks, picker.take("", "good"), return_exceptions=True)
+
+    good, *bad, again, only_caller = asyncio.run(scenario())
+    assert good[0].is_staff
+    assert good[1] == again[1]
+    assert only_caller == (good[0], None)
+    assert [type(error) for error in bad] == [NotAuthenticated] * 3
+    assert hot.counts() == {"127.0.0.1:50000": 2}
+
+
+def test_two_processes_stay_exact() -> None:
+    """R1.82 (Port), R2.70: two processes with their own connections, 400 requests each, never lose a
+    count."""
+    on = hot.node()
+    for index in range(3):
+        hot.replica(on, index=index)
+
+    async def client(picker: Picker, requests: int) -> None:
+        for _ in range(requests):
+            replica = await take(picker)
+            await asyncio.sleep(0)
+            picker.give_back(replica)
+
+    async def scenario() -> tuple[list[Replica], list[Replica]]:
+        async with hot.picker() as one, hot.picker() as two:
+            await asyncio.gather(*(client(picker, 20) for picker in (one, two) for _ in range(20)))
+            left = [await take(one) for _ in range(4)], [await take(two) for _ in range(3)]
+            await asyncio.gather(one.settle(), two.settle())
+            return left
+
+    one, two = asyncio.run(scenario())
+    expected = Counter(replica.id for replica in (*one, *two))
+    assert {row.pk: row.in_flight for row in NodeModel.objects.all()} == {
+        row.pk: expected[row.pk] for row in NodeModel.objects.all()
+    }
+    assert sum(use.count for use in ReplicaUse.objects.all()) == 7
+
+
+def test_a_process_taken_for_dead_cannot_subtract_twice() -> None:
+    """R5 (Port): the liveness pass took the counts back; what the process releases later changes nothing, and
+    after it has announced itself again the counts are what it really carries."""
+    hot.replica(hot.node())
+
+    async def scenario() -> None:
+        async with hot.picker() as dead, hot.picker() as alive:
+            first, _, _ = [await take(dead) for _ in range(3)]
+            await take(alive)
+            await asyncio.to_thread(check, 4)
+            await asyncio.to_thread(forget, dead)
+            await asyncio.to_thread(check, 1)
+            dead.give_back(first)
+            await flushed(dead)
+            await asyncio.to_thread(check, 1)
+            assert not await dead.seen()
+            await dead.settle()
+            await asyncio.to_thread(check, 3)
+            assert await dead.seen()
+
+    def forget(picker: Picker) -> None:
+        declare_dead(picker)
+        declare_dead(picker)
+
+    def check(expected: int) -> None:
+        assert list(hot.counts().values()) == [expected]
+        closed()
+
+    asyncio.run(scenario())
+
+
+def test_a_pick_after_being_taken_for_dead_announces_the_process() -> None:
+    """A pick that finds its process's row gone repeats itself after an announcement, and counts
+    everything."""
+    hot.replica(hot.node())
+
+    async def scenario() -> None:
+        async with hot.picker() as picker:
+            await asyncio.to_thread(removed, picker)
+            await take(picker)
+            await take(picker)
+
+    def removed(picker: Picker) -> None:
+        declare_dead(picker)
+
+    asyncio.run(scenario())
+    assert list(hot.counts().values()) == [2]
+    assert hot.processes() == 1
+
+
+def test_lost_connections_lose_no_count() -> None:
+    """A server that drops every connection costs a settlement, never a count."""
+    hot.replica(hot.node())
+
+    async def scenario() -> None:
+        async with hot.picker() as picker:
+            held = [await take(picker) for _ in range(3)]
+            await asyncio.to_thread(cut_connections)
+            picker.give_back(held.pop())
+            await take(picker)
+            await asyncio.to_thread(cut_connections)
+            picker.give_back(held.pop())
+            await picker.settle()
+            assert picker.in_flight() == 2
+
+    asyncio.run(scenario())
+    assert list(hot.counts().values()) == [2]
+
+
+def test_clean_stop_gives_everything_back() -> None:
+    """A process that signs off leaves neither a count nor a row."""
+    hot.replica(hot.node())
+
+    async def scenario() -> None:
+        async with hot.picker() as picker:
+            presence = process.Presence(picker, silence_limit=15)
+            await presence.start()
+            await asyncio.gather(*(take(picker) for _ in range(5)))
+            await presence.stop()
+
+    asyncio.run(scenario())
+    assert list(hot.counts().values()) == [0]
+    assert hot.processes() == 0
+
+
+def test_a_cancelled_caller_leaves_no_count() -> None:
+    """R2.73: a request that is cancelled while its pick is under way gives the replica back."""
+    hot.replica(hot.node())
+
+    async def scenario() -> None:
+        async with hot.picker() as picker:
+            tasks = [asyncio.create_task(take(picker)) for _ in range(10)]
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            for task in tasks[::2]:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            assert sum(isinstance(result, Replica) for result in results) == 5
+            await picker.settle()
+            assert picker.in_flight() == 5
+
+    asyncio.run(scenario())
+    assert list(hot.counts().values()) == [5]
+
+
+def test_removal_is_by_id_and_address() -> None:
+    """A dead replica's row goes with its uses; a row that was loaded anew elsewhere stays."""
+    row = hot.replica(hot.node())
+
+    async def scenario() -> tuple[bool, bool]:
+        async with hot.picker() as picker:
+            replica = await take(picker)
+            stale = Replica(replica.id, replica.node_id, replica.model, "127.0.0.1:9")
+            kept, gone = await picker.remove(stale), await picker.remove(replica)
+            picker.give_back(replica)
+            await picker.settle()
+            return kept, gone
+
+    assert asyncio.run(scenario()) == (False, True)
+    assert not NodeModel.objects.filter(pk=row.pk).exists()
+    assert not ReplicaUse.objects.exists()
+
+
+def test_removal_races_with_picks() -> None:
+    """Removing a replica while others are being picked from it breaks neither side."""
+    on = hot.node()
+    hot.replica(on, index=0)
+    hot.replica(on, index=1)
+
+    async def scenario() -> None:
+        async with hot.picker() as one, hot.picker() as two:
+            dead = await take(one)
+
+            async def busy() -> None:
+                for _ in range(50):
+                    two.give_back(await take(two))
+
+            await asyncio.gather(busy(), busy(), one.remove(dead), busy())
+            one.give_back(dead)
+            await asyncio.gather(one.settle(), two.settle())
+
+    asyncio.run(scenario())
+    assert list(hot.counts().values()) == [0]
+
+
+FACTS = st.lists(
+    st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(0, 2)),
+    min_size=0,
+    max_size=5,
+)
+
+
+@pytest.fixture
+def raw() -> Iterator[psycopg.Connection[Any]]:
+    with psycopg.connect(hot.database_url()) as connection:
+        yield connection
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(facts=FACTS, requests=st.integers(0, 12))
+def test_statement_and_pure_twin_agree(
+    raw: psycopg.Connection[Any], facts: list[tuple[int, int, int]], requests: int
+) -> None:
+    """R1.78: the SQL spreads exactly as the pure function does, on the same data."""
+    now = clock.now()
+    candidates = [
+        Candidate(uuid4(), in_flight, now - timedelta(seconds=idle), vram) for in_flight, idle, vram in facts
+    ]
+    try:
+        for number, candidate in enumerate(candidates):
+            insert(raw, number, candidate, now)
+        owner = uuid4()
+        raw.execute(statements.ANNOUNCE, about(owner, now))
+        rows = psycopg.RawCursor(raw).execute(statements.EXCHANGE, wanted(owner, requests, now)).fetchall()
+    finally:
+        raw.rollback()
+    assert {row[0]: row[4] for row in rows} == dict(spread(candidates, requests, now))
+
+
+def test_orm_twin_agrees() -> None:
+    """R1.78, R1.79: picks by the statement and picks through the ORM choose the same rows in the same
+    state."""
+    for number in range(4):
+        on = hot.node(f"n{number}", available_vram=number % 2)
+        hot.replica(on, index=number, in_flight=number % 3, last_used=hot.EPOCH)
+    now = clock.now()
+    before = [
+        Candidate(row.pk, row.in_flight, row.last_used, row.node.available_vram)
+        for row in NodeModel.objects.select_related("node")
+    ]
+    with transaction.atomic():
+        by_orm = Counter(orm_twin("echo", now).pk for _ in range(11))
+        transaction.set_rollback(True)
+
+    async def scenario() -> Counter[UUID]:
+        async with hot.picker() as picker:
+            return Counter(replica.id for replica in await asyncio.gather(*(take(picker) for _ in range(11))))
+
+    assert asyncio.run(scenario()) == by_orm == spread(before, 11, now)
+
+
+def test_a_database_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that hangs enforces no limit of its own; the request goes on over another connection."""
+    hot.replica(hot.node())
+    monkeypatch.setattr(pool, "ANSWER_SECONDS", 0.5)
+
+    async def scenario() -> None:
+        async with hot.picker() as picker:
+            picker.give_back(await take(picker))
+            await flushed(picker)
+            assert picker.line._connection is not None
+            backend = picker.line._connection.info.backend_pid
+            os.kill(backend, signal.SIGSTOP)
+            try:
+                picker.give_back(await asyncio.wait_for(take(picker), 20))
+            finally:
+                os.kill(backend, signal.SIGCONT)
+
+            async def ended() -> bool:
+                return procs.stat(backend) is None
+
+            # It carries the statement out after all; the audit of the counts puts that right.
+            assert await clock.wait_until(ended, timeout=10)
+            await flushed(picker)
+            await picker.settle()
+
+    asyncio.run(scenario())
+    assert list(hot.counts().values()) == [0]
+
+
+def about(owner: UUID, now: datetime) -> dict[str, Any]:
+    return {"process": owner, "host": "h", "pid": 1, "started": now, "now": now}
+
+
+def wanted(owner: UUID, requests: int, now: datetime) -> tuple[str, str, str]:
+    asks = [{"model": "echo", "owner": "", "n": requests}] if requests else []
+    return str(owner), now.isoformat(), json.dumps({"keys": [], "gives": [], "asks": asks})
+
+
+def insert(raw: psycopg.Connection[Any], number: int, candidate: Candidate, now: datetime) -> None:
+    node = BackendNode(name=f"n{number}", address="a:1", approved_at=now)
+    node.available_vram = candidate.available_vram
+    row = NodeModel(
+        id=candidate.id, node=node, model_name="echo", address=f"a:{number}", state="loaded",
+        in_flight=candidate.in_flight, last_used=candidate.last_used,
+    )  # fmt: skip
+    for model in (node, row):
+        fields = [field for field in model._meta.local_concrete_fields if not field.generated]
+        values = [field.get_db_prep_save(getattr(model, field.attname), connection) for field in fields]
+        names = ", ".join(f'"{field.column}"' for field in fields)
+        marks = ", ".join(["%s"] * len(fields))
+        raw.execute(f"INSERT INTO {model._meta.db_table} ({names}) VALUES ({marks})", values)
+
+
+def declare_dead(picker: Picker) -> None:
+    """What the liveness pass does to a process that fell silent."""
+    later = clock.now() + timedelta(hours=1)
+    plan = liveness.Plan(nodes=[], processes=[picker.process_id])
+    liveness.apply(plan, later, liveness.Limits(node=60, web=15))
+    closed()
+
+
+def cut_connections() -> None:
+    """Ends every connection of the hot path's kind, as a restarted server would."""
+    with psycopg.connect(hot.database_url(), autocommit=True) as connection:
+        connection.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+            " WHERE application_name = 'localai-cluster-web'"
+        )
+
+
+def closed() -> None:
+    """Closes the Django connection of this thread."""
+    connection.close()
+
+
+def test_a_caller_who_leaves_in_the_very_turn_of_the_answer_is_counted_out() -> None:
+    """R2.73: the answer and the cancellation may meet in one turn of the loop; nothing stays in flight."""
+    hot.replica(hot.node())
+
+    async def scenario() -> int:
+        async with hot.picker() as picker:
+            asking = asyncio.create_task(picker.take("echo"))
+            answer = picker._answer
+
+            def answer_and_leave(*values: Any) -> None:
+                answer(*values)
+                asking.cancel()
+
+            vars(picker)["_answer"] = answer_and_leave
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            held = picker.in_flight()
+            await picker.settle()
+            return held
+
+    assert asyncio.run(scenario()) == 0
+    assert list(hot.counts().values()) == [0]

@@ -1,0 +1,234 @@
+"""The ledger against a real PostgreSQL: admission, claims, fences, sequence numbers, reaping."""
+
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from django.db import IntegrityError, connection, transaction
+
+from localai_cluster import errors
+from operations import feed, services
+from operations.models import Operation, Status
+from operations.services import LeaseLost, Tick
+from operations.states import TRANSITIONS, Event, allowed
+
+NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
+LEASE = 10.0
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+def admit(key: str = "model:m", kind: str = "model_load", **more: Any) -> services.Admission:
+    request = services.OperationRequest(kind, key=key, element="m", actor="test", **more)
+    return services.admit(request, now=NOW)
+
+
+def claim_one(owner: str = "a", now: datetime = NOW) -> Operation:
+    (operation,) = services.claim(owner, now=now, lease=LEASE, limit=1)
+    return operation
+
+
+def at_once(count: int, work: Callable[[], Any]) -> list[Any]:
+    """Runs `work` in `count` threads that start together; returns what each returned or raised."""
+    barrier, results = threading.Barrier(count), []
+
+    def run() -> None:
+        barrier.wait()
+        try:
+            results.append(work())
+        except Exception as error:
+            results.append(error)
+        finally:
+            connection.close()
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_simultaneous_requests_make_one_operation() -> None:
+    """O34: a key has one active operation; everyone else joins it."""
+    admissions = at_once(12, admit)
+    assert sum(admission.created for admission in admissions) == 1
+    assert len({admission.operation.id for admission in admissions}) == 1
+
+
+def test_another_kind_on_an_active_key_is_a_conflict() -> None:
+    """O34: a different kind on the same key is refused by name."""
+    admit()
+    with pytest.raises(errors.Conflict, match="model_load of m is under way"):
+        admit(kind="backend_install")
+
+
+def test_two_claimers_never_share_an_operation() -> None:
+    """Rule 2: claims skip what others lock; each operation goes to exactly one owner."""
+    for number in range(8):
+        admit(f"model:{number}")
+    batches = at_once(4, lambda: services.claim("x", now=NOW, lease=LEASE, limit=3))
+    claimed = [operation.id for batch in batches for operation in batch]
+    assert len(claimed) == len(set(claimed)) == 8
+
+
+def test_a_late_report_of_an_old_fence_changes_nothing() -> None:
+    """I3, H15: after the lease was lost and taken again, the first owner's writes are refused."""
+    admit()
+    first = claim_one()
+    services.reap(now=NOW + timedelta(seconds=LEASE + 1))
+    second = claim_one("b", NOW + timedelta(seconds=LEASE + 2))
+    assert second.fence > first.fence
+    with pytest.raises(LeaseLost):
+        services.progress(first.id, first.fence, Tick(percentage=50), now=NOW)
+    with pytest.raises(LeaseLost):
+        services.finish(first.id, first.fence, Event.COMPLETE, now=NOW)
+    assert Operation.objects.get(pk=first.id).status == Status.PROCESSING
+
+
+def test_a_live_lease_is_not_reaped() -> None:
+    """H5: only leases that ran out are taken back."""
+    admit()
+    held = claim_one()
+    services.renew("a", [held.id], now=NOW + timedelta(seconds=8), lease=LEASE)
+    assert services.reap(now=NOW + timedelta(seconds=LEASE + 1)) == (0, 0)
+
+
+def test_an_operation_that_kills_its_controllers_is_given_up() -> None:
+    """I4: it ends with a reason instead of going round for ever."""
+    admit()
+    at = NOW
+    for _ in range(services.MAX_LOST_LEASES + 1):
+        claim_one(now=at)
+        at += timedelta(seconds=LEASE + 1)
+        services.reap(now=at)
+    ended = Operation.objects.get()
+    assert ended.status == Status.FAILED
+    assert "controllers fell silent" in ended.error
+
+
+def test_postponed_attempts_are_no_lost_leases() -> None:
+    """I4: an operation that waited long for its worker is not given up at the first lost lease."""
+    admit()
+    at = NOW
+    for _ in range(services.MAX_LOST_LEASES + 1):
+        held = claim_one(now=at)
+        at += timedelta(seconds=1)
+        services.put_back(held.id, held.fence, Event.POSTPONE, now=at, until=at, reason="no worker")
+    claim_one(now=at)
+    assert services.reap(now=at + timedelta(seconds=LEASE + 1)) == (1, 0)
+
+
+def test_parent_and_child_report_at_once_without_a_deadlock() -> None:
+    """A child's foreign key must not make it wait for its parent while it holds the counter."""
+    parent = admit("model:parent").operation
+    child = admit("node:1:backend", "backend_install", parent=parent).operation
+    claimed = {operation.id: operation for operation in services.claim("a", now=NOW, lease=LEASE, limit=2)}
+    turns = iter([claimed[parent.id], claimed[child.id]] * 3)
+    lock = threading.Lock()
+
+    def report() -> None:
+        with lock:
+            operation = next(turns)
+        for current in range(30):
+            tick = Tick(current_bytes=current, total_bytes=100)
+            services.progress(operation.id, operation.fence, tick, now=NOW)
+
+    assert at_once(6, report) == [None] * 6
+
+
+def test_only_named_leases_are_renewed() -> None:
+    """H5: an operation whose attempt ended without an outcome must run out, though its owner lives on."""
+    admit("model:a")
+    admit("model:b")
+    first, _forgotten = services.claim("a", now=NOW, lease=LEASE, limit=2)
+    later = NOW + timedelta(seconds=8)
+    assert services.renew("a", [first.id], now=later, lease=LEASE) == {first.id: first.fence}
+    assert services.reap(now=NOW + timedelta(seconds=LEASE + 1)) == (1, 0)
+
+
+def test_progress_never_goes_back() -> None:
+    """I6: bytes and percentage only rise within an attempt; 100 % is for the end."""
+    admit()
+    operation = claim_one()
+    for current in (10, 90, 40, 100):
+        tick = Tick(current_bytes=current, total_bytes=100, percentage=current)
+        services.progress(operation.id, operation.fence, tick, now=NOW)
+    row = Operation.objects.get()
+    assert (row.current_bytes, row.progress) == (100, 99)
+
+
+def test_sequence_numbers_are_dense_and_the_feed_resumes() -> None:
+    """Every change takes the next number, whoever writes; since(n) answers what came after n."""
+    start = feed.current_seq()
+    at_once(6, lambda: admit(f"model:{uuid4()}"))
+    assert sorted(Operation.objects.values_list("seq", flat=True)) == list(range(start + 1, start + 7))
+    seen = feed.since(start + 4)
+    assert [entry["seq"] for entry in seen.operations] == [start + 5, start + 6]
+    assert seen.seq == start + 6
+
+
+def test_failures_stay_listed_until_a_new_request_supersedes_them() -> None:
+    """O32, O34: a failed operation stays on the list; the next one of its key takes its place."""
+    admit()
+    operation = claim_one()
+    services.finish(operation.id, operation.fence, Event.FAIL, now=NOW, error="no such file")
+    listed = feed.snapshot().operations
+    assert [(entry["status"], entry["error"]) for entry in listed] == [("failed", "no such file")]
+    again = admit()
+    assert again.created
+    assert [entry["jobID"] for entry in feed.snapshot().operations] == [str(again.operation.id)]
+
+
+@pytest.mark.parametrize("event", [Event.WAIT, Event.POSTPONE])
+def test_a_waiting_operation_says_why_and_is_woken(event: Event) -> None:
+    """Rule 4: a wait carries its reason and next look; a change of a node shortens it."""
+    admit()
+    operation = claim_one()
+    services.put_back(
+        operation.id, operation.fence, event, now=NOW, until=NOW + timedelta(hours=1), reason="no node"
+    )
+    assert services.claim("a", now=NOW, lease=LEASE, limit=1) == []
+    assert Operation.objects.get().message == "no node"
+    services.wake("model_load", now=NOW)
+    assert claim_one().id == operation.id
+
+
+def test_a_stopping_controller_hands_back_at_once() -> None:
+    """A clean stop costs no lease time."""
+    admit()
+    claim_one("a")
+    assert services.release("a", now=NOW) == 1
+    assert claim_one("b").lease_owner == "b"
+
+
+def test_the_table_knows_every_state_and_terminal_is_sticky() -> None:
+    """O32: no event leads out of completed or cancelled; every state is reached by some event."""
+    for event in Event:
+        for ended in (Status.COMPLETED, Status.FAILED, Status.CANCELLED):
+            assert not allowed(event, ended)
+    assert {transition.target for transition in TRANSITIONS.values()} == set(Status)
+
+
+def test_the_database_refuses_what_must_never_be() -> None:
+    """A processing row without lease, a second active row of a key, a negative byte count."""
+    admit()
+    for change in (
+        {"status": "processing"},
+        {"status": "nonsense"},
+        {"current_bytes": -1},
+        {"status": "failed"},
+    ):
+        with pytest.raises(IntegrityError), transaction.atomic():
+            Operation.objects.update(**change)
+
+
+def test_a_claim_of_many_costs_a_constant_number_of_statements(django_assert_max_num_queries: Any) -> None:
+    """Fast by construction: claiming and announcing do not loop over statements."""
+    for number in range(20):
+        admit(f"model:{number}")
+    with django_assert_max_num_queries(9):
+        assert len(services.claim("a", now=NOW, lease=LEASE, limit=50)) == 20

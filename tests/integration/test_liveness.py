@@ -1,0 +1,160 @@
+"""The liveness pass against a real PostgreSQL, and its plan as a property."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import uuid4
+
+import psycopg
+import pytest
+from django.db import connection
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nodes.health.liveness import Heard, Limits, Listener, Observed, apply, observe, plan_liveness
+from nodes.models import BackendNode, NodeModel, ReplicaUse, WebProcess
+from nodes.services import deactivate
+from tests.conftest import eventually
+from tests.support import hot
+
+NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
+LIMITS = Limits(node=60, web=15)
+
+
+def ago(seconds: float) -> datetime:
+    return NOW - timedelta(seconds=seconds)
+
+
+def make_node(name: str, *, heard: float, **facts: Any) -> BackendNode:
+    return BackendNode.objects.create(
+        **{"name": name, "address": "h:1", "approved_at": ago(999), "last_heartbeat": ago(heard), **facts}
+    )
+
+
+@pytest.fixture(autouse=True)
+def listener(request: pytest.FixtureRequest) -> None:
+    """A web process that has listened all along, where there is a database."""
+    if request.node.get_closest_marker("django_db"):
+        request.getfixturevalue("db" if not transactional(request) else "transactional_db")
+        WebProcess.objects.create(host="listener", pid=9, seen_at=NOW, hearing_since=ago(999))
+
+
+def transactional(request: pytest.FixtureRequest) -> bool:
+    marker = request.node.get_closest_marker("django_db")
+    return bool(marker and marker.kwargs.get("transaction"))
+
+
+def run() -> tuple[int, int]:
+    return apply(plan_liveness(observe(), NOW, LIMITS), NOW, LIMITS)
+
+
+def status(node: BackendNode) -> str:
+    return str(BackendNode.objects.values_list("status", flat=True).get(pk=node.pk))
+
+
+@given(st.lists(st.floats(0, 300)))
+def test_exactly_those_silent_longer_than_the_limit_are_planned(ages: list[float]) -> None:
+    """R5.4: strictly longer than the limit; I13: a node that answers in time is never declared gone."""
+    nodes = [Heard(uuid4(), ago(age)) for age in ages]
+    webs = [Listener(uuid4(), ago(age), ago(999)) for age in [*ages, 0.0]]
+    plan = plan_liveness(Observed(nodes=nodes, processes=webs), NOW, LIMITS)
+    assert plan.nodes == [node.id for node in nodes if node.at and NOW - node.at > timedelta(seconds=60)]
+    assert plan.processes == [web.id for web in webs if NOW - web.at > timedelta(seconds=15)]
+
+
+@pytest.mark.parametrize("hearing", [None, 59.0, 61.0])
+def test_silence_counts_only_while_somebody_could_hear(hearing: float | None) -> None:
+    """I12: after an outage of all web processes or the database no node is declared gone for that outage."""
+    nodes = [Heard(uuid4(), ago(300)), Heard(uuid4(), None)]
+    webs = [] if hearing is None else [Listener(uuid4(), ago(1), ago(hearing))]
+    plan = plan_liveness(Observed(nodes=nodes, processes=webs), NOW, LIMITS)
+    assert plan.nodes == ([node.id for node in nodes] if hearing == 61.0 else [])
+
+
+@pytest.mark.django_db
+def test_silent_nodes_go_offline_and_lose_their_replicas() -> None:
+    """R5.4, R5.8, R1.20: healthy, unhealthy and draining ones alike.
+
+    Fresh and pending ones are left alone.
+    """
+    silent = [
+        make_node("healthy", heard=61),
+        make_node("unhealthy", heard=61, unhealthy_at=ago(70)),
+        make_node("draining", heard=61, drained_at=ago(70)),
+    ]
+    fresh, pending = make_node("fresh", heard=60), make_node("pending", heard=999, approved_at=None)
+    for node in (silent[0], fresh):
+        NodeModel.objects.create(node=node, model_name="m", state="loaded", address="h:2")
+    assert run() == (3, 0)
+    assert [status(node) for node in silent] == ["offline"] * 3
+    assert (status(fresh), status(pending)) == ("healthy", "pending")
+    assert [row.node_id for row in NodeModel.objects.all()] == [fresh.pk]
+
+
+@pytest.mark.django_db
+def test_pending_never_becomes_healthy_by_going_silent() -> None:
+    """R5.6: approval is a fact of its own."""
+    node = make_node("pending", heard=999, approved_at=None)
+    run()
+    BackendNode.objects.filter(pk=node.pk).update(offline_at=None, last_heartbeat=NOW)
+    assert status(node) == "pending"
+
+
+@pytest.mark.django_db
+def test_a_dead_web_process_gives_its_counts_back() -> None:
+    """I8: in-flight is the sum over live processes; a second pass takes nothing twice."""
+    node = make_node("n", heard=0)
+    replica = NodeModel.objects.create(node=node, model_name="m", state="loaded", address="h:2", in_flight=5)
+    dead = WebProcess.objects.create(host="h", pid=1, seen_at=ago(16))
+    alive = WebProcess.objects.create(host="h", pid=2, seen_at=ago(1))
+    ReplicaUse.objects.create(process=dead, replica=replica, count=3)
+    ReplicaUse.objects.create(process=alive, replica=replica, count=2)
+    assert run() == (0, 1)
+    assert run() == (0, 0)
+    replica.refresh_from_db()
+    assert replica.in_flight == 2
+    assert list(ReplicaUse.objects.values_list("process_id", flat=True)) == [alive.pk]
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize("leave", [run, lambda: deactivate(BackendNode.objects.get().pk, now=NOW)])
+def test_replicas_go_in_the_lock_order_of_the_hot_path(leave: Callable[[], Any]) -> None:
+    """Rule 2: replica first, then its uses; the other way round a pick and a lost node end in a deadlock."""
+    node = make_node("n", heard=61)
+    replica = NodeModel.objects.create(node=node, model_name="m", state="loaded", address="h:2", in_flight=1)
+    use = ReplicaUse.objects.create(
+        process=WebProcess.objects.create(host="h", pid=1, seen_at=NOW), replica=replica, count=1
+    )
+    waiting = "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    with ThreadPoolExecutor(1) as threads, psycopg.connect(hot.database_url()) as pick:
+        pick.execute("SELECT 1 FROM node_models WHERE id = %s FOR UPDATE", [replica.pk])
+        leaving = threads.submit(closing, leave)
+        eventually(lambda: rows(waiting), what="the pass waits for the pick")
+        pick.execute("UPDATE replica_uses SET count = 2 WHERE id = %s", [use.pk])
+        pick.commit()
+        leaving.result(timeout=10)
+    assert NodeModel.objects.count() == 0
+
+
+def rows(query: str) -> list[Any]:
+    with connection.cursor() as cursor:
+        cursor.execute(query)
+        return list(cursor.fetchall())
+
+
+def closing(work: Callable[[], Any]) -> None:
+    """Runs `work` in a thread of its own, with a connection of its own."""
+    try:
+        work()
+    finally:
+        connection.close()
+
+
+@pytest.mark.django_db
+def test_a_pass_costs_the_same_for_three_and_for_sixty_nodes(django_assert_num_queries: Any) -> None:
+    """Fast by construction: two reads when nothing is to be done."""
+    for number in range(60):
+        make_node(f"n{number}", heard=1)
+    with django_assert_num_queries(2):
+        run()

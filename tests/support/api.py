@@ -1,0 +1,92 @@
+"""Callers of the REST API, and registrations as workers send them."""
+
+import json
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from django.http import HttpResponse
+from django.test import Client
+
+from localai_cluster import clock
+from nodes import services
+from nodes.models import BackendNode
+from tests.support.environment import API_KEY, REGISTRATION_TOKEN
+
+RECORDINGS = Path(__file__).parent.parent / "data" / "http"
+SECRET = "a" * 64
+OTHER_SECRET = "b" * 64
+
+
+def examples(name: str) -> list[dict[str, Any]]:
+    """The examples of one recording of the reference."""
+    found: list[dict[str, Any]] = json.loads((RECORDINGS / f"{name}.json").read_text())["examples"]
+    return found
+
+
+class Caller:
+    """Sends JSON with one fixed set of headers."""
+
+    def __init__(self, **headers: str) -> None:
+        self.client = Client(raise_request_exception=False, enforce_csrf_checks=True)
+        self.headers = headers
+
+    def get(self, path: str) -> Any:
+        """GET."""
+        return self.client.get(path, headers=self.headers)
+
+    def post(self, path: str, body: Any = None, **headers: str) -> Any:
+        """POST of a JSON value, of raw bytes, or of nothing."""
+        raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        return self.client.post(
+            path, raw, content_type="application/json", headers={**self.headers, **headers}
+        )
+
+
+def bearer(credential: str) -> Caller:
+    """Somebody with this credential."""
+    return Caller(Authorization=f"Bearer {credential}")
+
+
+def admin() -> Caller:
+    """The static admin key."""
+    return bearer(API_KEY)
+
+
+def worker(secret: str = SECRET) -> Caller:
+    """A node with its own secret."""
+    return bearer(secret)
+
+
+def registration(name: str = "w1", **fields: Any) -> dict[str, Any]:
+    """The body of a registration."""
+    return {"name": name, "address": "127.0.0.1:51100", "token": REGISTRATION_TOKEN, **fields}
+
+
+def register(body: Any, secret: str = SECRET) -> Any:
+    """Registers over HTTP, with the secret header unless it is empty."""
+    extra = {"X-LocalAI-Node-Secret": secret} if secret else {}
+    return bearer(REGISTRATION_TOKEN).post("/api/node/register", body, **extra)
+
+
+def make_node(name: str = "w1", *, secret: str = SECRET, approved: bool = True, **fields: Any) -> BackendNode:
+    """A registered node."""
+    fields.setdefault("address", "127.0.0.1:51100")
+    return services.register(
+        services.Registration(name=name, **fields),
+        secret=secret,
+        source_address="127.0.0.1",
+        now=clock.now(),
+        auto_approve=approved,
+    )
+
+
+def node(node_id: UUID | str) -> BackendNode:
+    """The row as it is now."""
+    return BackendNode.objects.get(pk=node_id)
+
+
+def message(response: HttpResponse) -> str:
+    """What an error says, in whichever envelope."""
+    error = json.loads(response.content)["error"]
+    return str(error if isinstance(error, str) else error["message"])

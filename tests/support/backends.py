@@ -1,0 +1,118 @@
+"""Example engines as real processes, assembled once, started by run.sh with an all but empty environment."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from localai_cluster.clock import wait_until
+from localai_cluster.rpc.client import BackendClient
+from localai_cluster.rpc.errors import BackendError
+from localai_cluster.rpc.messages import ModelOptions
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "engine-token"
+READY_SECONDS = 20.0
+
+
+@cache
+def gallery() -> Path:
+    """The folder of the assembled gallery, brought up to date once a test run."""
+    subprocess.run(
+        [sys.executable, ROOT / "examples/gallery/build.py"], check=True, stdout=subprocess.DEVNULL
+    )
+    return ROOT / "build" / "gallery"
+
+
+def free_port() -> int:
+    """A TCP port nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass
+class Backend:
+    """A running engine. `log` holds what it wrote to stdout and stderr."""
+
+    address: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def kill(self) -> None:
+        """Ends the process without a chance to say goodbye."""
+        self.process.kill()
+        self.process.wait()
+
+
+def start(name: str, port: int, log: Path, *, token: str = TOKEN, folder: Path | None = None) -> Backend:
+    """Starts an engine as a worker does, without waiting until it answers; `folder` overrides its place."""
+    script = (folder or gallery() / name) / "run.sh"
+    environment = {"PATH": os.defpath}
+    if token:
+        environment["LOCALAI_GRPC_AUTH_TOKEN"] = token
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            [str(script), "--addr", f"0.0.0.0:{port}"],
+            env=environment,
+            cwd=script.parent,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    return Backend(f"127.0.0.1:{port}", process, log)
+
+
+async def ready(backend: Backend, *, token: str = TOKEN) -> None:
+    """Waits until the engine calls itself ready; fails with its log when it does not."""
+    client = BackendClient(backend.address, token)
+
+    async def healthy() -> bool:
+        try:
+            return await client.health(2.0)
+        except BackendError:
+            return backend.process.poll() is not None
+
+    try:
+        answered = await wait_until(healthy, timeout=READY_SECONDS, every=0.02)
+    finally:
+        await client.close()
+    if not answered or backend.process.poll() is not None:
+        raise AssertionError(f"engine at {backend.address} did not start:\n{backend.log.read_text()}")
+
+
+@asynccontextmanager
+async def running_backend(
+    name: str, *, model: str = "", options: tuple[str, ...] = ()
+) -> AsyncIterator[Backend]:
+    """An engine that answers Health; with `model` it has loaded that model (with these engine options)."""
+    folder = Path(tempfile.mkdtemp(prefix="engine-"))
+    backend = start(name, free_port(), folder / "log")
+    try:
+        await ready(backend)
+        if model:
+            await load(backend, model, *options)
+        yield backend
+    finally:
+        backend.process.terminate()
+        backend.process.wait(timeout=10)
+        shutil.rmtree(folder)
+
+
+async def load(backend: Backend, model: str, *options: str) -> None:
+    """Loads a model into a running engine."""
+    client = BackendClient(backend.address, TOKEN)
+    try:
+        result = await client.load_model(ModelOptions(Model=model, Embeddings=True, Options=options), 30.0)
+    finally:
+        await client.close()
+    assert result.success, result.message

@@ -1,0 +1,279 @@
+"""A whole cluster as real processes, driven through its public interfaces only.
+
+Servers are the embedded ones, every process runs the command that production runs, all of it on free ports
+with temporary data. A guardian ends everything even if the test run itself is killed.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psycopg
+
+from localai_cluster import procs
+from localai_cluster.embedded.nats import EmbeddedNats
+from localai_cluster.embedded.places import free_port
+from localai_cluster.embedded.postgres import EmbeddedPostgres
+from localai_cluster.embedded.valkey import EmbeddedValkey
+from tests.conftest import eventually
+from tests.support.environment import HOME
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "registration-token-of-the-test-cluster"
+ADMIN_KEY = "static-admin-key-of-the-test-cluster"
+ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
+
+
+@dataclass
+class Process:
+    """One started process and where its output goes."""
+
+    name: str
+    child: "subprocess.Popen[bytes]"
+    log: Path
+    port: int = 0
+
+    @property
+    def url(self) -> str:
+        """Base URL of a web process."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return self.child.poll() is None
+
+    def kill(self) -> None:
+        """SIGKILL to this very process, not to its children: as a crash would."""
+        self.child.kill()
+        self.child.wait()
+
+    def output(self) -> str:
+        """What it has logged so far."""
+        return self.log.read_text(errors="replace")
+
+
+@dataclass
+class Cluster:
+    """Servers, processes and clients of one test cluster."""
+
+    home: Path
+    extra: Mapping[str, str] = field(default_factory=dict)
+    processes: list[Process] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.guardian = procs.Guardian()
+        self.postgres = EmbeddedPostgres(self.home / "pg")
+        self.valkey = EmbeddedValkey(self.home / "vk", password="valkey-password-of-the-tests")
+        self.nats = EmbeddedNats(
+            self.home / "nats",
+            port=free_port(),
+            controller_password="controller-password-of-tests",
+            worker_password="worker-password-of-the-tests",
+        )
+        self.gallery = ROOT / "build" / "gallery"
+        self.models = self.home / "models"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the server processes get."""
+        return {
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": str(ROOT),
+            "PYTHONUNBUFFERED": "1",
+            "CLUSTER_DATA_DIR": str(self.home),
+            "DATABASE_URL": self.postgres.url,
+            "REDIS_URL": self.valkey.url,
+            "LOCALAI_NATS_URL": self.nats.url,
+            "LOCALAI_REGISTRATION_TOKEN": TOKEN,
+            "LOCALAI_API_KEY": ADMIN_KEY,
+            "LOCALAI_MODELS_PATH": str(self.models),
+            "LOCALAI_BACKEND_GALLERIES": json.dumps(
+                [{"name": "local", "url": (self.gallery / "index.yaml").as_uri()}]
+            ),
+            "LOCALAI_AUTO_APPROVE_NODES": "true",
+            "CLUSTER_OPERATION_LEASE": "4s",
+            "SECRET_KEY": "secret-key-of-the-test-cluster-only",
+            **self.guardian.env,
+            **self.extra,
+        }
+
+    def start(self) -> None:
+        """Starts the servers and makes the schema."""
+        subprocess.run(
+            [sys.executable, str(ROOT / "examples/gallery/build.py")], check=True, stdout=subprocess.DEVNULL
+        )
+        shutil.copytree(ROOT / "examples" / "models", self.models)
+        shutil.copytree(migrated_data(), self.postgres.data, symlinks=True)
+        for server in (self.postgres, self.valkey, self.nats):
+            server.start(self.guardian)
+
+    def manage(self, *arguments: str, **more: str) -> str:
+        """Runs a management command to its end; returns its output."""
+        done = subprocess.run(
+            [sys.executable, "-W", "error::RuntimeWarning", "manage.py", *arguments],
+            cwd=ROOT,
+            env={**self.environment, **more},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def spawn(self, name: str, *argv: str, env: Mapping[str, str], port: int = 0) -> Process:
+        """Starts a long-running process in its own session."""
+        log = self.home / f"{name}-{len(self.processes)}.log"
+        with log.open("wb") as file:
+            child = procs.spawn(
+                [sys.executable, *argv],
+                env={**self.environment, **env},
+                cwd=ROOT,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+        self.guardian.add(child.pid, polite=signal.SIGTERM, seconds=10.0, whole=False)
+        process = Process(name, child, log, port)
+        self.processes.append(process)
+        return process
+
+    def web(self, **env: str) -> Process:
+        """A web process, ready."""
+        port = free_port()
+        process = self.spawn("web", "manage.py", "serve", port=port, env={"PORT": str(port), **env})
+        eventually(lambda: is_ready(process), seconds=30, what=f"web is ready: {process.log}")
+        return process
+
+    def controller(self, **env: str) -> Process:
+        """A controller, ready."""
+        process = self.spawn("controller", "manage.py", "controller", env=env)
+        eventually(lambda: "is ready" in process.output(), seconds=20, what=f"controller: {process.log}")
+        return process
+
+    def tasks(self) -> Process:
+        """A django-q2 cluster."""
+        return self.spawn("tasks", "manage.py", "qcluster", env={})
+
+    def worker(self, name: str, web: Process, *, wait: bool = True, **env: str) -> Process:
+        """A worker of its own data folder, registered with `web`."""
+        home = self.home / f"worker-{name}"
+        for folder in ("backends", "models"):
+            (home / folder).mkdir(parents=True, exist_ok=True)
+        process = self.spawn(
+            f"worker-{name}",
+            "-m",
+            "nodes.agent",
+            env={
+                "LOCALAI_NODE_NAME": name,
+                "LOCALAI_REGISTER_TO": web.url,
+                "LOCALAI_NATS_URL": self.nats.url_for("worker", "127.0.0.1"),
+                "LOCALAI_ADDR": f"127.0.0.1:{free_port()}",
+                "LOCALAI_HTTP_ADDR": f"127.0.0.1:{free_port()}",
+                "LOCALAI_BACKENDS_PATH": str(home / "backends"),
+                "LOCALAI_MODELS_PATH": str(home / "models"),
+                "LOCALAI_WORKER_SOURCE_ROOTS": str(self.gallery),
+                "LOCALAI_HEARTBEAT_INTERVAL": "2s",
+                **env,
+            },
+        )
+        if wait:
+            eventually(lambda: self.node(web, name), seconds=20, what=f"{name} registers: {process.log}")
+        return process
+
+    def node(self, web: Process, name: str) -> dict[str, Any] | None:
+        """The node of that name as the API tells it."""
+        found: list[dict[str, Any]] = self.get(web, "/api/nodes").json()
+        return next((node for node in found if node["name"] == name), None)
+
+    def get(self, web: Process, path: str) -> httpx.Response:
+        """GET as admin."""
+        return httpx.get(web.url + path, headers=ADMIN, timeout=20)
+
+    def post(self, web: Process, path: str, body: Any = None, *, timeout: float = 120) -> httpx.Response:
+        """POST as admin."""
+        return httpx.post(web.url + path, headers=ADMIN, json=body, timeout=timeout)
+
+    def embed(
+        self, web: Process, text: Any = "a cat", *, model: str = "echo", timeout: float = 120
+    ) -> httpx.Response:
+        """One embeddings request as admin."""
+        return self.post(web, "/v1/embeddings", {"model": model, "input": text}, timeout=timeout)
+
+    def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        """What the database says; for oracles that no interface shows."""
+        with psycopg.connect(self.postgres.url) as link:
+            return link.execute(query, values).fetchall()
+
+    def stop(self) -> None:
+        """Stops everything, newest first."""
+        for process in reversed(self.processes):
+            group = procs.group_of(process.child.pid, polite=signal.SIGTERM, seconds=10.0, whole=False)
+            procs.end_child(process.child, group)
+        for server in (self.nats, self.valkey, self.postgres):
+            server.stop()
+        self.guardian.close()
+
+
+@lru_cache(maxsize=1)
+def migrated_data() -> Path:
+    """The data folder of a PostgreSQL with the schema in it: made once a run, copied by every cluster."""
+    server = EmbeddedPostgres(HOME / "template")
+    with server:
+        environment = {**os.environ, "DATABASE_URL": server.url, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "manage.py", "migrate", "--verbosity", "0"]
+        subprocess.run(command, cwd=ROOT, env=environment, check=True)
+    return server.data
+
+
+def is_ready(process: Process) -> bool:
+    """Whether the web process answers /readyz with 200; fails at once if it ended."""
+    assert process.alive, process.output()
+    try:
+        return httpx.get(f"{process.url}/readyz", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@contextmanager
+def running_cluster(**extra: str) -> Iterator[Cluster]:
+    """A started cluster without processes.
+
+    Everything is gone afterwards, its logs printed if the test failed.
+    """
+    home = Path(tempfile.mkdtemp(prefix="lac-cluster-"))
+    cluster = Cluster(home, extra)
+    try:
+        cluster.start()
+        yield cluster
+    except BaseException:
+        for process in cluster.processes:
+            print(f"--- {process.name} ({process.log})\n{process.output()[-6000:]}")
+        raise
+    finally:
+        cluster.stop()
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def engines_of(home: Path) -> list[int]:
+    """Processes whose working directory lies under `home`: engines that some worker started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                cwd = (entry / "cwd").readlink()
+            except OSError:
+                continue
+            if cwd.is_relative_to(home) and cwd != home:
+                found.append(int(entry.name))
+    return found

@@ -1,0 +1,206 @@
+"""Rows, a runtime and a bare ASGI client for the tests of the hot path."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, TypeVar
+
+from django.contrib.auth.models import User
+from django.db import connection
+from psycopg.conninfo import make_conninfo
+
+from localai_cluster import clock, conf
+from localai_cluster.rpc.client import ClientPool
+from nodes.inference import gateway
+from nodes.loading.wait import Loads
+from nodes.models import ApiKey, BackendNode, NodeModel, ReplicaState, WebProcess
+from nodes.routing.picks import Picker
+from nodes.routing.pool import Line, Pool
+from nodes.routing.process import Presence
+from operations.waiting import Hints
+from tests.support.backends import TOKEN
+from tests.support.environment import API_KEY
+
+T = TypeVar("T")
+
+EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def database_url() -> str:
+    """The test database, as the web process's own pool wants it."""
+    return make_conninfo(conf.cluster().database_url, dbname=connection.settings_dict["NAME"])
+
+
+def node(name: str = "one", **fields: Any) -> BackendNode:
+    """An approved, live backend node."""
+    values = {"address": "127.0.0.1:1", "approved_at": clock.now(), "last_heartbeat": clock.now(), **fields}
+    return BackendNode.objects.create(name=name, **values)
+
+
+def replica(on: BackendNode, model: str = "echo", index: int = 0, **fields: Any) -> NodeModel:
+    """A loaded replica; by default it was last used at `EPOCH` plus its index in seconds."""
+    values = {
+        "address": f"127.0.0.1:{50000 + index}",
+        "state": ReplicaState.LOADED,
+        "last_used": EPOCH + timedelta(seconds=index),
+        **fields,
+    }
+    return NodeModel.objects.create(node=on, model_name=model, replica_index=index, **values)
+
+
+def api_key(key_hash: str, user: str = "someone", *, active: bool = True, **fields: Any) -> ApiKey:
+    """A user's API key; the text behind the hash does not matter here."""
+    owner = User.objects.create(username=user, is_active=active)
+    return ApiKey.objects.create(user=owner, name="key", prefix="lac-", key_hash=key_hash, **fields)
+
+
+class CountingLine(Line):
+    """A connection that counts what it executes."""
+
+    executed = 0
+
+    async def rows(self, statement: str, parameters: Sequence[str]) -> list[tuple[Any, ...]]:
+        """Counts, then runs."""
+        self.executed += 1
+        return await super().rows(statement, parameters)
+
+
+class CountedPicker(Picker):
+    """A picker whose statements are counted."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.line = CountingLine(database_url())
+        super().__init__(pool, self.line)
+
+
+@asynccontextmanager
+async def picker() -> AsyncIterator[CountedPicker]:
+    """A picker with its own connections and its process row, as one web process has it; not signed off."""
+    pool = Pool(database_url())
+    await pool.open()
+    made = CountedPicker(pool)
+    try:
+        await made.settle()
+        yield made
+    finally:
+        await made.line.close()
+        await pool.close()
+
+
+def counts() -> dict[str, int]:
+    """In-flight counts by address."""
+    return dict(NodeModel.objects.values_list("address", "in_flight"))
+
+
+def processes() -> int:
+    """Rows of web processes."""
+    return WebProcess.objects.count()
+
+
+@asynccontextmanager
+async def serving(token: str = TOKEN) -> AsyncIterator[CountedPicker]:
+    """This process as a web process: what `manage.py serve` starts, on the test database."""
+    hints = Hints()
+    clients, loads = ClientPool(token), Loads(hints)
+    async with picker() as made:
+        hearing = asyncio.create_task(gateway._hear(hints))
+        presence = Presence(made, 15)
+        gateway._running = gateway._Running(
+            gateway.Gateway(made, clients, loads), presence, clients, loads, hearing
+        )
+        try:
+            yield made
+        finally:
+            gateway._running = None
+            hearing.cancel()
+            await asyncio.gather(hearing, return_exceptions=True)
+            await loads.close()
+            await made.settle()
+            await clients.close()
+
+
+@dataclass
+class Reply:
+    """What an application answered."""
+
+    status: int
+    headers: dict[str, str]
+    body: Any
+
+
+class Client:
+    """Calls an ASGI application directly; `leave` makes the client hang up."""
+
+    def __init__(self, app: Any, key: str | None = API_KEY) -> None:
+        self._app = app
+        self._key = key
+
+    async def post(
+        self,
+        path: str,
+        body: Any,
+        *,
+        leave: asyncio.Event | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Reply | None:
+        """The reply to a JSON body (bytes are sent as they are); None if nothing was answered."""
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.request("POST", path, raw, leave=leave, headers=headers)
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes = b"",
+        *,
+        leave: asyncio.Event | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Reply | None:
+        """The reply to one request."""
+        given = dict(headers or {})
+        if self._key is not None:
+            given.setdefault("authorization", f"Bearer {self._key}")
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [(name.lower().encode(), value.encode()) for name, value in given.items()],
+            "client": ("192.0.2.7", 1234),
+        }
+        messages: list[Mapping[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+        sent: list[Mapping[str, Any]] = []
+
+        async def receive() -> Mapping[str, Any]:
+            if messages:
+                return messages.pop()
+            await (leave or asyncio.Event()).wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Mapping[str, Any]) -> None:
+            sent.append(message)
+
+        await self._app(scope, receive, send)
+        return _reply(sent) if sent else None
+
+
+def _reply(sent: list[Mapping[str, Any]]) -> Reply:
+    start, *parts = sent
+    headers = {name.decode().lower(): value.decode() for name, value in start["headers"]}
+    return Reply(start["status"], headers, json.loads(b"".join(part["body"] for part in parts)))
+
+
+async def in_thread(function: Callable[..., T], *arguments: Any) -> T:
+    """Runs ORM code of a test beside its event loop."""
+
+    def run() -> T:
+        try:
+            return function(*arguments)
+        finally:
+            connection.close()
+
+    return await asyncio.to_thread(run)

@@ -1,0 +1,83 @@
+"""`make run`'s own process under test."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from localai_cluster import procs
+from localai_cluster.embedded.demo import Target
+from localai_cluster.embedded.run import answers, healthy
+from tests.conftest import eventually
+
+ROOT = Path(__file__).resolve().parents[2]
+CHILDREN = ("postgres", "nats", "valkey", "web", "controller", "tasks", "worker")
+
+
+class Run:
+    """One run over a data directory, its output in a file."""
+
+    def __init__(self, data: Path, port: int, **more: str) -> None:
+        self.data, self.port = data, port
+        self.log = data.parent / f"run-{len(list(data.parent.glob('run-*')))}.log"
+        with self.log.open("wb") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "localai_cluster.embedded.run"],
+                cwd=ROOT,
+                env={"PATH": os.environ["PATH"], "CLUSTER_DATA_DIR": str(data), "PORT": str(port), **more},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def output(self) -> str:
+        """What it has said so far."""
+        return self.log.read_text(errors="replace")
+
+    @property
+    def mark(self) -> str:
+        """What its children carry in their environment."""
+        return str(json.loads((self.data / "run.lock").read_text())["mark"])
+
+    @property
+    def target(self) -> Target:
+        """Where it listens, and the admin's key."""
+        key = (self.data / "secrets" / "admin_api_key").read_text().strip()
+        return Target(f"http://127.0.0.1:{self.port}", key)
+
+    def wait_ready(self) -> None:
+        """Waits for its announcement; fails with its output when it ends first."""
+        eventually(lambda: "ready in" in self.output or self.process.poll() is not None, seconds=90)
+        assert self.process.poll() is None, self.output
+
+    def works(self) -> bool:
+        """Whether it is ready and its worker is healthy."""
+        url, key = self.target.url, self.target.key
+        return answers(f"{url}/readyz") and healthy(url, key, "local")
+
+    def leaders(self) -> dict[str, int]:
+        """The first process of each child, told by its mark and its session."""
+        found = {}
+        for name in CHILDREN:
+            for one in procs.marked(f"{self.mark}/{name}"):
+                if one.session == one.pid and (name != "postgres" or one.parent == self.process.pid):
+                    found[name] = one.pid
+        return found
+
+
+def touching(data: Path) -> dict[int, str]:
+    """Processes that work in `data`, name it in their arguments or carry it in their environment."""
+    found = {}
+    for one in procs.processes():
+        place = Path("/proc", str(one.pid))
+        try:
+            words = (place / "cmdline").read_bytes()
+            told = words + (place / "environ").read_bytes() + os.fsencode((place / "cwd").readlink())
+        except OSError:
+            continue
+        if os.fsencode(data) in told:
+            found[one.pid] = words.replace(b"\0", b" ").decode(errors="replace")
+    return found

@@ -1,0 +1,254 @@
+"""Small parts of the worker, without process or network: settings, identity, progress, figures."""
+
+import asyncio
+import stat
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localai_cluster import clock
+from localai_cluster.messaging.messages import ProgressEvent, human_bytes
+from nodes.agent import hardware, identity, probes
+from nodes.agent.config import Config, InvalidSetting, build, host_port
+from nodes.agent.controller import CallFailed, Registered
+from nodes.agent.hardware import Figures, Gpus
+from nodes.agent.logring import LINES, LogLine, LogRings
+from nodes.agent.progress import Progress, Tick, event
+from nodes.agent.registration import GaveUp, body, pauses, register
+
+
+def config(**given: str) -> Config:
+    return build({"register_to": "http://c:1//", "nats_url": "nats://n:4222", **given}, {})
+
+
+def test_addresses_follow_the_rules() -> None:
+    """worker.md §3, W2."""
+    plain = config(addr="h:6000")
+    assert (plain.base_port, plain.advertise_addr, plain.advertise_http_addr) == (6000, "h:6000", "h:5999")
+    assert plain.http_bind == ("0.0.0.0", 5999)
+    assert plain.max_port == 65535
+    assert plain.register_to == "http://c:1"
+    assert config().base_port == 50051
+    assert config(serve_addr="0.0.0.0:7000").advertise_addr.endswith(":7000")
+    assert config(addr="h:6000", grpc_max_port="5000").max_port == 65535
+    assert config(addr="h:6000", grpc_max_port="6005").max_port == 6005
+    six = config(addr="[::1]:6000", advertise_addr="[fe80::1]:7")
+    assert (six.base_port, six.advertise_host) == (6000, "[fe80::1]")
+    assert config(heartbeat_interval="0").heartbeat_interval == 10
+    assert config(max_replicas_per_model="-3").max_replicas_per_model == 1
+    assert config(backends_path="/b").source_roots == (Path("/b"),)
+    assert config(backends_path="/a/b").data_dir == Path("/a")
+
+
+@pytest.mark.parametrize("text", ["", "h", "h:", "h:0", "h:65536", "h:x", "::1:5", "h:²"])
+def test_what_is_not_host_and_port(text: str) -> None:
+    with pytest.raises(ValueError, match="not host:port"):
+        host_port(text)
+
+
+def test_secrets_from_files_and_never_in_repr(tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("hush\n")
+    url = tmp_path / "url"
+    url.write_text("nats://u:hush2@h:1\n")
+    environment = {"LOCALAI_REGISTRATION_TOKEN_FILE": str(secret), "LOCALAI_NATS_URL_FILE": str(url)}
+    made = build({"register_to": "http://c"}, environment)
+    assert (made.registration_token, made.nats_url) == ("hush", "nats://u:hush2@h:1")
+    assert "hush" not in repr(made)
+
+
+def test_required_authentication_demands_a_token() -> None:
+    with pytest.raises(InvalidSetting, match="LOCALAI_REGISTRATION_TOKEN"):
+        config(distributed_require_auth="true")
+
+
+def test_the_secret_is_made_once_with_mode_0600(tmp_path: Path) -> None:
+    secrets: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: secrets.append(identity.load_or_create_secret(tmp_path)))
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(secrets)) == 1
+    assert len(secrets[0]) == 64
+    assert [path.name for path in tmp_path.iterdir()] == ["node-secret"]
+    path = tmp_path / "node-secret"
+    path.chmod(0o644)
+    assert identity.load_or_create_secret(tmp_path) == secrets[0]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.write_text("short")
+    with pytest.raises(identity.IdentityProblem, match="enrolled anew"):
+        identity.load_or_create_secret(tmp_path)
+
+
+def test_registration_body() -> None:
+    """worker.md §5.1: what is always sent, what only when known."""
+    made = config(node_labels="a=b, c = d ,odd", max_replicas_per_model="2", node_name="n", addr="h:2")
+    told = body(made, "nvidia", Gpus(8, 4, "nvidia", "8.9"), Figures(10, 5, None, None))
+    assert told == {
+        "name": "n",
+        "address": "h:2",
+        "http_address": "h:1",
+        "total_vram": 8,
+        "available_vram": 8,
+        "gpu_vendor": "nvidia",
+        "gpu_compute_capability": "8.9",
+        "capability": "nvidia",
+        "max_replicas_per_model": 2,
+        "labels": {"a": "b", "c": "d", "node.replica-slots": "2"},
+        "total_ram": 10,
+        "available_ram": 5,
+    }
+    assert body(config(vram_budget="80%"), "default", Gpus(), Figures(1, 1, 0, 0))["available_disk"] == 0
+
+
+async def test_registration_gives_up_after_a_hundred_attempts() -> None:
+    """worker.md §5.2, W3: 2, 4, 8 … at most 30 s, then the worker exits."""
+    slept: list[float] = []
+
+    class Refusing:
+        async def register(self, told: dict[str, Any]) -> Registered:
+            raise CallFailed("no", 401)
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def told() -> dict[str, Any]:
+        return {}
+
+    with pytest.raises(GaveUp, match="100 attempts"):
+        await register(Refusing(), told, sleep)  # type: ignore[arg-type]
+    assert slept[:6] == [2, 4, 8, 16, 30, 30]
+    assert slept == list(pauses())
+    assert len(slept) == 99
+
+
+class Windows:
+    """Sleeps that end when the test says so."""
+
+    def __init__(self) -> None:
+        self.waiting: list[asyncio.Future[None]] = []
+
+    async def sleep(self, seconds: float) -> None:
+        assert seconds == 0.25
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.waiting.append(future)
+        await future
+
+    async def end(self) -> None:
+        self.waiting.pop().set_result(None)
+        await settle()
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_progress_leaves_first_at_once_then_once_a_window_and_last_before_the_end() -> None:
+    """nats.md §4.3, W24: leading edge, one slot, flush."""
+    sent: list[ProgressEvent] = []
+
+    async def send(progress: ProgressEvent) -> None:
+        sent.append(progress)
+
+    windows = Windows()
+    progress = Progress(send, "op", "node", "b", windows.sleep)
+
+    def sizes() -> list[int]:
+        return [progress.current_bytes for progress in sent]
+
+    progress.report(Tick("downloading", 1, 10))
+    await settle()
+    assert sizes() == [1]
+    for size in (2, 3, 4):
+        progress.report(Tick("downloading", size, 10))
+    await settle()
+    assert sizes() == [1]
+    await windows.end()
+    assert sizes() == [1, 4]
+    await windows.end()
+    await settle()
+    assert sizes() == [1, 4], "a quiet window sends nothing"
+    progress.report(Tick("downloading", 9, 10))
+    await settle()
+    progress.report(Tick("downloading", 10, 10))
+    await progress.finish()
+    assert sizes() == [1, 4, 9, 10]
+    assert [one.seq for one in sent] == [1, 2, 3, 4]
+    await progress.finish()
+    assert len(sent) == 4
+
+
+@given(st.integers(0, 10**15), st.integers(1, 10**15))
+def test_events_tell_real_figures(current: int, total: int) -> None:
+    current = min(current, total)
+    told = event(Tick("downloading", current, total, "f"), 1, "o", "n", "b")
+    assert 0 <= told.percentage <= 100
+    assert (told.current_bytes, told.total_bytes) == (current, total)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (512, "512 B"), (1024, "1.0 KiB"), (412 * 2**20, "412.0 MiB"), (2**60, "1024.0 PiB")],
+)
+def test_human_sizes(size: int, text: str) -> None:
+    """nats.md §4.3."""
+    assert human_bytes(size) == text
+
+
+def test_gpus_are_summed_and_nonsense_left_out() -> None:
+    text = "24564, 20000, 8.9\n24564, 24000, 8.9\n[N/A], x\n"
+    found = hardware.parse_gpus(text)
+    assert (found.total, found.free) == (2 * 24564 * 2**20, 44000 * 2**20)
+    assert (found.vendor, found.compute_capability) == ("nvidia", "8.9")
+    assert hardware.parse_gpus("no devices") == Gpus()
+
+
+def test_capability(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """worker.md §18.4: forced, run file, small or no GPU, vendor."""
+    noted = tmp_path / "capability"
+    big = Gpus(24 * 2**30, 0, "nvidia", "8.9")
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert hardware.detect_capability("forced", big, noted) == "forced"
+    assert hardware.detect_capability("", Gpus(), noted) == "default"
+    assert hardware.detect_capability("", Gpus(4 * 2**30, 0, "nvidia"), noted) == "default"
+    assert hardware.detect_capability("", big, noted).startswith("nvidia")
+    noted.write_text(" metal\n")
+    assert hardware.detect_capability("", big, noted) == "metal"
+
+
+def test_log_rings_hold_the_last_lines_and_merge_replicas() -> None:
+    """worker.md §11."""
+    rings, now = LogRings(), clock.now()
+    for number in range(LINES + 5):
+        rings.append("m#0", LogLine(now, "stdout", str(number)))
+    rings.append("m#1", LogLine(now, "stderr", "x"))
+    assert len(rings.lines("m#0")) == LINES
+    assert rings.lines("m#0")[0].text == "5"
+    assert len(rings.lines("m")) == LINES + 1
+    assert rings.lines("nobody") == []
+
+
+@pytest.mark.parametrize(
+    ("request_line", "problem", "status"),
+    [
+        ("GET /healthz HTTP/1.1", "bus down", b"200"),
+        ("GET /readyz?x=1 HTTP/1.1", "bus down", b"503"),
+        ("HEAD /readyz HTTP/1.1", "", b"200"),
+        ("POST /healthz HTTP/1.1", "", b"405"),
+        ("GET /v1/files/x HTTP/1.1", "", b"404"),
+        ("\x00", "", b"404"),
+    ],
+)
+def test_probes(request_line: str, problem: str, status: bytes) -> None:
+    """worker.md §12: probes need no token."""
+    answer = probes.respond(request_line.encode() + b"\r\n\r\n", problem)
+    assert answer.split(b" ")[1] == status

@@ -1,0 +1,94 @@
+"""The supervisor with tiny real processes and shortened limits: what the process tests would wait too long
+for."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from localai_cluster import clock, procs
+from nodes.agent import processes
+from nodes.agent.logring import LogRings
+from nodes.agent.ports import PortAllocator
+from nodes.agent.processes import StartFailed, Supervisor
+
+TOKEN = "token-of-the-registration"
+
+
+@pytest.fixture
+async def supervisor() -> AsyncIterator[Supervisor]:
+    with procs.Guardian() as guardian:
+        supervisor = Supervisor(PortAllocator(42000, 42999), TOKEN, guardian, LogRings())
+        yield supervisor
+        supervisor.hurry()
+        await supervisor.close()
+
+
+def script(folder: Path, text: str) -> Path:
+    start = folder / "run.sh"
+    start.write_text(f"#!/bin/sh\n{text}\n")
+    start.chmod(0o644)
+    return start
+
+
+async def test_never_healthy_is_given_up_and_killed(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W17, with the limit shortened: failure with the last words, the process and its children dead."""
+    monkeypatch.setattr(processes, "READY_LIMIT", 0.5)
+    start = script(tmp_path, f"echo waiting >&2; sleep 1000 & echo $! > {tmp_path}/child; wait")
+    with pytest.raises(StartFailed, match=r"not ready within 0.5 s.*\n.*waiting"):
+        await supervisor.start("m#0", "b", start)
+    assert supervisor.engines() == []
+    child = int((tmp_path / "child").read_text())
+    found = procs.stat(child)
+    assert found is None or not found.running
+
+
+async def test_last_words_do_not_tell_the_token(supervisor: Supervisor, tmp_path: Path) -> None:
+    """What an engine prints of its environment ends in operations and answers; the token must not."""
+    start = script(tmp_path, "env >&2; exit 3")
+    with pytest.raises(StartFailed, match="LOCALAI_GRPC_AUTH_TOKEN") as caught:
+        await supervisor.start("m#0", "b", start)
+    assert TOKEN not in caught.value.message
+
+
+async def test_a_stubborn_engine_is_killed_after_the_grace(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W20, with the grace shortened: SIGTERM to the group, then SIGKILL."""
+    monkeypatch.setattr(processes, "GRACE", 0.3)
+    start = script(tmp_path, f"trap '' TERM; touch {tmp_path}/up; while :; do sleep 1; done")
+    starting = asyncio.create_task(supervisor.start("m#0", "b", start))
+
+    async def up() -> bool:
+        return (tmp_path / "up").exists()
+
+    assert await clock.wait_until(up, timeout=10)
+    begin = clock.monotonic()
+    outcome = await supervisor.stop("m#0", force=True)
+    assert outcome.terminated
+    assert 0.2 < clock.monotonic() - begin < 5
+    with pytest.raises(StartFailed, match="stopped while it started"):
+        await starting
+    assert (await supervisor.stop("m#0", force=True)).matched is False
+
+
+async def test_an_endless_line_and_a_failing_start_are_bounded(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    start = script(tmp_path, "head -c 300000 /dev/zero | tr '\\0' x >&2; exit 7")
+    with pytest.raises(StartFailed, match="exit 7") as caught:
+        await supervisor.start("m#0", "b", start)
+    assert len(caught.value.message) < 21 * 9000
+    with pytest.raises(StartFailed, match="cannot be started"):
+        await supervisor.start("m#0", "b", script(tmp_path, "").with_name("none"))
+
+
+def test_the_environment_of_an_engine_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """W26, worker.md §21: backends must not inherit the worker's secrets."""
+    monkeypatch.setenv("LOCALAI_NATS_URL", "nats://u:p@h")
+    told = processes.environment("tok")
+    assert set(told) == {"PATH", "HOME", "LANG", "LOCALAI_GRPC_AUTH_TOKEN"}
+    assert "LOCALAI_GRPC_AUTH_TOKEN" not in processes.environment("")

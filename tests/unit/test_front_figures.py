@@ -1,0 +1,41 @@
+"""The figures of the main job: compared with what is expected, and named when they are off."""
+
+import copy
+import math
+from typing import Any
+
+from localai_cluster.embedded.figures import compare, cosine
+
+EXPECT = {
+    "dimensions": 2,
+    "norm": 1.0,
+    "tolerance": 0.001,
+    "cosines": [{"of": ["a", "b"], "is": 0.8}],
+    "first_components": {"a": [1.0]},
+    "prompt_tokens": 5,
+}
+ANSWER: dict[str, Any] = {
+    "data": [{"index": 1, "embedding": [0.8, 0.6]}, {"index": 0, "embedding": [1.0, 0.0]}],
+    "usage": {"prompt_tokens": 5},
+}
+
+
+def test_a_right_answer_holds_whatever_its_order() -> None:
+    figures = compare(ANSWER, ["a", "b"], EXPECT)
+    assert all(figure.holds for figure in figures)
+    assert {"cos(a, b)", "prompt tokens", "'a' [0]", "dimensions of 'b'"} <= {one.name for one in figures}
+
+
+def test_each_wrong_figure_is_named() -> None:
+    answer = copy.deepcopy(ANSWER)
+    answer["data"][1]["embedding"] = [0.99, 0.0]
+    answer["usage"]["prompt_tokens"] = 6
+    off = [figure.name for figure in compare(answer, ["a", "b"], EXPECT) if not figure.holds]
+    assert off == ["length of 'a'", "'a' [0]", "prompt tokens"]
+
+
+def test_a_vector_without_direction_is_off() -> None:
+    assert math.isnan(cosine([0.0, 0.0], [1.0, 0.0]))
+    answer = copy.deepcopy(ANSWER)
+    answer["data"][0]["embedding"] = [0.0, 0.0]
+    assert "cos(a, b)" in [one.name for one in compare(answer, ["a", "b"], EXPECT) if not one.holds]

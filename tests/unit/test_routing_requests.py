@@ -1,0 +1,126 @@
+"""What the inference edge accepts and answers, without any server."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localai_cluster.asgi import without_slash
+from localai_cluster.errors import InvalidInput
+from nodes.inference import wire
+from nodes.inference.embeddings import MAX_TEXT_BYTES, MAX_TEXTS, parse
+
+GOOD: dict[str, Any] = {"model": "m", "input": "a"}
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"model": None}, "model"),
+        ({"model": ""}, "model"),
+        ({"model": 5}, "model"),
+        ({"input": None}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ["a", ""]}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": {"text": "a"}}, "input"),
+        ({"input": [1, 2, 3]}, "input"),
+        ({"input": ["a", ["b"]]}, "input"),
+        ({"input": ["a"] * (MAX_TEXTS + 1)}, "input"),
+        ({"input": "a" * (MAX_TEXT_BYTES + 1)}, "input"),
+        ({"input": "€" * (MAX_TEXT_BYTES // 2)}, "input"),
+        ({"encoding_format": "hex"}, "encoding_format"),
+        ({"encoding_format": ["float"]}, "encoding_format"),
+        ({"encoding_format": False}, "encoding_format"),
+        ({"encoding_format": {}}, "encoding_format"),
+        ({"dimensions": 0}, "dimensions"),
+        ({"dimensions": "3"}, "dimensions"),
+        ({"dimensions": True}, "dimensions"),
+        ({"dimensions": 1.5}, "dimensions"),
+        ({"user": 5}, "user"),
+    ],
+)
+def test_wrong_fields_are_named(change: dict[str, Any], field: str) -> None:
+    """Bad input is a 400 that names the field."""
+    with pytest.raises(InvalidInput) as refused:
+        parse(GOOD | change)
+    assert refused.value.field == field
+
+
+def test_what_clients_send_is_accepted() -> None:
+    """A text or a list of texts; `user`, `encoding_format` and unknown fields are fine."""
+    assert parse(GOOD).texts == ["a"]
+    assert parse(GOOD | {"input": ["a", "b"]}).texts == ["a", "b"]
+    assert parse(GOOD | {"encoding_format": "base64", "user": "u", "new": 1}).as_base64
+    assert parse(GOOD | {"encoding_format": None, "dimensions": 3}).dimensions == 3
+    assert len(parse(GOOD | {"input": "a" * MAX_TEXT_BYTES}).texts[0]) == MAX_TEXT_BYTES
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+JSON = (
+    SCALARS
+    | st.lists(SCALARS | st.lists(SCALARS), max_size=3)
+    | st.dictionaries(st.text(), SCALARS, max_size=3)
+)
+
+
+@given(
+    st.fixed_dictionaries({}, optional=dict.fromkeys((*GOOD, "encoding_format", "dimensions", "user"), JSON))
+)
+def test_any_object_is_accepted_or_refused(body: dict[str, Any]) -> None:
+    """No combination of values is anything but accepted or a 400 with a field."""
+    field: str | None = "model"
+    try:
+        parse(body)
+    except InvalidInput as refused:
+        field = refused.field
+    assert field in (*GOOD, "encoding_format", "dimensions", "user")
+
+
+@pytest.mark.parametrize("body", [b"{", b"[1]", b'"a"', b"null", b"\xff", b'{"a": NaN}', b'{"a": "\\ud800"}'])
+def test_malformed_bodies(body: bytes) -> None:
+    """Malformed JSON is a 400."""
+    with pytest.raises(InvalidInput):
+        wire.json_object(body)
+
+
+def test_an_empty_body_is_an_empty_object() -> None:
+    """§0.1: a request with Content-Length 0 parses as an empty object."""
+    assert wire.json_object(b"") == {}
+
+
+def test_the_body_limit_names_itself() -> None:
+    """An oversized body is a 400 that names the limit, and is not kept in memory."""
+    served = 0
+
+    async def receive() -> wire.Message:
+        nonlocal served
+        served += 1
+        return {"type": "http.request", "body": b"x" * 1_000_000, "more_body": True}
+
+    with pytest.raises(InvalidInput, match=str(wire.MAX_BODY)):
+        asyncio.run(wire.read_body(receive))
+    assert served == wire.MAX_BODY // 1_000_000 + 1
+
+
+@pytest.mark.parametrize(
+    ("given_path", "path"),
+    [
+        ("/v1/embeddings/", "/v1/embeddings"),
+        ("/embeddings/", "/embeddings"),
+        ("/api/nodes/", "/api/nodes"),
+        ("/healthz/", "/healthz"),
+        ("/ws/operations/", "/ws/operations"),
+        ("/admin/", "/admin/"),
+        ("/", "/"),
+        ("/v1/embeddings", "/v1/embeddings"),
+        ("/static/a/", "/static/a/"),
+    ],
+)
+def test_trailing_slashes(given_path: str, path: str) -> None:
+    """§0.1: accepted without a redirect on every API route, left alone elsewhere."""
+    scope = without_slash({"path": given_path, "raw_path": given_path.encode()})
+    assert (scope["path"], scope["raw_path"]) == (path, path.encode())

@@ -1,0 +1,77 @@
+"""The environment and the system checks: every wrong setting is named with what to do, none raises."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from django.core.checks import run_checks
+
+from localai_cluster import env
+from localai_cluster.env import weak_secret
+
+WRONG = {
+    "PORT": "abc",
+    "LOG_LEVEL": "loud",
+    "CLUSTER_OPERATION_LEASE": "0",
+    "CLUSTER_REQUEST_TIMEOUT": "0s",
+    "CLUSTER_NODE_STALE_AFTER": "soon",
+    "LOCALAI_MODEL_LOAD_WAIT": "-1s",
+    "LOCALAI_AUTO_APPROVE_NODES": "perhaps",
+    "LOCALAI_BACKEND_GALLERIES": "xx",
+    "SECRET_KEY_FILE": "/nowhere/at/all",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in WRONG if name not in ("LOG_LEVEL", "SECRET_KEY_FILE")])
+def test_a_wrong_value_becomes_a_problem_that_names_it(name: str) -> None:
+    """The setting, what is wrong, what to do; in words, not in the library's."""
+    _, found = env.load({name: WRONG[name]})
+    (problem,) = found.problems
+    assert problem.setting == name
+    assert problem.hint
+    assert "invalid literal" not in problem.message
+    assert "Expecting" not in problem.message
+
+
+def test_other_readers_name_their_setting_too() -> None:
+    """LOG_LEVEL and secret files are read by the settings module with the same means."""
+    found = env.Environment(WRONG)
+    assert found.parsed("LOG_LEVEL", env.parse_log_level, "INFO", "Use INFO.") == "INFO"
+    assert found.secret("SECRET_KEY") == ""
+    assert [problem.setting for problem in found.problems] == ["LOG_LEVEL", "SECRET_KEY_FILE"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "id", "names"),
+    [
+        ({"database_url": ""}, "cluster.E002", "DATABASE_URL"),
+        ({"redis_url": "http://h"}, "cluster.E003", "REDIS_URL"),
+        ({"redis_url": "redis://h:port/0"}, "cluster.E003", "REDIS_URL"),
+        ({"nats_url": "nats://"}, "cluster.E003", "LOCALAI_NATS_URL"),
+        ({"nats_url": "nats://u:hunter2@h:99999"}, "cluster.E003", "LOCALAI_NATS_URL"),
+        ({"database_url": "postgresql://h:abc/x"}, "cluster.E003", "DATABASE_URL"),
+        ({"host": "0.0.0.0", "api_key": "changeme-changeme-changeme"}, "cluster.E004", "LOCALAI_API_KEY"),
+        ({"allow_shared_token_nodes": True}, "cluster.W001", "LOCALAI_ALLOW_SHARED_TOKEN_NODES"),
+    ],
+)
+def test_system_checks_name_the_setting(settings: Any, changes: dict[str, Any], id: str, names: str) -> None:
+    """`manage.py check` tells each by its id; no secret is repeated."""
+    settings.CLUSTER = replace(settings.CLUSTER, **changes)
+    found = [message for message in run_checks() if message.id == id]
+    assert any(names in message.msg for message in found), found
+    assert all("hunter2" not in message.msg for message in found)
+
+
+def test_good_settings_pass(settings: Any) -> None:
+    """No check cries wolf."""
+    settings.CLUSTER = replace(settings.CLUSTER, nats_url="nats://u:p@one:4222,nats://u:p@two:4222")
+    assert [message for message in run_checks() if str(message.id).startswith("cluster.")] == []
+
+
+@pytest.mark.parametrize(
+    ("value", "weak"),
+    [("short", True), ("a" * 64, True), ("changeme" * 4, True), ("0f" * 3 + "9a8b7c6d5e4f3a2b1c0d", False)],
+)
+def test_what_a_weak_secret_is(value: str, weak: bool) -> None:
+    """Short, repeated or well known."""
+    assert weak_secret(value) is weak

@@ -1,0 +1,32 @@
+"""Hints for waiting: none that arrives between look and wait is slept through."""
+
+from uuid import uuid4
+
+from operations.waiting import Hints
+
+
+async def test_a_hint_between_look_and_wait_is_kept() -> None:
+    """The wait returns at once, because the row may have changed after it was read."""
+    hints, operation = Hints(), uuid4()
+    with hints.watch(operation) as watch:
+        hints.hear(str(operation))
+        assert await watch.changed(timeout=60)
+        assert not await watch.changed(timeout=0)
+
+
+async def test_news_that_may_have_been_missed_wakes_everyone() -> None:
+    """After a reconnect nobody knows what was said meanwhile, so everyone looks."""
+    hints = Hints()
+    with hints.watch(uuid4()) as one, hints.watch(uuid4()) as other:
+        hints.hear("")
+        assert await one.changed(timeout=60)
+        assert await other.changed(timeout=60)
+
+
+async def test_hints_are_for_their_operation_only_and_leave_nothing_behind() -> None:
+    """A process that waited for a million operations remembers none of them."""
+    hints, mine = Hints(), uuid4()
+    with hints.watch(mine) as watch:
+        hints.hear(str(uuid4()))
+        assert not await watch.changed(timeout=0)
+    assert hints._watches == {}
