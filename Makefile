@@ -1,18 +1,20 @@
 # Two commands to know: `make run` and `make test`. Needs Python 3.11 or later with venv, and nothing else.
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help run test fuzz demo worker measure install install-test gallery lock lint hooks clean
+.PHONY: help run test fuzz demo worker measure install install-test gallery lock lint trace hooks clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 NAME ?=
+SECTION ?=
 # Most of what the tests wait for is a lease or a copy, not the processor: three at a time on two cores.
 TEST_PROCESSES ?= 3
 
 help:
 	@echo "make run              everything on this machine, until Ctrl-C"
 	@echo "make test             lint, types, import contracts and all tests"
+	@echo "make trace            which tests prove which rule; SECTION=\"1B http-1\" for a part; fails on a gap"
 	@echo "make fuzz             generated requests as admin and as a node, compared with the API document"
 	@echo "make demo             plays the main job and prints its figures"
 	@echo "make worker NAME=two  one more worker for the running cluster"
@@ -51,6 +53,9 @@ lint: install-test
 
 test: lint gallery
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+
+trace: install-test
+	@exec $(BIN)/python -m tests.checks.trace $(SECTION)
 
 fuzz: install-test gallery
 	@exec $(BIN)/python -m tests.fuzz

@@ -1,0 +1,199 @@
+"""Which tests prove which rule: the rules are read from `docs/contract/`, the proofs from pytest's own collection.
+
+A test says what it proves by the marker `@pytest.mark.rule("R1.32", "http-1.2")`; `python -m tests.checks.trace`
+prints rule -> tests for the covered sections (or for those named) and exits 1 if a covered rule has no test, or
+if a marker names a rule that no sheet knows. Nothing is run and no server is started. A skipped or an expected
+failure proves nothing. A deviation (`docs/deviations.md`) needs a test like every other rule.
+"""
+
+import io
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+CONTRACT = Path(__file__).resolve().parents[2] / "docs" / "contract"
+TITLE = 88
+
+_HEADING = re.compile(r"^#{2,3} (?P<number>\d+[A-Z]?(?:\.\d+)?)\.? ")
+_SPAN = re.compile(r"(?P<stem>.+-)(?P<first>\d+)…(?P<last>\d+)\Z")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One numbered rule: `section` is what `make trace SECTION=` calls it, `title` its first line."""
+
+    id: str
+    section: str
+    title: str
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """How a file numbers its rules: `pattern` finds id and text in a line, `prefix` goes before the id.
+
+    `only` is the one section whose lines count, where a sheet numbers other lists the same way.
+    """
+
+    name: str
+    pattern: re.Pattern[str]
+    prefix: str = ""
+    only: str = ""
+
+
+SHEETS = (
+    Sheet("scheduling.md", re.compile(r"^(?:\| )?(R\d+\.\d+) (.+)")),
+    Sheet("scheduling.md", re.compile(r"^\| (C\d+) \| (.+)")),
+    Sheet("scheduling.md", re.compile(r"^- (T-[A-Z]+-[\d…]+) (.+)")),
+    Sheet("http-api.md", re.compile(r"^### (\d+\.\d+) (.+)"), "http-"),
+    Sheet("worker.md", re.compile(r"^#{2,3} (\d+(?:\.\d+)?)\.? (.+)"), "worker-"),
+    Sheet("worker.md", re.compile(r"^(\d+)\. (.+)"), "W", only="W22"),
+    Sheet("operations-and-ui.md", re.compile(r"^[-|] \**([OHA]\d+)\.?\**[ |]+(.+)")),
+    Sheet("README.md", re.compile(r"^\| (I\d+) \| (.+)")),
+)
+
+
+def _numbers(prefix: str, *spans: range) -> frozenset[str]:
+    return frozenset(f"{prefix}{number}" for span in spans for number in span)
+
+
+# The sections that must have no gap, and of each the rules that count; None: all of the section.
+COVERED: dict[str, frozenset[str] | None] = {
+    "1A": None,
+    "1B": None,
+    "1C": None,
+    "1D": None,
+    "1E": None,
+    "1F": None,
+    "1J": _numbers("R1.", range(68, 70)),
+    "1P": None,
+    # Registration and approval; labels, detail, selectors; bulk removals; overrides; VRAM budget; end to end.
+    "7A": _numbers(
+        "T-REG-",
+        range(1, 12),
+        range(33, 45),
+        range(59, 60),
+        range(72, 79),
+        range(84, 87),
+        range(103, 110),
+        range(140, 147),
+        range(152, 153),
+    ),
+    "http-1": None,
+    "http-2": _numbers("http-2.", range(1, 10)),
+}
+
+
+class Untraceable(Exception):
+    """The trace cannot be made: the tests cannot be collected, or a section is not among the covered ones."""
+
+
+def rules(contract: Path = CONTRACT) -> dict[str, Rule]:
+    """Every rule of every sheet under `contract`, by id, in the order of the sheets."""
+    found: dict[str, Rule] = {}
+    for sheet in SHEETS:
+        for rule in _of_sheet(sheet, (contract / sheet.name).read_text(encoding="utf-8")):
+            found.setdefault(rule.id, rule)
+    return found
+
+
+def _of_sheet(sheet: Sheet, text: str) -> Iterator[Rule]:
+    section = ""
+    for line in text.splitlines():
+        if heading := _HEADING.match(line):
+            section = sheet.prefix + heading["number"].partition(".")[0]
+        found = sheet.pattern.match(line)
+        if found and sheet.only in ("", section):
+            yield from (Rule(sheet.prefix + name, section, found[2]) for name in _expand(found[1]))
+
+
+def _expand(name: str) -> list[str]:
+    """`T-REG-119…122` is four rules."""
+    span = _SPAN.match(name)
+    if span is None:
+        return [name]
+    return [f"{span['stem']}{number}" for number in range(int(span["first"]), int(span["last"]) + 1)]
+
+
+def covered(known: dict[str, Rule], sections: Iterable[str] = ()) -> list[Rule]:
+    """The rules that need a test, of the named sections or of all covered ones, in the order of the sheets.
+
+    Raises Untraceable for a section that is not covered.
+    """
+    names = list(sections) or list(COVERED)
+    if strange := [name for name in names if name not in COVERED]:
+        raise Untraceable(f"not covered: {', '.join(strange)}; there is: {', '.join(COVERED)}")
+    return [rule for name in names for rule in known.values() if rule.section == name and _counts(rule)]
+
+
+def _counts(rule: Rule) -> bool:
+    wanted = COVERED[rule.section]
+    return wanted is None or rule.id in wanted
+
+
+class _Collector:
+    """The pytest plugin that reads the markers of what was collected."""
+
+    def __init__(self) -> None:
+        self.proofs: dict[str, set[str]] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Notes rule -> tests; the cases of a parametrised test are one test."""
+        for item in items:
+            if item.get_closest_marker("skip") or item.get_closest_marker("xfail"):
+                continue
+            for marker in item.iter_markers("rule"):
+                for name in marker.args or ("(no id)",):
+                    self.proofs.setdefault(str(name), set()).add(item.nodeid.partition("[")[0])
+
+
+def collect(*arguments: str) -> dict[str, set[str]]:
+    """The tests of each rule as pytest collects them, here or where `arguments` point.
+
+    Raises Untraceable with pytest's own words if a test module cannot be imported.
+    """
+    collector, said = _Collector(), io.StringIO()
+    quiet = ["--collect-only", "-q", "-n0", "-p", "no:cacheprovider"]
+    with redirect_stdout(said):
+        code = pytest.main([*quiet, *arguments], plugins=[collector])
+    if code != pytest.ExitCode.OK:
+        raise Untraceable(f"the tests cannot be collected:\n{said.getvalue()}")
+    return collector.proofs
+
+
+def report(wanted: list[Rule], proofs: dict[str, set[str]]) -> tuple[list[str], int]:
+    """What to print, and the number of rules without a test."""
+    lines, gaps, section = [], 0, ""
+    for rule in wanted:
+        if rule.section != section:
+            section = rule.section
+            lines.append(f"[{section}]")
+        tests = sorted(proofs.get(rule.id, ()))
+        gaps += not tests
+        lines.append(f"{rule.id:<12}{'' if tests else 'GAP  '}{rule.title[:TITLE]}")
+        lines += [f"{'':<12}-> {test}" for test in tests]
+    return lines, gaps
+
+
+def main(sections: list[str]) -> int:
+    """Prints the trace; 1 if it has a gap, names an unknown rule or cannot be made."""
+    known = rules()
+    try:
+        wanted, proofs = covered(known, sections), collect()
+    except Untraceable as error:
+        print(error)
+        return 1
+    lines, gaps = report(wanted, proofs)
+    unknown = sorted(set(proofs) - set(known))
+    lines += [f"unknown rule {name}: {', '.join(sorted(proofs[name]))}" for name in unknown]
+    print("\n".join(lines))
+    print(f"{len(wanted)} rules, {gaps} without a test, {len(unknown)} unknown")
+    return 1 if gaps or unknown else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
