@@ -1,9 +1,10 @@
-"""Which tests prove which rule: the rules are read from `docs/contract/`, the proofs from pytest's own collection.
+"""Which tests prove which rule: rules are read from `docs/contract/`, proofs from pytest's own collection.
 
-A test says what it proves by the marker `@pytest.mark.rule("R1.32", "http-1.2")`; `python -m tests.checks.trace`
-prints rule -> tests for the covered sections (or for those named) and exits 1 if a covered rule has no test, or
-if a marker names a rule that no sheet knows. Nothing is run and no server is started. A skipped or an expected
-failure proves nothing. A deviation (`docs/deviations.md`) needs a test like every other rule.
+A test says what it proves by the marker `@pytest.mark.rule("R1.32", "http-1.2")`. `python -m
+tests.checks.trace` prints rule -> tests for the covered sections, or for those named, and exits 1 if a
+covered rule has no test or if a marker names a rule that no sheet knows. Nothing is run and no server is
+started. A skipped test and an expected failure prove nothing. A deviation (`docs/deviations.md`) needs a
+test like every other rule.
 """
 
 import io
