@@ -136,7 +136,7 @@ def collected(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_markers_are_collected_without_running_anything(tmp_path: Path) -> None:
-    """Cases collapse to their function; what is skipped or may fail proves nothing; no id at all is a slip."""
+    """Cases collapse to their function; a skip or an xfail proves nothing; a marker without ids is a slip."""
     done = collected(tmp_path, PLANTED)
     assert done.returncode == 0, done.stderr
     found = {
