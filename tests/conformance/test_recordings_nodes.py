@@ -202,7 +202,7 @@ class Story:
 
     def differences(self, recorded: dict[str, Any], answer: httpx.Response) -> Iterator[str]:
         """In what the answer is not the recorded one."""
-        body = answer.json() if answer.content else None
+        body: Any = answer.json() if answer.content else None
         if answer.headers.get("content-type") != recorded.get("content_type"):
             yield f"content type {answer.headers.get('content-type')}"
         if answer.status_code == recorded["status"]:
@@ -249,7 +249,7 @@ async def web_process() -> AsyncIterator[None]:
 
 async def replay() -> list[str]:
     """Plays the story; answers one line for every difference that is not expected, or expected and gone."""
-    transport = httpx.ASGITransport(app=application, client=("192.0.2.44", 1234))  # type: ignore[arg-type]
+    transport = httpx.ASGITransport(app=application, client=("192.0.2.44", 1234))
     unexpected = []
     async with web_process(), httpx.AsyncClient(transport=transport, base_url="http://ours") as client:
         story = Story(client)
