@@ -182,6 +182,10 @@ class ClusterSettings:
     """Silence after which a node is offline (C15)."""
     web_stale_after: float
     """Silence after which a web process is dead and its in-flight counts are dropped."""
+    drain_deadline: float
+    """How long a node that an admin drains keeps replicas with running requests."""
+    event_retention: float
+    """How long the timeline of nodes is kept, deregistered ones too."""
     operation_lease: float
     """How long a claimed operation stays its controller's without renewal."""
     request_timeout: float
@@ -214,6 +218,8 @@ def load(values: Mapping[str, str] = os.environ) -> tuple[ClusterSettings, Envir
         load_failure_grace=env.seconds("CLUSTER_LOAD_FAILURE_GRACE", 15.0, minimum=0.0),
         node_stale_after=env.seconds("CLUSTER_NODE_STALE_AFTER", 60.0),
         web_stale_after=env.seconds("CLUSTER_WEB_STALE_AFTER", 15.0),
+        drain_deadline=env.seconds("CLUSTER_DRAIN_DEADLINE", 3600.0),
+        event_retention=env.seconds("CLUSTER_EVENT_RETENTION", 30 * 86400.0, minimum=3600.0),
         operation_lease=env.seconds("CLUSTER_OPERATION_LEASE", 10.0),
         request_timeout=env.seconds("CLUSTER_REQUEST_TIMEOUT", 600.0),
     )

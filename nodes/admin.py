@@ -12,6 +12,7 @@ from django.http import HttpRequest
 
 from localai_cluster import clock, errors
 from nodes import identity, services
+from nodes.actors import of_principal
 from nodes.models import (
     ApiKey,
     BackendNode,
@@ -75,7 +76,7 @@ class BackendNodeAdmin(ModelAdmin):
     @admin.action(description="Approve the selected nodes", permissions=["change"])
     def approve(self, request: HttpRequest, queryset: QuerySet[BackendNode]) -> None:
         """Approves pending nodes, each by the service that the API uses."""
-        actor = identity.of_user(request.user).name
+        actor = of_principal(identity.of_user(request.user))
         for node in queryset:
             try:
                 services.approve(node.id, actor=actor, now=clock.now())

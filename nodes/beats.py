@@ -1,9 +1,10 @@
 """Heartbeats: reading one, and writing many in one statement.
 
-A beat proves itself and writes itself at once: the UPDATE matches node id and fingerprint together, so
-nothing is read first. Whoever is not among the returned rows is refused, and one more query tells why.
+A beat proves itself and writes itself at once: the UPDATE matches node id, fingerprint and process together,
+so nothing is read first. Whoever is not among the returned rows is refused, and one more query tells why.
 Figures count only for nodes that are approved and online (R1.34). A node that had fallen silent comes back by
-its beat (R5.5), one that left by itself does not (R5.7).
+its beat (R5.5), one that left by itself does not (R5.7). A beat clears the VRAM reservation unless one was
+made after the beat came in.
 """
 
 import json
@@ -15,14 +16,17 @@ from uuid import UUID
 
 from localai_cluster import errors
 from nodes import budget, identity, states
+from nodes.actors import WORKER
 from nodes.identity import NodeFacts
+from nodes.models import NodeEvent
 from operations.events import NODES
 
 LARGEST = 2**63 - 1
 _FIGURES = ("available_vram", "total_vram", "available_ram", "total_disk", "available_disk")
 _VENDOR_LENGTH = 32
 
-Key = tuple[UUID, str]
+Key = tuple[UUID, str, str]
+"""Node, fingerprint, process."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Beat:
     id: UUID
     fingerprint: str
     at: datetime
+    instance: str = ""
+    source_address: str = ""
     available_vram: int | None = None
     total_vram: int | None = None
     available_ram: int | None = None
@@ -42,7 +48,7 @@ class Beat:
     @property
     def key(self) -> Key:
         """Beats of the same key are one row of a batch."""
-        return self.id, self.fingerprint
+        return self.id, self.fingerprint, self.instance
 
     def after(self, earlier: "Beat") -> "Beat":
         """This beat with what only the earlier one reported filled in."""
@@ -87,15 +93,16 @@ def _vendor(value: Any) -> str | None:
 WRITE = f"""
 WITH beat AS (
     SELECT * FROM jsonb_to_recordset(%(beats)s::jsonb) AS beat(
-        id uuid, fingerprint text, at timestamptz, available_vram bigint, total_vram bigint,
+        id uuid, fingerprint text, at timestamptz, instance text, available_vram bigint, total_vram bigint,
         available_ram bigint, total_disk bigint, available_disk bigint, gpu_vendor text)
 ), own AS (
-    SELECT node.id, starts_with(node.offline_reason, '{states.SILENT}') AS silent,
+    SELECT node.id, node.offline_at IS NOT NULL AND node.offline_recovers AS silent, beat.instance,
         beat.at, beat.available_vram, beat.total_vram, beat.available_ram, beat.total_disk,
         beat.available_disk, beat.gpu_vendor,
         node.approved_at IS NOT NULL AND node.offline_at IS NULL AS live
     FROM backend_nodes AS node JOIN beat ON beat.id = node.id AND beat.fingerprint = node.fingerprint
-    WHERE node.fingerprint <> '' OR node.weak_identity
+    WHERE (node.fingerprint <> '' OR node.weak_identity) AND node.rotation_requested_at IS NULL
+        AND (beat.instance = '' OR beat.instance = node.instance)
     ORDER BY node.id FOR NO KEY UPDATE OF node
 ), written AS (
     UPDATE backend_nodes AS node SET
@@ -103,7 +110,11 @@ WITH beat AS (
         updated_at = greatest(node.updated_at, own.at),
         offline_at = CASE WHEN own.silent THEN NULL ELSE node.offline_at END,
         offline_reason = CASE WHEN own.silent THEN '' ELSE node.offline_reason END,
-        reserved_vram = CASE WHEN own.live AND own.available_vram IS NOT NULL THEN 0
+        offline_by = CASE WHEN own.silent THEN '' ELSE node.offline_by END,
+        offline_recovers = node.offline_recovers AND NOT own.silent,
+        revision = node.revision + own.silent::int,
+        reserved_vram = CASE WHEN own.live AND own.available_vram IS NOT NULL
+            AND (node.reserved_at IS NULL OR node.reserved_at <= own.at) THEN 0
             ELSE node.reserved_vram END,
         available_vram = CASE WHEN own.live AND own.available_vram IS NOT NULL
             THEN least(own.available_vram, nullif(node.vram_budget_bytes, 0)) ELSE node.available_vram END,
@@ -118,11 +129,17 @@ WITH beat AS (
         gpu_vendor = CASE WHEN own.live THEN coalesce(nullif(own.gpu_vendor, ''), node.gpu_vendor)
             ELSE node.gpu_vendor END
     FROM own WHERE own.id = node.id
-    RETURNING node.id, node.fingerprint, own.silent,
+    RETURNING node.id, node.fingerprint, own.instance, own.silent, own.at, node.name, node.status,
         CASE WHEN own.live AND own.total_vram IS NOT NULL THEN node.vram_budget ELSE '' END AS budget,
         node.total_vram, node.vram_budget_bytes
+), told AS (
+    INSERT INTO node_events (node_id, node_name, kind, at, last_at, count, actor_kind, actor, cause,
+        status_before, status_after, detail, request_id)
+    SELECT id, name, '{NodeEvent.Kind.HEARD_AGAIN}', at, at, 1, '{WORKER.kind}', '{WORKER}', 'heartbeat',
+        '{states.OFFLINE}', status, '{{}}', ''
+    FROM written WHERE silent
 )
-SELECT id, fingerprint, budget, total_vram, vram_budget_bytes,
+SELECT id, fingerprint, instance, budget, total_vram, vram_budget_bytes,
     CASE WHEN silent THEN pg_notify('{NODES}', id::text) END
 FROM written
 """
@@ -134,7 +151,7 @@ WHERE id = %(id)s AND total_vram = %(total)s RETURNING id
 """
 
 _REFUSED = """
-SELECT id, fingerprint, weak_identity FROM backend_nodes
+SELECT id, fingerprint, weak_identity, instance, rotation_requested_at IS NOT NULL FROM backend_nodes
 WHERE id = ANY(%(ids)s) OR (fingerprint <> '' AND fingerprint = ANY(%(fingerprints)s))
 """
 
@@ -142,9 +159,9 @@ WHERE id = ANY(%(ids)s) OR (fingerprint <> '' AND fingerprint = ANY(%(fingerprin
 async def record(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:
     """Writes all beats (no two of one key) in one statement; answers per key why it was refused, or None."""
     rows = await database.rows(WRITE, {"beats": json.dumps([_plain(beat) for beat in beats])})
-    for node_id, _, text, total, limit, _ in rows:
+    for node_id, _, _, text, total, limit, _ in rows:
         await _resolve_budget(database, node_id, text, total, limit)
-    written = {(node_id, fingerprint) for node_id, fingerprint, *_ in rows}
+    written = {(node_id, fingerprint, instance) for node_id, fingerprint, instance, *_ in rows}
     refused = [beat for beat in beats if beat.key not in written]
     return dict.fromkeys(written) | await _refusals(database, refused)
 
@@ -171,7 +188,7 @@ async def _refusals(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.C
 def _verdict(beat: Beat, known: Iterable[NodeFacts]) -> errors.ClusterError | None:
     relevant = [row for row in known if row.id == beat.id or row.fingerprint == beat.fingerprint]
     try:
-        identity.judge(beat.id, beat.fingerprint, relevant)
+        identity.judge(beat.id, beat.fingerprint, beat.instance, relevant)
     except errors.ClusterError as refusal:
         return refusal
     return None

@@ -24,6 +24,8 @@ from nodes.models import ApiKey, BackendNode
 Kind = Literal["anonymous", "user", "admin", "node"]
 
 KEY_PREFIX = "lac-"
+AGENT_PREFIX = "lai-"
+"""Of the keys that agent nodes get; the reference's form, because its agents read it (§1.1)."""
 _SHOWN = 12
 _NODE_SECRET = re.compile(r"[0-9a-f]{64}\Z")
 
@@ -88,7 +90,7 @@ def of_user(user: AbstractBaseUser | AnonymousUser | None) -> Principal:
 def by_credential(credential: str) -> Principal | None:
     """The principal of a static or an API key, in at most one query; None if it is neither."""
     admin = static_admin(credential)
-    if admin is not None or not credential.startswith(KEY_PREFIX):
+    if admin is not None or not credential.startswith((KEY_PREFIX, AGENT_PREFIX)):
         return admin
     key = (
         ApiKey.objects.select_related("user")
@@ -100,7 +102,15 @@ def by_credential(credential: str) -> Principal | None:
 
 def create_api_key(user: Any, name: str) -> tuple[ApiKey, str]:
     """Makes a key for `user`; returns the row and the plaintext, which exists nowhere else."""
-    plain = KEY_PREFIX + secrets.token_hex(24)
+    return _store_key(user, name, KEY_PREFIX + secrets.token_hex(24))
+
+
+def create_agent_key(user: Any, name: str) -> tuple[ApiKey, str]:
+    """Makes the key of an agent node: `lai-` and 64 hex digits."""
+    return _store_key(user, name[:100], AGENT_PREFIX + secrets.token_hex(32))
+
+
+def _store_key(user: Any, name: str, plain: str) -> tuple[ApiKey, str]:
     row = ApiKey.objects.create(user=user, name=name, prefix=plain[:_SHOWN], key_hash=hash_secret(plain))
     return row, plain
 
@@ -127,18 +137,44 @@ class NodeFacts:
     id: UUID
     fingerprint: str
     weak: bool
+    instance: str = ""
+    rotating: bool = False
 
 
-def judge(node_id: UUID | None, fingerprint: str, rows: Iterable[NodeFacts]) -> Principal:
-    """Decides whether the bearer of `fingerprint` is the node `node_id`.
+class OtherProcess(errors.Conflict):
+    """The secret is right, but another process has registered with it since."""
 
-    `rows` are the nodes with that id or that fingerprint; an empty fingerprint stands for the shared token.
-    Raises NotAuthenticated for a credential of nobody, Forbidden for another node's, NotFound for an unknown
-    id.
+    code = "other_process"
+
+
+class MustRotate(errors.NotAuthenticated):
+    """The secret is right, but good for nothing any more but replacing it."""
+
+    code = "rotate"
+
+
+def judge(
+    node_id: UUID | None,
+    fingerprint: str,
+    instance: str,
+    rows: Iterable[NodeFacts],
+    *,
+    rotating: bool = False,
+) -> Principal:
+    """Decides whether the bearer of `fingerprint`, in the process `instance`, is the node `node_id`.
+
+    `rows` are the nodes with that id or that fingerprint; an empty fingerprint stands for the shared token,
+    an empty instance for a worker that does not tell. Raises NotAuthenticated for a credential of nobody,
+    Forbidden for another node's, NotFound for an unknown id, OtherProcess, and MustRotate unless the caller
+    is about to.
     """
     known = list(rows)
     target = next((row for row in known if row.id == node_id), None)
     if target is not None and _holds(target, fingerprint):
+        if target.rotating and not rotating:
+            raise MustRotate("an admin wants this secret replaced", rotate=True)
+        if instance and instance != target.instance:
+            raise OtherProcess("another process has registered with this secret: is its data folder a copy?")
         return Principal("node", str(target.id), node_id=target.id)
     if fingerprint and not any(_holds(row, fingerprint) for row in known):
         raise errors.NotAuthenticated("invalid node credential")
@@ -153,14 +189,17 @@ def _holds(row: NodeFacts, fingerprint: str) -> bool:
     return bool(row.fingerprint) and hmac.compare_digest(row.fingerprint, fingerprint)
 
 
-def prove_node(node_id: UUID | None, credential: str) -> Principal:
+def prove_node(
+    node_id: UUID | None, credential: str, instance: str = "", *, rotating: bool = False
+) -> Principal:
     """The node behind `credential` if it is `node_id`, in one query; raises like `judge`."""
     fingerprint = node_fingerprint(credential)
     wanted = Q(fingerprint=fingerprint) if fingerprint else Q(pk__in=[])
     found = BackendNode.objects.filter(Q(pk=node_id) | wanted).values_list(
-        "id", "fingerprint", "weak_identity"
+        "id", "fingerprint", "weak_identity", "instance", "rotation_requested_at"
     )
-    return judge(node_id, fingerprint, [NodeFacts(*row) for row in found])
+    rows = [NodeFacts(*row[:4], rotating=row[4] is not None) for row in found]
+    return judge(node_id, fingerprint, instance, rows, rotating=rotating)
 
 
 def bearer(authorization: str) -> str:

@@ -1,81 +1,217 @@
 """What may happen to a node and what it changes: the transition table of `contract/scheduling.md` §1B.
 
-`BackendNode.status` is derived from four facts (approved, offline, drained, unhealthy), so an event does not
-set a status: it stamps or clears facts, from the statuses in which it is allowed. The table is data;
-`changes` turns one of its rows into the columns of an UPDATE. Nothing here reads a clock or a database.
+A node is described by facts; `status` follows from them alone (R1.2). A row of the table says in which
+statuses an event is allowed, what else must hold, what it does to the facts and to the replicas, and says so
+in a sentence; the diagram in `docs/node-states.md` is made from it. Nothing here reads a clock or a database:
+`services.change` turns the difference of two facts into the columns of an UPDATE.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from datetime import datetime
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
-
-SELF = "worker"
-"""Actor of a drain that a worker asked for itself; such a drain ends when the worker registers again."""
-SILENT = "silent"
-"""Start of the `offline_reason` of a silent node: from there alone a beat brings it back (R5.5, R5.7)."""
-DEREGISTERED = "deregistered by its worker"
-ENROLLED = "enrolled, not seen yet"
+from typing import Literal
 
 PENDING, OFFLINE, DRAINING, UNHEALTHY, HEALTHY = "pending", "offline", "draining", "unhealthy", "healthy"
-ALL = frozenset({PENDING, OFFLINE, DRAINING, UNHEALTHY, HEALTHY})
+STATUSES = (PENDING, OFFLINE, DRAINING, UNHEALTHY, HEALTHY)
+"""The first that holds, from left to right."""
+_ANY = frozenset(STATUSES)
+
+Drain = Literal["", "own", "admin"]
+Absence = Literal["", "silent", "left"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a node. `own`: its worker drained it; `silent`: a beat brings it back."""
+
+    approved: bool = False
+    rejected: bool = False
+    revoked: bool = False
+    identified: bool = True
+    drained: Drain = ""
+    offline: Absence = ""
+    unhealthy: bool = False
+
+
+def status_of(facts: Facts) -> str:
+    """The status that follows from the facts; the generated column says the same."""
+    holds = {
+        PENDING: not facts.approved,
+        OFFLINE: bool(facts.offline),
+        DRAINING: bool(facts.drained),
+        UNHEALTHY: facts.unhealthy,
+        HEALTHY: True,
+    }
+    return next(status for status in STATUSES if holds[status])
 
 
 class Event(StrEnum):
     """What can happen to a node."""
 
     REGISTERED = "registered"
+    AUTO_APPROVED = "auto_approved"
     APPROVED = "approved"
+    REJECTED = "rejected"
     DRAINED = "drained"
+    DRAINED_ITSELF = "drained_itself"
+    DRAIN_ENDED = "drain_ended"
+    RESUMED = "resumed"
+    RESUMED_ITSELF = "resumed_itself"
     DEACTIVATED = "deactivated"
-    FELL_SILENT = "fell silent"
-    HEARD_AGAIN = "heard again"
+    FELL_SILENT = "fell_silent"
+    HEARD_AGAIN = "heard_again"
+    MARKED_UNHEALTHY = "marked_unhealthy"
+    MARKED_HEALTHY = "marked_healthy"
+    REVOKED = "revoked"
+    DEREGISTERED = "deregistered"
+
+
+Replicas = Literal["kept", "unlisted", "idle", "all"]
 
 
 @dataclass(frozen=True)
 class Transition:
-    """From which statuses an event is allowed, which facts it stamps and clears, whether replica rows end."""
+    """One row of the table."""
 
+    sentence: str
     allowed: frozenset[str]
-    stamps: str = ""
-    clears: tuple[str, ...] = ()
-    drops_replicas: bool = False
+    effect: Callable[[Facts], Facts]
+    guard: Callable[[Facts], bool] = lambda facts: True
+    unless: str = ""
+    """What to tell who is refused by `guard`."""
+    replicas: Replicas = "kept"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why an event cannot happen now."""
+
+    reason: str
+
+
+def _set(**changes: object) -> Callable[[Facts], Facts]:
+    return lambda facts: replace(facts, **changes)  # type: ignore[arg-type]
+
+
+def _registered(facts: Facts) -> Facts:
+    kept: Drain = "" if facts.drained == "own" else facts.drained
+    return replace(facts, identified=True, offline="", unhealthy=False, drained=kept)
+
+
+def _resumed(facts: Facts) -> Facts:
+    return replace(facts, drained="", unhealthy=False, offline="silent" if facts.offline else "")
 
 
 TRANSITIONS: Mapping[Event, Transition] = {
-    # R1.11 to R1.14: approval is not touched, so a pending node stays pending.
-    Event.REGISTERED: Transition(ALL, clears=("offline", "unhealthy"), drops_replicas=True),
-    Event.APPROVED: Transition(frozenset({PENDING}), stamps="approved"),
-    # R1.19 drops the rows, which makes the worker's wait for its last requests pointless; ours keeps them.
-    Event.DRAINED: Transition(ALL, stamps="drained"),
-    Event.DEACTIVATED: Transition(ALL, stamps="offline", drops_replicas=True),
-    # R5.4, R5.6, R5.8: a pending node has nothing to lose, an unhealthy or draining one ages like any other.
-    Event.FELL_SILENT: Transition(
-        frozenset({DRAINING, UNHEALTHY, HEALTHY}), stamps="offline", drops_replicas=True
+    Event.REGISTERED: Transition(
+        "The worker starts or comes back: it is there again and its own drain ends; approval and an admin's"
+        " drain stay (R1.10 to R1.14).",
+        _ANY,
+        _registered,
+        replicas="unlisted",
     ),
-    Event.HEARD_AGAIN: Transition(frozenset({OFFLINE}), clears=("offline",)),
+    Event.AUTO_APPROVED: Transition(
+        "With LOCALAI_AUTO_APPROVE_NODES a registration approves, unless an admin said no (R1.10, R1.12).",
+        frozenset({PENDING}),
+        _set(approved=True),
+        lambda facts: facts.identified and not facts.rejected and not facts.revoked,
+        "an admin has rejected it or revoked its secret",
+    ),
+    Event.APPROVED: Transition(
+        "An admin lets a pending node in; an earlier no is taken back (R1.15).",
+        frozenset({PENDING}),
+        _set(approved=True, rejected=False, revoked=False),
+        lambda facts: facts.identified,
+        "nobody has registered since its secret was revoked",
+    ),
+    Event.REJECTED: Transition(
+        "An admin says no to a pending node; registering again does not change that.",
+        frozenset({PENDING}),
+        _set(rejected=True),
+    ),
+    Event.DRAINED: Transition(
+        "An admin wants nothing new there; only an admin ends that (R1.19).",
+        _ANY,
+        _set(drained="admin"),
+        replicas="idle",
+    ),
+    Event.DRAINED_ITSELF: Transition(
+        "The worker is stopping and wants nothing new; its next registration ends that (R1.19).",
+        _ANY,
+        lambda facts: replace(facts, drained=facts.drained or "own"),
+        replicas="idle",
+    ),
+    Event.DRAIN_ENDED: Transition(
+        "Nothing runs on a draining node any more, or its deadline has passed: its replicas go.",
+        frozenset({DRAINING}),
+        _set(),
+        replicas="all",
+    ),
+    Event.RESUMED: Transition(
+        "An admin takes the node into service again; an offline one waits for its next heartbeat (R1.18).",
+        frozenset({OFFLINE, DRAINING, UNHEALTHY}),
+        _resumed,
+    ),
+    Event.RESUMED_ITSELF: Transition(
+        "The worker takes its own drain back, never an admin's.",
+        frozenset({DRAINING}),
+        _set(drained=""),
+        lambda facts: facts.drained == "own",
+        "an admin has drained it",
+    ),
+    Event.DEACTIVATED: Transition(
+        "The worker says goodbye: offline until it registers again, whatever beats still arrive (R1.20).",
+        _ANY,
+        _set(offline="left"),
+        replicas="all",
+    ),
+    Event.FELL_SILENT: Transition(
+        "No heartbeat for too long: offline, draining and unhealthy nodes too, pending ones not (R5.4).",
+        frozenset({DRAINING, UNHEALTHY, HEALTHY}),
+        _set(offline="silent"),
+        replicas="all",
+    ),
+    Event.HEARD_AGAIN: Transition(
+        "A node that had fallen silent beats: it is there again (R5.5).",
+        _ANY,
+        _set(offline=""),
+        lambda facts: facts.offline == "silent",
+        "it has not fallen silent",
+    ),
+    Event.MARKED_UNHEALTHY: Transition(
+        "It did not answer a command; replicas stay, because the next pass may revert it (R1.17).",
+        _ANY,
+        _set(unhealthy=True),
+    ),
+    Event.MARKED_HEALTHY: Transition(
+        "It was heard after it had been marked unhealthy (R5.5).",
+        _ANY,
+        _set(unhealthy=False),
+        lambda facts: facts.unhealthy,
+        "it is not marked unhealthy",
+    ),
+    Event.REVOKED: Transition(
+        "An admin revokes the secret: it is refused for ever, the node is pending without an identity.",
+        _ANY,
+        _set(approved=False, revoked=True, identified=False),
+        lambda facts: facts.identified,
+        "it has no identity to revoke",
+        replicas="all",
+    ),
+    Event.DEREGISTERED: Transition(
+        "An admin removes the record (R1.21).",
+        _ANY,
+        _set(),
+        replicas="all",
+    ),
 }
 
-_BY = {"approved": "approved_by", "drained": "drained_by"}
-_WHY = {"drained": "drain_reason", "offline": "offline_reason", "unhealthy": "unhealthy_reason"}
 
-
-def changes(event: Event, *, now: datetime, actor: str = "", reason: str = "") -> dict[str, Any]:
-    """The columns that `event` writes, with who and why where the fact has room for it."""
-    transition = TRANSITIONS[event]
-    columns: dict[str, Any] = {"updated_at": now}
-    if transition.stamps:
-        columns |= _fact(transition.stamps, now, actor, reason)
-    for fact in transition.clears:
-        columns |= _fact(fact, None, "", "")
-    return columns
-
-
-def _fact(name: str, at: datetime | None, actor: str, reason: str) -> dict[str, Any]:
-    columns: dict[str, Any] = {f"{name}_at": at}
-    if name in _BY:
-        columns[_BY[name]] = actor
-    if name in _WHY:
-        columns[_WHY[name]] = reason
-    return columns
+def apply(event: Event, facts: Facts) -> Facts | Refusal:
+    """The facts after `event`, or why it cannot happen."""
+    row, status = TRANSITIONS[event], status_of(facts)
+    if status not in row.allowed:
+        return Refusal(f"the node is {status}")
+    if not row.guard(facts):
+        return Refusal(f"the node is {status}: {row.unless}")
+    return row.effect(facts)

@@ -127,8 +127,11 @@ class HeartbeatApplication:
         raw = await _body(receive)
         if raw and not is_json(headers.get(b"content-type", "")):
             raise errors.InvalidInput(MALFORMED)
+        instance = headers.get(b"x-localai-node-instance", "")
         figures = beats.read(parse_object(raw))
-        return Beat(_node_in(scope["path"]), identity.node_fingerprint(secret), clock.now(), **figures)
+        return Beat(
+            _node_in(scope["path"]), identity.node_fingerprint(secret), clock.now(), instance, **figures
+        )
 
 
 async def _from_a_person(scope: Scope) -> bool:

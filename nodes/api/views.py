@@ -12,6 +12,7 @@ from rest_framework.views import APIView
 from localai_cluster import clock, errors
 from localai_cluster.logs import request_id
 from nodes import services
+from nodes.actors import of_principal
 from nodes.api import serializers as shapes
 from nodes.api.auth import parse_node_id, principal
 from nodes.api.openapi import refusals
@@ -122,7 +123,9 @@ class ApproveView(NodeView):
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Lets a pending node into the fleet."""
-        node = services.approve(existing(node_id), actor=principal(request).name, now=clock.now())
+        node = services.approve(
+            existing(node_id), actor=of_principal(principal(request)), now=clock.now()
+        ).node
         shown = {"id": node.id, "name": node.name, "node_type": node.node_type, "status": node.status}
         return Response(shown | {"message": "node approved"})
 

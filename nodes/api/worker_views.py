@@ -7,7 +7,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster import clock, conf, errors
-from nodes import identity, services, states
+from nodes import identity, services
 from nodes.api import serializers as shapes
 from nodes.api.auth import IsTheNode, NodeAuthentication, RegistrationAuthentication, principal
 from nodes.api.openapi import flat_refusal, refusals, registration_refusal
@@ -49,14 +49,15 @@ class RegisterView(NodeView):
             **fields | {"node_type": fields.get("node_type") or NodeType.BACKEND.value}
         )
         _check(registration)
-        node = services.register(
+        registered = services.register(
             registration,
             secret=request.headers.get("X-LocalAI-Node-Secret", ""),
+            instance=request.headers.get("X-LocalAI-Node-Instance", ""),
             source_address=client_address(request),
             now=clock.now(),
             auto_approve=conf.cluster().auto_approve_nodes,
         )
-        return Response(shapes.RegisteredSerializer(node).data, status=201)
+        return Response(shapes.RegisteredSerializer(registered.node).data, status=201)
 
 
 def _check_token(token: str) -> None:
@@ -102,7 +103,7 @@ class SelfDrainView(SelfServiceView):
     )
     def post(self, request: Request, node_id: str) -> Response:
         """The worker is stopping: nothing new goes there. The drain ends with its next registration."""
-        services.drain(_own_id(request), actor=states.SELF, reason="its worker is stopping", now=clock.now())
+        services.drain_itself(_own_id(request), now=clock.now())
         return Response({"message": "node set to draining"})
 
 

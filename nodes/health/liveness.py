@@ -13,9 +13,9 @@ from uuid import UUID
 
 from django.db import connection, transaction
 
-from nodes import services, states
+from nodes import services
+from nodes.actors import task
 from nodes.models import BackendNode, NodeModel, WebProcess
-from operations.events import NODES, notify
 
 
 @dataclass(frozen=True)
@@ -85,26 +85,8 @@ def observe() -> Observed:
 
 def apply(plan: Plan, now: datetime, limits: Limits) -> tuple[int, int]:
     """Declares them gone, each only if it is still silent; answers how many (nodes, processes)."""
-    return _nodes_offline(plan.nodes, now, limits.node), _processes_dead(plan.processes, now, limits.web)
-
-
-def _nodes_offline(ids: Sequence[UUID], now: datetime, limit: float) -> int:
-    if not ids:
-        return 0
-    with transaction.atomic():
-        silent = list(
-            BackendNode.objects.silent(since=now - timedelta(seconds=limit))
-            .filter(pk__in=ids)
-            .order_by("id")  # as the heartbeats lock them
-            .select_for_update(of=("self",))
-            .values_list("pk", flat=True)
-        )
-        reason = f"{states.SILENT} for more than {limit:.0f} s"
-        columns = states.changes(states.Event.FELL_SILENT, now=now, reason=reason)
-        gone = BackendNode.objects.filter(pk__in=silent).update(**columns)
-        services.drop_replicas(*silent)
-        notify(NODES, *map(str, silent))
-    return gone
+    gone = services.fell_silent(plan.nodes, limit=limits.node, actor=task("liveness"), now=now)
+    return gone, _processes_dead(plan.processes, now, limits.web)
 
 
 _TAKE_BACK = """

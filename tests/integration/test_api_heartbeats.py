@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster import clock, errors
-from nodes import beats, services, states
+from nodes import beats, services
 from nodes.api.heartbeats import BeatWriter, HeartbeatApplication
 from nodes.identity import hash_secret
 from nodes.models import BackendNode
@@ -143,8 +143,7 @@ async def test_pending_and_offline_nodes_store_the_time_only(
 async def test_a_silent_node_comes_back_by_its_beat(application: HeartbeatApplication) -> None:
     """R5.5: at once, without waiting for a pass, and whoever waits for a node is told."""
     node = await made()
-    reason = f"{states.SILENT} for more than 60 s"
-    await BackendNode.objects.filter(pk=node.pk).aupdate(offline_at=clock.now(), offline_reason=reason)
+    await BackendNode.objects.filter(pk=node.pk).aupdate(offline_at=clock.now(), offline_recovers=True)
     async with await psycopg.AsyncConnection.connect(
         await sync_to_async(conninfo)(), autocommit=True
     ) as listener:

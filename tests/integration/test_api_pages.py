@@ -128,7 +128,7 @@ def test_approving_in_the_admin_is_the_same_service(root: Client) -> None:
     """R1.15, with the admin's name as actor; a second time says why not."""
     node = api.make_node(approved=False)
     form = {"action": "approve", "_selected_action": str(node.id)}
-    for said in ("Node w1: approved", "Node w1: node is healthy"):
+    for said in ("Node w1: approved", "Node w1: the node is healthy"):
         page = root.post("/admin/nodes/backendnode/", form, follow=True).content.decode()
         assert said in page
     assert (api.node(node.id).status, api.node(node.id).approved_by) == ("healthy", "root")
@@ -183,7 +183,7 @@ def test_bootstrap_is_idempotent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     call_command("bootstrap", stdout=io.StringIO())
     user.refresh_from_db()
     assert user.check_password("mine now")
-    assert api.register(api.registration("local")).json()["status"] == "healthy"
+    assert api.register(api.registration("local"), api.SECRET).json()["status"] == "healthy"
     assert BackendNode.objects.get().fingerprint == hash_secret(api.SECRET)
     (tmp_path / "secret").write_text("short")
     with pytest.raises(CommandError, match="CLUSTER_ENROL_SECRET"):

@@ -12,7 +12,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from localai_cluster import clock, errors
-from nodes import services, states
+from nodes import services
+from nodes.actors import MAKE_RUN, Actor, ActorKind
 from nodes.identity import hash_secret
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
 from tests.support import api
@@ -21,6 +22,7 @@ from tests.support.environment import REGISTRATION_TOKEN
 pytestmark = pytest.mark.django_db
 
 ENDPOINT = "/api/node/register"
+ROOT = Actor(ActorKind.USER, "root")
 
 
 def allow(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
@@ -77,12 +79,13 @@ def test_auto_approval(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_reregistration_lifts_offline_but_keeps_an_admins_drain() -> None:
     """R1.14 with its "Port:" line: the drain of an admin survives, the worker's own ends with its restart."""
     node = api.make_node()
-    services.drain(node.id, actor="root", reason="disk swap", now=clock.now())
+    services.drain(node.id, actor=ROOT, reason="disk swap", now=clock.now())
     services.deactivate(node.id, now=clock.now())
     assert api.node(node.id).status == "offline"
     assert api.make_node().status == "draining"
-    api.node(node.id)
-    BackendNode.objects.filter(pk=node.id).update(drained_by=states.SELF)
+    services.resume(node.id, actor=ROOT, now=clock.now())
+    services.drain_itself(node.id, now=clock.now())
+    assert api.node(node.id).status == "draining"
     assert api.make_node().status == "healthy"
 
 
@@ -178,25 +181,25 @@ def test_stock_workers_are_admitted_on_demand_and_marked(monkeypatch: pytest.Mon
     """LOCALAI_ALLOW_SHARED_TOKEN_NODES: weak identity, seen in the list; the shared token proves it."""
     allow(monkeypatch, allow_shared_token_nodes=True)
     node_id = api.register(api.registration(), "").json()["id"]
-    services.approve(UUID(node_id), actor="root", now=clock.now())
+    services.approve(UUID(node_id), actor=ROOT, now=clock.now())
     assert api.admin().get(f"/api/nodes/{node_id}").json()["weak_identity"] is True
     assert api.bearer(REGISTRATION_TOKEN).get(f"/api/node/{node_id}/models").status_code == 200
     assert api.register(api.registration(), "").json()["status"] == "healthy"
-    # Whoever now binds a secret of its own may be somebody else: a person looks again.
-    assert api.register(api.registration()).json()["status"] == "pending"
-    assert api.register(api.registration(), "").status_code == 409
+    # Whoever comes with a secret of its own may be somebody else: an admin decides.
+    assert api.register(api.registration()).status_code == 409
+    assert api.register(api.registration(), "").json()["status"] == "healthy"
     allow(monkeypatch, allow_shared_token_nodes=False)
     assert api.bearer(REGISTRATION_TOKEN).get(f"/api/node/{node_id}/models").status_code == 401
 
 
 def test_enrolled_beforehand_is_healthy_at_once() -> None:
     """The local worker of `make run`."""
-    node = services.enrol("local", hash_secret(api.SECRET), actor="bootstrap", now=clock.now())
+    node = services.enrol("local", hash_secret(api.SECRET), actor=MAKE_RUN, now=clock.now())
     assert api.node(node.id).status == "offline"
-    answer = api.register(api.registration("local")).json()
+    answer = api.register(api.registration("local"), api.SECRET).json()
     assert (answer["id"], answer["status"]) == (str(node.id), "healthy")
     assert api.register(api.registration("local"), api.OTHER_SECRET).status_code == 409
-    services.enrol("local", hash_secret(api.SECRET), actor="bootstrap", now=clock.now())
+    services.enrol("local", hash_secret(api.SECRET), actor=MAKE_RUN, now=clock.now())
     assert api.node(node.id).status == "healthy"
 
 
@@ -295,4 +298,4 @@ def test_approve_is_a_compare_and_set() -> None:
     assert again.status_code == 400
     assert "healthy" in api.message(again)
     with pytest.raises(errors.NotFound):
-        services.approve(UUID(int=5), actor="x", now=clock.now())
+        services.approve(UUID(int=5), actor=ROOT, now=clock.now())

@@ -10,6 +10,7 @@ from django.test import Client
 
 from localai_cluster import clock
 from nodes import services
+from nodes.identity import hash_secret
 from nodes.models import BackendNode
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN
 
@@ -63,22 +64,31 @@ def registration(name: str = "w1", **fields: Any) -> dict[str, Any]:
     return {"name": name, "address": "127.0.0.1:51100", "token": REGISTRATION_TOKEN, **fields}
 
 
-def register(body: Any, secret: str = SECRET) -> Any:
-    """Registers over HTTP, with the secret header unless it is empty."""
-    extra = {"X-LocalAI-Node-Secret": secret} if secret else {}
+def secret_of(name: str) -> str:
+    """The secret that the worker of this name has made for itself."""
+    return SECRET if name == "w1" else hash_secret(name)
+
+
+def register(body: Any, secret: str | None = None, **headers: str) -> Any:
+    """Registers over HTTP, with the secret of the named worker; without any if `secret` is empty."""
+    name = body.get("name") if isinstance(body, dict) else None
+    secret = secret_of(str(name)) if secret is None else secret
+    extra = ({"X-LocalAI-Node-Secret": secret} if secret else {}) | headers
     return bearer(REGISTRATION_TOKEN).post("/api/node/register", body, **extra)
 
 
-def make_node(name: str = "w1", *, secret: str = SECRET, approved: bool = True, **fields: Any) -> BackendNode:
+def make_node(
+    name: str = "w1", *, secret: str | None = None, approved: bool = True, **fields: Any
+) -> BackendNode:
     """A registered node."""
     fields.setdefault("address", "127.0.0.1:51100")
     return services.register(
         services.Registration(name=name, **fields),
-        secret=secret,
+        secret=secret_of(name) if secret is None else secret,
         source_address="127.0.0.1",
         now=clock.now(),
         auto_approve=approved,
-    )
+    ).node
 
 
 def node(node_id: UUID | str) -> BackendNode:

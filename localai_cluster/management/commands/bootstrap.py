@@ -12,7 +12,7 @@ from django.core.management.base import BaseCommand, CommandError
 
 from localai_cluster import clock, errors
 from localai_cluster.env import Environment
-from nodes import identity, services
+from nodes import actors, identity, services
 
 ADMIN = "admin"
 
@@ -46,5 +46,5 @@ class Command(BaseCommand):
             fingerprint = identity.check_node_secret(secret)
         except errors.InvalidInput as error:
             raise CommandError("CLUSTER_ENROL_SECRET: must be 64 lower-case hex digits.") from error
-        services.enrol(name, fingerprint, actor="bootstrap", now=clock.now())
+        services.enrol(name, fingerprint, actor=actors.MAKE_RUN, now=clock.now())
         self.stdout.write(f"the node {name!r} is enrolled")

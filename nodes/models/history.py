@@ -1,0 +1,136 @@
+"""What happened to nodes, who claims to be one of them, and which secrets are refused for ever.
+
+`NodeEvent` is append-only and has no foreign key: it outlives its node by the retention. Events are written
+by the transaction that makes the change, so a change and its event exist together or not at all.
+"""
+
+import uuid
+
+from django.db import models
+from django.db.models import Q
+
+from localai_cluster import clock
+from nodes.models.node import BackendNode
+
+
+class NodeEvent(models.Model):
+    """One thing that happened to a node: what, who, why, from which status to which."""
+
+    class Kind(models.TextChoices):
+        """What happened."""
+
+        REGISTERED = "registered"
+        APPROVED = "approved"
+        REJECTED = "rejected"
+        DRAINED = "drained"
+        DRAIN_ENDED = "drain_ended"
+        RESUMED = "resumed"
+        DEACTIVATED = "deactivated"
+        FELL_SILENT = "fell_silent"
+        HEARD_AGAIN = "heard_again"
+        MARKED_UNHEALTHY = "marked_unhealthy"
+        MARKED_HEALTHY = "marked_healthy"
+        DEREGISTERED = "deregistered"
+        OVERRIDE = "override"
+        LABELS = "labels"
+        CONFLICT = "conflict"
+        CONFLICT_ACCEPTED = "conflict_accepted"
+        CONFLICT_REFUSED = "conflict_refused"
+        ROTATION_REQUESTED = "rotation_requested"
+        ROTATED = "rotated"
+        REVOKED = "revoked"
+
+    id = models.BigAutoField(primary_key=True)
+    node_id = models.UUIDField()
+    node_name = models.CharField(max_length=255)
+    kind = models.CharField(max_length=24, choices=Kind)
+    at = models.DateTimeField()
+    last_at = models.DateTimeField()
+    """When it happened last, for repeated conflicts; otherwise the same as `at`."""
+    count = models.IntegerField(default=1)
+    """How often within the minute, for repeated conflicts; otherwise 1."""
+    actor_kind = models.CharField(max_length=16)
+    actor = models.CharField(max_length=150)
+    cause = models.CharField(max_length=255, blank=True, default="")
+    status_before = models.CharField(max_length=16, blank=True, default="")
+    status_after = models.CharField(max_length=16, blank=True, default="")
+    detail = models.JSONField(default=dict, blank=True)
+    request_id = models.CharField(max_length=64, blank=True, default="")
+    repeat_key = models.CharField(max_length=64, null=True, blank=True, unique=True)
+    """Node, kind, cause and minute of what may be counted instead of written again; null for all others."""
+
+    class Meta:
+        db_table = "node_events"
+        verbose_name, verbose_name_plural = "node event", "node events"
+        ordering = ("-id",)
+        indexes = [
+            models.Index(fields=["node_id", "-id"], name="node_event_of"),
+            models.Index(fields=["at"], name="node_event_at"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.node_name}: {self.kind}"
+
+
+class NodeConflict(models.Model):
+    """Somebody else claims to be a node. The node goes on until an admin decides."""
+
+    class Kind(models.TextChoices):
+        """What did not fit."""
+
+        SECRET = "secret", "another secret"
+        WEAK = "weak", "a secret for a node known by the shared token"
+        TOKEN = "token", "the shared token for a node with a secret"
+        INSTANCE = "instance", "two processes with one secret"
+        NAME = "name", "the node's secret under another name"
+
+    class State(models.TextChoices):
+        """What an admin said."""
+
+        OPEN = "open"
+        ACCEPTED = "accepted"
+        REFUSED = "refused"
+
+    id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
+    node = models.ForeignKey(BackendNode, on_delete=models.CASCADE, related_name="conflicts")
+    kind = models.CharField(max_length=16, choices=Kind)
+    state = models.CharField(max_length=16, choices=State, default=State.OPEN)
+    claim = models.CharField(max_length=64)
+    """What tells one claimant from the next: fingerprint, instance or source address."""
+    claimed_name = models.CharField(max_length=255, blank=True, default="")
+    source_address = models.CharField(max_length=64, blank=True, default="")
+    advertised_address = models.CharField(max_length=512, blank=True, default="")
+    node_source_address = models.CharField(max_length=64, blank=True, default="")
+    """Where the node itself was seen last, for comparison."""
+    count = models.IntegerField(default=1)
+    first_at = models.DateTimeField(default=clock.now)
+    last_at = models.DateTimeField(default=clock.now)
+    decided_at = models.DateTimeField(null=True, blank=True)
+    decided_by = models.CharField(max_length=150, blank=True, default="")
+
+    class Meta:
+        db_table = "node_conflicts"
+        verbose_name, verbose_name_plural = "identity conflict", "identity conflicts"
+        ordering = ("-last_at",)
+        constraints = [models.UniqueConstraint(name="conflict_once", fields=["node", "kind", "claim"])]
+        indexes = [models.Index(fields=["node"], name="conflict_open", condition=Q(state="open"))]
+
+    def __str__(self) -> str:
+        return f"{self.kind} from {self.source_address}"
+
+
+class RevokedSecret(models.Model):
+    """A secret that is never accepted again, under any name."""
+
+    fingerprint = models.CharField(primary_key=True, max_length=64)
+    node_id = models.UUIDField()
+    node_name = models.CharField(max_length=255)
+    revoked_at = models.DateTimeField(default=clock.now)
+    revoked_by = models.CharField(max_length=150, blank=True, default="")
+
+    class Meta:
+        db_table = "revoked_secrets"
+        verbose_name, verbose_name_plural = "revoked secret", "revoked secrets"
+
+    def __str__(self) -> str:
+        return f"of {self.node_name}"

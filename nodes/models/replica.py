@@ -1,0 +1,106 @@
+"""Replicas of models on nodes, and which web process carries how many of their requests."""
+
+import uuid
+
+from django.db import models
+from django.db.models import Q
+
+from localai_cluster import clock
+from nodes.models.node import BackendNode
+from nodes.querysets import NodeModelQuerySet
+
+
+class ReplicaState(models.TextChoices):
+    """R1.4: only `loaded` rows receive traffic."""
+
+    STAGING = "staging"
+    LOADING = "loading"
+    LOADED = "loaded"
+    UNLOADING = "unloading"
+    IDLE = "idle"
+
+
+class NodeModel(models.Model):
+    """One replica: a backend process that serves one model on one node (R1.4, R1.5)."""
+
+    id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
+    node = models.ForeignKey(BackendNode, on_delete=models.CASCADE, related_name="replicas")
+    model_name = models.CharField(max_length=255)
+    replica_index = models.IntegerField(default=0)
+    address = models.CharField(max_length=512, blank=True, default="")
+    state = models.CharField(max_length=16, choices=ReplicaState, default=ReplicaState.LOADING)
+    in_flight = models.IntegerField(default=0)
+    last_used = models.DateTimeField(default=clock.now)
+    loading_by = models.CharField(max_length=64, blank=True, default="")
+    """Operation id and fence that own a row in `loading`; empty once loaded."""
+    backend_type = models.CharField(max_length=255, blank=True, default="")
+    model_options = models.JSONField(default=dict, blank=True)
+    config_revision = models.CharField(max_length=64, blank=True, default="")
+    effective_options_hash = models.CharField(max_length=64, blank=True, default="")
+    cleanup_error = models.CharField(max_length=240, blank=True, default="")
+    cleanup_attempts = models.IntegerField(default=0)
+    cleanup_next_retry_at = models.DateTimeField(null=True, blank=True)
+    created_at = models.DateTimeField(default=clock.now, editable=False)
+    updated_at = models.DateTimeField(default=clock.now, editable=False)
+
+    objects = NodeModelQuerySet.as_manager()
+
+    class Meta:
+        db_table = "node_models"
+        verbose_name, verbose_name_plural = "replica", "replicas"
+        constraints = [
+            models.UniqueConstraint(
+                name="replica_once_a_slot", fields=["node", "model_name", "replica_index"]
+            ),
+            models.CheckConstraint(name="replica_in_flight_not_negative", condition=Q(in_flight__gte=0)),
+            models.CheckConstraint(name="replica_index_not_negative", condition=Q(replica_index__gte=0)),
+            models.CheckConstraint(name="replica_state_known", condition=Q(state__in=ReplicaState.values)),
+            models.CheckConstraint(
+                name="replica_loaded_has_address", condition=~Q(state=ReplicaState.LOADED) | ~Q(address="")
+            ),
+        ]
+        indexes = [models.Index(fields=["model_name"], name="replica_model", condition=Q(state="loaded"))]
+
+    def __str__(self) -> str:
+        return f"{self.model_name}#{self.replica_index}"
+
+
+class WebProcess(models.Model):
+    """One running web process; when it falls silent its in-flight counts are taken back (`nodes/health`)."""
+
+    id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
+    host = models.CharField(max_length=255)
+    pid = models.IntegerField()
+    started_at = models.DateTimeField(default=clock.now)
+    seen_at = models.DateTimeField(default=clock.now)
+    hearing_since = models.DateTimeField(default=clock.now)
+    """Since when it has been there without a gap: what was silent before that, nobody could have heard."""
+
+    class Meta:
+        db_table = "web_processes"
+        verbose_name, verbose_name_plural = "web process", "web processes"
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.pid}"
+
+
+class ReplicaUse(models.Model):
+    """How many of a replica's requests one web process carries.
+
+    `NodeModel.in_flight` is the sum over processes.
+    """
+
+    process = models.ForeignKey(WebProcess, on_delete=models.CASCADE, related_name="uses")
+    replica = models.ForeignKey(NodeModel, on_delete=models.CASCADE, related_name="uses")
+    count = models.IntegerField(default=0)
+
+    class Meta:
+        db_table = "replica_uses"
+        verbose_name, verbose_name_plural = "replica in use", "replicas in use"
+        constraints = [
+            models.UniqueConstraint(name="use_once", fields=["replica", "process"]),
+            models.CheckConstraint(name="use_not_negative", condition=Q(count__gte=0)),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.count}"

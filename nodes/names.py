@@ -1,0 +1,41 @@
+"""Names and labels as strangers send them: which characters they may have, and when two look alike."""
+
+import unicodedata
+
+from localai_cluster import errors
+
+LONGEST_NAME = 255
+_REFUSED = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+"""Unicode categories: control, format (bidi, zero width), surrogate, private, unassigned, separators."""
+_BLANKS = frozenset("\u115f\u1160\u2800\u3164\uffa0")
+"""Letters and symbols that show nothing."""
+
+
+def key(name: str) -> str:
+    """What two names have in common that a person cannot tell apart: NFKC, then case folding."""
+    return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
+
+
+def unprintable(text: str) -> str:
+    """The first character that must not stand in a name or a label as `U+200B`, "" if there is none."""
+    for character in text:
+        if unicodedata.category(character) in _REFUSED or character in _BLANKS:
+            return f"U+{ord(character):04X}"
+    return ""
+
+
+def check_text(text: str, field: str) -> None:
+    """Raises InvalidInput naming `field` for control, bidi, zero-width and unassigned characters."""
+    if found := unprintable(text):
+        raise errors.InvalidInput(f"{field} must not contain the character {found}", field=field)
+
+
+def check_name(name: str) -> None:
+    """Raises InvalidInput unless `name` can be a node's: 1 to 255 visible characters, no blanks around."""
+    if not name.strip():
+        raise errors.InvalidInput("name is required", field="name")
+    check_text(name, "name")
+    if name != name.strip():
+        raise errors.InvalidInput("name must not begin or end with a blank", field="name")
+    if max(len(name), len(key(name))) > LONGEST_NAME:
+        raise errors.InvalidInput(f"name exceeds {LONGEST_NAME} characters", field="name")

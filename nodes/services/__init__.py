@@ -1,0 +1,78 @@
+"""The verbs of the registry: every write to a node that means something.
+
+Each verb is one short transaction that takes `now`: lock the node's row, ask the table in `states.py`, write
+facts and timeline together, and leave the news as a NOTIFY that goes out exactly at commit. A verb raises
+NotFound for an unknown node and Conflict where the table says no. Heartbeats are written in batches by
+`beats.py`.
+"""
+
+from nodes.services.claims import (
+    accept_conflict,
+    note_other_process,
+    refuse_conflict,
+    request_rotation,
+    revoke,
+    rotate,
+)
+from nodes.services.drains import drain, drain_itself, finish_drains, resume, resume_itself
+from nodes.services.enrolment import enrol
+from nodes.services.labels import auto_labels, merge_labels, remove_label, set_labels
+from nodes.services.lifecycle import (
+    Approved,
+    Outcome,
+    approve,
+    approve_many,
+    deactivate,
+    deregister,
+    fell_silent,
+    mark_healthy,
+    mark_unhealthy,
+    reject,
+)
+from nodes.services.overrides import (
+    reset_replica_cap,
+    reset_vram_budget,
+    set_replica_cap,
+    set_vram_budget,
+)
+from nodes.services.registration import Registered, Registration, Running, register
+from nodes.services.replicas import drop_replicas, replicas_removed
+
+__all__ = [
+    "Approved",
+    "Outcome",
+    "Registered",
+    "Registration",
+    "Running",
+    "accept_conflict",
+    "approve",
+    "approve_many",
+    "auto_labels",
+    "deactivate",
+    "deregister",
+    "drain",
+    "drain_itself",
+    "drop_replicas",
+    "enrol",
+    "fell_silent",
+    "finish_drains",
+    "mark_healthy",
+    "mark_unhealthy",
+    "merge_labels",
+    "note_other_process",
+    "refuse_conflict",
+    "register",
+    "reject",
+    "remove_label",
+    "replicas_removed",
+    "request_rotation",
+    "reset_replica_cap",
+    "reset_vram_budget",
+    "resume",
+    "resume_itself",
+    "revoke",
+    "rotate",
+    "set_labels",
+    "set_replica_cap",
+    "set_vram_budget",
+]

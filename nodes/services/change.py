@@ -1,0 +1,159 @@
+"""One change to one node: facts, columns and timeline, written together or not at all.
+
+A verb opens a `Change` on the locked row, lets events happen to it and saves once. The UPDATE names the
+revision that was read, so that even a caller who forgot the lock loses nothing. Facts become columns here:
+each fact has a time, an author and a reason.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from django.db import transaction
+
+from localai_cluster import errors
+from nodes import states, timeline
+from nodes.actors import Actor
+from nodes.models import BackendNode, NodeEvent
+from nodes.services import replicas
+from nodes.states import Event, Facts
+from nodes.timeline import Entry
+from operations import events
+
+log = logging.getLogger(__name__)
+
+_COLUMNS = {
+    "approved": ("approved_at", "approved_by", "approval_reason"),
+    "rejected": ("rejected_at", "rejected_by", "reject_reason"),
+    "revoked": ("revoked_at", "revoked_by", "revoke_reason"),
+    "drained": ("drained_at", "drained_by", "drain_reason"),
+    "offline": ("offline_at", "offline_by", "offline_reason"),
+    "unhealthy": ("unhealthy_at", "unhealthy_by", "unhealthy_reason"),
+}
+_KIND = {
+    Event.AUTO_APPROVED: NodeEvent.Kind.APPROVED,
+    Event.DRAINED_ITSELF: NodeEvent.Kind.DRAINED,
+    Event.RESUMED_ITSELF: NodeEvent.Kind.RESUMED,
+}
+_ALWAYS_TOLD = frozenset({Event.REGISTERED, Event.DRAIN_ENDED, Event.DEREGISTERED})
+"""Events that are news even when no fact changes."""
+_REASON_LENGTH = 255
+
+
+def facts_of(node: BackendNode) -> Facts:
+    """What the row says."""
+    drained: states.Drain = "" if node.drained_at is None else "own" if node.drain_is_own else "admin"
+    offline: states.Absence = "" if node.offline_at is None else "silent" if node.offline_recovers else "left"
+    return Facts(
+        approved=node.approved_at is not None,
+        rejected=node.rejected_at is not None,
+        revoked=node.revoked_at is not None,
+        identified=bool(node.fingerprint) or node.weak_identity,
+        drained=drained,
+        offline=offline,
+        unhealthy=node.unhealthy_at is not None,
+    )
+
+
+def columns(before: Facts, after: Facts, actor: Actor, reason: str, now: datetime) -> dict[str, Any]:
+    """The columns in which `after` differs from `before`, each with when, who and why."""
+    changed: dict[str, Any] = {}
+    for fact, (at, by, why) in _COLUMNS.items():
+        value = getattr(after, fact)
+        if value != getattr(before, fact):
+            stamp = (now, str(actor), reason[:_REASON_LENGTH]) if value else (None, "", "")
+            changed |= dict(zip((at, by, why), stamp, strict=True))
+    if after.drained != before.drained:
+        changed |= {"drain_is_own": after.drained == "own", "drain_deadline": None}
+    if after.offline != before.offline:
+        changed["offline_recovers"] = after.offline == "silent"
+    return changed
+
+
+class Change:
+    """What happens to one locked node in this transaction; `save` writes it."""
+
+    def __init__(self, node: BackendNode, now: datetime) -> None:
+        self.node, self.now = node, now
+        self._columns: dict[str, Any] = {}
+        self._entries: list[Entry] = []
+
+    def happen(
+        self, event: Event, actor: Actor, *, reason: str = "", detail: Mapping[str, Any] | None = None
+    ) -> bool:
+        """Lets `event` happen; answers whether a fact changed. Raises Conflict where the table says no."""
+        before = facts_of(self.node)
+        after = states.apply(event, before)
+        if isinstance(after, states.Refusal):
+            raise errors.Conflict(after.reason, field="status")
+        self.set(**columns(before, after, actor, reason, self.now))
+        kind = _KIND.get(event) or NodeEvent.Kind(event.value)
+        if after != before or event in _ALWAYS_TOLD:
+            self.tell(
+                kind, actor, reason, detail, before=states.status_of(before), after=states.status_of(after)
+            )
+        self._end_replicas(states.TRANSITIONS[event].replicas)
+        return after != before
+
+    def set(self, **values: Any) -> None:
+        """Sets columns."""
+        for name, value in values.items():
+            setattr(self.node, name, value)
+        self._columns |= values
+
+    def tell(
+        self,
+        kind: NodeEvent.Kind,
+        actor: Actor,
+        cause: str = "",
+        detail: Mapping[str, Any] | None = None,
+        *,
+        before: str = "",
+        after: str = "",
+    ) -> None:
+        """Adds an event to the timeline; without a status it is the present one on both sides."""
+        status = states.status_of(facts_of(self.node))
+        entry = Entry(
+            self.node.id, self.node.name, kind, actor, cause, before or status, after or status, detail or {}
+        )
+        self._entries.append(entry)
+
+    def save(self) -> None:
+        """Writes columns, timeline and NOTIFY; nothing if nothing happened."""
+        if not self._columns and not self._entries:
+            return
+        revision = self.node.revision
+        self.set(revision=revision + 1, updated_at=self.now)
+        rows = BackendNode.objects.filter(pk=self.node.pk, revision=revision)
+        if rows.update(**self._columns) != 1:
+            raise errors.Conflict("the node was changed by somebody else meanwhile", field="revision")
+        timeline.record(*self._entries, at=self.now)
+        events.notify(events.NODES, str(self.node.id))
+        self.node.status = states.status_of(facts_of(self.node))
+        for entry in self._entries:
+            log.info("node %s: %s by %s %s", entry.node_name, entry.kind, entry.actor, entry.cause)
+        self._columns, self._entries = {}, []
+
+    def _end_replicas(self, which: states.Replicas) -> None:
+        if which == "all" or (which == "idle" and not replicas.in_flight(self.node.id)):
+            replicas.drop_replicas(self.node.id)
+
+
+def locked(node_id: UUID) -> BackendNode:
+    """The node's row, locked until the transaction ends; raises NotFound."""
+    node = BackendNode.objects.select_for_update(no_key=True).filter(pk=node_id).first()
+    if node is None:
+        raise errors.NotFound("node not found")
+    return node
+
+
+@contextmanager
+def changing(node_id: UUID, now: datetime) -> Iterator[Change]:
+    """A transaction around one change to one node, saved at its end; raises NotFound."""
+    with transaction.atomic():
+        change = Change(locked(node_id), now)
+        yield change
+        change.save()

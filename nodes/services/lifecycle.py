@@ -1,0 +1,141 @@
+"""Approval, rejection, absence and the end of a node."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from uuid import UUID
+
+from django.db import transaction
+
+from localai_cluster import errors
+from nodes import actors, states, timeline
+from nodes.actors import Actor
+from nodes.models import BackendNode, NodeEvent, NodeType
+from nodes.services import agents
+from nodes.services.change import Change, changing, columns, facts_of, locked
+from nodes.services.cooldowns import clear_cooldowns
+from nodes.services.replicas import drop_replicas
+from nodes.states import Event
+from nodes.timeline import Entry
+from operations import events
+
+DEREGISTERED = "deregistered by its worker"
+
+
+@dataclass(frozen=True)
+class Approved:
+    """An approved node; an agent's API token, which exists nowhere else, "" for the others."""
+
+    node: BackendNode
+    api_token: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one node of a bulk action; `error` is empty if it worked."""
+
+    id: UUID
+    name: str = ""
+    status: str = ""
+    error: str = ""
+
+
+def approve(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> Approved:
+    """R1.15, R1.31: lets a pending node in. Raises NotFound, or InvalidInput naming the state it is in."""
+    with transaction.atomic():
+        change = Change(locked(node_id), now)
+        try:
+            change.happen(Event.APPROVED, actor, reason=reason)
+        except errors.Conflict as refusal:
+            raise errors.InvalidInput(
+                f"{refusal.message}; only a pending node can be approved", field="status"
+            ) from None
+        token = ""
+        if change.node.node_type == NodeType.AGENT and change.node.auth_user_id is None:
+            token = agents.provision(change)
+        change.save()
+        clear_cooldowns(now)
+    return Approved(change.node, token)
+
+
+def approve_many(node_ids: Sequence[UUID], *, actor: Actor, now: datetime) -> list[Outcome]:
+    """Approves each on its own: what is wrong with one does not stop the others. In the order given."""
+    return [_approve_one(node_id, actor, now) for node_id in node_ids]
+
+
+def _approve_one(node_id: UUID, actor: Actor, now: datetime) -> Outcome:
+    try:
+        node = approve(node_id, actor=actor, now=now).node
+    except errors.ClusterError as refusal:
+        return Outcome(node_id, error=refusal.message)
+    return Outcome(node_id, node.name, node.status)
+
+
+def reject(node_id: UUID, *, actor: Actor, now: datetime, reason: str) -> BackendNode:
+    """An admin's no to a pending node: it stays pending, and no registration approves it by itself."""
+    with changing(node_id, now) as change:
+        change.happen(Event.REJECTED, actor, reason=reason)
+    return change.node
+
+
+def deactivate(
+    node_id: UUID, *, actor: Actor = actors.WORKER, now: datetime, reason: str = DEREGISTERED
+) -> None:
+    """R1.20: the worker leaves: offline, replicas gone, the record stays."""
+    with changing(node_id, now) as change:
+        change.happen(Event.DEACTIVATED, actor, reason=reason)
+
+
+def deregister(node_id: UUID, *, actor: Actor, now: datetime) -> None:
+    """R1.21, R1.38, R1.39: removes the record with labels, intents, conflicts and an agent's user."""
+    with changing(node_id, now) as change:
+        change.happen(Event.DEREGISTERED, actor)
+        agents.revoke(change)
+        change.save()
+        change.node.delete()
+
+
+def mark_unhealthy(node_id: UUID, *, actor: Actor, now: datetime, reason: str) -> None:
+    """R1.17: it did not answer; its replicas stay."""
+    with changing(node_id, now) as change:
+        change.happen(Event.MARKED_UNHEALTHY, actor, reason=reason)
+
+
+def mark_healthy(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> None:
+    """R1.18, R5.5: takes `mark_unhealthy` back and nothing else."""
+    with changing(node_id, now) as change:
+        change.happen(Event.MARKED_HEALTHY, actor, reason=reason)
+
+
+def fell_silent(node_ids: Collection[UUID], *, limit: float, actor: Actor, now: datetime) -> int:
+    """R5.4: declares those of the nodes gone that are still silent for `limit` seconds; answers how many.
+
+    A constant number of statements for any number of nodes, locked in the order of the heartbeats.
+    """
+    if not node_ids:
+        return 0
+    silent = BackendNode.objects.silent(since=now - timedelta(seconds=limit)).filter(pk__in=node_ids)
+    reason = f"silent for more than {limit:.0f} s"
+    with transaction.atomic():
+        nodes = list(silent.order_by("id").select_for_update(no_key=True, of=("self",)))
+        entries = [_silence(node, reason, actor, now) for node in nodes]
+        BackendNode.objects.bulk_update(nodes, _ABSENCE)
+        drop_replicas(*(node.id for node in nodes))
+        timeline.record(*entries, at=now)
+        events.notify(events.NODES, *timeline.names(entries))
+    return len(nodes)
+
+
+_ABSENCE = ["offline_at", "offline_by", "offline_reason", "offline_recovers", "revision", "updated_at"]
+
+
+def _silence(node: BackendNode, reason: str, actor: Actor, now: datetime) -> Entry:
+    before = facts_of(node)
+    after = states.apply(Event.FELL_SILENT, before)
+    assert not isinstance(after, states.Refusal), after
+    changed = columns(before, after, actor, reason, now)
+    for name, value in changed.items():
+        setattr(node, name, value)
+    node.revision, node.updated_at = node.revision + 1, now
+    statuses = states.status_of(before), states.status_of(after)
+    return Entry(node.id, node.name, NodeEvent.Kind.FELL_SILENT, actor, reason, *statuses)

@@ -1,0 +1,87 @@
+"""The timeline: one event for everything that happens to a node (`NodeEvent`).
+
+Events are written inside the transaction that makes the change. Repeated conflicts are counted: one row a
+minute for a node, kind and cause; everything else is written each time.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from django.db.models import F
+
+from localai_cluster.logs import request_id
+from nodes.actors import Actor
+from nodes.models import NodeEvent
+
+_CAUSE_LENGTH = 255
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What happened to which node, by whom, why, and from which status to which."""
+
+    node_id: UUID
+    node_name: str
+    kind: NodeEvent.Kind
+    actor: Actor
+    cause: str = ""
+    before: str = ""
+    after: str = ""
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+def record(*entries: Entry, at: datetime) -> None:
+    """Writes the events; the caller's transaction makes them true."""
+    NodeEvent.objects.bulk_create(_row(entry, at) for entry in entries)
+
+
+def record_repeated(entry: Entry, *, at: datetime) -> None:
+    """Counts the event with its like of the same minute."""
+    row = _row(entry, at)
+    row.repeat_key = _repeat_key(entry, at)
+    _, created = NodeEvent.objects.get_or_create(repeat_key=row.repeat_key, defaults=_columns(row))
+    if not created:
+        NodeEvent.objects.filter(repeat_key=row.repeat_key).update(count=F("count") + 1, last_at=at)
+
+
+def prune(*, before: datetime) -> int:
+    """Deletes what happened last before `before`; answers how many."""
+    deleted, _ = NodeEvent.objects.filter(last_at__lt=before).delete()
+    return deleted
+
+
+def names(entries: Iterable[Entry]) -> list[str]:
+    """The ids of the nodes, for a NOTIFY."""
+    return [str(entry.node_id) for entry in entries]
+
+
+def _row(entry: Entry, at: datetime) -> NodeEvent:
+    told = request_id.get()
+    return NodeEvent(
+        node_id=entry.node_id,
+        node_name=entry.node_name,
+        kind=entry.kind,
+        at=at,
+        last_at=at,
+        actor_kind=entry.actor.kind,
+        actor=str(entry.actor),
+        cause=entry.cause[:_CAUSE_LENGTH],
+        status_before=entry.before,
+        status_after=entry.after,
+        detail=dict(entry.detail),
+        request_id="" if told == "-" else told,
+    )
+
+
+def _columns(row: NodeEvent) -> dict[str, Any]:
+    return {f.name: getattr(row, f.name) for f in NodeEvent._meta.concrete_fields if f.name != "id"}
+
+
+def _repeat_key(entry: Entry, at: datetime) -> str:
+    minute = at.strftime("%Y-%m-%dT%H:%M")
+    text = "\n".join((str(entry.node_id), entry.kind, entry.cause, minute))
+    return hashlib.sha256(text.encode()).hexdigest()
