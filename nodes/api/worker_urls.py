@@ -1,0 +1,12 @@
+"""The routes that workers call for themselves, under `/api/node/` (§1). The heartbeat is a raw ASGI route."""
+
+from django.urls import path
+
+from nodes.api import worker_views
+
+urlpatterns = [
+    path("register", worker_views.RegisterView.as_view()),
+    path("<str:node_id>/drain", worker_views.SelfDrainView.as_view()),
+    path("<str:node_id>/deregister", worker_views.SelfDeregisterView.as_view()),
+    path("<str:node_id>/models", worker_views.SelfReplicasView.as_view()),
+]
