@@ -134,6 +134,7 @@ CHANNEL_LAYERS = {
 Q_CLUSTER = {
     "name": "cluster",
     "orm": "default",
+    "broker_class": "localai_cluster.broker.PatientBroker",
     "workers": 2,
     "timeout": 60,
     "retry": 90,
@@ -186,6 +187,7 @@ LOGGING = {
     "filters": {
         "request_id": {"()": "localai_cluster.logs.RequestIdFilter"},
         "no_refusals": {"()": "localai_cluster.logs.NoExpectedRefusals"},
+        "one_line_outages": {"()": "localai_cluster.outage.OneLineOutages"},
     },
     "formatters": {
         "line": {
@@ -196,7 +198,11 @@ LOGGING = {
         }
     },
     "handlers": {
-        "console": {"class": "logging.StreamHandler", "filters": ["request_id"], "formatter": "line"}
+        "console": {
+            "class": "logging.StreamHandler",
+            "filters": ["request_id", "one_line_outages"],
+            "formatter": "line",
+        }
     },
     "root": {"handlers": ["console"], "level": LOG_LEVEL},
     "loggers": {

@@ -4,11 +4,13 @@ import logging
 
 from localai_cluster import clock, conf
 from localai_cluster.locks import Lock, try_lock
+from localai_cluster.outage import left_out_in_an_outage
 from nodes.health.liveness import Limits, apply, observe, plan_liveness
 
 log = logging.getLogger(__name__)
 
 
+@left_out_in_an_outage
 def liveness() -> None:
     """One liveness pass (R5.1); at once if another process is at it."""
     with try_lock(Lock.LIVENESS) as mine:

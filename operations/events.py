@@ -69,7 +69,7 @@ async def listen(*channels: str) -> AsyncIterator[tuple[str, str]]:
                 yield "", ""
                 async for note in link.notifies():
                     yield note.channel, note.payload
-        except psycopg.OperationalError as error:
+        except (psycopg.OperationalError, psycopg.InterfaceError) as error:
             log.warning("listening interrupted, again in %.0f s: %s", _RECONNECT_PAUSE, error)
             await asyncio.sleep(_RECONNECT_PAUSE)
 

@@ -6,6 +6,9 @@ ways: it returns a result (completed), raises a ClusterError (failed), raises `P
 again, with the reason), or raises `Unwanted` (cancelled). When a lease is lost, the task is cancelled and
 writes nothing: the fence would refuse it anyway. If the database cannot be reached for a whole lease, the
 executor stops all its tasks by itself, because by then another controller may have taken over.
+
+What an attempt could not record stays in process until its lease runs out. Every executor takes such
+operations back; the schedule does the same, but nothing must wait for one process to be there.
 """
 
 import asyncio
@@ -22,7 +25,7 @@ from django.db import InterfaceError, OperationalError
 
 from localai_cluster import clock, errors
 from localai_cluster.logs import request_id
-from operations import services
+from operations import services, tasks
 from operations.models import Operation
 from operations.services import LeaseLost, Tick
 from operations.states import Event
@@ -96,6 +99,8 @@ class Executor:
         self._tasks: dict[UUID, tuple[int, asyncio.Task[None]]] = {}
         self._look = asyncio.Event()
         self._claiming = asyncio.Lock()
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._reap_at = clock.monotonic()
         self._stopping = False
 
     def hint(self) -> None:
@@ -113,7 +118,7 @@ class Executor:
         self._stopping = True
         self._look.set()
         async with self._claiming:  # a claim under way commits first, so that it is handed back too
-            await self._cancel(list(self._tasks))
+            await asyncio.gather(*self._let_go(list(self._tasks)), return_exceptions=True)
             try:
                 await in_thread(services.release, self._owner, now=clock.now())
             except DatabaseError:
@@ -123,6 +128,7 @@ class Executor:
         while not self._stopping:
             self._look.clear()
             try:
+                await self._reap()
                 await self.claim_once()
             except DatabaseError as error:
                 log.warning("cannot claim operations: %s", error)
@@ -130,6 +136,12 @@ class Executor:
                 await asyncio.wait_for(self._look.wait(), timeout=LOOK_EVERY)
             except TimeoutError:
                 continue
+
+    async def _reap(self) -> None:
+        """Has what any controller let go of tried again; twice a lease."""
+        if clock.monotonic() >= self._reap_at:
+            await in_thread(tasks.reap)
+            self._reap_at = clock.monotonic() + self._lease / 2
 
     async def claim_once(self) -> int:
         """One look: claims what is due and starts it; answers how many."""
@@ -178,16 +190,22 @@ class Executor:
             except (DatabaseError, TimeoutError) as error:
                 log.warning("cannot renew leases: %s", error or "no answer from the database")
                 if clock.monotonic() >= good_until:
-                    await self._cancel(list(self._tasks))
+                    self._let_go(list(self._tasks))
                 continue
             good_until = asked_at + self._lease
-            await self._cancel([id for id, fence in asked.items() if held.get(id) != fence])
+            self._let_go([id for id, fence in asked.items() if held.get(id) != fence])
 
-    async def _cancel(self, ids: list[UUID]) -> None:
-        tasks = [self._tasks[id][1] for id in ids if id in self._tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def _let_go(self, ids: list[UUID]) -> list[asyncio.Task[None]]:
+        """Cancels these attempts and renews them no more.
+
+        Nobody who keeps leases may wait for their end: one that takes its time would cost all others theirs.
+        """
+        attempts = [self._tasks.pop(id)[1] for id in ids if id in self._tasks]
+        for attempt in attempts:
+            attempt.cancel()
+            self._leaving.add(attempt)
+            attempt.add_done_callback(self._leaving.discard)
+        return attempts
 
     async def _carry_out(self, operation: Operation) -> None:
         request_id.set(operation.request_id or str(operation.id))

@@ -1,16 +1,23 @@
-"""Short, idempotent tasks that django-q2 runs for the ledger."""
+"""Short, idempotent tasks for the ledger, run by django-q2 and by every controller's executor."""
 
 import logging
 
 from localai_cluster import clock
 from localai_cluster.locks import Lock, try_lock
+from localai_cluster.outage import left_out_in_an_outage
 from operations import services
 
 log = logging.getLogger(__name__)
 
 
+@left_out_in_an_outage
 def reap_expired_leases() -> None:
-    """Operations whose controller fell silent go on elsewhere; at once if another reaper is at it."""
+    """What the schedule names."""
+    reap()
+
+
+def reap() -> None:
+    """Operations whose controller let go of them go on elsewhere; at once if another reaper is at it."""
     with try_lock(Lock.OPERATION_REAPER) as mine:
         if not mine:
             return

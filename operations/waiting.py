@@ -23,7 +23,9 @@ class Watch:
     async def changed(self, *, timeout: float) -> bool:
         """Waits for a hint since the last call, up to `timeout` seconds; returns whether one came."""
         try:
-            await asyncio.wait_for(self._heard.wait(), timeout=timeout)
+            # Not `wait_for`: Python 3.11's swallows a cancellation that comes together with the hint.
+            async with asyncio.timeout(timeout):
+                await self._heard.wait()
         except TimeoutError:
             return False
         self._heard.clear()

@@ -1,6 +1,7 @@
 """Kill -9 of everything, at the worst moment, with real processes."""
 
 import os
+import signal
 import threading
 from collections.abc import Callable
 
@@ -100,6 +101,37 @@ def test_a_cold_load_survives_the_kill_of(victim: str) -> None:
             assert answer.status_code == 200 or int(answer.headers["Retry-After"]) >= 1
         eventually(lambda: ok(cluster, stage.web), seconds=90, what="a repeated request succeeds")
         nothing_left_behind(cluster)
+
+
+def test_a_load_cut_by_the_database_goes_on_without_tasks() -> None:
+    """Nothing waits for one process: a controller takes back what an outage made it let go of."""
+    with running_cluster(LOCALAI_MODEL_LOAD_WAIT=f"{DEADLINE:.0f}s") as cluster:
+        stage = Stage(cluster)
+        os.killpg(stage.tasks.child.pid, signal.SIGKILL)
+        requests = Requests(cluster, stage.web, "cold")
+        eventually(lambda: loading(cluster), seconds=20, what="the copy has begun")
+        stage.restart("postgres")
+        answers = [answer for answer, _ in requests.results()]
+        assert [answer and answer.status_code for answer in answers] == [200] * 5
+
+
+def test_tasks_outlive_outages_from_their_start_on() -> None:
+    """The task cluster may start before its database and loses no process when that goes away."""
+    done = "SELECT count(*) FROM django_q_task WHERE success"
+    with running_cluster() as cluster:
+        cluster.postgres.stop()
+        tasks = cluster.tasks()
+        eventually(lambda: "cannot take tasks" in tasks.output(), what="the task cluster looks for tasks")
+        cluster.postgres.start(cluster.guardian)
+        cluster.controller()
+        eventually(lambda: cluster.rows(done) > [(0,)], seconds=30, what="a task is done")
+        os.kill(cluster.postgres.pid, signal.SIGKILL)
+        cluster.postgres.start(cluster.guardian)
+        ((before,),) = cluster.rows(done)
+        eventually(lambda: cluster.rows(done) > [(before,)], seconds=30, what="tasks go on")
+        assert tasks.alive
+        assert "reincarnated" not in tasks.output()
+        assert "Traceback" not in tasks.output()
 
 
 def ok(cluster: Cluster, web: Process) -> bool:

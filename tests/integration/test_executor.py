@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from django.db import OperationalError
 
 from localai_cluster import clock, errors
 from operations import services
@@ -247,6 +248,61 @@ async def test_a_database_that_hangs_ends_the_attempts(monkeypatch: pytest.Monke
             await asyncio.wait_for(cancelled.wait(), 10)
         finally:
             go_on.set()
+
+
+async def test_an_attempt_cut_by_an_outage_is_made_again_by_the_executor_alone() -> None:
+    """I2: what could not be recorded is taken back when its lease has run out, whether or not tasks run."""
+    attempts: list[int] = []
+
+    async def handler(work: Work) -> None:
+        attempts.append(work.operation.fence)
+        if len(attempts) == 1:
+            raise OperationalError("server closed the connection unexpectedly")
+
+    operation = await admit()
+    async with executor(handler, lease=0.4):
+        await until(operation, Status.COMPLETED)
+    assert attempts == [1, 2]
+
+
+async def test_an_attempt_that_does_not_end_keeps_no_other_lease_from_being_renewed() -> None:
+    """One handler stuck in its own clearing up must not cost the others their leases."""
+    stuck, go_on = asyncio.Event(), asyncio.Event()
+    fences: dict[str, list[int]] = {"probe:stuck": [], "probe:well": []}
+
+    async def handler(work: Work) -> None:
+        fences[work.operation.key].append(work.operation.fence)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            if work.operation.key == "probe:stuck":
+                stuck.set()
+                await go_on.wait()
+
+    async def admit_as(key: str) -> Operation:
+        request = services.OperationRequest("probe", key=key, element="x", actor="test")
+        return (await in_thread(services.admit, request, now=clock.now())).operation
+
+    bad, well = await admit_as("probe:stuck"), await admit_as("probe:well")
+
+    async def begun() -> bool:
+        return all(fences.values())
+
+    async with executor(handler, lease=2.0):
+        try:
+            assert await clock.wait_until(begun, timeout=10)
+            await in_thread(Operation.objects.filter(pk=bad.pk).update, lease_owner="other", fence=99)
+            await asyncio.wait_for(stuck.wait(), 10)
+            first = (await row(well)).lease_until
+
+            async def renewed() -> bool:
+                until = (await row(well)).lease_until
+                return until is not None and first is not None and until > first + timedelta(seconds=2)
+
+            assert await clock.wait_until(renewed, timeout=10)
+        finally:
+            go_on.set()
+    assert fences["probe:well"] == [1]
 
 
 async def test_an_unknown_kind_fails_clearly() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import psycopg
 
-from localai_cluster import procs
+from localai_cluster import clock, procs
 from localai_cluster.embedded.nats import EmbeddedNats
 from localai_cluster.embedded.places import free_port
 from localai_cluster.embedded.postgres import EmbeddedPostgres
@@ -33,6 +33,10 @@ ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "registration-token-of-the-test-cluster"
 ADMIN_KEY = "static-admin-key-of-the-test-cluster"
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
+TASK_PROCESSES = 6
+"""django-q2's first process, its guard, pusher and monitor, and two workers."""
+STORY = 8000
+"""Characters printed of each log after a failure."""
 
 
 @dataclass
@@ -62,6 +66,17 @@ class Process:
     def output(self) -> str:
         """What it has logged so far."""
         return self.log.read_text(errors="replace")
+
+    @property
+    def state(self) -> str:
+        """Whether it runs, or how it ended."""
+        return "runs" if self.alive else f"ended with {self.child.returncode}"
+
+    def story(self) -> str:
+        """The end of its log without the frames of other people's code, which would leave room for little."""
+        lines = self.output().splitlines()
+        told = [line for line in lines if not line.startswith((" ", "\t")) or f'"{ROOT}/' in line]
+        return "\n".join(line[:400] for line in told if "/.venv/" not in line)[-STORY:]
 
 
 @dataclass
@@ -162,8 +177,10 @@ class Cluster:
         return process
 
     def tasks(self) -> Process:
-        """A django-q2 cluster."""
-        return self.spawn("tasks", "manage.py", "qcluster", env={})
+        """A django-q2 cluster with all its processes."""
+        process = self.spawn("tasks", "manage.py", "qcluster", env={})
+        eventually(lambda: is_whole(process), seconds=30, what=f"tasks: {process.log}")
+        return process
 
     def worker(self, name: str, web: Process, *, wait: bool = True, **env: str) -> Process:
         """A worker of its own data folder, registered with `web`."""
@@ -236,9 +253,15 @@ def migrated_data() -> Path:
     return server.data
 
 
+def is_whole(process: Process) -> bool:
+    """Whether all processes of a django-q2 cluster are there; fails at once if it ended."""
+    assert process.alive, process.story()
+    return sum(one.session == process.child.pid for one in procs.processes()) >= TASK_PROCESSES
+
+
 def is_ready(process: Process) -> bool:
     """Whether the web process answers /readyz with 200; fails at once if it ended."""
-    assert process.alive, process.output()
+    assert process.alive, process.story()
     try:
         return httpx.get(f"{process.url}/readyz", timeout=5).status_code == 200
     except httpx.TransportError:
@@ -257,12 +280,28 @@ def running_cluster(**extra: str) -> Iterator[Cluster]:
         cluster.start()
         yield cluster
     except BaseException:
+        print(rows_left(cluster))
         for process in cluster.processes:
-            print(f"--- {process.name} ({process.log})\n{process.output()[-6000:]}")
+            print(f"--- {process.name} ({process.log}): {process.state}\n{process.story()}")
         raise
     finally:
         cluster.stop()
         shutil.rmtree(home, ignore_errors=True)
+
+
+def rows_left(cluster: Cluster) -> str:
+    """Operations, schedules and waiting tasks, as far as the database answers."""
+    asked = (
+        "SELECT kind, element, status, phase, message, fence, attempts, lost_leases, lease_owner, lease_until"
+        " FROM operations ORDER BY seq",
+        "SELECT name, next_run FROM django_q_schedule ORDER BY name",
+        "SELECT id, lock FROM django_q_ormq ORDER BY id",
+    )
+    try:
+        found = [f"--- {query}\n" + "\n".join(map(str, cluster.rows(query))) for query in asked]
+    except psycopg.Error as error:
+        return f"--- the database does not answer: {error}"
+    return "\n".join([f"--- {clock.now()}", *found])
 
 
 def engines_of(home: Path) -> list[int]:

@@ -1,8 +1,11 @@
 """Hints for waiting: none that arrives between look and wait is slept through."""
 
+import asyncio
 from uuid import uuid4
 
-from operations.waiting import Hints
+import pytest
+
+from operations.waiting import Hints, Watch
 
 
 async def test_a_hint_between_look_and_wait_is_kept() -> None:
@@ -30,3 +33,18 @@ async def test_hints_are_for_their_operation_only_and_leave_nothing_behind() -> 
         hints.hear(str(uuid4()))
         assert not await watch.changed(timeout=0)
     assert hints._watches == {}
+
+
+@pytest.mark.parametrize("steps", range(4))
+async def test_a_waiter_that_is_cancelled_as_a_hint_arrives_ends(steps: int) -> None:
+    """A lost lease stops its attempt even then, `steps` turns of the loop after the hint."""
+    watch = Watch()
+    waiting = asyncio.create_task(watch.changed(timeout=60))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    watch.hear()
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    in_time = waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert waiting.cancelled() is in_time

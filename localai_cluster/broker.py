@@ -1,0 +1,53 @@
+"""django-q2's queue in the database, for a database that may go away for a while.
+
+The library's own broker connects when it is made, so a task cluster that starts during an outage ends at
+once; its pusher sleeps 10 s and ends at the first failed look, and its monitor ends at the first failed
+acknowledgement. This one says one line and looks again.
+"""
+
+# django-q2 carries no types.
+# mypy: allow-untyped-calls
+
+import logging
+import time
+from typing import Any
+
+from django.db import InterfaceError, OperationalError, close_old_connections, connections
+from django.db.models import QuerySet
+from django_q.brokers.orm import ORM
+from django_q.conf import Conf
+from django_q.models import OrmQ
+
+log = logging.getLogger(__name__)
+
+PAUSE = 1.0
+"""Seconds before the queue is looked at again."""
+
+
+class PatientBroker(ORM):
+    """The ORM broker, which outlives an outage."""
+
+    @staticmethod
+    def get_connection(list_key: str | None = None) -> "QuerySet[OrmQ]":
+        """The queue's rows; connects only when they are used, unlike the library's."""
+        database = str(Conf.ORM)
+        if not connections[database].in_atomic_block:
+            close_old_connections()
+        return OrmQ.objects.using(database)
+
+    def dequeue(self) -> list[tuple[int, str]] | None:
+        """The next task, claimed for `retry` seconds; None when there is none or nobody can tell."""
+        try:
+            tasks: list[tuple[int, str]] | None = super().dequeue()
+        except (OperationalError, InterfaceError) as error:
+            log.warning("cannot take tasks off the queue, again in %.0f s: %s", PAUSE, error)
+            time.sleep(PAUSE)
+            return None
+        return tasks
+
+    def delete(self, task_id: Any) -> None:
+        """Takes a task off for good. In an outage it stays and runs once more: tasks are idempotent."""
+        try:
+            super().delete(task_id)
+        except (OperationalError, InterfaceError) as error:
+            log.warning("task %s is not acknowledged and will run again: %s", task_id, error)

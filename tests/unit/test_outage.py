@@ -1,0 +1,80 @@
+"""An outage of the database: told from a refused statement, and said in one line."""
+
+import io
+import logging
+from typing import Any
+
+import django.db
+import psycopg
+import pytest
+from psycopg import errors
+
+from localai_cluster.outage import OneLineOutages, is_outage, left_out_in_an_outage
+
+
+def wrapped(cause: psycopg.Error) -> django.db.OperationalError:
+    """The driver's error as Django raises it."""
+    error = django.db.OperationalError(str(cause))
+    error.__cause__ = cause
+    return error
+
+
+OUTAGES = [
+    psycopg.OperationalError("connection refused"),
+    psycopg.InterfaceError("the connection is closed"),
+    errors.AdminShutdown("terminating connection"),
+    errors.ConnectionFailure("gone"),
+    wrapped(errors.CannotConnectNow("starting up")),
+]
+REFUSALS: list[Exception] = [
+    wrapped(errors.DeadlockDetected("deadlock")),
+    errors.QueryCanceled("cancelled"),
+    django.db.IntegrityError("duplicate key"),
+    ValueError("a defect"),
+]
+
+
+def name(error: Any) -> str:
+    return f"{type(error).__name__}-{type(error.__cause__ or error).__name__}"
+
+
+def logged(error: Exception) -> str:
+    """What `log.exception` prints of an error under the filter."""
+    stream, log = io.StringIO(), logging.Logger("probe")
+    handler = logging.StreamHandler(stream)
+    handler.addFilter(OneLineOutages())
+    handler.setFormatter(logging.Formatter("{levelname} {message}", style="{"))
+    log.addHandler(handler)
+    try:
+        raise error
+    except Exception:
+        log.exception("the handler of %s failed", "100%")
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("error", OUTAGES, ids=name)
+def test_an_outage_is_one_warning(error: Exception) -> None:
+    """No traceback: it would push everything else out of what somebody reads."""
+    assert is_outage(error)
+    assert logged(error) == f"WARNING the handler of 100% failed: {error}\n"
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=name)
+def test_everything_else_keeps_its_traceback(error: Exception) -> None:
+    """A deadlock or a defect is somebody's mistake."""
+    assert not is_outage(error)
+    assert logged(error).startswith("ERROR the handler of 100% failed\n")
+    assert "Traceback" in logged(error)
+
+
+def test_a_recurring_task_leaves_a_run_out_in_an_outage_only() -> None:
+    """django-q2 would keep the failed run and repeat it later; the next one does its work."""
+    runs: list[Exception] = [OUTAGES[0], REFUSALS[0]]
+
+    @left_out_in_an_outage
+    def task() -> None:
+        raise runs.pop(0)
+
+    task()
+    with pytest.raises(django.db.OperationalError):
+        task()
