@@ -6,7 +6,9 @@ NotFound for an unknown node and Conflict where the table says no. Heartbeats ar
 `beats.py`.
 """
 
+from nodes.services.change import facts_of, locked
 from nodes.services.claims import (
+    NOT_ACCEPTABLE,
     accept_conflict,
     note_other_process,
     refuse_conflict,
@@ -16,7 +18,14 @@ from nodes.services.claims import (
 )
 from nodes.services.drains import drain, drain_itself, finish_drains, resume, resume_itself
 from nodes.services.enrolment import enrol
-from nodes.services.labels import auto_labels, merge_labels, remove_label, set_labels
+from nodes.services.labels import (
+    auto_labels,
+    check_labels,
+    edit_labels,
+    merge_labels,
+    remove_label,
+    set_labels,
+)
 from nodes.services.lifecycle import (
     Approved,
     Outcome,
@@ -39,6 +48,7 @@ from nodes.services.registration import Registered, Registration, Running, regis
 from nodes.services.replicas import drop_replicas, replicas_removed
 
 __all__ = [
+    "NOT_ACCEPTABLE",
     "Approved",
     "Outcome",
     "Registered",
@@ -48,14 +58,18 @@ __all__ = [
     "approve",
     "approve_many",
     "auto_labels",
+    "check_labels",
     "deactivate",
     "deregister",
     "drain",
     "drain_itself",
     "drop_replicas",
+    "edit_labels",
     "enrol",
+    "facts_of",
     "fell_silent",
     "finish_drains",
+    "locked",
     "mark_healthy",
     "mark_unhealthy",
     "merge_labels",

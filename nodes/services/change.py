@@ -41,6 +41,7 @@ _KIND = {
 _ALWAYS_TOLD = frozenset({Event.REGISTERED, Event.DRAIN_ENDED, Event.DEREGISTERED})
 """Events that are news even when no fact changes."""
 _REASON_LENGTH = 255
+_MOVED = "the node was changed by somebody else meanwhile"
 
 
 def facts_of(node: BackendNode) -> Facts:
@@ -129,7 +130,7 @@ class Change:
         self.set(revision=revision + 1, updated_at=self.now)
         rows = BackendNode.objects.filter(pk=self.node.pk, revision=revision)
         if rows.update(**self._columns) != 1:
-            raise errors.Conflict("the node was changed by somebody else meanwhile", field="revision")
+            raise errors.Conflict(_MOVED, field="revision")
         timeline.record(*self._entries, at=self.now)
         events.notify(events.NODES, str(self.node.id))
         self.node.status = states.status_of(facts_of(self.node))
@@ -142,11 +143,16 @@ class Change:
             replicas.drop_replicas(self.node.id)
 
 
-def locked(node_id: UUID) -> BackendNode:
-    """The node's row, locked until the transaction ends; raises NotFound."""
+def locked(node_id: UUID, revision: int | None = None) -> BackendNode:
+    """The node's row, locked until the transaction ends; raises NotFound.
+
+    With the `revision` that somebody decided on, it also raises Conflict (field `revision`) if it has moved.
+    """
     node = BackendNode.objects.select_for_update(no_key=True).filter(pk=node_id).first()
     if node is None:
         raise errors.NotFound("node not found")
+    if revision is not None and node.revision != revision:
+        raise errors.Conflict(_MOVED, field="revision")
     return node
 
 

@@ -32,10 +32,11 @@ _SAID = {
     Kind.INSTANCE: "another process has registered with this secret since: is its data folder a copy?",
     Kind.NAME: "this secret belongs to the node {name!r}: an admin has to accept the new name",
 }
-_DECIDED_OTHERWISE = {
+NOT_ACCEPTABLE = {
     Kind.TOKEN: "a node with a secret never falls back to the shared token; deregister it instead",
     Kind.INSTANCE: "stop one of the two processes, or revoke the secret",
 }
+"""What an admin cannot answer with a yes, and what to do instead."""
 
 
 def judge(node: BackendNode, fingerprint: str, instance: str) -> NodeConflict.Kind | None:
@@ -121,8 +122,8 @@ def accept_conflict(
     """
     with transaction.atomic():
         conflict = _undecided(conflict_id, node_id, now, actor, NodeConflict.State.ACCEPTED)
-        if conflict.kind in _DECIDED_OTHERWISE:
-            raise errors.Conflict(_DECIDED_OTHERWISE[Kind(conflict.kind)], field="kind")
+        if conflict.kind in NOT_ACCEPTABLE:
+            raise errors.Conflict(NOT_ACCEPTABLE[Kind(conflict.kind)], field="kind")
         with changing(conflict.node_id, now) as change:
             if conflict.kind == Kind.NAME:
                 _rename(change, conflict.claimed_name)

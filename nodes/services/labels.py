@@ -60,6 +60,14 @@ def remove_label(node_id: UUID, key: str, *, actor: Actor, now: datetime) -> dic
     return _edit(node_id, {}, (key,), actor, now)
 
 
+def edit_labels(
+    node_id: UUID, labels: Mapping[str, str], *, drop: Collection[str], actor: Actor, now: datetime
+) -> dict[str, str]:
+    """Sets these and removes the keys in `drop`, as one change; answers the set."""
+    check_labels(labels)
+    return _edit(node_id, labels, drop, actor, now)
+
+
 def _edit(
     node_id: UUID, wanted: Mapping[str, str], drop: Collection[str] | None, actor: Actor, now: datetime
 ) -> dict[str, str]:
