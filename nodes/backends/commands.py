@@ -116,7 +116,8 @@ class Worker:
         raise errors.Unavailable(f"node {self.name} did not finish within {timeout:.0f} s", retry_after=30)
 
     async def _attempt(self, subject: str, request: object, reply: type[R], timeout: float) -> R:
-        generation = await asyncio.wait_for(self.bus.wait_connected(), timeout=timeout)
+        async with asyncio.timeout(timeout):
+            generation = await self.bus.wait_connected()
         instance = (await self.backends()).instance
         return await unless(
             self._watch(generation, instance), ask(self.bus, subject, request, reply, timeout)
