@@ -17,8 +17,9 @@ from localai_cluster.messaging.nats import NatsBus
 from nodes.agent import hardware, probes, registration, shutdown
 from nodes.agent.commands import Commands
 from nodes.agent.config import Config, refuse
-from nodes.agent.controller import CALL_LIMIT, Controller
+from nodes.agent.controller import CALL_LIMIT, Controller, Registered
 from nodes.agent.heartbeat import Heart, figures
+from nodes.agent.identity import Identity
 from nodes.agent.install import Installer
 from nodes.agent.installs import Installs
 from nodes.agent.listing import Shelf
@@ -36,7 +37,7 @@ class Agent:
     def __init__(
         self,
         config: Config,
-        secret: str,
+        identity: Identity,
         capability: str,
         client: httpx.AsyncClient,
         guardian: procs.Guardian,
@@ -47,7 +48,10 @@ class Agent:
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._bus = NatsBus(config.nats_url, name=f"worker {config.node_name}")
-        self._controller = Controller(config.register_to, config.registration_token, secret, client)
+        instance = secrets.token_hex(16)
+        self._controller = Controller(
+            config.register_to, config.registration_token, identity, instance, client
+        )
         shelf = Shelf(config.backends_path, config.backends_system_path, capability)
         ports = PortAllocator(config.base_port, config.max_port)
         self._supervisor = Supervisor(ports, config.registration_token, guardian, LogRings())
@@ -59,7 +63,7 @@ class Agent:
             shelf,
             self._supervisor,
             self._installs,
-            secrets.token_hex(8),
+            instance,
             self._stop.set,
         )
         self._heart = Heart(
@@ -68,7 +72,8 @@ class Agent:
             config.heartbeat_interval,
             lambda: self._node_id,
             lambda: figures(config.models_path),
-            self._rejoin,
+            self._join,
+            self._knock,
         )
 
     async def run(self) -> None:
@@ -108,19 +113,24 @@ class Agent:
             await asyncio.gather(task, stop, return_exceptions=True)
 
     async def _join(self) -> None:
-        registered = await registration.register(self._controller, self._told)
-        self._node_id = registered.node_id
+        await self._be(await registration.register(self._controller, self._told))
 
-    async def _rejoin(self) -> None:
-        former = self._node_id
-        await self._join()
-        if self._node_id != former:
+    async def _knock(self) -> None:
+        await self._be(await registration.register_once(self._controller, self._told))
+
+    async def _be(self, registered: Registered) -> None:
+        former, self._node_id = self._node_id, registered.node_id
+        if former not in ("", self._node_id):
             log.warning("the node has another id now: %s", self._node_id)
             await self._commands.listen(self._node_id)
 
     async def _told(self) -> dict[str, Any]:
+        found = await hardware.gpus()
         measured = hardware.figures(self._config.models_path)
-        return registration.body(self._config, self._capability, await hardware.gpus(), measured)
+        told = registration.body(self._config, self._capability, found, measured)
+        # Last, and nothing is awaited before it leaves: what starts or ends meanwhile would be told wrong.
+        running = registration.listed(self._supervisor.running(), self._config.advertise_host)
+        return told | {"running_processes": running}
 
     def _open_progress(self, op_id: str, backend: str) -> Progress:
         node_id = self._node_id
@@ -139,7 +149,9 @@ class Agent:
     def _problem(self) -> str:
         if not self._node_id:
             return "not registered yet"
-        return "" if self._bus.connected else "the message bus is not connected"
+        if not self._bus.connected:
+            return "the message bus is not connected"
+        return self._heart.problem
 
     def _listen_to_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -154,7 +166,7 @@ class Agent:
         self._stop.set()
 
 
-async def run(config: Config, secret: str) -> None:
+async def run(config: Config, identity: Identity) -> None:
     """One life of the worker, with everything that must be closed after it."""
     for folder in (config.backends_path, config.models_path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -165,4 +177,4 @@ async def run(config: Config, secret: str) -> None:
         stack.push_async_callback(asyncio.to_thread, guardian.close)
         client = await stack.enter_async_context(httpx.AsyncClient(timeout=CALL_LIMIT))
         log.info("starting capability=%s address=%s", capability, config.advertise_addr)
-        await Agent(config, secret, capability, client, guardian).run()
+        await Agent(config, identity, capability, client, guardian).run()

@@ -160,9 +160,9 @@ class Commands:
 
     async def _running(self, _: m.Nothing) -> m.RunningReply:
         alive = []
-        for engine in self._supervisor.engines():
+        for engine in self._supervisor.running():
             key = m.split_process_key(engine.key)
-            if key is not None and not engine.stopping and engine.alive:
+            if key is not None:
                 alive.append(m.RunningModel(key[0], key[1], engine.address))
         return m.RunningReply(tuple(alive), instance=self._instance)
 

@@ -9,11 +9,15 @@ from localai_cluster import clock
 from localai_cluster.messaging.bus import Bus
 from nodes.agent import hardware
 from nodes.agent.controller import CallFailed, Controller
-from nodes.agent.registration import GaveUp
+from nodes.agent.registration import GaveUp, mend
 
 log = logging.getLogger(__name__)
 
 REMIND_EVERY = 60.0
+COPIED = (
+    "This worker's data folder has been copied, and the copy has registered since. Stop one of the two. Where"
+    " it shall be a node of its own, delete the file node-secret before the next start"
+)
 
 
 async def figures(models: Path) -> dict[str, int]:
@@ -24,7 +28,11 @@ async def figures(models: Path) -> dict[str, int]:
 
 
 class Heart:
-    """Beats until it is cancelled. `rejoin` is called when the controller does not know the node any more."""
+    """Beats until it is cancelled.
+
+    `rejoin` registers again, for as long as it takes: the controller does not know the node any more. `knock`
+    does so once (CallFailed): the controller refuses the secret. `problem` says what an admin has to see to.
+    """
 
     def __init__(
         self,
@@ -34,6 +42,7 @@ class Heart:
         node_id: Callable[[], str],
         measure: Callable[[], Awaitable[dict[str, int]]],
         rejoin: Callable[[], Awaitable[None]],
+        knock: Callable[[], Awaitable[None]],
     ) -> None:
         self._controller = controller
         self._bus = bus
@@ -41,7 +50,10 @@ class Heart:
         self._node_id = node_id
         self._measure = measure
         self._rejoin = rejoin
+        self._knock = knock
         self._reminded: dict[str, float] = {}
+        self._quiet_until = 0.0
+        self.problem = ""
 
     async def beat_for_ever(self) -> None:
         """The first beat comes one interval after the start."""
@@ -60,26 +72,52 @@ class Heart:
         if not self._bus.connected:
             self._remind("bus", "no heartbeat: the message bus is not connected")
             return
+        if clock.monotonic() < self._quiet_until:
+            return
         try:
             await self._controller.heartbeat(self._node_id(), await self._measure())
         except CallFailed as error:
             await self._failed(error)
+        else:
+            self.problem = ""
 
     async def _failed(self, error: CallFailed) -> None:
         if error.http_status == 404:
             log.warning("the controller does not know this node any more; registering again")
             await self._rejoin()
-        elif error.http_status in (401, 403):
-            self._remind(
-                "refused",
-                f"heartbeat refused: {error}. The controller does not accept this node's secret: restore the "
-                "file node-secret, or delete the node there so that it can enrol anew",
-            )
+        elif error.refused:
+            await self._refused(error)
+        elif error.http_status == 409:
+            self.problem = "another process has registered with this node's secret"
+            self._remind("copied", f"heartbeat refused: {error}. {COPIED}", logging.ERROR)
         else:
+            self._rest(error.wait)
             self._remind("failed", f"heartbeat failed: {error}")
 
-    def _remind(self, kind: str, text: str) -> None:
+    async def _refused(self, error: CallFailed) -> None:
+        """The record was removed, or the secret revoked: a registration tells which, once a minute."""
+        self.problem = "the controller refuses this node's secret"
+        if not self._due("refused"):
+            return
+        log.warning("heartbeat refused: %s; registering again", error)
+        try:
+            await self._knock()
+        except CallFailed as refusal:
+            # A refused secret is refused for good; every try counts against everybody at this address.
+            self._rest(REMIND_EVERY)
+            log.error("registration refused: %s%s", refusal, mend(refusal))
+
+    def _rest(self, seconds: float) -> None:
+        self._quiet_until = clock.monotonic() + seconds
+
+    def _remind(self, kind: str, text: str, level: int = logging.WARNING) -> None:
+        if self._due(kind):
+            log.log(level, "%s", text)
+
+    def _due(self, kind: str) -> bool:
+        """Whether a minute has passed since this was last true for `kind`."""
         now = clock.monotonic()
-        if now - self._reminded.get(kind, -REMIND_EVERY) >= REMIND_EVERY:
-            self._reminded[kind] = now
-            log.warning("%s", text)
+        if now - self._reminded.get(kind, -REMIND_EVERY) < REMIND_EVERY:
+            return False
+        self._reminded[kind] = now
+        return True

@@ -42,7 +42,7 @@ def _run(given: dict[str, Any]) -> int:
         config = build(given)
         _log_to_stderr(config)
         with identity.claim(config.data_dir):
-            asyncio.run(run(config, identity.load_or_create_secret(config.data_dir)))
+            asyncio.run(run(config, identity.Identity(config.data_dir)))
     except (InvalidSetting, identity.IdentityProblem) as error:
         click.echo(f"error: {error.message}", err=True)
         return 2

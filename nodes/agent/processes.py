@@ -130,6 +130,10 @@ class Supervisor:
         """All of them, now."""
         return list(self._engines.values())
 
+    def running(self) -> list[Engine]:
+        """Those that live and are not being stopped; a starting one too."""
+        return [engine for engine in self._engines.values() if not engine.stopping and engine.alive]
+
     def of_backend(self, names: frozenset[str]) -> list[str]:
         """Keys of the processes that were started for one of these backend names."""
         return [engine.key for engine in self._engines.values() if engine.backend in names]

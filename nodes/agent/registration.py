@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 from localai_cluster.errors import ClusterError
 from nodes.agent.config import Config
 from nodes.agent.controller import CallFailed, Controller, Registered
 from nodes.agent.hardware import Figures, Gpus
+from nodes.agent.processes import Engine
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,11 @@ def body(config: Config, capability: str, found: Gpus, measured: Figures) -> dic
     return told
 
 
+def listed(engines: Iterable[Engine], host: str) -> list[dict[str, str]]:
+    """`running_processes`: what runs here under which key, at the addresses that installs have answered."""
+    return [{"process_key": engine.key, "address": f"{host}:{engine.port}"} for engine in engines]
+
+
 def pauses() -> Iterator[float]:
     """Seconds before each further attempt: 2, 4, 8, 16, 30, 30 …"""
     pause = FIRST_PAUSE
@@ -61,23 +67,37 @@ async def register(
     waits = pauses()
     while True:
         try:
-            registered = await controller.register(await told())
+            return await register_once(controller, told)
         except CallFailed as error:
             pause = next(waits, None)
             if pause is None:
-                raise GaveUp(f"gave up registering after {ATTEMPTS} attempts: {error}") from error
-            log.warning("registration failed: %s; next attempt in %g s%s", error, pause, _mend(error))
+                what = f"gave up registering after {ATTEMPTS} attempts"
+                raise GaveUp(f"{what}: {error}{mend(error)}") from error
+            pause = max(pause, error.wait)
+            log.warning("registration failed: %s; next attempt in %g s%s", error, pause, mend(error))
             await sleep(pause)
-            continue
-        log.info("registered id=%s status=%s", registered.node_id, registered.status)
-        if registered.status == "pending":
-            log.info("this node waits for an administrator's approval")
-        return registered
 
 
-def _mend(error: CallFailed) -> str:
-    if error.http_status == 401:
-        return ". Check LOCALAI_REGISTRATION_TOKEN."
-    if error.http_status == 403:
-        return ". A node of this name may be enrolled with another secret: restore it, or delete the node."
-    return ""
+async def register_once(controller: Controller, told: Callable[[], Awaitable[dict[str, Any]]]) -> Registered:
+    """Registers without trying again. CallFailed."""
+    registered = await controller.register(await told())
+    log.info("registered id=%s status=%s", registered.node_id, registered.status)
+    if registered.status == "pending":
+        log.info("this node waits for an administrator's approval")
+    return registered
+
+
+_MENDS = {
+    401: "Check LOCALAI_REGISTRATION_TOKEN.",
+    403: "If this node's secret was revoked, give it a new identity: stop the worker, delete the file "
+    "node-secret in its data folder, start it again and have an administrator approve it.",
+    409: "An administrator has to decide this conflict: accept this worker on the node's page or by "
+    "`manage.py nodes conflicts`, or give it another LOCALAI_NODE_NAME. If its data folder is a copy of "
+    "another worker's, stop it and delete the file node-secret in the copy.",
+    429: "The controller has seen too many failed attempts from this address.",
+}
+
+
+def mend(error: CallFailed) -> str:
+    """What whoever reads the log can do about a refused registration, as a further sentence."""
+    return f". {_MENDS[error.http_status]}" if error.http_status in _MENDS else ""

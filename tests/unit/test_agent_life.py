@@ -18,7 +18,7 @@ from nodes.agent.controller import CallFailed, Registered
 from nodes.agent.hardware import Figures, Gpus
 from nodes.agent.logring import LINES, LogLine, LogRings
 from nodes.agent.progress import Progress, Tick, event
-from nodes.agent.registration import GaveUp, body, pauses, register
+from nodes.agent.registration import GaveUp, body, listed, pauses, register
 
 
 def config(**given: str) -> Config:
@@ -69,8 +69,7 @@ def test_required_authentication_demands_a_token() -> None:
 def test_the_secret_is_made_once_with_mode_0600(tmp_path: Path) -> None:
     secrets: list[str] = []
     threads = [
-        threading.Thread(target=lambda: secrets.append(identity.load_or_create_secret(tmp_path)))
-        for _ in range(8)
+        threading.Thread(target=lambda: secrets.append(identity.Identity(tmp_path).secret)) for _ in range(8)
     ]
     for thread in threads:
         thread.start()
@@ -81,11 +80,11 @@ def test_the_secret_is_made_once_with_mode_0600(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["node-secret"]
     path = tmp_path / "node-secret"
     path.chmod(0o644)
-    assert identity.load_or_create_secret(tmp_path) == secrets[0]
+    assert identity.Identity(tmp_path).secret == secrets[0]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.write_text("short")
     with pytest.raises(identity.IdentityProblem, match="enrolled anew"):
-        identity.load_or_create_secret(tmp_path)
+        identity.Identity(tmp_path)
 
 
 def test_registration_body() -> None:
@@ -107,6 +106,16 @@ def test_registration_body() -> None:
         "available_ram": 5,
     }
     assert body(config(vram_budget="80%"), "default", Gpus(), Figures(1, 1, 0, 0))["available_disk"] == 0
+
+
+@pytest.mark.rule("worker-5.1")
+def test_what_runs_is_listed_at_the_addresses_that_installs_answer() -> None:
+    class Running:
+        key, port = "org/m:1@q#0", 6001
+
+    engines: Any = [Running()]
+    assert listed(engines, "gpu-1") == [{"process_key": "org/m:1@q#0", "address": "gpu-1:6001"}]
+    assert listed([], "gpu-1") == []
 
 
 async def test_registration_gives_up_after_a_hundred_attempts() -> None:

@@ -1,0 +1,172 @@
+"""What a worker does and says when the controller refuses its registration or its heartbeats."""
+
+import logging
+from typing import Any
+
+import httpx
+import pytest
+
+from localai_cluster import clock
+from nodes.agent import registration
+from nodes.agent.controller import CallFailed, Controller
+from nodes.agent.heartbeat import Heart
+
+
+async def refusals(*statuses: tuple[int, dict[str, str]]) -> tuple[list[float], list[str]]:
+    """What a worker waits for and says while its registration meets these, before it works."""
+    left, slept, said = list(statuses), [], []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if left:
+            status, headers = left.pop(0)
+            return httpx.Response(status, headers=headers, json={"error": {"message": f"no {status}"}})
+        return httpx.Response(201, json={"id": "n", "status": "pending"})
+
+    async def told() -> dict[str, Any]:
+        return {}
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    class Known:
+        secret, successor = "a" * 64, ""
+
+    client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    calls = Controller("http://c", "tok", Known(), "1f" * 16, client)  # type: ignore[arg-type]
+    lines = Lines()
+    registration.log.addHandler(lines)
+    try:
+        await registration.register(calls, told, sleep)
+    finally:
+        registration.log.removeHandler(lines)
+    return slept, said
+
+
+@pytest.mark.rule("W3", "worker-5.2")
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (401, "Check LOCALAI_REGISTRATION_TOKEN"),
+        (403, "delete the file node-secret"),
+        (409, "An administrator has to decide this conflict"),
+        (500, "no 500"),
+    ],
+)
+async def test_a_refused_registration_goes_on_and_says_what_to_do(status: int, words: str) -> None:
+    """worker.md §5.2: every refusal is tried again alike."""
+    slept, said = await refusals((status, {}), (status, {}), (status, {}))
+    assert slept == [2, 4, 8]
+    assert all(words in line for line in said[:3])
+
+
+@pytest.mark.parametrize(
+    ("header", "waits"), [("7", [7, 7]), ("3600", [30, 30]), ("1", [2, 4]), ("soon", [2, 4]), ("-1", [2, 4])]
+)
+async def test_too_many_attempts_are_waited_out_within_the_back_off(header: str, waits: list[float]) -> None:
+    slept, said = await refusals((429, {"Retry-After": header}), (429, {"Retry-After": header}))
+    assert slept == waits
+    assert "too many failed attempts" in said[0]
+
+
+class Beating:
+    """A heart whose controller answers what the test says, on a clock of the test's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        self.error: CallFailed | None = None
+        self.refusal: CallFailed | None = None
+        self.beats = self.knocks = self.rejoins = 0
+        monkeypatch.setattr(clock, "monotonic", lambda: self.now)
+        heart: Any = Heart
+        self.heart: Heart = heart(self, self, 10.0, lambda: "n", self.measure, self.rejoin, self.knock)
+
+    connected = True
+
+    async def measure(self) -> dict[str, int]:
+        return {}
+
+    async def heartbeat(self, node_id: str, body: Any) -> None:
+        self.beats += 1
+        if self.error:
+            raise self.error
+
+    async def rejoin(self) -> None:
+        self.rejoins += 1
+
+    async def knock(self) -> None:
+        self.knocks += 1
+        if self.refusal:
+            raise self.refusal
+
+    async def live(self, seconds: int) -> None:
+        """Beats every 10 s."""
+        for _ in range(seconds // 10):
+            self.now += 10
+            await self.heart.beat()
+
+
+@pytest.fixture
+def beating(monkeypatch: pytest.MonkeyPatch) -> Beating:
+    return Beating(monkeypatch)
+
+
+def said(caplog: pytest.LogCaptureFixture, words: str) -> list[int]:
+    return [record.levelno for record in caplog.records if words in record.getMessage()]
+
+
+async def test_a_copied_folder_is_told_once_a_minute_and_nobody_fights(
+    beating: Beating, caplog: pytest.LogCaptureFixture
+) -> None:
+    beating.error = CallFailed("another process", 409)
+    await beating.live(60)
+    assert said(caplog, "data folder has been copied") == [logging.ERROR]
+    assert (beating.beats, beating.knocks, beating.rejoins) == (6, 0, 0)
+    assert beating.heart.problem == "another process has registered with this node's secret"
+    await beating.live(10)
+    assert len(said(caplog, "delete the file node-secret")) == 2
+    beating.error = None
+    await beating.live(10)
+    assert beating.heart.problem == ""
+
+
+@pytest.mark.parametrize("status", [401, 403])
+async def test_a_revoked_secret_is_tried_once_a_minute(
+    beating: Beating, caplog: pytest.LogCaptureFixture, status: int
+) -> None:
+    """Neither spins nor gives up: the engines of this machine go on."""
+    beating.error = CallFailed("invalid node credential", status)
+    beating.refusal = CallFailed("this secret was revoked", 403)
+    await beating.live(120)
+    assert (beating.beats, beating.knocks) == (2, 2)
+    assert said(caplog, "delete the file node-secret in its data folder") == [logging.ERROR] * 2
+    assert beating.heart.problem == "the controller refuses this node's secret"
+
+
+async def test_a_removed_node_registers_again(beating: Beating) -> None:
+    """Its secret is nobody's, so it is told 401 and not 404; at most once a minute."""
+    beating.error = CallFailed("invalid node credential", 401)
+    await beating.live(50)
+    assert (beating.beats, beating.knocks) == (5, 1)
+    beating.error = None
+    await beating.live(10)
+    assert beating.heart.problem == ""
+
+
+@pytest.mark.rule("worker-5.2")
+async def test_an_unknown_node_registers_again(beating: Beating) -> None:
+    """D-AGAIN-ON-404."""
+    beating.error = CallFailed("node not found", 404)
+    await beating.live(10)
+    assert (beating.rejoins, beating.knocks) == (1, 0)
+
+
+async def test_a_heart_stays_away_as_long_as_it_is_told(beating: Beating) -> None:
+    beating.error = CallFailed("too many", 429, wait=25.0)
+    await beating.live(30)
+    assert beating.beats == 1
+    await beating.live(10)
+    assert beating.beats == 2
