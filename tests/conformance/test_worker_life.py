@@ -1,6 +1,7 @@
 """The worker process from registration to its end: what it tells the controller, and when."""
 
 import asyncio
+import re
 import signal
 import stat
 
@@ -47,8 +48,9 @@ async def probe(port: int, path: str) -> int:
     return int(line.split()[1])
 
 
+@pytest.mark.rule("W1", "W2", "worker-5.1", "I16")
 async def test_registration_tells_what_the_contract_says(worker: Worker, controller: StubController) -> None:
-    """W1, W2, worker.md §5.1, and our node secret: mode 0600, in a header, never in the log."""
+    """And our node secret: mode 0600, in a header, never in the log."""
     worker.launch()
     await eventually(lambda: controller.seen("/register"))
     call = controller.seen("/register")[0]
@@ -62,6 +64,8 @@ async def test_registration_tells_what_the_contract_says(worker: Worker, control
     assert body["http_address"] == f"localhost:{worker.base}"
     assert body["labels"] == {"tier": "t1", "node.replica-slots": "1"}
     assert "node_type" not in body
+    assert body["running_processes"] == []
+    assert re.fullmatch("[0-9a-f]{32}", call.headers["x-localai-node-instance"])
     assert body["total_ram"] > body["available_ram"] > 0
     assert body["total_disk"] > 0
     assert {"total_vram", "available_vram", "gpu_vendor", "gpu_compute_capability", "capability"} <= set(body)
@@ -78,8 +82,9 @@ async def test_registration_tells_what_the_contract_says(worker: Worker, control
     assert "p@ss" not in text
 
 
+@pytest.mark.rule("W3", "worker-5.2")
 async def test_refused_registration_is_tried_again(worker: Worker, controller: StubController) -> None:
-    """W3: after about 2 s, then 4 s."""
+    """After about 2 s, then 4 s."""
     controller.refusals = [500, 401]
     worker.launch()
     await eventually(lambda: len(controller.seen("/register")) == 3, 20)
@@ -89,8 +94,9 @@ async def test_refused_registration_is_tried_again(worker: Worker, controller: S
     assert "LOCALAI_REGISTRATION_TOKEN" in worker.log.read_text()
 
 
+@pytest.mark.rule("W5", "worker-6")
 async def test_heartbeats(worker: Worker, controller: StubController) -> None:
-    """W5: the first one interval after start, proved by the node's own secret; real figures."""
+    """The first one interval after start, proved by the node's own secret; real figures."""
     worker.launch()
     await eventually(lambda: len(controller.seen("/heartbeat")) >= 3)
     beat = controller.seen("/heartbeat")[0]
@@ -103,10 +109,11 @@ async def test_heartbeats(worker: Worker, controller: StubController) -> None:
     assert beat.body["available_ram"] > 0
 
 
+@pytest.mark.rule("W6", "worker-6")
 async def test_a_silent_bus_silences_the_heartbeat(
     worker: Worker, controller: StubController, nats: NatsServer
 ) -> None:
-    """W6: no heartbeat while NATS is down; /readyz 503, /healthz 200; both recover."""
+    """No heartbeat while NATS is down; /readyz 503, /healthz 200; both recover."""
     worker.launch()
     await eventually(lambda: controller.seen("/heartbeat"))
     assert await probe(worker.base, "/readyz") == 200
@@ -127,10 +134,11 @@ async def test_a_silent_bus_silences_the_heartbeat(
     assert await probe(worker.base, "/readyz") == 200
 
 
+@pytest.mark.rule("W7", "W8", "W9")
 async def test_every_subject_has_a_listener_and_no_other_node(
     running: Worker, bus: NatsBus, controller: StubController
 ) -> None:
-    """W7, W8, W9, and that a broken body is answered in that subject's error shape."""
+    """And that a broken body is answered in that subject's error shape."""
     node = controller.node_id
     assert (await ask(bus, subjects.backend_list(node), m.Nothing(), m.ListReply, 5)).backends == ()
     listed = await bus.request(subjects.models_running(node), b"", 5)
@@ -152,32 +160,100 @@ async def test_every_subject_has_a_listener_and_no_other_node(
     assert sorted(listening) == sorted(f"{prefix}.{ending}" for ending in ENDINGS)
 
 
+@pytest.mark.rule("worker-5.2")
 async def test_an_unknown_node_registers_again_and_listens_under_its_new_id(
     running: Worker, bus: NatsBus, controller: StubController
 ) -> None:
-    """worker.md §5.2, Build: a 404 heartbeat leads to a registration; a changed id to new subscriptions."""
+    """D-AGAIN-ON-404, D-REREGISTER-ROWS: a 404 heartbeat leads to a registration that tells what runs; a
+    changed id to new subscriptions."""
+    request = m.InstallRequest("engine", uri=str(running.source("engine")), model_id="m")
+    reply = await ask(bus, subjects.backend_install(controller.node_id), request, m.InstallReply, 20)
+    assert reply.success, reply.error
     controller.heartbeat_status, controller.node_id = 404, "second"
     await eventually(lambda: len(controller.seen("/register")) == 2)
     controller.heartbeat_status = 200
     await eventually(lambda: [c for c in controller.seen("/heartbeat") if "second" in c.path])
     assert (await ask(bus, subjects.backend_list("second"), m.Nothing(), m.ListReply, 5)).error == ""
+    again = controller.seen("/register")[1].body
+    assert again["running_processes"] == [{"process_key": "m#0", "address": reply.address}]
 
 
-async def test_a_refused_heartbeat_names_the_mend_once(running: Worker, controller: StubController) -> None:
-    controller.heartbeat_status = 403
+async def test_every_process_has_an_id_of_its_own(
+    running: Worker, bus: NatsBus, controller: StubController
+) -> None:
+    """D-INSTANCE: one id for all calls of a process and its replies, another after a restart."""
+    listed = await ask(bus, subjects.backend_list(controller.node_id), m.Nothing(), m.ListReply, 5)
+    await eventually(lambda: controller.seen("/heartbeat"))
+    first = {call.headers["x-localai-node-instance"] for call in controller.calls}
+    assert first == {listed.instance}
+    running.kill()
+    controller.calls.clear()
+    running.launch()
+    await eventually(lambda: controller.seen("/heartbeat"))
+    second = {call.headers["x-localai-node-instance"] for call in controller.calls}
+    assert len(second) == 1
+    assert second.isdisjoint(first)
+
+
+async def test_an_admin_replaces_the_secret_of_a_running_worker(
+    running: Worker, controller: StubController
+) -> None:
+    path = running.folder / "node-secret"
+    former = path.read_text().strip()
+    controller.rotating = True
+    rotation = (await eventually(lambda: controller.seen("/rotate")))[0]
+    assert rotation.headers["authorization"] == f"Bearer {former}"
+    secret = rotation.headers["x-localai-node-new-secret"]
+    await eventually(lambda: path.read_text().strip() == secret)
     count = len(controller.seen("/heartbeat"))
-    await eventually(lambda: len(controller.seen("/heartbeat")) > count + 3)
-    assert worker_says(running, "restore the file node-secret") == 1
+    await eventually(lambda: len(controller.seen("/heartbeat")) > count)
+    assert controller.seen("/heartbeat")[-1].headers["authorization"] == f"Bearer {secret}"
+    assert len(controller.seen("/register")) == 1
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert not path.with_name("node-secret.next").exists()
+    assert secret not in running.log.read_text()
+
+
+async def test_a_copied_data_folder_is_told_and_does_not_register_again(
+    running: Worker, controller: StubController
+) -> None:
+    controller.heartbeat_status = 409
+    await eventually(lambda: len(controller.seen("/heartbeat")) > 3)
+
+    async def unready() -> bool:
+        return await probe(running.base, "/readyz") == 503
+
+    await eventually(unready)
+    assert len(controller.seen("/register")) == 1
+    assert worker_says(running, "data folder has been copied") == 1
+    controller.heartbeat_status = 200
+
+    async def ready() -> bool:
+        return await probe(running.base, "/readyz") == 200
+
+    await eventually(ready)
+
+
+async def test_a_revoked_worker_says_what_to_do_and_keeps_quiet(
+    running: Worker, controller: StubController
+) -> None:
+    controller.refusals, controller.heartbeat_status = [403], 401
+    await eventually(lambda: worker_says(running, "delete the file node-secret in its data folder") == 1)
+    assert len(controller.seen("/register")) == 2
+    assert "have an administrator approve it" in running.log.read_text()
+    assert running.process
+    assert running.process.poll() is None
 
 
 def worker_says(worker: Worker, text: str) -> int:
     return worker.log.read_text().count(text)
 
 
+@pytest.mark.rule("W32", "worker-19")
 async def test_a_stop_message_ends_the_worker_in_order(
     running: Worker, bus: NatsBus, controller: StubController
 ) -> None:
-    """W32: drain, models poll, deregister, backends gone, exit 0."""
+    """Drain, models poll, deregister, backends gone, exit 0."""
     source = running.source("engine")
     request = m.InstallRequest("engine", uri=str(source), model_id="m")
     reply = await ask(bus, subjects.backend_install(controller.node_id), request, m.InstallReply, 20)
@@ -191,11 +267,12 @@ async def test_a_stop_message_ends_the_worker_in_order(
     assert engines_of(running.folder) == []
 
 
+@pytest.mark.rule("worker-19")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_signals_end_it_in_the_same_order(
     running: Worker, controller: StubController, number: signal.Signals
 ) -> None:
-    """worker.md §19, Build: the full sequence on signals."""
+    """D-SIGNALS: the full sequence on signals."""
     assert running.process
     running.process.send_signal(number)
     assert await running.ended() == 0

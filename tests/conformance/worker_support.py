@@ -118,6 +118,7 @@ class StubController:
         self.node_id = "node.a 1*b"
         self.status = "healthy"
         self.heartbeat_status = 200
+        self.rotating = False
         self.in_flight: list[int] = []
         self._server: asyncio.Server | None = None
         self._links: set[asyncio.StreamWriter] = set()
@@ -164,7 +165,12 @@ class StubController:
                 return self.refusals.pop(0), {"error": {"message": "not now"}}
             return 201, {"id": self.node_id, "name": call.body["name"], "status": self.status}
         if call.path.endswith("/heartbeat"):
+            if self.rotating:
+                return 401, {"error": "an admin wants this secret replaced", "rotate": True}
             return self.heartbeat_status, {"message": "heartbeat received"}
+        if call.path.endswith("/rotate"):
+            self.rotating = False
+            return 200, {"message": "secret rotated"}
         if call.path.endswith("/models"):
             return 200, [{"in_flight": self.in_flight.pop(0) if self.in_flight else 0}]
         return 200, {"message": "ok"}
