@@ -52,7 +52,7 @@ def registration_refusal() -> OpenApiResponse:
 class DescribedSerializer(OpenApiSerializerExtension):  # type: ignore[no-untyped-call]
     """Lets a serializer say what its fields alone do not: presence, and limits that a view checks."""
 
-    target_class = "nodes.api.serializers.Described"
+    target_class = "nodes.api.fields.Described"
     match_subclasses = True
 
     def map_serializer(self, auto_schema: Any, direction: Any) -> Operation:

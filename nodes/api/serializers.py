@@ -8,18 +8,16 @@ import re
 from typing import Any
 from urllib.parse import urlsplit
 
-from drf_spectacular.utils import extend_schema_field
 from rest_framework import serializers
 
+from nodes.api.fields import Described, NullIsAbsent, Text, Whole
 from nodes.beats import LARGEST
 from nodes.models import BackendNode, NodeModel, NodeStatus, NodeType, ReplicaState
 
-ZERO_TIME = "0001-01-01T00:00:00Z"
 MOST_LABELS = 64
 LENGTHS = {"name": 255, "address": 512, "http_address": 512}
 """Most characters of what a worker calls itself."""
 
-_NODE_OMITTED_IF_EMPTY = ("capability", "vram_budget", "vram_budget_bytes", "weak_identity")
 _REPLICA_OMITTED_IF_EMPTY = (
     "loading_by",
     "backend_type",
@@ -32,36 +30,6 @@ _REPLICA_OMITTED_IF_EMPTY = (
 _BACKEND_NAME = r"(?:[A-Za-z0-9][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
-class _Strict:
-    """Refuses values that DRF would convert: a number is not a text, a text or a bool is not a number."""
-
-    accepts: type
-    complaint: str
-
-    def to_internal_value(self, data: Any) -> Any:
-        """The value itself, if it has the right JSON type."""
-        if not isinstance(data, self.accepts) or isinstance(data, bool):
-            raise serializers.ValidationError(self.complaint)
-        return super().to_internal_value(data)  # type: ignore[misc]
-
-
-class Text(_Strict, serializers.CharField):
-    """A JSON string, kept as sent."""
-
-    accepts = str
-    complaint = "must be a string"
-
-    def __init__(self, *, max_length: int, **options: Any) -> None:
-        super().__init__(max_length=max_length, trim_whitespace=False, allow_blank=True, **options)
-
-
-class Whole(_Strict, serializers.IntegerField):
-    """A JSON whole number."""
-
-    accepts = int
-    complaint = "must be a whole number"
-
-
 def _bytes() -> Whole:
     return Whole(required=False, allow_null=True, min_value=0, max_value=LARGEST)
 
@@ -70,25 +38,7 @@ def _text(length: int) -> Text:
     return Text(required=False, allow_null=True, max_length=length)
 
 
-class _NullIsAbsent(serializers.Serializer[Any]):
-    """JSON null means the same as leaving the field out."""
-
-    def to_internal_value(self, data: Any) -> Any:
-        """The fields that were given."""
-        values: dict[str, Any] = super().to_internal_value(data)
-        return {name: value for name, value in values.items() if value is not None}
-
-
-class Described:
-    """A serializer that corrects the description which the API document makes from its fields."""
-
-    @classmethod
-    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """The schema as it should read."""
-        raise NotImplementedError
-
-
-class RegistrationSerializer(Described, _NullIsAbsent):
+class RegistrationSerializer(Described, NullIsAbsent):
     """What a worker says of itself. Presence and length of name and addresses are checked by the view."""
 
     name = _text(100_000)
@@ -144,16 +94,6 @@ class RegisteredSerializer(serializers.ModelSerializer[BackendNode]):
         fields = ("id", "name", "node_type", "status", "created_at")
 
 
-class ApprovedSerializer(serializers.Serializer[Any]):
-    """The answer to an approval."""
-
-    id = serializers.UUIDField()
-    name = serializers.CharField()
-    node_type = serializers.ChoiceField(choices=NodeType.choices)
-    status = serializers.ChoiceField(choices=NodeStatus.choices)
-    message = serializers.CharField()
-
-
 class MessageSerializer(serializers.Serializer[Any]):
     """Something was done."""
 
@@ -177,70 +117,6 @@ class _OmitsEmpty(Described):
             if not shown[name]:
                 del shown[name]
         return shown
-
-
-class NodeSerializer(_OmitsEmpty, serializers.ModelSerializer[BackendNode]):
-    """One node (§2.1); needs `BackendNodeQuerySet.with_counts`."""
-
-    omitted_if_empty: tuple[str, ...] = (*_NODE_OMITTED_IF_EMPTY, "labels")
-
-    node_type = serializers.ChoiceField(choices=NodeType.choices)
-    status = serializers.ChoiceField(choices=NodeStatus.choices, read_only=True)
-    last_heartbeat = serializers.SerializerMethodField()
-    model_count = serializers.IntegerField(read_only=True)
-    in_flight_count = serializers.IntegerField(read_only=True)
-    labels = serializers.SerializerMethodField()
-
-    class Meta:
-        model = BackendNode
-        fields = (
-            "id",
-            "name",
-            "node_type",
-            "address",
-            "http_address",
-            "status",
-            "total_vram",
-            "available_vram",
-            "reserved_vram",
-            "total_ram",
-            "available_ram",
-            "total_disk",
-            "available_disk",
-            "gpu_vendor",
-            "gpu_compute_capability",
-            "capability",
-            "max_replicas_per_model",
-            "max_replicas_per_model_manually_set",
-            "vram_budget",
-            "vram_budget_bytes",
-            "vram_budget_manually_set",
-            "weak_identity",
-            "last_heartbeat",
-            "created_at",
-            "updated_at",
-            "model_count",
-            "in_flight_count",
-            "labels",
-        )
-
-    @extend_schema_field(serializers.DateTimeField())
-    def get_last_heartbeat(self, node: BackendNode) -> str:
-        """The last sign of life; the year-1 stamp if there was none."""
-        if node.last_heartbeat is None:
-            return ZERO_TIME
-        return str(serializers.DateTimeField().to_representation(node.last_heartbeat))
-
-    @extend_schema_field({"type": "object", "additionalProperties": {"type": "string"}})
-    def get_labels(self, node: BackendNode) -> dict[str, str]:
-        """Key to value."""
-        return {label.key: label.value for label in node.label_set.all()}
-
-
-class NodeDetailSerializer(NodeSerializer):
-    """One node on its own: `labels` is always an object (R1.107)."""
-
-    omitted_if_empty = _NODE_OMITTED_IF_EMPTY
 
 
 class ReplicaSerializer(_OmitsEmpty, serializers.ModelSerializer[NodeModel]):
@@ -268,7 +144,7 @@ class ReplicaSerializer(_OmitsEmpty, serializers.ModelSerializer[NodeModel]):
         )
 
 
-class InstallSerializer(Described, _NullIsAbsent):
+class InstallSerializer(Described, NullIsAbsent):
     """What to install on a node (§2.10)."""
 
     backend = _text(255)

@@ -1,25 +1,29 @@
-"""The registry's routes for admins: nodes, their replicas, approval, installs (`contract/http-api.md` §2)."""
+"""The registry's routes for admins: the list, one node, replicas (`contract/http-api.md` §2.1 to §2.4).
+
+What is done to a node has modules of its own: `lifecycle_views`, `label_views`, `override_views`,
+`identity_views`. Here is also what all of them share: the envelope, bodies, and ids that exist.
+"""
 
 from typing import Any
 from uuid import UUID
 
-from drf_spectacular.utils import OpenApiResponse, extend_schema
+from drf_spectacular.utils import extend_schema
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from localai_cluster import clock, errors
-from localai_cluster.logs import request_id
 from nodes import services
-from nodes.actors import of_principal
+from nodes.actors import Actor, of_principal
+from nodes.api import examples, listing, node_rows, node_shapes
 from nodes.api import serializers as shapes
 from nodes.api.auth import parse_node_id, principal
 from nodes.api.openapi import refusals
+from nodes.api.parameters import NODE_PARAMETERS, PAGE_HEADERS
 from nodes.api.parsers import MALFORMED
-from nodes.backends import install
+from nodes.api.renderers import FastJSONRenderer
 from nodes.models import BackendNode, NodeModel
-from operations.services import OperationRequest, admit
 
 
 class NodeView(APIView):
@@ -51,32 +55,60 @@ def client_address(request: Request) -> str:
     return str(request.META.get("REMOTE_ADDR") or "")[:64]
 
 
+def actor_of(request: Request) -> Actor:
+    """Who the timeline says it was."""
+    return of_principal(principal(request))
+
+
 class NodesView(NodeView):
     """`/api/nodes` (R1.61)."""
+
+    renderer_classes = [FastJSONRenderer]
 
     @extend_schema(
         operation_id="nodes_list",
         tags=["nodes"],
-        responses={200: shapes.NodeSerializer(many=True), **refusals(401, 403)},
+        parameters=[*NODE_PARAMETERS, *PAGE_HEADERS],
+        responses={200: node_shapes.NodeSerializer(many=True), **refusals(400, 401, 403)},
+        examples=[examples.NODE],
     )
     def get(self, request: Request) -> Response:
-        """All nodes, by name."""
-        nodes = BackendNode.objects.with_counts().order_by("name")
-        return Response(shapes.NodeSerializer(nodes, many=True).data)
+        """All nodes, by name; or those that the parameters ask for."""
+        wanted = listing.wanted_nodes(request)
+        whole = wanted.page.whole and not wanted.filtered
+        rows = node_rows.elements(wanted.nodes[wanted.page.part], whole=whole)
+        total = len(rows) if wanted.page.whole else wanted.nodes.count()
+        return Response(rows, headers=wanted.page.headers(request, total))
 
 
 class NodeDetailView(NodeView):
     """`/api/nodes/:id`."""
 
+    renderer_classes = [FastJSONRenderer]
+
     @extend_schema(
         operation_id="nodes_read",
         tags=["nodes"],
-        responses={200: shapes.NodeDetailSerializer, **refusals(401, 403, 404)},
+        responses={200: node_shapes.NodeDetailSerializer, **refusals(401, 403, 404)},
+        examples=[examples.NODE_DETAIL],
     )
     def get(self, request: Request, node_id: str) -> Response:
-        """One node, with its labels and counts."""
-        node = BackendNode.objects.with_counts().get(pk=existing(node_id))
-        return Response(shapes.NodeDetailSerializer(node).data)
+        """One node: as in the list, and what lies behind its status."""
+        node = node_rows.detail(existing(node_id))
+        if node is None:
+            raise errors.NotFound("node not found")
+        return Response(node)
+
+    @extend_schema(
+        operation_id="nodes_delete",
+        tags=["nodes"],
+        responses={200: shapes.MessageSerializer, **refusals(401, 403, 404)},
+        examples=[examples.message("node deregistered")],
+    )
+    def delete(self, request: Request, node_id: str) -> Response:
+        """Removes the record with its replicas, labels and conflicts; the timeline stays (R1.21)."""
+        services.deregister(existing(node_id), actor=actor_of(request), now=clock.now())
+        return Response({"message": "node deregistered"})
 
 
 class NodeReplicasView(NodeView):
@@ -86,6 +118,7 @@ class NodeReplicasView(NodeView):
         operation_id="nodes_models",
         tags=["nodes"],
         responses={200: shapes.ReplicaSerializer(many=True), **refusals(401, 403, 404)},
+        examples=[examples.REPLICA],
     )
     def get(self, request: Request, node_id: str) -> Response:
         """The node's replicas in every state."""
@@ -99,6 +132,7 @@ class ReplicasView(NodeView):
         operation_id="models_list",
         tags=["nodes"],
         responses={200: shapes.ReplicaSerializer(many=True), **refusals(401, 403)},
+        examples=[examples.REPLICA],
     )
     def get(self, request: Request) -> Response:
         """Loaded replicas on healthy nodes."""
@@ -110,65 +144,3 @@ def replicas_of(node: UUID) -> Any:
     """A node's replicas for the wire."""
     rows = NodeModel.objects.filter(node_id=node).order_by("model_name", "replica_index")
     return shapes.ReplicaSerializer(rows, many=True).data
-
-
-class ApproveView(NodeView):
-    """`/api/nodes/:id/approve` (R1.15)."""
-
-    @extend_schema(
-        operation_id="nodes_approve",
-        tags=["nodes"],
-        request=None,
-        responses={200: shapes.ApprovedSerializer, **refusals(400, 401, 403, 404)},
-    )
-    def post(self, request: Request, node_id: str) -> Response:
-        """Lets a pending node into the fleet."""
-        node = services.approve(
-            existing(node_id), actor=of_principal(principal(request)), now=clock.now()
-        ).node
-        shown = {"id": node.id, "name": node.name, "node_type": node.node_type, "status": node.status}
-        return Response(shown | {"message": "node approved"})
-
-
-class InstallView(NodeView):
-    """`/api/nodes/:id/backends/install`."""
-
-    @extend_schema(
-        operation_id="nodes_backends_install",
-        tags=["backends"],
-        request=shapes.InstallSerializer,
-        responses={
-            202: OpenApiResponse(
-                shapes.AcceptedSerializer, "The operation is recorded and will be carried out."
-            ),
-            **refusals(400, 401, 403, 404, 409, 413),
-        },
-    )
-    def post(self, request: Request, node_id: str) -> Response:
-        """Installs a backend on one node. Asking again while it runs joins the running operation."""
-        fields = validated(shapes.InstallSerializer, request)
-        node = install.find_node(existing(node_id))
-        wanted = {name: fields.get(name, "") for name in ("backend", "uri", "name", "alias")}
-        wanted["backend"] = wanted["backend"] or wanted["name"]
-        element = wanted["backend"] or wanted["uri"]
-        if not element:
-            raise errors.InvalidInput("backend name or uri required", field="backend")
-        asked = OperationRequest(
-            install.KIND,
-            key=install.key(node.id, element.rpartition("@")[2] if wanted["backend"] else element),
-            element=element[:255],
-            payload=wanted | {"backend_galleries": fields.get("backend_galleries", "")},
-            actor=principal(request).name,
-            node=(node.id, node.name),
-            targets=[(node.id, node.name)],
-            request_id=request_id.get(),
-            client_address=client_address(request),
-        )
-        admission = admit(asked, now=clock.now())
-        job = str(admission.operation.id)
-        body = {
-            "jobID": job,
-            "statusUrl": f"/api/backends/job/{job}",
-            "message": "backend installation started" if admission.created else "already being installed",
-        }
-        return Response(body if admission.created else body | {"deduplicated": True}, status=202)

@@ -1,0 +1,158 @@
+"""Who may speak for a node: conflicts, rotation and revocation of its secret."""
+
+from typing import Any
+from uuid import UUID
+
+from django.db.models import QuerySet
+from drf_spectacular.utils import extend_schema
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from localai_cluster import clock, errors
+from nodes import services
+from nodes.api import admin_shapes, examples, listing
+from nodes.api import serializers as shapes
+from nodes.api.auth import parse_node_id
+from nodes.api.openapi import refusals
+from nodes.api.parameters import PAGE_HEADERS, PAGE_PARAMETERS
+from nodes.api.views import NodeView, actor_of, existing, validated
+from nodes.models import NodeConflict
+
+USUAL_PAGE = 100
+_SECRETS = (NodeConflict.Kind.SECRET, NodeConflict.Kind.WEAK)
+
+
+class ConflictsView(NodeView):
+    """`/api/nodes/conflicts`."""
+
+    @extend_schema(
+        operation_id="conflicts_list",
+        tags=["identity"],
+        parameters=[*PAGE_PARAMETERS, *PAGE_HEADERS],
+        responses={200: admin_shapes.ConflictSerializer(many=True), **refusals(400, 401, 403)},
+        examples=[examples.CONFLICT],
+    )
+    def get(self, request: Request) -> Response:
+        """What waits for a decision in the whole fleet, latest first."""
+        return page_of_conflicts(request, NodeConflict.objects.filter(state="open"))
+
+
+class NodeConflictsView(NodeView):
+    """`/api/nodes/:id/conflicts`."""
+
+    @extend_schema(
+        operation_id="nodes_conflicts",
+        tags=["identity"],
+        parameters=[*PAGE_PARAMETERS, *PAGE_HEADERS],
+        responses={200: admin_shapes.ConflictSerializer(many=True), **refusals(400, 401, 403, 404)},
+        examples=[examples.CONFLICT],
+    )
+    def get(self, request: Request, node_id: str) -> Response:
+        """Whoever has claimed to be this node, decided or not, latest first."""
+        return page_of_conflicts(request, NodeConflict.objects.filter(node=existing(node_id)))
+
+
+def page_of_conflicts(request: Request, conflicts: QuerySet[NodeConflict]) -> Response:
+    """One page of them."""
+    page = listing.page_of(listing.Parameters(request.query_params, "limit", "offset"), USUAL_PAGE)
+    rows = conflicts.select_related("node").order_by("-last_at", "id")[page.part]
+    return Response([conflict_row(row) for row in rows], headers=page.headers(request, conflicts.count()))
+
+
+def conflict_row(conflict: NodeConflict) -> dict[str, Any]:
+    """One conflict for the wire; what is empty is left out."""
+    optional = {
+        "fingerprint": conflict.claim if conflict.kind in _SECRETS else "",
+        "instance": conflict.claim if conflict.kind == NodeConflict.Kind.INSTANCE else "",
+        "claimed_name": conflict.claimed_name,
+        "advertised_address": conflict.advertised_address,
+        "decided_at": conflict.decided_at,
+        "decided_by": conflict.decided_by,
+    }
+    return {
+        "id": conflict.id,
+        "node_id": conflict.node_id,
+        "node_name": conflict.node.name,
+        "kind": conflict.kind,
+        "state": conflict.state,
+        "source_address": conflict.source_address,
+        "node_source_address": conflict.node_source_address,
+        "count": conflict.count,
+        "first_at": conflict.first_at,
+        "last_at": conflict.last_at,
+    } | {name: value for name, value in optional.items() if value}
+
+
+class AcceptView(NodeView):
+    """`/api/nodes/:id/conflicts/:cid/accept`."""
+
+    @extend_schema(
+        operation_id="conflicts_accept",
+        tags=["identity"],
+        request=None,
+        responses={200: shapes.MessageSerializer, **refusals(401, 403, 404, 409)},
+        examples=[examples.message("conflict accepted")],
+    )
+    def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
+        """The claimant is the node from now on; its former secret is refused for ever."""
+        node, conflict = _decided(node_id, conflict_id)
+        services.accept_conflict(conflict, node_id=node, actor=actor_of(request), now=clock.now())
+        return Response({"message": "conflict accepted"})
+
+
+class RefuseView(NodeView):
+    """`/api/nodes/:id/conflicts/:cid/refuse`."""
+
+    @extend_schema(
+        operation_id="conflicts_refuse",
+        tags=["identity"],
+        request=None,
+        responses={200: shapes.MessageSerializer, **refusals(401, 403, 404, 409)},
+        examples=[examples.message("conflict refused")],
+    )
+    def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
+        """The node stays who it is; the claimant goes on being refused."""
+        node, conflict = _decided(node_id, conflict_id)
+        services.refuse_conflict(conflict, node_id=node, actor=actor_of(request), now=clock.now())
+        return Response({"message": "conflict refused"})
+
+
+def _decided(node_id: str, conflict_id: str) -> tuple[UUID, UUID]:
+    node, conflict = existing(node_id), parse_node_id(conflict_id)
+    if conflict is None:
+        raise errors.NotFound("conflict not found")
+    return node, conflict
+
+
+class RotateView(NodeView):
+    """`/api/nodes/:id/identity/rotate`."""
+
+    @extend_schema(
+        operation_id="nodes_identity_rotate",
+        tags=["identity"],
+        request=None,
+        responses={200: shapes.MessageSerializer, **refusals(401, 403, 404, 409)},
+        examples=[examples.message("rotation requested")],
+    )
+    def post(self, request: Request, node_id: str) -> Response:
+        """From now on the worker's secret is good for nothing but replacing itself."""
+        services.request_rotation(existing(node_id), actor=actor_of(request), now=clock.now())
+        return Response({"message": "rotation requested"})
+
+
+class RevokeView(NodeView):
+    """`/api/nodes/:id/identity/revoke`."""
+
+    @extend_schema(
+        operation_id="nodes_identity_revoke",
+        tags=["identity"],
+        request=admin_shapes.ReasonSerializer,
+        responses={200: shapes.MessageSerializer, **refusals(400, 401, 403, 404, 409, 413)},
+        examples=[examples.message("identity revoked")],
+    )
+    def post(self, request: Request, node_id: str) -> Response:
+        """Refuses the worker's secret for ever; the node is pending again and without an identity."""
+        found = existing(node_id)
+        reason = validated(admin_shapes.ReasonSerializer, request).get("reason", "")
+        services.revoke(found, actor=actor_of(request), now=clock.now(), reason=reason)
+        return Response({"message": "identity revoked"})

@@ -1,0 +1,86 @@
+"""A node's labels (`contract/http-api.md` §2.7)."""
+
+from typing import Any
+
+from drf_spectacular.utils import extend_schema
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from localai_cluster import clock, errors
+from nodes import names, services
+from nodes.api import examples
+from nodes.api.openapi import refusals
+from nodes.api.parameters import LABEL_KEY, LABELS
+from nodes.api.parsers import MALFORMED
+from nodes.api.views import NodeView, actor_of, existing
+from nodes.models import NodeLabel
+
+
+class LabelsView(NodeView):
+    """`/api/nodes/:id/labels`."""
+
+    @extend_schema(
+        operation_id="nodes_labels",
+        tags=["nodes"],
+        responses={(200, "application/json"): LABELS, **refusals(401, 403, 404)},
+        examples=[examples.LABELS],
+    )
+    def get(self, request: Request, node_id: str) -> Response:
+        """Key to value."""
+        rows = NodeLabel.objects.filter(node=existing(node_id)).order_by("key")
+        return Response(dict(rows.values_list("key", "value")))
+
+    @extend_schema(
+        operation_id="nodes_labels_replace",
+        tags=["nodes"],
+        request={"application/json": LABELS},
+        responses={(200, "application/json"): LABELS, **refusals(400, 401, 403, 404, 413)},
+        examples=[examples.LABELS_SENT, examples.LABELS],
+    )
+    def put(self, request: Request, node_id: str) -> Response:
+        """These and no others; the registry's own come back when the worker registers again."""
+        found = existing(node_id)
+        return Response(
+            services.set_labels(found, labels_in(request), actor=actor_of(request), now=clock.now())
+        )
+
+    @extend_schema(
+        operation_id="nodes_labels_merge",
+        tags=["nodes"],
+        request={"application/json": LABELS},
+        responses={(200, "application/json"): LABELS, **refusals(400, 401, 403, 404, 413)},
+        examples=[examples.LABELS_SENT, examples.LABELS],
+    )
+    def patch(self, request: Request, node_id: str) -> Response:
+        """These, and the others stay; the answer is the whole set."""
+        found = existing(node_id)
+        return Response(
+            services.merge_labels(found, labels_in(request), actor=actor_of(request), now=clock.now())
+        )
+
+
+def labels_in(request: Request) -> dict[str, str]:
+    """The body's labels; raises InvalidInput naming the key whose value is not a text."""
+    if not isinstance(request.data, dict):
+        raise errors.InvalidInput(MALFORMED)
+    for key, value in request.data.items():
+        if not isinstance(value, str):
+            names.check_text(key, "labels: a key")
+            raise errors.InvalidInput(f"labels.{key[:128]}: must be a string", field=f"labels.{key[:128]}")
+    labels: dict[str, Any] = request.data
+    return labels
+
+
+class LabelView(NodeView):
+    """`/api/nodes/:id/labels/:key`; a key may contain slashes."""
+
+    @extend_schema(
+        operation_id="nodes_labels_remove",
+        tags=["nodes"],
+        parameters=[LABEL_KEY],
+        responses={204: None, **refusals(401, 403, 404)},
+    )
+    def delete(self, request: Request, node_id: str, key: str) -> Response:
+        """Removes one label; there need not be one."""
+        services.remove_label(existing(node_id), key, actor=actor_of(request), now=clock.now())
+        return Response(status=204)
