@@ -12,7 +12,6 @@ from uuid import UUID
 
 import orjson
 from django.db.models import Aggregate, Count, F, Q, QuerySet, Sum, TextField
-from django.db.models.functions import Coalesce
 
 from nodes.models import BackendNode, NodeConflict, NodeLabel, NodeModel
 from nodes.querysets import COUNTED_IN_FLIGHT, BackendNodeQuerySet
@@ -94,18 +93,18 @@ def _of(rows: QuerySet[Any], among: Collection[UUID] | None) -> QuerySet[Any]:
 
 def _counts(among: Collection[UUID] | None) -> dict[UUID, tuple[int, int]]:
     rows = _of(NodeModel.objects.filter(state__in=COUNTED_IN_FLIGHT), among).order_by().values_list("node_id")
-    counted = rows.annotate(Count("pk", filter=Q(state="loaded")), Coalesce(Sum("in_flight"), 0))
+    counted = rows.annotate(loaded=Count("pk", filter=Q(state="loaded")), running=Sum("in_flight"))
     return {node: (loaded, running) for node, loaded, running in counted}
 
 
 def _labels(among: Collection[UUID] | None) -> dict[UUID, str]:
     rows = _of(NodeLabel.objects.all(), among).order_by().values_list("node_id")
-    return dict(rows.annotate(_LabelsOf(F("key"), F("value"))))
+    return dict(rows.annotate(labels=_LabelsOf(F("key"), F("value"))))
 
 
 def _open_conflicts(among: Collection[UUID] | None) -> dict[UUID, int]:
     rows = _of(NodeConflict.objects.filter(state="open"), among).order_by().values_list("node_id")
-    return dict(rows.annotate(Count("pk")))
+    return dict(rows.annotate(claims=Count("pk")))
 
 
 def _fact(at: datetime, by: str, reason: str) -> Row:
