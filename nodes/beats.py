@@ -3,8 +3,9 @@
 A beat proves itself and writes itself at once: the UPDATE matches node id, fingerprint and process together,
 so nothing is read first. Whoever is not among the returned rows is refused, and one more query tells why.
 Figures count only for nodes that are approved and online (R1.34). A node that had fallen silent comes back by
-its beat (R5.5), one that left by itself does not (R5.7). A beat clears the VRAM reservation unless one was
-made after the beat came in.
+its beat (R5.5), one that left by itself does not (R5.7). Free VRAM clears the reservation unless one was made
+after the figure came in. A new total moves the ceiling of a budget in percent; which budgets are concerned is
+read beforehand, so that a batch is always one UPDATE.
 """
 
 import json
@@ -31,13 +32,16 @@ Key = tuple[UUID, str, str]
 
 @dataclass(frozen=True)
 class Beat:
-    """One sign of life: whose, by which fingerprint, when it came in, and what it reported (bytes)."""
+    """One sign of life: whose, by which fingerprint, when it came in, and what it reported (bytes).
+
+    `measured_at` is when its `available_vram` came in, which in a merged beat may be earlier.
+    """
 
     id: UUID
     fingerprint: str
     at: datetime
     instance: str = ""
-    source_address: str = ""
+    measured_at: datetime | None = None
     available_vram: int | None = None
     total_vram: int | None = None
     available_ram: int | None = None
@@ -49,6 +53,10 @@ class Beat:
     def key(self) -> Key:
         """Beats of the same key are one row of a batch."""
         return self.id, self.fingerprint, self.instance
+
+    def __post_init__(self) -> None:
+        if self.available_vram is not None and self.measured_at is None:
+            object.__setattr__(self, "measured_at", self.at)
 
     def after(self, earlier: "Beat") -> "Beat":
         """This beat with what only the earlier one reported filled in."""
@@ -93,13 +101,16 @@ def _vendor(value: Any) -> str | None:
 WRITE = f"""
 WITH beat AS (
     SELECT * FROM jsonb_to_recordset(%(beats)s::jsonb) AS beat(
-        id uuid, fingerprint text, at timestamptz, instance text, available_vram bigint, total_vram bigint,
-        available_ram bigint, total_disk bigint, available_disk bigint, gpu_vendor text)
+        id uuid, fingerprint text, at timestamptz, instance text, measured_at timestamptz,
+        available_vram bigint, total_vram bigint, available_ram bigint, total_disk bigint,
+        available_disk bigint, gpu_vendor text, budget text, ceiling bigint)
 ), own AS (
     SELECT node.id, node.offline_at IS NOT NULL AND node.offline_recovers AS silent, beat.instance,
-        beat.at, beat.available_vram, beat.total_vram, beat.available_ram, beat.total_disk,
-        beat.available_disk, beat.gpu_vendor,
-        node.approved_at IS NOT NULL AND node.offline_at IS NULL AS live
+        beat.at, beat.measured_at, beat.available_vram, beat.total_vram, beat.available_ram,
+        beat.total_disk, beat.available_disk, beat.gpu_vendor,
+        node.approved_at IS NOT NULL AND node.offline_at IS NULL AS live,
+        CASE WHEN beat.budget = node.vram_budget AND beat.budget <> '' THEN beat.ceiling
+            ELSE node.vram_budget_bytes END AS ceiling
     FROM backend_nodes AS node JOIN beat ON beat.id = node.id AND beat.fingerprint = node.fingerprint
     WHERE (node.fingerprint <> '' OR node.weak_identity) AND node.rotation_requested_at IS NULL
         AND (beat.instance = '' OR beat.instance = node.instance)
@@ -114,10 +125,12 @@ WITH beat AS (
         offline_recovers = node.offline_recovers AND NOT own.silent,
         revision = node.revision + own.silent::int,
         reserved_vram = CASE WHEN own.live AND own.available_vram IS NOT NULL
-            AND (node.reserved_at IS NULL OR node.reserved_at <= own.at) THEN 0
+            AND (node.reserved_at IS NULL OR node.reserved_at <= own.measured_at) THEN 0
             ELSE node.reserved_vram END,
-        available_vram = CASE WHEN own.live AND own.available_vram IS NOT NULL
-            THEN least(own.available_vram, nullif(node.vram_budget_bytes, 0)) ELSE node.available_vram END,
+        available_vram = CASE WHEN own.live
+            THEN least(coalesce(own.available_vram, node.available_vram), nullif(own.ceiling, 0))
+            ELSE node.available_vram END,
+        vram_budget_bytes = CASE WHEN own.live THEN own.ceiling ELSE node.vram_budget_bytes END,
         total_vram = CASE WHEN own.live THEN coalesce(own.total_vram, node.total_vram)
             ELSE node.total_vram END,
         available_ram = CASE WHEN own.live THEN coalesce(own.available_ram, node.available_ram)
@@ -129,9 +142,7 @@ WITH beat AS (
         gpu_vendor = CASE WHEN own.live THEN coalesce(nullif(own.gpu_vendor, ''), node.gpu_vendor)
             ELSE node.gpu_vendor END
     FROM own WHERE own.id = node.id
-    RETURNING node.id, node.fingerprint, own.instance, own.silent, own.at, node.name, node.status,
-        CASE WHEN own.live AND own.total_vram IS NOT NULL THEN node.vram_budget ELSE '' END AS budget,
-        node.total_vram, node.vram_budget_bytes
+    RETURNING node.id, node.fingerprint, own.instance, own.silent, own.at, node.name, node.status
 ), told AS (
     INSERT INTO node_events (node_id, node_name, kind, at, last_at, count, actor_kind, actor, cause,
         status_before, status_after, detail, request_id)
@@ -139,16 +150,11 @@ WITH beat AS (
         '{states.OFFLINE}', status, '{{}}', ''
     FROM written WHERE silent
 )
-SELECT id, fingerprint, instance, budget, total_vram, vram_budget_bytes,
-    CASE WHEN silent THEN pg_notify('{NODES}', id::text) END
+SELECT id, fingerprint, instance, CASE WHEN silent THEN pg_notify('{NODES}', id::text) END
 FROM written
 """
 
-_RESOLVE_BUDGET = """
-UPDATE backend_nodes SET vram_budget_bytes = %(limit)s,
-    available_vram = least(available_vram, nullif(%(limit)s::bigint, 0))
-WHERE id = %(id)s AND total_vram = %(total)s RETURNING id
-"""
+_BUDGETS = "SELECT id, vram_budget FROM backend_nodes WHERE id = ANY(%(ids)s) AND vram_budget <> ''"
 
 _REFUSED = """
 SELECT id, fingerprint, weak_identity, instance, rotation_requested_at IS NOT NULL FROM backend_nodes
@@ -158,23 +164,32 @@ WHERE id = ANY(%(ids)s) OR (fingerprint <> '' AND fingerprint = ANY(%(fingerprin
 
 async def record(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:
     """Writes all beats (no two of one key) in one statement; answers per key why it was refused, or None."""
-    rows = await database.rows(WRITE, {"beats": json.dumps([_plain(beat) for beat in beats])})
-    for node_id, _, _, text, total, limit, _ in rows:
-        await _resolve_budget(database, node_id, text, total, limit)
-    written = {(node_id, fingerprint, instance) for node_id, fingerprint, instance, *_ in rows}
+    budgets = await _budgets(database, [beat.id for beat in beats if beat.total_vram is not None])
+    plain = [_plain(beat, budgets.get(beat.id, "")) for beat in beats]
+    rows = await database.rows(WRITE, {"beats": json.dumps(plain)})
+    written = {(node_id, fingerprint, instance) for node_id, fingerprint, instance, _ in rows}
     refused = [beat for beat in beats if beat.key not in written]
     return dict.fromkeys(written) | await _refusals(database, refused)
 
 
-def _plain(beat: Beat) -> dict[str, Any]:
-    return asdict(beat) | {"id": str(beat.id), "at": beat.at.isoformat()}
+async def _budgets(database: Rows, ids: Sequence[UUID]) -> dict[UUID, str]:
+    """The budgets of the nodes that report a total; stock workers do not."""
+    return dict(await database.rows(_BUDGETS, {"ids": ids})) if ids else {}
 
 
-async def _resolve_budget(database: Rows, node_id: UUID, text: str, total: int, limit: int) -> None:
-    """R1.36, "Port:": a share of the memory means another ceiling once the total has changed."""
-    resolved = budget.ceiling_or_none(text, total) if text else limit
-    if resolved != limit:
-        await database.rows(_RESOLVE_BUDGET, {"id": node_id, "limit": resolved, "total": total})
+def _plain(beat: Beat, text: str) -> dict[str, Any]:
+    """R1.36, "Port:": the ceiling that the budget `text` means for the reported total goes along.
+
+    It counts only while the node still has that budget.
+    """
+    text = text if beat.total_vram is not None else ""
+    return asdict(beat) | {
+        "id": str(beat.id),
+        "at": beat.at.isoformat(),
+        "measured_at": beat.measured_at and beat.measured_at.isoformat(),
+        "budget": text,
+        "ceiling": budget.ceiling_or_none(text, beat.total_vram or 0),
+    }
 
 
 async def _refusals(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:
@@ -182,13 +197,16 @@ async def _refusals(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.C
         return {}
     names = {"ids": [beat.id for beat in beats], "fingerprints": [beat.fingerprint for beat in beats]}
     known = [NodeFacts(*row) for row in await database.rows(_REFUSED, names)]
-    return {beat.key: _verdict(beat, known) for beat in beats}
+    by_id, by_secret = {row.id: row for row in known}, {row.fingerprint: row for row in known}
+    return {
+        beat.key: _verdict(beat, filter(None, (by_id.get(beat.id), by_secret.get(beat.fingerprint))))
+        for beat in beats
+    }
 
 
 def _verdict(beat: Beat, known: Iterable[NodeFacts]) -> errors.ClusterError | None:
-    relevant = [row for row in known if row.id == beat.id or row.fingerprint == beat.fingerprint]
     try:
-        identity.judge(beat.id, beat.fingerprint, beat.instance, relevant)
+        identity.judge(beat.id, beat.fingerprint, beat.instance, known)
     except errors.ClusterError as refusal:
         return refusal
     return None

@@ -26,8 +26,14 @@ Kind = Literal["anonymous", "user", "admin", "node"]
 KEY_PREFIX = "lac-"
 AGENT_PREFIX = "lai-"
 """Of the keys that agent nodes get; the reference's form, because its agents read it (§1.1)."""
+SECRET_HEADER = "X-LocalAI-Node-Secret"
+NEW_SECRET_HEADER = "X-LocalAI-Node-New-Secret"
+INSTANCE_HEADER = "X-LocalAI-Node-Instance"
+NOBODY = "-"
+"""Stands for the fingerprint of what cannot be a node's secret; no row ever carries it."""
 _SHOWN = 12
 _NODE_SECRET = re.compile(r"[0-9a-f]{64}\Z")
+_INSTANCE = re.compile(r"([0-9a-f]{32})?\Z")
 
 
 @dataclass(frozen=True)
@@ -115,19 +121,30 @@ def _store_key(user: Any, name: str, plain: str) -> tuple[ApiKey, str]:
     return row, plain
 
 
-def check_node_secret(secret: str) -> str:
+def check_node_secret(secret: str, header: str = SECRET_HEADER) -> str:
     """The fingerprint of a worker's own secret; raises InvalidInput unless it is 64 lower-case hex digits."""
     if not _NODE_SECRET.match(secret):
-        raise errors.InvalidInput(
-            "X-LocalAI-Node-Secret must be 64 lower-case hex digits", field="X-LocalAI-Node-Secret"
-        )
+        raise errors.InvalidInput(f"{header} must be 64 lower-case hex digits", field=header)
     return hash_secret(secret)
 
 
+def check_instance(instance: str) -> str:
+    """The id of a worker's process, "" for a worker that does not tell; InvalidInput for any other text."""
+    if not _INSTANCE.match(instance):
+        raise errors.InvalidInput(
+            f"{INSTANCE_HEADER} must be 32 lower-case hex digits", field=INSTANCE_HEADER
+        )
+    return instance
+
+
 def node_fingerprint(credential: str) -> str:
-    """What a node's row must carry for this credential: its hash, or "" for an admitted shared token."""
-    shared = conf.cluster().allow_shared_token_nodes and is_registration_token(credential)
-    return "" if shared else hash_secret(credential)
+    """What a node's row must carry for this credential.
+
+    The hash of a node's secret, "" for an admitted shared token, NOBODY for any other text.
+    """
+    if conf.cluster().allow_shared_token_nodes and is_registration_token(credential):
+        return ""
+    return hash_secret(credential) if _NODE_SECRET.match(credential) else NOBODY
 
 
 @dataclass(frozen=True)
@@ -139,6 +156,10 @@ class NodeFacts:
     weak: bool
     instance: str = ""
     rotating: bool = False
+
+
+class WrongCredential(errors.NotAuthenticated):
+    """A token or secret that is nobody's, or not this node's: perhaps a guess, so it is counted."""
 
 
 class OtherProcess(errors.Conflict):
@@ -164,9 +185,10 @@ def judge(
     """Decides whether the bearer of `fingerprint`, in the process `instance`, is the node `node_id`.
 
     `rows` are the nodes with that id or that fingerprint; an empty fingerprint stands for the shared token,
-    an empty instance for a worker that does not tell. Raises NotAuthenticated for a credential of nobody,
-    Forbidden for another node's, NotFound for an unknown id, OtherProcess, and MustRotate unless the caller
-    is about to.
+    an empty instance for a worker that does not tell. Raises WrongCredential for what is no node's secret or
+    not this node's, NotFound for an unknown id, Forbidden for another node's secret, OtherProcess,
+    InvalidInput for what cannot be a process, and MustRotate unless the caller is about to. A worker whose
+    node was removed gets NotFound, so that it can register again.
     """
     known = list(rows)
     target = next((row for row in known if row.id == node_id), None)
@@ -174,12 +196,15 @@ def judge(
         if target.rotating and not rotating:
             raise MustRotate("an admin wants this secret replaced", rotate=True)
         if instance and instance != target.instance:
+            check_instance(instance)
             raise OtherProcess("another process has registered with this secret: is its data folder a copy?")
         return Principal("node", str(target.id), node_id=target.id)
-    if fingerprint and not any(_holds(row, fingerprint) for row in known):
-        raise errors.NotAuthenticated("invalid node credential")
+    if fingerprint == NOBODY:
+        raise WrongCredential("invalid node credential")
     if target is None:
         raise errors.NotFound("node not found")
+    if fingerprint and not any(_holds(row, fingerprint) for row in known):
+        raise WrongCredential("invalid node credential")
     raise errors.Forbidden("this credential belongs to another node")
 
 
@@ -194,12 +219,16 @@ def prove_node(
 ) -> Principal:
     """The node behind `credential` if it is `node_id`, in one query; raises like `judge`."""
     fingerprint = node_fingerprint(credential)
+    rows = [] if fingerprint == NOBODY else _rows(node_id, fingerprint)
+    return judge(node_id, fingerprint, instance, rows, rotating=rotating)
+
+
+def _rows(node_id: UUID | None, fingerprint: str) -> list[NodeFacts]:
     wanted = Q(fingerprint=fingerprint) if fingerprint else Q(pk__in=[])
     found = BackendNode.objects.filter(Q(pk=node_id) | wanted).values_list(
         "id", "fingerprint", "weak_identity", "instance", "rotation_requested_at"
     )
-    rows = [NodeFacts(*row[:4], rotating=row[4] is not None) for row in found]
-    return judge(node_id, fingerprint, instance, rows, rotating=rotating)
+    return [NodeFacts(*row[:4], rotating=row[4] is not None) for row in found]
 
 
 def bearer(authorization: str) -> str:

@@ -13,8 +13,9 @@ from rest_framework.exceptions import AuthenticationFailed
 from rest_framework.permissions import BasePermission
 from rest_framework.request import Request
 
-from localai_cluster import errors
-from nodes import identity
+from localai_cluster import clock, errors
+from nodes import identity, services
+from nodes.api import throttle
 from nodes.identity import ANONYMOUS, Principal
 
 if TYPE_CHECKING:  # the framework's views import this module while they are being imported
@@ -35,6 +36,11 @@ def parse_node_id(text: str) -> UUID | None:
         return UUID(text)
     except ValueError:
         return None
+
+
+def client_address(request: Request) -> str:
+    """Where the request came from, as far as the socket tells; "" if it does not."""
+    return str(request.META.get("REMOTE_ADDR") or "")[:64]
 
 
 def credential(request: Request) -> str | None:
@@ -80,15 +86,20 @@ class WorkerAuthentication(BaseAuthentication):
     """What the worker's own routes have in common: a person who is signed in is forbidden, not unknown."""
 
     def authenticate(self, request: Request) -> tuple[Any, None]:
-        """The worker's principal; 401 without a worker's credential, 403 for a person or another node."""
+        """The worker's principal; 401 without a worker's credential, 429 after too many wrong ones.
+
+        403 for a person or another node.
+        """
         offered = identity.bearer(request.headers.get("authorization", ""))
         try:
             if not offered:
-                raise errors.NotAuthenticated("missing or invalid Authorization header")
+                raise errors.NotAuthenticated(NO_CREDENTIAL)
             return self.prove(request, offered), None
-        except errors.NotAuthenticated:
-            if person(request).is_authenticated:
+        except errors.NotAuthenticated as refusal:
+            if not isinstance(refusal, identity.MustRotate) and person(request).is_authenticated:
                 raise errors.Forbidden(WORKERS_ONLY) from None
+            if isinstance(refusal, identity.WrongCredential):
+                throttle.shared().note(client_address(request), clock.now())
             raise
 
     def prove(self, request: Request, offered: str) -> Principal:
@@ -100,6 +111,7 @@ class WorkerAuthentication(BaseAuthentication):
         return CHALLENGE
 
 
+NO_CREDENTIAL = "missing or invalid Authorization header"
 WORKERS_ONLY = "this route is for workers only"
 
 
@@ -111,20 +123,37 @@ def person(request: Request) -> Principal:
 
 
 class NodeAuthentication(WorkerAuthentication):
-    """A worker's own secret, for exactly the node in the URL (`kwargs["node_id"]`)."""
+    """A worker's own secret, for exactly the node in the URL (`kwargs["node_id"]`).
+
+    A view with `rotating` set is open to a secret that an admin wants replaced.
+    """
 
     def prove(self, request: Request, offered: str) -> Principal:
-        """The node's principal; 401 without its secret, 403 for another node, 404 for an unknown id."""
-        return identity.prove_node(parse_node_id(request.parser_context["kwargs"]["node_id"]), offered)
+        """The node's principal; 401 without its secret, 403 for another node, 404 for an unknown id.
+
+        409 for a process that another one has replaced, which becomes a conflict that an admin sees.
+        """
+        context = request.parser_context
+        node_id = parse_node_id(context["kwargs"]["node_id"])
+        instance = request.headers.get(identity.INSTANCE_HEADER, "")
+        rotating = getattr(context["view"], "rotating", False)
+        try:
+            return identity.prove_node(node_id, offered, instance, rotating=rotating)
+        except identity.OtherProcess:
+            assert node_id is not None  # it was found
+            source = client_address(request)
+            services.note_other_process(node_id, instance, source_address=source, now=clock.now())
+            raise
 
 
 class RegistrationAuthentication(WorkerAuthentication):
     """The shared registration token, which lets a worker knock and nothing else."""
 
     def prove(self, request: Request, offered: str) -> Principal:
-        """Nobody in particular; 401 with a wrong token."""
+        """Nobody in particular; 401 with a wrong token, 429 unseen after too many failures of its address."""
+        throttle.shared().check(client_address(request), clock.now())
         if not identity.is_registration_token(offered):
-            raise errors.NotAuthenticated("invalid registration token")
+            raise identity.WrongCredential("invalid registration token")
         return ANONYMOUS
 
 

@@ -5,11 +5,13 @@ type}}`, with the view's `error_type` (`node_error` on node routes). A caller wh
 gets the nested one, except a worker whose token or secret is wrong (`flat_auth`). Every refusal is JSON.
 """
 
+import logging
 from collections.abc import Callable, Mapping
+from math import ceil
 from typing import Any
 
 from django.core.exceptions import PermissionDenied, RequestDataTooBig, SuspiciousOperation
-from django.db import OperationalError
+from django.db import IntegrityError, OperationalError
 from django.http import Http404, HttpRequest, JsonResponse
 from rest_framework import exceptions
 from rest_framework.response import Response
@@ -17,6 +19,8 @@ from rest_framework.views import set_rollback
 
 from localai_cluster import errors
 from nodes.api.parsers import MALFORMED
+
+log = logging.getLogger(__name__)
 
 Body = dict[str, Any]
 
@@ -29,6 +33,11 @@ def nested(code: int | str, message: str, kind: str = "") -> Body:
 def flat(message: str) -> Body:
     """The flat envelope."""
     return {"error": message}
+
+
+def flat_refusal(error: errors.ClusterError) -> Body:
+    """The 401 of a worker, which says whether it is to replace its secret."""
+    return flat(error.message) | ({"rotate": True} if error.data.get("rotate") else {})
 
 
 def field_message(detail: Any, path: str = "") -> str:
@@ -57,10 +66,11 @@ def _translate(exc: Exception) -> errors.ClusterError | None:
         return exc
     if isinstance(exc, exceptions.APIException):
         return _of_framework(exc)
-    for kind, make in _OTHERS:
-        if isinstance(exc, kind):
-            return make()
-    return None
+    if isinstance(exc, IntegrityError):
+        # Two callers wrote what only one may; the verbs foresee what is known, this is what is not.
+        log.exception("a constraint refused a write")
+        return errors.Conflict("somebody else has just changed the same; try again")
+    return next((make() for kind, make in _OTHERS if isinstance(exc, kind)), None)
 
 
 def _of_framework(exc: exceptions.APIException) -> errors.ClusterError:
@@ -90,8 +100,8 @@ def refusal_headers(error: errors.ClusterError) -> dict[str, str]:
     """What a refusal says beside its body: how to authenticate, when to come back."""
     if error.status == 401:
         return {"WWW-Authenticate": "Bearer"}
-    if isinstance(error, errors.Unavailable):
-        return {"Retry-After": str(max(round(error.retry_after), 1))}
+    if (seconds := getattr(error, "retry_after", None)) is not None:
+        return {"Retry-After": str(max(ceil(seconds), 1))}
     return {}
 
 
@@ -103,7 +113,7 @@ def envelope_of(error: errors.ClusterError, kind: str = "") -> Body:
 def _body(error: errors.ClusterError, view: Any) -> Body:
     refused = error.status in (401, 403)
     if getattr(view, "flat_auth", False) and error.status == 401 and not error.data.get("nested"):
-        return flat(error.message)
+        return flat_refusal(error)
     if refused and not getattr(view, "flat_auth", False):
         return nested(error.status, error.message, _REFUSALS[error.status])
     if getattr(view, "envelope", "nested") == "flat":

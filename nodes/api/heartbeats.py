@@ -1,24 +1,29 @@
 """`POST /api/node/:id/heartbeat`: a raw ASGI application in front of Django.
 
 Beats gather and one statement a second writes them all (`beats.record`); the first one after a quiet second
-is written at once. Every caller waits for the outcome of its own beat: 200, 401, 403 or 404.
+is written at once. Every caller waits for the outcome of its own beat. A body that cannot be read is answered
+with 400, after its beat has been written without figures: who beats, lives. What a refusal leaves behind, a
+failure counted or a conflict noted, is done for its caller alone, after the batch and off the event loop.
 """
 
 import asyncio
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import UUID
 
+from channels.db import database_sync_to_async
 from channels.sessions import CookieMiddleware, SessionMiddleware
+from django.db import DatabaseError
 
 from localai_cluster import clock, errors
-from nodes import beats, identity
-from nodes.api.auth import WORKERS_ONLY, parse_node_id
-from nodes.api.envelopes import envelope_of, flat, refusal_headers
+from nodes import beats, identity, services
+from nodes.api import throttle
+from nodes.api.auth import NO_CREDENTIAL, WORKERS_ONLY, parse_node_id
+from nodes.api.envelopes import envelope_of, flat_refusal, refusal_headers
 from nodes.api.parsers import MALFORMED, is_json, parse_object
 from nodes.api.websockets import principal_of
 from nodes.beats import Beat
@@ -92,6 +97,14 @@ class BeatWriter:
                     caller.set_result(outcomes.get(key, away))
 
 
+@dataclass(frozen=True)
+class _Call:
+    """One request: the beat that is in it, and what is wrong with its body."""
+
+    beat: Beat
+    problem: errors.ClusterError | None = None
+
+
 class HeartbeatApplication:
     """The ASGI application; `database` gives the process's pool once it is open."""
 
@@ -105,33 +118,85 @@ class HeartbeatApplication:
         except ClientGone:
             return
         except errors.ClusterError as error:
-            if error.status == 401 and await _from_a_person(scope):
-                error = errors.Forbidden(WORKERS_ONLY)
             status, body, headers = error.status, _refusal(error), refusal_headers(error)
         await _respond(send, status, body, headers)
 
     async def _answer(self, scope: Scope, receive: Any) -> tuple[int, dict[str, Any], dict[str, str]]:
         if scope["method"] != "POST":
             return 405, _refusal(_method_not_allowed(scope["method"])), {"Allow": "POST"}
-        beat = await self._read(scope, receive)
-        refusal = await self._writer.write(beat)
+        try:
+            call = await _read(scope, receive)
+            refusal = await self._writer.write(call.beat)
+        except errors.NotAuthenticated as error:
+            raise await _followed_up(error, scope) from error
         if refusal is not None:
-            raise refusal
+            if isinstance(refusal, identity.OtherProcess):
+                await _note_copy(call.beat, client_of(scope))
+            raise await _followed_up(refusal, scope)
+        if call.problem is not None:
+            raise call.problem
         return 200, {"message": "heartbeat recorded"}, {}
 
-    async def _read(self, scope: Scope, receive: Any) -> Beat:
-        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        secret = identity.bearer(headers.get(b"authorization", ""))
-        if not secret:
-            raise errors.NotAuthenticated("missing or invalid Authorization header")
+
+async def _read(scope: Scope, receive: Any) -> _Call:
+    """The beat of a request; raises NotAuthenticated for what cannot be a node's credential."""
+    headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+    secret = identity.bearer(headers.get(b"authorization", ""))
+    if not secret:
+        raise errors.NotAuthenticated(NO_CREDENTIAL)
+    if (fingerprint := identity.node_fingerprint(secret)) == identity.NOBODY:
+        raise identity.WrongCredential("invalid node credential")
+    figures, problem = await _figures(headers.get(b"content-type", ""), receive)
+    beat = Beat(_node_in(scope["path"]), fingerprint, clock.now(), _instance(headers), **figures)
+    return _Call(beat, problem)
+
+
+async def _figures(content_type: str, receive: Any) -> tuple[dict[str, Any], errors.ClusterError | None]:
+    """What was reported, or why that cannot be read."""
+    try:
         raw = await _body(receive)
-        if raw and not is_json(headers.get(b"content-type", "")):
+        if raw and not is_json(content_type):
             raise errors.InvalidInput(MALFORMED)
-        instance = headers.get(b"x-localai-node-instance", "")
-        figures = beats.read(parse_object(raw))
-        return Beat(
-            _node_in(scope["path"]), identity.node_fingerprint(secret), clock.now(), instance, **figures
+        return beats.read(parse_object(raw)), None
+    except errors.ClusterError as problem:
+        return {}, problem
+
+
+def _instance(headers: Mapping[bytes, str]) -> str:
+    """The process; what cannot be one is replaced by a text that is refused and harmless to write."""
+    try:
+        return identity.check_instance(headers.get(b"x-localai-node-instance", ""))
+    except errors.InvalidInput:
+        return identity.NOBODY
+
+
+def client_of(scope: Scope) -> str:
+    """Where the request came from, as far as the socket tells; "" if it does not."""
+    return str((scope.get("client") or [""])[0])[:64]
+
+
+async def _note_copy(beat: Beat, source: str) -> None:
+    """A conflict that an admin sees; the refusal does not depend on it."""
+    try:
+        await database_sync_to_async(services.note_other_process)(
+            beat.id, beat.instance, source_address=source, now=beat.at
         )
+    except DatabaseError as error:
+        log.warning("a second process of a node was not noted: %s", type(error).__name__)
+
+
+async def _followed_up(refusal: errors.ClusterError, scope: Scope) -> errors.ClusterError:
+    """What the caller is told. A person is forbidden, not unknown; a wrong credential is counted."""
+    if refusal.status != 401 or isinstance(refusal, identity.MustRotate):
+        return refusal
+    if await _from_a_person(scope):
+        return errors.Forbidden(WORKERS_ONLY)
+    if isinstance(refusal, identity.WrongCredential):
+        try:
+            await asyncio.to_thread(throttle.shared().note, client_of(scope), clock.now())
+        except throttle.TooManyFailures as over:
+            return over
+    return refusal
 
 
 async def _from_a_person(scope: Scope) -> bool:
@@ -177,7 +242,7 @@ def _method_not_allowed(method: str) -> errors.ClusterError:
 
 def _refusal(error: errors.ClusterError) -> dict[str, Any]:
     if error.status == 401:
-        return flat(error.message)
+        return flat_refusal(error)
     return envelope_of(error, "node_error")
 
 

@@ -1,0 +1,137 @@
+"""Failed registration tokens and node secrets, counted for each address (D-FAILED-TOKENS).
+
+Over the limit an address may not try another token until the minute is over, whatever it offers; a node's own
+secret, 256 random bits, goes on being looked at, and only a wrong one is answered 429 instead of 401. The
+counts lie in Valkey, so that all web processes share them; while it is away each process counts for itself,
+so nobody is locked out for that and nothing fails. A count lives for two minutes, and a process keeps at most
+`MOST_ADDRESSES` of them.
+"""
+
+import logging
+from collections.abc import Callable
+from datetime import datetime
+from functools import cache
+from ipaddress import IPv6Address, ip_address, ip_network
+from typing import Any, TypeVar
+
+from django.core.cache.backends.base import BaseCache
+from django.core.cache.backends.locmem import LocMemCache
+from django.core.cache.backends.redis import RedisCache
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
+from localai_cluster import conf, errors
+
+log = logging.getLogger(__name__)
+
+LIMIT = 30
+"""Failures that an address has in one window."""
+WINDOW = 60
+"""Seconds; windows follow each other without a gap, the same for everybody."""
+MOST_ADDRESSES = 10_000
+_PAUSE = 5
+"""Seconds for which a Valkey that did not answer is left alone."""
+_PATIENCE = 0.5
+"""Seconds for which it is waited for."""
+
+T = TypeVar("T")
+
+
+class TooManyFailures(errors.ClusterError):
+    """Too many failed tokens or secrets from this address."""
+
+    status = 429
+    code = "too_many_failures"
+    permanent = False
+
+    def __init__(self, retry_after: float) -> None:
+        super().__init__("too many failed tokens or secrets from this address; try again later")
+        self.retry_after = retry_after
+
+
+def source(address: str) -> str:
+    """Whose failures count together: an IPv4 address, or the /64 of an IPv6 one; "" if it is neither."""
+    try:
+        found = ip_address(address.partition("%")[0])
+    except ValueError:
+        return ""
+    if isinstance(found, IPv6Address):
+        return str(found.ipv4_mapped or ip_network((found, 64), strict=False))
+    return str(found)
+
+
+class Failures:
+    """Counts in `shared`, or while that does not answer in this process alone."""
+
+    def __init__(self, shared: BaseCache | None, own: BaseCache) -> None:
+        self._shared, self._own = shared, own
+
+    def check(self, address: str, now: datetime) -> None:
+        """Raises TooManyFailures if the address may not try another token in this window."""
+        if (who := source(address)) and self._count(who, _window(now)) >= LIMIT:
+            raise TooManyFailures(_rest(now))
+
+    def note(self, address: str, now: datetime) -> None:
+        """Counts one failure; raises TooManyFailures if that is over the limit.
+
+        An address that cannot be told from others (a reverse proxy on a socket) is not limited.
+        """
+        who, window = source(address), _window(now)
+        if not who:
+            return
+        key = f"{who}|{window}"
+        count = self._ask(lambda kept: _one_more(kept, key))
+        if self._ask(lambda kept: kept.add(f"{who}|told", 1, WINDOW)):
+            recently = count + self._count(who, window - 1)
+            log.warning("failed tokens or secrets from %s within two minutes: %d", who, recently)
+        if count > LIMIT:
+            raise TooManyFailures(_rest(now))
+
+    def _count(self, who: str, window: int) -> int:
+        return int(self._ask(lambda kept: kept.get(f"{who}|{window}", 0)))
+
+    def _ask(self, what: Callable[[BaseCache], T]) -> T:
+        if self._shared is None or self._own.get("away"):
+            return what(self._own)
+        try:
+            return what(self._shared)
+        except (RedisError, OSError) as error:
+            self._own.set("away", 1, _PAUSE)
+            log.warning("failed tokens are counted by this process alone: %s", type(error).__name__)
+            return what(self._own)
+
+
+def _one_more(kept: BaseCache, key: str) -> int:
+    if kept.add(key, 1, 2 * WINDOW):
+        return 1
+    try:
+        return kept.incr(key)
+    except ValueError:
+        return 1  # evicted meanwhile
+
+
+def _window(now: datetime) -> int:
+    return int(now.timestamp()) // WINDOW
+
+
+def _rest(now: datetime) -> float:
+    """Seconds until the window ends."""
+    return WINDOW - now.timestamp() % WINDOW
+
+
+@cache
+def shared() -> Failures:
+    """The counts of this cluster."""
+    own = LocMemCache("failures", {"MAX_ENTRIES": MOST_ADDRESSES, "TIMEOUT": WINDOW})
+    url = conf.cluster().redis_url
+    return Failures(RedisCache(url, {"KEY_PREFIX": "failures", "OPTIONS": _options()}) if url else None, own)
+
+
+def _options() -> dict[str, Any]:
+    """No second try: the caller waits."""
+    return {
+        "socket_timeout": _PATIENCE,
+        "socket_connect_timeout": _PATIENCE,
+        "retry": Retry(NoBackoff(), 0),
+    }
