@@ -18,6 +18,8 @@ class Lock(IntEnum):
     SCHEMA = 105
     OPERATION_REAPER = 0x1_0000_0001
     SCHEDULES = 0x1_0000_0002
+    DRAINS = 0x1_0000_0003
+    TIMELINE = 0x1_0000_0004
 
 
 @contextmanager

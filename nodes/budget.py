@@ -8,7 +8,7 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[f"{_letter}b"] = 1000**_power
     _UNITS[f"{_letter}ib"] = 1024**_power
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(%|[kmgt]?i?b)?\Z", re.ASCII)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(%|b|[kmgt]i?b)?\Z", re.ASCII)
 
 
 def ceiling(text: str, total: int) -> int:

@@ -7,8 +7,15 @@ from localai_cluster import errors
 LONGEST_NAME = 255
 _REFUSED = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories: control, format (bidi, zero width), surrogate, private, unassigned, separators."""
-_BLANKS = frozenset("\u115f\u1160\u2800\u3164\uffa0")
+_BLANKS = frozenset("\u115f\u1160\u2800\u3164\uffa0\U0001d159")
 """Letters and symbols that show nothing."""
+_UNSEEN_MARKS = frozenset(
+    map(
+        chr, (0x34F, 0x17B4, 0x17B5, *range(0x180B, 0x1810), *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0))
+    )
+)
+"""Marks that show nothing of their own: joiners and variation selectors. Two names would look the same."""
+_UNPRINTABLE = _BLANKS | _UNSEEN_MARKS
 
 
 def key(name: str) -> str:
@@ -19,9 +26,14 @@ def key(name: str) -> str:
 def unprintable(text: str) -> str:
     """The first character that must not stand in a name or a label as `U+200B`, "" if there is none."""
     for character in text:
-        if unicodedata.category(character) in _REFUSED or character in _BLANKS:
+        if unicodedata.category(character) in _REFUSED or character in _UNPRINTABLE:
             return f"U+{ord(character):04X}"
     return ""
+
+
+def plain(text: str) -> str:
+    """The text as it may stand in a record: one line, nothing that cannot be seen."""
+    return "".join(" " if unprintable(character) else character for character in text).strip()
 
 
 def check_text(text: str, field: str) -> None:

@@ -3,4 +3,8 @@
 from localai_cluster.scheduling import Recurring
 
 # Every 5 s, not every 15 (C14): a dead web process's counts must be true again within 30 s.
-SCHEDULES = [Recurring("nodes: liveness", "nodes.tasks.liveness", "* * * * * */5")]
+SCHEDULES = [
+    Recurring("nodes: liveness", "nodes.tasks.liveness", "* * * * * */5"),
+    Recurring("nodes: ended drains", "nodes.tasks.finish_drains", "* * * * * */5"),
+    Recurring("nodes: timeline", "nodes.tasks.prune_timeline", "17 * * * * 0"),
+]

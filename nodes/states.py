@@ -63,6 +63,7 @@ class Event(StrEnum):
     MARKED_UNHEALTHY = "marked_unhealthy"
     MARKED_HEALTHY = "marked_healthy"
     REVOKED = "revoked"
+    HANDED_OVER = "handed_over"
     DEREGISTERED = "deregistered"
 
 
@@ -196,6 +197,12 @@ TRANSITIONS: Mapping[Event, Transition] = {
         _set(approved=False, revoked=True, identified=False),
         lambda facts: facts.identified,
         "it has no identity to revoke",
+        replicas="all",
+    ),
+    Event.HANDED_OVER: Transition(
+        "An admin accepts a worker with another secret: offline until that one registers.",
+        _ANY,
+        _set(identified=True, offline="left"),
         replicas="all",
     ),
     Event.DEREGISTERED: Transition(

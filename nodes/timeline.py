@@ -5,19 +5,21 @@ minute for a node, kind and cause; everything else is written each time.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 from uuid import UUID
 
 from django.db.models import F
+from django.db.models.functions import Greatest
 
 from localai_cluster.logs import request_id
 from nodes.actors import Actor
 from nodes.models import NodeEvent
 
 _CAUSE_LENGTH = 255
+PRUNED_AT_ONCE = 5000
 
 
 @dataclass(frozen=True)
@@ -45,18 +47,15 @@ def record_repeated(entry: Entry, *, at: datetime) -> None:
     row.repeat_key = _repeat_key(entry, at)
     _, created = NodeEvent.objects.get_or_create(repeat_key=row.repeat_key, defaults=_columns(row))
     if not created:
-        NodeEvent.objects.filter(repeat_key=row.repeat_key).update(count=F("count") + 1, last_at=at)
+        counted = NodeEvent.objects.filter(repeat_key=row.repeat_key)
+        counted.update(count=F("count") + 1, last_at=Greatest("last_at", at))
 
 
-def prune(*, before: datetime) -> int:
-    """Deletes what happened last before `before`; answers how many."""
-    deleted, _ = NodeEvent.objects.filter(last_at__lt=before).delete()
+def prune(*, before: datetime, limit: int = PRUNED_AT_ONCE) -> int:
+    """Deletes the oldest `limit` events from before `before`; answers how many."""
+    old = NodeEvent.objects.filter(at__lt=before).order_by("at").values_list("pk", flat=True)
+    deleted, _ = NodeEvent.objects.filter(pk__in=list(old[:limit])).delete()
     return deleted
-
-
-def names(entries: Iterable[Entry]) -> list[str]:
-    """The ids of the nodes, for a NOTIFY."""
-    return [str(entry.node_id) for entry in entries]
 
 
 def _row(entry: Entry, at: datetime) -> NodeEvent:

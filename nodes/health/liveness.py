@@ -2,20 +2,22 @@
 
 R5.2 to R5.8 with their "Port:" lines: heartbeat age alone decides; pending nodes are left alone; a silent
 node goes offline whatever else is said about it, draining and unhealthy ones too; its replicas stop counting.
-A node that was heard after it fell silent comes back by its own heartbeat, not here. A web process that
-stopped refreshing its row is dead; what it carried is subtracted from the replicas.
+A node that was heard after it fell silent comes back by its own heartbeat, not here; one that was heard after
+it had been marked unhealthy is healthy again. A web process that stopped refreshing its row is dead; what it
+carried is subtracted from the replicas.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from uuid import UUID
 
 from django.db import connection, transaction
+from django.db.models import Q
 
 from nodes import services
 from nodes.actors import task
-from nodes.models import BackendNode, NodeModel, WebProcess
+from nodes.models import BackendNode, NodeModel, ReplicaUse, WebProcess
 
 
 @dataclass(frozen=True)
@@ -28,10 +30,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Heard:
-    """When something gave its last sign of life; None = never."""
+    """When a node gave its last sign of life, None = never, and since when it is marked unhealthy."""
 
     id: UUID
     at: datetime | None
+    unhealthy_at: datetime | None = None
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,11 @@ class Observed:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be declared gone."""
+    """What is to be declared gone, and which nodes are well again."""
 
     nodes: list[UUID]
     processes: list[UUID]
+    recovered: list[UUID] = field(default_factory=list)
 
 
 def plan_liveness(observed: Observed, now: datetime, limits: Limits) -> Plan:
@@ -69,14 +73,16 @@ def plan_liveness(observed: Observed, now: datetime, limits: Limits) -> Plan:
     dead = [process.id for process in observed.processes if now - process.at > web]
     since = min((one.hearing_since for one in observed.processes if one.id not in dead), default=now)
     silent = [one.id for one in observed.nodes if now - max(one.at or since, since) > node]
-    return Plan(nodes=silent, processes=dead)
+    heard = [one.id for one in observed.nodes if one.at and one.unhealthy_at and one.at > one.unhealthy_at]
+    gone = frozenset(silent)
+    return Plan(nodes=silent, processes=dead, recovered=[one for one in heard if one not in gone])
 
 
 def observe() -> Observed:
     """Two queries."""
     nodes = BackendNode.objects.filter(approved_at__isnull=False, offline_at__isnull=True)
     return Observed(
-        nodes=[Heard(*row) for row in nodes.values_list("id", "last_heartbeat")],
+        nodes=[Heard(*row) for row in nodes.values_list("id", "last_heartbeat", "unhealthy_at")],
         processes=[
             Listener(*row) for row in WebProcess.objects.values_list("id", "seen_at", "hearing_since")
         ],
@@ -84,9 +90,26 @@ def observe() -> Observed:
 
 
 def apply(plan: Plan, now: datetime, limits: Limits) -> tuple[int, int]:
-    """Declares them gone, each only if it is still silent; answers how many (nodes, processes)."""
-    gone = services.fell_silent(plan.nodes, limit=limits.node, actor=task("liveness"), now=now)
-    return gone, _processes_dead(plan.processes, now, limits.web)
+    """Carries the plan out, as far as it is still true; answers how many are gone (nodes, processes)."""
+    if not (plan.nodes or plan.recovered or plan.processes):
+        return 0, 0
+    actor = task("liveness")
+    with transaction.atomic():
+        _lock(plan)
+        services.recovered(plan.recovered, actor=actor, now=now)
+        gone = services.fell_silent(plan.nodes, limit=limits.node, actor=actor, now=now)
+        return gone, _processes_dead(plan.processes, now, limits.web)
+
+
+def _lock(plan: Plan) -> None:
+    """All rows that the plan touches: nodes by id, then replicas by id, as heartbeats and the hot path do.
+
+    In steps it would hold a later replica while it waits for an earlier one.
+    """
+    services.lock_in_order(BackendNode.objects.filter(pk__in=[*plan.nodes, *plan.recovered]))
+    used = ReplicaUse.objects.filter(process_id__in=plan.processes).values("replica_id")
+    touched = NodeModel.objects.filter(Q(node_id__in=plan.nodes) | Q(pk__in=used))
+    list(touched.order_by("id").select_for_update(of=("self",)).values_list("pk"))
 
 
 _TAKE_BACK = """
@@ -109,16 +132,7 @@ def _processes_dead(ids: Sequence[UUID], now: datetime, limit: float) -> int:
     if not ids:
         return 0
     since = now - timedelta(seconds=limit)
-    with transaction.atomic():
-        # The locks in the order of the hot path (replicas by id, then uses), so that neither waits for the
-        # other.
-        list(
-            NodeModel.objects.filter(uses__process_id__in=ids)
-            .order_by("id")
-            .select_for_update(of=("self",))
-            .values_list("pk")
-        )
-        dead = WebProcess.objects.filter(pk__in=ids, seen_at__lt=since).count()
-        with connection.cursor() as cursor:
-            cursor.execute(_TAKE_BACK, {"ids": list(ids), "since": since, "now": now})
+    dead = WebProcess.objects.filter(pk__in=ids, seen_at__lt=since).count()
+    with connection.cursor() as cursor:
+        cursor.execute(_TAKE_BACK, {"ids": list(ids), "since": since, "now": now})
     return dead

@@ -18,6 +18,7 @@ from nodes.services.claims import (
 )
 from nodes.services.drains import drain, drain_itself, finish_drains, resume, resume_itself
 from nodes.services.enrolment import enrol
+from nodes.services.fleet import lock_in_order
 from nodes.services.labels import (
     auto_labels,
     check_labels,
@@ -36,6 +37,7 @@ from nodes.services.lifecycle import (
     fell_silent,
     mark_healthy,
     mark_unhealthy,
+    recovered,
     reject,
 )
 from nodes.services.overrides import (
@@ -69,11 +71,13 @@ __all__ = [
     "facts_of",
     "fell_silent",
     "finish_drains",
+    "lock_in_order",
     "locked",
     "mark_healthy",
     "mark_unhealthy",
     "merge_labels",
     "note_other_process",
+    "recovered",
     "refuse_conflict",
     "register",
     "reject",

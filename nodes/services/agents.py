@@ -37,6 +37,7 @@ def revoke(change: Change) -> None:
 
 def _username(node: BackendNode) -> str:
     """`agent-worker:<node>`; with the node's id where that is too long or somebody else has the name."""
-    name = f"agent-worker:{node.name}"
-    taken = get_user_model().objects.filter(username=name).exists()
+    users = get_user_model()
+    name = users.normalize_username(f"agent-worker:{node.name}")
+    taken = users.objects.filter(username=name).exists()
     return f"agent-worker:{node.id}" if taken or len(name) > _LONGEST_USERNAME else name

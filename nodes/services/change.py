@@ -12,10 +12,11 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from django.db import transaction
+from django.db import IntegrityError, transaction
+from psycopg.errors import UniqueViolation
 
 from localai_cluster import errors
-from nodes import states, timeline
+from nodes import names, states, timeline
 from nodes.actors import Actor
 from nodes.models import BackendNode, NodeEvent
 from nodes.services import replicas
@@ -37,11 +38,17 @@ _KIND = {
     Event.AUTO_APPROVED: NodeEvent.Kind.APPROVED,
     Event.DRAINED_ITSELF: NodeEvent.Kind.DRAINED,
     Event.RESUMED_ITSELF: NodeEvent.Kind.RESUMED,
+    Event.HANDED_OVER: NodeEvent.Kind.CONFLICT_ACCEPTED,
 }
-_ALWAYS_TOLD = frozenset({Event.REGISTERED, Event.DRAIN_ENDED, Event.DEREGISTERED})
+ALWAYS_TOLD = frozenset({Event.REGISTERED, Event.DRAIN_ENDED, Event.HANDED_OVER, Event.DEREGISTERED})
 """Events that are news even when no fact changes."""
 _REASON_LENGTH = 255
 _MOVED = "the node was changed by somebody else meanwhile"
+
+
+def kind_of(event: Event) -> NodeEvent.Kind:
+    """What the timeline calls `event`."""
+    return _KIND.get(event) or NodeEvent.Kind(event.value)
 
 
 def facts_of(node: BackendNode) -> Facts:
@@ -86,16 +93,14 @@ class Change:
         self, event: Event, actor: Actor, *, reason: str = "", detail: Mapping[str, Any] | None = None
     ) -> bool:
         """Lets `event` happen; answers whether a fact changed. Raises Conflict where the table says no."""
-        before = facts_of(self.node)
+        before, reason = facts_of(self.node), names.plain(reason)
         after = states.apply(event, before)
         if isinstance(after, states.Refusal):
             raise errors.Conflict(after.reason, field="status")
         self.set(**columns(before, after, actor, reason, self.now))
-        kind = _KIND.get(event) or NodeEvent.Kind(event.value)
-        if after != before or event in _ALWAYS_TOLD:
-            self.tell(
-                kind, actor, reason, detail, before=states.status_of(before), after=states.status_of(after)
-            )
+        if after != before or event in ALWAYS_TOLD:
+            statuses = {"before": states.status_of(before), "after": states.status_of(after)}
+            self.tell(kind_of(event), actor, reason, detail, **statuses)
         self._end_replicas(states.TRANSITIONS[event].replicas)
         return after != before
 
@@ -117,10 +122,10 @@ class Change:
     ) -> None:
         """Adds an event to the timeline; without a status it is the present one on both sides."""
         status = states.status_of(facts_of(self.node))
-        entry = Entry(
-            self.node.id, self.node.name, kind, actor, cause, before or status, after or status, detail or {}
+        statuses = before or status, after or status
+        self._entries.append(
+            Entry(self.node.id, self.node.name, kind, actor, names.plain(cause), *statuses, detail or {})
         )
-        self._entries.append(entry)
 
     def save(self) -> None:
         """Writes columns, timeline and NOTIFY; nothing if nothing happened."""
@@ -128,9 +133,7 @@ class Change:
             return
         revision = self.node.revision
         self.set(revision=revision + 1, updated_at=self.now)
-        rows = BackendNode.objects.filter(pk=self.node.pk, revision=revision)
-        if rows.update(**self._columns) != 1:
-            raise errors.Conflict(_MOVED, field="revision")
+        self._write(revision)
         timeline.record(*self._entries, at=self.now)
         events.notify(events.NODES, str(self.node.id))
         self.node.status = states.status_of(facts_of(self.node))
@@ -138,17 +141,31 @@ class Change:
             log.info("node %s: %s by %s %s", entry.node_name, entry.kind, entry.actor, entry.cause)
         self._columns, self._entries = {}, []
 
+    def _write(self, revision: int) -> None:
+        rows = BackendNode.objects.filter(pk=self.node.pk, revision=revision)
+        try:
+            written = rows.update(**self._columns)
+        except IntegrityError as error:
+            if not isinstance(error.__cause__, UniqueViolation):
+                raise
+            raise errors.Conflict(
+                "another node has got this name or secret meanwhile", field="name"
+            ) from error
+        if written != 1:
+            raise errors.Conflict(_MOVED, field="revision")
+
     def _end_replicas(self, which: states.Replicas) -> None:
-        if which == "all" or (which == "idle" and not replicas.in_flight(self.node.id)):
+        if which == "all" or (which == "idle" and not any(replicas.in_flight(self.node.id).values())):
             replicas.drop_replicas(self.node.id)
 
 
-def locked(node_id: UUID, revision: int | None = None) -> BackendNode:
+def locked(node_id: UUID, revision: int | None = None, *, removing: bool = False) -> BackendNode:
     """The node's row, locked until the transaction ends; raises NotFound.
 
     With the `revision` that somebody decided on, it also raises Conflict (field `revision`) if it has moved.
+    Who is about to remove it (`removing`) also keeps out new rows that refer to it.
     """
-    node = BackendNode.objects.select_for_update(no_key=True).filter(pk=node_id).first()
+    node = BackendNode.objects.select_for_update(no_key=not removing).filter(pk=node_id).first()
     if node is None:
         raise errors.NotFound("node not found")
     if revision is not None and node.revision != revision:

@@ -9,7 +9,7 @@ from typing import Any
 from uuid import UUID
 
 from django.db import transaction
-from django.db.models import F
+from django.db.models import F, QuerySet
 
 from localai_cluster import errors
 from nodes import actors, identity, names, timeline
@@ -72,7 +72,10 @@ def note(
     advertised_address: str = "",
     claimed_name: str = "",
 ) -> errors.Conflict:
-    """Records the claim, once more if it is known; answers the refusal. The caller commits, then raises."""
+    """Records the claim, once more if it is known; answers the refusal.
+
+    The caller holds the node's lock, commits, then raises.
+    """
     seen = {
         "source_address": source_address,
         "advertised_address": advertised_address,
@@ -82,12 +85,13 @@ def note(
     known = NodeConflict.objects.filter(node=node, kind=kind, claim=claim)
     if not known.update(**seen, count=F("count") + 1):
         _add(node, kind, claim, {**seen, "first_at": now, "claimed_name": claimed_name})
+    _open_again(known)
     entry = Entry(
         node.id,
         node.name,
         NodeEvent.Kind.CONFLICT,
         actors.WORKER,
-        f"{kind.label} from {source_address}",
+        kind.label,
         node.status,
         node.status,
         {"kind": kind.value, "source_address": source_address, "advertised_address": advertised_address},
@@ -96,20 +100,27 @@ def note(
     return errors.Conflict(_SAID[kind].format(name=node.name), field="name")
 
 
+def _open_again(known: "QuerySet[NodeConflict]") -> None:
+    """A claim that was accepted once and does not fit any more is another question to an admin."""
+    known.filter(state=NodeConflict.State.ACCEPTED).update(
+        state=NodeConflict.State.OPEN, decided_at=None, decided_by=""
+    )
+
+
 def note_other_process(node_id: UUID, instance: str, *, source_address: str, now: datetime) -> None:
     """Somebody called with the node's secret under the id of another process: seen, and nothing else."""
     with transaction.atomic():
-        node = BackendNode.objects.filter(pk=node_id).first()
+        node = BackendNode.objects.select_for_update(no_key=True).filter(pk=node_id).first()
         if node is not None:
             note(node, Kind.INSTANCE, instance[:32], now=now, source_address=source_address)
 
 
 def _add(node: BackendNode, kind: NodeConflict.Kind, claim: str, columns: dict[str, Any]) -> None:
-    rows = NodeConflict.objects.filter(node=node)
-    if rows.count() < MOST_CONFLICTS:
-        NodeConflict.objects.update_or_create(node=node, kind=kind, claim=claim, defaults=columns)
+    waiting = NodeConflict.objects.filter(node=node, state=NodeConflict.State.OPEN)
+    if waiting.count() < MOST_CONFLICTS:
+        NodeConflict.objects.create(node=node, kind=kind, claim=claim, **columns)
         return
-    last = rows.order_by("-last_at").values_list("pk", flat=True)[:1]
+    last = waiting.order_by("-last_at").values_list("pk", flat=True)[:1]
     NodeConflict.objects.filter(pk__in=list(last)).update(count=F("count") + 1, last_at=columns["last_at"])
 
 
@@ -118,29 +129,30 @@ def accept_conflict(
 ) -> BackendNode:
     """The claimant is the node from now on; who was it before is refused.
 
-    Raises NotFound, and Conflict if it is decided already or cannot be accepted.
+    Raises NotFound, and Conflict if it is decided already or cannot be accepted. A refused one still can.
     """
-    with transaction.atomic():
-        conflict = _undecided(conflict_id, node_id, now, actor, NodeConflict.State.ACCEPTED)
-        if conflict.kind in NOT_ACCEPTABLE:
-            raise errors.Conflict(NOT_ACCEPTABLE[Kind(conflict.kind)], field="kind")
-        with changing(conflict.node_id, now) as change:
-            if conflict.kind == Kind.NAME:
-                _rename(change, conflict.claimed_name)
-            else:
-                _replace_secret(change, conflict.claim, actor)
+    conflict = _conflict(conflict_id, node_id)
+    if conflict.kind in NOT_ACCEPTABLE:
+        raise errors.Conflict(NOT_ACCEPTABLE[Kind(conflict.kind)], field="kind")
+    with changing(conflict.node_id, now) as change:
+        _decide(conflict, NodeConflict.State.ACCEPTED, actor, now)
+        if conflict.kind == Kind.NAME:
+            _rename(change, conflict.claimed_name)
+        if conflict.kind == Kind.NAME or conflict.claim == change.node.fingerprint:
             change.tell(NodeEvent.Kind.CONFLICT_ACCEPTED, actor, Kind(conflict.kind).label, _detail(conflict))
+        else:
+            _hand_over(change, conflict, actor)
     return change.node
 
 
 def refuse_conflict(
     conflict_id: UUID, *, node_id: UUID | None = None, actor: Actor, now: datetime
 ) -> BackendNode:
-    """The node stays who it is; the claimant goes on being refused, without another notice."""
-    with transaction.atomic():
-        conflict = _undecided(conflict_id, node_id, now, actor, NodeConflict.State.REFUSED)
-        with changing(conflict.node_id, now) as change:
-            change.tell(NodeEvent.Kind.CONFLICT_REFUSED, actor, Kind(conflict.kind).label, _detail(conflict))
+    """The node stays who it is; the claimant goes on being refused, and the conflict is open no more."""
+    conflict = _conflict(conflict_id, node_id)
+    with changing(conflict.node_id, now) as change:
+        _decide(conflict, NodeConflict.State.REFUSED, actor, now)
+        change.tell(NodeEvent.Kind.CONFLICT_REFUSED, actor, Kind(conflict.kind).label, _detail(conflict))
     return change.node
 
 
@@ -148,20 +160,21 @@ def _detail(conflict: NodeConflict) -> dict[str, Any]:
     return {"conflict": str(conflict.pk), "source_address": conflict.source_address}
 
 
-def _undecided(
-    conflict_id: UUID, node_id: UUID | None, now: datetime, actor: Actor, state: NodeConflict.State
-) -> NodeConflict:
-    """The conflict, decided as `state` by this caller alone. A refused one may still be accepted."""
+def _conflict(conflict_id: UUID, node_id: UUID | None) -> NodeConflict:
     conflict = NodeConflict.objects.filter(pk=conflict_id).first()
     if conflict is None or (node_id is not None and conflict.node_id != node_id):
         raise errors.NotFound("conflict not found")
-    decidable = {NodeConflict.State.OPEN} | (
-        {NodeConflict.State.REFUSED} if state is NodeConflict.State.ACCEPTED else set()
-    )
-    columns = {"state": state, "decided_at": now, "decided_by": str(actor)}
-    if not NodeConflict.objects.filter(pk=conflict_id, state__in=decidable).update(**columns):
-        raise errors.Conflict("the conflict is decided already", field="state")
     return conflict
+
+
+def _decide(conflict: NodeConflict, state: NodeConflict.State, actor: Actor, now: datetime) -> None:
+    """Decides it as `state`, for one caller alone; the node is locked before it, as by whoever claims."""
+    decidable = [NodeConflict.State.OPEN]
+    if state == NodeConflict.State.ACCEPTED:
+        decidable.append(NodeConflict.State.REFUSED)
+    undecided = NodeConflict.objects.filter(pk=conflict.pk, state__in=decidable)
+    if not undecided.update(state=state, decided_at=now, decided_by=str(actor)):
+        raise errors.Conflict("the conflict is decided already", field="state")
 
 
 def _rename(change: Change, name: str) -> None:
@@ -171,9 +184,17 @@ def _rename(change: Change, name: str) -> None:
     change.set(name=name, name_key=names.key(name))
 
 
+def _hand_over(change: Change, conflict: NodeConflict, actor: Actor) -> None:
+    """The claimant's secret is the node's; nothing of the former worker counts until that one registers."""
+    _replace_secret(change, conflict.claim, actor)
+    change.set(instance="", former_instances=[])
+    agents.revoke(change)
+    change.happen(Event.HANDED_OVER, actor, reason=Kind(conflict.kind).label, detail=_detail(conflict))
+
+
 def _replace_secret(change: Change, fingerprint: str, actor: Actor) -> None:
     """The new secret; the former one is refused for ever."""
-    _check_free(fingerprint)
+    check_free(fingerprint)
     _refuse_for_ever(change, actor)
     change.set(
         fingerprint=fingerprint,
@@ -183,12 +204,20 @@ def _replace_secret(change: Change, fingerprint: str, actor: Actor) -> None:
     )
 
 
-def _check_free(fingerprint: str) -> None:
-    """Raises Forbidden for a revoked secret, Conflict for one that belongs to a node."""
-    if RevokedSecret.objects.filter(pk=fingerprint).exists():
-        raise errors.Forbidden("this secret was revoked: make a new one")
+def check_free(fingerprint: str) -> None:
+    """Raises Conflict for a secret that belongs to a node or was revoked.
+
+    In this order: it may be revoked between the two queries.
+    """
     if BackendNode.objects.filter(fingerprint=fingerprint).exists():
         raise errors.Conflict("this secret belongs to a node already", field="secret")
+    if is_revoked(fingerprint):
+        raise errors.Conflict("this secret was revoked: make a new one", field="secret")
+
+
+def is_revoked(fingerprint: str) -> bool:
+    """Whether the secret is refused for ever; "" is none."""
+    return bool(fingerprint) and RevokedSecret.objects.filter(pk=fingerprint).exists()
 
 
 def request_rotation(node_id: UUID, *, actor: Actor, now: datetime) -> BackendNode:

@@ -76,14 +76,18 @@ def _edit(
         change = Change(locked(node_id), now)
         before = _labels(change.node)
         gone = {key for key in before if (key not in wanted if drop is None else key in drop)}
-        if len(before.keys() - gone | wanted.keys()) > MOST_LABELS * 2:
-            raise errors.InvalidInput(f"labels: a node has at most {2 * MOST_LABELS}", field="labels")
+        _check_count(before.keys() - gone | wanted.keys())
         _write(change.node, wanted, Source.ADMIN)
         _remove(change.node, gone)
         _tell(change, actor, before)
         change.save()
         clear_cooldowns(now)
         return _labels(change.node)
+
+
+def _check_count(keys: Collection[str]) -> None:
+    if len(keys) > 2 * MOST_LABELS:
+        raise errors.InvalidInput(f"labels: a node has at most {2 * MOST_LABELS}", field="labels")
 
 
 def auto_labels(node: BackendNode) -> dict[str, str]:
@@ -110,6 +114,7 @@ def reported_labels(change: Change, reported: Mapping[str, str], actor: Actor) -
     held = {key for key, label in rows.items() if label.source == Source.ADMIN} | automatic.keys()
     own = {key: value for key, value in reported.items() if key not in held}
     stale = {key for key, label in rows.items() if label.source == Source.AUTO} - automatic.keys()
+    _check_count(rows.keys() - stale | own.keys() | automatic.keys())
     _write(change.node, own, Source.WORKER)
     _write(change.node, automatic, Source.AUTO)
     _remove(change.node, stale - own.keys())

@@ -6,18 +6,17 @@ from datetime import datetime, timedelta
 from uuid import UUID
 
 from django.db import transaction
+from django.db.models import F
 
 from localai_cluster import errors
-from nodes import actors, states, timeline
+from nodes import actors
 from nodes.actors import Actor
-from nodes.models import BackendNode, NodeEvent, NodeType
+from nodes.models import BackendNode, NodeType
 from nodes.services import agents
-from nodes.services.change import Change, changing, columns, facts_of, locked
+from nodes.services.change import Change, changing, locked
 from nodes.services.cooldowns import clear_cooldowns
-from nodes.services.replicas import drop_replicas
+from nodes.services.fleet import happen_to_all, lock_in_order
 from nodes.states import Event
-from nodes.timeline import Entry
-from operations import events
 
 DEREGISTERED = "deregistered by its worker"
 
@@ -38,6 +37,8 @@ class Outcome:
     name: str = ""
     status: str = ""
     error: str = ""
+    api_token: str = ""
+    """Of an agent, as in `Approved`."""
 
 
 def approve(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> Approved:
@@ -65,10 +66,10 @@ def approve_many(node_ids: Sequence[UUID], *, actor: Actor, now: datetime) -> li
 
 def _approve_one(node_id: UUID, actor: Actor, now: datetime) -> Outcome:
     try:
-        node = approve(node_id, actor=actor, now=now).node
+        approved = approve(node_id, actor=actor, now=now)
     except errors.ClusterError as refusal:
         return Outcome(node_id, error=refusal.message)
-    return Outcome(node_id, node.name, node.status)
+    return Outcome(node_id, approved.node.name, approved.node.status, api_token=approved.api_token)
 
 
 def reject(node_id: UUID, *, actor: Actor, now: datetime, reason: str) -> BackendNode:
@@ -88,7 +89,8 @@ def deactivate(
 
 def deregister(node_id: UUID, *, actor: Actor, now: datetime) -> None:
     """R1.21, R1.38, R1.39: removes the record with labels, intents, conflicts and an agent's user."""
-    with changing(node_id, now) as change:
+    with transaction.atomic():
+        change = Change(locked(node_id, removing=True), now)
         change.happen(Event.DEREGISTERED, actor)
         agents.revoke(change)
         change.save()
@@ -110,32 +112,27 @@ def mark_healthy(node_id: UUID, *, actor: Actor, now: datetime, reason: str = ""
 def fell_silent(node_ids: Collection[UUID], *, limit: float, actor: Actor, now: datetime) -> int:
     """R5.4: declares those of the nodes gone that are still silent for `limit` seconds; answers how many.
 
-    A constant number of statements for any number of nodes, locked in the order of the heartbeats.
+    A constant number of statements for any number of nodes.
     """
     if not node_ids:
         return 0
     silent = BackendNode.objects.silent(since=now - timedelta(seconds=limit)).filter(pk__in=node_ids)
     reason = f"silent for more than {limit:.0f} s"
     with transaction.atomic():
-        nodes = list(silent.order_by("id").select_for_update(no_key=True, of=("self",)))
-        entries = [_silence(node, reason, actor, now) for node in nodes]
-        BackendNode.objects.bulk_update(nodes, _ABSENCE)
-        drop_replicas(*(node.id for node in nodes))
-        timeline.record(*entries, at=now)
-        events.notify(events.NODES, *timeline.names(entries))
-    return len(nodes)
+        nodes = lock_in_order(silent)
+        return len(happen_to_all(nodes, Event.FELL_SILENT, actor, lambda node: (reason, {}), now=now))
 
 
-_ABSENCE = ["offline_at", "offline_by", "offline_reason", "offline_recovers", "revision", "updated_at"]
+def recovered(node_ids: Collection[UUID], *, actor: Actor, now: datetime) -> int:
+    """R5.5: takes "unhealthy" back from those of the nodes that were heard since; answers how many.
 
-
-def _silence(node: BackendNode, reason: str, actor: Actor, now: datetime) -> Entry:
-    before = facts_of(node)
-    after = states.apply(Event.FELL_SILENT, before)
-    assert not isinstance(after, states.Refusal), after
-    changed = columns(before, after, actor, reason, now)
-    for name, value in changed.items():
-        setattr(node, name, value)
-    node.revision, node.updated_at = node.revision + 1, now
-    statuses = states.status_of(before), states.status_of(after)
-    return Entry(node.id, node.name, NodeEvent.Kind.FELL_SILENT, actor, reason, *statuses)
+    A constant number of statements for any number of nodes.
+    """
+    if not node_ids:
+        return 0
+    heard = BackendNode.objects.filter(pk__in=node_ids, last_heartbeat__gt=F("unhealthy_at"))
+    with transaction.atomic():
+        nodes = lock_in_order(heard)
+        return len(
+            happen_to_all(nodes, Event.MARKED_HEALTHY, actor, lambda node: ("heard since", {}), now=now)
+        )

@@ -42,6 +42,7 @@ def reset_replica_cap(node_id: UUID, *, actor: Actor, now: datetime) -> BackendN
 
 def set_vram_budget(node_id: UUID, text: str, *, actor: Actor, now: datetime) -> BackendNode:
     """R1.47: a ceiling for the node's VRAM, "" = no cap; InvalidInput if it is not a budget (R1.49)."""
+    text = text.strip()
     if len(text) > LONGEST_BUDGET:
         raise errors.InvalidInput(f"value exceeds {LONGEST_BUDGET} characters", field="value")
     with changing(node_id, now) as change:
@@ -74,7 +75,10 @@ def reset_vram_budget(node_id: UUID, *, actor: Actor, now: datetime) -> BackendN
 
 
 def _override(change: Change, actor: Actor, cause: str, **values: Any) -> None:
+    """Sets the columns and says so; nothing if they say it already."""
     before = {name: getattr(change.node, name) for name in values}
+    if before == values:
+        return
     change.set(**values)
     detail = {name: {"from": before[name], "to": value} for name, value in values.items()}
     change.tell(NodeEvent.Kind.OVERRIDE, actor, cause, detail)

@@ -11,18 +11,22 @@ from typing import Any
 from uuid import UUID
 
 from django.db import transaction
+from django.db.models import Q
 
 from localai_cluster import conf, errors
 from localai_cluster.messaging.messages import process_key
 from nodes import actors, budget, identity, names, states
-from nodes.models import BackendNode, NodeConflict, NodeModel, NodeType, RevokedSecret
+from nodes.models import BackendNode, NodeConflict, NodeModel, NodeType
 from nodes.services import agents, claims
 from nodes.services.change import Change, facts_of
 from nodes.services.cooldowns import clear_cooldowns
+from nodes.services.fleet import lock_in_order
 from nodes.services.labels import check_labels, reported_labels
 from nodes.services.replicas import drop_replicas
 from nodes.states import Event
 
+_TRIES = 3
+"""Somebody may remove the node between two looks."""
 _KEPT_IF_EMPTY = (
     "address",
     "http_address",
@@ -122,13 +126,11 @@ def _fingerprint(secret: str) -> str:
 
 def _claim(registration: Registration, caller: Caller, now: datetime) -> BackendNode | errors.Conflict:
     """The node's row, locked, if the caller may be it; otherwise the recorded conflict."""
-    if caller.fingerprint and RevokedSecret.objects.filter(pk=caller.fingerprint).exists():
+    rows = _rows(registration, caller, now)
+    # After the locks: whoever revokes a secret holds its node's.
+    if claims.is_revoked(caller.fingerprint):
         raise errors.Forbidden("this secret was revoked: make a new one", field="X-LocalAI-Node-Secret")
-    node = _row(registration, caller, now)
-    if node.name != registration.name:
-        kind: NodeConflict.Kind | None = NodeConflict.Kind.NAME
-    else:
-        kind = claims.judge(node, caller.fingerprint, caller.instance)
+    node, kind = _judged(rows, registration, caller)
     if kind is None:
         return node
     return claims.note(
@@ -142,6 +144,19 @@ def _claim(registration: Registration, caller: Caller, now: datetime) -> Backend
     )
 
 
+def _judged(
+    rows: Collection[BackendNode], registration: Registration, caller: Caller
+) -> tuple[BackendNode, NodeConflict.Kind | None]:
+    """Whose node this is about, and what does not fit: of the name's node first, then of the secret's."""
+    named = next((row for row in rows if row.name == registration.name), None)
+    other = next((row for row in rows if row is not named), None)
+    kind = claims.judge(named, caller.fingerprint, caller.instance) if named else None
+    if other is not None and kind is None:
+        return other, NodeConflict.Kind.NAME
+    assert named is not None
+    return named, kind
+
+
 def _claimed(kind: NodeConflict.Kind, registration: Registration, caller: Caller) -> str:
     if kind == NodeConflict.Kind.NAME:
         return identity.hash_secret(registration.name)
@@ -150,24 +165,27 @@ def _claimed(kind: NodeConflict.Kind, registration: Registration, caller: Caller
     return caller.instance if kind == NodeConflict.Kind.INSTANCE else caller.fingerprint
 
 
-def _row(registration: Registration, caller: Caller, now: datetime) -> BackendNode:
-    """R1.22: the row of that name, or of that secret, locked; made by whichever caller is first."""
-    if (node := _existing(registration, caller)) is not None:
-        return node
-    BackendNode.objects.bulk_create([_fresh(registration, caller, now)], ignore_conflicts=True)
-    if (node := _existing(registration, caller)) is not None:
-        return node
-    raise errors.Conflict(
-        f"there is a node whose name cannot be told from {registration.name!r}", field="name"
-    )
+def _rows(registration: Registration, caller: Caller, now: datetime) -> list[BackendNode]:
+    """R1.22: the rows of that name and of that secret, locked; one is made by whoever is first.
+
+    Raises Conflict for a name that cannot be told from another node's.
+    """
+    for _ in range(_TRIES):
+        if rows := _existing(registration, caller):
+            return rows
+        if BackendNode.objects.filter(name_key=names.key(registration.name)).exists():
+            raise errors.Conflict(
+                f"there is a node whose name cannot be told from {registration.name!r}", field="name"
+            )
+        BackendNode.objects.bulk_create([_fresh(registration, caller, now)], ignore_conflicts=True)
+    raise errors.Conflict("the node is being removed and made again: try again", field="name")
 
 
-def _existing(registration: Registration, caller: Caller) -> BackendNode | None:
-    """The node of the secret, if it has one already; else the node of the name."""
-    rows = BackendNode.objects.select_for_update(no_key=True)
-    if caller.fingerprint and (node := rows.filter(fingerprint=caller.fingerprint).first()):
-        return node
-    return rows.filter(name=registration.name).first()
+def _existing(registration: Registration, caller: Caller) -> list[BackendNode]:
+    wanted = Q(name=registration.name)
+    if caller.fingerprint:
+        wanted |= Q(fingerprint=caller.fingerprint)
+    return lock_in_order(BackendNode.objects.filter(wanted))
 
 
 def _fresh(registration: Registration, caller: Caller, now: datetime) -> BackendNode:
@@ -199,7 +217,7 @@ def _admit(
     change.set(last_heartbeat=now, source_address=caller.source_address, node_type=registration.node_type)
     change.set(**_figures(node, registration))
     reported_labels(change, registration.labels, actors.WORKER)
-    _drop_absent(node, registration.running_processes)
+    _drop_absent(node, registration)
     token = _agent_token(change)
     change.save()
     clear_cooldowns(now)
@@ -214,12 +232,12 @@ def _agent_token(change: Change) -> str:
     return ""
 
 
-def _drop_absent(node: BackendNode, running: Collection[Running] | None) -> None:
+def _drop_absent(node: BackendNode, registration: Registration) -> None:
     """Replicas that the worker does not list go; a listed one at another address is another process."""
-    if running is None:
+    if registration.running_processes is None or registration.node_type == NodeType.AGENT:
         drop_replicas(node.id)
         return
-    listed = {one.process_key: one.address for one in running}
+    listed = {one.process_key: one.address for one in registration.running_processes}
     keep: list[UUID] = []
     for row in NodeModel.objects.filter(node=node):
         address = listed.get(process_key(row.model_name, row.replica_index))

@@ -1,10 +1,10 @@
 """Ending replicas of whole nodes, and telling whoever keeps something about them (R1.101 to R1.103)."""
 
+from collections import Counter
 from collections.abc import Collection
 from uuid import UUID
 
 from django.db import transaction
-from django.db.models import Sum
 from django.dispatch import Signal
 
 from nodes.models import NodeModel
@@ -30,15 +30,16 @@ def drop_replicas(*node_ids: UUID, keep: Collection[UUID] = ()) -> int:
     return len(gone)
 
 
-def in_flight(node_id: UUID) -> int:
-    """Requests that run on the node; its rows stay locked, so the answer stays true in this transaction."""
-    rows = NodeModel.objects.filter(node_id=node_id).order_by("id").select_for_update(of=("self",))
-    return sum(rows.values_list("in_flight", flat=True))
+def in_flight(*node_ids: UUID) -> dict[UUID, int]:
+    """Requests that run on those of the nodes that have replicas.
 
-
-def running(node_id: UUID) -> int:
-    """Requests that run on the node, as of now."""
-    return NodeModel.objects.filter(node_id=node_id).aggregate(total=Sum("in_flight"))["total"] or 0
+    Their rows stay locked, so the answer stays true in this transaction.
+    """
+    rows = NodeModel.objects.filter(node_id__in=node_ids).order_by("id").select_for_update(of=("self",))
+    counts: Counter[UUID] = Counter()
+    for node_id, count in rows.values_list("node_id", "in_flight"):
+        counts[node_id] += count
+    return dict(counts)
 
 
 def _report(removed: list[tuple[str, str]]) -> None:
