@@ -7,9 +7,9 @@ merged into the generated document by `add_raw_routes`. A test compares the whol
 from typing import Any
 
 from drf_spectacular.extensions import OpenApiAuthenticationExtension, OpenApiSerializerExtension
-from drf_spectacular.utils import OpenApiResponse, PolymorphicProxySerializer
+from drf_spectacular.utils import OpenApiResponse
 
-from operations.api.serializers import FlatRefusalSerializer, RefusalSerializer
+from operations.api.serializers import RefusalSerializer
 
 Operation = dict[str, Any]
 RawRoute = tuple[str, str, Operation]
@@ -21,32 +21,20 @@ _MEANINGS = {
     404: "There is no such thing.",
     409: "The present state does not allow that; the message says why.",
     413: "The request body is too large.",
+    429: "Too many wrong tokens or secrets from this address; Retry-After says when to come back.",
     503: "Not possible right now; Retry-After says when to come back.",
 }
+_COME_BACK: Operation = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "required": True}}
 _HEADERS: dict[str, Operation] = {
     "401": {"WWW-Authenticate": {"schema": {"type": "string", "enum": ["Bearer"]}, "required": True}},
-    "503": {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "required": True}},
+    "429": _COME_BACK,
+    "503": _COME_BACK,
 }
 
 
 def refusals(*statuses: int) -> dict[int, OpenApiResponse]:
     """Responses in the nested envelope, and the 503 of a database that does not answer."""
     return {status: OpenApiResponse(RefusalSerializer, _MEANINGS[status]) for status in (*statuses, 503)}
-
-
-def flat_refusal(status: int = 401) -> OpenApiResponse:
-    """A response in the flat envelope."""
-    return OpenApiResponse(FlatRefusalSerializer, _MEANINGS[status])
-
-
-def registration_refusal() -> OpenApiResponse:
-    """The 401 of a registration: flat about the header's token, nested about the body's (§1.1)."""
-    either = PolymorphicProxySerializer(
-        component_name="RegistrationRefusal",
-        serializers=[FlatRefusalSerializer, RefusalSerializer],
-        resource_type_field_name=None,
-    )
-    return OpenApiResponse(either, _MEANINGS[401])
 
 
 class DescribedSerializer(OpenApiSerializerExtension):  # type: ignore[no-untyped-call]
@@ -115,48 +103,6 @@ def _component(serializer: str) -> Operation:
     return {"$ref": f"#/components/schemas/{serializer}"}
 
 
-def _refused(*statuses: int) -> dict[str, Operation]:
-    return {
-        str(status): {
-            "description": _MEANINGS.get(status, "Refused."),
-            "content": json_body(_component("FlatRefusal" if status == 401 else "Refusal")),
-        }
-        for status in statuses
-    }
-
-
-def _figure(meaning: str) -> Operation:
-    return {"type": "integer", "format": "int64", "minimum": 0, "nullable": True, "description": meaning}
-
-
-HEARTBEAT: Operation = {
-    "operationId": "node_heartbeat",
-    "tags": ["worker"],
-    "summary": "A sign of life with the figures that are known; an empty body is valid.",
-    "security": [{"nodeSecret": []}],
-    "parameters": [{"name": "node_id", "in": "path", "required": True, "schema": {"type": "string"}}],
-    "requestBody": {
-        "content": json_body(
-            {
-                "type": "object",
-                "properties": {
-                    "available_vram": _figure("Free bytes over all GPUs."),
-                    "total_vram": _figure("Bytes over all GPUs."),
-                    "available_ram": _figure("Free bytes of memory."),
-                    "total_disk": _figure("Size of the filesystem of the models folder."),
-                    "available_disk": _figure("Free bytes there; 0 means full."),
-                    "gpu_vendor": {"type": "string", "maxLength": 32, "nullable": True},
-                },
-            },
-            {"available_disk": 81634525184, "available_ram": 24667537408, "total_disk": 270553174016},
-        )
-    },
-    "responses": {
-        "200": {"description": "Recorded.", "content": json_body(_component("Message"))},
-        **_refused(400, 401, 403, 404, 413, 503),
-    },
-}
-
 OPERATIONS_SOCKET: Operation = {
     "operationId": "ws_operations",
     "tags": ["operations"],
@@ -218,17 +164,17 @@ READYZ: Operation = {
 RAW_ROUTES: list[RawRoute] = [
     ("GET", "/healthz", HEALTHZ),
     ("GET", "/readyz", READYZ),
-    ("POST", "/api/node/{node_id}/heartbeat", HEARTBEAT),
     ("GET", "/ws/operations", OPERATIONS_SOCKET),
 ]
 
 
 def raw_routes() -> list[RawRoute]:
-    """Every route that the resolver of Django does not know, the inference room's included."""
+    """Every route that the resolver of Django does not know: heartbeats and the inference room's included."""
+    from nodes.api import worker_openapi
     from nodes.inference.openapi import ROUTES
 
     inference = [(method, path, what) for path, methods in ROUTES.items() for method, what in methods.items()]
-    return RAW_ROUTES + inference
+    return RAW_ROUTES + worker_openapi.ROUTES + inference
 
 
 def add_raw_routes(result: dict[str, Any], generator: Any, request: Any, public: bool) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """JSON shapes of the registry: what comes in is bounded and named, what goes out follows the presence rules.
 
-Field names and rules are those of `contract/http-api.md` §1.1, §2.1, §2.3, §2.10. Unknown fields are ignored.
+Field names and rules are those of `contract/http-api.md` §2.3, §2.10. Unknown fields are ignored.
 """
 
 import json
@@ -10,13 +10,8 @@ from urllib.parse import urlsplit
 
 from rest_framework import serializers
 
-from nodes.api.fields import Described, NullIsAbsent, Text, Whole
-from nodes.beats import LARGEST
-from nodes.models import BackendNode, NodeModel, NodeStatus, NodeType, ReplicaState
-
-MOST_LABELS = 64
-LENGTHS = {"name": 255, "address": 512, "http_address": 512}
-"""Most characters of what a worker calls itself."""
+from nodes.api.fields import Described, NullIsAbsent, Text
+from nodes.models import NodeModel, ReplicaState
 
 _REPLICA_OMITTED_IF_EMPTY = (
     "loading_by",
@@ -30,68 +25,8 @@ _REPLICA_OMITTED_IF_EMPTY = (
 _BACKEND_NAME = r"(?:[A-Za-z0-9][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
-def _bytes() -> Whole:
-    return Whole(required=False, allow_null=True, min_value=0, max_value=LARGEST)
-
-
 def _text(length: int) -> Text:
     return Text(required=False, allow_null=True, max_length=length)
-
-
-class RegistrationSerializer(Described, NullIsAbsent):
-    """What a worker says of itself. Presence and length of name and addresses are checked by the view."""
-
-    name = _text(100_000)
-    node_type = _text(100_000)
-    address = _text(100_000)
-    http_address = _text(100_000)
-    token = _text(1024)
-    total_vram, available_vram = _bytes(), _bytes()
-    total_ram, available_ram = _bytes(), _bytes()
-    total_disk, available_disk = _bytes(), _bytes()
-    gpu_vendor = _text(32)
-    gpu_compute_capability = _text(16)
-    capability = _text(64)
-    labels = serializers.DictField(child=Text(max_length=255), required=False, allow_null=True)
-    max_replicas_per_model = Whole(required=False, allow_null=True, min_value=-(2**31), max_value=2**31 - 1)
-    vram_budget = _text(32)
-
-    @classmethod
-    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """With what the view checks."""
-        properties = schema["properties"]
-        for name, longest in LENGTHS.items():
-            properties[name]["maxLength"] = longest
-        for name in ("name", "token"):
-            properties[name]["minLength"] = 1
-            del properties[name]["nullable"]
-        properties["node_type"]["maxLength"] = 16
-        properties["node_type"]["pattern"] = f"^({'|'.join(NodeType.values)})?$"
-        properties["labels"]["maxProperties"] = MOST_LABELS
-        return schema | {"required": ["name", "token"]}
-
-    def validate_labels(self, labels: dict[str, str] | None) -> dict[str, str] | None:
-        """At most 64 labels, keys of 1 to 128 characters without null bytes."""
-        if labels is None:
-            return None
-        if len(labels) > MOST_LABELS:
-            raise serializers.ValidationError(f"must be at most {MOST_LABELS} labels")
-        key_field = Text(max_length=128)
-        for key in labels:
-            if not key_field.run_validation(key):
-                raise serializers.ValidationError("a label key must not be empty")
-        return labels
-
-
-class RegisteredSerializer(serializers.ModelSerializer[BackendNode]):
-    """The answer to a registration."""
-
-    node_type = serializers.ChoiceField(choices=NodeType.choices)
-    status = serializers.ChoiceField(choices=NodeStatus.choices, read_only=True)
-
-    class Meta:
-        model = BackendNode
-        fields = ("id", "name", "node_type", "status", "created_at")
 
 
 class MessageSerializer(serializers.Serializer[Any]):

@@ -1,23 +1,32 @@
-"""The routes that workers call for themselves (`contract/http-api.md` §1), but for heartbeats."""
+"""The routes that workers call for themselves (`contract/http-api.md` §1), but for heartbeats.
 
-from typing import Any
+Registration proves itself by the shared token, in the header and in the body; every other route proves the
+node in the URL by that node's own secret and, if the worker tells it, by its process.
+"""
 
-from drf_spectacular.utils import OpenApiParameter, extend_schema
+from uuid import UUID
+
+from drf_spectacular.utils import OpenApiExample, extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster import clock, conf, errors
 from nodes import identity, services
 from nodes.api import serializers as shapes
-from nodes.api.auth import IsTheNode, NodeAuthentication, RegistrationAuthentication, principal
-from nodes.api.openapi import flat_refusal, refusals, registration_refusal
-from nodes.api.views import NodeView, client_address, replicas_of, validated
-from nodes.models import NodeType
-from nodes.services import Registration
+from nodes.api import throttle, worker_openapi, worker_shapes
+from nodes.api.auth import (
+    IsTheNode,
+    NodeAuthentication,
+    RegistrationAuthentication,
+    client_address,
+    principal,
+)
+from nodes.api.views import NodeView, replicas_of, validated
+from nodes.api.worker_openapi import INSTANCE, NEW_SECRET, SECRET
 
 
 class RegisterView(NodeView):
-    """`/api/node/register` (R1.29)."""
+    """`/api/node/register` (§1.1, R1.29)."""
 
     authentication_classes = [RegistrationAuthentication]
     permission_classes = []
@@ -26,62 +35,35 @@ class RegisterView(NodeView):
     @extend_schema(
         operation_id="node_register",
         tags=["worker"],
-        request=shapes.RegistrationSerializer,
-        parameters=[
-            OpenApiParameter(
-                "X-LocalAI-Node-Secret",
-                str,
-                OpenApiParameter.HEADER,
-                description="The worker's own secret, 64 hex digits, bound to the name by its first use.",
-            )
-        ],
-        responses={
-            201: shapes.RegisteredSerializer,
-            **refusals(400, 403, 409, 413),
-            401: registration_refusal(),
-        },
+        request=worker_shapes.RegistrationSerializer,
+        parameters=[SECRET, INSTANCE],
+        responses=worker_openapi.REGISTERED,
     )
     def post(self, request: Request) -> Response:
         """Makes a worker known, or refreshes it after a restart. A new one waits for approval."""
-        fields = validated(shapes.RegistrationSerializer, request)
-        _check_token(fields.pop("token", ""))
-        registration = Registration(
-            **fields | {"node_type": fields.get("node_type") or NodeType.BACKEND.value}
-        )
-        _check(registration)
+        fields = validated(worker_shapes.RegistrationSerializer, request)
+        _check_token(fields.pop("token", ""), client_address(request))
         registered = services.register(
-            registration,
-            secret=request.headers.get("X-LocalAI-Node-Secret", ""),
-            instance=request.headers.get("X-LocalAI-Node-Instance", ""),
+            worker_shapes.registration(fields),
+            secret=request.headers.get(identity.SECRET_HEADER, ""),
+            instance=identity.check_instance(request.headers.get(identity.INSTANCE_HEADER, "")),
             source_address=client_address(request),
             now=clock.now(),
             auto_approve=conf.cluster().auto_approve_nodes,
         )
-        return Response(shapes.RegisteredSerializer(registered.node).data, status=201)
+        shown = dict(worker_shapes.RegisteredSerializer(registered.node).data)
+        if registered.api_token:
+            shown["api_token"] = registered.api_token
+        return Response(shown, status=201)
 
 
-def _check_token(token: str) -> None:
+def _check_token(token: str, address: str) -> None:
     """The body carries the token too, and its refusal is nested where the header's is flat."""
     if not token:
         raise errors.NotAuthenticated("registration token required", field="token", nested=True)
     if not identity.is_registration_token(token):
-        raise errors.NotAuthenticated("invalid registration token", field="token", nested=True)
-
-
-def _check(registration: Registration) -> None:
-    """Type, name, address, lengths, in this order."""
-    if registration.node_type not in NodeType.values:
-        raise errors.InvalidInput('node_type must be "backend" or "agent"', field="node_type")
-    if not registration.name.strip():
-        raise errors.InvalidInput("name is required", field="name")
-    if registration.node_type == NodeType.BACKEND and not registration.address.strip():
-        raise errors.InvalidInput("address is required for a backend node", field="address")
-    for field, longest in shapes.LENGTHS.items():
-        text: Any = getattr(registration, field)
-        if len(text) > longest:
-            raise errors.InvalidInput(f"{field} exceeds {longest} characters", field=field)
-        if not text.isprintable():
-            raise errors.InvalidInput(f"{field} must not contain control characters", field=field)
+        throttle.shared().note(address, clock.now())
+        raise identity.WrongCredential("invalid registration token", field="token", nested=True)
 
 
 class SelfServiceView(NodeView):
@@ -92,19 +74,19 @@ class SelfServiceView(NodeView):
     flat_auth = True
 
 
-class SelfDrainView(SelfServiceView):
-    """`/api/node/:id/drain` (§1.3)."""
+class SelfView(SelfServiceView):
+    """`/api/node/:id` (§1.5)."""
 
     @extend_schema(
-        operation_id="node_drain",
+        operation_id="node_delete",
         tags=["worker"],
-        request=None,
-        responses={200: shapes.MessageSerializer, **refusals(403, 404), 401: flat_refusal()},
+        parameters=[INSTANCE],
+        responses=worker_openapi.done("node deregistered"),
     )
-    def post(self, request: Request, node_id: str) -> Response:
-        """The worker is stopping: nothing new goes there. The drain ends with its next registration."""
-        services.drain_itself(_own_id(request), now=clock.now())
-        return Response({"message": "node set to draining"})
+    def delete(self, request: Request, node_id: str) -> Response:
+        """The same as deregister: offline, replicas gone; the record and its approval stay."""
+        services.deactivate(_own_id(request), now=clock.now())
+        return Response({"message": "node deregistered"})
 
 
 class SelfDeregisterView(SelfServiceView):
@@ -114,12 +96,45 @@ class SelfDeregisterView(SelfServiceView):
         operation_id="node_deregister",
         tags=["worker"],
         request=None,
-        responses={200: shapes.MessageSerializer, **refusals(403, 404), 401: flat_refusal()},
+        parameters=[INSTANCE],
+        responses=worker_openapi.done("node deregistered"),
     )
     def post(self, request: Request, node_id: str) -> Response:
         """The worker has stopped: offline, replicas gone; the record and its approval stay."""
         services.deactivate(_own_id(request), now=clock.now())
         return Response({"message": "node deregistered"})
+
+
+class SelfDrainView(SelfServiceView):
+    """`/api/node/:id/drain` (§1.3)."""
+
+    @extend_schema(
+        operation_id="node_drain",
+        tags=["worker"],
+        request=None,
+        parameters=[INSTANCE],
+        responses=worker_openapi.done("node set to draining"),
+    )
+    def post(self, request: Request, node_id: str) -> Response:
+        """The worker is stopping: nothing new goes there. The drain ends with its next registration."""
+        services.drain_itself(_own_id(request), now=clock.now())
+        return Response({"message": "node set to draining"})
+
+
+class SelfResumeView(SelfServiceView):
+    """`/api/node/:id/resume` (§1.4)."""
+
+    @extend_schema(
+        operation_id="node_resume",
+        tags=["worker"],
+        request=None,
+        parameters=[INSTANCE],
+        responses=worker_openapi.done("node resumed"),
+    )
+    def post(self, request: Request, node_id: str) -> Response:
+        """The worker takes its own drain back; 409 for anything else, an admin's drain above all."""
+        services.resume_itself(_own_id(request), now=clock.now())
+        return Response({"message": "node resumed"})
 
 
 class SelfReplicasView(SelfServiceView):
@@ -128,14 +143,39 @@ class SelfReplicasView(SelfServiceView):
     @extend_schema(
         operation_id="node_models",
         tags=["worker"],
-        responses={200: shapes.ReplicaSerializer(many=True), **refusals(403, 404), 401: flat_refusal()},
+        parameters=[INSTANCE],
+        responses=worker_openapi.self_service(shapes.ReplicaSerializer(many=True)),
+        examples=[OpenApiExample("A node without replicas", [], response_only=True)],
     )
     def get(self, request: Request, node_id: str) -> Response:
         """The node's replicas; a stopping worker waits until nothing is in flight."""
         return Response(replicas_of(_own_id(request)))
 
 
-def _own_id(request: Request) -> Any:
+class SelfRotateView(SelfServiceView):
+    """`/api/node/:id/rotate`: ours alone."""
+
+    rotating = True
+
+    @extend_schema(
+        operation_id="node_rotate",
+        tags=["worker"],
+        request=None,
+        parameters=[INSTANCE, NEW_SECRET],
+        responses=worker_openapi.done("secret replaced"),
+    )
+    def post(self, request: Request, node_id: str) -> Response:
+        """Replaces the worker's secret, on its own account or because an admin asked; the old one is dead."""
+        new = request.headers.get(identity.NEW_SECRET_HEADER, "")
+        identity.check_node_secret(new, identity.NEW_SECRET_HEADER)
+        old = identity.node_fingerprint(identity.bearer(request.headers["authorization"]))
+        if not old:
+            raise errors.Conflict("a node that is known by the shared token has no secret to replace")
+        services.rotate(_own_id(request), old_fingerprint=old, new_secret=new, now=clock.now())
+        return Response({"message": "secret replaced"})
+
+
+def _own_id(request: Request) -> UUID:
     own = principal(request).node_id
     if own is None:
         raise errors.Forbidden()
