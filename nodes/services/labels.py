@@ -114,11 +114,24 @@ def reported_labels(change: Change, reported: Mapping[str, str], actor: Actor) -
     held = {key for key, label in rows.items() if label.source == Source.ADMIN} | automatic.keys()
     own = {key: value for key, value in reported.items() if key not in held}
     stale = {key for key, label in rows.items() if label.source == Source.AUTO} - automatic.keys()
-    _check_count(rows.keys() - stale | own.keys() | automatic.keys())
-    _write(change.node, own, Source.WORKER)
-    _write(change.node, automatic, Source.AUTO)
-    _remove(change.node, stale - own.keys())
+    gone = stale - own.keys()
+    wanted = [(Source.WORKER, own), (Source.AUTO, automatic)]
+    fresh = [(source, _unlike(rows, labels, source)) for source, labels in wanted]
+    if not gone and not any(labels for _, labels in fresh):
+        return
+    _check_count(rows.keys() - gone | own.keys() | automatic.keys())
+    for source, labels in fresh:
+        _write(change.node, labels, source)
+    _remove(change.node, gone)
     _tell(change, actor, {key: label.value for key, label in rows.items()})
+
+
+def _unlike(
+    rows: Mapping[str, NodeLabel], labels: Mapping[str, str], source: NodeLabel.Source
+) -> dict[str, str]:
+    """Those of `labels` that are not there yet in just this way: a worker mostly repeats itself."""
+    known = {key: label.value for key, label in rows.items() if label.source == source}
+    return {key: value for key, value in labels.items() if known.get(key) != value}
 
 
 def refresh_auto_labels(change: Change, actor: Actor) -> None:
