@@ -1,0 +1,167 @@
+"""What `manage.py nodes` prints: the JSON of the REST API, or the same facts as aligned text.
+
+Pure functions over the rows of `nodes.api.node_rows`; nothing here reads the database.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import orjson
+from django.utils.timesince import timesince
+
+from localai_cluster.messaging.messages import human_bytes
+from nodes.api.node_rows import ZERO_TIME
+from nodes.models import NodeEvent
+
+NOTHING = "-"
+SHORT_ID = 8
+_SIZES = ("vram", "ram", "disk", "bytes")
+_LIST = ("NAME", "STATUS", "TYPE", "ADDRESS", "GPU", "FREE VRAM", "MODELS", "BUSY", "HEARD", "NOTES", "ID")
+_CLAIMS = ("CONFLICT", "NODE", "STATE", "WHAT", "FROM", "ADVERTISES", "NODE SEEN AT", "TIMES", "LAST", "OF")
+_FACT = {"at", "by", "reason"}
+_PLAIN_MINUTE = 120
+
+
+def as_json(value: Any) -> str:
+    """Indented JSON; times in UTC end in `Z`."""
+    return orjson.dumps(value, option=orjson.OPT_UTC_Z | orjson.OPT_INDENT_2).decode()
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns as wide as their widest cell, without trailing blanks."""
+    lines = [list(heads), *([_printable(cell) or NOTHING for cell in row] for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _printable(text: str) -> str:
+    """Without what a terminal would act on: some of it comes from strangers."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def nodes(rows: Sequence[Mapping[str, Any]], now: datetime) -> str:
+    """The list, one node a line."""
+    return table(_LIST, [_node(row, now) for row in rows]) if rows else "no nodes"
+
+
+def _node(row: Mapping[str, Any], now: datetime) -> tuple[str, ...]:
+    vram = f"{human_bytes(row['available_vram'])} of {human_bytes(row['total_vram'])}"
+    return (
+        row["name"],
+        row["status"],
+        row["node_type"],
+        row["address"],
+        row["gpu_vendor"],
+        vram if row["total_vram"] else "",
+        str(row["model_count"]),
+        str(row["in_flight_count"]),
+        age(row["last_heartbeat"], now),
+        ", ".join(_notes(row)),
+        str(row["id"])[:SHORT_ID],
+    )
+
+
+def _notes(row: Mapping[str, Any]) -> Iterator[str]:
+    if "rejected" in row:
+        yield "rejected"
+    if row.get("weak_identity"):
+        yield "shared token"
+    if claims := row.get("open_conflicts"):
+        yield f"conflicts: {claims}"
+
+
+def age(at: Any, now: datetime) -> str:
+    """How long ago; seconds up to two minutes."""
+    if at is None or at == ZERO_TIME:
+        return "never"
+    then = _time(at)
+    seconds = max(int((now - then).total_seconds()), 0)
+    if seconds < _PLAIN_MINUTE:
+        return f"{seconds} s ago"
+    # Its blanks are such that a browser does not break the line there.
+    return f"{timesince(then, now, depth=1)} ago".replace("\xa0", " ")
+
+
+def _time(at: Any) -> datetime:
+    """Rows of the list have their times as texts, those of a node on its own as times."""
+    return at if isinstance(at, datetime) else datetime.fromisoformat(at)
+
+
+def detail(row: Mapping[str, Any], events: Sequence[NodeEvent]) -> str:
+    """One node: its facts, then what happened to it last."""
+    facts = [(name, text) for name, text in _flat(row, "") if text]
+    width = max(len(name) for name, _ in facts)
+    lines = [f"{name.ljust(width)}  {_printable(text)}" for name, text in facts]
+    return "\n".join([*lines, "", _events(events)])
+
+
+def _flat(row: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    for name, value in row.items():
+        label = f"{prefix}{name.replace('_', ' ')}"
+        if name == "labels":
+            yield from ((f"label {key}", text or '""') for key, text in value.items())
+        elif isinstance(value, Mapping) and value.keys() == _FACT:
+            yield label, _fact(value)
+        elif isinstance(value, Mapping):
+            yield from _flat(value, f"{label}: ")
+        else:
+            yield label, _text(name, value)
+
+
+def _fact(value: Mapping[str, Any]) -> str:
+    reason = f": {value['reason']}" if value["reason"] else ""
+    return f"{moment(_time(value['at']))} by {value['by'] or 'nobody'}{reason}"
+
+
+def _text(name: str, value: Any) -> str:
+    if value is None or value == ZERO_TIME:
+        return ""
+    if isinstance(value, datetime) or name.endswith(("_at", "_heartbeat")):
+        return moment(_time(value))
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    if isinstance(value, int):
+        measured = name.rpartition("_")[2] in _SIZES
+        return (human_bytes(value) if value else "") if measured else str(value)
+    return str(value)
+
+
+def moment(at: datetime) -> str:
+    """A moment, to the second, in UTC."""
+    return f"{at:%Y-%m-%d %H:%M:%S}Z"
+
+
+def _events(events: Sequence[NodeEvent]) -> str:
+    rows = [(moment(event.at), event.kind, _change(event), event.actor, event.cause) for event in events]
+    return table(("WHEN", "WHAT", "STATUS", "WHO", "WHY"), rows)
+
+
+def _change(event: NodeEvent) -> str:
+    if event.status_before == event.status_after:
+        return event.status_after
+    return f"{event.status_before} -> {event.status_after}"
+
+
+def conflicts(rows: Sequence[Mapping[str, Any]], now: datetime) -> str:
+    """Claims, one a line."""
+    return table(_CLAIMS, [_conflict(row, now) for row in rows]) if rows else "no conflicts"
+
+
+def _conflict(row: Mapping[str, Any], now: datetime) -> tuple[str, ...]:
+    proof = row.get("claimed_name") if row["kind"] == "name" else row.get("fingerprint", row.get("instance"))
+    return (
+        str(row["id"])[:SHORT_ID],
+        row["node_name"],
+        row["state"],
+        row["kind"],
+        row["source_address"],
+        row.get("advertised_address", ""),
+        row["node_source_address"],
+        str(row["count"]),
+        age(row["last_at"], now),
+        proof or "",
+    )
