@@ -124,7 +124,9 @@ class Controller:
         try:
             return await call(self._identity.secret)
         except CallFailed as refusal:
-            if not refusal.refused or not self._identity.successor:
+            # After too many wrong ones from this address a wrong secret is answered 429 too.
+            wrong = refusal.refused or refusal.http_status == 429
+            if not wrong or not self._identity.successor:
                 raise
             answer = await self._with_successor(call, refusal)
         await self._promote()

@@ -27,7 +27,7 @@ class Registry:
     def __init__(self, secret: str) -> None:
         self.secret = secret
         self.revoked: set[str] = set()
-        self.rotating = False
+        self.rotating = self.flooded = False
         self.asked: list[httpx.Request] = []
         self.step: Callable[[str], None] = lambda what: None
 
@@ -43,7 +43,7 @@ class Registry:
         if what == "register":
             return self._register(request.headers["x-localai-node-secret"])
         if request.headers["authorization"] != f"Bearer {self.secret}":
-            return httpx.Response(401, json={"error": "invalid node credential"})
+            return httpx.Response(429 if self.flooded else 401, json={"error": "invalid node credential"})
         if what == "rotate":
             return self._rotate(request.headers["x-localai-node-new-secret"])
         if self.rotating:
@@ -227,9 +227,13 @@ async def test_no_two_crashes_lose_the_identity(
     assert first > 18, "the rotation has fewer steps than expected"
 
 
-async def test_a_lost_answer_is_found_out_by_the_next_beat(tmp_path: Path, registry: Registry) -> None:
+@pytest.mark.parametrize("flooded", [False, True])
+async def test_a_lost_answer_is_found_out_by_the_next_beat(
+    tmp_path: Path, registry: Registry, flooded: bool
+) -> None:
     """The controller has committed, the worker does not know: the old one is refused, the new one works."""
     calls = controller(tmp_path, registry)
+    registry.flooded = flooded
 
     def lost(what: str) -> None:
         if what == "rotate is answered":
