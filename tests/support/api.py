@@ -1,6 +1,7 @@
 """Callers of the REST API, and registrations as workers send them."""
 
 import json
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -9,9 +10,9 @@ from django.http import HttpResponse
 from django.test import Client
 
 from localai_cluster import clock
-from nodes import services
+from nodes import actors, services
 from nodes.identity import hash_secret
-from nodes.models import BackendNode
+from nodes.models import BackendNode, NodeModel
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN
 
 RECORDINGS = Path(__file__).parent.parent / "data" / "http"
@@ -38,10 +39,25 @@ class Caller:
 
     def post(self, path: str, body: Any = None, **headers: str) -> Any:
         """POST of a JSON value, of raw bytes, or of nothing."""
+        return self.send("POST", path, body, **headers)
+
+    def put(self, path: str, body: Any = None) -> Any:
+        """PUT, bodies as with POST."""
+        return self.send("PUT", path, body)
+
+    def patch(self, path: str, body: Any = None) -> Any:
+        """PATCH, bodies as with POST."""
+        return self.send("PATCH", path, body)
+
+    def delete(self, path: str) -> Any:
+        """DELETE."""
+        return self.send("DELETE", path)
+
+    def send(self, method: str, path: str, body: Any = None, **headers: str) -> Any:
+        """A request with a JSON value, raw bytes, or nothing."""
         raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-        return self.client.post(
-            path, raw, content_type="application/json", headers={**self.headers, **headers}
-        )
+        sent = {**self.headers, **headers}
+        return self.client.generic(method, path, raw, content_type="application/json", headers=sent)
 
 
 def bearer(credential: str) -> Caller:
@@ -100,3 +116,19 @@ def message(response: HttpResponse) -> str:
     """What an error says, in whichever envelope."""
     error = json.loads(response.content)["error"]
     return str(error if isinstance(error, str) else error["message"])
+
+
+def replica(node: BackendNode, name: str = "m", **fields: Any) -> NodeModel:
+    """A loaded replica on the node."""
+    columns = {"state": "loaded", "address": "127.0.0.1:1", **fields}
+    return NodeModel.objects.create(node=node, model_name=name, **columns)
+
+
+def mark(node: BackendNode, event: str) -> None:
+    """Lets something happen to the node that no admin does: `silent`, `unhealthy`."""
+    task = actors.task("test")
+    if event == "unhealthy":
+        services.mark_unhealthy(node.id, actor=task, now=clock.now(), reason="it did not answer")
+        return
+    BackendNode.objects.filter(pk=node.pk).update(last_heartbeat=clock.now() - timedelta(hours=1))
+    services.fell_silent([node.id], limit=60, actor=task, now=clock.now())
