@@ -55,7 +55,7 @@ def test_rotation_copy_and_revocation(cluster: Cluster) -> None:
     first, former = shown(cluster), secret_file(cluster).read_text()
 
     cluster.manage("nodes", "rotate", "one")
-    eventually(lambda: secret_file(cluster).read_text() != former, what=worker.output)
+    eventually(lambda: secret_file(cluster).read_text() != former, what="the secret is replaced")
     eventually(lambda: "rotation_requested_at" not in shown(cluster)["identity"])
     second = shown(cluster)
     assert second["id"] == first["id"]
@@ -65,8 +65,8 @@ def test_rotation_copy_and_revocation(cluster: Cluster) -> None:
     assert events(cluster).count("registered") == 1, "a rotation is no registration"
 
     copy = copy_of(cluster, web)
-    eventually(lambda: "registered id=" in copy.output(), what=copy.output)
-    eventually(lambda: "data folder has been copied" in worker.output(), what=worker.output)
+    eventually(lambda: "registered id=" in copy.output(), what="the copy")
+    eventually(lambda: "data folder has been copied" in worker.output(), what="the first one notices")
     eventually(lambda: "conflict" in events(cluster))
     assert events(cluster).count("registered") == 2, "the first one does not register against the copy"
     open_ones = json.loads(cluster.manage("nodes", "conflicts", "--json"))
@@ -74,7 +74,7 @@ def test_rotation_copy_and_revocation(cluster: Cluster) -> None:
     assert open_ones[0]["instance"] == first["identity"]["instance"]
 
     cluster.manage("nodes", "revoke", "one", "--reason", "copied")
-    eventually(lambda: "delete the file node-secret" in copy.output(), what=copy.output)
+    eventually(lambda: "delete the file node-secret" in copy.output(), what="the copy")
     assert shown(cluster)["status"] == "pending"
     assert worker.alive
     assert copy.alive
