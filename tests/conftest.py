@@ -14,6 +14,7 @@ from hypothesis import settings
 from localai_cluster import clock, procs
 from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.valkey import EmbeddedValkey
+from nodes.api import throttle
 from tests.support.environment import HOME, VALKEY_PASSWORD
 
 # A property holds or not; how long one example takes on a busy machine says nothing.
@@ -53,6 +54,16 @@ def django_db_modify_db_settings(postgres: EmbeddedPostgres) -> None:
     Connections of worker threads end with their call, so that none is left when the database is dropped.
     """
     connections.settings["default"]["CONN_MAX_AGE"] = 0
+
+
+@pytest.fixture(autouse=True)
+def failed_tokens(monkeypatch: pytest.MonkeyPatch) -> throttle.Failures:
+    """Every test counts failed tokens for itself, so that none is refused for another one's."""
+    own = throttle.process_counts("test-failures", throttle.MOST_ADDRESSES)
+    own.clear()
+    counts = throttle.Failures(None, own)
+    monkeypatch.setattr(throttle, "shared", lambda: counts)
+    return counts
 
 
 def eventually(condition: Callable[[], Any], *, seconds: float = 15.0, what: str = "condition") -> Any:

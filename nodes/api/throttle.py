@@ -3,8 +3,8 @@
 Over the limit an address may not try another token until the minute is over, whatever it offers; a node's own
 secret, 256 random bits, goes on being looked at, and only a wrong one is answered 429 instead of 401. The
 counts lie in Valkey, so that all web processes share them; while it is away each process counts for itself,
-so nobody is locked out for that and nothing fails. A count lives for two minutes, and a process keeps at most
-`MOST_ADDRESSES` of them.
+so nobody is locked out for that and nothing fails. A count lives for two minutes, and a process keeps those
+of at most `MOST_ADDRESSES`.
 """
 
 import logging
@@ -120,10 +120,15 @@ def _rest(now: datetime) -> float:
     return WINDOW - now.timestamp() % WINDOW
 
 
+def process_counts(name: str, addresses: int) -> LocMemCache:
+    """Counts in the memory of this process; the addresses that were quiet for longest go first."""
+    return LocMemCache(name, {"OPTIONS": {"MAX_ENTRIES": 3 * addresses}})
+
+
 @cache
 def shared() -> Failures:
     """The counts of this cluster."""
-    own = LocMemCache("failures", {"MAX_ENTRIES": MOST_ADDRESSES, "TIMEOUT": WINDOW})
+    own = process_counts("failures", MOST_ADDRESSES)
     url = conf.cluster().redis_url
     return Failures(RedisCache(url, {"KEY_PREFIX": "failures", "OPTIONS": _options()}) if url else None, own)
 
