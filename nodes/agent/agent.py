@@ -176,5 +176,10 @@ async def run(config: Config, identity: Identity) -> None:
         guardian = await asyncio.to_thread(procs.Guardian)
         stack.push_async_callback(asyncio.to_thread, guardian.close)
         client = await stack.enter_async_context(httpx.AsyncClient(timeout=CALL_LIMIT))
-        log.info("starting capability=%s address=%s", capability, config.advertise_addr)
+        log.info(
+            "starting capability=%s address=%s fingerprint=%s",
+            capability,
+            config.advertise_addr,
+            identity.fingerprint,
+        )
         await Agent(config, identity, capability, client, guardian).run()

@@ -150,7 +150,7 @@ class Controller:
 
     async def _promote(self) -> None:
         await asyncio.to_thread(self._identity.promote)
-        log.info("this node has a new secret")
+        log.info("this node has a new secret fingerprint=%s", self._identity.fingerprint)
 
     async def _call(self, method: str, path: str, headers: Mapping[str, str], body: Any) -> Any:
         headers = {**headers, INSTANCE_HEADER: self._instance}

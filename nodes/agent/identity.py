@@ -7,6 +7,7 @@ of the two files holds the secret that the controller knows.
 """
 
 import fcntl
+import hashlib
 import logging
 import os
 import secrets
@@ -38,6 +39,11 @@ class Identity:
         if self.successor and not os.path.lexists(self._path):
             self._take_place()
         self.secret = _read(self._path) or _keep(self._path)
+
+    @property
+    def fingerprint(self) -> str:
+        """What an admin compares before approving: SHA-256 of the secret in use, hex."""
+        return hashlib.sha256(self.secret.encode()).hexdigest()
 
     def prepare(self) -> str:
         """The successor, made and safely on disk; that of a rotation that did not end. IdentityProblem."""

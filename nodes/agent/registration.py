@@ -90,7 +90,8 @@ async def register_once(controller: Controller, told: Callable[[], Awaitable[dic
 _MENDS = {
     401: "Check LOCALAI_REGISTRATION_TOKEN.",
     403: "If this node's secret was revoked, give it a new identity: stop the worker, delete the file "
-    "node-secret in its data folder, start it again and have an administrator approve it.",
+    "node-secret in its data folder (and node-secret.next, if it is there), start it again and have an "
+    "administrator approve it.",
     409: "An administrator has to decide this conflict: accept this worker on the node's page or by "
     "`manage.py nodes conflicts`, or give it another LOCALAI_NODE_NAME. If its data folder is a copy of "
     "another worker's, stop it and delete the file node-secret in the copy.",

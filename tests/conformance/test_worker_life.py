@@ -1,6 +1,7 @@
 """The worker process from registration to its end: what it tells the controller, and when."""
 
 import asyncio
+import hashlib
 import re
 import signal
 import stat
@@ -76,6 +77,7 @@ async def test_registration_tells_what_the_contract_says(worker: Worker, control
     assert call.headers["x-localai-node-secret"] == secret
     await eventually(lambda: controller.seen("/heartbeat"))
     text = worker.log.read_text()
+    assert f"fingerprint={hashlib.sha256(secret.encode()).hexdigest()}" in text
     assert TOKEN not in text
     assert secret not in text
     assert "p%40ss" not in text
@@ -240,7 +242,7 @@ async def test_a_revoked_worker_says_what_to_do_and_keeps_quiet(
     controller.refusals, controller.heartbeat_status = [403], 401
     await eventually(lambda: worker_says(running, "delete the file node-secret in its data folder") == 1)
     assert len(controller.seen("/register")) == 2
-    assert "have an administrator approve it" in running.log.read_text()
+    assert "administrator approve it" in running.log.read_text()
     assert running.process
     assert running.process.poll() is None
 

@@ -1,5 +1,6 @@
 """The worker's identity against a controller made of one function: rotation, and crashes at every step."""
 
+import hashlib
 import json
 import logging
 import os
@@ -111,6 +112,7 @@ async def test_a_beat_replaces_the_secret_when_an_admin_wants_it(
     assert former != registry.secret
     assert files(tmp_path) == {"node-secret": registry.secret}
     assert stat.S_IMODE((tmp_path / "node-secret").stat().st_mode) == 0o600
+    assert f"fingerprint={hashlib.sha256(registry.secret.encode()).hexdigest()}" in caplog.text
     assert former not in caplog.text
     assert registry.secret not in caplog.text
 
