@@ -54,8 +54,8 @@ class VramBudgetView(NodeView):
         """A ceiling for the node's VRAM; an empty text means no cap, whatever the worker says (R1.47)."""
         found = existing(node_id)
         value = validated(admin_shapes.BudgetRequestSerializer, request)["value"]
-        node = services.set_vram_budget(found, value, actor=actor_of(request), now=clock.now())
-        return Response({"vram_budget": node.vram_budget})
+        services.set_vram_budget(found, value, actor=actor_of(request), now=clock.now())
+        return Response({"vram_budget": value})
 
     @extend_schema(
         operation_id="nodes_budget_reset",
