@@ -93,7 +93,10 @@ def _time(at: Any) -> datetime:
 
 def detail(row: Mapping[str, Any], events: Sequence[NodeEvent]) -> str:
     """One node: its facts, then what happened to it last."""
-    facts = [(name, text) for name, text in _flat(row, "") if text]
+    labels = sorted(row["labels"].items())
+    others = {name: value for name, value in row.items() if name not in ("labels", "open_conflicts")}
+    facts = [(name, text) for name, text in _flat(others, "") if text]
+    facts += [(f"label {key}", text or NOTHING) for key, text in labels]
     width = max(len(name) for name, _ in facts)
     lines = [f"{name.ljust(width)}  {_printable(text)}" for name, text in facts]
     return "\n".join([*lines, "", _events(events)])
@@ -102,9 +105,7 @@ def detail(row: Mapping[str, Any], events: Sequence[NodeEvent]) -> str:
 def _flat(row: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
     for name, value in row.items():
         label = f"{prefix}{name.replace('_', ' ')}"
-        if name == "labels":
-            yield from ((f"label {key}", text or '""') for key, text in value.items())
-        elif isinstance(value, Mapping) and value.keys() == _FACT:
+        if isinstance(value, Mapping) and value.keys() == _FACT:
             yield label, _fact(value)
         elif isinstance(value, Mapping):
             yield from _flat(value, f"{label}: ")
