@@ -1,9 +1,11 @@
 """What the cluster remembers of models and still owes to nodes."""
 
+from django.core.exceptions import ValidationError
 from django.db import models
 from django.db.models import F, Q
 
-from localai_cluster import clock
+from localai_cluster import clock, errors
+from nodes import selectors
 from nodes.models.node import BackendNode
 
 
@@ -98,3 +100,10 @@ class ModelSchedulingConfig(models.Model):
 
     def __str__(self) -> str:
         return self.model_name
+
+    def clean(self) -> None:
+        """R1.69: a selector that cannot be read is refused, so that it never means "any node"."""
+        try:
+            selectors.check(self.node_selector)
+        except errors.InvalidInput as refusal:
+            raise ValidationError({"node_selector": refusal.message}) from None
