@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from localai_cluster import clock
 from nodes import actors, selectors, services
-from nodes.models import BackendNode, ModelSchedulingConfig
+from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel
 from tests.support import api
 
 pytestmark = pytest.mark.django_db
@@ -130,8 +130,16 @@ LABELS = st.dictionaries(st.sampled_from("abc"), st.sampled_from(["", "1", "2"])
 def test_matching_is_having_every_pair(fleet: list[dict[str, str]], selector: dict[str, str]) -> None:
     """Against the same question in Python."""
     BackendNode.objects.all().delete()
-    for number, labels in enumerate(fleet):
-        node(f"n{number}", labels)
+    now = clock.now()
+    nodes = [
+        BackendNode(name=f"n{n}", name_key=f"n{n}", address="x:1", approved_at=now) for n in range(len(fleet))
+    ]
+    BackendNode.objects.bulk_create(nodes)
+    NodeLabel.objects.bulk_create(
+        NodeLabel(node=made, key=key, value=value)
+        for made, labels in zip(nodes, fleet, strict=True)
+        for key, value in labels.items()
+    )
     expected = [f"n{n}" for n, labels in enumerate(fleet) if selector.items() <= labels.items()]
     assert matching(selector) == expected
 
