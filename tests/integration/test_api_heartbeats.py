@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -11,88 +10,24 @@ from uuid import uuid4
 import psycopg
 import pytest
 from asgiref.sync import sync_to_async
-from django.conf import settings
-from django.db import connections
 from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster import clock, errors
 from nodes import beats, services
+from nodes.actors import Actor, ActorKind
 from nodes.api.heartbeats import BeatWriter, HeartbeatApplication
 from nodes.identity import hash_secret
-from nodes.models import BackendNode
-from nodes.routing.pool import Pool
+from nodes.models import BackendNode, NodeEvent
 from operations.events import NODES, conninfo
 from tests.support import api
-from tests.support.environment import REGISTRATION_TOKEN
+from tests.support.beating import Counted, beat, made, now_of
 
 pytestmark = pytest.mark.django_db(transaction=True)
+ROOT = Actor(ActorKind.USER, "root")
 
 
-class Counted:
-    """A pool that writes down the statements it is asked for."""
-
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
-        self.statements: list[str] = []
-
-    async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
-        self.statements.append(statement)
-        return await self.pool.rows(statement, parameters)
-
-
-@pytest.fixture
-async def database() -> AsyncIterator[Counted]:
-    """The test database through the web process's own pool."""
-    pool = Pool(await sync_to_async(conninfo)())
-    await pool.open()
-    yield Counted(pool)
-    await pool.close()
-    await sync_to_async(connections.close_all)()
-
-
-@pytest.fixture
-def application(database: Counted) -> HeartbeatApplication:
-    """The ASGI application over the test database."""
-    return HeartbeatApplication(lambda: database)
-
-
-async def beat(
-    application: HeartbeatApplication,
-    node_id: Any,
-    body: Any = None,
-    *,
-    secret: str | None = api.SECRET,
-    content_type: str = "application/json",
-    method: str = "POST",
-) -> tuple[int, Any]:
-    """Sends one beat; answers status and body."""
-    raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
-    headers = [(b"content-type", content_type.encode())]
-    if secret is not None:
-        headers.append((b"authorization", f"Bearer {secret}".encode()))
-    messages = [{"type": "http.request", "body": raw, "more_body": False}]
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        return messages.pop(0) if messages else {"type": "http.disconnect"}
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    path = f"/api/node/{node_id}/heartbeat"
-    await application({"type": "http", "method": method, "path": path, "headers": headers}, receive, send)
-    return sent[0]["status"], json.loads(sent[1]["body"])
-
-
-async def made(**fields: Any) -> BackendNode:
-    return await sync_to_async(api.make_node)(**fields)
-
-
-async def now_of(node: BackendNode) -> BackendNode:
-    return await BackendNode.objects.aget(pk=node.pk)
-
-
+@pytest.mark.rule("R1.32", "R1.33", "http-1.2", "worker-6")
 async def test_figures_are_stored(application: HeartbeatApplication) -> None:
     """R1.32, R1.33: what was reported, an explicit zero of the disk too; the reservation ends."""
     node = await made(total_disk=9, available_disk=9, total_vram=100, gpu_vendor="amd")
@@ -107,6 +42,7 @@ async def test_figures_are_stored(application: HeartbeatApplication) -> None:
     assert stored.last_heartbeat > node.last_heartbeat
 
 
+@pytest.mark.rule("R1.35", "http-1.2")
 @pytest.mark.parametrize("body", [None, b"", {}, b"  ", {"available_vram": None}])
 async def test_an_empty_beat_is_a_sign_of_life(application: HeartbeatApplication, body: Any) -> None:
     """R1.35."""
@@ -115,16 +51,94 @@ async def test_an_empty_beat_is_a_sign_of_life(application: HeartbeatApplication
     assert (await now_of(node)).last_heartbeat != node.last_heartbeat
 
 
-async def test_budgets_cap_and_follow_the_total(application: HeartbeatApplication) -> None:
-    """R1.36 with its "Port:" line: a share of a new total is a new ceiling."""
+BUDGETS: list[tuple[Any, ...]] = [
+    ("50%", {"available_vram": 90}, 50, 50),
+    ("50%", {"available_vram": 190, "total_vram": 60}, 30, 30),
+    ("50%", {"available_vram": 190, "total_vram": 400}, 200, 190),
+    ("50%", {"total_vram": 60}, 30, 30),
+    ("50%", {"total_vram": 400}, 200, 50),
+    ("50%", {"total_vram": 0}, 0, 50),
+    ("80B", {"available_vram": 90, "total_vram": 60}, 60, 60),
+    ("80B", {"available_vram": 190, "total_vram": 400}, 80, 80),
+    ("", {"available_vram": 190, "total_vram": 400}, 0, 190),
+    ("nonsense", {"available_vram": 190, "total_vram": 400}, 0, 190),
+]
+"""Budget of a node with 100 bytes, what it reports, its ceiling and its free memory afterwards."""
+
+
+@pytest.mark.rule("R1.36", "http-1.2")
+async def test_budgets_cap_and_follow_the_total(database: Counted) -> None:
+    """With its "Port:" line: a share of a new total is a new ceiling; one UPDATE for all of them."""
+    at = clock.now()
+    nodes = [
+        await made(name=f"w{number}", total_vram=100, available_vram=100, vram_budget=text)
+        for number, (text, *_) in enumerate(BUDGETS)
+    ]
+    reported = [
+        beats.Beat(n.id, n.fingerprint, at, **case[1]) for n, case in zip(nodes, BUDGETS, strict=True)
+    ]
+    assert set((await beats.record(database, reported)).values()) == {None}
+    for node, (text, body, *expected) in zip(nodes, BUDGETS, strict=True):
+        stored = await now_of(node)
+        assert [stored.vram_budget_bytes, stored.available_vram] == expected, (text, body)
+    assert [text for text in database.statements if "UPDATE" in text] == [beats.WRITE]
+
+
+@pytest.mark.rule("R1.36", "R1.47")
+async def test_an_override_that_comes_between_wins(database: Counted) -> None:
+    """The budget is read before the batch is written; if it has changed meanwhile the new one stays."""
     node = await made(total_vram=100, available_vram=100, vram_budget="50%")
-    await beat(application, node.id, {"available_vram": 90})
-    assert (await now_of(node)).available_vram == 50
-    await beat(application, node.id, {"available_vram": 190, "total_vram": 60})
+
+    class Late(Counted):
+        async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
+            found = await super().rows(statement, parameters)
+            if statement != beats.WRITE:
+                await sync_to_async(services.set_vram_budget)(node.id, "20%", actor=ROOT, now=clock.now())
+            return found
+
+    reported = beats.Beat(node.id, node.fingerprint, clock.now(), total_vram=200, available_vram=200)
+    await beats.record(Late(database.pool), [reported])
     stored = await now_of(node)
-    assert (stored.vram_budget_bytes, stored.available_vram) == (30, 30)
+    assert (stored.vram_budget, stored.vram_budget_bytes, stored.available_vram) == ("20%", 20, 20)
 
 
+EARLIER, LATER = timedelta(seconds=-1), timedelta(seconds=1)
+RESERVATIONS: list[tuple[Any, ...]] = [
+    ("never", None, {"available_vram": 60}, 0),
+    ("before the beat", EARLIER, {"available_vram": 60}, 0),
+    ("at once", timedelta(0), {"available_vram": 60}, 0),
+    ("after the beat", LATER, {"available_vram": 60}, 7),
+    ("no free memory told", EARLIER, {"available_ram": 60}, 7),
+    ("nothing told", EARLIER, {}, 7),
+]
+"""When 7 bytes were reserved, as seen from the beat; what the beat tells; what stays reserved."""
+
+
+@pytest.mark.rule("R1.33", "R1.53", "http-1.2", "worker-6")
+async def test_a_beat_clears_reservations_that_were_there_before_it(database: Counted) -> None:
+    """D-RESERVATION: what was reserved after the figure came in is not in the figure."""
+    at = clock.now()
+    for number, (case, reserved, body, left) in enumerate(RESERVATIONS):
+        node = await made(name=f"w{number}", total_vram=100)
+        moment = None if reserved is None else at + reserved
+        await BackendNode.objects.filter(pk=node.pk).aupdate(reserved_vram=7, reserved_at=moment)
+        await beats.record(database, [beats.Beat(node.id, node.fingerprint, at, **body)])
+        assert (await now_of(node)).reserved_vram == left, case
+
+
+@pytest.mark.rule("R1.33")
+async def test_a_merged_beat_clears_what_its_figure_knew(database: Counted) -> None:
+    """The free VRAM of the first beat does not become newer because a second one without any follows."""
+    node, at = await made(total_vram=100), clock.now()
+    await BackendNode.objects.filter(pk=node.pk).aupdate(reserved_vram=7, reserved_at=at + LATER)
+    first = beats.Beat(node.id, node.fingerprint, at, available_vram=60)
+    second = beats.Beat(node.id, node.fingerprint, at + 2 * LATER, available_ram=1)
+    await beats.record(database, [second.after(first)])
+    stored = await now_of(node)
+    assert (stored.available_vram, stored.reserved_vram, stored.available_ram) == (60, 7, 1)
+
+
+@pytest.mark.rule("R1.34", "R1.16", "http-1.2")
 @pytest.mark.parametrize("approved", [False, True])
 async def test_pending_and_offline_nodes_store_the_time_only(
     application: HeartbeatApplication, approved: bool
@@ -140,6 +154,7 @@ async def test_pending_and_offline_nodes_store_the_time_only(
     assert stored.last_heartbeat != node.last_heartbeat
 
 
+@pytest.mark.rule("R1.16")
 async def test_a_silent_node_comes_back_by_its_beat(application: HeartbeatApplication) -> None:
     """R5.5: at once, without waiting for a pass, and whoever waits for a node is told."""
     node = await made()
@@ -152,6 +167,45 @@ async def test_a_silent_node_comes_back_by_its_beat(application: HeartbeatApplic
         heard = [note.payload async for note in listener.notifies(timeout=10, stop_after=1)]
     assert heard == [str(node.id)]
     assert (await now_of(node)).status == "healthy"
+
+
+async def silent() -> BackendNode:
+    """A node that has fallen silent; its own beat brings it back."""
+    node = await made()
+    await BackendNode.objects.filter(pk=node.pk).aupdate(offline_at=clock.now(), offline_recovers=True)
+    return node
+
+
+async def heard(node: BackendNode) -> list[tuple[str, str]]:
+    rows = NodeEvent.objects.filter(node_id=node.pk, kind="heard_again")
+    return [row async for row in rows.values_list("status_before", "status_after")]
+
+
+@pytest.mark.rule("R1.16")
+async def test_coming_back_is_told_once(application: HeartbeatApplication, database: Counted) -> None:
+    """However many beats come, in one batch or in the next: one event, and one new revision."""
+    node = await silent()
+    answers = await asyncio.gather(*(beat(application, node.id, {"available_ram": i}) for i in range(5)))
+    assert {status for status, _ in answers} == {200}
+    again = beats.Beat(node.id, node.fingerprint, clock.now())
+    assert await beats.record(database, [again]) == {again.key: None}
+    assert await heard(node) == [("offline", "healthy")]
+    assert (await now_of(node)).revision == node.revision + 1
+
+
+@pytest.mark.rule("R1.16")
+async def test_two_processes_that_hear_a_node_tell_it_once(database: Counted) -> None:
+    """Both see it silent; the one that waits for the row sees what the other has made of it."""
+    node = await silent()
+    batch = {"beats": json.dumps([beats._plain(beats.Beat(node.id, node.fingerprint, clock.now()), "")])}
+    async with await psycopg.AsyncConnection.connect(await sync_to_async(conninfo)()) as first:
+        await first.execute(beats.WRITE, batch)
+        second = asyncio.create_task(database.pool.rows(beats.WRITE, batch))
+        await asyncio.sleep(0.2)
+        assert not second.done()
+        await first.commit()
+        assert len(await second) == 1
+    assert await heard(node) == [("offline", "healthy")]
 
 
 async def test_beats_gather_into_one_statement(database: Counted) -> None:
@@ -180,72 +234,6 @@ async def test_the_second_batch_waits_and_everybody_is_answered(database: Counte
     assert clock.monotonic() - started > 0.2
     assert database.statements == [beats.WRITE] * 2
     assert (await now_of(node)).available_disk == 4
-
-
-async def test_refusals(application: HeartbeatApplication) -> None:
-    """§1.2 with the identity of docs/architecture.md: 401 flat, 403 another node, 404 unknown."""
-    node = await made()
-    other = await made(name="w2", secret=api.OTHER_SECRET)
-    before = (await now_of(node)).last_heartbeat
-    cases = [
-        (node.id, None, 401),
-        (node.id, "x", 401),
-        (node.id, REGISTRATION_TOKEN, 401),
-        (uuid4(), "x", 401),
-        (node.id, api.OTHER_SECRET, 403),
-        (uuid4(), api.SECRET, 404),
-        ("nope", api.SECRET, 404),
-    ]
-    answers = await asyncio.gather(*(beat(application, n, {}, secret=s) for n, s, _ in cases))
-    assert [status for status, _ in answers] == [status for _, _, status in cases]
-    assert isinstance(answers[0][1]["error"], str)
-    assert answers[-1][1]["error"]["type"] == "node_error"
-    assert (await now_of(node)).last_heartbeat == before
-    right, wrong = await asyncio.gather(
-        beat(application, other.id, secret=api.OTHER_SECRET), beat(application, other.id, secret="x")
-    )
-    assert (right[0], wrong[0]) == (200, 401)
-    assert (await beat(application, node.id, method="GET"))[0] == 405
-
-
-async def test_stock_workers_beat_with_the_shared_token(
-    application: HeartbeatApplication, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """LOCALAI_ALLOW_SHARED_TOKEN_NODES: for weakly known nodes only, and only while it is on."""
-    allowing = replace(settings.CLUSTER, allow_shared_token_nodes=True)
-    monkeypatch.setattr(settings, "CLUSTER", allowing)
-    weak = await made(secret="")
-    strong = await made(name="w2")
-    assert (await beat(application, weak.id, secret=REGISTRATION_TOKEN))[0] == 200
-    assert (await beat(application, strong.id, secret=REGISTRATION_TOKEN))[0] == 403
-    assert (await beat(application, uuid4(), secret=REGISTRATION_TOKEN))[0] == 404
-    monkeypatch.setattr(settings, "CLUSTER", replace(allowing, allow_shared_token_nodes=False))
-    assert (await beat(application, weak.id, secret=REGISTRATION_TOKEN))[0] == 401
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "says"),
-    [
-        (b"{bad", 400, "body"),
-        (b"[1]", 400, "body"),
-        (b"[" * 60_000, 400, "body"),
-        ({"available_ram": -1}, 400, "available_ram"),
-        ({"available_ram": 1.0}, 400, "available_ram"),
-        ({"available_ram": True}, 400, "available_ram"),
-        ({"available_vram": 2**63}, 400, "available_vram"),
-        ({"total_disk": "9"}, 400, "total_disk"),
-        ({"gpu_vendor": "a\x00"}, 400, "gpu_vendor"),
-        ({"gpu_vendor": "\ud800"}, 400, "gpu_vendor"),
-        ({"gpu_vendor": 3}, 400, "gpu_vendor"),
-        (b" " * (64 * 1024 + 1), 413, "64 kB"),
-    ],
-)
-async def test_hostile_bodies(application: HeartbeatApplication, body: Any, status: int, says: str) -> None:
-    """Ours, where the reference ignores garbage: 400 naming the field."""
-    refused = await beat(application, uuid4(), body)
-    assert refused[0] == status
-    assert says in refused[1]["error"]["message"]
-    assert (await beat(application, uuid4(), b"a=b", content_type="text/plain"))[0] == 400
 
 
 async def test_the_database_is_away() -> None:

@@ -1,4 +1,4 @@
-"""What a worker does for itself over HTTP: drain, resume, models, deregister, rotate, and how it is proved."""
+"""What a worker does for itself over HTTP: drain, resume, models, deregister, rotate; how it is proved."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,19 +19,20 @@ ROOT = Actor(ActorKind.USER, "root")
 FIRST, SECOND = "1" * 32, "2" * 32
 """Two processes of one worker."""
 NEW = "c" * 64
+TO_NEW: dict[str, Any] = {"X-LocalAI-Node-New-Secret": NEW}
 VERBS = ("drain", "resume", "deregister", "models", "rotate", "")
 """Every route of a node's own but the heartbeat; the last one is the node itself."""
 
 
-def call(node_id: Any, verb: str, caller: api.Caller | None = None, **headers: str) -> Any:
+def call(node_id: Any, verb: str, caller: api.Caller | None = None, /, **headers: str) -> Any:
     """One call of a worker, by the method that its route has."""
     caller = caller or api.worker()
     path = f"/api/node/{node_id}/{verb}".rstrip("/")
-    method = {"models": caller.client.get, "": caller.client.delete}.get(verb, caller.client.post)
-    return method(path, headers={**caller.headers, **headers})
+    method = {"models": "GET", "": "DELETE"}.get(verb, "POST")
+    return caller.client.generic(method, path, headers={**caller.headers, **headers})
 
 
-def of_process(instance: str) -> dict[str, str]:
+def of_process(instance: str) -> dict[str, Any]:
     return {"X-LocalAI-Node-Instance": instance}
 
 
@@ -232,7 +233,7 @@ def test_a_process_is_named_by_32_hex_digits(told: str) -> None:
 def test_a_worker_replaces_its_secret() -> None:
     """The new one counts at once, the old one never again; the change is in the timeline."""
     node_id = started()
-    done = call(node_id, "rotate", **{"X-LocalAI-Node-New-Secret": NEW})
+    done = call(node_id, "rotate", **TO_NEW)
     assert (done.status_code, done.json()) == (200, {"message": "secret replaced"})
     assert call(node_id, "models").status_code == 401
     assert call(node_id, "models", api.worker(NEW)).status_code == 200
@@ -251,7 +252,7 @@ def test_a_requested_rotation_leaves_one_thing_to_do() -> None:
         assert refused.status_code == 401
         assert refused.json() == {"error": refused.json()["error"], "rotate": True}
     assert "rotate" not in call(node_id, "models", api.bearer("x")).json()
-    assert call(node_id, "rotate", **{"X-LocalAI-Node-New-Secret": NEW}).status_code == 200
+    assert call(node_id, "rotate", **TO_NEW).status_code == 200
     assert call(node_id, "models", api.worker(NEW)).status_code == 200
 
 
@@ -264,7 +265,7 @@ def test_a_new_secret_must_be_one_and_nobodys(new: str | None, status: int) -> N
     """400 naming the header; 409 for a secret that is some node's already."""
     node_id = started()
     api.make_node("w2", secret=api.OTHER_SECRET)
-    headers = {} if new is None else {"X-LocalAI-Node-New-Secret": new}
+    headers: dict[str, Any] = {} if new is None else {"X-LocalAI-Node-New-Secret": new}
     refused = call(node_id, "rotate", **headers)
     assert refused.status_code == status
     assert status == 409 or "X-LocalAI-Node-New-Secret" in api.message(refused)
@@ -289,7 +290,7 @@ def test_a_node_of_the_shared_token_has_no_secret_to_replace(settings: Any) -> N
     settings.CLUSTER = replace(settings.CLUSTER, allow_shared_token_nodes=True)
     node_id = api.register(api.registration(), "").json()["id"]
     stock = api.bearer(REGISTRATION_TOKEN)
-    refused = call(node_id, "rotate", stock, **{"X-LocalAI-Node-New-Secret": NEW})
+    refused = call(node_id, "rotate", stock, **TO_NEW)
     assert refused.status_code == 409
     assert call(node_id, "models", stock).status_code == 200
     assert BackendNode.objects.get().fingerprint == ""

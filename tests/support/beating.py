@@ -1,0 +1,69 @@
+"""Heartbeats as workers send them, to the application in front of Django, and what they leave behind."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from asgiref.sync import sync_to_async
+
+from nodes.api.heartbeats import HeartbeatApplication
+from nodes.models import BackendNode
+from nodes.routing.pool import Pool
+from tests.support import api
+
+
+class Counted:
+    """A pool that writes down the statements it is asked for."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.statements: list[str] = []
+
+    async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
+        self.statements.append(statement)
+        return await self.pool.rows(statement, parameters)
+
+
+async def beat(
+    application: HeartbeatApplication,
+    node_id: Any,
+    body: Any = None,
+    *,
+    secret: str | None = api.SECRET,
+    content_type: str = "application/json",
+    method: str = "POST",
+    instance: str = "",
+) -> tuple[int, Any]:
+    """Sends one beat; answers status and body."""
+    raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+    headers = [(b"content-type", content_type.encode())]
+    if instance:
+        headers.append((b"x-localai-node-instance", instance.encode("latin-1")))
+    if secret is not None:
+        headers.append((b"authorization", f"Bearer {secret}".encode()))
+    messages = [{"type": "http.request", "body": raw, "more_body": False}]
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0) if messages else {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": f"/api/node/{node_id}/heartbeat",
+        "headers": headers,
+        "client": ["192.0.2.7", 40000],
+    }
+    await application(scope, receive, send)
+    return sent[0]["status"], json.loads(sent[1]["body"])
+
+
+async def made(**fields: Any) -> BackendNode:
+    return await sync_to_async(api.make_node)(**fields)
+
+
+async def now_of(node: BackendNode) -> BackendNode:
+    return await BackendNode.objects.aget(pk=node.pk)
