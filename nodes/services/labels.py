@@ -119,7 +119,7 @@ def reported_labels(change: Change, reported: Mapping[str, str], actor: Actor) -
     fresh = [(source, _unlike(rows, labels, source)) for source, labels in wanted]
     if not gone and not any(labels for _, labels in fresh):
         return
-    _check_count(rows.keys() - gone | own.keys() | automatic.keys())
+    _check_count((rows.keys() | own.keys()) - gone - automatic.keys())
     for source, labels in fresh:
         _write(change.node, labels, source)
     _remove(change.node, gone)
