@@ -8,6 +8,8 @@ from localai_cluster.locks import Lock, try_lock
 from nodes import services, timeline
 from nodes.health.liveness import Limits, apply, observe, plan_liveness
 
+PRUNED_AT_ONCE = 5000
+
 log = logging.getLogger(__name__)
 
 
@@ -34,10 +36,10 @@ def finish_drains() -> None:
 def prune_timeline() -> None:
     """Deletes events past the retention, a chunk a transaction; at once if another process is at it."""
     before = clock.now() - timedelta(seconds=conf.cluster().event_retention)
-    while _prune(before) == timeline.PRUNED_AT_ONCE:
+    while _prune(before) == PRUNED_AT_ONCE:
         pass
 
 
 def _prune(before: datetime) -> int:
     with try_lock(Lock.TIMELINE) as mine:
-        return timeline.prune(before=before) if mine else 0
+        return timeline.prune(before=before, limit=PRUNED_AT_ONCE) if mine else 0

@@ -19,7 +19,6 @@ from nodes.actors import Actor
 from nodes.models import NodeEvent
 
 _CAUSE_LENGTH = 255
-PRUNED_AT_ONCE = 5000
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def record_repeated(entry: Entry, *, at: datetime) -> None:
         counted.update(count=F("count") + 1, last_at=Greatest("last_at", at))
 
 
-def prune(*, before: datetime, limit: int = PRUNED_AT_ONCE) -> int:
+def prune(*, before: datetime, limit: int) -> int:
     """Deletes the oldest `limit` events from before `before`; answers how many."""
     old = NodeEvent.objects.filter(at__lt=before).order_by("at").values_list("pk", flat=True)
     deleted, _ = NodeEvent.objects.filter(pk__in=list(old[:limit])).delete()
