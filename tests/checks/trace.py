@@ -19,6 +19,8 @@ import pytest
 
 CONTRACT = Path(__file__).resolve().parents[2] / "docs" / "contract"
 TITLE = 88
+GAPS_ONLY = "--gaps"
+_GAP = "GAP  "
 
 _HEADING = re.compile(r"^#{2,3} (?P<number>\d+[A-Z]?(?:\.\d+)?)\.? ")
 _SPAN = re.compile(r"(?P<stem>.+-)(?P<first>\d+)…(?P<last>\d+)\Z")
@@ -175,20 +177,25 @@ def report(wanted: list[Rule], proofs: dict[str, set[str]]) -> tuple[list[str], 
             lines.append(f"[{section}]")
         tests = sorted(proofs.get(rule.id, ()))
         gaps += not tests
-        lines.append(f"{rule.id:<12}{'' if tests else 'GAP  '}{rule.title[:TITLE]}")
+        lines.append(f"{rule.id:<12}{'' if tests else _GAP}{rule.title[:TITLE]}")
         lines += [f"{'':<12}-> {test}" for test in tests]
     return lines, gaps
 
 
-def main(sections: list[str]) -> int:
-    """Prints the trace; 1 if it has a gap, names an unknown rule or cannot be made."""
-    known = rules()
+def main(arguments: list[str]) -> int:
+    """Prints the trace of the named sections, with `--gaps` what is wrong with it only.
+
+    1 if it has a gap, names an unknown rule or cannot be made.
+    """
+    known, sections = rules(), [name for name in arguments if name != GAPS_ONLY]
     try:
         wanted, proofs = covered(known, sections), collect()
     except Untraceable as error:
         print(error)
         return 1
     lines, gaps = report(wanted, proofs)
+    if GAPS_ONLY in arguments:
+        lines = [line for line in lines if _GAP in line]
     unknown = sorted(set(proofs) - set(known))
     lines += [f"unknown rule {name}: {', '.join(sorted(proofs[name]))}" for name in unknown]
     print("\n".join(lines))

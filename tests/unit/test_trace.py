@@ -171,3 +171,13 @@ def test_gaps_and_slips_fail(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         assert trace.main([]) == code
         assert says in capsys.readouterr().out
     assert trace.main(["9Z"]) == 1
+
+
+def test_gaps_alone_can_be_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--gaps`, as `make test` runs it: silent about what is proved."""
+    monkeypatch.setattr(trace, "collect", lambda: {"http-1.1": {"test_x"}})
+    assert trace.main(["--gaps", "http-1"]) == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in printed[:-1]] == [[f"http-1.{n}", "GAP"] for n in range(2, 8)]
