@@ -26,7 +26,7 @@ from nodes import identity
 from nodes.api import health
 from nodes.api.middleware import Utf8Only
 from nodes.identity import hash_secret
-from nodes.models import ApiKey, BackendNode, NodeLabel
+from nodes.models import ApiKey, BackendNode
 from operations.models import Operation
 from tests.support import api
 
@@ -122,37 +122,6 @@ def test_every_model_has_pages_and_facts_cannot_be_typed_in(root: Client) -> Non
     }
     assert root.get(f"/admin/operations/operation/{row.pk}/change/").status_code == 200
     assert root.get("/admin/django_q/schedule/").status_code == 200
-
-
-def test_approving_in_the_admin_is_the_same_service(root: Client) -> None:
-    """R1.15, with the admin's name as actor; a second time says why not."""
-    node = api.make_node(approved=False)
-    form = {"action": "approve", "_selected_action": str(node.id)}
-    for said in ("Node w1: approved", "Node w1: the node is healthy"):
-        page = root.post("/admin/nodes/backendnode/", form, follow=True).content.decode()
-        assert said in page
-    assert (api.node(node.id).status, api.node(node.id).approved_by) == ("healthy", "root")
-
-
-def test_a_label_that_an_admin_edits_becomes_the_admins(root: Client) -> None:
-    """R1.30: and so it survives the worker's next registration."""
-    node = api.make_node(labels={"tier": "t1"})
-    rows = list(NodeLabel.objects.filter(node=node).order_by("pk"))
-    form: dict[str, Any] = {
-        "label_set-TOTAL_FORMS": len(rows),
-        "label_set-INITIAL_FORMS": len(rows),
-        "label_set-MIN_NUM_FORMS": 0,
-        "label_set-MAX_NUM_FORMS": 1000,
-    }
-    for index, row in enumerate(rows):
-        values = {"id": row.pk, "node": node.id, "key": row.key, "value": row.value}
-        form |= {f"label_set-{index}-{name}": value for name, value in values.items()}
-        if row.key == "tier":
-            form[f"label_set-{index}-value"] = "gold"
-    assert root.post(f"/admin/nodes/backendnode/{node.id}/change/", form).status_code == 302
-    api.make_node(labels={"tier": "t1"})
-    tier = NodeLabel.objects.get(node=node, key="tier")
-    assert (tier.value, tier.source) == ("gold", "admin")
 
 
 def test_a_new_api_key_is_shown_once(root: Client) -> None:

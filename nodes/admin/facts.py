@@ -1,0 +1,186 @@
+"""What the list and the page of a node show: computed from its row, read-only."""
+
+from datetime import datetime
+from typing import Any
+
+from django.contrib import admin
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
+
+from localai_cluster import clock
+from nodes.admin import words
+from nodes.admin.verbs import remains
+from nodes.models import BackendNode
+
+Shown = SafeString | str
+
+
+class Facts:
+    """Display methods for a model admin of nodes of a `with_counts` queryset with `open_conflicts`."""
+
+    @admin.display(description="status", ordering="status")
+    def state(self, node: BackendNode) -> Shown:
+        """The status, and what it does not say."""
+        return format_html("{}{}", words.badge(node.status, node.status), _small(_because(node)))
+
+    @admin.display(description="identity", ordering="weak_identity")
+    def proof(self, node: Any) -> Shown:
+        """How the node proves who it is, and whether somebody else claims to be it."""
+        kind = "strong" if node.fingerprint else "weak" if node.weak_identity else "none"
+        parts = [words.badge(f"identity-{kind}", kind)]
+        if node.rotation_requested_at:
+            parts.append(words.badge("draining", "rotation asked"))
+        if node.open_conflicts:
+            parts.append(words.badge("conflict", words.count(node.open_conflicts, "conflict") + " open"))
+        return format_html_join(" ", "{}", ((part,) for part in parts))
+
+    @admin.display(description="free VRAM", ordering="available_vram")
+    def vram(self, node: BackendNode) -> Shown:
+        """Free of total VRAM."""
+        return words.free_of(node.available_vram, node.total_vram)
+
+    @admin.display(description="replicas", ordering="model_count")
+    def loaded(self, node: Any) -> int:
+        """Loaded replicas."""
+        return int(node.model_count)
+
+    @admin.display(description="in flight", ordering="in_flight_count")
+    def in_flight(self, node: Any) -> int:
+        """Requests that run there."""
+        return int(node.in_flight_count)
+
+    @admin.display(description="last heartbeat", ordering="last_heartbeat")
+    def beat(self, node: BackendNode) -> Shown:
+        """How long ago."""
+        return words.age(node.last_heartbeat, clock.now())
+
+    @admin.display(description="RAM")
+    def ram(self, node: BackendNode) -> Shown:
+        """Free of total memory."""
+        return words.free_of(node.available_ram, node.total_ram)
+
+    @admin.display(description="disk")
+    def disk(self, node: BackendNode) -> Shown:
+        """Free of total disk."""
+        return words.free_of(node.available_disk, node.total_disk)
+
+    @admin.display(description="reserved VRAM")
+    def reserved(self, node: BackendNode) -> Shown:
+        """VRAM that is promised but not used yet."""
+        return words.size(node.reserved_vram)
+
+    @admin.display(description="GPU")
+    def gpu(self, node: BackendNode) -> Shown:
+        """Vendor, compute capability and what the worker can run."""
+        return " ".join(filter(None, (node.gpu_vendor, node.gpu_compute_capability))) or words.NOTHING
+
+    @admin.display(description="work")
+    def work(self, node: Any) -> Shown:
+        """What runs there; for a drain, what remains and until when."""
+        text = remains(node)
+        if node.drain_deadline is None:
+            return text
+        return format_html("{}; drain until {}", text, words.moment(node.drain_deadline, clock.now()))
+
+    @admin.display(description="approved")
+    def approval(self, node: BackendNode) -> Shown:
+        """Since when, by whom, why."""
+        return _fact(node.approved_at, node.approved_by, node.approval_reason)
+
+    @admin.display(description="rejected")
+    def rejection(self, node: BackendNode) -> Shown:
+        """Since when, by whom, why."""
+        return _fact(node.rejected_at, node.rejected_by, node.reject_reason)
+
+    @admin.display(description="revoked")
+    def revocation(self, node: BackendNode) -> Shown:
+        """Since when, by whom, why."""
+        return _fact(node.revoked_at, node.revoked_by, node.revoke_reason)
+
+    @admin.display(description="drained")
+    def drain(self, node: BackendNode) -> Shown:
+        """Since when, by whom, why."""
+        return _fact(node.drained_at, node.drained_by, node.drain_reason)
+
+    @admin.display(description="offline")
+    def absence(self, node: BackendNode) -> Shown:
+        """Since when, by whom, why."""
+        return _fact(node.offline_at, node.offline_by, node.offline_reason)
+
+    @admin.display(description="unhealthy")
+    def health(self, node: BackendNode) -> Shown:
+        """Since when, by whom, why."""
+        return _fact(node.unhealthy_at, node.unhealthy_by, node.unhealthy_reason)
+
+    @admin.display(description="fingerprint")
+    def secret(self, node: BackendNode) -> Shown:
+        """SHA-256 of the worker's secret, to search for."""
+        return format_html("<code>{}</code>", node.fingerprint) if node.fingerprint else words.NOTHING
+
+    @admin.display(description="secret bound")
+    def bound(self, node: BackendNode) -> Shown:
+        """When a secret was bound first."""
+        return words.moment(node.bound_at, clock.now())
+
+    @admin.display(description="rotation asked for")
+    def rotation(self, node: BackendNode) -> Shown:
+        """Since when."""
+        return words.moment(node.rotation_requested_at, clock.now())
+
+    @admin.display(description="heard last")
+    def heard(self, node: BackendNode) -> Shown:
+        """The last heartbeat."""
+        return words.moment(node.last_heartbeat, clock.now())
+
+    @admin.display(description="first seen")
+    def first_seen(self, node: BackendNode) -> Shown:
+        """When the record was made."""
+        return words.moment(node.created_at, clock.now())
+
+    @admin.display(description="replicas of a model")
+    def cap_shown(self, node: BackendNode) -> Shown:
+        """The cap and who decides it."""
+        return f"at most {node.max_replicas_per_model}, {_decided(node.max_replicas_per_model_manually_set)}"
+
+    @admin.display(description="VRAM budget")
+    def budget_shown(self, node: BackendNode) -> Shown:
+        """The budget, its bytes and who decides it."""
+        limit = f"{node.vram_budget} ({words.size(node.vram_budget_bytes)})" if node.vram_budget else "none"
+        return f"{limit}, {_decided(node.vram_budget_manually_set)}"
+
+
+def hardware(node: BackendNode) -> str:
+    """What a worker says it has, in a line."""
+    gpu = " ".join(filter(None, (node.gpu_vendor, node.gpu_compute_capability))) or "no GPU"
+    return f"{gpu}, VRAM {words.size(node.total_vram)}, RAM {words.size(node.total_ram)}, disk " + words.size(
+        node.total_disk
+    )
+
+
+def _because(node: BackendNode) -> str:
+    """What the status alone leaves open."""
+    if node.status == "pending":
+        if node.rejected_at:
+            return f"rejected: {node.reject_reason}" if node.reject_reason else "rejected"
+        return "revoked" if node.revoked_at else ""
+    reasons = {
+        "offline": node.offline_reason,
+        "draining": f"by {node.drained_by}" + (f": {node.drain_reason}" if node.drain_reason else ""),
+        "unhealthy": node.unhealthy_reason,
+    }
+    return reasons.get(node.status, "")
+
+
+def _decided(manually: bool) -> str:
+    return "set by an admin" if manually else "as the worker says"
+
+
+def _small(text: str) -> Shown:
+    return format_html('<span class="node-because">{}</span>', text) if text else ""
+
+
+def _fact(at: datetime | None, by: str, why: str) -> Shown:
+    if at is None:
+        return words.NOTHING
+    reason = f": {why}" if why else ""
+    return format_html("{} by {}{}", words.moment(at, clock.now()), by or "nobody known", reason)

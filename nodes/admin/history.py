@@ -1,0 +1,223 @@
+"""What happened to nodes, who claims to be one, which secrets are refused; the same for a node's page.
+
+Events and revoked secrets are to look at. A conflict is decided by a verb (`verbs.py`), never edited.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from django.contrib import admin
+from django.db.models import QuerySet
+from django.http import HttpRequest
+from django.urls import reverse
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+
+from localai_cluster import clock
+from nodes.admin import filters, words
+from nodes.admin.confirm import VerbAdmin
+from nodes.admin.verbs import CONFLICT_VERBS, Verb
+from nodes.models import BackendNode, NodeConflict, NodeEvent, RevokedSecret
+from operations.admin import Observed
+
+_MOST_EVENTS = 20
+_SECRETS = (NodeConflict.Kind.SECRET, NodeConflict.Kind.WEAK)
+
+
+@dataclass(frozen=True)
+class EventLine:
+    """An event on a node's page."""
+
+    event: NodeEvent
+    at: SafeString | str
+    detail: str
+
+
+@dataclass(frozen=True)
+class ConflictPanel:
+    """An open conflict on a node's page: what is claimed, and what may be said to it."""
+
+    conflict: NodeConflict
+    claim: str
+    first: SafeString | str
+    last: SafeString | str
+    buttons: list[tuple[Verb, str]]
+    hint: str
+    """Why it cannot be accepted, "" if it can."""
+
+
+def event_lines(node_id: UUID) -> list[EventLine]:
+    """The newest events of a node."""
+    now = clock.now()
+    events = NodeEvent.objects.filter(node_id=node_id)[:_MOST_EVENTS]
+    return [EventLine(event, words.age(event.last_at, now), detail_text(event.detail)) for event in events]
+
+
+def detail_text(detail: Mapping[str, Any]) -> str:
+    """An event's detail in one line, without what is empty."""
+    parts = (f"{name.replace('_', ' ')}: {_plain(value)}" for name, value in detail.items() if value != "")
+    return "; ".join(part for part in parts if not part.endswith(": "))
+
+
+def open_conflicts(node: BackendNode, *, may_decide: bool) -> list[ConflictPanel]:
+    """The claims that nobody has decided about, newest first."""
+    conflicts = NodeConflict.objects.filter(node=node, state=NodeConflict.State.OPEN)
+    now = clock.now()
+    return [_panel(conflict, may_decide, now) for conflict in conflicts]
+
+
+def _panel(conflict: NodeConflict, may_decide: bool, now: datetime) -> ConflictPanel:
+    refusals = {verb.name: verb.refusal(conflict) for verb in CONFLICT_VERBS}
+    buttons = [
+        (verb, reverse(f"admin:nodes_nodeconflict_{verb.name}", args=[conflict.pk]))
+        for verb in CONFLICT_VERBS
+        if may_decide and not refusals[verb.name]
+    ]
+    first, last = (words.moment(at, now) for at in (conflict.first_at, conflict.last_at))
+    return ConflictPanel(conflict, _claim(conflict), first, last, buttons, refusals["accept"])
+
+
+def _claim(conflict: NodeConflict) -> str:
+    """What tells this claimant from others, readable; "" if addresses and name say it."""
+    if conflict.kind in _SECRETS:
+        return f"fingerprint {words.grouped(conflict.claim)}"
+    return f"process {conflict.claim}" if conflict.kind == NodeConflict.Kind.INSTANCE else ""
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        if value.keys() == {"from", "to"}:
+            return f"{_plain(value['from'])} → {_plain(value['to'])}"
+        return ", ".join(f"{name}={_plain(inner)}" for name, inner in value.items())
+    if isinstance(value, list):
+        return ", ".join(str(inner) for inner in value)
+    return str(value) if value != "" else "none"
+
+
+class Styled:
+    """The badges' style sheet."""
+
+    class Media:
+        css = {"all": ("admin-nodes.css",)}
+
+
+@admin.register(NodeEvent)
+class NodeEventAdmin(Styled, Observed):
+    """The timeline of all nodes, of removed ones too."""
+
+    list_display = ("at", "node_name", "kind", "actor", "cause", "status", "count", "told")
+    list_display_links = ("at",)
+    list_filter = ("kind", filters.NodeFilter, filters.ActorFilter, "actor_kind")
+    search_fields = ("node_name", "cause", "request_id")
+    search_help_text = "Name of a node, cause or request id"
+    date_hierarchy = "at"
+    show_full_result_count = False
+    ordering = ("-id",)
+    fields = (
+        "at",
+        "node",
+        "kind",
+        ("actor", "actor_kind"),
+        "cause",
+        "status",
+        "count",
+        "last_at",
+        "request_id",
+        "whole",
+    )
+    readonly_fields = ("node", "status", "whole")
+
+    @admin.display(description="status")
+    def status(self, event: NodeEvent) -> str:
+        """Before and after."""
+        if event.status_before == event.status_after:
+            return event.status_after or words.NOTHING
+        return f"{event.status_before} → {event.status_after}"
+
+    @admin.display(description="detail")
+    def told(self, event: NodeEvent) -> str:
+        """What else is known, in a line."""
+        return detail_text(event.detail)
+
+    @admin.display(description="detail")
+    def whole(self, event: NodeEvent) -> SafeString:
+        """What else is known, as it is stored."""
+        return format_html("<pre>{}</pre>", json.dumps(event.detail, indent=2, ensure_ascii=False))
+
+    @admin.display(description="node")
+    def node(self, event: NodeEvent) -> SafeString:
+        """Its name then, its id, and its other events."""
+        url = reverse("admin:nodes_nodeevent_changelist") + f"?node={event.node_id}"
+        return format_html(
+            '{} <code>{}</code> <a href="{}">all events</a>', event.node_name, event.node_id, url
+        )
+
+
+@admin.register(NodeConflict)
+class NodeConflictAdmin(Styled, Observed, VerbAdmin):
+    """Claims to be a node that exists."""
+
+    verbs = CONFLICT_VERBS
+    node_path = "node_id"
+    list_display = (
+        "__str__",
+        "node",
+        "standing",
+        "source_address",
+        "advertised_address",
+        "node_source_address",
+        "count",
+        "last_at",
+        "decided_by",
+    )
+    list_filter = (filters.ConflictStateFilter, "kind")
+    list_select_related = ("node",)
+    search_fields = ("node__name", "source_address", "advertised_address", "claimed_name")
+    show_full_result_count = False
+    fields = (
+        "node",
+        "kind",
+        "standing",
+        "claim",
+        "claimed_name",
+        "source_address",
+        "advertised_address",
+        "node_source_address",
+        "count",
+        "first_at",
+        "last_at",
+        ("decided_at", "decided_by"),
+    )
+    readonly_fields = ("standing",)
+
+    @admin.display(description="state", ordering="state")
+    def standing(self, conflict: NodeConflict) -> SafeString:
+        """Open, accepted or refused."""
+        return words.badge("conflict" if conflict.state == "open" else "quiet", conflict.state)
+
+    def has_decide_permission(self, request: HttpRequest) -> bool:
+        """Whoever may change conflicts decides about them; nobody edits one."""
+        return request.user.has_perm("nodes.change_nodeconflict")
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[NodeConflict]:
+        """With their nodes."""
+        return NodeConflict.objects.select_related("node").order_by("-last_at")
+
+    def node_of(self, row: NodeConflict) -> BackendNode:
+        """The node that is claimed."""
+        return row.node
+
+
+@admin.register(RevokedSecret)
+class RevokedSecretAdmin(Observed):
+    """Secrets that are never accepted again."""
+
+    list_display = ("fingerprint", "node_name", "revoked_at", "revoked_by")
+    search_fields = ("fingerprint", "node_name", "revoked_by")
+    date_hierarchy = "revoked_at"
+    show_full_result_count = False
+    ordering = ("-revoked_at",)

@@ -1,0 +1,31 @@
+"""Replicas, and which web process carries their requests: to look at, not to touch."""
+
+from django.contrib import admin
+
+from nodes.models import NodeModel, ReplicaUse, WebProcess
+from operations.admin import Observed
+
+
+@admin.register(NodeModel)
+class NodeModelAdmin(Observed):
+    """Replicas."""
+
+    list_display = ("model_name", "replica_index", "node", "state", "in_flight", "backend_type", "last_used")
+    list_filter = ("state", "backend_type")
+    list_select_related = ("node",)
+    search_fields = ("model_name", "node__name")
+
+
+@admin.register(WebProcess)
+class WebProcessAdmin(Observed):
+    """Running web processes."""
+
+    list_display = ("host", "pid", "started_at", "seen_at")
+
+
+@admin.register(ReplicaUse)
+class ReplicaUseAdmin(Observed):
+    """Which web process carries how many requests of a replica."""
+
+    list_display = ("replica", "process", "count")
+    list_select_related = ("replica", "process")

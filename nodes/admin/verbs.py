@@ -1,0 +1,287 @@
+"""What an admin can do to a node or about an identity conflict, as data.
+
+Each verb says to which rows it applies and why not to others, what it will do to one, what it asks for, and
+which service does it. The same names are routes of the REST API; `confirm.py` makes the pages.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from django import forms
+from django.core.exceptions import ValidationError
+
+from localai_cluster import conf, errors
+from nodes import names, services, states
+from nodes.actors import Actor
+from nodes.admin import words
+from nodes.models import BackendNode, NodeConflict
+from nodes.states import Event
+
+LONGEST_REASON = 255
+LONGEST_DEADLINE = 7 * 24 * 3600
+"""Seconds: a week."""
+
+
+class Nothing(forms.Form):
+    """A verb that asks for nothing but a yes."""
+
+
+class Reason(forms.Form):
+    """Why; the node's page and its timeline show it."""
+
+    reason = forms.CharField(
+        required=False, max_length=LONGEST_REASON, help_text="Shown on the node's page and in its timeline."
+    )
+
+    def clean_reason(self) -> str:
+        """Refuses characters that nobody sees."""
+        reason = str(self.cleaned_data["reason"])
+        try:
+            names.check_text(reason, "The reason")
+        except errors.InvalidInput as refusal:
+            raise ValidationError(refusal.message) from None
+        return reason
+
+
+class NeededReason(Reason):
+    """A no without a reason helps nobody."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fields["reason"].required = True
+
+
+class DrainTerms(Reason):
+    """Why, and how long running requests may take."""
+
+    deadline = forms.IntegerField(
+        required=False, min_value=0, max_value=LONGEST_DEADLINE, label="Deadline in seconds"
+    )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        default = words.span(conf.cluster().drain_deadline)
+        self.fields[
+            "deadline"
+        ].help_text = f"After that the replicas go even if requests still run on them. Empty: {default}."
+
+
+Asked = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One thing that an admin can do, to one row or to many."""
+
+    name: str
+    title: str
+    """On its button."""
+    done: str
+    """What it has done to a row, for the message afterwards."""
+    meaning: str
+    refusal: Callable[[Any], str]
+    """Why it does not apply to this row, "" if it does."""
+    effect: Callable[[Any], str]
+    """What it will do to this row."""
+    run: Callable[[UUID, Actor, datetime, Asked], str]
+    """Does it; answers what else is to be said. Raises ClusterError."""
+    form: type[forms.Form] = Nothing
+    permission: str = "change"
+    grave: bool = False
+    """It cannot be taken back."""
+
+
+def _refused(event: Event) -> Callable[[BackendNode], str]:
+    def refusal(node: BackendNode) -> str:
+        after = states.apply(event, services.facts_of(node))
+        return after.reason if isinstance(after, states.Refusal) else ""
+
+    return refusal
+
+
+def _moves(event: Event, node: BackendNode) -> str:
+    """The status before and after, `pending → healthy`."""
+    before = services.facts_of(node)
+    after = states.apply(event, before)
+    told = after if isinstance(after, states.Facts) else before
+    was, will = states.status_of(before), states.status_of(told)
+    return f"{was} → {will}" if was != will else f"stays {was}"
+
+
+def _approval(node: BackendNode) -> str:
+    shown = words.grouped(node.fingerprint) or "the shared token only (weak identity)"
+    return f"{_moves(Event.APPROVED, node)}. Identity: {shown}"
+
+
+def _rejection(node: BackendNode) -> str:
+    again = " It is rejected already." if node.rejected_at else ""
+    return f"stays pending, and no registration approves it by itself.{again}"
+
+
+def remains(node: Any) -> str:
+    """What still runs on a node of a `with_counts` queryset."""
+    requests = words.count(node.in_flight_count, "request")
+    return f"{requests} in flight, {words.count(node.model_count, 'loaded replica')}"
+
+
+def _drain(node: BackendNode) -> str:
+    again = "takes over the new reason and deadline; " if node.drained_at and not node.drain_is_own else ""
+    return f"{_moves(Event.DRAINED, node)}; {again}{remains(node)}"
+
+
+def _revocation(node: BackendNode) -> str:
+    secret = f"secret {words.grouped(node.fingerprint[:16])} …" if node.fingerprint else "weak identity"
+    return f"{_moves(Event.REVOKED, node)}; {secret} refused; {remains(node)}: all end"
+
+
+def _removal(node: BackendNode) -> str:
+    return f"record, labels and conflicts go; {remains(node)}: all end"
+
+
+def _rotation_refused(node: BackendNode) -> str:
+    if not node.fingerprint:
+        return "it has no secret of its own"
+    return "it has been asked already" if node.rotation_requested_at else ""
+
+
+def _approve(node_id: UUID, actor: Actor, now: datetime, asked: Asked) -> str:
+    approved = services.approve(node_id, actor=actor, now=now, reason=asked["reason"])
+    if not approved.api_token:
+        return ""
+    return f"The API token of the agent {approved.node.name}, shown only now: {approved.api_token}"
+
+
+def _drain_now(node_id: UUID, actor: Actor, now: datetime, asked: Asked) -> None:
+    services.drain(node_id, actor=actor, now=now, reason=asked["reason"], deadline=asked["deadline"])
+
+
+def _silent(act: Callable[[UUID, Actor, datetime, Asked], object]) -> Callable[..., str]:
+    """A service of which nothing more is to be said."""
+
+    def run(pk: UUID, actor: Actor, now: datetime, asked: Asked) -> str:
+        act(pk, actor, now, asked)
+        return ""
+
+    return run
+
+
+NODE_VERBS = (
+    Verb(
+        "approve",
+        "Approve",
+        "approved",
+        "A pending node is let in: from then on it gets work. An earlier no is taken back. Compare the"
+        " fingerprint with the one that the worker prints at its start.",
+        _refused(Event.APPROVED),
+        _approval,
+        _approve,
+        Reason,
+    ),
+    Verb(
+        "reject",
+        "Reject",
+        "rejected",
+        "A pending node is told no. It stays pending, and registering again does not change that.",
+        _refused(Event.REJECTED),
+        _rejection,
+        _silent(lambda pk, actor, now, asked: services.reject(pk, actor=actor, now=now, **asked)),
+        NeededReason,
+    ),
+    Verb(
+        "drain",
+        "Drain",
+        "drained",
+        "Nothing new goes to the node; what runs there goes on until it ends or the deadline passes. Only an"
+        " admin ends the drain.",
+        _refused(Event.DRAINED),
+        _drain,
+        _silent(_drain_now),
+        DrainTerms,
+    ),
+    Verb(
+        "resume",
+        "Resume",
+        "resumed",
+        "The node gets work again: a drain and “unhealthy” end. An offline node waits for its heartbeat.",
+        _refused(Event.RESUMED),
+        lambda node: _moves(Event.RESUMED, node),
+        _silent(lambda pk, actor, now, asked: services.resume(pk, actor=actor, now=now)),
+    ),
+    Verb(
+        "rotate",
+        "Rotate secret",
+        "asked to rotate",
+        "The worker has to replace its secret at its next call, and can do nothing else before.",
+        _rotation_refused,
+        lambda node: f"replaces secret {words.grouped(node.fingerprint[:16])} …",
+        _silent(lambda pk, actor, now, asked: services.request_rotation(pk, actor=actor, now=now)),
+    ),
+    Verb(
+        "revoke",
+        "Revoke secret",
+        "revoked",
+        "The secret is refused for ever, under any name. The node is pending without an identity until a"
+        " worker registers under its name with another secret and an admin approves it.",
+        _refused(Event.REVOKED),
+        _revocation,
+        _silent(lambda pk, actor, now, asked: services.revoke(pk, actor=actor, now=now, **asked)),
+        Reason,
+        grave=True,
+    ),
+    Verb(
+        "remove",
+        "Remove",
+        "removed",
+        "The node's record is deleted; its timeline stays for the retention. A worker that still runs comes"
+        " back as a new, pending node.",
+        _refused(Event.DEREGISTERED),
+        _removal,
+        _silent(lambda pk, actor, now, asked: services.deregister(pk, actor=actor, now=now)),
+        permission="delete",
+        grave=True,
+    ),
+)
+
+
+def _not_acceptable(conflict: NodeConflict) -> str:
+    if conflict.state == NodeConflict.State.ACCEPTED:
+        return "it is accepted already"
+    return services.NOT_ACCEPTABLE.get(NodeConflict.Kind(conflict.kind), "")
+
+
+def _not_refusable(conflict: NodeConflict) -> str:
+    return "" if conflict.state == NodeConflict.State.OPEN else f"it is {conflict.state} already"
+
+
+def _acceptance(conflict: NodeConflict) -> str:
+    if conflict.kind == NodeConflict.Kind.NAME:
+        return f"the node is called {conflict.claimed_name} from now on"
+    return f"the worker at {conflict.source_address} is the node; the one that has been it is refused"
+
+
+CONFLICT_VERBS = (
+    Verb(
+        "accept",
+        "Accept",
+        "accepted",
+        "The claimant is the node from now on, and who has been it is refused for ever.",
+        _not_acceptable,
+        _acceptance,
+        _silent(lambda pk, actor, now, asked: services.accept_conflict(pk, actor=actor, now=now)),
+        permission="decide",
+        grave=True,
+    ),
+    Verb(
+        "refuse",
+        "Refuse",
+        "refused",
+        "The node stays who it is; the claimant goes on being refused. It can still be accepted later.",
+        _not_refusable,
+        lambda conflict: f"the worker at {conflict.source_address} stays out",
+        _silent(lambda pk, actor, now, asked: services.refuse_conflict(pk, actor=actor, now=now)),
+        permission="decide",
+    ),
+)

@@ -1,0 +1,81 @@
+"""How the admin's pages say things: sizes, times, fingerprints, statuses. Pure; nothing here reads a row."""
+
+from datetime import datetime
+
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+
+NOTHING = "-"
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def size(count: int) -> str:
+    """Bytes as a person reads them, `23.5 GiB`; a dash for 0, which workers send for "not known"."""
+    if count <= 0:
+        return NOTHING
+    power = min((count.bit_length() - 1) // 10, len(_UNITS) - 1)
+    number = f"{count / 1024**power:.1f}".removesuffix(".0")
+    return f"{number} {_UNITS[power]}"
+
+
+def free_of(free: int, total: int) -> str:
+    """What is free of how much: `10 GiB of 24 GiB`; a dash if there is none."""
+    if total <= 0:
+        return NOTHING
+    return f"{size(free) if free > 0 else '0'} of {size(total)}"
+
+
+def span(seconds: float) -> str:
+    """A length of time in its largest unit, rounded down: `12 s`, `5 min`, `3 h`, `2 d`."""
+    whole = max(int(seconds), 0)
+    for unit, length in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if whole >= length:
+            return f"{whole // length} {unit}"
+    return f"{whole} s"
+
+
+def plain_time(at: datetime) -> str:
+    """A moment, to the second, in UTC."""
+    return f"{at:%Y-%m-%d %H:%M:%S} UTC"
+
+
+def moment(at: datetime | None, now: datetime) -> SafeString | str:
+    """A moment and how long ago it was, for a fact of a page."""
+    if at is None:
+        return NOTHING
+    return format_html("{} ({})", _time(at, plain_time(at)), _distance(at, now))
+
+
+def age(at: datetime | None, now: datetime) -> SafeString | str:
+    """How long ago, for a column; the moment itself shows on hovering."""
+    return NOTHING if at is None else _time(at, _distance(at, now))
+
+
+def _time(at: datetime, text: str) -> SafeString:
+    return format_html('<time datetime="{}" title="{}">{}</time>', at.isoformat(), plain_time(at), text)
+
+
+def _distance(at: datetime, now: datetime) -> str:
+    seconds = (now - at).total_seconds()
+    return f"{span(seconds)} ago" if seconds >= 0 else f"in {span(-seconds)}"
+
+
+def grouped(fingerprint: str) -> str:
+    """A fingerprint in groups of four, so that two people can compare it aloud."""
+    return " ".join(fingerprint[at : at + 4] for at in range(0, len(fingerprint), 4))
+
+
+def badge(kind: str, text: str) -> SafeString:
+    """A word with a colour; the word says everything that the colour says."""
+    return format_html('<span class="node-badge node-badge-{}">{}</span>', kind, text)
+
+
+def listed(names: list[str], most: int = 20) -> str:
+    """Names with commas, the first `most` of them."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+def count(number: int, one: str, many: str = "") -> str:
+    """`1 replica`, `2 replicas`."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
