@@ -1,12 +1,13 @@
 # Two commands to know: `make run` and `make test`. Needs Python 3.11 or later with venv, and nothing else.
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help run test fuzz demo worker measure install install-test gallery lock lint trace hooks clean
+.PHONY: help run test fuzz demo worker manage measure install install-test gallery lock lint trace hooks clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 NAME ?=
+ARGS ?=
 SECTION ?=
 # Most of what the tests wait for is a lease or a copy, not the processor: three at a time on two cores.
 TEST_PROCESSES ?= 3
@@ -18,6 +19,7 @@ help:
 	@echo "make fuzz             generated requests as admin and as a node, compared with the API document"
 	@echo "make demo             plays the main job and prints its figures"
 	@echo "make worker NAME=two  one more worker for the running cluster"
+	@echo "make manage ARGS='nodes list'   a management command for the running cluster"
 	@echo "make measure          every time limit as figure, limit, held or not"
 	@echo "make lock             compiles requirements/*.in anew"
 	@echo "make hooks            runs the quick checks before each commit"
@@ -31,6 +33,9 @@ demo: gallery
 
 worker: install
 	@exec $(BIN)/python -m localai_cluster.embedded.worker "$(NAME)"
+
+manage: install
+	@exec $(BIN)/python -m localai_cluster.embedded.manage "$(ARGS)"
 
 measure: install-test gallery
 	@exec $(BIN)/python -m localai_cluster.embedded.measure

@@ -36,6 +36,7 @@ from localai_cluster.embedded.layout import (
 )
 from localai_cluster.embedded.lock import DataLock, end_leftovers
 from localai_cluster.embedded.log import Log
+from localai_cluster.embedded.manage import SERVER_URLS
 from localai_cluster.embedded.nats import EmbeddedNats
 from localai_cluster.embedded.places import Trouble, write_private
 from localai_cluster.embedded.postgres import EmbeddedPostgres
@@ -80,6 +81,8 @@ class Cluster:
         for rank, server in enumerate(self.servers.values()):
             self._up(supervisor, Program.of(server, rank))
         product = self.layout.product_environment(self.servers)
+        urls = {name: server.url for name, server in self.servers.items()}
+        write_private(self.layout.secrets.directory / SERVER_URLS, json.dumps(urls) + "\n")
         self._prepare_product(product)
         *programs, worker = self._programs(product)
         for program in programs:

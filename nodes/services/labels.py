@@ -19,6 +19,7 @@ from nodes.services.cooldowns import clear_cooldowns
 
 MOST_LABELS = 64
 LONGEST_KEY, LONGEST_VALUE = 128, 255
+SLOTS = "node.replica-slots"
 _GIB = 1024**3
 _BUCKETS = (80, 48, 24, 16, 8)
 
@@ -92,7 +93,7 @@ def _check_count(keys: Collection[str]) -> None:
 
 def auto_labels(node: BackendNode) -> dict[str, str]:
     """R1.41, R1.42: what the registry itself says of a node."""
-    labels = {"node.name": node.name, "node.replica-slots": str(max(node.max_replicas_per_model, 1))}
+    labels = {"node.name": node.name, SLOTS: str(max(node.max_replicas_per_model, 1))}
     if node.gpu_vendor:
         labels["gpu.vendor"] = node.gpu_vendor
     if node.total_vram > 0:
@@ -134,10 +135,10 @@ def _unlike(
     return {key: value for key, value in labels.items() if known.get(key) != value}
 
 
-def refresh_auto_labels(change: Change, actor: Actor) -> None:
-    """R1.45: the registry's own labels after an override."""
+def refresh_slots_label(change: Change, actor: Actor) -> None:
+    """R1.45: `node.replica-slots` says the new cap; the other labels are left as they are."""
     before = _labels(change.node)
-    _write(change.node, auto_labels(change.node), Source.AUTO)
+    _write(change.node, {SLOTS: auto_labels(change.node)[SLOTS]}, Source.AUTO)
     _tell(change, actor, before)
 
 

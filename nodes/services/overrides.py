@@ -13,7 +13,7 @@ from nodes.actors import Actor
 from nodes.models import BackendNode, NodeEvent
 from nodes.services.change import Change, changing
 from nodes.services.cooldowns import clear_cooldowns
-from nodes.services.labels import refresh_auto_labels
+from nodes.services.labels import refresh_slots_label
 
 LARGEST_CAP = 10_000
 LONGEST_BUDGET = 32
@@ -27,7 +27,7 @@ def set_replica_cap(node_id: UUID, value: int, *, actor: Actor, now: datetime) -
         _override(
             change, actor, "set", max_replicas_per_model=value, max_replicas_per_model_manually_set=True
         )
-        refresh_auto_labels(change, actor)
+        refresh_slots_label(change, actor)
         change.save()
         clear_cooldowns(now)
     return change.node

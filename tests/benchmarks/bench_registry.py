@@ -12,10 +12,9 @@ import argparse
 import asyncio
 import hashlib
 import itertools
-import json
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator
 from urllib.parse import quote
 
 import psycopg
@@ -28,6 +27,7 @@ from tests.support.cluster import ADMIN, TOKEN, Cluster, Process, running_cluste
 
 AT_ONCE = 16
 BEAT_EVERY = 10.0
+LOOKS = 7
 SIZES = (100, 1000, 5000)
 _REFERENCE = {"register": 180, "beat_p50": 5.0, "beat_p99": 12.0}
 _FETCH = (
@@ -134,46 +134,39 @@ async def registering(fleet: Fleet, count: int) -> None:
     )
 
 
-async def beating(fleet: Fleet, seconds: float, count: Callable[[], int]) -> None:
-    """Prints the latency of beats and what they cost."""
-    before = count()
+async def beating(fleet: Fleet, seconds: float) -> None:
+    """Prints the latency of beats."""
     answers = await fleet.beat(seconds)
     times = [answer.seconds for answer in answers]
     print(
         f"{len(fleet.ids)} nodes beat every {BEAT_EVERY:.0f} s for {seconds:.0f} s:"
         f" p50 {percentile(times, 0.5):.1f} ms, p99 {percentile(times, 0.99):.1f} ms"
         f" (reference with 200 nodes: {_REFERENCE['beat_p50']} and {_REFERENCE['beat_p99']} ms),"
-        f" answers {dict(Counter(answer.status for answer in answers))},"
-        f" {(count() - before) / len(answers):.2f} statements a beat"
+        f" answers {dict(Counter(answer.status for answer in answers))}"
     )
 
 
-async def listing(
-    fleet: Fleet, web: Process, cluster: Cluster, sizes: Sequence[int], count: Callable[[], int]
-) -> None:
-    """Prints the time of the list as a multiple of the bare fetch, and its statements, at each size."""
-    for size in sizes:
-        await fleet.register(range(len(fleet.ids), size))
-        bare = await asyncio.to_thread(fetch, cluster)
-        connection, times = Connection("127.0.0.1", web.port), []
-        before = count()
-        for _ in range(7):
-            answer = await connection.request("GET", "/api/nodes", ADMIN, limit=60)
-            assert answer.status == 200, answer.body
-            times.append(answer.seconds)
-        connection.close()
-        shown, took = len(json.loads(answer.body)), statistics.median(times)
-        print(
-            f"list of {shown} nodes: {1000 * took:.1f} ms, {took / bare:.1f} times the bare fetch"
-            f" ({1000 * bare:.1f} ms), {(count() - before) / 7:.0f} statements, {len(answer.body) // 1024} kB"
-        )
+async def listing(web: Process, cluster: Cluster) -> None:
+    """Prints the time of the list as a multiple of the bare fetch of the same rows."""
+    bare = await asyncio.to_thread(fetch, cluster)
+    connection, times = Connection("127.0.0.1", web.port), []
+    for _ in range(LOOKS):
+        answer = await connection.request("GET", "/api/nodes", ADMIN, limit=60)
+        assert answer.status == 200, answer.body
+        times.append(answer.seconds)
+    connection.close()
+    shown, took = len(answer.json()), statistics.median(times)
+    print(
+        f"list of {shown} nodes: {1000 * took:.1f} ms, {took / bare:.1f} times the bare fetch"
+        f" ({1000 * bare:.1f} ms), {len(answer.body) // 1024} kB"
+    )
 
 
 def fetch(cluster: Cluster) -> float:
     """Seconds that the rows of the list take by plain SQL, fetched and turned into Python values."""
     times = []
     with psycopg.connect(cluster.postgres.url) as link:
-        for _ in range(7):
+        for _ in range(LOOKS):
             began = clock.monotonic()
             for statement in _FETCH:
                 link.execute(statement).fetchall()
@@ -181,17 +174,39 @@ def fetch(cluster: Cluster) -> float:
     return statistics.median(times)
 
 
-async def run(
-    cluster: Cluster, web: Process, workers: int, seconds: float, counter: StatementCounter
-) -> None:
+async def run(cluster: Cluster, web: Process, workers: int, seconds: float) -> Fleet:
     """All parts, smallest list first."""
     fleet = Fleet(web)
     await fleet.register(range(SIZES[0]))
-    await listing(fleet, web, cluster, SIZES[:1], lambda: counter.statements)
+    await listing(web, cluster)
     fleet.answers.clear()
     await registering(fleet, workers)
-    await beating(fleet, seconds, lambda: counter.statements)
-    await listing(fleet, web, cluster, SIZES[1:], lambda: counter.statements)
+    await beating(fleet, seconds)
+    for size in SIZES[1:]:
+        await fleet.register(range(len(fleet.ids), size))
+        await listing(web, cluster)
+    return fleet
+
+
+async def count_statements(web: Process, fleet: Fleet, counter: StatementCounter) -> None:
+    """Prints what each thing costs in statements, through a web process whose connections are counted."""
+    counted = Fleet(web)
+    counted.ids = dict(itertools.islice(fleet.ids.items(), 200))
+    connection = Connection("127.0.0.1", web.port)
+
+    async def shown(what: str, work: Awaitable[object], divisor: int) -> None:
+        before = counter.statements
+        await work
+        print(f"{what}: {(counter.statements - before) / divisor:.2f} statements")
+
+    first = max(fleet.ids) + 1
+    await shown("a first registration", counted.register(range(first, first + 50)), 50)
+    await shown("a registration again", counted.register(range(first, first + 50)), 50)
+    await shown("a second of heartbeats from 250 nodes", counted.beat(BEAT_EVERY), int(BEAT_EVERY))
+    await shown(
+        f"list of {len(fleet.ids) + 50} nodes", connection.request("GET", "/api/nodes", ADMIN, limit=60), 1
+    )
+    connection.close()
 
 
 def main() -> None:
@@ -201,12 +216,12 @@ def main() -> None:
     options.add_argument("--seconds", type=float, default=60.0)
     chosen = options.parse_args()
     with running_cluster() as cluster:
+        fleet = uvloop.run(run(cluster, cluster.web(), chosen.workers, chosen.seconds))
         server, folder = cluster.postgres.sockets, cluster.home / "count"
         folder.mkdir()
         url = cluster.postgres.url.replace(quote(str(server), safe=""), quote(str(folder), safe=""))
         with StatementCounter(folder, server) as counter:
-            web = cluster.web(DATABASE_URL=url)
-            uvloop.run(run(cluster, web, chosen.workers, chosen.seconds, counter))
+            uvloop.run(count_statements(cluster.web(DATABASE_URL=url), fleet, counter))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from localai_cluster import procs
-from localai_cluster.embedded import lock, prepare, run, worker
+from localai_cluster.embedded import lock, manage, prepare, run, worker
 from localai_cluster.embedded.layout import Layout
 from localai_cluster.embedded.log import Log
 from localai_cluster.embedded.places import Trouble, free_port, runtime_directory
@@ -123,6 +123,12 @@ def test_another_worker_needs_a_running_cluster_and_a_name(tmp_path: Path) -> No
         worker.environment({"CLUSTER_DATA_DIR": str(tmp_path)}, "two")
     with pytest.raises(Trouble, match="is no name"):
         worker.environment({"CLUSTER_DATA_DIR": str(tmp_path)}, "local")
+
+
+def test_a_management_command_needs_a_running_cluster(tmp_path: Path) -> None:
+    """`make manage`: says how to start one."""
+    with pytest.raises(Trouble, match="make run"):
+        manage.environment({"CLUSTER_DATA_DIR": str(tmp_path)})
 
 
 def test_another_worker_gets_its_own_folders_and_no_admin_secret(tmp_path: Path) -> None:
