@@ -12,11 +12,17 @@ from django.db import connection
 from hypothesis import given
 from hypothesis import strategies as st
 
+from localai_cluster import clock
+from localai_cluster.locks import Lock
+from nodes import actors, tasks, timeline
 from nodes.health.liveness import Heard, Limits, Listener, Observed, apply, observe, plan_liveness
-from nodes.models import BackendNode, NodeModel, ReplicaUse, WebProcess
+from nodes.identity import hash_secret
+from nodes.models import BackendNode, NodeEvent, NodeModel, ReplicaUse, WebProcess
 from nodes.services import deactivate
+from nodes.timeline import Entry
 from tests.conftest import eventually
 from tests.support import hot
+from tests.support.fleet import beat, beat_of, kinds, told
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 LIMITS = Limits(node=60, web=15)
@@ -53,6 +59,7 @@ def status(node: BackendNode) -> str:
     return str(BackendNode.objects.values_list("status", flat=True).get(pk=node.pk))
 
 
+@pytest.mark.rule("R5.2", "R5.4", "C15", "I13")
 @given(st.lists(st.floats(0, 300)))
 def test_exactly_those_silent_longer_than_the_limit_are_planned(ages: list[float]) -> None:
     """R5.4: strictly longer than the limit; I13: a node that answers in time is never declared gone."""
@@ -61,6 +68,24 @@ def test_exactly_those_silent_longer_than_the_limit_are_planned(ages: list[float
     plan = plan_liveness(Observed(nodes=nodes, processes=webs), NOW, LIMITS)
     assert plan.nodes == [node.id for node in nodes if node.at and NOW - node.at > timedelta(seconds=60)]
     assert plan.processes == [web.id for web in webs if NOW - web.at > timedelta(seconds=15)]
+
+
+@pytest.mark.rule("R5.5")
+@given(st.lists(st.tuples(st.floats(0, 120), st.none() | st.floats(0, 120))))
+def test_exactly_those_heard_after_they_were_marked_are_well_again(
+    rows: list[tuple[float, float | None]],
+) -> None:
+    """Heard strictly later than marked, and not silent."""
+    nodes = [Heard(uuid4(), ago(heard), None if since is None else ago(since)) for heard, since in rows]
+    webs = [Listener(uuid4(), ago(0), ago(999))]
+    plan = plan_liveness(Observed(nodes=nodes, processes=webs), NOW, LIMITS)
+    expected = [
+        node.id
+        for node, (heard, since) in zip(nodes, rows, strict=True)
+        if since is not None and ago(heard) > ago(since) and NOW - ago(heard) <= timedelta(seconds=60)
+    ]
+    assert plan.recovered == expected
+    assert not set(plan.recovered) & set(plan.nodes)
 
 
 @pytest.mark.parametrize("hearing", [None, 59.0, 61.0])
@@ -72,6 +97,7 @@ def test_silence_counts_only_while_somebody_could_hear(hearing: float | None) ->
     assert plan.nodes == ([node.id for node in nodes] if hearing == 61.0 else [])
 
 
+@pytest.mark.rule("R5.3", "R5.4", "R5.6", "R5.8", "R1.20", "R1.37")
 @pytest.mark.django_db
 def test_silent_nodes_go_offline_and_lose_their_replicas() -> None:
     """R5.4, R5.8, R1.20: healthy, unhealthy and draining ones alike.
@@ -90,8 +116,58 @@ def test_silent_nodes_go_offline_and_lose_their_replicas() -> None:
     assert [status(node) for node in silent] == ["offline"] * 3
     assert (status(fresh), status(pending)) == ("healthy", "pending")
     assert [row.node_id for row in NodeModel.objects.all()] == [fresh.pk]
+    assert kinds(silent[0]) == ["fell_silent"]
+    assert run() == (0, 0)
 
 
+@pytest.mark.rule("R5.5", "R1.17")
+@pytest.mark.django_db
+def test_an_unhealthy_node_that_was_heard_since_is_well_again() -> None:
+    """Its replicas were kept for that; a drain stays, pending, offline and unheard nodes are left alone."""
+    marked = {"unhealthy_at": ago(20), "unhealthy_by": "commands", "unhealthy_reason": "no answer"}
+    heard = make_node("heard", heard=10, **marked)
+    drained = make_node("drained", heard=10, drained_at=ago(30), **marked)
+    others = [
+        make_node("unheard", heard=30, **marked),
+        make_node("pending", heard=10, approved_at=None, **marked),
+        make_node("left", heard=10, offline_at=ago(15), **marked),
+    ]
+    NodeModel.objects.create(node=heard, model_name="m", state="loaded", address="h:2")
+    assert run() == (0, 0)
+    assert (status(heard), status(drained)) == ("healthy", "draining")
+    assert [status(node) for node in others] == ["unhealthy", "pending", "offline"]
+    assert NodeModel.objects.count() == 1
+    stored = BackendNode.objects.get(pk=heard.pk)
+    assert (stored.unhealthy_at, stored.unhealthy_by, stored.unhealthy_reason, stored.revision) == (
+        None,
+        "",
+        "",
+        1,
+    )
+    (event,) = told(heard)
+    assert (event.kind, event.actor_kind, event.actor) == ("marked_healthy", "task", "liveness")
+    assert [kinds(node) for node in (drained, *others)] == [["marked_healthy"], [], [], []]
+    run()
+    assert kinds(heard) == ["marked_healthy"]
+
+
+@pytest.mark.rule("R5.5", "R5.7")
+@pytest.mark.django_db
+def test_a_silent_node_comes_back_by_its_beat_and_one_that_left_does_not() -> None:
+    """In the order in which it happens: beat, pass, beat. Unhealthy and silent: both end."""
+    silent, left = make_node("silent", heard=61, unhealthy_at=ago(90)), make_node("left", heard=1)
+    for node in (silent, left):
+        BackendNode.objects.filter(pk=node.pk).update(fingerprint=hash_secret(node.name))
+    deactivate(left.pk, now=ago(0.5))
+    run()
+    assert (status(silent), status(left)) == ("offline", "offline")
+    beat(*(beat_of(node, secret=node.name, at=NOW) for node in (silent, left)))
+    assert (status(silent), status(left)) == ("unhealthy", "offline")
+    run()
+    assert (status(silent), status(left)) == ("healthy", "offline")
+
+
+@pytest.mark.rule("R5.6")
 @pytest.mark.django_db
 def test_pending_never_becomes_healthy_by_going_silent() -> None:
     """R5.6: approval is a fact of its own."""
@@ -158,3 +234,49 @@ def test_a_pass_costs_the_same_for_three_and_for_sixty_nodes(django_assert_num_q
         make_node(f"n{number}", heard=1)
     with django_assert_num_queries(2):
         run()
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize("count", [1, 40])
+def test_a_pass_with_work_costs_the_same_for_few_and_for_many(
+    count: int, django_assert_num_queries: Any
+) -> None:
+    for number in range(count):
+        gone = make_node(f"gone{number}", heard=99)
+        NodeModel.objects.create(node=gone, model_name="m", state="loaded", address="h:2")
+        make_node(f"back{number}", heard=1, unhealthy_at=ago(5))
+    with django_assert_num_queries(22):
+        assert run() == (count, 0)
+    assert NodeEvent.objects.count() == 2 * count
+
+
+@pytest.mark.rule("R5.1")
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize(
+    ("task", "lock"),
+    [
+        (tasks.liveness, Lock.LIVENESS),
+        (tasks.finish_drains, Lock.DRAINS),
+        (tasks.prune_timeline, Lock.TIMELINE),
+    ],
+    ids=["liveness", "drains", "timeline"],
+)
+def test_a_pass_leaves_at_once_if_another_process_is_at_it(task: Callable[[], None], lock: Lock) -> None:
+    """Each has work here; with the lock held elsewhere none of it is done, without it all."""
+    node = make_node("n", heard=0, last_heartbeat=clock.now() - timedelta(days=2))
+    drained = make_node("d", heard=0, last_heartbeat=clock.now(), drained_at=ago(9))
+    NodeModel.objects.create(node=drained, model_name="m", state="loaded", address="h:2")
+    WebProcess.objects.update(seen_at=clock.now())
+    timeline.record(Entry(node.pk, "n", NodeEvent.Kind.LABELS, actors.WORKER), at=NOW - timedelta(days=4000))
+
+    def left() -> tuple[Any, ...]:
+        done = status(node), NodeModel.objects.count(), NodeEvent.objects.filter(kind="labels").count()
+        return done
+
+    untouched = ("healthy", 1, 1)
+    with psycopg.connect(hot.database_url()) as other:
+        other.execute("SELECT pg_advisory_xact_lock(%s)", [int(lock)])
+        task()
+        assert left() == untouched
+    task()
+    assert sum(one != other for one, other in zip(left(), untouched, strict=True)) == 1
