@@ -1,7 +1,8 @@
 """Numbered try-locks for work that only one process may do at a time.
 
-They are PostgreSQL advisory locks bound to a transaction: a crash releases them, losing returns at once. The
-numbers are the reference's (`contract/scheduling.md` §0), so both can share a database without meeting.
+They are PostgreSQL advisory locks bound to a transaction: a crash releases them, losing returns at once. Only
+who makes the schema waits (R1.9). The numbers are the reference's (`contract/scheduling.md` §0), so both can
+share a database without meeting.
 """
 
 from collections.abc import Iterator
@@ -29,3 +30,14 @@ def try_lock(lock: Lock) -> Iterator[bool]:
         cursor.execute("SELECT pg_try_advisory_xact_lock(%s)", [int(lock)])
         (taken,) = cursor.fetchone()
         yield bool(taken)
+
+
+@contextmanager
+def wait_for_lock(lock: Lock) -> Iterator[None]:
+    """Holds `lock` on this connection across transactions; waits until whoever has it is done or dead."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_advisory_lock(%s)", [int(lock)])
+        try:
+            yield
+        finally:
+            cursor.execute("SELECT pg_advisory_unlock(%s)", [int(lock)])

@@ -1,0 +1,16 @@
+"""`manage.py migrate`, by one process at a time (R1.9): several may start together."""
+
+from typing import Any
+
+from django.core.management.commands.migrate import Command as Migrate
+
+from localai_cluster.locks import Lock, wait_for_lock
+
+
+class Command(Migrate):
+    """Django's own, under the schema lock."""
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        """Waits for whoever is at it; then finds nothing left to do."""
+        with wait_for_lock(Lock.SCHEMA):
+            super().handle(*args, **options)

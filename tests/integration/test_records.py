@@ -1,0 +1,104 @@
+"""What the rows of the registry can and cannot say, held by the database itself (R1.4 to R1.8)."""
+
+from typing import Any
+
+import pytest
+from django.db import IntegrityError, transaction
+from django.db.models import Model
+
+from localai_cluster import clock
+from nodes.actors import STATIC_KEY
+from nodes.loading import replicas
+from nodes.models import (
+    BackendNode,
+    ModelLoadInfo,
+    ModelSchedulingConfig,
+    NodeModel,
+    PendingBackendOp,
+    ReplicaState,
+)
+from nodes.services import deregister
+from tests.support import api
+
+pytestmark = pytest.mark.django_db
+
+
+def refused(model: type[Model], **fields: Any) -> bool:
+    """Whether the database refuses such a row."""
+    try:
+        with transaction.atomic():
+            model._default_manager.create(**fields)
+    except IntegrityError:
+        return True
+    return False
+
+
+def replica(node: BackendNode, **fields: Any) -> NodeModel:
+    """A loaded replica."""
+    given: dict[str, Any] = {"state": "loaded", "address": "127.0.0.1:9", "model_name": "m"} | fields
+    return NodeModel.objects.create(node=node, **given)
+
+
+@pytest.mark.rule("R1.4", "T-REG-61")
+def test_only_loaded_replicas_with_an_address_serve() -> None:
+    """R1.4: every state is storable, one of them gets traffic; index and count default to 0."""
+    node = api.make_node()
+    for index, state in enumerate(ReplicaState.values):
+        replica(node, state=state, replica_index=index)
+    serving = NodeModel.objects.serving()
+    assert [row.state for row in serving] == ["loaded"]
+    assert refused(NodeModel, node=node, model_name="n", state="loaded", address="")
+    assert refused(NodeModel, node=node, model_name="n", state="resting", address="a:1")
+    assert refused(NodeModel, node=node, model_name="n", in_flight=-1)
+    fresh = NodeModel.objects.create(node=node, model_name="n")
+    assert (fresh.replica_index, fresh.in_flight, fresh.loading_by) == (0, 0, "")
+
+
+@pytest.mark.rule("R1.5")
+def test_a_slot_is_taken_once() -> None:
+    """R1.5, "Port:": node, model and index are unique; reserving a taken slot answers nothing."""
+    node = api.make_node()
+    replica(node)
+    assert refused(NodeModel, node=node, model_name="m", replica_index=0)
+    (view,) = replicas.fleet("m")
+    slot = {"mark": "x:1", "backend": "echo", "now": clock.now()}
+    assert replicas.reserve(view, "m", 0, **slot) is None
+    assert NodeModel.objects.get(node=node, model_name="m").state == "loaded"
+
+
+@pytest.mark.rule("R1.6")
+def test_load_info_outlives_replicas_and_nodes() -> None:
+    """R1.6: one row a model, of no node."""
+    node = api.make_node()
+    replica(node)
+    ModelLoadInfo.objects.create(model_name="m", backend_type="echo", model_options={"Model": "m"})
+    deregister(node.id, actor=STATIC_KEY, now=clock.now())
+    assert not NodeModel.objects.exists()
+    assert ModelLoadInfo.objects.get(model_name="m").model_options == {"Model": "m"}
+    assert refused(ModelLoadInfo, model_name="m", backend_type="echo")
+    assert refused(ModelLoadInfo, model_name="", backend_type="echo")
+
+
+@pytest.mark.rule("R1.7")
+def test_an_intent_is_unique_for_node_backend_and_operation() -> None:
+    """R1.7: install and delete of one backend are two intents, two installs are one."""
+    node = api.make_node()
+    intent = PendingBackendOp.objects.create(node=node, backend="echo", op="install", galleries="[]")
+    assert (intent.attempts, intent.last_error) == (0, "")
+    assert intent.next_retry_at <= clock.now()
+    assert not refused(PendingBackendOp, node=node, backend="echo", op="delete")
+    assert refused(PendingBackendOp, node=node, backend="echo", op="install")
+    assert refused(PendingBackendOp, node=node, backend="echo", op="polish")
+    assert refused(PendingBackendOp, node=node, backend="", op="install")
+
+
+@pytest.mark.rule("R1.8", "T-REG-62")
+def test_one_rule_a_model() -> None:
+    """R1.8: a rule starts without cooldown; counts are whole, and the minimum fits under the maximum."""
+    rule = ModelSchedulingConfig.objects.create(
+        model_name="m", node_selector={"tier": "fast"}, min_replicas=1
+    )
+    assert (rule.unsatisfiable_until, rule.unsatisfiable_ticks, rule.spread_all) == (None, 0, False)
+    assert refused(ModelSchedulingConfig, model_name="m")
+    assert refused(ModelSchedulingConfig, model_name="n", min_replicas=-1)
+    assert refused(ModelSchedulingConfig, model_name="n", min_replicas=3, max_replicas=2)
