@@ -45,6 +45,8 @@ _REPLICA = {
     "in_flight": 2,
     "last_used": _AT,
     "backend_type": "minilm",
+    "config_revision": "3b1f6a6f6c0b",
+    "effective_options_hash": "a94a8fe5ccb1",
     "created_at": _AT,
     "updated_at": _AT,
 }
@@ -122,6 +124,11 @@ NODE_DETAIL = _answer(
 REPLICA = _answer(_REPLICA)
 _WHO = {"id": _ID, "name": "gpu-a", "node_type": "backend", "status": "healthy"}
 APPROVED = _answer(_WHO | {"message": "node approved"})
+APPROVED_AGENT = _answer(
+    _WHO
+    | {"name": "agent-1", "node_type": "agent", "message": "node approved", "api_token": "lai-" + "0" * 64},
+    "agent",
+)
 APPROVE_MANY = _sent({"ids": [_ID, _CONFLICT["id"]]})
 OUTCOMES = _answer(
     {
@@ -132,6 +139,7 @@ OUTCOMES = _answer(
         ],
     }
 )
+REASON = _sent({"reason": "ticket 4711"})
 REJECTION = _sent({"reason": "nobody has announced this machine"})
 DRAIN = _sent({"reason": "new power supply", "deadline_seconds": 600})
 LABELS = _answer(_NODE["labels"])
@@ -141,3 +149,9 @@ BUDGET_SENT, BUDGET = _sent({"value": "80%"}), _answer({"vram_budget": "80%"})
 RESET = _answer({"reset": True})
 CONFLICT = _answer(_CONFLICT)
 EVENTS = _answer({"events": [_EVENT], "next_cursor": 4711})
+INSTALL = _sent({"backend": "local@minilm"})
+_JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
+ACCEPTED = _answer(
+    {"jobID": _JOB, "statusUrl": f"/api/backends/job/{_JOB}", "message": "backend installation started"},
+    status="202",
+)

@@ -148,7 +148,7 @@ class RevokeView(NodeView):
         tags=["identity"],
         request=admin_shapes.ReasonSerializer,
         responses={200: shapes.MessageSerializer, **refusals(400, 401, 403, 404, 409, 413)},
-        examples=[examples.message("identity revoked")],
+        examples=[examples.REASON, examples.message("identity revoked")],
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Refuses the worker's secret for ever; the node is pending again and without an identity."""

@@ -6,6 +6,7 @@ from rest_framework.response import Response
 
 from localai_cluster import clock, errors
 from localai_cluster.logs import request_id
+from nodes.api import examples
 from nodes.api import serializers as shapes
 from nodes.api.auth import principal
 from nodes.api.openapi import refusals
@@ -27,6 +28,7 @@ class InstallView(NodeView):
             ),
             **refusals(400, 401, 403, 404, 409, 413),
         },
+        examples=[examples.INSTALL, examples.ACCEPTED],
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Installs a backend on one node. Asking again while it runs joins the running operation."""

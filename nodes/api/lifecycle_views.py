@@ -24,7 +24,7 @@ class ApproveView(NodeView):
         tags=["nodes"],
         request=admin_shapes.ReasonSerializer,
         responses={200: node_shapes.ApprovedSerializer, **refusals(400, 401, 403, 404, 413)},
-        examples=[examples.APPROVED],
+        examples=[examples.REASON, examples.APPROVED, examples.APPROVED_AGENT],
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Lets a pending node into the fleet; an agent's API token is shown this once."""
@@ -116,7 +116,7 @@ class ResumeView(NodeView):
         tags=["nodes"],
         request=admin_shapes.ReasonSerializer,
         responses={200: shapes.MessageSerializer, **refusals(400, 401, 403, 404, 409, 413)},
-        examples=[examples.message("node resumed")],
+        examples=[examples.REASON, examples.message("node resumed")],
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Takes the node into service again; one that is offline waits for its next heartbeat."""

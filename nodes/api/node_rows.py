@@ -12,6 +12,7 @@ from uuid import UUID
 
 import orjson
 from django.db.models import Aggregate, CharField, Count, F, Func, Q, QuerySet, Sum, TextField
+from django.db.models.expressions import Combinable
 from django.db.models.functions import Cast
 
 from nodes.models import BackendNode, NodeConflict, NodeLabel, NodeModel
@@ -40,7 +41,7 @@ def _text(column: str) -> Cast:
     return Cast(column, TextField())
 
 
-COLUMNS: Mapping[str, Any] = {
+COLUMNS: Mapping[str, Combinable] = {
     "id": _text("id"),
     **{
         name: F(name)
@@ -70,7 +71,11 @@ COLUMNS: Mapping[str, Any] = {
     },
     **{name: _Time(name) for name in ("last_heartbeat", "created_at", "updated_at")},
 }
-_REJECTION = {"at": _Time("rejected_at"), "by": F("rejected_by"), "reason": F("reject_reason")}
+_REJECTION: Mapping[str, Combinable] = {
+    "at": _Time("rejected_at"),
+    "by": F("rejected_by"),
+    "reason": F("reject_reason"),
+}
 OMITTED_IF_EMPTY = ("capability", "vram_budget", "vram_budget_bytes", "weak_identity")
 
 
@@ -139,7 +144,7 @@ def detail(node_id: UUID) -> Row | None:
     rows = elements(BackendNode.objects.filter(pk=node_id))
     if not rows:
         return None  # removed meanwhile
-    shown = {"labels": {}} | rows[0] | _facts(node)
+    shown: Row = {"labels": {}} | rows[0] | _facts(node)
     identity = _identity(node) | {"open_conflicts": shown.get("open_conflicts", 0)}
     return shown | {"revision": node.revision, "identity": identity}
 

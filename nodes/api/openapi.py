@@ -7,7 +7,7 @@ merged into the generated document by `add_raw_routes`. A test compares the whol
 from typing import Any
 
 from drf_spectacular.extensions import OpenApiAuthenticationExtension, OpenApiSerializerExtension
-from drf_spectacular.utils import OpenApiResponse
+from drf_spectacular.utils import OpenApiExample, OpenApiResponse
 
 from operations.api.serializers import RefusalSerializer
 
@@ -24,6 +24,16 @@ _MEANINGS = {
     429: "Too many wrong tokens or secrets from this address; Retry-After says when to come back.",
     503: "Not possible right now; Retry-After says when to come back.",
 }
+_SAID = {
+    400: ("invalid request body", "node_error"),
+    401: ("invalid API key", "invalid_request_error"),
+    403: ("admin access required", "authorization_error"),
+    404: ("node not found", "node_error"),
+    409: ("the node is pending", "node_error"),
+    413: ("the request body is too large", "node_error"),
+    429: ("too many wrong tokens from this address", "node_error"),
+    503: ("the database does not answer", "node_error"),
+}
 _COME_BACK: Operation = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "required": True}}
 _HEADERS: dict[str, Operation] = {
     "401": {"WWW-Authenticate": {"schema": {"type": "string", "enum": ["Bearer"]}, "required": True}},
@@ -34,7 +44,16 @@ _HEADERS: dict[str, Operation] = {
 
 def refusals(*statuses: int) -> dict[int, OpenApiResponse]:
     """Responses in the nested envelope, and the 503 of a database that does not answer."""
-    return {status: OpenApiResponse(RefusalSerializer, _MEANINGS[status]) for status in (*statuses, 503)}
+    return {
+        status: OpenApiResponse(RefusalSerializer, _MEANINGS[status], [_refusal(status)])
+        for status in (*statuses, 503)
+    }
+
+
+def _refusal(status: int) -> OpenApiExample:
+    message, kind = _SAID[status]
+    body = {"error": {"code": status, "message": message, "type": kind}}
+    return OpenApiExample(f"refused {status}", body, response_only=True, status_codes=[str(status)])
 
 
 class DescribedSerializer(OpenApiSerializerExtension):  # type: ignore[no-untyped-call]

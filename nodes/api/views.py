@@ -94,7 +94,8 @@ class NodeDetailView(NodeView):
     )
     def get(self, request: Request, node_id: str) -> Response:
         """One node: as in the list, and what lies behind its status."""
-        node = node_rows.detail(existing(node_id))
+        found = parse_node_id(node_id)
+        node = None if found is None else node_rows.detail(found)
         if node is None:
             raise errors.NotFound("node not found")
         return Response(node)

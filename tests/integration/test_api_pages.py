@@ -210,8 +210,10 @@ def test_the_document_says_which_keys_may_be_absent(root: Client) -> None:
         name: set(schemas[name]["properties"]) - set(schemas[name]["required"])
         for name in ("Node", "NodeDetail", "Replica", "Registration")
     }
-    assert optional["Node"] == {"capability", "vram_budget", "vram_budget_bytes", "weak_identity", "labels"}
-    assert optional["NodeDetail"] == optional["Node"] - {"labels"}
+    theirs = {"capability", "vram_budget", "vram_budget_bytes", "labels"}
+    assert optional["Node"] == theirs | {"weak_identity", "rejected", "open_conflicts"}
+    facts = {"approval", "revoked", "drain", "offline", "unhealthy"}
+    assert optional["NodeDetail"] == optional["Node"] - {"labels"} | facts
     assert "cleanup_error" in optional["Replica"]
     assert set(schemas["Registration"]["properties"]) - optional["Registration"] == {"name", "token"}
     assert schemas["Registration"]["properties"]["name"]["maxLength"] == 255

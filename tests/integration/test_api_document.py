@@ -1,0 +1,262 @@
+"""The API document tells the truth about the registry's routes, and so do its examples.
+
+Nothing may be in an answer that the document does not know, and nothing may be missing that it promises.
+"""
+
+import re
+from collections.abc import Iterator
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+import pytest
+from drf_spectacular.generators import SchemaGenerator
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
+
+from localai_cluster import clock
+from nodes.api import node_rows
+from nodes.models import BackendNode, NodeConflict, NodeLabel
+from tests.support import api
+
+pytestmark = pytest.mark.django_db
+METHODS = ("get", "put", "patch", "post", "delete")
+
+
+@cache
+def document() -> dict[str, Any]:
+    generator: Any = SchemaGenerator  # untyped by its library
+    found: dict[str, Any] = generator().get_schema(request=None, public=True)
+    return found
+
+
+@cache
+def strict_components() -> dict[str, Any]:
+    """The components, closed: a property that is not listed is an error."""
+    components: dict[str, Any] = deepcopy(document()["components"])
+    for schema in components["schemas"].values():
+        if "properties" in schema:
+            schema.setdefault("additionalProperties", False)
+    return components
+
+
+def fits(schema: dict[str, Any], value: Any) -> list[str]:
+    """What is wrong with the value."""
+    validator = Draft202012Validator(schema | {"components": strict_components()})
+    return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(value)]
+
+
+def operations() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Every operation on nodes for admins."""
+    for path, methods in document()["paths"].items():
+        if path.startswith("/api/nodes"):
+            yield from ((method, path, what) for method, what in methods.items() if method in METHODS)
+
+
+def template_of(path: str) -> str:
+    """The document's path for a concrete one."""
+    path = path.partition("?")[0]
+    for template in sorted((path for _, path, _ in operations()), key=lambda t: (t.count("{"), -len(t))):
+        pattern = re.sub(r"\{(\w+)\}", lambda name: ".+" if name[1] == "key" else "[^/]+", template)
+        if re.fullmatch(pattern, path):
+            return template
+    raise AssertionError(f"the document does not know {path}")
+
+
+class Reader:
+    """An admin who compares every answer with the document."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, str, int]] = set()
+
+    def __call__(self, method: str, path: str, body: Any = None) -> Any:
+        """Sends, compares, answers the body."""
+        answer = api.admin().send(method, path, body)
+        template = template_of(path)
+        status = answer.status_code
+        responses = document()["paths"][template][method.lower()]["responses"]
+        assert str(status) in responses, (method, path, status, answer.content)
+        content = responses[str(status)].get("content")
+        value = answer.json() if answer.content else None
+        assert (content is None) is (value is None), (method, path)
+        if content is not None:
+            assert answer["Content-Type"] in content
+            assert fits(content["application/json"]["schema"], value) == [], (method, path)
+        self.seen.add((method.lower(), template, status))
+        return value
+
+
+def claimed(node: BackendNode, kind: str, claim: str) -> str:
+    row = NodeConflict.objects.create(
+        node=node, kind=kind, claim=claim, source_address="10.0.0.9", advertised_address="10.0.0.9:1"
+    )
+    return str(row.pk)
+
+
+UNKNOWN = "/api/nodes/00000000-0000-4000-8000-00000000dead"
+
+
+def edit(read: Reader) -> None:
+    """Labels and overrides."""
+    at = f"/api/nodes/{api.make_node('edited').id}"
+    read("PUT", f"{at}/labels", {"a": "b"})
+    read("PATCH", f"{at}/labels", {"models/x": "c"})
+    read("PATCH", f"{at}/labels", {"x": 5})
+    read("GET", f"{at}/labels")
+    read("DELETE", f"{at}/labels/models/x")
+    for what, value in (("max-replicas-per-model", 3), ("vram-budget", "80%")):
+        read("PUT", f"{at}/{what}", {"value": value})
+        read("PUT", f"{at}/{what}", {})
+        read("DELETE", f"{at}/{what}")
+
+
+def let_in(read: Reader) -> None:
+    """Approval and rejection."""
+    poor, agent = (
+        api.make_node("poor", approved=False),
+        api.make_node("agent", node_type="agent", address="", approved=False),
+    )
+    healthy = api.make_node("healthy")
+    read("POST", f"/api/nodes/{poor.id}/reject", {"reason": "no"})
+    read("POST", f"/api/nodes/{poor.id}/reject", {})
+    read("POST", f"/api/nodes/{healthy.id}/reject", {"reason": "no"})
+    read("GET", f"/api/nodes/{poor.id}")
+    read("GET", "/api/nodes")
+    read("POST", f"/api/nodes/{agent.id}/approve", {"reason": "ours"})
+    read("POST", f"/api/nodes/{healthy.id}/approve")
+    read("POST", "/api/nodes/approve", {"ids": [str(node.id) for node in (poor, agent, healthy)]})
+    read("POST", "/api/nodes/approve", {})
+
+
+def come_and_go(read: Reader) -> None:
+    """Drains, and what makes a node unwell; replicas in every shape."""
+    node = api.make_node(
+        "worn", total_vram=8, available_vram=8, gpu_vendor="nvidia", capability="x", vram_budget="50%"
+    )
+    api.replica(node, backend_type="mock", cleanup_attempts=1, cleanup_next_retry_at=clock.now())
+    api.replica(node, "n", loading_by="x", effective_options_hash="h", cleanup_error="e", in_flight=1)
+    api.replica(node, "o", state="loading", address="", config_revision="r")
+    at = f"/api/nodes/{node.id}"
+    read("GET", "/api/nodes/models")
+    read("GET", f"{at}/models")
+    read("POST", f"{at}/drain", {"reason": "disk", "deadline_seconds": 60})
+    read("GET", at)
+    for _ in range(2):
+        read("POST", f"{at}/resume")
+    for event in ("unhealthy", "silent"):
+        api.mark(node, event)
+        read("GET", at)
+    read("GET", "/api/nodes?limit=2&sort=-name")
+
+
+def dispute(read: Reader) -> None:
+    """Conflicts, rotation, revocation; then the node goes and its timeline stays."""
+    node, weak = api.make_node("claimed"), api.make_node("weak", approved=False)
+    BackendNode.objects.filter(pk=weak.pk).update(fingerprint="", weak_identity=True, last_heartbeat=None)
+    known, other = claimed(node, "secret", "c" * 64), claimed(node, "instance", "d" * 32)
+    at = f"/api/nodes/{node.id}"
+    read("GET", "/api/nodes/conflicts")
+    for conflict, verdict in ((known, "accept"), (known, "refuse"), (other, "accept"), (other, "refuse")):
+        read("POST", f"{at}/conflicts/{conflict}/{verdict}")
+    read("GET", f"{at}/conflicts?limit=1")
+    read("POST", f"{at}/identity/rotate")
+    read("GET", at)
+    read("POST", f"/api/nodes/{weak.id}/identity/rotate")
+    read("GET", f"/api/nodes/{weak.id}")
+    read("POST", f"{at}/identity/revoke", {"reason": "stolen"})
+    read("POST", f"{at}/identity/revoke")
+    read("GET", at)
+    read("GET", f"{at}/events?limit=2")
+    read("DELETE", at)
+    read("GET", f"{at}/events")
+
+
+@pytest.mark.rule("http-2.1", "http-2.3", "http-2.4", "http-2.5")
+@pytest.mark.rule("http-2.6", "http-2.7", "http-2.8", "http-2.9")
+def test_every_answer_fits_the_document() -> None:
+    """Each route answers with success, and with each refusal that the document lists for it."""
+    read = Reader()
+    for story in (edit, let_in, come_and_go, dispute):
+        story(read)
+    known = {
+        (method, path, int(status))
+        for method, path, what in operations()
+        for status in what["responses"]
+        if int(status) not in BY_OTHER_TESTS and "backends" not in path
+    }
+    for method, path, status in sorted(known - read.seen):
+        refuse(read, method, path, status)
+    assert known - read.seen == set()
+
+
+BY_OTHER_TESTS = (401, 403, 413, 503)
+"""What the caller or the machine is refused for, not the request."""
+
+
+def refuse(read: Reader, method: str, path: str, status: int) -> None:
+    """An unknown node, or a body or parameter that cannot be."""
+    node_id = UNKNOWN.rpartition("/")[2] if status == 404 else str(api.make_node("last").id)
+    where = re.sub(r"\{\w+\}", node_id, path)
+    read(method.upper(), where + ("?x=1" if method == "get" and status == 400 else ""), b"{")
+
+
+def examples() -> Iterator[tuple[str, dict[str, Any], Any]]:
+    """Every example with its schema."""
+    for method, path, what in operations():
+        contents = [what["requestBody"]["content"]] if "requestBody" in what else []
+        contents += [answer["content"] for answer in what["responses"].values() if "content" in answer]
+        assert all(content["application/json"].get("examples") for content in contents), (method, path)
+        for content in contents:
+            media = content["application/json"]
+            for example in media.get("examples", {}).values():
+                yield f"{method} {path}", media["schema"], example["value"]
+
+
+def test_every_example_fits_its_schema() -> None:
+    """And every body that is sent or answered has one."""
+    found = list(examples())
+    assert [(name, wrong) for name, schema, value in found if (wrong := fits(schema, value))] == []
+    assert {name for name, _, _ in found} == {f"{method} {path}" for method, path, _ in operations()}
+
+
+RECORDED = [
+    ("nodes-list", "one draining node", "get /api/nodes"),
+    ("models-on-node", "one loaded replica", "get /api/nodes/models"),
+    ("node-actions", "approve an agent: api_token is returned once", "post /api/nodes/{node_id}/approve"),
+    ("node-actions", "delete", "delete /api/nodes/{node_id}"),
+    ("labels-and-caps", "replica cap", "put /api/nodes/{node_id}/max-replicas-per-model"),
+    ("labels-and-caps", "budget in percent", "put /api/nodes/{node_id}/vram-budget"),
+    ("labels-and-caps", "reset the budget", "delete /api/nodes/{node_id}/vram-budget"),
+]
+
+
+@pytest.mark.parametrize(("file", "name", "operation"), RECORDED, ids=[name for _, name, _ in RECORDED])
+def test_examples_have_the_recorded_shapes(file: str, name: str, operation: str) -> None:
+    """Every recorded key stands in an example with the same JSON type."""
+    recorded = next(entry for entry in api.examples(file) if entry["name"] == name)["body"]
+    shown = [value for found, _, value in examples() if found == operation]
+    entry = recorded[0] if isinstance(recorded, list) else recorded
+    answers = [value[0] if isinstance(value, list) else value for value in shown]
+    assert any(
+        {key: type(answer.get(key)) for key in entry} == {key: type(value) for key, value in entry.items()}
+        for answer in answers
+    ), (entry, answers)
+
+
+def test_the_document_and_the_rows_name_the_same_fields() -> None:
+    """`node_shapes` describes what `node_rows` makes, key by key."""
+    node = api.make_node(
+        "full", total_vram=8, available_vram=8, capability="x", vram_budget="50%", approved=False
+    )
+    BackendNode.objects.update(
+        fingerprint="", weak_identity=True, rejected_at=clock.now(), rejected_by="ann", reject_reason="no"
+    )
+    claimed(node, "weak", "c" * 64)
+    (element,) = node_rows.elements(BackendNode.objects.all())
+    assert set(element) == set(document()["components"]["schemas"]["Node"]["properties"])
+    NodeLabel.objects.all().delete()
+    NodeConflict.objects.all().delete()
+    BackendNode.objects.update(
+        weak_identity=False, rejected_at=None, capability="", vram_budget="", vram_budget_bytes=0
+    )
+    (element,) = node_rows.elements(BackendNode.objects.all())
+    assert set(element) == set(document()["components"]["schemas"]["Node"]["required"])
