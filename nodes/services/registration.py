@@ -173,7 +173,9 @@ def _rows(registration: Registration, caller: Caller, now: datetime) -> list[Bac
     for _ in range(_TRIES):
         if rows := _existing(registration, caller):
             return rows
-        if BackendNode.objects.filter(name_key=names.key(registration.name)).exists():
+        # Somebody may have made the very node between the two looks: that is no other one.
+        alike = BackendNode.objects.filter(name_key=names.key(registration.name))
+        if alike.exclude(name=registration.name).exists():
             raise errors.Conflict(
                 f"there is a node whose name cannot be told from {registration.name!r}", field="name"
             )
@@ -238,12 +240,14 @@ def _drop_absent(node: BackendNode, registration: Registration) -> None:
         drop_replicas(node.id)
         return
     listed = {one.process_key: one.address for one in registration.running_processes}
+    rows = list(NodeModel.objects.filter(node=node))
     keep: list[UUID] = []
-    for row in NodeModel.objects.filter(node=node):
+    for row in rows:
         address = listed.get(process_key(row.model_name, row.replica_index))
         if address is not None and (not address or not row.address or address == row.address):
             keep.append(row.pk)
-    drop_replicas(node.id, keep=keep)
+    if len(keep) < len(rows):
+        drop_replicas(node.id, keep=keep)
 
 
 def _figures(node: BackendNode, reported: Registration) -> dict[str, Any]:
