@@ -1,6 +1,6 @@
 """Pure rules of the registry: VRAM budgets, transitions, who a credential belongs to, error texts."""
 
-from datetime import UTC, datetime
+from dataclasses import replace
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -12,11 +12,21 @@ from localai_cluster import errors
 from nodes import budget
 from nodes.api.envelopes import field_message
 from nodes.api.parsers import is_json, parse_json
-from nodes.identity import NodeFacts, hash_secret, judge, offered, same
+from nodes.identity import (
+    NOBODY,
+    MustRotate,
+    NodeFacts,
+    OtherProcess,
+    WrongCredential,
+    hash_secret,
+    judge,
+    node_fingerprint,
+    offered,
+    same,
+)
 
-NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 
-
+@pytest.mark.rule("R1.49")
 @pytest.mark.parametrize(
     ("text", "limit"),
     [
@@ -38,6 +48,7 @@ def test_budget_grammar(text: str, limit: int) -> None:
     assert budget.ceiling(text, 1000) == limit
 
 
+@pytest.mark.rule("R1.49", "http-1.1")
 @pytest.mark.parametrize("text", ["101%", "-1", "1.5", "x", "5 apples", "%", "1e9", "-5GiB"])
 def test_unreadable_budgets(text: str) -> None:
     """R1.49: an error for whoever types it, no cap where a worker sends it."""
@@ -46,6 +57,7 @@ def test_unreadable_budgets(text: str) -> None:
     assert budget.ceiling_or_none(text, 1000) == 0
 
 
+@pytest.mark.rule("R1.36", "R1.49")
 @given(text=st.text(max_size=12) | st.from_regex(r"\d{1,5}(\.\d)?\s?(%|[kmgt]i?b)?", fullmatch=True))
 def test_a_ceiling_lies_within_the_total(text: str) -> None:
     """R1.36: and what it leaves is never more than there was."""
@@ -54,29 +66,109 @@ def test_a_ceiling_lies_within_the_total(text: str) -> None:
     assert budget.cap(9_000, limit) <= 9_000
 
 
-FINGERPRINTS = st.sampled_from([hash_secret("a"), hash_secret("b"), ""])
-IDS = st.sampled_from([UUID(int=1), UUID(int=2), UUID(int=3)])
+ID, OTHER_ID = UUID(int=1), UUID(int=2)
+OWN, OTHERS, STRANGERS = (hash_secret(text) for text in "abc")
+PROCESS, FORMER = "1" * 32, "2" * 32
+STRONG = NodeFacts(ID, OWN, weak=False, instance=PROCESS)
+WEAK = NodeFacts(ID, "", weak=True)
+UNBOUND = NodeFacts(ID, "", weak=False)
+ANOTHER = NodeFacts(OTHER_ID, OTHERS, weak=False)
+Refusal = type[errors.ClusterError] | None
+
+
+@pytest.mark.rule("http-1.2", "http-1.3", "http-1.4", "http-1.5", "http-1.6")
+@pytest.mark.parametrize(
+    ("target", "fingerprint", "refusal"),
+    [
+        (STRONG, OWN, None),
+        (STRONG, OTHERS, errors.Forbidden),
+        (STRONG, STRANGERS, WrongCredential),
+        (STRONG, NOBODY, WrongCredential),
+        (STRONG, "", errors.Forbidden),
+        (WEAK, "", None),
+        (WEAK, OTHERS, errors.Forbidden),
+        (WEAK, STRANGERS, WrongCredential),
+        (UNBOUND, "", errors.Forbidden),
+        (UNBOUND, STRANGERS, WrongCredential),
+        (None, OTHERS, errors.NotFound),
+        (None, STRANGERS, errors.NotFound),
+        (None, "", errors.NotFound),
+        (None, NOBODY, WrongCredential),
+    ],
+)
+def test_a_credential_opens_its_own_node_only(
+    target: NodeFacts | None, fingerprint: str, refusal: Refusal
+) -> None:
+    """D-IDENTITY: 401 for nobody's credential, 403 for another node's, 404 for an unknown id.
+
+    An empty fingerprint is the shared token, where it is admitted.
+    """
+    assert _judged([row for row in (target, ANOTHER) if row], fingerprint) is refusal
+
+
+def _judged(rows: list[NodeFacts], fingerprint: str, instance: str = "", **options: bool) -> Refusal:
+    try:
+        assert judge(ID, fingerprint, instance, rows, **options).node_id == ID
+    except errors.ClusterError as error:
+        return type(error)
+    return None
+
+
+ROTATING = replace(STRONG, rotating=True)
+
+
+@pytest.mark.rule("http-1.1")
+@pytest.mark.parametrize(
+    ("target", "instance", "refusal"),
+    [
+        (STRONG, "", None),
+        (STRONG, PROCESS, None),
+        (STRONG, FORMER, OtherProcess),
+        (STRONG, "X" * 32, errors.InvalidInput),
+        (replace(STRONG, instance=""), PROCESS, OtherProcess),
+        (ROTATING, PROCESS, MustRotate),
+        (ROTATING, FORMER, MustRotate),
+    ],
+)
+def test_the_process_counts_where_it_is_told(target: NodeFacts, instance: str, refusal: Refusal) -> None:
+    """D-INSTANCE; a secret that is to be replaced is good for nothing else."""
+    assert _judged([target], OWN, instance) is refusal
+    if target is ROTATING:
+        assert _judged([target], OWN, instance, rotating=True) is (
+            OtherProcess if instance == FORMER else None
+        )
+
+
+FINGERPRINTS = st.sampled_from([OWN, OTHERS, "", NOBODY])
 ROWS = st.lists(
-    st.builds(NodeFacts, IDS, FINGERPRINTS, st.booleans()).filter(lambda r: not (r.fingerprint and r.weak)),
+    st.builds(
+        NodeFacts,
+        st.sampled_from([ID, OTHER_ID]),
+        st.sampled_from([OWN, OTHERS, ""]),
+        st.booleans(),
+        st.sampled_from(["", PROCESS]),
+        st.booleans(),
+    ).filter(lambda row: not (row.fingerprint and row.weak)),
     unique_by=lambda row: row.id,
 )
 
 
-@given(node_id=IDS, fingerprint=FINGERPRINTS, rows=ROWS)
-def test_a_credential_opens_its_own_node_only(node_id: UUID, fingerprint: str, rows: list[NodeFacts]) -> None:
-    """401 for nobody's credential, 403 for another node's, 404 for an unknown id; never a wrong yes."""
-    target = next((row for row in rows if row.id == node_id), None)
-    owns = target is not None and target.fingerprint == fingerprint and (bool(fingerprint) or target.weak)
-    known = not fingerprint or any(row.fingerprint == fingerprint for row in rows)
-    expected: type[errors.ClusterError] | None = None
-    if not owns:
-        refused = errors.NotFound if target is None else errors.Forbidden
-        expected = refused if known else errors.NotAuthenticated
-    if expected is None:
-        assert judge(node_id, fingerprint, "", rows).node_id == node_id
-    else:
-        with pytest.raises(expected):
-            judge(node_id, fingerprint, "", rows)
+@given(fingerprint=FINGERPRINTS, rows=ROWS, instance=st.sampled_from(["", PROCESS, FORMER, "?"]))
+def test_there_is_no_wrong_yes(fingerprint: str, rows: list[NodeFacts], instance: str) -> None:
+    """Whatever else is known: only the holder of the row's own secret, in its process, is the node."""
+    if _judged(rows, fingerprint, instance) is None:
+        (row,) = (row for row in rows if row.id == ID)
+        assert row.fingerprint == fingerprint
+        assert fingerprint or row.weak
+        assert instance in ("", row.instance)
+        assert not row.rotating
+
+
+@given(text=st.text(max_size=70) | st.from_regex(r"[0-9a-fA-F]{64}", fullmatch=True))
+def test_what_can_be_a_nodes_secret(text: str) -> None:
+    """64 lower-case hex digits; anything else stands for nobody and costs no query."""
+    secret = len(text) == 64 and set(text) <= set("0123456789abcdef")
+    assert node_fingerprint(text) == (hash_secret(text) if secret else NOBODY)
 
 
 def test_nothing_matches_an_unset_secret() -> None:
@@ -86,6 +178,7 @@ def test_nothing_matches_an_unset_secret() -> None:
     assert same("\udcff x", "\udcff x")
 
 
+@pytest.mark.rule("http-0.2")
 @pytest.mark.parametrize(
     ("headers", "credential"),
     [
@@ -129,6 +222,7 @@ def test_any_bytes_are_a_value_or_invalid_input(raw: bytes) -> None:
     assert value is None or isinstance(value, dict | list | str | int | float | bool)
 
 
+@pytest.mark.rule("http-0.1")
 @pytest.mark.parametrize("kind", ["", "application/json", "Application/JSON; charset=utf-8"])
 def test_json_content_types(kind: str) -> None:
     """§0.1."""
