@@ -1,7 +1,7 @@
 """Heartbeats: reading one, and writing many in one statement.
 
-A beat proves itself and writes itself at once: the UPDATE matches node id, fingerprint and process together,
-so nothing is read first. Whoever is not among the returned rows is refused, and one more query tells why.
+A caller is answered when its beat is proved; the beat itself is written with the next batch. The UPDATE
+proves it again by matching node id, fingerprint and process: a secret revoked in between writes nothing.
 Figures count only for nodes that are approved and online (R1.34). A node that had fallen silent comes back by
 its beat (R5.5), one that left by itself does not (R5.7). Free VRAM clears the reservation unless one was made
 after the figure came in. A new total moves the ceiling of a budget in percent; which budgets are concerned is
@@ -170,6 +170,11 @@ async def record(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.Clus
     written = {(node_id, fingerprint, instance) for node_id, fingerprint, instance, _ in rows}
     refused = [beat for beat in beats if beat.key not in written]
     return dict.fromkeys(written) | await _refusals(database, refused)
+
+
+async def prove(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:
+    """Answers per key why the beat would be refused, or None; one SELECT for all, nothing is written."""
+    return await _refusals(database, beats)
 
 
 async def _budgets(database: Rows, ids: Sequence[UUID]) -> dict[UUID, str]:

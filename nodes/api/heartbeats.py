@@ -1,9 +1,10 @@
 """`POST /api/node/:id/heartbeat`: a raw ASGI application in front of Django.
 
-Beats gather and one statement a second writes them all (`beats.record`); the first one after a quiet second
-is written at once. Every caller waits for the outcome of its own beat. A body that cannot be read is answered
-with 400, after its beat has been written without figures: who beats, lives. What a refusal leaves behind, a
-failure counted or a conflict noted, is done for its caller alone, after the batch and off the event loop.
+A caller is answered as soon as its beat is proved. Proved beats gather, and one statement a second writes
+them all (`beats.record`); the first one after a quiet second is written at once. A batch that is lost costs
+every node in it one beat. A body that cannot be read is answered with 400, and its beat counts without
+figures: who beats, lives. What a refusal leaves behind, a failure counted or a conflict noted, is done for
+its caller alone, off the event loop.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
 
@@ -44,57 +45,85 @@ class ClientGone(Exception):
     """The client left before it had sent its body."""
 
 
-@dataclass
-class _Waiting:
-    """The latest beat of a node and everyone who waits for its outcome."""
+Verdict = errors.ClusterError | None
+"""Why a beat is refused, None if it is not."""
 
-    beat: Beat
-    callers: list[asyncio.Future[errors.ClusterError | None]] = field(default_factory=list)
+
+class Gate:
+    """Proves beats, all that arrive while a look is under way with the next one."""
+
+    def __init__(self, database: Callable[[], beats.Rows]) -> None:
+        self._database = database
+        self._asked: list[tuple[Beat, asyncio.Future[Verdict]]] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def prove(self, beat: Beat) -> Verdict:
+        """The verdict on one beat; Unavailable while the database does not answer."""
+        verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        self._asked.append((beat, verdict))
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._prove_all())
+        return await verdict
+
+    async def _prove_all(self) -> None:
+        while self._asked:
+            asked, self._asked = self._asked, []
+            verdicts, away = await self._look({beat.key: beat for beat, _ in asked})
+            for beat, verdict in asked:
+                if not verdict.done():
+                    verdict.set_result(verdicts.get(beat.key, away))
+
+    async def _look(self, asked: Mapping[beats.Key, Beat]) -> tuple[dict[beats.Key, Verdict], Verdict]:
+        """The verdicts, and the one for whoever has none."""
+        away = errors.Unavailable("the database does not answer")
+        try:
+            return await beats.prove(self._database(), list(asked.values())), away
+        except errors.ClusterError as error:
+            return {}, error
+        except UNREACHABLE as error:
+            log.warning("%d heartbeats not proved: %s", len(asked), type(error).__name__)
+        except Exception:
+            # Every caller gets an answer, whatever happened to the look.
+            log.exception("%d heartbeats not proved", len(asked))
+        return {}, away
 
 
 class BeatWriter:
-    """Gathers beats and writes them, at most once every `interval` seconds."""
+    """Gathers proved beats and writes them, at most once every `interval` seconds."""
 
     def __init__(self, database: Callable[[], beats.Rows], interval: float = INTERVAL) -> None:
         self._database = database
         self._interval = interval
-        self._waiting: dict[beats.Key, _Waiting] = {}
+        self._waiting: dict[beats.Key, Beat] = {}
         self._next = clock.monotonic()
         self._task: asyncio.Task[None] | None = None
 
-    async def write(self, beat: Beat) -> errors.ClusterError | None:
-        """Has `beat` written with the next batch; answers why it was refused, None if it was not."""
-        outcome: asyncio.Future[errors.ClusterError | None] = asyncio.get_running_loop().create_future()
-        waiting = self._waiting.setdefault(beat.key, _Waiting(beat))
-        waiting.beat = beat.after(waiting.beat)
-        waiting.callers.append(outcome)
+    def keep(self, beat: Beat) -> None:
+        """Has `beat` written with the next batch. A batch that cannot be written is lost: a beat each."""
+        earlier = self._waiting.get(beat.key)
+        self._waiting[beat.key] = beat.after(earlier) if earlier else beat
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._write_all())
-        return await outcome
+
+    async def settled(self) -> None:
+        """Returns when everything kept so far has been written or lost."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
 
     async def _write_all(self) -> None:
         while self._waiting:
             await asyncio.sleep(max(self._next - clock.monotonic(), 0))
             batch, self._waiting = self._waiting, {}
             self._next = clock.monotonic() + self._interval
-            await self._write(batch)
+            await self._write(list(batch.values()))
 
-    async def _write(self, batch: dict[beats.Key, _Waiting]) -> None:
-        outcomes: dict[beats.Key, errors.ClusterError | None] = {}
-        away: errors.ClusterError | None = errors.Unavailable("the database does not answer")
+    async def _write(self, batch: list[Beat]) -> None:
         try:
-            outcomes = await beats.record(self._database(), [waiting.beat for waiting in batch.values()])
-        except errors.ClusterError as error:
-            away = error
-        except UNREACHABLE as error:
+            await beats.record(self._database(), batch)
+        except (errors.ClusterError, *UNREACHABLE) as error:
             log.warning("%d heartbeats not written: %s", len(batch), type(error).__name__)
         except Exception:
-            # Every caller gets an answer, whatever happened to the batch.
             log.exception("%d heartbeats not written", len(batch))
-        for key, waiting in batch.items():
-            for caller in waiting.callers:
-                if not caller.done():
-                    caller.set_result(outcomes.get(key, away))
 
 
 @dataclass(frozen=True)
@@ -109,7 +138,12 @@ class HeartbeatApplication:
     """The ASGI application; `database` gives the process's pool once it is open."""
 
     def __init__(self, database: Callable[[], beats.Rows]) -> None:
+        self._gate = Gate(database)
         self._writer = BeatWriter(database)
+
+    async def settled(self) -> None:
+        """Returns when every beat that was answered has been written or lost."""
+        await self._writer.settled()
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         """Answers one request."""
@@ -126,13 +160,14 @@ class HeartbeatApplication:
             return 405, _refusal(_method_not_allowed(scope["method"])), {"Allow": "POST"}
         try:
             call = await _read(scope, receive)
-            refusal = await self._writer.write(call.beat)
+            refusal = await self._gate.prove(call.beat)
         except errors.NotAuthenticated as error:
             raise await _followed_up(error, scope) from error
         if refusal is not None:
             if isinstance(refusal, identity.OtherProcess):
                 await _note_copy(call.beat, client_of(scope))
             raise await _followed_up(refusal, scope)
+        self._writer.keep(call.beat)
         if call.problem is not None:
             raise call.problem
         return 200, {"message": "heartbeat recorded"}, {}

@@ -34,7 +34,7 @@ async def beat(
     method: str = "POST",
     instance: str = "",
 ) -> tuple[int, Any]:
-    """Sends one beat; answers status and body."""
+    """Sends one beat and waits until it is written; answers status and body."""
     raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     headers = [(b"content-type", content_type.encode())]
     if instance:
@@ -58,6 +58,7 @@ async def beat(
         "client": ["192.0.2.7", 40000],
     }
     await application(scope, receive, send)
+    await application.settled()
     return sent[0]["status"], json.loads(sent[1]["body"])
 
 
