@@ -95,44 +95,56 @@ def apply(plan: Plan, now: datetime, limits: Limits) -> tuple[int, int]:
         return 0, 0
     actor = task("liveness")
     with transaction.atomic():
-        _lock(plan)
+        locked = _lock(plan)
         services.recovered(plan.recovered, actor=actor, now=now)
         gone = services.fell_silent(plan.nodes, limit=limits.node, actor=actor, now=now)
-        return gone, _processes_dead(plan.processes, now, limits.web)
+        return gone, _processes_dead(plan.processes, locked, now, limits.web)
 
 
-def _lock(plan: Plan) -> None:
+def _lock(plan: Plan) -> list[UUID]:
     """All rows that the plan touches: nodes by id, then replicas by id, as heartbeats and the hot path do.
 
-    In steps it would hold a later replica while it waits for an earlier one.
+    In steps it would hold a later replica while it waits for an earlier one. Answers the replicas.
     """
     services.lock_in_order(BackendNode.objects.filter(pk__in=[*plan.nodes, *plan.recovered]))
     used = ReplicaUse.objects.filter(process_id__in=plan.processes).values("replica_id")
     touched = NodeModel.objects.filter(Q(node_id__in=plan.nodes) | Q(pk__in=used))
-    list(touched.order_by("id").select_for_update(of=("self",)).values_list("pk"))
+    return list(touched.order_by("id").select_for_update(of=("self",)).values_list("pk", flat=True))
 
 
 _TAKE_BACK = """
 WITH dead AS (
-    DELETE FROM web_processes WHERE id = ANY(%(ids)s) AND seen_at < %(since)s RETURNING id
+    DELETE FROM web_processes AS process WHERE id = ANY(%(ids)s) AND seen_at < %(since)s
+        AND NOT EXISTS (SELECT FROM replica_uses AS use
+                        WHERE use.process_id = process.id AND use.replica_id <> ALL(%(locked)s::uuid[]))
+    RETURNING id
 ), taken AS (
     SELECT use.replica_id, sum(use.count) AS count
     FROM replica_uses AS use JOIN dead ON dead.id = use.process_id
     GROUP BY use.replica_id
 ), gone AS (
     DELETE FROM replica_uses WHERE process_id IN (SELECT id FROM dead)
+), settled AS (
+    UPDATE node_models AS replica
+    SET in_flight = greatest(replica.in_flight - taken.count, 0), updated_at = %(now)s
+    FROM taken WHERE replica.id = taken.replica_id
 )
-UPDATE node_models AS replica
-SET in_flight = greatest(replica.in_flight - taken.count, 0), updated_at = %(now)s
-FROM taken WHERE replica.id = taken.replica_id
+SELECT count(*) FROM dead
 """
+"""A process that uses a replica which is not `locked` has just picked it: it lives, and locking that replica
+now would be out of order."""
 
 
-def _processes_dead(ids: Sequence[UUID], now: datetime, limit: float) -> int:
+def _processes_dead(ids: Sequence[UUID], locked: Sequence[UUID], now: datetime, limit: float) -> int:
     if not ids:
         return 0
-    since = now - timedelta(seconds=limit)
-    dead = WebProcess.objects.filter(pk__in=ids, seen_at__lt=since).count()
+    parameters = {
+        "ids": list(ids),
+        "locked": list(locked),
+        "since": now - timedelta(seconds=limit),
+        "now": now,
+    }
     with connection.cursor() as cursor:
-        cursor.execute(_TAKE_BACK, {"ids": list(ids), "since": since, "now": now})
-    return dead
+        cursor.execute(_TAKE_BACK, parameters)
+        (dead,) = cursor.fetchone()
+    return int(dead)
