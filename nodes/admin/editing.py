@@ -13,6 +13,7 @@ from django.contrib import admin
 from django.core.exceptions import ValidationError
 from django.forms.models import BaseInlineFormSet
 from django.http import HttpRequest
+from django.utils.html import format_html
 
 from localai_cluster import errors
 from nodes import budget, names, services
@@ -40,21 +41,20 @@ _ORIGIN = {
 class NodeForm(NodeModelForm):
     """Overrides of a node, and the revision on which they are decided."""
 
-    override_cap = forms.BooleanField(required=False, label="set here")
+    override_cap = forms.BooleanField(required=False, label="Set the replica cap here")
     cap = forms.IntegerField(
         required=False,
         min_value=1,
         max_value=LARGEST_CAP,
-        label="replicas of a model",
-        help_text="At most so many replicas of one model. Clear “set here” to hand it back to the worker,"
-        " whose own value counts from its next registration on.",
+        label="Replica cap",
+        help_text="At most so many replicas of one model.",
     )
-    override_budget = forms.BooleanField(required=False, label="set here")
+    override_budget = forms.BooleanField(required=False, label="Set the VRAM budget here")
     budget = forms.CharField(
         required=False,
         max_length=LONGEST_BUDGET,
         label="VRAM budget",
-        help_text="80%, a size such as 20GiB, or bytes; empty for no cap. Clear “set here” to hand it back.",
+        help_text="80%, a size such as 20GiB, or bytes; empty for no limit.",
     )
     revision = forms.IntegerField(required=False, widget=forms.HiddenInput)
     seen = forms.IntegerField(required=False, widget=forms.HiddenInput)
@@ -86,7 +86,10 @@ class NodeForm(NodeModelForm):
         except errors.Conflict:
             told = seen.since(self.instance.pk, asked.get("seen") or 0)
             raise ValidationError(
-                f"Nothing was saved, because this page is out of date: {told}. Load it again and look.",
+                format_html(
+                    'Nothing was saved, because this page is out of date: {}. <a href="">Load it again</a>.',
+                    told,
+                ),
                 code="outdated",
             ) from None
         self._check_cap(asked)
@@ -112,16 +115,16 @@ class NodeForm(NodeModelForm):
             return
         if asked["override_cap"]:
             if asked["cap"] is None:
-                self.add_error("cap", "A number from 1 up, or clear “set here”.")
+                self.add_error("cap", "A number from 1 up, or clear the tick.")
         elif asked["cap"] not in (None, self.instance.max_replicas_per_model):
-            self.add_error("cap", "Tick “set here” to set this value.")
+            self.add_error("cap", "Tick the box above to set this value.")
 
     def _check_budget(self, asked: dict[str, Any]) -> None:
         if "budget" not in asked:
             return
         if not asked["override_budget"]:
             if asked["budget"] not in ("", self.instance.vram_budget):
-                self.add_error("budget", "Tick “set here” to set this value.")
+                self.add_error("budget", "Tick the box above to set this value.")
             return
         try:
             budget.ceiling(asked["budget"], self.instance.total_vram)

@@ -137,7 +137,7 @@ class Facts:
         """When the record was made."""
         return words.moment(node.created_at, clock.now())
 
-    @admin.display(description="replicas of a model")
+    @admin.display(description="replica cap")
     def cap_shown(self, node: BackendNode) -> Shown:
         """The cap and who decides it."""
         return f"at most {node.max_replicas_per_model}, {_decided(node.max_replicas_per_model_manually_set)}"

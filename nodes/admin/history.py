@@ -4,10 +4,8 @@ Events and revoked secrets are to look at. A conflict is decided by a verb (`ver
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
 from uuid import UUID
 
 from django.contrib import admin
@@ -21,6 +19,7 @@ from localai_cluster import clock
 from nodes.admin import filters, words
 from nodes.admin.confirm import VerbAdmin
 from nodes.admin.verbs import CONFLICT_VERBS, Verb
+from nodes.admin.wide import Wide
 from nodes.models import BackendNode, NodeConflict, NodeEvent, RevokedSecret
 from operations.admin import Observed
 
@@ -54,13 +53,7 @@ def event_lines(node_id: UUID) -> list[EventLine]:
     """The newest events of a node."""
     now = clock.now()
     events = NodeEvent.objects.filter(node_id=node_id)[:_MOST_EVENTS]
-    return [EventLine(event, words.age(event.last_at, now), detail_text(event.detail)) for event in events]
-
-
-def detail_text(detail: Mapping[str, Any]) -> str:
-    """An event's detail in one line, without what is empty."""
-    parts = (f"{name.replace('_', ' ')}: {_plain(value)}" for name, value in detail.items() if value != "")
-    return "; ".join(part for part in parts if not part.endswith(": "))
+    return [EventLine(event, words.age(event.last_at, now), words.detail(event.detail)) for event in events]
 
 
 def open_conflicts(node: BackendNode, *, may_decide: bool) -> list[ConflictPanel]:
@@ -88,29 +81,12 @@ def _claim(conflict: NodeConflict) -> str:
     return f"process {conflict.claim}" if conflict.kind == NodeConflict.Kind.INSTANCE else ""
 
 
-def _plain(value: Any) -> str:
-    if isinstance(value, Mapping):
-        if value.keys() == {"from", "to"}:
-            return f"{_plain(value['from'])} → {_plain(value['to'])}"
-        return ", ".join(f"{name}={_plain(inner)}" for name, inner in value.items())
-    if isinstance(value, list):
-        return ", ".join(str(inner) for inner in value)
-    return str(value) if value != "" else "none"
-
-
-class Styled:
-    """The badges' style sheet."""
-
-    class Media:
-        css = {"all": ("admin-nodes.css",)}
-
-
 @admin.register(NodeEvent)
-class NodeEventAdmin(Styled, Observed):
+class NodeEventAdmin(Wide, Observed):
     """The timeline of all nodes, of removed ones too."""
 
-    list_display = ("at", "node_name", "kind", "actor", "cause", "status", "count", "told")
-    list_display_links = ("at",)
+    list_display = ("when", "node_name", "kind", "actor", "cause", "status", "count", "told")
+    list_display_links = ("when",)
     list_filter = ("kind", filters.NodeFilter, filters.ActorFilter, "actor_kind")
     search_fields = ("node_name", "cause", "request_id")
     search_help_text = "Name of a node, cause or request id"
@@ -131,6 +107,11 @@ class NodeEventAdmin(Styled, Observed):
     )
     readonly_fields = ("node", "status", "whole")
 
+    @admin.display(description="when", ordering="id")
+    def when(self, event: NodeEvent) -> str:
+        """To the second; a node's events often come in bursts."""
+        return words.plain_time(event.at)
+
     @admin.display(description="status")
     def status(self, event: NodeEvent) -> str:
         """Before and after."""
@@ -141,7 +122,7 @@ class NodeEventAdmin(Styled, Observed):
     @admin.display(description="detail")
     def told(self, event: NodeEvent) -> str:
         """What else is known, in a line."""
-        return detail_text(event.detail)
+        return words.detail(event.detail)
 
     @admin.display(description="detail")
     def whole(self, event: NodeEvent) -> SafeString:
@@ -158,7 +139,7 @@ class NodeEventAdmin(Styled, Observed):
 
 
 @admin.register(NodeConflict)
-class NodeConflictAdmin(Styled, Observed, VerbAdmin):
+class NodeConflictAdmin(Wide, Observed, VerbAdmin):
     """Claims to be a node that exists."""
 
     verbs = CONFLICT_VERBS

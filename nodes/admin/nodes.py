@@ -24,16 +24,32 @@ from nodes.admin.editing import LabelFormSet, LabelInline, NodeForm
 from nodes.admin.facts import Facts, hardware
 from nodes.admin.history import event_lines, open_conflicts
 from nodes.admin.seen import newest_event
-from nodes.admin.verbs import NODE_VERBS
+from nodes.admin.verbs import NODE_VERBS, Verb
+from nodes.admin.wide import Wide
 from nodes.models import BackendNode, NodeConflict, NodeLabel
 from operations.admin import Observed
 
-_STATE = ("state", "work", "heard", "approval", "rejection", "revocation", "drain", "absence", "health")
+_STATE = ("state", "work", "heard", "approval")
+_IF_SO = {
+    "rejection": "rejected_at",
+    "revocation": "revoked_at",
+    "drain": "drained_at",
+    "absence": "offline_at",
+    "health": "unhealthy_at",
+}
+"""Facts that are shown if they hold, and the column that says so."""
 _IDENTITY = ("proof", "secret", "bound", "rotation", "source_address", "instance")
 _MACHINE = ("node_type", "address", "http_address", "gpu", "capability", "vram", "reserved", "ram", "disk")
 _RECORD = ("id", "first_seen", "revision_shown")
-_OVERRIDES = (("cap", "override_cap"), ("budget", "override_budget"))
+_OVERRIDES = ("override_cap", "cap", "override_budget", "budget")
 _OVERRIDES_SHOWN = ("cap_shown", "budget_shown")
+Button = tuple[Verb, str]
+"""A verb and where its page is."""
+
+_HANDING_BACK = (
+    "What is set here counts, whatever the worker says, until it is handed back: clear the tick. The worker's"
+    " own value counts again from its next registration on."
+)
 
 
 def _open_conflicts() -> Coalesce:
@@ -44,7 +60,7 @@ def _open_conflicts() -> Coalesce:
 
 
 @admin.register(BackendNode)
-class BackendNodeAdmin(Facts, VerbAdmin):
+class BackendNodeAdmin(Wide, Facts, VerbAdmin):
     """Nodes."""
 
     verbs = NODE_VERBS
@@ -76,9 +92,6 @@ class BackendNodeAdmin(Facts, VerbAdmin):
     search_help_text = "Name or address"
     show_full_result_count = False
 
-    class Media:
-        css = {"all": ("admin-nodes.css",)}
-
     def get_queryset(self, request: HttpRequest) -> QuerySet[BackendNode]:
         """Nodes with what runs on them; two statements for any number."""
         return BackendNode.objects.with_counts().annotate(open_conflicts=_open_conflicts()).order_by("name")
@@ -109,9 +122,13 @@ class BackendNodeAdmin(Facts, VerbAdmin):
     def get_fieldsets(self, request: HttpRequest, obj: BackendNode | None = None) -> Any:
         """What is known, and what may be set; to a viewer the overrides are facts, too."""
         overrides = _OVERRIDES if self.has_change_permission(request, obj) else _OVERRIDES_SHOWN
+        holding = [name for name, column in _IF_SO.items() if obj and getattr(obj, column)]
         return (
-            ("State", {"fields": _STATE}),
-            ("Overrides", {"fields": overrides}),
+            ("State", {"fields": (*_STATE, *holding)}),
+            (
+                "Overrides",
+                {"fields": overrides, "description": _HANDING_BACK},
+            ),
             ("Identity", {"fields": _IDENTITY}),
             ("Machine", {"fields": _MACHINE}),
             ("Record", {"fields": _RECORD, "classes": ("collapse",)}),
@@ -119,7 +136,7 @@ class BackendNodeAdmin(Facts, VerbAdmin):
 
     def get_readonly_fields(self, request: HttpRequest, obj: BackendNode | None = None) -> tuple[str, ...]:
         """Everything that is not an override."""
-        return (*_STATE, *_IDENTITY, *_MACHINE, *_RECORD, *_OVERRIDES_SHOWN)
+        return (*_STATE, *_IF_SO, *_IDENTITY, *_MACHINE, *_RECORD, *_OVERRIDES_SHOWN)
 
     @admin.display(description="revision")
     def revision_shown(self, node: BackendNode) -> int:
@@ -137,7 +154,7 @@ class BackendNodeAdmin(Facts, VerbAdmin):
     ) -> HttpResponse:
         """Adds the panels: approval, conflicts, buttons, timeline."""
         if obj is not None:
-            context.update(_panels(request, obj), buttons=self._buttons(request, obj), show_delete=False)
+            context.update(_panels(request, obj), **self._buttons(request, obj), show_delete=False)
         return super().render_change_form(request, context, add, change, form_url, obj)
 
     def save_model(self, request: HttpRequest, obj: BackendNode, form: Any, change: bool) -> None:
@@ -158,16 +175,15 @@ class BackendNodeAdmin(Facts, VerbAdmin):
                 form.instance.pk, wanted, drop=dropped, actor=_actor(request), now=clock.now()
             )
 
-    def _buttons(self, request: HttpRequest, node: BackendNode) -> list[dict[str, Any]]:
-        """The verbs that apply to the node and that the user may use."""
-        return [
-            {
-                "verb": verb,
-                "url": reverse(f"admin:nodes_backendnode_{verb.name}", args=[node.pk]),
-            }
-            for verb in self.verbs
-            if self.allowed(request, verb) and not verb.refusal(node)
-        ]
+    def _buttons(self, request: HttpRequest, node: BackendNode) -> dict[str, list[Button]]:
+        """The verbs that apply to the node and that the user may use; those of the approval by themselves."""
+        usable = [verb for verb in self.verbs if self.allowed(request, verb) and not verb.refusal(node)]
+        found: dict[str, list[Button]] = {"approval_buttons": [], "buttons": []}
+        for verb in usable:
+            place = "approval_buttons" if verb.name in ("approve", "reject") else "buttons"
+            url = reverse(f"admin:nodes_backendnode_{verb.name}", args=[node.pk])
+            found[place].append((verb, url))
+        return found
 
 
 def _set_cap(node_id: UUID, asked: dict[str, Any], **by: Any) -> None:

@@ -9,11 +9,13 @@ from uuid import UUID
 
 from django.db.models import OuterRef, Subquery, Value
 from django.db.models.functions import Coalesce
+from django.utils.text import Truncator
 
 from nodes.admin import words
 from nodes.models import NodeEvent
 
 _MOST_TOLD = 5
+_LONGEST_WHY = 200
 
 
 def newest_event(node_ref: str = "pk") -> Coalesce:
@@ -41,5 +43,6 @@ def _joined(told: Sequence[str]) -> str:
 
 
 def _line(event: NodeEvent) -> str:
-    cause = f" ({event.cause})" if event.cause else ""
-    return f"{event.get_kind_display().lower()} by {event.actor} at {words.plain_time(event.at)}{cause}"
+    why = "; ".join(filter(None, (event.cause, words.detail(event.detail))))
+    told = f"{event.get_kind_display().lower()} by {event.actor} at {words.plain_time(event.at)}"
+    return f"{told} ({Truncator(why).chars(_LONGEST_WHY)})" if why else told

@@ -1,6 +1,8 @@
 """How the admin's pages say things: sizes, times, fingerprints, statuses. Pure; nothing here reads a row."""
 
+from collections.abc import Mapping
 from datetime import datetime
+from typing import Any
 
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
@@ -76,6 +78,22 @@ def listed(names: list[str], most: int = 20) -> str:
     return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-def count(number: int, one: str, many: str = "") -> str:
+def count(number: int, one: str) -> str:
     """`1 replica`, `2 replicas`."""
-    return f"{number} {one if number == 1 else many or one + 's'}"
+    return f"{number} {one}{'' if number == 1 else 's'}"
+
+
+def detail(known: Mapping[str, Any]) -> str:
+    """An event's detail in one line, without what is empty."""
+    parts = (f"{name.replace('_', ' ')}: {_plain(value)}" for name, value in known.items() if value != "")
+    return "; ".join(part for part in parts if not part.endswith(": "))
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        if value.keys() == {"from", "to"}:
+            return f"{_plain(value['from'])} → {_plain(value['to'])}"
+        return ", ".join(f"{name}={_plain(inner)}" for name, inner in value.items())
+    if isinstance(value, list):
+        return ", ".join(str(inner) for inner in value)
+    return str(value) if value != "" else "none"
