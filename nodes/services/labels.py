@@ -4,7 +4,7 @@ Who set a label decides who may replace it: a worker's never touch an admin's, t
 both, and an own one that no longer holds goes.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
 from uuid import UUID
 
@@ -80,7 +80,7 @@ def _edit(
         _check_count(before.keys() - gone | wanted.keys())
         _write(change.node, wanted, Source.ADMIN)
         _remove(change.node, gone)
-        _tell(change, actor, before)
+        _tell(change, actor, before, _labels(change.node))
         change.save()
         clear_cooldowns(now)
         return _labels(change.node)
@@ -110,36 +110,37 @@ def vram_bucket(total: int) -> str:
 
 def reported_labels(change: Change, reported: Mapping[str, str], actor: Actor) -> None:
     """R1.30: the worker's labels join the set, an admin's stay, the registry's own win over both."""
-    rows = {label.key: label for label in change.node.label_set.all()}
+    known = () if change.node.revision == 0 else change.node.label_set.all()
+    rows = {label.key: label for label in known}
     automatic = auto_labels(change.node)
     held = {key for key, label in rows.items() if label.source == Source.ADMIN} | automatic.keys()
     own = {key: value for key, value in reported.items() if key not in held}
     stale = {key for key, label in rows.items() if label.source == Source.AUTO} - automatic.keys()
     gone = stale - own.keys()
-    wanted = [(Source.WORKER, own), (Source.AUTO, automatic)]
-    fresh = [(source, _unlike(rows, labels, source)) for source, labels in wanted]
-    if not gone and not any(labels for _, labels in fresh):
+    new = _unlike(rows, own, Source.WORKER) + _unlike(rows, automatic, Source.AUTO)
+    if not gone and not new:
         return
     _check_count((rows.keys() | own.keys()) - gone - automatic.keys())
-    for source, labels in fresh:
-        _write(change.node, labels, source)
+    _store(change.node, new)
     _remove(change.node, gone)
-    _tell(change, actor, {key: label.value for key, label in rows.items()})
+    before = {key: label.value for key, label in rows.items()}
+    after = {key: value for key, value in before.items() if key not in gone} | own | automatic
+    _tell(change, actor, before, after)
 
 
 def _unlike(
     rows: Mapping[str, NodeLabel], labels: Mapping[str, str], source: NodeLabel.Source
-) -> dict[str, str]:
+) -> list[tuple[str, str, NodeLabel.Source]]:
     """Those of `labels` that are not there yet in just this way: a worker mostly repeats itself."""
     known = {key: label.value for key, label in rows.items() if label.source == source}
-    return {key: value for key, value in labels.items() if known.get(key) != value}
+    return [(key, value, source) for key, value in labels.items() if known.get(key) != value]
 
 
 def refresh_slots_label(change: Change, actor: Actor) -> None:
     """R1.45: `node.replica-slots` says the new cap; the other labels are left as they are."""
     before = _labels(change.node)
     _write(change.node, {SLOTS: auto_labels(change.node)[SLOTS]}, Source.AUTO)
-    _tell(change, actor, before)
+    _tell(change, actor, before, _labels(change.node))
 
 
 def _labels(node: BackendNode) -> dict[str, str]:
@@ -147,8 +148,12 @@ def _labels(node: BackendNode) -> dict[str, str]:
 
 
 def _write(node: BackendNode, labels: Mapping[str, str], source: NodeLabel.Source) -> None:
+    _store(node, [(key, value, source) for key, value in labels.items()])
+
+
+def _store(node: BackendNode, labels: Iterable[tuple[str, str, NodeLabel.Source]]) -> None:
     NodeLabel.objects.bulk_create(
-        [NodeLabel(node=node, key=key, value=value, source=source) for key, value in labels.items()],
+        [NodeLabel(node=node, key=key, value=value, source=source) for key, value, source in labels],
         update_conflicts=True,
         unique_fields=["node", "key"],
         update_fields=["value", "source"],
@@ -160,9 +165,8 @@ def _remove(node: BackendNode, keys: Collection[str]) -> None:
         NodeLabel.objects.filter(node=node, key__in=keys).delete()
 
 
-def _tell(change: Change, actor: Actor, before: Mapping[str, str]) -> None:
+def _tell(change: Change, actor: Actor, before: Mapping[str, str], after: Mapping[str, str]) -> None:
     """One event for what changed, none if nothing did."""
-    after = _labels(change.node)
     detail = {
         "set": {key: value for key, value in after.items() if before.get(key) != value},
         "removed": sorted(before.keys() - after.keys()),

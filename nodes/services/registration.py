@@ -171,11 +171,10 @@ def _rows(registration: Registration, caller: Caller, now: datetime) -> list[Bac
     Raises Conflict for a name that cannot be told from another node's.
     """
     for _ in range(_TRIES):
-        if rows := _existing(registration, caller):
+        found = _existing(registration, caller)
+        if rows := [row for row in found if row.name == registration.name or _has_secret(row, caller)]:
             return rows
-        # Somebody may have made the very node between the two looks: that is no other one.
-        alike = BackendNode.objects.filter(name_key=names.key(registration.name))
-        if alike.exclude(name=registration.name).exists():
+        if found:
             raise errors.Conflict(
                 f"there is a node whose name cannot be told from {registration.name!r}", field="name"
             )
@@ -183,8 +182,13 @@ def _rows(registration: Registration, caller: Caller, now: datetime) -> list[Bac
     raise errors.Conflict("the node is being removed and made again: try again", field="name")
 
 
+def _has_secret(node: BackendNode, caller: Caller) -> bool:
+    return bool(caller.fingerprint) and identity.same(caller.fingerprint, node.fingerprint)
+
+
 def _existing(registration: Registration, caller: Caller) -> list[BackendNode]:
-    wanted = Q(name=registration.name)
+    """The nodes of that name, of one that looks like it, and of that secret; locked."""
+    wanted = Q(name_key=names.key(registration.name)) | Q(name=registration.name)
     if caller.fingerprint:
         wanted |= Q(fingerprint=caller.fingerprint)
     return lock_in_order(BackendNode.objects.filter(wanted))
@@ -236,6 +240,8 @@ def _agent_token(change: Change) -> str:
 
 def _drop_absent(node: BackendNode, registration: Registration) -> None:
     """Replicas that the worker does not list go; a listed one at another address is another process."""
+    if node.revision == 0:
+        return  # made a moment ago
     if registration.running_processes is None or registration.node_type == NodeType.AGENT:
         drop_replicas(node.id)
         return
