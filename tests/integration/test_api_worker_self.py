@@ -200,8 +200,8 @@ def test_a_copied_data_folder_is_a_visible_conflict(verb: str) -> None:
     conflict = NodeConflict.objects.get()
     assert (conflict.kind, conflict.count, conflict.claim) == ("instance", 2, FIRST)
     assert (conflict.source_address, conflict.node_source_address) == ("127.0.0.1", "127.0.0.1")
-    (event,) = NodeEvent.objects.filter(kind="conflict")
-    assert event.count == 2
+    # Counted on one row, or on two if the minute ended in between.
+    assert sum(event.count for event in NodeEvent.objects.filter(kind="conflict")) == 2
     assert api.node(node_id).status == "healthy"
 
 
