@@ -18,6 +18,11 @@ Shown = SafeString | str
 class Facts:
     """Display methods for a model admin of nodes of a `with_counts` queryset with `open_conflicts`."""
 
+    @admin.display(description="type", ordering="node_type")
+    def kind(self, node: BackendNode) -> str:
+        """Backend or agent."""
+        return node.node_type
+
     @admin.display(description="status", ordering="status")
     def state(self, node: BackendNode) -> Shown:
         """The status, and what it does not say."""
@@ -49,7 +54,7 @@ class Facts:
         """Requests that run there."""
         return int(node.in_flight_count)
 
-    @admin.display(description="last heartbeat", ordering="last_heartbeat")
+    @admin.display(description="heartbeat", ordering="last_heartbeat")
     def beat(self, node: BackendNode) -> Shown:
         """How long ago."""
         return words.age(node.last_heartbeat, clock.now())

@@ -145,14 +145,14 @@ class NodeConflictAdmin(Wide, Observed, VerbAdmin):
     verbs = CONFLICT_VERBS
     node_path = "node_id"
     list_display = (
-        "__str__",
-        "node",
+        "kind",
+        "claimed",
         "standing",
         "source_address",
         "advertised_address",
         "node_source_address",
         "count",
-        "last_at",
+        "seen",
         "decided_by",
     )
     list_filter = (filters.ConflictStateFilter, "kind")
@@ -179,6 +179,17 @@ class NodeConflictAdmin(Wide, Observed, VerbAdmin):
     def standing(self, conflict: NodeConflict) -> SafeString:
         """Open, accepted or refused."""
         return words.badge("conflict" if conflict.state == "open" else "quiet", conflict.state)
+
+    @admin.display(description="node", ordering="node__name")
+    def claimed(self, conflict: NodeConflict) -> SafeString:
+        """The node that is claimed; its page shows both sides."""
+        url = reverse("admin:nodes_backendnode_change", args=[conflict.node_id])
+        return format_html('<a href="{}">{}</a>', url, conflict.node.name)
+
+    @admin.display(description="last seen", ordering="last_at")
+    def seen(self, conflict: NodeConflict) -> str:
+        """When the claimant was refused last."""
+        return words.plain_time(conflict.last_at)
 
     def has_decide_permission(self, request: HttpRequest) -> bool:
         """Whoever may change conflicts decides about them; nobody edits one."""

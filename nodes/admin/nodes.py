@@ -39,7 +39,7 @@ _IF_SO = {
 }
 """Facts that are shown if they hold, and the column that says so."""
 _IDENTITY = ("proof", "secret", "bound", "rotation", "source_address", "instance")
-_MACHINE = ("node_type", "address", "http_address", "gpu", "capability", "vram", "reserved", "ram", "disk")
+_MACHINE = ("kind", "address", "http_address", "gpu", "capability", "vram", "reserved", "ram", "disk")
 _RECORD = ("id", "first_seen", "revision_shown")
 _OVERRIDES = ("override_cap", "cap", "override_budget", "budget")
 _OVERRIDES_SHOWN = ("cap_shown", "budget_shown")
@@ -69,7 +69,7 @@ class BackendNodeAdmin(Wide, Facts, VerbAdmin):
     change_form_template = "admin/nodes/node.html"
     list_display = (
         "name",
-        "node_type",
+        "kind",
         "state",
         "proof",
         "address",

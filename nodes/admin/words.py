@@ -21,10 +21,12 @@ def size(count: int) -> str:
 
 
 def free_of(free: int, total: int) -> str:
-    """What is free of how much: `10 GiB of 24 GiB`; a dash if there is none."""
+    """What is free of how much: `10 of 24 GiB`, `512 MiB of 24 GiB`; a dash if there is none."""
     if total <= 0:
         return NOTHING
-    return f"{size(free) if free > 0 else '0'} of {size(total)}"
+    whole = size(total)
+    part = size(free) if free > 0 else "0"
+    return f"{part.removesuffix(whole[whole.index(' ') :])} of {whole}"
 
 
 def span(seconds: float) -> str:

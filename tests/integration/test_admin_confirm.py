@@ -54,7 +54,7 @@ def after(verb: str, node: BackendNode) -> tuple[Any, ...]:
     }[verb]
 
 
-@pytest.mark.rule("R1.15", "R1.18", "R1.19", "R1.21", "http-2.4", "http-2.5")
+@pytest.mark.rule("R1.15", "R1.18", "R1.19", "R1.21")
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("way", ["button", "list"])
 def test_every_verb_asks_and_then_does_it_by_the_service(root: Client, verb: str, way: str) -> None:

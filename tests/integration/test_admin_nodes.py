@@ -60,7 +60,6 @@ def queries(browser: Client, path: str) -> int:
     return len(seen)
 
 
-@pytest.mark.rule("http-2.1")
 def test_the_list_costs_the_same_for_one_node_and_for_a_hundred(root: Client) -> None:
     """Counts come with the nodes; nothing is asked node by node."""
     fleet(1)
@@ -94,7 +93,7 @@ def test_the_list_says_what_a_status_leaves_open(root: Client) -> None:
     page = root.get(pages.LIST).content.decode()
     for said in ("rejected: not ours", "by root: new fans", "deregistered by its worker", "1 conflict open"):
         assert said in page, said
-    assert "10 GiB of 24 GiB" in page
+    assert "10 of 24 GiB" in page
     assert '<td class="field-in_flight">3</td>' in page
 
 
