@@ -58,7 +58,11 @@ def exception_handler(exc: Exception, context: Mapping[str, Any]) -> Response | 
         return None
     set_rollback()
     view = context.get("view")
-    return Response(_body(error, view), status=error.status, headers=refusal_headers(error))
+    answer = Response(_body(error, view), status=error.status, headers=refusal_headers(error))
+    if error.status in (401, 429) and getattr(view, "flat_auth", False):
+        # Django's own line for every refusal would be one for every guess; `throttle` logs one a minute.
+        setattr(answer, "_has_been_logged", True)  # noqa: B010 - Django's mark, unknown to the stubs
+    return answer
 
 
 def _translate(exc: Exception) -> errors.ClusterError | None:

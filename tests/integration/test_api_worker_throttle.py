@@ -5,6 +5,7 @@ import logging
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from unittest.mock import Mock
+from uuid import uuid4
 
 import pytest
 from django.core.cache.backends.base import BaseCache
@@ -206,6 +207,20 @@ def test_wrong_tokens_count_wherever_they_stand(wrong: tuple[str, str], failed_t
     assert (refused.status_code, refused.json()["error"]["code"]) == (429, 429)
     assert 1 <= int(refused["Retry-After"]) <= WINDOW
     assert register_from("192.0.2.8", REGISTRATION_TOKEN).status_code == 201
+
+
+@pytest.mark.django_db
+def test_a_refused_guess_leaves_no_line_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
+    """One line a minute and nothing beside it: the framework's own line would be one for every guess."""
+    for _ in range(5):
+        register_from(HERE, "a-guessed-token")
+        register_from(HERE, REGISTRATION_TOKEN, "a-guessed-token")
+        api.bearer("a-guessed-token").get(f"/api/node/{uuid4()}/models")
+    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert sorted(lines) == [
+        "failed tokens or secrets from 127.0.0.1 within two minutes: 1",
+        "failed tokens or secrets from 192.0.2.7 within two minutes: 1",
+    ]
 
 
 @pytest.mark.django_db
