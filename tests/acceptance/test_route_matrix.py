@@ -65,6 +65,11 @@ class World:
         return re.sub(r"\{\w+\}", str(uuid4()), template.replace("{node_id}", self.node_id))
 
 
+def _from(template: str) -> httpx.HTTPTransport:
+    """A loopback address for each route: wrong tokens are counted for the address they come from."""
+    return httpx.HTTPTransport(local_address=f"127.0.1.{1 + all_routes().index(template)}")
+
+
 def _bearer(credential: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {credential}"}
 
@@ -146,13 +151,14 @@ def allowed(path: str, kind: str) -> bool | int:
 @pytest.mark.parametrize("template", [path for path in all_routes() if not path.startswith("/admin/")])
 def test_every_route_by_every_caller(world: World, template: str) -> None:
     """Refused callers get exactly 401 or 403 by every method; admitted ones never a 5xx."""
-    with httpx.Client(base_url=world.url, timeout=30) as client:
+    with httpx.Client(base_url=world.url, timeout=30, transport=_from(template)) as client:
         for caller in world.callers:
             verdict = allowed(template, caller.kind)
             for method in METHODS + (ODD_METHODS if caller.name in ("anonymous", "static key") else ()):
                 body = b"{}" if method in ("POST", "PUT", "PATCH") else None
                 headers = {"Content-Type": "application/json", **caller.headers}
-                answer = client.request(method, world.path(template), headers=headers, content=body)
+                path = world.path(_harmless(template, method) if verdict is True else template)
+                answer = client.request(method, path, headers=headers, content=body)
                 shown = f"{method} {template} by {caller.name}: {answer.status_code} {answer.text[:200]}"
                 if verdict is True:
                     assert answer.status_code < 500, shown
@@ -162,6 +168,12 @@ def test_every_route_by_every_caller(world: World, template: str) -> None:
                     assert answer.status_code in (verdict, 405), shown
                     assert answer.status_code != 401 or answer.headers["WWW-Authenticate"] == "Bearer", shown
                 assert NODE not in answer.text, shown
+
+
+def _harmless(template: str, method: str) -> str:
+    """What an admin may do to a node happens to an unknown one: the node is still needed."""
+    changes = template.startswith("/api/nodes/") and method != "GET"
+    return template.replace("{node_id}", "{unknown}") if changes else template
 
 
 def test_the_admin_pages_send_everybody_else_to_sign_in(world: World) -> None:
