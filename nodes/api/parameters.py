@@ -22,7 +22,7 @@ def _one_of(values: list[str] | tuple[str, ...]) -> Schema:
 
 
 def _text(longest: int) -> Schema:
-    return {"type": "string", "minLength": 1, "maxLength": longest, "pattern": "^[ -~]+$"}
+    return {"type": "string", "minLength": 1, "maxLength": longest}
 
 
 def _whole(least: int, most: int, usual: int | None = None) -> Schema:
@@ -38,7 +38,7 @@ def _header(name: str, kind: Any, meaning: str, **options: Any) -> OpenApiParame
 
 _PAIR: Schema = {
     "type": "string",
-    "pattern": f"^[!-<>-~]{{1,{selectors.LONGEST_KEY}}}=[ -~]{{0,{selectors.LONGEST_VALUE}}}$",
+    "pattern": rf"^[^=]{{1,{selectors.LONGEST_KEY}}}=[\s\S]{{0,{selectors.LONGEST_VALUE}}}$",
 }
 PAGE_PARAMETERS = [
     _query("limit", _whole(1, listing.MOST_A_PAGE), "How many at most."),

@@ -58,6 +58,8 @@ class Stage:
     node: str
     pending: str
     job: str
+    own: dict[str, str]
+    """Nodes and conflicts that single operations have to themselves, by the name of their dictionary."""
 
     def write(self, folder: Path, role: Role) -> None:
         """Puts the document, the configuration and the dictionaries for `role` into `folder`."""
@@ -71,18 +73,23 @@ class Stage:
             "jobs": [self.job],
             "secrets": [SECRET, OTHER_SECRET],
             "tokens": [TOKEN],
+            **{name: [value] for name, value in self.own.items()},
         }.items():
             (folder / f"{name}.dict").write_text("".join(f'"{value}"\n' for value in values))
 
 
 def register(web: Process, name: str, secret: str) -> str:
     """A node of the fuzz alone: nobody listens behind it, so the cluster's own work goes elsewhere."""
-    answer = httpx.post(
+    return str(knock(web, name, secret).raise_for_status().json()["id"])
+
+
+def knock(web: Process, name: str, secret: str) -> httpx.Response:
+    """The answer to a registration."""
+    return httpx.post(
         f"{web.url}/api/node/register",
         json={"name": name, "node_type": "agent", "token": TOKEN},
         headers={"Authorization": f"Bearer {TOKEN}", "X-LocalAI-Node-Secret": secret},
     )
-    return str(answer.raise_for_status().json()["id"])
 
 
 def prepare(cluster: Cluster) -> Stage:
@@ -98,7 +105,21 @@ def prepare(cluster: Cluster) -> Stage:
     for model in ("echo", "minilm"):
         cluster.embed(web, model=model).raise_for_status()
     job = cluster.post(web, f"/api/nodes/{worker}/backends/install", {"backend": "echo"}).json()["jobID"]
-    return Stage(cluster, web, worker, node, pending, job)
+    return Stage(cluster, web, worker, node, pending, job, own_ids(cluster, web))
+
+
+OWN = {"edited": "a" * 64, "doomed": "b" * 64, "revoked": "c" * 64, "rejected": "d" * 64, "claimed": "e" * 64}
+"""Nodes that something is done to, each with its secret."""
+
+
+def own_ids(cluster: Cluster, web: Process) -> dict[str, str]:
+    """These nodes, and two conflicts about one of them."""
+    ids = {name: register(web, f"fuzz-{name}", secret) for name, secret in OWN.items()}
+    cluster.post(web, f"/api/nodes/{ids['edited']}/approve").raise_for_status()
+    for secret in ("8" * 64, "9" * 64):
+        assert knock(web, "fuzz-claimed", secret).status_code == 409
+    accepted, refused = (entry["id"] for entry in cluster.get(web, "/api/nodes/conflicts").json())
+    return {**ids, "accepted": accepted, "refused": refused}
 
 
 def fuzz(stage: Stage, role: Role) -> list[str]:
