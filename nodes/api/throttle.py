@@ -26,7 +26,7 @@ from localai_cluster import conf, errors
 log = logging.getLogger(__name__)
 
 LIMIT = 30
-"""Failures that an address has in one window."""
+"""Failures that an address has in one window: those of five workers that try or beat as often as they do."""
 WINDOW = 60
 """Seconds; windows follow each other without a gap, the same for everybody."""
 MOST_ADDRESSES = 10_000

@@ -5,13 +5,15 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
+from django.db import IntegrityError
 from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster import errors
 from nodes import budget
-from nodes.api.envelopes import field_message
+from nodes.api.envelopes import exception_handler, field_message, refusal_headers
 from nodes.api.parsers import is_json, parse_json
+from nodes.api.throttle import TooManyFailures
 from nodes.identity import (
     NOBODY,
     MustRotate,
@@ -228,3 +230,22 @@ def test_json_content_types(kind: str) -> None:
     """§0.1."""
     assert is_json(kind)
     assert not is_json("text/" + str(uuid4()))
+
+
+def test_a_collision_that_nobody_foresaw_is_a_conflict(caplog: pytest.LogCaptureFixture) -> None:
+    """A constraint has the last word between two callers; that is no 500, and the log has the cause."""
+    try:
+        raise IntegrityError("duplicate key value violates unique constraint")
+    except IntegrityError as error:
+        answer = exception_handler(error, {"view": None})
+    assert answer is not None
+    assert (answer.status_code, answer.data["error"]["code"]) == (409, 409)
+    assert "duplicate key" not in answer.data["error"]["message"]
+    assert "a constraint refused a write" in caplog.text
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.2, "1"), (59.001, "60"), (5.0, "5"), (-1.0, "1")])
+def test_when_to_come_back_is_never_too_early(seconds: float, said: str) -> None:
+    """Retry-After is in whole seconds, rounded up."""
+    for error in (errors.Unavailable(retry_after=seconds), TooManyFailures(seconds)):
+        assert refusal_headers(error) == {"Retry-After": said}
