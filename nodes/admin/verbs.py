@@ -259,7 +259,9 @@ def _not_refusable(conflict: NodeConflict) -> str:
 def _acceptance(conflict: NodeConflict) -> str:
     if conflict.kind == NodeConflict.Kind.NAME:
         return f"the node is called {conflict.claimed_name} from now on"
-    return f"the worker at {conflict.source_address} is the node; the one that has been it is refused"
+    return (
+        f"the worker at {conflict.source_address} is the node; the one that has been it is refused for ever"
+    )
 
 
 CONFLICT_VERBS = (
@@ -267,7 +269,8 @@ CONFLICT_VERBS = (
         "accept",
         "Accept",
         "accepted",
-        "The claimant is the node from now on, and who has been it is refused for ever.",
+        "The node is handed over to the claimant: the former secret is refused for ever, and the node is"
+        " offline until its new worker registers. A claim to another name only renames the node.",
         _not_acceptable,
         _acceptance,
         _silent(lambda pk, actor, now, asked: services.accept_conflict(pk, actor=actor, now=now)),
