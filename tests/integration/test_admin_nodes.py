@@ -22,6 +22,8 @@ ROOT = Actor(ActorKind.USER, "root")
 GIB = 1024**3
 LIST_QUERIES = 6
 """Session, user, vendors, count, nodes, their labels."""
+PAGE_QUERIES = 7
+"""Session, user, node, its labels, the same to edit, open conflicts, events."""
 
 
 @pytest.fixture
@@ -77,7 +79,7 @@ def test_a_page_costs_the_same_whatever_has_happened(root: Client) -> None:
     full.replicas.create(model_name="m", state="loaded", address="h:1")
     for claim in ("a", "b"):
         full.conflicts.create(kind="secret", claim=claim * 64)
-    assert queries(root, pages.url(full.id)) == queries(root, pages.url(bare.id))
+    assert [queries(root, pages.url(node.id)) for node in (bare, full)] == [PAGE_QUERIES] * 2
 
 
 def test_the_list_says_what_a_status_leaves_open(root: Client) -> None:
