@@ -1,0 +1,149 @@
+"""The registry's verbs as tests call them: workers register and beat, rows as they are, threads at once."""
+
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+from django.db import connection
+
+from localai_cluster.errors import ClusterError
+from nodes import beats, services
+from nodes.actors import Actor, ActorKind
+from nodes.beats import Beat
+from nodes.identity import hash_secret
+from nodes.models import BackendNode, NodeEvent, NodeModel
+from nodes.services import Registered, Registration
+
+NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
+ROOT = Actor(ActorKind.USER, "root")
+ANNA = Actor(ActorKind.USER, "anna")
+SECRET = "a" * 64
+OTHER_SECRET = "b" * 64
+THIRD_SECRET = "c" * 64
+
+
+def later(seconds: float) -> datetime:
+    """That long after NOW."""
+    return NOW + timedelta(seconds=seconds)
+
+
+def register(
+    name: str = "w1",
+    *,
+    secret: str = SECRET,
+    instance: str = "",
+    source: str = "10.0.0.1",
+    now: datetime = NOW,
+    auto_approve: bool = False,
+    **fields: Any,
+) -> Registered:
+    """A worker registers."""
+    fields = {"address": "10.0.0.1:50051"} | fields
+    return services.register(
+        Registration(name=name, **fields),
+        secret=secret,
+        instance=instance,
+        source_address=source,
+        now=now,
+        auto_approve=auto_approve,
+    )
+
+
+def approved(name: str = "w1", **fields: Any) -> BackendNode:
+    """A node that an admin has let in."""
+    return services.approve(register(name, **fields).node.id, actor=ROOT, now=NOW).node
+
+
+def own_secret(name: str) -> str:
+    """A secret for each name."""
+    return hash_secret(name)
+
+
+def row(node: BackendNode | UUID) -> BackendNode:
+    """The row as it is now."""
+    return BackendNode.objects.get(pk=node if isinstance(node, UUID) else node.pk)
+
+
+def status(node: BackendNode | UUID) -> str:
+    """The status in the database."""
+    return row(node).status
+
+
+def replica(node: BackendNode, model: str = "m", index: int = 0, **fields: Any) -> NodeModel:
+    """A loaded replica."""
+    columns = {"state": "loaded", "address": f"10.0.0.1:{50100 + index}", "last_used": NOW} | fields
+    return NodeModel.objects.create(node=node, model_name=model, replica_index=index, **columns)
+
+
+def replicas(node: BackendNode) -> list[str]:
+    """What the node runs, as process keys."""
+    rows = NodeModel.objects.filter(node=node).order_by("model_name", "replica_index")
+    return [str(one) for one in rows]
+
+
+def told(node: BackendNode | UUID, *kinds: str) -> list[NodeEvent]:
+    """The node's timeline, oldest first; of these kinds, if any are named."""
+    rows = NodeEvent.objects.filter(node_id=node if isinstance(node, UUID) else node.pk).order_by("id")
+    return list(rows.filter(kind__in=kinds) if kinds else rows)
+
+
+def kinds(node: BackendNode | UUID) -> list[str]:
+    """What happened to the node, oldest first."""
+    return [event.kind for event in told(node)]
+
+
+class _Here:
+    """The rows of a statement, on Django's own connection and in its transaction."""
+
+    async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
+        with connection.cursor() as cursor:
+            cursor.execute(statement, dict(parameters))
+            return list(cursor.fetchall())
+
+
+def beat(*given: Beat) -> dict[beats.Key, Exception | None]:
+    """Writes these beats as one batch; answers per beat why it was refused."""
+    return dict(_finished(beats.record(_Here(), given)))
+
+
+def beat_of(node: BackendNode, *, secret: str = SECRET, at: datetime = NOW, **fields: Any) -> Beat:
+    """A beat of the bearer of this secret."""
+    return Beat(id=node.pk, fingerprint=hash_secret(secret) if secret else "", at=at, **fields)
+
+
+def _finished(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine that never waits."""
+    try:
+        work.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("it waits for something")
+
+
+def at_once(*jobs: Callable[[], Any]) -> list[Any]:
+    """Runs the jobs in threads that start together; what each returned or raised, in the order given."""
+    barrier = threading.Barrier(len(jobs))
+    results: list[Any] = [None] * len(jobs)
+
+    def run(number: int) -> None:
+        barrier.wait()
+        try:
+            results[number] = jobs[number]()
+        except Exception as error:
+            results[number] = error
+        finally:
+            connection.close()
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def unexpected(results: Sequence[Any]) -> list[Any]:
+    """What of the results no caller should ever see: exceptions that are not the cluster's own."""
+    return [one for one in results if isinstance(one, Exception) and not isinstance(one, ClusterError)]
