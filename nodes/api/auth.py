@@ -131,7 +131,8 @@ class NodeAuthentication(WorkerAuthentication):
     def prove(self, request: Request, offered: str) -> Principal:
         """The node's principal; 401 without its secret, 403 for another node, 404 for an unknown id.
 
-        409 for a process that another one has replaced, which becomes a conflict that an admin sees.
+        409 for a process that another one has replaced, which becomes a conflict that an admin sees. 429 for
+        the shared token of an address with too many failures, unless it is this node's credential.
         """
         context = request.parser_context
         node_id = parse_node_id(context["kwargs"]["node_id"])
@@ -143,6 +144,11 @@ class NodeAuthentication(WorkerAuthentication):
             assert node_id is not None  # it was found
             source = client_address(request)
             services.note_other_process(node_id, instance, source_address=source, now=clock.now())
+            raise
+        except (errors.NotFound, errors.Forbidden):
+            if identity.is_registration_token(offered):
+                # Over the limit a right guess must not look different from a wrong one.
+                throttle.shared().check(client_address(request), clock.now())
             raise
 
 

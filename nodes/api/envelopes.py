@@ -18,6 +18,7 @@ from rest_framework.response import Response
 from rest_framework.views import set_rollback
 
 from localai_cluster import errors
+from nodes import names
 from nodes.api.parsers import MALFORMED
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,8 @@ def _translate(exc: Exception) -> errors.ClusterError | None:
 
 def _of_framework(exc: exceptions.APIException) -> errors.ClusterError:
     if isinstance(exc, exceptions.ValidationError):
-        return errors.InvalidInput(field_message(exc.detail))
+        # A key of the body may be in it, and what no text can hold cannot be sent back.
+        return errors.InvalidInput(names.plain(field_message(exc.detail)))
     if isinstance(exc, exceptions.UnsupportedMediaType | exceptions.ParseError):
         return errors.InvalidInput(MALFORMED)
     return _with_status(exc.status_code, str(exc.detail))

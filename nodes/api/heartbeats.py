@@ -166,6 +166,9 @@ class HeartbeatApplication:
         if refusal is not None:
             if isinstance(refusal, identity.OtherProcess):
                 await _note_copy(call.beat, client_of(scope))
+            if not call.beat.fingerprint:
+                # Over the limit a right guess at the shared token must not look different from a wrong one.
+                await asyncio.to_thread(throttle.shared().check, client_of(scope), clock.now())
             raise await _followed_up(refusal, scope)
         self._writer.keep(call.beat)
         if call.problem is not None:

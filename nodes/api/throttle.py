@@ -1,10 +1,11 @@
 """Failed registration tokens and node secrets, counted for each address (D-FAILED-TOKENS).
 
-Over the limit an address may not try another token until the minute is over, whatever it offers; a node's own
-secret, 256 random bits, goes on being looked at, and only a wrong one is answered 429 instead of 401. The
-counts lie in Valkey, so that all web processes share them; while it is away each process counts for itself,
-so nobody is locked out for that and nothing fails. A count lives for two minutes, and a process keeps those
-of at most `MOST_ADDRESSES`.
+Over the limit an address may not try another token until the minute is over, whatever it offers. What names a
+node goes on being looked at, so that nobody locks it out: its own secret, 256 random bits, and the shared
+token of a node that has nothing better. Everything else is answered 429, also the shared token for a node
+that is not known by it: a right guess must look like a wrong one. The counts lie in Valkey, so that all web
+processes share them; while it is away each process counts for itself, so nobody is locked out for that and
+nothing fails. A count lives for two minutes, and a process keeps those of at most `MOST_ADDRESSES`.
 """
 
 import logging

@@ -80,6 +80,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"labels": {"k": 1}}, "labels"),
     ({"labels": {"k": None}}, "labels"),
     ({"labels": {"k": {"deep": {}}}}, "labels"),
+    ({"labels": {"\ud800": 1}}, "labels"),
     ({"labels": {"": "v"}}, "labels"),
     ({"labels": {"k" * 129: "v"}}, "labels"),
     ({"labels": {"k": "v" * 256}}, "labels.k"),

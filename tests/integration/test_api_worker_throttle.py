@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from unittest.mock import Mock
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 from django.core.cache.backends.base import BaseCache
@@ -248,6 +249,23 @@ def test_a_right_secret_always_passes_and_a_wrong_one_does_not_say_so(exhausted:
 
 
 @pytest.mark.django_db
+@pytest.mark.rule("http-0.2", "http-1.6")
+def test_the_right_shared_token_looks_like_a_wrong_one(exhausted: None, settings: Any) -> None:
+    """D-FAILED-TOKENS: no way to go on guessing; yet a node that is known by it is not locked out."""
+    settings.CLUSTER = replace(settings.CLUSTER, allow_shared_token_nodes=True)
+    strong, weak = api.make_node(), api.make_node("w2", secret="")
+
+    def models(token: str, node_id: UUID) -> int:
+        caller = api.bearer(token)
+        caller.client = Client(REMOTE_ADDR=HERE)
+        return int(caller.get(f"/api/node/{node_id}/models").status_code)
+
+    asked = [(token, node_id) for node_id in (uuid4(), strong.id) for token in ("wrong", REGISTRATION_TOKEN)]
+    assert [models(token, node_id) for token, node_id in asked] == [429] * 4
+    assert models(REGISTRATION_TOKEN, weak.id) == 200
+
+
+@pytest.mark.django_db
 def test_a_requested_rotation_is_no_failure(failed_tokens: Failures) -> None:
     """The secret is right: a worker that asks until it has changed locks nobody out."""
     node = api.make_node()
@@ -265,25 +283,45 @@ async def test_heartbeats_count_too(exhausted: None) -> None:
     """In front of Django: a wrong secret is answered 429 from an exhausted address, 401 from another."""
     application = HeartbeatApplication(Mock())
 
-    async def beat(address: str) -> tuple[int, dict[bytes, bytes]]:
-        sent: list[dict[str, Any]] = []
-
-        async def receive() -> dict[str, Any]:
-            return {"type": "http.request", "body": b"", "more_body": False}
-
-        async def send(message: dict[str, Any]) -> None:
-            sent.append(message)
-
-        headers = [(b"authorization", b"Bearer wrong")]
-        scope = {
-            "method": "POST",
-            "path": "/api/node/x/heartbeat",
-            "headers": headers,
-            "client": [address, 1],
-        }
-        await application({"type": "http"} | scope, receive, send)
-        return sent[0]["status"], dict(sent[0]["headers"])
-
-    (over, headers), (other, _) = await asyncio.gather(beat(HERE), beat("192.0.2.8"))
+    (over, headers), (other, _) = await asyncio.gather(
+        beat_from(HERE, application), beat_from("192.0.2.8", application)
+    )
     assert (over, other) == (429, 401)
     assert 1 <= int(headers[b"retry-after"]) <= WINDOW
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.rule("http-1.2", "http-0.2")
+async def test_heartbeats_do_not_tell_the_right_token(
+    exhausted: None, application: HeartbeatApplication, settings: Any
+) -> None:
+    """D-FAILED-TOKENS: from an exhausted address 429 like a wrong one, from another the node is unknown."""
+    settings.CLUSTER = replace(settings.CLUSTER, allow_shared_token_nodes=True)
+    token, nobody = REGISTRATION_TOKEN, str(uuid4())
+    (here, _), (there, _) = await asyncio.gather(
+        beat_from(HERE, application, token, nobody), beat_from("192.0.2.8", application, token, nobody)
+    )
+    assert (here, there) == (429, 404)
+
+
+async def beat_from(
+    address: str, application: HeartbeatApplication, token: str = "wrong", node_id: str = "x"
+) -> tuple[int, dict[bytes, bytes]]:
+    """One heartbeat: its status and headers."""
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": f"/api/node/{node_id}/heartbeat",
+        "headers": [(b"authorization", b"Bearer " + token.encode())],
+        "client": [address, 1],
+    }
+    await application(scope, receive, send)
+    return sent[0]["status"], dict(sent[0]["headers"])
