@@ -10,6 +10,7 @@ carried is subtracted from the replicas.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from typing import Any
 from uuid import UUID
 
 from django.db import connection, transaction
@@ -138,7 +139,7 @@ now would be out of order."""
 def _processes_dead(ids: Sequence[UUID], locked: Sequence[UUID], now: datetime, limit: float) -> int:
     if not ids:
         return 0
-    parameters = {
+    parameters: dict[str, Any] = {
         "ids": list(ids),
         "locked": list(locked),
         "since": now - timedelta(seconds=limit),

@@ -131,7 +131,7 @@ def test_the_same_worker_twenty_times_at_once_is_one_node() -> None:
 def test_twenty_workers_with_one_name_at_once_are_one_node_and_nineteen_visible_conflicts() -> None:
     """The first one's secret is bound; the others get 409, and every one of them is seen and counted."""
     secrets = [f"{number:064x}" for number in range(20)]
-    results = at_once(*(lambda secret=secret: register(secret=secret) for secret in secrets))  # type: ignore[misc]
+    results = at_once(*(lambda secret=secret: register(secret=secret) for secret in secrets))
     assert unexpected(results) == []
     winners = [result for result in results if not isinstance(result, Exception)]
     assert len(winners) == 1
@@ -147,9 +147,7 @@ def test_twenty_workers_with_one_name_at_once_are_one_node_and_nineteen_visible_
 @repeated
 def test_names_that_look_alike_at_once_are_one_node() -> None:
     spellings = ["GPU-1", "gpu-1", "Gpu-1", "gPU-1", "\uff27PU-1", "gpU-1"]
-    results = at_once(
-        *(lambda name=name: register(name, secret=own_secret(name)) for name in spellings)  # type: ignore[misc]
-    )
+    results = at_once(*(lambda name=name: register(name, secret=own_secret(name)) for name in spellings))
     assert unexpected(results) == []
     assert sum(isinstance(result, errors.Conflict) for result in results) == len(spellings) - 1
     assert BackendNode.objects.count() == 1
@@ -158,7 +156,7 @@ def test_names_that_look_alike_at_once_are_one_node() -> None:
 @repeated
 def test_one_secret_under_many_names_at_once_is_one_node() -> None:
     """The others are conflicts of that node, for an admin to see."""
-    results = at_once(*(lambda number=number: register(f"w{number}") for number in range(6)))  # type: ignore[misc]
+    results = at_once(*(lambda number=number: register(f"w{number}") for number in range(6)))
     assert unexpected(results) == []
     (node,) = BackendNode.objects.all()
     assert NodeConflict.objects.filter(node=node, kind=NodeConflict.Kind.NAME).count() == 5
@@ -186,7 +184,7 @@ def test_many_workers_at_once() -> None:
         kind = {"node_type": "agent", "address": ""} if agent else {}
         return register(name, secret=own_secret(name), auto_approve=True, **kind)  # type: ignore[arg-type]
 
-    results = at_once(*(lambda name=name: one(name) for name in names))  # type: ignore[misc]
+    results = at_once(*(lambda name=name: one(name) for name in names))
     assert [result for result in results if isinstance(result, Exception)] == []
     assert sorted(BackendNode.objects.values_list("name", flat=True)) == sorted(set(names))
 
@@ -275,7 +273,7 @@ def test_two_labels_at_once_are_both_there() -> None:
     node = approved()
     results = at_once(
         *(
-            lambda n=number: services.merge_labels(node.pk, {f"k{n}": ""}, actor=ROOT, now=NOW)  # type: ignore[misc]
+            lambda n=number: services.merge_labels(node.pk, {f"k{n}": ""}, actor=ROOT, now=NOW)
             for number in range(8)
         )
     )
@@ -460,10 +458,7 @@ def test_a_slot_against_deregistration() -> None:
     (view,) = fleet("m")
     results = at_once(
         lambda: services.deregister(node.pk, actor=ROOT, now=later(1)),
-        *(
-            lambda n=number: reserve(view, f"m{n}", 0, mark="x", backend="b", now=NOW)  # type: ignore[misc]
-            for number in range(6)
-        ),
+        *(lambda n=number: reserve(view, f"m{n}", 0, mark="x", backend="b", now=NOW) for number in range(6)),
     )
     assert unexpected(results) == []
     assert results[0] is None
@@ -518,7 +513,7 @@ def test_every_one_of_many_transitions_is_told() -> None:
     def toggle(number: int) -> None:
         services.drain(node.pk, actor=ROOT, now=later(number))
 
-    results = at_once(*(lambda n=n: toggle(n) for n in range(8)))  # type: ignore[misc]
+    results = at_once(*(lambda n=n: toggle(n) for n in range(8)))
     assert unexpected(results) == []
     assert kinds(node)[before:] == ["drained"]
 
@@ -586,18 +581,18 @@ def test_no_deadlock_between_hot_path_beats_passes_and_verbs() -> None:
         chain(lambda: apply(Plan(ids, [], ids[::-1]), later(2), limits)),
         chain(lambda: apply(Plan(ids[:2], [slow], ids[2:]), later(500), limits)),
         chain(lambda: services.finish_drains(now=later(99999)), fill),
-        chain(*(lambda node=node: services.drain(node.pk, actor=ROOT, now=NOW) for node in nodes)),  # type: ignore[misc]
-        chain(*(lambda node=node: services.resume(node.pk, actor=ROOT, now=NOW) for node in nodes[::-1])),  # type: ignore[misc]
+        chain(*(lambda node=node: services.drain(node.pk, actor=ROOT, now=NOW) for node in nodes)),
+        chain(*(lambda node=node: services.resume(node.pk, actor=ROOT, now=NOW) for node in nodes[::-1])),
         chain(
             *(
-                lambda node=node: register(  # type: ignore[misc]
+                lambda node=node: register(
                     node.name, secret=own_secret(node.name), running_processes=listed, now=later(3)
                 )
                 for node in nodes
             )
         ),
-        chain(*(lambda node=node: services.deactivate(node.pk, now=NOW) for node in nodes[::-1])),  # type: ignore[misc]
-        chain(*(lambda node=node: register(node.name, secret=THIRD_SECRET) for node in nodes)),  # type: ignore[misc]
+        chain(*(lambda node=node: services.deactivate(node.pk, now=NOW) for node in nodes[::-1])),
+        chain(*(lambda node=node: register(node.name, secret=THIRD_SECRET) for node in nodes)),
     ]
     assert at_once(*jobs) == [None] * len(jobs)
     for one in NodeModel.objects.all():

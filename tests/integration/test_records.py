@@ -61,8 +61,7 @@ def test_a_slot_is_taken_once() -> None:
     replica(node)
     assert refused(NodeModel, node=node, model_name="m", replica_index=0)
     (view,) = replicas.fleet("m")
-    slot = {"mark": "x:1", "backend": "echo", "now": clock.now()}
-    assert replicas.reserve(view, "m", 0, **slot) is None
+    assert replicas.reserve(view, "m", 0, mark="x:1", backend="echo", now=clock.now()) is None
     assert NodeModel.objects.get(node=node, model_name="m").state == "loaded"
 
 

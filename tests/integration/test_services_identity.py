@@ -293,11 +293,11 @@ def test_an_accepted_claim_that_fits_no_more_is_a_new_question() -> None:
 def test_a_conflict_is_found_under_its_own_node_only() -> None:
     node, other = approved(), approved("w2", secret=THIRD_SECRET)
     conflict = refused(secret=OTHER_SECRET, now=later(1))
-    for wrong in ({"node_id": other.pk}, {"node_id": uuid4()}):
+    for wrong in (other.pk, uuid4()):
         with pytest.raises(errors.NotFound):
-            accept(conflict, **wrong)
+            services.accept_conflict(conflict.pk, node_id=wrong, actor=ROOT, now=NOW)
         with pytest.raises(errors.NotFound):
-            refuse(conflict, **wrong)
+            services.refuse_conflict(conflict.pk, node_id=wrong, actor=ROOT, now=NOW)
     with pytest.raises(errors.NotFound):
         services.accept_conflict(uuid4(), actor=ROOT, now=NOW)
     assert refuse(conflict, node_id=node.pk).pk == node.pk

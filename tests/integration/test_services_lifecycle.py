@@ -132,7 +132,7 @@ def test_approval_of_an_unknown_or_an_approved_node() -> None:
     node = approved()
     for state, lead in (("healthy", None), ("draining", drain), ("offline", leave)):
         if lead is not None:
-            lead(node)  # type: ignore[operator]
+            lead(node)
         with pytest.raises(errors.InvalidInput, match=state):
             services.approve(node.pk, actor=ROOT, now=NOW)
 

@@ -67,7 +67,8 @@ def test_counts_of_a_node() -> None:
     for index, (state, busy) in enumerate([("loaded", 2), ("unloading", 3), ("loading", 5), ("idle", 7)]):
         replica(node, index=index, state=state, in_flight=busy)
     (counted,) = BackendNode.objects.with_counts()
-    assert (counted.model_count, counted.in_flight_count) == (1, 5)
+    counts: dict[str, Any] = vars(counted)
+    assert (counts["model_count"], counts["in_flight_count"]) == (1, 5)
 
 
 @pytest.mark.rule("R1.29")

@@ -68,7 +68,7 @@ def row(node: BackendNode | UUID) -> BackendNode:
 
 def status(node: BackendNode | UUID) -> str:
     """The status in the database."""
-    return row(node).status
+    return str(row(node).status)
 
 
 def replica(node: BackendNode, model: str = "m", index: int = 0, **fields: Any) -> NodeModel:
