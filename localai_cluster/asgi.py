@@ -111,9 +111,11 @@ def identify(scope: wire.Scope) -> None:
 def without_slash(scope: wire.Scope) -> wire.Scope:
     """The same request without one trailing slash, where clients may send one (§0.1)."""
     path: str = scope["path"]
-    if not path.endswith("/") or not path.startswith(_SLASHED):
+    raw: bytes = scope.get("raw_path") or path.encode()
+    # An escaped slash belongs to the name that it ends.
+    if not path.endswith("/") or not raw.endswith(b"/") or not path.startswith(_SLASHED):
         return scope
-    return {**scope, "path": path[:-1], "raw_path": scope.get("raw_path", path.encode()).removesuffix(b"/")}
+    return {**scope, "path": path[:-1], "raw_path": raw[:-1]}
 
 
 async def _lifespan(receive: wire.Receive, send: wire.Send) -> None:

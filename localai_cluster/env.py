@@ -79,6 +79,13 @@ def parse_port(text: str) -> int:
     return int(text)
 
 
+def parse_count(text: str) -> int:
+    """A whole number from 1; raises ValueError."""
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 2**31:
+        raise ValueError("not a whole number from 1")
+    return int(text)
+
+
 def parse_log_level(text: str) -> str:
     """One of logging's levels, in capitals; raises ValueError."""
     level = text.strip().upper()
@@ -182,6 +189,8 @@ class ClusterSettings:
     """Silence after which a node is offline (C15)."""
     web_stale_after: float
     """Silence after which a web process is dead and its in-flight counts are dropped."""
+    failed_tokens: int
+    """Failed registration tokens and node secrets that one address has in a minute."""
     drain_deadline: float
     """How long a node that an admin drains keeps replicas with running requests."""
     event_retention: float
@@ -218,6 +227,9 @@ def load(values: Mapping[str, str] = os.environ) -> tuple[ClusterSettings, Envir
         load_failure_grace=env.seconds("CLUSTER_LOAD_FAILURE_GRACE", 15.0, minimum=0.0),
         node_stale_after=env.seconds("CLUSTER_NODE_STALE_AFTER", 60.0),
         web_stale_after=env.seconds("CLUSTER_WEB_STALE_AFTER", 15.0),
+        failed_tokens=env.parsed(
+            "CLUSTER_FAILED_TOKENS", parse_count, 30, "Use a whole number such as 30, or 3000 behind a proxy."
+        ),
         drain_deadline=env.seconds("CLUSTER_DRAIN_DEADLINE", 3600.0),
         event_retention=env.seconds("CLUSTER_EVENT_RETENTION", 30 * 86400.0, minimum=3600.0),
         operation_lease=env.seconds("CLUSTER_OPERATION_LEASE", 10.0),

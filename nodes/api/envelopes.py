@@ -11,7 +11,7 @@ from math import ceil
 from typing import Any
 
 from django.core.exceptions import PermissionDenied, RequestDataTooBig, SuspiciousOperation
-from django.db import IntegrityError, OperationalError
+from django.db import IntegrityError, InterfaceError, OperationalError
 from django.http import Http404, HttpRequest, JsonResponse
 from rest_framework import exceptions
 from rest_framework.response import Response
@@ -93,6 +93,7 @@ _OTHERS: tuple[tuple[type[Exception], Callable[[], errors.ClusterError]], ...] =
     (RequestDataTooBig, lambda: _with_status(413, "the request body is too large")),
     (SuspiciousOperation, errors.InvalidInput),
     (OperationalError, lambda: errors.Unavailable("the database does not answer")),
+    (InterfaceError, lambda: errors.Unavailable("the database does not answer")),
 )
 
 

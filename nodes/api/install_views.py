@@ -8,9 +8,9 @@ from localai_cluster import clock, errors
 from localai_cluster.logs import request_id
 from nodes.api import examples
 from nodes.api import serializers as shapes
-from nodes.api.auth import principal
+from nodes.api.auth import client_address, principal
 from nodes.api.openapi import refusals
-from nodes.api.views import NodeView, client_address, existing, validated
+from nodes.api.views import NodeView, existing, validated
 from nodes.backends import install
 from operations.services import OperationRequest, admit
 

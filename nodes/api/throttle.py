@@ -27,7 +27,7 @@ from localai_cluster import conf, errors
 log = logging.getLogger(__name__)
 
 LIMIT = 30
-"""Failures that an address has in one window: those of five workers that try or beat as often as they do."""
+"""Failures that an address has in one window, by default: those of five workers that try as they do."""
 WINDOW = 60
 """Seconds; windows follow each other without a gap, the same for everybody."""
 MOST_ADDRESSES = 10_000
@@ -65,12 +65,12 @@ def source(address: str) -> str:
 class Failures:
     """Counts in `shared`, or while that does not answer in this process alone."""
 
-    def __init__(self, shared: BaseCache | None, own: BaseCache) -> None:
-        self._shared, self._own = shared, own
+    def __init__(self, shared: BaseCache | None, own: BaseCache, limit: int = LIMIT) -> None:
+        self._shared, self._own, self._limit = shared, own, limit
 
     def check(self, address: str, now: datetime) -> None:
         """Raises TooManyFailures if the address may not try another token in this window."""
-        if (who := source(address)) and self._count(who, _window(now)) >= LIMIT:
+        if (who := source(address)) and self._count(who, _window(now)) >= self._limit:
             raise TooManyFailures(_rest(now))
 
     def note(self, address: str, now: datetime) -> None:
@@ -86,7 +86,7 @@ class Failures:
         if self._ask(lambda kept: kept.add(f"{who}|told", 1, WINDOW)):
             recently = count + self._count(who, window - 1)
             log.warning("failed tokens or secrets from %s within two minutes: %d", who, recently)
-        if count > LIMIT:
+        if count > self._limit:
             raise TooManyFailures(_rest(now))
 
     def _count(self, who: str, window: int) -> int:
@@ -131,7 +131,8 @@ def shared() -> Failures:
     """The counts of this cluster."""
     own = process_counts("failures", MOST_ADDRESSES)
     url = conf.cluster().redis_url
-    return Failures(RedisCache(url, {"KEY_PREFIX": "failures", "OPTIONS": _options()}) if url else None, own)
+    common = RedisCache(url, {"KEY_PREFIX": "failures", "OPTIONS": _options()}) if url else None
+    return Failures(common, own, conf.cluster().failed_tokens)
 
 
 def _options() -> dict[str, Any]:

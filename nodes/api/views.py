@@ -50,11 +50,6 @@ def existing(text: str) -> UUID:
     return found
 
 
-def client_address(request: Request) -> str:
-    """Where the request came from, as far as the socket tells."""
-    return str(request.META.get("REMOTE_ADDR") or "")[:64]
-
-
 def actor_of(request: Request) -> Actor:
     """Who the timeline says it was."""
     return of_principal(principal(request))

@@ -82,10 +82,13 @@ def reserve(
 
 
 def leftovers(model_name: str, *, mark: str) -> list[Slot]:
-    """Removes and answers the slots of earlier attempts: only one load of a model is active at a time."""
+    """Removes and answers the slots of earlier attempts: only one load of a model is active at a time.
+
+    Locked in the order of their ids, as by whoever ends the replicas of several nodes.
+    """
     stale = NodeModel.objects.of(model_name).filter(state="loading").exclude(loading_by=mark)
     with transaction.atomic():
-        rows = list(stale.select_for_update(of=("self",)).select_related("node"))
+        rows = list(stale.order_by("id").select_for_update(of=("self",)).select_related("node"))
         NodeModel.objects.filter(pk__in=[row.pk for row in rows]).delete()
     return [Slot(row.id, row.node_id, row.node.name, row.replica_index) for row in rows]
 

@@ -143,7 +143,20 @@ def test_bad_labels_are_400_and_name_the_key(body: Any, says: str) -> None:
     assert api.admin().get(path(node)).json() == {"a": "1"}
 
 
-KEYS = ["models/llama", "a:b", "user@host", "a#b", "a b", "50%", "a%2Fb", "a+b", "ü", "/a//b", "a?b=c&d"]
+KEYS = [
+    "models/llama",
+    "a:b",
+    "user@host",
+    "a#b",
+    "a b",
+    "50%",
+    "a%2Fb",
+    "a+b",
+    "ü",
+    "/a//b",
+    "a?b=c&d",
+    "a/",
+]
 
 
 @pytest.mark.rule("http-2.7", "http-0.1")
@@ -159,6 +172,17 @@ async def test_keys_are_decoded_exactly_once(key: str) -> None:
         assert (await client.delete(path(node, key))).status_code == 204
         left = (await client.get(path(node))).json()
     assert left == {name: value for name, value in decoys.items() if name != key}
+
+
+@pytest.mark.rule("http-2.7")
+@pytest.mark.parametrize("key", [".", "..", "../../other", "a/../b", "a/."])
+def test_no_part_of_a_key_leads_elsewhere(key: str) -> None:
+    """A client would resolve `DELETE …/labels/../../<other>` to the removal of another node."""
+    node = bare_node()
+    for method in ("PUT", "PATCH"):
+        refused = api.admin().send(method, path(node), {key: "1"})
+        assert refused.status_code == 400
+        assert "labels" in api.message(refused)
 
 
 @pytest.mark.rule("http-2.7")

@@ -5,7 +5,7 @@ from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from django.db import IntegrityError
+from django.db import IntegrityError, InterfaceError, OperationalError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -242,6 +242,14 @@ def test_a_collision_that_nobody_foresaw_is_a_conflict(caplog: pytest.LogCapture
     assert (answer.status_code, answer.data["error"]["code"]) == (409, 409)
     assert "duplicate key" not in answer.data["error"]["message"]
     assert "a constraint refused a write" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [OperationalError, InterfaceError])
+def test_an_outage_is_no_server_error(kind: type[Exception]) -> None:
+    """A connection that ended in between: 503, come again; what the driver said stays inside."""
+    answer = exception_handler(kind("the connection is closed"), {"view": None})
+    assert answer is not None
+    assert (answer.status_code, answer.data["error"]["message"]) == (503, "the database does not answer")
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(0.2, "1"), (59.001, "60"), (5.0, "5"), (-1.0, "1")])

@@ -124,3 +124,9 @@ def test_trailing_slashes(given_path: str, path: str) -> None:
     """§0.1: accepted without a redirect on every API route, left alone elsewhere."""
     scope = without_slash({"path": given_path, "raw_path": given_path.encode()})
     assert (scope["path"], scope["raw_path"]) == (path, path.encode())
+
+
+def test_an_escaped_slash_at_the_end_belongs_to_the_name() -> None:
+    """§0.1: decoded once, and not taken for the end of the path."""
+    scope = {"path": "/api/nodes/x/labels/a/", "raw_path": b"/api/nodes/x/labels/a%2F"}
+    assert without_slash(scope) is scope
