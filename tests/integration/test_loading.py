@@ -3,11 +3,15 @@
 import asyncio
 import contextlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+import psycopg
 import pytest
+from django.db import connection, transaction
 
 from localai_cluster import clock
 from localai_cluster.messaging import messages as m
@@ -16,13 +20,15 @@ from localai_cluster.messaging.bus import Handler, NoResponders, Subscription
 from localai_cluster.messaging.codec import encode
 from nodes.backends import install
 from nodes.definitions import Folder
-from nodes.loading import load
+from nodes.loading import load, replicas
+from nodes.loading.replicas import Slot
 from nodes.models import BackendNode, NodeModel
 from operations import services
 from operations.executor import Postpone, Work
 from operations.models import Operation
 from operations.states import Event
 from operations.waiting import Hints
+from tests.conftest import eventually
 from tests.support import hot
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -178,3 +184,27 @@ async def test_an_engine_stopped_while_it_started_is_started_again(stage: Stage)
     stage.installs(stage.one, m.InstallReply(error="was stopped while it started", interrupted=True))
     ended = await stage.play()
     assert isinstance(ended, Postpone), ended
+
+
+def test_leftovers_are_locked_in_the_order_of_their_ids() -> None:
+    """Whoever ends replicas of several nodes may hold an earlier one: nothing is held while waiting for it."""
+    early, late = sorted((uuid4(), uuid4()))
+    for number, pk in enumerate((late, early)):
+        NodeModel.objects.create(
+            id=pk, node=hot.node(f"n{number}"), model_name="m", state="loading", loading_by="gone"
+        )
+
+    def clear() -> list[Slot]:
+        try:
+            return replicas.leftovers("m", mark="mine")
+        finally:
+            connection.close()
+
+    waiting = "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    with ThreadPoolExecutor(1) as pool, psycopg.connect(hot.database_url(), autocommit=True) as watcher:
+        with transaction.atomic():
+            NodeModel.objects.select_for_update().get(pk=early)
+            cleared = pool.submit(clear)
+            eventually(lambda: watcher.execute(waiting).fetchone(), what="it waits for the earlier one")
+            NodeModel.objects.select_for_update(nowait=True).get(pk=late)
+        assert {slot.id for slot in cleared.result(timeout=15)} == {early, late}
