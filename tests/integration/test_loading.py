@@ -187,7 +187,7 @@ async def test_an_engine_stopped_while_it_started_is_started_again(stage: Stage)
 
 
 def test_leftovers_are_locked_in_the_order_of_their_ids() -> None:
-    """Whoever ends replicas of several nodes may hold an earlier one: nothing is held while waiting for it."""
+    """Whoever ends replicas of several nodes may hold an earlier one: nothing is held while it waits."""
     early, late = sorted((uuid4(), uuid4()))
     for number, pk in enumerate((late, early)):
         NodeModel.objects.create(
