@@ -21,6 +21,7 @@ help:
 	@echo "make worker NAME=two  one more worker for the running cluster"
 	@echo "make manage ARGS='nodes list'   a management command for the running cluster"
 	@echo "make measure          every time limit as figure, limit, held or not"
+	@echo "make trace            which tests prove which rule of the contract"
 	@echo "make lock             compiles requirements/*.in anew"
 	@echo "make hooks            runs the quick checks before each commit"
 	@echo "make clean            removes what make has built; data stays"
@@ -55,6 +56,7 @@ lint: install-test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.checks.clock
+	$(BIN)/python -m tests.checks.trace --gaps
 
 test: lint gallery
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile

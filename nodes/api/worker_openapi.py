@@ -19,9 +19,10 @@ _WRONG = "No credential, or a wrong one. `rotate`: the secret is right, but an a
 
 
 def _header(name: str, digits: int, meaning: str, *, required: bool = False) -> OpenApiParameter:
+    secret = f"[0-9a-f]{{{digits}}}"
     return OpenApiParameter(
         name,
-        {"type": "string", "pattern": f"^[0-9a-f]{{{digits}}}$"},
+        {"type": "string", "pattern": f"^{secret}$" if required else f"^({secret})?$"},
         OpenApiParameter.HEADER,
         required=required,
         description=meaning,

@@ -4,9 +4,11 @@ Registration proves itself by the shared token, in the header and in the body; e
 node in the URL by that node's own secret and, if the worker tells it, by its process.
 """
 
+from typing import Any
 from uuid import UUID
 
 from drf_spectacular.utils import OpenApiExample, extend_schema
+from rest_framework.exceptions import MethodNotAllowed
 from rest_framework.request import Request
 from rest_framework.response import Response
 
@@ -72,6 +74,12 @@ class SelfServiceView(NodeView):
     authentication_classes = [NodeAuthentication]
     permission_classes = [IsTheNode]
     flat_auth = True
+
+    def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """A method that the route does not have is refused before anybody is asked who he is."""
+        if str(request.method).lower() not in {name.lower() for name in self.allowed_methods}:
+            raise MethodNotAllowed(str(request.method))
+        super().initial(request, *args, **kwargs)
 
 
 class SelfView(SelfServiceView):

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 ROOT = Actor(ActorKind.USER, "root")
 
 
-@pytest.mark.rule("R1.32", "R1.33", "http-1.2", "worker-6")
+@pytest.mark.rule("R1.32", "R1.33", "http-1.2", "worker-6", "T-REG-84", "T-REG-143")
 async def test_figures_are_stored(application: HeartbeatApplication) -> None:
     """R1.32, R1.33: what was reported, an explicit zero of the disk too; the reservation ends."""
     node = await made(total_disk=9, available_disk=9, total_vram=100, gpu_vendor="amd")
