@@ -4,6 +4,7 @@ from typing import Any
 
 from rest_framework import serializers
 
+from nodes import names
 from nodes.api.fields import Described, NullIsAbsent, Strict, Text, Whole
 from nodes.models import NodeConflict, NodeEvent, NodeStatus
 from nodes.services.overrides import LARGEST_CAP, LONGEST_BUDGET
@@ -39,8 +40,8 @@ class RejectionSerializer(ReasonSerializer):
     reason = Text(max_length=LONGEST_REASON)
 
     def validate_reason(self, reason: str) -> str:
-        """Not empty."""
-        if not reason.strip():
+        """Something to read."""
+        if not names.plain(reason):
             raise serializers.ValidationError("must not be empty")
         return reason
 

@@ -19,6 +19,8 @@ from nodes.states import DRAINING, HEALTHY, OFFLINE, PENDING, UNHEALTHY
 
 _Row = TypeVar("_Row", bound=Model)
 _SHOWN = 5
+_WHOLE, _LISTED = 36, 8
+"""Characters of an id, and of the beginning that `manage.py nodes list` shows."""
 _PREFIX = re.compile(r"[0-9a-f-]{1,36}\Z")
 
 
@@ -31,11 +33,16 @@ def actor() -> Actor:
 
 
 def node(text: str) -> BackendNode:
-    """The node of that name, id, or beginning of an id; raises CommandError unless it is exactly one."""
+    """The node of that name, id, or beginning of an id; raises CommandError unless it is exactly one.
+
+    Workers choose their names: one that looks like the id of another node does not stand for that.
+    """
     named = BackendNode.objects.filter(name_key=names.key(text)).first()
-    if named is not None:
-        return named
     found = _by_prefix(BackendNode.objects.order_by("name"), text)
+    if named is not None and (len(text) < _LISTED or found in ([], [named])):
+        return named
+    if named is not None and len(text) < _WHOLE:
+        raise CommandError(f"{text!r} is a name and begins the id of {_listed(found)}: give the whole id")
     if not found:
         raise CommandError(f"there is no node {text!r}; `manage.py nodes list` shows those there are")
     if len(found) > 1:

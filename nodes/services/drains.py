@@ -28,12 +28,13 @@ LONGEST_DEADLINE = 30 * 86400.0
 def drain(
     node_id: UUID, *, actor: Actor, now: datetime, reason: str = "", deadline: float | None = None
 ) -> BackendNode:
-    """R1.19: nothing new goes there, what runs goes on, for `deadline` seconds at most (default: settings).
+    """R1.19: nothing new goes there, what runs goes on, for `deadline` seconds at most.
 
-    Draining again keeps author and time, and takes over a new reason or deadline. Raises InvalidInput for a
-    deadline that is negative or beyond 30 days.
+    Without one the settings say how long, up to 30 days. Draining again keeps author and time, and takes over
+    a new reason or deadline. Raises InvalidInput for a deadline that is negative or beyond 30 days.
     """
-    seconds = conf.cluster().drain_deadline if deadline is None else deadline
+    usual = min(conf.cluster().drain_deadline, LONGEST_DEADLINE)
+    seconds = usual if deadline is None else deadline
     if not 0 <= seconds <= LONGEST_DEADLINE:
         raise errors.InvalidInput(
             f"deadline_seconds must be between 0 and {LONGEST_DEADLINE:.0f}", field="deadline_seconds"

@@ -192,7 +192,9 @@ def test_a_rejected_node_stays_pending_and_says_so() -> None:
     assert "rejected" not in api.admin().get(f"/api/nodes/{node.id}").json()
 
 
-@pytest.mark.parametrize("body", [None, {}, {"reason": ""}, {"reason": "  "}, {"reason": None}])
+@pytest.mark.parametrize(
+    "body", [None, {}, {"reason": ""}, {"reason": "  "}, {"reason": "\u200b"}, {"reason": None}]
+)
 def test_a_rejection_needs_a_reason(body: Any) -> None:
     """400 naming it."""
     refused = do(pending(), "reject", body)

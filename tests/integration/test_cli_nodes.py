@@ -108,6 +108,17 @@ def test_a_node_is_found_by_name_id_and_beginning_of_the_id() -> None:
         assert told("show", text)["id"] == str(node.id)
 
 
+def test_a_name_does_not_pass_for_the_id_of_another_node() -> None:
+    """A worker chooses its name; whoever approves by id means the node with that id."""
+    meant = api.make_node("w1", approved=False)
+    other = api.make_node(str(meant.id)[:8], approved=False)
+    assert "give the whole id" in refused("approve", other.name)
+    api.make_node(str(meant.id), approved=False)
+    told("approve", str(meant.id))
+    assert api.node(meant.id).status == "healthy"
+    assert told("show", str(other.id))["name"] == other.name
+
+
 def test_unknown_and_ambiguous_names_say_how_to_find_the_right_one() -> None:
     ids = ["abcd0000-0000-4000-8000-000000000000", "abcd1111-0000-4000-8000-000000000000"]
     for name, node_id in zip(("one", "two"), ids, strict=True):
