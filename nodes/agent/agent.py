@@ -58,13 +58,7 @@ class Agent:
         installer = Installer(shelf, config.source_roots, config.download_rate, capability, client)
         self._installs = Installs(config, shelf, installer, self._supervisor, self._open_progress)
         self._commands = Commands(
-            config,
-            self._bus,
-            shelf,
-            self._supervisor,
-            self._installs,
-            instance,
-            self._stop.set,
+            config, self._bus, shelf, self._supervisor, self._installs, instance, self._stop.set
         )
         self._heart = Heart(
             self._controller,

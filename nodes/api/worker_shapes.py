@@ -1,7 +1,7 @@
 """JSON shapes of the workers' own routes (`contract/http-api.md` §1), and what they must hold to.
 
 `RegistrationSerializer` reads a body: JSON types and numbers that can be stored. What follows upon a right
-token is checked by `check`, in the order of §1.1. Unknown fields are ignored.
+token is checked by `registration`, in the order of §1.1. Unknown fields are ignored.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ LENGTHS = {
 MOST_PROCESSES = 1024
 LONGEST_PROCESS_KEY = 300
 _ANY_LENGTH = 2**20
-"""Bodies are bounded; `check` knows the real limits, because the token comes before them."""
+"""Bodies are bounded; `registration` knows the real limits, because the token comes before them."""
 
 
 def _bytes() -> Whole:

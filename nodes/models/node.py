@@ -100,7 +100,7 @@ class BackendNode(models.Model):
     bound_at = _when()
     """When a secret was first bound. Never cleared: such a name does not fall back to the shared token."""
     rotation_requested_at = _when()
-    """Since when the secret is good for nothing but replacing it."""
+    """Since when the secret is good for nothing but registering and replacing it."""
     instance = models.CharField(max_length=32, blank=True, default="", editable=False)
     """The worker process that speaks for the node: an id it made at its start."""
     former_instances = models.JSONField(default=list, blank=True, editable=False)

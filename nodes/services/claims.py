@@ -221,7 +221,7 @@ def is_revoked(fingerprint: str) -> bool:
 
 
 def request_rotation(node_id: UUID, *, actor: Actor, now: datetime) -> BackendNode:
-    """From now on the node's secret is good for one thing: replacing itself."""
+    """From now on the node's secret is good for two things: replacing itself, and registering before that."""
     with changing(node_id, now) as change:
         if not change.node.fingerprint:
             raise errors.Conflict("the node has no secret of its own", field="weak_identity")
