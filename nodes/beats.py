@@ -96,7 +96,9 @@ def _vendor(value: Any) -> str | None:
     return value
 
 
-# The rows are locked in the order of their ids: two processes that write the same nodes never deadlock.
+# The rows are locked in the order of their ids: two processes that write the same nodes never deadlock. A row
+# that somebody changed after this statement began is left out (its `ctid` is another one): to update it,
+# PostgreSQL would go back to the version that the statement saw, and others may queue there who wait for us.
 # `live` goes by the state before this statement: of the beat that brings a node back only the time counts.
 WRITE = f"""
 WITH beat AS (
@@ -105,7 +107,7 @@ WITH beat AS (
         available_vram bigint, total_vram bigint, available_ram bigint, total_disk bigint,
         available_disk bigint, gpu_vendor text, budget text, ceiling bigint)
 ), own AS (
-    SELECT node.id, node.offline_at IS NOT NULL AND node.offline_recovers AS silent, beat.instance,
+    SELECT node.id, node.ctid, node.offline_at IS NOT NULL AND node.offline_recovers AS silent, beat.instance,
         beat.at, beat.measured_at, beat.available_vram, beat.total_vram, beat.available_ram,
         beat.total_disk, beat.available_disk, beat.gpu_vendor,
         node.approved_at IS NOT NULL AND node.offline_at IS NULL AS live,
@@ -141,7 +143,7 @@ WITH beat AS (
             ELSE node.available_disk END,
         gpu_vendor = CASE WHEN own.live THEN coalesce(nullif(own.gpu_vendor, ''), node.gpu_vendor)
             ELSE node.gpu_vendor END
-    FROM own WHERE own.id = node.id
+    FROM own WHERE own.id = node.id AND own.ctid = node.ctid
     RETURNING node.id, node.fingerprint, own.instance, own.silent, own.at, node.name, node.status
 ), told AS (
     INSERT INTO node_events (node_id, node_name, kind, at, last_at, count, actor_kind, actor, cause,
@@ -163,13 +165,23 @@ WHERE id = ANY(%(ids)s) OR (fingerprint <> '' AND fingerprint = ANY(%(fingerprin
 
 
 async def record(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:
-    """Writes all beats (no two of one key) in one statement; answers per key why it was refused, or None."""
+    """Writes all beats (no two of one key) in one statement; answers per key why it was refused, or None.
+
+    A node that somebody else changed at that moment gets its beat by a second one.
+    """
     budgets = await _budgets(database, [beat.id for beat in beats if beat.total_vram is not None])
     plain = [_plain(beat, budgets.get(beat.id, "")) for beat in beats]
+    written = await _write(database, plain)
+    missed = [beat for beat in beats if beat.key not in written]
+    verdicts = await _refusals(database, missed)
+    if overtaken := [beat for beat in missed if verdicts[beat.key] is None]:
+        await _write(database, [_plain(beat, budgets.get(beat.id, "")) for beat in overtaken])
+    return dict.fromkeys(written) | verdicts
+
+
+async def _write(database: Rows, plain: Sequence[Mapping[str, Any]]) -> set[Key]:
     rows = await database.rows(WRITE, {"beats": json.dumps(plain)})
-    written = {(node_id, fingerprint, instance) for node_id, fingerprint, instance, _ in rows}
-    refused = [beat for beat in beats if beat.key not in written]
-    return dict.fromkeys(written) | await _refusals(database, refused)
+    return {(node_id, fingerprint, instance) for node_id, fingerprint, instance, _ in rows}
 
 
 async def prove(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:

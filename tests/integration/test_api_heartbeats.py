@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from uuid import uuid4
@@ -197,15 +198,17 @@ async def test_coming_back_is_told_once(application: HeartbeatApplication, datab
 async def test_two_processes_that_hear_a_node_tell_it_once(database: Counted) -> None:
     """Both see it silent; the one that waits for the row sees what the other has made of it."""
     node = await silent()
-    batch = {"beats": json.dumps([beats._plain(beats.Beat(node.id, node.fingerprint, clock.now()), "")])}
+    one = beats.Beat(node.id, node.fingerprint, clock.now())
+    batch = {"beats": json.dumps([beats._plain(one, "")])}
     async with await psycopg.AsyncConnection.connect(await sync_to_async(conninfo)()) as first:
         await first.execute(beats.WRITE, batch)
-        second = asyncio.create_task(database.pool.rows(beats.WRITE, batch))
+        second = asyncio.create_task(beats.record(database.pool, [replace(one, available_ram=7)]))
         await asyncio.sleep(0.2)
         assert not second.done()
         await first.commit()
-        assert len(await second) == 1
+        assert list((await second).values()) == [None]
     assert await heard(node) == [("offline", "healthy")]
+    assert (await now_of(node)).available_ram == 7
 
 
 async def test_beats_gather_into_one_statement(database: Counted) -> None:
