@@ -21,7 +21,6 @@ from nodes.models import BackendNode, NodeConflict
 from nodes.states import Event
 
 LONGEST_REASON = 255
-LONGEST_DEADLINE = 7 * 24 * 3600
 """Seconds: a week."""
 
 
@@ -58,7 +57,7 @@ class DrainTerms(Reason):
     """Why, and how long running requests may take."""
 
     deadline = forms.IntegerField(
-        required=False, min_value=0, max_value=LONGEST_DEADLINE, label="Deadline in seconds"
+        required=False, min_value=0, max_value=int(services.LONGEST_DEADLINE), label="Deadline in seconds"
     )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -214,7 +213,7 @@ NODE_VERBS = (
         "rotate",
         "Rotate secret",
         "asked to rotate",
-        "The worker has to replace its secret at its next call, and can do nothing else before.",
+        "The worker has to replace its secret at its next call; until then it can only register.",
         _rotation_refused,
         lambda node: f"replaces secret {words.grouped(node.fingerprint[:16])} …",
         _silent(lambda pk, actor, now, asked: services.request_rotation(pk, actor=actor, now=now)),

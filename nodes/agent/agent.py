@@ -68,6 +68,7 @@ class Agent:
             lambda: figures(config.models_path),
             self._join,
             self._knock,
+            self._commands.fall_silent,
         )
 
     async def run(self) -> None:
@@ -114,8 +115,8 @@ class Agent:
 
     async def _be(self, registered: Registered) -> None:
         former, self._node_id = self._node_id, registered.node_id
-        if former not in ("", self._node_id):
-            log.warning("the node has another id now: %s", self._node_id)
+        if former and (former != self._node_id or not self._commands.listening):
+            log.warning("listening for the node %s", self._node_id)
             await self._commands.listen(self._node_id)
 
     async def _told(self) -> dict[str, Any]:

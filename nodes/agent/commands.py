@@ -56,11 +56,20 @@ class Commands:
 
     async def listen(self, node_id: str) -> None:
         """Listens for `node_id`, and for no other id any more."""
+        await self.fall_silent()
+        for subject, handler, limit in self._table(node_id):
+            self._subscriptions.append(await self._bus.subscribe(subject, handler, limit=limit))
+
+    async def fall_silent(self) -> None:
+        """Listens for nothing any more: another process speaks for the node."""
         former, self._subscriptions = self._subscriptions, []
         for subscription in former:
             await subscription.close()
-        for subject, handler, limit in self._table(node_id):
-            self._subscriptions.append(await self._bus.subscribe(subject, handler, limit=limit))
+
+    @property
+    def listening(self) -> bool:
+        """Whether commands are answered."""
+        return bool(self._subscriptions)
 
     def refuse_new(self) -> None:
         """From now on new installs and upgrades are refused: the worker is leaving."""

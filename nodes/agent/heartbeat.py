@@ -31,7 +31,8 @@ class Heart:
     """Beats until it is cancelled.
 
     `rejoin` registers again, for as long as it takes: the controller does not know the node any more. `knock`
-    does so once (CallFailed): the controller refuses the secret. `problem` says what an admin has to see to.
+    does so once (CallFailed): the controller refuses the secret. `give_way` stops answering commands: another
+    process speaks for the node. `problem` says what an admin has to see to.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Heart:
         measure: Callable[[], Awaitable[dict[str, int]]],
         rejoin: Callable[[], Awaitable[None]],
         knock: Callable[[], Awaitable[None]],
+        give_way: Callable[[], Awaitable[None]],
     ) -> None:
         self._controller = controller
         self._bus = bus
@@ -51,6 +53,7 @@ class Heart:
         self._measure = measure
         self._rejoin = rejoin
         self._knock = knock
+        self._give_way = give_way
         self._reminded: dict[str, float] = {}
         self._quiet_until = 0.0
         self.problem = ""
@@ -89,6 +92,7 @@ class Heart:
             await self._refused(error)
         elif error.http_status == 409:
             self.problem = "another process has registered with this node's secret"
+            await self._give_way()
             self._remind("copied", f"heartbeat refused: {error}. {COPIED}", logging.ERROR)
         else:
             self._rest(error.wait)

@@ -4,13 +4,12 @@ from typing import Any
 
 from rest_framework import serializers
 
-from nodes import names
+from nodes import names, services
 from nodes.api.fields import Described, NullIsAbsent, Strict, Text, Whole
 from nodes.models import NodeConflict, NodeEvent, NodeStatus
 from nodes.services.overrides import LARGEST_CAP, LONGEST_BUDGET
 
 LONGEST_REASON = 255
-LONGEST_DRAIN = 7 * 24 * 3600
 MOST_IDS = 500
 _NO_NULL = "^[^\\u0000]*$"
 
@@ -55,7 +54,9 @@ class RejectionSerializer(ReasonSerializer):
 class DrainRequestSerializer(ReasonSerializer):
     """Why, and how long the running requests may take."""
 
-    deadline_seconds = Whole(required=False, allow_null=True, min_value=0, max_value=LONGEST_DRAIN)
+    deadline_seconds = Whole(
+        required=False, allow_null=True, min_value=0, max_value=int(services.LONGEST_DEADLINE)
+    )
 
 
 class ApproveManySerializer(serializers.Serializer[Any]):

@@ -135,7 +135,7 @@ class RotateView(NodeView):
         examples=[examples.message("rotation requested")],
     )
     def post(self, request: Request, node_id: str) -> Response:
-        """From now on the worker's secret is good for nothing but replacing itself."""
+        """From now on the worker's secret is good for nothing but registering and replacing itself."""
         services.request_rotation(existing(node_id), actor=actor_of(request), now=clock.now())
         return Response({"message": "rotation requested"})
 

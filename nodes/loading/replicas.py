@@ -62,9 +62,13 @@ def fleet(model_name: str) -> list[NodeView]:
 def reserve(
     view: NodeView, model_name: str, index: int, *, mark: str, backend: str, now: datetime
 ) -> Slot | None:
-    """Takes the slot; None when somebody else has it or the node went away."""
+    """Takes the slot; None when somebody else has it, or the node went away or is not healthy any more."""
     try:
         with transaction.atomic():
+            # Under the node's lock: a drain either sees this slot or keeps it from being taken.
+            healthy = BackendNode.objects.filter(pk=view.id, status="healthy")
+            if healthy.select_for_update(no_key=True).first() is None:
+                return None
             row = NodeModel.objects.create(
                 node_id=view.id,
                 model_name=model_name,

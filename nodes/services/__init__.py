@@ -16,7 +16,7 @@ from nodes.services.claims import (
     revoke,
     rotate,
 )
-from nodes.services.drains import drain, drain_itself, finish_drains, resume, resume_itself
+from nodes.services.drains import LONGEST_DEADLINE, drain, drain_itself, finish_drains, resume, resume_itself
 from nodes.services.enrolment import enrol
 from nodes.services.fleet import lock_in_order
 from nodes.services.labels import (
@@ -50,6 +50,7 @@ from nodes.services.registration import Registered, Registration, Running, regis
 from nodes.services.replicas import drop_replicas, replicas_removed
 
 __all__ = [
+    "LONGEST_DEADLINE",
     "NOT_ACCEPTABLE",
     "Approved",
     "Outcome",

@@ -212,6 +212,11 @@ def _fresh(registration: Registration, caller: Caller, now: datetime) -> Backend
 def _admit(
     node: BackendNode, registration: Registration, caller: Caller, now: datetime, auto_approve: bool
 ) -> Registered:
+    if node.revision and node.node_type != registration.node_type:
+        # An agent gets a user's key: an approval as one thing is none as the other.
+        raise errors.Conflict(
+            f"the node is registered as {node.node_type}: an admin has to remove it first", field="node_type"
+        )
     change = Change(node, now)
     restarted = caller.instance != node.instance or not caller.instance
     claims.bind(change, caller.fingerprint, caller.instance)
@@ -234,7 +239,6 @@ def _agent_token(change: Change) -> str:
     """R1.31: an approved agent gets a new user and key at every registration."""
     if change.node.node_type == NodeType.AGENT and change.node.approved_at is not None:
         return agents.provision(change)
-    agents.revoke(change)
     return ""
 
 

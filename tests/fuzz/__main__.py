@@ -108,14 +108,24 @@ def prepare(cluster: Cluster) -> Stage:
     return Stage(cluster, web, worker, node, pending, job, own_ids(cluster, web))
 
 
-OWN = {"edited": "a" * 64, "doomed": "b" * 64, "revoked": "c" * 64, "rejected": "d" * 64, "claimed": "e" * 64}
+OWN = {
+    name: digit * 64
+    for digit, name in zip(
+        "abcdef01",
+        ("edited", "doomed", "revoked", "rejected", "claimed", "rotated", "resumed", "left"),
+        strict=True,
+    )
+}
 """Nodes that something is done to, each with its secret."""
 
 
 def own_ids(cluster: Cluster, web: Process) -> dict[str, str]:
     """These nodes, and two conflicts about one of them."""
     ids = {name: register(web, f"fuzz-{name}", secret) for name, secret in OWN.items()}
-    cluster.post(web, f"/api/nodes/{ids['edited']}/approve").raise_for_status()
+    for name in ("edited", "resumed"):
+        cluster.post(web, f"/api/nodes/{ids[name]}/approve").raise_for_status()
+    own = {"Authorization": f"Bearer {OWN['resumed']}"}
+    httpx.post(f"{web.url}/api/node/{ids['resumed']}/drain", headers=own).raise_for_status()
     for secret in ("8" * 64, "9" * 64):
         assert knock(web, "fuzz-claimed", secret).status_code == 409
     accepted, refused = (entry["id"] for entry in cluster.get(web, "/api/nodes/conflicts").json())
@@ -131,6 +141,11 @@ def fuzz(stage: Stage, role: Role) -> list[str]:
         "FUZZ_REGISTRATION": role.registration,
         "FUZZ_TOKEN": TOKEN,
         "FUZZ_SECRET": SECRET,
+        # A worker's own routes: the node that an operation has to itself, or the admin who may not.
+        **{
+            f"FUZZ_{name.upper()}": secret if role.name == "node" else role.credential
+            for name, secret in OWN.items()
+        },
     }
     done = subprocess.run(
         [*COMMAND, "--url", stage.web.url],
@@ -186,9 +201,17 @@ def survivors(cluster: Cluster) -> Iterator[str]:
             print(process.output()[process.output().index("Traceback") - 500 :][:6000])
 
 
+SETTINGS = {
+    "LOCALAI_AUTO_APPROVE_NODES": "false",
+    "CLUSTER_FAILED_TOKENS": "1000000",
+    "CLUSTER_NODE_STALE_AFTER": "1h",
+}
+"""Nobody is locked out for wrong guesses, and the nodes without a worker stay as they are."""
+
+
 def main() -> int:
     """Both roles side by side, since each waits most of its time for heartbeats; the exit code."""
-    with running_cluster(LOCALAI_AUTO_APPROVE_NODES="false", CLUSTER_FAILED_TOKENS="1000000") as cluster:
+    with running_cluster(**SETTINGS) as cluster:
         stage = prepare(cluster)
         with ThreadPoolExecutor(len(ROLES)) as both:
             wrong = list(chain.from_iterable(both.map(partial(fuzz, stage), ROLES)))

@@ -17,7 +17,7 @@ from nodes.models import (
     PendingBackendOp,
     ReplicaState,
 )
-from nodes.services import deregister
+from nodes.services import deregister, drain
 from tests.support import api
 
 pytestmark = pytest.mark.django_db
@@ -63,6 +63,16 @@ def test_a_slot_is_taken_once() -> None:
     (view,) = replicas.fleet("m")
     assert replicas.reserve(view, "m", 0, mark="x:1", backend="echo", now=clock.now()) is None
     assert NodeModel.objects.get(node=node, model_name="m").state == "loaded"
+
+
+@pytest.mark.rule("R1.19")
+def test_a_node_that_was_drained_meanwhile_gives_no_slot() -> None:
+    """I10: between the choice and the slot an admin may have spoken."""
+    node = api.make_node()
+    (view,) = replicas.fleet("m")
+    drain(node.id, actor=STATIC_KEY, now=clock.now())
+    assert replicas.reserve(view, "m", 0, mark="x:1", backend="echo", now=clock.now()) is None
+    assert not NodeModel.objects.exists()
 
 
 @pytest.mark.rule("R1.6")

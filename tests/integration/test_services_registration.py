@@ -11,7 +11,7 @@ from localai_cluster import errors
 from nodes import services
 from nodes.backends.install import find_node
 from nodes.identity import by_credential
-from nodes.loading.replicas import fleet, serving
+from nodes.loading.replicas import fleet
 from nodes.models import ApiKey, BackendNode, NodeLabel, NodeModel, PendingBackendOp
 from nodes.placement.choose import Reason, refusal
 from nodes.services import Running
@@ -351,14 +351,11 @@ def test_a_bulk_approval_tells_the_token_too(agent: BackendNode) -> None:
 
 
 @pytest.mark.rule("R1.38")
-@pytest.mark.parametrize("end", ["deregister", "revoke", "backend"])
+@pytest.mark.parametrize("end", ["deregister", "revoke"])
 def test_an_agents_user_and_key_go_with_it(agent: BackendNode, end: str) -> None:
-    """With the record, with its secret, and when it comes back as a backend."""
+    """With the record, or with its secret."""
     token = services.approve(agent.pk, actor=ROOT, now=NOW).api_token
-    if end == "backend":
-        assert register("agent-1", now=later(1)).api_token == ""
-    else:
-        getattr(services, end)(agent.pk, actor=ROOT, now=later(1))
+    getattr(services, end)(agent.pk, actor=ROOT, now=later(1))
     assert by_credential(token) is None
     assert not get_user_model().objects.exists()
     assert not ApiKey.objects.exists()
@@ -399,12 +396,13 @@ def test_agents_are_never_a_target(fields: dict[str, Any]) -> None:
     assert not PendingBackendOp.objects.exists()
 
 
-def test_a_backend_that_becomes_an_agent_serves_nothing_any_more() -> None:
-    """Not even what it lists as running."""
+def test_a_backend_does_not_become_an_agent_by_itself() -> None:
+    """An agent gets a user's key, for which nobody has approved a backend."""
     node = approved()
-    replica(node)
-    register(node_type="agent", running_processes=[Running("m#0")], now=later(1))
-    assert (row(node).node_type, replicas(node), serving("m")) == ("agent", [], False)
+    with pytest.raises(errors.Conflict, match="registered as backend") as refused:
+        register(node_type="agent", now=later(1))
+    assert refused.value.field == "node_type"
+    assert (row(node).node_type, row(node).auth_user_id, status(node)) == ("backend", None, "healthy")
 
 
 # --- without a secret

@@ -80,9 +80,11 @@ class Beating:
         self.error: CallFailed | None = None
         self.refusal: CallFailed | None = None
         self.beats = self.knocks = self.rejoins = 0
+        self.gave_way = False
         monkeypatch.setattr(clock, "monotonic", lambda: self.now)
         heart: Any = Heart
-        self.heart: Heart = heart(self, self, 10.0, lambda: "n", self.measure, self.rejoin, self.knock)
+        callbacks = (self.measure, self.rejoin, self.knock, self.give_way)
+        self.heart: Heart = heart(self, self, 10.0, lambda: "n", *callbacks)
 
     connected = True
 
@@ -96,6 +98,9 @@ class Beating:
 
     async def rejoin(self) -> None:
         self.rejoins += 1
+
+    async def give_way(self) -> None:
+        self.gave_way = True
 
     async def knock(self) -> None:
         self.knocks += 1
@@ -125,6 +130,7 @@ async def test_a_copied_folder_is_told_once_a_minute_and_nobody_fights(
     await beating.live(60)
     assert said(caplog, "data folder has been copied") == [logging.ERROR]
     assert (beating.beats, beating.knocks, beating.rejoins) == (6, 0, 0)
+    assert beating.gave_way, "only one process answers a node's commands"
     assert beating.heart.problem == "another process has registered with this node's secret"
     await beating.live(10)
     assert len(said(caplog, "delete the file node-secret")) == 2

@@ -212,7 +212,7 @@ def remove(options: Options) -> str:
 
 
 def rotate(options: Options) -> str:
-    """Until then the old secret is good for nothing else."""
+    """Until then the old secret is good for registering only."""
     return _act(options, services.request_rotation, "rotation requested")
 
 
