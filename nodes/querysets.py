@@ -45,17 +45,21 @@ class BackendNodeQuerySet(QuerySet["BackendNode"]):
         return self.filter(status="healthy", node_type="backend").with_labels(labels)
 
     def with_counts(self) -> Self:
-        """R1.107: adds `model_count` over loaded replicas, `in_flight_count`, and the labels.
+        """R1.107: by name, with `model_count` over loaded replicas, `in_flight_count`, and the labels.
 
-        Two queries for any number.
+        Two queries for any number. A model's own order does not hold for a query that groups.
         """
         from nodes.models import NodeLabel
 
         busy = Q(replicas__state__in=COUNTED_IN_FLIGHT)
-        return self.annotate(
-            model_count=Count("replicas", filter=Q(replicas__state="loaded")),
-            in_flight_count=Coalesce(Sum("replicas__in_flight", filter=busy), 0),
-        ).prefetch_related(Prefetch("label_set", queryset=NodeLabel.objects.order_by("key")))
+        return (
+            self.annotate(
+                model_count=Count("replicas", filter=Q(replicas__state="loaded")),
+                in_flight_count=Coalesce(Sum("replicas__in_flight", filter=busy), 0),
+            )
+            .prefetch_related(Prefetch("label_set", queryset=NodeLabel.objects.order_by("key")))
+            .order_by("name")
+        )
 
 
 class NodeModelQuerySet(QuerySet["NodeModel"]):
