@@ -64,6 +64,10 @@ class Beat:
         return replace(self, **missing)
 
 
+class Overtaken(errors.ClusterError):
+    """Somebody else changed the node while the batch was being written."""
+
+
 class Rows(Protocol):
     """What writing needs of the database: one statement, its rows."""
 
@@ -167,21 +171,14 @@ WHERE id = ANY(%(ids)s) OR (fingerprint <> '' AND fingerprint = ANY(%(fingerprin
 async def record(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:
     """Writes all beats (no two of one key) in one statement; answers per key why it was refused, or None.
 
-    A node that somebody else changed at that moment gets its beat by a second one.
+    `Overtaken` is no refusal: somebody else changed the node at that moment, the beat is for the next batch.
     """
     budgets = await _budgets(database, [beat.id for beat in beats if beat.total_vram is not None])
     plain = [_plain(beat, budgets.get(beat.id, "")) for beat in beats]
-    written = await _write(database, plain)
-    missed = [beat for beat in beats if beat.key not in written]
-    verdicts = await _refusals(database, missed)
-    if overtaken := [beat for beat in missed if verdicts[beat.key] is None]:
-        await _write(database, [_plain(beat, budgets.get(beat.id, "")) for beat in overtaken])
-    return dict.fromkeys(written) | verdicts
-
-
-async def _write(database: Rows, plain: Sequence[Mapping[str, Any]]) -> set[Key]:
     rows = await database.rows(WRITE, {"beats": json.dumps(plain)})
-    return {(node_id, fingerprint, instance) for node_id, fingerprint, instance, _ in rows}
+    written = {(node_id, fingerprint, instance) for node_id, fingerprint, instance, _ in rows}
+    missed = await _refusals(database, [beat for beat in beats if beat.key not in written])
+    return dict.fromkeys(written) | {key: verdict or Overtaken() for key, verdict in missed.items()}
 
 
 async def prove(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:

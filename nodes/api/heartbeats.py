@@ -119,11 +119,16 @@ class BeatWriter:
 
     async def _write(self, batch: list[Beat]) -> None:
         try:
-            await beats.record(self._database(), batch)
+            verdicts = await beats.record(self._database(), batch)
         except (errors.ClusterError, *UNREACHABLE) as error:
             log.warning("%d heartbeats not written: %s", len(batch), type(error).__name__)
         except Exception:
             log.exception("%d heartbeats not written", len(batch))
+        else:
+            for beat in batch:
+                if isinstance(verdicts.get(beat.key), beats.Overtaken):
+                    later = self._waiting.get(beat.key)
+                    self._waiting[beat.key] = later.after(beat) if later else beat
 
 
 @dataclass(frozen=True)

@@ -194,19 +194,26 @@ async def test_coming_back_is_told_once(application: HeartbeatApplication, datab
     assert (await now_of(node)).revision == node.revision + 1
 
 
+_BLOCKED = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+
+
 @pytest.mark.rule("R1.16")
 async def test_two_processes_that_hear_a_node_tell_it_once(database: Counted) -> None:
-    """Both see it silent; the one that waits for the row sees what the other has made of it."""
+    """Both see it silent; the one that waits for the row is overtaken, its beat goes with the next batch."""
     node = await silent()
     one = beats.Beat(node.id, node.fingerprint, clock.now())
     batch = {"beats": json.dumps([beats._plain(one, "")])}
+
+    async def blocked() -> bool:
+        return bool(await database.pool.rows(_BLOCKED, {}))
+
     async with await psycopg.AsyncConnection.connect(await sync_to_async(conninfo)()) as first:
         await first.execute(beats.WRITE, batch)
-        second = asyncio.create_task(beats.record(database.pool, [replace(one, available_ram=7)]))
-        await asyncio.sleep(0.2)
-        assert not second.done()
+        writer = BeatWriter(lambda: database, interval=0.01)
+        writer.keep(replace(one, available_ram=7))
+        assert await clock.wait_until(blocked, timeout=10)
         await first.commit()
-        assert list((await second).values()) == [None]
+        await writer.settled()
     assert await heard(node) == [("offline", "healthy")]
     assert (await now_of(node)).available_ram == 7
 

@@ -104,8 +104,10 @@ class _Here:
 
 
 def beat(*given: Beat) -> dict[beats.Key, Exception | None]:
-    """Writes these beats as one batch; answers per beat why it was refused."""
-    return dict(_finished(beats.record(_Here(), given)))
+    """Writes these beats as one batch, the overtaken ones as the next; answers why each was refused."""
+    verdicts: dict[beats.Key, Exception | None] = dict(_finished(beats.record(_Here(), given)))
+    overtaken = [one for one in given if isinstance(verdicts[one.key], beats.Overtaken)]
+    return verdicts | (beat(*overtaken) if overtaken else {})
 
 
 def beat_of(node: BackendNode, *, secret: str = SECRET, at: datetime = NOW, **fields: Any) -> Beat:
