@@ -7,6 +7,7 @@ page asks for all of them every five seconds. A constant number of queries for a
 
 from collections.abc import Collection, Mapping
 from datetime import datetime
+from itertools import chain
 from typing import Any
 from uuid import UUID
 
@@ -71,17 +72,18 @@ COLUMNS: Mapping[str, Combinable] = {
     },
     **{name: _Time(name) for name in ("last_heartbeat", "created_at", "updated_at")},
 }
-_REJECTION: Mapping[str, Combinable] = {
-    "at": _Time("rejected_at"),
-    "by": F("rejected_by"),
-    "reason": F("reject_reason"),
+_FACT = ("at", "by", "reason")
+_REFUSALS: Mapping[str, tuple[Combinable, ...]] = {
+    "rejected": (_Time("rejected_at"), F("rejected_by"), F("reject_reason")),
+    "revoked": (_Time("revoked_at"), F("revoked_by"), F("revoke_reason")),
 }
+"""Why a pending node is not simply waiting."""
 OMITTED_IF_EMPTY = ("capability", "vram_budget", "vram_budget_bytes", "weak_identity")
 
 
 def elements(nodes: BackendNodeQuerySet, *, whole: bool = False) -> list[Row]:
     """The list elements of these nodes, in their order; `whole` says that no node is left out."""
-    found = nodes.values_list(*COLUMNS.values(), *_REJECTION.values())
+    found = nodes.values_list(*COLUMNS.values(), *chain.from_iterable(_REFUSALS.values()))
     rows = [_element(values) for values in found]
     among = None if whole else [row["id"] for row in rows]
     counts, labels, conflicts = _counts(among), _labels(among), _open_conflicts(among)
@@ -102,9 +104,10 @@ def _element(values: tuple[Any, ...]) -> Row:
         if not row[name]:
             del row[name]
     row["last_heartbeat"] = row["last_heartbeat"] or ZERO_TIME
-    rejection = values[len(COLUMNS) :]
-    if rejection[0]:
-        row["rejected"] = dict(zip(_REJECTION, rejection, strict=True))
+    for number, name in enumerate(_REFUSALS):
+        first = len(COLUMNS) + number * len(_FACT)
+        if values[first]:
+            row[name] = dict(zip(_FACT, values[first : first + len(_FACT)], strict=True))
     return row
 
 
@@ -153,7 +156,6 @@ def _facts(node: BackendNode) -> Row:
     """The facts that hold."""
     known = {
         "approval": (node.approved_at, node.approved_by, node.approval_reason),
-        "revoked": (node.revoked_at, node.revoked_by, node.revoke_reason),
         "offline": (node.offline_at, node.offline_by, node.offline_reason),
         "unhealthy": (node.unhealthy_at, node.unhealthy_by, node.unhealthy_reason),
     }

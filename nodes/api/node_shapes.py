@@ -85,6 +85,7 @@ class NodeSerializer(serializers.Serializer[Any]):
     in_flight_count = serializers.IntegerField(min_value=0)
     labels = serializers.DictField(child=_text(), required=False)
     rejected = FactSerializer(required=False, help_text="An admin's no; the status stays `pending`.")
+    revoked = FactSerializer(required=False, help_text="Its secret was revoked; nobody is the node.")
     open_conflicts = serializers.IntegerField(min_value=1, required=False)
 
 
@@ -92,7 +93,6 @@ class NodeDetailSerializer(Described, NodeSerializer):
     """One node on its own (§2.3): `labels` is always there, and so is what lies behind the status."""
 
     approval = FactSerializer(required=False)
-    revoked = FactSerializer(required=False, help_text="Its secret was revoked; nobody is the node.")
     offline = FactSerializer(required=False)
     unhealthy = FactSerializer(required=False)
     drain = DrainSerializer(required=False)

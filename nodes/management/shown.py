@@ -66,8 +66,7 @@ def _node(row: Mapping[str, Any], now: datetime) -> tuple[str, ...]:
 
 
 def _notes(row: Mapping[str, Any]) -> Iterator[str]:
-    if "rejected" in row:
-        yield "rejected"
+    yield from (word for word in ("rejected", "revoked") if word in row)
     if row.get("weak_identity"):
         yield "shared token"
     if claims := row.get("open_conflicts"):
