@@ -248,7 +248,14 @@ def test_the_document_and_the_rows_name_the_same_fields() -> None:
         "full", total_vram=8, available_vram=8, capability="x", vram_budget="50%", approved=False
     )
     BackendNode.objects.update(
-        fingerprint="", weak_identity=True, rejected_at=clock.now(), rejected_by="ann", reject_reason="no"
+        fingerprint="",
+        weak_identity=True,
+        rejected_at=clock.now(),
+        rejected_by="ann",
+        reject_reason="no",
+        revoked_at=clock.now(),
+        revoked_by="ann",
+        revoke_reason="lost",
     )
     claimed(node, "weak", "c" * 64)
     (element,) = node_rows.elements(BackendNode.objects.all())
@@ -256,7 +263,12 @@ def test_the_document_and_the_rows_name_the_same_fields() -> None:
     NodeLabel.objects.all().delete()
     NodeConflict.objects.all().delete()
     BackendNode.objects.update(
-        weak_identity=False, rejected_at=None, capability="", vram_budget="", vram_budget_bytes=0
+        weak_identity=False,
+        rejected_at=None,
+        revoked_at=None,
+        capability="",
+        vram_budget="",
+        vram_budget_bytes=0,
     )
     (element,) = node_rows.elements(BackendNode.objects.all())
     assert set(element) == set(document()["components"]["schemas"]["Node"]["required"])
