@@ -52,7 +52,7 @@ def record_repeated(entry: Entry, *, at: datetime) -> None:
 
 def prune(*, before: datetime, limit: int) -> int:
     """Deletes the oldest `limit` events from before `before`; answers how many."""
-    old = NodeEvent.objects.filter(at__lt=before).order_by("at").values_list("pk", flat=True)
+    old = NodeEvent.objects.filter(at__lt=before).order_by("at", "pk").values_list("pk", flat=True)
     deleted, _ = NodeEvent.objects.filter(pk__in=list(old[:limit])).delete()
     return deleted
 

@@ -112,7 +112,9 @@ def test_a_load_cut_by_the_database_goes_on_without_tasks() -> None:
         eventually(lambda: loading(cluster), seconds=20, what="the copy has begun")
         stage.restart("postgres")
         answers = [answer for answer, _ in requests.results()]
-        assert [answer and answer.status_code for answer in answers] == [200] * 5
+        # Who looked while the database was away is told to come back.
+        assert {answer and answer.status_code for answer in answers} <= {200, 503}
+        eventually(lambda: ok(cluster, stage.web), seconds=60, what="the load goes on")
 
 
 def test_tasks_outlive_outages_from_their_start_on() -> None:

@@ -405,7 +405,7 @@ def wanted(owner: UUID, requests: int, now: datetime) -> tuple[str, str, str]:
 
 
 def insert(raw: psycopg.Connection[Any], number: int, candidate: Candidate, now: datetime) -> None:
-    node = BackendNode(name=f"n{number}", address="a:1", approved_at=now)
+    node = BackendNode(name=f"n{number}", name_key=f"n{number}", address="a:1", approved_at=now)
     node.available_vram = candidate.available_vram
     row = NodeModel(
         id=candidate.id, node=node, model_name="echo", address=f"a:{number}", state="loaded",

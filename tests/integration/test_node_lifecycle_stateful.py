@@ -1,0 +1,625 @@
+"""The life cycle against a small model: workers, a copy, an impostor, two admins, beats and passes.
+
+The model is written down by hand, not derived from `nodes/states.py`. After every step the database must say
+what the model says, and what must never happen has not happened: a node nobody approved is no target, an
+admin's drain is there until an admin ends it, an identity changes hands by an admin only, and the timeline
+tells every event once.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from django.conf import settings as django_settings
+from django.db import transaction
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from localai_cluster.errors import ClusterError
+from nodes import actors, identity, services
+from nodes.actors import Actor
+from nodes.beats import Beat
+from nodes.health.liveness import Limits, apply, observe, plan_liveness
+from nodes.identity import hash_secret
+from nodes.loading.replicas import fleet
+from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel, WebProcess
+from nodes.placement.choose import refusal
+from tests.support.environment import REGISTRATION_TOKEN
+from tests.support.fleet import ANNA, NOW, ROOT, beat, register, replica
+
+NAMES = ["alpha", "beta", "ALPHA"]
+SECRETS = [f"{number:064x}" for number in range(12)]
+TOKEN = ""
+"""Stands for a worker that knows the shared token only."""
+INSTANCES = ["", "1" * 32, "2" * 32, "3" * 32]
+SILENCE = 60.0
+OWN = timedelta(seconds=60)
+SHORT = timedelta(seconds=30)
+
+numbers = st.integers(0, 2)
+instances = st.sampled_from(INSTANCES)
+admins = st.sampled_from([ROOT, ANNA])
+callers = st.sampled_from(["itself"] * 6 + ["copy", "impostor", "other", "token", "new"])
+outside = st.sampled_from(
+    ["registers"] * 6 + ["beats"] * 3 + ["drains_itself", "resumes_itself", "leaves", "rotates"]
+)
+inside = st.sampled_from(
+    ["approves"] * 3
+    + ["rejects", "drains", "drains", "resumes", "resumes", "asks_for_rotation", "revokes", "deregisters"]
+    + ["decides"] * 4
+    + ["looks_for_the_silent"] * 3
+    + ["does_not_answer", "serves", "serves", "drains_end", "asks_for_what_is_not_there"]
+)
+"""Few rules with many verbs: Hypothesis leaves out whole rules for whole runs."""
+
+
+@dataclass
+class Claim:
+    """A conflict: what was claimed, and what an admin said."""
+
+    kind: str
+    claim: str
+    name: str
+    state: str = "open"
+
+
+@dataclass
+class Node:
+    """What the model knows of a node."""
+
+    id: UUID
+    name: str
+    seen: datetime
+    secret: str = ""
+    weak: bool = False
+    bound: bool = False
+    instance: str = ""
+    former: list[str] = field(default_factory=list)
+    rotating: bool = False
+    approved: bool = False
+    rejected: bool = False
+    revoked: bool = False
+    drained: str = ""
+    deadline: datetime | None = None
+    offline: str = ""
+    unhealthy: datetime | None = None
+    label: str = ""
+    replicas: int = 0
+    busy: bool = False
+    claims: list[Claim] = field(default_factory=list)
+    told: list[tuple[str, str]] = field(default_factory=list)
+    conflicts: int = 0
+
+    @property
+    def status(self) -> str:
+        """The first that holds."""
+        if not self.approved:
+            return "pending"
+        if self.offline:
+            return "offline"
+        if self.drained:
+            return "draining"
+        return "unhealthy" if self.unhealthy else "healthy"
+
+    @property
+    def identified(self) -> bool:
+        """Whether anybody can speak for it."""
+        return bool(self.secret) or self.weak
+
+    def holds(self, secret: str) -> bool:
+        """Whether the bearer of that secret is the node."""
+        return secret == self.secret if self.secret else self.weak and secret == TOKEN
+
+    def judge(self, secret: str, instance: str) -> str:
+        """What does not fit about a registration, "" if it does."""
+        if secret and secret == self.secret:
+            return "instance" if instance in self.former else ""
+        if self.secret:
+            return "secret" if secret else "token"
+        if secret == TOKEN:
+            return "token" if self.bound else ""
+        return "weak" if self.weak else ""
+
+    def drop(self) -> None:
+        """Its replicas go."""
+        self.replicas, self.busy = 0, False
+
+
+def answer(verb: Callable[[], Any]) -> Any:
+    """What the verb returns, or the error by which it refuses."""
+    try:
+        return verb()
+    except ClusterError as error:
+        return error
+
+
+class Fleet(RuleBasedStateMachine):
+    """The registry and its model side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = transaction.atomic()
+        self.whole.__enter__()
+        self.now = NOW
+        self.nodes: dict[UUID, Node] = {}
+        self.gone: dict[UUID, Node] = {}
+        self.refused: set[str] = set()
+        self.bound: dict[UUID, str] = {}
+        self.web = WebProcess.objects.create(host="h", pid=1, seen_at=NOW, hearing_since=NOW - OWN * 9)
+
+    def teardown(self) -> None:
+        """Nothing of this example stays."""
+        transaction.set_rollback(True)
+        self.whole.__exit__(None, None, None)
+
+    # --- helpers
+
+    def pick(self, number: int) -> Node:
+        """One of the nodes."""
+        known = list(self.nodes.values())
+        return known[number % len(known)]
+
+    def credentials(self, node: Node | None, caller: str, instance: str) -> tuple[str, str]:
+        """Secret and process of whoever calls."""
+        if node is not None and caller == "itself":
+            return node.secret, node.instance
+        if node is not None and caller == "copy":
+            return node.secret, instance
+        if caller == "impostor":
+            return SECRETS[2], instance
+        if caller == "token":
+            return TOKEN, ""
+        if caller == "other":
+            return next((one.secret for one in self.nodes.values() if one is not node), SECRETS[3]), instance
+        unused = (one for one in SECRETS if one not in self.refused and self.owner(one) is None)
+        return next(unused, SECRETS[-1]), instance
+
+    def tick(self, seconds: float = 1) -> datetime:
+        """Time passes; a step begins."""
+        self.now += timedelta(seconds=seconds)
+        return self.now
+
+    def expect(self, works: bool, verb: Callable[[], Any]) -> Any:
+        """The verb works, or is refused by an error of the registry's own, as the model says."""
+        result = answer(verb)
+        assert isinstance(result, ClusterError) is not works, result
+        return result
+
+    def owner(self, secret: str) -> Node | None:
+        """The node of that secret."""
+        return next((node for node in self.nodes.values() if secret and node.secret == secret), None)
+
+    def claimed(self, node: Node, kind: str, claim: str, name: str = "") -> None:
+        """A conflict is recorded, or counted and asked again if it had been accepted."""
+        node.conflicts += 1
+        known = next((one for one in node.claims if (one.kind, one.claim) == (kind, claim)), None)
+        if known is None:
+            node.claims.append(Claim(kind, claim, name))
+        elif known.state == "accepted":
+            known.state = "open"
+
+    # --- workers, a copy, an impostor
+
+    @initialize()
+    def begins(self) -> None:
+        """Two workers that an admin has let in."""
+        for number, name in enumerate(NAMES[:2]):
+            self.register(name, SECRETS[number], INSTANCES[1], auto=False)
+            self.approves(self.pick(number), ROOT, 0)
+
+    @rule(verb=outside, number=numbers, caller=callers, instance=instances, more=st.integers(0, 11))
+    def somebody_calls(self, verb: str, number: int, caller: str, instance: str, more: int) -> None:
+        """A worker, its copy, an impostor: with some secret, as some process."""
+        if verb == "registers" or not self.nodes:
+            self.registers(number, caller, instance, more)
+            return
+        self.tick()
+        node = self.pick(number)
+        secret, process = self.credentials(node, caller, instance)
+        if verb == "beats":
+            self.beats(secret, process, more)
+        elif verb == "rotates":
+            self.rotates(node, secret, process, SECRETS[more])
+        elif self.proves(node, secret, process):
+            getattr(self, verb)(node)
+
+    @rule(verb=inside, number=numbers, admin=admins, more=st.integers(0, 11))
+    def somebody_inside_acts(self, verb: str, number: int, admin: Actor, more: int) -> None:
+        """An admin, or the cluster itself."""
+        self.tick()
+        if verb in ("looks_for_the_silent", "drains_end", "asks_for_what_is_not_there"):
+            getattr(self, verb)(more)
+        elif self.nodes:
+            getattr(self, verb)(self.pick(number), admin, more)
+
+    def registers(self, number: int, caller: str, instance: str, more: int) -> None:
+        """Mostly under a node's own name: again, after a restart, as somebody else."""
+        node = self.pick(number) if self.nodes else None
+        secret, process = self.credentials(node, caller, instance)
+        if caller == "itself" and more % 2:
+            process = instance
+        name = NAMES[more % len(NAMES)] if node is None or more > 8 else node.name
+        self.register(name, secret, process, auto=more == 7)
+
+    def register(self, name: str, secret: str, instance: str, *, auto: bool) -> None:
+        """A registration, and what it changes."""
+        now = self.tick()
+        named = next((node for node in self.nodes.values() if node.name == name), None)
+        other = self.owner(secret)
+        alike = any(node.name.lower() == name.lower() for node in self.nodes.values())
+        kind = named.judge(secret, instance) if named else ""
+        if other is not None and other is not named and not kind:
+            named, kind = other, "name"
+        welcome = secret not in self.refused and not kind and (named is not None or not alike)
+        result = self.expect(
+            welcome, lambda: register(name, secret=secret, instance=instance, auto_approve=auto, now=now)
+        )
+        if welcome:
+            self.admitted(named, result.node.pk, name, secret, instance, auto)
+        elif kind and named is not None and secret not in self.refused:
+            claim = {"name": hash_secret(name), "instance": instance, "token": "10.0.0.1"}.get(kind)
+            self.claimed(named, kind, claim or hash_secret(secret), name)
+
+    def admitted(
+        self, node: Node | None, node_id: UUID, name: str, secret: str, instance: str, auto: bool
+    ) -> None:
+        """What a registration changes."""
+        if node is None:
+            node = self.nodes[node_id] = Node(node_id, name, self.now)
+        assert node.id == node_id
+        if not node.secret and secret:
+            self.bound[node.id] = hash_secret(secret)
+        node.secret, node.weak, node.bound = secret, not secret, node.bound or bool(secret)
+        if instance != node.instance:
+            node.former = [node.instance, *node.former] if node.instance else node.former
+            node.instance = instance
+        node.seen, node.offline, node.unhealthy = self.now, "", None
+        node.drained = node.drained if node.drained == "admin" else ""
+        node.drop()
+        node.told.append(("registered", "worker"))
+        if auto and not (node.approved or node.rejected or node.revoked):
+            node.approved = True
+            node.told.append(("approved", "auto-approval"))
+        if node.label != node.name:
+            node.label = node.name
+            node.told.append(("labels", "worker"))
+
+    def proves(self, node: Node, secret: str, instance: str, *, rotating: bool = False) -> bool:
+        """Whether a self-service call is the node's; a copy's call is recorded."""
+        credential = secret or REGISTRATION_TOKEN
+        works = node.holds(secret) and (not node.rotating or rotating)
+        works = works and instance in ("", node.instance)
+        copy = node.holds(secret) and (not node.rotating or rotating) and not works
+        proof = answer(lambda: identity.prove_node(node.id, credential, instance, rotating=rotating))
+        assert isinstance(proof, ClusterError) is not works, proof
+        assert isinstance(proof, identity.OtherProcess) is copy
+        if copy:
+            services.note_other_process(node.id, instance, source_address="10.6.6.6", now=self.now)
+            self.claimed(node, "instance", instance)
+        return works
+
+    def drains_itself(self, node: Node) -> None:
+        """A worker stops."""
+        now = self.now
+        services.drain_itself(node.id, now=now)
+        if not node.drained:
+            node.drained, node.deadline = "own", now + OWN
+            node.told.append(("drained", "worker"))
+        if not node.busy:
+            node.drop()
+
+    def resumes_itself(self, node: Node) -> None:
+        """A worker takes its own drain back."""
+        now = self.now
+        works = node.status == "draining" and node.drained == "own"
+        self.expect(works, lambda: services.resume_itself(node.id, now=now))
+        if works:
+            node.drained = ""
+            node.told.append(("resumed", "worker"))
+
+    def leaves(self, node: Node) -> None:
+        """A worker says goodbye."""
+        now = self.now
+        services.deactivate(node.id, now=now)
+        if node.offline != "left":
+            node.offline = "left"
+            node.told.append(("deactivated", "worker"))
+        node.drop()
+
+    def rotates(self, node: Node, secret: str, instance: str, new: str) -> None:
+        """A worker replaces its secret."""
+        now = self.now
+        if not secret or not self.proves(node, secret, instance, rotating=True):
+            return
+        works = new not in self.refused and self.owner(new) is None
+        old = hash_secret(secret)
+        self.expect(works, lambda: services.rotate(node.id, old_fingerprint=old, new_secret=new, now=now))
+        if works:
+            self.refused.add(node.secret)
+            node.secret, node.rotating = new, False
+            self.bound[node.id] = hash_secret(new)
+            node.told.append(("rotated", "worker"))
+
+    def beats(self, secret: str, instance: str, more: int) -> None:
+        """A beat for every node as the bearer of one secret; some were received a while ago."""
+        at = self.now - timedelta(seconds=more if more > 8 else 0)
+        fingerprint = hash_secret(secret) if secret else ""
+        beat(*(Beat(node.id, fingerprint, at, instance) for node in self.nodes.values()))
+        for node in self.nodes.values():
+            if not node.holds(secret) or node.rotating or instance not in ("", node.instance):
+                continue
+            node.seen = max(node.seen, at)
+            if node.offline == "silent":
+                node.offline = ""
+                node.told.append(("heard_again", "worker"))
+
+    # --- admins
+
+    def approves(self, node: Node, admin: Actor, more: int) -> None:
+        """An admin lets a node in."""
+        now = self.now
+        works = not node.approved and node.identified
+        self.expect(works, lambda: services.approve(node.id, actor=admin, now=now))
+        if works:
+            node.approved, node.rejected, node.revoked = True, False, False
+            node.told.append(("approved", str(admin)))
+
+    def rejects(self, node: Node, admin: Actor, more: int) -> None:
+        """An admin says no."""
+        now = self.now
+        works = not node.approved
+        self.expect(works, lambda: services.reject(node.id, actor=admin, now=now, reason="no"))
+        if works and not node.rejected:
+            node.rejected = True
+            node.told.append(("rejected", str(admin)))
+
+    def drains(self, node: Node, admin: Actor, more: int) -> None:
+        """An admin wants nothing new there."""
+        now = self.now
+        services.drain(node.id, actor=admin, now=now, deadline=SHORT.total_seconds())
+        node.drained, node.deadline = "admin", now + SHORT
+        node.told.append(("drained", str(admin)))
+        if not node.busy:
+            node.drop()
+
+    def resumes(self, node: Node, admin: Actor, more: int) -> None:
+        """An admin takes a node into service again."""
+        now = self.now
+        works = node.status in ("offline", "draining", "unhealthy")
+        self.expect(works, lambda: services.resume(node.id, actor=admin, now=now))
+        if works:
+            before = node.drained, node.offline, node.unhealthy
+            node.drained, node.unhealthy = "", None
+            node.offline = "silent" if node.offline else ""
+            if (node.drained, node.offline, node.unhealthy) != before:
+                node.told.append(("resumed", str(admin)))
+
+    def asks_for_rotation(self, node: Node, admin: Actor, more: int) -> None:
+        """An admin wants another secret."""
+        now = self.now
+        self.expect(bool(node.secret), lambda: services.request_rotation(node.id, actor=admin, now=now))
+        if node.secret and not node.rotating:
+            node.rotating = True
+            node.told.append(("rotation_requested", str(admin)))
+
+    def revokes(self, node: Node, admin: Actor, more: int) -> None:
+        """An admin revokes a secret."""
+        now = self.now
+        works = node.identified
+        self.expect(works, lambda: services.revoke(node.id, actor=admin, now=now))
+        if works:
+            self.refused |= {node.secret} - {""}
+            node.approved, node.revoked, node.rotating = False, True, False
+            node.secret, node.weak, node.instance, node.former = "", False, "", []
+            self.bound.pop(node.id, None)
+            node.told.append(("revoked", str(admin)))
+            node.drop()
+
+    def decides(self, node: Node, admin: Actor, more: int) -> None:
+        """An admin accepts or refuses one of a node's conflicts."""
+        now, accepted = self.now, more % 3 > 0
+        if not node.claims:
+            return
+        claim = node.claims[-1 - more % min(len(node.claims), 3)]
+        row = NodeConflict.objects.get(node_id=node.id, kind=claim.kind, claim=claim.claim)
+        verb = services.accept_conflict if accepted else services.refuse_conflict
+        works = self.acceptable(node, claim) if accepted else claim.state == "open"
+        self.expect(works, lambda: verb(row.pk, node_id=node.id, actor=admin, now=now))
+        if works:
+            claim.state = "accepted" if accepted else "refused"
+            node.told.append((f"conflict_{claim.state}", str(admin)))
+        if works and accepted:
+            self.handed_over(node, claim)
+
+    def acceptable(self, node: Node, claim: Claim) -> bool:
+        """Whether a yes is possible."""
+        if claim.state == "accepted" or claim.kind in ("token", "instance"):
+            return False
+        if claim.kind == "name":
+            key = claim.name.lower()
+            return not any(one.name.lower() == key for one in self.nodes.values() if one is not node)
+        secret = self.secret_of(claim)
+        return node.secret == secret or (self.owner(secret) is None and secret not in self.refused)
+
+    def handed_over(self, node: Node, claim: Claim) -> None:
+        """What a yes changes."""
+        if claim.kind == "name":
+            node.name = claim.name
+            return
+        secret = self.secret_of(claim)
+        if node.secret == secret:
+            return
+        self.refused |= {node.secret} - {""}
+        node.secret, node.weak, node.bound, node.rotating = secret, False, True, False
+        node.instance, node.former, node.offline = "", [], "left"
+        self.bound[node.id] = hash_secret(secret)
+        node.drop()
+
+    @staticmethod
+    def secret_of(claim: Claim) -> str:
+        """The secret behind a claimed fingerprint."""
+        return next(secret for secret in SECRETS if hash_secret(secret) == claim.claim)
+
+    def deregisters(self, node: Node, admin: Actor, more: int) -> None:
+        """An admin removes a node; not too often, or there would be little to see."""
+        now = self.now
+        if more > 5:
+            return
+        services.deregister(node.id, actor=admin, now=now)
+        node.told.append(("deregistered", str(admin)))
+        self.gone[node.id] = self.nodes.pop(node.id)
+        self.bound.pop(node.id, None)
+
+    def asks_for_what_is_not_there(self, more: int) -> None:
+        """Every verb of an unknown node is refused."""
+        now, unknown = self.now, uuid4()
+        for verb in (services.approve, services.resume, services.revoke, services.deregister, services.drain):
+            self.expect(False, lambda verb=verb: verb(unknown, actor=ROOT, now=now))  # type: ignore[misc]
+
+    # --- the cluster itself
+
+    def looks_for_the_silent(self, more: int) -> None:
+        """The health pass, often after a while: who is silent goes offline, who was heard is well again."""
+        now = self.tick((1, 20, 61)[more % 3])
+        limits = Limits(node=SILENCE, web=15)
+        WebProcess.objects.update(seen_at=now)
+        apply(plan_liveness(observe(), now, limits), now, limits)
+        for node in self.nodes.values():
+            if not node.approved or node.offline:
+                continue
+            if (now - node.seen).total_seconds() > SILENCE:
+                node.offline = "silent"
+                node.told.append(("fell_silent", "liveness"))
+                node.drop()
+            elif node.unhealthy and node.seen > node.unhealthy:
+                node.unhealthy = None
+                node.told.append(("marked_healthy", "liveness"))
+
+    def does_not_answer(self, node: Node, admin: Actor, more: int) -> None:
+        """A command got no answer."""
+        now = self.now
+        services.mark_unhealthy(node.id, actor=actors.task("commands"), now=now, reason="no answer")
+        if not node.unhealthy:
+            node.unhealthy = now
+            node.told.append(("marked_unhealthy", "commands"))
+
+    def serves(self, node: Node, admin: Actor, more: int) -> None:
+        """A model is loaded on a target, or a request begins or ends there."""
+        busy = more % 3 > 0
+        if node.status == "healthy" and not node.replicas:
+            replica(BackendNode.objects.get(pk=node.id))
+            node.replicas = 1
+        if node.replicas:
+            NodeModel.objects.filter(node_id=node.id).update(in_flight=int(busy))
+            node.busy = busy
+
+    def drains_end(self, more: int) -> None:
+        """The pass over drains."""
+        now = self.now
+        services.finish_drains(now=now)
+        for node in self.nodes.values():
+            late = node.deadline is not None and node.deadline <= now
+            if node.status == "draining" and node.replicas and (late or not node.busy):
+                node.told.append(("drain_ended", "drains"))
+                node.drop()
+
+    # --- what must hold
+
+    @invariant()
+    def everything_holds(self) -> None:
+        """All of it after every step, on one look at the rows."""
+        rows = {row.pk: row for row in BackendNode.objects.all()}
+        events = list(NodeEvent.objects.order_by("id").values_list("node_id", "kind", "actor", "count"))
+        assert rows.keys() == self.nodes.keys()
+        for node in self.nodes.values():
+            self.the_row_says_what_the_model_says(node, rows[node.id])
+            self.an_admins_drain_is_never_lost(node, rows[node.id])
+        self.no_identity_changes_hands_by_itself(rows)
+        self.nobody_unapproved_is_a_target({node_id for node_id, kind, _, _ in events if kind == "approved"})
+        self.the_timeline_tells_every_event_once(events)
+        self.every_conflict_is_there_to_be_seen()
+
+    def the_row_says_what_the_model_says(self, node: Node, row: BackendNode) -> None:
+        """Status, facts, identity."""
+        fingerprint = hash_secret(node.secret) if node.secret else ""
+        assert (row.status, row.name) == (node.status, node.name)
+        assert (row.fingerprint, row.weak_identity) == (fingerprint, node.weak)
+        assert (row.instance, row.former_instances) == (node.instance, node.former)
+        assert (row.rejected_at is not None, row.revoked_at is not None) == (node.rejected, node.revoked)
+        assert row.last_heartbeat == node.seen
+
+    def an_admins_drain_is_never_lost(self, node: Node, row: BackendNode) -> None:
+        """The last word of an admin about draining is what the row says."""
+        words = [kind for kind, by in node.told if kind in ("drained", "resumed") and by in ("root", "anna")]
+        drained = words[-1:] == ["drained"]
+        assert (row.drained_at is not None and not row.drain_is_own) is drained
+        assert (row.drained_at is not None and row.drain_is_own) is (node.drained == "own")
+
+    def no_identity_changes_hands_by_itself(self, rows: dict[UUID, BackendNode]) -> None:
+        """A bound fingerprint stays until its bearer rotates it or an admin decides otherwise."""
+        assert {row.pk: row.fingerprint for row in rows.values() if row.fingerprint} == self.bound
+
+    def nobody_unapproved_is_a_target(self, approved: set[UUID]) -> None:
+        """Neither of placement nor of selectors; replicas of what is no target are not served."""
+        targets = {view.id for view in fleet("m") if refusal(view) is None}
+        chosen = {node.pk for node in BackendNode.objects.matching({})}
+        assert targets <= chosen <= approved
+        assert chosen == {node.id for node in self.nodes.values() if node.status == "healthy"}
+        held = dict.fromkeys(self.nodes, 0)
+        for node_id in NodeModel.objects.values_list("node_id", flat=True):
+            held[node_id] += 1
+        assert held == {node.id: node.replicas for node in self.nodes.values()}
+        assert set(NodeModel.objects.serving().values_list("node_id", flat=True)) <= chosen
+
+    def the_timeline_tells_every_event_once(self, events: list[tuple[UUID, str, str, int]]) -> None:
+        """In order, with the actor; conflicts by their count; also of nodes that are gone."""
+        told: dict[UUID, list[tuple[str, str]]] = {}
+        counted: dict[UUID, int] = {}
+        for node_id, kind, actor, count in events:
+            if kind == "conflict":
+                counted[node_id] = counted.get(node_id, 0) + count
+            else:
+                told.setdefault(node_id, []).append((kind, actor))
+        everyone = {**self.gone, **self.nodes}
+        assert told == {node.id: node.told for node in everyone.values()}
+        assert counted == {node.id: node.conflicts for node in everyone.values() if node.conflicts}
+
+    def every_conflict_is_there_to_be_seen(self) -> None:
+        """Once for each claimant, in the state an admin gave it."""
+        rows = NodeConflict.objects.values_list("node_id", "kind", "claim", "state")
+        assert set(rows) == {
+            (node.id, claim.kind, claim.claim, claim.state)
+            for node in self.nodes.values()
+            for claim in node.claims
+        }
+
+
+@pytest.mark.rule(
+    "R1.10", "R1.11", "R1.12", "R1.13", "R1.14", "R1.15", "R1.16", "R1.18", "R1.19", "R1.20", "R1.21", "R5.7"
+)
+@pytest.mark.django_db
+def test_the_life_cycle_against_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same examples every time."""
+    cluster = replace(django_settings.CLUSTER, allow_shared_token_nodes=True)
+    monkeypatch.setattr(django_settings, "CLUSTER", cluster)
+    run_state_machine_as_test(
+        Fleet,
+        settings=settings(
+            max_examples=30,
+            stateful_step_count=40,
+            derandomize=True,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
