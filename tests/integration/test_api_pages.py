@@ -211,7 +211,7 @@ def test_the_document_says_which_keys_may_be_absent(root: Client) -> None:
         for name in ("Node", "NodeDetail", "Replica", "Registration")
     }
     theirs = {"capability", "vram_budget", "vram_budget_bytes", "labels"}
-    assert optional["Node"] == theirs | {"weak_identity", "rejected", "open_conflicts"}
+    assert optional["Node"] == theirs | {"weak_identity", "rejected", "revoked", "open_conflicts"}
     facts = {"approval", "revoked", "drain", "offline", "unhealthy"}
     assert optional["NodeDetail"] == optional["Node"] - {"labels"} | facts
     assert "cleanup_error" in optional["Replica"]
