@@ -40,16 +40,14 @@ class DataLock:
 
     def note(self, **holder: Any) -> None:
         """Writes who holds it now: process id, port, and the mark in its children's environment."""
-        self._write(json.dumps({"pid": os.getpid(), **holder}))
+        text = json.dumps({"pid": os.getpid(), **holder}).encode()
+        # One write over the former note, blanks over the rest: whoever reads meanwhile finds a whole one.
+        os.pwrite(self._descriptor, text.ljust(os.fstat(self._descriptor).st_size), 0)
 
     def release(self) -> None:
         """Gives it back in good order."""
-        self._write("")
-        os.close(self._descriptor)
-
-    def _write(self, text: str) -> None:
         os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, text.encode(), 0)
+        os.close(self._descriptor)
 
     def _read(self) -> dict[str, Any]:
         return _parse(os.pread(self._descriptor, 4096, 0))

@@ -30,10 +30,18 @@ def test_declared_schedules_are_rows_and_keep_an_operators_pause() -> None:
 
 
 def test_a_due_schedule_is_enqueued_once() -> None:
-    """A tick enqueues what is due; the next one finds it rescheduled."""
-    scheduling.ensure(EVERY)
+    """A tick enqueues what is due; the next one finds it rescheduled, here to the first of January."""
+    scheduling.ensure([Recurring("rare", "nodes.tasks.liveness", "0 0 1 1 * 0")])
     due()
     scheduling.tick()
+    scheduling.tick()
+    assert OrmQ.objects.count() == 1
+
+
+def test_every_due_schedule_is_enqueued() -> None:
+    """One task each."""
+    scheduling.ensure(EVERY)
+    due()
     scheduling.tick()
     assert OrmQ.objects.count() == len(EVERY)
 
