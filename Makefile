@@ -21,7 +21,6 @@ help:
 	@echo "make worker NAME=two  one more worker for the running cluster"
 	@echo "make manage ARGS='nodes list'   a management command for the running cluster"
 	@echo "make measure          every time limit as figure, limit, held or not"
-	@echo "make trace            which tests prove which rule of the contract"
 	@echo "make lock             compiles requirements/*.in anew"
 	@echo "make hooks            runs the quick checks before each commit"
 	@echo "make clean            removes what make has built; data stays"

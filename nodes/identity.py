@@ -169,7 +169,7 @@ class OtherProcess(errors.Conflict):
 
 
 class MustRotate(errors.NotAuthenticated):
-    """The secret is right, but good for nothing any more but replacing it."""
+    """The secret is right, but good for nothing any more but registering and replacing it."""
 
     code = "rotate"
 

@@ -71,6 +71,7 @@ class OutcomeSerializer(serializers.Serializer[Any]):
     id = serializers.UUIDField()
     name = serializers.CharField(required=False)
     status = serializers.ChoiceField(choices=NodeStatus.choices, required=False)
+    api_token = serializers.CharField(required=False, help_text="An agent's, shown this once.")
     error = serializers.CharField(required=False)
 
 

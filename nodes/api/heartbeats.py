@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -38,7 +38,6 @@ INTERVAL = 1.0
 _PATH = re.compile(r"/api/node/(?P<node_id>[^/]+)/heartbeat/?\Z")
 
 Scope = dict[str, Any]
-Headers = Iterable[tuple[bytes, bytes]]
 
 
 class ClientGone(Exception):

@@ -63,7 +63,8 @@ class ApproveManyView(NodeView):
 def _shown(outcome: Outcome) -> dict[str, Any]:
     if outcome.error:
         return {"id": outcome.id, "error": outcome.error}
-    return {"id": outcome.id, "name": outcome.name, "status": outcome.status}
+    shown = {"id": outcome.id, "name": outcome.name, "status": outcome.status}
+    return shown | ({"api_token": outcome.api_token} if outcome.api_token else {})
 
 
 class RejectView(NodeView):

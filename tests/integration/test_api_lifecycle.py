@@ -270,3 +270,14 @@ def test_a_drain_that_stands_takes_over_a_new_deadline() -> None:
     assert (row.drained_at, row.drain_reason) == (since, "first")
     assert row.drain_deadline <= clock.now()
     assert services.finish_drains(now=clock.now()) == 0, "it has no replicas"
+
+
+@pytest.mark.rule("R1.31", "http-2.6")
+def test_a_bulk_approval_gives_an_agents_token_once() -> None:
+    """As approving it alone does: the plaintext is nowhere else."""
+    agent = api.make_node("agent-1", node_type="agent", address="", approved=False)
+    backend = api.make_node("w2", approved=False)
+    answer = api.admin().post("/api/nodes/approve", {"ids": [str(agent.id), str(backend.id)]})
+    first, second = answer.json()["results"]
+    assert first["api_token"].startswith("lai-")
+    assert "api_token" not in second
