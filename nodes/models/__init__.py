@@ -1,7 +1,8 @@
-"""The rows of the registry: nodes and labels, their history, replicas, what is remembered, API keys."""
+"""The rows of the registry: nodes and labels, history, replicas, what is installed and remembered, keys."""
 
 from nodes.models.history import NodeConflict, NodeEvent, RevokedSecret
-from nodes.models.key import ApiKey
+from nodes.models.inventory import NodeBackend
+from nodes.models.key import ApiKey, InitialPassword
 from nodes.models.memory import ModelLoadInfo, ModelSchedulingConfig, PendingBackendOp
 from nodes.models.node import BackendNode, NodeLabel, NodeStatus, NodeType
 from nodes.models.replica import NodeModel, ReplicaState, ReplicaUse, WebProcess
@@ -9,8 +10,10 @@ from nodes.models.replica import NodeModel, ReplicaState, ReplicaUse, WebProcess
 __all__ = [
     "ApiKey",
     "BackendNode",
+    "InitialPassword",
     "ModelLoadInfo",
     "ModelSchedulingConfig",
+    "NodeBackend",
     "NodeConflict",
     "NodeEvent",
     "NodeLabel",

@@ -1,4 +1,4 @@
-"""Users' API keys."""
+"""Users' API keys, and who still has the password that was made for him."""
 
 from django.conf import settings
 from django.db import models
@@ -25,3 +25,19 @@ class ApiKey(models.Model):
 
     def __str__(self) -> str:
         return f"{self.name} ({self.prefix}…)"
+
+
+class InitialPassword(models.Model):
+    """A user whose password was generated; until it is changed, a session of his is good for that alone."""
+
+    user = models.OneToOneField(
+        settings.AUTH_USER_MODEL, on_delete=models.CASCADE, related_name="initial_password"
+    )
+    created_at = models.DateTimeField(default=clock.now, editable=False)
+
+    class Meta:
+        db_table = "initial_passwords"
+        verbose_name, verbose_name_plural = "initial password", "initial passwords"
+
+    def __str__(self) -> str:
+        return str(self.user)

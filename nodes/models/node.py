@@ -126,6 +126,12 @@ class BackendNode(models.Model):
     last_heartbeat = models.DateTimeField(null=True, editable=False)
     reserved_at = _when()
     """When VRAM was last reserved: a beat received before that leaves `reserved_vram` alone."""
+    inventory_at = _when()
+    """As of when `backends` is what its worker listed; null if it was never asked."""
+    inventory_due_at = _when()
+    """When the worker is asked again; null = as soon as somebody looks."""
+    inventory_error = models.CharField(max_length=255, blank=True, default="", editable=False)
+    """Why the last question had no answer."""
     revision = models.IntegerField(default=0, editable=False)
     """Moves with every change but heartbeats; who edits the node shows the one he saw."""
     created_at = models.DateTimeField(default=clock.now, editable=False)
