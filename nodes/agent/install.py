@@ -16,11 +16,11 @@ from pathlib import Path
 
 import httpx
 
-from localai_cluster import clock
+from localai_cluster import clock, galleries
 from localai_cluster.errors import ClusterError, NotFound
 from localai_cluster.messaging.codec import encode
 from localai_cluster.messaging.messages import Gallery
-from nodes.agent import gallery as galleries
+from nodes.agent import gallery as choosing
 from nodes.agent.copying import Throttle, copy_tree
 from nodes.agent.listing import METADATA_FILE, START_FILE, Metadata, Shelf, discard
 from nodes.agent.names import BACKUP, STAGED, folder_name
@@ -86,17 +86,17 @@ class Installer:
         self._stopped.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _choose(self, name: str, listed: Sequence[Gallery]) -> galleries.Choice:
+    async def _choose(self, name: str, listed: Sequence[Gallery]) -> choosing.Choice:
         builds: list[galleries.Build] = []
         problems = []
         for gallery in listed:
             try:
-                builds += await galleries.fetch(gallery, self._roots, self._client)
+                builds += await choosing.fetch(gallery, self._roots, self._client)
             except galleries.GalleryUnreadable as error:
                 problems.append(error.message)
                 log.warning("%s", error)
         try:
-            return galleries.choose(name, builds, self._capability)
+            return choosing.choose(name, builds, self._capability)
         except NotFound as error:
             reasons = problems or ([] if listed else ["there is no gallery"])
             raise InstallFailed("; ".join([error.message, *reasons])) from error
@@ -123,7 +123,7 @@ class Installer:
                 f"{uri or 'an empty source'} is not a folder; this worker installs from folders"
             )
         try:
-            real = galleries.within(base / path, self._roots)
+            real = choosing.within(base / path, self._roots)
         except (ValueError, OSError) as error:
             raise InstallFailed(str(error)) from error
         if not real.is_dir():

@@ -12,12 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from localai_cluster import galleries
 from localai_cluster.errors import ClusterError, InvalidInput
+from localai_cluster.galleries import Build, GalleryUnreadable
 from localai_cluster.messaging.codec import encode
 from localai_cluster.messaging.messages import Gallery
-from nodes.agent import copying, gallery
+from nodes.agent import copying
 from nodes.agent.copying import SourceProblem, Stopped, Throttle, copy_tree
-from nodes.agent.gallery import Build, GalleryUnreadable, choose
+from nodes.agent.gallery import choose
 from nodes.agent.install import Installer, InstallFailed, Wanted, swap
 from nodes.agent.listing import Metadata, Shelf, discard, read_metadata
 from nodes.agent.names import folder_name, strip_gallery
@@ -274,7 +276,7 @@ def test_the_choice_of_a_build(name: str, capability: str, build: str | None) ->
 )
 def test_what_is_no_index(text: bytes) -> None:
     with pytest.raises(GalleryUnreadable):
-        gallery.parse(text, Gallery())
+        galleries.parse(text, Gallery())
 
 
 def test_the_listing(shelf: Shelf) -> None:

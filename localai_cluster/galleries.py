@@ -1,0 +1,167 @@
+"""Galleries: lists of installable backends in LocalAI's format, read from a file, a URL or its mirrors.
+
+Workers read them for every install, the catalogue of the web process once a minute. An entry is read
+leniently: what has the wrong type counts as absent, and what has no name is left out. `parse` is pure; only
+`fetch` touches disk or network.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import httpx
+import yaml
+
+from localai_cluster.errors import ClusterError
+from localai_cluster.messaging.messages import Gallery
+
+FETCH_TIMEOUT = 120.0
+INDEX_LIMIT = 16 * 1024 * 1024
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+Place = Callable[[Path], Path]
+"""Where a path of this machine really is; raises ValueError for one that must not be read."""
+
+
+class GalleryUnreadable(ClusterError):
+    """The list of a gallery cannot be read."""
+
+    code = "gallery_unreadable"
+    permanent = False
+
+
+@dataclass(frozen=True)
+class Build:
+    """One entry of a gallery; `gallery` is where it was found."""
+
+    name: str
+    alias: str = ""
+    uri: str = ""
+    mirrors: tuple[str, ...] = ()
+    capabilities: Mapping[str, str] | None = None
+    version: str = ""
+    description: str = ""
+    icon: str = ""
+    license: str = ""
+    urls: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    gallery: Gallery = field(default_factory=Gallery)
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether this entry only chooses between others."""
+        return bool(self.capabilities) and not self.uri
+
+
+def folded(name: str) -> str:
+    """What two names have in common that mean the same backend."""
+    return name.replace("/", "__").lower()
+
+
+def parse(text: bytes, gallery: Gallery) -> list[Build]:
+    """The entries of an index; what does not read like an entry is left out. GalleryUnreadable."""
+    try:
+        listed = yaml.load(text, Loader=_LOADER)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise GalleryUnreadable(
+            f"the list of gallery {gallery.name or gallery.url} is not YAML: {error}"
+        ) from error
+    if not isinstance(listed, list):
+        raise GalleryUnreadable(f"the list of gallery {gallery.name or gallery.url} is not a YAML list")
+    return [_build(item, gallery) for item in listed if isinstance(item, dict) and _text(item.get("name"))]
+
+
+async def fetch(
+    gallery: Gallery,
+    client: httpx.AsyncClient,
+    *,
+    place: Place = Path.resolve,
+    timeout: float = FETCH_TIMEOUT,
+) -> list[Build]:
+    """The entries of a gallery from its URL or the first mirror that answers. GalleryUnreadable.
+
+    `place` says which files may be read, `timeout` how many seconds one address has.
+    """
+    reasons = []
+    for url in (gallery.url, *gallery.mirrors):
+        try:
+            text = await _read(url, client, place, timeout)
+            return await asyncio.to_thread(parse, text, gallery)
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, GalleryUnreadable) as error:
+            reasons.append(f"{shown(url)}: {error or type(error).__name__}")
+    raise GalleryUnreadable(f"gallery {gallery.name} cannot be read: {'; '.join(reasons)}")
+
+
+def local_path(url: str) -> Path | None:
+    """The path of a `file://` URL or of a plain path; None for anything else."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return None
+    if parts.scheme == "file":
+        return Path(unquote(parts.netloc + parts.path))
+    return Path(url) if not parts.scheme else None
+
+
+def shown(url: str) -> str:
+    """The URL without the credentials and the query it may carry."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "a malformed URL"
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
+
+
+async def _read(url: str, client: httpx.AsyncClient, place: Place, timeout: float) -> bytes:
+    path = local_path(url)
+    if path is not None:
+        return await asyncio.to_thread(_read_file, place(path))
+    if not url.startswith(("http://", "https://")):
+        raise ValueError("only file://, http:// and https:// lists are read")
+    urlsplit(url).port  # noqa: B018 - reading it raises ValueError for a port that cannot be
+    text = bytearray()
+    async with asyncio.timeout(timeout), client.stream("GET", url, follow_redirects=True) as answer:
+        if answer.status_code != 200:
+            raise ValueError(f"HTTP status {answer.status_code}")
+        async for part in answer.aiter_bytes():
+            text += part
+            _bounded(len(text))
+    return bytes(text)
+
+
+def _read_file(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        text = file.read(INDEX_LIMIT + 1)
+    _bounded(len(text))
+    return text
+
+
+def _bounded(size: int) -> None:
+    if size > INDEX_LIMIT:
+        raise ValueError(f"longer than {INDEX_LIMIT} bytes")
+
+
+def _build(item: Mapping[str, Any], gallery: Gallery) -> Build:
+    capabilities = item.get("capabilities")
+    return Build(
+        **{name: _text(item.get(name)) for name in _TEXTS},
+        **{name: _texts(item.get(name)) for name in ("mirrors", "urls", "tags")},
+        capabilities={str(k): v for k, v in capabilities.items() if _text(v)}
+        if isinstance(capabilities, dict)
+        else None,
+        gallery=gallery,
+    )
+
+
+_TEXTS: Iterable[str] = ("name", "alias", "uri", "version", "description", "icon", "license")
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return tuple(text for item in value if (text := _text(item))) if isinstance(value, list) else ()
+
+
+def _text(value: Any) -> str:
+    return str(value) if isinstance(value, str | int | float) else ""
