@@ -1,7 +1,7 @@
 # Two commands to know: `make run` and `make test`. Needs Python 3.11 or later with venv, and nothing else.
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help run test fuzz demo worker manage measure install install-test gallery lock lint trace hooks clean
+.PHONY: help run test fuzz demo worker manage measure install install-test gallery ui types lock lint trace hooks clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -21,14 +21,16 @@ help:
 	@echo "make worker NAME=two  one more worker for the running cluster"
 	@echo "make manage ARGS='nodes list'   a management command for the running cluster"
 	@echo "make measure          every time limit as figure, limit, held or not"
+	@echo "make ui               builds the browser's side; nothing to do if its sources are unchanged"
+	@echo "make types            writes the browser's types anew from the API's document"
 	@echo "make lock             compiles requirements/*.in anew"
 	@echo "make hooks            runs the quick checks before each commit"
 	@echo "make clean            removes what make has built; data stays"
 
-run: gallery
+run: gallery ui
 	@exec $(BIN)/python -m localai_cluster.embedded.run
 
-demo: gallery
+demo: gallery ui
 	@exec $(BIN)/python -m localai_cluster.embedded.demo
 
 worker: install
@@ -37,7 +39,7 @@ worker: install
 manage: install
 	@exec $(BIN)/python -m localai_cluster.embedded.manage "$(ARGS)"
 
-measure: install-test gallery
+measure: install-test gallery ui
 	@exec $(BIN)/python -m localai_cluster.embedded.measure
 
 install:
@@ -49,6 +51,12 @@ install-test:
 gallery: install
 	@$(BIN)/python examples/gallery/build.py
 
+ui: install
+	@$(BIN)/python -m localai_cluster.embedded.ui build
+
+types: install
+	@$(BIN)/python -m localai_cluster.embedded.ui types
+
 lint: install-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -56,6 +64,7 @@ lint: install-test
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.checks.clock
 	$(BIN)/python -m tests.checks.trace --gaps
+	$(BIN)/python -m localai_cluster.embedded.ui check
 
 test: lint gallery
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
@@ -78,4 +87,4 @@ lock:
 	done
 
 clean:
-	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache $(VENV)
+	rm -rf build dist static/dist static/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache $(VENV)

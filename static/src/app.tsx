@@ -1,0 +1,60 @@
+// The routes, and what lies around all of them. Each page's code is loaded when it is opened.
+import { QueryClient, QueryClientProvider } from "@tanstack/react-query";
+import { Tooltip } from "radix-ui";
+import type { ReactNode } from "react";
+import { createBrowserRouter, Navigate, RouterProvider, type RouteObject } from "react-router";
+import { ApiError } from "./api/client";
+import { LiveContext } from "./live/hooks";
+import { LiveStore } from "./live/store";
+import { PageError } from "./shell/boundary";
+import { Shell } from "./shell/shell";
+import { SignInPage } from "./shell/sign-in";
+import { Announcer } from "./ui/announce";
+
+const queries = new QueryClient({
+  defaultOptions: {
+    queries: {
+      // The feed says when something has changed; nothing is fetched again for the sake of it.
+      staleTime: 30_000,
+      refetchOnWindowFocus: false,
+      retry: (failures, error) => failures < 2 && error instanceof ApiError && (error.status === 0 || error.status >= 500),
+    },
+    mutations: { retry: false },
+  },
+});
+
+const store = new LiveStore();
+
+const pages: RouteObject[] = [
+  { index: true, element: <Navigate to="nodes" replace /> },
+  { path: "nodes", lazy: async () => ({ Component: (await import("./nodes/list/page")).NodesPage }) },
+  { path: "nodes/:id", lazy: async () => ({ Component: (await import("./nodes/detail/page")).NodePage }) },
+  { path: "activity", lazy: async () => ({ Component: (await import("./operations/activity")).ActivityPage }) },
+  { path: "backends", lazy: async () => ({ Component: (await import("./backends/page")).BackendsPage }) },
+  { path: "password", lazy: async () => ({ Component: (await import("./shell/password")).PasswordPage }) },
+  { path: "*", lazy: async () => ({ Component: (await import("./shell/not-found")).NotFound }) },
+];
+
+const router = createBrowserRouter([
+  { path: "/login", element: <SignInPage />, errorElement: <PageError /> },
+  {
+    path: "/app",
+    element: <Shell />,
+    errorElement: <PageError />,
+    children: pages.map((page) => ({ ...page, errorElement: <PageError /> })),
+  },
+  { path: "*", element: <Navigate to="/app" replace /> },
+]);
+
+export function App(): ReactNode {
+  return (
+    <QueryClientProvider client={queries}>
+      <LiveContext.Provider value={store}>
+        <Tooltip.Provider delayDuration={300}>
+          <RouterProvider router={router} />
+          <Announcer />
+        </Tooltip.Provider>
+      </LiveContext.Provider>
+    </QueryClientProvider>
+  );
+}

@@ -1,0 +1,33 @@
+// How components read the live state: each names the part it needs and is drawn again when that part changes.
+import { createContext, useContext, useEffect, useRef, useState, useSyncExternalStore } from "react";
+import { LiveStore, type LiveState } from "./store";
+
+export const LiveContext = createContext(new LiveStore());
+
+/** A part of the live state. `pick` must answer the same object for the same part (pick a field, do not build). */
+export function useLive<Part>(pick: (state: LiveState) => Part): Part {
+  const store = useContext(LiveContext);
+  return useSyncExternalStore(store.subscribe, () => pick(store.read()));
+}
+
+/** The server's time in ms, moving on every `everyMs`. */
+export function useNow(everyMs = 1000): number {
+  const skew = useLive((state) => state.skew);
+  const [now, setNow] = useState(() => Date.now());
+  useEffect(() => {
+    const timer = setInterval(() => setNow(Date.now()), everyMs);
+    return () => clearInterval(timer);
+  }, [everyMs]);
+  return now + skew;
+}
+
+/** Calls `react` when `value` has changed, with the value before; not for the first one. */
+export function useChange<Value>(value: Value, react: (before: Value) => void): void {
+  const before = useRef(value);
+  useEffect(() => {
+    if (Object.is(before.current, value)) return;
+    const last = before.current;
+    before.current = value;
+    react(last);
+  });
+}

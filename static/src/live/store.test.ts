@@ -1,0 +1,68 @@
+import { describe, expect, it } from "vitest";
+import type { FeedMessage, LiveNode, Operation } from "./messages";
+import { apply, EMPTY, isActive } from "./store";
+
+function operation(jobID: string, seq: number, status: Operation["status"], more: Partial<Operation> = {}): Operation {
+  return { jobID, seq, status, progress: 0, ...more } as Operation;
+}
+
+function node(id: string, more: Partial<LiveNode> = {}): LiveNode {
+  return { id, name: id, status: "healthy", ...more } as LiveNode;
+}
+
+const NOW = Date.parse("2026-08-22T10:00:00Z");
+
+function after(...messages: FeedMessage[]): typeof EMPTY {
+  return apply(EMPTY, messages, NOW);
+}
+
+describe("the live state", () => {
+  it("is a snapshot and then changes; an older change of an operation does not undo a newer one", () => {
+    const state = after(
+      { type: "operations.snapshot", seq: 5, operations: [operation("a", 5, "processing")] },
+      { type: "operations.delta", seq: 9, operations: [operation("a", 9, "completed")] },
+      { type: "operations.delta", seq: 7, operations: [operation("a", 7, "processing")] },
+    );
+    expect(state.operations.get("a")?.status).toBe("completed");
+    expect(state.operationsSeq).toBe(9);
+  });
+
+  it("patches nodes by key and drops those that went", () => {
+    const state = after(
+      { type: "nodes.snapshot", cursor: "e:1", nodes: [node("n1", { available_ram: 5 }), node("n2")] },
+      { type: "nodes.delta", cursor: "e:2", changed: [{ id: "n1", status: "draining" }, node("n3")], removed: ["n2"] },
+    );
+    expect([...state.nodes.keys()]).toEqual(["n1", "n3"]);
+    expect(state.nodes.get("n1")).toMatchObject({ status: "draining", available_ram: 5 });
+    expect(state.nodesCursor).toBe("e:2");
+  });
+
+  it("leaves the maps of what did not change alone, so that nobody is drawn again for it (E66)", () => {
+    const first = after({ type: "nodes.snapshot", cursor: "e:1", nodes: [node("n1")] });
+    const second = apply(first, [{ type: "alive", at: "2026-08-22T10:00:05Z" }], NOW);
+    expect(second.nodes).toBe(first.nodes);
+    expect(second.operations).toBe(first.operations);
+  });
+
+  it("does not write into a state that somebody still shows", () => {
+    const first = after({ type: "nodes.snapshot", cursor: "e:1", nodes: [node("n1")] });
+    apply(first, [{ type: "nodes.delta", cursor: "e:2", changed: [{ id: "n1", status: "offline" }], removed: [] }], NOW);
+    expect(first.nodes.get("n1")?.status).toBe("healthy");
+  });
+
+  it("forgets what ended long ago, never what runs or failed", () => {
+    const ended = Array.from({ length: 1000 }, (_, n) => operation(`done-${n}`, n + 10, "completed"));
+    const kept = [operation("runs", 1, "processing"), operation("failed", 2, "failed")];
+    const state = after({ type: "operations.delta", seq: 2000, operations: [...kept, ...ended] });
+    expect(state.operations.size).toBe(302);
+    expect(state.operations.has("runs") && state.operations.has("failed")).toBe(true);
+    expect(state.operations.has("done-0")).toBe(false);
+    expect([...state.operations.values()].filter(isActive)).toHaveLength(1);
+  });
+
+  it("knows the server's clock and a build that changed under the page", () => {
+    const hello = { type: "hello", at: "2026-08-22T10:00:30Z", version: "1", user: { name: "a", role: "admin" } } as const;
+    const state = after({ ...hello, build: "one" }, { ...hello, build: "two" });
+    expect([state.skew, state.outdated]).toEqual([30_000, true]);
+  });
+});

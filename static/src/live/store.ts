@@ -1,0 +1,165 @@
+// What the page knows: one state, changed by the messages of the feed and by nothing else. `apply` is pure; the
+// store gathers messages and applies them once a frame, so that a burst of ten thousand costs as much as one.
+import type { FeedMessage, LiveNode, LiveNodePatch, Notice, Operation } from "./messages";
+
+/** How the feed is: `live`, or why what is shown may be old. */
+export type Connection = "connecting" | "live" | "stale" | "signed-out" | "forbidden";
+
+export interface LiveState {
+  connection: Connection;
+  /** When the feed was lost (ms of this browser), null while it is live. */
+  staleSince: number | null;
+  /** Server time minus this browser's, in ms. */
+  skew: number;
+  build: string;
+  /** The build changed while the page was open. */
+  outdated: boolean;
+  operations: ReadonlyMap<string, Operation>;
+  operationsSeq: number | null;
+  nodes: ReadonlyMap<string, LiveNode>;
+  nodesCursor: string | null;
+  notices: readonly Notice[];
+}
+
+export const EMPTY: LiveState = {
+  connection: "connecting",
+  staleSince: null,
+  skew: 0,
+  build: "",
+  outdated: false,
+  operations: new Map(),
+  operationsSeq: null,
+  nodes: new Map(),
+  nodesCursor: null,
+  notices: [],
+};
+
+/** Operations that ended well are remembered for groups and for the word of success, up to this many. */
+const ENDED_KEPT = 300;
+
+const ACTIVE = new Set<Operation["status"]>(["pending", "processing", "waiting_for_nodes"]);
+
+/** Whether it has not ended. */
+export function isActive(operation: Operation): boolean {
+  return ACTIVE.has(operation.status);
+}
+
+/** Whether it failed and nobody has put that away. */
+export function needsAttention(operation: Operation): boolean {
+  return operation.status === "failed" && operation.dismissedAt === undefined;
+}
+
+/** The state after these messages, in their order. */
+export function apply(state: LiveState, messages: readonly FeedMessage[], now: number): LiveState {
+  if (messages.length === 0) return state;
+  const next = { ...state, connection: "live" as const, staleSince: null };
+  for (const message of messages) step(next, state, message, now);
+  return next;
+}
+
+function step(next: LiveState, before: LiveState, message: FeedMessage, now: number): void {
+  switch (message.type) {
+    case "hello":
+      next.skew = Date.parse(message.at) - now;
+      next.outdated = next.outdated || (next.build !== "" && next.build !== message.build);
+      next.build = next.build || message.build;
+      break;
+    case "operations.snapshot":
+      next.operations = new Map(message.operations.map((operation) => [operation.jobID, operation]));
+      next.operationsSeq = message.seq;
+      break;
+    case "operations.delta":
+      next.operations = withChanges(own(next.operations, before.operations), message.operations);
+      next.operationsSeq = Math.max(next.operationsSeq ?? 0, message.seq);
+      break;
+    case "nodes.snapshot":
+      next.nodes = new Map(message.nodes.map((node) => [node.id, node]));
+      next.nodesCursor = message.cursor;
+      break;
+    case "nodes.delta":
+      next.nodes = patched(own(next.nodes, before.nodes), message.changed, message.removed);
+      next.nodesCursor = message.cursor;
+      break;
+    case "notices":
+      next.notices = message.notices;
+      break;
+    case "alive":
+      break;
+  }
+}
+
+/** A map that this batch may write to: a copy the first time, the same one after that. */
+function own<Value>(current: ReadonlyMap<string, Value>, before: ReadonlyMap<string, Value>): Map<string, Value> {
+  return current === before ? new Map(current) : (current as Map<string, Value>);
+}
+
+function withChanges(operations: Map<string, Operation>, changed: readonly Operation[]): Map<string, Operation> {
+  for (const operation of changed) {
+    const known = operations.get(operation.jobID);
+    if (known === undefined || known.seq <= operation.seq) operations.set(operation.jobID, operation);
+  }
+  forget(operations);
+  return operations;
+}
+
+/** Drops the oldest of what is only remembered: it may not grow while the page stays open. */
+function forget(operations: Map<string, Operation>): void {
+  const over = [...operations.values()].filter((one) => !isActive(one) && !needsAttention(one));
+  if (over.length <= ENDED_KEPT) return;
+  over.sort((left, right) => left.seq - right.seq);
+  for (const operation of over.slice(0, over.length - ENDED_KEPT)) operations.delete(operation.jobID);
+}
+
+function patched(
+  nodes: Map<string, LiveNode>,
+  changed: readonly LiveNodePatch[],
+  removed: readonly string[],
+): Map<string, LiveNode> {
+  for (const patch of changed) nodes.set(patch.id, { ...nodes.get(patch.id), ...patch } as LiveNode);
+  for (const id of removed) nodes.delete(id);
+  return nodes;
+}
+
+type Listener = () => void;
+
+/** Holds the state and tells its listeners, at most once a frame. */
+export class LiveStore {
+  private state = EMPTY;
+  private readonly waiting: FeedMessage[] = [];
+  private readonly listeners = new Set<Listener>();
+  private scheduled = false;
+
+  readonly read = (): LiveState => this.state;
+
+  readonly subscribe = (listener: Listener): (() => void) => {
+    this.listeners.add(listener);
+    return () => this.listeners.delete(listener);
+  };
+
+  /** Takes a message; it shows with the next frame. */
+  push(message: FeedMessage): void {
+    this.waiting.push(message);
+    if (this.scheduled) return;
+    this.scheduled = true;
+    // A hidden tab draws no frames, and must not gather messages for hours.
+    if (document.hidden) setTimeout(this.flush, 250);
+    else requestAnimationFrame(this.flush);
+  }
+
+  private readonly flush = (): void => {
+    this.scheduled = false;
+    this.set(apply(this.state, this.waiting.splice(0), Date.now()));
+  };
+
+  /** The feed is lost, or refused. */
+  lost(connection: Exclude<Connection, "live">): void {
+    const staleSince = this.state.staleSince ?? Date.now();
+    this.set({ ...this.state, connection, staleSince });
+  }
+
+  private set(state: LiveState): void {
+    if (state === this.state) return;
+    this.state = state;
+    for (const listener of this.listeners) listener();
+  }
+}

@@ -1,0 +1,23 @@
+// Where the page starts.
+import { setNonce } from "get-nonce";
+import { StrictMode } from "react";
+import { createRoot } from "react-dom/client";
+import { App } from "./app";
+import "./styles/tokens.css";
+import "./styles/base.css";
+import "./ui/ui.css";
+import { startTheme } from "./ui/theme";
+
+// Some parts add a style element; the policy lets it in by the nonce of this page only.
+const nonce = document.querySelector<HTMLMetaElement>('meta[name="style-nonce"]')?.content;
+if (nonce !== undefined) setNonce(nonce);
+startTheme();
+
+const root = document.getElementById("root");
+if (root !== null) {
+  createRoot(root).render(
+    <StrictMode>
+      <App />
+    </StrictMode>,
+  );
+}

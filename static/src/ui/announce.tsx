@@ -1,0 +1,27 @@
+// What assistive tech is told: ends, never ticks. One polite region for the whole page.
+import { useSyncExternalStore, type ReactNode } from "react";
+
+let said = "";
+const listeners = new Set<() => void>();
+
+/** Says `text` once. */
+export function announce(text: string): void {
+  // The same words twice would not be read again.
+  said = text === said ? `${text}\u00a0` : text;
+  for (const listener of listeners) listener();
+}
+
+export function Announcer(): ReactNode {
+  const text = useSyncExternalStore(
+    (listener) => {
+      listeners.add(listener);
+      return () => listeners.delete(listener);
+    },
+    () => said,
+  );
+  return (
+    <div className="visually-hidden" role="status" aria-live="polite" data-testid="announcer">
+      {text}
+    </div>
+  );
+}

@@ -1,0 +1,115 @@
+// Dialogs. A plain one takes Escape and a press outside; one that asks before something is lost puts the focus on
+// the safe answer, and a dangerous one wants a word typed. Focus returns to where it came from.
+import { AlertDialog, Dialog as Radix } from "radix-ui";
+import { useId, useRef, useState, type ReactNode, type SubmitEvent } from "react";
+import { Button } from "./button";
+import { Problem } from "./problem";
+
+interface DialogProps {
+  open: boolean;
+  onClose: () => void;
+  title: ReactNode;
+  description?: ReactNode;
+  wide?: boolean;
+  children: ReactNode;
+}
+
+export function Dialog({ open, onClose, title, description, wide = false, children }: DialogProps): ReactNode {
+  return (
+    <Radix.Root open={open} onOpenChange={(wanted) => !wanted && onClose()}>
+      <Radix.Portal>
+        <Radix.Overlay className="overlay" />
+        <Radix.Content className={`dialog ${wide ? "wide" : ""}`} {...(description ? {} : { "aria-describedby": undefined })}>
+          <div className="row spread">
+            <Radix.Title>{title}</Radix.Title>
+            <Radix.Close asChild>
+              <Button kind="ghost" small aria-label="Close">
+                ✕
+              </Button>
+            </Radix.Close>
+          </div>
+          {description !== undefined && <Radix.Description asChild><div className="muted">{description}</div></Radix.Description>}
+          {children}
+        </Radix.Content>
+      </Radix.Portal>
+    </Radix.Root>
+  );
+}
+
+interface ConfirmProps {
+  open: boolean;
+  onClose: () => void;
+  title: ReactNode;
+  /** What will happen, naming what it happens to. */
+  children: ReactNode;
+  /** The label of the button that does it. */
+  action: string;
+  danger?: boolean;
+  /** A word that has to be typed first. */
+  typed?: string;
+  busy?: boolean;
+  error?: Error | null;
+  onConfirm: () => void;
+}
+
+/** Asks before something happens; stays open while it runs and shows why it failed. */
+export function Confirm(props: ConfirmProps): ReactNode {
+  const cancel = useRef<HTMLButtonElement>(null);
+  const { open, onClose, title, danger = false, error = null } = props;
+  return (
+    <AlertDialog.Root open={open} onOpenChange={(wanted) => !wanted && onClose()}>
+      <AlertDialog.Portal>
+        <AlertDialog.Overlay className="overlay" onClick={onClose} />
+        <AlertDialog.Content
+          className="dialog"
+          onOpenAutoFocus={(event) => {
+            if (!danger || props.typed !== undefined) return;
+            event.preventDefault();
+            cancel.current?.focus();
+          }}
+        >
+          <AlertDialog.Title>
+            {danger && <span aria-hidden="true">⚠ </span>}
+            {title}
+          </AlertDialog.Title>
+          <AlertDialog.Description asChild>
+            <div className="stack">{props.children}</div>
+          </AlertDialog.Description>
+          {error !== null && <Problem error={error} />}
+          <Answer {...props} cancel={cancel} />
+        </AlertDialog.Content>
+      </AlertDialog.Portal>
+    </AlertDialog.Root>
+  );
+}
+
+function Answer(props: ConfirmProps & { cancel: React.RefObject<HTMLButtonElement | null> }): ReactNode {
+  const { typed, danger = false, busy = false, action, onConfirm, onClose, cancel } = props;
+  const [text, setText] = useState("");
+  const id = useId();
+  const refusal = typed !== undefined && text !== typed ? `Type ${typed} first` : "";
+  const submit = (event: SubmitEvent<HTMLFormElement>) => {
+    event.preventDefault();
+    if (refusal === "" && !busy) onConfirm();
+  };
+  return (
+    <form className="stack" onSubmit={submit}>
+      {typed !== undefined && (
+        <label className="field" htmlFor={id}>
+          <span>
+            Type <code className="name">{typed}</code> to confirm
+          </span>
+          <input id={id} className="input" value={text} autoComplete="off" onChange={(event) => setText(event.target.value)} />
+        </label>
+      )}
+      <div className="row wrap">
+        <Button type="submit" kind={danger ? "danger" : "primary"} busy={busy} refusal={refusal}>
+          {action}
+        </Button>
+        <Button ref={cancel} onClick={onClose}>
+          Cancel
+        </Button>
+      </div>
+    </form>
+  );
+}

@@ -1,0 +1,19 @@
+// Nothing to show: says so, and what to do next. Waiting: says for what, and never for ever.
+import type { ReactNode } from "react";
+
+export function Empty({ title, children }: { title: string; children?: ReactNode }): ReactNode {
+  return (
+    <div className="empty">
+      <strong>{title}</strong>
+      {children}
+    </div>
+  );
+}
+
+export function Loading({ what }: { what: string }): ReactNode {
+  return (
+    <p className="row muted" role="status">
+      <span className="spinner" aria-hidden="true" /> Loading {what}…
+    </p>
+  );
+}

@@ -1,0 +1,39 @@
+// The state of a node, a replica or an operation's target as a word with a colour; the word is never left out.
+import type { ReactNode } from "react";
+
+type Tone = "good" | "warn" | "bad" | "info" | "";
+
+const TONES: Readonly<Record<string, Tone>> = {
+  healthy: "good",
+  unhealthy: "bad",
+  offline: "bad",
+  draining: "warn",
+  pending: "warn",
+  loaded: "good",
+  staging: "info",
+  loading: "info",
+  unloading: "warn",
+  idle: "",
+  queued: "",
+  downloading: "info",
+  running_on_worker: "warn",
+  success: "good",
+  error: "bad",
+  processing: "info",
+  waiting_for_nodes: "warn",
+  completed: "good",
+  failed: "bad",
+  cancelled: "",
+};
+
+const WORDS: Readonly<Record<string, string>> = {
+  running_on_worker: "worker busy",
+  waiting_for_nodes: "waiting for nodes",
+  success: "done",
+  error: "failed",
+  processing: "running",
+};
+
+export function StatusPill({ status }: { status: string }): ReactNode {
+  return <span className={`pill ${TONES[status] ?? ""}`}>{WORDS[status] ?? status}</span>;
+}

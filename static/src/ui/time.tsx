@@ -1,0 +1,20 @@
+// A time: how long ago by the server's clock, the exact moment on hover and for assistive tech.
+import type { ReactNode } from "react";
+import { ago, exact, span } from "../lib/format";
+import { useNow } from "../live/hooks";
+import { Tip } from "./tip";
+
+const NEVER = "0001-01-01T00:00:00Z";
+
+/** "3m ago"; `ahead` for a time to come: "in 3m". */
+export function Ago({ at, every = 5000 }: { at: string | null | undefined; every?: number }): ReactNode {
+  const now = useNow(every);
+  if (at === null || at === undefined || at === "" || at === NEVER) return <span className="muted">never</span>;
+  const seconds = (now - Date.parse(at)) / 1000;
+  const text = seconds < -1 ? `in ${span(-seconds)}` : ago(seconds);
+  return (
+    <Tip text={exact(at)}>
+      <time dateTime={at}>{text}</time>
+    </Tip>
+  );
+}

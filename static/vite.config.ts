@@ -1,0 +1,23 @@
+// How the page is built and its unit tests run. The output has hashed names, and a manifest from which the
+// server's one template takes them.
+import react from "@vitejs/plugin-react";
+import { defineConfig } from "vitest/config";
+
+export default defineConfig({
+  plugins: [react()],
+  base: "/static/ui/",
+  publicDir: false,
+  build: {
+    manifest: "manifest.json",
+    sourcemap: false,
+    target: "es2022",
+    modulePreload: { polyfill: false },
+    assetsInlineLimit: 0,
+    rolldownOptions: { input: "src/main.tsx" },
+  },
+  test: {
+    environment: "jsdom",
+    include: ["src/**/*.test.{ts,tsx}"],
+    restoreMocks: true,
+  },
+});
