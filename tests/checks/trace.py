@@ -4,7 +4,8 @@ A test says what it proves by the marker `@pytest.mark.rule("R1.32", "http-1.2")
 tests.checks.trace` prints rule -> tests for the covered sections, or for those named, and exits 1 if a
 covered rule has no test or if a marker names a rule that no sheet knows. Nothing is run and no server is
 started. A skipped test and an expected failure prove nothing. A deviation (`docs/deviations.md`) needs a
-test like every other rule.
+test like every other rule. The unit tests of the pages (`static/src/**/*.test.ts`) name behaviours in their
+titles.
 """
 
 import io
@@ -17,7 +18,9 @@ from pathlib import Path
 
 import pytest
 
-CONTRACT = Path(__file__).resolve().parents[2] / "docs" / "contract"
+ROOT = Path(__file__).resolve().parents[2]
+CONTRACT = ROOT / "docs" / "contract"
+SOURCES = ROOT / "static" / "src"
 TITLE = 88
 GAPS_ONLY = "--gaps"
 _GAP = "GAP  "
@@ -39,13 +42,15 @@ class Rule:
 class Sheet:
     """How a file numbers its rules: `pattern` finds id and text in a line, `prefix` goes before the id.
 
-    `only` is the one section whose lines count, where a sheet numbers other lists the same way.
+    `only` is the one section whose lines count, where a sheet numbers other lists the same way; `section` is
+    the name of all its rules, where its headings have no numbers.
     """
 
     name: str
     pattern: re.Pattern[str]
     prefix: str = ""
     only: str = ""
+    section: str = ""
 
 
 SHEETS = (
@@ -56,8 +61,13 @@ SHEETS = (
     Sheet("worker.md", re.compile(r"^#{2,3} (\d+(?:\.\d+)?)\.? (.+)"), "worker-"),
     Sheet("worker.md", re.compile(r"^(\d+)\. (.+)"), "W", only="W22"),
     Sheet("operations-and-ui.md", re.compile(r"^[-|] \**([OHA]\d+)\.?\**[ |]+(.+)")),
+    Sheet("operations-and-ui.md", re.compile(r"^- (E\d+)\. (.+)")),
     Sheet("README.md", re.compile(r"^\| (I\d+) \| (.+)")),
+    Sheet("pages.md", re.compile(r"^\| (UI-\d\.\d+) \| (.+)"), section="pages"),
 )
+_LATER = "| later"
+"""In the row of a behaviour that waits for a page which is not there yet."""
+_CITED = re.compile(r"\b(?:UI-\d\.\d+|E\d+)\b")
 
 
 def _numbers(prefix: str, *spans: range) -> frozenset[str]:
@@ -88,6 +98,7 @@ COVERED: dict[str, frozenset[str] | None] = {
     ),
     "http-1": None,
     "http-2": _numbers("http-2.", range(1, 10)),
+    "pages": frozenset(),
 }
 
 
@@ -105,7 +116,7 @@ def rules(contract: Path = CONTRACT) -> dict[str, Rule]:
 
 
 def _of_sheet(sheet: Sheet, text: str) -> Iterator[Rule]:
-    section = ""
+    section = sheet.section
     for line in text.splitlines():
         if heading := _HEADING.match(line):
             section = sheet.prefix + heading["number"].partition(".")[0]
@@ -135,7 +146,7 @@ def covered(known: dict[str, Rule], sections: Iterable[str] = ()) -> list[Rule]:
 
 def _counts(rule: Rule) -> bool:
     wanted = COVERED[rule.section]
-    return wanted is None or rule.id in wanted
+    return (wanted is None or rule.id in wanted) and _LATER not in rule.title
 
 
 class _Collector:
@@ -168,6 +179,15 @@ def collect(*arguments: str) -> dict[str, set[str]]:
     return collector.proofs
 
 
+def cited(sources: Path = SOURCES) -> dict[str, set[str]]:
+    """The tests of the page's own logic, by the behaviours that their files name."""
+    proofs: dict[str, set[str]] = {}
+    for file in sorted(sources.rglob("*.test.ts*")):
+        for name in _CITED.findall(file.read_text(encoding="utf-8")):
+            proofs.setdefault(name, set()).add(file.relative_to(ROOT).as_posix())
+    return proofs
+
+
 def report(wanted: list[Rule], proofs: dict[str, set[str]]) -> tuple[list[str], int]:
     """What to print, and the number of rules without a test."""
     lines, gaps, section = [], 0, ""
@@ -193,6 +213,8 @@ def main(arguments: list[str]) -> int:
     except Untraceable as error:
         print(error)
         return 1
+    for name, tests in cited().items():
+        proofs.setdefault(name, set()).update(tests)
     lines, gaps = report(wanted, proofs)
     if GAPS_ONLY in arguments:
         lines = [line for line in lines if _GAP in line]
