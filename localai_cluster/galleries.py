@@ -6,7 +6,7 @@ leniently: what has the wrong type counts as absent, and what has no name is lef
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,16 +147,21 @@ def _bounded(size: int) -> None:
 def _build(item: Mapping[str, Any], gallery: Gallery) -> Build:
     capabilities = item.get("capabilities")
     return Build(
-        **{name: _text(item.get(name)) for name in _TEXTS},
-        **{name: _texts(item.get(name)) for name in ("mirrors", "urls", "tags")},
+        name=_text(item.get("name")),
+        alias=_text(item.get("alias")),
+        uri=_text(item.get("uri")),
+        mirrors=_texts(item.get("mirrors")),
         capabilities={str(k): v for k, v in capabilities.items() if _text(v)}
         if isinstance(capabilities, dict)
         else None,
+        version=_text(item.get("version")),
+        description=_text(item.get("description")),
+        icon=_text(item.get("icon")),
+        license=_text(item.get("license")),
+        urls=_texts(item.get("urls")),
+        tags=_texts(item.get("tags")),
         gallery=gallery,
     )
-
-
-_TEXTS: Iterable[str] = ("name", "alias", "uri", "version", "description", "icon", "license")
 
 
 def _texts(value: Any) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from localai_cluster import conf, errors
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.codec import encode_galleries
+from nodes.backends import inventory
 from nodes.backends.commands import Worker, WorkerGone
 from nodes.models import BackendNode
 from operations.executor import Postpone, Work, in_thread, retry_delay
@@ -79,6 +80,8 @@ class InstallBackend:
             raise Postpone(gone.message, seconds=retry_delay(work.operation.attempts)) from gone
         if not reply.success:
             raise InstallFailed(reply.error or "the worker gave no reason")
+        # Before the operation ends: who hears of its end finds the backend in the node's list.
+        await inventory.refresh(self._bus, node.id)
         return {"node": node.name}
 
     @staticmethod

@@ -77,7 +77,8 @@ def columns(before: Facts, after: Facts, actor: Actor, reason: str, now: datetim
     if after.drained != before.drained:
         changed |= {"drain_is_own": after.drained == "own", "drain_deadline": None}
     if after.offline != before.offline:
-        changed["offline_recovers"] = after.offline == "silent"
+        # Nobody asks an absent worker for its backends: it is due when it is back.
+        changed |= {"offline_recovers": after.offline == "silent", "inventory_due_at": None}
     return changed
 
 

@@ -6,7 +6,7 @@ and refused after the commit, so that the conflict is there to be seen.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -27,6 +27,8 @@ from nodes.states import Event
 
 _TRIES = 3
 """Somebody may remove the node between two looks."""
+LISTS_AFTER = 3.0
+"""Seconds after which a registered worker listens on the bus and can be asked for its backends."""
 _KEPT_IF_EMPTY = (
     "address",
     "http_address",
@@ -226,7 +228,7 @@ def _admit(
     if auto_approve and not isinstance(states.apply(Event.AUTO_APPROVED, facts_of(node)), states.Refusal):
         change.happen(Event.AUTO_APPROVED, actors.AUTO_APPROVAL)
     change.set(last_heartbeat=now, source_address=caller.source_address, node_type=registration.node_type)
-    change.set(**_figures(node, registration))
+    change.set(inventory_due_at=now + timedelta(seconds=LISTS_AFTER), **_figures(node, registration))
     reported_labels(change, registration.labels, actors.WORKER)
     _drop_absent(node, registration)
     token = _agent_token(change)

@@ -1,7 +1,8 @@
 """`manage.py controller`: the process that carries operations out.
 
-Three loops in one event loop: the executor, the LISTEN loop whose hints make it look, and the ticker of
-django-q2's schedules. Any number of controllers may run; operations are claimed, schedules locked.
+Four loops in one event loop: the executor, the inventory of backends, the LISTEN loop whose hints make both
+look, and the ticker of django-q2's schedules. Any number of controllers may run; operations and questions to
+workers are claimed, schedules locked.
 """
 
 import asyncio
@@ -19,7 +20,8 @@ from django.db import Error as DatabaseError
 from localai_cluster import clock, conf, scheduling
 from localai_cluster.messaging.nats import NatsBus
 from nodes import handlers, schedules
-from nodes.backends import install
+from nodes.backends import install, inventory
+from nodes.backends.inventory import Inventory
 from nodes.definitions import Folder
 from nodes.loading import load
 from operations import schedules as ledger_schedules
@@ -49,9 +51,11 @@ async def run() -> None:
     bus.start()
     table = handlers.handlers(bus, Folder(conf.cluster().models_path), hints)
     executor = Executor(owner, table, lease=conf.cluster().operation_lease)
+    lists = Inventory(bus)
     loops = [
         asyncio.create_task(executor.run(), name="executor"),
-        asyncio.create_task(hear(executor, hints), name="hints"),
+        asyncio.create_task(lists.run(), name="inventory"),
+        asyncio.create_task(hear(executor, lists, hints), name="hints"),
         asyncio.create_task(tick(), name="schedules"),
     ]
     log.info("controller %s is ready", owner)
@@ -75,9 +79,13 @@ async def _until_signal_or_failure(loops: list[asyncio.Task[None]]) -> None:
         log.error("the %s loop ended", task.get_name(), exc_info=task.exception())
 
 
-async def hear(executor: Executor, hints: Hints) -> None:
+async def hear(executor: Executor, lists: Inventory, hints: Hints) -> None:
     """Turns notifications into looks."""
-    async for channel, payload in listen(OPERATIONS, NODES):
+    async for channel, payload in listen(OPERATIONS, NODES, inventory.CHANNEL):
+        if channel != OPERATIONS:
+            lists.hint()
+        if channel == inventory.CHANNEL:
+            continue
         if channel == NODES:
             await _nodes_changed()
         elif channel == OPERATIONS:

@@ -1,0 +1,295 @@
+"""What is installed on each node: a worker is asked for its list, the rows keep the last one with its age.
+
+Nobody waits for a worker to answer a page. A row says when its node is to be asked again
+(`inventory_due_at`; null = as soon as somebody looks). Any number of controllers look at what is due: the
+claim moves that time forward and skips rows that another one holds, so a node is asked by one of them. No
+lock is held over the question, and an answer never overwrites one to a later question (`inventory_at` is
+when the question left). Pages that show an old list make it due and wake a controller (`CHANNEL`).
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+from django.db import Error as DatabaseError
+from django.db import transaction
+from django.db.models import Case, DateTimeField, F, Min, Q, Value, When
+
+from localai_cluster import clock, errors
+from localai_cluster.messaging.bus import Bus, NotConnected
+from localai_cluster.messaging.messages import InstalledBackend, ListReply
+from nodes import names
+from nodes.backends.commands import LIST_TIMEOUT, Worker, WorkerGone
+from nodes.models import BackendNode, NodeBackend
+from nodes.querysets import BackendNodeQuerySet
+from operations import events
+from operations.executor import in_thread
+
+log = logging.getLogger(__name__)
+
+CHANNEL = "cluster_inventory"
+"""NOTIFY channel: somebody wants to see a list that is old."""
+EVERY = 300.0
+"""Seconds after which a list is asked for again."""
+LOOK_EVERY = 30.0
+"""Seconds between two looks at what is due when no hint arrives."""
+PARALLEL = 16
+MOST = 500
+"""Backends kept of one node."""
+QUICK = 5.0
+"""How long something that has better to do waits for a list, in seconds."""
+_CLAIMED_FOR = LIST_TIMEOUT + 5.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 5.0, 900.0
+_GATHER = 0.2
+"""Hints of so many seconds are one look."""
+_ERROR_LENGTH = 255
+_LENGTHS = {
+    "name": 255,
+    "installed_at": 64,
+    "gallery_url": 2048,
+    "version": 255,
+    "uri": 2048,
+    "digest": 255,
+}
+_FLAGS = ("is_system", "is_meta")
+COLUMNS = ("name", *_FLAGS, "installed_at", "gallery_url", "version", "uri", "digest")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A node that is to be asked: its worker process, and when it was due at the time of asking."""
+
+    id: UUID
+    name: str
+    instance: str
+    due_at: datetime | None
+
+
+def askable() -> BackendNodeQuerySet:
+    """Nodes whose worker may be there: approved, not offline, no agents."""
+    return BackendNode.objects.filter(node_type="backend", status__in=("healthy", "draining", "unhealthy"))
+
+
+def question(node_id: UUID) -> Question | None:
+    """What is to be asked of one node out of turn; None if it is gone."""
+    row = BackendNode.objects.filter(pk=node_id).values_list("name", "instance", "inventory_due_at").first()
+    return Question(node_id, *row) if row else None
+
+
+def claim(limit: int, *, now: datetime) -> list[Question]:
+    """Nodes that are due, at most `limit`, for this caller alone; the longest waiting first."""
+    due = askable().filter(Q(inventory_due_at__isnull=True) | Q(inventory_due_at__lte=now))
+    until = now + timedelta(seconds=_CLAIMED_FOR)
+    with transaction.atomic():
+        # Rows that somebody holds are skipped, so the order of the locks does not matter.
+        order = F("inventory_due_at").asc(nulls_first=True)
+        rows = due.order_by(order).select_for_update(no_key=True, skip_locked=True, of=("self",))
+        found = list(rows.values_list("id", "name", "instance")[:limit])
+        if found:
+            BackendNode.objects.filter(pk__in=[row[0] for row in found]).update(inventory_due_at=until)
+    return [Question(*row, until) for row in found]
+
+
+def next_due(*, now: datetime) -> float:
+    """Seconds until a node is due, `LOOK_EVERY` at most."""
+    first = askable().aggregate(first=Min("inventory_due_at"))["first"]
+    return LOOK_EVERY if first is None else min(max((first - now).total_seconds(), 0.0), LOOK_EVERY)
+
+
+def wake(node_ids: Sequence[UUID] | None = None, *, older_than: float, now: datetime) -> int:
+    """Makes lists older than `older_than` seconds due, of these nodes or of all; answers how many.
+
+    A node that is due soon is left alone: it may be being asked. One that did not answer becomes due soon.
+    """
+    soon = now + timedelta(seconds=_CLAIMED_FOR)
+    old = Q(inventory_at__isnull=True) | Q(inventory_at__lt=now - timedelta(seconds=older_than))
+    stale = askable().filter(old, inventory_due_at__gt=soon)
+    if node_ids is not None:
+        stale = stale.filter(pk__in=node_ids)
+    with transaction.atomic():
+        rows = stale.order_by("id").select_for_update(no_key=True, skip_locked=True, of=("self",))
+        if found := list(rows.values_list("id", flat=True)):
+            when = Case(When(inventory_error="", then=Value(now)), default=Value(soon), output_field=_TIME)
+            BackendNode.objects.filter(pk__in=found).update(inventory_due_at=when)
+            events.notify(CHANNEL, "")
+    return len(found)
+
+
+_TIME: "DateTimeField[Any, Any]" = DateTimeField()
+
+
+def store(asked: Question, listed: Sequence[InstalledBackend], *, asked_at: datetime) -> bool:
+    """Makes the rows what the worker listed; answers False for an answer that a later one has overtaken."""
+    with transaction.atomic():
+        node = _locked(asked.id)
+        if node is None or (node.inventory_at is not None and node.inventory_at > asked_at):
+            return False
+        changed = _replace(node, _rows(listed))
+        if changed or node.inventory_at is None or node.inventory_error:
+            events.notify(events.NODES, str(node.id))
+        _write(asked, asked_at + timedelta(seconds=EVERY), inventory_at=asked_at, inventory_error="")
+    return True
+
+
+def store_error(asked: Question, error: str, *, asked_at: datetime, pause: float) -> bool:
+    """Notes why there was no answer, unless there was one to a later question; the rows stay as they are."""
+    error = names.plain(error)[:_ERROR_LENGTH]
+    with transaction.atomic():
+        node = _locked(asked.id)
+        if node is None or (node.inventory_at is not None and node.inventory_at > asked_at):
+            return False
+        if node.inventory_error != error:
+            events.notify(events.NODES, str(node.id))
+        _write(asked, asked_at + timedelta(seconds=pause), inventory_error=error)
+    return True
+
+
+def make_due(node_id: UUID, *, now: datetime) -> None:
+    """The node is to be asked at once."""
+    with transaction.atomic():
+        if askable().filter(pk=node_id).update(inventory_due_at=now):
+            events.notify(CHANNEL, "")
+
+
+def _locked(node_id: UUID) -> BackendNode | None:
+    nodes = BackendNode.objects.select_for_update(no_key=True, of=("self",))
+    return nodes.only("id", "inventory_at", "inventory_error").filter(pk=node_id).first()
+
+
+def _write(asked: Question, due_at: datetime, **columns: Any) -> None:
+    """Writes the columns; a due time that somebody has set since the question counts."""
+    mine = Q(inventory_due_at=asked.due_at) if asked.due_at else Q(inventory_due_at__isnull=True)
+    when = Case(When(mine, then=Value(due_at)), default=F("inventory_due_at"), output_field=_TIME)
+    BackendNode.objects.filter(pk=asked.id).update(inventory_due_at=when, **columns)
+
+
+def _rows(listed: Sequence[InstalledBackend]) -> dict[str, dict[str, Any]]:
+    """By name, cut to the columns; what has no name, or the name of an earlier one, is left out."""
+    found: dict[str, dict[str, Any]] = {}
+    for entry in listed[:MOST]:
+        row = {name: _kept(getattr(entry, name))[:length] for name, length in _LENGTHS.items()}
+        if row["name"].strip():
+            found.setdefault(row["name"], row | {name: getattr(entry, name) for name in _FLAGS})
+    return found
+
+
+def _kept(text: str) -> str:
+    """The text as a column can keep it."""
+    return text.replace("\x00", "\ufffd")
+
+
+def _replace(node: BackendNode, wanted: dict[str, dict[str, Any]]) -> bool:
+    """Brings the node's rows to `wanted`; answers whether anything changed."""
+    known = {row["name"]: row for row in NodeBackend.objects.filter(node=node).values(*COLUMNS)}
+    gone = [name for name in known if name not in wanted]
+    changed = [NodeBackend(node=node, **row) for name, row in wanted.items() if known.get(name) != row]
+    if gone:
+        NodeBackend.objects.filter(node=node, name__in=gone).delete()
+    if changed:
+        NodeBackend.objects.bulk_create(
+            changed, update_conflicts=True, unique_fields=["node", "name"], update_fields=list(COLUMNS[1:])
+        )
+    return bool(gone or changed)
+
+
+async def ask(bus: Bus, asked: Question, *, pause: float = _FIRST_PAUSE) -> bool:
+    """Asks one worker and keeps what it says; answers whether it gave a list.
+
+    Without one the node is due again after `pause` seconds. Raises DatabaseError.
+    """
+    asked_at = clock.now()
+    try:
+        reply = await Worker(bus, str(asked.id), asked.name).backends()
+        problem = f"the worker cannot read its backends: {reply.error}" if reply.error else ""
+    except errors.ClusterError as error:
+        reply, problem = ListReply(), _why(error)
+    if problem:
+        await in_thread(store_error, asked, problem, asked_at=asked_at, pause=pause)
+        return False
+    await in_thread(store, asked, reply.backends, asked_at=asked_at)
+    return True
+
+
+def _why(error: errors.ClusterError) -> str:
+    if isinstance(error.__cause__, NotConnected):
+        return "the message bus is not connected"
+    if isinstance(error, WorkerGone):
+        return "the worker does not answer on the bus"
+    return f"the worker's list cannot be read: {error.message}"
+
+
+async def refresh(bus: Bus, node_id: UUID) -> None:
+    """Brings one node's list up to date after something was done there; never fails, never takes long.
+
+    What could not be done now is due at once.
+    """
+    with contextlib.suppress(DatabaseError):
+        asked = await in_thread(question, node_id)
+        if asked is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(QUICK):
+                if await ask(bus, asked):
+                    return
+        await in_thread(make_due, node_id, now=clock.now())
+
+
+class Inventory:
+    """A controller's part: asks the nodes that are due, at most `PARALLEL` at once."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._look = asyncio.Event()
+        self._asking = 0
+        self._silent: dict[UUID, tuple[str, int]] = {}
+        """How often in a row the worker process of a node gave no list."""
+
+    def hint(self) -> None:
+        """Something may be due; look now."""
+        self._look.set()
+
+    async def run(self) -> None:
+        """Looks when it is told, when something is due, and every `LOOK_EVERY` seconds, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                self._look.clear()
+                pause = await self._look_once(group)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._look.wait(), timeout=pause)
+                await asyncio.sleep(_GATHER)
+
+    async def _look_once(self, group: asyncio.TaskGroup) -> float:
+        """Starts the questions that are due; answers after how many seconds there is more to do."""
+        free = PARALLEL - self._asking
+        if free <= 0 or not self._bus.connected:
+            return LOOK_EVERY if free <= 0 else 1.0
+        try:
+            for asked in await in_thread(claim, free, now=clock.now()):
+                self._asking += 1
+                group.create_task(self._ask(asked), name=f"inventory of {asked.name}")
+            return await in_thread(next_due, now=clock.now())
+        except DatabaseError as error:
+            log.warning("cannot see which lists of backends are due: %s", error)
+            return LOOK_EVERY
+
+    async def _ask(self, asked: Question) -> None:
+        try:
+            instance, times = self._silent.get(asked.id, ("", 0))
+            times = times if instance == asked.instance else 0
+            pause = min(_FIRST_PAUSE * 2 ** min(times, 10), _LONGEST_PAUSE)
+            if await ask(self._bus, asked, pause=pause):
+                self._silent.pop(asked.id, None)
+            else:
+                self._silent[asked.id] = (asked.instance, times + 1)
+                self._look.set()  # to see when it is due again
+        except DatabaseError as error:
+            log.warning("the list of backends of %s was not kept: %s", asked.name, error)
+        finally:
+            if self._asking == PARALLEL:
+                self._look.set()
+            self._asking -= 1

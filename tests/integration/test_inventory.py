@@ -1,0 +1,427 @@
+"""What is installed on each node: rows of the workers' own lists, their age, and who asks when.
+
+The bus is played by the test, the database is real.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import datetime, timedelta
+from itertools import takewhile
+from typing import Any
+
+import psycopg
+import pytest
+from django.db import transaction
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from localai_cluster import clock
+from localai_cluster.messaging import messages as m
+from localai_cluster.messaging import subjects
+from localai_cluster.messaging.bus import NoResponders, NotConnected
+from localai_cluster.messaging.codec import encode
+from nodes import actors, services
+from nodes.backends import install, inventory
+from nodes.models import BackendNode, NodeBackend
+from operations import events
+from operations import services as ledger
+from operations.executor import Work
+from tests.support import api, hot
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+ECHO = m.InstalledBackend(name="echo", version="1.0.0", installed_at="2026-08-20T09:12:44Z", uri="/srv/echo")
+MINILM = m.InstalledBackend(name="minilm")
+
+
+class Closed:
+    """A subscription that nothing arrives on."""
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+class Bus:
+    """Workers by subject: bytes to answer, or an error to raise; `gate` holds all answers back."""
+
+    connected, generation = True, 1
+
+    def __init__(self) -> None:
+        self.replies: dict[str, Any] = {}
+        self.asked: list[str] = []
+        self.most, self._now = 0, 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    def lists(self, node: BackendNode, *backends: m.InstalledBackend, error: str = "") -> None:
+        self.replies[subjects.backend_list(str(node.id))] = encode(m.ListReply(backends, error=error))
+
+    async def wait_connected(self, *, after: int = 0) -> int:
+        return self.generation
+
+    async def publish(self, subject: str, payload: bytes) -> None:
+        """Nobody takes it amiss."""
+
+    async def request(self, subject: str, payload: bytes, timeout: float) -> bytes:
+        self.asked.append(subject)
+        reply = self.replies.get(subject, NoResponders(subject))
+        self._now += 1
+        self.most = max(self.most, self._now)
+        try:
+            await self.gate.wait()
+        finally:
+            self._now -= 1
+        if isinstance(reply, Exception):
+            raise reply
+        found: bytes = reply
+        return found
+
+    async def subscribe(self, subject: str, handler: Any, *, limit: int = 64, queue: str = "") -> Closed:
+        return Closed()
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+def question(node: BackendNode) -> inventory.Question:
+    found = inventory.question(node.id)
+    assert found is not None
+    return found
+
+
+def listed(node: BackendNode) -> list[str]:
+    return sorted(NodeBackend.objects.filter(node=node).values_list("name", flat=True))
+
+
+def on_another_connection(function: Callable[[], Any]) -> Any:
+    """The result of another connection."""
+    return asyncio.run(hot.in_thread(function))
+
+
+def told(channel: str, action: Callable[[], Any]) -> list[str]:
+    """What was notified by the time the action had committed."""
+    with psycopg.connect(events.conninfo(), autocommit=True) as link:
+        link.execute(f"LISTEN {channel}")
+        action()
+        link.execute(f"NOTIFY {channel}, 'that is all'")
+        return list(takewhile(lambda text: text != "that is all", (n.payload for n in link.notifies())))
+
+
+def due(node: BackendNode, seconds: float | None, **columns: Any) -> None:
+    """Due in so many seconds, None = as soon as somebody looks."""
+    at = None if seconds is None else clock.now() + timedelta(seconds=seconds)
+    BackendNode.objects.filter(pk=node.pk).update(inventory_due_at=at, **columns)
+
+
+def wait_of(node: BackendNode) -> float:
+    """In how many seconds it is due."""
+    at = api.node(node.id).inventory_due_at
+    assert at is not None
+    return float((at - clock.now()).total_seconds())
+
+
+def keep(node: BackendNode, *backends: m.InstalledBackend, at: datetime | None = None) -> bool:
+    return inventory.store(question(node), backends, asked_at=at or clock.now())
+
+
+@asynccontextmanager
+async def asking(bus: Bus) -> AsyncIterator[inventory.Inventory]:
+    """The controller's loop."""
+    lists = inventory.Inventory(bus)
+    task = asyncio.create_task(lists.run())
+    try:
+        yield lists
+        assert not task.done()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async def holds() -> bool:
+        return await hot.in_thread(condition)
+
+    assert await clock.wait_until(holds, timeout=10)
+
+
+async def ask(bus: Bus, node: BackendNode) -> bool:
+    return await inventory.ask(bus, await hot.in_thread(question, node))
+
+
+@pytest.mark.rule("http-2.10")
+async def test_the_rows_become_what_the_worker_lists() -> None:
+    """Added, changed and removed; every column is kept; the next question is due after five minutes."""
+    bus, node = Bus(), await hot.in_thread(hot.node)
+    for backends in ((ECHO,), (ECHO, MINILM), (m.InstalledBackend(name="echo", version="2"),), ()):
+        bus.lists(node, *backends)
+        before = clock.now()
+        assert await ask(bus, node)
+        rows = await hot.in_thread(lambda: list(NodeBackend.objects.values(*inventory.COLUMNS)))
+        assert [m.InstalledBackend(**row) for row in rows] == list(backends)
+        kept = await hot.in_thread(api.node, node.id)
+        assert before <= kept.inventory_at <= clock.now()
+        assert kept.inventory_due_at == kept.inventory_at + timedelta(seconds=inventory.EVERY)
+        assert (kept.inventory_error, kept.revision, kept.updated_at) == ("", 0, node.updated_at)
+
+
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [
+        (NoResponders("x"), "does not answer"),
+        (NotConnected("x"), "message bus is not connected"),
+        (b"{", "cannot be read"),
+        (b'{"backends": "x"}', "cannot be read: backends: expected a list"),
+        (b'{"backends": [5]}', "cannot be read"),
+        (b'{"error": "disk \\u0000 gone"}', "cannot read its backends: disk   gone"),
+    ],
+)
+async def test_without_an_answer_the_rows_stay_and_the_reason_is_kept(reply: Any, says: str) -> None:
+    """A list that could not be had is unknown, not empty."""
+    bus, node = Bus(), await hot.in_thread(hot.node)
+    await hot.in_thread(keep, node, ECHO)
+    before = await hot.in_thread(api.node, node.id)
+    bus.replies[subjects.backend_list(str(node.id))] = reply
+    assert not await ask(bus, node)
+    after = await hot.in_thread(api.node, node.id)
+    assert says in after.inventory_error
+    assert after.inventory_at == before.inventory_at
+    assert after.inventory_due_at < clock.now() + timedelta(seconds=10)
+    assert await hot.in_thread(listed, node) == ["echo"]
+    bus.lists(node, ECHO)
+    assert await ask(bus, node)
+    assert (await hot.in_thread(api.node, node.id)).inventory_error == ""
+
+
+@given(
+    st.lists(
+        st.builds(
+            m.InstalledBackend, name=st.sampled_from(["", " ", "\x00", "a", "A"]) | st.text(), uri=st.text()
+        )
+    )
+)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_list_can_be_kept(backends: list[m.InstalledBackend]) -> None:
+    """Null bytes, doubles and nameless entries; keeping the same twice changes nothing."""
+    node = BackendNode.objects.first() or hot.node()
+    assert keep(node, *backends)
+    rows = list(NodeBackend.objects.values_list("pk", "name"))
+    assert {name for _, name in rows} == {
+        b.name.replace("\x00", "\ufffd")[:255] for b in backends if b.name.strip()
+    }
+    assert keep(node, *backends)
+    assert list(NodeBackend.objects.values_list("pk", "name")) == rows
+
+
+def test_a_list_is_bounded() -> None:
+    """Entries and texts."""
+    node = hot.node()
+    long = m.InstalledBackend(
+        name="n" * 300,
+        version="v" * 300,
+        uri="u" * 3000,
+        digest="d" * 300,
+        gallery_url="g" * 3000,
+        installed_at="i" * 99,
+    )
+    assert keep(node, long, *[m.InstalledBackend(name=f"b{i}") for i in range(inventory.MOST)])
+    assert NodeBackend.objects.count() == inventory.MOST
+    row = NodeBackend.objects.get(name="n" * 255)
+    assert [len(v) for v in (row.version, row.uri, row.digest, row.gallery_url, row.installed_at)] == [
+        255,
+        2048,
+        255,
+        2048,
+        64,
+    ]
+
+
+def test_a_late_answer_does_not_overwrite_a_newer_one() -> None:
+    """`inventory_at` is when the question left; a late failure says nothing either."""
+    node, now = hot.node(), clock.now()
+    assert keep(node, MINILM, at=now)
+    assert not keep(node, ECHO, at=now - timedelta(seconds=1))
+    late = now - timedelta(seconds=1)
+    assert not inventory.store_error(question(node), "gone", asked_at=late, pause=1)
+    assert (listed(node), api.node(node.id).inventory_error) == (["minilm"], "")
+    asked = question(node)
+    services.deregister(node.id, actor=actors.task("test"), now=now)
+    assert not inventory.store(asked, [ECHO], asked_at=clock.now())
+    assert not NodeBackend.objects.exists()
+
+
+def test_a_due_time_set_during_the_question_counts() -> None:
+    """A worker that registered meanwhile is asked again."""
+    node = hot.node()
+    due(node, 60)
+    asked = question(node)
+    due(node, 1)
+    assert inventory.store(asked, [ECHO], asked_at=clock.now())
+    assert wait_of(node) < 2
+    assert inventory.store(question(node), [ECHO], asked_at=clock.now())
+    assert wait_of(node) > inventory.EVERY - 60
+
+
+def test_news_are_told_only_if_there_are_any() -> None:
+    """The nodes' channel hears of a first list, a changed one, a new error and its end."""
+    node = hot.node()
+    steps: list[tuple[Callable[[], Any], int]] = [
+        (lambda: keep(node), 1),
+        (lambda: keep(node), 0),
+        (lambda: keep(node, ECHO), 1),
+        (lambda: keep(node, ECHO), 0),
+        (lambda: inventory.store_error(question(node), "gone", asked_at=clock.now(), pause=1), 1),
+        (lambda: inventory.store_error(question(node), "gone", asked_at=clock.now(), pause=1), 0),
+        (lambda: keep(node, ECHO), 1),
+    ]
+    assert [len(told(events.NODES, action)) for action, _ in steps] == [count for _, count in steps]
+
+
+def test_a_node_is_claimed_once_and_only_if_it_can_be_asked() -> None:
+    """Pending, offline and agent nodes never; draining and unhealthy ones, too; those held are skipped."""
+    now = clock.now()
+    asked = [
+        hot.node("well"),
+        hot.node("drained", drained_at=now),
+        hot.node("unwell", unhealthy_at=now),
+        hot.node("held"),
+    ]
+    hot.node("pending", approved_at=None)
+    hot.node("gone", offline_at=now)
+    hot.node("agent", node_type="agent")
+    hot.node("later", inventory_due_at=now + timedelta(seconds=9))
+    with transaction.atomic():
+        services.locked(asked[3].id)
+        found = on_another_connection(lambda: inventory.claim(9, now=now))
+    assert {one.name for one in found} == {"well", "drained", "unwell"}
+    assert [one.name for one in inventory.claim(9, now=now)] == ["held"]
+    assert inventory.claim(9, now=now) == []
+    assert inventory.next_due(now=now) == pytest.approx(9)
+    assert len(inventory.claim(9, now=now + timedelta(seconds=120))) == 5
+
+
+def test_who_waits_longest_is_asked_first() -> None:
+    """And no more than fit."""
+    for number in range(4):
+        due(hot.node(f"n{number}"), -number)
+    assert [one.name for one in inventory.claim(2, now=clock.now())] == ["n3", "n2"]
+
+
+async def test_the_loop_asks_sixteen_at_once_and_all_in_the_end() -> None:
+    """Forty nodes whose workers take their time."""
+    bus = Bus()
+    bus.gate.clear()
+    nodes = [await hot.in_thread(hot.node, f"n{number}") for number in range(40)]
+    for node in nodes:
+        bus.lists(node, ECHO)
+    async with asking(bus):
+        await until(lambda: len(bus.asked) == inventory.PARALLEL)
+        bus.gate.set()
+        await until(lambda: NodeBackend.objects.count() == 40)
+    assert (bus.most, len(bus.asked)) == (inventory.PARALLEL, 40)
+
+
+async def test_a_node_that_does_not_answer_is_asked_ever_less_often() -> None:
+    """5, 10, 20 … 900 seconds; a new process or an answer begins anew. The others are not kept waiting."""
+    bus = Bus()
+    mute, other = await hot.in_thread(hot.node, "mute"), await hot.in_thread(hot.node, "other")
+    bus.lists(other, ECHO)
+    lists, waits = inventory.Inventory(bus), []
+    for number in range(10):
+        await lists._ask(await hot.in_thread(question, mute))
+        waits.append(round(await hot.in_thread(wait_of, mute)))
+        if number == 8:
+            await hot.in_thread(due, mute, 0)
+            await hot.in_thread(lambda: BackendNode.objects.filter(pk=mute.pk).update(instance="f" * 32))
+    assert waits == [5, 10, 20, 40, 80, 160, 320, 640, 900, 5]
+    async with asking(bus) as running:
+        running.hint()
+        await until(lambda: listed(other) == ["echo"])
+
+
+async def test_nobody_is_asked_while_the_bus_is_down() -> None:
+    """No worker is blamed for it; the loop goes on when it is back."""
+    bus, node = Bus(), await hot.in_thread(hot.node)
+    bus.connected = False
+    bus.lists(node, ECHO)
+    async with asking(bus) as lists:
+        lists.hint()
+        await clock.wait_until(lambda: asyncio.sleep(0, bool(bus.asked)), timeout=0.5)
+        assert bus.asked == []
+        bus.connected = True
+        await until(lambda: listed(node) == ["echo"])
+
+
+def test_a_page_makes_old_lists_due_and_wakes_a_controller() -> None:
+    """Fresh lists and nodes that are due soon anyway are left alone; mute ones become due soon."""
+    now = clock.now()
+    old = now - timedelta(seconds=90)
+    stale, fresh = hot.node("stale", inventory_at=old), hot.node("fresh", inventory_at=now)
+    mute, asked = hot.node("mute", inventory_error="gone"), hot.node("asked", inventory_at=old)
+    for node in (stale, fresh):
+        due(node, 200)
+    due(mute, 900)
+    due(asked, 20)
+    assert told(inventory.CHANNEL, lambda: inventory.wake(older_than=60, now=now)) == [""]
+    assert [round(wait_of(node)) for node in (stale, fresh, mute, asked)] == [0, 200, 35, 20]
+    assert told(inventory.CHANNEL, lambda: inventory.wake(older_than=60, now=now)) == []
+    due(stale, 200)
+    assert inventory.wake([fresh.id], older_than=60, now=now) == 0
+    assert inventory.wake([stale.id], older_than=60, now=now) == 1
+
+
+def test_a_worker_that_comes_back_is_due() -> None:
+    """Three seconds after it has registered, when it listens; a silent one with its next beat."""
+    node = api.make_node()
+    assert 2 < wait_of(node) <= 3
+    due(node, 200)
+    api.make_node(secret=api.secret_of("w1"))
+    assert 2 < wait_of(node) <= 3
+    api.mark(node, "silent")
+    assert api.node(node.id).inventory_due_at is None
+
+
+class Stage:
+    """A claimed installation on a node whose worker lists two backends afterwards."""
+
+    def __init__(self) -> None:
+        self.bus, self.node = Bus(), hot.node()
+        self.bus.lists(self.node, ECHO, MINILM)
+        self.bus.replies[subjects.backend_install(str(self.node.id))] = encode(m.InstallReply(success=True))
+        asked = ledger.OperationRequest(
+            install.KIND,
+            key=install.key(self.node.id, "echo"),
+            element="echo",
+            payload={"backend": "echo"},
+            actor="test",
+            node=(self.node.id, self.node.name),
+            targets=[(self.node.id, self.node.name)],
+        )
+        ledger.admit(asked, now=clock.now())
+        (operation,) = ledger.claim("controller", now=clock.now(), lease=60, limit=1)
+        self.work = Work(operation, "controller")
+
+
+async def test_an_installation_ends_with_the_list_up_to_date() -> None:
+    """Who hears of its end finds the backend in the node's rows."""
+    stage = await hot.in_thread(Stage)
+    await install.InstallBackend(stage.bus)(stage.work)
+    assert await hot.in_thread(listed, stage.node) == ["echo", "minilm"]
+
+
+async def test_an_installation_does_not_fail_for_the_lists_sake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that does not say what it has is asked again at once; nobody waits for it long."""
+    stage = await hot.in_thread(Stage)
+    monkeypatch.setattr(inventory, "QUICK", 0.05)
+    subject = subjects.backend_list(str(stage.node.id))
+    await hot.in_thread(due, stage.node, 200)
+    stage.bus.replies[subject] = encode(m.ListReply(error="disk"))
+    assert await install.InstallBackend(stage.bus)(stage.work) == {"node": "one"}
+    assert await hot.in_thread(wait_of, stage.node) <= 0
+    await hot.in_thread(due, stage.node, 200)
+    stage.bus.gate.clear()
+    notes = await asyncio.to_thread(
+        told, inventory.CHANNEL, lambda: asyncio.run(inventory.refresh(stage.bus, stage.node.id))
+    )
+    assert notes == [""]
+    assert await hot.in_thread(wait_of, stage.node) <= 0
