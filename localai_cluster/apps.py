@@ -1,6 +1,7 @@
-"""App configuration of the project package: loads the system checks."""
+"""App configurations of the project package: its system checks, and the admin with our own site."""
 
 from django.apps import AppConfig
+from django.contrib.admin.apps import AdminConfig as DjangoAdminConfig
 
 
 class ProjectConfig(AppConfig):
@@ -10,3 +11,9 @@ class ProjectConfig(AppConfig):
 
     def ready(self) -> None:
         from localai_cluster import checks  # noqa: F401
+
+
+class AdminConfig(DjangoAdminConfig):
+    """Django's admin, entered through the product's own sign-in."""
+
+    default_site = "nodes.admin_site.Site"

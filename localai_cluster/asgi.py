@@ -10,38 +10,35 @@ import os
 from collections.abc import MutableMapping
 from typing import Any
 
-from django.contrib.staticfiles.handlers import ASGIStaticFilesHandler
 from django.core.asgi import get_asgi_application
-from django.core.exceptions import SuspiciousOperation
-from django.http import FileResponse, Http404, HttpRequest, HttpResponse
 
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "localai_cluster.settings")
-
-
-class _StaticFiles(ASGIStaticFilesHandler):
-    """Static files; a path that leads out of them, or can be no path, is as unknown as any other."""
-
-    def serve(self, request: HttpRequest) -> HttpResponse | FileResponse:
-        """The file, or Http404, which is all that the handler expects."""
-        try:
-            return super().serve(request)
-        except (SuspiciousOperation, ValueError) as error:
-            raise Http404 from error
-
-
-_static_and_django = _StaticFiles(get_asgi_application())
+_plain_django = get_asgi_application()
 
 from localai_cluster import logs, routing  # noqa: E402 - these need Django set up
 from localai_cluster.errors import ClusterError, Unavailable  # noqa: E402
+from localai_cluster.static_files import StaticFiles  # noqa: E402
 from nodes.api.middleware import Utf8Only  # noqa: E402
 from nodes.api.websockets import websocket_application  # noqa: E402
 from nodes.inference import gateway, wire  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
-_django = Utf8Only(_static_and_django)
+_django = Utf8Only(StaticFiles(_plain_django))
 
-_SLASHED = ("/api/", "/v1/", "/ws/", "/healthz/", "/readyz/", "/embeddings/", "/models/")
+_SLASHED = (
+    "/api/",
+    "/v1/",
+    "/ws/",
+    "/app/",
+    "/browse/",
+    "/login/",
+    "/version/",
+    "/healthz/",
+    "/readyz/",
+    "/embeddings/",
+    "/models/",
+)
 _REQUEST_ID, _CORRELATION_ID = b"x-request-id", b"x-correlation-id"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.errors import ProgrammingError
 
+from localai_cluster import __version__
 from localai_cluster import env as _env
 
 BASE_DIR = Path(__file__).resolve().parent.parent
@@ -63,7 +64,7 @@ INSTALLED_APPS = [
     "localai_cluster.apps.ProjectConfig",
     "nodes.apps.NodesConfig",
     "operations.apps.OperationsConfig",
-    "django.contrib.admin",
+    "localai_cluster.apps.AdminConfig",
     "django.contrib.auth",
     "django.contrib.contenttypes",
     "django.contrib.sessions",
@@ -87,10 +88,14 @@ MIDDLEWARE = [
 ROOT_URLCONF = "localai_cluster.urls"
 ASGI_APPLICATION = "localai_cluster.asgi.application"
 APPEND_SLASH = False
-LOGIN_URL = "/admin/login/"
+LOGIN_URL = "/login"
+LOGIN_REDIRECT_URL = "/app"
+PASSWORD_URL = "/app/password"
+AUTHENTICATION_BACKENDS = ["nodes.passwords.SessionBackend"]
 SECURE_CONTENT_TYPE_NOSNIFF = True
 SECURE_REFERRER_POLICY = "same-origin"
 SESSION_COOKIE_HTTPONLY = True
+SESSION_COOKIE_AGE = 30 * 24 * 3600
 SESSION_COOKIE_SAMESITE = "Lax"
 X_FRAME_OPTIONS = "DENY"
 DATA_UPLOAD_MAX_MEMORY_SIZE = 1024 * 1024
@@ -112,14 +117,17 @@ TEMPLATES = [
 AUTH_PASSWORD_VALIDATORS = [
     {"NAME": f"django.contrib.auth.password_validation.{name}"}
     for name in ("MinimumLengthValidator", "CommonPasswordValidator", "NumericPasswordValidator")
-]
+] + [{"NAME": "nodes.passwords.AnotherPassword"}]
 
 LANGUAGE_CODE = "en"
 USE_I18N = False
 USE_TZ = True
 TIME_ZONE = "UTC"
 STATIC_URL = "/static/"
-STATICFILES_DIRS = [BASE_DIR / "static"]
+UI_DIST = BASE_DIR / "static" / "dist"
+STATICFILES_DIRS = [BASE_DIR / "static" / "site", ("ui", UI_DIST)]
+# The page's folder is there after the first `make ui`; until then the page itself says what to do.
+SILENCED_SYSTEM_CHECKS = ["staticfiles.W004"]
 STATIC_ROOT = BASE_DIR / "static" / "collected"
 
 # The core layer of channels-redis closes idle websockets with redis-py 8; the pubsub layer does not.
@@ -164,7 +172,7 @@ REST_FRAMEWORK = {
 SPECTACULAR_SETTINGS = {
     "TITLE": "LocalAI Cluster",
     "DESCRIPTION": "Registry, operations and inference of a LocalAI cluster.",
-    "VERSION": "0.1.0",
+    "VERSION": __version__,
     "SERVE_INCLUDE_SCHEMA": True,
     "SCHEMA_PATH_PREFIX": "/api",
     "ENUM_NAME_OVERRIDES": {

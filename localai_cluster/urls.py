@@ -1,6 +1,9 @@
 """Every Django URL. The raw ASGI routes in front of Django are in `routing.py`."""
 
+from collections.abc import Callable
+
 from django.contrib import admin
+from django.http.response import HttpResponseBase
 from django.urls import URLPattern, URLResolver, include, path
 from django.views.decorators.csrf import csrf_exempt
 from django.views.decorators.http import require_safe
@@ -8,18 +11,28 @@ from django.views.generic import RedirectView
 
 from nodes.api import health
 from nodes.api.documents import DocsView, SchemaView
+from nodes.api.page_views import page
+from nodes.api.shell_views import VersionView
 
 handler400 = "nodes.api.envelopes.bad_request"
-handler404 = "nodes.api.envelopes.not_found"
+handler404 = "nodes.api.page_views.not_found"
 handler500 = "nodes.api.envelopes.server_error"
 
-admin.site.site_header = admin.site.site_title = "LocalAI Cluster"
-admin.site.index_title = "Registry and operations"
-admin.site.site_url = "/api/docs"
+
+def _moved(where: str) -> Callable[..., HttpResponseBase]:
+    """A page that has another address; it changes nothing, so a POST is refused by its method."""
+    return csrf_exempt(require_safe(RedirectView.as_view(url=where, permanent=True, query_string=True)))
+
 
 urlpatterns: list[URLPattern | URLResolver] = [
-    # Changes nothing, so a POST is refused by its method and not for want of a CSRF token.
-    path("", csrf_exempt(require_safe(RedirectView.as_view(pattern_name="admin:index")))),
+    path("", _moved("/app")),
+    path("browse", _moved("/app")),
+    path("browse/<path:rest>", _moved("/app/%(rest)s")),
+    path("favicon.svg", _moved("/static/favicon.svg")),
+    path("app", page),
+    path("app/<path:path>", page),
+    path("login", page),
+    path("version", VersionView.as_view()),
     path("healthz", health.healthz),
     path("readyz", health.readyz),
     path("api/", include("nodes.api.urls")),

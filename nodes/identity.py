@@ -11,7 +11,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 from uuid import UUID
 
@@ -19,9 +19,11 @@ from django.contrib.auth.models import AbstractBaseUser, AnonymousUser
 from django.db.models import Q
 
 from localai_cluster import conf, errors
+from nodes import passwords
 from nodes.models import ApiKey, BackendNode
 
-Kind = Literal["anonymous", "user", "admin", "node"]
+Kind = Literal["anonymous", "user", "admin", "node", "newcomer"]
+"""A newcomer has signed in with a generated password and must change it before anything else."""
 
 KEY_PREFIX = "lac-"
 AGENT_PREFIX = "lai-"
@@ -91,6 +93,14 @@ def of_user(user: AbstractBaseUser | AnonymousUser | None) -> Principal:
         return ANONYMOUS
     admin = getattr(user, "is_staff", False) or getattr(user, "is_superuser", False)
     return Principal("admin" if admin else "user", user.get_username(), user_id=user.pk)
+
+
+def of_session(user: AbstractBaseUser | AnonymousUser | None) -> Principal:
+    """The principal of a signed-in browser: a newcomer while the password is the generated one."""
+    who = of_user(user)
+    if user is None or not who.is_authenticated or not passwords.must_change(user):
+        return who
+    return replace(who, kind="newcomer")
 
 
 def by_credential(credential: str) -> Principal | None:

@@ -66,6 +66,16 @@ def failed_tokens(monkeypatch: pytest.MonkeyPatch) -> throttle.Failures:
     return counts
 
 
+@pytest.fixture(autouse=True)
+def failed_sign_ins(monkeypatch: pytest.MonkeyPatch) -> throttle.Failures:
+    """And failed sign-ins likewise."""
+    own = throttle.process_counts("test-sign-ins", throttle.MOST_ADDRESSES)
+    own.clear()
+    counts = throttle.Failures(None, own, throttle.SIGN_INS, "sign-ins")
+    monkeypatch.setattr(throttle, "sign_ins", lambda: counts)
+    return counts
+
+
 def eventually(condition: Callable[[], Any], *, seconds: float = 15.0, what: str = "condition") -> Any:
     """Looks until `condition` gives something true, and returns it; fails with `what` after `seconds`."""
     deadline = clock.monotonic() + seconds

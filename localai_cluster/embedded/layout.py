@@ -142,10 +142,17 @@ class Layout:
         }
 
     def bootstrap_environment(self) -> dict[str, str]:
-        """What `manage.py bootstrap` needs besides: whom to enrol, by a secret made beforehand."""
+        """What `manage.py bootstrap` needs besides: whom to enrol, by a secret made beforehand.
+
+        And whether the admin's password is one that nobody has chosen.
+        """
         home = private_directory(self.data_dir / "worker")
         ensure(home / "node-secret")
-        return {"CLUSTER_ENROL_NODE": LOCAL_WORKER, "CLUSTER_ENROL_SECRET_FILE": str(home / "node-secret")}
+        return {
+            "CLUSTER_ADMIN_PASSWORD_GENERATED": str(not self.secrets.given("admin_password")).lower(),
+            "CLUSTER_ENROL_NODE": LOCAL_WORKER,
+            "CLUSTER_ENROL_SECRET_FILE": str(home / "node-secret"),
+        }
 
     def worker_environment(self, name: str, home: Path, nats_url: str) -> dict[str, str]:
         """What a worker on this machine gets; its folders lie in `home`."""

@@ -239,16 +239,21 @@ def healthy(url: str, key: str, name: str) -> bool:
 def announce(cluster: Cluster, seconds: float) -> None:
     """Says that all is up, who may come in, and one request to paste."""
     layout, log = cluster.layout, cluster.log
-    log.say("run", f"ready in {seconds:.1f} s: {layout.base_url}  (admin: {layout.base_url}/admin/)")
-    path = layout.secrets.path("admin_password")
-    if log.terminal:
-        log.say("run", f"admin user: admin, password: {layout.secrets.value('admin_password')}")
-    else:
-        log.say("run", f"admin user: admin, password in {path or 'CLUSTER_ADMIN_PASSWORD'}")
+    log.say("run", f"ready in {seconds:.1f} s: open {layout.base_url} in a browser")
+    log.say("run", f"sign in as admin, {_first_password(cluster)}")
     if layout.open_to_others:
         _announce_worker(cluster)
     log.say("run", "try it:")
     log.say("run", example_request(layout))
+
+
+def _first_password(cluster: Cluster) -> str:
+    """Where the password is that the admin was made with; it may have been changed since."""
+    kept = cluster.layout.secrets
+    if kept.given("admin_password"):
+        return f"first password: the one in {kept.path('admin_password') or 'CLUSTER_ADMIN_PASSWORD'}"
+    shown = kept.value("admin_password") if cluster.log.terminal else f"in {kept.path('admin_password')}"
+    return f"first password: {shown} (you choose your own when you sign in)"
 
 
 def _announce_worker(cluster: Cluster) -> None:

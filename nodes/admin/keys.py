@@ -1,4 +1,4 @@
-"""Users' API keys: made here, shown once, revoked here."""
+"""Users' API keys: made here, shown once, revoked here; and who has not chosen a password yet."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from django.contrib import admin, messages
 from django.http import HttpRequest
 
 from nodes import identity
-from nodes.models import ApiKey
+from nodes.models import ApiKey, InitialPassword
 from operations.admin import ModelAdmin
 
 
@@ -31,3 +31,19 @@ class ApiKeyAdmin(ModelAdmin):
         made, plain = identity.create_api_key(obj.user, obj.name)
         obj.pk, obj.prefix, obj.key_hash = made.pk, made.prefix, made.key_hash
         self.message_user(request, f"The key, shown only now: {plain}", messages.WARNING)
+
+
+@admin.register(InitialPassword)
+class InitialPasswordAdmin(ModelAdmin):
+    """Users whose generated password was not changed yet; a row goes with its user, so it can be deleted."""
+
+    list_display = ("user", "created_at")
+    list_select_related = ("user",)
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        """The cluster alone knows which passwords it has generated."""
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: InitialPassword | None = None) -> bool:
+        """There is nothing to change."""
+        return False

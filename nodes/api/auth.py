@@ -14,7 +14,7 @@ from rest_framework.permissions import BasePermission
 from rest_framework.request import Request
 
 from localai_cluster import clock, errors
-from nodes import identity, services
+from nodes import identity, passwords, services
 from nodes.api import throttle
 from nodes.identity import ANONYMOUS, Principal
 
@@ -70,16 +70,34 @@ class CookieAuthentication(SessionAuthentication):
     """The session of a signed-in browser; state-changing requests need the CSRF token."""
 
     def authenticate(self, request: Request) -> tuple[Any, None] | None:
-        """The principal of the session's user, None without one."""
+        """The principal of the session's user, None without one.
+
+        Raises PasswordChangeRequired while the password is the generated one.
+        """
         found = super().authenticate(request)
         if found is None:
             return None
-        who = identity.of_user(found[0])
+        who = identity.of_session(found[0])
+        if who.kind == "newcomer":
+            raise passwords.PasswordChangeRequired
         return (who, None) if who.is_authenticated else None
 
     def authenticate_header(self, request: Request) -> str:
         """Makes DRF answer 401, not 403."""
         return CHALLENGE
+
+
+class SignInAuthentication(CookieAuthentication):
+    """For the routes of signing in themselves: a session as it is, and the CSRF token from everybody.
+
+    Without that another site could sign a browser in as somebody else, or out.
+    """
+
+    def authenticate(self, request: Request) -> tuple[Any, None] | None:
+        """The user of the session, None without one; 403 for a change without the CSRF token."""
+        self.enforce_csrf(request)
+        user = request._request.user
+        return (user, None) if user.is_authenticated and user.is_active else None
 
 
 class WorkerAuthentication(BaseAuthentication):

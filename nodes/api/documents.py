@@ -18,6 +18,7 @@ from rest_framework.views import APIView
 from nodes.api.auth import CHALLENGE, IsUser
 from nodes.api.envelopes import exception_handler
 from nodes.api.openapi import refusals
+from nodes.passwords import PasswordChangeRequired
 
 
 class SchemaView(APIView):
@@ -46,12 +47,17 @@ class DocsView(SpectacularSwaggerView):
     permission_classes = [IsUser]
 
     def handle_exception(self, exc: Exception) -> Any:
-        """The sign-in page for browsers, the usual envelope for everybody else."""
-        if isinstance(exc, exceptions.NotAuthenticated) and _is_browser(self.request):
-            where = urlencode({"next": self.request.get_full_path()})
-            return HttpResponseRedirect(f"{settings.LOGIN_URL}?{where}")
+        """The page to sign in, or to change a generated password, for browsers; else the usual envelope."""
+        if _is_browser(self.request) and (first := _where_first(exc)):
+            return HttpResponseRedirect(f"{first}?{urlencode({'next': self.request.get_full_path()})}")
         refusal = exception_handler(exc, {"view": self})
         return _as_json(refusal) if refusal is not None else super().handle_exception(exc)
+
+
+def _where_first(exc: Exception) -> str:
+    if isinstance(exc, PasswordChangeRequired):
+        return settings.PASSWORD_URL
+    return settings.LOGIN_URL if isinstance(exc, exceptions.NotAuthenticated) else ""
 
 
 def _is_browser(request: Request) -> bool:

@@ -20,6 +20,7 @@ from rest_framework.views import set_rollback
 from localai_cluster import errors
 from nodes import names
 from nodes.api.parsers import MALFORMED
+from nodes.passwords import PasswordChangeRequired
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +32,9 @@ def nested(code: int | str, message: str, kind: str = "") -> Body:
     return {"error": {"code": code, "message": message, "type": kind}}
 
 
-def flat(message: str) -> Body:
-    """The flat envelope."""
-    return {"error": message}
+def flat(message: str, field: str | None = None) -> Body:
+    """The flat envelope; it names the field of the body that is wrong, if one is."""
+    return {"error": message} | ({"field": field} if field else {})
 
 
 def flat_refusal(error: errors.ClusterError) -> Body:
@@ -81,7 +82,7 @@ def _translate(exc: Exception) -> errors.ClusterError | None:
 def _of_framework(exc: exceptions.APIException) -> errors.ClusterError:
     if isinstance(exc, exceptions.ValidationError):
         # A key of the body may be in it, and what no text can hold cannot be sent back.
-        return errors.InvalidInput(names.plain(field_message(exc.detail)))
+        return errors.InvalidInput(names.plain(field_message(exc.detail)), field=_field(exc.detail))
     if isinstance(exc, exceptions.UnsupportedMediaType | exceptions.ParseError):
         return errors.InvalidInput(MALFORMED)
     return _with_status(exc.status_code, str(exc.detail))
@@ -95,6 +96,12 @@ _OTHERS: tuple[tuple[type[Exception], Callable[[], errors.ClusterError]], ...] =
     (OperationalError, lambda: errors.Unavailable("the database does not answer")),
     (InterfaceError, lambda: errors.Unavailable("the database does not answer")),
 )
+
+
+def _field(detail: Any) -> str | None:
+    """The field of the body that `field_message` speaks of; None if it is about the whole."""
+    key = next(iter(detail), None) if isinstance(detail, Mapping) else None
+    return None if key in (None, "non_field_errors") else names.plain(str(key))
 
 
 def _with_status(status: int, message: str) -> errors.ClusterError:
@@ -122,9 +129,11 @@ def _body(error: errors.ClusterError, view: Any) -> Body:
     if getattr(view, "flat_auth", False) and error.status == 401 and not error.data.get("nested"):
         return flat_refusal(error)
     if refused and not getattr(view, "flat_auth", False):
-        return nested(error.status, error.message, _REFUSALS[error.status])
+        # A page has to tell this refusal from others of its status: its code is a word (§0.4).
+        code = error.code if isinstance(error, PasswordChangeRequired) else error.status
+        return nested(code, error.message, _REFUSALS[error.status])
     if getattr(view, "envelope", "nested") == "flat":
-        return flat(error.message)
+        return flat(error.message, error.field)
     return nested(error.status, error.message, getattr(view, "error_type", ""))
 
 

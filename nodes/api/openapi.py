@@ -91,6 +91,13 @@ class CookieScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-c
         return {"type": "apiKey", "in": "cookie", "name": "sessionid"}
 
 
+class SignInScheme(CookieScheme):  # type: ignore[no-untyped-call]
+    """The same cookie, good for signing out and for a new password even while nothing else is open."""
+
+    target_class = "nodes.api.auth.SignInAuthentication"
+    name = "signedIn"
+
+
 class NodeScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
     """A worker's own secret."""
 

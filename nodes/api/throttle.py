@@ -1,15 +1,19 @@
-"""Failed registration tokens and node secrets, counted for each address (D-FAILED-TOKENS).
+"""Failures counted for each address: tokens and node secrets (D-FAILED-TOKENS), and sign-ins (D-SIGN-IN).
 
 Over the limit an address may not try another token until the minute is over, whatever it offers. What names a
 node goes on being looked at, so that nobody locks it out: its own secret, 256 random bits, and the shared
 token of a node that has nothing better. Everything else is answered 429, also the shared token for a node
-that is not known by it: a right guess must look like a wrong one. The counts lie in Valkey, so that all web
-processes share them; while it is away each process counts for itself, so nobody is locked out for that and
-nothing fails. A count lives for two minutes, and a process keeps those of at most `MOST_ADDRESSES`.
+that is not known by it: a right guess must look like a wrong one. Passwords are fewer and looked at slowly,
+so their tries are counted before they are looked at, and those that were right are taken back.
+
+The counts lie in Valkey, so that all web processes share them; while it is away each process counts for
+itself, so nobody is locked out for that and nothing fails. A count lives for two minutes, and a process keeps
+those of at most `MOST_ADDRESSES`.
 """
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import datetime
 from functools import cache
 from ipaddress import IPv6Address, ip_address, ip_network
@@ -28,6 +32,8 @@ log = logging.getLogger(__name__)
 
 LIMIT = 30
 """Failures that an address has in one window, by default: those of five workers that try as they do."""
+SIGN_INS = 5
+"""Wrong passwords that an address has in one window (§5.4)."""
 WINDOW = 60
 """Seconds; windows follow each other without a gap, the same for everybody."""
 MOST_ADDRESSES = 10_000
@@ -40,14 +46,14 @@ T = TypeVar("T")
 
 
 class TooManyFailures(errors.ClusterError):
-    """Too many failed tokens or secrets from this address."""
+    """Too many failures from this address."""
 
     status = 429
     code = "too_many_failures"
     permanent = False
 
-    def __init__(self, retry_after: float) -> None:
-        super().__init__("too many failed tokens or secrets from this address; try again later")
+    def __init__(self, retry_after: float, what: str = "tokens or secrets") -> None:
+        super().__init__(f"too many failed {what} from this address; try again later")
         self.retry_after = retry_after
 
 
@@ -63,31 +69,58 @@ def source(address: str) -> str:
 
 
 class Failures:
-    """Counts in `shared`, or while that does not answer in this process alone."""
+    """Counts in `shared`, or while that does not answer in this process alone; `what` is what fails."""
 
-    def __init__(self, shared: BaseCache | None, own: BaseCache, limit: int = LIMIT) -> None:
-        self._shared, self._own, self._limit = shared, own, limit
+    def __init__(
+        self,
+        shared: BaseCache | None,
+        own: BaseCache,
+        limit: int = LIMIT,
+        what: str = "tokens or secrets",
+    ) -> None:
+        self._shared, self._own, self._limit, self._what = shared, own, limit, what
 
     def check(self, address: str, now: datetime) -> None:
-        """Raises TooManyFailures if the address may not try another token in this window."""
+        """Raises TooManyFailures if the address may not try another one in this window."""
         if (who := source(address)) and self._count(who, _window(now)) >= self._limit:
-            raise TooManyFailures(_rest(now))
+            raise TooManyFailures(_rest(now), self._what)
 
     def note(self, address: str, now: datetime) -> None:
         """Counts one failure; raises TooManyFailures if that is over the limit.
 
         An address that cannot be told from others (a reverse proxy on a socket) is not limited.
         """
+        count = self._add(address, now)
+        self.tell(address, now)
+        self._judge(count, now)
+
+    def begin(self, address: str, now: datetime) -> None:
+        """Counts a try before it is looked at; raises TooManyFailures if it must not be.
+
+        Whoever tries many at once gets no more of them than one after the other. A right one is taken back
+        (`forgive`), a wrong one is told (`tell`).
+        """
+        self._judge(self._add(address, now), now)
+
+    def forgive(self, address: str, now: datetime) -> None:
+        """Takes back the try that began at `now`: it was right."""
+        if who := source(address):
+            self._ask(lambda kept: _one_less(kept, f"{who}|{_window(now)}"))
+
+    def tell(self, address: str, now: datetime) -> None:
+        """Logs a failure that was counted, with the sum, once a minute for each address."""
         who, window = source(address), _window(now)
-        if not who:
-            return
-        key = f"{who}|{window}"
-        count = self._ask(lambda kept: _one_more(kept, key))
-        if self._ask(lambda kept: kept.add(f"{who}|told", 1, WINDOW)):
-            recently = count + self._count(who, window - 1)
-            log.warning("failed tokens or secrets from %s within two minutes: %d", who, recently)
+        if who and self._ask(lambda kept: kept.add(f"{who}|told", 1, WINDOW)):
+            recently = self._count(who, window) + self._count(who, window - 1)
+            log.warning("failed %s from %s within two minutes: %d", self._what, who, recently)
+
+    def _add(self, address: str, now: datetime) -> int:
+        who = source(address)
+        return self._ask(lambda kept: _one_more(kept, f"{who}|{_window(now)}")) if who else 0
+
+    def _judge(self, count: int, now: datetime) -> None:
         if count > self._limit:
-            raise TooManyFailures(_rest(now))
+            raise TooManyFailures(_rest(now), self._what)
 
     def _count(self, who: str, window: int) -> int:
         return int(self._ask(lambda kept: kept.get(f"{who}|{window}", 0)))
@@ -99,7 +132,7 @@ class Failures:
             return what(self._shared)
         except (RedisError, OSError) as error:
             self._own.set("away", 1, _PAUSE)
-            log.warning("failed tokens are counted by this process alone: %s", type(error).__name__)
+            log.warning("failed %s are counted by this process alone: %s", self._what, type(error).__name__)
             return what(self._own)
 
 
@@ -110,6 +143,11 @@ def _one_more(kept: BaseCache, key: str) -> int:
         return kept.incr(key)
     except ValueError:
         return 1  # evicted meanwhile
+
+
+def _one_less(kept: BaseCache, key: str) -> None:
+    with suppress(ValueError):  # evicted meanwhile
+        kept.decr(key)
 
 
 def _window(now: datetime) -> int:
@@ -128,11 +166,21 @@ def process_counts(name: str, addresses: int) -> LocMemCache:
 
 @cache
 def shared() -> Failures:
-    """The counts of this cluster."""
-    own = process_counts("failures", MOST_ADDRESSES)
+    """The counts of tokens and secrets of this cluster."""
+    return Failures(*_places("failures"), conf.cluster().failed_tokens)
+
+
+@cache
+def sign_ins() -> Failures:
+    """The counts of passwords of this cluster."""
+    return Failures(*_places("sign-ins"), SIGN_INS, "sign-ins")
+
+
+def _places(name: str) -> tuple[BaseCache | None, BaseCache]:
+    """Where counts of this name lie: for all web processes, and for this one."""
     url = conf.cluster().redis_url
-    common = RedisCache(url, {"KEY_PREFIX": "failures", "OPTIONS": _options()}) if url else None
-    return Failures(common, own, conf.cluster().failed_tokens)
+    common = RedisCache(url, {"KEY_PREFIX": name, "OPTIONS": _options()}) if url else None
+    return common, process_counts(name, MOST_ADDRESSES)
 
 
 def _options() -> dict[str, Any]:

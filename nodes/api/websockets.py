@@ -1,7 +1,8 @@
 """The websocket side of the web process: who is calling, then which consumer.
 
 A caller proves itself by the same headers as over REST, or by the session cookie of a signed-in browser; the
-principal goes into the scope, and each consumer decides before it accepts.
+principal goes into the scope, and each consumer decides before it accepts. A session whose generated password
+was not changed is known and may open nothing.
 """
 
 from typing import Any
@@ -14,6 +15,7 @@ from django.urls import re_path
 
 from nodes import identity
 from nodes.identity import ANONYMOUS, Principal
+from nodes.live.consumer import FeedConsumer
 from operations.api.websockets import websocket_urlpatterns
 from operations.consumers import NoSuchSocket
 
@@ -26,7 +28,9 @@ class PrincipalMiddleware:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
         """Finds out who is calling, in at most two queries."""
-        return await self._app({**scope, "principal": await principal_of(scope)}, receive, send)
+        who = await principal_of(scope)
+        known = {"principal": who, "principal_again": lambda: principal_again(scope)}
+        return await self._app({**scope, **known}, receive, send)
 
 
 async def principal_of(scope: Any) -> Principal:
@@ -35,10 +39,18 @@ async def principal_of(scope: Any) -> Principal:
     credential = identity.offered(lambda name: headers.get(name, ""))
     if credential is not None:
         return await database_sync_to_async(identity.by_credential)(credential) or ANONYMOUS
-    return identity.of_user(await get_user(scope))
+    who = identity.of_session(await get_user(scope))
+    return ANONYMOUS if who.kind == "newcomer" else who
 
 
+async def principal_again(scope: Any) -> Principal:
+    """The caller as of now: the session is read anew."""
+    session = type(scope["session"]._wrapped)(scope["session"].session_key)
+    return await principal_of({**scope, "session": session})
+
+
+_feed: Any = re_path(r"^ws/feed/?$", FeedConsumer.as_asgi())  # type: ignore[arg-type]
 _everything_else: Any = re_path(r"", NoSuchSocket.as_asgi())  # type: ignore[arg-type]
 websocket_application = CookieMiddleware(
-    SessionMiddleware(PrincipalMiddleware(URLRouter([*websocket_urlpatterns, _everything_else])))
+    SessionMiddleware(PrincipalMiddleware(URLRouter([*websocket_urlpatterns, _feed, _everything_else])))
 )

@@ -158,7 +158,7 @@ def test_nobody_is_locked_out_while_valkey_is_away(
     failures.check("192.0.2.8", START)
     assert gone.get.call_count + gone.add.call_count == 1
     assert [r.getMessage() for r in caplog.records if "this process alone" in r.getMessage()] == [
-        "failed tokens are counted by this process alone: ConnectionError"
+        "failed tokens or secrets are counted by this process alone: ConnectionError"
     ]
 
 

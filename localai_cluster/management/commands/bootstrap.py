@@ -1,7 +1,8 @@
 """`manage.py bootstrap`: the first admin, and the node that the operator vouches for beforehand.
 
 Reads `CLUSTER_ADMIN_PASSWORD` and `CLUSTER_ENROL_NODE` with `CLUSTER_ENROL_SECRET` (each secret also as
-`…_FILE`). Running it again changes nothing: an existing admin keeps password and rights.
+`…_FILE`). A password that nobody chose (`CLUSTER_ADMIN_PASSWORD_GENERATED`) must be changed at the first
+sign-in. Running it again changes nothing: an existing admin keeps password and rights.
 """
 
 import os
@@ -9,10 +10,12 @@ from typing import Any
 
 from django.contrib.auth import get_user_model
 from django.core.management.base import BaseCommand, CommandError
+from django.db import transaction
 
 from localai_cluster import clock, errors
 from localai_cluster.env import Environment
 from nodes import actors, identity, services
+from nodes.models import InitialPassword
 
 ADMIN = "admin"
 
@@ -25,16 +28,22 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         """Does both parts; a part whose settings are missing is left out."""
         environment = Environment(os.environ)
-        self._admin(environment.secret("CLUSTER_ADMIN_PASSWORD"))
+        self._admin(
+            environment.secret("CLUSTER_ADMIN_PASSWORD"),
+            generated=environment.boolean("CLUSTER_ADMIN_PASSWORD_GENERATED"),
+        )
         self._node(environment.text("CLUSTER_ENROL_NODE"), environment.secret("CLUSTER_ENROL_SECRET"))
         for problem in environment.problems:
             raise CommandError(f"{problem.setting}: {problem.message}. {problem.hint}")
 
-    def _admin(self, password: str) -> None:
+    def _admin(self, password: str, *, generated: bool) -> None:
         users = get_user_model().objects
         if not password or users.filter(username=ADMIN).exists():
             return
-        users.create_superuser(username=ADMIN, email=None, password=password)
+        with transaction.atomic():
+            user = users.create_superuser(username=ADMIN, email=None, password=password)
+            if generated:
+                InitialPassword.objects.create(user=user)
         self.stdout.write(f"created the user {ADMIN!r}")
 
     def _node(self, name: str, secret: str) -> None:
