@@ -1,102 +1,121 @@
 """`/ws/operations`: a snapshot of the operations, then every change, in order, without gaps or doubles.
 
-The application around the consumer says who is calling in `scope["principal"]`; only admins pass, and that is
-decided before the socket is accepted. Changes arrive through the channel layer, which may lose them: a gap in
-the numbers, or a look every few seconds, leads back to the rows (`feed.since`).
+The application around the consumer says who is calling in `scope["principal"]`, and finds out anew when
+`scope["principal_again"]` is called; only admins pass. `Watching` is what every socket of this product has in
+common: who may open it and how long, and what becomes of the tasks behind it.
 """
 
 import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from channels.db import database_sync_to_async
 from channels.generic.websocket import AsyncWebsocketConsumer
-from django.db import DatabaseError
+from django.db import Error as DatabaseError
 
-from operations import feed
+from operations import stream
 from operations.events import GROUP
+from operations.stream import Follower
 
 log = logging.getLogger(__name__)
 
-UNAUTHENTICATED, NOT_ALLOWED, NOT_FOUND = 4401, 4403, 4404
-LOOK_EVERY = 5.0
-FARTHEST_BACK = 1000
-"""Changes that are worth sending one by one; a client that missed more starts anew."""
+UNAUTHENTICATED, NOT_ALLOWED, NOT_FOUND, FAILED = 4401, 4403, 4404, 1011
+ASK_EVERY = 15.0
+"""Seconds after which an open socket is asked again who it belongs to."""
 
 
-class OperationsConsumer(AsyncWebsocketConsumer):
-    """One watching client; `_seq` is the last change it has seen."""
+class Watching(AsyncWebsocketConsumer):
+    """One watching client, told by the tasks that `watches` names; it has nothing to say itself."""
 
     groups = [GROUP]
-    look_every = LOOK_EVERY
+    look_every = stream.LOOK_EVERY
+    ask_every = ASK_EVERY
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._seq = 0
-        self._one_at_a_time = asyncio.Lock()
-        self._watch: asyncio.Task[None] | None = None
+        self.follower = Follower(self.look_every)
+        self._work: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
+        """However the connection ends, its tasks end with it."""
+        try:
+            return await super().__call__(scope, receive, send)
+        finally:
+            if self._work is not None:
+                self._work.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self._work
 
     async def connect(self) -> None:
-        """Refuses or accepts; then the state as it is, or what happened since the client's number."""
+        """Refuses or accepts; then the tasks begin."""
         refusal = refusal_of(self.scope)
         if refusal:
-            await self.close(code=refusal)
+            await self.refuse(refusal)
             return
         await self.accept()
-        async with self._one_at_a_time:
-            await self._begin(wanted_since(self.scope))
-        self._watch = asyncio.create_task(self._look_again())
+        await self.begin()
+        self._work = asyncio.create_task(self._watch())
 
-    async def disconnect(self, code: int) -> None:
-        """Stops looking."""
-        if self._watch is not None:
-            self._watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watch
+    async def begin(self) -> None:
+        """What is said first."""
+
+    async def refuse(self, code: int) -> None:
+        """Before anything was sent."""
+        await self.close(code=code)
+
+    def watches(self) -> Sequence[Coroutine[Any, Any, None]]:
+        """What runs while the socket is open."""
+        return [self._ask_again()]
 
     async def receive(self, text_data: str | None = None, bytes_data: bytes | None = None) -> None:
         """Clients have nothing to say here."""
 
     async def operation_changed(self, event: dict[str, Any]) -> None:
-        """A change from the channel layer: the next is sent, an old one dropped, a gap filled from rows."""
-        async with self._one_at_a_time:
-            seq = int(event["seq"])
-            if seq == self._seq + 1:
-                await self._delta(seq, event["operation"])
-            elif seq > self._seq:
-                await self._catch_up()
+        """A change from the channel layer."""
+        self.follower.hear(int(event["seq"]), event["operation"])
 
-    async def _begin(self, since: int | None) -> None:
-        if since is not None and 0 <= await _read(feed.current_seq) - since <= FARTHEST_BACK:
-            self._seq = since
-            await self._catch_up()
-            return
-        now = await _read(feed.snapshot)
-        self._seq = now.seq
-        await self._send({"type": "snapshot", "seq": now.seq, "operations": now.operations})
+    async def _watch(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for watch in self.watches():
+                    group.create_task(watch)
+        except* Exception as failures:
+            log.exception("a socket's task failed; the socket is closed", exc_info=failures)
+            await self.close(code=FAILED)
 
-    async def _catch_up(self) -> None:
-        missed = await _read(feed.since, self._seq)
-        for operation in missed.operations:
-            await self._delta(operation["seq"], operation)
-        self._seq = max(self._seq, missed.seq)
-
-    async def _delta(self, seq: int, operation: dict[str, Any]) -> None:
-        self._seq = seq
-        await self._send({"type": "delta", "seq": seq, "operation": operation})
-
-    async def _look_again(self) -> None:
+    async def _ask_again(self) -> None:
+        """Closes the socket of somebody who may watch no more: signed out, deactivated, key revoked."""
+        scope: Mapping[str, Any] = self.scope
         while True:
-            await asyncio.sleep(self.look_every)
+            await asyncio.sleep(self.ask_every)
             try:
-                async with self._one_at_a_time:
-                    await self._catch_up()
+                principal = await scope["principal_again"]()
             except DatabaseError as error:
-                log.warning("operations not read: %s; looking again", type(error).__name__)
+                log.warning("not known whether a socket may stay open: %s", type(error).__name__)
+                continue
+            refusal = refusal_of({**scope, "principal": principal})
+            if refusal:
+                await self.close(code=refusal)
+                return
+
+
+class OperationsConsumer(Watching):
+    """One message for each change."""
+
+    def watches(self) -> Sequence[Coroutine[Any, Any, None]]:
+        """The operations, and whether the client may still see them."""
+        return [*super().watches(), self._tell()]
+
+    async def _tell(self) -> None:
+        async for news in self.follower.follow(number_in(self.scope, "since")):
+            if news.whole:
+                await self._send({"type": "snapshot", "seq": news.seq, "operations": news.operations})
+                continue
+            for operation in news.operations:
+                await self._send({"type": "delta", "seq": operation["seq"], "operation": operation})
 
     async def _send(self, message: dict[str, Any]) -> None:
         await self.send(text_data=json.dumps(message, separators=(",", ":")))
@@ -110,9 +129,6 @@ class NoSuchSocket(AsyncWebsocketConsumer):
         await self.close(code=NOT_FOUND)
 
 
-_read = database_sync_to_async(lambda look, *args: look(*args))
-
-
 def refusal_of(scope: Mapping[str, Any]) -> int:
     """The close code for a caller who may not watch operations, 0 for an admin."""
     principal = scope.get("principal")
@@ -121,22 +137,36 @@ def refusal_of(scope: Mapping[str, Any]) -> int:
     return 0 if principal.is_admin and same_origin(scope) else NOT_ALLOWED
 
 
+def origin_of(scope: Mapping[str, Any]) -> str | None:
+    """The page that opens the socket, as its browser says; programs send none."""
+    return _header(scope, b"origin")
+
+
 def same_origin(scope: Mapping[str, Any]) -> bool:
     """Whether the page that opens the socket came from this host; programs send no Origin."""
-    headers = {name.lower(): value.decode("latin-1") for name, value in scope.get("headers", [])}
-    origin = headers.get(b"origin")
+    origin = origin_of(scope)
     if origin is None:
         return True
     try:
-        return (
-            bool(urlsplit(origin).netloc)
-            and urlsplit(origin).netloc.lower() == headers.get(b"host", "").lower()
-        )
+        host = urlsplit(origin).netloc.lower()
     except ValueError:
         return False
+    return bool(host) and host == (_header(scope, b"host") or "").lower()
 
 
-def wanted_since(scope: Mapping[str, Any]) -> int | None:
-    """`?since=N`; None for none, or for one that is no sequence number."""
-    given = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("since", [""])[0]
+def _header(scope: Mapping[str, Any], wanted: bytes) -> str | None:
+    return next(
+        (value.decode("latin-1") for name, value in scope.get("headers", []) if name.lower() == wanted), None
+    )
+
+
+def text_in(scope: Mapping[str, Any], name: str) -> str:
+    """A query parameter, "" for none."""
+    query: bytes = scope.get("query_string", b"")
+    return parse_qs(query.decode("latin-1")).get(name, [""])[0]
+
+
+def number_in(scope: Mapping[str, Any], name: str) -> int | None:
+    """A sequence number in the query; None for none, or for what is no such number."""
+    given = text_in(scope, name)
     return int(given) if given.isascii() and given.isdecimal() and len(given) <= 18 else None

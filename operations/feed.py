@@ -5,7 +5,8 @@ every operation that changed after n, in order; several changes of one operation
 entry.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,26 +99,26 @@ def current_seq() -> int:
     return Sequence.objects.values_list("value", flat=True).first() or 0
 
 
-def _one_view() -> None:
-    # Both reads of a look must see the same moment, or a change between them would be skipped.
-    with connection.cursor() as cursor:
-        cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+@contextmanager
+def one_view() -> Iterator[None]:
+    """A transaction whose reads all see the same moment, or a change between two of them would be skipped."""
+    with transaction.atomic():
+        if not connection.savepoint_ids:
+            with connection.cursor() as cursor:
+                cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        yield
 
 
 def snapshot() -> Feed:
     """Everything on the live list (active, and failures not dismissed), oldest first."""
-    with transaction.atomic():
-        if not connection.savepoint_ids:
-            _one_view()
+    with one_view():
         seq = current_seq()
         return Feed(seq, _rows(Operation.objects.listed().order_by("created_at").prefetch_related("targets")))
 
 
 def since(seq: int) -> Feed:
     """Operations that changed after `seq`, in the order of their last change."""
-    with transaction.atomic():
-        if not connection.savepoint_ids:
-            _one_view()
+    with one_view():
         latest = current_seq()
         changed = Operation.objects.filter(seq__gt=seq).order_by("seq").prefetch_related("targets")
         return Feed(latest, _rows(changed))

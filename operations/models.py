@@ -93,6 +93,8 @@ class Operation(models.Model):
     started_at = models.DateTimeField(null=True, editable=False)
     finished_at = models.DateTimeField(null=True, editable=False)
     dismissed_at = models.DateTimeField(null=True, blank=True)
+    dismissed_by = models.CharField(max_length=150, blank=True, default="")
+    """Who acknowledged the failure, or asked for the same anew."""
     updated_at = models.DateTimeField(default=clock.now, editable=False)
 
     objects = OperationQuerySet.as_manager()
@@ -180,3 +182,18 @@ class Sequence(models.Model):
 
     def __str__(self) -> str:
         return str(self.value)
+
+
+class ControllerBeat(models.Model):
+    """A running controller's last sign of life, for people to see (`controllers.py`)."""
+
+    owner = models.CharField(primary_key=True, max_length=64)
+    seen_at = models.DateTimeField()
+    bus_connected = models.BooleanField(default=False)
+
+    class Meta:
+        db_table = "controller_beats"
+        verbose_name, verbose_name_plural = "controller", "controllers"
+
+    def __str__(self) -> str:
+        return self.owner

@@ -23,7 +23,7 @@ Row = dict[str, Any]
 ZERO_TIME = "0001-01-01T00:00:00Z"
 
 
-class _Time(Func):
+class Time(Func):
     """A time as the wire has it, made by the database: cheaper than thousands of `datetime`s."""
 
     function = "to_char"
@@ -31,19 +31,19 @@ class _Time(Func):
     output_field = CharField()
 
 
-class _LabelsOf(Aggregate):
+class LabelsOf(Aggregate):
     """The labels of a group as one JSON text."""
 
     function = "jsonb_object_agg"
     output_field = TextField()
 
 
-def _text(column: str) -> Cast:
+def text(column: str) -> Cast:
     return Cast(column, TextField())
 
 
 COLUMNS: Mapping[str, Combinable] = {
-    "id": _text("id"),
+    "id": text("id"),
     **{
         name: F(name)
         for name in (
@@ -70,12 +70,12 @@ COLUMNS: Mapping[str, Combinable] = {
             "weak_identity",
         )
     },
-    **{name: _Time(name) for name in ("last_heartbeat", "created_at", "updated_at")},
+    **{name: Time(name) for name in ("last_heartbeat", "created_at", "updated_at")},
 }
 _FACT = ("at", "by", "reason")
 _REFUSALS: Mapping[str, tuple[Combinable, ...]] = {
-    "rejected": (_Time("rejected_at"), F("rejected_by"), F("reject_reason")),
-    "revoked": (_Time("revoked_at"), F("revoked_by"), F("revoke_reason")),
+    "rejected": (Time("rejected_at"), F("rejected_by"), F("reject_reason")),
+    "revoked": (Time("revoked_at"), F("revoked_by"), F("revoke_reason")),
 }
 """Why a pending node is not simply waiting."""
 OMITTED_IF_EMPTY = ("capability", "vram_budget", "vram_budget_bytes", "weak_identity")
@@ -114,7 +114,7 @@ def _element(values: tuple[Any, ...]) -> Row:
 def _of(rows: QuerySet[Any], among: Collection[str] | None) -> QuerySet[Any]:
     """Grouped by the node's id."""
     rows = rows if among is None else rows.filter(node_id__in=among)
-    return rows.order_by().values_list(_text("node_id"))
+    return rows.order_by().values_list(text("node_id"))
 
 
 def _counts(among: Collection[str] | None) -> dict[str, tuple[int, int]]:
@@ -124,7 +124,7 @@ def _counts(among: Collection[str] | None) -> dict[str, tuple[int, int]]:
 
 
 def _labels(among: Collection[str] | None) -> dict[str, str]:
-    return dict(_of(NodeLabel.objects.all(), among).annotate(labels=_LabelsOf(F("key"), F("value"))))
+    return dict(_of(NodeLabel.objects.all(), among).annotate(labels=LabelsOf(F("key"), F("value"))))
 
 
 def _open_conflicts(among: Collection[str] | None) -> dict[str, int]:

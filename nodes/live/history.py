@@ -1,0 +1,117 @@
+"""What changed from one look to the next, numbered, and kept for a while for those who come back.
+
+A reader's place is a cursor, `<epoch>:<number>`. The epoch is made anew with every process: its numbers mean
+nothing elsewhere. Several changes that a reader missed are told as one. Nothing here waits or reads a clock.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from nodes.live.rows import LiveNode, Raw, shown
+
+Patch = dict[str, Any]
+
+KEPT_SECONDS = 120.0
+KEPT_CHANGES = 1000
+KEPT_PATCHES = 50_000
+"""Of all kept changes together: the bound of their memory when thousands of nodes beat."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """From the look before to this one: what to change in which node, which ones to forget."""
+
+    number: int
+    at: float
+    patches: dict[str, Patch] = field(default_factory=dict)
+    removed: frozenset[str] = frozenset()
+
+    @property
+    def size(self) -> int:
+        """What it counts for."""
+        return len(self.patches) + len(self.removed)
+
+
+class History:
+    """The nodes as of the last look, and the changes that led there."""
+
+    def __init__(self, epoch: str) -> None:
+        self.epoch = epoch
+        self.number = 0
+        self.nodes: dict[str, LiveNode] = {}
+        self._raw: dict[str, Raw] = {}
+        self._kept: deque[Change] = deque()
+        self._size = 0
+
+    @property
+    def cursor(self) -> str:
+        """Where a reader stands who knows everything."""
+        return f"{self.epoch}:{self.number}"
+
+    def take(self, rows: dict[str, Raw], at: float) -> bool:
+        """A look at `at` (monotonic seconds); answers whether anything differs from the one before."""
+        change = self._difference(rows, at)
+        self._raw = rows
+        self._forget(at)
+        if not change.size:
+            return False
+        self.number = change.number
+        self._kept.append(change)
+        self._size += change.size
+        self._forget(at)
+        return True
+
+    def _difference(self, rows: dict[str, Raw], at: float) -> Change:
+        removed = frozenset(self._raw.keys() - rows.keys())
+        patches = {}
+        for node, raw in rows.items():
+            if raw != self._raw.get(node) and (patch := self._patch(node, shown(raw))):
+                patches[node] = patch
+        for node in removed:
+            del self.nodes[node]
+        return Change(self.number + 1, at, patches, removed)
+
+    def _patch(self, node: str, now: LiveNode) -> Patch:
+        """The keys that changed, all of them for a new node; nothing if it only reads differently."""
+        before = self.nodes.get(node)
+        self.nodes[node] = now
+        if before is None:
+            return now
+        changed = {key: value for key, value in now.items() if value != before[key]}
+        return {"id": node} | changed if changed else {}
+
+    def _forget(self, at: float) -> None:
+        while self._kept and (
+            at - self._kept[0].at > KEPT_SECONDS
+            or len(self._kept) > KEPT_CHANGES
+            or self._size > KEPT_PATCHES
+        ):
+            self._size -= self._kept.popleft().size
+
+    def place(self, cursor: str) -> int | None:
+        """The number behind a cursor from which changes are still known; None for any other text."""
+        epoch, _, number = cursor.partition(":")
+        if epoch != self.epoch or not (number.isascii() and number.isdecimal() and len(number) <= 18):
+            return None
+        return int(number) if self.knows(int(number)) else None
+
+    def knows(self, number: int) -> bool:
+        """Whether every change after this number is still kept."""
+        oldest = self._kept[0].number if self._kept else self.number + 1
+        return oldest - 1 <= number <= self.number
+
+    def since(self, number: int) -> tuple[list[Patch], list[str]]:
+        """What changed after a number that is still known, as one change: patches and removed ids."""
+        patches: dict[str, Patch] = {}
+        removed: set[str] = set()
+        for change in self._kept:
+            if change.number <= number:
+                continue
+            for node in change.removed:
+                patches.pop(node, None)
+                removed.add(node)
+            for node, patch in change.patches.items():
+                removed.discard(node)
+                patches[node] = {**patches[node], **patch} if node in patches else patch
+        return list(patches.values()), list(removed)

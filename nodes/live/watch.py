@@ -1,0 +1,219 @@
+"""The shared look of a web process: one reader of the rows for everybody who watches nodes.
+
+It runs only while somebody watches. A NOTIFY wakes it, and it looks every second without one, because beats
+and in-flight counts announce nothing. A watcher is no queue but a place in the history: whoever is slow gets
+what he missed as one change, or everything anew, so that nobody's slowness costs memory. While the database
+cannot be read everybody keeps what he has and is told since when it is old.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import orjson
+from channels.db import database_sync_to_async
+from django.db import Error as DatabaseError
+
+from localai_cluster import clock, conf
+from nodes.live import rows
+from nodes.live.history import History
+from nodes.live.notices import Facts, Notice, Told, notices, unreachable
+from operations import controllers, events, feed
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY = 1.0
+"""Seconds between two looks when nothing wakes the look."""
+GATHER = 0.2
+"""Seconds for which wakes are gathered."""
+REST = 4.0
+"""A look that took t seconds is followed by at least t times this without one."""
+PATIENCE = 5.0
+"""Seconds after which a look without an answer counts as failed; it is still waited for."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one look found."""
+
+    nodes: dict[str, rows.Raw]
+    controllers: controllers.Seen
+
+
+def look() -> Look:
+    """Reads everything, in one view of the database and a constant number of queries."""
+    with feed.one_view():
+        return Look(rows.read(), controllers.seen())
+
+
+class NodeFeed:
+    """Looks while somebody watches, and tells every watcher what he does not know yet."""
+
+    def __init__(self, read: Callable[[], Look] = look) -> None:
+        self._read = database_sync_to_async(read, thread_sensitive=False)
+        self.history = History(secrets.token_hex(6))
+        self.notices: list[Notice] = []
+        self.looks = 0
+        self.watchers = 0
+        self._running: asyncio.Task[None] | None = None
+        self._turn = asyncio.Event()
+        self._looked = False
+        """Whether the state is the running look's own and not that of an earlier watcher."""
+        self._as_of: datetime | None = None
+        self._failing = False
+        self._readable_since: datetime | None = None
+        self._texts: dict[int | None, str] = {}
+
+    async def follow(self, cursor: str = "") -> AsyncGenerator[str, None]:
+        """The messages for one watcher who stands at `cursor`, for ever.
+
+        The first one about nodes comes even if nothing was missed. Close the iterator to stop watching.
+        """
+        async with self._watched():
+            place = self.history.place(cursor) if cursor else None
+            told: list[Notice] | None = None
+            greeted = False
+            while True:
+                turn = self._turn
+                if self._looked and told is not self.notices:
+                    told = self.notices
+                    yield _text({"type": "notices", "notices": told})
+                if self._as_of is not None and self._looked and (not greeted or place != self.history.number):
+                    place = place if place is not None and self.history.knows(place) else None
+                    message, place, greeted = self._message(place), self.history.number, True
+                    yield message
+                if turn is self._turn:
+                    await turn.wait()
+
+    def _message(self, place: int | None) -> str:
+        """What somebody at `place` has to be told, made once for all who stand there."""
+        if place not in self._texts:
+            if place is None:
+                nodes = list(self.history.nodes.values())
+                message = {"type": "nodes.snapshot", "cursor": self.history.cursor, "nodes": nodes}
+            else:
+                changed, removed = self.history.since(place)
+                message = {
+                    "type": "nodes.delta",
+                    "cursor": self.history.cursor,
+                    "changed": changed,
+                    "removed": removed,
+                }
+            self._texts[place] = _text(message)
+        return self._texts[place]
+
+    @contextlib.asynccontextmanager
+    async def _watched(self) -> AsyncIterator[None]:
+        self.watchers += 1
+        if self._running is None:
+            self._looked, self._turn = False, asyncio.Event()
+            self._running = asyncio.create_task(self._run(), name="node feed")
+        try:
+            yield
+        finally:
+            self.watchers -= 1
+            if not self.watchers:
+                running, self._running = self._running, None
+                running.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await running
+
+    async def _run(self) -> None:
+        woken = asyncio.Event()
+        hearing = asyncio.create_task(self._hear(woken), name="node feed hears")
+        try:
+            while True:
+                began = clock.monotonic()
+                woken.clear()
+                await self._look()
+                rest = REST * (clock.monotonic() - began)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(max(LOOK_EVERY, rest)):
+                        await woken.wait()
+                        await asyncio.sleep(max(GATHER, rest))
+        finally:
+            hearing.cancel()
+            await asyncio.gather(hearing, return_exceptions=True)
+
+    @staticmethod
+    async def _hear(woken: asyncio.Event) -> None:
+        async for _ in events.listen(events.NODES):
+            woken.set()
+
+    async def _look(self) -> None:
+        reading = asyncio.ensure_future(self._read())
+        try:
+            if not (await asyncio.wait({reading}, timeout=PATIENCE))[0]:
+                self._fail("no answer")
+            self._take(await asyncio.shield(reading))
+        except DatabaseError as error:
+            self._fail(type(error).__name__)
+        except Exception:
+            # A defect; to stop looking would hide it from everybody who watches.
+            log.exception("a look at the nodes failed")
+            self._fail("internal error")
+        finally:
+            # A thread cannot be cancelled: who stops watching waits until it has given its connection back.
+            await asyncio.wait({reading}, timeout=PATIENCE)
+
+    def _take(self, found: Look) -> None:
+        now = clock.now()
+        if self._failing:
+            log.info("nodes are read again")
+            self._failing, self._readable_since = False, now
+        self.looks += 1
+        self._as_of = now
+        moved = self.history.take(found.nodes, clock.monotonic())
+        self._tell(notices(self._facts(found), _told(), now), moved)
+
+    def _facts(self, found: Look) -> Facts:
+        return Facts(
+            controllers=found.controllers,
+            open_conflicts=sum(raw.open_conflicts for raw in found.nodes.values()),
+            weak_nodes=sum(node["weak_identity"] for node in self.history.nodes.values()),
+            readable_since=self._readable_since,
+        )
+
+    def _fail(self, why: str) -> None:
+        if not self._failing:
+            log.warning("nodes not read: %s; looking again", why)
+            self._failing = True
+        known = [one for one in self.notices if one["id"] != "database-unreachable"]
+        self._tell([unreachable(self._as_of), *known], False)
+
+    def _tell(self, found: list[Notice], moved: bool) -> None:
+        """Wakes the watchers if there is anything new."""
+        news = moved or not self._looked or found != self.notices
+        if found != self.notices:
+            self.notices = found
+        if moved:
+            self._texts.clear()
+        self._looked = True
+        if news:
+            turn, self._turn = self._turn, asyncio.Event()
+            turn.set()
+
+
+def _told() -> Told:
+    cluster = conf.cluster()
+    return Told(cluster.registration_token, cluster.api_key, cluster.allow_shared_token_nodes)
+
+
+def _text(message: dict[str, Any]) -> str:
+    return orjson.dumps(message).decode()
+
+
+_shared: NodeFeed | None = None
+
+
+def shared() -> NodeFeed:
+    """The one feed of this process."""
+    global _shared
+    if _shared is None:
+        _shared = NodeFeed()
+    return _shared

@@ -1,0 +1,44 @@
+"""Which controllers there are: each writes a row every few seconds, so that a page can say when none does.
+
+The row is for people only. Who carries an operation out is decided by leases, never by this.
+"""
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from operations.models import ControllerBeat
+
+BEAT_EVERY = 3.0
+SILENT_AFTER = 15.0
+"""Seconds without a beat after which nobody is thought to be there."""
+_FORGOTTEN_AFTER = timedelta(minutes=5)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The last sign of life of any controller, and of any that was connected to the bus."""
+
+    at: datetime | None = None
+    connected_at: datetime | None = None
+
+
+def beat(owner: str, *, bus_connected: bool, now: datetime) -> None:
+    """Controller `owner` lives; rows of those that went without a word are cleared away."""
+    ControllerBeat.objects.update_or_create(
+        owner=owner, defaults={"seen_at": now, "bus_connected": bus_connected}
+    )
+    ControllerBeat.objects.filter(seen_at__lt=now - _FORGOTTEN_AFTER).delete()
+
+
+def sign_off(owner: str) -> None:
+    """Controller `owner` is about to end."""
+    ControllerBeat.objects.filter(owner=owner).delete()
+
+
+def seen() -> Seen:
+    """Who was heard last, in one query."""
+    rows = list(ControllerBeat.objects.values_list("seen_at", "bus_connected"))
+    return Seen(
+        at=max((at for at, _ in rows), default=None),
+        connected_at=max((at for at, connected in rows if connected), default=None),
+    )
