@@ -1,0 +1,66 @@
+"""The command: writes the fleet, then keeps it moving for `--seconds`, or until it is told to stop.
+
+Prints `seeded` once everything is there. Removes nothing.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from random import Random
+
+import django
+
+MOVES_A_SECOND = 4
+"""Each move takes a quarter of the operations, so that each of them ticks once a second."""
+PLACES = 120
+
+
+def arguments() -> argparse.Namespace:
+    """What was asked for."""
+    parser = argparse.ArgumentParser(prog="python -m tests.support.seeding", description=__doc__)
+    parser.add_argument("--nodes", type=int, default=300)
+    parser.add_argument("--operations", type=int, default=0, help="operations that move")
+    parser.add_argument("--seconds", type=float, default=0.0, help="how long everything keeps moving")
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--force", action="store_true", help="write beside nodes that are there")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Runs it; 1 if the database holds nodes and nobody said `--force`."""
+    os.environ.setdefault("DJANGO_SETTINGS_MODULE", "localai_cluster.settings")
+    django.setup()
+    from localai_cluster import clock
+    from nodes.models import BackendNode
+    from tests.support.seeding import nodes, work
+
+    asked, stop = arguments(), threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    if BackendNode.objects.exists() and not asked.force:
+        print("there are nodes in this database already; --force writes beside them", file=sys.stderr)
+        return 1
+    random = Random(asked.seed)
+    ids = nodes.write(asked.nodes, random, clock.now())
+    healthy = BackendNode.objects.filter(pk__in=ids, status="healthy").order_by("name")
+    places = [(pk, name) for pk, name in healthy.values_list("id", "name")[:PLACES]]
+    lanes = work.lanes(asked.operations, places, random)
+    for lane in lanes:
+        work.begin(lane, random, clock.now())
+    print(f"seeded {len(ids)} nodes and {len(lanes)} operations", flush=True)
+
+    began, turn = clock.monotonic(), 0
+    while not stop.is_set() and (left := asked.seconds - (clock.monotonic() - began)) > 0:
+        if turn % MOVES_A_SECOND == 0:
+            nodes.beat(ids, turn // MOVES_A_SECOND, clock.now())
+        for lane in lanes[turn % MOVES_A_SECOND :: MOVES_A_SECOND]:
+            work.move(lane, random, clock.now())
+        turn += 1
+        stop.wait(min(left, max(0.0, began + turn / MOVES_A_SECOND - clock.monotonic())))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""Seeded operations: installs on one node and on many, loads, some that wait and some that fail.
+
+They move by the ledger's own verbs, so that events flow as in life. Each lane has one key for ever: when its
+operation ends, the next one follows, and a failure is superseded as in life. A controller that runs beside
+never gets one: what is admitted is claimed in the same transaction.
+"""
+
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from random import Random
+from uuid import UUID
+
+from django.db import transaction
+
+from operations import services
+from operations.models import Operation, OperationTarget, TargetStatus
+from operations.services import LeaseLost, OperationRequest, Tick
+from operations.states import Event
+from tests.support.seeding.nodes import BACKENDS, GIB, MODELS
+
+OWNER = "seeding"
+LEASE = 24 * 3600.0
+LONG_AGO = timedelta(days=3650)
+"""Puts ours before anybody else's in the order of claims."""
+MANY = 13
+"""Nodes of an install that goes to many."""
+SPEED = 0.04
+"""Share of an operation's bytes that one tick moves, at most."""
+
+Place = tuple[UUID, str]
+
+
+@dataclass
+class Lane:
+    """One key and the operation that is on it now."""
+
+    request: OperationRequest
+    total: int
+    waits: bool = False
+    fails: bool = False
+    operation: Operation | None = None
+    done: float = 0.0
+    ended: list[UUID] = field(default_factory=list)
+    """Targets that are through."""
+
+
+def lanes(count: int, places: list[Place], random: Random) -> list[Lane]:
+    """That many lanes over these nodes, about a tenth of them over many nodes at once."""
+    return [_lane(number, places, random) for number in range(count)]
+
+
+def _lane(number: int, places: list[Place], random: Random) -> Lane:
+    total = random.randint(1, 12) * GIB // 4
+    waits, fails = number % 10 == 9, number % 25 == 4
+    node = places[number % len(places)]
+    if number % 12 == 0 and len(places) >= MANY:
+        backend = random.choice(BACKENDS)
+        targets = tuple(random.sample(places, MANY))
+        request = OperationRequest(
+            kind="backend_install", key=f"seeded:{number}", element=backend, actor="anna", targets=targets
+        )
+    elif number % 5 == 1:
+        model = f"{random.choice(MODELS)}-{number}"
+        request = OperationRequest(
+            kind="model_load", key=f"model:{model}", element=model, actor="api key batch", node=node
+        )
+    else:
+        backend = f"local@{BACKENDS[number % len(BACKENDS)]}"
+        request = OperationRequest(
+            kind="backend_install",
+            key=f"node:{node[0]}:{backend}:{number}",
+            element=backend,
+            actor="anna",
+            node=node,
+        )
+    return Lane(request, total, waits=waits, fails=fails)
+
+
+def begin(lane: Lane, random: Random, now: datetime) -> None:
+    """The next operation of the lane, claimed or waiting."""
+    with transaction.atomic():
+        admitted = services.admit(lane.request, now=now).operation
+        Operation.objects.filter(pk=admitted.pk).update(next_look_at=now - LONG_AGO)
+        claimed = services.claim(OWNER, now=now, lease=LEASE, limit=1)
+        lane.operation = next((one for one in claimed if one.pk == admitted.pk), None)
+        if lane.operation is not None and lane.waits:
+            services.put_back(
+                lane.operation.id,
+                lane.operation.fence,
+                Event.WAIT,
+                now=now,
+                until=now + timedelta(hours=1),
+                reason="node gpu-a100-014 is offline",
+            )
+            lane.operation = None
+    lane.done, lane.ended = random.uniform(0, 0.5), []
+
+
+def move(lane: Lane, random: Random, now: datetime) -> None:
+    """One tick of the lane's operation, or its end and the beginning of the next."""
+    if lane.operation is None:
+        return
+    lane.done += random.uniform(0.1, 1.0) * SPEED
+    try:
+        if lane.done >= 1 or (lane.fails and lane.done > 0.6):
+            _end(lane, now)
+            begin(lane, random, now)
+        elif lane.request.targets:
+            _many(lane, lane.operation, random, now)
+        else:
+            _one(lane, lane.operation, now)
+    except LeaseLost:
+        lane.operation = None
+
+
+def _one(lane: Lane, operation: Operation, now: datetime) -> None:
+    node = lane.request.node
+    services.progress(operation.id, operation.fence, _tick(lane, lane.done, node), now=now)
+
+
+def _many(lane: Lane, operation: Operation, random: Random, now: datetime) -> None:
+    """The first targets are through, a few download, the rest wait: "7 of 13 nodes"."""
+    targets = lane.request.targets
+    through = int(lane.done * len(targets))
+    fresh = [node_id for node_id, _ in targets[:through] if node_id not in lane.ended]
+    OperationTarget.objects.filter(operation=operation, node_id__in=fresh).update(
+        status=TargetStatus.SUCCESS,
+        percentage=100,
+        phase="",
+        current_bytes=lane.total,
+        total_bytes=lane.total,
+    )
+    lane.ended += fresh
+    node = random.choice(targets[through : through + 3])
+    tick = _tick(lane, lane.done * len(targets) - through, node)
+    message = f"{through} of {len(targets)} nodes done"
+    services.progress(operation.id, operation.fence, _named(tick, message, 100 * lane.done), now=now)
+
+
+def _named(tick: Tick, message: str, percentage: float) -> Tick:
+    return Tick(**{**tick.__dict__, "message": message, "percentage": percentage})
+
+
+def _tick(lane: Lane, share: float, node: Place | None) -> Tick:
+    share = min(max(share, 0.0), 1.0)
+    return Tick(
+        phase="downloading",
+        message="lib/libengine.so",
+        current_bytes=int(share * lane.total),
+        total_bytes=lane.total,
+        percentage=100 * share,
+        file_name="lib/libengine.so",
+        node_id=node[0] if node else None,
+        node_name=node[1] if node else "",
+    )
+
+
+def _end(lane: Lane, now: datetime) -> None:
+    assert lane.operation is not None
+    event = Event.FAIL if lane.fails else Event.COMPLETE
+    error = "cannot install: no space left on /var/lib/local-ai/backends" if lane.fails else ""
+    services.finish(lane.operation.id, lane.operation.fence, event, now=now, error=error)
+    # One failure of a lane is enough; after it the lane goes on.
+    lane.fails = False
