@@ -1,0 +1,105 @@
+// What an approver has to see of a worker before letting it in, and the risk in words.
+import type { ReactNode } from "react";
+import { bytes, grouped } from "../../lib/format";
+import type { LiveNode } from "../../live/messages";
+import { Ago } from "../../ui/time";
+import { CopyButton } from "../../ui/copy";
+import { written } from "./labels";
+import "./shared.css";
+
+export const RISK =
+  "Whoever holds this worker's secret receives your models and prompts. " +
+  "Compare the fingerprint with the one its log shows.";
+
+export const WEAK_RISK =
+  "It has no secret of its own: whoever knows the registration token can be this node, " +
+  "and would receive your models and prompts.";
+
+/** The hardware in one line; what was not reported is left out. */
+export function hardware(node: LiveNode): string {
+  const parts = [
+    node.gpu_vendor === "" ? "no GPU" : node.gpu_vendor,
+    node.gpu_compute_capability === "" ? "" : `compute ${node.gpu_compute_capability}`,
+    node.total_vram > 0 ? `${bytes(node.total_vram)} VRAM` : "",
+    node.total_ram > 0 ? `${bytes(node.total_ram)} RAM` : "",
+    node.total_disk > 0 ? `${bytes(node.total_disk)} disk` : "",
+  ];
+  return parts.filter((part) => part !== "").join(" · ");
+}
+
+/** A fingerprint in groups of four, wrapped rather than cut, with a button that copies it as the log has it. */
+export function Fingerprint({ hex }: { hex: string }): ReactNode {
+  if (hex === "") return <span className="muted">none</span>;
+  return (
+    <span className="fingerprint">
+      <code>{grouped(hex)}</code>
+      <CopyButton small text={hex} />
+    </span>
+  );
+}
+
+/** One fact: its name and what it is. */
+export function Fact({ name, children }: { name: string; children: ReactNode }): ReactNode {
+  return (
+    <div className="fact">
+      <dt>{name}</dt>
+      <dd>{children}</dd>
+    </div>
+  );
+}
+
+/** Everything an approver needs of a worker. */
+export function IdentityFacts({ node }: { node: LiveNode }): ReactNode {
+  const labels = Object.entries(node.labels);
+  return (
+    <dl className="facts">
+      <Fact name="Fingerprint">
+        {node.weak_identity ? <span className="pill warn">shared token only</span> : <Fingerprint hex={node.fingerprint} />}
+      </Fact>
+      <Fact name="Came from">
+        <span className="mono">{node.source_address || "unknown"}</span>
+        {node.address !== "" && (
+          <>
+            {", says it is at "}
+            <bdi className="mono">{node.address}</bdi>
+          </>
+        )}
+      </Fact>
+      <Fact name="Hardware">{node.node_type === "agent" ? "agent" : hardware(node)}</Fact>
+      <Fact name="First seen">
+        <Ago at={node.created_at} />
+      </Fact>
+      {labels.length > 0 && (
+        <Fact name="Labels">
+          <span className="chips">
+            {labels.map(([key, value]) => (
+              <bdi key={key} className="tag name">
+                {written(key, value)}
+              </bdi>
+            ))}
+          </span>
+        </Fact>
+      )}
+      {node.rejected !== null && (
+        <Fact name="Rejected">
+          <Ago at={node.rejected.at} /> by <bdi>{node.rejected.by}</bdi>: <bdi>{node.rejected.reason}</bdi>
+        </Fact>
+      )}
+      {node.revoked !== null && (
+        <Fact name="Secret revoked">
+          <Ago at={node.revoked.at} /> by <bdi>{node.revoked.by}</bdi>
+          {node.revoked.reason !== "" && (
+            <>
+              : <bdi>{node.revoked.reason}</bdi>
+            </>
+          )}
+        </Fact>
+      )}
+    </dl>
+  );
+}
+
+/** The risk of letting this worker in. */
+export function Risk({ node }: { node: LiveNode }): ReactNode {
+  return <p className="risk">{node.weak_identity ? WEAK_RISK : RISK}</p>;
+}

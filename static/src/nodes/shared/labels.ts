@@ -1,0 +1,27 @@
+// What a label may be, said before the server has to.
+
+const LONGEST_KEY = 128;
+const LONGEST_VALUE = 255;
+
+/** What is wrong with the key; "" if nothing is. */
+export function keyProblem(key: string): string {
+  if (key.trim() === "") return "Give a key.";
+  if (key.length > LONGEST_KEY) return `A key has at most ${LONGEST_KEY} characters.`;
+  if (key.split("/").some((part) => part === "." || part === "..")) return "No part of a key may be . or ..";
+  return "";
+}
+
+/** What is wrong with the value; "" if nothing is. An empty value is one. */
+export function valueProblem(value: string): string {
+  return value.length > LONGEST_VALUE ? `A value has at most ${LONGEST_VALUE} characters.` : "";
+}
+
+/** The registry's own labels: it writes them again when the worker registers. */
+export function isAutomatic(key: string): boolean {
+  return key === "node.name" || key === "node.replica-slots" || key === "gpu.vendor" || key === "gpu.vram";
+}
+
+/** A label as one word: `zone=west`, or only the key if the value is empty. */
+export function written(key: string, value: string): string {
+  return value === "" ? key : `${key}=${value}`;
+}

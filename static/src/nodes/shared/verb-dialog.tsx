@@ -1,0 +1,250 @@
+// The frame of every dialog that does something to one or many nodes: names them, names those left out and why,
+// then shows what became of each. What it names is what was there when it was opened: a node that changes under
+// the reader is refused by the server, not silently swapped. Mount it when it is asked for.
+import { memo, useContext, useState, type ReactNode, type SubmitEvent } from "react";
+import { advice, ApiError } from "../../api/client";
+import { count } from "../../lib/format";
+import { LiveContext } from "../../live/hooks";
+import type { LiveNode } from "../../live/messages";
+import { announce } from "../../ui/announce";
+import { Button } from "../../ui/button";
+import { CopyButton } from "../../ui/copy";
+import { Dialog } from "../../ui/dialog";
+import { tally, useBulk, type Bulk, type Outcome, type Outcomes, type Work } from "./bulk";
+import "./shared.css";
+
+/** What every dialog of a verb is given. */
+export interface NodesDialogProps {
+  nodes: readonly LiveNode[];
+  onClose: () => void;
+}
+
+interface VerbDialogProps extends NodesDialogProps {
+  /** As on the button: "Drain". */
+  action: string;
+  /** As in the sentence afterwards: "drained". */
+  done: string;
+  danger?: boolean;
+  /** Why the verb makes no sense for a node; "" if it does. */
+  refuse: (node: LiveNode) => string;
+  /** Why the form cannot be sent yet; "" if it can. */
+  problem?: string;
+  /** Beside a node's name before it is asked. */
+  details?: (node: LiveNode) => ReactNode;
+  /** What can be said once, under the list: what will happen, and the fields. */
+  children: ReactNode;
+  /** Asks the server; a text as the answer is shown, this once. */
+  work: Work<LiveNode>;
+}
+
+const NAMED_FIRST = 10;
+
+export function VerbDialog(props: VerbDialogProps): ReactNode {
+  const { action, done, onClose, refuse } = props;
+  const store = useContext(LiveContext);
+  const [nodes, setNodes] = useState(props.nodes);
+  const [asked, setAsked] = useState<readonly LiveNode[]>([]);
+  const bulk = useBulk<LiveNode>();
+  const fit = nodes.filter((node) => refuse(node) === "");
+  const run = async (chosen: readonly LiveNode[]) => {
+    if (asked.length === 0) setAsked(chosen);
+    const outcomes = await bulk.start(chosen, props.work);
+    announce(summary(outcomes, done));
+    if (chosen.length === 1 && [...outcomes.values()].every(isSilentSuccess)) onClose();
+  };
+  const lookAgain = () => {
+    const known = store.read().nodes;
+    setNodes(nodes.flatMap((node) => known.get(node.id) ?? []));
+    setAsked([]);
+  };
+  const title = (
+    <>
+      {action} {nodes.length === 1 ? <bdi>{nodes[0]?.name}</bdi> : count(fit.length, "node")}
+    </>
+  );
+  return (
+    <Dialog open onClose={bulk.running ? bulk.stop : onClose} title={title}>
+      {asked.length === 0 ? (
+        <Question {...props} nodes={nodes} fit={fit} onRun={() => void run(fit)} />
+      ) : (
+        <Results asked={asked} bulk={bulk} done={done} onClose={onClose} onRun={(some) => void run(some)} onLook={lookAgain} />
+      )}
+    </Dialog>
+  );
+}
+
+function isSilentSuccess(outcome: Outcome): boolean {
+  return outcome.state === "done" && outcome.note === undefined;
+}
+
+/** "3 nodes drained, 1 failed" */
+function summary(outcomes: Outcomes, done: string): string {
+  const failed = tally(outcomes, "failed");
+  const stopped = tally(outcomes, "stopped");
+  const parts = [`${count(tally(outcomes, "done"), "node")} ${done}`];
+  if (failed > 0) parts.push(`${failed} failed`);
+  if (stopped > 0) parts.push(`${stopped} not asked`);
+  return parts.join(", ");
+}
+
+function Question(props: VerbDialogProps & { fit: readonly LiveNode[]; onRun: () => void }): ReactNode {
+  const { action, nodes, fit, danger = false, refuse, details, problem = "", onClose, onRun } = props;
+  const left = nodes.filter((node) => refuse(node) !== "");
+  const why = fit.length === 0 ? "There is no node to do it to" : problem;
+  const submit = (event: SubmitEvent<HTMLFormElement>) => {
+    event.preventDefault();
+    if (why === "") onRun();
+  };
+  return (
+    <form className="stack" onSubmit={submit}>
+      {(nodes.length > 1 || details !== undefined) && <Names nodes={fit} said={details} />}
+      {left.length > 0 && (
+        <section className="stack" aria-label="Left out">
+          <h3>Left out: {count(left.length, "node")}</h3>
+          <Names nodes={left} said={(node) => <span className="muted">{refuse(node)}</span>} />
+        </section>
+      )}
+      {props.children}
+      <div className="row wrap">
+        <Button type="submit" kind={danger ? "danger" : "primary"} refusal={why}>
+          {action} {nodes.length > 1 && count(fit.length, "node")}
+        </Button>
+        {/* A dialog without fields puts the focus on the safe answer. */}
+        <Button autoFocus={danger} onClick={onClose}>
+          Cancel
+        </Button>
+      </div>
+    </form>
+  );
+}
+
+/** The first ten by name, the others on demand. */
+function Names({ nodes, said }: { nodes: readonly LiveNode[]; said?: ((node: LiveNode) => ReactNode) | undefined }): ReactNode {
+  const [all, setAll] = useState(false);
+  const shown = all ? nodes : nodes.slice(0, NAMED_FIRST);
+  return (
+    <div className="stack">
+      <ul className="verb-nodes">
+        {shown.map((node) => (
+          <li key={node.id} className="verb-node">
+            <bdi className="name" title={node.name}>
+              {node.name}
+            </bdi>
+            {said?.(node)}
+          </li>
+        ))}
+      </ul>
+      {shown.length < nodes.length && (
+        <Button small kind="ghost" onClick={() => setAll(true)}>
+          and {nodes.length - shown.length} more
+        </Button>
+      )}
+    </div>
+  );
+}
+
+interface ResultsProps {
+  asked: readonly LiveNode[];
+  bulk: Bulk<LiveNode>;
+  done: string;
+  onClose: () => void;
+  onRun: (nodes: readonly LiveNode[]) => void;
+  onLook: () => void;
+}
+
+function Results({ asked, bulk, done, onClose, onRun, onLook }: ResultsProps): ReactNode {
+  const { outcomes, running, stop } = bulk;
+  const failed = asked.filter((node) => outcomes.get(node.id)?.state === "failed");
+  const changed = failed.some((node) => isConflict(outcomes.get(node.id)));
+  // The failed ones first: nobody should have to look for them among five hundred.
+  const rank = (node: LiveNode) => (outcomes.get(node.id)?.state === "failed" ? 0 : 1);
+  const ordered = running ? asked : asked.toSorted((left, right) => rank(left) - rank(right));
+  return (
+    <div className="stack">
+      <p>{running ? `${asked.length - pending(outcomes)} of ${asked.length} answered` : summary(outcomes, done)}</p>
+      <ul className="verb-nodes" tabIndex={0} aria-label="What became of each">
+        {ordered.map((node) => (
+          <Result key={node.id} node={node} outcome={outcomes.get(node.id)} done={done} />
+        ))}
+      </ul>
+      <div className="row wrap">
+        {running && <Button onClick={stop}>Stop</Button>}
+        {!running && failed.length > 0 && (
+          <Button kind="primary" onClick={() => onRun(failed)}>
+            Retry {asked.length > 1 ? `failed (${failed.length})` : ""}
+          </Button>
+        )}
+        {!running && changed && <Button onClick={onLook}>Look at it again</Button>}
+        {!running && (
+          <Button autoFocus onClick={onClose}>
+            Close
+          </Button>
+        )}
+      </div>
+    </div>
+  );
+}
+
+function pending(outcomes: Outcomes): number {
+  return tally(outcomes, "waiting") + tally(outcomes, "running");
+}
+
+function isConflict(outcome: Outcome | undefined): boolean {
+  return outcome?.error instanceof ApiError && outcome.error.status === 409;
+}
+
+const SAID: Readonly<Record<Exclude<Outcome["state"], "done" | "failed">, string>> = {
+  waiting: "waiting",
+  running: "asking…",
+  stopped: "not asked",
+};
+
+interface ResultProps {
+  node: LiveNode;
+  outcome: Outcome | undefined;
+  done: string;
+}
+
+/** Drawn again only when its own outcome changes. */
+const Result = memo(function Result({ node, outcome, done }: ResultProps): ReactNode {
+  const state = outcome?.state ?? "waiting";
+  return (
+    <li className="verb-node" data-state={state}>
+      <bdi className="name" title={node.name}>
+        {node.name}
+      </bdi>
+      {state === "done" && <span className="pill good verb-said">{done}</span>}
+      {state === "failed" && <span className="pill bad verb-said">failed</span>}
+      {state !== "done" && state !== "failed" && <span className="muted verb-said">{SAID[state]}</span>}
+      {outcome?.error !== undefined && <Failure error={outcome.error} />}
+      {outcome?.note !== undefined && <Once text={outcome.note} />}
+    </li>
+  );
+});
+
+function Failure({ error }: { error: Error }): ReactNode {
+  const known = error instanceof ApiError ? error : null;
+  return (
+    <div className="problem">
+      <span className="grow">
+        <strong>{error.message}</strong> {known !== null && advice(known)}
+      </span>
+      {known !== null && known.requestId !== "" && (
+        <CopyButton small text={`${error.message} (request ${known.requestId})`} label="Copy error" />
+      )}
+    </div>
+  );
+}
+
+/** An agent's token exists nowhere else. */
+function Once({ text }: { text: string }): ReactNode {
+  return (
+    <div className="stack once">
+      <span>Its API token. It is shown this once: give it to the agent now.</span>
+      <span className="fingerprint">
+        <code>{text}</code>
+        <CopyButton small text={text} label="Copy token" />
+      </span>
+    </div>
+  );
+}

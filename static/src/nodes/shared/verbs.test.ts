@@ -1,0 +1,37 @@
+import { describe, expect, it } from "vitest";
+import type { LiveNode } from "../../live/messages";
+import { keyProblem, written } from "./labels";
+import { refusal, type Verb } from "./verbs";
+
+function node(more: Partial<LiveNode>): LiveNode {
+  const empty = { rejected: null, revoked: null, drain: null, rotation_requested_at: null, weak_identity: false };
+  return { id: "a", name: "a", node_type: "backend", status: "healthy", fingerprint: "ab", ...empty, ...more } as LiveNode;
+}
+
+const DRAIN = { since: "", by: "admin", reason: "", own: false, deadline: null };
+
+describe("which verbs make sense (R1.15 to R1.19)", () => {
+  it.each<[Partial<LiveNode>, Verb[]]>([
+    [{}, ["drain", "label", "install", "rotate", "revoke", "deregister"]],
+    [{ status: "pending" }, ["approve", "reject", "label", "rotate", "revoke", "deregister"]],
+    [{ status: "pending", fingerprint: "" }, ["reject", "label", "deregister"]],
+    [{ status: "draining", drain: DRAIN }, ["resume", "label", "install", "rotate", "revoke", "deregister"]],
+    [{ status: "draining", drain: { ...DRAIN, own: true } }, ["drain", "resume", "label", "install", "rotate", "revoke", "deregister"]],
+    [{ node_type: "agent", fingerprint: "", weak_identity: true }, ["drain", "label", "revoke", "deregister"]],
+  ])("of %j: %j", (more, wanted) => {
+    const all: Verb[] = ["approve", "reject", "drain", "resume", "label", "install", "rotate", "revoke", "deregister"];
+    expect(all.filter((verb) => refusal(verb, node(more)) === "")).toEqual(wanted);
+  });
+});
+
+describe("labels", () => {
+  it.each([
+    ["zone", ""],
+    ["a/b", ""],
+    ["", "Give a key."],
+    ["a/../b", "No part of a key may be . or .."],
+    ["k".repeat(129), "A key has at most 128 characters."],
+  ])("the key %s: %s", (key, wanted) => expect(keyProblem(key)).toBe(wanted));
+
+  it("writes them as one word", () => expect([written("a", "b"), written("a", "")]).toEqual(["a=b", "a"]));
+});

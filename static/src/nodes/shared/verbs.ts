@@ -1,0 +1,120 @@
+// What an admin can do to a node: one typed call for each verb of the API, and why one makes no sense now. The
+// result shows by the feed's change; nothing here touches what the page knows.
+import { call, client } from "../../api/client";
+import type { LiveNode } from "../../live/messages";
+
+export type Verb = "approve" | "reject" | "drain" | "resume" | "label" | "install" | "rotate" | "revoke" | "deregister";
+
+/** The longest reason that a verb takes, in characters. */
+export const LONGEST_REASON = 255;
+/** The longest drain deadline, in minutes. */
+export const LONGEST_DEADLINE_MINUTES = 7 * 24 * 60;
+
+const of = (id: string) => ({ path: { node_id: id } });
+
+/** With nothing to say, nothing is sent. */
+function because(reason: string): { reason?: string } {
+  return reason.trim() === "" ? {} : { reason: reason.trim() };
+}
+
+/** Lets a pending node in. 409 if its fingerprint is no longer the one that was looked at. */
+export function approve(id: string, fingerprint: string, reason = "") {
+  const body = { ...because(reason), ...(fingerprint === "" ? {} : { fingerprint }) };
+  return call(client.POST("/api/nodes/{node_id}/approve", { params: of(id), body }));
+}
+
+/** Says no to a pending node; the reason must not be empty. */
+export function reject(id: string, reason: string) {
+  return call(client.POST("/api/nodes/{node_id}/reject", { params: of(id), body: { reason: reason.trim() } }));
+}
+
+/** Sends nothing new there. `minutes` is what running requests may take; null leaves it to the server. */
+export function drain(id: string, reason: string, minutes: number | null) {
+  const body = { ...because(reason), ...(minutes === null ? {} : { deadline_seconds: Math.round(minutes * 60) }) };
+  return call(client.POST("/api/nodes/{node_id}/drain", { params: of(id), body }));
+}
+
+/** Takes it into service again. */
+export function resume(id: string, reason = "") {
+  return call(client.POST("/api/nodes/{node_id}/resume", { params: of(id), body: because(reason) }));
+}
+
+/** Sets these labels; the others stay. Answers the whole set. */
+export function mergeLabels(id: string, labels: Record<string, string>) {
+  return call(client.PATCH("/api/nodes/{node_id}/labels", { params: of(id), body: labels }));
+}
+
+/** Removes one label; there need not be one. */
+export function removeLabel(id: string, key: string) {
+  return call(client.DELETE("/api/nodes/{node_id}/labels/{key}", { params: { path: { node_id: id, key } } }));
+}
+
+/** Removes the record. A worker that still runs comes back as a new, pending node. */
+export function deregister(id: string) {
+  return call(client.DELETE("/api/nodes/{node_id}", { params: of(id) }));
+}
+
+/** Refuses its secret for ever; the node is pending and without an identity. */
+export function revoke(id: string, reason = "") {
+  return call(client.POST("/api/nodes/{node_id}/identity/revoke", { params: of(id), body: because(reason) }));
+}
+
+/** Asks the worker to replace its secret. */
+export function rotate(id: string) {
+  return call(client.POST("/api/nodes/{node_id}/identity/rotate", { params: of(id) }));
+}
+
+/** The claimant is the node from now on. */
+export function acceptConflict(id: string, conflict: string) {
+  const path = { node_id: id, conflict_id: conflict };
+  return call(client.POST("/api/nodes/{node_id}/conflicts/{conflict_id}/accept", { params: { path } }));
+}
+
+/** The node stays who it is. */
+export function refuseConflict(id: string, conflict: string) {
+  const path = { node_id: id, conflict_id: conflict };
+  return call(client.POST("/api/nodes/{node_id}/conflicts/{conflict_id}/refuse", { params: { path } }));
+}
+
+type Refusal = (node: LiveNode) => string;
+
+const RESUMABLE = new Set<LiveNode["status"]>(["offline", "draining", "unhealthy"]);
+
+const REFUSALS: Readonly<Record<Verb, Refusal>> = {
+  approve: (node) => {
+    if (node.status !== "pending") return "it is approved already";
+    return known(node) ? "" : "nobody has registered since its secret was revoked";
+  },
+  reject: (node) => {
+    if (node.status !== "pending") return "only a pending node can be rejected";
+    return node.rejected === null ? "" : "it is rejected already";
+  },
+  drain: (node) => {
+    if (node.status === "pending") return "it is pending and gets no work";
+    return node.drain !== null && !node.drain.own ? "it is drained already" : "";
+  },
+  resume: (node) => {
+    if (node.status === "pending") return "it is pending: approve it";
+    return RESUMABLE.has(node.status) ? "" : "it is in service";
+  },
+  label: () => "",
+  install: (node) => {
+    if (node.node_type === "agent") return "an agent runs no backends";
+    return node.status === "pending" ? "it is pending: approve it first" : "";
+  },
+  rotate: (node) => {
+    if (node.fingerprint === "") return "it has no secret of its own";
+    return node.rotation_requested_at === null ? "" : "it was asked to already";
+  },
+  revoke: (node) => (known(node) ? "" : "it has no identity to revoke"),
+  deregister: () => "",
+};
+
+function known(node: LiveNode): boolean {
+  return node.fingerprint !== "" || node.weak_identity;
+}
+
+/** Why `verb` makes no sense for the node as it is now; "" if it does. The server decides in the end. */
+export function refusal(verb: Verb, node: LiveNode): string {
+  return REFUSALS[verb](node);
+}
