@@ -15,7 +15,10 @@ from django.db import connection, transaction
 from localai_cluster.messaging.messages import human_bytes
 from operations.models import Operation, OperationTarget, Sequence, Status
 
-_DELETIONS = "_delete"
+TASK_TYPES = ("installation", "upgrade", "deletion", "staging")
+_DELETIONS, _UPGRADES = "_delete", "_upgrade"
+_LOADS = ("model_load", "model_stage")
+_RESTING = (Status.PENDING, Status.WAITING)
 _BACKENDS = "backend_"
 
 
@@ -47,9 +50,12 @@ def _target(target: OperationTarget) -> dict[str, Any]:
 
 
 def _task_type(operation: Operation) -> str:
+    """O44."""
     if operation.kind.endswith(_DELETIONS):
         return "deletion"
-    return "staging" if operation.kind == "model_load" else "Installation"
+    if operation.kind.endswith(_UPGRADES):
+        return "upgrade"
+    return "staging" if operation.kind in _LOADS else "installation"
 
 
 def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> dict[str, Any]:
@@ -65,6 +71,8 @@ def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> di
         "nodes": [_target(target) for target in targets],
         "startedAt": operation.started_at and operation.started_at.isoformat(),
         "finishedAt": operation.finished_at and operation.finished_at.isoformat(),
+        "dismissedAt": operation.dismissed_at and operation.dismissed_at.isoformat(),
+        "dismissedBy": operation.dismissed_by,
     }
     return {
         "id": operation.element,
@@ -77,7 +85,7 @@ def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> di
         "taskType": _task_type(operation),
         "isDeletion": operation.kind.endswith(_DELETIONS),
         "isBackend": operation.kind.startswith(_BACKENDS),
-        "isQueued": operation.status == Status.PENDING,
+        "isQueued": operation.status in _RESTING,
         "cancellable": operation.cancellable,
         "message": operation.message,
         "attempts": operation.attempts,

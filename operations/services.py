@@ -7,25 +7,33 @@ never overwrites. Row locks are `FOR NO KEY UPDATE`: a stronger one would make t
 checked at its commit, wait for its parent's transaction while it holds the counter.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from django.db import IntegrityError, connection, transaction
+from django.db import IntegrityError, transaction
 from django.db.models import Q
 
 from localai_cluster import errors
-from operations import events, feed
+from operations import events, targets
+from operations.changes import announce
 from operations.models import Operation, OperationTarget, Status, TargetStatus
 from operations.states import TRANSITIONS, Event
 
 MAX_LOST_LEASES = 10
+NO_SUCH = "no operation has this id"
+_LONGEST_ACTOR = 150
 _ONE_ACTIVE = "operation_one_active_a_key"
+_QUEUED = "queued"
+"""O4: the phase of what nobody works on yet, or nobody at the moment."""
 _CLAIMED = [
     "status", "lease_owner", "lease_until", "fence", "started_at", "updated_at",
-    "progress", "current_bytes", "total_bytes",
+    "phase", "message", "progress", "current_bytes", "total_bytes",
+]  # fmt: skip
+_REPORTED = [
+    "phase", "message", "current_bytes", "total_bytes", "progress", "updated_at", "node_id", "node_name",
 ]  # fmt: skip
 
 
@@ -115,8 +123,8 @@ def _create(request: OperationRequest, now: datetime) -> Operation:
             request_id=request.request_id,
             client_address=request.client_address,
             wanted_until=request.wanted_until,
-            message="queued",
-            phase="queued",
+            message=_QUEUED,
+            phase=_QUEUED,
             next_look_at=now,
             created_at=now,
             updated_at=now,
@@ -126,21 +134,41 @@ def _create(request: OperationRequest, now: datetime) -> Operation:
             for node_id, name in request.targets
         )
         # A new request supersedes the failures of the same key: they stay in the record, not on the list.
-        _dismiss_failures(request.key, now)
-        _changed([operation])
+        _supersede_failures(request, now)
+        announce([operation])
     return operation
 
 
-def _dismiss_failures(key: str, now: datetime) -> None:
+def _supersede_failures(request: OperationRequest, now: datetime) -> None:
     failed = list(
         Operation.objects.select_for_update(no_key=True).filter(
-            key=key, status=Status.FAILED, dismissed_at__isnull=True
+            key=request.key, status=Status.FAILED, dismissed_at__isnull=True
         )
     )
     for operation in failed:
-        operation.dismissed_at = now
-    Operation.objects.bulk_update(failed, ["dismissed_at"])
-    _changed(failed)
+        operation.dismissed_at, operation.dismissed_by = now, request.actor
+    Operation.objects.bulk_update(failed, ["dismissed_at", "dismissed_by"])
+    announce(failed)
+
+
+def dismiss(operation_id: UUID, *, actor: str, now: datetime) -> Operation:
+    """O52: acknowledges a failure, which leaves every live list; a failure dismissed before stays as it is.
+
+    Raises NotFound, and Conflict naming the status of an operation that has not failed.
+    """
+    with transaction.atomic():
+        operation = Operation.objects.select_for_update(no_key=True).filter(pk=operation_id).first()
+        if operation is None:
+            raise errors.NotFound(NO_SUCH)
+        if operation.status != Status.FAILED:
+            raise errors.Conflict(
+                f"the operation is {operation.status}: only a failure can be dismissed", field="status"
+            )
+        if operation.dismissed_at is None:
+            operation.dismissed_at, operation.dismissed_by = now, actor[:_LONGEST_ACTOR]
+            operation.save(update_fields=["dismissed_at", "dismissed_by"])
+            announce([operation])
+    return operation
 
 
 def want(operation_id: UUID, until: datetime) -> None:
@@ -170,9 +198,11 @@ def claim(
             operation.fence += 1
             operation.started_at = operation.started_at or now
             operation.updated_at = now
+            operation.phase, operation.message = "", "starting"
             operation.progress = operation.current_bytes = operation.total_bytes = 0
+        targets.begin_anew(operation for operation in due if operation.fence > 1)
         Operation.objects.bulk_update(due, _CLAIMED)
-        _changed(due)
+        announce(due)
     return due
 
 
@@ -187,42 +217,72 @@ def renew(owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> di
 
 
 def progress(operation_id: UUID, fence: int, tick: Tick, *, now: datetime) -> None:
-    """Records a report of the running attempt; raises LeaseLost when the attempt is no longer the row's."""
+    """Records a report of the running attempt; raises LeaseLost when the attempt is no longer the row's.
+
+    A report about one of several nodes moves that node's part, and the operation by what the parts add up to;
+    a part that has ended moves no more.
+    """
     with transaction.atomic():
         operation = _owned(operation_id, fence)
+        parts = list(OperationTarget.objects.filter(operation_id=operation_id))
         operation.phase = storable(tick.phase, 32) or operation.phase
-        operation.message = storable(tick.message) or operation.message
-        operation.current_bytes = max(tick.current_bytes, operation.current_bytes)
-        operation.total_bytes = tick.total_bytes or operation.total_bytes
-        operation.progress = min(max(tick.percentage, operation.progress), 99.0)
-        operation.updated_at = now
-        if (
-            tick.node_id is not None
-            and not OperationTarget.objects.filter(operation_id=operation_id).exists()
-        ):
+        _report_part(parts, tick)
+        if len(parts) > 1:
+            targets.add_up(operation, parts)
+        else:
+            _report_whole(operation, tick)
+        if tick.node_id is not None and not parts:
             operation.node_id, operation.node_name = tick.node_id, storable(tick.node_name, 255)
-        operation.save(
-            update_fields=[
-                "phase",
-                "message",
-                "current_bytes",
-                "total_bytes",
-                "progress",
-                "updated_at",
-                "node_id",
-                "node_name",
-            ]
-        )
-        if tick.node_id is not None:
-            OperationTarget.objects.filter(operation=operation, node_id=tick.node_id).update(
-                status=TargetStatus.DOWNLOADING if tick.total_bytes else TargetStatus.RUNNING_ON_WORKER,
-                phase=storable(tick.phase, 32),
-                file_name=storable(tick.file_name, 512),
-                percentage=min(max(tick.percentage, 0.0), 100.0),
-                current_bytes=tick.current_bytes,
-                total_bytes=tick.total_bytes,
-            )
-        _changed([operation])
+        operation.updated_at = now
+        operation.save(update_fields=_REPORTED)
+        announce([operation])
+
+
+def _report_whole(operation: Operation, tick: Tick) -> None:
+    operation.message = storable(tick.message) or operation.message
+    operation.current_bytes = max(tick.current_bytes, operation.current_bytes)
+    operation.total_bytes = tick.total_bytes or operation.total_bytes
+    targets.reach(operation, tick.percentage)
+
+
+def _report_part(parts: Sequence[OperationTarget], tick: Tick) -> None:
+    part = next((one for one in parts if one.node_id == tick.node_id), None)
+    if part is None or part.status in targets.ENDED:
+        return
+    part.status = TargetStatus.DOWNLOADING if tick.total_bytes else TargetStatus.RUNNING_ON_WORKER
+    part.phase = storable(tick.phase, 32)
+    part.file_name = storable(tick.file_name, 512)
+    part.percentage = min(max(tick.percentage, 0.0), 100.0)
+    part.current_bytes, part.total_bytes = tick.current_bytes, tick.total_bytes
+    part.save()
+
+
+def target_done(
+    operation_id: UUID, fence: int, node_id: UUID, status: TargetStatus, error: str = "", *, now: datetime
+) -> None:
+    """Ends the part of one node: success, or error with the reason; what it had reached stays (O70).
+
+    A part ends once: telling it again changes nothing. Raises LeaseLost when the attempt is no longer the
+    row's, NotFound when the operation has no part on that node, ValueError for a status that is no end.
+    """
+    if status not in targets.ENDED:
+        raise ValueError(f"{status} is no end")
+    with transaction.atomic():
+        operation = _owned(operation_id, fence)
+        parts = list(OperationTarget.objects.filter(operation_id=operation_id))
+        part = next((one for one in parts if one.node_id == node_id), None)
+        if part is None:
+            raise errors.NotFound(f"operation {operation_id} has no part on node {node_id}")
+        if part.status in targets.ENDED:
+            return
+        part.status, part.error, part.phase = status, storable(error), ""
+        part.percentage = targets.share(part)
+        part.save()
+        if len(parts) > 1:
+            targets.add_up(operation, parts)
+        operation.updated_at = now
+        operation.save(update_fields=_REPORTED)
+        announce([operation])
 
 
 def finish(
@@ -235,7 +295,10 @@ def finish(
     message: str = "",
     result: Mapping[str, Any] | None = None,
 ) -> None:
-    """Ends the attempt's operation: complete, fail or cancel. Raises LeaseLost when it is no longer ours."""
+    """Ends the attempt's operation: complete, fail or cancel. Raises LeaseLost when it is no longer ours.
+
+    Parts that have ended by themselves stay as they ended.
+    """
     with transaction.atomic():
         operation, error = _owned(operation_id, fence), storable(error)
         ok = event is Event.COMPLETE
@@ -249,10 +312,12 @@ def finish(
         operation.progress = 100 if ok else operation.progress
         operation.result = dict(result or {})
         operation.save()
-        OperationTarget.objects.filter(operation=operation).update(
-            status=TargetStatus.SUCCESS if ok else TargetStatus.ERROR, error=error, phase=""
-        )
-        _changed([operation])
+        left = OperationTarget.objects.filter(operation=operation).exclude(status__in=targets.ENDED)
+        if ok:
+            left.update(status=TargetStatus.SUCCESS, phase="", percentage=100)
+        else:
+            left.update(status=TargetStatus.ERROR, phase="", error=error or operation.message)
+        announce([operation])
 
 
 def put_back(
@@ -273,11 +338,12 @@ def put_back(
         operation.attempts += 1 if event is Event.POSTPONE else 0
         operation.next_look_at = until
         operation.message = storable(reason) or operation.message
+        operation.phase = _QUEUED
         operation.updated_at = now
         if payload is not None:
             operation.payload = dict(payload)
         operation.save()
-        _changed([operation])
+        announce([operation])
 
 
 def release(owner: str, *, now: datetime) -> int:
@@ -320,12 +386,21 @@ def _hand_back(operations: list[Operation], event: Event, now: datetime, reason:
         operation.status = TRANSITIONS[event].target
         operation.lease_owner, operation.lease_until = "", None
         operation.next_look_at = operation.updated_at = now
-        operation.message = reason
+        operation.message, operation.phase = reason, _QUEUED
     Operation.objects.bulk_update(
         operations,
-        ["status", "lease_owner", "lease_until", "next_look_at", "updated_at", "message", "lost_leases"],
+        [
+            "status",
+            "lease_owner",
+            "lease_until",
+            "next_look_at",
+            "updated_at",
+            "message",
+            "phase",
+            "lost_leases",
+        ],
     )
-    _changed(operations)
+    announce(operations)
 
 
 def wake(kind: str, *, now: datetime) -> int:
@@ -354,39 +429,3 @@ def _owned(operation_id: UUID, fence: int) -> Operation:
     if operation is None:
         raise LeaseLost(str(operation_id))
     return operation
-
-
-def _changed(operations: Iterable[Operation]) -> None:
-    """Numbers the changes and lets the news leave at commit.
-
-    The last thing a transaction does to operations.
-    """
-    rows = list(operations)
-    if not rows:
-        return
-    last = _take_numbers(len(rows))
-    for seq, operation in enumerate(rows, start=last - len(rows) + 1):
-        operation.seq = seq
-    Operation.objects.bulk_update(rows, ["seq"])
-    targets: dict[UUID, list[OperationTarget]] = {}
-    for target in OperationTarget.objects.filter(operation__in=rows):
-        targets.setdefault(target.operation_id, []).append(target)
-    events.notify(events.OPERATIONS, *(f"{operation.id} {operation.status}" for operation in rows))
-    for operation in rows:
-        change = feed.as_dict(operation, targets.get(operation.id, []))
-        transaction.on_commit(_publisher(operation.seq, change))
-
-
-def _take_numbers(count: int) -> int:
-    """The last of the next `count` numbers; the counter's row stays locked until this transaction commits."""
-    with connection.cursor() as cursor:
-        cursor.execute(
-            "INSERT INTO operation_sequence AS s (id, value) VALUES (1, %s)"
-            " ON CONFLICT (id) DO UPDATE SET value = s.value + EXCLUDED.value RETURNING value",
-            [count],
-        )
-        return int(cursor.fetchone()[0])
-
-
-def _publisher(seq: int, change: dict[str, Any]) -> Callable[[], None]:
-    return lambda: events.publish(seq, change)

@@ -4,6 +4,7 @@ from typing import Any
 
 from rest_framework import serializers
 
+from operations import feed
 from operations.models import Status, TargetStatus
 
 
@@ -33,7 +34,7 @@ class OperationSerializer(serializers.Serializer[Any]):
     kind = serializers.CharField()
     status = serializers.ChoiceField(choices=Status.choices)
     progress = serializers.IntegerField(min_value=0, max_value=100)
-    taskType = serializers.CharField()
+    taskType = serializers.ChoiceField(choices=feed.TASK_TYPES)
     isDeletion = serializers.BooleanField()
     isBackend = serializers.BooleanField()
     isQueued = serializers.BooleanField()
@@ -53,6 +54,8 @@ class OperationSerializer(serializers.Serializer[Any]):
     currentBytes = serializers.IntegerField(required=False)
     totalBytes = serializers.IntegerField(required=False)
     error = serializers.CharField(required=False)
+    dismissedAt = serializers.DateTimeField(required=False, help_text="Since when it is off the live list.")
+    dismissedBy = serializers.CharField(required=False)
     nodes = OperationTargetSerializer(many=True, required=False)
 
 
@@ -60,6 +63,13 @@ class OperationListSerializer(serializers.Serializer[Any]):
     """The live list."""
 
     operations = OperationSerializer(many=True)
+
+
+class DoneSerializer(serializers.Serializer[Any]):
+    """It was done (§3.5)."""
+
+    success = serializers.BooleanField()
+    message = serializers.CharField()
 
 
 class JobSerializer(serializers.Serializer[Any]):

@@ -1,4 +1,4 @@
-"""Operations for admins: the live list and one job's status (`contract/http-api.md` §3.2, §3.7).
+"""Operations for admins: live list, dismissal, one job's status (`contract/http-api.md` §3.2, §3.5, §3.7).
 
 Authentication and the admin check are the project's defaults; errors are flat on these routes.
 """
@@ -11,8 +11,8 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster import errors
-from operations import feed
+from localai_cluster import clock, errors
+from operations import feed, services
 from operations.api import serializers as shapes
 from operations.models import TERMINAL, Operation, Status
 
@@ -23,6 +23,7 @@ _REFUSED = {
         shapes.FlatRefusalSerializer, "Not possible right now; Retry-After says when to come back."
     ),
 }
+_UNKNOWN = OpenApiResponse(shapes.FlatRefusalSerializer, "No operation has this id.")
 
 
 class OperationsView(APIView):
@@ -41,6 +42,32 @@ class OperationsView(APIView):
         return Response({"operations": operations})
 
 
+class DismissView(APIView):
+    """`/api/operations/:jobID/dismiss`."""
+
+    envelope = "flat"
+
+    @extend_schema(
+        operation_id="operations_dismiss",
+        tags=["operations"],
+        request=None,
+        responses={
+            200: shapes.DoneSerializer,
+            **_REFUSED,
+            404: _UNKNOWN,
+            409: OpenApiResponse(shapes.FlatRefusalSerializer, "It has not failed."),
+        },
+    )
+    def post(self, request: Request, job_id: str) -> Response:
+        """Acknowledges a failure: it leaves the live list of everybody and stays in the record (O52)."""
+        job = _uuid(job_id)
+        if job is None:
+            raise errors.NotFound(services.NO_SUCH)
+        who: Any = request.user
+        services.dismiss(job, actor=who.name, now=clock.now())
+        return Response({"success": True, "message": "operation dismissed"})
+
+
 class JobView(APIView):
     """`/api/backends/job/:uid`."""
 
@@ -52,7 +79,7 @@ class JobView(APIView):
         responses={
             200: shapes.JobSerializer,
             **_REFUSED,
-            404: OpenApiResponse(shapes.FlatRefusalSerializer, "No operation has this id."),
+            404: _UNKNOWN,
         },
     )
     def get(self, request: Request, uid: str) -> Response:
@@ -60,7 +87,7 @@ class JobView(APIView):
         job = _uuid(uid)
         operation = Operation.objects.filter(pk=job).first() if job else None
         if operation is None:
-            raise errors.NotFound("no operation has this id")
+            raise errors.NotFound(services.NO_SUCH)
         return Response(job_of(operation))
 
 
