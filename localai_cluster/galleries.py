@@ -169,4 +169,5 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def _text(value: Any) -> str:
-    return str(value) if isinstance(value, str | int | float) else ""
+    """The text, without halves of characters that no encoding carries."""
+    return str(value).encode("utf-8", "replace").decode() if isinstance(value, str | int | float) else ""

@@ -1,8 +1,8 @@
-"""Replicas, and which web process carries their requests: to look at, not to touch."""
+"""Replicas, which web process carries their requests, installed backends: to look at, not to touch."""
 
 from django.contrib import admin
 
-from nodes.models import NodeModel, ReplicaUse, WebProcess
+from nodes.models import NodeBackend, NodeModel, ReplicaUse, WebProcess
 from operations.admin import Observed
 
 
@@ -29,3 +29,13 @@ class ReplicaUseAdmin(Observed):
 
     list_display = ("replica", "process", "count")
     list_select_related = ("replica", "process")
+
+
+@admin.register(NodeBackend)
+class NodeBackendAdmin(Observed):
+    """What the workers listed last."""
+
+    list_display = ("name", "node", "version", "is_system", "is_meta", "installed_at")
+    list_filter = ("is_system", "is_meta")
+    list_select_related = ("node",)
+    search_fields = ("name", "node__name")

@@ -3,6 +3,7 @@
 from django.urls import include, path
 
 from nodes.api import (
+    backend_views,
     identity_views,
     install_views,
     label_views,
@@ -43,5 +44,7 @@ urlpatterns = [
     path("nodes/<str:node_id>/identity/rotate", identity_views.RotateView.as_view()),
     path("nodes/<str:node_id>/identity/revoke", identity_views.RevokeView.as_view()),
     path("nodes/<str:node_id>/events", timeline_views.EventsView.as_view()),
+    path("nodes/<str:node_id>/backends", backend_views.NodeBackendsView.as_view()),
     path("nodes/<str:node_id>/backends/install", install_views.InstallView.as_view()),
+    path("backends", backend_views.BackendsView.as_view()),
 ]

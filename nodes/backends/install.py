@@ -34,13 +34,18 @@ def key(node_id: UUID | str, backend: str) -> str:
     return f"node:{node_id}:{backend}"
 
 
-def configured_galleries() -> str:
-    """The galleries of this controller as a worker expects them; empty = the worker's own."""
-    galleries = [
+def galleries() -> list[messages.Gallery]:
+    """The galleries of this cluster."""
+    return [
         messages.Gallery(url=str(entry["url"]), name=str(entry.get("name", "")))
         for entry in conf.cluster().galleries
     ]
-    return encode_galleries(galleries) if galleries else ""
+
+
+def configured_galleries() -> str:
+    """The same as a worker expects them; empty = the worker's own."""
+    found = galleries()
+    return encode_galleries(found) if found else ""
 
 
 def find_node(node_id: UUID | None) -> BackendNode:

@@ -36,12 +36,23 @@ def strict_components() -> dict[str, Any]:
     for schema in components["schemas"].values():
         if "properties" in schema:
             schema.setdefault("additionalProperties", False)
-    return components
+    told: dict[str, Any] = with_null(components)
+    return told
+
+
+def with_null(schema: Any) -> Any:
+    """The same for a validator that does not know OpenAPI's `nullable`."""
+    if isinstance(schema, list):
+        return [with_null(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    told = {name: with_null(part) for name, part in schema.items() if name != "nullable"}
+    return {"anyOf": [told, {"type": "null"}]} if schema.get("nullable") is True else told
 
 
 def fits(schema: dict[str, Any], value: Any) -> list[str]:
     """What is wrong with the value."""
-    validator = Draft202012Validator(schema | {"components": strict_components()})
+    validator = Draft202012Validator(with_null(schema) | {"components": strict_components()})
     return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(value)]
 
 

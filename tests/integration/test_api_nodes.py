@@ -27,6 +27,8 @@ ADMIN_GETS = [
     "/api/nodes/{id}/events",
     "/api/nodes/{id}/conflicts",
     "/api/nodes/conflicts",
+    "/api/nodes/{id}/backends",
+    "/api/backends",
     "/api/operations",
 ]
 ADMIN_POSTS = [

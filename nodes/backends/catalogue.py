@@ -1,0 +1,184 @@
+"""The catalogue: what the configured galleries offer, and where of it is installed or being installed.
+
+Galleries are read at most once a minute in each process, all at once, by one caller while the others wait
+for it; where backends are installed comes from rows (`inventory.py`), so nobody waits for a worker. A gallery
+that cannot be read is named beside what the others offer. `entries` is pure.
+"""
+
+import asyncio
+import threading
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import UUID
+
+import httpx
+
+from localai_cluster import clock, galleries
+from localai_cluster.galleries import Build, GalleryUnreadable, folded
+from localai_cluster.messaging.messages import Gallery
+from nodes.models import NodeBackend
+from operations.models import ACTIVE, Operation, Status
+
+READ_WITHIN = 10.0
+"""Seconds that a gallery has, with all its mirrors."""
+KEPT_FOR, TROUBLE_KEPT_FOR = 60.0, 5.0
+DEVELOPMENT = "-development"
+_KINDS = "backend_"
+_DELETIONS = "_delete"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What the galleries offer; `problems` says by name which ones could not be read, and why."""
+
+    builds: Sequence[Build] = ()
+    problems: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Installed:
+    """One backend on one node."""
+
+    name: str
+    node: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Running:
+    """An active operation on a backend; `gallery` is empty if it was asked for by its bare name."""
+
+    id: UUID
+    key: str
+    gallery: str
+    name: str
+    is_deletion: bool
+    is_waiting: bool
+
+    @property
+    def task_type(self) -> str:
+        """What the reference calls it."""
+        return "Waiting" if self.is_waiting else "Deletion" if self.is_deletion else "Installation"
+
+
+class Reader:
+    """Reads galleries for a whole process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._asked: Sequence[Gallery] = ()
+        self._found = Offer()
+        self._good_until = 0.0
+
+    def read(self, listed: Sequence[Gallery]) -> Offer:
+        """What they offer, as of at most a minute ago."""
+        with self._lock:
+            if clock.monotonic() >= self._good_until or listed != self._asked:
+                self._asked, self._found = listed, asyncio.run(_read_all(listed))
+                kept = TROUBLE_KEPT_FOR if self._found.problems else KEPT_FOR
+                self._good_until = clock.monotonic() + kept
+            return self._found
+
+
+reader = Reader()
+
+
+async def _read_all(listed: Sequence[Gallery]) -> Offer:
+    async with httpx.AsyncClient(timeout=READ_WITHIN) as client:
+        found = await asyncio.gather(*(_read(gallery, client) for gallery in listed))
+    builds = [build for part in found if not isinstance(part, str) for build in part]
+    problems = {g.name or g.url: part for g, part in zip(listed, found, strict=True) if isinstance(part, str)}
+    return Offer(builds, problems)
+
+
+async def _read(gallery: Gallery, client: httpx.AsyncClient) -> list[Build] | str:
+    """The entries, or why there are none."""
+    try:
+        async with asyncio.timeout(READ_WITHIN):
+            return await galleries.fetch(gallery, client)
+    except GalleryUnreadable as error:
+        return error.message
+    except TimeoutError:
+        return f"gallery {gallery.name} cannot be read: no answer within {READ_WITHIN:.0f} s"
+
+
+def installed() -> list[Installed]:
+    """Everything on approved nodes, by the name of the node; one query."""
+    columns = ("node_id", "node__name", "node__status", "version", "digest", "uri", "installed_at")
+    shown = ("node_id", "node_name", "node_status", "version", "digest", "uri", "installed_at")
+    rows = NodeBackend.objects.filter(node__approved_at__isnull=False).order_by("node__name", "name")
+    return [
+        Installed(name, _without_empty(dict(zip(shown, values, strict=True))))
+        for name, *values in rows.values_list("name", *columns)
+    ]
+
+
+def _without_empty(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if value or name.startswith("node_")}
+
+
+def running() -> list[Running]:
+    """Active operations on backends, the oldest first; one query."""
+    active = Operation.objects.filter(status__in=ACTIVE, kind__startswith=_KINDS).order_by("created_at")
+    found = []
+    for id, key, element, kind, status in active.values_list("id", "key", "element", "kind", "status"):
+        gallery, _, name = element.rpartition("@")
+        waiting = status in (Status.PENDING, Status.WAITING)
+        found.append(Running(id, key, gallery, name, kind.endswith(_DELETIONS), waiting))
+    return found
+
+
+def entries(
+    builds: Sequence[Build], installed: Sequence[Installed], running: Sequence[Running]
+) -> list[dict[str, Any]]:
+    """The elements of the catalogue (`contract/http-api.md` §4.1), in the order of the galleries."""
+    where: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for one in installed:
+        where[folded(one.name)].append(one.node)
+    busy = {(one.gallery.lower(), folded(one.name)): one for one in running}
+    parents: dict[str, str] = {}
+    for build in builds:
+        if build.is_meta:
+            for concrete in (build.capabilities or {}).values():
+                parents.setdefault(folded(concrete), build.name)
+    return [
+        _entry(build, where.get(folded(build.name), []), _job(build, busy))
+        | _kind(build, "" if build.is_meta else parents.get(folded(build.name), ""))
+        for build in builds
+    ]
+
+
+def _job(build: Build, busy: Mapping[tuple[str, str], Running]) -> Running | None:
+    """What runs on it: asked for with its gallery, or by a bare name, which may mean any gallery's."""
+    name = folded(build.name)
+    return busy.get((build.gallery.name.lower(), name)) or busy.get(("", name))
+
+
+def _entry(build: Build, nodes: Sequence[Mapping[str, Any]], job: Running | None) -> dict[str, Any]:
+    return {
+        "id": f"{build.gallery.name}@{build.name}",
+        "name": build.name,
+        "description": build.description,
+        "icon": build.icon,
+        "license": build.license,
+        "urls": list(build.urls),
+        "tags": list(build.tags),
+        "gallery": build.gallery.name,
+        "version": build.version,
+        "installed": bool(nodes),
+        "nodes": list(nodes),
+        "processing": job is not None,
+        "jobID": str(job.id) if job else "",
+        "isDeletion": job is not None and job.is_deletion,
+    }
+
+
+def _kind(build: Build, parent: str) -> dict[str, Any]:
+    return {
+        "isMeta": build.is_meta,
+        "isAlias": bool(parent),
+        "isDevelopment": build.name.endswith(DEVELOPMENT),
+        "capabilities": dict(build.capabilities) if build.capabilities else None,
+        "metaBackendFor": parent,
+    }
