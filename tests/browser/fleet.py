@@ -1,0 +1,198 @@
+"""The cluster that browsers look at: two web processes, three real workers, backends small enough to watch.
+
+Worker `fine` copies as fast as it can, `slow` at a set rate, `failing` has no access to the backends until
+`mend` gives it. Nodes are approved by hand, so that a test can do it in the browser.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from localai_cluster import procs
+from tests.conftest import eventually
+from tests.support.cluster import Cluster, Process, running_cluster
+
+USER, PASSWORD = "admin", "a-password-for-browsers-only"
+BACKEND_BYTES = 12_000_000
+SLOW_RATE = 4_000_000
+"""Bytes a second: an install takes the slow worker three seconds."""
+BACKENDS = (
+    "rolling", "closing", "cutting", "striped", "doomed", "quick", "restarted", "blocked", "calm",
+)  # fmt: skip
+"""One for each test that installs something, so that none meets another's."""
+WORKERS = ("fine", "slow", "failing")
+
+Cookies = Sequence[Any]
+"""As a browser context takes them: name, value, url."""
+
+
+class Fleet:
+    """A running cluster and its parts; nodes by name."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.gallery = write_gallery(cluster.home / "backends-to-install", cluster.gallery)
+        self.webs: list[Process] = []
+        self.workers: dict[str, Process] = {}
+        cluster.manage("bootstrap", CLUSTER_ADMIN_PASSWORD=PASSWORD)
+
+    def start(self, webs: int = 2, workers: Sequence[str] = WORKERS) -> None:
+        """Starts the processes and approves the workers."""
+        self.webs = [self.cluster.web() for _ in range(webs)]
+        self.controller = self.cluster.controller()
+        for name in workers:
+            self.workers[name] = self.worker(name)
+        ids = [self.id(name) for name in workers]
+        if ids:
+            assert self.post("/api/nodes/approve", {"ids": ids}).status_code == 200
+        eventually(lambda: all(self.node(name)["status"] == "healthy" for name in workers), what="healthy")
+
+    def worker(self, name: str) -> Process:
+        """A worker of that name, registered."""
+        roots = self._locked if name == "failing" else f"{self.gallery.parent}:{self.cluster.gallery}"
+        more = {
+            "LOCALAI_HEARTBEAT_INTERVAL": "1s",
+            "LOCALAI_WORKER_SOURCE_ROOTS": str(roots),
+            "LOCALAI_WORKER_DOWNLOAD_RATE": str(SLOW_RATE if name == "slow" else 0),
+        }
+        return self.cluster.worker(name, self.webs[0], wait=True, **more)
+
+    @cached_property
+    def _locked(self) -> Path:
+        """Where the failing worker may read: a link to nothing much, until it is mended."""
+        link, nothing = self.cluster.home / "sources-of-failing", self.cluster.home / "nothing"
+        nothing.mkdir()
+        link.symlink_to(nothing)
+        return link
+
+    def mend(self) -> None:
+        """Gives the failing worker what it lacked."""
+        self._point(self.gallery.parent)
+
+    def unmend(self) -> None:
+        """And takes it away again."""
+        self._point(self.cluster.home / "nothing")
+
+    def _point(self, target: Path) -> None:
+        self._locked.unlink()
+        self._locked.symlink_to(target)
+
+    def id(self, name: str) -> str:
+        """The id of a node."""
+        return str(self.node(name)["id"])
+
+    def node(self, name: str) -> dict[str, Any]:
+        """A node as the API tells it."""
+        found = self.cluster.node(self.webs[0], name)
+        assert found is not None, f"{name} is not registered"
+        return found
+
+    def get(self, path: str) -> httpx.Response:
+        """GET as the static admin."""
+        return self.cluster.get(self.webs[0], path)
+
+    def post(self, path: str, body: Any = None) -> httpx.Response:
+        """POST as the static admin."""
+        return self.cluster.post(self.webs[0], path, body)
+
+    def install(self, node: str, backend: str) -> str:
+        """Asks for an install; answers the operation's id."""
+        reply = self.post(f"/api/nodes/{self.id(node)}/backends/install", {"backend": backend})
+        assert reply.status_code == 202, reply.text
+        return str(reply.json()["jobID"])
+
+    def ended(self, job: str) -> bool:
+        """Whether the operation has ended."""
+        return bool(self.get(f"/api/backends/job/{job}").json()["processed"])
+
+    def sign_out_everywhere(self, cookies: Cookies) -> None:
+        """Ends the session behind these cookies, as its age would."""
+        key = next(cookie["value"] for cookie in cookies if cookie["name"] == "sessionid")
+        assert self.cluster.rows(
+            "DELETE FROM django_session WHERE session_key = %s RETURNING session_key", key
+        )
+
+
+def write_gallery(folder: Path, other: Path) -> Path:
+    """A gallery of small backends beside the example engine; answers its index."""
+    folder.mkdir()
+    entries = []
+    for name in BACKENDS:
+        place = folder / name
+        (place / "lib").mkdir(parents=True)
+        (place / "run.sh").write_text("#!/bin/sh\nexit 1\n")
+        (place / "run.sh").chmod(0o755)
+        with (place / "lib" / "libengine.so").open("wb") as file:
+            file.truncate(BACKEND_BYTES)
+        entries.append({"name": name, "uri": str(place), "version": "1.0.0", "description": f"Runs {name}."})
+    entries.append(
+        {"name": "echo", "uri": str(other / "echo"), "version": "1.0.0", "description": "Answers."}
+    )
+    index = folder / "index.yaml"
+    index.write_text(yaml.safe_dump(entries, sort_keys=False))
+    return index
+
+
+@contextmanager
+def running_fleet(
+    webs: int = 2, workers: Sequence[str] = WORKERS, *, tasks: bool = False, **more: str
+) -> Iterator[Fleet]:
+    """A cluster with these parts; gone afterwards."""
+    with running_cluster(LOCALAI_AUTO_APPROVE_NODES="false", **more) as cluster:
+        index = cluster.home / "backends-to-install" / "index.yaml"
+        cluster.extra = {
+            **cluster.extra,
+            "LOCALAI_BACKEND_GALLERIES": f'[{{"name": "local", "url": "{index.as_uri()}"}}]',
+        }
+        fleet = Fleet(cluster)
+        fleet.start(webs, workers)
+        if tasks:
+            cluster.tasks()
+        yield fleet
+
+
+@contextmanager
+def seeded(cluster: Cluster, nodes: int, operations: int, seconds: float) -> Iterator[None]:
+    """Writes that many nodes and operations and keeps them moving until the end of the block."""
+    words = ["--nodes", str(nodes), "--operations", str(operations), "--seconds", str(seconds), "--force"]
+    process = cluster.spawn("seeding", "-m", "tests.support.seeding", *words, env={"LOG_LEVEL": "WARNING"})
+
+    def there() -> bool:
+        assert process.alive or "seeded" in process.output(), process.story()
+        return "seeded" in process.output()
+
+    eventually(there, seconds=90, what="the fleet is seeded")
+    try:
+        yield
+    finally:
+        procs.end_child(process.child, procs.group_of(process.child.pid, seconds=10.0))
+        cluster.processes.remove(process)
+
+
+def sign_in(url: str, name: str = USER, password: str = PASSWORD) -> Cookies:
+    """The cookies of a new session, as a browser context takes them; ports do not matter to cookies."""
+    with httpx.Client(base_url=url, timeout=20) as client:
+        client.get("/api/auth/status")
+        sent = {"X-CSRFToken": client.cookies["csrftoken"], "Origin": url}
+        reply = client.post("/api/auth/login", json={"username": name, "password": password}, headers=sent)
+        assert reply.status_code == 200, reply.text
+        return [{"name": key, "value": value, "url": url} for key, value in client.cookies.items()]
+
+
+def make_user(
+    cluster: Cluster, name: str, password: str, *, generated: bool = False, admin: bool = True
+) -> None:
+    """One more person; with a password that has to be changed first, if it was generated."""
+    script = (
+        "from django.contrib.auth import get_user_model;"
+        " from nodes.models import InitialPassword;"
+        f" user = get_user_model().objects.create_user({name!r}, None, {password!r},"
+        f" is_staff={admin!r}, is_superuser={admin!r});"
+        f" {generated!r} and InitialPassword.objects.create(user=user)"
+    )
+    cluster.manage("shell", "--no-imports", "-c", script)

@@ -1,0 +1,81 @@
+"""Signing in: by hand, with a generated password, with wrong ones, and to where one wanted to go."""
+
+import re
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.browser.conftest import Opener
+from tests.browser.fleet import PASSWORD, USER, Fleet, make_user
+from tests.browser.screen import Screen
+
+REFUSED = r"status of (401|400|429)"
+
+
+def sign_in(page: Page, name: str, password: str) -> None:
+    """Types both and presses Enter, as people do."""
+    page.get_by_label("Name", exact=True).fill(name)
+    page.get_by_label("Password", exact=True).fill(password)
+    page.keyboard.press("Enter")
+
+
+@pytest.fixture
+def stranger(window: Opener, fleet: Fleet) -> Screen:
+    """A window of somebody who is not signed in."""
+    return window(fleet.webs[0].url)
+
+
+@pytest.mark.rule("U1")
+def test_leads_back_to_where_one_wanted_to_go(stranger: Screen) -> None:
+    page = stranger.go("/app/activity")
+    expect(page).to_have_url(re.compile(r"/login\?next="))
+    sign_in(page, USER, PASSWORD)
+    expect(page).to_have_url(re.compile(r"/app/activity$"))
+    expect(page.get_by_role("navigation", name="Main")).to_be_visible()
+
+
+@pytest.mark.rule("U1")
+def test_a_wrong_password_keeps_the_name_and_says_so(stranger: Screen) -> None:
+    stranger.expect(REFUSED)
+    page = stranger.go("/login")
+    sign_in(page, USER, "wrong")
+    expect(page.get_by_role("alert")).to_contain_text("do not belong together")
+    expect(page.get_by_label("Name", exact=True)).to_have_value(USER)
+    page.get_by_label("Password", exact=True).fill(PASSWORD)
+    page.get_by_role("button", name="Sign in").click()
+    expect(page).to_have_url(re.compile(r"/app/nodes$"))
+
+
+@pytest.mark.rule("U1")
+def test_a_generated_password_is_good_for_nothing_but_its_change(stranger: Screen, fleet: Fleet) -> None:
+    make_user(fleet.cluster, "carla", "generated-once-7f31", generated=True)
+    page = stranger.go("/app/activity")
+    sign_in(page, "carla", "generated-once-7f31")
+    expect(page.get_by_role("heading", name="Change password")).to_be_visible()
+    expect(page.get_by_role("navigation", name="Main")).to_have_count(0)
+    page.get_by_label("Present password").fill("generated-once-7f31")
+    page.get_by_label("New password", exact=True).fill("chosen-by-carla-88")
+    page.get_by_label("New password again").fill("chosen-by-carla-88")
+    page.get_by_role("button", name="Change password").click()
+    expect(page).to_have_url(re.compile(r"/app/activity$"))
+    expect(page.get_by_role("navigation", name="Main")).to_be_visible()
+
+
+@pytest.mark.rule("U1")
+def test_signing_out_ends_the_session(stranger: Screen, fleet: Fleet) -> None:
+    page = stranger.go("/login")
+    sign_in(page, USER, PASSWORD)
+    page.get_by_role("button", name="Account").click()
+    page.get_by_role("menuitem", name="Sign out").click()
+    expect(page).to_have_url(re.compile(r"/login"))
+    stranger.go("/app/nodes")
+    expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
+
+
+@pytest.mark.rule("U1")
+def test_one_who_is_no_admin_is_told_so(stranger: Screen, fleet: Fleet) -> None:
+    make_user(fleet.cluster, "dora", "a-reader-only-51", admin=False)
+    page = stranger.go("/login")
+    sign_in(page, "dora", "a-reader-only-51")
+    expect(page.get_by_role("heading", name="For administrators")).to_be_visible()
+    expect(page.get_by_role("button", name="Sign out")).to_be_visible()
