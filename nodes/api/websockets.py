@@ -39,8 +39,7 @@ async def principal_of(scope: Any) -> Principal:
     credential = identity.offered(lambda name: headers.get(name, ""))
     if credential is not None:
         return await database_sync_to_async(identity.by_credential)(credential) or ANONYMOUS
-    who = identity.of_session(await get_user(scope))
-    return ANONYMOUS if who.kind == "newcomer" else who
+    return identity.of_session(await get_user(scope))
 
 
 async def principal_again(scope: Any) -> Principal:
