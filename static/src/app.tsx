@@ -6,7 +6,8 @@ import { createBrowserRouter, Navigate, RouterProvider, type RouteObject } from 
 import { ApiError } from "./api/client";
 import { LiveContext } from "./live/hooks";
 import { LiveStore } from "./live/store";
-import { PageError } from "./shell/boundary";
+import { AppError, PageError } from "./shell/boundary";
+import { Checking } from "./shell/gate";
 import { Shell } from "./shell/shell";
 import { SignInPage } from "./shell/sign-in";
 import { Announcer } from "./ui/announce";
@@ -35,15 +36,17 @@ const pages: RouteObject[] = [
   { path: "*", lazy: async () => ({ Component: (await import("./shell/not-found")).NotFound }) },
 ];
 
+const around = { errorElement: <AppError />, hydrateFallbackElement: <Checking /> };
+
 const router = createBrowserRouter([
-  { path: "/login", element: <SignInPage />, errorElement: <PageError /> },
+  { path: "/login", element: <SignInPage />, ...around },
   {
     path: "/app",
     element: <Shell />,
-    errorElement: <PageError />,
+    ...around,
     children: pages.map((page) => ({ ...page, errorElement: <PageError /> })),
   },
-  { path: "*", element: <Navigate to="/app" replace /> },
+  { path: "*", element: <Navigate to="/app" replace />, ...around },
 ]);
 
 export function App(): ReactNode {

@@ -1,14 +1,66 @@
-// A page that failed says so in its own place; the rest of the shell goes on.
+// A page that failed says so in its own place; the rest of the shell goes on. Code that is not there any more after
+// an update is no fault of the page: loading it anew helps.
 import type { ReactNode } from "react";
-import { useRouteError } from "react-router";
+import { isRouteErrorResponse, useLocation, useNavigate, useRouteError } from "react-router";
+import { Button } from "../ui/button";
 import { Problem } from "../ui/problem";
+import { PageHead } from "../ui/title";
+import { LoneFrame } from "./gate";
+import { NotFound } from "./not-found";
+import "./shell.css";
 
+/** Whether a failure is that of loading a page's code, in the words of the browsers. */
+export function isMissingCode(failure: unknown): boolean {
+  if (!(failure instanceof Error)) return false;
+  return /dynamically imported module|importing a module script failed|unable to preload/i.test(failure.message);
+}
+
+/** In the place of a page. */
 export function PageError(): ReactNode {
   const failure = useRouteError();
-  const error = failure instanceof Error ? failure : new Error("This page failed.");
+  const navigate = useNavigate();
+  const place = useLocation();
+  if (isRouteErrorResponse(failure) && failure.status === 404) return <NotFound />;
+  if (isMissingCode(failure)) return <MissingCode />;
   return (
-    <main className="page">
-      <Problem error={error} onRetry={() => window.location.reload()} />
-    </main>
+    <>
+      <PageHead title="This page failed" />
+      <Problem error={asError(failure)} onRetry={() => void navigate(place, { replace: true })} />
+    </>
   );
+}
+
+function MissingCode(): ReactNode {
+  return (
+    <>
+      <PageHead title="This page could not be loaded" />
+      <p>The server cannot be reached, or has a new version of this page.</p>
+      <div>
+        <Button kind="primary" onClick={() => window.location.reload()}>
+          Reload
+        </Button>
+      </div>
+    </>
+  );
+}
+
+/** In the place of everything, if the shell itself failed. */
+export function AppError(): ReactNode {
+  const failure = useRouteError();
+  return (
+    <LoneFrame>
+      {isMissingCode(failure) ? (
+        <MissingCode />
+      ) : (
+        <>
+          <PageHead title="The page failed" />
+          <Problem error={asError(failure)} onRetry={() => window.location.reload()} />
+        </>
+      )}
+    </LoneFrame>
+  );
+}
+
+function asError(failure: unknown): Error {
+  return failure instanceof Error ? failure : new Error("Something failed that says nothing about itself.");
 }

@@ -1,26 +1,86 @@
-// What lies around every page: navigation, the operations strip, banners; starts the feed.
-import { useContext, useEffect, type ReactNode } from "react";
-import { NavLink, Outlet } from "react-router";
-import { LiveContext } from "../live/hooks";
-import { FeedSocket } from "../live/socket";
+// What lies around every page once somebody is signed in: navigation, the bar on top, the operations strip, banners.
+// It opens the feed and hears the keys. Nothing is shown before it is known who asks.
+import { lazy, Suspense, useEffect, useRef, useState, type ReactNode } from "react";
+import { Outlet, ScrollRestoration, useLocation, useNavigate, useNavigation } from "react-router";
+import { OperationsStrip } from "../operations/strip";
+import { listen, useShortcut } from "../ui/shortcuts";
+import { Banners } from "./banners";
+import { useConnectionNews, useFeed, useStale } from "./feed";
+import { Gate } from "./gate";
+import { Sidebar } from "./nav";
+import { useSignOut, type Person } from "./session";
+import { SessionEnd } from "./session-end";
+import { TopBar } from "./top-bar";
+import "./shell.css";
+
+const Palette = lazy(async () => ({ default: (await import("./palette")).Palette }));
+const ShortcutsDialog = lazy(async () => ({ default: (await import("./shortcuts-dialog")).ShortcutsDialog }));
 
 export function Shell(): ReactNode {
-  const store = useContext(LiveContext);
-  useEffect(() => {
-    const socket = new FeedSocket(store);
-    socket.start();
-    return () => socket.stop();
-  }, [store]);
+  return <Gate>{(user) => <Frame user={user} />}</Gate>;
+}
+
+function Frame({ user }: { user: Person }): ReactNode {
+  const [overlay, setOverlay] = useState<"" | "search" | "shortcuts">("");
+  const restart = useFeed();
+  const stale = useStale();
+  const signOut = useSignOut();
+  const { state } = useNavigation();
+  useConnectionNews(stale);
+  useFocusOnNavigation();
+  useKeys(setOverlay);
+  const shared = { onShortcuts: () => setOverlay("shortcuts"), onSignOut: () => signOut.mutate() };
   return (
-    <div className="shell">
-      <nav aria-label="Main">
-        <NavLink to="/app/nodes">Nodes</NavLink>
-        <NavLink to="/app/backends">Backends</NavLink>
-        <NavLink to="/app/activity">Activity</NavLink>
-      </nav>
-      <main className="page">
-        <Outlet />
-      </main>
+    <div className="app" data-stale={stale === null ? undefined : ""}>
+      <a className="skip" href="#main" onClick={skip}>
+        Skip to content
+      </a>
+      <Sidebar />
+      <div className="app-body">
+        <TopBar user={user.name} stale={stale} onSearch={() => setOverlay("search")} onRetry={restart} {...shared} />
+        {state === "loading" && <div className="progress-line" aria-hidden="true" />}
+        <OperationsStrip />
+        <Banners failure={signOut.error} />
+        <main id="main" className="page" tabIndex={-1}>
+          <Outlet />
+        </main>
+      </div>
+      <SessionEnd user={user} onBack={restart} />
+      <Suspense>
+        {overlay === "search" && <Palette onClose={() => setOverlay("")} {...shared} />}
+        {overlay === "shortcuts" && <ShortcutsDialog onClose={() => setOverlay("")} />}
+      </Suspense>
+      <ScrollRestoration />
     </div>
   );
+}
+
+function skip(event: React.MouseEvent): void {
+  event.preventDefault();
+  document.getElementById("main")?.focus();
+}
+
+function useKeys(open: (overlay: "search" | "shortcuts") => void): void {
+  const navigate = useNavigate();
+  useEffect(listen, []);
+  useShortcut("mod+k", () => open("search"), "Search");
+  useShortcut("/", () => open("search"), "Search");
+  useShortcut("?", () => open("shortcuts"), "Show these shortcuts");
+  useShortcut("g n", () => void navigate("/app/nodes"), "Go to Nodes");
+  useShortcut("g b", () => void navigate("/app/backends"), "Go to Backends");
+  useShortcut("g a", () => void navigate("/app/activity"), "Go to Activity");
+}
+
+/** Puts the focus on the heading of a page that was opened; the first page keeps the browser's own order. */
+function useFocusOnNavigation(): void {
+  const { pathname } = useLocation();
+  const before = useRef(pathname);
+  useEffect(() => {
+    if (before.current === pathname) return;
+    before.current = pathname;
+    const main = document.getElementById("main");
+    const heading = main?.querySelector<HTMLElement>("h1");
+    heading?.setAttribute("tabindex", "-1");
+    (heading ?? main)?.focus({ preventScroll: true });
+  }, [pathname]);
 }

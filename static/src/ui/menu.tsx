@@ -1,7 +1,9 @@
-// The menu of a row: arrow keys, Home, End, Enter and Escape as people expect; focus returns to its button.
+// Menus: arrow keys, Home, End, Enter and Escape as people expect; focus returns to the button. A row's menu has the
+// dots as its button, another one brings its own.
 import { DropdownMenu } from "radix-ui";
-import type { ReactNode } from "react";
+import type { ReactElement, ReactNode } from "react";
 import { Button } from "./button";
+import { Icon, type IconName } from "./icons";
 
 export interface MenuItem {
   label: string;
@@ -9,31 +11,61 @@ export interface MenuItem {
   danger?: boolean;
   /** Why it cannot be chosen now. */
   refusal?: string;
+  icon?: IconName;
+  /** For one of several of which one is chosen. */
+  checked?: boolean;
 }
 
-export function Menu({ name, items }: { name: string; items: readonly MenuItem[] }): ReactNode {
+interface MenuProps {
+  /** The name of the menu and, unless it brings its own, of its button. */
+  name: string;
+  items: readonly MenuItem[];
+  /** A button; the dots unless given. */
+  trigger?: ReactElement;
+  /** Said above the items. */
+  heading?: ReactNode;
+}
+
+export function Menu({ name, items, trigger, heading }: MenuProps): ReactNode {
   return (
     <DropdownMenu.Root>
       <DropdownMenu.Trigger asChild>
-        <Button kind="ghost" small aria-label={name}>
-          ⋯
-        </Button>
+        {trigger ?? (
+          <Button kind="ghost" small aria-label={name}>
+            <Icon name="more" />
+          </Button>
+        )}
       </DropdownMenu.Trigger>
       <DropdownMenu.Portal>
-        <DropdownMenu.Content className="menu" align="end" sideOffset={4} collisionPadding={8}>
+        <DropdownMenu.Content className="menu" aria-label={name} align="end" sideOffset={4} collisionPadding={8}>
+          {heading !== undefined && <DropdownMenu.Label className="menu-heading">{heading}</DropdownMenu.Label>}
           {items.map((item) => (
-            <DropdownMenu.Item
-              key={item.label}
-              className={`menu-item ${item.danger === true ? "danger" : ""}`}
-              disabled={item.refusal !== undefined && item.refusal !== ""}
-              title={item.refusal}
-              onSelect={item.onSelect}
-            >
-              {item.label}
-            </DropdownMenu.Item>
+            <Item key={item.label} {...item} />
           ))}
         </DropdownMenu.Content>
       </DropdownMenu.Portal>
     </DropdownMenu.Root>
+  );
+}
+
+function Item({ label, onSelect, danger = false, refusal = "", icon, checked }: MenuItem): ReactNode {
+  const shared = {
+    className: `menu-item ${danger ? "danger" : ""}`,
+    disabled: refusal !== "",
+    title: refusal === "" ? undefined : refusal,
+    onSelect,
+  };
+  const content = (
+    <>
+      {icon !== undefined && <Icon name={icon} />}
+      <span className="grow">{label}</span>
+      {checked === true && <Icon name="done" />}
+    </>
+  );
+  if (checked === undefined) return <DropdownMenu.Item {...shared}>{content}</DropdownMenu.Item>;
+  return (
+    <DropdownMenu.CheckboxItem {...shared} checked={checked}>
+      {content}
+    </DropdownMenu.CheckboxItem>
   );
 }

@@ -1,28 +1,46 @@
 // Light or dark: the system's, unless a person has chosen; the choice stays in this browser.
+import { useSyncExternalStore } from "react";
+import { keep, recall } from "../lib/storage";
+
 const KEY = "theme";
+const DARK = "(prefers-color-scheme: dark)";
+const listeners = new Set<() => void>();
 
 export type Theme = "light" | "dark" | "system";
 
 export function chosen(): Theme {
-  const kept = localStorage.getItem(KEY);
+  const kept = recall(KEY);
   return kept === "light" || kept === "dark" ? kept : "system";
 }
 
 export function choose(theme: Theme): void {
-  if (theme === "system") localStorage.removeItem(KEY);
-  else localStorage.setItem(KEY, theme);
+  keep(KEY, theme === "system" ? null : theme);
   show();
 }
 
-const dark = window.matchMedia("(prefers-color-scheme: dark)");
-
 function show(): void {
   const theme = chosen();
-  const isDark = theme === "dark" || (theme === "system" && dark.matches);
+  const isDark = theme === "dark" || (theme === "system" && window.matchMedia(DARK).matches);
   document.documentElement.dataset["theme"] = isDark ? "dark" : "light";
+  for (const listener of listeners) listener();
 }
 
 export function startTheme(): void {
   show();
-  dark.addEventListener("change", show);
+  window.matchMedia(DARK).addEventListener("change", show);
+}
+
+function subscribe(listener: () => void): () => void {
+  listeners.add(listener);
+  return () => listeners.delete(listener);
+}
+
+/** What is chosen, followed. */
+export function useTheme(): Theme {
+  return useSyncExternalStore(subscribe, chosen);
+}
+
+/** Whether the page is dark now: for what is drawn on a canvas. */
+export function useDark(): boolean {
+  return useSyncExternalStore(subscribe, () => document.documentElement.dataset["theme"] === "dark");
 }

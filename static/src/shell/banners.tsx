@@ -1,0 +1,65 @@
+// What every page must say: trouble of the cluster as the server tells it, a page that is older than the server, and
+// a session that may not see anything any more.
+import { useEffect, useRef, type ReactNode } from "react";
+import { useLive } from "../live/hooks";
+import { announce } from "../ui/announce";
+import { Button } from "../ui/button";
+import { Icon } from "../ui/icons";
+import { Problem } from "../ui/problem";
+
+export function Banners({ failure }: { failure: Error | null }): ReactNode {
+  const notices = useLive((state) => state.notices);
+  const outdated = useLive((state) => state.outdated);
+  const forbidden = useLive((state) => state.connection === "forbidden");
+  useNews(notices);
+  if (notices.length === 0 && !outdated && !forbidden && failure === null) return null;
+  return (
+    <section className="banners" aria-label="Notices">
+      {failure !== null && <Problem error={failure} />}
+      {forbidden && (
+        <Banner level="error" text="This account may not see the cluster any more." hint="Ask an administrator, or sign in as somebody else." />
+      )}
+      {outdated && (
+        <Banner level="info" text="A new version of this page is there." hint="What you typed is lost by loading it; finish first.">
+          <Button small onClick={() => window.location.reload()}>
+            Reload
+          </Button>
+        </Banner>
+      )}
+      {notices.map((notice) => (
+        <Banner key={notice.id} {...notice} />
+      ))}
+    </section>
+  );
+}
+
+interface BannerProps {
+  level: "info" | "warning" | "error";
+  text: string;
+  hint: string;
+  children?: ReactNode;
+}
+
+function Banner({ level, text, hint, children }: BannerProps): ReactNode {
+  return (
+    <div className={`banner ${level}`}>
+      <Icon name={level === "error" ? "error" : "warning"} />
+      <p className="grow">
+        <strong>{text}</strong>
+        {hint !== "" && <> {hint}</>}
+      </p>
+      {children}
+    </div>
+  );
+}
+
+/** Says a notice when it comes; those that were there at first are read with the page. */
+function useNews(notices: readonly { id: string; text: string }[]): void {
+  const known = useRef<Set<string> | null>(null);
+  useEffect(() => {
+    const before = known.current;
+    known.current = new Set(notices.map((notice) => notice.id));
+    if (before === null) return;
+    for (const notice of notices) if (!before.has(notice.id)) announce(notice.text);
+  }, [notices]);
+}

@@ -1,0 +1,54 @@
+// The feed of this tab: open while somebody is signed in who may have it, opened again on demand.
+import { useCallback, useContext, useEffect, useMemo, useState } from "react";
+import { LiveContext, useChange, useLive } from "../live/hooks";
+import { FeedSocket } from "../live/socket";
+import { announce } from "../ui/announce";
+
+/** Keeps the feed open; answers how to open it anew at once. */
+export function useFeed(): () => void {
+  const store = useContext(LiveContext);
+  const socket = useMemo(() => new FeedSocket(store), [store]);
+  useEffect(() => {
+    socket.start();
+    return () => socket.stop();
+  }, [socket]);
+  return useCallback(() => {
+    socket.stop();
+    socket.start();
+  }, [socket]);
+}
+
+/** A moment without the feed is no news. */
+const PATIENCE_MS = 3000;
+
+export interface Staleness {
+  /** When the feed was lost, ms of this browser. */
+  since: number;
+  seconds: number;
+}
+
+/** Since when what is shown may be old; null while it is not. */
+export function useStale(): Staleness | null {
+  const since = useLive((state) => state.staleSince);
+  const [now, setNow] = useState(() => Date.now());
+  useEffect(() => {
+    if (since === null) return;
+    const timer = setInterval(() => setNow(Date.now()), 1000);
+    return () => clearInterval(timer);
+  }, [since]);
+  if (since === null || now - since < PATIENCE_MS) return null;
+  return { since, seconds: Math.floor((now - since) / 1000) };
+}
+
+/** The local time of day with seconds. */
+export function clockTime(ms: number): string {
+  return new Date(ms).toLocaleTimeString(undefined, { hour: "2-digit", minute: "2-digit", second: "2-digit", hour12: false });
+}
+
+/** Says once that the connection is lost, and once that it is back. */
+export function useConnectionNews(stale: Staleness | null): void {
+  useChange(stale !== null, (before) => {
+    if (before) announce("The connection is back; everything shown is current.");
+    else announce("The connection is lost; what is shown may be old.");
+  });
+}

@@ -1,0 +1,83 @@
+// Who may pass: nothing is shown while it is being asked, and nothing if it cannot be known.
+import type { ReactNode } from "react";
+import { Navigate, Outlet, useLocation } from "react-router";
+import { Button } from "../ui/button";
+import { Problem } from "../ui/problem";
+import { usePageTitle } from "../ui/title";
+import { signInPath } from "./next";
+import { Brand } from "./nav";
+import { useSession, useSignOut, type Person } from "./session";
+
+const PASSWORD = "/app/password";
+
+export function Gate({ children }: { children: (user: Person) => ReactNode }): ReactNode {
+  const session = useSession();
+  const place = useLocation();
+  if (session.data === undefined) {
+    if (session.error === null || session.isFetching) return <Checking />;
+    return (
+      <Lone title="Who are you?">
+        <p>Whether you are signed in could not be found out.</p>
+        <Problem error={session.error} onRetry={() => void session.refetch()} />
+      </Lone>
+    );
+  }
+  const user = session.data;
+  if (user === null) return <Navigate to={signInPath(place)} replace />;
+  if (user.mustChangePassword) {
+    if (place.pathname !== PASSWORD) return <Navigate to={PASSWORD} replace state={{ next: place.pathname + place.search }} />;
+    return (
+      <LoneFrame>
+        <Outlet />
+      </LoneFrame>
+    );
+  }
+  if (user.role !== "admin") return <NotAdmin user={user} />;
+  return children(user);
+}
+
+/** As little as possible: most checks end before anybody sees it. */
+export function Checking(): ReactNode {
+  return (
+    <div className="checking" role="status">
+      <span className="spinner" aria-hidden="true" />
+      <span className="visually-hidden">Checking who is signed in</span>
+    </div>
+  );
+}
+
+function NotAdmin({ user }: { user: Person }): ReactNode {
+  const signOut = useSignOut();
+  return (
+    <Lone title="For administrators">
+      <p>
+        You are signed in as <bdi>{user.name}</bdi>, who is no administrator. This page operates the cluster; ask an
+        administrator for the right, or sign in as somebody else.
+      </p>
+      {signOut.error !== null && <Problem error={signOut.error} />}
+      <Button busy={signOut.isPending} onClick={() => signOut.mutate()}>
+        Sign out
+      </Button>
+    </Lone>
+  );
+}
+
+/** A page without a shell. */
+export function Lone({ title, children }: { title: string; children: ReactNode }): ReactNode {
+  usePageTitle(title);
+  return (
+    <LoneFrame>
+      <h1>{title}</h1>
+      {children}
+    </LoneFrame>
+  );
+}
+
+export function LoneFrame({ children }: { children: ReactNode }): ReactNode {
+  return (
+    <main id="main" className="lone" tabIndex={-1}>
+      <Brand />
+      <div className="card stack">{children}</div>
+    </main>
+  );
+}

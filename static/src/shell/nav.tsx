@@ -1,0 +1,191 @@
+// The navigation: a sidebar, a rail of icons on a middling window, a drawer on a phone. It says at a glance how many
+// nodes are well and whether anything runs or has failed.
+import { Dialog } from "radix-ui";
+import { useRef, useState, type MouseEvent, type ReactElement, type ReactNode } from "react";
+import { NavLink, useLocation } from "react-router";
+import { count } from "../lib/format";
+import { PHONE, RAIL, useMedia } from "../lib/media";
+import { useLive } from "../live/hooks";
+import { isActive, needsAttention, type LiveState } from "../live/store";
+import { Button } from "../ui/button";
+import { Icon, type IconName } from "../ui/icons";
+import { Tip } from "../ui/tip";
+
+function healthy(state: LiveState): number {
+  let found = 0;
+  for (const node of state.nodes.values()) if (node.status === "healthy") found += 1;
+  return found;
+}
+
+function tally(state: LiveState, which: typeof isActive): number {
+  let found = 0;
+  for (const operation of state.operations.values()) if (which(operation)) found += 1;
+  return found;
+}
+
+function NodesSignal(): ReactNode {
+  const well = useLive(healthy);
+  const total = useLive((state) => state.nodes.size);
+  const known = useLive((state) => state.nodesCursor !== null);
+  if (!known) return null;
+  return (
+    <span className="signal">
+      <span aria-hidden="true">
+        {well}/{total}
+      </span>
+      <span className="visually-hidden">
+        , {well} of {total} healthy
+      </span>
+    </span>
+  );
+}
+
+function ActivitySignal(): ReactNode {
+  const running = useLive((state) => tally(state, isActive));
+  const failed = useLive((state) => tally(state, needsAttention));
+  if (failed > 0) return <Badge className="signal badge bad" number={failed} words={`, ${count(failed, "failed operation")}`} />;
+  if (running > 0) return <Badge className="signal badge" number={running} words={`, ${count(running, "operation")} under way`} />;
+  return null;
+}
+
+function Badge({ className, number, words }: { className: string; number: number; words: string }): ReactNode {
+  return (
+    <span className={className}>
+      <span aria-hidden="true">{number > 999 ? "999+" : number}</span>
+      <span className="visually-hidden">{words}</span>
+    </span>
+  );
+}
+
+interface Place {
+  to: string;
+  label: string;
+  icon: IconName;
+  signal?: ReactNode;
+}
+
+const PLACES: readonly Place[] = [
+  { to: "/app/nodes", label: "Nodes", icon: "nodes", signal: <NodesSignal /> },
+  { to: "/app/backends", label: "Backends", icon: "backends" },
+  { to: "/app/activity", label: "Activity", icon: "activity", signal: <ActivitySignal /> },
+];
+
+/** Pages of the server's own. */
+const OUTSIDE: readonly Place[] = [
+  { to: "/admin/", label: "Admin", icon: "admin" },
+  { to: "/api/docs", label: "API docs", icon: "docs" },
+];
+
+function Links({ rail }: { rail: boolean }): ReactNode {
+  return (
+    <>
+      <ul className="nav-links">
+        {PLACES.map(({ to, label, icon, signal }) => (
+          <li key={to}>
+            <RailTip rail={rail} text={label}>
+              <NavLink to={to} className="nav-link">
+                <Icon name={icon} />
+                <span className="nav-label">{label}</span>
+                {signal}
+              </NavLink>
+            </RailTip>
+          </li>
+        ))}
+      </ul>
+      <ul className="nav-links nav-outside">
+        {OUTSIDE.map(({ to, label, icon }) => (
+          <li key={to}>
+            <RailTip rail={rail} text={label}>
+              <a href={to} className="nav-link">
+                <Icon name={icon} />
+                <span className="nav-label">{label}</span>
+                <span className="signal nav-label">
+                  <Icon name="external" size={12} />
+                </span>
+              </a>
+            </RailTip>
+          </li>
+        ))}
+      </ul>
+    </>
+  );
+}
+
+function RailTip({ rail, text, children }: { rail: boolean; text: string; children: ReactElement }): ReactNode {
+  return rail ? <Tip text={text}>{children}</Tip> : children;
+}
+
+export function Brand(): ReactNode {
+  return (
+    <span className="brand">
+      <svg width="22" height="22" viewBox="0 0 22 22" aria-hidden="true" focusable="false">
+        <rect className="brand-ground" width="22" height="22" rx="6" />
+        <path className="brand-mark" d="M11 5.2 16 8v6l-5 2.8L6 14V8zM11 11l5-3M11 11v5.8M11 11 6 8" />
+      </svg>
+      <span className="nav-label">LocalAI Cluster</span>
+    </span>
+  );
+}
+
+/** The navigation of wide and middling windows. */
+export function Sidebar(): ReactNode {
+  const rail = useMedia(RAIL);
+  const phone = useMedia(PHONE);
+  if (phone) return null;
+  return (
+    <nav className={`sidebar ${rail ? "rail" : ""}`} aria-label="Main">
+      <Brand />
+      <Links rail={rail} />
+    </nav>
+  );
+}
+
+/** The navigation of phones: a button, and a drawer over the page. Give it the page's path as its key: it closes when
+ * the page changes, whoever changed it. */
+export function Drawer(): ReactNode {
+  const phone = useMedia(PHONE);
+  const { pathname } = useLocation();
+  const [open, setOpen] = useState(false);
+  const leaving = useRef(false);
+  const press = (event: MouseEvent) => {
+    const link = event.target instanceof Element ? event.target.closest("a") : null;
+    if (link === null) return;
+    leaving.current = link.getAttribute("href") !== pathname;
+    setOpen(false);
+  };
+  if (!phone) return null;
+  return (
+    <Dialog.Root open={open} onOpenChange={setOpen}>
+      <Dialog.Trigger asChild>
+        <Button kind="ghost" className="icon" aria-label="Menu">
+          <Icon name="menu" />
+        </Button>
+      </Dialog.Trigger>
+      <Dialog.Portal>
+        <Dialog.Overlay className="overlay" />
+        <Dialog.Content
+          className="drawer"
+          aria-describedby={undefined}
+          onCloseAutoFocus={(event) => {
+            // The next page takes the focus; the button would take it away again.
+            if (leaving.current) event.preventDefault();
+          }}
+        >
+          <div className="row spread">
+            <Dialog.Title className="drawer-title">
+              <Brand />
+            </Dialog.Title>
+            <Dialog.Close asChild>
+              <Button kind="ghost" className="icon" aria-label="Close menu">
+                <Icon name="close" />
+              </Button>
+            </Dialog.Close>
+          </div>
+          <nav aria-label="Main" onClick={press}>
+            <Links rail={false} />
+          </nav>
+        </Dialog.Content>
+      </Dialog.Portal>
+    </Dialog.Root>
+  );
+}

@@ -1,0 +1,98 @@
+// A session that ends under an open page: the person signs in again over it, so that nothing typed is lost, and the
+// feed and the failed questions start again. Somebody else gets the page anew.
+import { useQueryClient } from "@tanstack/react-query";
+import { useContext, useEffect, useRef, useState, type ReactNode } from "react";
+import { whenSignedOut } from "../api/client";
+import { LiveContext, useChange, useLive } from "../live/hooks";
+import { Dialog } from "../ui/dialog";
+import { askAgain, useSetSession, type Person } from "./session";
+import { SignInForm } from "./sign-in-form";
+
+/** A session that is said to be over again so soon after it was found to hold is over. */
+const TWICE_MS = 10_000;
+
+export function SessionEnd({ user, onBack }: { user: Person; onBack: () => void }): ReactNode {
+  const [over, setOver] = useState(false);
+  const back = useBack(user, () => {
+    setOver(false);
+    onBack();
+  });
+  useEnd(back, () => setOver(true));
+  useReturn(over, back);
+  return (
+    <Dialog
+      open={over}
+      onClose={() => undefined}
+      title="Your session has ended"
+      description="Sign in again; the page stays as it is, with everything you typed."
+    >
+      <SignInForm name={user.name} onSignedIn={back} />
+      <p className="muted">
+        Signing in as somebody else loads the page anew. <a href="/login">Leave this page</a>
+      </p>
+    </Dialog>
+  );
+}
+
+type Back = (person: Person) => void;
+
+/** What happens when it is known who is signed in now. */
+function useBack(user: Person, goOn: () => void): Back {
+  const store = useContext(LiveContext);
+  const queries = useQueryClient();
+  const setSession = useSetSession();
+  return (person) => {
+    if (person.id !== user.id) {
+      window.location.reload();
+      return;
+    }
+    setSession(person);
+    store.lost("connecting");
+    goOn();
+    void queries.invalidateQueries({ predicate: (query) => query.state.status === "error" });
+  };
+}
+
+/** Hears of the end from answers and from the feed; asks first, because a changed password also ends the old one. */
+function useEnd(back: Back, end: () => void): void {
+  const latest = useRef({ back, end });
+  const asking = useRef(false);
+  const held = useRef(-Infinity);
+  useEffect(() => {
+    latest.current = { back, end };
+  });
+  const [check] = useState(() => async () => {
+    if (asking.current) return;
+    asking.current = true;
+    const person = performance.now() - held.current < TWICE_MS ? null : await askAgain().catch(() => null);
+    asking.current = false;
+    if (person === null) {
+      latest.current.end();
+      return;
+    }
+    held.current = performance.now();
+    latest.current.back(person);
+  });
+  useEffect(() => whenSignedOut(() => void check()), [check]);
+  const connection = useLive((state) => state.connection);
+  useChange(connection, () => {
+    if (connection === "signed-out") void check();
+  });
+}
+
+/** Whoever signs in in another tab need not do it here again. */
+function useReturn(over: boolean, back: Back): void {
+  const latest = useRef(back);
+  useEffect(() => {
+    latest.current = back;
+  });
+  useEffect(() => {
+    if (!over) return;
+    const look = () => {
+      if (document.hidden) return;
+      void askAgain().then((person) => person !== null && latest.current(person), () => undefined);
+    };
+    document.addEventListener("visibilitychange", look);
+    return () => document.removeEventListener("visibilitychange", look);
+  }, [over]);
+}

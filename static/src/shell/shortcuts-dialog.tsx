@@ -1,0 +1,50 @@
+// The keyboard map of this page, and whether single keys do anything.
+import type { ReactNode } from "react";
+import { Dialog } from "../ui/dialog";
+import { setSingleKeys, useShortcuts, useSingleKeys, type Shortcut } from "../ui/shortcuts";
+
+export function ShortcutsDialog({ onClose }: { onClose: () => void }): ReactNode {
+  const rows = byDescription(useShortcuts());
+  const on = useSingleKeys();
+  return (
+    <Dialog open onClose={onClose} title="Keyboard shortcuts">
+      <dl className="shortcuts">
+        {[...rows].map(([description, keys]) => (
+          <div key={description}>
+            <dt>{description}</dt>
+            <dd>
+              {keys.map((one, index) => (
+                <span key={one}>
+                  {index > 0 && " or "}
+                  <Keys keys={one} />
+                </span>
+              ))}
+            </dd>
+          </div>
+        ))}
+      </dl>
+      <label className="row">
+        <input type="checkbox" checked={on} onChange={(event) => setSingleKeys(event.target.checked)} />
+        Single keys work outside of fields
+      </label>
+    </Dialog>
+  );
+}
+
+function byDescription(shortcuts: readonly Shortcut[]): Map<string, string[]> {
+  const rows = new Map<string, string[]>();
+  for (const { description, keys } of shortcuts) {
+    const known = rows.get(description) ?? [];
+    if (!known.includes(keys)) rows.set(description, [...known, keys]);
+  }
+  return rows;
+}
+
+function Keys({ keys }: { keys: string }): ReactNode {
+  return keys.split(" ").map((key, index) => (
+    <span key={key}>
+      {index > 0 && " then "}
+      <kbd>{key.replace("mod+", "Ctrl-").replace(/-(.)$/, (_, letter: string) => `-${letter.toUpperCase()}`)}</kbd>
+    </span>
+  ));
+}

@@ -1,0 +1,107 @@
+// The keyboard map. A page says which keys it takes while it is open (`useShortcut`); one listener hears them all.
+// Single keys work only outside of fields, menus and dialogs, and can be turned off; a combination with Ctrl or Cmd
+// works in fields too.
+import { useEffect, useRef, useSyncExternalStore } from "react";
+import { keep, recall } from "../lib/storage";
+
+export interface Shortcut {
+  /** `j`, `?`, `g n` (one after the other) or `mod+k` (Ctrl or Cmd). */
+  keys: string;
+  description: string;
+  run: () => void;
+}
+
+/** What of a keyboard event decides. */
+export type Press = Pick<KeyboardEvent, "key" | "ctrlKey" | "metaKey" | "altKey">;
+
+const OFF_KEY = "single-keys";
+const SEQUENCE_MS = 1000;
+const FIELDS = "input, textarea, select, [contenteditable='true']";
+const OWN_KEYS = `${FIELDS}, [role='dialog'], [role='alertdialog'], [role='menu'], [role='listbox'], [role='combobox']`;
+
+let shortcuts: readonly Shortcut[] = [];
+const listeners = new Set<() => void>();
+
+function tell(next: readonly Shortcut[]): void {
+  shortcuts = next;
+  for (const listener of listeners) listener();
+}
+
+function subscribe(listener: () => void): () => void {
+  listeners.add(listener);
+  return () => listeners.delete(listener);
+}
+
+/** The keys that work now. */
+export function useShortcuts(): readonly Shortcut[] {
+  return useSyncExternalStore(subscribe, () => shortcuts);
+}
+
+export function singleKeysWork(): boolean {
+  return recall(OFF_KEY) !== "off";
+}
+
+export function useSingleKeys(): boolean {
+  return useSyncExternalStore(subscribe, singleKeysWork);
+}
+
+export function setSingleKeys(work: boolean): void {
+  keep(OFF_KEY, work ? null : "off");
+  for (const listener of listeners) listener();
+}
+
+/** Takes `keys` while the component is there and `enabled`; the last one that takes them gets them. */
+export function useShortcut(keys: string, run: () => void, description: string, enabled = true): void {
+  const latest = useRef(run);
+  useEffect(() => {
+    latest.current = run;
+  });
+  useEffect(() => {
+    if (!enabled) return;
+    const shortcut = { keys, description, run: () => latest.current() };
+    tell([...shortcuts, shortcut]);
+    return () => tell(shortcuts.filter((one) => one !== shortcut));
+  }, [keys, description, enabled]);
+}
+
+/** How a press is written in a map: "" if it can be none of it. */
+export function written(press: Press): string {
+  if (press.altKey || press.key === "Shift") return "";
+  if (press.ctrlKey || press.metaKey) return `mod+${press.key.toLowerCase()}`;
+  return press.key.length === 1 ? press.key : press.key.toLowerCase();
+}
+
+/** What pressing `key` after `before` ("" for nothing) does: a shortcut, or what a longer one now waits for. */
+export function match(known: readonly Shortcut[], before: string, key: string): { hit: Shortcut | null; pending: string } {
+  if (key === "") return { hit: null, pending: before };
+  const sequence = before === "" ? key : `${before} ${key}`;
+  const hit = known.findLast((one) => one.keys === sequence) ?? null;
+  if (hit !== null) return { hit, pending: "" };
+  if (known.some((one) => one.keys.startsWith(`${sequence} `))) return { hit: null, pending: sequence };
+  return before === "" ? { hit: null, pending: "" } : match(known, "", key);
+}
+
+/** Whether the element has a use of its own for single keys. */
+export function typing(target: EventTarget | null): boolean {
+  return target instanceof Element && target.closest(OWN_KEYS) !== null;
+}
+
+/** Hears the keys of the whole page; answers how to stop. */
+export function listen(): () => void {
+  let pending = "";
+  let at = 0;
+  const hear = (event: KeyboardEvent) => {
+    if (event.defaultPrevented || event.isComposing) return;
+    const key = written(event);
+    const inside = event.target instanceof Element ? event.target.closest("[role='dialog'], [role='alertdialog']") : null;
+    if (key.startsWith("mod+") ? inside !== null : typing(event.target) || !singleKeysWork()) return;
+    const found = match(shortcuts, event.timeStamp - at < SEQUENCE_MS ? pending : "", key);
+    pending = found.pending;
+    at = event.timeStamp;
+    if (found.hit === null) return;
+    event.preventDefault();
+    found.hit.run();
+  };
+  document.addEventListener("keydown", hear);
+  return () => document.removeEventListener("keydown", hear);
+}
