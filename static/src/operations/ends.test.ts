@@ -1,0 +1,49 @@
+import { describe, expect, it } from "vitest";
+import { ends } from "./ends";
+import { at, byJob, install } from "./fixtures";
+
+const running = install("gpu-1");
+const completed = install("gpu-1", { status: "completed", finishedAt: at(5) });
+
+describe("ends", () => {
+  it("are told when the feed says so, in words that fit the work (E23)", () => {
+    expect(ends(byJob(running), byJob(completed))).toEqual([
+      { group: "backend_install echo", tone: "good", text: "Installed backend echo on gpu-1" },
+    ]);
+    const removed = install("gpu-1", { status: "completed", kind: "backend_delete", isDeletion: true });
+    expect(ends(byJob(), byJob(removed))[0]?.text).toBe("Removed backend echo on gpu-1");
+  });
+
+  it("are not told of what is merely gone, nor of what had ended when the page was opened (E22)", () => {
+    expect(ends(byJob(running), byJob())).toEqual([]);
+    expect(ends(null, byJob(completed))).toEqual([]);
+  });
+
+  it("say nothing of success when it was cancelled (E22)", () => {
+    const [end] = ends(byJob(running), byJob(install("gpu-1", { status: "cancelled" })));
+    expect([end?.tone, end?.text]).toEqual(["quiet", "Cancelled: install backend echo on gpu-1"]);
+  });
+
+  it("of thirteen nodes tell the last, for all", () => {
+    const other = install("gpu-2");
+    expect(ends(byJob(running, other), byJob(completed, other))).toEqual([]);
+    const last = install("gpu-2", { status: "completed", finishedAt: at(9) });
+    expect(ends(byJob(completed, other), byJob(completed, last))[0]?.text).toBe("Installed backend echo on 2 nodes");
+  });
+
+  it("give a failure's reason at once, and do not count it as done", () => {
+    const other = install("gpu-2");
+    const failed = install("gpu-1", { status: "failed", error: "no space left", finishedAt: at(2) });
+    expect(ends(byJob(running, other), byJob(failed, other))).toEqual([
+      { group: "backend_install echo", tone: "bad", text: "Could not install backend echo on gpu-1: no space left" },
+    ]);
+    const last = install("gpu-2", { status: "completed", finishedAt: at(9) });
+    expect(ends(byJob(failed, other), byJob(failed, last))[0]?.text).toBe("Installed backend echo on 1 of 2 nodes");
+  });
+
+  it("are told once", () => {
+    const after = byJob(completed);
+    expect(ends(after, new Map(after))).toEqual([]);
+    expect(ends(after, byJob(install("gpu-1", { status: "completed", seq: 99 })))).toEqual([]);
+  });
+});

@@ -1,0 +1,67 @@
+// What has just ended, told once: only what the feed said in so many words. An operation that is merely gone (after a
+// cut, or dismissed elsewhere) says nothing of how it ended.
+import { count } from "../lib/format";
+import type { Operation } from "../live/messages";
+import { isActive, needsAttention } from "../live/store";
+import { groupID, latestParts, runOf } from "./model";
+import { phrase, place } from "./words";
+
+type Operations = ReadonlyMap<string, Operation>;
+
+export interface End {
+  group: string;
+  tone: "good" | "bad" | "quiet";
+  text: string;
+}
+
+/** The ends between two moments. `before` null: the page has only begun to watch. */
+export function ends(before: Operations | null, after: Operations): End[] {
+  if (before === null || before === after) return [];
+  const ended = new Map<string, Operation[]>();
+  for (const operation of after.values()) {
+    const was = before.get(operation.jobID);
+    if (was === operation || isActive(operation) || (was !== undefined && !isActive(was))) continue;
+    ended.set(groupID(operation), [...(ended.get(groupID(operation)) ?? []), operation]);
+  }
+  return [...ended].flatMap(([id, operations]) => told(id, operations, after));
+}
+
+function told(id: string, ended: readonly Operation[], after: Operations): End[] {
+  const failed = ended.filter(needsAttention);
+  const cancelled = ended.filter((one) => one.status === "cancelled");
+  const said: End[] = [];
+  if (failed[0] !== undefined) said.push({ group: id, tone: "bad", text: failure(failed, failed[0]) });
+  if (cancelled[0] !== undefined) said.push({ group: id, tone: "quiet", text: sentence(cancelled, cancelled[0]) });
+  const members = [...after.values()].filter((one) => groupID(one) === id);
+  const completed = ended.filter((one) => one.status === "completed");
+  // Of thirteen nodes the last one is told, for all of them.
+  if (completed.length > 0 && !members.some(isActive)) said.push(success(id, runOf(completed, members)));
+  return said;
+}
+
+function names(operations: readonly Operation[]): string[] {
+  return latestParts(operations).map((part) => part.name);
+}
+
+function sentence(operations: readonly Operation[], first: Operation): string {
+  return [phrase(first, "cancelled"), first.name, place(first, names(operations))].filter(Boolean).join(" ");
+}
+
+function failure(operations: readonly Operation[], first: Operation): string {
+  const where = place(first, names(operations));
+  return `${[phrase(first, "failed"), first.name, where].filter(Boolean).join(" ")}: ${first.error ?? "no reason given"}`;
+}
+
+function success(group: string, run: readonly Operation[]): End {
+  const parts = latestParts(run);
+  const well = parts.filter((part) => part.status === "success");
+  const [first] = well;
+  const where =
+    first === undefined
+      ? ""
+      : well.length < parts.length
+        ? `on ${well.length} of ${count(parts.length, "node")}`
+        : place(first.job, well.map((part) => part.name));
+  const text = first === undefined ? "" : [phrase(first.job, "completed"), first.job.name, where].filter(Boolean).join(" ");
+  return { group, tone: "good", text };
+}

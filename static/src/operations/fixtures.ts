@@ -1,0 +1,28 @@
+// Operations for the tests of this folder.
+import type { Operation, OperationTarget } from "../live/messages";
+
+export const START = Date.parse("2026-08-22T10:00:00Z");
+
+export function at(seconds: number): string {
+  return new Date(START + 1000 * seconds).toISOString();
+}
+
+let seq = 0;
+
+/** The installation of echo on one node, changed by `more`. */
+export function install(node: string, more: Partial<Operation> = {}, target: Partial<OperationTarget> = {}): Operation {
+  seq += 1;
+  const status = more.status ?? "processing";
+  return {
+    id: "echo", name: "echo", fullName: "echo", jobID: `job-${node}`, kind: "backend_install", status, progress: 0,
+    taskType: "Installation", isDeletion: false, isBackend: true, isQueued: status === "pending", cancellable: false,
+    message: status === "pending" ? "queued" : "", attempts: 0, nextLookAt: at(0), requestID: "", actor: "admin", seq,
+    createdAt: at(0), nodeID: node, nodeName: node,
+    nodes: [{ node_id: node, node_name: node, status: "downloading", percentage: more.progress ?? 0, ...target }],
+    ...more,
+  };
+}
+
+export function byJob(...operations: Operation[]): Map<string, Operation> {
+  return new Map(operations.map((operation) => [operation.jobID, operation]));
+}

@@ -1,0 +1,34 @@
+// The small parts that the strip, its list and the cards share: glyph, figures, what is waited for.
+import type { ReactNode } from "react";
+import { bytes, left, rate, span } from "../lib/format";
+import type { Operation } from "../live/messages";
+import { useNow } from "../live/hooks";
+import { Icon, type IconName } from "../ui/icons";
+import type { Pace } from "./pace";
+import type { State } from "./words";
+
+const GLYPHS: Partial<Record<State, IconName>> = { failed: "warning", completed: "done", cancelled: "close" };
+
+/** Turns while it runs, stands while it waits. */
+export function WorkGlyph({ state }: { state: State }): ReactNode {
+  const icon = GLYPHS[state];
+  if (state === "running") return <span className="spinner" aria-hidden="true" />;
+  return <span className={`work-glyph ${state}`}>{icon === undefined ? <span className="work-dot" aria-hidden="true" /> : <Icon name={icon} />}</span>;
+}
+
+/** "1.2 GiB / 4 GiB · 30 MiB/s · 2 min left"; what is not known is left out. */
+export function figures(current: number, total: number, pace: Pace | undefined): string {
+  const parts: string[] = [];
+  if (current > 0) parts.push(total > 0 ? `${bytes(current)} / ${bytes(total)}` : bytes(current));
+  if (pace !== undefined && pace.rate !== null && pace.rate > 0) parts.push(rate(pace.rate));
+  if (pace !== undefined && pace.left !== null) parts.push(`${left(pace.left)} left`);
+  return parts.join(" · ");
+}
+
+/** "looks again in 12s", while that is still to come. */
+export function NextLook({ operation }: { operation: Operation }): ReactNode {
+  const now = useNow(1000);
+  const seconds = (Date.parse(operation.nextLookAt) - now) / 1000;
+  if (!(seconds >= 1)) return null;
+  return <span className="next-look">looks again in {span(seconds)}</span>;
+}

@@ -1,0 +1,210 @@
+// Operations as people think of them: the installs of one backend on thirteen nodes are one piece of work with
+// thirteen parts. Pure: groups from the operations that the feed has told, with the groups of a moment ago, so that
+// progress does not go back and what has not changed keeps its identity.
+import type { Operation, OperationTarget } from "../live/messages";
+import { isActive, needsAttention } from "../live/store";
+import { stateOf, type State } from "./words";
+
+/** One node's part of the work, or the work itself while no node is known. */
+export interface Part {
+  /** The node's id; the job's if no node is known. */
+  id: string;
+  nodeID: string;
+  name: string;
+  job: Operation;
+  /** A target's status, or how its operation is when that says more. */
+  status: OperationTarget["status"] | Exclude<State, "running">;
+  /** 0 to 100. */
+  value: number;
+  file: string;
+  phase: string;
+  error: string;
+  current: number;
+  /** 0 if not known. */
+  total: number;
+}
+
+export interface Group {
+  id: string;
+  kind: string;
+  name: string;
+  state: "failed" | "running" | "waiting" | "queued";
+  active: readonly Operation[];
+  failed: readonly Operation[];
+  /** The nodes of the run under way, or of the failures if nothing is. */
+  parts: readonly Part[];
+  /** Parts that ended well. */
+  done: number;
+  /** Over all parts, 0 to 99: it is not done before the last one ends. */
+  progress: number;
+  /** Bytes of all parts; `total` 0 unless all that is under way know theirs. */
+  current: number;
+  total: number;
+  /** The operation that speaks for the group. */
+  speaker: Operation;
+}
+
+/** Requests of one press reach the server one after the other; the first may have ended before the last comes. */
+const ONE_PRESS_MS = 5_000;
+
+/** Operations on one element are told together. */
+export function groupID(operation: Pick<Operation, "kind" | "name">): string {
+  return `${operation.kind} ${operation.name}`;
+}
+
+/** What runs, waits, or failed and is not dismissed: failures first, then the least advanced. */
+export function groups(operations: Iterable<Operation>, before: ReadonlyMap<string, Group>): Group[] {
+  const all = new Map<string, Operation[]>();
+  for (const operation of operations) {
+    const id = groupID(operation);
+    const known = all.get(id);
+    if (known === undefined) all.set(id, [operation]);
+    else known.push(operation);
+  }
+  const found: Group[] = [];
+  for (const [id, members] of all) {
+    const group = groupOf(id, members, before.get(id));
+    if (group !== null) found.push(group);
+  }
+  return found.sort(byUrgency);
+}
+
+function byUrgency(left: Group, right: Group): number {
+  const failed = Number(right.failed.length > 0) - Number(left.failed.length > 0);
+  return failed || left.progress - right.progress || left.id.localeCompare(right.id);
+}
+
+function groupOf(id: string, members: readonly Operation[], before: Group | undefined): Group | null {
+  const active = members.filter(isActive).sort(byAge);
+  const failed = members.filter(needsAttention).sort(byAge);
+  const speaker = failed.at(-1) ?? active.find((one) => stateOf(one) === "running") ?? active[0];
+  if (speaker === undefined) return null;
+  const run = active.length > 0 ? runOf(active, members) : failed;
+  const parts = latestParts(run);
+  if (before !== undefined && same(before, active, failed, parts)) return before;
+  const state = failed.length > 0 ? "failed" : stateOfAll(active);
+  const done = parts.filter((part) => part.status === "success").length;
+  const progress = active.length > 0 ? advanced(parts, before) : 0;
+  return { id, kind: speaker.kind, name: speaker.name, state, active, failed, parts, done, progress, ...bytesOf(parts), speaker };
+}
+
+function stateOfAll(active: readonly Operation[]): Group["state"] {
+  const states = new Set(active.map(stateOf));
+  if (states.has("running")) return "running";
+  return states.has("waiting") ? "waiting" : "queued";
+}
+
+function byAge(left: Operation, right: Operation): number {
+  return Date.parse(left.createdAt) - Date.parse(right.createdAt) || left.seq - right.seq;
+}
+
+function same(before: Group, active: readonly Operation[], failed: readonly Operation[], parts: readonly Part[]): boolean {
+  const equal = (left: readonly unknown[], right: readonly unknown[]) =>
+    left.length === right.length && left.every((one, index) => one === right[index]);
+  const jobs = (of: readonly Part[]) => of.map((part) => part.job);
+  return equal(before.active, active) && equal(before.failed, failed) && equal(jobs(before.parts), jobs(parts));
+}
+
+/**
+ * `started` and what has ended beside it: the stretch of time in which some of this work was always under way.
+ * What was cancelled is not part of what is still wanted.
+ */
+export function runOf(started: readonly Operation[], members: readonly Operation[]): Operation[] {
+  const run = [...started];
+  const known = new Set(started);
+  let since = Math.min(...started.map((one) => Date.parse(one.createdAt)));
+  const ended = members
+    .filter((one) => !known.has(one) && (one.status === "completed" || one.status === "failed"))
+    .sort((left, right) => endOf(right) - endOf(left));
+  for (const one of ended) {
+    if (endOf(one) + ONE_PRESS_MS < since) break;
+    since = Math.min(since, Date.parse(one.createdAt));
+    run.push(one);
+  }
+  return run;
+}
+
+function endOf(operation: Operation): number {
+  return Date.parse(operation.finishedAt ?? operation.createdAt);
+}
+
+/** The parts of a run, one a node: what was asked anew stands for what failed before. */
+export function latestParts(run: readonly Operation[]): Part[] {
+  const parts = new Map<string, Part>();
+  for (const operation of [...run].sort(byAge)) for (const part of partsOf(operation)) parts.set(part.id, part);
+  return [...parts.values()].sort((left, right) => left.name.localeCompare(right.name, undefined, { numeric: true }));
+}
+
+/** An operation's parts. */
+export function partsOf(operation: Operation): Part[] {
+  const state = stateOf(operation);
+  if (operation.nodes === undefined || operation.nodes.length === 0) return [wholePart(operation, state)];
+  return operation.nodes.map((target) => ({
+    id: target.node_id,
+    nodeID: target.node_id,
+    name: target.node_name,
+    job: operation,
+    status: statusOf(state, target.status),
+    value: valueOf(state, target.status, target.percentage),
+    file: target.file_name ?? "",
+    phase: target.phase ?? "",
+    error: target.error ?? "",
+    current: target.current_bytes ?? 0,
+    total: target.total_bytes ?? 0,
+  }));
+}
+
+function wholePart(operation: Operation, state: State): Part {
+  const nodeID = operation.nodeID ?? "";
+  return {
+    id: nodeID === "" ? operation.jobID : nodeID,
+    nodeID,
+    name: operation.nodeName ?? "",
+    job: operation,
+    status: statusOf(state, "running_on_worker"),
+    value: valueOf(state, "running_on_worker", operation.progress),
+    file: "",
+    phase: operation.phase ?? "",
+    error: operation.error ?? "",
+    current: operation.currentBytes ?? 0,
+    total: operation.totalBytes ?? 0,
+  };
+}
+
+function statusOf(state: State, target: OperationTarget["status"]): Part["status"] {
+  if (state === "completed") return "success";
+  // A target that is done is done, whatever the rest of its operation waits for.
+  if (state === "running" || target === "success" || (state === "failed" && target === "error")) return target;
+  return state;
+}
+
+function valueOf(state: State, target: OperationTarget["status"], percentage: number): number {
+  if (state === "completed" || target === "success") return 100;
+  if (state === "queued" || target === "queued") return 0;
+  return Math.min(Math.max(percentage, 0), 100);
+}
+
+/** The mean, never 100, and never less than a moment ago unless nodes came in: then there is more to do. */
+function advanced(parts: readonly Part[], before: Group | undefined): number {
+  const mean = parts.reduce((sum, part) => sum + part.value, 0) / Math.max(parts.length, 1);
+  const now = Math.min(mean, 99);
+  if (before === undefined || before.active.length === 0) return now;
+  return parts.length > before.parts.length ? now : Math.max(now, before.progress);
+}
+
+function bytesOf(parts: readonly Part[]): { current: number; total: number } {
+  let current = 0;
+  let total = 0;
+  let known = true;
+  for (const part of parts) {
+    if (part.status === "success") {
+      current += part.total;
+      total += part.total;
+    } else {
+      current += part.current;
+      total += part.total;
+      known = known && part.total > 0;
+    }
+  }
+  return { current, total: known ? total : 0 };
+}

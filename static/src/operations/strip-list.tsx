@@ -1,0 +1,49 @@
+// What the strip opens to: a line for each operation, in the order of their groups, and no more than can be looked at.
+import { memo, type ReactNode } from "react";
+import { Link } from "react-router";
+import { count } from "../lib/format";
+import type { Operation } from "../live/messages";
+import { ProgressBar } from "../ui/bars";
+import { figures, NextLook, WorkGlyph } from "./lines";
+import type { Pace } from "./pace";
+import { phaseOf, phrase, place, stateOf } from "./words";
+import type { Work } from "./watch";
+
+const SHOWN = 30;
+
+export function StripList({ work }: { work: Work }): ReactNode {
+  const all = work.groups.flatMap((group) => [...group.failed, ...group.active]);
+  return (
+    <div className="strip-list">
+      <ul>
+        {all.slice(0, SHOWN).map((operation) => (
+          <Line key={operation.jobID} operation={operation} pace={work.paces.get(operation.jobID)} />
+        ))}
+      </ul>
+      <Link to="/app/activity">{all.length > SHOWN ? `All ${count(all.length, "operation")} in Activity` : "Open Activity"}</Link>
+    </div>
+  );
+}
+
+const Line = memo(function Line({ operation, pace }: { operation: Operation; pace: Pace | undefined }): ReactNode {
+  const state = stateOf(operation);
+  const title = `${phrase(operation, state)} ${operation.name}`;
+  const numbers = state === "running" ? figures(operation.currentBytes ?? 0, operation.totalBytes ?? 0, pace) : "";
+  return (
+    <li className={`strip-row ${state}`}>
+      <WorkGlyph state={state} />
+      <Link className="name strip-row-name" to={`/app/activity#job-${operation.jobID}`} title={title}>
+        {phrase(operation, state)} <bdi>{operation.name}</bdi> {place(operation, [operation.nodeName ?? ""])}
+      </Link>
+      <bdi className="name grow muted">{state === "failed" ? (operation.error ?? "") : phaseOf(operation)}</bdi>
+      {state === "waiting" && <NextLook operation={operation} />}
+      {numbers !== "" && <span className="strip-figures">{numbers}</span>}
+      {state === "running" && operation.progress >= 1 && (
+        <span className="strip-progress">
+          <span aria-hidden="true">{operation.progress}%</span>
+          <ProgressBar value={operation.progress} name={title} />
+        </span>
+      )}
+    </li>
+  );
+});

@@ -1,0 +1,158 @@
+// The operations strip: one line on every page while there is something to tell, opened to a list by its button.
+// A failure comes first and stays until it is dismissed; a good end is said for four seconds.
+import { useMutation } from "@tanstack/react-query";
+import { useEffect, useId, useState, type ReactNode } from "react";
+import { Link } from "react-router";
+import { announce } from "../ui/announce";
+import { ProgressBar } from "../ui/bars";
+import { Button, IconButton } from "../ui/button";
+import { Icon } from "../ui/icons";
+import { Problem } from "../ui/problem";
+import { dismiss, inTurn } from "./calls";
+import { figures, NextLook, WorkGlyph } from "./lines";
+import type { Group } from "./model";
+import "./operations.css";
+import type { Pace } from "./pace";
+import { StripList } from "./strip-list";
+import { hasBar, headline, looksAgain, what, where } from "./summary";
+import { useWatch, useWork } from "./watch";
+
+const SUCCESS_MS = 4_000;
+
+/** What a hidden strip is hidden for; a failure is another thing than the work was. */
+function identity(group: Group | undefined): string {
+  return group === undefined ? "" : `${group.id} ${group.state === "failed" ? "failed" : ""}`;
+}
+
+/** Tells ends to assistive tech, once each; answers the last good one for as long as it shows. */
+function useEnds(): string {
+  const watch = useWatch();
+  const [success, setSuccess] = useState("");
+  useEffect(
+    () =>
+      watch.onEnd((end) => {
+        announce(end.text);
+        if (end.tone === "good") setSuccess(end.text);
+      }),
+    [watch],
+  );
+  useEffect(() => {
+    if (success === "") return undefined;
+    const timer = setTimeout(() => setSuccess(""), SUCCESS_MS);
+    return () => clearTimeout(timer);
+  }, [success]);
+  return success;
+}
+
+export function OperationsStrip(): ReactNode {
+  const work = useWork();
+  const success = useEnds();
+  const [open, setOpen] = useState(false);
+  const [hidden, setHidden] = useState("");
+  const list = useId();
+  const [first] = work.groups;
+  const shown = identity(first);
+  // Another one is first: what was hidden may come back.
+  if (hidden !== "" && hidden !== shown) setHidden("");
+  if (first === undefined) return success === "" ? null : <Success text={success} />;
+  if (hidden === shown) return null;
+  return (
+    <section className={`strip ${first.state}`} aria-label="Operations" data-testid="operations-strip">
+      <StripLine
+        key={shown}
+        group={first}
+        pace={work.paces.get(first.id)}
+        more={work.groups.length - 1}
+        open={open}
+        list={list}
+        onToggle={() => setOpen(!open)}
+        onHide={() => setHidden(shown)}
+      />
+      <div id={list} hidden={!open}>
+        {open && <StripList work={work} />}
+      </div>
+    </section>
+  );
+}
+
+function Success({ text }: { text: string }): ReactNode {
+  return (
+    <section className="strip completed" aria-label="Operations" data-testid="operations-strip">
+      <div className="strip-line">
+        <WorkGlyph state="completed" />
+        <bdi className="grow name">{text}</bdi>
+      </div>
+    </section>
+  );
+}
+
+interface LineProps {
+  group: Group;
+  pace: Pace | undefined;
+  more: number;
+  open: boolean;
+  list: string;
+  onToggle: () => void;
+  onHide: () => void;
+}
+
+function StripLine({ group, pace, more, open, list, onToggle, onHide }: LineProps): ReactNode {
+  // Put away on the server: for everybody.
+  const away = useMutation({ mutationFn: () => inTurn(group.failed, dismiss) });
+  return (
+    <>
+      <div className="strip-line">
+        <WorkGlyph state={group.state} />
+        <span className="strip-verb">{headline(group)}</span>
+        <strong className="name strip-name" title={group.name}>
+          {group.name}
+        </strong>
+        <StripDetail group={group} pace={pace} />
+        {more > 0 && (
+          <Link className="strip-more" to="/app/activity">
+            {more} more
+          </Link>
+        )}
+        <IconButton
+          name={open ? "Hide the list" : "Show every operation"}
+          glyph={
+            <span className={`strip-caret ${open ? "open" : ""}`}>
+              <Icon name="down" />
+            </span>
+          }
+          small
+          aria-expanded={open}
+          aria-controls={list}
+          onClick={onToggle}
+        />
+        {group.state === "failed" ? (
+          <Button small busy={away.isPending} aria-label={`Dismiss the failure of ${group.name}`} onClick={() => away.mutate()}>
+            Dismiss
+          </Button>
+        ) : (
+          <IconButton name={`Hide ${group.name}`} glyph={<Icon name="close" />} small onClick={onHide} />
+        )}
+      </div>
+      {away.error !== null && <Problem error={away.error} onRetry={() => away.mutate()} onDismiss={() => away.reset()} />}
+    </>
+  );
+}
+
+function StripDetail({ group, pace }: { group: Group; pace: Pace | undefined }): ReactNode {
+  const percent = Math.floor(group.progress);
+  const numbers = figures(group.current, group.total, pace);
+  return (
+    <>
+      <span className="strip-where">{where(group)}</span>
+      <bdi className="name grow strip-detail">{what(group)}</bdi>
+      {looksAgain(group) && <NextLook operation={group.speaker} />}
+      {group.state === "running" && numbers !== "" && <span className="strip-figures">{numbers}</span>}
+      {hasBar(group) && (
+        <span className="strip-progress">
+          <span aria-hidden="true">{percent}%</span>
+          <ProgressBar value={percent} name={`${headline(group)} ${group.name}`} />
+        </span>
+      )}
+    </>
+  );
+}

@@ -1,0 +1,114 @@
+// What the strip and the Activity page look at: groups with their pace, made from the store a few times a second
+// (nobody reads sixty figures a second), once for all who look. It also notices what ends.
+import { useContext, useSyncExternalStore } from "react";
+import { LiveContext } from "../live/hooks";
+import type { Operation } from "../live/messages";
+import type { LiveStore } from "../live/store";
+import { ends, type End } from "./ends";
+import { groups, type Group } from "./model";
+import { Paces, UNKNOWN, type Pace } from "./pace";
+
+export interface Work {
+  operations: ReadonlyMap<string, Operation>;
+  groups: readonly Group[];
+  /** By group and by job; what is not here has no pace. */
+  paces: ReadonlyMap<string, Pace>;
+}
+
+const REST_MS = 250;
+/** Rates run out when nothing comes any more; somebody has to look. */
+const LOOK_MS = 1_000;
+
+const NOTHING: Work = { operations: new Map(), groups: [], paces: new Map() };
+
+export class Watch {
+  private work = NOTHING;
+  private begun = false;
+  private readonly paces = new Paces();
+  private readonly listeners = new Set<() => void>();
+  private readonly enders = new Set<(end: End) => void>();
+  private timer: ReturnType<typeof setTimeout> | undefined;
+  private lastLook = 0;
+  private stop: () => void = () => undefined;
+
+  constructor(private readonly store: LiveStore) {}
+
+  readonly read = (): Work => this.work;
+
+  readonly subscribe = (listener: () => void): (() => void) => {
+    if (this.listeners.size === 0) this.start();
+    this.listeners.add(listener);
+    return () => {
+      this.listeners.delete(listener);
+      if (this.listeners.size === 0) this.rest();
+    };
+  };
+
+  /** Calls `listener` once for each end while somebody looks. */
+  readonly onEnd = (listener: (end: End) => void): (() => void) => {
+    this.enders.add(listener);
+    return () => this.enders.delete(listener);
+  };
+
+  private start(): void {
+    this.stop = this.store.subscribe(() => this.soon());
+    this.look();
+  }
+
+  private rest(): void {
+    this.stop();
+    clearTimeout(this.timer);
+    this.timer = undefined;
+  }
+
+  private soon(): void {
+    if (this.store.read().operations === this.work.operations) return;
+    const wait = Math.max(0, this.lastLook + REST_MS - Date.now());
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.look(), wait);
+  }
+
+  private look(): void {
+    const now = (this.lastLook = Date.now());
+    const { operations, operationsSeq } = this.store.read();
+    const before = this.begun ? this.work.operations : null;
+    this.begun = operationsSeq !== null;
+    this.paces.observe(operations, now);
+    const known = new Map(this.work.groups.map((group) => [group.id, group]));
+    const found = groups(operations.values(), known);
+    this.work = { operations, groups: found, paces: this.measured(found, now) };
+    for (const listener of this.listeners) listener();
+    for (const end of ends(before, operations)) for (const ender of this.enders) ender(end);
+    if (found.some((group) => group.active.length > 0)) this.timer = setTimeout(() => this.look(), LOOK_MS);
+  }
+
+  private measured(found: readonly Group[], now: number): ReadonlyMap<string, Pace> {
+    const paces = new Map<string, Pace>();
+    for (const group of found) {
+      paces.set(group.id, this.paces.ofGroup(group, now));
+      for (const operation of group.active) {
+        const one = this.paces.of(operation, now);
+        if (one !== UNKNOWN) paces.set(operation.jobID, one);
+      }
+    }
+    return paces;
+  }
+}
+
+const watches = new WeakMap<LiveStore, Watch>();
+
+export function watchOf(store: LiveStore): Watch {
+  const watch = watches.get(store) ?? new Watch(store);
+  watches.set(store, watch);
+  return watch;
+}
+
+export function useWatch(): Watch {
+  return watchOf(useContext(LiveContext));
+}
+
+/** Groups, operations and paces as of a moment ago. */
+export function useWork(): Work {
+  const watch = useWatch();
+  return useSyncExternalStore(watch.subscribe, watch.read);
+}
