@@ -4,6 +4,100 @@
  */
 
 export interface paths {
+    "/api/auth/login": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** @description Signs in by name and password, under a new session and a new CSRF token (D-SIGN-IN). */
+        post: operations["auth_login"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/auth/logout": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** @description Ends this session; without one there is nothing to end. */
+        post: operations["auth_logout"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/auth/password": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * @description Changes one's own password; this session goes on, the user's others end.
+         *
+         *     A wrong present password counts as a failed sign-in. A generated password is none any more.
+         */
+        post: operations["auth_password"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/auth/status": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * @description Who is signed in, null for nobody; sets the CSRF cookie that signing in needs.
+         *
+         *     `staticApiKeyRequired` is always false: people sign in with name and password, the static key is for
+         *     programs. `registrationMode` is `invite`: an admin makes accounts.
+         */
+        get: operations["auth_status"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/backends": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /** @description What the configured galleries offer, and on which nodes it is installed. */
+        get: operations["backends_list"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/backends/job/{uid}": {
         parameters: {
             query?: never;
@@ -13,6 +107,40 @@ export interface paths {
         };
         /** @description How an operation goes; it can be asked for as long as the record exists. */
         get: operations["backends_job"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/branding": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /** @description The built-in name and pictures: an installation has none of its own. */
+        get: operations["branding"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/features": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /** @description Which parts of the reference's UI have something behind them: the cluster, and no other (§5.1). */
+        get: operations["features"];
         put?: never;
         post?: never;
         delete?: never;
@@ -206,6 +334,23 @@ export interface paths {
         put?: never;
         /** @description Lets a pending node into the fleet; an agent's API token is shown this once. */
         post: operations["nodes_approve"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/nodes/{node_id}/backends": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /** @description What the node's worker listed last; `X-As-Of` says when. An old list is asked for anew. */
+        get: operations["nodes_backends"];
+        put?: never;
+        post?: never;
         delete?: never;
         options?: never;
         head?: never;
@@ -543,6 +688,23 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/operations/{job_id}/dismiss": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /** @description Acknowledges a failure: it leaves the live list of everybody and stays in the record (O52). */
+        post: operations["operations_dismiss"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/schema": {
         parameters: {
             query?: never;
@@ -662,6 +824,23 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/version": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /** @description The version of the product. */
+        get: operations["version"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/ws/operations": {
         parameters: {
             query?: never;
@@ -708,6 +887,14 @@ export interface components {
         ApproveMany: {
             ids: string[];
         };
+        /** @description Name and pictures; an empty text stands for the built-in. */
+        Branding: {
+            favicon_url: string;
+            instance_name: string;
+            instance_tagline: string;
+            logo_horizontal_url: string;
+            logo_url: string;
+        };
         /** @description The budget as sent. */
         Budget: {
             vram_budget: string;
@@ -723,6 +910,66 @@ export interface components {
         /** @description At most so many replicas of one model. */
         CapRequest: {
             value: number;
+        };
+        /** @description A page of the catalogue (§4.1). */
+        Catalogue: {
+            allTags: string[];
+            /** @description Entries of all galleries. */
+            availableBackends: number;
+            backends: components["schemas"]["CatalogueEntry"][];
+            currentPage: number;
+            galleryErrors: components["schemas"]["GalleryError"][];
+            /** @description Different backends on approved nodes. */
+            installedBackends: number;
+            nextPage: number;
+            preferDevelopmentBackends: boolean;
+            prevPage: number;
+            /** @description Key of an active operation to its id. */
+            processingBackends: {
+                [key: string]: string;
+            };
+            repositories: components["schemas"]["Repository"][];
+            /** @description Of this server, which runs no backends. */
+            systemCapability: string;
+            /** @description Key of an active operation to what it does. */
+            taskTypes: {
+                [key: string]: "Installation" | "Deletion" | "Waiting";
+            };
+            totalPages: number;
+        };
+        /** @description One entry of a gallery (§4.1). */
+        CatalogueEntry: {
+            /** @description Capability to the name of a build. */
+            capabilities: {
+                [key: string]: string;
+            } | null;
+            /** @description Markdown. */
+            description: string;
+            gallery: string;
+            icon: string;
+            /** @description `gallery@name`. */
+            id: string;
+            /** @description On any approved node. */
+            installed: boolean;
+            /** @description A build that such an entry may choose. */
+            isAlias: boolean;
+            isDeletion: boolean;
+            isDevelopment: boolean;
+            /** @description It chooses the build that fits a node. */
+            isMeta: boolean;
+            /** @description That operation; empty if there is none. */
+            jobID: string;
+            license: string;
+            /** @description The entry that may choose this one. */
+            metaBackendFor: string;
+            name: string;
+            nodes: components["schemas"]["Where"][];
+            /** @description An operation on it waits or runs. */
+            processing: boolean;
+            tags: string[];
+            urls: string[];
+            /** @description The gallery's. */
+            version: string;
         };
         /** @description Somebody else claims to be a node. */
         Conflict: {
@@ -768,6 +1015,11 @@ export interface components {
          * @enum {string}
          */
         ConflictStateEnum: "open" | "accepted" | "refused";
+        /** @description It was done (§3.5). */
+        Done: {
+            message: string;
+            success: boolean;
+        };
         /** @description A drain, and what remains of it. */
         Drain: {
             by: string;
@@ -852,9 +1104,28 @@ export interface components {
             by: string;
             reason: string;
         };
+        /** @description What this product has of what the reference may have. */
+        Features: {
+            agents: boolean;
+            distributed: boolean;
+            fine_tuning: boolean;
+            localai_assistant: boolean;
+            mcp: boolean;
+            quantization: boolean;
+        };
+        /** @description A refusal, flat envelope (§0.4), which names the field that is wrong. */
+        FieldRefusal: {
+            error: string;
+            field?: string;
+        };
         /** @description A refusal, flat envelope (§0.4). */
         FlatRefusal: {
             error: string;
+        };
+        /** @description A gallery that cannot be read at present: its entries are missing. */
+        GalleryError: {
+            error: string;
+            name: string;
         };
         /** @description Who the node proves to be. */
         Identity: {
@@ -896,6 +1167,12 @@ export interface components {
             /** Format: double */
             progress: number;
             queued: boolean;
+        };
+        /** @description A name in one of two fields, and a password. */
+        Login: {
+            email?: string | null;
+            password: string;
+            username?: string | null;
         };
         /** @description Something was done. */
         Message: {
@@ -963,6 +1240,20 @@ export interface components {
             vram_budget_manually_set: boolean;
             /** @description Known by the shared token only. */
             weak_identity?: boolean;
+        };
+        /** @description One backend on a node (§2.10). */
+        NodeBackend: {
+            digest?: string;
+            gallery_url?: string;
+            /** @description As the worker wrote it, RFC 3339. */
+            installed_at?: string;
+            /** @description It stands for the build that fits the machine. */
+            is_meta: boolean;
+            /** @description It came with the machine and is not removed. */
+            is_system: boolean;
+            name: string;
+            uri?: string;
+            version?: string;
         };
         /** @description One node on its own (§2.3): `labels` is always there, and so is what lies behind the status. */
         NodeDetail: {
@@ -1057,6 +1348,12 @@ export interface components {
             /** Format: date-time */
             createdAt: string;
             currentBytes?: number;
+            /**
+             * Format: date-time
+             * @description Since when it is off the live list.
+             */
+            dismissedAt?: string;
+            dismissedBy?: string;
             error?: string;
             /** Format: date-time */
             finishedAt?: string;
@@ -1083,7 +1380,7 @@ export interface components {
             /** Format: date-time */
             startedAt?: string;
             status: components["schemas"]["OperationStatus"];
-            taskType: string;
+            taskType: components["schemas"]["TaskTypeEnum"];
             totalBytes?: number;
         };
         /** @description The live list. */
@@ -1130,6 +1427,24 @@ export interface components {
         Outcomes: {
             approved: number;
             results: components["schemas"]["Outcome"][];
+        };
+        /** @description The present password and the next one. */
+        Password: {
+            new: string;
+            old: string;
+        };
+        /** @description Who is signed in. `name` is what operations and timelines record; `permissions` is empty. */
+        Person: {
+            avatarUrl: string;
+            email: string;
+            id: string;
+            mustChangePassword: boolean;
+            name: string;
+            permissions: {
+                [key: string]: boolean;
+            };
+            provider: string;
+            role: components["schemas"]["RoleEnum"];
         };
         /** @description Why, for the timeline. */
         Reason: {
@@ -1227,14 +1542,39 @@ export interface components {
          * @enum {string}
          */
         ReplicaStateEnum: "staging" | "loading" | "loaded" | "unloading" | "idle";
+        /** @description A configured gallery. */
+        Repository: {
+            name: string;
+            /** @description Without credentials. */
+            url: string;
+        };
         /** @description The override is handed back. */
         Reset: {
             reset: boolean;
         };
+        /**
+         * @description * `admin` - admin
+         *     * `user` - user
+         * @enum {string}
+         */
+        RoleEnum: "admin" | "user";
         /** @description One engine process of the worker: `model#replica`, and where it listens if that is known. */
         RunningProcess: {
             address?: string | null;
             process_key: string;
+        };
+        /** @description The person who is signed in now. */
+        SignedIn: {
+            user: components["schemas"]["Person"];
+        };
+        /** @description Whether anybody is signed in, and how to. */
+        Status: {
+            authEnabled: boolean;
+            hasUsers: boolean;
+            providers: string[];
+            registrationMode: string;
+            staticApiKeyRequired: boolean;
+            user: components["schemas"]["Person"] | null;
         };
         /**
          * @description * `queued` - Queued
@@ -1245,6 +1585,29 @@ export interface components {
          * @enum {string}
          */
         TargetStatus: "queued" | "downloading" | "running_on_worker" | "success" | "error";
+        /**
+         * @description * `installation` - installation
+         *     * `upgrade` - upgrade
+         *     * `deletion` - deletion
+         *     * `staging` - staging
+         * @enum {string}
+         */
+        TaskTypeEnum: "installation" | "upgrade" | "deletion" | "staging";
+        /** @description The version of the product. */
+        Version: {
+            version: string;
+        };
+        /** @description A node on which a backend is installed. */
+        Where: {
+            digest?: string;
+            installed_at?: string;
+            /** Format: uuid */
+            node_id: string;
+            node_name: string;
+            node_status: components["schemas"]["NodeStatus"];
+            uri?: string;
+            version?: string;
+        };
         /** @description The 401 of a worker, flat (§0.4). `rotate`, true, if an admin wants the secret replaced. */
         WorkerRefusal: {
             error: string;
@@ -1259,6 +1622,285 @@ export interface components {
 }
 export type $defs = Record<string, never>;
 export interface operations {
+    auth_login: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["Login"];
+            };
+        };
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SignedIn"];
+                };
+            };
+            /** @description The request is not valid; `field` names what is wrong. */
+            400: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["FieldRefusal"];
+                };
+            };
+            /** @description Wrong name or password, or nobody is signed in. */
+            401: {
+                headers: {
+                    "WWW-Authenticate": "Bearer";
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["FieldRefusal"];
+                };
+            };
+            /** @description The CSRF token is missing or wrong. */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["FieldRefusal"];
+                };
+            };
+            /** @description Too many wrong passwords from this address; Retry-After says when to come back. */
+            429: {
+                headers: {
+                    "Retry-After": number;
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["FieldRefusal"];
+                };
+            };
+            /** @description Not possible right now; Retry-After says when to come back. */
+            503: {
+                headers: {
+                    "Retry-After": number;
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["FieldRefusal"];
+                };
+            };
+        };
+    };
+    auth_logout: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Message"];
+                };
+            };
+            /** @description The CSRF token is missing or wrong. */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["FieldRefusal"];
+                };
+            };
+            /** @description Not possible right now; Retry-After says when to come back. */
+            503: {
+                headers: {
+                    "Retry-After": number;
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["FieldRefusal"];
+                };
+            };
+        };
+    };
+    auth_password: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["Password"];
+            };
+        };
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SignedIn"];
+                };
+            };
+            /** @description The request is not valid; `field` names what is wrong. */
+            400: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["FieldRefusal"];
+                };
+            };
+            /** @description Wrong name or password, or nobody is signed in. */
+            401: {
+                headers: {
+                    "WWW-Authenticate": "Bearer";
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["FieldRefusal"];
+                };
+            };
+            /** @description The CSRF token is missing or wrong. */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["FieldRefusal"];
+                };
+            };
+            /** @description Too many wrong passwords from this address; Retry-After says when to come back. */
+            429: {
+                headers: {
+                    "Retry-After": number;
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["FieldRefusal"];
+                };
+            };
+            /** @description Not possible right now; Retry-After says when to come back. */
+            503: {
+                headers: {
+                    "Retry-After": number;
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["FieldRefusal"];
+                };
+            };
+        };
+    };
+    auth_status: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Status"];
+                };
+            };
+            /** @description Not possible right now; Retry-After says when to come back. */
+            503: {
+                headers: {
+                    "Retry-After": number;
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["FieldRefusal"];
+                };
+            };
+        };
+    };
+    backends_list: {
+        parameters: {
+            query?: {
+                /** @description Entries on a page. */
+                items?: number;
+                /** @description Or turned round. */
+                order?: "asc" | "desc";
+                /** @description Which page. */
+                page?: number;
+                /** @description The order; `status` has installed ones first. */
+                sort?: "name" | "repository" | "license" | "status";
+                /** @description Only entries with this tag. */
+                tag?: string;
+                /** @description Only entries with this in name, description, tags or gallery. */
+                term?: string;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Catalogue"];
+                };
+            };
+            /** @description A parameter is not valid; the message names it. */
+            400: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["FlatRefusal"];
+                };
+            };
+            /** @description A valid credential is required. */
+            401: {
+                headers: {
+                    "WWW-Authenticate": "Bearer";
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
+                };
+            };
+            /** @description This credential may not do that. */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
+                };
+            };
+            /** @description No gallery can be read; Retry-After says when to come back. */
+            503: {
+                headers: {
+                    "Retry-After": number;
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["FlatRefusal"];
+                };
+            };
+        };
+    };
     backends_job: {
         parameters: {
             query?: never;
@@ -1314,6 +1956,74 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["FlatRefusal"];
+                };
+            };
+        };
+    };
+    branding: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Everything built-in. */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Branding"];
+                };
+            };
+        };
+    };
+    features: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Features"];
+                };
+            };
+            /** @description A valid credential is required. */
+            401: {
+                headers: {
+                    "WWW-Authenticate": "Bearer";
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
+                };
+            };
+            /** @description This credential may not do that. */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
+                };
+            };
+            /** @description Not possible right now; Retry-After says when to come back. */
+            503: {
+                headers: {
+                    "Retry-After": number;
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
                 };
             };
         };
@@ -2366,6 +3076,69 @@ export interface operations {
             };
             /** @description The request body is too large. */
             413: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
+                };
+            };
+            /** @description Not possible right now; Retry-After says when to come back. */
+            503: {
+                headers: {
+                    "Retry-After": number;
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
+                };
+            };
+        };
+    };
+    nodes_backends: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                node_id: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    /** @description When the worker listed this; absent if it never did. */
+                    "X-As-Of"?: string;
+                    /** @description Why there is no newer list. */
+                    "X-Inventory-Error"?: string;
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["NodeBackend"][];
+                };
+            };
+            /** @description A valid credential is required. */
+            401: {
+                headers: {
+                    "WWW-Authenticate": "Bearer";
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
+                };
+            };
+            /** @description This credential may not do that. */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
+                };
+            };
+            /** @description There is no such thing. */
+            404: {
                 headers: {
                     [name: string]: unknown;
                 };
@@ -4047,6 +4820,74 @@ export interface operations {
             };
         };
     };
+    operations_dismiss: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                job_id: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Done"];
+                };
+            };
+            /** @description A valid credential is required. */
+            401: {
+                headers: {
+                    "WWW-Authenticate": "Bearer";
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
+                };
+            };
+            /** @description Admins only. */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
+                };
+            };
+            /** @description No operation has this id. */
+            404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["FlatRefusal"];
+                };
+            };
+            /** @description It has not failed. */
+            409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["FlatRefusal"];
+                };
+            };
+            /** @description Not possible right now; Retry-After says when to come back. */
+            503: {
+                headers: {
+                    "Retry-After": number;
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["FlatRefusal"];
+                };
+            };
+        };
+    };
     schema: {
         parameters: {
             query?: never;
@@ -4825,6 +5666,54 @@ export interface operations {
                             total_files?: number;
                         };
                     };
+                };
+            };
+        };
+    };
+    version: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Version"];
+                };
+            };
+            /** @description A valid credential is required. */
+            401: {
+                headers: {
+                    "WWW-Authenticate": "Bearer";
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
+                };
+            };
+            /** @description This credential may not do that. */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
+                };
+            };
+            /** @description Not possible right now; Retry-After says when to come back. */
+            503: {
+                headers: {
+                    "Retry-After": number;
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
                 };
             };
         };
