@@ -1,7 +1,7 @@
 # Two commands to know: `make run` and `make test`. Needs Python 3.11 or later with venv, and nothing else.
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help run test fuzz demo worker manage measure install install-test gallery ui types lock lint trace hooks clean
+.PHONY: help run test test-browser shots fuzz demo worker manage measure install install-test gallery ui types lock lint trace hooks clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -15,12 +15,14 @@ TEST_PROCESSES ?= 3
 help:
 	@echo "make run              everything on this machine, until Ctrl-C"
 	@echo "make test             lint, types, import contracts and all tests"
+	@echo "make test-browser     the tests in Chromium alone; ARGS='-k sign_in' for some of them"
 	@echo "make trace            which tests prove which rule; SECTION=\"1B http-1\" for a part; fails on a gap"
 	@echo "make fuzz             generated requests as admin and as a node, compared with the API document"
 	@echo "make demo             plays the main job and prints its figures"
 	@echo "make worker NAME=two  one more worker for the running cluster"
 	@echo "make manage ARGS='nodes list'   a management command for the running cluster"
 	@echo "make measure          every time limit as figure, limit, held or not"
+	@echo "make shots            drives the product in Chromium and writes the pictures of docs/pictures"
 	@echo "make ui               builds the browser's side; nothing to do if its sources are unchanged"
 	@echo "make types            writes the browser's types anew from the API's document"
 	@echo "make lock             compiles requirements/*.in anew"
@@ -39,8 +41,10 @@ worker: install
 manage: install
 	@exec $(BIN)/python -m localai_cluster.embedded.manage "$(ARGS)"
 
+# The second part needs a browser; HEAP_MINUTES shortens the ten minutes of its memory figure.
 measure: install-test gallery ui
-	@exec $(BIN)/python -m localai_cluster.embedded.measure
+	@$(BIN)/python -m localai_cluster.embedded.measure; first=$$?; \
+		$(BIN)/python -m tests.browser.measure && exit $$first
 
 install:
 	@PYTHON="$(PYTHON)" VENV="$(VENV)" sh requirements/install.sh run
@@ -66,8 +70,19 @@ lint: install-test
 	$(BIN)/python -m tests.checks.trace --gaps
 	$(BIN)/python -m localai_cluster.embedded.ui check
 
-test: lint gallery
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+# Two runs, each with its own summary: the browser's, then all the others, also if the first one fails.
+test: lint gallery ui
+	@$(BIN)/python -m tests.browser.install
+	@$(BIN)/python -m pytest tests/browser -n0; first=$$?; \
+		$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile && exit $$first
+
+test-browser: install-test gallery ui
+	@$(BIN)/python -m tests.browser.install
+	@$(BIN)/python -m pytest tests/browser -n0 $(ARGS)
+
+shots: install-test gallery ui
+	@$(BIN)/python -m tests.browser.install
+	@exec $(BIN)/python -m tests.browser.shots
 
 trace: install-test
 	@exec $(BIN)/python -m tests.checks.trace $(SECTION)

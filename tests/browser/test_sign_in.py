@@ -25,7 +25,7 @@ def stranger(window: Opener, fleet: Fleet) -> Screen:
     return window(fleet.webs[0].url)
 
 
-@pytest.mark.rule("U1")
+@pytest.mark.rule("UI-0.2", "UI-9.11")
 def test_leads_back_to_where_one_wanted_to_go(stranger: Screen) -> None:
     page = stranger.go("/app/activity")
     expect(page).to_have_url(re.compile(r"/login\?next="))
@@ -34,7 +34,7 @@ def test_leads_back_to_where_one_wanted_to_go(stranger: Screen) -> None:
     expect(page.get_by_role("navigation", name="Main")).to_be_visible()
 
 
-@pytest.mark.rule("U1")
+@pytest.mark.rule("http-5.4", "UI-9.5")
 def test_a_wrong_password_keeps_the_name_and_says_so(stranger: Screen) -> None:
     stranger.expect(REFUSED)
     page = stranger.go("/login")
@@ -46,7 +46,7 @@ def test_a_wrong_password_keeps_the_name_and_says_so(stranger: Screen) -> None:
     expect(page).to_have_url(re.compile(r"/app/nodes$"))
 
 
-@pytest.mark.rule("U1")
+@pytest.mark.rule("http-5.4")
 def test_a_generated_password_is_good_for_nothing_but_its_change(stranger: Screen, fleet: Fleet) -> None:
     make_user(fleet.cluster, "carla", "generated-once-7f31", generated=True)
     page = stranger.go("/app/activity")
@@ -61,7 +61,7 @@ def test_a_generated_password_is_good_for_nothing_but_its_change(stranger: Scree
     expect(page.get_by_role("navigation", name="Main")).to_be_visible()
 
 
-@pytest.mark.rule("U1")
+@pytest.mark.rule("http-5.4")
 def test_signing_out_ends_the_session(stranger: Screen, fleet: Fleet) -> None:
     page = stranger.go("/login")
     sign_in(page, USER, PASSWORD)
@@ -72,7 +72,7 @@ def test_signing_out_ends_the_session(stranger: Screen, fleet: Fleet) -> None:
     expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
 
 
-@pytest.mark.rule("U1")
+@pytest.mark.rule("UI-0.3")
 def test_one_who_is_no_admin_is_told_so(stranger: Screen, fleet: Fleet) -> None:
     make_user(fleet.cluster, "dora", "a-reader-only-51", admin=False)
     page = stranger.go("/login")

@@ -23,6 +23,8 @@ CONTRACT = ROOT / "docs" / "contract"
 SOURCES = ROOT / "static" / "src"
 TITLE = 88
 GAPS_ONLY = "--gaps"
+TESTS = ("tests", "tests/browser")
+"""The browser's tests are a run of their own."""
 _GAP = "GAP  "
 
 _HEADING = re.compile(r"^#{2,3} (?P<number>\d+[A-Z]?(?:\.\d+)?)\.? ")
@@ -209,7 +211,7 @@ def main(arguments: list[str]) -> int:
     """
     known, sections = rules(), [name for name in arguments if name != GAPS_ONLY]
     try:
-        wanted, proofs = covered(known, sections), collect()
+        wanted, proofs = covered(known, sections), collect(*TESTS)
     except Untraceable as error:
         print(error)
         return 1
