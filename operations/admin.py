@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from django.contrib import admin
 from django.http import HttpRequest
 
-from operations.models import Operation, OperationTarget, Sequence
+from operations.models import ControllerBeat, Operation, OperationTarget, Sequence
 
 if TYPE_CHECKING:  # generic for the type checker only
     ModelAdmin = admin.ModelAdmin[Any]
@@ -70,3 +70,10 @@ class SequenceAdmin(Observed):
     """The counter behind the numbers of changes."""
 
     list_display = ("id", "value")
+
+
+@admin.register(ControllerBeat)
+class ControllerBeatAdmin(Observed):
+    """Which controllers there are."""
+
+    list_display = ("owner", "seen_at", "bus_connected")

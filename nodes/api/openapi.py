@@ -198,13 +198,17 @@ def raw_routes() -> list[RawRoute]:
     """Every route that the resolver of Django does not know: heartbeats and the inference room's included."""
     from nodes.api import worker_openapi
     from nodes.inference.openapi import ROUTES
+    from nodes.live import openapi as live
 
     inference = [(method, path, what) for path, methods in ROUTES.items() for method, what in methods.items()]
-    return RAW_ROUTES + worker_openapi.ROUTES + inference
+    return RAW_ROUTES + live.ROUTES + worker_openapi.ROUTES + inference
 
 
 def add_raw_routes(result: dict[str, Any], generator: Any, request: Any, public: bool) -> dict[str, Any]:
-    """drf-spectacular's postprocessing hook: merges the raw routes into the document."""
+    """drf-spectacular's postprocessing hook: merges the raw routes and messages into the document."""
+    from nodes.live import openapi as live
+
+    live.add_messages(result)
     for method, path, operation in raw_routes():
         result["paths"].setdefault(path, {})[method.lower()] = operation
     for methods in result["paths"].values():

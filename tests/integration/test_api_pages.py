@@ -184,7 +184,10 @@ def test_every_route_is_in_the_document(root: Client) -> None:
         for method in methods
         if method in ("get", "post", "put", "patch", "delete")
     }
-    expected = {(route.method, route.path) for route in routing.ROUTES} | {("GET", "/ws/operations")}
+    expected = {(route.method, route.path) for route in routing.ROUTES} | {
+        ("GET", "/ws/operations"),
+        ("GET", "/ws/feed"),
+    }
     for path, view in django_routes(get_resolver()):
         if path in PAGES:
             continue

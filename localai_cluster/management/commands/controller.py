@@ -1,8 +1,8 @@
 """`manage.py controller`: the process that carries operations out.
 
-Four loops in one event loop: the executor, the inventory of backends, the LISTEN loop whose hints make both
-look, and the ticker of django-q2's schedules. Any number of controllers may run; operations and questions to
-workers are claimed, schedules locked.
+Five loops in one event loop: the executor, the inventory of backends, the LISTEN loop whose hints make both
+look, the ticker of django-q2's schedules, and the sign of life by which pages know that somebody is there.
+Any number of controllers may run; operations and questions to workers are claimed, schedules locked.
 """
 
 import asyncio
@@ -18,14 +18,15 @@ from django.core.management.base import BaseCommand
 from django.db import Error as DatabaseError
 
 from localai_cluster import clock, conf, scheduling
+from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.nats import NatsBus
 from nodes import handlers, schedules
 from nodes.backends import install, inventory
 from nodes.backends.inventory import Inventory
 from nodes.definitions import Folder
 from nodes.loading import load
+from operations import controllers, services
 from operations import schedules as ledger_schedules
-from operations import services
 from operations.events import NODES, OPERATIONS, listen
 from operations.executor import Executor, in_thread
 from operations.waiting import Hints
@@ -57,6 +58,7 @@ async def run() -> None:
         asyncio.create_task(lists.run(), name="inventory"),
         asyncio.create_task(hear(executor, lists, hints), name="hints"),
         asyncio.create_task(tick(), name="schedules"),
+        asyncio.create_task(beat(owner, bus), name="beat"),
     ]
     log.info("controller %s is ready", owner)
     await _until_signal_or_failure(loops)
@@ -64,6 +66,8 @@ async def run() -> None:
     for loop in loops:
         loop.cancel()
     await asyncio.gather(*loops, return_exceptions=True)
+    with contextlib.suppress(DatabaseError):
+        await in_thread(controllers.sign_off, owner)
     await bus.close()
     log.info("controller %s stopped", owner)
 
@@ -113,3 +117,16 @@ async def tick() -> None:
         except DatabaseError as error:
             log.warning("schedules not ticked: %s", error)
         await asyncio.sleep(TICK_EVERY)
+
+
+async def beat(owner: str, bus: Bus) -> None:
+    """Says every few seconds that this controller lives, and whether it reaches the workers."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(controllers.BEAT_EVERY):
+            await bus.wait_connected()
+    while True:
+        try:
+            await in_thread(controllers.beat, owner, bus_connected=bus.connected, now=clock.now())
+        except DatabaseError as error:
+            log.debug("no sign of life left: %s", error)
+        await asyncio.sleep(controllers.BEAT_EVERY)

@@ -841,6 +841,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/ws/feed": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * WebSocket: nodes, operations and notices, as they are and then as they change.
+         * @description Every message is a `FeedMessage`; nothing is read from the client. `hello` comes first, then for operations and for nodes a snapshot, or with `?operations=` and `?nodes=` what changed since, if that is still known. Admins only. A page of this host is told why it is refused by the close code of an opened socket: 4401 not signed in or the session has ended (looked at every 15 seconds), 4403 not an admin; anybody else's handshake is refused. 1012: this web process stops, connect again.
+         */
+        get: operations["ws_feed"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/ws/operations": {
         parameters: {
             query?: never;
@@ -1113,6 +1133,94 @@ export interface components {
             mcp: boolean;
             quantization: boolean;
         };
+        /** @description A sign of life, every five seconds. */
+        FeedAlive: {
+            /** Format: date-time */
+            at: string;
+            /**
+             * @description discriminator enum property added by openapi-typescript
+             * @enum {string}
+             */
+            type: "alive";
+        };
+        /** @description The first message. */
+        FeedHello: {
+            /** Format: date-time */
+            at: string;
+            /** @description The hash of the built pages; a page with another one is out of date. */
+            build: string;
+            /**
+             * @description discriminator enum property added by openapi-typescript
+             * @enum {string}
+             */
+            type: "hello";
+            user: components["schemas"]["FeedUser"];
+            version: string;
+        };
+        FeedMessage: components["schemas"]["FeedHello"] | components["schemas"]["FeedOperationsSnapshot"] | components["schemas"]["FeedOperationsDelta"] | components["schemas"]["FeedNodesSnapshot"] | components["schemas"]["FeedNodesDelta"] | components["schemas"]["FeedNotices"] | components["schemas"]["FeedAlive"];
+        /** @description What changed since the last message about nodes. */
+        FeedNodesDelta: {
+            changed: components["schemas"]["LiveNodePatch"][];
+            /** @description Where the reader stands afterwards. */
+            cursor: string;
+            removed: string[];
+            /**
+             * @description discriminator enum property added by openapi-typescript
+             * @enum {string}
+             */
+            type: "nodes.delta";
+        };
+        /** @description All nodes as they are, by name. */
+        FeedNodesSnapshot: {
+            /** @description Where the reader stands. */
+            cursor: string;
+            nodes: components["schemas"]["LiveNode"][];
+            /**
+             * @description discriminator enum property added by openapi-typescript
+             * @enum {string}
+             */
+            type: "nodes.snapshot";
+        };
+        /** @description All notices that hold, the worst first; the list before is void. */
+        FeedNotices: {
+            notices: components["schemas"]["Notice"][];
+            /**
+             * @description discriminator enum property added by openapi-typescript
+             * @enum {string}
+             */
+            type: "notices";
+        };
+        /** @description Operations that changed, in the order of their last change; ended and dismissed ones too. */
+        FeedOperationsDelta: {
+            operations: components["schemas"]["Operation"][];
+            /** @description Where the reader stands afterwards. */
+            seq: number;
+            /**
+             * @description discriminator enum property added by openapi-typescript
+             * @enum {string}
+             */
+            type: "operations.delta";
+        };
+        /** @description The live list as it is: whatever is not in it has ended or was dismissed. */
+        FeedOperationsSnapshot: {
+            operations: components["schemas"]["Operation"][];
+            /** @description Where the reader stands. */
+            seq: number;
+            /**
+             * @description discriminator enum property added by openapi-typescript
+             * @enum {string}
+             */
+            type: "operations.snapshot";
+        };
+        /** @description Whom the server takes the client for. */
+        FeedUser: {
+            name: string;
+            /**
+             * @description * `admin` - admin
+             * @enum {string}
+             */
+            role: "admin";
+        };
         /** @description A refusal, flat envelope (§0.4), which names the field that is wrong. */
         FieldRefusal: {
             error: string;
@@ -1156,6 +1264,16 @@ export interface components {
             name?: string | null;
             uri?: string | null;
         } | unknown | unknown | unknown;
+        /** @description As of when its list of backends is true. */
+        Inventory: {
+            /**
+             * Format: date-time
+             * @description Null if the worker never gave one.
+             */
+            at: string | null;
+            /** @description Why there is no newer one. */
+            error: string;
+        };
         /** @description How one operation goes (§3.7). */
         Job: {
             completed?: boolean;
@@ -1167,6 +1285,225 @@ export interface components {
             /** Format: double */
             progress: number;
             queued: boolean;
+        };
+        /** @description A drain; what remains of it is in the node's replicas. */
+        LiveDrain: {
+            by: string;
+            /**
+             * Format: date-time
+             * @description When the replicas go in any case.
+             */
+            deadline: string | null;
+            /** @description Its worker drained it; the next registration ends that. */
+            own: boolean;
+            reason: string;
+            /** Format: date-time */
+            since: string;
+        };
+        /** @description One replica on a node, in any state. */
+        LiveModel: {
+            backend_type: string;
+            /** Format: uuid */
+            id: string;
+            /** @description Requests that run on it. */
+            in_flight: number;
+            /** Format: date-time */
+            last_used: string;
+            model_name: string;
+            replica_index: number;
+            /**
+             * @description * `staging` - Staging
+             *     * `loading` - Loading
+             *     * `loaded` - Loaded
+             *     * `unloading` - Unloading
+             *     * `idle` - Idle
+             * @enum {string}
+             */
+            state: "staging" | "loading" | "loaded" | "unloading" | "idle";
+        };
+        /** @description One node as pages show it: every key is always there, empty rather than absent. */
+        LiveNode: {
+            /** @description gRPC host:port; empty for agents. */
+            address: string;
+            /** Format: int64 */
+            available_disk: number;
+            /** Format: int64 */
+            available_ram: number;
+            /** Format: int64 */
+            available_vram: number;
+            /** @description Names of what is installed. */
+            backends: string[];
+            capability: string;
+            /**
+             * Format: date-time
+             * @description First seen.
+             */
+            created_at: string;
+            drain: components["schemas"]["LiveDrain"] | null;
+            /** @description SHA-256 of the worker's own secret. */
+            fingerprint: string;
+            gpu_compute_capability: string;
+            gpu_vendor: string;
+            http_address: string;
+            /** Format: uuid */
+            id: string;
+            /** @description Requests on loaded and unloading replicas. */
+            in_flight_count: number;
+            /**
+             * Format: date-time
+             * @description As of when `backends` is what the worker listed; null if it was never asked.
+             */
+            inventory_at: string | null;
+            labels: {
+                [key: string]: string;
+            };
+            /** Format: date-time */
+            last_heartbeat: string | null;
+            max_replicas_per_model: number;
+            max_replicas_per_model_manually_set: boolean;
+            /** @description Loaded replicas. */
+            model_count: number;
+            models: components["schemas"]["LiveModel"][];
+            name: string;
+            /**
+             * @description * `backend` - Backend
+             *     * `agent` - Agent
+             * @enum {string}
+             */
+            node_type: "backend" | "agent";
+            /** @description Identity conflicts that wait for a decision. */
+            open_conflicts: number;
+            /** @description Why it has its status; empty for a healthy one. */
+            reason: string;
+            rejected: components["schemas"]["Fact"] | null;
+            /** Format: int64 */
+            reserved_vram: number;
+            /** @description Moves with every change but heartbeats. */
+            revision: number;
+            revoked: components["schemas"]["Fact"] | null;
+            /** Format: date-time */
+            rotation_requested_at: string | null;
+            /**
+             * Format: date-time
+             * @description Since when it has its status; null for a healthy one.
+             */
+            since: string | null;
+            /** @description Where it registered from. */
+            source_address: string;
+            /**
+             * @description * `pending` - Pending
+             *     * `offline` - Offline
+             *     * `draining` - Draining
+             *     * `unhealthy` - Unhealthy
+             *     * `healthy` - Healthy
+             * @enum {string}
+             */
+            status: "pending" | "offline" | "draining" | "unhealthy" | "healthy";
+            /** Format: int64 */
+            total_disk: number;
+            /** Format: int64 */
+            total_ram: number;
+            /** Format: int64 */
+            total_vram: number;
+            /** @description As it was typed. */
+            vram_budget: string;
+            /** Format: int64 */
+            vram_budget_bytes: number;
+            vram_budget_manually_set: boolean;
+            /** @description Known by the shared token only. */
+            weak_identity: boolean;
+        };
+        /** @description What changed in a node: its id and the keys that have another value now; all of them if it is new. */
+        LiveNodePatch: {
+            /** @description gRPC host:port; empty for agents. */
+            address?: string;
+            /** Format: int64 */
+            available_disk?: number;
+            /** Format: int64 */
+            available_ram?: number;
+            /** Format: int64 */
+            available_vram?: number;
+            /** @description Names of what is installed. */
+            backends?: string[];
+            capability?: string;
+            /**
+             * Format: date-time
+             * @description First seen.
+             */
+            created_at?: string;
+            drain?: components["schemas"]["LiveDrain"] | null;
+            /** @description SHA-256 of the worker's own secret. */
+            fingerprint?: string;
+            gpu_compute_capability?: string;
+            gpu_vendor?: string;
+            http_address?: string;
+            /** Format: uuid */
+            id: string;
+            /** @description Requests on loaded and unloading replicas. */
+            in_flight_count?: number;
+            /**
+             * Format: date-time
+             * @description As of when `backends` is what the worker listed; null if it was never asked.
+             */
+            inventory_at?: string | null;
+            labels?: {
+                [key: string]: string;
+            };
+            /** Format: date-time */
+            last_heartbeat?: string | null;
+            max_replicas_per_model?: number;
+            max_replicas_per_model_manually_set?: boolean;
+            /** @description Loaded replicas. */
+            model_count?: number;
+            models?: components["schemas"]["LiveModel"][];
+            name?: string;
+            /**
+             * @description * `backend` - Backend
+             *     * `agent` - Agent
+             * @enum {string}
+             */
+            node_type?: "backend" | "agent";
+            /** @description Identity conflicts that wait for a decision. */
+            open_conflicts?: number;
+            /** @description Why it has its status; empty for a healthy one. */
+            reason?: string;
+            rejected?: components["schemas"]["Fact"] | null;
+            /** Format: int64 */
+            reserved_vram?: number;
+            /** @description Moves with every change but heartbeats. */
+            revision?: number;
+            revoked?: components["schemas"]["Fact"] | null;
+            /** Format: date-time */
+            rotation_requested_at?: string | null;
+            /**
+             * Format: date-time
+             * @description Since when it has its status; null for a healthy one.
+             */
+            since?: string | null;
+            /** @description Where it registered from. */
+            source_address?: string;
+            /**
+             * @description * `pending` - Pending
+             *     * `offline` - Offline
+             *     * `draining` - Draining
+             *     * `unhealthy` - Unhealthy
+             *     * `healthy` - Healthy
+             * @enum {string}
+             */
+            status?: "pending" | "offline" | "draining" | "unhealthy" | "healthy";
+            /** Format: int64 */
+            total_disk?: number;
+            /** Format: int64 */
+            total_ram?: number;
+            /** Format: int64 */
+            total_vram?: number;
+            /** @description As it was typed. */
+            vram_budget?: string;
+            /** Format: int64 */
+            vram_budget_bytes?: number;
+            vram_budget_manually_set?: boolean;
+            /** @description Known by the shared token only. */
+            weak_identity?: boolean;
         };
         /** @description A name in one of two fields, and a password. */
         Login: {
@@ -1280,6 +1617,11 @@ export interface components {
             id: string;
             identity: components["schemas"]["Identity"];
             in_flight_count: number;
+            inventory: components["schemas"]["Inventory"];
+            /** @description Who set which label. */
+            label_sources: {
+                [key: string]: "worker" | "auto" | "admin";
+            };
             labels: {
                 [key: string]: string;
             };
@@ -1296,6 +1638,7 @@ export interface components {
             node_type: components["schemas"]["NodeTypeEnum"];
             offline?: components["schemas"]["Fact"];
             open_conflicts?: number;
+            overrides: components["schemas"]["Overrides"];
             /** @description An admin's no; the status stays `pending`. */
             rejected?: components["schemas"]["Fact"];
             /** Format: int64 */
@@ -1340,6 +1683,20 @@ export interface components {
          * @enum {string}
          */
         NodeTypeEnum: "backend" | "agent";
+        /** @description Something that an operator should know, whatever page is open. */
+        Notice: {
+            /** @description What to do about it; names the setting or the page. */
+            hint: string;
+            /** @description Stays the same while it holds. */
+            id: string;
+            /**
+             * @description * `warning` - warning
+             *     * `error` - error
+             * @enum {string}
+             */
+            level: "warning" | "error";
+            text: string;
+        };
         /** @description One operation (`contract/http-api.md` §3.2), with its kind, status, sequence and next look. */
         Operation: {
             actor: string;
@@ -1427,6 +1784,18 @@ export interface components {
         Outcomes: {
             approved: number;
             results: components["schemas"]["Outcome"][];
+        };
+        /** @description Who said something instead of the worker, and when. */
+        Override: {
+            /** Format: date-time */
+            at: string | null;
+            /** @description Empty if the timeline does not know it any more. */
+            by: string;
+        };
+        /** @description What an admin says instead of the worker. */
+        Overrides: {
+            max_replicas_per_model?: components["schemas"]["Override"];
+            vram_budget?: components["schemas"]["Override"];
         };
         /** @description The present password and the next one. */
         Password: {
@@ -5710,6 +6079,47 @@ export interface operations {
             503: {
                 headers: {
                     "Retry-After": number;
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
+                };
+            };
+        };
+    };
+    ws_feed: {
+        parameters: {
+            query?: {
+                /** @description The last `cursor` seen. */
+                nodes?: string;
+                /** @description The last `seq` seen. */
+                operations?: number;
+            };
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description The stream begins; each message has this shape. */
+            101: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["FeedMessage"];
+                };
+            };
+            /** @description Refused. */
+            403: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content?: never;
+            };
+            /** @description Not a websocket's handshake: over plain HTTP nothing is here. */
+            404: {
+                headers: {
                     [name: string]: unknown;
                 };
                 content: {
