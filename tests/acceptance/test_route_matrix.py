@@ -16,29 +16,32 @@ import pytest
 import websockets
 from django.urls import URLPattern, URLResolver, get_resolver
 
-from localai_cluster import routing
+from localai_cluster import routing, ui
 from tests.acceptance.conftest import Shared
 from tests.support.cluster import ADMIN_KEY, TOKEN
 
 METHODS = ("GET", "POST")
 ODD_METHODS = ("PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
-SOCKETS = ("/ws/operations",)
+SOCKETS = ("/ws/operations", "/ws/feed")
 NODE, OTHER = "5" * 64, "6" * 64
 
-# Makes a user and an admin inside the cluster; prints their keys and the cookies of their sessions.
+# Makes a user, an admin and one whose password was generated inside the cluster; prints their keys and the
+# cookies of their sessions.
 _ACCOUNTS = """
 import json
 from django.contrib.auth import get_user_model, BACKEND_SESSION_KEY, HASH_SESSION_KEY, SESSION_KEY
 from django.contrib.sessions.backends.db import SessionStore
 from nodes import identity
+from nodes.models import InitialPassword
 made = {}
-for name, staff in (("ann", False), ("root", True)):
+for name, staff in (("ann", False), ("root", True), ("new", True)):
     user = get_user_model().objects.create_user(name, password="x", is_staff=staff, is_superuser=staff)
     session = SessionStore()
     session[SESSION_KEY], session[HASH_SESSION_KEY] = str(user.pk), user.get_session_auth_hash()
-    session[BACKEND_SESSION_KEY] = "django.contrib.auth.backends.ModelBackend"
+    session[BACKEND_SESSION_KEY] = "nodes.passwords.SessionBackend"
     session.save()
     made[name] = [identity.create_api_key(user, "matrix")[1], session.session_key]
+InitialPassword.objects.create(user=user)
 print(json.dumps(made))
 """
 
@@ -110,6 +113,8 @@ def world(shared: Shared) -> World:
             Caller("another node", "other node", _bearer(OTHER)),
             Caller("user's key", "user", _bearer(accounts["ann"][0])),
             Caller("user's session", "user session", cookie["ann"]),
+            Caller("newcomer's session", "newcomer session", cookie["new"]),
+            Caller("newcomer's key", "admin", _bearer(accounts["new"][0])),
             Caller("admin's key", "admin", {"x-api-key": accounts["root"][0]}),
             Caller("admin's session", "admin session", cookie["root"]),
             Caller("static key", "admin", _bearer(ADMIN_KEY)),
@@ -132,11 +137,21 @@ def all_routes() -> list[str]:
     return sorted({route.path for route in routing.ROUTES} | set(django_routes(get_resolver())))
 
 
+PAGES = ("/", "/app", "/app/{path}", "/browse", "/browse/{rest}", "/login", "/favicon.svg")
+
+
 def allowed(path: str, kind: str) -> bool | int:
     """Whether `kind` may call `path` at all; a number is the refusal's status."""
     person, admin = kind.removesuffix(" session") in ("user", "admin"), kind.startswith("admin")
-    if path in ("/", "/healthz", "/readyz"):
+    if path in PAGES or path in ("/healthz", "/readyz", "/api/branding"):
         return True
+    if path.startswith("/api/auth/"):
+        # Open to everybody; a change needs the CSRF token, which callers without a session do not send here.
+        return kind.endswith("session") or 403
+    if kind == "newcomer session":
+        return 401 if path.startswith(("/v1/", "/embeddings", "/models")) else 403
+    if path in ("/version", "/api/features"):
+        return True if person else 401
     if path == "/api/node/register":
         return True if kind == "knocking" else 403 if person else 401
     if path.startswith("/api/node/"):
@@ -153,6 +168,8 @@ def test_every_route_by_every_caller(world: World, template: str) -> None:
     """Refused callers get exactly 401 or 403 by every method; admitted ones never a 5xx."""
     with httpx.Client(base_url=world.url, timeout=30, transport=_from(template)) as client:
         for caller in world.callers:
+            if template == "/api/auth/logout" and caller.kind.endswith("session"):
+                continue  # it would end the session that the other routes are called with
             verdict = allowed(template, caller.kind)
             for method in METHODS + (ODD_METHODS if caller.name in ("anonymous", "static key") else ()):
                 body = b"{}" if method in ("POST", "PUT", "PATCH") else None
@@ -160,7 +177,11 @@ def test_every_route_by_every_caller(world: World, template: str) -> None:
                 path = world.path(_harmless(template, method) if verdict is True else template)
                 answer = client.request(method, path, headers=headers, content=body)
                 shown = f"{method} {template} by {caller.name}: {answer.status_code} {answer.text[:200]}"
-                if verdict is True:
+                if template == "/api/auth/status" and method in ("GET", "HEAD"):
+                    assert answer.status_code == 200, shown
+                elif verdict is True and template in PAGES and not ui.build_id():
+                    assert answer.status_code in (301, 405, 503), shown
+                elif verdict is True:
                     assert answer.status_code < 500, shown
                     assert answer.status_code != 403, shown
                     assert answer.status_code != 401 or template == "/api/node/register", shown
@@ -180,7 +201,7 @@ def test_the_admin_pages_send_everybody_else_to_sign_in(world: World) -> None:
     """No page of Django's admin answers anybody but staff, except the sign-in page."""
     pages = [path for path in all_routes() if path.startswith("/admin/")]
     assert len(pages) > 30
-    strangers = {"anonymous", "user's session", "the node", "static key"}
+    strangers = {"anonymous", "user's session", "newcomer's session", "the node", "static key"}
     callers = [caller for caller in world.callers if caller.name in strangers]
     with httpx.Client(base_url=world.url, timeout=30) as client:
         for template in pages:
@@ -190,7 +211,7 @@ def test_the_admin_pages_send_everybody_else_to_sign_in(world: World) -> None:
                 shown = f"{path} by {caller.name}: {answer.status_code}"
                 assert answer.status_code in (302, 404, 405), shown
                 assert answer.status_code != 302 or answer.headers["Location"].startswith("/admin/"), shown
-        assert client.get("/admin/login/").status_code == 200
+        assert client.get("/admin/login/").headers["Location"] == "/login?next=%2Fadmin%2F"
         root = next(caller for caller in world.callers if caller.kind == "admin session")
         assert client.get("/admin/nodes/backendnode/", headers=root.headers).status_code == 200
 
@@ -209,7 +230,7 @@ async def test_every_websocket_by_every_caller(world: World, path: str) -> None:
 async def _opens(url: str, headers: dict[str, str]) -> bool:
     try:
         async with websockets.connect(url, additional_headers=headers, open_timeout=10) as socket:
-            return bool(json.loads(await socket.recv())["type"] == "snapshot")
+            return json.loads(await socket.recv())["type"] in ("snapshot", "hello")
     except websockets.InvalidStatus as refusal:
         if refusal.response.status_code != 403:
             raise
