@@ -1,6 +1,8 @@
 """What admins send and get beside the nodes themselves: reasons, overrides, conflicts, events."""
 
+import re
 from typing import Any
+from uuid import UUID
 
 from rest_framework import serializers
 
@@ -11,6 +13,7 @@ from nodes.services.overrides import LARGEST_CAP, LONGEST_BUDGET
 
 LONGEST_REASON = 255
 MOST_IDS = 500
+_FINGERPRINT = re.compile("^([0-9a-fA-F]{64})?$")
 _NO_NULL = "^[^\\u0000]*$"
 
 
@@ -31,6 +34,32 @@ class ReasonSerializer(Described, NullIsAbsent):
         """Without what no text column can keep."""
         schema["properties"]["reason"]["pattern"] = _NO_NULL
         return schema
+
+
+class Fingerprints(Text):
+    """The fingerprint that somebody compared; "" for a node without a secret of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(max_length=64, **options)
+
+    def to_internal_value(self, data: Any) -> str:
+        """In lower case, as the registry has it."""
+        text = str(super().to_internal_value(data)).lower()
+        if not _FINGERPRINT.fullmatch(text):
+            raise serializers.ValidationError("must be 64 hex digits, or empty")
+        return text
+
+
+class ApproveSerializer(ReasonSerializer):
+    """Why, and whom: with a fingerprint, only the worker that has it is let in."""
+
+    fingerprint = Fingerprints(required=False, allow_null=True)
+
+    @classmethod
+    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        """With the form of a fingerprint."""
+        schema["properties"]["fingerprint"]["pattern"] = _FINGERPRINT.pattern
+        return super().described(schema)
 
 
 class RejectionSerializer(ReasonSerializer):
@@ -59,10 +88,26 @@ class DrainRequestSerializer(ReasonSerializer):
     )
 
 
-class ApproveManySerializer(serializers.Serializer[Any]):
-    """Which nodes."""
+class ApproveManySerializer(Described, NullIsAbsent):
+    """Which nodes; a node that stands in `fingerprints` only with the fingerprint given there."""
 
     ids = serializers.ListField(child=NodeIds(), min_length=1, max_length=MOST_IDS)
+    fingerprints = serializers.DictField(child=Fingerprints(), required=False, allow_null=True)
+
+    @classmethod
+    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        """With the form of a fingerprint, and how many."""
+        texts = {"type": "string", "pattern": _FINGERPRINT.pattern}
+        keys = {"maxProperties": MOST_IDS, "additionalProperties": texts}
+        schema["properties"]["fingerprints"] |= keys
+        return schema
+
+    def validate_fingerprints(self, given: dict[str, str] | None) -> dict[UUID, str]:
+        """By id."""
+        try:
+            return {UUID(text): fingerprint for text, fingerprint in (given or {}).items()}
+        except ValueError:
+            raise serializers.ValidationError("must be an object of node ids") from None
 
 
 class OutcomeSerializer(serializers.Serializer[Any]):

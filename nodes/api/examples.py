@@ -119,6 +119,12 @@ NODE_DETAIL = _answer(
             "open_conflicts": 0,
         },
         "revision": 7,
+        "overrides": {
+            "max_replicas_per_model": {"by": "ann", "at": _AT},
+            "vram_budget": {"by": "", "at": None},
+        },
+        "label_sources": dict.fromkeys(_NODE["labels"], "auto"),
+        "inventory": {"at": _AT, "error": ""},
     }
 )
 REPLICA = _answer(_REPLICA)
@@ -129,7 +135,8 @@ APPROVED_AGENT = _answer(
     | {"name": "agent-1", "node_type": "agent", "message": "node approved", "api_token": "lai-" + "0" * 64},
     "agent",
 )
-APPROVE_MANY = _sent({"ids": [_ID, _CONFLICT["id"]]})
+APPROVE = _sent({"reason": "ticket 4711", "fingerprint": _FINGERPRINT})
+APPROVE_MANY = _sent({"ids": [_ID, _CONFLICT["id"]], "fingerprints": {_ID: _FINGERPRINT}})
 OUTCOMES = _answer(
     {
         "approved": 1,

@@ -22,16 +22,23 @@ class ApproveView(NodeView):
     @extend_schema(
         operation_id="nodes_approve",
         tags=["nodes"],
-        request=admin_shapes.ReasonSerializer,
-        responses={200: node_shapes.ApprovedSerializer, **refusals(400, 401, 403, 404, 413)},
-        examples=[examples.REASON, examples.APPROVED, examples.APPROVED_AGENT],
+        request=admin_shapes.ApproveSerializer,
+        responses={200: node_shapes.ApprovedSerializer, **refusals(400, 401, 403, 404, 409, 413)},
+        examples=[examples.APPROVE, examples.APPROVED, examples.APPROVED_AGENT],
     )
     def post(self, request: Request, node_id: str) -> Response:
-        """Lets a pending node into the fleet; an agent's API token is shown this once."""
+        """Lets a pending node into the fleet; an agent's API token is shown this once.
+
+        With the `fingerprint` that the approver compared, 409 if the node has another one now.
+        """
         found = existing(node_id)
-        fields = validated(admin_shapes.ReasonSerializer, request)
+        fields = validated(admin_shapes.ApproveSerializer, request)
         approved = services.approve(
-            found, actor=actor_of(request), now=clock.now(), reason=fields.get("reason", "")
+            found,
+            actor=actor_of(request),
+            now=clock.now(),
+            reason=fields.get("reason", ""),
+            fingerprint=fields.get("fingerprint"),
         )
         node = approved.node
         shown = {"id": node.id, "name": node.name, "node_type": node.node_type, "status": node.status}
@@ -54,8 +61,11 @@ class ApproveManyView(NodeView):
 
         Agents get their API token by registering again.
         """
-        ids: list[UUID] = list(dict.fromkeys(validated(admin_shapes.ApproveManySerializer, request)["ids"]))
-        outcomes = services.approve_many(ids, actor=actor_of(request), now=clock.now())
+        fields = validated(admin_shapes.ApproveManySerializer, request)
+        ids: list[UUID] = list(dict.fromkeys(fields["ids"]))
+        outcomes = services.approve_many(
+            ids, actor=actor_of(request), now=clock.now(), fingerprints=fields.get("fingerprints", {})
+        )
         approved = sum(not outcome.error for outcome in outcomes)
         return Response({"approved": approved, "results": [_shown(outcome) for outcome in outcomes]})
 

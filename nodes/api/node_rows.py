@@ -12,11 +12,24 @@ from typing import Any
 from uuid import UUID
 
 import orjson
-from django.db.models import Aggregate, CharField, Count, F, Func, Q, QuerySet, Sum, TextField
+from django.db.models import (
+    Aggregate,
+    Case,
+    CharField,
+    Count,
+    F,
+    Func,
+    Q,
+    QuerySet,
+    Sum,
+    TextField,
+    Value,
+    When,
+)
 from django.db.models.expressions import Combinable
 from django.db.models.functions import Cast
 
-from nodes.models import BackendNode, NodeConflict, NodeLabel, NodeModel
+from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeLabel, NodeModel
 from nodes.querysets import COUNTED_IN_FLIGHT, BackendNodeQuerySet
 
 Row = dict[str, Any]
@@ -149,7 +162,28 @@ def detail(node_id: UUID) -> Row | None:
         return None  # removed meanwhile
     shown: Row = {"labels": {}} | rows[0] | _facts(node)
     identity = _identity(node) | {"open_conflicts": shown.get("open_conflicts", 0)}
-    return shown | {"revision": node.revision, "identity": identity}
+    return shown | {
+        "revision": node.revision,
+        "identity": identity,
+        "overrides": _overrides(node),
+        "label_sources": dict(NodeLabel.objects.filter(node=node).values_list("key", "source")),
+        "inventory": {"at": node.inventory_at, "error": node.inventory_error},
+    }
+
+
+_OVERRIDES = ("max_replicas_per_model", "vram_budget")
+
+
+def _overrides(node: BackendNode) -> Row:
+    """What an admin says instead of the worker: by whom and since when, as far as it is still known."""
+    told = NodeEvent.objects.filter(node_id=node.id, kind=NodeEvent.Kind.OVERRIDE)
+    told = told.annotate(
+        what=Case(*(When(detail__has_key=name, then=Value(name)) for name in _OVERRIDES), default=Value(""))
+    )
+    latest = told.order_by("what", "-id").distinct("what").values_list("what", "actor", "at")
+    known = {what: {"by": by, "at": at} for what, by, at in latest}
+    held = (name for name in _OVERRIDES if getattr(node, f"{name}_manually_set"))
+    return {name: known.get(name, {"by": "", "at": None}) for name in held}
 
 
 def _facts(node: BackendNode) -> Row:

@@ -9,7 +9,7 @@ from rest_framework import serializers
 
 from nodes.api.fields import Described
 from nodes.beats import LARGEST
-from nodes.models import NodeStatus, NodeType
+from nodes.models import NodeLabel, NodeStatus, NodeType
 
 
 def _bytes(meaning: str = "", **options: Any) -> serializers.IntegerField:
@@ -51,6 +51,27 @@ class IdentitySerializer(serializers.Serializer[Any]):
     instance = _text("The worker process that speaks for the node.", required=False)
     rotation_requested_at = serializers.DateTimeField(required=False)
     open_conflicts = serializers.IntegerField(min_value=0)
+
+
+class OverrideSerializer(serializers.Serializer[Any]):
+    """Who said something instead of the worker, and when."""
+
+    by = _text("Empty if the timeline does not know it any more.")
+    at = serializers.DateTimeField(allow_null=True)
+
+
+class OverridesSerializer(serializers.Serializer[Any]):
+    """What an admin says instead of the worker."""
+
+    max_replicas_per_model = OverrideSerializer(required=False)
+    vram_budget = OverrideSerializer(required=False)
+
+
+class InventorySerializer(serializers.Serializer[Any]):
+    """As of when its list of backends is true."""
+
+    at = serializers.DateTimeField(allow_null=True, help_text="Null if the worker never gave one.")
+    error = _text("Why there is no newer one.")
 
 
 class NodeSerializer(serializers.Serializer[Any]):
@@ -98,6 +119,11 @@ class NodeDetailSerializer(Described, NodeSerializer):
     drain = DrainSerializer(required=False)
     identity = IdentitySerializer()
     revision = serializers.IntegerField(min_value=0, help_text="Moves with every change but heartbeats.")
+    overrides = OverridesSerializer()
+    label_sources = serializers.DictField(
+        child=serializers.ChoiceField(choices=NodeLabel.Source.choices), help_text="Who set which label."
+    )
+    inventory = InventorySerializer()
 
     @classmethod
     def described(cls, schema: dict[str, Any]) -> dict[str, Any]:

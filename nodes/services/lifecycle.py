@@ -1,6 +1,7 @@
 """Approval, rejection, absence and the end of a node."""
 
-from collections.abc import Collection, Sequence
+import types
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from uuid import UUID
@@ -41,10 +42,19 @@ class Outcome:
     """Of an agent, as in `Approved`."""
 
 
-def approve(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> Approved:
-    """R1.15, R1.31: lets a pending node in. Raises NotFound, or InvalidInput naming the state it is in."""
+def approve(
+    node_id: UUID, *, actor: Actor, now: datetime, reason: str = "", fingerprint: str | None = None
+) -> Approved:
+    """R1.15, R1.31: lets a pending node in. Raises NotFound, or InvalidInput naming the state it is in.
+
+    With the `fingerprint` that somebody compared, "" for none, it raises Conflict if it is another one now.
+    """
     with transaction.atomic():
         change = Change(locked(node_id), now)
+        if fingerprint is not None and fingerprint != change.node.fingerprint:
+            raise errors.Conflict(
+                "the fingerprint is another one now: look at the node again", field="fingerprint"
+            )
         try:
             change.happen(Event.APPROVED, actor, reason=reason)
         except errors.Conflict as refusal:
@@ -59,14 +69,23 @@ def approve(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> 
     return Approved(change.node, token)
 
 
-def approve_many(node_ids: Sequence[UUID], *, actor: Actor, now: datetime) -> list[Outcome]:
-    """Approves each on its own: what is wrong with one does not stop the others. In the order given."""
-    return [_approve_one(node_id, actor, now) for node_id in node_ids]
+def approve_many(
+    node_ids: Sequence[UUID],
+    *,
+    actor: Actor,
+    now: datetime,
+    fingerprints: Mapping[UUID, str] = types.MappingProxyType({}),
+) -> list[Outcome]:
+    """Approves each on its own: what is wrong with one does not stop the others. In the order given.
+
+    `fingerprints` are those that somebody compared, as in `approve`.
+    """
+    return [_approve_one(node_id, actor, now, fingerprints.get(node_id)) for node_id in node_ids]
 
 
-def _approve_one(node_id: UUID, actor: Actor, now: datetime) -> Outcome:
+def _approve_one(node_id: UUID, actor: Actor, now: datetime, fingerprint: str | None) -> Outcome:
     try:
-        approved = approve(node_id, actor=actor, now=now)
+        approved = approve(node_id, actor=actor, now=now, fingerprint=fingerprint)
     except errors.ClusterError as refusal:
         return Outcome(node_id, error=refusal.message)
     return Outcome(node_id, approved.node.name, approved.node.status, api_token=approved.api_token)

@@ -56,7 +56,9 @@ NEVER_GIVEN = re.compile(r"(\w) repeated (\d+) times\Z")
 TOKENS = {"Bearer tok": f"Bearer {REGISTRATION_TOKEN}", "Bearer adminkey": f"Bearer {API_KEY}"}
 NOT_COMPARED = frozenset({"message", "available_ram", "available_disk"})
 """Wording is ours; of the heartbeats that carried these figures the recordings keep only two."""
-ADDED = frozenset({"weak_identity", "approval", "drain", "identity", "revision"})
+ADDED = frozenset(
+    {"weak_identity", "approval", "drain", "identity", "revision", "overrides", "label_sources", "inventory"}
+)
 """Keys that only ours has (D-MORE-FIELDS)."""
 
 NODE_OF_ITS_OWN = "8023a89b-b740-4f51-aeef-f3318f4845f1"

@@ -134,6 +134,7 @@ def let_in(read: Reader) -> None:
     read("GET", "/api/nodes")
     read("POST", f"/api/nodes/{agent.id}/approve", {"reason": "ours"})
     read("POST", f"/api/nodes/{healthy.id}/approve")
+    read("POST", f"/api/nodes/{poor.id}/approve", {"fingerprint": "f" * 64})
     read("POST", "/api/nodes/approve", {"ids": [str(node.id) for node in (poor, agent, healthy)]})
     read("POST", "/api/nodes/approve", {})
 

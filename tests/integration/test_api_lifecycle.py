@@ -225,6 +225,54 @@ def test_bulk_approval_does_what_it_can() -> None:
     assert [api.node(node.id).approved_by for node in (one, two)] == ["static-key"] * 2
 
 
+@pytest.mark.rule("R1.15", "http-2.6")
+def test_an_approval_holds_for_the_fingerprint_that_was_compared() -> None:
+    """Another one by now is 409, and nothing happens; without one, whoever is there is let in."""
+    node = pending()
+    shown = api.node(node.id).fingerprint
+    for other in ("f" * 64, ""):
+        refused = do(node, "approve", {"fingerprint": other})
+        assert (refused.status_code, "fingerprint" in api.message(refused)) == (409, True)
+    assert (api.node(node.id).status, api.node(node.id).revision) == ("pending", node.revision)
+    assert do(node, "approve", {"fingerprint": shown.upper()}).status_code == 200
+    weak = pending("b")
+    BackendNode.objects.filter(pk=weak.pk).update(fingerprint="", weak_identity=True)
+    assert do(weak, "approve", {"fingerprint": ""}).status_code == 200
+
+
+@pytest.mark.parametrize("fingerprint", ["x", "f" * 63, "g" * 64, 5, ["f" * 64], "f" * 64 + "\n"])
+def test_a_fingerprint_that_cannot_be_is_400(fingerprint: Any) -> None:
+    """Naming the field, for one node and for several."""
+    node = pending()
+    body = {"ids": [str(node.id)], "fingerprints": {str(node.id): fingerprint}}
+    for refused in (
+        do(node, "approve", {"fingerprint": fingerprint}),
+        api.admin().post("/api/nodes/approve", body),
+    ):
+        assert (refused.status_code, "fingerprint" in api.message(refused)) == (400, True)
+    assert api.node(node.id).status == "pending"
+
+
+@pytest.mark.parametrize("fingerprints", [5, [], {"nope": "f" * 64}, {"\u0000": ""}])
+def test_fingerprints_of_no_nodes_are_400(fingerprints: Any) -> None:
+    """Naming the field."""
+    refused = api.admin().post("/api/nodes/approve", {"ids": [str(uuid4())], "fingerprints": fingerprints})
+    assert (refused.status_code, "fingerprints" in api.message(refused)) == (400, True)
+
+
+def test_bulk_approval_compares_each_fingerprint() -> None:
+    """A changed one stops its own node only."""
+    one, two, three = pending("a"), pending("b"), pending("c")
+    body = {
+        "ids": [str(node.id) for node in (one, two, three)],
+        "fingerprints": {str(one.id): "f" * 64, str(two.id): api.node(two.id).fingerprint},
+    }
+    answer = api.admin().post("/api/nodes/approve", body).json()
+    assert answer["approved"] == 2
+    assert "fingerprint" in answer["results"][0]["error"]
+    assert [api.node(node.id).status for node in (one, two, three)] == ["pending", "healthy", "healthy"]
+
+
 @pytest.mark.parametrize(
     "ids", [None, [], "x", ["nope"], [5], [None], [["x"]], {"a": 1}, [str(uuid4())] * 501]
 )

@@ -1,5 +1,6 @@
 """Node routes for admins: shapes of list, detail and replicas; who may call what; envelopes."""
 
+from datetime import datetime
 from itertools import pairwise
 from typing import Any
 from uuid import UUID
@@ -11,7 +12,8 @@ from django.test.utils import CaptureQueriesContext
 
 from localai_cluster import clock
 from nodes import identity, services
-from nodes.models import ApiKey, BackendNode, NodeLabel
+from nodes.actors import Actor, ActorKind
+from nodes.models import ApiKey, BackendNode, NodeEvent, NodeLabel
 from tests.support import api
 from tests.support.environment import REGISTRATION_TOKEN
 
@@ -86,7 +88,14 @@ def test_list_and_detail_have_the_recorded_fields() -> None:
     assert "vram_budget" not in listed[1]
     detail = api.admin().get(f"/api/nodes/{plain.id}").json()
     assert {name: detail.pop(name) for name in listed[1]} == listed[1]
-    assert set(detail) == {"approval", "identity", "revision"}
+    assert set(detail) == {
+        "approval",
+        "identity",
+        "revision",
+        "overrides",
+        "label_sources",
+        "inventory",
+    }
 
 
 def _merged(entries: list[dict[str, Any]]) -> dict[str, Any]:
@@ -120,6 +129,51 @@ def test_the_detail_of_a_node_without_labels_has_an_empty_object() -> None:
     assert shown["labels"] == {}
     assert not {"approval", "rejected", "revoked", "drain", "offline", "unhealthy"} & set(shown)
     assert None not in shown.values()
+
+
+@pytest.mark.rule("http-2.3", "R1.45", "R1.47", "R1.40")
+def test_the_detail_says_who_overrode_what_and_where_labels_come_from() -> None:
+    """Only what is overridden now, by the last who did; unknown once the timeline has forgotten."""
+    node = api.make_node(labels={"rack": "7"})
+    at = f"/api/nodes/{node.id}"
+    assert api.admin().get(at).json()["overrides"] == {}
+    api.admin().put(f"{at}/max-replicas-per-model", {"value": 2})
+    services.set_vram_budget(node.id, "50%", actor=Actor(ActorKind.USER, "ann"), now=clock.now())
+    services.set_vram_budget(node.id, "60%", actor=Actor(ActorKind.USER, "bob"), now=clock.now())
+    api.admin().patch(f"{at}/labels", {"tier": "fast"})
+    shown = api.admin().get(at).json()
+    assert {name: entry["by"] for name, entry in shown["overrides"].items()} == {
+        "max_replicas_per_model": "static-key",
+        "vram_budget": "bob",
+    }
+    last = NodeEvent.objects.filter(actor="bob").values_list("at", flat=True)
+    assert datetime.fromisoformat(shown["overrides"]["vram_budget"]["at"]) == last[0]
+    assert {k: v for k, v in shown["label_sources"].items() if k in ("rack", "tier", "node.name")} == {
+        "rack": "worker",
+        "tier": "admin",
+        "node.name": "auto",
+    }
+    assert set(shown["label_sources"]) == set(shown["labels"])
+    assert shown["inventory"] == {"at": None, "error": ""}
+    api.admin().delete(f"{at}/max-replicas-per-model")
+    NodeEvent.objects.all().delete()
+    assert api.admin().get(at).json()["overrides"] == {"vram_budget": {"by": "", "at": None}}
+
+
+def test_a_detail_costs_the_same_for_any_history() -> None:
+    """A node with one event, and one with many labels and overrides."""
+    node = api.make_node()
+    counts = []
+    for _ in range(2):
+        with CaptureQueriesContext(connection) as queries:
+            assert api.admin().get(f"/api/nodes/{node.id}").status_code == 200
+        counts.append(len(queries))
+        for value in range(1, 9):
+            services.set_replica_cap(node.id, value, actor=Actor(ActorKind.USER, "ann"), now=clock.now())
+            services.merge_labels(
+                node.id, {f"k{value}": "v"}, actor=Actor(ActorKind.USER, "ann"), now=clock.now()
+            )
+    assert counts[0] == counts[1] <= 8
 
 
 def test_the_revision_moves_with_every_change() -> None:
