@@ -332,7 +332,11 @@ export interface paths {
         };
         get?: never;
         put?: never;
-        /** @description Lets a pending node into the fleet; an agent's API token is shown this once. */
+        /**
+         * @description Lets a pending node into the fleet; an agent's API token is shown this once.
+         *
+         *     With the `fingerprint` that the approver compared, 409 if the node has another one now.
+         */
         post: operations["nodes_approve"];
         delete?: never;
         options?: never;
@@ -893,6 +897,11 @@ export interface components {
             message: string;
             statusUrl: string;
         };
+        /** @description Why, and whom: with a fingerprint, only the worker that has it is let in. */
+        Approve: {
+            fingerprint?: string | null;
+            reason?: string | null;
+        };
         /** @description The answer to an approval; an agent's token is shown this once. */
         Approved: {
             api_token?: string;
@@ -903,8 +912,11 @@ export interface components {
             node_type: components["schemas"]["NodeTypeEnum"];
             status: components["schemas"]["NodeStatus"];
         };
-        /** @description Which nodes. */
+        /** @description Which nodes; a node that stands in `fingerprints` only with the fingerprint given there. */
         ApproveMany: {
+            fingerprints?: {
+                [key: string]: string;
+            } | null;
             ids: string[];
         };
         /** @description Name and pictures; an empty text stands for the built-in. */
@@ -3394,7 +3406,7 @@ export interface operations {
         };
         requestBody?: {
             content: {
-                "application/json": components["schemas"]["Reason"];
+                "application/json": components["schemas"]["Approve"];
             };
         };
         responses: {
@@ -3436,6 +3448,15 @@ export interface operations {
             };
             /** @description There is no such thing. */
             404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
+                };
+            };
+            /** @description The present state does not allow that; the message says why. */
+            409: {
                 headers: {
                     [name: string]: unknown;
                 };
