@@ -1,6 +1,166 @@
-// A place for this page.
-import type { ReactNode } from "react";
+// The Activity page: what runs, what failed and waits for somebody, what has ended since the page was opened. An
+// address that ends in #job-… leads to that operation.
+import { useEffect, useMemo, useState, type ReactNode } from "react";
+import { Link, useLocation, useSearchParams } from "react-router";
+import { useLive } from "../live/hooks";
+import { isActive, needsAttention } from "../live/store";
+import { Button } from "../ui/button";
+import { Empty, Loading } from "../ui/empty";
+import { PageHead } from "../ui/title";
+import "./activity.css";
+import { FailureCard, ProgressCard } from "./card";
+import { EndedLine } from "./ended";
+import { endedOf, showIn, shows, SHOWS, type Show } from "./filter";
+import type { Group } from "./model";
+import { useWork, type Work } from "./watch";
+
+const DRAWN = 50;
 
 export function ActivityPage(): ReactNode {
-  return <h1>ActivityPage</h1>;
+  const work = useWork();
+  const [query, setQuery] = useSearchParams();
+  const show = showIn(query);
+  const choose = (next: Show) => setQuery(next === "all" ? {} : { show: next }, { replace: true });
+  const target = useTarget(work);
+  return (
+    <div className="activity">
+      <PageHead title="Activity" note={<Tally work={work} />} />
+      <div className="row wrap" role="group" aria-label="Show">
+        {SHOWS.map((choice) => (
+          <Button key={choice.show} small className="chip" aria-pressed={choice.show === show} onClick={() => choose(choice.show)}>
+            {choice.label}
+          </Button>
+        ))}
+      </div>
+      <Sections work={work} show={show} target={target} onAll={() => choose("all")} />
+    </div>
+  );
+}
+
+/** Over everything, whatever the filter; a clause with zero is dropped. */
+function Tally({ work }: { work: Work }): ReactNode {
+  const all = [...work.operations.values()];
+  const [active, failed] = [all.filter(isActive).length, all.filter(needsAttention).length];
+  const parts = [];
+  if (active > 0) parts.push(`${active} in progress`);
+  if (failed > 0) parts.push(`${failed} ${failed === 1 ? "needs" : "need"} attention`);
+  return parts.length === 0 ? "Nothing is under way." : parts.join(" · ");
+}
+
+/** The job that the address names; leads there once, when it is on the page. */
+function useTarget(work: Work): string {
+  const { hash, key } = useLocation();
+  const target = hash.startsWith("#job-") ? hash.slice("#job-".length) : "";
+  const known = target !== "" && work.operations.has(target);
+  useEffect(() => {
+    const line = known ? document.getElementById(`job-${target}`) : null;
+    line?.scrollIntoView({ block: "center" });
+    line?.focus({ preventScroll: true });
+  }, [known, target, key]);
+  return target;
+}
+
+interface SectionsProps {
+  work: Work;
+  show: Show;
+  target: string;
+  onAll: () => void;
+}
+
+function Sections({ work, show, target, onAll }: SectionsProps): ReactNode {
+  const connection = useLive((state) => state.connection);
+  const begun = useLive((state) => state.operationsSeq !== null);
+  const wanted = useMemo(() => work.groups.filter((group) => shows(show, group.speaker)), [work.groups, show]);
+  const ended = useMemo(() => {
+    const elsewhere = new Set(work.groups.flatMap((group) => group.parts.map((part) => part.job.jobID)));
+    return endedOf(work.operations.values(), elsewhere).filter((one) => shows(show, one));
+  }, [work, show]);
+  if (!begun && work.operations.size === 0) return <NotYet waiting={connection === "connecting"} />;
+  if (wanted.length === 0 && ended.length === 0) return <Nothing show={show} onAll={onAll} />;
+  const active = wanted.filter((group) => group.active.length > 0);
+  const failed = wanted.filter((group) => group.failed.length > 0);
+  const of = (group: Group) => ({ group, target: holds(group, target) ? target : "" });
+  return (
+    <>
+      <Section title="Needs attention" number={sum(failed, (group) => group.failed.length)} items={failed} sought={sought(failed, target)}>
+        {(group) => <FailureCard key={group.id} {...of(group)} />}
+      </Section>
+      <Section title="In progress" number={sum(active, (group) => group.active.length)} items={active} sought={sought(active, target)}>
+        {(group) => <ProgressCard key={group.id} {...of(group)} pace={work.paces.get(group.id)} />}
+      </Section>
+      <Section title="Ended while you watched" number={ended.length} items={ended} list>
+        {(operation) => <EndedLine key={operation.jobID} operation={operation} />}
+      </Section>
+    </>
+  );
+}
+
+function sum(groups: readonly Group[], of: (group: Group) => number): number {
+  return groups.reduce((total, group) => total + of(group), 0);
+}
+
+function holds(group: Group, jobID: string): boolean {
+  return jobID !== "" && (group.failed.some((one) => one.jobID === jobID) || group.parts.some((part) => part.job.jobID === jobID));
+}
+
+function sought(groups: readonly Group[], jobID: string): number {
+  return groups.findIndex((group) => holds(group, jobID));
+}
+
+interface SectionProps<Item> {
+  title: string;
+  number: number;
+  items: readonly Item[];
+  /** The place of what the address names: it is drawn in any case. */
+  sought?: number;
+  list?: boolean;
+  children: (item: Item) => ReactNode;
+}
+
+function Section<Item>({ title, number, items, sought: place = -1, list = false, children }: SectionProps<Item>): ReactNode {
+  const [limit, setLimit] = useState(DRAWN);
+  const drawn = Math.max(limit, place + 1);
+  if (items.length === 0) return null;
+  const shown = items.slice(0, drawn).map(children);
+  return (
+    <section className="stack" aria-label={title}>
+      <h2>
+        {title} <span className="muted">{number}</span>
+      </h2>
+      {list ? <ul className="ended">{shown}</ul> : shown}
+      {items.length > drawn && (
+        <div>
+          <Button onClick={() => setLimit(drawn + DRAWN)}>Show more ({items.length - drawn})</Button>
+        </div>
+      )}
+    </section>
+  );
+}
+
+function NotYet({ waiting }: { waiting: boolean }): ReactNode {
+  if (waiting) return <Loading what="operations" />;
+  return (
+    <Empty title="Not known at the moment">
+      <p>The live feed is not connected. What runs shows here as soon as it is back; nothing stops meanwhile.</p>
+    </Empty>
+  );
+}
+
+function Nothing({ show, onAll }: { show: Show; onAll: () => void }): ReactNode {
+  if (show === "all") {
+    return (
+      <Empty title="Nothing is under way">
+        <p>Installations, loads and removals show here while they run, and failures until somebody dismisses them.</p>
+        <Link className="button" to="/app/backends">
+          Install a backend
+        </Link>
+      </Empty>
+    );
+  }
+  const label = SHOWS.find((choice) => choice.show === show)?.label.toLowerCase() ?? show;
+  return (
+    <Empty title={`No operation matches “${label}”`}>
+      <Button onClick={onAll}>Show all</Button>
+    </Empty>
+  );
 }

@@ -1,24 +1,13 @@
 // What a person can do about an operation, as calls to the server.
-import type { Client } from "openapi-fetch";
 import { call, client } from "../api/client";
 import type { components } from "../api/schema";
 import type { Operation } from "../live/messages";
 
 type Accepted = components["schemas"]["Accepted"];
 
-interface DismissPath {
-  "/api/operations/{job_id}/dismiss": {
-    post: {
-      parameters: { path: { job_id: string } };
-      responses: { 200: { content: { "application/json": unknown } } };
-    };
-  };
-}
-
 /** Puts a failure away for everybody. */
 export function dismiss(operation: Operation): Promise<unknown> {
-  const paths = client as unknown as Client<DismissPath>;
-  return call(paths.POST("/api/operations/{job_id}/dismiss", { params: { path: { job_id: operation.jobID } } }));
+  return call(client.POST("/api/operations/{job_id}/dismiss", { params: { path: { job_id: operation.jobID } } }));
 }
 
 /** Asks one node for a backend; joins what is under way there. */

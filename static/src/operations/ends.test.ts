@@ -6,7 +6,7 @@ const running = install("gpu-1");
 const completed = install("gpu-1", { status: "completed", finishedAt: at(5) });
 
 describe("ends", () => {
-  it("are told when the feed says so, in words that fit the work (E23)", () => {
+  it("are told when the feed says so, in words that fit the work (E23, UI-1.10)", () => {
     expect(ends(byJob(running), byJob(completed))).toEqual([
       { group: "backend_install echo", tone: "good", text: "Installed backend echo on gpu-1" },
     ]);

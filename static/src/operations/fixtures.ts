@@ -15,7 +15,7 @@ export function install(node: string, more: Partial<Operation> = {}, target: Par
   const status = more.status ?? "processing";
   return {
     id: "echo", name: "echo", fullName: "echo", jobID: `job-${node}`, kind: "backend_install", status, progress: 0,
-    taskType: "Installation", isDeletion: false, isBackend: true, isQueued: status === "pending", cancellable: false,
+    taskType: "installation", isDeletion: false, isBackend: true, isQueued: status === "pending", cancellable: false,
     message: status === "pending" ? "queued" : "", attempts: 0, nextLookAt: at(0), requestID: "", actor: "admin", seq,
     createdAt: at(0), nodeID: node, nodeName: node,
     nodes: [{ node_id: node, node_name: node, status: "downloading", percentage: more.progress ?? 0, ...target }],

@@ -19,7 +19,7 @@ const done = (node: string, created: number, finished: number) =>
   install(node, { status: "completed", createdAt: at(created), finishedAt: at(finished), progress: 100 });
 
 describe("a group", () => {
-  it("is one line for thirteen nodes, and counts those that are done (E15, W6)", () => {
+  it("is one line for thirteen nodes, and counts those that are done (UI-1.5, UI-1.13)", () => {
     const ended = Array.from({ length: 7 }, (_, n) => done(`gpu-${n}`, 0, n + 1));
     const running = Array.from({ length: 6 }, (_, n) => install(`gpu-${n + 7}`, { createdAt: at(0.5), progress: 50 }));
     const group = only([...ended, ...running]);
@@ -36,7 +36,7 @@ describe("a group", () => {
     expect([where(group), group.progress]).toEqual(["1 of 2 nodes", 50]);
   });
 
-  it("never says 100 before the last one has ended", () => {
+  it("never says 100 before the last one has ended (UI-1.13)", () => {
     expect(only([install("a", { progress: 100 })]).progress).toBe(99);
   });
 
@@ -77,7 +77,7 @@ describe("a group", () => {
 });
 
 describe("the order", () => {
-  it("is failures first, then the least advanced (E15, E16)", () => {
+  it("is failures first, then the least advanced (E15, E16, UI-1.2)", () => {
     const found = grouped([
       install("a", { name: "far", progress: 80 }),
       install("a", { jobID: "2", name: "near", progress: 10 }),
@@ -98,18 +98,18 @@ describe("the order", () => {
 });
 
 describe("words", () => {
-  it("tell a queued operation from one that waits for a reason, and give the reason (E21, W22)", () => {
+  it("tell a queued operation from one that waits for a reason, and give the reason (E21, UI-1.4)", () => {
     expect(headline(only([install("a", { status: "pending" })]))).toBe("Queued to install backend");
     const waits = only([install("a", { status: "waiting_for_nodes", message: "node gpu-3 is offline" })]);
     expect([headline(waits), what(waits)]).toEqual(["Waiting to install backend", "node gpu-3 is offline"]);
     expect(stateOf(install("a", { status: "pending", message: "its controller stopped", attempts: 1 }))).toBe("waiting");
   });
 
-  it.each([
+  it.each<[Partial<Operation>, string]>([
     [{ isDeletion: true, kind: "backend_delete" }, "Could not remove backend"],
     [{ taskType: "staging", kind: "model_load", isBackend: false }, "Could not load model"],
     [{}, "Could not install backend"],
-  ])("have a phrase of its own for each kind that fails %#", (more, text) => {
+  ])("have a phrase of its own for each kind that fails (UI-1.4) %#", (more, text) => {
     expect(phrase(install("a", more), "failed")).toBe(text);
   });
 

@@ -69,6 +69,17 @@ export function groups(operations: Iterable<Operation>, before: ReadonlyMap<stri
   return found.sort(byUrgency);
 }
 
+/** The group as if nothing of it had failed: what is still under way. */
+export function underWay(group: Group): Group {
+  if (group.failed.length === 0) return group;
+  const speaker = spokesman([], group.active) ?? group.speaker;
+  return { ...group, failed: [], state: stateOfAll(group.active), speaker };
+}
+
+function spokesman(failed: readonly Operation[], active: readonly Operation[]): Operation | undefined {
+  return failed.at(-1) ?? active.find((one) => stateOf(one) === "running") ?? active[0];
+}
+
 function byUrgency(left: Group, right: Group): number {
   const failed = Number(right.failed.length > 0) - Number(left.failed.length > 0);
   return failed || left.progress - right.progress || left.id.localeCompare(right.id);
@@ -77,7 +88,7 @@ function byUrgency(left: Group, right: Group): number {
 function groupOf(id: string, members: readonly Operation[], before: Group | undefined): Group | null {
   const active = members.filter(isActive).sort(byAge);
   const failed = members.filter(needsAttention).sort(byAge);
-  const speaker = failed.at(-1) ?? active.find((one) => stateOf(one) === "running") ?? active[0];
+  const speaker = spokesman(failed, active);
   if (speaker === undefined) return null;
   const run = active.length > 0 ? runOf(active, members) : failed;
   const parts = latestParts(run);

@@ -7,7 +7,7 @@ function steady(seconds: number, perSecond: number): Sample[] {
 }
 
 describe("the rate", () => {
-  it("needs two samples", () => {
+  it("needs two samples (UI-0.18)", () => {
     expect(pace([{ at: 0, bytes: 5 }], null, 100)).toBe(UNKNOWN);
     expect(pace(steady(1, 100), null, 1000).rate).toBe(100);
   });
@@ -18,7 +18,7 @@ describe("the rate", () => {
     expect(pace(steady(3, 100), null, 20_000)).toBe(UNKNOWN);
   });
 
-  it("starts anew when bytes go back, and is never negative", () => {
+  it("starts anew when bytes go back, and is never negative (UI-0.18)", () => {
     const paces = new Paces();
     for (const [second, currentBytes] of [[0, 1000], [1, 2000], [2, 10], [3, 60]] as const) {
       paces.observe(byJob(install("a", { currentBytes })), 1000 * second);

@@ -50,9 +50,10 @@ function isSteady(samples: readonly Sample[]): boolean {
 export function together(paces: readonly Pace[]): Pace {
   const rates = paces.flatMap((one) => (one.rate === null ? [] : [one.rate]));
   const lefts = paces.flatMap((one) => (one.left === null ? [] : [one.left]));
+  if (rates.length === 0) return UNKNOWN;
   return {
-    rate: rates.length > 0 ? rates.reduce((sum, rate) => sum + rate, 0) : null,
-    left: lefts.length > 0 && lefts.length === paces.length ? Math.max(...lefts) : null,
+    rate: rates.reduce((sum, rate) => sum + rate, 0),
+    left: lefts.length === paces.length ? Math.max(...lefts) : null,
   };
 }
 

@@ -34,7 +34,7 @@ interface Verb {
 function verb(kind: Kind): Verb {
   if (kind.isDeletion) return { do: "remove", doing: "Removing", done: "Removed" };
   if (kind.taskType === "staging") return { do: "load", doing: "Loading", done: "Loaded" };
-  if (kind.kind.endsWith("_upgrade")) return { do: "upgrade", doing: "Upgrading", done: "Upgraded" };
+  if (kind.taskType === "upgrade") return { do: "upgrade", doing: "Upgrading", done: "Upgraded" };
   return { do: "install", doing: "Installing", done: "Installed" };
 }
 

@@ -1,0 +1,102 @@
+// A card of the Activity page: one piece of work, under way or failed, with its nodes.
+import { memo, type ReactNode } from "react";
+import { count } from "../lib/format";
+import type { Operation } from "../live/messages";
+import { ProgressBar } from "../ui/bars";
+import { CopyButton } from "../ui/copy";
+import { Ago } from "../ui/time";
+import { FailureActions, Reason } from "./failure";
+import { figures, NextLook, WorkGlyph } from "./lines";
+import { latestParts, underWay, type Group, type Part } from "./model";
+import type { Pace } from "./pace";
+import { NodeLink, Parts } from "./parts";
+import { hasBar, headline, looksAgain, what, where } from "./summary";
+import { noun, phrase, type State } from "./words";
+
+interface CardProps {
+  group: Group;
+  /** The job that the address names, "" if none of this card. */
+  target: string;
+}
+
+/** Work under way. */
+export const ProgressCard = memo(function ProgressCard({ group, pace, target }: CardProps & { pace: Pace | undefined }): ReactNode {
+  const work = underWay(group);
+  const failures = new Set(group.failed);
+  const parts = work.parts.filter((part) => !failures.has(part.job));
+  const numbers = figures(work.current, work.total, pace);
+  const percent = Math.floor(work.progress);
+  return (
+    <Card state={work.state} title={headline(work)} speaker={work.speaker} parts={parts} jobs={work.active} where={where(work)}>
+      <div className="row wrap work-now">
+        <bdi className={work.state === "waiting" ? "waits" : ""}>{what(work)}</bdi>
+        {looksAgain(work) && <NextLook operation={work.speaker} />}
+        {parts.length === 1 && parts[0] !== undefined && parts[0].file !== "" && <bdi className="name muted">{parts[0].file}</bdi>}
+        {numbers !== "" && <span className="work-figures">{numbers}</span>}
+        {hasBar(work) && <span className="work-percent">{percent}%</span>}
+      </div>
+      {hasBar(work) && <ProgressBar value={percent} name={`${headline(work)} ${work.name}`} />}
+      {parts.length > 1 && <Parts parts={parts} name={work.name} target={target} />}
+    </Card>
+  );
+});
+
+/** What failed: one failure with its reason, or several, a line each. */
+export const FailureCard = memo(function FailureCard({ group, target }: CardProps): ReactNode {
+  const parts = latestParts(group.failed);
+  const one = group.failed.length === 1;
+  const title = phrase(group.speaker, "failed");
+  const at = one ? "" : `on ${count(group.failed.length, "node")}`;
+  return (
+    <Card state="failed" title={title} speaker={group.speaker} parts={parts} jobs={group.failed} where={at}>
+      {one && <Reason operation={group.speaker} />}
+      <FailureActions operations={group.failed} />
+      {!one && <Parts parts={parts} name={group.name} target={target} />}
+    </Card>
+  );
+});
+
+interface ShellProps {
+  state: State;
+  title: string;
+  speaker: Operation;
+  parts: readonly Part[];
+  jobs: readonly Operation[];
+  where: string;
+  children: ReactNode;
+}
+
+function Card({ state, title, speaker, parts, jobs, where: at, children }: ShellProps): ReactNode {
+  const [part] = parts;
+  const alone = parts.length === 1 && part !== undefined;
+  return (
+    // A card of several nodes has the anchors on their lines.
+    <article className={`work-card ${state}`} {...(alone ? { id: `job-${part.job.jobID}`, tabIndex: -1 } : {})}>
+      <div className="row">
+        <WorkGlyph state={state} />
+        <h3 className="name" title={speaker.fullName}>
+          {title} <bdi>{speaker.name}</bdi>
+        </h3>
+        <span className="tag">{noun(speaker)}</span>
+        {!alone && parts.length > 1 && <span className="tag">{count(parts.length, "node")}</span>}
+      </div>
+      <div className="row wrap work-facts muted">
+        {alone ? <NodeLink part={part} /> : at !== "" && <span>{at}</span>}
+        <span className="row">
+          asked for by <bdi className="name">{actors(jobs)}</bdi>
+        </span>
+        <span>
+          <Ago at={jobs[0]?.createdAt} />
+        </span>
+        {alone && speaker.attempts > 0 && <span>{count(speaker.attempts, "attempt")} before</span>}
+        {alone && speaker.requestID !== "" && <CopyButton small text={speaker.requestID} label="Copy request id" />}
+      </div>
+      {children}
+    </article>
+  );
+}
+
+function actors(jobs: readonly Operation[]): string {
+  const names = [...new Set(jobs.map((job) => job.actor))];
+  return names.length > 3 ? `${names.slice(0, 3).join(", ")} and ${names.length - 3} more` : names.join(", ");
+}

@@ -1,0 +1,64 @@
+// What can be done about a failure, where it is shown: ask again, put it away, quote it.
+import { useMutation } from "@tanstack/react-query";
+import type { ReactNode } from "react";
+import { count } from "../lib/format";
+import type { Operation } from "../live/messages";
+import { Button } from "../ui/button";
+import { CopyButton } from "../ui/copy";
+import { Problem } from "../ui/problem";
+import { canRetry, dismiss, inTurn, retry } from "./calls";
+
+/** A worker may answer with a whole log. */
+const LONGEST_ERROR = 2_000;
+const ON_ITS_WAY = "Done: this line goes when the live feed says so";
+
+/** The reason in the worker's own words; a long one scrolls in its own place. */
+export function Reason({ operation }: { operation: Operation }): ReactNode {
+  const error = operation.error ?? "no reason given";
+  return (
+    <div className="reason" role="group" aria-label={`Why ${operation.name} failed`} tabIndex={0}>
+      <bdi>{error.length > LONGEST_ERROR ? `${error.slice(0, LONGEST_ERROR)}…` : error}</bdi>
+    </div>
+  );
+}
+
+/** Buttons for one failed operation, or for several of the same kind; each acts on its own jobs. */
+export function FailureActions({ operations, small = false }: { operations: readonly Operation[]; small?: boolean }): ReactNode {
+  const again = useMutation({ mutationFn: () => inTurn(operations.filter(canRetry), retry) });
+  const away = useMutation({ mutationFn: () => inTurn(operations, dismiss) });
+  const [first] = operations;
+  if (first === undefined) return null;
+  const several = operations.length > 1;
+  const on = several ? `on ${count(operations.length, "node")}` : `on ${first.nodeName ?? "its node"}`;
+  const refusal = again.isSuccess || away.isSuccess ? ON_ITS_WAY : "";
+  const failed = again.error ?? away.error;
+  return (
+    <>
+      <div className="row wrap failure-actions">
+        {operations.some(canRetry) && (
+          <Button small={small} busy={again.isPending} refusal={refusal} aria-label={`Retry ${first.name} ${on}`} onClick={() => again.mutate()}>
+            {several ? "Retry all" : "Retry"}
+          </Button>
+        )}
+        <Button small={small} busy={away.isPending} refusal={refusal} aria-label={`Dismiss ${first.name} ${on}`} onClick={() => away.mutate()}>
+          {several ? "Dismiss all" : "Dismiss"}
+        </Button>
+        {!several && <CopyButton small={small} text={quote(first)} label="Copy error" />}
+      </div>
+      {failed !== null && (
+        <Problem
+          error={failed}
+          onDismiss={() => {
+            again.reset();
+            away.reset();
+          }}
+        />
+      )}
+    </>
+  );
+}
+
+function quote(operation: Operation): string {
+  const request = operation.requestID === "" ? "" : `, request ${operation.requestID}`;
+  return `${operation.name} on ${operation.nodeName ?? "?"}: ${operation.error ?? ""} (operation ${operation.jobID}${request})`;
+}

@@ -1,0 +1,44 @@
+// Which operations the Activity page shows: the choice is in the address. Pure.
+import type { Operation } from "../live/messages";
+
+export type Show = "all" | "models" | "backends" | "cluster";
+
+export const SHOWS: readonly { show: Show; label: string }[] = [
+  { show: "all", label: "All" },
+  { show: "models", label: "Models" },
+  { show: "backends", label: "Backends" },
+  { show: "cluster", label: "Cluster" },
+];
+
+/** What the address asks for; everything for a word that is none. */
+export function showIn(query: URLSearchParams): Show {
+  const wanted = query.get("show");
+  return SHOWS.find((choice) => choice.show === wanted)?.show ?? "all";
+}
+
+/** Cluster: whatever happens on a node of its own, the loading of models too. */
+export function shows(show: Show, operation: Operation): boolean {
+  if (show === "models") return !operation.isBackend;
+  if (show === "backends") return operation.isBackend;
+  if (show === "cluster") {
+    const onNode = (operation.nodeID ?? "") !== "" || (operation.nodes ?? []).length > 0;
+    return onNode || operation.taskType === "staging";
+  }
+  return true;
+}
+
+/** What ended while this page watched and was not put under a group that still runs, latest first. */
+export function endedOf(operations: Iterable<Operation>, elsewhere: ReadonlySet<string>): Operation[] {
+  return [...operations]
+    .filter((one) => one.finishedAt !== undefined && (one.status !== "failed" || one.dismissedAt !== undefined))
+    .filter((one) => !elsewhere.has(one.jobID))
+    .sort((left, right) => Date.parse(right.finishedAt ?? "") - Date.parse(left.finishedAt ?? ""));
+}
+
+/** Seconds from the first attempt to the end; negative if that is not known. */
+export function tookOf(operation: Operation): number {
+  const { startedAt, finishedAt } = operation;
+  if (startedAt === undefined || finishedAt === undefined) return -1;
+  const took = (Date.parse(finishedAt) - Date.parse(startedAt)) / 1000;
+  return Number.isFinite(took) ? took : -1;
+}
