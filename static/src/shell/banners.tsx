@@ -7,7 +7,12 @@ import { Button } from "../ui/button";
 import { Icon } from "../ui/icons";
 import { Problem } from "../ui/problem";
 
-export function Banners({ failure }: { failure: Error | null }): ReactNode {
+interface BannersProps {
+  failure: Error | null;
+  onRetry: () => void;
+}
+
+export function Banners({ failure, onRetry }: BannersProps): ReactNode {
   const notices = useLive((state) => state.notices);
   const outdated = useLive((state) => state.outdated);
   const forbidden = useLive((state) => state.connection === "forbidden");
@@ -17,7 +22,11 @@ export function Banners({ failure }: { failure: Error | null }): ReactNode {
     <section className="banners" aria-label="Notices">
       {failure !== null && <Problem error={failure} />}
       {forbidden && (
-        <Banner level="error" text="This account may not see the cluster any more." hint="Ask an administrator, or sign in as somebody else." />
+        <Banner level="error" text="This account may not see the cluster any more." hint="Ask an administrator, or sign in as somebody else.">
+          <Button small onClick={onRetry}>
+            Try again
+          </Button>
+        </Banner>
       )}
       {outdated && (
         <Banner level="info" text="A new version of this page is there." hint="What you typed is lost by loading it; finish first.">
@@ -40,7 +49,7 @@ interface BannerProps {
   children?: ReactNode;
 }
 
-function Banner({ level, text, hint, children }: BannerProps): ReactNode {
+export function Banner({ level, text, hint, children }: BannerProps): ReactNode {
   return (
     <div className={`banner ${level}`}>
       <Icon name={level === "error" ? "error" : "warning"} />

@@ -1,6 +1,153 @@
-// A place for the search.
-import type { ReactNode } from "react";
+// The search over everything (Ctrl-K): nodes, models, backends, operations, pages and actions, by keyboard alone. The
+// live state is asked only while it is open.
+import { useQuery } from "@tanstack/react-query";
+import { Command } from "cmdk";
+import { Dialog } from "radix-ui";
+import { useDeferredValue, useMemo, useRef, useState, type ReactNode } from "react";
+import { useNavigate } from "react-router";
+import { call, client } from "../api/client";
+import type { components } from "../api/schema";
+import { useLive } from "../live/hooks";
+import { Icon } from "../ui/icons";
+import { useReturnFocus } from "../ui/return-focus";
+import { choose } from "../ui/theme";
+import {
+  atFirst,
+  backendEntries,
+  find,
+  index,
+  modelEntries,
+  nodeEntries,
+  operationEntries,
+  type Entry,
+  type Kind,
+} from "./palette-search";
 
-export function Palette({ onClose }: { onClose: () => void; onShortcuts: () => void; onSignOut: () => void }): ReactNode {
-  return <button onClick={onClose}>Close</button>;
+const LIMIT = 6;
+
+interface PaletteProps {
+  onClose: () => void;
+  onShortcuts: () => void;
+  onSignOut: () => void;
+}
+
+export function Palette(props: PaletteProps): ReactNode {
+  const leaving = useRef(false);
+  const focus = useReturnFocus(() => !leaving.current);
+  const navigate = useNavigate();
+  const choice = ({ to, run }: Entry) => {
+    leaving.current = to !== undefined;
+    props.onClose();
+    run?.();
+    if (to !== undefined) void navigate(to);
+  };
+  return (
+    <Dialog.Root open onOpenChange={(open) => !open && props.onClose()}>
+      <Dialog.Portal>
+        <Dialog.Overlay className="overlay" />
+        <Dialog.Content className="palette" aria-describedby={undefined} {...focus}>
+          <Dialog.Title className="visually-hidden">Search</Dialog.Title>
+          <Search {...props} onChoice={choice} />
+        </Dialog.Content>
+      </Dialog.Portal>
+    </Dialog.Root>
+  );
+}
+
+function Search({ onChoice, ...actions }: PaletteProps & { onChoice: (entry: Entry) => void }): ReactNode {
+  const [query, setQuery] = useState("");
+  const [chosen, setChosen] = useState("");
+  const catalogue = useCatalogue();
+  const groups = useResults(useDeferredValue(query), useEntries(catalogue.data, actions));
+  const shown = [...groups.values()].flat();
+  // What was chosen may be gone from the results; then the first one is.
+  const value = shown.some((entry) => entry.key === chosen) ? chosen : (shown[0]?.key ?? "");
+  const type = (text: string) => {
+    setQuery(text);
+    setChosen("");
+  };
+  return (
+    <Command shouldFilter={false} loop label="Search" value={value} onValueChange={setChosen}>
+      <div className="palette-field">
+        <Icon name="search" />
+        <Command.Input value={query} onValueChange={type} placeholder="Search nodes, models, backends, operations…" />
+        <kbd>Esc</kbd>
+      </div>
+      <Command.List className="palette-list">
+        {[...groups].map(([kind, entries]) => (
+          <Group key={kind} kind={kind} entries={entries} onChoice={onChoice} />
+        ))}
+      </Command.List>
+      <p className="palette-note" role="status">
+        {shown.length === 0 && <>Nothing is called that. </>}
+        {catalogue.isPending && <>Looking at the catalogue too…</>}
+        {catalogue.isError && <>The catalogue could not be read: only installed backends are found.</>}
+      </p>
+    </Command>
+  );
+}
+
+function Group({ kind, entries, onChoice }: { kind: Kind; entries: Entry[]; onChoice: (entry: Entry) => void }): ReactNode {
+  return (
+    <Command.Group heading={kind}>
+      {entries.map((entry) => (
+        <Command.Item key={entry.key} value={entry.key} className="palette-item" onSelect={() => onChoice(entry)}>
+          <Icon name={entry.icon} />
+          <span className="name palette-title">{entry.title}</span>
+          <span className="name muted palette-detail">{entry.detail}</span>
+        </Command.Item>
+      ))}
+    </Command.Group>
+  );
+}
+
+type Catalogue = components["schemas"]["Catalogue"];
+
+const CATALOGUE = { items: 9999, sort: "name", order: "asc" } as const;
+
+function useCatalogue(): { data: Catalogue | undefined; isPending: boolean; isError: boolean } {
+  return useQuery({
+    queryKey: ["backends", CATALOGUE],
+    queryFn: ({ signal }) => call(client.GET("/api/backends", { params: { query: CATALOGUE }, signal })),
+  });
+}
+
+function useEntries(catalogue: Catalogue | undefined, actions: PaletteProps): Entry[] {
+  const nodes = useLive((state) => state.nodes);
+  const operations = useLive((state) => state.operations);
+  const found = useMemo(
+    () => [
+      ...nodeEntries(nodes.values()),
+      ...modelEntries(nodes.values()),
+      ...backendEntries(nodes.values(), catalogue?.backends ?? []),
+    ],
+    [nodes, catalogue],
+  );
+  const live = useMemo(() => operationEntries(operations.values()), [operations]);
+  const fixed = useMemo(() => places(actions), [actions]);
+  return useMemo(() => [...live, ...found, ...fixed], [live, found, fixed]);
+}
+
+function useResults(query: string, entries: Entry[]): Map<Kind, Entry[]> {
+  const known = useMemo(() => index(entries), [entries]);
+  return useMemo(
+    () => (query.trim() === "" ? atFirst(entries, LIMIT) : find(known, query, LIMIT)),
+    [entries, known, query],
+  );
+}
+
+function places({ onShortcuts, onSignOut }: PaletteProps): Entry[] {
+  return [
+    { key: "page nodes", kind: "Pages", icon: "nodes", title: "Nodes", detail: "g n", to: "/app/nodes" },
+    { key: "page backends", kind: "Pages", icon: "backends", title: "Backends", detail: "g b", to: "/app/backends" },
+    { key: "page activity", kind: "Pages", icon: "activity", title: "Activity", detail: "g a", to: "/app/activity" },
+    { key: "page password", kind: "Pages", icon: "key", title: "Change password", detail: "Account", to: "/app/password" },
+    { key: "page admin", kind: "Pages", icon: "admin", title: "Admin", detail: "/admin/", run: () => window.location.assign("/admin/") },
+    { key: "page docs", kind: "Pages", icon: "docs", title: "API docs", detail: "/api/docs", run: () => window.location.assign("/api/docs") },
+    { key: "light", kind: "Actions", icon: "light", title: "Light theme", detail: "Theme", run: () => choose("light") },
+    { key: "dark", kind: "Actions", icon: "dark", title: "Dark theme", detail: "Theme", run: () => choose("dark") },
+    { key: "system", kind: "Actions", icon: "system", title: "Theme of the system", detail: "Theme", run: () => choose("system") },
+    { key: "keys", kind: "Actions", icon: "keyboard", title: "Keyboard shortcuts", detail: "?", run: onShortcuts },
+    { key: "leave", kind: "Actions", icon: "leave", title: "Sign out", detail: "Account", run: onSignOut },
+  ];
 }

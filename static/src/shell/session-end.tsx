@@ -4,7 +4,9 @@ import { useQueryClient } from "@tanstack/react-query";
 import { useContext, useEffect, useRef, useState, type ReactNode } from "react";
 import { whenSignedOut } from "../api/client";
 import { LiveContext, useChange, useLive } from "../live/hooks";
+import { Button } from "../ui/button";
 import { Dialog } from "../ui/dialog";
+import { Banner } from "./banners";
 import { askAgain, useSetSession, type Person } from "./session";
 import { SignInForm } from "./sign-in-form";
 
@@ -13,24 +15,36 @@ const TWICE_MS = 10_000;
 
 export function SessionEnd({ user, onBack }: { user: Person; onBack: () => void }): ReactNode {
   const [over, setOver] = useState(false);
+  const [aside, setAside] = useState(false);
   const back = useBack(user, () => {
     setOver(false);
     onBack();
   });
-  useEnd(back, () => setOver(true));
+  useEnd(back, () => {
+    setOver(true);
+    setAside(false);
+  });
   useReturn(over, back);
+  if (!over) return null;
   return (
-    <Dialog
-      open={over}
-      onClose={() => undefined}
-      title="Your session has ended"
-      description="Sign in again; the page stays as it is, with everything you typed."
-    >
-      <SignInForm name={user.name} onSignedIn={back} />
-      <p className="muted">
-        Signing in as somebody else loads the page anew. <a href="/login">Leave this page</a>
-      </p>
-    </Dialog>
+    <>
+      {aside && (
+        <Banner level="error" text="Your session has ended." hint="What is shown is old, and nothing can be changed.">
+          <Button small onClick={() => setAside(false)}>
+            Sign in
+          </Button>
+        </Banner>
+      )}
+      <Dialog
+        open={!aside}
+        onClose={() => setAside(true)}
+        title="Your session has ended"
+        description="Sign in again; the page stays as it is, with everything you typed."
+      >
+        <SignInForm name={user.name} onSignedIn={back} />
+        <p className="muted">Signing in as somebody else loads the page anew.</p>
+      </Dialog>
+    </>
   );
 }
 
@@ -75,8 +89,11 @@ function useEnd(back: Back, end: () => void): void {
   });
   useEffect(() => whenSignedOut(() => void check()), [check]);
   const connection = useLive((state) => state.connection);
+  const setSession = useSetSession();
   useChange(connection, () => {
     if (connection === "signed-out") void check();
+    // The right may be gone: then the gate says so.
+    if (connection === "forbidden") void askAgain().then((person) => person !== null && setSession(person), () => undefined);
   });
 }
 

@@ -1,34 +1,14 @@
 // Who is signed in. The server is asked once; after that only signing in and out, and the end of a session, change it.
 import { useMutation, useQuery, useQueryClient, type UseMutationResult, type UseQueryResult } from "@tanstack/react-query";
-import type { Client } from "openapi-fetch";
 import { call, client } from "../api/client";
+import type { components } from "../api/schema";
 
-export interface Person {
-  id: string;
-  email: string;
-  name: string;
-  role: "admin" | "user";
-  mustChangePassword: boolean;
-}
-
-interface Answer<Body> {
-  responses: { 200: { content: { "application/json": Body } } };
-}
-interface Post<Sent, Body> {
-  post: Answer<Body> & { requestBody: { content: { "application/json": Sent } } };
-}
-interface SessionPaths {
-  "/api/auth/status": { get: Answer<{ user: Person | null }> };
-  "/api/auth/login": Post<{ username: string; password: string }, { user: Person }>;
-  "/api/auth/logout": { post: Answer<{ message: string }> };
-  "/api/auth/password": Post<{ old: string; new: string }, { user: Person }>;
-}
-const api = client as unknown as Client<SessionPaths>;
+export type Person = components["schemas"]["Person"];
 
 const SESSION = ["session"] as const;
 
 async function ask(): Promise<Person | null> {
-  return (await call(api.GET("/api/auth/status"))).user;
+  return (await call(client.GET("/api/auth/status"))).user;
 }
 
 /** Who is signed in; null for nobody, undefined as long as it is not known. */
@@ -48,7 +28,7 @@ export interface Credentials {
 
 export function useSignIn(): UseMutationResult<Person, Error, Credentials> {
   return useMutation({
-    mutationFn: async (body: Credentials) => (await call(api.POST("/api/auth/login", { body }))).user,
+    mutationFn: async (body: Credentials) => (await call(client.POST("/api/auth/login", { body }))).user,
   });
 }
 
@@ -61,7 +41,7 @@ export function useSetSession(): (person: Person) => void {
 /** Ends the session. The page is loaded anew after it, so that nothing of it stays in memory. */
 export function useSignOut(): UseMutationResult<unknown, Error, void> {
   return useMutation({
-    mutationFn: () => call(api.POST("/api/auth/logout")),
+    mutationFn: () => call(client.POST("/api/auth/logout")),
     onSuccess: () => window.location.assign("/login"),
   });
 }
@@ -74,7 +54,7 @@ export interface PasswordChange {
 export function useChangePassword(): UseMutationResult<Person, Error, PasswordChange> {
   const setSession = useSetSession();
   return useMutation({
-    mutationFn: async (body: PasswordChange) => (await call(api.POST("/api/auth/password", { body }))).user,
+    mutationFn: async (body: PasswordChange) => (await call(client.POST("/api/auth/password", { body }))).user,
     onSuccess: setSession,
   });
 }

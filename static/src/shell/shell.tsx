@@ -1,6 +1,6 @@
 // What lies around every page once somebody is signed in: navigation, the bar on top, the operations strip, banners.
 // It opens the feed and hears the keys. Nothing is shown before it is known who asks.
-import { lazy, Suspense, useEffect, useRef, useState, type ReactNode } from "react";
+import { lazy, Suspense, useEffect, useRef, useState, type MouseEvent, type ReactNode } from "react";
 import { Outlet, ScrollRestoration, useLocation, useNavigate, useNavigation } from "react-router";
 import { OperationsStrip } from "../operations/strip";
 import { listen, useShortcut } from "../ui/shortcuts";
@@ -40,12 +40,12 @@ function Frame({ user }: { user: Person }): ReactNode {
         <TopBar user={user.name} stale={stale} onSearch={() => setOverlay("search")} onRetry={restart} {...shared} />
         {state === "loading" && <div className="progress-line" aria-hidden="true" />}
         <OperationsStrip />
-        <Banners failure={signOut.error} />
+        <SessionEnd user={user} onBack={restart} />
+        <Banners failure={signOut.error} onRetry={restart} />
         <main id="main" className="page" tabIndex={-1}>
           <Outlet />
         </main>
       </div>
-      <SessionEnd user={user} onBack={restart} />
       <Suspense>
         {overlay === "search" && <Palette onClose={() => setOverlay("")} {...shared} />}
         {overlay === "shortcuts" && <ShortcutsDialog onClose={() => setOverlay("")} />}
@@ -55,7 +55,7 @@ function Frame({ user }: { user: Person }): ReactNode {
   );
 }
 
-function skip(event: React.MouseEvent): void {
+function skip(event: MouseEvent): void {
   event.preventDefault();
   document.getElementById("main")?.focus();
 }

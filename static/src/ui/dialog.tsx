@@ -3,7 +3,9 @@
 import { AlertDialog, Dialog as Radix } from "radix-ui";
 import { useId, useRef, useState, type ReactNode, type SubmitEvent } from "react";
 import { Button } from "./button";
+import { Icon } from "./icons";
 import { Problem } from "./problem";
+import { useReturnFocus } from "./return-focus";
 
 interface DialogProps {
   open: boolean;
@@ -15,16 +17,21 @@ interface DialogProps {
 }
 
 export function Dialog({ open, onClose, title, description, wide = false, children }: DialogProps): ReactNode {
+  const focus = useReturnFocus();
   return (
     <Radix.Root open={open} onOpenChange={(wanted) => !wanted && onClose()}>
       <Radix.Portal>
         <Radix.Overlay className="overlay" />
-        <Radix.Content className={`dialog ${wide ? "wide" : ""}`} {...(description ? {} : { "aria-describedby": undefined })}>
+        <Radix.Content
+          className={`dialog ${wide ? "wide" : ""}`}
+          {...focus}
+          {...(description !== undefined ? {} : { "aria-describedby": undefined })}
+        >
           <div className="row spread">
             <Radix.Title>{title}</Radix.Title>
             <Radix.Close asChild>
               <Button kind="ghost" small aria-label="Close">
-                ✕
+                <Icon name="close" />
               </Button>
             </Radix.Close>
           </div>
@@ -55,6 +62,7 @@ interface ConfirmProps {
 /** Asks before something happens; stays open while it runs and shows why it failed. */
 export function Confirm(props: ConfirmProps): ReactNode {
   const cancel = useRef<HTMLButtonElement>(null);
+  const focus = useReturnFocus();
   const { open, onClose, title, danger = false, error = null } = props;
   return (
     <AlertDialog.Root open={open} onOpenChange={(wanted) => !wanted && onClose()}>
@@ -62,7 +70,9 @@ export function Confirm(props: ConfirmProps): ReactNode {
         <AlertDialog.Overlay className="overlay" onClick={onClose} />
         <AlertDialog.Content
           className="dialog"
+          onCloseAutoFocus={focus.onCloseAutoFocus}
           onOpenAutoFocus={(event) => {
+            focus.onOpenAutoFocus();
             if (!danger || props.typed !== undefined) return;
             event.preventDefault();
             cancel.current?.focus();

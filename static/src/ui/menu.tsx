@@ -37,7 +37,7 @@ export function Menu({ name, items, trigger, heading }: MenuProps): ReactNode {
         )}
       </DropdownMenu.Trigger>
       <DropdownMenu.Portal>
-        <DropdownMenu.Content className="menu" aria-label={name} align="end" sideOffset={4} collisionPadding={8}>
+        <DropdownMenu.Content className="menu" align="end" sideOffset={4} collisionPadding={8}>
           {heading !== undefined && <DropdownMenu.Label className="menu-heading">{heading}</DropdownMenu.Label>}
           {items.map((item) => (
             <Item key={item.label} {...item} />

@@ -1,0 +1,69 @@
+import { describe, expect, it } from "vitest";
+import type { components } from "../api/schema";
+import type { LiveNode, Operation } from "../live/messages";
+import { atFirst, backendEntries, find, index, modelEntries, nodeEntries, operationEntries, type Entry } from "./palette-search";
+
+function node(name: string, more: Partial<LiveNode> = {}): LiveNode {
+  const none = { status: "healthy", address: "", http_address: "", gpu_vendor: "", labels: {}, models: [], backends: [] };
+  return { id: `id-${name}`, name, ...none, ...more } as unknown as LiveNode;
+}
+
+function model(model_name: string): LiveNode["models"][number] {
+  return { model_name } as LiveNode["models"][number];
+}
+
+function titles(entries: Entry[], query: string): string[] {
+  return [...find(index(entries), query, 8).values()].flat().map((entry) => entry.title);
+}
+
+describe("the search (W37)", () => {
+  const nodes = [
+    node("gpu-10", { address: "10.0.0.7:9000", labels: { tier: "fast" } }),
+    node("gpu-2", { models: [model("qwen"), model("qwen")], backends: ["llama-cpp"] }),
+    node("my-gpu", { models: [model("qwen"), model("phi")] }),
+    node("שרת", {}),
+  ];
+
+  it("finds nodes by name, address and label, the start of a name first and numbers in their order", () => {
+    expect(titles(nodeEntries(nodes), "gpu")).toEqual(["gpu-2", "gpu-10", "my-gpu"]);
+    expect(titles(nodeEntries(nodes), "10.0.0.7")).toEqual(["gpu-10"]);
+    expect(titles(nodeEntries(nodes), "tier=fast")).toEqual(["gpu-10"]);
+    expect(titles(nodeEntries(nodes), "שרת")).toEqual(["שרת"]);
+  });
+
+  it("wants every word, in any order", () => {
+    expect(titles(nodeEntries(nodes), "healthy fast")).toEqual(["gpu-10"]);
+    expect(titles(nodeEntries(nodes), "fast offline")).toEqual([]);
+  });
+
+  it("says on which nodes a model is and leads to the node if there is one only", () => {
+    const found = modelEntries(nodes);
+    expect(found.map(({ title, detail, to }) => [title, detail, to])).toEqual([
+      ["phi", "on my-gpu", "/app/nodes/id-my-gpu"],
+      ["qwen", "on gpu-2, my-gpu", "/app/nodes?q=qwen"],
+    ]);
+  });
+
+  it("knows installed backends and those of the catalogue, once", () => {
+    const catalogue = [{ name: "llama-cpp", tags: ["text"] }, { name: "piper", tags: ["speech"] }];
+    const found = backendEntries(nodes, catalogue as components["schemas"]["CatalogueEntry"][]);
+    expect(found.map((entry) => [entry.title, entry.detail])).toEqual([
+      ["llama-cpp", "on gpu-2"],
+      ["piper", "in the catalogue"],
+    ]);
+    expect(titles(found, "speech")).toEqual(["piper"]);
+  });
+
+  it("puts failed operations before running ones and those before the ended", () => {
+    const one = (name: string, status: Operation["status"], seq: number) =>
+      ({ jobID: name, name, status, seq, kind: "installation", actor: "admin", message: "" }) as Operation;
+    const entries = operationEntries([one("old", "completed", 9), one("runs", "processing", 3), one("bad", "failed", 1)]);
+    expect(entries.map((entry) => entry.title)).toEqual(["bad", "runs", "old"]);
+    expect(atFirst(entries, 2).get("Operations")?.map((entry) => entry.to)).toEqual(["/app/activity#bad", "/app/activity#runs"]);
+  });
+
+  it("answers no more of a kind than fit", () => {
+    const many = Array.from({ length: 500 }, (_, number) => node(`node-${number}`));
+    expect(titles(nodeEntries(many), "node")).toHaveLength(8);
+  });
+});

@@ -1,0 +1,153 @@
+// What the search knows and how it finds: every word must be somewhere in an entry, and the nearer to the start of
+// its title, the earlier it comes. Pure.
+import type { components } from "../api/schema";
+import { count } from "../lib/format";
+import type { LiveNode, Operation } from "../live/messages";
+import { isActive, needsAttention } from "../live/store";
+import type { IconName } from "../ui/icons";
+
+export const KINDS = ["Operations", "Nodes", "Models", "Backends", "Pages", "Actions"] as const;
+export type Kind = (typeof KINDS)[number];
+
+export interface Entry {
+  key: string;
+  kind: Kind;
+  icon: IconName;
+  title: string;
+  detail: string;
+  /** Found by these as well. */
+  words?: string;
+  /** A path of this page, or what to do. */
+  to?: string;
+  run?: () => void;
+}
+
+interface Prepared {
+  entry: Entry;
+  title: string;
+  text: string;
+}
+
+export type Index = readonly Prepared[];
+
+function plain(text: string): string {
+  return text.normalize("NFKC").toLowerCase();
+}
+
+/** Entries in the form that is searched; made once for many searches. */
+export function index(entries: readonly Entry[]): Index {
+  return entries.map((entry) => {
+    const title = plain(entry.title);
+    return { entry, title, text: `${title} ${plain(entry.detail)} ${plain(entry.words ?? "")}` };
+  });
+}
+
+const NOT_FOUND = 4;
+
+function rank({ title, text }: Prepared, words: readonly string[], whole: string): number {
+  if (!words.every((word) => text.includes(word))) return NOT_FOUND;
+  if (title === whole) return 0;
+  if (title.startsWith(whole)) return 1;
+  return title.includes(whole) ? 2 : 3;
+}
+
+/** The best of each kind, at most `limit`; the kind with the best entry first. */
+export function find(known: Index, query: string, limit: number): Map<Kind, Entry[]> {
+  const whole = plain(query.trim());
+  const words = whole.split(/\s+/);
+  const ranks: Prepared[][] = Array.from({ length: NOT_FOUND }, () => []);
+  for (const one of known) ranks[rank(one, words, whole)]?.push(one);
+  const groups = new Map<Kind, Entry[]>();
+  for (const { entry } of ranks.flat()) {
+    const group = groups.get(entry.kind) ?? [];
+    if (group.length < limit) group.push(entry);
+    groups.set(entry.kind, group);
+  }
+  return groups;
+}
+
+/** What is offered before anything is typed: what runs or has failed, and where one can go. */
+export function atFirst(entries: readonly Entry[], limit: number): Map<Kind, Entry[]> {
+  const groups = new Map<Kind, Entry[]>();
+  for (const kind of ["Operations", "Pages", "Actions"] as const) {
+    const found = entries.filter((entry) => entry.kind === kind).slice(0, limit);
+    if (found.length > 0) groups.set(kind, found);
+  }
+  return groups;
+}
+
+export function nodeEntries(nodes: Iterable<LiveNode>): Entry[] {
+  const entries = Array.from(nodes, (node): Entry => {
+    const labels = Object.entries(node.labels).map(([key, value]) => `${key}=${value}`);
+    const words = [node.id, node.http_address, node.gpu_vendor, ...labels].join(" ");
+    const detail = [node.status, node.address].filter(Boolean).join(" · ");
+    return { key: `node ${node.id}`, kind: "Nodes", icon: "nodes", title: node.name, detail, words, to: `/app/nodes/${node.id}` };
+  });
+  return byTitle(entries);
+}
+
+/** Each model with the nodes that have it. */
+export function modelEntries(nodes: Iterable<LiveNode>): Entry[] {
+  const places = gathered(nodes, (node) => node.models.map((model) => model.model_name));
+  return byTitle(
+    Array.from(places, ([title, on]): Entry => {
+      const [only] = on;
+      const to = on.length === 1 && only !== undefined ? `/app/nodes/${only.id}` : `/app/nodes?q=${encodeURIComponent(title)}`;
+      return { key: `model ${title}`, kind: "Models", icon: "model", title, detail: `on ${named(on)}`, to };
+    }),
+  );
+}
+
+/** Each backend of the catalogue and each that is installed, once. */
+export function backendEntries(
+  nodes: Iterable<LiveNode>,
+  catalogue: readonly components["schemas"]["CatalogueEntry"][],
+): Entry[] {
+  const places = gathered(nodes, (node) => node.backends);
+  const offered = new Map(catalogue.map((entry) => [entry.name, entry]));
+  const names = new Set([...places.keys(), ...offered.keys()]);
+  return byTitle(
+    Array.from(names, (title): Entry => {
+      const on = places.get(title) ?? [];
+      const words = offered.get(title)?.tags.join(" ") ?? "";
+      const detail = on.length === 0 ? "in the catalogue" : `on ${named(on)}`;
+      const to = `/app/backends?q=${encodeURIComponent(title)}`;
+      return { key: `backend ${title}`, kind: "Backends", icon: "backends", title, detail, words, to };
+    }),
+  );
+}
+
+/** Failed ones first, then those under way, then what ended, each from the newest. */
+export function operationEntries(operations: Iterable<Operation>): Entry[] {
+  const weight = (one: Operation) => (needsAttention(one) ? 0 : isActive(one) ? 1 : 2);
+  const sorted = [...operations].sort((left, right) => weight(left) - weight(right) || right.seq - left.seq);
+  return sorted.map((one) => ({
+    key: `operation ${one.jobID}`,
+    kind: "Operations",
+    icon: "activity",
+    title: one.name,
+    detail: [one.kind, one.status.replaceAll("_", " "), one.nodeName ?? ""].filter(Boolean).join(" · "),
+    words: `${one.jobID} ${one.actor} ${one.message} ${one.error ?? ""}`,
+    to: `/app/activity#${one.jobID}`,
+  }));
+}
+
+function gathered(nodes: Iterable<LiveNode>, pick: (node: LiveNode) => readonly string[]): Map<string, LiveNode[]> {
+  const places = new Map<string, LiveNode[]>();
+  for (const node of nodes) {
+    for (const name of new Set(pick(node))) places.set(name, [...(places.get(name) ?? []), node]);
+  }
+  return places;
+}
+
+function named(nodes: readonly LiveNode[]): string {
+  const [first, second] = nodes;
+  if (nodes.length > 2) return count(nodes.length, "node");
+  return [first, second].flatMap((node) => node?.name ?? []).join(", ");
+}
+
+function byTitle(entries: Entry[]): Entry[] {
+  // Comparing by the rules of a language is slow over thousands of entries, unless the rules are looked up once.
+  const { compare } = new Intl.Collator(undefined, { numeric: true });
+  return entries.sort((left, right) => compare(left.title, right.title));
+}

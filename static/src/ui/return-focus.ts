@@ -1,0 +1,32 @@
+// Dialogs that are opened by a state and not by a button of their own give the focus back to where it came from: to
+// the element that had it, to the button of the menu whose item it was, or to the page if that is gone.
+import { useRef } from "react";
+
+interface ReturnFocus {
+  onOpenAutoFocus: () => void;
+  onCloseAutoFocus: (event: Event) => void;
+}
+
+/** Handlers for the content of a Radix dialog. `keep` false: the focus goes elsewhere by itself. */
+export function useReturnFocus(keep: () => boolean = () => true): ReturnFocus {
+  const opener = useRef<HTMLElement | null>(null);
+  return {
+    onOpenAutoFocus: () => {
+      opener.current = origin(document.activeElement);
+    },
+    onCloseAutoFocus: (event) => {
+      event.preventDefault();
+      if (!keep()) return;
+      const element = opener.current?.isConnected === true ? opener.current : document.getElementById("main");
+      element?.focus({ preventScroll: true });
+    },
+  };
+}
+
+/** An item goes with its menu; the menu's button stays. */
+function origin(element: Element | null): HTMLElement | null {
+  const menu = element?.closest("[role='menu']");
+  const button = menu?.getAttribute("aria-labelledby");
+  const found = button === null || button === undefined ? element : document.getElementById(button);
+  return found instanceof HTMLElement && found !== document.body ? found : null;
+}
