@@ -2,7 +2,6 @@
 
 import io
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from asgiref.sync import async_to_sync
 from django.contrib.auth import get_user_model
-from django.core.management import call_command
+from django.core.management import CommandError, call_command
 from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
@@ -74,11 +73,10 @@ def newcomer(ann: Any) -> Any:
 
 
 @pytest.fixture
-def minute(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def minute(monkeypatch: pytest.MonkeyPatch) -> None:
     """No minute ends while failures are counted."""
     now = clock.now().replace(second=5)
     monkeypatch.setattr(clock, "now", lambda: now)
-    return
 
 
 # Who is there
@@ -156,7 +154,7 @@ def test_signing_in_changes_session_and_token(ann: Any) -> None:
     token = browser.client.cookies["csrftoken"].value
     assert browser.sign_in().status_code == 200
     assert browser.client.cookies["sessionid"].value != planted.session_key
-    assert not planted.exists(planted.session_key)
+    assert not planted.exists(planted.session_key or "")
     assert browser.client.cookies["csrftoken"].value != token
 
 
@@ -391,6 +389,13 @@ def test_bootstrap_knows_which_password_was_generated(
     assert browser.sign_in("admin").json()["user"]["mustChangePassword"] is must
     InitialPassword.objects.all().delete()
     assert not passwords.must_change(bootstrapped(monkeypatch, **settings))
+
+
+def test_bootstrap_makes_nobody_while_a_setting_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the password must be changed is never guessed."""
+    with pytest.raises(CommandError, match="CLUSTER_ADMIN_PASSWORD_GENERATED"):
+        bootstrapped(monkeypatch, CLUSTER_ADMIN_PASSWORD=PASSWORD, CLUSTER_ADMIN_PASSWORD_GENERATED="perhaps")
+    assert not get_user_model().objects.exists()
 
 
 def test_a_generated_password_is_good_for_changing_it_and_nothing_else(newcomer: Any) -> None:

@@ -1,5 +1,6 @@
 """`make run` meets trouble: one line that names the mend, exit code 1, no traceback, nothing left behind."""
 
+import io
 import os
 import socket
 import subprocess
@@ -169,6 +170,29 @@ def test_a_checks_finding_is_told_in_one_line() -> None:
         prepare.complaint(said)
         == "?: (cluster.E003) REDIS_URL must start with one of: redis://. HINT: See docs."
     )
+
+
+@pytest.mark.parametrize(
+    ("environ", "generated", "told"),
+    [
+        ({}, "true", "/secrets/admin_password (you choose your own when you sign in)"),
+        ({"CLUSTER_ADMIN_PASSWORD": "x" * 30}, "false", "the one in CLUSTER_ADMIN_PASSWORD"),
+        ({"CLUSTER_ADMIN_PASSWORD_FILE": "/some/file"}, "false", "the one in /some/file"),
+    ],
+)
+def test_a_password_that_nobody_chose_is_only_the_first(
+    tmp_path: Path, environ: dict[str, str], generated: str, told: str
+) -> None:
+    """The announcement leads to the page and never prints the operator's own; `bootstrap` learns of it."""
+    said = io.StringIO()
+    cluster = run.Cluster({"CLUSTER_DATA_DIR": str(tmp_path / "d"), "PORT": "8123", **environ}, Log(said))
+    assert cluster.layout.bootstrap_environment()["CLUSTER_ADMIN_PASSWORD_GENERATED"] == generated
+    run.announce(cluster, 1.25)
+    first, second, *_ = said.getvalue().splitlines()
+    assert first.endswith("| ready in 1.2 s: open http://127.0.0.1:8123 in a browser")
+    assert "| sign in as admin, first password: " in second
+    assert second.endswith(told)
+    cluster.stop()
 
 
 def test_the_printed_request_works_from_any_folder(tmp_path: Path) -> None:

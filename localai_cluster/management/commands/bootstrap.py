@@ -28,13 +28,13 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         """Does both parts; a part whose settings are missing is left out."""
         environment = Environment(os.environ)
-        self._admin(
-            environment.secret("CLUSTER_ADMIN_PASSWORD"),
-            generated=environment.boolean("CLUSTER_ADMIN_PASSWORD_GENERATED"),
-        )
-        self._node(environment.text("CLUSTER_ENROL_NODE"), environment.secret("CLUSTER_ENROL_SECRET"))
+        password = environment.secret("CLUSTER_ADMIN_PASSWORD")
+        generated = environment.boolean("CLUSTER_ADMIN_PASSWORD_GENERATED")
+        node, secret = environment.text("CLUSTER_ENROL_NODE"), environment.secret("CLUSTER_ENROL_SECRET")
         for problem in environment.problems:
             raise CommandError(f"{problem.setting}: {problem.message}. {problem.hint}")
+        self._admin(password, generated=generated)
+        self._node(node, secret)
 
     def _admin(self, password: str, *, generated: bool) -> None:
         users = get_user_model().objects
