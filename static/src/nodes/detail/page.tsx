@@ -1,6 +1,130 @@
-// A place for this page.
-import type { ReactNode } from "react";
+// One node, live. The row comes with the feed; facts, backends and timeline are queries of their own, asked for again
+// when the row has moved, so that any of them may fail and the rest of the page goes on.
+import { useState, type ReactNode } from "react";
+import { Link, useParams } from "react-router";
+import type { UseQueryResult } from "@tanstack/react-query";
+import { ApiError } from "../../api/client";
+import { useLive } from "../../live/hooks";
+import type { LiveNode } from "../../live/messages";
+import { isActive } from "../../live/store";
+import { Empty, Loading } from "../../ui/empty";
+import { Problem } from "../../ui/problem";
+import { usePageTitle } from "../../ui/title";
+import { Backends } from "./backends";
+import { Capacity } from "./capacity";
+import { Conditions, Hardware, Identity } from "./conditions";
+import { DangerZone } from "./danger";
+import { useDetail, useInStep, type NodeDetail } from "./data";
+import { BackLink, Head } from "./head";
+import { Labels } from "./labels";
+import { Memory } from "./memory";
+import { Replicas } from "./replicas";
+import { Running, useOperations } from "./running";
+import { TimelinePanel } from "./timeline";
+import "./detail.css";
 
 export function NodePage(): ReactNode {
-  return <h1>NodePage</h1>;
+  const id = (useParams()["id"] ?? "").toLowerCase();
+  // Another node is another page: nothing of the one before may stay.
+  return <OneNode key={id} id={id} />;
+}
+
+function OneNode({ id }: { id: string }): ReactNode {
+  const live = useLive((state) => state.nodes.get(id));
+  const detail = useDetail(id);
+  const [seen, setSeen] = useState("");
+  useInStep(id, live);
+  if (live !== undefined && live.name !== seen) setSeen(live.name);
+  usePageTitle(live?.name ?? seen);
+  if (live !== undefined) return <Shown node={live} detail={detail} />;
+  return seen === "" ? <Waiting detail={detail} /> : <Removed id={id} name={seen} />;
+}
+
+function Shown({ node, detail }: { node: LiveNode; detail: UseQueryResult<NodeDetail> }): ReactNode {
+  const operations = useOperations(node.id);
+  const active = operations.filter(isActive).length;
+  // Whoever approves it needs to know first who it is.
+  const pending = node.status === "pending";
+  return (
+    <div className="nd">
+      <Head node={node} operations={active} />
+      <div className="nd-columns">
+        <div className="nd-column">
+          <Conditions node={node} detail={detail} />
+          {pending && <Identity node={node} detail={detail} />}
+          <Running id={node.id} operations={operations} />
+          <Replicas node={node} />
+          <Backends node={node} detail={detail} />
+        </div>
+        <div className="nd-column">
+          <Memory node={node} />
+          {node.node_type === "backend" && <Capacity node={node} detail={detail} />}
+          <Labels node={node} sources={detail.data?.label_sources} />
+        </div>
+        <TimelinePanel id={node.id} />
+        <div className="nd-column">
+          {!pending && <Identity node={node} detail={detail} />}
+          <Hardware node={node} />
+        </div>
+      </div>
+      <DangerZone node={node} operations={active} />
+    </div>
+  );
+}
+
+/** Before the node is there: what is waited for, or that there is none. */
+function Waiting({ detail }: { detail: UseQueryResult<NodeDetail> }): ReactNode {
+  const connection = useLive((state) => state.connection);
+  const { error } = detail;
+  const known = useLive((state) => state.nodesCursor !== null);
+  if (error instanceof ApiError && error.status === 404) return <NotFound />;
+  return (
+    <div className="nd">
+      <BackLink />
+      <h1 tabIndex={-1}>{detail.data === undefined ? "Node" : <bdi>{detail.data.name}</bdi>}</h1>
+      {error !== null && <Problem error={error} onRetry={() => void detail.refetch()} />}
+      {connection === "stale" ? (
+        <p role="status">The live feed cannot be reached. It is tried again by itself; the node shows as soon as it is there.</p>
+      ) : (
+        error === null && <Loading what={known ? "the node" : "the live state of all nodes"} />
+      )}
+      <div className="nd-columns" aria-hidden="true">
+        <div className="nd-skeleton" />
+        <div className="nd-skeleton" />
+      </div>
+    </div>
+  );
+}
+
+function NotFound(): ReactNode {
+  return (
+    <div className="nd">
+      <BackLink />
+      <h1 tabIndex={-1}>Node not found</h1>
+      <Empty title="There is no node with this id.">
+        <p>It may have been removed. A worker that registers anew gets another id.</p>
+        <Link to="/app/nodes">Look at all nodes</Link>
+      </Empty>
+    </div>
+  );
+}
+
+/** It was there a moment ago. Its timeline outlives it, and says who removed it. */
+function Removed({ id, name }: { id: string; name: string }): ReactNode {
+  return (
+    <div className="nd">
+      <BackLink />
+      <h1 tabIndex={-1}>
+        <bdi>{name}</bdi>
+      </h1>
+      <div className="problem" role="alert">
+        <span className="grow">
+          <strong>This node was removed.</strong> Nothing can be done with it any more. A worker that still runs comes back as a
+          new, pending node.
+        </span>
+        <Link to="/app/nodes">Look at all nodes</Link>
+      </div>
+      <TimelinePanel id={id} />
+    </div>
+  );
 }

@@ -1,0 +1,112 @@
+// What is installed on the node, as its worker listed it, with the age of that list and why there is no newer one.
+import type { UseQueryResult } from "@tanstack/react-query";
+import { useState, type ReactNode } from "react";
+import type { LiveNode } from "../../live/messages";
+import { Button } from "../../ui/button";
+import { Empty } from "../../ui/empty";
+import { Ago } from "../../ui/time";
+import { Tip } from "../../ui/tip";
+import { refusal } from "../shared/verbs";
+import { useBackends, type NodeBackend, type NodeDetail } from "./data";
+import { InstallDialog } from "./install";
+import { Fetched, Panel } from "./panel";
+
+interface BackendsProps {
+  node: LiveNode;
+  detail: UseQueryResult<NodeDetail>;
+}
+
+export function Backends({ node, detail }: BackendsProps): ReactNode {
+  const [adding, setAdding] = useState(false);
+  const listed = useBackends(node.id);
+  const problem = detail.data?.inventory.error ?? "";
+  const add = (
+    <Button small refusal={refusal("install", node)} onClick={() => setAdding(true)}>
+      Add backend
+    </Button>
+  );
+  return (
+    <Panel title="Installed backends" aside={add}>
+      {node.node_type !== "agent" && <AsOf node={node} problem={problem} />}
+      <Fetched query={listed} what="the backends">
+        {(backends) =>
+          backends.length > 0 ? <List backends={backends} /> : <None node={node} add={add} />
+        }
+      </Fetched>
+      {adding && <InstallDialog id={node.id} onClose={() => setAdding(false)} />}
+    </Panel>
+  );
+}
+
+function AsOf({ node, problem }: { node: LiveNode; problem: string }): ReactNode {
+  return (
+    <>
+      <p className="muted">
+        {node.inventory_at === null ? "The worker has not listed them yet." : <>As of <Ago at={node.inventory_at} />, as its worker listed them.</>}
+      </p>
+      {problem !== "" && (
+        <p className="nd-warning" role="status">
+          Asking for a newer list failed: <bdi>{problem}</bdi>. It is asked again by itself.
+        </p>
+      )}
+    </>
+  );
+}
+
+function None({ node, add }: { node: LiveNode; add: ReactNode }): ReactNode {
+  if (node.node_type === "agent") return <Empty title="An agent runs no backends." />;
+  if (node.inventory_at === null) return null;
+  return <Empty title="No backend is installed.">{add}</Empty>;
+}
+
+function List({ backends }: { backends: readonly NodeBackend[] }): ReactNode {
+  return (
+    <div className="nd-scroll">
+      <table className="nd-table">
+        <thead>
+          <tr>
+            <th scope="col">Name</th>
+            <th scope="col">Version</th>
+            <th scope="col">Type</th>
+            <th scope="col">Installed</th>
+          </tr>
+        </thead>
+        <tbody>
+          {backends.map((backend) => (
+            <tr key={backend.name}>
+              <th scope="row">
+                <bdi>{backend.name}</bdi>
+              </th>
+              <td data-label="Version">
+                <Version backend={backend} />
+              </td>
+              <td data-label="Type">
+                <span className="tag">{backend.is_system ? "system" : "gallery"}</span> {backend.is_meta && <span className="tag">meta</span>}
+              </td>
+              <td data-label="Installed">{backend.installed_at === undefined ? <span className="muted">unknown</span> : <Ago at={backend.installed_at} />}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+/** `v1.2.3`; the digest, which tells two builds of it apart, shortened. */
+function Version({ backend }: { backend: NodeBackend }): ReactNode {
+  const { version = "", digest = "" } = backend;
+  const [algorithm = "", hex = ""] = digest.split(":");
+  return (
+    <>
+      <bdi>{version === "" ? "–" : `v${version.replace(/^v/, "")}`}</bdi>
+      {hex !== "" && (
+        <Tip text={digest}>
+          <code className="muted" tabIndex={0}>
+            {" "}
+            {algorithm}:{hex.slice(0, 12)}
+          </code>
+        </Tip>
+      )}
+    </>
+  );
+}

@@ -1,0 +1,171 @@
+// How much a node may take: replicas of one model, and VRAM. Edited in place; an administrator's value is marked
+// with who set it, and can be handed back to the worker.
+import type { ReactNode } from "react";
+import type { UseQueryResult } from "@tanstack/react-query";
+import { call, client } from "../../api/client";
+import { bytes, count } from "../../lib/format";
+import type { LiveNode } from "../../live/messages";
+import { announce } from "../../ui/announce";
+import { Meter } from "../../ui/bars";
+import { Button } from "../../ui/button";
+import { Problem } from "../../ui/problem";
+import { Ago } from "../../ui/time";
+import { useAction, type Action, type NodeDetail } from "./data";
+import { budgetProblem, capProblem, ceiling, mostReplicas } from "./editing";
+import { InlineEdit } from "./inline-edit";
+import { Panel } from "./panel";
+import { usedVram, vramLimit } from "./samples";
+import { provenance } from "./words";
+
+interface CapacityProps {
+  node: LiveNode;
+  detail: UseQueryResult<NodeDetail>;
+}
+
+export function Capacity({ node, detail }: CapacityProps): ReactNode {
+  return (
+    <Panel title="Capacity">
+      <ReplicaCap node={node} override={detail.data?.overrides.max_replicas_per_model} />
+      <VramBudget node={node} override={detail.data?.overrides.vram_budget} />
+    </Panel>
+  );
+}
+
+type Override = { by: string; at: string | null } | undefined;
+
+function ReplicaCap({ node, override }: { node: LiveNode; override: Override }): ReactNode {
+  const params = { path: { node_id: node.id } };
+  const path = "/api/nodes/{node_id}/max-replicas-per-model";
+  const set = useAction(
+    node.id,
+    (value: string) => call(client.PUT(path, { params, body: { value: Number(value) } })),
+    (_, value) => announce(`Max replicas per model is ${value}.`),
+  );
+  const back = useAction<undefined, unknown>(
+    node.id,
+    () => call(client.DELETE(path, { params })),
+    () => announce("Max replicas per model is handed back to the worker."),
+  );
+  return (
+    <Value
+      title="Max replicas per model"
+      manual={node.max_replicas_per_model_manually_set}
+      override={override}
+      back={back}
+      handed="Handed back: the worker's own value counts from its next registration."
+    >
+      <InlineEdit
+        name="max replicas per model"
+        value={String(node.max_replicas_per_model)}
+        check={capProblem}
+        action={set}
+        ask={(value) => belowWhatRuns(node, Number(value))}
+        numeric
+      >
+        {node.max_replicas_per_model}
+      </InlineEdit>
+    </Value>
+  );
+}
+
+/** What has to be said before the cap goes below what is there. */
+function belowWhatRuns(node: LiveNode, cap: number): ReactNode | null {
+  const most = mostReplicas(node.models);
+  if (most === null || cap >= most.count) return null;
+  return (
+    <p>
+      <bdi>{most.model}</bdi> has {count(most.count, "replica")} on this node, more than {cap}. Nothing is evicted now: what is
+      too many goes when it is idle.
+    </p>
+  );
+}
+
+function VramBudget({ node, override }: { node: LiveNode; override: Override }): ReactNode {
+  const params = { path: { node_id: node.id } };
+  const path = "/api/nodes/{node_id}/vram-budget";
+  const set = useAction(
+    node.id,
+    (value: string) => call(client.PUT(path, { params, body: { value } })),
+    (_, value) => announce(value === "" ? "The VRAM budget is removed." : `The VRAM budget is ${value}.`),
+  );
+  const back = useAction<undefined, unknown>(
+    node.id,
+    () => call(client.DELETE(path, { params })),
+    () => announce("The VRAM budget is handed back to the worker."),
+  );
+  const meaning = (text: string) => {
+    const limit = ceiling(text, node.total_vram);
+    if (text.trim() === "") return "Empty: no cap.";
+    return limit === null || node.total_vram === 0 ? "" : `${bytes(limit)} of ${bytes(node.total_vram)}.`;
+  };
+  return (
+    <Value
+      title="VRAM budget"
+      manual={node.vram_budget_manually_set}
+      override={override}
+      back={back}
+      handed="Handed back: no budget until the worker registers with one."
+    >
+      <InlineEdit
+        name="VRAM budget"
+        value={node.vram_budget}
+        check={budgetProblem}
+        action={set}
+        meaning={meaning}
+        placeholder="80% or 12GiB"
+      >
+        {node.vram_budget === "" ? <span className="muted">no cap</span> : <bdi>{node.vram_budget}</bdi>}
+        {node.vram_budget_bytes > 0 && (
+          <span className="muted">
+            {" "}
+            = {bytes(node.vram_budget_bytes)} of {bytes(node.total_vram)}
+          </span>
+        )}
+      </InlineEdit>
+      {node.total_vram > 0 && (
+        <Meter name="VRAM that may be used" used={usedVram(node)} reserved={node.reserved_vram} total={vramLimit(node)} />
+      )}
+    </Value>
+  );
+}
+
+interface ValueProps {
+  title: string;
+  /** Whether an administrator's value holds. */
+  manual: boolean;
+  override: Override;
+  back: Action<undefined>;
+  /** What handing it back has done. */
+  handed: string;
+  children: ReactNode;
+}
+
+function Value({ title, manual, override, back, handed, children }: ValueProps): ReactNode {
+  return (
+    <div className="nd-fact">
+      <h3>{title}</h3>
+      <div className="stack">
+        {children}
+        <p className="row wrap nd-source">
+          {manual && <span className="tag">override</span>}
+          <span className="muted">
+            {provenance(override, manual)}
+            {manual && override?.at != null && (
+              <>
+                {" "}
+                <Ago at={override.at} />
+              </>
+            )}
+          </span>
+          {manual && (
+            <Button small busy={back.busy} aria-label={`Hand back ${title}`} onClick={() => back.run(undefined)}>
+              Hand back
+            </Button>
+          )}
+        </p>
+        {back.succeeded && !manual && <p className="muted">{handed}</p>}
+        {back.error !== null && <Problem error={back.error} onRetry={() => back.run(undefined)} onDismiss={back.forget} />}
+      </div>
+    </div>
+  );
+}

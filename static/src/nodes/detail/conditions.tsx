@@ -1,0 +1,135 @@
+// What lies behind the status, each with since when, by whom and why; then who the node is and what it is made of.
+import type { UseQueryResult } from "@tanstack/react-query";
+import type { ReactNode } from "react";
+import { Link } from "react-router";
+import { bytes, count } from "../../lib/format";
+import type { LiveNode } from "../../live/messages";
+import { Ago } from "../../ui/time";
+import { Fact, Fingerprint, Risk } from "../shared/identity";
+import type { NodeDetail } from "./data";
+import { Fetched, Panel } from "./panel";
+import { conditions, type Condition } from "./words";
+
+interface Props {
+  node: LiveNode;
+  detail: UseQueryResult<NodeDetail>;
+}
+
+export function Conditions({ node, detail }: Props): ReactNode {
+  return (
+    <Panel title="Conditions">
+      <ul className="nd-conditions">
+        {conditions(node, detail.data).map((condition) => (
+          <Row key={condition.id} condition={condition} />
+        ))}
+        <li>
+          <span className={`pill ${node.status === "offline" ? "bad" : "good"}`}>Heartbeat</span>
+          <span>
+            <Ago at={node.last_heartbeat} every={1000} />
+            <span className="muted">, reported by the worker</span>
+          </span>
+        </li>
+        {node.open_conflicts > 0 && (
+          <li>
+            <span className="pill bad">Identity conflict</span>
+            <span>
+              {count(node.open_conflicts, "claim")} to be this node <Link to="/app/nodes">Decide in the list</Link>
+            </span>
+          </li>
+        )}
+      </ul>
+      <Fetched query={detail} what="who decided what">
+        {() => null}
+      </Fetched>
+    </Panel>
+  );
+}
+
+function Row({ condition }: { condition: Condition }): ReactNode {
+  return (
+    <li>
+      <span className={`pill ${condition.tone}`}>{condition.title}</span>
+      <span>
+        {condition.at !== null && <Ago at={condition.at} />} <bdi>{condition.by}</bdi>
+        {condition.reason !== "" && (
+          <>
+            : <bdi>{condition.reason}</bdi>
+          </>
+        )}
+      </span>
+    </li>
+  );
+}
+
+export function Identity({ node, detail }: Props): ReactNode {
+  return (
+    <Panel title="Identity">
+      {node.status === "pending" && <Risk node={node} />}
+      <dl className="facts">
+        <Fact name="Fingerprint">
+          {node.weak_identity ? <span className="pill warn">shared token only</span> : <Fingerprint hex={node.fingerprint} />}
+        </Fact>
+        <Fact name="Registered from">
+          <span className="mono">{node.source_address || "unknown"}</span>
+        </Fact>
+        {node.http_address !== "" && (
+          <Fact name="HTTP">
+            <bdi className="mono">{node.http_address}</bdi>
+          </Fact>
+        )}
+        <Fact name="First seen">
+          <Ago at={node.created_at} />
+        </Fact>
+        {node.rotation_requested_at !== null && (
+          <Fact name="Rotation">
+            asked for <Ago at={node.rotation_requested_at} />; the worker has not done it yet
+          </Fact>
+        )}
+        <Fact name="Node id">
+          <span className="mono">{node.id}</span>
+        </Fact>
+        <Fetched query={detail} what="its binding">
+          {({ identity }) => (
+            <>
+              {identity.bound_at !== undefined && (
+                <Fact name="Secret bound">
+                  <Ago at={identity.bound_at} />
+                </Fact>
+              )}
+              {identity.instance !== undefined && (
+                <Fact name="Process">
+                  <bdi className="mono">{identity.instance}</bdi>
+                </Fact>
+              )}
+            </>
+          )}
+        </Fetched>
+      </dl>
+    </Panel>
+  );
+}
+
+export function Hardware({ node }: { node: LiveNode }): ReactNode {
+  const rows: [string, string][] = [
+    ["GPU", node.gpu_vendor || "none"],
+    ["Compute", node.gpu_compute_capability],
+    ["Capability", node.capability],
+    ["VRAM", node.total_vram > 0 ? bytes(node.total_vram) : ""],
+    ["RAM", node.total_ram > 0 ? bytes(node.total_ram) : ""],
+    ["Models disk", node.total_disk > 0 ? bytes(node.total_disk) : ""],
+  ];
+  return (
+    <Panel title="Hardware" aside={<span className="muted">reported by the worker</span>}>
+      <dl className="facts">
+        {rows.map(
+          ([name, value]) =>
+            value !== "" && (
+              <Fact key={name} name={name}>
+                <bdi>{value}</bdi>
+              </Fact>
+            ),
+        )}
+      </dl>
+    </Panel>
+  );
+}

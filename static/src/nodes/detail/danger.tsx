@@ -1,0 +1,158 @@
+// What cannot be taken back. Each says what it does to what runs now, and wants the node's word typed.
+import { useId, useState, type ReactNode } from "react";
+import { useNavigate } from "react-router";
+import { count } from "../../lib/format";
+import type { LiveNode } from "../../live/messages";
+import { announce } from "../../ui/announce";
+import { Button } from "../../ui/button";
+import { Confirm } from "../../ui/dialog";
+import { deregister, LONGEST_REASON, refusal, revoke, rotate, type Verb } from "../shared/verbs";
+import { useAction, type Action } from "./data";
+import { Panel } from "./panel";
+import { confirmationWord } from "./words";
+
+type Danger = Extract<Verb, "deregister" | "revoke" | "rotate">;
+
+interface Act {
+  verb: Danger;
+  title: string;
+  /** In one line, beside the button. */
+  short: string;
+  action: Action<string>;
+}
+
+export function DangerZone({ node, operations }: { node: LiveNode; operations: number }): ReactNode {
+  const [asked, setAsked] = useState<Danger | null>(null);
+  const acts = useActs(node, () => setAsked(null));
+  const shown = acts.find((act) => act.verb === asked);
+  return (
+    <Panel title="Danger zone" className="nd-danger">
+      {acts.map((act) => (
+        <div key={act.verb} className="row wrap spread">
+          <div className="grow">
+            <h3>{act.title}</h3>
+            <p className="muted">{act.short}</p>
+          </div>
+          <Button kind="danger" refusal={refusal(act.verb, node)} onClick={() => setAsked(act.verb)}>
+            {act.title}…
+          </Button>
+        </div>
+      ))}
+      {shown !== undefined && <Ask key={shown.verb} act={shown} node={node} operations={operations} onClose={() => setAsked(null)} />}
+    </Panel>
+  );
+}
+
+function useActs(node: LiveNode, close: () => void): readonly Act[] {
+  const navigate = useNavigate();
+  const { id, name } = node;
+  const gone = useAction<string, unknown>(id, () => deregister(id), () => {
+    announce(`${name} is deregistered.`);
+    void navigate("/app/nodes");
+  });
+  const refused = useAction<string, unknown>(id, (reason) => revoke(id, reason), () => {
+    announce(`The secret of ${name} is revoked.`);
+    close();
+  });
+  const renewed = useAction<string, unknown>(id, () => rotate(id), () => {
+    announce(`${name} is asked for a new secret.`);
+    close();
+  });
+  return [
+    { verb: "rotate", title: "Rotate secret", short: "The worker replaces its secret at its next call; it goes on working.", action: renewed },
+    { verb: "revoke", title: "Revoke secret", short: "For a secret in wrong hands: it is refused for ever.", action: refused },
+    { verb: "deregister", title: "Deregister", short: "Removes the record. A worker that still runs comes back as a new, pending node.", action: gone },
+  ];
+}
+
+interface AskProps {
+  act: Act;
+  node: LiveNode;
+  operations: number;
+  onClose: () => void;
+}
+
+function Ask({ act, node, operations, onClose }: AskProps): ReactNode {
+  const [reason, setReason] = useState("");
+  const word = confirmationWord(node);
+  const close = () => {
+    act.action.forget();
+    onClose();
+  };
+  return (
+    <Confirm
+      open
+      danger
+      onClose={close}
+      title={
+        <>
+          {act.title}: <bdi>{node.name}</bdi>
+        </>
+      }
+      action={act.title}
+      typed={word}
+      busy={act.action.busy}
+      error={act.action.error}
+      onConfirm={() => act.action.run(reason)}
+    >
+      <ul className="nd-effects">{effects(act.verb, node, operations)}</ul>
+      {act.verb === "revoke" && <Reason value={reason} onChange={setReason} />}
+      {word !== node.name && <p className="muted">To confirm, the beginning of its id is typed: its name is hard to type.</p>}
+    </Confirm>
+  );
+}
+
+function Reason({ value, onChange }: { value: string; onChange: (value: string) => void }): ReactNode {
+  const id = useId();
+  return (
+    <label className="field" htmlFor={id}>
+      <span>Reason, for the timeline</span>
+      <input
+        id={id}
+        className="input"
+        value={value}
+        maxLength={LONGEST_REASON}
+        autoComplete="off"
+        onChange={(event) => onChange(event.target.value)}
+      />
+    </label>
+  );
+}
+
+/** What happens, with the figures of now. */
+function effects(verb: Danger, node: LiveNode, operations: number): ReactNode {
+  if (verb === "rotate") {
+    return (
+      <>
+        <li>Until the worker has replaced it, its secret is good for registering and for replacing itself, for nothing else.</li>
+        <li>Id, approval and replicas stay. A worker that is not running replaces it when it comes back.</li>
+      </>
+    );
+  }
+  const lost = (
+    <li>
+      {count(node.models.length, "replica")} with {count(node.in_flight_count, "request")} in flight {node.models.length === 1 ? "is" : "are"}{" "}
+      taken out of service at once, without a drain.
+    </li>
+  );
+  const pending = operations > 0 && <li>{count(operations, "operation")} on this node will fail.</li>;
+  if (verb === "revoke") {
+    return (
+      <>
+        {lost}
+        {pending}
+        <li>The secret is refused for ever, under any name, and the node waits for approval without an identity.</li>
+        <li>The worker goes on running and tries once a minute. Stop it, delete its file node-secret, start it, and approve it again.</li>
+        {node.weak_identity && <li>It is known by the shared token only, which stays good: whoever has it can claim this name again.</li>}
+      </>
+    );
+  }
+  return (
+    <>
+      {lost}
+      {pending}
+      <li>Labels, overrides and conflicts go with the record{node.node_type === "agent" ? ", and so does its API user" : ""}. The timeline stays.</li>
+      <li>A worker that still runs comes back as a new, pending node. To keep it out, stop it, or revoke its secret instead.</li>
+    </>
+  );
+}

@@ -1,0 +1,126 @@
+// What this page asks the server for, beside the live row: the node's facts, its backends and its timeline. Each
+// is a query of its own, so that one may fail alone, and is fetched again when the live row has moved.
+import {
+  useMutation,
+  useQuery,
+  useQueryClient,
+  type UseQueryResult,
+} from "@tanstack/react-query";
+import { useCallback } from "react";
+import { call, client } from "../../api/client";
+import type { components } from "../../api/schema";
+import type { LiveNode } from "../../live/messages";
+import { useChange } from "../../live/hooks";
+import { withNewest, withOlder, type Timeline } from "./events";
+
+type Schemas = components["schemas"];
+export type NodeDetail = Schemas["NodeDetail"];
+export type NodeBackend = Schemas["NodeBackend"];
+export type NodeEvent = Schemas["Event"];
+export type EventKind = Schemas["EventKindEnum"];
+
+/** How long an answer may take before it counts as none: no section may load for ever. */
+const PATIENCE_MS = 10_000;
+
+const keys = {
+  node: (id: string) => ["nodes", id] as const,
+  detail: (id: string) => ["nodes", id, "detail"] as const,
+  backends: (id: string) => ["nodes", id, "backends"] as const,
+  events: (id: string, kind: EventKind | "") => ["nodes", id, "events", kind] as const,
+};
+
+function patient(signal: AbortSignal): AbortSignal {
+  return AbortSignal.any([signal, AbortSignal.timeout(PATIENCE_MS)]);
+}
+
+/** The node's facts, overrides and sources of labels; 404 if there is no such node. */
+export function useDetail(id: string): UseQueryResult<NodeDetail> {
+  return useQuery({
+    queryKey: keys.detail(id),
+    queryFn: ({ signal }) => call(client.GET("/api/nodes/{node_id}", { params: { path: { node_id: id } }, signal: patient(signal) })),
+  });
+}
+
+/** Fetches whatever is shown of the node again. */
+export function useRefresh(id: string): () => void {
+  const queries = useQueryClient();
+  return useCallback(() => void queries.invalidateQueries({ queryKey: keys.node(id) }), [queries, id]);
+}
+
+/** Keeps the queries in step with the live row: every change but a heartbeat moves `revision`. */
+export function useInStep(id: string, live: LiveNode | undefined): void {
+  const refresh = useRefresh(id);
+  useChange(`${live?.revision ?? ""} ${live?.inventory_at ?? ""}`, refresh);
+}
+
+/** Something that can be asked of the server, and how that stands. */
+export interface Action<Input> {
+  run: (input: Input, done?: () => void) => void;
+  busy: boolean;
+  /** It was done, and nothing has been asked since. */
+  succeeded: boolean;
+  error: Error | null;
+  /** What it was last asked with. */
+  input: Input | undefined;
+  forget: () => void;
+}
+
+/** Does something to the node and fetches what is shown of it again; `done` runs also if the part that asked is gone. */
+export function useAction<Input, Output>(
+  id: string,
+  work: (input: Input) => Promise<Output>,
+  done: (output: Output, input: Input) => void = () => undefined,
+): Action<Input> {
+  const refresh = useRefresh(id);
+  const { mutate, isPending, isSuccess, error, variables, reset } = useMutation({
+    mutationFn: work,
+    // Without a network it is to fail where the eye is, not to happen by itself an hour later.
+    networkMode: "always",
+    onSuccess: (output: Output, input: Input) => {
+      refresh();
+      done(output, input);
+    },
+  });
+  const run = useCallback(
+    (input: Input, then: () => void = () => undefined) => mutate(input, { onSuccess: then }),
+    [mutate],
+  );
+  return { run, busy: isPending, succeeded: isSuccess, error, input: variables, forget: reset };
+}
+
+/** What is installed there. */
+export function useBackends(id: string): UseQueryResult<readonly NodeBackend[]> {
+  return useQuery({
+    queryKey: keys.backends(id),
+    queryFn: ({ signal }) => {
+      const params = { path: { node_id: id } };
+      return call(client.GET("/api/nodes/{node_id}/backends", { params, signal: patient(signal) }));
+    },
+  });
+}
+
+async function eventsPage(id: string, kind: EventKind | "", cursor: number | undefined, signal?: AbortSignal) {
+  const query = { ...(kind === "" ? {} : { kind }), ...(cursor === undefined ? {} : { cursor }) };
+  const params = { path: { node_id: id }, query };
+  const until = patient(signal ?? new AbortController().signal);
+  return call(client.GET("/api/nodes/{node_id}/events", { params, signal: until }));
+}
+
+/** The timeline, newest first, and how to ask for what is older. */
+export function useTimeline(id: string, kind: EventKind | "") {
+  const queries = useQueryClient();
+  const queryKey = keys.events(id, kind);
+  const newest = useQuery({
+    queryKey,
+    queryFn: async ({ signal }): Promise<Timeline> => {
+      const page = await eventsPage(id, kind, undefined, signal);
+      return withNewest(queries.getQueryData<Timeline>(queryKey), page);
+    },
+  });
+  const older = useMutation({
+    mutationFn: (cursor: number) => eventsPage(id, kind, cursor),
+    networkMode: "always",
+    onSuccess: (page) => queries.setQueryData<Timeline>(queryKey, (shown) => withOlder(shown, page)),
+  });
+  return { newest, older };
+}

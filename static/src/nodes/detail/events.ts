@@ -1,0 +1,100 @@
+// The timeline's words, and how its pages are put together. Pure.
+import { duration } from "../../lib/format";
+import type { EventKind, NodeEvent } from "./data";
+
+export const KINDS: Readonly<Record<EventKind, string>> = {
+  registered: "Registered",
+  approved: "Approved",
+  rejected: "Rejected",
+  drained: "Drained",
+  drain_ended: "Drain ended",
+  resumed: "Resumed",
+  deactivated: "Left",
+  fell_silent: "Fell silent",
+  heard_again: "Heard again",
+  marked_unhealthy: "Marked unhealthy",
+  marked_healthy: "Marked healthy",
+  deregistered: "Deregistered",
+  override: "Override changed",
+  labels: "Labels changed",
+  conflict: "Identity conflict",
+  conflict_accepted: "Conflict accepted",
+  conflict_refused: "Conflict refused",
+  rotation_requested: "Secret rotation asked for",
+  rotated: "Secret rotated",
+  revoked: "Secret revoked",
+};
+
+/** What the timeline shows: newest first, and where the older ones begin, if there are any. */
+export interface Timeline {
+  events: readonly NodeEvent[];
+  next: number | undefined;
+}
+
+interface Page {
+  events: readonly NodeEvent[];
+  next_cursor?: number;
+}
+
+/** The newest page laid over what is shown: repeated events count on, older ones stay where they were. */
+export function withNewest(shown: Timeline | undefined, page: Page): Timeline {
+  const fresh: Timeline = { events: page.events, next: page.next_cursor };
+  const last = page.events.at(-1);
+  const newestShown = shown?.events[0];
+  if (shown === undefined || last === undefined || newestShown === undefined) return fresh;
+  // More happened than a page holds: what lies between is not known, so the older ones are asked for anew.
+  if (last.id > newestShown.id) return fresh;
+  const older = shown.events.filter((event) => event.id < last.id);
+  return { events: [...page.events, ...older], next: older.length > 0 ? shown.next : page.next_cursor };
+}
+
+/** An older page put below. */
+export function withOlder(shown: Timeline | undefined, page: Page): Timeline {
+  const known = new Set(shown?.events.map((event) => event.id));
+  return {
+    events: [...(shown?.events ?? []), ...page.events.filter((event) => !known.has(event.id))],
+    next: page.next_cursor,
+  };
+}
+
+/** Who did it. */
+export function actorWords(event: Pick<NodeEvent, "actor" | "actor_kind">): string {
+  if (event.actor_kind === "worker") return "its worker";
+  if (event.actor_kind === "task") return `the task ${event.actor}`;
+  if (event.actor_kind === "static_key") return `${event.actor} (API key)`;
+  if (event.actor_kind === "command") return `${event.actor} (command line)`;
+  return event.actor;
+}
+
+const OVERRIDES: Readonly<Record<string, string>> = {
+  max_replicas_per_model: "max replicas per model",
+  vram_budget: "VRAM budget",
+};
+/** Said by the text beside them already. */
+const IMPLIED = new Set(["vram_budget_bytes", "available_vram", "max_replicas_per_model_manually_set", "vram_budget_manually_set", "conflict"]);
+
+/** What changed, one line for each thing: `max replicas per model: 1 → 3`, `+ tier=fast`, `− zone`. */
+export function changes(event: Pick<NodeEvent, "detail">): string[] {
+  return Object.entries(event.detail ?? {}).flatMap(([name, value]) => change(name, value));
+}
+
+function change(name: string, value: unknown): string[] {
+  if (IMPLIED.has(name)) return [];
+  if (name === "set" && isRecord(value)) return Object.entries(value).map(([key, text]) => `+ ${key}=${plain(text)}`);
+  if (name === "removed" && Array.isArray(value)) return value.map((key) => `− ${plain(key)}`);
+  if (name === "deadline_seconds" && typeof value === "number") return [`deadline: ${duration(value) || `${value} s`}`];
+  if (isRecord(value) && "from" in value && "to" in value) {
+    return [`${OVERRIDES[name] ?? name}: ${plain(value["from"])} → ${plain(value["to"])}`];
+  }
+  return [`${name.replaceAll("_", " ")}: ${plain(value)}`];
+}
+
+function isRecord(value: unknown): value is Record<string, unknown> {
+  return typeof value === "object" && value !== null && !Array.isArray(value);
+}
+
+function plain(value: unknown): string {
+  if (value === "" || value === null || value === undefined) return "none";
+  if (typeof value === "string") return value;
+  return typeof value === "number" || typeof value === "boolean" ? String(value) : JSON.stringify(value);
+}

@@ -1,0 +1,118 @@
+// The top of the page: which node, how it is and why, and what can be done with it now.
+import { useState, type ReactNode } from "react";
+import { Link, useLocation } from "react-router";
+import { left } from "../../lib/format";
+import { useChange, useNow } from "../../live/hooks";
+import type { LiveNode } from "../../live/messages";
+import { announce } from "../../ui/announce";
+import { Button } from "../../ui/button";
+import { StatusPill } from "../../ui/status";
+import { Ago } from "../../ui/time";
+import { ApproveDialog, DrainDialog, RejectDialog, ResumeDialog } from "../shared/dialogs";
+import { refusal } from "../shared/verbs";
+import { InstallDialog } from "./install";
+import { drainLeft } from "./words";
+
+/** Back to the list as it was left. */
+export function BackLink(): ReactNode {
+  const state = useLocation().state as { list?: unknown } | null;
+  const filter = typeof state?.list === "string" ? state.list : "";
+  return (
+    <nav aria-label="Back">
+      <Link to={{ pathname: "/app/nodes", search: filter }}>← All nodes</Link>
+    </nav>
+  );
+}
+
+type Asked = "" | "approve" | "reject" | "drain" | "resume" | "install";
+
+export function Head({ node, operations }: { node: LiveNode; operations: number }): ReactNode {
+  const [asked, setAsked] = useState<Asked>("");
+  const close = () => setAsked("");
+  const dialog = { nodes: [node], onClose: close };
+  return (
+    <header className="nd-head">
+      <BackLink />
+      <div className="row wrap spread">
+        <div className="row wrap grow">
+          <StatusPill status={node.status} />
+          <h1 tabIndex={-1}>
+            <bdi>{node.name}</bdi>
+          </h1>
+        </div>
+        <Actions node={node} onAsk={setAsked} />
+      </div>
+      <Reason node={node} />
+      <DrainProgress node={node} operations={operations} />
+      {asked === "approve" && <ApproveDialog {...dialog} />}
+      {asked === "reject" && <RejectDialog {...dialog} />}
+      {asked === "drain" && <DrainDialog {...dialog} />}
+      {asked === "resume" && <ResumeDialog {...dialog} />}
+      {asked === "install" && <InstallDialog id={node.id} onClose={close} />}
+    </header>
+  );
+}
+
+/** The buttons that make sense in this state; one that is only refused now says why. */
+function Actions({ node, onAsk }: { node: LiveNode; onAsk: (verb: Asked) => void }): ReactNode {
+  if (node.status === "pending") {
+    return (
+      <div className="row wrap">
+        <Button kind="primary" refusal={refusal("approve", node)} onClick={() => onAsk("approve")}>
+          Approve…
+        </Button>
+        <Button refusal={refusal("reject", node)} onClick={() => onAsk("reject")}>
+          Reject…
+        </Button>
+      </div>
+    );
+  }
+  return (
+    <div className="row wrap">
+      {refusal("resume", node) === "" && <Button onClick={() => onAsk("resume")}>Resume…</Button>}
+      {refusal("drain", node) === "" && <Button onClick={() => onAsk("drain")}>Drain…</Button>}
+      <Button refusal={refusal("install", node)} onClick={() => onAsk("install")}>
+        Install backend…
+      </Button>
+    </div>
+  );
+}
+
+function Reason({ node }: { node: LiveNode }): ReactNode {
+  return (
+    <p className="row wrap nd-reason">
+      <span>
+        {node.reason !== "" && <bdi>{node.reason}</bdi>}
+        {node.since !== null && (
+          <span className="muted">
+            {node.reason === "" ? "" : ", "}
+            since <Ago at={node.since} />
+          </span>
+        )}
+      </span>
+      {node.address !== "" && <bdi className="mono">{node.address}</bdi>}
+      {node.node_type === "agent" && <span className="tag">agent</span>}
+    </p>
+  );
+}
+
+function DrainProgress({ node, operations }: { node: LiveNode; operations: number }): ReactNode {
+  const found = drainLeft(node, operations);
+  useChange(found?.safe === true, (before) => {
+    if (!before && found?.safe === true) announce(`${node.name} is safe to power off.`);
+  });
+  if (found === null) return null;
+  return (
+    <p className={`nd-drain ${found.safe ? "good" : ""}`}>
+      <strong>{found.text}</strong>
+      {!found.safe && node.drain?.deadline != null && <TimeLeft until={node.drain.deadline} />}
+    </p>
+  );
+}
+
+function TimeLeft({ until }: { until: string }): ReactNode {
+  const now = useNow(1000);
+  const seconds = (Date.parse(until) - now) / 1000;
+  if (seconds <= 0) return <span> · the deadline has passed: its replicas go now</span>;
+  return <span> · {left(seconds)} until its replicas go in any case</span>;
+}

@@ -1,0 +1,151 @@
+// A value that is edited where it stands: the pencil opens it, Enter saves, Escape cancels, an unchanged value only
+// closes. What is typed stays until it is saved or cancelled, whatever the server says.
+import { useEffect, useId, useRef, useState, type KeyboardEvent, type ReactNode, type SubmitEvent } from "react";
+import { ApiError } from "../../api/client";
+import { Button, IconButton } from "../../ui/button";
+import { Confirm } from "../../ui/dialog";
+import { Problem } from "../../ui/problem";
+import type { Action } from "./data";
+import { decide, overtaken } from "./editing";
+import { Said } from "./panel";
+
+interface InlineEditProps {
+  /** What is edited, as in "Edit max replicas per model". */
+  name: string;
+  /** The present value, as it would be typed. */
+  value: string;
+  /** What is wrong with a text, "" if nothing is. */
+  check: (text: string) => string;
+  action: Action<string>;
+  /** What has to be agreed to before this value is saved; null if nothing has. */
+  ask?: (value: string) => ReactNode | null;
+  /** What the typed text would mean. */
+  meaning?: (text: string) => string;
+  numeric?: boolean;
+  placeholder?: string;
+  /** The value as it is shown. */
+  children: ReactNode;
+}
+
+export function InlineEdit(props: InlineEditProps): ReactNode {
+  const [editing, setEditing] = useState(false);
+  const pencil = useRef<HTMLButtonElement>(null);
+  const wasEditing = useRef(false);
+  useEffect(() => {
+    // The focus returns to where it came from.
+    if (wasEditing.current && !editing) pencil.current?.focus();
+    wasEditing.current = editing;
+  }, [editing]);
+  if (editing) return <Editor {...props} onClose={() => setEditing(false)} />;
+  return (
+    <span className="row">
+      <span className="nd-value">{props.children}</span>
+      <IconButton ref={pencil} small name={`Edit ${props.name}`} glyph="✎" onClick={() => setEditing(true)} />
+    </span>
+  );
+}
+
+function Editor(props: InlineEditProps & { onClose: () => void }): ReactNode {
+  const { name, value, check, action, onClose } = props;
+  const [text, setText] = useState(value);
+  const [opened] = useState(value);
+  const [refusal, setRefusal] = useState("");
+  const [asked, setAsked] = useState<ReactNode>(null);
+  const { run, forget, busy, error } = action;
+  // What failed in an earlier edit does not concern this one.
+  useEffect(forget, [forget]);
+  const save = (wanted: string) => {
+    setAsked(null);
+    run(wanted, onClose);
+  };
+  const submit = () => {
+    if (busy) return;
+    const decision = decide(text, value, check);
+    if (decision.kind === "close") onClose();
+    else if (decision.kind === "refuse") setRefusal(decision.why);
+    else {
+      const question = props.ask?.(decision.value) ?? null;
+      if (question === null) save(decision.value);
+      else setAsked(question);
+    }
+  };
+  const change = (typed: string) => {
+    setText(typed);
+    setRefusal("");
+    if (error !== null) forget();
+  };
+  const atField = refusal || (error instanceof ApiError && error.status === 400 ? error.message : "");
+  return (
+    <>
+      <EditForm
+        {...props}
+        text={text}
+        wrong={atField}
+        busy={busy}
+        moved={overtaken(opened, value) ? `It has become ${value === "" ? "empty" : value} meanwhile.` : ""}
+        onChange={change}
+        onSubmit={submit}
+      />
+      {error !== null && atField === "" && <Problem error={error} onRetry={submit} />}
+      <Confirm
+        open={asked !== null}
+        onClose={() => setAsked(null)}
+        title={`Save ${name}?`}
+        action="Save"
+        onConfirm={() => save(text.trim())}
+      >
+        {asked}
+      </Confirm>
+    </>
+  );
+}
+
+interface FormProps extends InlineEditProps {
+  text: string;
+  wrong: string;
+  busy: boolean;
+  moved: string;
+  onChange: (text: string) => void;
+  onSubmit: () => void;
+  onClose: () => void;
+}
+
+function EditForm(props: FormProps): ReactNode {
+  const { name, text, wrong, busy, moved, meaning, numeric = false, placeholder, onClose } = props;
+  const input = useRef<HTMLInputElement>(null);
+  const said = useId();
+  useEffect(() => input.current?.select(), []);
+  const escape = (event: KeyboardEvent) => {
+    if (event.key === "Escape") onClose();
+  };
+  const submit = (event: SubmitEvent<HTMLFormElement>) => {
+    event.preventDefault();
+    props.onSubmit();
+  };
+  return (
+    <form className="stack nd-edit" onSubmit={submit} noValidate>
+      <div className="row">
+        <input
+          ref={input}
+          className="input"
+          value={text}
+          aria-label={name}
+          aria-invalid={wrong !== "" || undefined}
+          aria-describedby={said}
+          inputMode={numeric ? "numeric" : "text"}
+          placeholder={placeholder}
+          autoComplete="off"
+          onChange={(event) => props.onChange(event.target.value)}
+          onKeyDown={escape}
+        />
+        <Button small type="submit" kind="primary" busy={busy}>
+          Save
+        </Button>
+        <Button small onClick={onClose}>
+          Cancel
+        </Button>
+      </div>
+      <Said id={said} wrong={wrong} hint={[meaning?.(text) ?? "", moved].join(" ").trim()} />
+    </form>
+  );
+}

@@ -1,0 +1,168 @@
+// The node's labels, edited in place. Each says who set it, because that decides who may set it again.
+import { useId, useRef, useState, type ReactNode, type SubmitEvent } from "react";
+import { ApiError } from "../../api/client";
+import type { LiveNode } from "../../live/messages";
+import { announce } from "../../ui/announce";
+import { Button, IconButton } from "../../ui/button";
+import { Problem } from "../../ui/problem";
+import { Tip } from "../../ui/tip";
+import { isAutomatic, keyProblem, valueProblem, written } from "../shared/labels";
+import { mergeLabels, removeLabel } from "../shared/verbs";
+import { useAction, type NodeDetail } from "./data";
+import { Panel, Said } from "./panel";
+
+type Sources = NodeDetail["label_sources"];
+type Source = Sources[string];
+
+/** Capacity shows and sets it. */
+const OF_CAPACITY = "node.replica-slots";
+
+const MEANING: Readonly<Record<Source, string>> = {
+  worker: "The worker set it, and sets it again when it registers.",
+  auto: "The registry keeps it, and sets it again when the worker registers.",
+  admin: "An administrator set it; the worker does not change it.",
+};
+const MARK: Readonly<Record<Source, string>> = { worker: "worker", auto: "automatic", admin: "admin" };
+
+export function Labels({ node, sources }: { node: LiveNode; sources: Sources | undefined }): ReactNode {
+  const key = useRef<HTMLInputElement>(null);
+  const [draft, setDraft] = useState({ key: "", value: "" });
+  const labels = Object.entries(node.labels)
+    .filter(([name]) => name !== OF_CAPACITY)
+    .sort(([left], [right]) => left.localeCompare(right));
+  const remove = useAction(
+    node.id,
+    (name: string) => removeLabel(node.id, name),
+    (_, name) => {
+      announce(`Label ${name} is removed.`);
+      key.current?.focus();
+    },
+  );
+  return (
+    <Panel title="Labels">
+      {labels.length === 0 && <p className="muted">No labels. Scheduling rules choose nodes by them.</p>}
+      <ul className="nd-labels">
+        {labels.map(([name, value]) => (
+          <Chip
+            key={name}
+            text={written(name, value)}
+            source={sources?.[name] ?? (isAutomatic(name) ? "auto" : undefined)}
+            busy={remove.busy && remove.input === name}
+            onRemove={() => remove.run(name)}
+            onEdit={() => {
+              setDraft({ key: name, value });
+              key.current?.focus();
+            }}
+          />
+        ))}
+      </ul>
+      {remove.error !== null && (
+        <Problem error={remove.error} onRetry={() => remove.run(remove.input ?? "")} onDismiss={remove.forget} />
+      )}
+      <AddLabel node={node} draft={draft} setDraft={setDraft} keyInput={key} />
+    </Panel>
+  );
+}
+
+interface ChipProps {
+  text: string;
+  source: Source | undefined;
+  busy: boolean;
+  onEdit: () => void;
+  onRemove: () => void;
+}
+
+function Chip({ text, source, busy, onEdit, onRemove }: ChipProps): ReactNode {
+  const mine = source === "auto" ? undefined : onEdit;
+  return (
+    <li className="nd-label">
+      {mine === undefined ? (
+        <bdi className="name">{text}</bdi>
+      ) : (
+        <button type="button" className="nd-label-text" aria-label={`Change label ${text}`} onClick={mine}>
+          <bdi className="name">{text}</bdi>
+        </button>
+      )}
+      {source !== undefined && (
+        <Tip text={MEANING[source]}>
+          <span className="nd-mark" tabIndex={0}>
+            {MARK[source]}
+          </span>
+        </Tip>
+      )}
+      <IconButton
+        small
+        busy={busy}
+        name={`Remove label ${text}${source === "worker" || source === "auto" ? ` (${MEANING[source]})` : ""}`}
+        glyph="✕"
+        onClick={onRemove}
+      />
+    </li>
+  );
+}
+
+interface Draft {
+  key: string;
+  value: string;
+}
+
+interface AddProps {
+  node: LiveNode;
+  draft: Draft;
+  setDraft: (draft: Draft) => void;
+  keyInput: React.RefObject<HTMLInputElement | null>;
+}
+
+function AddLabel({ node, draft, setDraft, keyInput }: AddProps): ReactNode {
+  const said = useId();
+  const label = { key: draft.key.trim(), value: draft.value };
+  const add = useAction(
+    node.id,
+    ({ key, value }: Draft) => mergeLabels(node.id, { [key]: value }),
+    (_, { key, value }) => {
+      announce(`Label ${written(key, value)} is set.`);
+      setDraft({ key: "", value: "" });
+      keyInput.current?.focus();
+    },
+  );
+  const change = (part: Partial<Draft>) => {
+    setDraft({ ...draft, ...part });
+    if (add.error !== null) add.forget();
+  };
+  const problem = keyProblem(label.key) || valueProblem(label.value);
+  const refused = add.error instanceof ApiError && add.error.status === 400 ? add.error.message : "";
+  // Nothing is wrong with an empty form yet.
+  const wrong = refused || (label.key === "" ? "" : problem);
+  const submit = (event: SubmitEvent<HTMLFormElement>) => {
+    event.preventDefault();
+    if (problem === "" && !add.busy) add.run(label);
+  };
+  const before = node.labels[label.key];
+  const about = { "aria-describedby": said, autoComplete: "off" };
+  return (
+    <form className="stack" onSubmit={submit}>
+      <div className="nd-add">
+        <label className="field">
+          <span>Key</span>
+          <input
+            {...about}
+            ref={keyInput}
+            className="input"
+            value={draft.key}
+            aria-invalid={wrong !== "" || undefined}
+            onChange={(event) => change({ key: event.target.value })}
+          />
+        </label>
+        <label className="field">
+          <span>Value</span>
+          <input {...about} className="input" value={draft.value} onChange={(event) => change({ value: event.target.value })} />
+        </label>
+        <Button type="submit" busy={add.busy} refusal={problem}>
+          {before === undefined ? "Add" : "Change"}
+        </Button>
+      </div>
+      <Said id={said} wrong={wrong} hint={before === undefined ? "" : `Now ${before === "" ? "empty" : before}.`} />
+      {add.error !== null && refused === "" && <Problem error={add.error} onRetry={() => add.run(label)} />}
+    </form>
+  );
+}

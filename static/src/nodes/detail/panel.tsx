@@ -1,0 +1,54 @@
+// A section of the page: its heading, and what it shows while it loads, after it failed and when it is old.
+import type { UseQueryResult } from "@tanstack/react-query";
+import { useId, type ReactNode } from "react";
+import { Loading } from "../../ui/empty";
+import { Problem } from "../../ui/problem";
+
+interface PanelProps {
+  title: string;
+  /** Beside the heading: a button, a filter, a time. */
+  aside?: ReactNode;
+  className?: string;
+  children: ReactNode;
+}
+
+export function Panel({ title, aside, className = "", children }: PanelProps): ReactNode {
+  const id = useId();
+  return (
+    <section className={`nd-panel ${className}`} aria-labelledby={id}>
+      <header>
+        <h2 id={id}>{title}</h2>
+        {aside}
+      </header>
+      {children}
+    </section>
+  );
+}
+
+interface FetchedProps<Data> {
+  query: UseQueryResult<Data>;
+  /** What is loaded, as in "Loading the timeline…". */
+  what: string;
+  children: (data: Data) => ReactNode;
+}
+
+/** What a query has; its failure with a way to try again, above the last known state if there is one. */
+export function Fetched<Data>({ query, what, children }: FetchedProps<Data>): ReactNode {
+  const { data, error } = query;
+  if (data === undefined && error === null) return <Loading what={what} />;
+  return (
+    <>
+      {error !== null && <Problem error={error} onRetry={() => void query.refetch()} />}
+      {data !== undefined && children(data)}
+    </>
+  );
+}
+
+/** Under a field: what is wrong with it, else a hint. */
+export function Said({ id, wrong, hint }: { id: string; wrong: string; hint: string }): ReactNode {
+  return (
+    <p id={id} className={wrong === "" ? "field-hint" : "field-hint bad"} role={wrong === "" ? undefined : "alert"}>
+      {wrong || hint}
+    </p>
+  );
+}

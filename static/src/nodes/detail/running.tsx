@@ -1,0 +1,82 @@
+// What is being done to the node, and what failed and is not put away: this node's part of each operation.
+import { useMemo, type ReactNode } from "react";
+import { Link } from "react-router";
+import { useLive } from "../../live/hooks";
+import type { Operation } from "../../live/messages";
+import { isActive, needsAttention } from "../../live/store";
+import { figures, NextLook, WorkGlyph } from "../../operations/lines";
+import { partsOf, type Part } from "../../operations/model";
+import { phaseOf, phrase, stateOf } from "../../operations/words";
+import { ProgressBar } from "../../ui/bars";
+import { StatusPill } from "../../ui/status";
+import { Panel } from "./panel";
+import { concerns } from "./words";
+
+/** The node's operations that are under way or want somebody's attention, oldest first. */
+export function useOperations(id: string): readonly Operation[] {
+  const operations = useLive((state) => state.operations);
+  return useMemo(
+    () => [...operations.values()].filter((one) => concerns(one, id) && (isActive(one) || needsAttention(one))),
+    [operations, id],
+  );
+}
+
+export function Running({ id, operations }: { id: string; operations: readonly Operation[] }): ReactNode {
+  if (operations.length === 0) return null;
+  return (
+    <Panel title="Operations" aside={<Link to="/app/activity">Activity</Link>}>
+      <ul className="nd-operations">
+        {operations.map((operation) => (
+          <Row key={operation.jobID} id={id} operation={operation} />
+        ))}
+      </ul>
+    </Panel>
+  );
+}
+
+function Row({ id, operation }: { id: string; operation: Operation }): ReactNode {
+  const state = stateOf(operation);
+  const parts = partsOf(operation);
+  const mine = parts.find((part) => part.nodeID === id) ?? parts[0];
+  const error = mine?.error || operation.error || "";
+  return (
+    <li>
+      <div className="row wrap">
+        <WorkGlyph state={state} />
+        <span className="grow">
+          {phrase(operation, state)} <bdi>{operation.name}</bdi>
+          <span className="muted">
+            {" "}
+            by <bdi>{operation.actor}</bdi>
+          </span>
+        </span>
+        {mine !== undefined && parts.length > 1 && <StatusPill status={mine.status} />}
+      </div>
+      {mine !== undefined && isActive(operation) && <Progress operation={operation} part={mine} />}
+      {error !== "" && (
+        <p className="nd-error">
+          <bdi>{error}</bdi>
+        </p>
+      )}
+    </li>
+  );
+}
+
+function Progress({ operation, part }: { operation: Operation; part: Part }): ReactNode {
+  return (
+    <>
+      <div className="row">
+        <div className="grow">
+          <ProgressBar name={`${phrase(operation, stateOf(operation))} ${operation.name}`} value={part.value} />
+        </div>
+        <span>{Math.floor(part.value)} %</span>
+      </div>
+      <div className="muted row wrap">
+        <span>{phaseOf(operation)}</span>
+        {part.file !== "" && <bdi>{part.file}</bdi>}
+        <span>{figures(part.current, part.total, undefined)}</span>
+        <NextLook operation={operation} />
+      </div>
+    </>
+  );
+}

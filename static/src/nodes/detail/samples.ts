@@ -1,0 +1,59 @@
+// Memory over time, as far as this page has seen it: a bounded ring of samples, with gaps where nothing was known.
+
+/** How many samples are kept. */
+export const KEPT = 600;
+/** How often one is taken, in ms: together fifty minutes. */
+export const EVERY_MS = 5000;
+
+export interface Sample {
+  /** Seconds since 1970, by the server's clock. */
+  at: number;
+  /** Bytes; null while the feed was lost or the node was away. */
+  vram: number | null;
+  ram: number | null;
+}
+
+/** The ring with one more sample; the oldest falls out. */
+export function withSample(ring: readonly Sample[], sample: Sample): readonly Sample[] {
+  return [...(ring.length < KEPT ? ring : ring.slice(ring.length - KEPT + 1)), sample];
+}
+
+/** The lowest and highest known figure, null without any. */
+export function range(values: readonly (number | null)[]): { low: number; high: number } | null {
+  const known = values.filter((value) => value !== null);
+  if (known.length === 0) return null;
+  return { low: Math.min(...known), high: Math.max(...known) };
+}
+
+interface Figures {
+  total_vram: number;
+  available_vram: number;
+  vram_budget_bytes: number;
+  total_ram: number;
+  available_ram: number;
+}
+
+/** What may be used of the VRAM: under a budget no more than that is ever reported free. */
+export function vramLimit(node: Figures): number {
+  return node.vram_budget_bytes > 0 ? Math.min(node.vram_budget_bytes, node.total_vram) : node.total_vram;
+}
+
+/** Bytes in use of what may be used. */
+export function usedVram(node: Figures): number {
+  return Math.max(0, vramLimit(node) - node.available_vram);
+}
+
+export function usedRam(node: Figures): number {
+  return Math.max(0, node.total_ram - node.available_ram);
+}
+
+/** A sample of the node as the feed has it; empty while that is old or the node does not report. */
+export function sampled(node: (Figures & { status: string }) | undefined, live: boolean, nowMs: number): Sample {
+  const at = nowMs / 1000;
+  if (node === undefined || !live || node.status === "offline") return { at, vram: null, ram: null };
+  return {
+    at,
+    vram: node.total_vram > 0 ? usedVram(node) : null,
+    ram: node.total_ram > 0 ? usedRam(node) : null,
+  };
+}

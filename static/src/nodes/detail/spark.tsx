@@ -1,0 +1,66 @@
+// The drawing of one figure over time. uPlot comes with this file, which is loaded when a node is opened.
+import { useEffect, useRef, type ReactNode } from "react";
+import uPlot from "uplot";
+import "uplot/dist/uPlot.min.css";
+import { useDark } from "../../ui/theme";
+
+const HEIGHT = 56;
+/** Seconds that are drawn at least: what is known of them stands at their beginning. */
+const SHORTEST_S = 60;
+
+interface SparkProps {
+  at: readonly number[];
+  values: readonly (number | null)[];
+  /** The top of the scale. */
+  total: number;
+}
+
+/** A colour of the theme as it is now. */
+function colour(name: string): string {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+function options(width: number, total: number): uPlot.Options {
+  return {
+    width,
+    height: HEIGHT,
+    padding: [2, 0, 2, 0],
+    cursor: { show: false },
+    legend: { show: false },
+    axes: [{ show: false }, { show: false }],
+    scales: { x: { time: false, range: (_, first, last) => [first, Math.max(last, first + SHORTEST_S)] }, y: { range: [0, total] } },
+    series: [
+      {},
+      {
+        width: 1.5,
+        stroke: () => colour("--bar-used"),
+        fill: () => colour("--accent-soft"),
+        // A single sample between two gaps would not be seen as a line.
+        points: { show: (_, __, first, last) => last - first < 2, size: 4 },
+      },
+    ],
+  };
+}
+
+/** Silent: what it shows is said beside it. */
+export default function Spark({ at, values, total }: SparkProps): ReactNode {
+  const place = useRef<HTMLDivElement>(null);
+  const plot = useRef<uPlot | null>(null);
+  const dark = useDark();
+  useEffect(() => {
+    const element = place.current;
+    if (element === null) return undefined;
+    const drawn = new uPlot(options(element.clientWidth || 200, total), [[], []], element);
+    plot.current = drawn;
+    const watcher = new ResizeObserver(() => drawn.setSize({ width: element.clientWidth, height: HEIGHT }));
+    watcher.observe(element);
+    return () => {
+      watcher.disconnect();
+      drawn.destroy();
+      plot.current = null;
+    };
+  }, [total]);
+  useEffect(() => plot.current?.setData([[...at], [...values]]), [at, values, total]);
+  useEffect(() => plot.current?.redraw(), [dark]);
+  return <div ref={place} className="nd-spark" aria-hidden="true" />;
+}

@@ -1,0 +1,120 @@
+// What happened to the node: who, why, and from which state to which. Newest first; the older ones on demand.
+import { useState, type ReactNode } from "react";
+import { Button } from "../../ui/button";
+import { Empty } from "../../ui/empty";
+import { Problem } from "../../ui/problem";
+import { StatusPill } from "../../ui/status";
+import { Ago } from "../../ui/time";
+import { useTimeline, type EventKind, type NodeEvent } from "./data";
+import { actorWords, changes, KINDS } from "./events";
+import { Fetched, Panel } from "./panel";
+
+export function TimelinePanel({ id }: { id: string }): ReactNode {
+  const [kind, setKind] = useState<EventKind | "">("");
+  const { newest, older } = useTimeline(id, kind);
+  return (
+    <Panel title="Timeline" aside={<KindFilter kind={kind} onChange={setKind} />}>
+      <Fetched query={newest} what="the timeline">
+        {({ events, next }) => (
+          <>
+            <Events events={events} kind={kind} onAll={() => setKind("")} />
+            {older.error !== null && <Problem error={older.error} onRetry={() => next !== undefined && older.mutate(next)} />}
+            {next !== undefined && (
+              <div>
+                <Button busy={older.isPending} onClick={() => older.mutate(next)}>
+                  Older
+                </Button>
+              </div>
+            )}
+          </>
+        )}
+      </Fetched>
+    </Panel>
+  );
+}
+
+function KindFilter({ kind, onChange }: { kind: EventKind | ""; onChange: (kind: EventKind | "") => void }): ReactNode {
+  return (
+    <label className="row">
+      <span className="visually-hidden">Kind of event</span>
+      <select className="input" value={kind} onChange={(event) => onChange(event.target.value as EventKind | "")}>
+        <option value="">All kinds</option>
+        {Object.entries(KINDS).map(([value, words]) => (
+          <option key={value} value={value}>
+            {words}
+          </option>
+        ))}
+      </select>
+    </label>
+  );
+}
+
+function Events({ events, kind, onAll }: { events: readonly NodeEvent[]; kind: EventKind | ""; onAll: () => void }): ReactNode {
+  if (events.length > 0) {
+    return (
+      <ol className="nd-events">
+        {events.map((event) => (
+          <Row key={event.id} event={event} />
+        ))}
+      </ol>
+    );
+  }
+  if (kind === "") return <Empty title="Nothing has happened, or it is too long ago to be kept." />;
+  return (
+    <Empty title={`No event of the kind “${KINDS[kind]}”.`}>
+      <Button small onClick={onAll}>
+        Show all kinds
+      </Button>
+    </Empty>
+  );
+}
+
+function Row({ event }: { event: NodeEvent }): ReactNode {
+  const moved = event.status_before !== event.status_after && event.status_after !== "";
+  const what = changes(event);
+  return (
+    <li>
+      <div className="row wrap">
+        <strong>{KINDS[event.kind]}</strong>
+        {moved && (
+          <span className="row">
+            {event.status_before !== "" && <StatusPill status={event.status_before} />}
+            <span aria-hidden="true">→</span>
+            <span className="visually-hidden">to</span>
+            <StatusPill status={event.status_after} />
+          </span>
+        )}
+        {event.count > 1 && (
+          <span className="tag">
+            {event.count} times, last <Ago at={event.last_at} />
+          </span>
+        )}
+        <span className="muted nd-when">
+          <Ago at={event.at} />
+        </span>
+      </div>
+      <div className="nd-why">
+        {event.actor !== "" && (
+          <>
+            by <bdi>{actorWords(event)}</bdi>
+          </>
+        )}
+        {event.cause !== "" && (
+          <>
+            {event.actor !== "" && ": "}
+            <bdi>{event.cause}</bdi>
+          </>
+        )}
+      </div>
+      {what.length > 0 && (
+        <ul className="nd-changes">
+          {what.map((line) => (
+            <li key={line}>
+              <bdi>{line}</bdi>
+            </li>
+          ))}
+        </ul>
+      )}
+    </li>
+  );
+}

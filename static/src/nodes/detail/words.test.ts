@@ -1,0 +1,76 @@
+import { describe, expect, it } from "vitest";
+import type { LiveNode, Operation } from "../../live/messages";
+import type { NodeDetail } from "./data";
+import { by, concerns, conditions, confirmationWord, drainLeft, provenance } from "./words";
+
+const AT = "2026-01-01T00:00:00Z";
+
+function node(part: Partial<LiveNode> = {}): LiveNode {
+  const plain = { status: "healthy", rejected: null, revoked: null, drain: null, created_at: AT, models: [], in_flight_count: 0 };
+  return { ...plain, ...part } as LiveNode;
+}
+
+describe("provenance (W14, W17)", () => {
+  it("tells the worker from a person", () => {
+    expect([by("worker"), by("anna"), by("")]).toEqual(["by its worker", "by anna", ""]);
+  });
+
+  it("says whose value holds, also when the timeline has forgotten who set it", () => {
+    expect(provenance(undefined, false)).toBe("reported by the worker");
+    expect(provenance({ by: "anna" }, true)).toBe("set by anna");
+    expect(provenance({ by: "" }, true)).toBe("set by an administrator");
+  });
+
+  it("lists what holds, worst first", () => {
+    const drain = { since: AT, by: "anna", reason: "fan", own: false, deadline: null };
+    const detail = { approval: { at: AT, by: "bob", reason: "" }, offline: { at: AT, by: "silence", reason: "no heartbeat" } };
+    const found = conditions(node({ drain }), detail as NodeDetail);
+    expect(found.map(({ id, by: who, reason }) => [id, who, reason])).toEqual([
+      ["approval", "by bob", ""],
+      ["offline", "by silence", "no heartbeat"],
+      ["drain", "by anna", "fan"],
+    ]);
+  });
+
+  it("shows a pending node's no before that it waits", () => {
+    const rejected = { at: AT, by: "anna", reason: "not ours" };
+    const found = conditions(node({ status: "pending", rejected }), undefined);
+    expect(found.map((one) => one.title)).toEqual(["Rejected", "Waits for approval"]);
+  });
+});
+
+describe("a drain (W16)", () => {
+  const drain = { since: AT, by: "anna", reason: "", own: false, deadline: null };
+  const models = [{}] as LiveNode["models"];
+
+  it("counts down, and says when the machine may be turned off", () => {
+    expect(drainLeft(node({ drain, models, in_flight_count: 2 }), 0)?.text).toBe("2 requests in flight, 1 replica left");
+    expect(drainLeft(node({ drain }), 0)).toEqual({ safe: true, text: "Safe to power off" });
+  });
+
+  it("does not say so while an operation goes on there", () => {
+    expect(drainLeft(node({ drain }), 1)?.safe).toBe(false);
+  });
+
+  it("is not said of a node that is not drained, or never let in", () => {
+    expect([drainLeft(node(), 0), drainLeft(node({ drain, status: "pending" }), 0)]).toEqual([null, null]);
+  });
+});
+
+describe("the word that is typed before something is lost (W19)", () => {
+  const id = "0f3a9c1b-0000-4000-8000-000000000000";
+
+  it.each(["gpu-1", "rack 7 (left)"])("is the name: %s", (name) => {
+    expect(confirmationWord({ id, name })).toBe(name);
+  });
+
+  it.each(["🦊", "עברית", "x".repeat(255), "two  blanks", "naïve"])("is the id's beginning for %s", (name) => {
+    expect(confirmationWord({ id, name })).toBe("0f3a9c1b");
+  });
+});
+
+it("finds a node's operations, alone or among others", () => {
+  expect(concerns({ nodeID: "a" } as Operation, "a")).toBe(true);
+  expect(concerns({ nodes: [{ node_id: "a" }] } as Operation, "a")).toBe(true);
+  expect(concerns({ nodeID: "b", nodes: [{ node_id: "c" }] } as Operation, "a")).toBe(false);
+});

@@ -1,0 +1,84 @@
+// Who says what of a node, in words: provenance of facts, the node's conditions, and the word that a dangerous
+// action wants typed. Pure.
+import { count } from "../../lib/format";
+import type { LiveNode, Operation } from "../../live/messages";
+import type { NodeDetail } from "./data";
+
+const WORKER = "worker";
+
+/** "by anna", "by its worker"; "" if nobody is known. */
+export function by(actor: string): string {
+  if (actor === "") return "";
+  return actor === WORKER ? "by its worker" : `by ${actor}`;
+}
+
+/** Who gives a value its present form. */
+export function provenance(override: { by: string } | undefined, manuallySet: boolean): string {
+  if (!manuallySet) return "reported by the worker";
+  return override === undefined || override.by === "" ? "set by an administrator" : `set ${by(override.by)}`;
+}
+
+export interface Condition {
+  id: string;
+  tone: "good" | "warn" | "bad";
+  title: string;
+  at: string | null;
+  by: string;
+  reason: string;
+}
+
+interface Said {
+  at: string;
+  by: string;
+  reason: string;
+}
+
+function condition(id: string, tone: Condition["tone"], title: string, fact: Said): Condition {
+  return { id, tone, title, at: fact.at, by: by(fact.by), reason: fact.reason };
+}
+
+/** What lies behind the status, worst first; `detail` may not be there yet. */
+export function conditions(node: LiveNode, detail: NodeDetail | undefined): Condition[] {
+  const found: Condition[] = [];
+  if (node.revoked !== null) found.push(condition("revoked", "bad", "Secret revoked", node.revoked));
+  if (node.rejected !== null) found.push(condition("rejected", "bad", "Rejected", node.rejected));
+  found.push(approval(node, detail));
+  if (detail?.offline !== undefined) found.push(condition("offline", "bad", "Offline", detail.offline));
+  if (detail?.unhealthy !== undefined) found.push(condition("unhealthy", "bad", "Unhealthy", detail.unhealthy));
+  if (node.drain !== null) {
+    const title = node.drain.own ? "Draining, because its worker stops" : "Draining";
+    found.push(condition("drain", "warn", title, { ...node.drain, at: node.drain.since }));
+  }
+  return found;
+}
+
+function approval(node: LiveNode, detail: NodeDetail | undefined): Condition {
+  if (node.status === "pending") {
+    return condition("approval", "warn", "Waits for approval", { at: node.created_at, by: "", reason: "" });
+  }
+  if (detail?.approval === undefined) return { id: "approval", tone: "good", title: "Approved", at: null, by: "", reason: "" };
+  return condition("approval", "good", "Approved", detail.approval);
+}
+
+/** What a drain still waits for; null if the node is not drained. */
+export function drainLeft(node: LiveNode, operations: number): { safe: boolean; text: string } | null {
+  if (node.drain === null || node.status === "pending") return null;
+  if (node.in_flight_count > 0 || node.models.length > 0) {
+    return { safe: false, text: `${count(node.in_flight_count, "request")} in flight, ${count(node.models.length, "replica")} left` };
+  }
+  if (operations > 0) return { safe: false, text: `No replicas are left, but ${count(operations, "operation")} not done` };
+  return { safe: true, text: "Safe to power off" };
+}
+
+const TYPEABLE = /^[\x21-\x7e]+( [\x21-\x7e]+)*$/;
+const LONGEST_TYPED = 40;
+
+/** What has to be typed before something is lost: the name; of a name that no keyboard has, the id's beginning. */
+export function confirmationWord(node: { id: string; name: string }): string {
+  return node.name.length <= LONGEST_TYPED && TYPEABLE.test(node.name) ? node.name : node.id.slice(0, 8);
+}
+
+/** Whether the operation is about this node, alone or among others. */
+export function concerns(operation: Operation, id: string): boolean {
+  return operation.nodeID === id || (operation.nodes ?? []).some((target) => target.node_id === id);
+}
