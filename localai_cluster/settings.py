@@ -117,7 +117,7 @@ TEMPLATES = [
 AUTH_PASSWORD_VALIDATORS = [
     {"NAME": f"django.contrib.auth.password_validation.{name}"}
     for name in ("MinimumLengthValidator", "CommonPasswordValidator", "NumericPasswordValidator")
-] + [{"NAME": "nodes.passwords.AnotherPassword"}]
+] + [{"NAME": "nodes.passwords.ChosenPassword"}]
 
 LANGUAGE_CODE = "en"
 USE_I18N = False

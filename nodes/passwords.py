@@ -1,7 +1,7 @@
 """Passwords of people: the generated one that must be changed first, and how one is changed.
 
 Whose password was generated has a row (`InitialPassword`). It is read with the user of every session, in the
-same query, and goes with the next password, whoever sets it and wherever (`AnotherPassword`).
+same query, and goes with the next password, whoever sets it and wherever (`ChosenPassword`).
 """
 
 from typing import Any
@@ -39,17 +39,15 @@ class SessionBackend(ModelBackend):
         return user if user is not None and self.user_can_authenticate(user) else None
 
 
-class AnotherPassword:
-    """Django's hook for new passwords: not the old one; any other is a generated one no more."""
+class ChosenPassword:
+    """Django's hook for new passwords: one that somebody has set is a generated one no more."""
 
     def validate(self, password: str, user: AbstractBaseUser | None = None) -> None:
-        """Raises ValidationError for the password that the user has."""
-        if user is not None and user.pk is not None and user.check_password(password):
-            raise ValidationError("The new password is the old one.", code="password_unchanged")
+        """Has nothing against any password; the other validators have."""
 
     def get_help_text(self) -> str:
         """For Django's own forms."""
-        return "Your new password must be another one than before."
+        return "A whole sentence is easier to remember and harder to guess."
 
     def password_changed(self, password: str, user: AbstractBaseUser | None = None) -> None:
         """Told by Django after a user with a new password was saved."""
@@ -65,12 +63,15 @@ def must_change(user: AbstractBaseUser | AnonymousUser) -> bool:
 def change(user_id: int, old: str, new: str) -> Any:
     """Gives a user another password and returns the user.
 
-    Raises WrongPassword if `old` is not the present one, InvalidInput if the validators refuse `new`.
+    Raises WrongPassword if `old` is not the present one, InvalidInput if `new` is the same or the
+    validators refuse it.
     """
     with transaction.atomic():
         user = get_user_model().objects.select_for_update(no_key=True).get(pk=user_id)
         if not user.check_password(old):
             raise WrongPassword
+        if new == old:
+            raise errors.InvalidInput("The new password is the old one.", field="new")
         try:
             validate_password(new, user)
         except ValidationError as error:
