@@ -66,6 +66,14 @@ def crowd(chromium: Browser) -> Iterator[Fleet]:
 
 
 @pytest.fixture
+def settled(fleet: Fleet) -> Iterator[Fleet]:
+    """The cluster with nothing under way and no failure, before and after."""
+    fleet.settle()
+    yield fleet
+    fleet.settle()
+
+
+@pytest.fixture
 def wire(fleet: Fleet) -> Iterator[Wire]:
     """A line to the first web process that the test may cut."""
     with Wire(fleet.webs[0].port) as line:

@@ -110,6 +110,18 @@ class Fleet:
         """Whether the operation has ended."""
         return bool(self.get(f"/api/backends/job/{job}").json()["processed"])
 
+    def settle(self) -> None:
+        """Waits until nothing runs and puts every failure away: the next test begins with an empty strip."""
+
+        def quiet() -> bool:
+            found = self.get("/api/operations").json()["operations"]
+            for operation in found:
+                if operation["status"] == "failed":
+                    self.post(f"/api/operations/{operation['jobID']}/dismiss")
+            return not found
+
+        eventually(quiet, seconds=30, what="every operation has ended")
+
     def sign_out_everywhere(self, cookies: Cookies) -> None:
         """Ends the session behind these cookies, as its age would."""
         key = next(cookie["value"] for cookie in cookies if cookie["name"] == "sessionid")

@@ -28,6 +28,7 @@ class Wire:
         self._thread = threading.Thread(target=self._run, name="wire", daemon=True)
         self._server: asyncio.Server | None = None
         self._links: set[asyncio.StreamWriter] = set()
+        self._carriers: set[asyncio.Task[None]] = set()
         self._open = asyncio.Event()
 
     @property
@@ -44,6 +45,7 @@ class Wire:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._do(self._cut())
+        self._do(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
         self._loop.close()
@@ -66,14 +68,11 @@ class Wire:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
-        for task in asyncio.all_tasks(self._loop):
-            task.cancel()
-        self._loop.run_until_complete(asyncio.sleep(0))
 
     async def _listen(self) -> None:
         self._open.set()
         if self._server is None:
-            self._server = await asyncio.start_server(self._carry, HOST, self.port)
+            self._server = await asyncio.start_server(self._accept, HOST, self.port)
             self.port = self._server.sockets[0].getsockname()[1]
 
     async def _still(self) -> None:
@@ -85,6 +84,15 @@ class Wire:
             self._server = None
         for link in list(self._links):
             link.transport.abort()
+
+    async def _end(self) -> None:
+        self._open.set()
+        await asyncio.gather(*self._carriers)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        carrier = self._loop.create_task(self._carry(reader, writer))
+        self._carriers.add(carrier)
+        carrier.add_done_callback(self._carriers.discard)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._links.add(writer)
