@@ -8,6 +8,7 @@ import { LiveContext } from "./live/hooks";
 import { LiveStore } from "./live/store";
 import { AppError, PageError } from "./shell/boundary";
 import { Checking } from "./shell/gate";
+import { NotFound } from "./shell/not-found";
 import { Shell } from "./shell/shell";
 import { SignInPage } from "./shell/sign-in";
 import { Announcer } from "./ui/announce";
@@ -33,7 +34,7 @@ const pages: RouteObject[] = [
   { path: "activity", lazy: async () => ({ Component: (await import("./operations/activity")).ActivityPage }) },
   { path: "backends", lazy: async () => ({ Component: (await import("./backends/page")).BackendsPage }) },
   { path: "password", lazy: async () => ({ Component: (await import("./shell/password")).PasswordPage }) },
-  { path: "*", lazy: async () => ({ Component: (await import("./shell/not-found")).NotFound }) },
+  { path: "*", element: <NotFound /> },
 ];
 
 const around = { errorElement: <AppError />, hydrateFallbackElement: <Checking /> };

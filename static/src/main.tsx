@@ -1,11 +1,12 @@
 // Where the page starts.
+// The styles come before what brings its own: the first file says in which order the layers count.
+import "./styles/tokens.css";
+import "./styles/base.css";
+import "./ui/ui.css";
 import { setNonce } from "get-nonce";
 import { StrictMode } from "react";
 import { createRoot } from "react-dom/client";
 import { App } from "./app";
-import "./styles/tokens.css";
-import "./styles/base.css";
-import "./ui/ui.css";
 import { startTheme } from "./ui/theme";
 
 // Some parts add a style element; the policy lets it in by the nonce of this page only.
