@@ -1,7 +1,7 @@
 // Dialogs. A plain one takes Escape and a press outside; one that asks before something is lost puts the focus on
 // the safe answer, and a dangerous one wants a word typed. Focus returns to where it came from.
 import { AlertDialog, Dialog as Radix } from "radix-ui";
-import { useId, useRef, useState, type ReactNode, type SubmitEvent } from "react";
+import { useId, useRef, useState, type ReactNode, type RefObject, type SubmitEvent } from "react";
 import { Button } from "./button";
 import { Icon } from "./icons";
 import { Problem } from "./problem";
@@ -13,11 +13,19 @@ interface DialogProps {
   title: ReactNode;
   description?: ReactNode;
   wide?: boolean;
+  /** What gets the focus first, such as the safe answer; else the first control. */
+  first?: RefObject<HTMLElement | null>;
   children: ReactNode;
 }
 
-export function Dialog({ open, onClose, title, description, wide = false, children }: DialogProps): ReactNode {
+export function Dialog({ open, onClose, title, description, wide = false, first, children }: DialogProps): ReactNode {
   const focus = useReturnFocus();
+  const enter = (event: Event) => {
+    focus.onOpenAutoFocus();
+    if (first?.current === undefined || first.current === null) return;
+    event.preventDefault();
+    first.current.focus();
+  };
   return (
     <Radix.Root open={open} onOpenChange={(wanted) => !wanted && onClose()}>
       <Radix.Portal>
@@ -25,6 +33,7 @@ export function Dialog({ open, onClose, title, description, wide = false, childr
         <Radix.Content
           className={`dialog ${wide ? "wide" : ""}`}
           {...focus}
+          onOpenAutoFocus={enter}
           {...(description !== undefined ? {} : { "aria-describedby": undefined })}
         >
           <div className="row spread">
@@ -93,7 +102,7 @@ export function Confirm(props: ConfirmProps): ReactNode {
   );
 }
 
-function Answer(props: ConfirmProps & { cancel: React.RefObject<HTMLButtonElement | null> }): ReactNode {
+function Answer(props: ConfirmProps & { cancel: RefObject<HTMLButtonElement | null> }): ReactNode {
   const { typed, danger = false, busy = false, action, onConfirm, onClose, cancel } = props;
   const [text, setText] = useState("");
   const id = useId();
