@@ -27,9 +27,9 @@ log = logging.getLogger(__name__)
 Body = dict[str, Any]
 
 
-def nested(code: int | str, message: str, kind: str = "") -> Body:
-    """The nested envelope."""
-    return {"error": {"code": code, "message": message, "type": kind}}
+def nested(code: int | str, message: str, kind: str = "", field: str | None = None) -> Body:
+    """The nested envelope; it names the field that is wrong or has moved, if one has."""
+    return {"error": {"code": code, "message": message, "type": kind} | ({"field": field} if field else {})}
 
 
 def flat(message: str, field: str | None = None) -> Body:
@@ -134,7 +134,7 @@ def _body(error: errors.ClusterError, view: Any) -> Body:
         return nested(code, error.message, _REFUSALS[error.status])
     if getattr(view, "envelope", "nested") == "flat":
         return flat(error.message, error.field)
-    return nested(error.status, error.message, getattr(view, "error_type", ""))
+    return nested(error.status, error.message, getattr(view, "error_type", ""), error.field)
 
 
 _REFUSALS = {401: "invalid_request_error", 403: "authorization_error"}

@@ -6,13 +6,13 @@ from drf_spectacular.utils import extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from localai_cluster import clock, errors
+from localai_cluster import errors
 from nodes import names, services
 from nodes.api import examples
 from nodes.api.openapi import refusals
-from nodes.api.parameters import LABEL_KEY, LABELS
+from nodes.api.parameters import LABEL_KEY, LABELS, REVISION
 from nodes.api.parsers import MALFORMED
-from nodes.api.views import NodeView, actor_of, existing
+from nodes.api.views import NodeView, edit_of, existing
 from nodes.models import NodeLabel
 
 
@@ -33,30 +33,28 @@ class LabelsView(NodeView):
     @extend_schema(
         operation_id="nodes_labels_replace",
         tags=["nodes"],
+        parameters=[REVISION],
         request={"application/json": LABELS},
-        responses={(200, "application/json"): LABELS, **refusals(400, 401, 403, 404, 413)},
+        responses={(200, "application/json"): LABELS, **refusals(400, 401, 403, 404, 409, 413)},
         examples=[examples.LABELS_SENT, examples.LABELS],
     )
     def put(self, request: Request, node_id: str) -> Response:
         """These and no others; the registry's own come back when the worker registers again."""
         found = existing(node_id)
-        return Response(
-            services.set_labels(found, labels_in(request), actor=actor_of(request), now=clock.now())
-        )
+        return Response(services.set_labels(found, labels_in(request), **edit_of(request)))
 
     @extend_schema(
         operation_id="nodes_labels_merge",
         tags=["nodes"],
+        parameters=[REVISION],
         request={"application/json": LABELS},
-        responses={(200, "application/json"): LABELS, **refusals(400, 401, 403, 404, 413)},
+        responses={(200, "application/json"): LABELS, **refusals(400, 401, 403, 404, 409, 413)},
         examples=[examples.LABELS_SENT, examples.LABELS],
     )
     def patch(self, request: Request, node_id: str) -> Response:
         """These, and the others stay; the answer is the whole set."""
         found = existing(node_id)
-        return Response(
-            services.merge_labels(found, labels_in(request), actor=actor_of(request), now=clock.now())
-        )
+        return Response(services.merge_labels(found, labels_in(request), **edit_of(request)))
 
 
 def labels_in(request: Request) -> dict[str, str]:
@@ -77,10 +75,10 @@ class LabelView(NodeView):
     @extend_schema(
         operation_id="nodes_labels_remove",
         tags=["nodes"],
-        parameters=[LABEL_KEY],
-        responses={204: None, **refusals(401, 403, 404)},
+        parameters=[LABEL_KEY, REVISION],
+        responses={204: None, **refusals(400, 401, 403, 404, 409)},
     )
     def delete(self, request: Request, node_id: str, key: str) -> Response:
         """Removes one label; there need not be one."""
-        services.remove_label(existing(node_id), key, actor=actor_of(request), now=clock.now())
+        services.remove_label(existing(node_id), key, **edit_of(request))
         return Response(status=204)

@@ -40,6 +40,7 @@ _PAIR: Schema = {
     "type": "string",
     "pattern": rf"^[^=]{{1,{selectors.LONGEST_KEY}}}=[\s\S]{{0,{selectors.LONGEST_VALUE}}}$",
 }
+MOST_REVISION = 2**31 - 1
 PAGE_PARAMETERS = [
     _query("limit", _whole(1, listing.MOST_A_PAGE), "How many at most."),
     _query("offset", _whole(0, listing.FARTHEST), "How many to leave out at the beginning."),
@@ -67,6 +68,11 @@ EVENT_PARAMETERS = [
     _query("cursor", _whole(1, LARGEST), "`next_cursor` of the page before: only older events."),
     _query("kind", _one_of(NodeEvent.Kind.values), "Only events of this kind."),
 ]
+REVISION = _query(
+    "revision",
+    _whole(0, MOST_REVISION),
+    "The node's revision that the caller has seen: 409 (field `revision`) if it has moved since.",
+)
 LABEL_KEY = OpenApiParameter(
     "key",
     {"type": "string", "minLength": 1},

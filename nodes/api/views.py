@@ -20,7 +20,7 @@ from nodes.api import examples, listing, node_rows, node_shapes
 from nodes.api import serializers as shapes
 from nodes.api.auth import parse_node_id, principal
 from nodes.api.openapi import refusals
-from nodes.api.parameters import NODE_PARAMETERS, PAGE_HEADERS
+from nodes.api.parameters import MOST_REVISION, NODE_PARAMETERS, PAGE_HEADERS
 from nodes.api.parsers import MALFORMED
 from nodes.api.renderers import FastJSONRenderer
 from nodes.models import BackendNode, NodeModel
@@ -53,6 +53,15 @@ def existing(text: str) -> UUID:
 def actor_of(request: Request) -> Actor:
     """Who the timeline says it was."""
     return of_principal(principal(request))
+
+
+def edit_of(request: Request) -> dict[str, Any]:
+    """Who edits a node, when, and which revision he saw, None if he does not say (W35).
+
+    Raises InvalidInput for what is no revision.
+    """
+    seen = listing.Parameters(request.query_params, "revision").number("revision", 0, MOST_REVISION)
+    return {"actor": actor_of(request), "now": clock.now(), "revision": seen}
 
 
 class NodesView(NodeView):

@@ -175,9 +175,9 @@ def locked(node_id: UUID, revision: int | None = None, *, removing: bool = False
 
 
 @contextmanager
-def changing(node_id: UUID, now: datetime) -> Iterator[Change]:
-    """A transaction around one change to one node, saved at its end; raises NotFound."""
+def changing(node_id: UUID, now: datetime, revision: int | None = None) -> Iterator[Change]:
+    """A transaction around one change to one node, saved at its end; raises as `locked` does."""
     with transaction.atomic():
-        change = Change(locked(node_id), now)
+        change = Change(locked(node_id, revision), now)
         yield change
         change.save()

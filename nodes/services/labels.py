@@ -1,7 +1,8 @@
 """Labels: a worker's, an admin's and the registry's own (R1.40 to R1.44).
 
 Who set a label decides who may replace it: a worker's never touch an admin's, the registry's own win over
-both, and an own one that no longer holds goes.
+both, and an own one that no longer holds goes. An admin's change with the `revision` that he looked at raises
+Conflict (field `revision`) if the node has changed since.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -47,21 +48,27 @@ def _check(key: str, value: str) -> None:
     names.check_text(value, field)
 
 
-def set_labels(node_id: UUID, labels: Mapping[str, str], *, actor: Actor, now: datetime) -> dict[str, str]:
+def set_labels(
+    node_id: UUID, labels: Mapping[str, str], *, actor: Actor, now: datetime, revision: int | None = None
+) -> dict[str, str]:
     """R1.40: these and no others; answers the set. The registry's own come back at the next registration."""
     check_labels(labels)
-    return _edit(node_id, labels, None, actor, now)
+    return _edit(node_id, labels, None, actor, now, revision)
 
 
-def merge_labels(node_id: UUID, labels: Mapping[str, str], *, actor: Actor, now: datetime) -> dict[str, str]:
+def merge_labels(
+    node_id: UUID, labels: Mapping[str, str], *, actor: Actor, now: datetime, revision: int | None = None
+) -> dict[str, str]:
     """Sets these and leaves the others alone; answers the set."""
     check_labels(labels)
-    return _edit(node_id, labels, (), actor, now)
+    return _edit(node_id, labels, (), actor, now, revision)
 
 
-def remove_label(node_id: UUID, key: str, *, actor: Actor, now: datetime) -> dict[str, str]:
+def remove_label(
+    node_id: UUID, key: str, *, actor: Actor, now: datetime, revision: int | None = None
+) -> dict[str, str]:
     """Removes one key, if it is there; answers the set."""
-    return _edit(node_id, {}, (key,), actor, now)
+    return _edit(node_id, {}, (key,), actor, now, revision)
 
 
 def edit_labels(
@@ -73,11 +80,16 @@ def edit_labels(
 
 
 def _edit(
-    node_id: UUID, wanted: Mapping[str, str], drop: Collection[str] | None, actor: Actor, now: datetime
+    node_id: UUID,
+    wanted: Mapping[str, str],
+    drop: Collection[str] | None,
+    actor: Actor,
+    now: datetime,
+    revision: int | None = None,
 ) -> dict[str, str]:
     """Writes `wanted` as the admin's and removes `drop`; None removes whatever is not wanted."""
     with transaction.atomic():
-        change = Change(locked(node_id), now)
+        change = Change(locked(node_id, revision), now)
         before = _labels(change.node)
         gone = {key for key in before if (key not in wanted if drop is None else key in drop)}
         _check_count(before.keys() - gone | wanted.keys())

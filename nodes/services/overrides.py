@@ -1,6 +1,7 @@
 """What an admin says instead of the worker: replica cap and VRAM budget (R1.45 to R1.50).
 
-Both survive the worker's restarts until they are handed back.
+Both survive the worker's restarts until they are handed back. With the `revision` that somebody looked at,
+each of these raises Conflict (field `revision`) if the node has changed since.
 """
 
 from datetime import datetime
@@ -19,11 +20,13 @@ LARGEST_CAP = 10_000
 LONGEST_BUDGET = 32
 
 
-def set_replica_cap(node_id: UUID, value: int, *, actor: Actor, now: datetime) -> BackendNode:
+def set_replica_cap(
+    node_id: UUID, value: int, *, actor: Actor, now: datetime, revision: int | None = None
+) -> BackendNode:
     """R1.45: at most `value` replicas of one model there; raises InvalidInput outside 1 to 10,000."""
     if not 1 <= value <= LARGEST_CAP:
         raise errors.InvalidInput(f"value must be between 1 and {LARGEST_CAP}", field="value")
-    with changing(node_id, now) as change:
+    with changing(node_id, now, revision) as change:
         _override(
             change, actor, "set", max_replicas_per_model=value, max_replicas_per_model_manually_set=True
         )
@@ -33,19 +36,23 @@ def set_replica_cap(node_id: UUID, value: int, *, actor: Actor, now: datetime) -
     return change.node
 
 
-def reset_replica_cap(node_id: UUID, *, actor: Actor, now: datetime) -> BackendNode:
+def reset_replica_cap(
+    node_id: UUID, *, actor: Actor, now: datetime, revision: int | None = None
+) -> BackendNode:
     """R1.46: the worker's own value counts again from its next registration on."""
-    with changing(node_id, now) as change:
+    with changing(node_id, now, revision) as change:
         _override(change, actor, "handed back", max_replicas_per_model_manually_set=False)
     return change.node
 
 
-def set_vram_budget(node_id: UUID, text: str, *, actor: Actor, now: datetime) -> BackendNode:
+def set_vram_budget(
+    node_id: UUID, text: str, *, actor: Actor, now: datetime, revision: int | None = None
+) -> BackendNode:
     """R1.47: a ceiling for the node's VRAM, "" = no cap; InvalidInput if it is not a budget (R1.49)."""
     text = text.strip()
     if len(text) > LONGEST_BUDGET:
         raise errors.InvalidInput(f"value exceeds {LONGEST_BUDGET} characters", field="value")
-    with changing(node_id, now) as change:
+    with changing(node_id, now, revision) as change:
         node = change.node
         try:
             limit = budget.ceiling(text, node.total_vram)
@@ -65,9 +72,11 @@ def set_vram_budget(node_id: UUID, text: str, *, actor: Actor, now: datetime) ->
     return change.node
 
 
-def reset_vram_budget(node_id: UUID, *, actor: Actor, now: datetime) -> BackendNode:
+def reset_vram_budget(
+    node_id: UUID, *, actor: Actor, now: datetime, revision: int | None = None
+) -> BackendNode:
     """R1.48: no budget until the worker registers with one; free VRAM shows at its next heartbeat."""
-    with changing(node_id, now) as change:
+    with changing(node_id, now, revision) as change:
         _override(
             change, actor, "handed back", vram_budget="", vram_budget_bytes=0, vram_budget_manually_set=False
         )

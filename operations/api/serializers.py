@@ -94,6 +94,7 @@ class RefusalSerializer(serializers.Serializer[Any]):
         code = serializers.IntegerField()
         message = serializers.CharField()
         type = serializers.CharField(allow_blank=True)
+        field = serializers.CharField(required=False, help_text="What is wrong, or has moved since.")
 
         class Meta:
             ref_name = "RefusalDetail"
@@ -105,3 +106,4 @@ class FlatRefusalSerializer(serializers.Serializer[Any]):
     """A refusal, flat envelope (§0.4)."""
 
     error = serializers.CharField()
+    field = serializers.CharField(required=False, help_text="What is wrong.")

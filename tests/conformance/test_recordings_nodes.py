@@ -58,6 +58,7 @@ NOT_COMPARED = frozenset({"message", "available_ram", "available_disk"})
 """Wording is ours; of the heartbeats that carried these figures the recordings keep only two."""
 ADDED = frozenset(
     {"weak_identity", "approval", "drain", "identity", "revision", "overrides", "label_sources", "inventory"}
+    | {"field"}
 )
 """Keys that only ours has (D-MORE-FIELDS)."""
 

@@ -113,10 +113,17 @@ def edit(read: Reader) -> None:
     read("PATCH", f"{at}/labels", {"models/x": "c"})
     read("PATCH", f"{at}/labels", {"x": 5})
     read("GET", f"{at}/labels")
+    for method, body in (("PUT", {}), ("PATCH", {"a": "c"})):
+        read(method, f"{at}/labels?revision=0", body)
+    for revision in ("0", "x"):
+        read("DELETE", f"{at}/labels/models/x?revision={revision}")
     read("DELETE", f"{at}/labels/models/x")
     for what, value in (("max-replicas-per-model", 3), ("vram-budget", "80%")):
         read("PUT", f"{at}/{what}", {"value": value})
         read("PUT", f"{at}/{what}", {})
+        read("PUT", f"{at}/{what}?revision=0", {"value": value})
+        for revision in ("0", "x"):
+            read("DELETE", f"{at}/{what}?revision={revision}")
         read("DELETE", f"{at}/{what}")
 
 

@@ -186,6 +186,52 @@ def test_the_revision_moves_with_every_change() -> None:
     assert [after - before for before, after in pairwise(seen)] == [1, 0, 1]
 
 
+EDITS = [
+    ("PUT", "labels", {"a": "1"}),
+    ("PATCH", "labels", {"a": "1"}),
+    ("DELETE", "labels/a", None),
+    ("PUT", "max-replicas-per-model", {"value": 3}),
+    ("DELETE", "max-replicas-per-model", None),
+    ("PUT", "vram-budget", {"value": "50%"}),
+    ("DELETE", "vram-budget", None),
+]
+
+
+@pytest.mark.parametrize(("method", "what", "body"), EDITS)
+def test_an_edit_can_name_the_revision_that_it_was_decided_on(method: str, what: str, body: Any) -> None:
+    """409 naming `revision` if somebody was faster, and nothing is written; 400 for no revision."""
+    node = api.make_node(labels={"a": "0"})
+    services.set_replica_cap(node.id, 7, actor=Actor(ActorKind.USER, "ann"), now=clock.now())
+    services.set_vram_budget(node.id, "7%", actor=Actor(ActorKind.USER, "ann"), now=clock.now())
+    before, at = api.node(node.id).revision, f"/api/nodes/{node.id}/{what}?revision="
+    for revision, status in (("x", 400), ("-1", 400), (str(before - 1), 409)):
+        refused = api.admin().send(method, at + revision, body)
+        assert (refused.status_code, refused.json()["error"]["field"]) == (status, "revision")
+    assert api.node(node.id).revision == before
+    assert api.admin().send(method, f"{at}{before}", body).status_code in (200, 204)
+    assert api.node(node.id).revision == before + 1
+
+
+@pytest.mark.parametrize(
+    ("method", "what", "body", "field"),
+    [
+        ("PUT", "labels", {"": "1"}, "labels"),
+        ("PATCH", "labels", {"a": 5}, "labels.a"),
+        ("PATCH", "labels", {"a": "\u200b"}, "labels.a"),
+        ("PUT", "max-replicas-per-model", {"value": 0}, "value"),
+        ("PUT", "max-replicas-per-model", {}, "value"),
+        ("PUT", "vram-budget", {"value": "120%"}, "value"),
+        ("POST", "reject", {}, "reason"),
+        ("POST", "approve", {"fingerprint": "f" * 64}, "fingerprint"),
+    ],
+)
+def test_a_refusal_names_the_field_that_is_wrong(method: str, what: str, body: Any, field: str) -> None:
+    """A page shows the message where it was typed."""
+    refused = api.admin().send(method, f"/api/nodes/{api.make_node(approved=False).id}/{what}", body)
+    assert refused.status_code in (400, 409)
+    assert refused.json()["error"]["field"] == field
+
+
 def test_lists_of_replicas_and_operations_cost_the_same_for_any_number() -> None:
     """3 and 30 nodes; the list of nodes has its own test."""
     counts = []

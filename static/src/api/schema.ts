@@ -1241,6 +1241,8 @@ export interface components {
         /** @description A refusal, flat envelope (§0.4). */
         FlatRefusal: {
             error: string;
+            /** @description What is wrong. */
+            field?: string;
         };
         /** @description A gallery that cannot be read at present: its entries are missing. */
         GalleryError: {
@@ -1838,6 +1840,8 @@ export interface components {
         /** @description What went wrong. */
         RefusalDetail: {
             code: number;
+            /** @description What is wrong, or has moved since. */
+            field?: string;
             message: string;
             type: string;
         };
@@ -4231,7 +4235,10 @@ export interface operations {
     };
     nodes_labels_replace: {
         parameters: {
-            query?: never;
+            query?: {
+                /** @description The node's revision that the caller has seen: 409 (field `revision`) if it has moved since. */
+                revision?: number;
+            };
             header?: never;
             path: {
                 node_id: string;
@@ -4286,6 +4293,15 @@ export interface operations {
             };
             /** @description There is no such thing. */
             404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
+                };
+            };
+            /** @description The present state does not allow that; the message says why. */
+            409: {
                 headers: {
                     [name: string]: unknown;
                 };
@@ -4316,7 +4332,10 @@ export interface operations {
     };
     nodes_labels_merge: {
         parameters: {
-            query?: never;
+            query?: {
+                /** @description The node's revision that the caller has seen: 409 (field `revision`) if it has moved since. */
+                revision?: number;
+            };
             header?: never;
             path: {
                 node_id: string;
@@ -4378,6 +4397,15 @@ export interface operations {
                     "application/json": components["schemas"]["Refusal"];
                 };
             };
+            /** @description The present state does not allow that; the message says why. */
+            409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
+                };
+            };
             /** @description The request body is too large. */
             413: {
                 headers: {
@@ -4401,7 +4429,10 @@ export interface operations {
     };
     nodes_labels_remove: {
         parameters: {
-            query?: never;
+            query?: {
+                /** @description The node's revision that the caller has seen: 409 (field `revision`) if it has moved since. */
+                revision?: number;
+            };
             header?: never;
             path: {
                 /** @description The label's key; everything after `labels/`, slashes too. */
@@ -4418,6 +4449,15 @@ export interface operations {
                     [name: string]: unknown;
                 };
                 content?: never;
+            };
+            /** @description The request is not valid; the message names the field. */
+            400: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
+                };
             };
             /** @description A valid credential is required. */
             401: {
@@ -4447,6 +4487,15 @@ export interface operations {
                     "application/json": components["schemas"]["Refusal"];
                 };
             };
+            /** @description The present state does not allow that; the message says why. */
+            409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
+                };
+            };
             /** @description Not possible right now; Retry-After says when to come back. */
             503: {
                 headers: {
@@ -4461,7 +4510,10 @@ export interface operations {
     };
     nodes_cap: {
         parameters: {
-            query?: never;
+            query?: {
+                /** @description The node's revision that the caller has seen: 409 (field `revision`) if it has moved since. */
+                revision?: number;
+            };
             header?: never;
             path: {
                 node_id: string;
@@ -4519,6 +4571,15 @@ export interface operations {
                     "application/json": components["schemas"]["Refusal"];
                 };
             };
+            /** @description The present state does not allow that; the message says why. */
+            409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
+                };
+            };
             /** @description The request body is too large. */
             413: {
                 headers: {
@@ -4542,7 +4603,10 @@ export interface operations {
     };
     nodes_cap_reset: {
         parameters: {
-            query?: never;
+            query?: {
+                /** @description The node's revision that the caller has seen: 409 (field `revision`) if it has moved since. */
+                revision?: number;
+            };
             header?: never;
             path: {
                 node_id: string;
@@ -4557,6 +4621,15 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["Reset"];
+                };
+            };
+            /** @description The request is not valid; the message names the field. */
+            400: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
                 };
             };
             /** @description A valid credential is required. */
@@ -4580,6 +4653,15 @@ export interface operations {
             };
             /** @description There is no such thing. */
             404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
+                };
+            };
+            /** @description The present state does not allow that; the message says why. */
+            409: {
                 headers: {
                     [name: string]: unknown;
                 };
@@ -4840,7 +4922,10 @@ export interface operations {
     };
     nodes_budget: {
         parameters: {
-            query?: never;
+            query?: {
+                /** @description The node's revision that the caller has seen: 409 (field `revision`) if it has moved since. */
+                revision?: number;
+            };
             header?: never;
             path: {
                 node_id: string;
@@ -4898,6 +4983,15 @@ export interface operations {
                     "application/json": components["schemas"]["Refusal"];
                 };
             };
+            /** @description The present state does not allow that; the message says why. */
+            409: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
+                };
+            };
             /** @description The request body is too large. */
             413: {
                 headers: {
@@ -4921,7 +5015,10 @@ export interface operations {
     };
     nodes_budget_reset: {
         parameters: {
-            query?: never;
+            query?: {
+                /** @description The node's revision that the caller has seen: 409 (field `revision`) if it has moved since. */
+                revision?: number;
+            };
             header?: never;
             path: {
                 node_id: string;
@@ -4936,6 +5033,15 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["Reset"];
+                };
+            };
+            /** @description The request is not valid; the message names the field. */
+            400: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
                 };
             };
             /** @description A valid credential is required. */
@@ -4959,6 +5065,15 @@ export interface operations {
             };
             /** @description There is no such thing. */
             404: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["Refusal"];
+                };
+            };
+            /** @description The present state does not allow that; the message says why. */
+            409: {
                 headers: {
                     [name: string]: unknown;
                 };
