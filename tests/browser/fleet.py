@@ -15,7 +15,7 @@ import yaml
 
 from localai_cluster import procs
 from tests.conftest import eventually
-from tests.support.cluster import Cluster, Process, running_cluster
+from tests.support.cluster import ADMIN, Cluster, Process, running_cluster
 
 USER, PASSWORD = "admin", "a-password-for-browsers-only"
 BACKEND_BYTES = 12_000_000
@@ -109,6 +109,20 @@ class Fleet:
     def ended(self, job: str) -> bool:
         """Whether the operation has ended."""
         return bool(self.get(f"/api/backends/job/{job}").json()["processed"])
+
+    def remove(self, name: str) -> None:
+        """Deregisters a node."""
+        url = f"{self.webs[0].url}/api/nodes/{self.id(name)}"
+        assert httpx.delete(url, headers=ADMIN, timeout=20).is_success
+
+    def resume_all(self) -> None:
+        """Puts the workers into service again, whatever a test has done to them."""
+        for name in self.workers:
+            if self.node(name)["status"] == "draining":
+                assert self.post(f"/api/nodes/{self.id(name)}/resume").is_success
+        eventually(
+            lambda: all(self.node(name)["status"] == "healthy" for name in self.workers), what="healthy"
+        )
 
     def settle(self) -> None:
         """Waits until nothing runs and puts every failure away: the next test begins with an empty strip."""

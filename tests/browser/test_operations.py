@@ -33,8 +33,7 @@ def only_slow(settled: Fleet) -> Iterator[Fleet]:
     for name in others:
         assert settled.post(f"/api/nodes/{settled.id(name)}/drain").status_code == 200
     yield settled
-    for name in others:
-        assert settled.post(f"/api/nodes/{settled.id(name)}/resume").status_code == 200
+    settled.resume_all()
 
 
 @pytest.mark.rule("UI-1.1", "UI-1.3", "UI-1.7", "E20", "E25")

@@ -1,0 +1,122 @@
+"""The page of one node: values set and handed back, labels, a drain that counts down, the danger zone."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser.fleet import Fleet
+from tests.browser.screen import Screen
+
+_REPLICA = """
+INSERT INTO node_models (id, node_id, model_name, replica_index, address, state, in_flight, last_used,
+  loading_by, backend_type, model_options, config_revision, effective_options_hash, cleanup_error,
+  cleanup_attempts, created_at, updated_at)
+VALUES (gen_random_uuid(), %s, 'busy-model', 0, '127.0.0.1:1', 'loaded', 3, now(), '', 'echo', '{}', '', '',
+  '', 0, now(), now())
+RETURNING id
+"""
+_RUNNING = "UPDATE node_models SET in_flight = %s WHERE id = %s RETURNING id"
+
+
+@pytest.fixture
+def leaver(fleet: Fleet) -> str:
+    """A registered worker that is not there any more."""
+    process = fleet.worker("leaver")
+    process.kill()
+    return "leaver"
+
+
+@pytest.fixture
+def busy(fleet: Fleet) -> Iterator[str]:
+    """The id of a replica on `fine` with three requests in flight."""
+    ((replica,),) = fleet.cluster.rows(_REPLICA, fleet.id("fine"))
+    yield str(replica)
+    fleet.cluster.rows("DELETE FROM node_models WHERE id = %s RETURNING id", replica)
+    fleet.resume_all()
+
+
+@pytest.mark.rule("UI-4.3", "UI-4.5", "W6")
+def test_a_value_is_set_in_place_and_handed_back(screen: Screen, fleet: Fleet) -> None:
+    page = screen.go(f"/app/nodes/{fleet.id('fine')}")
+    panel = page.get_by_role("region", name="Capacity")
+    panel.get_by_role("button", name="Edit max replicas per model").click()
+    box = panel.get_by_role("textbox", name="max replicas per model")
+    box.fill("7")
+    box.press("Enter")
+    expect(box).to_have_count(0)
+    expect(panel.get_by_text("override", exact=True)).to_be_visible()
+    expect(panel).to_contain_text("admin")
+    assert fleet.node("fine")["max_replicas_per_model"] == 7
+    panel.get_by_role("button", name="Hand back Max replicas per model").click()
+    expect(panel.get_by_text("override", exact=True)).to_have_count(0)
+    assert not fleet.node("fine")["max_replicas_per_model_manually_set"]
+
+
+@pytest.mark.rule("UI-4.3", "UI-4.6")
+def test_a_bad_value_is_refused_at_its_field_and_escape_cancels(screen: Screen, fleet: Fleet) -> None:
+    page = screen.go(f"/app/nodes/{fleet.id('fine')}")
+    panel = page.get_by_role("region", name="Capacity")
+    panel.get_by_role("button", name="Edit VRAM budget").click()
+    box = panel.get_by_role("textbox", name="VRAM budget")
+    box.fill("plenty")
+    box.press("Enter")
+    expect(box).to_have_attribute("aria-invalid", "true")
+    expect(box).to_have_value("plenty")
+    box.press("Escape")
+    expect(box).to_have_count(0)
+    expect(panel.get_by_role("button", name="Edit VRAM budget")).to_be_focused()
+
+
+@pytest.mark.rule("UI-4.13")
+def test_labels_are_added_by_enter_and_removed(screen: Screen, fleet: Fleet) -> None:
+    page = screen.go(f"/app/nodes/{fleet.id('slow')}")
+    panel = page.get_by_role("region", name="Labels")
+    expect(panel).not_to_contain_text("node.replica-slots")
+    panel.get_by_label("Key").fill("rack")
+    panel.get_by_label("Value").fill("b7")
+    panel.get_by_label("Value").press("Enter")
+    expect(panel.get_by_text("rack=b7")).to_be_visible()
+    assert fleet.node("slow")["labels"]["rack"] == "b7"
+    panel.get_by_role("button", name=re.compile("^Remove label rack=b7")).click()
+    expect(panel.get_by_text("rack=b7")).to_have_count(0)
+
+
+@pytest.mark.rule("UI-4.1", "W16")
+def test_a_drain_counts_down_to_safe(screen: Screen, fleet: Fleet, busy: str) -> None:
+    page = screen.go(f"/app/nodes/{fleet.id('fine')}")
+    page.get_by_role("button", name="Drain…").click()
+    dialog = page.get_by_role("dialog", name="Drain fine")
+    dialog.get_by_label("Reason").fill("power work")
+    dialog.get_by_role("button", name="Drain", exact=True).click()
+    expect(page.get_by_text("3 requests in flight, 1 replica left")).to_be_visible()
+    fleet.cluster.rows(_RUNNING, 1, busy)
+    expect(page.get_by_text("1 request in flight, 1 replica left")).to_be_visible()
+    fleet.cluster.rows(_RUNNING, 0, busy)
+    expect(page.get_by_text("Safe to power off", exact=True)).to_be_visible(timeout=20_000)
+    page.get_by_role("button", name="Resume…").click()
+    page.get_by_role("dialog").get_by_role("button", name="Resume", exact=True).click()
+    expect(page.get_by_text("Safe to power off", exact=True)).to_have_count(0)
+
+
+@pytest.mark.rule("UI-4.1", "W19")
+def test_a_node_is_deregistered_behind_its_typed_name(screen: Screen, fleet: Fleet, leaver: str) -> None:
+    page = screen.go(f"/app/nodes/{fleet.id(leaver)}")
+    page.get_by_role("region", name="Danger zone").get_by_role("button", name="Deregister…").click()
+    question = page.get_by_role("alertdialog")
+    press = question.get_by_role("button", name="Deregister")
+    expect(press).to_have_attribute("aria-disabled", "true")
+    question.get_by_role("textbox").fill(leaver)
+    press.click()
+    expect(page).to_have_url(re.compile("/app/nodes$"))
+    assert fleet.cluster.node(fleet.webs[0], leaver) is None
+
+
+@pytest.mark.rule("UI-4.14")
+def test_an_unknown_node_is_said_to_be_unknown(screen: Screen) -> None:
+    screen.expect(r"status of 404")
+    page = screen.go("/app/nodes/00000000-0000-4000-8000-000000000000")
+    expect(page.get_by_role("heading", name="Node not found")).to_be_visible()
+    page.get_by_role("link", name="Look at all nodes").click()
+    expect(page).to_have_url(re.compile("/app/nodes$"))
