@@ -9,16 +9,15 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from channels.generic.websocket import AsyncWebsocketConsumer
 from django.db import Error as DatabaseError
 
-from operations import stream
-from operations.events import GROUP
-from operations.stream import Follower
+from operations import hearing, stream
+from operations.stream import Follower, News
 
 log = logging.getLogger(__name__)
 
@@ -30,13 +29,12 @@ ASK_EVERY = 15.0
 class Watching(AsyncWebsocketConsumer):
     """One watching client, told by the tasks that `watches` names; it has nothing to say itself."""
 
-    groups = [GROUP]
+    channel_layer_alias = "none"  # `hearing` serves the whole process
     look_every = stream.LOOK_EVERY
     ask_every = ASK_EVERY
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.follower = Follower(self.look_every)
         self._work: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
@@ -73,9 +71,12 @@ class Watching(AsyncWebsocketConsumer):
     async def receive(self, text_data: str | None = None, bytes_data: bytes | None = None) -> None:
         """Clients have nothing to say here."""
 
-    async def operation_changed(self, event: dict[str, Any]) -> None:
-        """A change from the channel layer."""
-        self.follower.hear(int(event["seq"]), event["operation"])
+    async def operations(self, since: int | None) -> AsyncGenerator[News, None]:
+        """First where operations stand, as seen from `since`, then every change, for ever."""
+        follower = Follower(self.look_every)
+        async with hearing.shared().lent(follower):
+            async for news in follower.follow(since):
+                yield news
 
     async def _watch(self) -> None:
         try:
@@ -110,12 +111,16 @@ class OperationsConsumer(Watching):
         return [*super().watches(), self._tell()]
 
     async def _tell(self) -> None:
-        async for news in self.follower.follow(number_in(self.scope, "since")):
-            if news.whole:
-                await self._send({"type": "snapshot", "seq": news.seq, "operations": news.operations})
-                continue
-            for operation in news.operations:
-                await self._send({"type": "delta", "seq": operation["seq"], "operation": operation})
+        async with contextlib.aclosing(self.operations(number_in(self.scope, "since"))) as told:
+            async for news in told:
+                await self._pass_on(news)
+
+    async def _pass_on(self, news: News) -> None:
+        if news.whole:
+            await self._send({"type": "snapshot", "seq": news.seq, "operations": news.operations})
+            return
+        for operation in news.operations:
+            await self._send({"type": "delta", "seq": operation["seq"], "operation": operation})
 
     async def _send(self, message: dict[str, Any]) -> None:
         await self.send(text_data=json.dumps(message, separators=(",", ":")))

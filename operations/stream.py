@@ -68,6 +68,10 @@ class Follower:
         self._heard[seq] = operation
         self._woken.set()
 
+    def wake(self) -> None:
+        """Something may have been missed."""
+        self._woken.set()
+
     async def follow(self, since: int | None) -> AsyncIterator[News]:
         """First where things stand, as seen from `since`, then every change, for ever."""
         step: Callable[[], Awaitable[News | None]] = functools.partial(self._read, since)

@@ -46,9 +46,10 @@ class FeedConsumer(Watching):
         return [*super().watches(), self._operations(), self._nodes(), self._alive()]
 
     async def _operations(self) -> None:
-        async for news in self.follower.follow(number_in(self.scope, "operations")):
-            kind = "operations.snapshot" if news.whole else "operations.delta"
-            await self._send({"type": kind, "seq": news.seq, "operations": _last_of_each(news)})
+        async with contextlib.aclosing(self.operations(number_in(self.scope, "operations"))) as told:
+            async for news in told:
+                kind = "operations.snapshot" if news.whole else "operations.delta"
+                await self._send({"type": kind, "seq": news.seq, "operations": _last_of_each(news)})
 
     async def _nodes(self) -> None:
         following = watch.shared().follow(text_in(self.scope, "nodes"))

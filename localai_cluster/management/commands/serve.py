@@ -1,8 +1,9 @@
 """`manage.py serve`: one web process, daphne on `localai_cluster.asgi`.
 
 daphne knows no lifespan, so this command opens what the process needs when the server is ready and, on
-SIGTERM or SIGINT, stops accepting, lets running requests end, gives every count back and leaves with
-status 0.
+SIGTERM or SIGINT, stops accepting, sends websockets to another process, lets running requests end, gives
+every count back and leaves with status 0. daphne also lets a websocket's application write without end to a
+client that does not read; here it waits.
 """
 
 # daphne and Twisted carry no types.
@@ -25,6 +26,7 @@ asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
 from daphne import server as daphne_server  # noqa: E402
 from daphne.endpoints import build_endpoint_description_strings  # noqa: E402
 from daphne.http_protocol import HTTPFactory, WebRequest  # noqa: E402
+from daphne.ws_protocol import WebSocketProtocol  # noqa: E402
 from twisted.internet import defer  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,10 @@ DRAIN_SECONDS = 10.0
 """How long running requests may take to end after the signal."""
 LAST_ANSWER_SECONDS = 1.0
 """How long those who wait for a load may then take to say that they cannot wait here any more."""
+RESTARTING = 1012
+"""Close code for open websockets: connect again at once, there or elsewhere (RFC 6455 and IANA's list)."""
+FAREWELL_SECONDS = 1.0
+"""How long a websocket's client may take to answer that."""
 LARGEST_BODY = 8 * 1024 * 1024
 """Bytes kept of a request's body, above every route's own limit; the rest is read and dropped."""
 _BACKLOG = 1024
@@ -62,6 +68,28 @@ class _Factory(HTTPFactory):
         protocol = super().buildProtocol(addr)
         protocol.requestFactory = BoundedRequest
         return protocol
+
+
+class _Pressure:
+    """Whether a websocket's client reads what is sent: the transport says so (Twisted's push producer)."""
+
+    def __init__(self, transport: Any) -> None:
+        self.reads = asyncio.Event()
+        self.reads.set()
+        transport.unregisterProducer()  # the HTTP channel that the connection began as
+        transport.registerProducer(self, True)
+
+    def pauseProducing(self) -> None:
+        """The transport's buffer is full."""
+        self.reads.clear()
+
+    def resumeProducing(self) -> None:
+        """It is empty again."""
+        self.reads.set()
+
+    def stopProducing(self) -> None:
+        """The connection is gone; nothing waits for it."""
+        self.reads.set()
 
 
 class Server(daphne_server.Server):
@@ -115,6 +143,24 @@ class Server(daphne_server.Server):
         for address, port in self.listening_addresses:
             logger.info("Listening on http://%s:%s", address, port)
 
+    async def handle_reply(self, protocol: Any, message: Any) -> None:
+        """What an application sends; who sends to a client that does not read waits until it does."""
+        kind, details = message["type"], self.connections.get(protocol, {})
+        if kind == "websocket.close" and _is_open(protocol):
+            # Not daphne's way: its library refuses the codes that servers close with.
+            protocol.sendCloseFrame(code=message.get("code") or 1000)
+            return
+        if kind == "websocket.send" and _is_open(protocol):
+            # The limit on a message's size is meant for what comes in.
+            limit, protocol.maxMessagePayloadSize = protocol.maxMessagePayloadSize, 0
+            await super().handle_reply(protocol, message)
+            protocol.maxMessagePayloadSize = limit
+            await details["pressure"].reads.wait()
+            return
+        await super().handle_reply(protocol, message)
+        if kind == "websocket.accept" and _is_open(protocol):
+            details["pressure"] = _Pressure(protocol.transport)
+
     def kill_all_applications(self) -> Any:
         """daphne's hook before the loop ends."""
         return defer.Deferred.fromFuture(asyncio.ensure_future(self._end()))
@@ -126,8 +172,7 @@ class Server(daphne_server.Server):
         for port in self._ports:
             port.stopListening()
         requests, sockets = self._running()
-        for socket in sockets:
-            socket.cancel()
+        await self._send_away(sockets)
         if requests:
             _, late = await asyncio.wait(requests, timeout=DRAIN_SECONDS)
             if late:
@@ -139,6 +184,17 @@ class Server(daphne_server.Server):
             await asyncio.gather(*late, return_exceptions=True)
         await gateway.stop()
 
+    async def _send_away(self, sockets: "list[asyncio.Future[None]]") -> None:
+        """Closes the websockets, so that their clients connect elsewhere at once."""
+        for protocol in list(self.connections):
+            if _is_open(protocol):
+                protocol.sendCloseFrame(code=RESTARTING)
+        if sockets:
+            _, late = await asyncio.wait(sockets, timeout=FAREWELL_SECONDS)
+            for socket in late:
+                socket.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+
     def _running(self) -> tuple[list["asyncio.Future[None]"], list["asyncio.Future[None]"]]:
         """What requests and websockets still run."""
         requests: list[asyncio.Future[None]] = []
@@ -148,6 +204,11 @@ class Server(daphne_server.Server):
             if task is not None and not task.done():
                 (requests if isinstance(protocol, WebRequest) else sockets).append(task)
         return requests, sockets
+
+
+def _is_open(protocol: Any) -> bool:
+    """Whether this is a websocket whose handshake is done and that nobody has closed yet."""
+    return isinstance(protocol, WebSocketProtocol) and protocol.state == protocol.STATE_OPEN
 
 
 class Command(BaseCommand):
