@@ -12,6 +12,7 @@ import { NotFound } from "./shell/not-found";
 import { Shell } from "./shell/shell";
 import { SignInPage } from "./shell/sign-in";
 import { Announcer } from "./ui/announce";
+import { lazyPage } from "./ui/lazy";
 
 const queries = new QueryClient({
   defaultOptions: {
@@ -29,11 +30,11 @@ const store = new LiveStore();
 
 const pages: RouteObject[] = [
   { index: true, element: <Navigate to="nodes" replace /> },
-  { path: "nodes", lazy: async () => ({ Component: (await import("./nodes/list/page")).NodesPage }) },
-  { path: "nodes/:id", lazy: async () => ({ Component: (await import("./nodes/detail/page")).NodePage }) },
-  { path: "activity", lazy: async () => ({ Component: (await import("./operations/activity")).ActivityPage }) },
-  { path: "backends", lazy: async () => ({ Component: (await import("./backends/page")).BackendsPage }) },
-  { path: "password", lazy: async () => ({ Component: (await import("./shell/password")).PasswordPage }) },
+  { path: "nodes", lazy: lazyPage(async () => (await import("./nodes/list/page")).NodesPage) },
+  { path: "nodes/:id", lazy: lazyPage(async () => (await import("./nodes/detail/page")).NodePage) },
+  { path: "activity", lazy: lazyPage(async () => (await import("./operations/activity")).ActivityPage) },
+  { path: "backends", lazy: lazyPage(async () => (await import("./backends/page")).BackendsPage) },
+  { path: "password", lazy: lazyPage(async () => (await import("./shell/password")).PasswordPage) },
   { path: "*", element: <NotFound /> },
 ];
 

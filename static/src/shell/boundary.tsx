@@ -2,7 +2,7 @@
 // an update is no fault of the page: loading it anew helps.
 import type { ReactNode } from "react";
 import { isRouteErrorResponse, useLocation, useNavigate, useRouteError } from "react-router";
-import { Button } from "../ui/button";
+import { MissingPage } from "../ui/lazy";
 import { Problem } from "../ui/problem";
 import { PageHead } from "../ui/title";
 import { LoneFrame } from "./gate";
@@ -21,25 +21,11 @@ export function PageError(): ReactNode {
   const navigate = useNavigate();
   const place = useLocation();
   if (isRouteErrorResponse(failure) && failure.status === 404) return <NotFound />;
-  if (isMissingCode(failure)) return <MissingCode />;
+  if (isMissingCode(failure)) return <MissingPage />;
   return (
     <>
       <PageHead title="This page failed" />
       <Problem error={asError(failure)} onRetry={() => void navigate(place, { replace: true })} />
-    </>
-  );
-}
-
-function MissingCode(): ReactNode {
-  return (
-    <>
-      <PageHead title="This page could not be loaded" />
-      <p>The server cannot be reached, or has a new version of this page.</p>
-      <div>
-        <Button kind="primary" onClick={() => window.location.reload()}>
-          Reload
-        </Button>
-      </div>
     </>
   );
 }
@@ -50,7 +36,7 @@ export function AppError(): ReactNode {
   return (
     <LoneFrame>
       {isMissingCode(failure) ? (
-        <MissingCode />
+        <MissingPage />
       ) : (
         <>
           <PageHead title="The page failed" />

@@ -1,8 +1,9 @@
 // What lies around every page once somebody is signed in: navigation, the bar on top, the operations strip, banners.
 // It opens the feed and hears the keys. Nothing is shown before it is known who asks.
-import { lazy, Suspense, useEffect, useRef, useState, type MouseEvent, type ReactNode } from "react";
+import { Suspense, useEffect, useRef, useState, type MouseEvent, type ReactNode } from "react";
 import { Outlet, ScrollRestoration, useLocation, useNavigate, useNavigation } from "react-router";
 import { OperationsStrip } from "../operations/strip";
+import { lazyDialog } from "../ui/lazy";
 import { listen, useShortcut } from "../ui/shortcuts";
 import { Banners } from "./banners";
 import { useConnectionNews, useFeed, useStale } from "./feed";
@@ -13,8 +14,8 @@ import { SessionEnd } from "./session-end";
 import { TopBar } from "./top-bar";
 import "./shell.css";
 
-const Palette = lazy(async () => ({ default: (await import("./palette")).Palette }));
-const ShortcutsDialog = lazy(async () => ({ default: (await import("./shortcuts-dialog")).ShortcutsDialog }));
+const Palette = lazyDialog(async () => (await import("./palette")).Palette);
+const ShortcutsDialog = lazyDialog(async () => (await import("./shortcuts-dialog")).ShortcutsDialog);
 
 export function Shell(): ReactNode {
   return <Gate>{(user) => <Frame user={user} />}</Gate>;

@@ -43,7 +43,14 @@ function isMac(): boolean {
 
 function ConnectionMark({ stale, onRetry }: { stale: Staleness | null; onRetry: () => void }): ReactNode {
   const connection = useLive((state) => state.connection);
-  if (connection === "forbidden") return <span className="connection bad">Refused</span>;
+  const refused = connection === "forbidden" ? "Refused" : connection === "signed-out" ? "Signed out" : "";
+  if (refused !== "") {
+    return (
+      <span className="connection bad" data-testid="connection">
+        {refused}
+      </span>
+    );
+  }
   if (stale !== null && connection !== "live") {
     return (
       <span className="connection warn" data-testid="connection">
