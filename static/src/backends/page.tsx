@@ -1,6 +1,172 @@
-// A place for this page.
-import type { ReactNode } from "react";
+// The catalogue of backends: what the galleries offer, on how many nodes each is installed, and the way to install.
+import { useMemo, useState, type ReactNode } from "react";
+import { Link, useSearchParams } from "react-router";
+import { count } from "../lib/format";
+import { useWork } from "../operations/watch";
+import { Button } from "../ui/button";
+import { Command } from "../ui/copy";
+import { Empty, Loading } from "../ui/empty";
+import { Problem } from "../ui/problem";
+import { PageHead } from "../ui/title";
+import "./backends.css";
+import { installedOn, search, summary, useCatalogue, type Catalogue, type Entry } from "./catalogue";
+import { InstallPicker } from "./picker";
+import { useRoster } from "./roster";
+
+const DRAWN = 60;
 
 export function BackendsPage(): ReactNode {
-  return <h1>BackendsPage</h1>;
+  const catalogue = useCatalogue();
+  const [picked, setPicked] = useState<string | null>(null);
+  return (
+    <div className="backends">
+      <PageHead title="Backends" note="What the galleries offer, and on how many nodes it is installed.">
+        <Button onClick={() => setPicked("")}>Install by name…</Button>
+      </PageHead>
+      {catalogue.isPending && <Loading what="the catalogue" />}
+      {catalogue.error !== null && <Problem error={catalogue.error} onRetry={() => void catalogue.refetch()} />}
+      {catalogue.data !== undefined && <Entries catalogue={catalogue.data} onRetry={() => void catalogue.refetch()} onInstall={setPicked} />}
+      <InstallPicker open={picked !== null} onClose={() => setPicked(null)} {...(picked === null ? {} : { backend: picked })} />
+    </div>
+  );
+}
+
+interface EntriesProps {
+  catalogue: Catalogue;
+  onRetry: () => void;
+  onInstall: (name: string) => void;
+}
+
+function Entries({ catalogue, onRetry, onInstall }: EntriesProps): ReactNode {
+  const [query, setQuery] = useSearchParams();
+  const term = query.get("q") ?? "";
+  const [builds, setBuilds] = useState(false);
+  const [development, setDevelopment] = useState(catalogue.preferDevelopmentBackends);
+  const [limit, setLimit] = useState(DRAWN);
+  const found = useMemo(() => search(catalogue.backends, { term, builds, development }), [catalogue, term, builds, development]);
+  if (catalogue.backends.length === 0) return <NoGallery catalogue={catalogue} onRetry={onRetry} />;
+  return (
+    <>
+      <GalleryTroubles catalogue={catalogue} onRetry={onRetry} />
+      <div className="row wrap">
+        <input
+          className="input picker-filter"
+          type="search"
+          aria-label="Search backends"
+          placeholder="Name, description or tag"
+          value={term}
+          onChange={(event) => setQuery(event.target.value === "" ? {} : { q: event.target.value }, { replace: true })}
+        />
+        <Box label="Builds for one hardware" on={builds} onChange={setBuilds} />
+        <Box label="Development" on={development} onChange={setDevelopment} />
+        <span className="muted">
+          {found.length} of {catalogue.backends.length}
+        </span>
+      </div>
+      {found.length === 0 ? (
+        <Empty title="No backend matches">
+          <Button onClick={() => setQuery({}, { replace: true })}>Show all</Button>
+        </Empty>
+      ) : (
+        <List entries={found.slice(0, limit)} onInstall={onInstall} />
+      )}
+      {found.length > limit && (
+        <div>
+          <Button onClick={() => setLimit(limit + DRAWN)}>Show more ({found.length - limit})</Button>
+        </div>
+      )}
+    </>
+  );
+}
+
+function Box({ label, on, onChange }: { label: string; on: boolean; onChange: (on: boolean) => void }): ReactNode {
+  return (
+    <label className="row">
+      <input type="checkbox" checked={on} onChange={(event) => onChange(event.target.checked)} />
+      {label}
+    </label>
+  );
+}
+
+function List({ entries, onInstall }: { entries: readonly Entry[]; onInstall: (name: string) => void }): ReactNode {
+  const nodes = useRoster();
+  const { groups } = useWork();
+  const installed = useMemo(() => installedOn(nodes.values()), [nodes]);
+  const running = useMemo(
+    () => new Map(groups.filter((group) => group.kind === "backend_install" && group.active.length > 0).map((group) => [group.name, group.active.length])),
+    [groups],
+  );
+  return (
+    <ul className="catalogue">
+      {entries.map((entry) => (
+        <Line
+          key={entry.id}
+          entry={entry}
+          on={installed.get(entry.name.toLowerCase()) ?? 0}
+          running={running.get(entry.name) ?? 0}
+          onInstall={() => onInstall(entry.name)}
+        />
+      ))}
+    </ul>
+  );
+}
+
+interface LineProps {
+  entry: Entry;
+  on: number;
+  running: number;
+  onInstall: () => void;
+}
+
+function Line({ entry, on, running, onInstall }: LineProps): ReactNode {
+  return (
+    <li className="catalogue-line">
+      <div className="catalogue-text">
+        <div className="row wrap">
+          <strong className="name">{entry.name}</strong>
+          {entry.version !== "" && <span className="muted">{entry.version}</span>}
+          {entry.isAlias && <span className="tag">build</span>}
+          {entry.isDevelopment && <span className="tag">development</span>}
+        </div>
+        <p className="name muted" title={summary(entry.description)}>
+          {summary(entry.description)}
+        </p>
+      </div>
+      <div className="catalogue-state">
+        {running > 0 && (
+          <Link className="pill info" to="/app/activity?show=backends">
+            installing on {count(running, "node")}
+          </Link>
+        )}
+        <span className={on > 0 ? "" : "muted"}>{on > 0 ? `on ${count(on, "node")}` : "not installed"}</span>
+      </div>
+      <Button small aria-label={`Install ${entry.name}…`} onClick={onInstall}>
+        Install…
+      </Button>
+    </li>
+  );
+}
+
+/** A gallery that could not be read, with what can be done about it. */
+function GalleryTroubles({ catalogue, onRetry }: { catalogue: Catalogue; onRetry: () => void }): ReactNode {
+  return catalogue.galleryErrors.map((trouble) => (
+    <Problem key={trouble.name} error={new Error(`Gallery ${trouble.name}: ${trouble.error}`)} onRetry={onRetry} />
+  ));
+}
+
+const EXAMPLE = `LOCALAI_BACKEND_GALLERIES='[{"name": "mine", "url": "file:///etc/localai/backends.yaml"}]'`;
+
+function NoGallery({ catalogue, onRetry }: { catalogue: Catalogue; onRetry: () => void }): ReactNode {
+  return (
+    <>
+      <GalleryTroubles catalogue={catalogue} onRetry={onRetry} />
+      <Empty title={catalogue.repositories.length === 0 ? "No gallery is configured" : "The galleries offer nothing"}>
+        <p>
+          Workers bring galleries of their own: “Install by name…” asks them. To choose from a list here, set this for the
+          web process and the controllers, and start them again:
+        </p>
+        <Command text={EXAMPLE} />
+      </Empty>
+    </>
+  );
 }

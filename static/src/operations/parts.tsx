@@ -48,7 +48,7 @@ const PartLine = memo(function PartLine({ part, name }: { part: Part; name: stri
   return (
     <li id={`job-${part.job.jobID}`} tabIndex={-1} className="part">
       <div className="part-line">
-        <StatusPill status={part.status} />
+        {part.status === "waiting" ? <span className="pill warn">waiting</span> : <StatusPill status={part.status} />}
         <NodeLink part={part} />
         <PartFile part={part} />
         <PartFigures part={part} name={name} />

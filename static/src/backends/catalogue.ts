@@ -1,0 +1,55 @@
+// What the galleries offer: asked for once, searched and counted here. Where it is installed is known live.
+import { useQuery, type UseQueryResult } from "@tanstack/react-query";
+import { call, client } from "../api/client";
+import type { components } from "../api/schema";
+import type { LiveNode } from "../live/messages";
+
+export type Catalogue = components["schemas"]["Catalogue"];
+export type Entry = components["schemas"]["CatalogueEntry"];
+
+export function useCatalogue(): UseQueryResult<Catalogue> {
+  return useQuery({
+    queryKey: ["backends", "catalogue"],
+    queryFn: () => call(client.GET("/api/backends", { params: { query: { page: 1, items: 9999, sort: "name", order: "asc" } } })),
+    staleTime: 5 * 60_000,
+  });
+}
+
+/** Which entries show: builds that another entry chooses, and development ones, only when asked for. */
+export interface Wanted {
+  term: string;
+  builds: boolean;
+  development: boolean;
+}
+
+export function search(entries: readonly Entry[], wanted: Wanted): Entry[] {
+  const words = wanted.term.toLowerCase().split(/\s+/).filter(Boolean);
+  return entries
+    .filter((entry) => (wanted.builds || !entry.isAlias) && (wanted.development || !entry.isDevelopment))
+    .filter((entry) => {
+      const text = [entry.name, entry.description, entry.gallery, ...entry.tags].join(" ").toLowerCase();
+      return words.every((word) => text.includes(word));
+    })
+    .sort((left, right) => rank(right, words) - rank(left, words));
+}
+
+/** Names before descriptions; otherwise the order stays. */
+function rank(entry: Entry, words: readonly string[]): number {
+  const name = entry.name.toLowerCase();
+  return words.filter((word) => name.includes(word)).length;
+}
+
+/** On how many nodes each backend is installed, by its name in lower case. */
+export function installedOn(nodes: Iterable<LiveNode>): Map<string, number> {
+  const found = new Map<string, number>();
+  for (const node of nodes) {
+    for (const name of new Set(node.backends.map((one) => one.toLowerCase()))) found.set(name, (found.get(name) ?? 0) + 1);
+  }
+  return found;
+}
+
+/** A description's first line, without the marks of its Markdown. */
+export function summary(description: string): string {
+  const line = description.split("\n").find((one) => one.trim() !== "") ?? "";
+  return line.replace(/\[([^\]]*)\]\([^)]*\)/g, "$1").replace(/[*_`#>]+/g, "").trim();
+}

@@ -1,0 +1,43 @@
+// Choosing a backend of the catalogue by typing; a name that no gallery knows can be asked for all the same, because
+// workers may have galleries of their own.
+import { Command } from "cmdk";
+import { useState, type ReactNode } from "react";
+import { Loading } from "../ui/empty";
+import { Problem } from "../ui/problem";
+import { search, summary, useCatalogue } from "./catalogue";
+
+const SHOWN = 60;
+
+export function ChooseBackend({ onChoose }: { onChoose: (name: string) => void }): ReactNode {
+  const catalogue = useCatalogue();
+  const [term, setTerm] = useState("");
+  const entries = catalogue.data?.backends ?? [];
+  // Builds for one kind of hardware show as soon as somebody types: then they are looked for.
+  const found = search(entries, { term, builds: term !== "", development: term !== "" }).slice(0, SHOWN);
+  const typed = term.trim();
+  const named = found.some((entry) => entry.name.toLowerCase() === typed.toLowerCase());
+  return (
+    <div className="stack">
+      {catalogue.isPending && <Loading what="the catalogue" />}
+      {catalogue.error !== null && <Problem error={catalogue.error} onRetry={() => void catalogue.refetch()} />}
+      <Command label="Backends" shouldFilter={false} className="choose-backend">
+        <Command.Input className="input" value={term} onValueChange={setTerm} placeholder="Name of a backend" autoFocus />
+        <Command.List label="Backends of the catalogue">
+          {found.map((entry) => (
+            <Command.Item key={entry.id} value={entry.id} onSelect={() => onChoose(entry.name)}>
+              <strong className="name">{entry.name}</strong>
+              <span className="name muted grow">{summary(entry.description)}</span>
+              {entry.isAlias && <span className="tag">build</span>}
+            </Command.Item>
+          ))}
+          {typed !== "" && !named && (
+            <Command.Item value={` ${typed}`} onSelect={() => onChoose(typed)}>
+              Use the name <strong className="name">{typed}</strong>
+              <span className="muted">which no gallery here lists</span>
+            </Command.Item>
+          )}
+        </Command.List>
+      </Command>
+    </div>
+  );
+}

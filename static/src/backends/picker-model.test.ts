@@ -1,0 +1,81 @@
+import { describe, expect, it } from "vitest";
+import { ApiError } from "../api/client";
+import type { LiveNode } from "../live/messages";
+import { install } from "../operations/fixtures";
+import { canInstall, matches, outlook, progressOf, tally, underWayFor } from "./picker-model";
+
+function node(more: Partial<LiveNode> = {}): LiveNode {
+  return { id: "gpu-1", name: "gpu-1", node_type: "backend", status: "healthy", backends: [], labels: {}, ...more } as LiveNode;
+}
+
+const ACCEPTED = { step: "accepted", jobID: "job-gpu-1", at: 0 } as const;
+
+describe("before the press", () => {
+  it.each([
+    [{}, "install"],
+    [{ status: "draining" }, "install"],
+    [{ status: "unhealthy" }, "install"],
+    [{ status: "offline" }, "waits"],
+    [{ status: "pending" }, "refused"],
+    [{ node_type: "agent" }, "refused"],
+    [{ backends: ["Echo"] }, "there"],
+    [{ status: "offline", backends: ["echo"] }, "there"],
+  ] as const)("a node %o would say %s", (more, kind) => {
+    const expected = outlook(node(more as Partial<LiveNode>), "localai@echo", undefined);
+    expect(expected.kind).toBe(kind);
+    expect(expected.text).not.toBe("");
+    expect(canInstall(expected)).toBe(kind === "install" || kind === "waits");
+  });
+
+  it("joins what is being installed, and refuses beside another operation on it", () => {
+    expect(outlook(node(), "echo", install("gpu-1")).kind).toBe("joins");
+    expect(outlook(node(), "echo", install("gpu-1", { kind: "backend_delete" })).kind).toBe("refused");
+  });
+
+  it("knows what is under way by the plain name", () => {
+    const operations = [install("a", { name: "echo" }), install("b", { name: "other" }), install("c", { status: "completed" })];
+    expect([...underWayFor("localai@echo", operations).keys()]).toEqual(["a"]);
+  });
+
+  it("finds nodes by name and by label", () => {
+    const labelled = node({ labels: { Zone: "Rack-2" } });
+    expect([matches(labelled, "GPU"), matches(labelled, "zone=rack"), matches(labelled, "zone=x"), matches(labelled, "rack")]).toEqual([
+      true, true, false, false,
+    ]);
+  });
+});
+
+describe("after the press", () => {
+  it("a row turns by the server's word only", () => {
+    expect(progressOf({ step: "sending" }, undefined, undefined)).toMatchObject({ word: "Sending", ended: "no" });
+    expect(progressOf(ACCEPTED, undefined, undefined)).toMatchObject({ word: "Sent", ended: "no" });
+    expect(progressOf(ACCEPTED, install("gpu-1", { progress: 42 }), undefined)).toMatchObject({ word: "Installing", value: 42 });
+    expect(progressOf(ACCEPTED, install("gpu-1", { status: "completed" }), undefined).ended).toBe("well");
+  });
+
+  it("waiting is amber, never failed or installed (W24)", () => {
+    const waits = install("gpu-1", { status: "waiting_for_nodes", message: "node gpu-1 is offline" });
+    expect(progressOf(ACCEPTED, waits, undefined)).toMatchObject({ tone: "warn", detail: "node gpu-1 is offline", ended: "no" });
+  });
+
+  it("gives the reason of a failure in text, and how to go on after a refusal", () => {
+    const failed = install("gpu-1", { status: "failed", error: "no space left" });
+    expect(progressOf(ACCEPTED, failed, undefined)).toMatchObject({ word: "Failed", detail: "no space left" });
+    const error = new ApiError("too many requests", 429, "", "", 30);
+    expect(progressOf({ step: "refused", error }, undefined, undefined).detail).toBe("too many requests Try again in 30 s.");
+  });
+
+  it("believes the record when the feed no longer tells of a job", () => {
+    const job = { progress: 100, message: "", galleryElementName: "echo", processed: true, deletion: false, queued: false };
+    expect(progressOf(ACCEPTED, undefined, { ...job, completed: true }).ended).toBe("well");
+    expect(progressOf(ACCEPTED, undefined, { ...job, error: "disk" })).toMatchObject({ word: "Failed", detail: "disk" });
+    expect(progressOf(ACCEPTED, undefined, job).word).toBe("Cancelled");
+    expect(progressOf(ACCEPTED, undefined, new ApiError("gone", 404)).ended).toBe("badly");
+    expect(progressOf(ACCEPTED, undefined, new ApiError("", 500)).ended).toBe("no");
+  });
+
+  it("counts what is done and what failed", () => {
+    const rows = ["completed", "failed", "processing"] as const;
+    expect(tally(rows.map((status) => progressOf(ACCEPTED, install("a", { status }), undefined)))).toBe("1 of 3 done, 1 failed");
+  });
+});

@@ -1,0 +1,127 @@
+// What the picker says of a node: before the press what will happen, after it what the server says has happened.
+// Pure; mirrors what the server refuses and nothing more.
+import { advice, ApiError } from "../api/client";
+import type { components } from "../api/schema";
+import type { LiveNode, Operation } from "../live/messages";
+import { isActive } from "../live/store";
+import { phaseOf, stateOf } from "../operations/words";
+
+type Job = components["schemas"]["Job"];
+
+/** What would happen on a node. */
+export interface Outlook {
+  kind: "install" | "there" | "joins" | "waits" | "refused";
+  text: string;
+}
+
+/** How far a request has come: on its way, refused, or accepted as an operation. `at`: ms of this browser. */
+export type Sent =
+  | { step: "sending" }
+  | { step: "refused"; error: Error }
+  | { step: "accepted"; jobID: string; at: number };
+
+export interface Progress {
+  tone: "" | "info" | "warn" | "good" | "bad";
+  word: string;
+  detail: string;
+  /** Percent while it is worth a bar. */
+  value: number | null;
+  ended: "no" | "well" | "badly";
+}
+
+/** The plain name of a backend: `localai@echo` and `echo` are the same on a node. */
+export function plain(backend: string): string {
+  return backend.slice(backend.lastIndexOf("@") + 1);
+}
+
+export function has(node: LiveNode, backend: string): boolean {
+  const name = plain(backend).toLowerCase();
+  return node.backends.some((one) => one.toLowerCase() === name);
+}
+
+/** What runs or waits on a node for this backend, by node. */
+export function underWayFor(backend: string, operations: Iterable<Operation>): Map<string, Operation> {
+  const found = new Map<string, Operation>();
+  for (const operation of operations) {
+    if (operation.isBackend && isActive(operation) && operation.name === plain(backend) && operation.nodeID !== undefined) {
+      found.set(operation.nodeID, operation);
+    }
+  }
+  return found;
+}
+
+export function outlook(node: LiveNode, backend: string, underWay: Operation | undefined): Outlook {
+  if (node.node_type === "agent") return { kind: "refused", text: "Agent node: it runs no backends" };
+  if (node.status === "pending") return { kind: "refused", text: "Not approved yet" };
+  if (underWay !== undefined && underWay.kind !== "backend_install") {
+    return { kind: "refused", text: "Another operation on it is under way" };
+  }
+  if (underWay !== undefined) return { kind: "joins", text: "Already being installed: joins that" };
+  if (has(node, backend)) return { kind: "there", text: "Already there: nothing to do" };
+  if (node.status === "offline") return { kind: "waits", text: "Offline: installs when it returns" };
+  if (node.status === "unhealthy") return { kind: "install", text: "Tries now, and again until the node answers" };
+  return { kind: "install", text: node.status === "draining" ? "Installs now; draining stops no installs" : "Installs now" };
+}
+
+export function canInstall(expected: Outlook): boolean {
+  return expected.kind === "install" || expected.kind === "joins" || expected.kind === "waits";
+}
+
+/** How a request goes. `asked`: what the server said of a job that the feed no longer tells of. */
+export function progressOf(sent: Sent, operation: Operation | undefined, asked: Job | Error | undefined): Progress {
+  if (sent.step === "sending") return { tone: "", word: "Sending", detail: "", value: null, ended: "no" };
+  if (sent.step === "refused") return failed("Not sent", reasonOf(sent.error));
+  if (operation !== undefined) return live(operation);
+  if (asked instanceof ApiError && asked.status === 404) return failed("Unknown", "The server has no record of it.");
+  if (asked === undefined || asked instanceof Error) return { tone: "", word: "Sent", detail: "waits for news of it", value: null, ended: "no" };
+  if (asked.completed === true) return INSTALLED;
+  if (asked.processed) return asked.error === undefined ? failed("Cancelled", "") : failed("Failed", asked.error);
+  return { tone: "info", word: "Installing", detail: asked.message, value: Math.floor(asked.progress), ended: "no" };
+}
+
+const INSTALLED: Progress = { tone: "good", word: "Installed", detail: "", value: null, ended: "well" };
+
+function failed(word: string, detail: string): Progress {
+  return { tone: "bad", word, detail, value: null, ended: "badly" };
+}
+
+function reasonOf(error: Error): string {
+  return error instanceof ApiError ? `${error.message} ${advice(error)}`.trim() : error.message;
+}
+
+function live(operation: Operation): Progress {
+  const state = stateOf(operation);
+  const detail = phaseOf(operation);
+  switch (state) {
+    case "completed":
+      return INSTALLED;
+    case "failed":
+      return failed("Failed", operation.error ?? "no reason given");
+    case "cancelled":
+      return failed("Cancelled", "");
+    case "queued":
+      return { tone: "", word: "Queued", detail, value: null, ended: "no" };
+    case "waiting":
+      return { tone: "warn", word: "Waiting", detail, value: null, ended: "no" };
+    case "running":
+      return { tone: "info", word: "Installing", detail, value: operation.progress, ended: "no" };
+  }
+}
+
+/** "2 of 3 done, 1 failed". */
+export function tally(rows: readonly Progress[]): string {
+  const well = rows.filter((row) => row.ended === "well").length;
+  const badly = rows.filter((row) => row.ended === "badly").length;
+  return `${well} of ${rows.length} done${badly > 0 ? `, ${badly} failed` : ""}`;
+}
+
+/** By name, or by a label written `key=value` (or `key=`: any value). */
+export function matches(node: LiveNode, filter: string): boolean {
+  const text = filter.trim().toLowerCase();
+  if (text === "") return true;
+  const [key = "", value = ""] = text.split("=", 2);
+  const labelled = Object.entries(node.labels).some(
+    ([name, held]) => name.toLowerCase() === key && held.toLowerCase().startsWith(value),
+  );
+  return node.name.toLowerCase().includes(text) || (text.includes("=") && labelled);
+}

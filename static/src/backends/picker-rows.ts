@@ -1,0 +1,90 @@
+// The rows of the picker: which nodes it lists, and what each says now. Brings together the feed, what was sent from
+// here, and what the server says of jobs that the feed no longer tells of.
+import { useQueries } from "@tanstack/react-query";
+import { useEffect, useMemo } from "react";
+import { call, client } from "../api/client";
+import type { components } from "../api/schema";
+import { useLive, useNow } from "../live/hooks";
+import type { LiveNode, Operation } from "../live/messages";
+import { useWork } from "../operations/watch";
+import { canInstall, outlook, progressOf, underWayFor, type Outlook, type Progress, type Sent } from "./picker-model";
+import { useRoster } from "./roster";
+import { runs, useRun, type Run } from "./runs";
+
+type Job = components["schemas"]["Job"];
+
+export interface Row {
+  node: LiveNode;
+  expected: Outlook;
+  /** How it goes, null while nothing is asked for. */
+  progress: Progress | null;
+  /** The operation behind it, for its link; undefined if it is not known. */
+  operation: Operation | undefined;
+  /** Whether it can be chosen. */
+  open: boolean;
+}
+
+/** News of an accepted job comes with the feed; only after this long is the server asked. */
+const OVERDUE_MS = 3_000;
+const AGAIN_MS = 5_000;
+
+/** Every node, with what would happen or happens on it, by name. */
+export function useRows(backend: string): Row[] {
+  const nodes = useRoster();
+  const { operations } = useWork();
+  const run = useRun(backend);
+  const underWay = useMemo(() => underWayFor(backend, operations.values()), [backend, operations]);
+  const asked = useAsked(run, operations);
+  useEffect(() => {
+    runs.adopt(backend, [...underWay].map(([nodeID, one]) => [nodeID, one.jobID] as const));
+  }, [backend, underWay]);
+  return useMemo(() => {
+    const ordered = [...nodes.values()].sort((left, right) => left.name.localeCompare(right.name, undefined, { numeric: true }));
+    return ordered.map((node) => rowOf(node, backend, run.get(node.id), underWay.get(node.id), operations, asked));
+  }, [nodes, backend, run, underWay, operations, asked]);
+}
+
+function rowOf(
+  node: LiveNode,
+  backend: string,
+  sent: Sent | undefined,
+  underWay: Operation | undefined,
+  operations: ReadonlyMap<string, Operation>,
+  asked: ReadonlyMap<string, Job | Error>,
+): Row {
+  const expected = outlook(node, backend, underWay);
+  const jobID = sent?.step === "accepted" ? sent.jobID : "";
+  const operation = operations.get(jobID) ?? underWay;
+  let progress = sent === undefined ? null : progressOf(sent, operation, asked.get(jobID));
+  // It came there in another way meanwhile.
+  if (progress?.ended === "badly" && expected.kind === "there") progress = null;
+  return { node, expected, progress, operation, open: progress === null && canInstall(expected) };
+}
+
+/** Asks for the jobs that the feed does not tell of, though it is live: they ended while it was cut. */
+function useAsked(run: Run, operations: ReadonlyMap<string, Operation>): ReadonlyMap<string, Job | Error> {
+  const live = useLive((state) => state.connection === "live");
+  const skew = useLive((state) => state.skew);
+  const now = useNow(1000) - skew;
+  const missing: string[] = [];
+  for (const sent of run.values()) {
+    if (live && sent.step === "accepted" && !operations.has(sent.jobID) && now - sent.at > OVERDUE_MS) missing.push(sent.jobID);
+  }
+  return useQueries({
+    queries: missing.map((uid) => ({
+      queryKey: ["backends", "job", uid],
+      queryFn: () => call(client.GET("/api/backends/job/{uid}", { params: { path: { uid } } })),
+      staleTime: Infinity,
+      // An end is asked for once; what still runs is heard of again by the feed, or asked for again.
+      refetchInterval: (query: { state: { data: Job | undefined } }) => (query.state.data?.processed === true ? false : AGAIN_MS),
+    })),
+    combine: (results) =>
+      new Map(
+        results.flatMap((result, index) => {
+          const said: Job | Error | null = result.data ?? result.error;
+          const uid = missing[index];
+          return uid === undefined || said === null ? [] : [[uid, said] as const];
+        }),
+      ),
+  });
+}

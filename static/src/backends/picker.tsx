@@ -1,0 +1,195 @@
+// The install picker: one backend, some nodes, and what will happen on each before anything is pressed. After the
+// press each row turns by the server's word only. It can be closed at any time: nothing stops and nothing is lost.
+import { useEffect, useState, type ReactNode } from "react";
+import { Link } from "react-router";
+import { count, span } from "../lib/format";
+import { useLive, useNow } from "../live/hooks";
+import { Button } from "../ui/button";
+import { Dialog } from "../ui/dialog";
+import { Empty } from "../ui/empty";
+import "./backends.css";
+import { useCatalogue } from "./catalogue";
+import { ChooseBackend } from "./choose-backend";
+import { matches, plain, tally } from "./picker-model";
+import { useRows, type Row } from "./picker-rows";
+import { NodeTable, NotListed } from "./picker-table";
+import { runs } from "./runs";
+
+export interface InstallPickerProps {
+  open?: boolean;
+  onClose: () => void;
+  /** Chosen to begin with. */
+  backend?: string;
+  /** Selected to begin with. */
+  nodeIds?: readonly string[];
+}
+
+export function InstallPicker({ open = true, onClose, backend = "", nodeIds = [] }: InstallPickerProps): ReactNode {
+  const [chosen, setChosen] = useState<string | null>(null);
+  const name = chosen ?? backend;
+  const close = () => {
+    setChosen(null);
+    onClose();
+  };
+  const title = name === "" ? "Install a backend" : <>Install <bdi>{plain(name)}</bdi></>;
+  return (
+    <Dialog open={open} onClose={close} wide title={title} description={<About backend={name} onChange={() => setChosen("")} />}>
+      {name === "" ? (
+        <ChooseBackend onChoose={setChosen} />
+      ) : (
+        <PickNodes key={name} backend={name} nodeIds={nodeIds} onClose={close} />
+      )}
+    </Dialog>
+  );
+}
+
+function About({ backend, onChange }: { backend: string; onChange: () => void }): ReactNode {
+  const catalogue = useCatalogue();
+  if (backend === "") return "Choose a backend, then the nodes.";
+  const entry = catalogue.data?.backends.find((one) => one.name === plain(backend));
+  return (
+    <div className="row wrap">
+      {entry !== undefined && <span className="tag">{entry.isMeta ? "Chooses the build for each node" : "One build for all"}</span>}
+      {entry !== undefined && !entry.isMeta && entry.isAlias && (
+        <span className="hardware-warning">{entry.name} is built for one kind of hardware; on other nodes it may not run.</span>
+      )}
+      <Button small onClick={onChange}>
+        Choose another
+      </Button>
+    </div>
+  );
+}
+
+function PickNodes({ backend, nodeIds, onClose }: { backend: string; nodeIds: readonly string[]; onClose: () => void }): ReactNode {
+  const rows = useRows(backend);
+  const [selected, setSelected] = useState<ReadonlySet<string>>(() => new Set(nodeIds));
+  const [filter, setFilter] = useState("");
+  const [draining, setDraining] = useState(false);
+  useForgetDone(backend, rows);
+  const listed = listedRows(rows, new Set(nodeIds), draining).filter((row) => row.progress !== null || matches(row.node, filter));
+  const chosen = rows.filter((row) => row.open && selected.has(row.node.id));
+  const toggle = (ids: readonly string[], on: boolean) =>
+    setSelected((before) => {
+      const after = new Set(before);
+      for (const id of ids) if (on) after.add(id);
+      else after.delete(id);
+      return after;
+    });
+  const send = (ids: readonly string[]) => {
+    toggle(ids, false);
+    void runs.start(backend, ids);
+  };
+  if (rows.length === 0) return <NoNodes />;
+  const healthy = listed.filter((row) => row.open && row.node.status === "healthy").map((row) => row.node.id);
+  return (
+    <>
+      <div className="row wrap">
+        <input
+          className="input picker-filter"
+          type="search"
+          aria-label="Filter nodes by name or key=value"
+          placeholder="Name or key=value"
+          value={filter}
+          onChange={(event) => setFilter(event.target.value)}
+        />
+        <Button small refusal={healthy.length === 0 ? "No healthy node here is without it" : ""} onClick={() => toggle(healthy, true)}>
+          Select all healthy
+        </Button>
+        <Button small refusal={selected.size === 0 ? "Nothing is selected" : ""} onClick={() => setSelected(new Set())}>
+          Clear
+        </Button>
+        <DrainingBox rows={rows} on={draining} onChange={setDraining} />
+      </div>
+      {listed.length === 0 ? <p className="muted">No node matches.</p> : <NodeTable rows={listed} selected={selected} onToggle={toggle} onRetry={(id) => send([id])} />}
+      <NotListed pending={rows.filter((row) => row.node.status === "pending" && !nodeIds.includes(row.node.id)).length} />
+      <Footer rows={rows} chosen={chosen} onInstall={() => send(chosen.map((row) => row.node.id))} onRetry={send} onClose={onClose} />
+    </>
+  );
+}
+
+/** What ended well was seen when the dialog was closed; opened again it begins anew. */
+function useForgetDone(backend: string, rows: readonly Row[]): void {
+  const [first] = useState(() => rows.filter((row) => row.progress?.ended === "well").map((row) => row.node.id));
+  useEffect(() => runs.forget(backend, first), [backend, first]);
+}
+
+/** Agents and pending nodes only if they were chosen outside, with the reason; draining ones when asked for. */
+function listedRows(rows: readonly Row[], asked: ReadonlySet<string>, draining: boolean): Row[] {
+  const first = (row: Row) => asked.has(row.node.id) || row.progress !== null;
+  const listed = rows.filter(
+    (row) =>
+      first(row) ||
+      (row.node.node_type === "backend" && row.node.status !== "pending" && (draining || row.node.status !== "draining")),
+  );
+  return [...listed.filter(first), ...listed.filter((row) => !first(row))];
+}
+
+function DrainingBox({ rows, on, onChange }: { rows: readonly Row[]; on: boolean; onChange: (on: boolean) => void }): ReactNode {
+  const number = rows.filter((row) => row.node.status === "draining").length;
+  if (number === 0) return null;
+  return (
+    <label className="row">
+      <input type="checkbox" checked={on} onChange={(event) => onChange(event.target.checked)} />
+      Show {number} draining
+    </label>
+  );
+}
+
+function NoNodes(): ReactNode {
+  return (
+    <Empty title="No node to install on">
+      <p>A backend runs on a worker. Start one with this cluster's address and token, then approve it.</p>
+      <Link className="button" to="/app/nodes">
+        Add a worker
+      </Link>
+    </Empty>
+  );
+}
+
+interface FooterProps {
+  rows: readonly Row[];
+  chosen: readonly Row[];
+  onInstall: () => void;
+  onRetry: (ids: readonly string[]) => void;
+  onClose: () => void;
+}
+
+function Footer({ rows, chosen, onInstall, onRetry, onClose }: FooterProps): ReactNode {
+  const asked = rows.flatMap((row) => (row.progress === null ? [] : [row.progress]));
+  const failed = rows.filter((row) => row.progress?.ended === "badly").map((row) => row.node.id);
+  const going = asked.some((one) => one.ended === "no");
+  return (
+    <div className="picker-footer">
+      <div className="grow">
+        {asked.length > 0 && <strong data-testid="picker-tally">{tally(asked)}</strong>} {chosen.length > 0 && <span>{plan(chosen)}</span>}
+        <Stale />
+      </div>
+      {failed.length > 0 && <Button onClick={() => onRetry(failed)}>Retry failed ({failed.length})</Button>}
+      <Button onClick={onClose}>{going ? "Continue in background" : "Close"}</Button>
+      <Button kind="primary" refusal={chosen.length === 0 ? "Select the nodes first" : ""} onClick={onInstall}>
+        {chosen.length === 0 ? "Install" : `Install on ${count(chosen.length, "node")}`}
+      </Button>
+    </div>
+  );
+}
+
+/** "3 selected: 2 install now, 1 waits until it returns". */
+function plan(chosen: readonly Row[]): string {
+  const of = (kind: string) => chosen.filter((row) => row.expected.kind === kind).length;
+  const parts = [
+    [of("install"), "now"],
+    [of("joins"), "under way already"],
+    [of("waits"), "when they return"],
+  ] as const;
+  const told = parts.filter(([number]) => number > 0).map(([number, words]) => `${number} ${words}`);
+  return `${chosen.length} selected: ${told.join(", ")}`;
+}
+
+/** While the feed is cut the rows stand still; installs do not. */
+function Stale(): ReactNode {
+  const since = useLive((state) => (state.connection === "live" ? null : state.staleSince));
+  const skew = useLive((state) => state.skew);
+  const now = useNow(1000) - skew;
+  if (since === null) return null;
+  return <p className="muted">The live feed is cut: this is as of {span(Math.max(0, now - since) / 1000)} ago. Installs go on.</p>;
+}

@@ -1,0 +1,27 @@
+// The nodes as of a moment ago: a table of five hundred is not drawn anew for every heartbeat.
+import { useContext, useEffect, useState } from "react";
+import { LiveContext } from "../live/hooks";
+import type { LiveNode } from "../live/messages";
+
+const REST_MS = 500;
+
+export function useRoster(): ReadonlyMap<string, LiveNode> {
+  const store = useContext(LiveContext);
+  const [nodes, setNodes] = useState(() => store.read().nodes);
+  useEffect(() => {
+    let timer: ReturnType<typeof setTimeout> | undefined;
+    const soon = () => {
+      timer ??= setTimeout(() => {
+        timer = undefined;
+        setNodes(store.read().nodes);
+      }, REST_MS);
+    };
+    soon();
+    const stop = store.subscribe(soon);
+    return () => {
+      stop();
+      clearTimeout(timer);
+    };
+  }, [store]);
+  return nodes;
+}

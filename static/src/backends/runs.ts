@@ -1,0 +1,77 @@
+// Requests that a person has sent from the picker, by backend and node. They live outside it: closing the dialog
+// stops nothing and forgets nothing, and opening it again for the same backend shows how they went.
+import { useSyncExternalStore } from "react";
+import { installOn } from "../operations/calls";
+import type { Sent } from "./picker-model";
+
+export type Run = ReadonlyMap<string, Sent>;
+
+const AT_ONCE = 8;
+const NONE: Run = new Map();
+
+export class Runs {
+  private readonly runs = new Map<string, Run>();
+  private readonly listeners = new Set<() => void>();
+
+  constructor(private readonly send: (nodeID: string, backend: string) => Promise<{ jobID: string }>) {}
+
+  readonly subscribe = (listener: () => void): (() => void) => {
+    this.listeners.add(listener);
+    return () => this.listeners.delete(listener);
+  };
+
+  readonly of = (backend: string): Run => this.runs.get(backend) ?? NONE;
+
+  /** Asks these nodes for the backend, all of them, a few at a time. */
+  async start(backend: string, nodeIDs: readonly string[]): Promise<void> {
+    this.set(backend, nodeIDs.map((id) => [id, { step: "sending" }]));
+    const waiting = [...nodeIDs];
+    const worker = async () => {
+      for (let id = waiting.shift(); id !== undefined; id = waiting.shift()) this.set(backend, [[id, await this.ask(id, backend)]]);
+    };
+    await Promise.all(Array.from({ length: AT_ONCE }, worker));
+  }
+
+  private async ask(nodeID: string, backend: string): Promise<Sent> {
+    try {
+      const { jobID } = await this.send(nodeID, backend);
+      return { step: "accepted", jobID, at: Date.now() };
+    } catch (error) {
+      return { step: "refused", error: error instanceof Error ? error : new Error(String(error)) };
+    }
+  }
+
+  /** Follows operations that run already, so that their end shows as well; keeps what it knows. */
+  adopt(backend: string, jobs: Iterable<readonly [nodeID: string, jobID: string]>): void {
+    const known = this.of(backend);
+    const now = Date.now();
+    const fresh = [...jobs].filter(([nodeID, jobID]) => {
+      const sent = known.get(nodeID);
+      return sent === undefined || (sent.step === "accepted" && sent.jobID !== jobID);
+    });
+    if (fresh.length > 0) this.set(backend, fresh.map(([nodeID, jobID]) => [nodeID, { step: "accepted", jobID, at: now }]));
+  }
+
+  /** Forgets what these nodes were asked. */
+  forget(backend: string, nodeIDs: readonly string[]): void {
+    if (nodeIDs.length === 0) return;
+    const left = new Map(this.of(backend));
+    for (const id of nodeIDs) left.delete(id);
+    this.put(backend, left);
+  }
+
+  private set(backend: string, entries: readonly (readonly [string, Sent])[]): void {
+    this.put(backend, new Map([...this.of(backend), ...entries]));
+  }
+
+  private put(backend: string, run: Run): void {
+    this.runs.set(backend, run);
+    for (const listener of this.listeners) listener();
+  }
+}
+
+export const runs = new Runs(installOn);
+
+export function useRun(backend: string): Run {
+  return useSyncExternalStore(runs.subscribe, () => runs.of(backend));
+}
