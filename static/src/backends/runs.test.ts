@@ -39,7 +39,7 @@ describe("requests of the picker", () => {
     answer("a");
     await done;
     runs.adopt("echo", [["a", "job-a"], ["b", "newer"]]);
-    expect([...runs.of("echo").values()]).toMatchObject([{ jobID: "newer" }, { jobID: "job-a" }]);
+    expect([...runs.of("echo").values()]).toMatchObject([{ jobID: "job-a" }, { jobID: "newer" }]);
     runs.forget("echo", ["b"]);
     expect([...runs.of("echo").keys()]).toEqual(["a"]);
   });
