@@ -1,6 +1,142 @@
-// A place for this page.
-import type { ReactNode } from "react";
+// The nodes of the cluster, live: what waits for a decision on top, then all of them, dense, filtered and sorted as
+// the address says. The store changes many times a second; what is expensive follows behind (`useDeferredValue`),
+// so that typing never waits for it.
+import { lazy, memo, Suspense, useCallback, useDeferredValue, useId, useMemo, useState, useSyncExternalStore, type ReactNode } from "react";
+import { useChange, useLive } from "../../live/hooks";
+import type { LiveNode } from "../../live/messages";
+import { announce } from "../../ui/announce";
+import { Button } from "../../ui/button";
+import { Empty, Loading } from "../../ui/empty";
+import { PageHead } from "../../ui/title";
+import { count } from "../../lib/format";
+import { ActionDialog, type Action } from "./actions";
+import { AddWorker } from "./add-worker";
+import { BulkBar } from "./bulk-bar";
+import { NodeCards } from "./cards";
+import { Conflicts } from "./conflicts";
+import { find, isFiltering, NOTHING_CHOSEN, type Filter } from "./filter";
+import { Filters } from "./filters";
+import { Pending } from "./pending";
+import { Pulse } from "./pulse";
+import { sorted, type Sort } from "./sort";
+import { NodesTable } from "./table";
+import { useFilter, type SetFilter } from "./use-filter";
+import { useSelection } from "./use-selection";
+import "./list.css";
+
+const InstallPicker = lazy(async () => ({ default: (await import("../../backends/picker")).InstallPicker }));
 
 export function NodesPage(): ReactNode {
-  return <h1>NodesPage</h1>;
+  const nodes = useDeferredValue(useLive((state) => state.nodes));
+  const known = useLive((state) => state.nodesCursor !== null);
+  const [adding, setAdding] = useState(false);
+  const id = useId();
+  const empty = known && nodes.size === 0;
+  return (
+    <div className="nodes-page stack">
+      <PageHead title="Nodes" note={known && !empty ? <Pulse nodes={nodes} /> : undefined}>
+        {known && !empty && (
+          <Button aria-expanded={adding} aria-controls={id} onClick={() => setAdding(!adding)}>
+            Add a worker
+          </Button>
+        )}
+      </PageHead>
+      {!known && <Connecting />}
+      {empty && <Empty title="No worker has registered yet." />}
+      {(empty || adding) && <AddWorker id={id} />}
+      {nodes.size > 0 && <Fleet nodes={nodes} />}
+    </div>
+  );
+}
+
+/** Nothing has come yet: says whether it is on its way or why not. */
+function Connecting(): ReactNode {
+  const connection = useLive((state) => state.connection);
+  if (connection === "stale") return <Empty title="The live feed cannot be reached.">It is tried again by itself.</Empty>;
+  if (connection === "forbidden") return <Empty title="Only administrators may see the nodes." />;
+  return <Loading what="nodes" />;
+}
+
+const Fleet = memo(function Fleet({ nodes }: { nodes: ReadonlyMap<string, LiveNode> }): ReactNode {
+  const [action, setAction] = useState<Action | null>(null);
+  const close = useCallback(() => setAction(null), []);
+  return (
+    <>
+      <div className="decisions">
+        <Conflicts nodes={nodes} />
+        <Pending nodes={nodes} onAct={setAction} />
+      </div>
+      <Roster nodes={nodes} onAct={setAction} />
+      {action !== null && action.verb !== "install" && <ActionDialog action={action} onClose={close} />}
+      {action?.verb === "install" && (
+        <Suspense>
+          <InstallPicker nodeIds={action.nodes.map((node) => node.id)} onClose={close} />
+        </Suspense>
+      )}
+    </>
+  );
+});
+
+interface RosterProps {
+  nodes: ReadonlyMap<string, LiveNode>;
+  onAct: (action: Action) => void;
+}
+
+function Roster({ nodes, onAct }: RosterProps): ReactNode {
+  const [filter, setFilter] = useFilter();
+  const settled = useDeferredValue(filter);
+  const { found, counts } = useFound(nodes, settled);
+  return (
+    <section className="roster" aria-label="All nodes">
+      <Filters filter={filter} counts={counts} onFilter={setFilter} />
+      <Listing nodes={nodes} found={found} sort={settled.sort} onFilter={setFilter} onAct={onAct} />
+    </section>
+  );
+}
+
+/** What the filter shows, in order. Says how many there are when the filter changes, not when the nodes do. */
+function useFound(nodes: ReadonlyMap<string, LiveNode>, filter: Filter) {
+  const { nodes: unsorted, counts } = useMemo(() => find(nodes.values(), filter), [nodes, filter]);
+  const found = useMemo(() => sorted(unsorted, filter.sort), [unsorted, filter.sort]);
+  useChange(filter, () => {
+    if (isFiltering(filter)) announce(`${count(found.length, "node")} shown`);
+  });
+  return { found, counts };
+}
+
+interface ListingProps extends RosterProps {
+  found: readonly LiveNode[];
+  sort: Sort;
+  onFilter: SetFilter;
+}
+
+const Listing = memo(function Listing({ nodes, found, sort, onFilter, onAct }: ListingProps): ReactNode {
+  const selection = useSelection(nodes);
+  const narrow = useNarrow();
+  const order = useCallback((next: Sort) => onFilter((before) => ({ ...before, sort: next })), [onFilter]);
+  const clear = () => onFilter((before) => ({ ...before, q: "", chosen: NOTHING_CHOSEN }));
+  const shared = { nodes: found, sort, onSort: order, selection, onAct };
+  return (
+    <>
+      <BulkBar shown={found} total={nodes.size} selection={selection} onAct={onAct} />
+      {found.length === 0 && (
+        <Empty title="Nothing matches.">
+          <Button onClick={clear}>Clear filters</Button>
+        </Empty>
+      )}
+      {found.length > 0 && (narrow ? <NodeCards {...shared} /> : <NodesTable {...shared} />)}
+    </>
+  );
+});
+
+const phone = window.matchMedia("(max-width: 640px)");
+
+function useNarrow(): boolean {
+  return useSyncExternalStore(
+    (listener) => {
+      phone.addEventListener("change", listener);
+      return () => phone.removeEventListener("change", listener);
+    },
+    () => phone.matches,
+  );
 }

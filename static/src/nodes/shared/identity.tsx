@@ -4,7 +4,7 @@ import { bytes, grouped } from "../../lib/format";
 import type { LiveNode } from "../../live/messages";
 import { Ago } from "../../ui/time";
 import { CopyButton } from "../../ui/copy";
-import { written } from "./labels";
+import { isAutomatic, written } from "./labels";
 import "./shared.css";
 
 export const RISK =
@@ -50,7 +50,7 @@ export function Fact({ name, children }: { name: string; children: ReactNode }):
 
 /** Everything an approver needs of a worker. */
 export function IdentityFacts({ node }: { node: LiveNode }): ReactNode {
-  const labels = Object.entries(node.labels);
+  const labels = Object.entries(node.labels).filter(([key]) => !isAutomatic(key));
   return (
     <dl className="facts">
       <Fact name="Fingerprint">
@@ -70,7 +70,7 @@ export function IdentityFacts({ node }: { node: LiveNode }): ReactNode {
         <Ago at={node.created_at} />
       </Fact>
       {labels.length > 0 && (
-        <Fact name="Labels">
+        <Fact name="Asks for labels">
           <span className="chips">
             {labels.map(([key, value]) => (
               <bdi key={key} className="tag name">

@@ -1,7 +1,7 @@
 // The frame of every dialog that does something to one or many nodes: names them, names those left out and why,
 // then shows what became of each. What it names is what was there when it was opened: a node that changes under
 // the reader is refused by the server, not silently swapped. Mount it when it is asked for.
-import { memo, useContext, useState, type ReactNode, type SubmitEvent } from "react";
+import { memo, useContext, useRef, useState, type ReactNode, type RefObject, type SubmitEvent } from "react";
 import { advice, ApiError } from "../../api/client";
 import { count } from "../../lib/format";
 import { LiveContext } from "../../live/hooks";
@@ -24,6 +24,7 @@ interface VerbDialogProps extends NodesDialogProps {
   action: string;
   /** As in the sentence afterwards: "drained". */
   done: string;
+  /** Something stops or is lost: the focus starts on the safe answer. */
   danger?: boolean;
   /** Why the verb makes no sense for a node; "" if it does. */
   refuse: (node: LiveNode) => string;
@@ -40,7 +41,8 @@ interface VerbDialogProps extends NodesDialogProps {
 const NAMED_FIRST = 10;
 
 export function VerbDialog(props: VerbDialogProps): ReactNode {
-  const { action, done, onClose, refuse } = props;
+  const { action, done, danger = false, onClose, refuse } = props;
+  const cancel = useRef<HTMLButtonElement>(null);
   const store = useContext(LiveContext);
   const [nodes, setNodes] = useState(props.nodes);
   const [asked, setAsked] = useState<readonly LiveNode[]>([]);
@@ -63,9 +65,9 @@ export function VerbDialog(props: VerbDialogProps): ReactNode {
     </>
   );
   return (
-    <Dialog open onClose={bulk.running ? bulk.stop : onClose} title={title}>
+    <Dialog open onClose={bulk.running ? bulk.stop : onClose} title={title} {...(danger ? { first: cancel } : {})}>
       {asked.length === 0 ? (
-        <Question {...props} nodes={nodes} fit={fit} onRun={() => void run(fit)} />
+        <Question {...props} nodes={nodes} fit={fit} cancel={cancel} onRun={() => void run(fit)} />
       ) : (
         <Results asked={asked} bulk={bulk} done={done} onClose={onClose} onRun={(some) => void run(some)} onLook={lookAgain} />
       )}
@@ -87,8 +89,14 @@ function summary(outcomes: Outcomes, done: string): string {
   return parts.join(", ");
 }
 
-function Question(props: VerbDialogProps & { fit: readonly LiveNode[]; onRun: () => void }): ReactNode {
-  const { action, nodes, fit, danger = false, refuse, details, problem = "", onClose, onRun } = props;
+interface QuestionProps extends VerbDialogProps {
+  fit: readonly LiveNode[];
+  cancel: RefObject<HTMLButtonElement | null>;
+  onRun: () => void;
+}
+
+function Question(props: QuestionProps): ReactNode {
+  const { action, nodes, fit, cancel, danger = false, refuse, details, problem = "", onClose, onRun } = props;
   const left = nodes.filter((node) => refuse(node) !== "");
   const why = fit.length === 0 ? "There is no node to do it to" : problem;
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
@@ -109,8 +117,7 @@ function Question(props: VerbDialogProps & { fit: readonly LiveNode[]; onRun: ()
         <Button type="submit" kind={danger ? "danger" : "primary"} refusal={why}>
           {action} {nodes.length > 1 && count(fit.length, "node")}
         </Button>
-        {/* A dialog without fields puts the focus on the safe answer. */}
-        <Button autoFocus={danger} onClick={onClose}>
+        <Button ref={cancel} onClick={onClose}>
           Cancel
         </Button>
       </div>

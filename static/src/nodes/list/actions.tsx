@@ -1,0 +1,69 @@
+// What can be done from the list: the menu of one node, and the dialog that belongs to each verb.
+import type { ReactNode } from "react";
+import type { LiveNode } from "../../live/messages";
+import type { MenuItem } from "../../ui/menu";
+import { ApproveDialog, DrainDialog, LabelDialog, RejectDialog, RemoveDialog, ResumeDialog } from "../shared/dialogs";
+import type { NodesDialogProps } from "../shared/verb-dialog";
+import { refusal, type Verb } from "../shared/verbs";
+
+/** The verbs that the list offers; the others are on the page of a node. */
+export type ListVerb = Exclude<Verb, "rotate" | "revoke">;
+
+export interface Action {
+  verb: ListVerb;
+  nodes: readonly LiveNode[];
+}
+
+export const VERB_LABELS: Readonly<Record<ListVerb, string>> = {
+  approve: "Approve",
+  reject: "Reject",
+  drain: "Drain",
+  resume: "Resume",
+  label: "Label",
+  install: "Install",
+  deregister: "Remove",
+};
+
+const MENU: readonly ListVerb[] = ["approve", "reject", "drain", "resume", "label", "install", "deregister"];
+/** Verbs that are worth a line in the menu only when they make sense. */
+const WHEN_POSSIBLE = new Set<ListVerb>(["approve", "reject", "resume"]);
+
+/** The menu of one node. */
+export function menuOf(node: LiveNode, act: (action: Action) => void, open: () => void): MenuItem[] {
+  const offered = MENU.filter((verb) => !WHEN_POSSIBLE.has(verb) || refusal(verb, node) === "");
+  const items = offered.map((verb) => ({
+    label: `${VERB_LABELS[verb]}…`,
+    refusal: refusal(verb, node),
+    danger: verb === "deregister",
+    onSelect: () => act({ verb, nodes: [node] }),
+  }));
+  return [{ label: "Open", onSelect: open }, ...items];
+}
+
+/** Why the verb cannot be done to any of them; "" if it can to one. */
+export function refusalOfAll(verb: ListVerb, nodes: readonly LiveNode[]): string {
+  const reasons = new Set<string>();
+  for (const node of nodes) {
+    const reason = refusal(verb, node);
+    if (reason === "") return "";
+    reasons.add(reason);
+  }
+  const [only] = reasons;
+  return reasons.size === 1 && only !== undefined ? `Of each selected node: ${only}` : "It makes no sense for any selected node";
+}
+
+const DIALOGS: Readonly<Record<Exclude<ListVerb, "install">, (props: NodesDialogProps) => ReactNode>> = {
+  approve: ApproveDialog,
+  reject: RejectDialog,
+  drain: DrainDialog,
+  resume: ResumeDialog,
+  label: LabelDialog,
+  deregister: RemoveDialog,
+};
+
+/** The dialog of an action that was asked for. */
+export function ActionDialog({ action, onClose }: { action: Action; onClose: () => void }): ReactNode {
+  if (action.verb === "install") return null;
+  const Found = DIALOGS[action.verb];
+  return <Found nodes={action.nodes} onClose={onClose} />;
+}

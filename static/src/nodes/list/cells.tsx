@@ -1,0 +1,155 @@
+// What a row and a card show of a node. Nothing here keeps state or listens, but for the age of the last beat.
+import type { ReactNode } from "react";
+import { Link } from "react-router";
+import { ago, bytes, count, exact } from "../../lib/format";
+import type { LiveModel, LiveNode } from "../../live/messages";
+import { Meter } from "../../ui/bars";
+import { StatusPill } from "../../ui/status";
+import { isAutomatic, written } from "../shared/labels";
+import { useClock } from "./clock";
+
+const CHIPS = 2;
+
+/** Nothing to say; assistive tech hears why. */
+function Dash({ why }: { why: string }): ReactNode {
+  return (
+    <span className="muted" title={why}>
+      <span aria-hidden="true">–</span>
+      <span className="visually-hidden">{why}</span>
+    </span>
+  );
+}
+
+export function State({ node }: { node: LiveNode }): ReactNode {
+  const reason = node.rejected === null ? node.reason : `rejected: ${node.rejected.reason}`;
+  return (
+    <>
+      <StatusPill status={node.status} />
+      {reason !== "" && (
+        <bdi className="name second" title={reason}>
+          {reason}
+        </bdi>
+      )}
+    </>
+  );
+}
+
+export function Name({ node }: { node: LiveNode }): ReactNode {
+  return (
+    <>
+      <Link className="name node-name" to={`/app/nodes/${node.id}`} title={node.name}>
+        <bdi>{node.name}</bdi>
+      </Link>
+      <span className="second name">
+        {node.node_type === "agent" ? "agent" : node.gpu_vendor || "no GPU"}
+        {node.open_conflicts > 0 && <span className="flag"> · identity conflict</span>}
+        {node.rotation_requested_at !== null && <span> · new secret asked for</span>}
+      </span>
+    </>
+  );
+}
+
+export function Address({ node }: { node: LiveNode }): ReactNode {
+  if (node.address === "") return <Dash why="no address" />;
+  return (
+    <bdi className="mono name small-text" title={node.address}>
+      {node.address}
+    </bdi>
+  );
+}
+
+export function Vram({ node }: { node: LiveNode }): ReactNode {
+  if (node.total_vram <= 0) return <Dash why={node.node_type === "agent" ? "agents run no models" : "no GPU memory"} />;
+  const used = node.total_vram - node.available_vram;
+  return <Meter name="VRAM" used={used} reserved={node.reserved_vram} total={node.total_vram} />;
+}
+
+export function Ram({ node }: { node: LiveNode }): ReactNode {
+  if (node.total_ram <= 0) return <Dash why="RAM unknown" />;
+  return <Pair first={node.total_ram - node.available_ram} total={node.total_ram} word="used" />;
+}
+
+export function Disk({ node }: { node: LiveNode }): ReactNode {
+  if (node.total_disk <= 0) return <Dash why="disk unknown" />;
+  return <Pair first={node.available_disk} total={node.total_disk} word="free" />;
+}
+
+function Pair({ first, total, word }: { first: number; total: number; word: string }): ReactNode {
+  return (
+    <>
+      <span className="nowrap">{bytes(first)}</span>
+      <span className="second nowrap">
+        {word} of {bytes(total)}
+      </span>
+    </>
+  );
+}
+
+export function Models({ node, most = CHIPS }: { node: LiveNode; most?: number }): ReactNode {
+  if (node.node_type === "agent") return <Dash why="agents run no models" />;
+  if (node.models.length === 0) return <Dash why="no models" />;
+  return <Chips items={node.models.map((model) => [model.id, <Model key={model.id} model={model} />])} most={most} what="models" />;
+}
+
+function Model({ model }: { model: LiveModel }): ReactNode {
+  const flight = count(model.in_flight, "request");
+  return (
+    <span className="chip model" data-state={model.state} title={`${model.model_name}: ${model.state}, ${flight} in flight`}>
+      <bdi className="name">{model.model_name}</bdi>
+      {model.state !== "loaded" && <span>{model.state}</span>}
+      {model.in_flight > 0 && (
+        <b>
+          {model.in_flight}
+          <span className="visually-hidden"> in flight</span>
+        </b>
+      )}
+    </span>
+  );
+}
+
+/** The name is there already, and the node's page shows the cap. */
+const SAID_ELSEWHERE = new Set(["node.name", "node.replica-slots"]);
+
+export function Labels({ node, most = CHIPS }: { node: LiveNode; most?: number }): ReactNode {
+  const labels = Object.entries(node.labels).filter(([key]) => !SAID_ELSEWHERE.has(key));
+  if (labels.length === 0) return <Dash why="no labels" />;
+  // Those that a person or the worker gave say more than those that the registry writes by itself.
+  const ordered = labels.toSorted(([left], [right]) => Number(isAutomatic(left)) - Number(isAutomatic(right)));
+  const chips = ordered.map(([key, value]): [string, ReactNode] => [key, <Label key={key} text={written(key, value)} />]);
+  return <Chips items={chips} most={most} what="labels" />;
+}
+
+function Label({ text }: { text: string }): ReactNode {
+  return (
+    <span className="chip" title={text}>
+      <bdi className="name">{text}</bdi>
+    </span>
+  );
+}
+
+function Chips({ items, most, what }: { items: readonly (readonly [string, ReactNode])[]; most: number; what: string }): ReactNode {
+  const over = items.length - most;
+  return (
+    <span className={`cell-chips ${over > 0 ? "with-more" : ""}`}>
+      {items.slice(0, most).map(([, chip]) => chip)}
+      {over > 0 && (
+        <span className="muted over">
+          +{over}
+          <span className="visually-hidden"> more {what}</span>
+        </span>
+      )}
+    </span>
+  );
+}
+
+/** The age of the last beat, by the one clock of the list. */
+export function Beat({ at }: { at: string | null }): ReactNode {
+  const time = at === null ? Number.NaN : Date.parse(at);
+  const text = useClock((now) => (Number.isNaN(time) ? "never" : ago((now - time) / 1000)));
+  if (at === null) return <span className="muted">never</span>;
+  return (
+    <time dateTime={at} title={exact(at)}>
+      {text}
+    </time>
+  );
+}

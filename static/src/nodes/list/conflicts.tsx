@@ -1,0 +1,64 @@
+// Open identity conflicts, on top of the list. That there are some comes with the nodes; what they are is fetched,
+// and fetched again when a count changes.
+import { useQuery, useQueryClient } from "@tanstack/react-query";
+import { memo, useMemo, type ReactNode } from "react";
+import { Link } from "react-router";
+import { call, client } from "../../api/client";
+import { count } from "../../lib/format";
+import { useChange } from "../../live/hooks";
+import type { LiveNode } from "../../live/messages";
+import { Loading } from "../../ui/empty";
+import { Problem } from "../../ui/problem";
+import { ConflictCard } from "../shared/conflicts";
+import { room } from "./room";
+
+const KEY = ["conflicts"];
+
+export const Conflicts = memo(function Conflicts({ nodes }: { nodes: ReadonlyMap<string, LiveNode> }): ReactNode {
+  const { total, told } = useMemo(() => openIn(nodes.values()), [nodes]);
+  const queries = useQueryClient();
+  useChange(told, () => void queries.invalidateQueries({ queryKey: KEY }));
+  const { data, error, refetch } = useQuery({
+    queryKey: KEY,
+    queryFn: ({ signal }) => call(client.GET("/api/nodes/conflicts", { signal })),
+    enabled: total > 0,
+  });
+  if (total === 0) return null;
+  return (
+    <section className="pinned stack" style={room(data?.length ?? 1)} aria-labelledby="conflicts-title">
+      <h2 id="conflicts-title">
+        {count(total, "identity conflict")} to decide
+      </h2>
+      <p className="risk">
+        Until you decide, the node goes on as it was. Whoever you accept receives its models and prompts.
+      </p>
+      {error !== null && <Problem error={error} onRetry={() => void refetch()} />}
+      {data === undefined && error === null && <Loading what="the conflicts" />}
+      <ul className="pinned-cards">
+        {data?.map((conflict) => (
+          <li key={conflict.id} className="pinned-card stack" data-testid={`conflict-${conflict.id}`}>
+            <h3 className="name" title={conflict.node_name}>
+              <Link to={`/app/nodes/${conflict.node_id}`}>
+                <bdi>{conflict.node_name}</bdi>
+              </Link>
+            </h3>
+            <ConflictCard conflict={conflict} fingerprint={nodes.get(conflict.node_id)?.fingerprint ?? ""} />
+          </li>
+        ))}
+      </ul>
+      {data !== undefined && data.length < total && <p className="muted">The {data.length} latest are shown.</p>}
+    </section>
+  );
+});
+
+/** How many are open, and a text that changes whenever one of the counts does. */
+function openIn(nodes: Iterable<LiveNode>): { total: number; told: string } {
+  let total = 0;
+  const told: string[] = [];
+  for (const node of nodes) {
+    if (node.open_conflicts === 0) continue;
+    total += node.open_conflicts;
+    told.push(`${node.id}:${node.open_conflicts}:${node.revision}`);
+  }
+  return { total, told: told.join(" ") };
+}

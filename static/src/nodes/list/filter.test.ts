@@ -1,0 +1,120 @@
+import { describe, expect, it } from "vitest";
+import type { LiveNode } from "../../live/messages";
+import { find, isFiltering, NOTHING_CHOSEN, readFilter, toggled, writeFilter, type Filter } from "./filter";
+import { matches, parse } from "./query";
+import { DEFAULT_SORT, pressed, readSort, sorted } from "./sort";
+
+const GIB = 1024 ** 3;
+
+function node(name: string, more: Partial<LiveNode> = {}): LiveNode {
+  const empty = { labels: {}, models: [], backends: [], gpu_vendor: "", node_type: "backend", address: "", source_address: "" };
+  return { id: name, name, status: "healthy", total_vram: 0, available_vram: 0, ...empty, ...more } as unknown as LiveNode;
+}
+
+function model(name: string, backend = "llama-cpp") {
+  return { id: name, model_name: name, backend_type: backend, in_flight: 0, state: "loaded", replica_index: 0, last_used: "" } as const;
+}
+
+const west = node("gpu-1", {
+  status: "offline",
+  gpu_vendor: "nvidia",
+  address: "10.0.0.1:50051",
+  labels: { zone: "west", "node.name": "gpu-1" },
+  models: [model("all-MiniLM")],
+});
+const east = node("gpu-2", { gpu_vendor: "amd", labels: { zone: "east" }, backends: ["whisper"] });
+const agent = node("helper", { node_type: "agent", labels: { zone: "west" } });
+const all = [west, east, agent];
+
+function named(query: string): string[] {
+  return all.filter((one) => matches(parse(query), one)).map((one) => one.name);
+}
+
+describe("the box (W3)", () => {
+  it.each([
+    ["", ["gpu-1", "gpu-2", "helper"]],
+    ["GPU", ["gpu-1", "gpu-2"]],
+    ["minilm", ["gpu-1"]],
+    ["10.0.0.1:50051", ["gpu-1"]],
+    ["west", ["gpu-1", "helper"]],
+    ["status:offline", ["gpu-1"]],
+    ["state:off", ["gpu-1"]],
+    ["status:offline status:healthy gpu", ["gpu-1", "gpu-2"]],
+    ["gpu:nvidia", ["gpu-1"]],
+    ["gpu:none", ["helper"]],
+    ["zone=west", ["gpu-1", "helper"]],
+    ["zone=", ["gpu-1", "gpu-2", "helper"]],
+    ["zone=west zone=east type:backend", ["gpu-1", "gpu-2"]],
+    ["zone=we", []],
+    ['model:"all-mini"', ["gpu-1"]],
+    ["model:", ["gpu-1", "gpu-2", "helper"]],
+    ["backend:whisper", ["gpu-2"]],
+    ["backend:llama", ["gpu-1"]],
+    ["type:agent", ["helper"]],
+    ['"', ["gpu-1", "gpu-2", "helper"]],
+    ["unknown:thing", []],
+  ])("%s shows %j", (query, wanted) => expect(named(query)).toEqual(wanted));
+});
+
+function filter(more: Partial<Filter["chosen"]>, q = ""): Filter {
+  return { q, chosen: { ...NOTHING_CHOSEN, ...more }, sort: DEFAULT_SORT };
+}
+
+describe("facets", () => {
+  it("count what one more value would show: all other conditions hold", () => {
+    const { nodes, counts } = find(all, filter({ label: ["zone=west"], state: ["offline"] }));
+    expect(nodes.map((one) => one.name)).toEqual(["gpu-1"]);
+    expect(Object.fromEntries(counts.state)).toEqual({ offline: 1, healthy: 1 });
+    expect(Object.fromEntries(counts.label)).toEqual({ "zone=west": 1 });
+    expect(Object.fromEntries(counts.vendor)).toEqual({ nvidia: 1 });
+  });
+
+  it("count nothing that the text hides", () => {
+    expect(Object.fromEntries(find(all, filter({}, "helper")).counts.type)).toEqual({ agent: 1 });
+  });
+
+  it("take two values of one key as either, two keys as both", () => {
+    const both = node("both", { labels: { zone: "west", tier: "fast" } });
+    const names = (label: string[]) => find([...all, both], filter({ label })).nodes.map((one) => one.name);
+    expect(names(["zone=west", "zone=east"])).toEqual(["gpu-1", "gpu-2", "helper", "both"]);
+    expect(names(["zone=west", "tier=fast"])).toEqual(["both"]);
+  });
+});
+
+describe("the address", () => {
+  it.each(["", "q=zone%3Dwest&state=offline%2Chealthy&vendor=none&label=a%3Db%2Cc&label=d&sort=-vram"])("%s reads back the same", (text) => {
+    expect(writeFilter(readFilter(new URLSearchParams(text))).toString()).toBe(text);
+  });
+
+  it("ignores what it does not know and says nothing of what is usual", () => {
+    const read = readFilter(new URLSearchParams("sort=nonsense&state=,,&x=1"));
+    expect([read.sort, isFiltering(read), writeFilter(read).toString()]).toEqual([DEFAULT_SORT, false, ""]);
+  });
+
+  it("turns a value on and off", () => {
+    const on = toggled(filter({}), "state", "offline");
+    expect([on.chosen.state, toggled(on, "state", "offline").chosen.state]).toEqual([["offline"], []]);
+  });
+});
+
+describe("the order", () => {
+  const small = node("b10", { total_vram: 8 * GIB, available_vram: 8 * GIB });
+  const large = node("b9", { total_vram: 24 * GIB, available_vram: 20 * GIB });
+
+  it("is by name as people count", () => {
+    expect(sorted([small, large, agent], DEFAULT_SORT).map((one) => one.name)).toEqual(["b9", "b10", "helper"]);
+  });
+
+  it.each([
+    ["-vram", ["b9", "b10", "helper"]],
+    ["vram", ["b10", "b9", "helper"]],
+  ])("%s keeps what has none last", (text, wanted) => {
+    expect(sorted([agent, small, large], readSort(text)).map((one) => one.name)).toEqual(wanted);
+  });
+
+  it("starts with what needs an eye, and with the largest figures", () => {
+    expect(sorted(all, readSort("state"))[0]?.name).toBe("gpu-1");
+    expect(pressed(DEFAULT_SORT, "vram")).toEqual({ key: "vram", descending: true });
+    expect(pressed({ key: "vram", descending: true }, "vram").descending).toBe(false);
+  });
+});

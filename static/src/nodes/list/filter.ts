@@ -1,0 +1,118 @@
+// Which nodes are shown, as the address of the page says: `?q=&state=&type=&vendor=&label=&sort=`. The facets
+// count what choosing one more value would show: all other conditions hold, their own does not. Pure.
+import type { LiveNode, NodeStatus } from "../../live/messages";
+import { written } from "../shared/labels";
+import { matches, parse, type Query } from "./query";
+import { DEFAULT_SORT, readSort, writeSort, type Sort } from "./sort";
+
+export const FACETS = ["state", "type", "vendor", "label"] as const;
+export type Facet = (typeof FACETS)[number];
+
+export interface Filter {
+  q: string;
+  chosen: Readonly<Record<Facet, readonly string[]>>;
+  sort: Sort;
+}
+
+export const NOTHING_CHOSEN: Filter["chosen"] = { state: [], type: [], vendor: [], label: [] };
+
+/** In the order of what needs an eye first. */
+export const STATES: readonly NodeStatus[] = ["pending", "offline", "unhealthy", "draining", "healthy"];
+
+/** How a node without a GPU is called among the vendors. */
+export const NO_GPU = "none";
+
+export function readFilter(params: URLSearchParams): Filter {
+  const listed = (name: string) => unique((params.get(name) ?? "").split(","));
+  const chosen = { state: listed("state"), type: listed("type"), vendor: listed("vendor"), label: unique(params.getAll("label")) };
+  return { q: params.get("q") ?? "", chosen, sort: readSort(params.get("sort")) };
+}
+
+function unique(values: readonly string[]): string[] {
+  return [...new Set(values)].filter((value) => value !== "");
+}
+
+/** The shortest address that reads back as the same filter. */
+export function writeFilter({ q, chosen, sort }: Filter): URLSearchParams {
+  const params = new URLSearchParams();
+  if (q.trim() !== "") params.set("q", q.trim());
+  for (const name of ["state", "type", "vendor"] as const) {
+    if (chosen[name].length > 0) params.set(name, chosen[name].join(","));
+  }
+  // A label may have a comma in it.
+  for (const label of chosen.label) params.append("label", label);
+  if (sort.key !== DEFAULT_SORT.key || sort.descending !== DEFAULT_SORT.descending) params.set("sort", writeSort(sort));
+  return params;
+}
+
+/** Whether it hides anything. */
+export function isFiltering(filter: Filter): boolean {
+  return filter.q.trim() !== "" || FACETS.some((facet) => filter.chosen[facet].length > 0);
+}
+
+/** The filter with `value` of `facet` turned on or off. */
+export function toggled(filter: Filter, facet: Facet, value: string): Filter {
+  const before = filter.chosen[facet];
+  const after = before.includes(value) ? before.filter((one) => one !== value) : [...before, value];
+  return { ...filter, chosen: { ...filter.chosen, [facet]: after } };
+}
+
+export type Counts = Readonly<Record<Facet, ReadonlyMap<string, number>>>;
+
+export interface Found {
+  nodes: LiveNode[];
+  counts: Counts;
+}
+
+function noCounts(): Record<Facet, Map<string, number>> {
+  return { state: new Map(), type: new Map(), vendor: new Map(), label: new Map() };
+}
+
+/** What the filter shows, unsorted, and what each value of each facet would. */
+export function find(nodes: Iterable<LiveNode>, filter: Filter): Found {
+  const query = parse(filter.q);
+  const found: LiveNode[] = [];
+  const counts = noCounts();
+  for (const node of nodes) {
+    const misses = missed(node, query, filter);
+    if (misses.length === 0) found.push(node);
+    for (const facet of misses.length === 0 ? FACETS : misses.length === 1 ? misses : []) {
+      if (facet === "text") continue;
+      for (const value of VALUES[facet](node)) counts[facet].set(value, (counts[facet].get(value) ?? 0) + 1);
+    }
+  }
+  return { nodes: found, counts };
+}
+
+function missed(node: LiveNode, query: Query, { chosen }: Filter): (Facet | "text")[] {
+  const misses: (Facet | "text")[] = FACETS.filter((facet) => !fits(node, facet, chosen[facet]));
+  if (!matches(query, node)) misses.push("text");
+  return misses;
+}
+
+function fits(node: LiveNode, facet: Facet, chosen: readonly string[]): boolean {
+  if (chosen.length === 0) return true;
+  const has = VALUES[facet](node);
+  if (facet !== "label") return has.some((value) => chosen.includes(value));
+  // Two values of one key mean either; two keys mean both.
+  const keys = new Map(chosen.map((label) => [keyOf(label), false]));
+  for (const label of has) if (chosen.includes(label)) keys.set(keyOf(label), true);
+  return [...keys.values()].every(Boolean);
+}
+
+function keyOf(label: string): string {
+  return label.split("=", 1)[0] ?? label;
+}
+
+/** Labels that say nothing a facet could narrow: each node has its own, or another facet has them. */
+const NO_FACET = new Set(["node.name", "gpu.vendor"]);
+
+const VALUES: Readonly<Record<Facet, (node: LiveNode) => readonly string[]>> = {
+  state: (node) => [node.status],
+  type: (node) => [node.node_type],
+  vendor: (node) => [node.gpu_vendor === "" ? NO_GPU : node.gpu_vendor],
+  label: (node) =>
+    Object.entries(node.labels)
+      .filter(([key]) => !NO_FACET.has(key))
+      .map(([key, value]) => written(key, value)),
+};

@@ -1,0 +1,70 @@
+// Virtual rows that scroll with the page: only what is near the window is in the document.
+import { defaultRangeExtractor, useWindowVirtualizer, type Range, type VirtualItem } from "@tanstack/react-virtual";
+import { useCallback, useLayoutEffect, useState, type RefObject } from "react";
+import type { LiveNode } from "../../live/messages";
+
+interface WindowRows {
+  items: VirtualItem[];
+  height: number;
+  /** Where the rows begin on the page. */
+  margin: number;
+  /** Brings a row into the window. */
+  reveal: (index: number) => void;
+  measure: (element: Element | null) => void;
+}
+
+interface Options {
+  list: RefObject<HTMLElement | null>;
+  nodes: readonly LiveNode[];
+  rowHeight: number;
+  /** This row stays in the document, because the focus may be in it; -1 for none. */
+  kept: number;
+  /** What covers the top of the window, in pixels. */
+  covered?: number;
+}
+
+export function useWindowRows({ list, nodes, rowHeight, kept, covered = 0 }: Options): WindowRows {
+  const margin = useTop(list);
+  const rangeExtractor = useCallback(
+    (range: Range) => {
+      const rows = defaultRangeExtractor(range);
+      if (kept < 0 || kept >= range.count || rows.includes(kept)) return rows;
+      return [...rows, kept].sort((left, right) => left - right);
+    },
+    [kept],
+  );
+  const virtual = useWindowVirtualizer({
+    count: nodes.length,
+    estimateSize: () => rowHeight,
+    overscan: 6,
+    scrollMargin: margin,
+    scrollPaddingStart: covered,
+    scrollPaddingEnd: rowHeight,
+    getItemKey: (index) => nodes[index]?.id ?? index,
+    rangeExtractor,
+    // Rows are drawn with the next frame; drawing them inside the scroll event makes React complain.
+    useFlushSync: false,
+  });
+  return {
+    items: virtual.getVirtualItems(),
+    height: virtual.getTotalSize(),
+    margin,
+    reveal: (index) => virtual.scrollToIndex(index, { align: "auto" }),
+    measure: virtual.measureElement,
+  };
+}
+
+/** How far below the top of the page the element begins; what lies above it may grow at any time. */
+function useTop(element: RefObject<HTMLElement | null>): number {
+  const [top, setTop] = useState(0);
+  useLayoutEffect(() => {
+    const measure = () => {
+      if (element.current !== null) setTop(Math.round(element.current.getBoundingClientRect().top + window.scrollY));
+    };
+    measure();
+    const observer = new ResizeObserver(measure);
+    observer.observe(document.body);
+    return () => observer.disconnect();
+  }, [element]);
+  return top;
+}

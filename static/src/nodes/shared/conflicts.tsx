@@ -1,0 +1,153 @@
+// Identity conflicts: somebody claims to be a node and is refused until an admin decides. What happened, both sides,
+// and what each answer means; see "Conflicts" in the operating guide.
+import { useState, type ReactNode } from "react";
+import { useMutation } from "@tanstack/react-query";
+import type { components } from "../../api/schema";
+import { announce } from "../../ui/announce";
+import { Button } from "../../ui/button";
+import { Confirm } from "../../ui/dialog";
+import { Ago } from "../../ui/time";
+import { count } from "../../lib/format";
+import { Fact, Fingerprint } from "./identity";
+import { acceptConflict, refuseConflict } from "./verbs";
+import "./shared.css";
+
+export type Conflict = components["schemas"]["Conflict"];
+type Kind = Conflict["kind"];
+
+interface Meaning {
+  happened: string;
+  /** What accepting does; "" where it cannot be accepted. */
+  accept: string;
+  refuse: string;
+  /** Why it cannot be accepted, and what to do instead. */
+  instead: string;
+}
+
+const HANDED = "Its secret is the node's from now on; the former one is refused for ever. The node is offline until its new worker registers.";
+const STAYS = "The node stays who it is, and the claimant goes on being refused. It can still be accepted later.";
+const CLOSED = "The node stays who it is, and the conflict is closed.";
+
+/** What each kind means, in words. */
+export const MEANINGS: Readonly<Record<Kind, Meaning>> = {
+  secret: {
+    happened: "A worker with another secret claims this name. Accept it if you have set the machine up anew; refuse a stranger.",
+    accept: HANDED,
+    refuse: STAYS,
+    instead: "",
+  },
+  weak: {
+    happened: "A worker with a secret of its own claims this node, which is known by the shared token only. Accept it if you have upgraded the worker.",
+    accept: HANDED,
+    refuse: STAYS,
+    instead: "",
+  },
+  name: {
+    happened: "The node's own secret came under another name. Accept it if you have renamed the worker.",
+    accept: "The node has the new name from now on.",
+    refuse: STAYS,
+    instead: "",
+  },
+  token: {
+    happened: "A worker that knows the shared token only claims this node, which has a secret.",
+    accept: "",
+    refuse: CLOSED,
+    instead: "A node with a secret never falls back to the shared token: give the worker another name, or remove the node",
+  },
+  instance: {
+    happened: "Two processes use this node's secret: its data folder was copied.",
+    accept: "",
+    refuse: CLOSED,
+    instead: "Stop one of the two processes, or revoke the secret",
+  },
+};
+
+/** One open conflict with its two answers. `fingerprint` is the node's own. */
+export function ConflictCard({ conflict, fingerprint }: { conflict: Conflict; fingerprint: string }): ReactNode {
+  const [asking, setAsking] = useState<"accept" | "refuse" | null>(null);
+  const meaning = MEANINGS[conflict.kind];
+  return (
+    <div className="stack">
+      <p>
+        {meaning.happened} {meaning.instead !== "" && <strong>{meaning.instead}.</strong>}
+      </p>
+      <ConflictFacts conflict={conflict} fingerprint={fingerprint} />
+      <div className="row wrap">
+        <Button refusal={meaning.instead} aria-label={`Accept the claim to ${conflict.node_name}`} onClick={() => setAsking("accept")}>
+          Accept…
+        </Button>
+        <Button aria-label={`Refuse the claim to ${conflict.node_name}`} onClick={() => setAsking("refuse")}>
+          Refuse…
+        </Button>
+      </div>
+      {asking !== null && <Decide conflict={conflict} answer={asking} onClose={() => setAsking(null)} />}
+    </div>
+  );
+}
+
+function ConflictFacts({ conflict, fingerprint }: { conflict: Conflict; fingerprint: string }): ReactNode {
+  const { claimed_name: claimed = "", advertised_address: advertised = "", fingerprint: offered = "" } = conflict;
+  return (
+    <dl className="facts">
+      {claimed !== "" && (
+        <Fact name="New name">
+          <bdi>{claimed}</bdi>
+        </Fact>
+      )}
+      {offered !== "" && (
+        <>
+          <Fact name="It offers">
+            <Fingerprint hex={offered} />
+          </Fact>
+          <Fact name="The node has">
+            <Fingerprint hex={fingerprint} />
+          </Fact>
+        </>
+      )}
+      <Fact name="Came from">
+        <span className="mono">{conflict.source_address || "unknown"}</span>
+        {advertised !== "" && (
+          <>
+            {", says it is at "}
+            <bdi className="mono">{advertised}</bdi>
+          </>
+        )}
+      </Fact>
+      <Fact name="The node is at">
+        <span className="mono">{conflict.node_source_address || "unknown"}</span>
+      </Fact>
+      <Fact name="Tried">
+        {count(conflict.count, "time")}, first <Ago at={conflict.first_at} />, last <Ago at={conflict.last_at} />
+      </Fact>
+    </dl>
+  );
+}
+
+function Decide({ conflict, answer, onClose }: { conflict: Conflict; answer: "accept" | "refuse"; onClose: () => void }): ReactNode {
+  const accept = answer === "accept";
+  const decision = useMutation({
+    mutationFn: () => (accept ? acceptConflict : refuseConflict)(conflict.node_id, conflict.id),
+    onSuccess: () => {
+      announce(`Claim to ${conflict.node_name} ${accept ? "accepted" : "refused"}`);
+      onClose();
+    },
+  });
+  return (
+    <Confirm
+      open
+      onClose={onClose}
+      danger
+      title={
+        <>
+          {accept ? "Accept" : "Refuse"} the claim to <bdi>{conflict.node_name}</bdi>
+        </>
+      }
+      action={accept ? "Accept" : "Refuse"}
+      busy={decision.isPending}
+      error={decision.error}
+      onConfirm={() => decision.mutate()}
+    >
+      <p>{accept ? MEANINGS[conflict.kind].accept : MEANINGS[conflict.kind].refuse}</p>
+    </Confirm>
+  );
+}
