@@ -59,7 +59,7 @@ describe("the search (W37)", () => {
       ({ jobID: name, name, status, seq, kind: "installation", actor: "admin", message: "" }) as Operation;
     const entries = operationEntries([one("old", "completed", 9), one("runs", "processing", 3), one("bad", "failed", 1)]);
     expect(entries.map((entry) => entry.title)).toEqual(["bad", "runs", "old"]);
-    expect(atFirst(entries, 2).get("Operations")?.map((entry) => entry.to)).toEqual(["/app/activity#bad", "/app/activity#runs"]);
+    expect(atFirst(entries, 2).get("Operations")?.map((entry) => entry.to)).toEqual(["/app/activity#job-bad", "/app/activity#job-runs"]);
   });
 
   it("answers no more of a kind than fit", () => {

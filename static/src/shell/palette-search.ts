@@ -128,7 +128,7 @@ export function operationEntries(operations: Iterable<Operation>): Entry[] {
     title: one.name,
     detail: [one.kind, one.status.replaceAll("_", " "), one.nodeName ?? ""].filter(Boolean).join(" · "),
     words: `${one.jobID} ${one.actor} ${one.message} ${one.error ?? ""}`,
-    to: `/app/activity#${one.jobID}`,
+    to: `/app/activity#job-${one.jobID}`,
   }));
 }
 

@@ -24,10 +24,10 @@ export function TopBar({ user, stale, onSearch, onShortcuts, onRetry, onSignOut 
   return (
     <header className="top-bar">
       <Drawer key={pathname} />
-      <Button className="search-button" aria-keyshortcuts="Control+K" aria-label="Search" onClick={onSearch}>
+      <Button className="search-button" aria-keyshortcuts="Control+K" onClick={onSearch}>
         <Icon name="search" />
         <span className="search-words">Search nodes, models, operations</span>
-        <kbd>{isMac() ? "⌘K" : "Ctrl-K"}</kbd>
+        <kbd aria-hidden="true">{isMac() ? "⌘K" : "Ctrl-K"}</kbd>
       </Button>
       <span className="grow" />
       <ConnectionMark stale={stale} onRetry={onRetry} />

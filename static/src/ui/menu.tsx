@@ -28,7 +28,8 @@ interface MenuProps {
 
 export function Menu({ name, items, trigger, heading }: MenuProps): ReactNode {
   return (
-    <DropdownMenu.Root>
+    // The page behind stays as it is for assistive tech: a menu is no dialog.
+    <DropdownMenu.Root modal={false}>
       <DropdownMenu.Trigger asChild>
         {trigger ?? (
           <Button kind="ghost" small aria-label={name}>
