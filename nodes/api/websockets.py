@@ -28,9 +28,14 @@ class PrincipalMiddleware:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
         """Finds out who is calling, in at most two queries."""
-        who = await principal_of(scope)
+        who = watcher(await principal_of(scope))
         known = {"principal": who, "principal_again": lambda: principal_again(scope)}
         return await self._app({**scope, **known}, receive, send)
+
+
+def watcher(who: Principal) -> Principal:
+    """The caller as sockets know it: nobody, until a generated password is changed on the sign-in page."""
+    return ANONYMOUS if who.kind == "newcomer" else who
 
 
 async def principal_of(scope: Any) -> Principal:
@@ -45,7 +50,7 @@ async def principal_of(scope: Any) -> Principal:
 async def principal_again(scope: Any) -> Principal:
     """The caller as of now: the session is read anew."""
     session = type(scope["session"]._wrapped)(scope["session"].session_key)
-    return await principal_of({**scope, "session": session})
+    return watcher(await principal_of({**scope, "session": session}))
 
 
 _feed: Any = re_path(r"^ws/feed/?$", FeedConsumer.as_asgi())  # type: ignore[arg-type]

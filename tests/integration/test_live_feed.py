@@ -1,99 +1,43 @@
 """`/ws/feed`: who may watch, what is told first, changes within a second, coming back, outages."""
 
+import asyncio
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
 from asgiref.sync import sync_to_async
 from channels.testing import WebsocketCommunicator
-from django.db import connections
+from django.contrib.auth import get_user_model
+from django.db import OperationalError, connections
+from django.test import Client
 
 from localai_cluster import clock
 from localai_cluster.embedded.valkey import EmbeddedValkey
-from nodes import actors, services
+from nodes import actors, identity, services
 from nodes.api.websockets import websocket_application
 from nodes.live import watch as watching
-from nodes.models import BackendNode
+from nodes.live.consumer import FeedConsumer
+from nodes.models import ApiKey, BackendNode, InitialPassword
+from operations import controllers, feed
 from operations import services as ledger
 from operations.models import Operation
-from tests.support import api
-from tests.support.environment import API_KEY
+from operations.states import Event
+from tests.support import api, live
+from tests.support.live import Tab
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-ADMIN = [(b"authorization", f"Bearer {API_KEY}".encode())]
 PAGE = [(b"host", b"cluster:8080"), (b"origin", b"http://cluster:8080")]
 ANN = actors.Actor(actors.ActorKind.USER, "ann")
-
-
-def look_and_close() -> watching.Look:
-    """A look; channels' communicator keeps connections of threads from being closed as they are elsewhere."""
-    try:
-        return watching.look()
-    finally:
-        connections.close_all()
 
 
 @pytest.fixture(autouse=True)
 def process(valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch) -> watching.NodeFeed:
     """This test's web process."""
-    feed = watching.NodeFeed(look_and_close)
-    monkeypatch.setattr(watching, "_shared", feed)
-    return feed
-
-
-class Tab:
-    """A page's socket; `seen` is every message so far, `nodes` and `operations` what the page shows."""
-
-    def __init__(self, query: str = "", headers: Any = ADMIN) -> None:
-        self.socket = WebsocketCommunicator(websocket_application, f"/ws/feed{query}", headers=list(headers))
-        self.seen: list[dict[str, Any]] = []
-        self.nodes: dict[str, dict[str, Any]] = {}
-        self.operations: dict[str, dict[str, Any]] = {}
-        self.cursor, self.seq = "", 0
-
-    async def open(self) -> "Tab":
-        accepted, _ = await self.socket.connect(timeout=5)
-        assert accepted
-        return self
-
-    async def next(self) -> dict[str, Any]:
-        message: dict[str, Any] = await self.socket.receive_json_from(timeout=5)
-        self.seen.append(message)
-        self._apply(message)
-        return message
-
-    def _apply(self, message: dict[str, Any]) -> None:
-        kind = message["type"]
-        if kind.startswith("nodes."):
-            self.cursor = message["cursor"]
-        if kind == "nodes.snapshot":
-            self.nodes = {node["id"]: node for node in message["nodes"]}
-        elif kind == "nodes.delta":
-            for patch in message["changed"]:
-                self.nodes[patch["id"]] = self.nodes.get(patch["id"], {}) | patch
-            for node in message["removed"]:
-                del self.nodes[node]
-        if kind.startswith("operations."):
-            self.seq = message["seq"]
-        if kind == "operations.snapshot":
-            self.operations = {}
-        if kind.startswith("operations."):
-            self.operations |= {one["jobID"]: one for one in message["operations"]}
-
-    async def until(self, holds: Callable[[], Any]) -> None:
-        """Reads until it holds."""
-        while not holds():
-            await self.next()
-
-    async def greeted(self) -> "Tab":
-        """Reads until nodes and operations have been told once."""
-        kinds = ("nodes", "operations")
-        await self.until(lambda: all(any(m["type"].startswith(k) for m in self.seen) for k in kinds))
-        return self
-
-    def told(self, kind: str) -> list[dict[str, Any]]:
-        return [message for message in self.seen if message["type"] == kind]
+    made = watching.NodeFeed(live.look)
+    monkeypatch.setattr(watching, "_shared", made)
+    return made
 
 
 Open = Callable[..., Awaitable[Tab]]
@@ -104,7 +48,7 @@ async def tab() -> AsyncIterator[Open]:
     """Opens tabs, and closes them afterwards."""
     opened: list[Tab] = []
 
-    async def start(query: str = "", headers: Any = ADMIN) -> Tab:
+    async def start(query: str = "", headers: Any = live.ADMIN) -> Tab:
         opened.append(Tab(query, headers))
         return await opened[-1].open()
 
@@ -129,25 +73,50 @@ def admit(name: str = "mock") -> Operation:
 
 
 @sync_to_async
+def end(event: Event = Event.FAIL, error: str = "no such file") -> Operation:
+    """Claims what is due first and ends it."""
+    (work,) = ledger.claim("t", now=clock.now(), lease=30, limit=1)
+    ledger.finish(work.id, work.fence, event, now=clock.now(), error=error)
+    return work
+
+
+@sync_to_async
 def drain(node: BackendNode, reason: str = "disk") -> None:
     services.drain(node.id, actor=ANN, now=clock.now(), reason=reason)
+
+
+@sync_to_async
+def signed_in(name: str = "root", **fields: Any) -> tuple[Any, list[tuple[bytes, bytes]]]:
+    """An admin and the headers of his page."""
+    user = get_user_model().objects.create_superuser(name, password="x", **fields)
+    (client := Client()).force_login(user)
+    cookie = f"sessionid={client.cookies['sessionid'].value}".encode()
+    return user, [*PAGE, (b"cookie", cookie)]
 
 
 async def test_hello_comes_first_and_then_everything(tab: Open) -> None:
     """Who we are, whom we take the client for; operations, nodes and notices as they are."""
     node, operation = await make_node(), await admit()
-    page = await (await tab()).greeted()
+    _, headers = await signed_in()
+    page = await (await tab(headers=headers)).greeted()
     assert page.seen[0] | {"at": "", "build": ""} == {
         "type": "hello",
         "at": "",
         "build": "",
         "version": "0.1.0",
-        "user": {"name": "static-key", "role": "admin"},
+        "user": {"name": "root", "role": "admin"},
     }
     assert [one["name"] for one in page.nodes.values()] == [node.name]
     assert list(page.operations) == [str(operation.id)]
     assert len(page.told("nodes.snapshot")) == len(page.told("operations.snapshot")) == 1
-    assert page.told("notices")
+
+
+async def test_a_sign_of_life_comes_again_and_again(tab: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a page can tell a quiet cluster from a dead socket."""
+    monkeypatch.setattr(FeedConsumer, "alive_every", 0.05)
+    page = await tab()
+    await page.until(lambda: len(page.told("alive")) > 2)
+    assert page.told("alive")[0]["at"] < page.told("alive")[1]["at"]
 
 
 async def test_two_tabs_see_a_change_within_a_second(tab: Open) -> None:
@@ -163,3 +132,278 @@ async def test_two_tabs_see_a_change_within_a_second(tab: Open) -> None:
     assert set(patch) == {"id", "status", "reason", "since", "drain", "revision"}
     assert patch["reason"] == "drained by ann: disk"
     assert pages[0].nodes == pages[1].nodes
+
+
+async def test_nodes_come_and_go(tab: Open) -> None:
+    """A new node comes whole, a removed one by its id."""
+    page = await (await tab()).greeted()
+    node = await make_node()
+    await page.until(lambda: str(node.id) in page.nodes)
+    (whole,) = page.told("nodes.delta")[-1]["changed"]
+    assert whole == page.nodes[str(node.id)]
+    await sync_to_async(services.deregister)(node.id, actor=ANN, now=clock.now())
+    await page.until(lambda: not page.nodes)
+    assert page.told("nodes.delta")[-1]["removed"] == [str(node.id)]
+
+
+@pytest.mark.rule("O52")
+async def test_a_failure_stays_until_anybody_dismisses_it(tab: Open) -> None:
+    """Every tab sees the failure and who dismissed it, by the numbers of the ledger."""
+    operation = await admit()
+    pages = [await (await tab()).greeted() for _ in range(2)]
+    await end()
+    for page in pages:
+        await page.until(lambda: page.operations[str(operation.id)]["status"] == "failed")  # noqa: B023
+    await sync_to_async(api.admin().post)(f"/api/operations/{operation.id}/dismiss")
+    for page in pages:
+        await page.until(lambda: "dismissedAt" in page.operations[str(operation.id)])  # noqa: B023
+        assert page.operations[str(operation.id)]["dismissedBy"] == "static-key"
+        assert page.seq == await sync_to_async(feed.current_seq)()
+
+
+async def test_changes_at_the_same_time_are_one_message(tab: Open) -> None:
+    """Ten thousand a minute are no ten thousand messages; of one operation only the last state counts."""
+    page = await (await tab()).greeted()
+    operations = [await admit(f"m{number}") for number in range(40)]
+    await page.until(lambda: len(page.operations) == 40)
+    deltas = page.told("operations.delta")
+    assert len(deltas) < 40
+    for message in deltas:
+        numbers = [one["seq"] for one in message["operations"]]
+        assert numbers == sorted(numbers)
+        assert len({one["jobID"] for one in message["operations"]}) == len(numbers)
+        assert message["seq"] >= numbers[-1]
+    assert page.seq == operations[-1].seq
+
+
+async def test_coming_back_brings_what_was_missed(tab: Open) -> None:
+    """Deltas since the tab's place: what ended meanwhile too, no doubled row, no lost failure."""
+    node, other, operation = await make_node(), await make_node("w2"), await admit()
+    page = await (await tab()).greeted()
+    place = page.place
+    await page.socket.disconnect()
+    await drain(node)
+    await end()
+    await make_node("w3")
+    again = await tab(place)
+    again.nodes, again.operations = dict(page.nodes), dict(page.operations)
+    await again.greeted()
+    assert not again.told("nodes.snapshot")
+    assert not again.told("operations.snapshot")
+    (delta,) = again.told("nodes.delta")
+    assert {str(node.id)} < {patch["id"] for patch in delta["changed"]}
+    assert str(other.id) not in {patch["id"] for patch in delta["changed"]}
+    assert again.nodes == (await (await tab()).greeted()).nodes
+    assert again.operations[str(operation.id)]["error"] == "no such file"
+
+
+async def test_coming_back_without_having_missed_anything_is_told(tab: Open) -> None:
+    """An empty delta each: the page knows that what it shows is true."""
+    page = await (await tab()).greeted()
+    again = await (await tab(page.place)).greeted()
+    assert (again.told("nodes.delta")[0]["changed"], again.told("operations.delta")[0]["operations"]) == (
+        [],
+        [],
+    )
+
+
+@pytest.mark.parametrize(
+    "cursor", ["", "0123456789ab:1", "{epoch}:99", "{epoch}:-1", "{epoch}:x", "%00", "x"]
+)
+async def test_a_place_that_is_not_known_starts_anew(
+    tab: Open, process: watching.NodeFeed, cursor: str
+) -> None:
+    """Another process' cursor, one from the future, or none at all."""
+    await make_node()
+    wanted = cursor.replace("{epoch}", process.history.epoch)
+    page = await (await tab(f"?nodes={wanted}&operations=999999")).greeted()
+    assert len(page.told("nodes.snapshot")) == len(page.told("operations.snapshot")) == 1
+
+
+async def test_two_processes_know_nothing_of_each_other(monkeypatch: pytest.MonkeyPatch, tab: Open) -> None:
+    """The cursor of one means nothing to the other; both show the same."""
+    await make_node()
+    first = await (await tab()).greeted()
+    monkeypatch.setattr(watching, "_shared", watching.NodeFeed(live.look))
+    second = await (await tab(first.place)).greeted()
+    assert second.told("nodes.snapshot")
+    assert second.nodes == first.nodes
+    assert second.cursor.partition(":")[0] != first.cursor.partition(":")[0]
+
+
+async def test_nothing_is_lost_while_everything_changes(tab: Open) -> None:
+    """A tab that is cut again and again while nodes and operations change ends where a fresh one begins."""
+    nodes = [await make_node(f"w{number}") for number in range(6)]
+    stop = asyncio.Event()
+
+    async def unrest() -> None:
+        for turn in itertools.count():
+            await drain(nodes[turn % 6], f"turn {turn}")
+            await admit(f"m{turn}")
+            if turn % 3 == 0:
+                await end(Event.COMPLETE, "")
+            if stop.is_set():
+                return
+
+    changing = asyncio.create_task(unrest())
+    page = await (await tab()).greeted()
+    for _ in range(5):
+        kinds = ("nodes.delta", "operations.delta")
+        await page.until(lambda: all(page.told(kind) for kind in kinds))  # noqa: B023 - called at once
+        await page.socket.disconnect()
+        again = await tab(page.place)
+        again.nodes, again.operations = page.nodes, page.operations
+        page = again
+    stop.set()
+    await changing
+    now = await (await tab()).greeted()
+    await page.until(lambda: page.nodes == now.nodes and page.seq >= now.seq)
+    active = {job: one for job, one in page.operations.items() if "finishedAt" not in one}
+    assert active == now.operations
+    assert not [message for message in page.seen if message["type"].endswith("snapshot")]
+
+
+async def test_the_look_rests_while_nobody_watches(tab: Open, process: watching.NodeFeed) -> None:
+    """One look for all; none for nobody; whoever comes then sees the present."""
+    node = await make_node()
+    pages = [await (await tab()).greeted() for _ in range(3)]
+    assert process.watchers == 3
+    for page in pages:
+        await page.socket.disconnect()
+    assert process.watchers == 0
+    looks = process.looks
+    await drain(node)
+    page = await (await tab()).greeted()
+    assert process.looks == looks + 1
+    assert shown(page, node)["status"] == "draining"
+
+
+async def test_an_outage_is_told_and_what_was_seen_stays(
+    tab: Open, process: watching.NodeFeed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A notice says as of when; looking goes on, one line is logged, and it ends by itself."""
+    monkeypatch.setattr(watching, "LOOK_EVERY", 0.05)
+    node = await make_node()
+    page = await (await tab()).greeted()
+    away = True
+
+    def broken() -> watching.Look:
+        if away:
+            raise OperationalError("the server closed the connection")
+        return live.look()
+
+    process._read = sync_to_async(broken, thread_sensitive=False)
+    await page.until(lambda: "database-unreachable" in page.notices)
+    (notice,) = [one for one in page.told("notices")[-1]["notices"] if one["id"] == "database-unreachable"]
+    assert notice["level"] == "error"
+    assert "what you see is as of" in notice["text"]
+    late = await (await tab()).greeted()
+    assert late.nodes == page.nodes
+    assert "database-unreachable" in late.notices
+    await drain(node)
+    away = False
+    await page.until(lambda: shown(page, node)["status"] == "draining")
+    await page.until(lambda: "database-unreachable" not in page.notices)
+    assert sum("nodes not read" in line for line in caplog.messages) == 1
+
+
+async def test_a_defect_in_the_look_does_not_end_it(
+    tab: Open, process: watching.NodeFeed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who watches is told, the log has the traceback, and the next look may work."""
+    monkeypatch.setattr(watching, "LOOK_EVERY", 0.05)
+    calls = itertools.count()
+
+    def broken() -> watching.Look:
+        if next(calls) == 0:
+            raise KeyError("x")
+        return live.look()
+
+    process._read = sync_to_async(broken, thread_sensitive=False)
+    page = await tab()
+    await page.until(lambda: page.told("notices"))
+    assert "nothing can be shown yet" in page.told("notices")[0]["notices"][0]["text"]
+    await page.until(lambda: page.told("nodes.snapshot"))
+    assert any("a look at the nodes failed" in line for line in caplog.messages)
+
+
+async def test_notices_come_and_go(tab: Open) -> None:
+    """No controller, then one without NATS, then a sound one."""
+    page = await (await tab()).greeted()
+    assert page.notices == {"no-controller"}
+    await sync_to_async(controllers.beat)("c", bus_connected=False, now=clock.now())
+    await page.until(lambda: page.notices == {"nats-unreachable"})
+    await sync_to_async(controllers.beat)("c", bus_connected=True, now=clock.now())
+    await page.until(lambda: page.notices == set())
+    await sync_to_async(controllers.sign_off)("c")
+    await page.until(lambda: page.notices == {"no-controller"})
+
+
+async def refused(headers: Any) -> tuple[bool, int]:
+    """Whether the socket was opened first, and the code with which it was closed."""
+    socket = WebsocketCommunicator(websocket_application, "/ws/feed", headers=list(headers))
+    accepted, code = await socket.connect(timeout=5)
+    if accepted:
+        code = (await socket.receive_output(timeout=5))["code"]
+    await socket.disconnect()
+    return accepted, int(code or 0)
+
+
+async def test_only_admins_may_watch() -> None:
+    """Our own page learns the reason from the close code; programs and other pages are not let in at all."""
+    user = await sync_to_async(get_user_model().objects.create_user)("ann", password="x")
+    _, plain = await sync_to_async(identity.create_api_key)(user, "k")
+    key = (b"x-api-key", plain.encode())
+    foreign = [(b"host", b"cluster:8080"), (b"origin", b"http://evil.example")]
+    found = [
+        await refused(headers)
+        for headers in ([], [key], PAGE, [*PAGE, key], foreign, [*live.ADMIN, *foreign])
+    ]
+    await sync_to_async(connections.close_all)()
+    assert found == [(False, 4401), (False, 4403), (True, 4401), (True, 4403), (False, 4401), (False, 4403)]
+
+
+ENDS: dict[str, Callable[[Any], Any]] = {
+    "signed out": lambda user: Client.logout,
+    "deactivated": lambda user: get_user_model().objects.filter(pk=user.pk).update(is_active=False),
+    "password changed": lambda user: (user.set_password("y"), user.save()),
+    "password to be changed": lambda user: InitialPassword.objects.create(user=user),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+async def test_a_session_that_ends_closes_its_sockets(
+    tab: Open, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Asked again while the socket is open; 4401 sends the page to sign in."""
+    monkeypatch.setattr(FeedConsumer, "ask_every", 0.05)
+    user, headers = await signed_in()
+    page = await (await tab(headers=headers)).greeted()
+    if how == "signed out":
+        key = headers[-1][1].decode().removeprefix("sessionid=")
+        await sync_to_async(_sign_out)(key)
+    else:
+        await sync_to_async(ENDS[how])(user)
+    assert await page.closed() == 4401
+
+
+def _sign_out(key: str) -> None:
+    from django.contrib.sessions.backends.db import SessionStore
+
+    SessionStore(key).flush()
+
+
+async def test_a_revoked_key_and_a_lost_role_close_the_socket(
+    tab: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program's key is looked at again too; who is no admin any more gets 4403."""
+    monkeypatch.setattr(FeedConsumer, "ask_every", 0.05)
+    user, headers = await signed_in()
+    key, plain = await sync_to_async(identity.create_api_key)(user, "k")
+    program = await (await tab(headers=[(b"x-api-key", plain.encode())])).greeted()
+    page = await (await tab(headers=headers)).greeted()
+    await sync_to_async(ApiKey.objects.filter(pk=key.pk).update)(revoked_at=clock.now())
+    assert await program.closed() == 4401
+    users = get_user_model().objects.filter(pk=user.pk)
+    await sync_to_async(users.update)(is_staff=False, is_superuser=False)
+    assert await page.closed() == 4403

@@ -45,8 +45,7 @@ def test_a_stopping_process_sends_its_watchers_away(tmp_path: Path) -> None:
             stop()
             began = clock.monotonic()
             with pytest.raises(ConnectionClosed) as closed:
-                while True:
-                    await asyncio.wait_for(link.recv(), 10)
+                await until(link, "a message that never comes")
             assert closed.value.rcvd is not None
             return closed.value.rcvd.code, clock.monotonic() - began
 
@@ -78,7 +77,7 @@ def change(turn: int) -> None:
 
 
 def test_who_reads_slowly_gets_what_he_missed_as_one(tmp_path: Path) -> None:
-    """What cannot be sent is not kept: the changes meanwhile are merged, and nothing is missing in the end."""
+    """What cannot be sent is not kept: later changes are merged, and nothing is missing in the end."""
 
     async def scenario(url: str) -> tuple[int, set[str]]:
         slow_socket = socket.socket()
