@@ -49,8 +49,7 @@ def all_resumed(fleet: Fleet) -> Iterator[Fleet]:
 def test_a_pending_worker_is_approved_and_turns_healthy(screen: Screen, fleet: Fleet, newcomer: str) -> None:
     page = screen.go("/app/nodes")
     card = page.get_by_test_id(f"pending-{fleet.id(newcomer)}")
-    fingerprint = fleet.get(f"/api/nodes/{fleet.id(newcomer)}").json()["fingerprint"]
-    assert fingerprint
+    ((fingerprint,),) = fleet.cluster.rows("SELECT fingerprint FROM backend_nodes WHERE name = %s", newcomer)
     expect(card).to_contain_text(fingerprint[:4])
     expect(card).to_contain_text("127.0.0.1")
     expect(page.get_by_text("receives your models and prompts").first).to_be_visible()
@@ -84,7 +83,9 @@ def test_many_are_drained_at_once_and_the_question_names_them(
     dialog.get_by_role("button", name="Close").last.click()
     expect(row_of(page, "slow")).to_contain_text("draining")
     page.get_by_role("toolbar", name="Selected nodes").get_by_role("button", name="Resume…").click()
-    page.get_by_role("dialog").get_by_role("button", name="Resume 2 nodes").click()
+    dialog = page.get_by_role("dialog", name="Resume 2 nodes")
+    dialog.get_by_role("button", name="Resume 2 nodes").click()
+    dialog.get_by_role("button", name="Close").last.click()
     expect(row_of(page, "slow")).to_contain_text("healthy")
 
 
