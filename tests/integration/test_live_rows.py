@@ -1,0 +1,331 @@
+"""Nodes as pages see them, what a look costs, changes and how long they are kept, what operators are told."""
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from django.db import connection, transaction
+from django.test.utils import CaptureQueriesContext
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nodes import names, services
+from nodes.live import history, notices, rows, watch
+from nodes.live.history import History
+from nodes.models import BackendNode, NodeBackend, NodeConflict, NodeLabel, NodeModel
+from operations import controllers
+from tests.support import fleet, live
+from tests.support.fleet import ANNA, NOW, later
+
+pytestmark = pytest.mark.django_db
+
+
+def only() -> dict[str, Any]:
+    """The one node."""
+    (raw,) = rows.read().values()
+    return rows.shown(raw)
+
+
+def conflict(node: BackendNode, claim: str = "x") -> NodeConflict:
+    return NodeConflict.objects.create(node=node, kind="secret", claim=claim)
+
+
+def test_every_key_is_there_for_a_node_of_which_nothing_is_known() -> None:
+    """Empty rather than absent; it fits the document, and so does a patch of it."""
+    fleet.register()
+    BackendNode.objects.update(last_heartbeat=None, fingerprint="", source_address="")
+    NodeLabel.objects.all().delete()
+    node = only()
+    assert live.wrong_with({"type": "nodes.snapshot", "cursor": "x:1", "nodes": [node]}) == []
+    empty = {"capability": "", "labels": {}, "models": [], "backends": [], "last_heartbeat": None}
+    empty |= {"rejected": None, "revoked": None, "drain": None, "inventory_at": None, "open_conflicts": 0}
+    assert node.items() >= empty.items()
+
+
+@pytest.mark.rule("R1.107")
+def test_replicas_of_all_states_come_and_counts_are_those_of_the_list() -> None:
+    """D4: `model_count` counts loaded replicas, `in_flight_count` sums loaded and unloading ones."""
+    node = fleet.approved()
+    for index, (state, running) in enumerate([("loaded", 3), ("unloading", 4), ("loading", 5), ("idle", 7)]):
+        fleet.replica(node, "b", index, state=state, in_flight=running)
+    fleet.replica(node, "a", backend_type="mock")
+    NodeBackend.objects.create(node=node, name="mock")
+    NodeBackend.objects.create(node=node, name="echo")
+    conflict(node)
+    shown = only()
+    assert (shown["model_count"], shown["in_flight_count"], shown["open_conflicts"]) == (2, 7, 1)
+    assert [(one["model_name"], one["replica_index"], one["state"]) for one in shown["models"]] == [
+        ("a", 0, "loaded"),
+        ("b", 0, "loaded"),
+        ("b", 1, "unloading"),
+        ("b", 2, "loading"),
+        ("b", 3, "idle"),
+    ]
+    assert shown["models"][0]["backend_type"] == "mock"
+    assert shown["backends"] == ["echo", "mock"]
+    assert live.wrong_with({"type": "nodes.delta", "cursor": "x:1", "changed": [shown], "removed": []}) == []
+
+
+Story = Callable[[BackendNode], Any]
+
+
+def revoked(node: BackendNode) -> None:
+    services.revoke(node.id, actor=ANNA, now=NOW, reason="stolen")
+
+
+def silent(node: BackendNode) -> None:
+    services.fell_silent([node.id], limit=60, actor=ANNA, now=later(100))
+
+
+STORIES: dict[str, tuple[bool, Story, str, str, float | None]] = {
+    "healthy": (True, lambda node: None, "healthy", "", None),
+    "pending": (False, lambda node: None, "pending", "waits for approval", 0),
+    "claimed": (
+        False,
+        lambda node: [conflict(node, "x"), conflict(node, "y")],
+        "pending",
+        "waits for approval; 2 others claim to be this node",
+        0,
+    ),
+    "rejected": (
+        False,
+        lambda node: services.reject(node.id, actor=ANNA, now=later(5), reason="unknown machine"),
+        "pending",
+        "rejected by anna: unknown machine",
+        5,
+    ),
+    "revoked": (True, revoked, "pending", "its secret was revoked by anna: stolen", 0),
+    "drained": (
+        True,
+        lambda node: services.drain(node.id, actor=ANNA, now=later(7), reason="disk"),
+        "draining",
+        "drained by anna: disk",
+        7,
+    ),
+    "draining itself": (
+        True,
+        lambda node: services.drain_itself(node.id, now=later(7)),
+        "draining",
+        "drained by its worker: its worker is stopping",
+        7,
+    ),
+    "unhealthy": (
+        True,
+        lambda node: services.mark_unhealthy(node.id, actor=ANNA, now=later(8), reason="no answer"),
+        "unhealthy",
+        "no answer",
+        8,
+    ),
+}
+
+
+@pytest.mark.rule("R1.2")
+@pytest.mark.parametrize("name", STORIES)
+def test_each_status_says_why_and_since_when(name: str) -> None:
+    """From the facts behind it, in words."""
+    approved, happen, status, reason, seconds = STORIES[name]
+    node = fleet.approved() if approved else fleet.register().node
+    BackendNode.objects.update(created_at=NOW)
+    happen(fleet.row(node))
+    shown = only()
+    assert (shown["status"], shown["reason"]) == (status, reason)
+    since = None if shown["since"] is None else datetime.fromisoformat(shown["since"])
+    assert since == (None if seconds is None else later(seconds))
+
+
+def test_a_silent_node_says_since_when_and_why() -> None:
+    """The reason is the pass' own."""
+    node = fleet.approved()
+    silent(node)
+    shown = only()
+    assert shown["status"] == "offline"
+    assert shown["reason"] == fleet.row(node).offline_reason != ""
+    assert datetime.fromisoformat(shown["since"]) == later(100)
+
+
+def grow(size: int) -> None:
+    """As many nodes as that, with labels, replicas, backends and some conflicts."""
+    first = BackendNode.objects.count()
+    nodes = [
+        BackendNode(name=f"n{number}", name_key=names.key(f"n{number}"), address="127.0.0.1:1")
+        for number in range(first, size)
+    ]
+    BackendNode.objects.bulk_create(nodes)
+    NodeLabel.objects.bulk_create(NodeLabel(node=node, key=key, value="x") for node in nodes for key in "abc")
+    NodeModel.objects.bulk_create(
+        NodeModel(node=node, model_name="m", replica_index=index) for node in nodes for index in range(2)
+    )
+    NodeBackend.objects.bulk_create(NodeBackend(node=node, name="mock") for node in nodes)
+    NodeConflict.objects.bulk_create(NodeConflict(node=node, kind="secret", claim="x") for node in nodes[::3])
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_look_costs_the_same_few_queries_for_any_number_of_nodes() -> None:
+    """At 1, 20 and 200 nodes: five for nodes, one for controllers, in one view."""
+    seen = set()
+    for size in (1, 20, 200):
+        grow(size)
+        with CaptureQueriesContext(connection) as queries:
+            assert len(watch.look().nodes) == size
+        seen.add(tuple(query["sql"].split(" ", 1)[0] for query in queries))
+    assert seen == {("BEGIN", "SET", *["SELECT"] * 6, "COMMIT")}
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_look_sees_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica that goes while the look is at it is there with its node, or not at all."""
+    node = fleet.approved()
+    fleet.replica(node)
+    seen: list[bool] = []
+    labels = rows._labels
+
+    def meanwhile() -> dict[str, str]:
+        found = labels()
+        seen.append(fleet.at_once(lambda: BackendNode.objects.filter(pk=node.pk).delete())[0] is not None)
+        return found
+
+    monkeypatch.setattr(rows, "_labels", meanwhile)
+    (raw,) = watch.look().nodes.values()
+    assert rows.shown(raw)["model_count"] == 1
+    assert seen == [True]
+    assert watch.look().nodes == {}
+
+
+# Changes and how long they are kept: no database below.
+
+
+def raws(**nodes: int) -> dict[str, rows.Raw]:
+    """Nodes by name, each with something that changes."""
+    return {name: rows.Raw((name, value), "", "", "", 0) for name, value in nodes.items()}
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> History:
+    """A history of two-key nodes."""
+    monkeypatch.setattr(history, "shown", _shown)
+    return History("e")
+
+
+def _shown(raw: rows.Raw) -> dict[str, Any]:
+    return {"id": raw.columns[0], "value": raw.columns[1], "kept": True}
+
+
+def test_a_patch_names_what_changed_and_several_are_one(plain: History) -> None:
+    """From one look to the next; merged for whoever missed some."""
+    assert plain.take(raws(a=1, b=1), 0)
+    assert not plain.take(raws(a=1, b=1), 1)
+    assert plain.take(raws(a=2, b=1), 2)
+    assert plain.take(raws(a=3, c=1), 3)
+    assert plain.cursor == "e:3"
+    assert plain.since(2) == ([{"id": "a", "value": 3}, {"id": "c", "value": 1, "kept": True}], ["b"])
+    assert plain.since(1) == ([{"id": "a", "value": 3}, {"id": "c", "value": 1, "kept": True}], ["b"])
+    assert plain.since(3) == ([], [])
+
+
+def test_what_only_reads_differently_is_no_change(plain: History, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wire's object decides, not the row."""
+    plain.take(raws(a=1), 0)
+    assert not plain.take({"a": rows.Raw(("a", 1), "{}", "", "", 0)}, 1)
+
+
+def test_changes_are_kept_for_a_while_and_in_bounds(plain: History, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By age, by number, and by what they hold together; who stands before that starts anew."""
+    monkeypatch.setattr(history, "KEPT_CHANGES", 3)
+    monkeypatch.setattr(history, "KEPT_PATCHES", 5)
+    for turn in range(6):
+        plain.take(raws(a=turn), turn)
+    assert [plain.knows(number) for number in (-1, 2, 3, 6, 7)] == [False, False, True, True, False]
+    plain.take(raws(a=9, b=1, c=1, d=1, e=1), 7)
+    assert (plain.knows(6), plain.knows(5)) == (True, False)
+    plain.take(raws(a=9, b=1, c=1, d=1, e=1), 7 + history.KEPT_SECONDS + 1)
+    assert (plain.place("e:7"), plain.place("e:6")) == (7, None)
+    for stranger in ("", "e", "e:", "e:x", "e:-1", "f:7", "e:8", "e:" + "9" * 30):
+        assert plain.place(stranger) is None
+
+
+STATES = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 3))
+
+
+@given(states=st.lists(STATES, min_size=1, max_size=12), from_number=st.integers(0, 12))
+def test_a_reader_ends_where_the_nodes_are(states: list[dict[str, int]], from_number: int) -> None:
+    """Whatever he missed: what he had, with the change since then, is what there is."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(history, "shown", _shown)
+        kept, known = History("e"), {0: {}}
+        for turn, state in enumerate(states):
+            kept.take(raws(**state), turn)
+            known[kept.number] = {name: dict(node) for name, node in kept.nodes.items()}
+        number = min(from_number, kept.number)
+        reader: dict[str, Any] = known[number]
+        changed, removed = kept.since(number)
+        for patch in changed:
+            reader[patch["id"]] = {**reader.get(patch["id"], {}), **patch}
+        for name in removed:
+            reader.pop(name, None)
+    assert reader == {name: _shown(raw) for name, raw in raws(**states[-1]).items()}
+
+
+# What operators are told: pure.
+
+SOUND = controllers.Seen(NOW, NOW)
+STRONG = notices.Told("9f31c6c2d7a84e55b1", "a8c2f09be4417d6c33", allow_shared_token_nodes=False)
+AT = datetime(2026, 8, 22, 10, 0, 20, tzinfo=UTC)
+
+
+def told(
+    facts: notices.Facts | None = None, settings: notices.Told = STRONG, now: datetime = NOW
+) -> list[str]:
+    """The ids, after each notice was found to fit the document."""
+    found = notices.notices(facts or notices.Facts(SOUND, 0, 0), settings, now)
+    assert live.wrong_with({"type": "notices", "notices": found}) == []
+    return [one["id"] for one in found]
+
+
+@pytest.mark.parametrize(
+    ("seen", "readable_since", "expected"),
+    [
+        (SOUND, None, []),
+        (controllers.Seen(), None, ["no-controller"]),
+        (controllers.Seen(NOW - timedelta(seconds=20), NOW - timedelta(seconds=20)), None, ["no-controller"]),
+        (controllers.Seen(NOW - timedelta(seconds=20)), NOW - timedelta(seconds=2), []),
+        (controllers.Seen(NOW), None, ["nats-unreachable"]),
+        (controllers.Seen(NOW, NOW - timedelta(seconds=20)), None, ["nats-unreachable"]),
+    ],
+)
+def test_who_carries_operations_out(
+    seen: controllers.Seen, readable_since: datetime | None, expected: list[str]
+) -> None:
+    """A controller that wrote nothing while the database was away is not silent."""
+    assert told(notices.Facts(seen, 0, 0, readable_since)) == expected
+
+
+def test_weak_secrets_and_weak_identities_are_named() -> None:
+    """With the setting that mends it."""
+    weak = notices.Told("changeme", "password", allow_shared_token_nodes=True)
+    facts = notices.Facts(SOUND, open_conflicts=2, weak_nodes=1)
+    assert told(facts, weak) == ["identity-conflicts", "shared-token-nodes", "weak-token", "weak-key"]
+    hints = [one["hint"] for one in notices.notices(facts, weak, NOW)]
+    assert "LOCALAI_REGISTRATION_TOKEN" in hints[2]
+    texts = [one["text"] for one in notices.notices(facts, weak, NOW)]
+    assert texts[0].startswith("2 identity conflicts are open")
+    assert "1 node proves no identity" in texts[1]
+
+
+@pytest.mark.django_db
+def test_controllers_leave_a_sign_of_life_and_take_it_back() -> None:
+    """The newest counts; what went without a word is forgotten after some minutes."""
+    controllers.beat("a", bus_connected=True, now=NOW)
+    controllers.beat("b", bus_connected=False, now=later(3))
+    assert controllers.seen() == controllers.Seen(later(3), NOW)
+    controllers.beat("b", bus_connected=True, now=later(1000))
+    assert controllers.seen() == controllers.Seen(later(1000), later(1000))
+    controllers.sign_off("b")
+    assert controllers.seen() == controllers.Seen()
+
+
+def test_a_look_inside_a_transaction_is_part_of_it() -> None:
+    """It sees what that has written."""
+    with transaction.atomic():
+        fleet.approved()
+        assert len(watch.look().nodes) == 1
