@@ -27,7 +27,7 @@ export function Backends({ node, detail }: BackendsProps): ReactNode {
   );
   return (
     <Panel title="Installed backends" aside={add}>
-      {node.node_type !== "agent" && <AsOf node={node} problem={problem} />}
+      <AsOf node={node} problem={problem} />
       <Fetched query={listed} what="the backends">
         {(backends) =>
           backends.length > 0 ? <List backends={backends} /> : <None node={node} add={add} />
@@ -54,7 +54,6 @@ function AsOf({ node, problem }: { node: LiveNode; problem: string }): ReactNode
 }
 
 function None({ node, add }: { node: LiveNode; add: ReactNode }): ReactNode {
-  if (node.node_type === "agent") return <Empty title="An agent runs no backends." />;
   if (node.inventory_at === null) return null;
   return <Empty title="No backend is installed.">{add}</Empty>;
 }

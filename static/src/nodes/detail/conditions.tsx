@@ -1,7 +1,6 @@
 // What lies behind the status, each with since when, by whom and why; then who the node is and what it is made of.
 import type { UseQueryResult } from "@tanstack/react-query";
 import type { ReactNode } from "react";
-import { Link } from "react-router";
 import { bytes, count } from "../../lib/format";
 import type { LiveNode } from "../../live/messages";
 import { Ago } from "../../ui/time";
@@ -23,17 +22,17 @@ export function Conditions({ node, detail }: Props): ReactNode {
           <Row key={condition.id} condition={condition} />
         ))}
         <li>
-          <span className={`pill ${node.status === "offline" ? "bad" : "good"}`}>Heartbeat</span>
+          <span className={`pill ${heartbeatTone(node)}`}>Heartbeat</span>
           <span>
             <Ago at={node.last_heartbeat} every={1000} />
-            <span className="muted">, reported by the worker</span>
+            {node.last_heartbeat !== null && <span className="muted">, reported by the worker</span>}
           </span>
         </li>
         {node.open_conflicts > 0 && (
           <li>
             <span className="pill bad">Identity conflict</span>
             <span>
-              {count(node.open_conflicts, "claim")} to be this node <Link to="/app/nodes">Decide in the list</Link>
+              {count(node.open_conflicts, "claim")} to be this node {node.open_conflicts === 1 ? "waits" : "wait"} for a decision
             </span>
           </li>
         )}
@@ -43,6 +42,11 @@ export function Conditions({ node, detail }: Props): ReactNode {
       </Fetched>
     </Panel>
   );
+}
+
+function heartbeatTone(node: LiveNode): string {
+  if (node.status === "offline") return "bad";
+  return node.last_heartbeat === null ? "warn" : "good";
 }
 
 function Row({ condition }: { condition: Condition }): ReactNode {
@@ -62,6 +66,7 @@ function Row({ condition }: { condition: Condition }): ReactNode {
 }
 
 export function Identity({ node, detail }: Props): ReactNode {
+  const { bound_at: bound, instance } = detail.data?.identity ?? {};
   return (
     <Panel title="Identity">
       {node.status === "pending" && <Risk node={node} />}
@@ -88,23 +93,20 @@ export function Identity({ node, detail }: Props): ReactNode {
         <Fact name="Node id">
           <span className="mono">{node.id}</span>
         </Fact>
-        <Fetched query={detail} what="its binding">
-          {({ identity }) => (
-            <>
-              {identity.bound_at !== undefined && (
-                <Fact name="Secret bound">
-                  <Ago at={identity.bound_at} />
-                </Fact>
-              )}
-              {identity.instance !== undefined && (
-                <Fact name="Process">
-                  <bdi className="mono">{identity.instance}</bdi>
-                </Fact>
-              )}
-            </>
-          )}
-        </Fetched>
+        {bound !== undefined && (
+          <Fact name="Secret bound">
+            <Ago at={bound} />
+          </Fact>
+        )}
+        {instance !== undefined && (
+          <Fact name="Process">
+            <bdi className="mono">{instance}</bdi>
+          </Fact>
+        )}
       </dl>
+      <Fetched query={detail} what="its binding">
+        {() => null}
+      </Fetched>
     </Panel>
   );
 }

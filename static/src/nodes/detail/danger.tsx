@@ -129,13 +129,17 @@ function effects(verb: Danger, node: LiveNode, operations: number): ReactNode {
       </>
     );
   }
-  const lost = (
-    <li>
-      {count(node.models.length, "replica")} with {count(node.in_flight_count, "request")} in flight {node.models.length === 1 ? "is" : "are"}{" "}
-      taken out of service at once, without a drain.
-    </li>
-  );
-  const pending = operations > 0 && <li>{count(operations, "operation")} on this node will fail.</li>;
+  const { length: replicas } = node.models;
+  const lost =
+    replicas === 0 ? (
+      <li>No replica runs here.</li>
+    ) : (
+      <li>
+        {count(replicas, "replica")} with {count(node.in_flight_count, "request")} in flight {replicas === 1 ? "goes" : "go"} out of
+        service at once, without a drain.
+      </li>
+    );
+  const pending = operations > 0 && <li>{count(operations, "operation")} under way here will fail unless it ends before.</li>;
   if (verb === "revoke") {
     return (
       <>

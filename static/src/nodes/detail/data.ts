@@ -16,6 +16,7 @@ import { withNewest, withOlder, type Timeline } from "./events";
 type Schemas = components["schemas"];
 export type NodeDetail = Schemas["NodeDetail"];
 export type NodeBackend = Schemas["NodeBackend"];
+export type Conflict = Schemas["Conflict"];
 export type NodeEvent = Schemas["Event"];
 export type EventKind = Schemas["EventKindEnum"];
 
@@ -26,6 +27,7 @@ const keys = {
   node: (id: string) => ["nodes", id] as const,
   detail: (id: string) => ["nodes", id, "detail"] as const,
   backends: (id: string) => ["nodes", id, "backends"] as const,
+  conflicts: (id: string) => ["nodes", id, "conflicts"] as const,
   events: (id: string, kind: EventKind | "") => ["nodes", id, "events", kind] as const,
 };
 
@@ -47,10 +49,22 @@ export function useRefresh(id: string): () => void {
   return useCallback(() => void queries.invalidateQueries({ queryKey: keys.node(id) }), [queries, id]);
 }
 
-/** Keeps the queries in step with the live row: every change but a heartbeat moves `revision`. */
+/** Keeps the queries in step with the live row: every change but heartbeats, lists and claims moves `revision`. */
 export function useInStep(id: string, live: LiveNode | undefined): void {
   const refresh = useRefresh(id);
-  useChange(`${live?.revision ?? ""} ${live?.inventory_at ?? ""}`, refresh);
+  useChange(`${live?.revision ?? ""} ${live?.inventory_at ?? ""} ${live?.open_conflicts ?? ""}`, refresh);
+}
+
+/** Who claims to be this node, and waits for a decision. */
+export function useConflicts(id: string): UseQueryResult<readonly Conflict[]> {
+  return useQuery({
+    queryKey: keys.conflicts(id),
+    queryFn: async ({ signal }) => {
+      const params = { path: { node_id: id } };
+      const claims = await call(client.GET("/api/nodes/{node_id}/conflicts", { params, signal: patient(signal) }));
+      return claims.filter((claim) => claim.state === "open");
+    },
+  });
 }
 
 /** Something that can be asked of the server, and how that stands. */

@@ -1,6 +1,6 @@
 // The top of the page: which node, how it is and why, and what can be done with it now.
 import { useState, type ReactNode } from "react";
-import { Link, useLocation } from "react-router";
+import { Link } from "react-router";
 import { left } from "../../lib/format";
 import { useChange, useNow } from "../../live/hooks";
 import type { LiveNode } from "../../live/messages";
@@ -10,16 +10,18 @@ import { StatusPill } from "../../ui/status";
 import { Ago } from "../../ui/time";
 import { ApproveDialog, DrainDialog, RejectDialog, ResumeDialog } from "../shared/dialogs";
 import { refusal } from "../shared/verbs";
+import { keptFilter } from "./back";
 import { InstallDialog } from "./install";
 import { drainLeft } from "./words";
 
+const LIST = "/app/nodes";
+
 /** Back to the list as it was left. */
 export function BackLink(): ReactNode {
-  const state = useLocation().state as { list?: unknown } | null;
-  const filter = typeof state?.list === "string" ? state.list : "";
+  const [filter] = useState(() => keptFilter(LIST));
   return (
     <nav aria-label="Back">
-      <Link to={{ pathname: "/app/nodes", search: filter }}>← All nodes</Link>
+      <Link to={{ pathname: LIST, search: filter }}>← All nodes</Link>
     </nav>
   );
 }
@@ -53,7 +55,7 @@ export function Head({ node, operations }: { node: LiveNode; operations: number 
   );
 }
 
-/** The buttons that make sense in this state; one that is only refused now says why. */
+/** The buttons that make sense in this state; an approval that is refused for now says why. */
 function Actions({ node, onAsk }: { node: LiveNode; onAsk: (verb: Asked) => void }): ReactNode {
   if (node.status === "pending") {
     return (
@@ -71,9 +73,7 @@ function Actions({ node, onAsk }: { node: LiveNode; onAsk: (verb: Asked) => void
     <div className="row wrap">
       {refusal("resume", node) === "" && <Button onClick={() => onAsk("resume")}>Resume…</Button>}
       {refusal("drain", node) === "" && <Button onClick={() => onAsk("drain")}>Drain…</Button>}
-      <Button refusal={refusal("install", node)} onClick={() => onAsk("install")}>
-        Install backend…
-      </Button>
+      {refusal("install", node) === "" && <Button onClick={() => onAsk("install")}>Install backend…</Button>}
     </div>
   );
 }

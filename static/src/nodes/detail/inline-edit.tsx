@@ -116,7 +116,8 @@ function EditForm(props: FormProps): ReactNode {
   const said = useId();
   useEffect(() => input.current?.select(), []);
   const escape = (event: KeyboardEvent) => {
-    if (event.key === "Escape") onClose();
+    // Escape in the question above it answers the question.
+    if (event.key === "Escape" && !event.defaultPrevented) onClose();
   };
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();

@@ -1,7 +1,9 @@
-// The way to a backend for this node.
-import type { ReactNode } from "react";
-import { Link } from "react-router";
-import { Dialog } from "../../ui/dialog";
+// The way to a backend for this node: the picker, with the node chosen. Its code comes when it is asked for.
+import { Suspense, useMemo, type ReactNode } from "react";
+import type { InstallPickerProps } from "../../backends/picker";
+import { lazyDialog } from "../../ui/lazy";
+
+const InstallPicker = lazyDialog<InstallPickerProps>(async () => (await import("../../backends/picker")).InstallPicker);
 
 interface InstallDialogProps {
   id: string;
@@ -9,11 +11,10 @@ interface InstallDialogProps {
 }
 
 export function InstallDialog({ id, onClose }: InstallDialogProps): ReactNode {
+  const nodeIds = useMemo(() => [id], [id]);
   return (
-    <Dialog open onClose={onClose} title="Install a backend">
-      <p>
-        <Link to={`/app/backends?target=${id}`}>Choose one in the catalogue</Link>
-      </p>
-    </Dialog>
+    <Suspense>
+      <InstallPicker nodeIds={nodeIds} onClose={onClose} />
+    </Suspense>
   );
 }

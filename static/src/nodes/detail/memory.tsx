@@ -7,7 +7,8 @@ import { Meter } from "../../ui/bars";
 import { Panel } from "./panel";
 import { EVERY_MS, range, sampled, usedRam, usedVram, vramLimit, withSample, type Sample } from "./samples";
 
-const Spark = lazy(() => import("./spark"));
+/** Without its code the figures are enough. */
+const Spark = lazy(() => import("./spark").catch(() => ({ default: () => null })));
 
 export function Memory({ node }: { node: LiveNode }): ReactNode {
   const ring = useSamples(node.id);

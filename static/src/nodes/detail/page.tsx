@@ -12,6 +12,7 @@ import { Problem } from "../../ui/problem";
 import { usePageTitle } from "../../ui/title";
 import { Backends } from "./backends";
 import { Capacity } from "./capacity";
+import { Conflicts } from "./conflicts";
 import { Conditions, Hardware, Identity } from "./conditions";
 import { DangerZone } from "./danger";
 import { useDetail, useInStep, type NodeDetail } from "./data";
@@ -43,6 +44,8 @@ function OneNode({ id }: { id: string }): ReactNode {
 function Shown({ node, detail }: { node: LiveNode; detail: UseQueryResult<NodeDetail> }): ReactNode {
   const operations = useOperations(node.id);
   const active = operations.filter(isActive).length;
+  // An agent loads no models and installs no backends.
+  const worker = node.node_type === "backend";
   // Whoever approves it needs to know first who it is.
   const pending = node.status === "pending";
   return (
@@ -51,14 +54,15 @@ function Shown({ node, detail }: { node: LiveNode; detail: UseQueryResult<NodeDe
       <div className="nd-columns">
         <div className="nd-column">
           <Conditions node={node} detail={detail} />
+          {node.open_conflicts > 0 && <Conflicts node={node} />}
           {pending && <Identity node={node} detail={detail} />}
           <Running id={node.id} operations={operations} />
-          <Replicas node={node} />
-          <Backends node={node} detail={detail} />
+          {worker && <Replicas node={node} />}
+          {worker && <Backends node={node} detail={detail} />}
         </div>
         <div className="nd-column">
           <Memory node={node} />
-          {node.node_type === "backend" && <Capacity node={node} detail={detail} />}
+          {worker && <Capacity node={node} detail={detail} />}
           <Labels node={node} sources={detail.data?.label_sources} />
         </div>
         <TimelinePanel id={node.id} />

@@ -20,6 +20,13 @@ function colour(name: string): string {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
+/** From the first sample on; uPlot's own answer for a single one is a century. */
+function stretch(plot: uPlot): [number, number] {
+  const [at] = plot.data;
+  const first = at[0] ?? 0;
+  return [first, Math.max(at.at(-1) ?? 0, first + SHORTEST_S)];
+}
+
 function options(width: number, total: number): uPlot.Options {
   return {
     width,
@@ -28,7 +35,7 @@ function options(width: number, total: number): uPlot.Options {
     cursor: { show: false },
     legend: { show: false },
     axes: [{ show: false }, { show: false }],
-    scales: { x: { time: false, range: (_, first, last) => [first, Math.max(last, first + SHORTEST_S)] }, y: { range: [0, total] } },
+    scales: { x: { time: false, range: stretch }, y: { range: [0, total] } },
     series: [
       {},
       {

@@ -1,0 +1,17 @@
+// Who claims to be this node, as long as nobody has decided.
+import type { ReactNode } from "react";
+import type { LiveNode } from "../../live/messages";
+import { ConflictCard } from "../shared/conflicts";
+import { useConflicts } from "./data";
+import { Fetched, Panel } from "./panel";
+
+export function Conflicts({ node }: { node: LiveNode }): ReactNode {
+  const claims = useConflicts(node.id);
+  return (
+    <Panel title="Identity conflicts" className="nd-danger">
+      <Fetched query={claims} what="the claims">
+        {(open) => open.map((claim) => <ConflictCard key={claim.id} conflict={claim} fingerprint={node.fingerprint} />)}
+      </Fetched>
+    </Panel>
+  );
+}
