@@ -11,11 +11,13 @@ from django.contrib.staticfiles import finders
 from django.contrib.staticfiles.handlers import ASGIStaticFilesHandler
 from django.contrib.staticfiles.views import serve
 from django.core.exceptions import SuspiciousOperation
-from django.http import FileResponse, Http404, HttpRequest, HttpResponse
+from django.http import FileResponse, Http404, HttpRequest, HttpResponse, HttpResponseNotAllowed
+from django.http.response import HttpResponseBase
 from django.utils.cache import patch_vary_headers
 
 HASHED = "ui/assets/"
 """Where files with hashed names lie, under `/static/`."""
+_READING = ("GET", "HEAD")
 _FOR_EVER = "public, max-age=31536000, immutable"
 _GZIP = re.compile(r"(^|,)\s*gzip\s*(;\s*q=(?!0(\.0*)?\s*(,|$))[\d.]+\s*)?(,|$)", re.IGNORECASE)
 
@@ -23,8 +25,16 @@ _GZIP = re.compile(r"(^|,)\s*gzip\s*(;\s*q=(?!0(\.0*)?\s*(,|$))[\d.]+\s*)?(,|$)"
 class StaticFiles(ASGIStaticFilesHandler):
     """Django's handler; a path that leads out of the files, or can be no path, is as unknown as any other."""
 
+    async def get_response_async(self, request: HttpRequest) -> HttpResponseBase:
+        """The answer, whose type no browser guesses: Django's middleware is not on this way."""
+        answer: HttpResponseBase = await super().get_response_async(request)
+        answer["X-Content-Type-Options"] = "nosniff"
+        return answer
+
     def serve(self, request: HttpRequest) -> HttpResponse | FileResponse:
-        """The file, or Http404, which is all that the handler expects."""
+        """The file, or Http404, which is all that the handler expects; 405 for any other method."""
+        if request.method not in _READING:
+            return HttpResponseNotAllowed(_READING)
         path = posixpath.normpath(self.file_path(request.path))
         try:
             if not path.startswith(HASHED):

@@ -44,6 +44,10 @@ class Site(AdminSite):
             return _with_next(settings.PASSWORD_URL, wanted)
         return HttpResponseRedirect(settings.LOGIN_REDIRECT_URL)
 
+    def password_change(self, request: HttpRequest, extra_context: Any = None) -> Any:
+        """Sends the visitor to the page, which counts guesses at the present password."""
+        return HttpResponseRedirect(settings.PASSWORD_URL)
+
 
 def _with_next(page: str, wanted: str) -> HttpResponseRedirect:
     """To a page that leads on to `wanted`, a path of this host."""

@@ -1,5 +1,6 @@
 """The API document and its pages, for signed-in users; a browser without a session is sent to sign in."""
 
+import secrets
 from typing import Any
 from urllib.parse import urlencode
 
@@ -18,6 +19,7 @@ from rest_framework.views import APIView
 from nodes.api.auth import CHALLENGE, IsUser
 from nodes.api.envelopes import exception_handler
 from nodes.api.openapi import refusals
+from nodes.api.policy import CSP, policy
 from nodes.passwords import PasswordChangeRequired
 
 
@@ -45,6 +47,18 @@ class DocsView(SpectacularSwaggerView):
     """`/api/docs`: the interactive pages."""
 
     permission_classes = [IsUser]
+    template_name = "docs.html"
+
+    @extend_schema(exclude=True)
+    def get(self, request: Request, *args: Any, **kwargs: Any) -> Response:
+        """The library's page; the script that it writes into it carries the nonce of this answer."""
+        library: Any = super()  # untyped
+        answer: Response = library.get(request, *args, **kwargs)
+        nonce = secrets.token_urlsafe(16)
+        answer.data["nonce"] = nonce
+        answer[CSP] = policy(scripts=nonce, styles=nonce)
+        del answer["Cross-Origin-Opener-Policy"]  # it opens no window of others
+        return answer
 
     def handle_exception(self, exc: Exception) -> Any:
         """The page to sign in, or to change a generated password, for browsers; else the usual envelope."""

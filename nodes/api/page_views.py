@@ -14,11 +14,8 @@ from django.views.decorators.http import require_safe
 
 from localai_cluster import ui
 from nodes.api import envelopes
+from nodes.api.policy import CSP, policy
 
-_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self' 'nonce-{nonce}'; img-src 'self' data:; "
-    "font-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
-)
 _NOT_FOR_PEOPLE = ("/api/", "/v1/", "/ws/", "/static/", "/assets/", "/locales/", "/admin/")
 _NOT_BUILT = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>LocalAI Cluster</title></head>
@@ -43,7 +40,7 @@ def _page(request: HttpRequest, status: int) -> HttpResponseBase:
     else:
         answer = render(request, "app.html", {"build": build, "nonce": nonce}, status=status)
     answer["Cache-Control"] = "no-cache"
-    answer["Content-Security-Policy"] = _POLICY.format(nonce=nonce)
+    answer[CSP] = policy(styles=nonce)
     return answer
 
 
@@ -54,7 +51,7 @@ def not_found(request: HttpRequest, exception: Exception) -> HttpResponseBase:
         looks
         and ui.current()
         and request.content_type != "application/json"
-        and not request.path.startswith(_NOT_FOR_PEOPLE)
+        and not f"{request.path}/".startswith(_NOT_FOR_PEOPLE)
     ):
         return _page(request, 404)
     return envelopes.not_found(request, exception)

@@ -145,6 +145,7 @@ def test_without_a_build_it_says_what_to_run(no_build: Path, path: str) -> None:
     assert answer.status_code == 503
     assert "<code>make ui</code>" in answer.content.decode()
     assert answer["Cache-Control"] == "no-cache"
+    assert "script-src 'self';" in answer["Content-Security-Policy"]
     assert ui.build_id() == ""
 
 
