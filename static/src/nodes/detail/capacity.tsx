@@ -1,9 +1,10 @@
 // How much a node may take: replicas of one model, and VRAM. Edited in place; an administrator's value is marked
 // with who set it, and can be handed back to the worker.
-import type { ReactNode } from "react";
+import { useRef, type ReactNode } from "react";
 import type { UseQueryResult } from "@tanstack/react-query";
 import { call, client } from "../../api/client";
 import { bytes, count } from "../../lib/format";
+import { useChange } from "../../live/hooks";
 import type { LiveNode } from "../../live/messages";
 import { announce } from "../../ui/announce";
 import { Meter } from "../../ui/bars";
@@ -141,6 +142,9 @@ interface ValueProps {
 }
 
 function Value({ title, manual, override, back, handed, children }: ValueProps): ReactNode {
+  const note = useRef<HTMLParagraphElement>(null);
+  // The button that was pressed is gone: the focus goes to what came of it.
+  useChange(manual, () => note.current?.focus());
   return (
     <div className="nd-fact">
       <h3>{title}</h3>
@@ -163,7 +167,11 @@ function Value({ title, manual, override, back, handed, children }: ValueProps):
             </Button>
           )}
         </p>
-        {back.succeeded && !manual && <p className="muted">{handed}</p>}
+        {back.succeeded && !manual && (
+          <p ref={note} className="muted" tabIndex={-1}>
+            {handed}
+          </p>
+        )}
         {back.error !== null && <Problem error={back.error} onRetry={() => back.run(undefined)} onDismiss={back.forget} />}
       </div>
     </div>
