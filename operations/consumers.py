@@ -95,7 +95,7 @@ class Watching(AsyncWebsocketConsumer):
             try:
                 principal = await scope["principal_again"]()
             except DatabaseError as error:
-                log.warning("not known whether a socket may stay open: %s", type(error).__name__)
+                log.debug("not known whether a socket may stay open: %s", type(error).__name__)
                 continue
             refusal = refusal_of({**scope, "principal": principal})
             if refusal:

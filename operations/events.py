@@ -61,16 +61,20 @@ async def listen(*channels: str) -> AsyncIterator[tuple[str, str]]:
 
     ("", "") after each (re)connect, because news may have been missed.
     """
+    failing = False
     while True:
         try:
             async with await psycopg.AsyncConnection.connect(conninfo(), autocommit=True) as link:
                 for channel in channels:
                     await link.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
+                failing = False
                 yield "", ""
                 async for note in link.notifies():
                     yield note.channel, note.payload
         except (psycopg.OperationalError, psycopg.InterfaceError) as error:
-            log.warning("listening interrupted, again in %.0f s: %s", _RECONNECT_PAUSE, error)
+            if not failing:
+                log.warning("listening interrupted, trying every %.0f s: %s", _RECONNECT_PAUSE, error)
+            failing = True
             await asyncio.sleep(_RECONNECT_PAUSE)
 
 

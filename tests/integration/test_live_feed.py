@@ -19,7 +19,7 @@ from nodes.api.websockets import websocket_application
 from nodes.live import watch as watching
 from nodes.live.consumer import FeedConsumer
 from nodes.models import ApiKey, BackendNode, InitialPassword
-from operations import controllers, feed
+from operations import controllers, feed, hearing
 from operations import services as ledger
 from operations.models import Operation
 from operations.states import Event
@@ -325,6 +325,25 @@ async def test_a_defect_in_the_look_does_not_end_it(
     assert "nothing can be shown yet" in page.told("notices")[0]["notices"][0]["text"]
     await page.until(lambda: page.told("nodes.snapshot"))
     assert any("a look at the nodes failed" in line for line in caplog.messages)
+
+
+async def test_without_the_channel_layer_changes_come_from_the_rows(
+    tab: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Valkey is a hint: while it is away the feed is only later, and one line says so."""
+
+    def away() -> None:
+        raise ConnectionError("refused")
+
+    monkeypatch.setattr(hearing, "get_channel_layer", away)
+    monkeypatch.setattr(hearing, "_AGAIN", 0.01)
+    monkeypatch.setattr(FeedConsumer, "look_every", 0.05)
+    page = await (await tab()).greeted()
+    operation = await admit()
+    await page.until(lambda: str(operation.id) in page.operations)
+    await end()
+    await page.until(lambda: page.operations[str(operation.id)]["status"] == "failed")
+    assert sum("operations are not heard" in line for line in caplog.messages) == 1
 
 
 async def test_notices_come_and_go(tab: Open) -> None:

@@ -60,7 +60,7 @@ def dismiss(operation_id: Any) -> Any:
 
 @pytest.mark.rule("O52", "O53", "http-3.5")
 def test_a_dismissed_failure_leaves_every_list_and_tells_everybody() -> None:
-    """By job id; who and when are stored, so that a restart does not bring it back; again is fine."""
+    """D-DISMISS: by job id; who and when are stored, a restart does not bring it back; again is fine."""
     operation = failed()
     assert [entry["jobID"] for entry in listed()] == [str(operation.id)]
     before = feed.current_seq()
@@ -79,7 +79,7 @@ def test_a_dismissed_failure_leaves_every_list_and_tells_everybody() -> None:
 
 @pytest.mark.rule("O52", "http-3.5")
 def test_only_failures_are_dismissed() -> None:
-    """404 for an unknown id and for what is none; 409 names the status and hides nothing."""
+    """D-DISMISS: 404 for an unknown id and for what is none; 409 names the status and hides nothing."""
     for unknown in (uuid4(), "staging:m", "x"):
         answer = dismiss(unknown)
         assert (answer.status_code, answer.json()) == (404, {"error": "no operation has this id"})
@@ -116,7 +116,7 @@ def test_a_new_request_dismisses_the_failure_before_it() -> None:
 
 @pytest.mark.rule("O70")
 def test_several_nodes_add_up_to_one_progress() -> None:
-    """The mean over all targets, never back, never 100 before the last one ends; counts in words."""
+    """D-AGGREGATE: the mean over all targets, never back, no 100 before the last ends; counts in words."""
     targets = nodes(4)
     operation = claimed(targets=targets)
     first, second, third, fourth = (node for node, _ in targets)
@@ -212,7 +212,7 @@ def test_a_new_attempt_goes_on_where_the_ended_nodes_left_it() -> None:
 
 @pytest.mark.rule("O39", "O40", "O42", "O43", "http-3.2")
 def test_the_live_list_has_the_keys_of_the_reference() -> None:
-    """Always and only when known; by progress and then id; nothing cancelled, nothing clean."""
+    """D-LIST-PURE, D-MORE-OF-OPERATIONS: what is always there, what only when known; order; nothing clean."""
     node = (uuid4(), "gpu-0")
     running = claimed(key="a", node=node, targets=[node])
     services.progress(running.id, running.fence, Tick("downloading", "f", 5, 10, 50.5, "f", node[0]), now=NOW)
@@ -253,7 +253,7 @@ def test_the_live_list_has_the_keys_of_the_reference() -> None:
     ],
 )
 def test_task_types_are_four_words_in_lower_case(kind: str, task: str) -> None:
-    """O44."""
+    """D-TASK-TYPES; a cold load is `staging` in every phase (D-LOADS-LISTED)."""
     admit(kind=kind)
     assert [entry["taskType"] for entry in listed()] == [task]
 
@@ -263,7 +263,7 @@ def test_task_types_are_four_words_in_lower_case(kind: str, task: str) -> None:
     ("event", "status"), [(Event.WAIT, "waiting_for_nodes"), (Event.POSTPONE, "pending")]
 )
 def test_what_waits_is_listed_as_queued_with_its_reason(event: Event, status: str) -> None:
-    """Phase and flag say the same; the message is the reason, and the next look is told."""
+    """D-QUEUED: phase and flag say the same; the message is the reason, and the next look is told."""
     operation = claimed()
     assert (listed()[0]["isQueued"], "phase" in listed()[0]) == (False, False)
     until = NOW + timedelta(seconds=30)
