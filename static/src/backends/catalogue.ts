@@ -33,10 +33,10 @@ export function search(entries: readonly Entry[], wanted: Wanted): Entry[] {
     .sort((left, right) => rank(right, words) - rank(left, words));
 }
 
-/** Names before descriptions; otherwise the order stays. */
+/** Names before descriptions, what begins so before what contains it; otherwise the order stays. */
 function rank(entry: Entry, words: readonly string[]): number {
   const name = entry.name.toLowerCase();
-  return words.filter((word) => name.includes(word)).length;
+  return 2 * words.filter((word) => name.includes(word)).length + Number(words[0] !== undefined && name.startsWith(words[0]));
 }
 
 /** On how many nodes each backend is installed, by its name in lower case. */

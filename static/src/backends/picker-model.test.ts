@@ -62,7 +62,7 @@ describe("after the press", () => {
     const failed = install("gpu-1", { status: "failed", error: "no space left" });
     expect(progressOf(ACCEPTED, failed, undefined)).toMatchObject({ word: "Failed", detail: "no space left" });
     const error = new ApiError("too many requests", 429, "", "", 30);
-    expect(progressOf({ step: "refused", error }, undefined, undefined).detail).toBe("too many requests Try again in 30 s.");
+    expect(progressOf({ step: "refused", error }, undefined, undefined).detail).toBe("too many requests. Try again in 30 s.");
   });
 
   it("believes the record when the feed no longer tells of a job", () => {

@@ -86,7 +86,8 @@ function failed(word: string, detail: string): Progress {
 }
 
 function reasonOf(error: Error): string {
-  return error instanceof ApiError ? `${error.message} ${advice(error)}`.trim() : error.message;
+  const message = /[.!?]$/.test(error.message) ? error.message : `${error.message}.`;
+  return error instanceof ApiError ? `${message} ${advice(error)}`.trim() : message;
 }
 
 function live(operation: Operation): Progress {

@@ -140,10 +140,10 @@ function How({ row, progress, onRetry }: { row: Row; progress: Progress; onRetry
   const { operation, node } = row;
   return (
     <div className="stack how">
-      <div className="row">
+      <div className={`row ${progress.ended === "badly" ? "" : "wrap"}`}>
         <span className={`pill ${progress.tone}`}>{progress.word}</span>
         {progress.value !== null && <span className="how-percent">{progress.value}%</span>}
-        {progress.detail !== "" && <bdi className={progress.ended === "badly" ? "how-reason" : "name muted"}>{progress.detail}</bdi>}
+        {progress.detail !== "" && <bdi className={progress.ended === "badly" ? "how-reason" : "muted"}>{progress.detail}</bdi>}
         {operation !== undefined && progress.ended === "no" && stateOf(operation) === "waiting" && <NextLook operation={operation} />}
       </div>
       {progress.value !== null && <ProgressBar value={progress.value} name={`Installing on ${node.name}`} />}

@@ -160,7 +160,7 @@ function Footer({ rows, chosen, onInstall, onRetry, onClose }: FooterProps): Rea
   const going = asked.some((one) => one.ended === "no");
   return (
     <div className="picker-footer">
-      <div className="grow">
+      <div className="picker-said">
         {asked.length > 0 && <strong data-testid="picker-tally">{tally(asked)}</strong>} {chosen.length > 0 && <span>{plan(chosen)}</span>}
         <Stale />
       </div>
@@ -179,7 +179,7 @@ function plan(chosen: readonly Row[]): string {
   const parts = [
     [of("install"), "now"],
     [of("joins"), "under way already"],
-    [of("waits"), "when they return"],
+    [of("waits"), of("waits") === 1 ? "when it returns" : "when they return"],
   ] as const;
   const told = parts.filter(([number]) => number > 0).map(([number, words]) => `${number} ${words}`);
   return `${chosen.length} selected: ${told.join(", ")}`;

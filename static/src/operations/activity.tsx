@@ -1,6 +1,6 @@
 // The Activity page: what runs, what failed and waits for somebody, what has ended since the page was opened. An
 // address that ends in #job-… leads to that operation.
-import { useEffect, useMemo, useState, type ReactNode } from "react";
+import { memo, useCallback, useDeferredValue, useEffect, useMemo, useState, type ReactNode } from "react";
 import { Link, useLocation, useSearchParams } from "react-router";
 import { useLive } from "../live/hooks";
 import { isActive, needsAttention } from "../live/store";
@@ -17,10 +17,12 @@ import { useWork, type Work } from "./watch";
 const DRAWN = 50;
 
 export function ActivityPage(): ReactNode {
-  const work = useWork();
+  // Two hundred moving cards are drawn in the pauses: whoever types or presses comes first.
+  const work = useDeferredValue(useWork());
   const [query, setQuery] = useSearchParams();
   const show = showIn(query);
-  const choose = (next: Show) => setQuery(next === "all" ? {} : { show: next }, { replace: true });
+  const choose = useCallback((next: Show) => setQuery(next === "all" ? {} : { show: next }, { replace: true }), [setQuery]);
+  const all = useCallback(() => choose("all"), [choose]);
   const target = useTarget(work);
   return (
     <div className="activity">
@@ -32,7 +34,7 @@ export function ActivityPage(): ReactNode {
           </Button>
         ))}
       </div>
-      <Sections work={work} show={show} target={target} onAll={() => choose("all")} />
+      <Sections work={work} show={show} target={target} onAll={all} />
     </div>
   );
 }
@@ -67,7 +69,7 @@ interface SectionsProps {
   onAll: () => void;
 }
 
-function Sections({ work, show, target, onAll }: SectionsProps): ReactNode {
+const Sections = memo(function Sections({ work, show, target, onAll }: SectionsProps): ReactNode {
   const connection = useLive((state) => state.connection);
   const begun = useLive((state) => state.operationsSeq !== null);
   const wanted = useMemo(() => work.groups.filter((group) => shows(show, group.speaker)), [work.groups, show]);
@@ -93,7 +95,7 @@ function Sections({ work, show, target, onAll }: SectionsProps): ReactNode {
       </Section>
     </>
   );
-}
+});
 
 function sum(groups: readonly Group[], of: (group: Group) => number): number {
   return groups.reduce((total, group) => total + of(group), 0);

@@ -11,7 +11,7 @@ import { latestParts, underWay, type Group, type Part } from "./model";
 import type { Pace } from "./pace";
 import { NodeLink, Parts } from "./parts";
 import { hasBar, headline, looksAgain, what, where } from "./summary";
-import { noun, phrase, type State } from "./words";
+import { phrase, type State } from "./words";
 
 interface CardProps {
   group: Group;
@@ -46,9 +46,8 @@ export const FailureCard = memo(function FailureCard({ group, target }: CardProp
   const parts = latestParts(group.failed);
   const one = group.failed.length === 1;
   const title = phrase(group.speaker, "failed");
-  const at = one ? "" : `on ${count(group.failed.length, "node")}`;
   return (
-    <Card state="failed" title={title} speaker={group.speaker} parts={parts} jobs={group.failed} where={at}>
+    <Card state="failed" title={title} speaker={group.speaker} parts={parts} jobs={group.failed} where="">
       {one && <Reason operation={group.speaker} />}
       <FailureActions operations={group.failed} />
       {!one && <Parts parts={parts} name={group.name} target={target} />}
@@ -77,24 +76,47 @@ function Card({ state, title, speaker, parts, jobs, where: at, children }: Shell
         <h3 className="name" title={speaker.fullName}>
           {title} <bdi>{speaker.name}</bdi>
         </h3>
-        <span className="tag">{noun(speaker)}</span>
         {!alone && parts.length > 1 && <span className="tag">{count(parts.length, "node")}</span>}
       </div>
-      <div className="row wrap work-facts muted">
-        {alone ? <NodeLink part={part} /> : at !== "" && <span>{at}</span>}
-        <span className="row">
-          asked for by <bdi className="name">{actors(jobs)}</bdi>
-        </span>
-        <span>
-          <Ago at={jobs[0]?.createdAt} />
-        </span>
-        {alone && speaker.attempts > 0 && <span>{count(speaker.attempts, "attempt")} before</span>}
-        {alone && speaker.requestID !== "" && <CopyButton small text={speaker.requestID} label="Copy request id" />}
-      </div>
+      <Facts
+        nodeID={alone ? part.nodeID : null}
+        node={alone ? part.name : at}
+        actor={actors(jobs)}
+        since={jobs[0]?.createdAt ?? ""}
+        attempts={alone ? speaker.attempts : 0}
+        requestID={alone && state !== "failed" ? speaker.requestID : ""}
+      />
       {children}
     </article>
   );
 }
+
+interface FactsProps {
+  /** Null if it is on several nodes; `node` says then on how many. */
+  nodeID: string | null;
+  node: string;
+  actor: string;
+  since: string;
+  attempts: number;
+  requestID: string;
+}
+
+/** What does not change while it runs: where, who asked, since when. */
+const Facts = memo(function Facts({ nodeID, node, actor, since, attempts, requestID }: FactsProps): ReactNode {
+  return (
+    <div className="row wrap work-facts muted">
+      {nodeID !== null ? <NodeLink nodeID={nodeID} name={node} /> : node !== "" && <span>{node}</span>}
+      <span className="row">
+        asked for by <bdi className="name">{actor}</bdi>
+      </span>
+      <span>
+        <Ago at={since} />
+      </span>
+      {attempts > 0 && <span>{count(attempts, "attempt")} before</span>}
+      {requestID !== "" && <CopyButton small text={requestID} label="Copy request id" />}
+    </div>
+  );
+});
 
 function actors(jobs: readonly Operation[]): string {
   const names = [...new Set(jobs.map((job) => job.actor))];

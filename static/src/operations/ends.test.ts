@@ -1,5 +1,5 @@
 import { describe, expect, it } from "vitest";
-import { ends } from "./ends";
+import { ends, spoken } from "./ends";
 import { at, byJob, install } from "./fixtures";
 
 const running = install("gpu-1");
@@ -45,5 +45,14 @@ describe("ends", () => {
     const after = byJob(completed);
     expect(ends(after, new Map(after))).toEqual([]);
     expect(ends(after, byJob(install("gpu-1", { status: "completed", seq: 99 })))).toEqual([]);
+  });
+});
+
+describe("what is said aloud", () => {
+  it("is one saying for one moment, and not a worker's whole log", () => {
+    const end = (text: string) => ({ group: text, tone: "bad" as const, text });
+    expect(spoken([end("one"), end("two")])).toBe("one. two");
+    expect(spoken(["a", "b", "c", "d", "e"].map(end))).toBe("a. b. c. 2 more ended");
+    expect(spoken([end("x".repeat(5000))]).length).toBeLessThan(210);
   });
 });

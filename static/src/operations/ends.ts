@@ -65,3 +65,13 @@ function success(group: string, run: readonly Operation[]): End {
   const text = first === undefined ? "" : [phrase(first.job, "completed"), first.job.name, where].filter(Boolean).join(" ");
   return { group, tone: "good", text };
 }
+
+const SPOKEN = 3;
+const LONGEST = 200;
+
+/** Ends of one moment in one saying: the page's region holds one, and nobody listens to a worker's whole log. */
+export function spoken(told: readonly End[]): string {
+  const said = told.slice(0, SPOKEN).map(({ text }) => (text.length > LONGEST ? `${text.slice(0, LONGEST)}…` : text));
+  if (told.length > SPOKEN) said.push(`${told.length - SPOKEN} more ended`);
+  return said.join(". ");
+}

@@ -12,8 +12,11 @@ const GLYPHS: Partial<Record<State, IconName>> = { failed: "warning", completed:
 /** Turns while it runs, stands while it waits. */
 export function WorkGlyph({ state }: { state: State }): ReactNode {
   const icon = GLYPHS[state];
-  if (state === "running") return <span className="spinner" aria-hidden="true" />;
-  return <span className={`work-glyph ${state}`}>{icon === undefined ? <span className="work-dot" aria-hidden="true" /> : <Icon name={icon} />}</span>;
+  return (
+    <span className={`work-glyph ${state}`} aria-hidden="true">
+      {icon !== undefined ? <Icon name={icon} /> : <span className={state === "running" ? "spinner" : "work-dot"} />}
+    </span>
+  );
 }
 
 /** "1.2 GiB / 4 GiB · 30 MiB/s · 2 min left"; what is not known is left out. */

@@ -150,6 +150,7 @@ export function latestParts(run: readonly Operation[]): Part[] {
 export function partsOf(operation: Operation): Part[] {
   const state = stateOf(operation);
   if (operation.nodes === undefined || operation.nodes.length === 0) return [wholePart(operation, state)];
+  const alone = operation.nodes.length === 1 ? operation : undefined;
   return operation.nodes.map((target) => ({
     id: target.node_id,
     nodeID: target.node_id,
@@ -160,8 +161,8 @@ export function partsOf(operation: Operation): Part[] {
     file: target.file_name ?? "",
     phase: target.phase ?? "",
     error: target.error ?? "",
-    current: target.current_bytes ?? 0,
-    total: target.total_bytes ?? 0,
+    current: target.current_bytes ?? alone?.currentBytes ?? 0,
+    total: target.total_bytes ?? alone?.totalBytes ?? 0,
   }));
 }
 

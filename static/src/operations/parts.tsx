@@ -49,21 +49,20 @@ const PartLine = memo(function PartLine({ part, name }: { part: Part; name: stri
     <li id={`job-${part.job.jobID}`} tabIndex={-1} className="part">
       <div className="part-line">
         {part.status === "waiting" ? <span className="pill warn">waiting</span> : <StatusPill status={part.status} />}
-        <NodeLink part={part} />
-        <PartFile part={part} />
+        <NodeLink nodeID={part.nodeID} name={part.name} />
+        {failed ? <FailureActions operations={[part.job]} small /> : <PartFile part={part} />}
         <PartFigures part={part} name={name} />
       </div>
       {failed && <Reason operation={part.job} />}
-      {failed && <FailureActions operations={[part.job]} small />}
     </li>
   );
 }, equal);
 
-export function NodeLink({ part }: { part: Part }): ReactNode {
-  if (part.nodeID === "") return <span className="muted">no node yet</span>;
+export function NodeLink({ nodeID, name }: { nodeID: string; name: string }): ReactNode {
+  if (nodeID === "") return <span className="muted">no node yet</span>;
   return (
-    <Link className="name part-node" to={`/app/nodes/${part.nodeID}`} title={part.name}>
-      {part.name === "" ? part.nodeID : part.name}
+    <Link className="name part-node" to={`/app/nodes/${nodeID}`} title={name}>
+      {name === "" ? nodeID : name}
     </Link>
   );
 }

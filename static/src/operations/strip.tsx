@@ -9,6 +9,7 @@ import { Button, IconButton } from "../ui/button";
 import { Icon } from "../ui/icons";
 import { Problem } from "../ui/problem";
 import { dismiss, inTurn } from "./calls";
+import { spoken } from "./ends";
 import { figures, NextLook, WorkGlyph } from "./lines";
 import type { Group } from "./model";
 import "./operations.css";
@@ -30,9 +31,10 @@ function useEnds(): string {
   const [success, setSuccess] = useState("");
   useEffect(
     () =>
-      watch.onEnd((end) => {
-        announce(end.text);
-        if (end.tone === "good") setSuccess(end.text);
+      watch.onEnds((told) => {
+        announce(spoken(told));
+        const good = told.findLast((end) => end.tone === "good");
+        if (good !== undefined) setSuccess(good.text);
       }),
     [watch],
   );

@@ -26,7 +26,7 @@ export class Watch {
   private begun = false;
   private readonly paces = new Paces();
   private readonly listeners = new Set<() => void>();
-  private readonly enders = new Set<(end: End) => void>();
+  private readonly enders = new Set<(told: readonly End[]) => void>();
   private timer: ReturnType<typeof setTimeout> | undefined;
   private lastLook = 0;
   private stop: () => void = () => undefined;
@@ -44,8 +44,8 @@ export class Watch {
     };
   };
 
-  /** Calls `listener` once for each end while somebody looks. */
-  readonly onEnd = (listener: (end: End) => void): (() => void) => {
+  /** Calls `listener` with what has ended, each end once, while somebody looks. */
+  readonly onEnds = (listener: (told: readonly End[]) => void): (() => void) => {
     this.enders.add(listener);
     return () => this.enders.delete(listener);
   };
@@ -78,7 +78,8 @@ export class Watch {
     const found = groups(operations.values(), known);
     this.work = { operations, groups: found, paces: this.measured(found, now) };
     for (const listener of this.listeners) listener();
-    for (const end of ends(before, operations)) for (const ender of this.enders) ender(end);
+    const told = ends(before, operations);
+    if (told.length > 0) for (const ender of this.enders) ender(told);
     if (found.some((group) => group.active.length > 0)) this.timer = setTimeout(() => this.look(), LOOK_MS);
   }
 

@@ -71,6 +71,7 @@ export function phaseOf(operation: Operation): string {
   const state = stateOf(operation);
   if (state === "queued") return "waits for a free controller";
   if (state === "waiting") return operation.message;
-  if (operation.phase !== undefined && operation.phase !== "") return operation.phase.replaceAll("_", " ");
+  // A phase of "queued" is what it had before it was taken up.
+  if (operation.phase !== undefined && !["", "queued"].includes(operation.phase)) return operation.phase.replaceAll("_", " ");
   return "waits for the installer";
 }
