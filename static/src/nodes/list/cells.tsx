@@ -107,8 +107,8 @@ function Model({ model }: { model: LiveModel }): ReactNode {
   );
 }
 
-/** The name is there already, and the node's page shows the cap. */
-const SAID_ELSEWHERE = new Set(["node.name", "node.replica-slots"]);
+/** Name and vendor are there already, and the node's page shows the cap. */
+const SAID_ELSEWHERE = new Set(["node.name", "node.replica-slots", "gpu.vendor"]);
 
 export function Labels({ node, most = CHIPS }: { node: LiveNode; most?: number }): ReactNode {
   const labels = Object.entries(node.labels).filter(([key]) => !SAID_ELSEWHERE.has(key));

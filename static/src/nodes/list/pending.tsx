@@ -1,5 +1,5 @@
 // Workers that wait for an approval, on top of everything: what an approver needs of each, and the risk in words.
-import { memo, useMemo, useState, type ReactNode } from "react";
+import { memo, useLayoutEffect, useMemo, useRef, useState, type ReactNode, type RefObject } from "react";
 import { count } from "../../lib/format";
 import type { LiveNode } from "../../live/messages";
 import { Button } from "../../ui/button";
@@ -56,8 +56,10 @@ export const Pending = memo(function Pending({ nodes, onAct }: PendingProps): Re
 
 const PendingCard = memo(function PendingCard({ node, onAct }: { node: LiveNode; onAct: PendingProps["onAct"] }): ReactNode {
   const nodes = [node];
+  const card = useRef<HTMLLIElement>(null);
+  useFocusHandedOn(card);
   return (
-    <li className="pinned-card stack" data-testid={`pending-${node.id}`}>
+    <li ref={card} className="pinned-card stack" data-testid={`pending-${node.id}`}>
       <h3 className="name" title={node.name}>
         <bdi>{node.name}</bdi>
       </h3>
@@ -79,3 +81,13 @@ const PendingCard = memo(function PendingCard({ node, onAct }: { node: LiveNode;
     </li>
   );
 });
+
+/** A card that goes with the focus in it, because its node was approved, gives the focus to the page. */
+function useFocusHandedOn(card: RefObject<HTMLElement | null>): void {
+  useLayoutEffect(() => {
+    const element = card.current;
+    return () => {
+      if (element?.contains(document.activeElement) === true) document.getElementById("main")?.focus({ preventScroll: true });
+    };
+  }, [card]);
+}

@@ -10,7 +10,7 @@ import * as verbs from "./verbs";
 
 /** Lets pending nodes in, by the fingerprint that is shown. */
 export function ApproveDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
-  const alone = nodes.length === 1 ? nodes[0] : undefined;
+  const alone = nodes.length === 1;
   const details = (node: LiveNode) =>
     node.weak_identity ? <span className="pill warn">shared token only</span> : <code>{grouped(node.fingerprint)}</code>;
   return (
@@ -20,12 +20,20 @@ export function ApproveDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
       nodes={nodes}
       onClose={onClose}
       refuse={(node) => verbs.refusal("approve", node)}
-      {...(alone === undefined ? { details } : {})}
+      {...(alone ? {} : { details })}
       work={async (node) => (await verbs.approve(node.id, node.fingerprint)).api_token}
     >
-      {alone !== undefined && <IdentityFacts node={alone} />}
-      {alone !== undefined ? <Risk node={alone} /> : <Risks nodes={nodes} />}
+      {(seen) => (alone ? seen.map((node) => <Alone key={node.id} node={node} />) : <Risks nodes={seen} />)}
     </VerbDialog>
+  );
+}
+
+function Alone({ node }: { node: LiveNode }): ReactNode {
+  return (
+    <>
+      <IdentityFacts node={node} />
+      <Risk node={node} />
+    </>
   );
 }
 

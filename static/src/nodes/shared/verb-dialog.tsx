@@ -32,8 +32,8 @@ interface VerbDialogProps extends NodesDialogProps {
   problem?: string;
   /** Beside a node's name before it is asked. */
   details?: (node: LiveNode) => ReactNode;
-  /** What can be said once, under the list: what will happen, and the fields. */
-  children: ReactNode;
+  /** What is said once, under the list: what will happen, and the fields. A function gets the nodes as named. */
+  children: ReactNode | ((nodes: readonly LiveNode[]) => ReactNode);
   /** Asks the server; a text as the answer is shown, this once. */
   work: Work<LiveNode>;
 }
@@ -49,10 +49,11 @@ export function VerbDialog(props: VerbDialogProps): ReactNode {
   const bulk = useBulk<LiveNode>();
   const fit = nodes.filter((node) => refuse(node) === "");
   const run = async (chosen: readonly LiveNode[]) => {
-    if (asked.length === 0) setAsked(chosen);
+    const all = asked.length === 0 ? chosen : asked;
+    setAsked(all);
     const outcomes = await bulk.start(chosen, props.work);
     announce(summary(outcomes, done));
-    if (chosen.length === 1 && [...outcomes.values()].every(isSilentSuccess)) onClose();
+    if (all.length === 1 && [...outcomes.values()].every(isSilentSuccess)) onClose();
   };
   const lookAgain = () => {
     const known = store.read().nodes;
@@ -112,7 +113,7 @@ function Question(props: QuestionProps): ReactNode {
           <Names nodes={left} said={(node) => <span className="muted">{refuse(node)}</span>} />
         </section>
       )}
-      {props.children}
+      {typeof props.children === "function" ? props.children(nodes) : props.children}
       <div className="row wrap">
         <Button type="submit" kind={danger ? "danger" : "primary"} refusal={why}>
           {action} {nodes.length > 1 && count(fit.length, "node")}
