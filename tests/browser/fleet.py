@@ -4,6 +4,7 @@ Worker `fine` copies as fast as it can, `slow` at a set rate, `failing` has no a
 `mend` gives it. Nodes are approved by hand, so that a test can do it in the browser.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -17,6 +18,7 @@ from localai_cluster import procs
 from tests.conftest import eventually
 from tests.support.cluster import ADMIN, Cluster, Process, running_cluster
 
+GALLERY = "gallery/index.yaml"
 USER, PASSWORD = "admin", "a-password-for-browsers-only"
 BACKEND_BYTES = 12_000_000
 SLOW_RATE = 4_000_000
@@ -25,6 +27,8 @@ BACKENDS = (
     "rolling", "closing", "cutting", "striped", "doomed", "quick", "restarted", "blocked", "calm",
 )  # fmt: skip
 """One for each test that installs something, so that none meets another's."""
+PICTURED = ("llama-cpp", "vllm", "whisper", "piper")
+"""Those that pictures show."""
 WORKERS = ("fine", "slow", "failing")
 
 Cookies = Sequence[Any]
@@ -36,7 +40,8 @@ class Fleet:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self.gallery = write_gallery(cluster.home / "backends-to-install", cluster.gallery)
+        self.sources = cluster.home / "engines"
+        self.gallery = write_gallery(cluster.home / GALLERY, self.sources, cluster.gallery)
         self.webs: list[Process] = []
         self.workers: dict[str, Process] = {}
         cluster.manage("bootstrap", CLUSTER_ADMIN_PASSWORD=PASSWORD)
@@ -54,7 +59,8 @@ class Fleet:
 
     def worker(self, name: str) -> Process:
         """A worker of that name, registered."""
-        roots = self._locked if name == "failing" else f"{self.gallery.parent}:{self.cluster.gallery}"
+        sources = self._locked if name == "failing" else self.sources
+        roots = f"{self.gallery.parent}:{sources}:{self.cluster.gallery}"
         more = {
             "LOCALAI_HEARTBEAT_INTERVAL": "1s",
             "LOCALAI_WORKER_SOURCE_ROOTS": str(roots),
@@ -72,7 +78,7 @@ class Fleet:
 
     def mend(self) -> None:
         """Gives the failing worker what it lacked."""
-        self._point(self.gallery.parent)
+        self._point(self.sources)
 
     def unmend(self) -> None:
         """And takes it away again."""
@@ -144,11 +150,11 @@ class Fleet:
         )
 
 
-def write_gallery(folder: Path, other: Path) -> Path:
-    """A gallery of small backends beside the example engine; answers its index."""
-    folder.mkdir()
+def write_gallery(index: Path, folder: Path, other: Path) -> Path:
+    """A gallery of small backends under `folder` beside the example engine; answers its index."""
+    index.parent.mkdir()
     entries = []
-    for name in BACKENDS:
+    for name in (*BACKENDS, *PICTURED):
         place = folder / name
         (place / "lib").mkdir(parents=True)
         (place / "run.sh").write_text("#!/bin/sh\nexit 1\n")
@@ -159,7 +165,6 @@ def write_gallery(folder: Path, other: Path) -> Path:
     entries.append(
         {"name": "echo", "uri": str(other / "echo"), "version": "1.0.0", "description": "Answers."}
     )
-    index = folder / "index.yaml"
     index.write_text(yaml.safe_dump(entries, sort_keys=False))
     return index
 
@@ -170,11 +175,8 @@ def running_fleet(
 ) -> Iterator[Fleet]:
     """A cluster with these parts; gone afterwards."""
     with running_cluster(LOCALAI_AUTO_APPROVE_NODES="false", **more) as cluster:
-        index = cluster.home / "backends-to-install" / "index.yaml"
-        cluster.extra = {
-            **cluster.extra,
-            "LOCALAI_BACKEND_GALLERIES": f'[{{"name": "local", "url": "{index.as_uri()}"}}]',
-        }
+        galleries = [{"name": "local", "url": (cluster.home / GALLERY).as_uri()}]
+        cluster.extra = {**cluster.extra, "LOCALAI_BACKEND_GALLERIES": json.dumps(galleries)}
         fleet = Fleet(cluster)
         fleet.start(webs, workers)
         if tasks:
@@ -183,9 +185,10 @@ def running_fleet(
 
 
 @contextmanager
-def seeded(cluster: Cluster, nodes: int, operations: int, seconds: float) -> Iterator[None]:
+def seeded(cluster: Cluster, nodes: int, operations: int, seconds: float, *more: str) -> Iterator[None]:
     """Writes that many nodes and operations and keeps them moving until the end of the block."""
     words = ["--nodes", str(nodes), "--operations", str(operations), "--seconds", str(seconds), "--force"]
+    words += more
     process = cluster.spawn("seeding", "-m", "tests.support.seeding", *words, env={"LOG_LEVEL": "WARNING"})
 
     def there() -> bool:

@@ -34,6 +34,22 @@ def test_leads_back_to_where_one_wanted_to_go(stranger: Screen) -> None:
     expect(page.get_by_role("navigation", name="Main")).to_be_visible()
 
 
+@pytest.mark.rule("UI-0.2", "UI-9.11")
+@pytest.mark.parametrize("path", ["/admin/nodes/backendnode/?q=w", "/api/docs"])
+def test_leads_back_to_the_other_pages_of_the_server(stranger: Screen, path: str) -> None:
+    page = stranger.go(path)
+    expect(page).to_have_url(re.compile(r"/login\?next="))
+    sign_in(page, USER, PASSWORD)
+    expect(page).to_have_url(stranger.url + path)
+    expect(page.locator("#swagger-ui .opblock, #result_list").first).to_be_visible()
+
+
+def test_leads_nobody_to_another_host(stranger: Screen) -> None:
+    page = stranger.go("/login?next=//evil.example/admin/")
+    sign_in(page, USER, PASSWORD)
+    expect(page).to_have_url(stranger.url + "/app/nodes")
+
+
 @pytest.mark.rule("http-5.4", "UI-9.5")
 def test_a_wrong_password_keeps_the_name_and_says_so(stranger: Screen) -> None:
     stranger.expect(REFUSED)
@@ -79,3 +95,16 @@ def test_one_who_is_no_admin_is_told_so(stranger: Screen, fleet: Fleet) -> None:
     sign_in(page, "dora", "a-reader-only-51")
     expect(page.get_by_role("heading", name="For administrators")).to_be_visible()
     expect(page.get_by_role("button", name="Sign out")).to_be_visible()
+
+
+@pytest.mark.rule("http-5.4")
+def test_the_admin_leads_back_over_a_generated_password(stranger: Screen, fleet: Fleet) -> None:
+    make_user(fleet.cluster, "emma", "generated-once-9a20", generated=True)
+    page = stranger.go("/admin/")
+    sign_in(page, "emma", "generated-once-9a20")
+    expect(page).to_have_url(re.compile(r"/app/password\?next=%2Fadmin%2F$"))
+    page.get_by_label("Present password").fill("generated-once-9a20")
+    page.get_by_label("New password", exact=True).fill("chosen-by-emma-41")
+    page.get_by_label("New password again").fill("chosen-by-emma-41")
+    page.get_by_role("button", name="Change password").click()
+    expect(page).to_have_url(stranger.url + "/admin/")

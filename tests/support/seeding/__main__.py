@@ -24,6 +24,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--operations", type=int, default=0, help="operations that move")
     parser.add_argument("--seconds", type=float, default=0.0, help="how long everything keeps moving")
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--tame", action="store_true", help="no hostile names, for pictures")
     parser.add_argument("--force", action="store_true", help="write beside nodes that are there")
     return parser.parse_args()
 
@@ -43,7 +44,7 @@ def main() -> int:
         print("there are nodes in this database already; --force writes beside them", file=sys.stderr)
         return 1
     random = Random(asked.seed)
-    ids = nodes.write(asked.nodes, random, clock.now())
+    ids = nodes.write(asked.nodes, random, clock.now(), tame=asked.tame)
     healthy = BackendNode.objects.filter(pk__in=ids, status="healthy").order_by("name")
     places = [(pk, name) for pk, name in healthy.values_list("id", "name")[:PLACES]]
     lanes = work.lanes(asked.operations, places, random)

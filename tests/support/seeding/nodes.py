@@ -56,17 +56,18 @@ BACKENDS = ("llama-cpp", "vllm", "whisper", "transformers", "stablediffusion", "
 SITES = ("berlin", "frankfurt", "oslo", "porto")
 
 
-def names(count: int) -> Iterator[tuple[str, Hardware]]:
-    """The hostile names first, then ordinary ones; each with its kind of machine."""
+def names(count: int, *, tame: bool = False) -> Iterator[tuple[str, Hardware]]:
+    """Hostile names first unless all shall be `tame`, then ordinary ones; each with its kind of machine."""
+    harmful = 0 if tame else min(len(hostile.NAMES), count // 4)
     for number in range(count):
         kind = FLEET[number % len(FLEET)]
-        ordinary = f"{kind.prefix}-{number:03d}"
-        yield (hostile.NAMES[number] if number < min(len(hostile.NAMES), count // 4) else ordinary), kind
+        yield (hostile.NAMES[number] if number < harmful else f"{kind.prefix}-{number:03d}"), kind
 
 
-def write(count: int, random: Random, now: datetime) -> list[UUID]:
+def write(count: int, random: Random, now: datetime, *, tame: bool = False) -> list[UUID]:
     """Makes that many nodes with labels, replicas and backends; answers their ids in the order made."""
-    rows = [_row(number, name, kind, random, now) for number, (name, kind) in enumerate(names(count))]
+    named = enumerate(names(count, tame=tame))
+    rows = [_row(number, name, kind, random, now) for number, (name, kind) in named]
     with transaction.atomic():
         BackendNode.objects.bulk_create(rows)
         NodeLabel.objects.bulk_create([label for row in rows for label in _labels(row, random)])
@@ -88,7 +89,8 @@ def _row(number: int, name: str, kind: Hardware, random: Random, now: datetime) 
         source_address=f"10.{number // 200}.{number % 200}.7",
         approved_at=None if pending else now - timedelta(days=random.randint(1, 90)),
         approved_by="" if pending else "anna",
-        created_at=now - timedelta(days=random.randint(90, 200)),
+        created_at=now
+        - timedelta(minutes=random.randint(1, 50) if pending else random.randint(130_000, 290_000)),
         last_heartbeat=now - timedelta(seconds=random.uniform(0, BEAT_EVERY)),
         total_vram=kind.vram * GIB,
         available_vram=int(kind.vram * GIB * random.uniform(0.05, 0.95)),

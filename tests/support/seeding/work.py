@@ -90,7 +90,7 @@ def begin(lane: Lane, random: Random, now: datetime) -> None:
                 Event.WAIT,
                 now=now,
                 until=now + timedelta(hours=1),
-                reason="node gpu-a100-014 is offline",
+                reason=f"node {lane.request.node[1] if lane.request.node else 'arc-004'} is offline",
             )
             lane.operation = None
     lane.done, lane.ended = random.uniform(0, 0.5), []

@@ -1,0 +1,156 @@
+"""`make shots`: the pictures of README and docs, taken of the running product.
+
+Three real workers and three hundred seeded nodes, wide and narrow, light and dark. Every picture is small
+enough to be kept with the sources; one that is not is named, and the command fails.
+"""
+
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.browser import install
+from tests.browser.conftest import ARGUMENTS
+from tests.browser.fleet import PICTURED, WORKERS, Cookies, Fleet, running_fleet, seeded, sign_in
+from tests.browser.screen import settings
+from tests.support.cluster import ROOT
+
+PICTURES = ROOT / "docs" / "pictures"
+NODES, OPERATIONS, SECONDS = 300, 60, 900
+LARGEST = 250_000
+"""Bytes of one picture."""
+WIDE = {"width": 1400, "height": 700}
+PATIENCE = 20_000
+HOW = [(narrow, dark) for narrow in (False, True) for dark in (False, True)]
+
+Prepare = Callable[[Page, Fleet], None]
+
+
+def plain(page: Page, fleet: Fleet) -> None:
+    """The page as it opens."""
+
+
+def opened_strip(page: Page, fleet: Fleet) -> None:
+    """The strip opened to its list."""
+    page.get_by_role("button", name="Show every operation").click()
+
+
+def scrolled(page: Page, fleet: Fleet) -> None:
+    """The list itself, below what is pinned."""
+    page.get_by_role("search", name="Nodes").scroll_into_view_if_needed()
+    page.evaluate(
+        "document.querySelector('[role=search]').scrollIntoView({ block: 'start' }); scrollBy(0, -120)"
+    )
+
+
+def picker(page: Page, fleet: Fleet) -> None:
+    """The picker with an install under way on three nodes; another backend each time."""
+    backend = next(name for name in PICTURED if not on_fine(fleet, name))
+    page.get_by_role("button", name=f"Install {backend}…").click()
+    dialog = page.get_by_role("dialog")
+    for name in WORKERS:
+        dialog.get_by_role("searchbox").fill(name)
+        dialog.get_by_role("checkbox", name=f"Select {name}", exact=True).check()
+    dialog.get_by_role("searchbox").fill("")
+    dialog.get_by_role("button", name="Install on 3 nodes").click()
+    expect(dialog.get_by_role("progressbar", name="Installing on slow")).to_be_visible()
+    expect(dialog.get_by_role("button", name="Retry failing")).to_be_visible()
+
+
+def on_fine(fleet: Fleet, backend: str) -> bool:
+    """Whether an earlier picture has installed it."""
+    found = fleet.get(f"/api/nodes/{fleet.id('fine')}/backends").json()
+    return any(row["name"] == backend for row in found)
+
+
+def search(page: Page, fleet: Fleet) -> None:
+    """The search with something in it."""
+    page.keyboard.press("Control+k")
+    page.get_by_role("combobox", name="Search").fill("a100")
+    expect(page.get_by_role("option").first).to_be_visible()
+
+
+SCREENS: tuple[tuple[str, str, Prepare], ...] = (
+    ("nodes-waiting", "/app/nodes", plain),
+    ("nodes", "/app/nodes", scrolled),
+    ("nodes-filtered", "/app/nodes?q=gpu%3Anvidia&state=draining,unhealthy,offline", scrolled),
+    ("activity", "/app/activity", opened_strip),
+    ("picker", "/app/backends", picker),
+    ("search", "/app/nodes", search),
+)
+
+
+def shoot(page: Page, name: str) -> Path:
+    """Takes the picture once nothing loads any more."""
+    expect(page.get_by_text(re.compile(r"^\s*Loading .*…$"))).to_have_count(0)
+    path = PICTURES / f"{name}.png"
+    page.screenshot(path=path, animations="disabled", caret="hide")
+    return path
+
+
+def show(page: Page, fleet: Fleet, path: str) -> None:
+    """Opens a page to the end."""
+    page.goto(fleet.webs[0].url + path)
+    expect(page.get_by_test_id("connection")).to_have_text("Live")
+    expect(page.get_by_role("heading", level=1)).to_be_visible()
+
+
+def busy_node(fleet: Fleet) -> str:
+    """The id of a seeded node on which much runs."""
+    found = [node for node in fleet.get("/api/nodes").json() if node["status"] == "healthy"]
+    most = max(found, key=lambda node: (node["model_count"], node["in_flight_count"], node["name"]))
+    return str(most["id"])
+
+
+def take(browser: Browser, fleet: Fleet, cookies: Cookies, narrow: bool, dark: bool) -> Iterator[Path]:
+    """Every screen in one size and theme."""
+    suffix = f"{390 if narrow else 1400}-{'dark' if dark else 'light'}"
+    how = settings(narrow=narrow, dark=dark, still=True)
+    context = browser.new_context(**how | ({} if narrow else {"viewport": WIDE}))
+    context.set_default_timeout(PATIENCE)
+    page = context.new_page()
+    page.goto(f"{fleet.webs[0].url}/login")
+    expect(page.get_by_label("Password")).to_be_visible()
+    yield shoot(page, f"sign-in-{suffix}")
+    context.add_cookies(cookies)
+    # Opened first and looked at last: its memory is drawn since it was opened.
+    node = context.new_page()
+    show(node, fleet, f"/app/nodes/{busy_node(fleet)}")
+    for name, path, prepare in SCREENS:
+        show(page, fleet, path)
+        prepare(page, fleet)
+        yield shoot(page, f"{name}-{suffix}")
+    node.bring_to_front()
+    yield shoot(node, f"node-{suffix}")
+    context.close()
+
+
+def main() -> int:
+    """The command; 1 without a browser, or if a picture is too large."""
+    program = install.chromium()
+    if not program:
+        print(install.LEFT_OUT)
+        return 1
+    shutil.rmtree(PICTURES, ignore_errors=True)
+    PICTURES.mkdir(parents=True)
+    expect.set_options(timeout=PATIENCE)
+    with (
+        running_fleet(webs=1) as fleet,
+        seeded(fleet.cluster, NODES, OPERATIONS, SECONDS, "--tame"),
+        sync_playwright() as playwright,
+    ):
+        browser = playwright.chromium.launch(executable_path=program, args=ARGUMENTS)
+        cookies = sign_in(fleet.webs[0].url)
+        taken = [path for narrow, dark in HOW for path in take(browser, fleet, cookies, narrow, dark)]
+        browser.close()
+    for path in taken:
+        size = path.stat().st_size
+        print(f"{path.relative_to(ROOT)} {size // 1024} kB{' TOO LARGE' if size > LARGEST else ''}")
+    return int(any(path.stat().st_size > LARGEST for path in taken))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
