@@ -17,12 +17,14 @@ import { lazyPage } from "./ui/lazy";
 const queries = new QueryClient({
   defaultOptions: {
     queries: {
+      // Without a network a request fails at once and says so; it does not wait unseen for the network.
+      networkMode: "always",
       // The feed says when something has changed; nothing is fetched again for the sake of it.
       staleTime: 30_000,
       refetchOnWindowFocus: false,
       retry: (failures, error) => failures < 2 && error instanceof ApiError && (error.status === 0 || error.status >= 500),
     },
-    mutations: { retry: false },
+    mutations: { retry: false, networkMode: "always" },
   },
 });
 

@@ -70,7 +70,7 @@ interface ConfirmProps {
 
 /** Asks before something happens; stays open while it runs and shows why it failed. */
 export function Confirm(props: ConfirmProps): ReactNode {
-  const cancel = useRef<HTMLButtonElement>(null);
+  const first = useRef<HTMLElement>(null);
   const focus = useReturnFocus();
   const { open, onClose, title, danger = false, error = null } = props;
   return (
@@ -82,9 +82,9 @@ export function Confirm(props: ConfirmProps): ReactNode {
           onCloseAutoFocus={focus.onCloseAutoFocus}
           onOpenAutoFocus={(event) => {
             focus.onOpenAutoFocus();
-            if (!danger || props.typed !== undefined) return;
+            // Radix would focus its own Cancel, which is not used here.
             event.preventDefault();
-            cancel.current?.focus();
+            first.current?.focus();
           }}
         >
           <AlertDialog.Title>
@@ -95,15 +95,20 @@ export function Confirm(props: ConfirmProps): ReactNode {
             <div className="stack">{props.children}</div>
           </AlertDialog.Description>
           {error !== null && <Problem error={error} />}
-          <Answer {...props} cancel={cancel} />
+          <Answer {...props} first={first} />
         </AlertDialog.Content>
       </AlertDialog.Portal>
     </AlertDialog.Root>
   );
 }
 
-function Answer(props: ConfirmProps & { cancel: RefObject<HTMLButtonElement | null> }): ReactNode {
-  const { typed, danger = false, busy = false, action, onConfirm, onClose, cancel } = props;
+/** The buttons, and the word to type. `first` is where the focus starts: the field, else the safe answer. */
+function Answer(props: ConfirmProps & { first: RefObject<HTMLElement | null> }): ReactNode {
+  const { typed, danger = false, busy = false, action, onConfirm, onClose, first } = props;
+  const start = typed !== undefined ? "field" : danger ? "cancel" : "action";
+  const hold = (part: typeof start) => (element: HTMLElement | null) => {
+    if (part === start) first.current = element;
+  };
   const [text, setText] = useState("");
   const id = useId();
   const refusal = typed !== undefined && text !== typed ? `Type ${typed} first` : "";
@@ -118,14 +123,14 @@ function Answer(props: ConfirmProps & { cancel: RefObject<HTMLButtonElement | nu
           <span>
             Type <code className="name">{typed}</code> to confirm
           </span>
-          <input id={id} className="input" value={text} autoComplete="off" onChange={(event) => setText(event.target.value)} />
+          <input ref={hold("field")} id={id} className="input" value={text} autoComplete="off" onChange={(event) => setText(event.target.value)} />
         </label>
       )}
       <div className="row wrap">
-        <Button type="submit" kind={danger ? "danger" : "primary"} busy={busy} refusal={refusal}>
+        <Button ref={hold("action")} type="submit" kind={danger ? "danger" : "primary"} busy={busy} refusal={refusal}>
           {action}
         </Button>
-        <Button ref={cancel} onClick={onClose}>
+        <Button ref={hold("cancel")} onClick={onClose}>
           Cancel
         </Button>
       </div>
