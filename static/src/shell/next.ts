@@ -1,18 +1,33 @@
-// Where to go after signing in: only to a path of this page, whatever the address says.
+// Where to go after signing in or choosing a password: to a path of this page, or to one of the server's other pages,
+// which the browser loads anew. Never to another host, whatever the address says.
 const HOME = "/app/nodes";
 
-/** The path, search and hash of `wanted` if this page has it, else the start page. */
-export function safeNext(wanted: string | null, origin: string): string {
-  if (wanted === null || !wanted.startsWith("/")) return HOME;
-  let url: URL;
+export interface Target {
+  path: string;
+  /** Not of this page: the browser has to load it. */
+  load: boolean;
+}
+
+/** Path, search and hash of `wanted` if it leads to a page for people on this host, else the start page. */
+export function safeNext(wanted: string | null, origin: string): Target {
+  const url = onHost(wanted, origin);
+  if (url === null) return { path: HOME, load: false };
+  const path = `${url.pathname}${url.search}${url.hash}`;
+  if (url.pathname === "/app" || url.pathname.startsWith("/app/")) return { path, load: false };
+  // A generated password is asked for there too: the server leads on from whatever it may not show yet.
+  if (url.pathname === "/api/docs" || url.pathname.startsWith("/admin/")) return { path, load: true };
+  return { path: HOME, load: false };
+}
+
+function onHost(wanted: string | null, origin: string): URL | null {
+  if (wanted === null || !wanted.startsWith("/")) return null;
   try {
     // As the browser would read it: `//host`, `/\host` and `/\t/host` are other hosts to it.
-    url = new URL(wanted, origin);
+    const url = new URL(wanted, origin);
+    return url.origin === origin ? url : null;
   } catch {
-    return HOME;
+    return null;
   }
-  const here = url.origin === origin && (url.pathname === "/app" || url.pathname.startsWith("/app/"));
-  return here ? `${url.pathname}${url.search}${url.hash}` : HOME;
 }
 
 /** The sign-in page's address that comes back to here. */

@@ -1,11 +1,11 @@
 // Changing one's password: by choice, or because it was generated and is good for nothing else until it is changed.
 import { useId, useState, type ComponentProps, type ReactNode, type SubmitEvent } from "react";
-import { useLocation, useNavigate } from "react-router";
+import { useLocation, useSearchParams } from "react-router";
 import { ApiError } from "../api/client";
 import { Button } from "../ui/button";
 import { Problem } from "../ui/problem";
 import { PageHead } from "../ui/title";
-import { safeNext } from "./next";
+import { useOnward } from "./onward";
 import { useChangePassword, useSession, useSignOut } from "./session";
 
 export function PasswordPage(): ReactNode {
@@ -27,7 +27,8 @@ function PasswordForm({ name, forced }: { name: string; forced: boolean }): Reac
   const [repeat, setRepeat] = useState("");
   const [differ, setDiffer] = useState(false);
   const change = useChangePassword();
-  const goOn = useGoOn();
+  const onward = useOnward();
+  const wanted = useWanted();
   const said = fieldErrors(change.error);
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
@@ -35,7 +36,8 @@ function PasswordForm({ name, forced }: { name: string; forced: boolean }): Reac
     if (next !== repeat || change.isPending) return;
     const done = () => {
       for (const clear of [setOld, setNext, setRepeat]) clear("");
-      if (forced) goOn();
+      // At once: the gate shows another page as soon as it knows.
+      if (forced) onward(wanted);
     };
     change.mutate({ old, new: next }, { onSuccess: done });
   };
@@ -64,12 +66,11 @@ function PasswordForm({ name, forced }: { name: string; forced: boolean }): Reac
   );
 }
 
-/** To where a person wanted before the password came between. */
-function useGoOn(): () => void {
-  const navigate = useNavigate();
+/** Where a person wanted to go before the password came between: this page says it, or the server in the address. */
+function useWanted(): string | null {
   const { state } = useLocation() as { state: { next?: unknown } | null };
-  const wanted = typeof state?.next === "string" ? state.next : null;
-  return () => void navigate(safeNext(wanted, window.location.origin), { replace: true });
+  const [search] = useSearchParams();
+  return typeof state?.next === "string" ? state.next : search.get("next");
 }
 
 function SignOutInstead(): ReactNode {

@@ -1,8 +1,8 @@
-// The sign-in page. It leads back to where the person wanted to go, if that is a page of this one.
+// The sign-in page. It leads back to where the person wanted to go, if that is a page of this host.
 import type { ReactNode } from "react";
-import { Navigate, useSearchParams } from "react-router";
+import { useSearchParams } from "react-router";
 import { Checking, Lone } from "./gate";
-import { safeNext } from "./next";
+import { Onward } from "./onward";
 import { useSession, useSetSession } from "./session";
 import { SignInForm } from "./sign-in-form";
 import "./shell.css";
@@ -13,7 +13,7 @@ export function SignInPage(): ReactNode {
   const [search] = useSearchParams();
   if (session.data === undefined && session.isFetching) return <Checking />;
   if (session.data !== undefined && session.data !== null) {
-    return <Navigate to={safeNext(search.get("next"), window.location.origin)} replace />;
+    return <Onward wanted={search.get("next")} />;
   }
   return (
     <Lone title="Sign in">
