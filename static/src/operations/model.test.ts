@@ -1,7 +1,7 @@
 import { describe, expect, it } from "vitest";
 import type { Operation } from "../live/messages";
 import { at, byJob, install } from "./fixtures";
-import { groups, type Group } from "./model";
+import { groups, underWay, type Group } from "./model";
 import { headline, what, where } from "./summary";
 import { phrase, stateOf } from "./words";
 
@@ -62,6 +62,12 @@ describe("a group", () => {
     const failed = install("a", { jobID: "first", status: "failed", dismissedAt: at(3), createdAt: at(0), finishedAt: at(2) });
     const group = only([failed, install("a", { jobID: "second", createdAt: at(3), progress: 5 })]);
     expect(group.parts.map((part) => [part.job.jobID, part.status])).toEqual([["second", "downloading"]]);
+  });
+
+  it("counts a node that failed, and measures the progress of the others", () => {
+    const failed = install("b", { status: "failed", error: "no", finishedAt: at(1), progress: 10 });
+    const [first] = grouped([install("a", { progress: 70 }), failed]);
+    expect(first && [first.state, first.progress, where(underWay(first))]).toEqual(["failed", 70, "0 of 2 nodes, 1 failed"]);
   });
 
   it("leaves out what was cancelled", () => {

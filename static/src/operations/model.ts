@@ -82,7 +82,10 @@ function spokesman(failed: readonly Operation[], active: readonly Operation[]): 
 
 function byUrgency(left: Group, right: Group): number {
   const failed = Number(right.failed.length > 0) - Number(left.failed.length > 0);
-  return failed || left.progress - right.progress || left.id.localeCompare(right.id);
+  if (failed !== 0) return failed;
+  // The latest failure is the one that somebody waits to hear of.
+  if (left.failed.length > 0) return endOf(right.speaker) - endOf(left.speaker) || left.id.localeCompare(right.id);
+  return left.progress - right.progress || left.id.localeCompare(right.id);
 }
 
 function groupOf(id: string, members: readonly Operation[], before: Group | undefined): Group | null {
@@ -196,9 +199,10 @@ function valueOf(state: State, target: OperationTarget["status"], percentage: nu
   return Math.min(Math.max(percentage, 0), 100);
 }
 
-/** The mean, never 100, and never less than a moment ago unless nodes came in: then there is more to do. */
+/** The mean of what has not failed, never 100, and never less than a moment ago unless nodes came in: then there is more to do. */
 function advanced(parts: readonly Part[], before: Group | undefined): number {
-  const mean = parts.reduce((sum, part) => sum + part.value, 0) / Math.max(parts.length, 1);
+  const going = parts.filter((part) => part.job.status !== "failed");
+  const mean = going.reduce((sum, part) => sum + part.value, 0) / Math.max(going.length, 1);
   const now = Math.min(mean, 99);
   if (before === undefined || before.active.length === 0) return now;
   return parts.length > before.parts.length ? now : Math.max(now, before.progress);

@@ -12,7 +12,10 @@ export function headline(group: Group): string {
 export function where(group: Group): string {
   if (group.state === "failed" && group.failed.length > 1) return `on ${count(group.failed.length, "node")}`;
   if (group.state === "failed") return place(group.speaker, [group.speaker.nodeName ?? ""]);
-  if (group.parts.length > 1) return `${group.done} of ${count(group.parts.length, "node")}`;
+  if (group.parts.length > 1) {
+    const failed = group.parts.filter((part) => part.job.status === "failed").length;
+    return `${group.done} of ${count(group.parts.length, "node")}${failed > 0 ? `, ${failed} failed` : ""}`;
+  }
   return place(group.speaker, [group.parts[0]?.name ?? ""]);
 }
 
