@@ -38,7 +38,13 @@ def test_every_key_is_there_for_a_node_of_which_nothing_is_known() -> None:
     NodeLabel.objects.all().delete()
     node = only()
     assert live.wrong_with({"type": "nodes.snapshot", "cursor": "x:1", "nodes": [node]}) == []
-    empty = {"capability": "", "labels": {}, "models": [], "backends": [], "last_heartbeat": None}
+    empty: dict[str, Any] = {
+        "capability": "",
+        "labels": {},
+        "models": [],
+        "backends": [],
+        "last_heartbeat": None,
+    }
     empty |= {"rejected": None, "revoked": None, "drain": None, "inventory_at": None, "open_conflicts": 0}
     assert node.items() >= empty.items()
 
@@ -252,7 +258,8 @@ def test_a_reader_ends_where_the_nodes_are(states: list[dict[str, int]], from_nu
     """Whatever he missed: what he had, with the change since then, is what there is."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(history, "shown", _shown)
-        kept, known = History("e"), {0: {}}
+        kept = History("e")
+        known: dict[int, dict[str, Any]] = {0: {}}
         for turn, state in enumerate(states):
             kept.take(raws(**state), turn)
             known[kept.number] = {name: dict(node) for name, node in kept.nodes.items()}
