@@ -1,0 +1,195 @@
+"""The browser's part of `make measure`: interaction to next paint, memory, first load.
+
+Five hundred seeded nodes and two hundred operations move all the while. Chromium itself says how long each
+interaction took until its paint (event timing, in steps of 8 ms; what took less than 16 ms it does not tell
+of). `HEAP_MINUTES` shortens the ten minutes between the two looks at the heap.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+from rich.console import Console
+
+from localai_cluster import clock
+from localai_cluster.embedded import ui
+from localai_cluster.embedded.measure import Measured, show
+from tests.browser import install
+from tests.browser.conftest import ARGUMENTS
+from tests.browser.fleet import Fleet, running_fleet, seeded, sign_in
+from tests.browser.screen import settings
+
+NODES, OPERATIONS = 500, 200
+NEXT_PAINT, GROWTH = 200.0, 10.0
+WARM_UP_SECONDS = 120.0
+"""Until the page remembers as many ended operations as it ever will."""
+TOLD_FROM = 16
+"""Milliseconds from which Chromium tells of an interaction."""
+PATIENCE = 30_000
+
+_OBSERVE = """
+window.interactions = new Map();
+new PerformanceObserver((list) => {
+  for (const one of list.getEntries()) {
+    if (one.interactionId === 0) continue;
+    const before = window.interactions.get(one.interactionId) ?? 0;
+    window.interactions.set(one.interactionId, Math.max(before, one.duration));
+  }
+}).observe({ type: "event", durationThreshold: 16, buffered: true });
+"""
+_TOLD = "() => [...window.interactions.values()]"
+
+
+def minutes() -> float:
+    """Between the two looks at the heap."""
+    return float(os.environ.get("HEAP_MINUTES", "10"))
+
+
+class Person:
+    """Uses a page and counts what he does; durations are the browser's."""
+
+    def __init__(self, page: Page) -> None:
+        self.page = page
+        self.done = 0
+
+    def type(self, text: str) -> None:
+        """Types into what has the focus, a letter at a time."""
+        for letter in text:
+            self.page.keyboard.press(letter)
+            self.done += 1
+            self._paint()
+
+    def click(self, what: Locator) -> None:
+        """Presses it."""
+        what.click()
+        self.done += 1
+        self._paint()
+
+    def _paint(self) -> None:
+        """Two frames: people do not press faster than they see."""
+        self.page.evaluate(
+            "() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
+        )
+
+    def durations(self) -> list[float]:
+        """Of everything done, longest first, in ms; what the browser does not tell of took less than 16."""
+        told = sorted(self.page.evaluate(_TOLD), reverse=True)[: self.done]
+        return told + [float(TOLD_FROM)] * (self.done - len(told))
+
+
+def use(page: Page, fleet: Fleet) -> list[float]:
+    """An operator's minute: filters, sorts, opens the strip and rows, searches."""
+    person = Person(page)
+    box = page.get_by_role("searchbox", name="Filter nodes")
+    for words in ("gpu-h100", "status:draining", "site=oslo nvidia"):
+        box.focus()
+        person.type(words)
+        box.fill("")
+    for header in page.get_by_role("columnheader").get_by_role("button").all() * 2:
+        person.click(header)
+    for _ in range(5):
+        person.click(page.get_by_role("button", name="Show every operation"))
+        person.click(page.get_by_role("button", name="Hide the list"))
+    for name in ("gpu-a100-112", "cpu-110", "arc-109", "mi300-108", "gpu-h100-106"):
+        box.fill(name)
+        person.click(page.get_by_role("grid", name="Nodes").get_by_role("link", name=name, exact=True))
+        expect(page.get_by_role("heading", level=1)).to_have_text(name)
+        person.click(page.get_by_role("link", name="← All nodes"))
+    for _ in range(3):
+        page.keyboard.press("Control+k")
+        expect(page.get_by_role("combobox", name="Search")).to_be_focused()
+        person.type("whisper")
+        page.keyboard.press("Escape")
+    return person.durations()
+
+
+def interactions(page: Page, fleet: Fleet) -> list[Measured]:
+    """How long they took until the next paint."""
+    found = use(page, fleet)
+    ninety_eighth = found[len(found) - math.ceil(0.98 * len(found))]
+    return [
+        Measured("interactions measured", len(found), unit=""),
+        Measured("interaction to next paint, p98", ninety_eighth, NEXT_PAINT, unit="ms"),
+        Measured("interaction to next paint, worst", found[0], NEXT_PAINT, unit="ms"),
+    ]
+
+
+def heap(page: Page) -> float:
+    """Bytes in use after everything that can go is gone."""
+    debugger = page.context.new_cdp_session(page)
+    for _ in range(3):
+        debugger.send("HeapProfiler.collectGarbage")
+    used = float(debugger.send("Runtime.getHeapUsage")["usedSize"])
+    debugger.detach()
+    return used
+
+
+def changes(fleet: Fleet) -> int:
+    """How many changes of operations there have been."""
+    return int(fleet.cluster.rows("SELECT value FROM operation_sequence")[0][0])
+
+
+def memory(page: Page, fleet: Fleet) -> list[Measured]:
+    """The heap before and after the minutes, with the strip open over the list."""
+    page.get_by_role("button", name="Show every operation").click()
+    page.wait_for_timeout(1000 * WARM_UP_SECONDS)
+    before, told, began = heap(page), changes(fleet), clock.monotonic()
+    page.wait_for_timeout(60_000 * minutes())
+    after, passed = heap(page), (clock.monotonic() - began) / 60
+    expect(page.get_by_test_id("connection")).to_have_text("Live")
+    return [
+        Measured("changes of operations a minute", (changes(fleet) - told) / passed, unit=""),
+        Measured("heap at first", before / 2**20, unit="MiB"),
+        Measured(f"heap after {passed:.0f} min of events", after / 2**20, unit="MiB"),
+        Measured("growth of the heap", 100 * (after - before) / before, GROWTH, unit="%"),
+    ]
+
+
+@contextmanager
+def opened(browser: Browser, fleet: Fleet) -> Iterator[Page]:
+    """The list of nodes, live."""
+    context = browser.new_context(**settings())
+    context.set_default_timeout(PATIENCE)
+    context.add_init_script(_OBSERVE)
+    context.add_cookies(list(sign_in(fleet.webs[0].url)))
+    page = context.new_page()
+    page.goto(f"{fleet.webs[0].url}/app/nodes")
+    expect(page.get_by_role("grid", name="Nodes")).to_have_attribute("aria-rowcount", str(NODES + 1))
+    yield page
+    context.close()
+
+
+def measure(program: str) -> list[Measured]:
+    """All of it."""
+    seconds = 60 * minutes() + 600
+    with (
+        running_fleet(webs=1, workers=()) as fleet,
+        seeded(fleet.cluster, NODES, OPERATIONS, seconds),
+        sync_playwright() as playwright,
+    ):
+        browser = playwright.chromium.launch(executable_path=program, args=ARGUMENTS)
+        with opened(browser, fleet) as page:
+            found = interactions(page, fleet)
+        with opened(browser, fleet) as page:
+            found += memory(page, fleet)
+        browser.close()
+    first = ui.first_load() / 1024
+    return [*found, Measured("first load, compressed", first, ui.BUDGET / 1024, unit="kB")]
+
+
+def main() -> int:
+    """The command; 1 if a limit is not held. Without a browser it says so."""
+    program, console = install.chromium(), Console(highlight=False)
+    if not program:
+        console.print("measure: no Chromium, so nothing of the pages is measured.", soft_wrap=True)
+        return 0
+    expect.set_options(timeout=PATIENCE)
+    console.print(f"pages: {NODES} nodes, {OPERATIONS} moving operations, {minutes():g} minutes …")
+    return 0 if show(measure(program), console) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
