@@ -9,7 +9,7 @@ export function command(place: Pick<Location, "origin" | "hostname">): string {
     `LOCALAI_NATS_URL=nats://USER:PASSWORD@${place.hostname}:4222`,
     "LOCALAI_REGISTRATION_TOKEN=TOKEN",
     "localai-cluster-worker",
-  ].join(" ");
+  ].join(" \\\n  ");
 }
 
 export function AddWorker({ id }: { id: string }): ReactNode {

@@ -11,16 +11,24 @@ interface BulkBarProps {
   total: number;
   selection: Selection;
   onAct: (action: Action) => void;
+  /** Shows everything again; null if nothing is hidden. */
+  onClear: (() => void) | null;
 }
 
 const OFFERED: readonly ListVerb[] = ["approve", "drain", "resume", "label", "install"];
 
-export function BulkBar({ shown, total, selection, onAct }: BulkBarProps): ReactNode {
+export function BulkBar({ shown, total, selection, onAct, onClear }: BulkBarProps): ReactNode {
   const { nodes } = selection;
+  const clear = onClear !== null && (
+    <Button small kind="ghost" onClick={onClear}>
+      Clear filters
+    </Button>
+  );
   if (nodes.length === 0) {
     return (
       <div className="bulk-bar">
         <span className="muted">{shown.length === total ? count(total, "node") : `${shown.length} of ${count(total, "node")}`}</span>
+        {clear}
       </div>
     );
   }
@@ -45,6 +53,7 @@ export function BulkBar({ shown, total, selection, onAct }: BulkBarProps): React
       <Button small kind="ghost" onClick={selection.clear}>
         Clear selection
       </Button>
+      {clear}
     </div>
   );
 }

@@ -9,6 +9,7 @@ import { Address, Beat, Disk, Labels, Models, Name, Ram, State, Vram } from "./c
 import { pressed, type Sort, type SortKey } from "./sort";
 import { COLUMNS, SelectAll, type ListProps } from "./table";
 import { useWindowRows } from "./use-window-rows";
+import "./cards.css";
 
 const CARD_HEIGHT = 220;
 
@@ -110,7 +111,7 @@ const PARTS: readonly (readonly [string, (props: { node: LiveNode }) => ReactNod
   ["VRAM", Vram],
   ["RAM", Ram],
   ["Disk", Disk],
-  ["Beat", ({ node }) => <Beat at={node.last_heartbeat} />],
+  ["Heartbeat", ({ node }) => <Beat at={node.last_heartbeat} />],
   ["Address", Address],
   ["Models", Models],
   ["Labels", Labels],

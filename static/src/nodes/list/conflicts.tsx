@@ -46,7 +46,7 @@ export const Conflicts = memo(function Conflicts({ nodes }: { nodes: ReadonlyMap
           </li>
         ))}
       </ul>
-      {data !== undefined && data.length < total && <p className="muted">The {data.length} latest are shown.</p>}
+      {data !== undefined && data.length > 0 && data.length < total && <p className="muted">The {data.length} latest are shown.</p>}
     </section>
   );
 });

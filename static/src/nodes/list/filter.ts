@@ -50,6 +50,11 @@ export function isFiltering(filter: Filter): boolean {
   return filter.q.trim() !== "" || FACETS.some((facet) => filter.chosen[facet].length > 0);
 }
 
+/** The filter that hides nothing; the order stays. */
+export function cleared(filter: Filter): Filter {
+  return { ...filter, q: "", chosen: NOTHING_CHOSEN };
+}
+
 /** The filter with `value` of `facet` turned on or off. */
 export function toggled(filter: Filter, facet: Facet, value: string): Filter {
   const before = filter.chosen[facet];
@@ -104,8 +109,8 @@ function keyOf(label: string): string {
   return label.split("=", 1)[0] ?? label;
 }
 
-/** Labels that say nothing a facet could narrow: each node has its own, or another facet has them. */
-const NO_FACET = new Set(["node.name", "gpu.vendor"]);
+/** Labels that are no use in a facet: each node has its own, or something else shows them. */
+const NO_FACET = new Set(["node.name", "node.replica-slots", "gpu.vendor"]);
 
 const VALUES: Readonly<Record<Facet, (node: LiveNode) => readonly string[]>> = {
   state: (node) => [node.status],

@@ -4,7 +4,7 @@ import { useRef, useState, type ReactNode } from "react";
 import { StatusPill } from "../../ui/status";
 import { Button } from "../../ui/button";
 import { useShortcut } from "../../ui/shortcuts";
-import { isFiltering, NOTHING_CHOSEN, STATES, toggled, type Counts, type Facet, type Filter } from "./filter";
+import { STATES, toggled, type Counts, type Facet, type Filter } from "./filter";
 import { EXAMPLE } from "./query";
 import type { SetFilter } from "./use-filter";
 
@@ -17,7 +17,6 @@ interface FiltersProps {
 const TITLES: Readonly<Record<Exclude<Facet, "state">, string>> = { type: "Type", vendor: "GPU", label: "Label" };
 
 export function Filters({ filter, counts, onFilter }: FiltersProps): ReactNode {
-  const clear = () => onFilter((before) => ({ ...before, q: "", chosen: NOTHING_CHOSEN }));
   return (
     <div className="filters" role="search" aria-label="Nodes">
       <Box filter={filter} onFilter={onFilter} />
@@ -30,11 +29,6 @@ export function Filters({ filter, counts, onFilter }: FiltersProps): ReactNode {
         {(["type", "vendor", "label"] as const).map((facet) => (
           <FacetList key={facet} facet={facet} filter={filter} counts={counts} onFilter={onFilter} />
         ))}
-        {isFiltering(filter) && (
-          <Button small kind="ghost" onClick={clear}>
-            Clear filters
-          </Button>
-        )}
       </div>
     </div>
   );

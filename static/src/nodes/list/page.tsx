@@ -14,7 +14,7 @@ import { AddWorker } from "./add-worker";
 import { BulkBar } from "./bulk-bar";
 import { NodeCards } from "./cards";
 import { Conflicts } from "./conflicts";
-import { find, isFiltering, NOTHING_CHOSEN, type Filter } from "./filter";
+import { cleared, find, isFiltering, type Filter } from "./filter";
 import { Filters } from "./filters";
 import { Pending } from "./pending";
 import { Pulse } from "./pulse";
@@ -89,7 +89,14 @@ function Roster({ nodes, onAct }: RosterProps): ReactNode {
   return (
     <section className="roster" aria-label="All nodes">
       <Filters filter={filter} counts={counts} onFilter={setFilter} />
-      <Listing nodes={nodes} found={found} sort={settled.sort} onFilter={setFilter} onAct={onAct} />
+      <Listing
+        nodes={nodes}
+        found={found}
+        sort={settled.sort}
+        filtering={isFiltering(settled)}
+        onFilter={setFilter}
+        onAct={onAct}
+      />
     </section>
   );
 }
@@ -107,18 +114,19 @@ function useFound(nodes: ReadonlyMap<string, LiveNode>, filter: Filter) {
 interface ListingProps extends RosterProps {
   found: readonly LiveNode[];
   sort: Sort;
+  filtering: boolean;
   onFilter: SetFilter;
 }
 
-const Listing = memo(function Listing({ nodes, found, sort, onFilter, onAct }: ListingProps): ReactNode {
+const Listing = memo(function Listing({ nodes, found, sort, filtering, onFilter, onAct }: ListingProps): ReactNode {
   const selection = useSelection(nodes);
   const narrow = useNarrow();
   const order = useCallback((next: Sort) => onFilter((before) => ({ ...before, sort: next })), [onFilter]);
-  const clear = () => onFilter((before) => ({ ...before, q: "", chosen: NOTHING_CHOSEN }));
+  const clear = () => onFilter(cleared);
   const shared = { nodes: found, sort, onSort: order, selection, onAct };
   return (
     <>
-      <BulkBar shown={found} total={nodes.size} selection={selection} onAct={onAct} />
+      <BulkBar shown={found} total={nodes.size} selection={selection} onAct={onAct} onClear={filtering ? clear : null} />
       {found.length === 0 && (
         <Empty title="Nothing matches.">
           <Button onClick={clear}>Clear filters</Button>

@@ -29,7 +29,7 @@ export const COLUMNS: readonly Column[] = [
   { key: "ram", title: "RAM", by: "free RAM", cell: Ram },
   { key: "disk", title: "Disk", by: "free disk", cell: Disk },
   { key: "models", title: "Models", by: "loaded models", cell: Models },
-  { key: "beat", title: "Beat", by: "age of the last heartbeat", cell: ({ node }) => <Beat at={node.last_heartbeat} /> },
+  { key: "beat", title: "Heartbeat", by: "age of the last heartbeat", cell: ({ node }) => <Beat at={node.last_heartbeat} /> },
   { key: "labels", title: "Labels", cell: Labels },
 ];
 

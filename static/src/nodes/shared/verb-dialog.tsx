@@ -132,7 +132,8 @@ function Names({ nodes, said }: { nodes: readonly LiveNode[]; said?: ((node: Liv
   const shown = all ? nodes : nodes.slice(0, NAMED_FIRST);
   return (
     <div className="stack">
-      <ul className="verb-nodes">
+      {/* Scrolled by keys as well. */}
+      <ul className="verb-nodes" tabIndex={0} aria-label="Nodes">
         {shown.map((node) => (
           <li key={node.id} className="verb-node">
             <bdi className="name" title={node.name}>

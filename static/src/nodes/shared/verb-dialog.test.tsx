@@ -1,0 +1,72 @@
+import { cleanup, fireEvent, render, screen } from "@testing-library/react";
+import { Tooltip } from "radix-ui";
+import { afterEach, describe, expect, it, vi } from "vitest";
+import { ApiError } from "../../api/client";
+import { LiveContext } from "../../live/hooks";
+import type { LiveNode } from "../../live/messages";
+import { LiveStore } from "../../live/store";
+import { ApproveDialog, DrainDialog } from "./dialogs";
+import * as verbs from "./verbs";
+
+vi.mock("./verbs", { spy: true });
+
+afterEach(cleanup);
+
+function node(id: string, more: Partial<LiveNode> = {}): LiveNode {
+  const empty = { labels: {}, models: [], model_count: 0, in_flight_count: 0, drain: null, rejected: null, revoked: null };
+  const facts = { node_type: "backend", weak_identity: false, fingerprint: "aaaa", source_address: "", address: "", gpu_vendor: "" };
+  return { id, name: id, status: "healthy", gpu_compute_capability: "", created_at: "", ...empty, ...facts, ...more } as LiveNode;
+}
+
+const refused = (status: number) => Promise.reject(new ApiError(`no ${status}`, status));
+
+function show(dialog: React.ReactNode, store = new LiveStore()): void {
+  render(
+    <LiveContext.Provider value={store}>
+      <Tooltip.Provider>{dialog}</Tooltip.Provider>
+    </LiveContext.Provider>,
+  );
+}
+
+function press(name: string): void {
+  fireEvent.click(screen.getByRole("button", { name }));
+}
+
+describe("a verb's dialog (W4, W16, W18)", () => {
+  it("approves by the fingerprint that is shown, after a refusal by the one that is shown then", async () => {
+    const approve = vi.mocked(verbs.approve).mockImplementation(() => refused(409));
+    const store = new LiveStore();
+    const close = vi.fn();
+    show(<ApproveDialog nodes={[node("n1", { status: "pending" })]} onClose={close} />, store);
+    press("Approve");
+    await screen.findByText("no 409");
+    await screen.findByText("Look at it again");
+    approve.mockResolvedValue({ id: "n1", name: "n1", node_type: "backend", status: "healthy", message: "" });
+    store.push({ type: "nodes.snapshot", cursor: "e:1", nodes: [node("n1", { status: "pending", fingerprint: "bbbbcccc" })] });
+    await vi.waitFor(() => expect(store.read().nodes.size).toBe(1));
+    press("Look at it again");
+    expect(screen.getByText("bbbb cccc")).toBeTruthy();
+    press("Approve");
+    await vi.waitFor(() => expect(close).toHaveBeenCalledOnce());
+    expect(approve.mock.calls).toEqual([
+      ["n1", "aaaa"],
+      ["n1", "bbbbcccc"],
+    ]);
+  });
+
+  it("names who is left out and why, starts on Cancel, and retries only what failed", async () => {
+    const done = Promise.resolve({ message: "" });
+    const drain = vi.mocked(verbs.drain).mockImplementation((id) => (id === "n2" ? refused(503) : done));
+    const nodes = [node("n1"), node("n2"), node("n3", { status: "pending" })];
+    show(<DrainDialog nodes={nodes} onClose={vi.fn()} />);
+    expect(screen.getByText("it is pending and gets no work")).toBeTruthy();
+    expect(document.activeElement?.textContent).toBe("Cancel");
+    fireEvent.change(screen.getByLabelText(/Deadline/), { target: { value: "2" } });
+    press("Drain 2 nodes");
+    await screen.findByText("1 node set to draining, 1 failed");
+    drain.mockImplementation(() => done);
+    press("Retry failed (1)");
+    await screen.findByText("2 nodes set to draining");
+    expect(drain.mock.calls).toEqual(["n1", "n2", "n2"].map((id) => [id, "", 2]));
+  });
+});
