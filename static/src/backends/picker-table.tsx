@@ -7,6 +7,7 @@ import { NextLook } from "../operations/lines";
 import { stateOf } from "../operations/words";
 import { ProgressBar } from "../ui/bars";
 import { Button } from "../ui/button";
+import { isAutomatic } from "../nodes/shared/labels";
 import { StatusPill } from "../ui/status";
 import type { Progress } from "./picker-model";
 import type { Row } from "./picker-rows";
@@ -117,7 +118,7 @@ const NodeRow = memo(function NodeRow({ row, checked, onToggle, onRetry }: NodeR
 }, equal);
 
 function Labels({ node }: { node: LiveNode }): ReactNode {
-  const labels = Object.entries(node.labels).sort();
+  const labels = Object.entries(node.labels).filter(([key]) => !isAutomatic(key)).sort();
   if (labels.length === 0) return null;
   return (
     <div className="row wrap picker-labels">

@@ -21,7 +21,6 @@ interface DialogProps {
 export function Dialog({ open, onClose, title, description, wide = false, first, children }: DialogProps): ReactNode {
   const focus = useReturnFocus();
   const enter = (event: Event) => {
-    focus.onOpenAutoFocus();
     if (first?.current === undefined || first.current === null) return;
     event.preventDefault();
     first.current.focus();
@@ -79,10 +78,9 @@ export function Confirm(props: ConfirmProps): ReactNode {
         <AlertDialog.Overlay className="overlay" onClick={onClose} />
         <AlertDialog.Content
           className="dialog"
-          onCloseAutoFocus={focus.onCloseAutoFocus}
+          {...focus}
           onOpenAutoFocus={(event) => {
-            focus.onOpenAutoFocus();
-            // Radix would focus its own Cancel, which is not used here.
+                    // Radix would focus its own Cancel, which is not used here.
             event.preventDefault();
             first.current?.focus();
           }}

@@ -1,19 +1,33 @@
 // Dialogs that are opened by a state and not by a button of their own give the focus back to where it came from: to
 // the element that had it, to the button of the menu whose item it was, or to the page if that is gone.
-import { useRef } from "react";
+import { useCallback, useRef } from "react";
+
+/** Elements that had the focus, newest last: a dialog's own field may have taken it before the dialog is asked. */
+const recent: HTMLElement[] = [];
+const REMEMBERED = 8;
+
+document.addEventListener("focusin", ({ target }) => {
+  if (!(target instanceof HTMLElement)) return;
+  recent.push(target);
+  if (recent.length > REMEMBERED) recent.shift();
+});
 
 interface ReturnFocus {
-  onOpenAutoFocus: () => void;
+  ref: (content: HTMLElement | null) => void;
   onCloseAutoFocus: (event: Event) => void;
 }
 
-/** Handlers for the content of a Radix dialog. `keep` false: the focus goes elsewhere by itself. */
+/** Ref and handler for the content of a Radix dialog. `keep` false: the focus goes elsewhere by itself. */
 export function useReturnFocus(keep: () => boolean = () => true): ReturnFocus {
   const opener = useRef<HTMLElement | null>(null);
+  const ref = useCallback((content: HTMLElement | null) => {
+    if (content === null) return;
+    const present = document.activeElement;
+    const before = content.contains(present) ? recent.findLast((element) => !content.contains(element)) : present;
+    opener.current = origin(before ?? null);
+  }, []);
   return {
-    onOpenAutoFocus: () => {
-      opener.current = origin(document.activeElement);
-    },
+    ref,
     onCloseAutoFocus: (event) => {
       event.preventDefault();
       if (!keep()) return;
