@@ -69,6 +69,19 @@ def test_a_bad_value_is_refused_at_its_field_and_escape_cancels(screen: Screen, 
     expect(panel.get_by_role("button", name="Edit VRAM budget")).to_be_focused()
 
 
+@pytest.mark.rule("UI-4.4")
+def test_a_cap_is_a_whole_number_from_one(screen: Screen, fleet: Fleet) -> None:
+    page = screen.go(f"/app/nodes/{fleet.id('fine')}")
+    panel = page.get_by_role("region", name="Capacity")
+    panel.get_by_role("button", name="Edit max replicas per model").click()
+    box = panel.get_by_role("textbox", name="max replicas per model")
+    for wrong in ("0", "1.5", "many"):
+        box.fill(wrong)
+        box.press("Enter")
+        expect(panel.get_by_role("alert")).to_be_visible()
+        expect(box).to_have_value(wrong)
+
+
 @pytest.mark.rule("UI-4.13")
 def test_labels_are_added_by_enter_and_removed(screen: Screen, fleet: Fleet) -> None:
     page = screen.go(f"/app/nodes/{fleet.id('slow')}")

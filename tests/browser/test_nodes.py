@@ -85,6 +85,7 @@ def test_many_are_drained_at_once_and_the_question_names_them(
     page.get_by_role("toolbar", name="Selected nodes").get_by_role("button", name="Resume…").click()
     dialog = page.get_by_role("dialog", name="Resume 2 nodes")
     dialog.get_by_role("button", name="Resume 2 nodes").click()
+    expect(dialog).to_contain_text("2 nodes resumed")
     dialog.get_by_role("button", name="Close").last.click()
     expect(row_of(page, "slow")).to_contain_text("healthy")
 

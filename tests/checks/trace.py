@@ -102,7 +102,7 @@ COVERED: dict[str, frozenset[str] | None] = {
     "http-2": _numbers("http-2.", range(1, 10)),
     # How the page is served and whom it asks first; which page calls what else (5.3, 5.5) the pages say.
     "http-5": frozenset({"http-5.1", "http-5.2", "http-5.4"}),
-    "pages": frozenset(),
+    "pages": None,
 }
 
 
