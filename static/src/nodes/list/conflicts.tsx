@@ -10,9 +10,10 @@ import type { LiveNode } from "../../live/messages";
 import { Loading } from "../../ui/empty";
 import { Problem } from "../../ui/problem";
 import { ConflictCard } from "../shared/conflicts";
-import { room } from "./room";
+import { Pinned } from "./pinned";
 
 const KEY = ["conflicts"];
+const OPEN_FIRST = 2;
 
 export const Conflicts = memo(function Conflicts({ nodes }: { nodes: ReadonlyMap<string, LiveNode> }): ReactNode {
   const { total, told } = useMemo(() => openIn(nodes.values()), [nodes]);
@@ -24,30 +25,28 @@ export const Conflicts = memo(function Conflicts({ nodes }: { nodes: ReadonlyMap
     enabled: total > 0,
   });
   if (total === 0) return null;
+  const left = data !== undefined && data.length > 0 && data.length < total;
   return (
-    <section className="pinned stack" style={room(data?.length ?? 1)} aria-labelledby="conflicts-title">
-      <h2 id="conflicts-title">
-        {count(total, "identity conflict")} to decide
-      </h2>
-      <p className="risk">
-        Until you decide, the node goes on as it was. Whoever you accept receives its models and prompts.
-      </p>
+    <Pinned
+      id="conflicts"
+      title={`${count(total, "identity conflict")} to decide`}
+      risk="Until you decide, the node goes on as it was. Whoever you accept receives its models and prompts."
+      first={OPEN_FIRST}
+      cards={(data ?? []).map((conflict) => (
+        <li key={conflict.id} className="pinned-card stack" data-testid={`conflict-${conflict.id}`}>
+          <h3 className="name" title={conflict.node_name}>
+            <Link to={`/app/nodes/${conflict.node_id}`}>
+              <bdi>{conflict.node_name}</bdi>
+            </Link>
+          </h3>
+          <ConflictCard conflict={conflict} fingerprint={nodes.get(conflict.node_id)?.fingerprint ?? ""} />
+        </li>
+      ))}
+    >
       {error !== null && <Problem error={error} onRetry={() => void refetch()} />}
       {data === undefined && error === null && <Loading what="the conflicts" />}
-      <ul className="pinned-cards">
-        {data?.map((conflict) => (
-          <li key={conflict.id} className="pinned-card stack" data-testid={`conflict-${conflict.id}`}>
-            <h3 className="name" title={conflict.node_name}>
-              <Link to={`/app/nodes/${conflict.node_id}`}>
-                <bdi>{conflict.node_name}</bdi>
-              </Link>
-            </h3>
-            <ConflictCard conflict={conflict} fingerprint={nodes.get(conflict.node_id)?.fingerprint ?? ""} />
-          </li>
-        ))}
-      </ul>
-      {data !== undefined && data.length > 0 && data.length < total && <p className="muted">The {data.length} latest are shown.</p>}
-    </section>
+      {left && <p className="muted">The {data.length} latest are shown.</p>}
+    </Pinned>
   );
 });
 

@@ -1,12 +1,12 @@
 // Workers that wait for an approval, on top of everything: what an approver needs of each, and the risk in words.
-import { memo, useLayoutEffect, useMemo, useRef, useState, type ReactNode, type RefObject } from "react";
+import { memo, useLayoutEffect, useMemo, useRef, type ReactNode, type RefObject } from "react";
 import { count } from "../../lib/format";
 import type { LiveNode } from "../../live/messages";
 import { Button } from "../../ui/button";
 import { IdentityFacts, RISK, WEAK_RISK } from "../shared/identity";
 import { refusal } from "../shared/verbs";
 import type { Action } from "./actions";
-import { room } from "./room";
+import { Pinned } from "./pinned";
 
 const OPEN_FIRST = 3;
 
@@ -23,34 +23,24 @@ export function waiting(nodes: Iterable<LiveNode>): LiveNode[] {
 }
 
 export const Pending = memo(function Pending({ nodes, onAct }: PendingProps): ReactNode {
-  const [all, setAll] = useState(false);
   const found = useMemo(() => waiting(nodes.values()), [nodes]);
   if (found.length === 0) return null;
-  const shown = all ? found : found.slice(0, OPEN_FIRST);
+  const approveAll = found.length > 1 && (
+    <Button small onClick={() => onAct({ verb: "approve", nodes: found })}>
+      Approve all {found.length}…
+    </Button>
+  );
   return (
-    <section className="pinned stack" style={room(shown.length)} aria-labelledby="pending-title">
-      <div className="row wrap spread">
-        <h2 id="pending-title">{count(found.length, "worker waits", "workers wait")} for an approval</h2>
-        <div className="row wrap">
-          {found.length > OPEN_FIRST && (
-            <Button small aria-expanded={all} onClick={() => setAll(!all)}>
-              {all ? "Show fewer" : `Show all ${found.length}`}
-            </Button>
-          )}
-          {found.length > 1 && (
-            <Button small onClick={() => onAct({ verb: "approve", nodes: found })}>
-              Approve all {found.length}…
-            </Button>
-          )}
-        </div>
-      </div>
-      <p className="risk">{RISK}</p>
-      <ul className="pinned-cards">
-        {shown.map((node) => (
-          <PendingCard key={node.id} node={node} onAct={onAct} />
-        ))}
-      </ul>
-    </section>
+    <Pinned
+      id="pending"
+      title={`${count(found.length, "worker waits", "workers wait")} for an approval`}
+      risk={RISK}
+      first={OPEN_FIRST}
+      actions={approveAll}
+      cards={found.map((node) => (
+        <PendingCard key={node.id} node={node} onAct={onAct} />
+      ))}
+    />
   );
 });
 
