@@ -1,7 +1,7 @@
 import { describe, expect, it } from "vitest";
-import { ago, bytes, count, duration, grouped, left } from "./format";
+import { ago, bytes, count, duration, grouped, left, rate } from "./format";
 
-describe("formats of §2.0", () => {
+describe("formats of §2.0 (UI-0.16, UI-0.17)", () => {
   it.each([
     [0, "0 B"],
     [1023, "1023 B"],
@@ -11,6 +11,8 @@ describe("formats of §2.0", () => {
     [-5, "0 B"],
     [Number.MAX_SAFE_INTEGER, "8 PiB"],
   ])("writes %d bytes as %s", (given, wanted) => expect(bytes(given)).toBe(wanted));
+
+  it("writes a rate as bytes a second", () => expect(rate(5_046_586_573)).toBe("4.7 GiB/s"));
 
   it.each([
     [-3, "just now"],

@@ -41,6 +41,13 @@ describe("ends", () => {
     expect(ends(byJob(failed, other), byJob(failed, last))[0]?.text).toBe("Installed backend echo on 1 of 2 nodes");
   });
 
+  it("are told when something else begins at the same moment: their number is the same (UI-0.10)", () => {
+    const next = install("gpu-2", { name: "other" });
+    expect(ends(byJob(running), byJob(completed, next)).map((end) => end.text)).toEqual(["Installed backend echo on gpu-1"]);
+    const replaced = install("gpu-1", { jobID: "another", createdAt: at(9) });
+    expect(ends(byJob(completed), byJob(replaced))).toEqual([]);
+  });
+
   it("are told once", () => {
     const after = byJob(completed);
     expect(ends(after, new Map(after))).toEqual([]);

@@ -3,11 +3,14 @@ import { cleanup, render, screen } from "@testing-library/react";
 import { Tooltip } from "radix-ui";
 import type { ReactNode } from "react";
 import { createMemoryRouter, RouterProvider } from "react-router";
-import { afterEach, describe, expect, it } from "vitest";
+import { afterEach, describe, expect, it, vi } from "vitest";
 import { Gate } from "./gate";
 import type { Person } from "./session";
 
-afterEach(cleanup);
+afterEach(() => {
+  cleanup();
+  vi.unstubAllGlobals();
+});
 
 const ADA = { id: "1", name: "ada", role: "admin", mustChangePassword: false } as Person;
 
@@ -37,19 +40,26 @@ describe("the gate (§2.0 access)", () => {
     expect(screen.getByText("secrets for ada")).toBeTruthy();
   });
 
-  it("shows nothing but a retry if it cannot be known who asks", async () => {
+  it("shows nothing of a page while it is looked up who asks (UI-0.1)", () => {
+    vi.stubGlobal("fetch", () => new Promise(() => undefined));
+    enter(undefined);
+    expect(screen.getByRole("status").textContent).toBe("Checking who is signed in");
+    expect(document.body.textContent).toBe("Checking who is signed in");
+  });
+
+  it("shows nothing but a retry if it cannot be known who asks (UI-0.1)", async () => {
     enter(undefined);
     expect(screen.queryByText(/secrets|a page/)).toBeNull();
     expect(await screen.findByRole("button", { name: "Try again" })).toBeTruthy();
     expect(screen.queryByText(/secrets|a page/)).toBeNull();
   });
 
-  it("sends nobody to the sign-in page, which leads back", () => {
+  it("takes nobody for an admin, but to the sign-in page, which leads back (UI-0.2, UI-0.4)", () => {
     const place = enter(null, "/app/activity?x=1");
     expect([place.pathname(), place.search()]).toEqual(["/login", "?next=%2Fapp%2Factivity%3Fx%3D1"]);
   });
 
-  it("tells one who is no admin", () => {
+  it("tells one who is no admin (UI-0.3)", () => {
     enter({ ...ADA, role: "user" });
     expect(screen.getByRole("heading", { name: "For administrators" })).toBeTruthy();
     expect(screen.queryByText(/secrets|a page/)).toBeNull();

@@ -1,0 +1,30 @@
+// A live state for tests: nodes as the feed sends them, and a store that has them.
+import type { LiveModel, LiveNode } from "./messages";
+import { LiveStore } from "./store";
+
+export const GIB = 1024 ** 3;
+const REGISTERED = "2026-08-22T10:00:00Z";
+
+/** A healthy node that has reported nothing, changed by `more`. */
+export function node(name: string, more: Partial<LiveNode> = {}): LiveNode {
+  return {
+    id: name, name, node_type: "backend", status: "healthy", reason: "", since: null, address: "10.0.0.1:50051", http_address: "",
+    gpu_vendor: "", gpu_compute_capability: "", capability: "", total_vram: 0, available_vram: 0, reserved_vram: 0, vram_budget: "",
+    vram_budget_bytes: 0, vram_budget_manually_set: false, total_ram: 0, available_ram: 0, total_disk: 0, available_disk: 0,
+    max_replicas_per_model: 2, max_replicas_per_model_manually_set: false, last_heartbeat: REGISTERED, created_at: REGISTERED,
+    labels: {}, models: [], model_count: 0, in_flight_count: 0, backends: [], inventory_at: null, weak_identity: false,
+    fingerprint: "abcd1234", source_address: "10.0.0.1", rejected: null, revoked: null, drain: null, open_conflicts: 0,
+    rotation_requested_at: null, revision: 1, ...more,
+  };
+}
+
+export function model(name: string, replica: number, more: Partial<LiveModel> = {}): LiveModel {
+  const usual = { model_name: name, replica_index: replica, state: "loaded", in_flight: 0, backend_type: "llama-cpp" } as const;
+  return { id: `${name}-${replica}`, last_used: REGISTERED, ...usual, ...more };
+}
+
+/** Gives the store these nodes; it shows them with its next frame. */
+export function show(store: LiveStore, ...nodes: LiveNode[]): LiveStore {
+  store.push({ type: "nodes.snapshot", cursor: "e:1", nodes });
+  return store;
+}

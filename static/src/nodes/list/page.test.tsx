@@ -1,0 +1,161 @@
+import { QueryClient, QueryClientProvider } from "@tanstack/react-query";
+import { act, cleanup, fireEvent, render, screen, within } from "@testing-library/react";
+import { Tooltip } from "radix-ui";
+import { createMemoryRouter, RouterProvider } from "react-router";
+import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+import { GIB, model, node, show } from "../../live/fixtures";
+import { LiveContext } from "../../live/hooks";
+import { LiveStore } from "../../live/store";
+
+// The test's document has no layout: nothing is narrow, nothing changes its size.
+vi.hoisted(() => {
+  const never = { matches: false, addEventListener: () => undefined, removeEventListener: () => undefined };
+  window.matchMedia = () => never as unknown as MediaQueryList;
+  window.scrollTo = () => undefined;
+});
+
+const { NodesPage } = await import("./page");
+
+class NoSizes {
+  observe(): void {}
+  unobserve(): void {}
+  disconnect(): void {}
+}
+
+let store: LiveStore;
+
+beforeEach(() => {
+  vi.stubGlobal("ResizeObserver", NoSizes);
+  store = new LiveStore();
+});
+
+afterEach(() => {
+  cleanup();
+  vi.unstubAllGlobals();
+});
+
+function open(path = "/app/nodes"): () => string {
+  const router = createMemoryRouter([{ path: "/app/nodes", element: <NodesPage /> }], { initialEntries: [path] });
+  render(
+    <QueryClientProvider client={new QueryClient()}>
+      <LiveContext.Provider value={store}>
+        <Tooltip.Provider>
+          <RouterProvider router={router} />
+        </Tooltip.Provider>
+      </LiveContext.Provider>
+    </QueryClientProvider>,
+  );
+  return () => router.state.location.search;
+}
+
+const FLEET = [
+  node("waits", { status: "pending" }),
+  node("ill", { status: "unhealthy", reason: "its engines do not answer", gpu_vendor: "nvidia" }),
+  node("gone", { status: "offline" }),
+  node("lost", { status: "offline" }),
+  node("well", {
+    total_vram: 24 * GIB,
+    available_vram: 18 * GIB,
+    total_ram: 64 * GIB,
+    available_ram: 60 * GIB,
+    models: [model("tiny", 0, { in_flight: 3 }), model("big", 0, { state: "loading" })],
+  }),
+];
+
+function rows(): string[] {
+  return within(screen.getByRole("grid", { name: "Nodes" }))
+    .getAllByRole("link")
+    .map((link) => link.textContent);
+}
+
+describe("waiting for the first nodes (UI-3.1)", () => {
+  it("is shown, and ends with them", async () => {
+    open();
+    expect(screen.getByText(/Loading nodes/)).toBeTruthy();
+    show(store, node("well"));
+    expect(await screen.findByRole("grid", { name: "Nodes" })).toBeTruthy();
+    expect(screen.queryByText(/Loading/)).toBeNull();
+  });
+
+  it("ends when there is no feed, with what happens next", () => {
+    open();
+    act(() => store.lost("stale"));
+    expect(screen.getByText("It is tried again by itself.")).toBeTruthy();
+    expect(screen.queryByText(/Loading/)).toBeNull();
+  });
+});
+
+describe("a cluster without nodes", () => {
+  it("shows how one joins, by itself, and no screen of a cluster that is off (UI-3.2, UI-3.7)", async () => {
+    open();
+    show(store);
+    expect(await screen.findByText("No worker has registered yet.")).toBeTruthy();
+    expect(screen.getByText(/LOCALAI_REGISTER_TO=/).textContent).toContain(window.location.origin);
+    expect(screen.queryByRole("button", { name: "Add a worker" })).toBeNull();
+  });
+
+  it("is not what one sees while there is no feed (UI-3.2)", () => {
+    open();
+    act(() => store.lost("stale"));
+    expect(screen.queryByText(/No worker|LOCALAI_REGISTER_TO/)).toBeNull();
+  });
+});
+
+it("Add a worker shows the command and hides it again (UI-3.7)", async () => {
+  open();
+  show(store, ...FLEET);
+  const button = await screen.findByRole("button", { name: "Add a worker" });
+  expect(screen.queryByText(/LOCALAI_REGISTER_TO=/)).toBeNull();
+  fireEvent.click(button);
+  expect(screen.getByText(/LOCALAI_REGISTER_TO=/)).toBeTruthy();
+  fireEvent.click(button);
+  expect(screen.queryByText(/LOCALAI_REGISTER_TO=/)).toBeNull();
+});
+
+it("calls out what is unhealthy and offline beside what is pending, as filters (UI-3.5)", async () => {
+  const search = open();
+  show(store, ...FLEET);
+  expect(await screen.findByRole("heading", { name: "1 worker waits for an approval" })).toBeTruthy();
+  const states = within(screen.getByRole("group", { name: "State" }));
+  expect(states.getAllByRole("button").map((button) => button.textContent)).toEqual([
+    "pending1",
+    "offline2",
+    "unhealthy1",
+    "draining0",
+    "healthy1",
+  ]);
+  fireEvent.click(states.getByRole("button", { name: /^offline/ }));
+  await vi.waitFor(() => expect(rows()).toEqual(["gone", "lost"]));
+  fireEvent.click(states.getByRole("button", { name: /^unhealthy/ }));
+  await vi.waitFor(() => expect(rows()).toEqual(["gone", "ill", "lost"]));
+  await vi.waitFor(() => expect(search()).toBe("?state=offline%2Cunhealthy"));
+});
+
+it("a row has state and reason, memory used and total, models with their state and requests (UI-3.10, UI-3.12)", async () => {
+  open("/app/nodes?state=healthy,unhealthy");
+  show(store, ...FLEET);
+  const row = (name: string) => screen.getByRole("link", { name }).closest<HTMLElement>("[role=row]")?.textContent ?? "";
+  await screen.findByRole("grid", { name: "Nodes" });
+  expect(row("ill")).toContain("unhealthyits engines do not answer");
+  expect(screen.getByRole("img", { name: "VRAM: 6 GiB of 24 GiB" })).toBeTruthy();
+  expect(row("well")).toContain("4 GiBused of 64 GiB");
+  expect(row("well")).toContain("tiny3 in flight");
+  expect(row("well")).toContain("bigloading");
+});
+
+it("a popover closes by Escape and by a press outside (UI-0.15)", async () => {
+  open();
+  show(store, ...FLEET);
+  const opener = await screen.findByRole("button", { name: /^GPU/ });
+  fireEvent.click(opener);
+  fireEvent.keyDown(await screen.findByRole("dialog", { name: "GPU" }), { key: "Escape" });
+  await vi.waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
+  fireEvent.click(opener);
+  await screen.findByRole("dialog", { name: "GPU" });
+  // It listens to the page from its next task on.
+  await vi.waitFor(() => {
+    fireEvent.pointerDown(document.body);
+    fireEvent.click(document.body);
+    expect(screen.queryByRole("dialog")).toBeNull();
+  });
+});
