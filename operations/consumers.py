@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 from channels.generic.websocket import AsyncWebsocketConsumer
 from django.db import Error as DatabaseError
 
+from localai_cluster import cancel
 from operations import hearing, stream
 from operations.stream import Follower, News
 
@@ -43,9 +44,7 @@ class Watching(AsyncWebsocketConsumer):
             return await super().__call__(scope, receive, send)
         finally:
             if self._work is not None:
-                self._work.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await self._work
+                await cancel.end(self._work)
 
     async def connect(self) -> None:
         """Refuses or accepts; then the tasks begin."""

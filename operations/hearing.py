@@ -13,6 +13,7 @@ from typing import Any
 
 from channels.layers import get_channel_layer
 
+from localai_cluster import cancel
 from operations.events import GROUP
 from operations.stream import Follower
 
@@ -40,8 +41,7 @@ class Ear:
             self._followers.discard(follower)
             if not self._followers and self._task is not None:
                 task, self._task = self._task, None
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+                await cancel.end(task)
 
     async def _run(self) -> None:
         failing = False

@@ -19,7 +19,7 @@ import orjson
 from channels.db import database_sync_to_async
 from django.db import Error as DatabaseError
 
-from localai_cluster import clock, conf
+from localai_cluster import cancel, clock, conf
 from nodes.live import rows
 from nodes.live.history import History
 from nodes.live.notices import Facts, Notice, Told, notices, unreachable
@@ -119,9 +119,7 @@ class NodeFeed:
             self.watchers -= 1
             if not self.watchers:
                 running, self._running = self._running, None
-                running.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await running
+                await cancel.end(running)
 
     async def _run(self) -> None:
         woken = asyncio.Event()
@@ -137,8 +135,7 @@ class NodeFeed:
                         await woken.wait()
                         await asyncio.sleep(max(GATHER, rest))
         finally:
-            hearing.cancel()
-            await asyncio.gather(hearing, return_exceptions=True)
+            await cancel.end(hearing)
 
     @staticmethod
     async def _hear(woken: asyncio.Event) -> None:

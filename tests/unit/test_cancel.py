@@ -1,0 +1,43 @@
+"""A task ends, whatever its libraries do with a cancellation."""
+
+import asyncio
+
+import pytest
+
+from localai_cluster import cancel
+
+
+async def test_a_swallowed_cancellation_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked until it has ended."""
+    monkeypatch.setattr(cancel, "_ASK_AGAIN", 0.01)
+    swallowed = 0
+
+    async def stubborn() -> None:
+        nonlocal swallowed
+        while swallowed < 3:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                swallowed += 1
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(stubborn())
+    await asyncio.sleep(0)
+    await cancel.end(task)
+    assert (task.cancelled(), swallowed) == (True, 3)
+
+
+async def test_how_it_ended_is_nobodys_error() -> None:
+    """A task that failed on its way out, and one that had ended before."""
+
+    async def failing() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise ValueError("on the way out")
+
+    task = asyncio.create_task(failing())
+    await asyncio.sleep(0)
+    for _ in range(2):
+        await cancel.end(task)
+    assert isinstance(task.exception(), ValueError)
