@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import expect
 
+from localai_cluster import clock
 from tests.browser.fleet import Fleet
 from tests.browser.screen import Screen
 
@@ -13,8 +14,8 @@ _REPLICA = """
 INSERT INTO node_models (id, node_id, model_name, replica_index, address, state, in_flight, last_used,
   loading_by, backend_type, model_options, config_revision, effective_options_hash, cleanup_error,
   cleanup_attempts, created_at, updated_at)
-VALUES (gen_random_uuid(), %s, 'busy-model', 0, '127.0.0.1:1', 'loaded', 3, now(), '', 'echo', '{}', '', '',
-  '', 0, now(), now())
+VALUES (gen_random_uuid(), %s, 'busy-model', 0, '127.0.0.1:1', 'loaded', 3, %s, '', 'echo', '{}', '', '',
+  '', 0, %s, %s)
 RETURNING id
 """
 _RUNNING = "UPDATE node_models SET in_flight = %s WHERE id = %s RETURNING id"
@@ -31,7 +32,7 @@ def leaver(fleet: Fleet) -> str:
 @pytest.fixture
 def busy(fleet: Fleet) -> Iterator[str]:
     """The id of a replica on `fine` with three requests in flight."""
-    ((replica,),) = fleet.cluster.rows(_REPLICA, fleet.id("fine"))
+    ((replica,),) = fleet.cluster.rows(_REPLICA, fleet.id("fine"), *(clock.now(),) * 3)
     yield str(replica)
     fleet.cluster.rows("DELETE FROM node_models WHERE id = %s RETURNING id", replica)
     fleet.resume_all()
