@@ -97,10 +97,13 @@ def test_nobody_is_signed_in(ann: Any) -> None:
     assert browser.client.cookies["csrftoken"].value
 
 
-@pytest.mark.rule("http-5.4")
+@pytest.mark.rule("http-5.4", "UI-0.4")
 def test_an_installation_without_people_says_so() -> None:
-    """The page can tell whoever opens it what to run."""
-    assert Browser().get("/api/auth/status").json()["hasUsers"] is False
+    """The page can tell whoever opens it what to run; it is open to nobody."""
+    browser = Browser()
+    status = browser.get("/api/auth/status").json()
+    assert (status["hasUsers"], status["authEnabled"], status["user"]) == (False, True, None)
+    assert browser.get("/api/nodes").status_code == 401
 
 
 @pytest.mark.rule("http-5.4")
@@ -511,7 +514,7 @@ def test_who_is_no_admin_is_sent_to_the_page(ann: Any) -> None:
 # What the page asks for beside
 
 
-@pytest.mark.rule("http-5.4", "http-5.1", "http-0.3")
+@pytest.mark.rule("http-5.4", "http-5.1", "http-0.3", "UI-0.26")
 def test_features_branding_version(ann: Any) -> None:
     """§5.4: the cluster is on and nothing else; branding for everybody, the other two for users."""
     assert api.admin().get("/api/features").json() == {
