@@ -33,6 +33,24 @@ class Change:
         return len(self.patches) + len(self.removed)
 
 
+@dataclass(frozen=True)
+class Difference:
+    """What a look has that the one before had not: its rows, the nodes that read differently, the patches."""
+
+    rows: dict[str, Raw]
+    nodes: dict[str, LiveNode]
+    patches: dict[str, Patch]
+    removed: frozenset[str]
+
+
+def _patch(node: str, before: LiveNode | None, now: LiveNode) -> Patch:
+    """The keys that changed, all of them for a new node; nothing if it only reads differently."""
+    if before is None:
+        return now
+    changed = {key: value for key, value in now.items() if value != before[key]}
+    return {"id": node} | changed if changed else {}
+
+
 class History:
     """The nodes as of the last look, and the changes that led there."""
 
@@ -51,9 +69,27 @@ class History:
 
     def take(self, rows: dict[str, Raw], at: float) -> bool:
         """A look at `at` (monotonic seconds); answers whether anything differs from the one before."""
-        change = self._difference(rows, at)
-        self._raw = rows
+        return self.accept(self.compare(rows), at)
+
+    def compare(self, rows: dict[str, Raw]) -> Difference:
+        """What a look differs in from the last accepted one. Changes nothing, so any thread may ask."""
+        known, before = self._raw, self.nodes
+        nodes, patches = {}, {}
+        for node, raw in rows.items():
+            if raw != known.get(node):
+                nodes[node] = now = shown(raw)
+                if patch := _patch(node, before.get(node), now):
+                    patches[node] = patch
+        return Difference(rows, nodes, patches, frozenset(known.keys() - rows.keys()))
+
+    def accept(self, found: Difference, at: float) -> bool:
+        """The look counts from now on; answers whether it differs. No other one may have come between."""
+        self._raw = found.rows
+        self.nodes.update(found.nodes)
+        for node in found.removed:
+            del self.nodes[node]
         self._forget(at)
+        change = Change(self.number + 1, at, found.patches, found.removed)
         if not change.size:
             return False
         self.number = change.number
@@ -61,25 +97,6 @@ class History:
         self._size += change.size
         self._forget(at)
         return True
-
-    def _difference(self, rows: dict[str, Raw], at: float) -> Change:
-        removed = frozenset(self._raw.keys() - rows.keys())
-        patches = {}
-        for node, raw in rows.items():
-            if raw != self._raw.get(node) and (patch := self._patch(node, shown(raw))):
-                patches[node] = patch
-        for node in removed:
-            del self.nodes[node]
-        return Change(self.number + 1, at, patches, removed)
-
-    def _patch(self, node: str, now: LiveNode) -> Patch:
-        """The keys that changed, all of them for a new node; nothing if it only reads differently."""
-        before = self.nodes.get(node)
-        self.nodes[node] = now
-        if before is None:
-            return now
-        changed = {key: value for key, value in now.items() if value != before[key]}
-        return {"id": node} | changed if changed else {}
 
     def _forget(self, at: float) -> None:
         while self._kept and (

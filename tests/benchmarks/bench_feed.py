@@ -76,7 +76,7 @@ def measure(size: int) -> None:
     feed = watch.NodeFeed()
 
     def whole() -> None:
-        feed._take(watch.look())
+        feed._take(*feed._compare())
 
     def line(what: str, value: float) -> None:
         print(f"{size:>6} nodes  {what:<42} {value:8.1f} ms")

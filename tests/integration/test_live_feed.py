@@ -292,7 +292,7 @@ async def test_an_outage_is_told_and_what_was_seen_stays(
             raise OperationalError("the server closed the connection")
         return live.look()
 
-    process._read = sync_to_async(broken, thread_sensitive=False)
+    process._read = broken
     await page.until(lambda: "database-unreachable" in page.notices)
     (notice,) = [one for one in page.told("notices")[-1]["notices"] if one["id"] == "database-unreachable"]
     assert notice["level"] == "error"
@@ -319,7 +319,7 @@ async def test_a_defect_in_the_look_does_not_end_it(
             raise KeyError("x")
         return live.look()
 
-    process._read = sync_to_async(broken, thread_sensitive=False)
+    process._read = broken
     page = await tab()
     await page.until(lambda: page.told("notices"))
     assert "nothing can be shown yet" in page.told("notices")[0]["notices"][0]["text"]

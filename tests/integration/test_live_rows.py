@@ -235,6 +235,24 @@ def test_what_only_reads_differently_is_no_change(plain: History, monkeypatch: p
     assert not plain.take({"a": rows.Raw(("a", 1), "{}", "", "", 0)}, 1)
 
 
+def test_a_look_that_fails_half_way_loses_nothing(plain: History, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that cannot be shown does not take along what was found before it: the next look has it."""
+    plain.take(raws(a=1, b=1), 0)
+
+    def broken(raw: rows.Raw) -> dict[str, Any]:
+        if raw.columns == ("b", 2):
+            raise KeyError("x")
+        return _shown(raw)
+
+    monkeypatch.setattr(history, "shown", broken)
+    with pytest.raises(KeyError):
+        plain.take(raws(a=2, b=2), 1)
+    assert (plain.cursor, plain.nodes["a"]["value"]) == ("e:1", 1)
+    monkeypatch.setattr(history, "shown", _shown)
+    assert plain.take(raws(a=2, b=2), 2)
+    assert plain.since(1) == ([{"id": "a", "value": 2}, {"id": "b", "value": 2}], [])
+
+
 def test_changes_are_kept_for_a_while_and_in_bounds(plain: History, monkeypatch: pytest.MonkeyPatch) -> None:
     """By age, by number, and by what they hold together; who stands before that starts anew."""
     monkeypatch.setattr(history, "KEPT_CHANGES", 3)
