@@ -24,7 +24,7 @@ BACKEND_BYTES = 12_000_000
 SLOW_RATE = 4_000_000
 """Bytes a second: an install takes the slow worker three seconds."""
 BACKENDS = (
-    "rolling", "closing", "cutting", "striped", "doomed", "quick", "restarted", "blocked", "calm",
+    "rolling", "closing", "cutting", "striped", "doomed", "quick", "present", "calm",
 )  # fmt: skip
 """One for each test that installs something, so that none meets another's."""
 PICTURED = ("llama-cpp", "vllm", "whisper", "piper")

@@ -80,11 +80,11 @@ def installed_on(fleet: Fleet, name: str) -> list[str]:
 
 @pytest.mark.rule("UI-4.12")
 def test_what_is_there_already_is_said_before_anything_is_pressed(screen: Screen, settled: Fleet) -> None:
-    job = settled.install("fine", "calm")
+    job = settled.install("fine", "present")
     page = screen.go("/app/backends")
-    expect(page.get_by_role("listitem").filter(has_text="Runs calm.")).to_contain_text("on 1 node")
+    expect(page.get_by_role("listitem").filter(has_text="Runs present.")).to_contain_text("on 1 node")
     assert settled.ended(job)
-    dialog = open_picker(page, "calm")
+    dialog = open_picker(page, "present")
     expect(line_of(dialog, "fine").get_by_role("checkbox")).to_be_disabled()
     expect(line_of(dialog, "fine")).to_contain_text("Already there")
     expect(dialog.get_by_role("button", name="Install", exact=True)).to_have_attribute(

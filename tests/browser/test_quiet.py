@@ -1,0 +1,151 @@
+"""What a page leaves alone: the network, rows that did not change, its width, the height of a row."""
+
+import json
+import re
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, WebSocket, WebSocketRoute, expect
+
+from tests.browser import checks
+from tests.browser.conftest import Opener
+from tests.browser.fleet import Cookies, Fleet
+from tests.browser.screen import Screen
+from tests.conftest import eventually
+
+BEAT_MS = 15_000
+"""The feed says that it is alive every five seconds."""
+MANY = 100
+"""Changes in other rows, which come with the beats of their nodes."""
+PANEL = 120
+"""Pixels that the reference spends on a node."""
+LONG_NAME, LONG_ERROR = "a" * 200, "e" * 2_000
+_PAGES = ("/app/nodes", "/app/activity")
+
+_WATCH_ROW = """(row) => {
+  const name = row.querySelector(".node-name");
+  getSelection().selectAllChildren(name);
+  window.here = [];
+  window.elsewhere = 0;
+  const watched = { childList: true, characterData: true, attributes: true, subtree: true };
+  new MutationObserver((list) => {
+    for (const { target } of list) {
+      const element = target instanceof Element ? target : target.parentElement;
+      // The age of the last beat is the one thing that grows older by itself.
+      if (!row.contains(element)) window.elsewhere += 1;
+      else if (element.closest(".cell.beat") === null) window.here.push(element.outerHTML);
+    }
+  }).observe(row.parentElement, watched);
+}"""
+_NAME = """(strip) => {
+  const name = strip.querySelector(".strip-name");
+  const probe = name.appendChild(document.createElement("span"));
+  probe.style.cssText = "position: absolute; width: 12ch";
+  const twelve = probe.getBoundingClientRect().width;
+  probe.remove();
+  return { width: name.getBoundingClientRect().width, twelve, window: innerWidth };
+}"""
+
+
+def live(page: Page) -> Page:
+    """The page once its feed is there."""
+    expect(page.get_by_test_id("connection")).to_have_text("Live")
+    return page
+
+
+def two_beats(socket: WebSocket) -> None:
+    """Waits until the feed has said twice that it is alive."""
+    for _ in range(2):
+        socket.wait_for_event("framereceived", lambda frame: '"alive"' in frame, timeout=BEAT_MS)
+
+
+@pytest.mark.rule("UI-0.8", "W1")
+def test_an_open_page_asks_for_nothing_while_its_feed_is_up(
+    window: Opener, settled: Fleet, session: Cookies
+) -> None:
+    asked: list[str] = []
+    sockets: list[WebSocket] = []
+    for path in (*_PAGES, f"/app/nodes/{settled.id('fine')}"):
+        page = window(settled.webs[0].url, session).page
+        with page.expect_websocket() as opened:
+            page.goto(settled.webs[0].url + path, wait_until="networkidle")
+        live(page)
+        page.on("request", lambda request: asked.append(f"{request.method} {request.url}"))
+        page.on("websocket", lambda socket: asked.append(socket.url))
+        sockets.append(opened.value)
+    for socket in sockets:
+        two_beats(socket)
+    assert asked == []
+
+
+@pytest.mark.rule("UI-0.9", "E66")
+def test_a_row_that_did_not_change_is_left_alone_and_so_is_its_selection(packed: Screen) -> None:
+    page = live(packed.go("/app/nodes?state=offline,healthy&sort=state"))
+    row = page.get_by_role("grid", name="Nodes").get_by_role("row").nth(1)
+    expect(row).to_contain_text("offline")
+    name = row.get_by_role("link").text_content()
+    row.evaluate(_WATCH_ROW)
+    eventually(lambda: page.evaluate("window.elsewhere") > MANY, what="other rows have changed")
+    assert page.evaluate("window.here") == []
+    assert page.evaluate("getSelection().toString()") == name
+
+
+@pytest.mark.rule("UI-3.16", "W2")
+def test_a_screen_shows_more_nodes_than_panels_would(packed: Screen) -> None:
+    page = live(packed.go("/app/nodes?state=healthy"))
+    grid = page.get_by_role("grid", name="Nodes")
+    grid.evaluate("(element) => element.scrollIntoView()")
+    row = grid.get_by_role("row").nth(10)
+    expect(row).to_be_in_viewport()
+    box = row.bounding_box()
+    assert box is not None
+    assert box["height"] < PANEL / 2
+
+
+def with_failure(socket: WebSocketRoute) -> None:
+    """The real feed, with one failure of a long name and a longer reason added to its first operations."""
+    server = socket.connect_to_server()
+
+    def hand_on(message: str | bytes) -> None:
+        told: dict[str, Any] = json.loads(message)
+        if told["type"] == "operations.snapshot":
+            told["operations"].append(_FAILURE)
+        socket.send(json.dumps(told))
+
+    server.on_message(hand_on)
+
+
+_FAILURE = {
+    "id": LONG_NAME,
+    "name": LONG_NAME,
+    "fullName": LONG_NAME,
+    "jobID": "00000000-0000-4000-8000-000000000001",
+    "kind": "backend_install",
+    "taskType": "installation",
+    "status": "failed",
+    "progress": 40,
+    "isBackend": True,
+    "error": LONG_ERROR,
+    "nodeName": "n" * 100,
+    "createdAt": "2099-01-01T00:00:00Z",
+    "finishedAt": "2099-01-01T00:00:01Z",
+    "seq": 1,
+    "attempts": 1,
+}
+
+
+@pytest.mark.rule("UI-1.11", "UI-1.12", "E19", "E27")
+@pytest.mark.parametrize("narrow", [False, True], ids=["1400", "390"])
+def test_a_long_error_leaves_the_page_its_width_and_the_name_its_room(
+    window: Opener, settled: Fleet, session: Cookies, narrow: bool
+) -> None:
+    screen = window(settled.webs[0].url, session, narrow=narrow)
+    screen.page.route_web_socket(re.compile("/ws/feed"), with_failure)
+    page = live(screen.go("/app/nodes"))
+    strip = page.get_by_test_id("operations-strip")
+    expect(strip).to_contain_text(LONG_ERROR)
+    assert checks.sideways(page) == []
+    name = strip.evaluate(_NAME)
+    assert name["width"] >= name["twelve"]
+    if narrow:
+        assert name["width"] <= 0.45 * name["window"]
