@@ -251,9 +251,12 @@ def _report_part(parts: Sequence[OperationTarget], tick: Tick) -> None:
         return
     part.status = TargetStatus.DOWNLOADING if tick.total_bytes else TargetStatus.RUNNING_ON_WORKER
     part.phase = storable(tick.phase, 32)
-    part.file_name = storable(tick.file_name, 512)
-    part.percentage = min(max(tick.percentage, 0.0), 100.0)
-    part.current_bytes, part.total_bytes = tick.current_bytes, tick.total_bytes
+    # O69: reports may come out of order.
+    part.percentage = min(max(tick.percentage, part.percentage), 100.0)
+    file_name = storable(tick.file_name, 512)
+    reached = part.current_bytes if part.file_name == file_name else 0
+    part.file_name, part.current_bytes = file_name, max(tick.current_bytes, reached)
+    part.total_bytes = tick.total_bytes
     part.save()
 
 

@@ -12,6 +12,8 @@ from operations.models import Operation, OperationTarget, TargetStatus
 
 ENDED = (TargetStatus.SUCCESS, TargetStatus.ERROR)
 LAST_BEFORE_THE_END = 99.0
+_MOST_BYTES = 2**63 - 1
+"""What a column holds: each worker's figures do, but not always their sum."""
 
 
 def share(target: OperationTarget) -> float:
@@ -24,8 +26,9 @@ def add_up(operation: Operation, parts: Sequence[OperationTarget]) -> None:
     ended = sum(part.status in ENDED for part in parts)
     failed = sum(part.status == TargetStatus.ERROR for part in parts)
     reach(operation, sum(map(share, parts)) / len(parts))
-    operation.current_bytes = max(sum(part.current_bytes for part in parts), operation.current_bytes)
-    operation.total_bytes = sum(part.total_bytes for part in parts)
+    reached = min(sum(part.current_bytes for part in parts), _MOST_BYTES)
+    operation.current_bytes = max(reached, operation.current_bytes)
+    operation.total_bytes = min(sum(part.total_bytes for part in parts), _MOST_BYTES)
     operation.message = f"{ended} of {len(parts)} nodes done" + (f", {failed} failed" if failed else "")
 
 

@@ -152,6 +152,32 @@ def test_several_nodes_add_up_to_one_progress() -> None:
     assert errors_of == {"gpu-0": "", "gpu-1": "disk full", "gpu-2": "", "gpu-3": ""}
 
 
+@pytest.mark.rule("O69", "O70")
+def test_a_late_report_takes_no_node_back() -> None:
+    """Reports may come out of order; another file begins with its own bytes, the percentage does not."""
+    targets = nodes(2)
+    operation = claimed(targets=targets)
+
+    def tell(share: int, file: str) -> tuple[float, int]:
+        tick = Tick("downloading", "x", share, 100, share, file, targets[0][0])
+        services.progress(operation.id, operation.fence, tick, now=NOW)
+        part = OperationTarget.objects.get(node_id=targets[0][0])
+        return part.percentage, part.current_bytes
+
+    assert [tell(80, "a"), tell(60, "a"), tell(10, "b")] == [(80, 80), (80, 80), (80, 10)]
+
+
+@pytest.mark.rule("O70")
+def test_figures_of_workers_that_no_column_holds_together() -> None:
+    """Each says what 64 bits hold; the sum is what the column holds."""
+    targets = nodes(2)
+    operation = claimed(targets=targets)
+    for node, _ in targets:
+        tick = Tick("downloading", "x", 2**63 - 1, 2**63 - 1, 1, "f", node)
+        services.progress(operation.id, operation.fence, tick, now=NOW)
+    assert (row(operation).current_bytes, row(operation).total_bytes) == (2**63 - 1, 2**63 - 1)
+
+
 @pytest.mark.rule("O70")
 def test_the_last_node_does_not_make_it_a_hundred() -> None:
     """The end of the operation does; all successes are 99 until then."""
