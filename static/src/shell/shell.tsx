@@ -14,7 +14,9 @@ import { SessionEnd } from "./session-end";
 import { TopBar } from "./top-bar";
 import "./shell.css";
 
-const Palette = lazyDialog(async () => (await import("./palette")).Palette);
+const SEARCH_AFTER_MS = 1500;
+const palette = () => import("./palette");
+const Palette = lazyDialog(async () => (await palette()).Palette);
 const ShortcutsDialog = lazyDialog(async () => (await import("./shortcuts-dialog")).ShortcutsDialog);
 
 export function Shell(): ReactNode {
@@ -30,6 +32,7 @@ function Frame({ user }: { user: Person }): ReactNode {
   useConnectionNews(stale);
   useFocusOnNavigation();
   useKeys(setOverlay);
+  useSearchReady();
   const shared = { onShortcuts: () => setOverlay("shortcuts"), onSignOut: () => signOut.mutate() };
   return (
     <div className="app" data-stale={stale === null ? undefined : ""}>
@@ -54,6 +57,14 @@ function Frame({ user }: { user: Person }): ReactNode {
       <ScrollRestoration />
     </div>
   );
+}
+
+/** Fetches the search once the page has had its say: what is typed right after Ctrl-K must not be lost. */
+function useSearchReady(): void {
+  useEffect(() => {
+    const timer = setTimeout(() => void palette().catch(() => undefined), SEARCH_AFTER_MS);
+    return () => clearTimeout(timer);
+  }, []);
 }
 
 function skip(event: MouseEvent): void {
