@@ -1,13 +1,14 @@
 """Galleries: lists of installable backends in LocalAI's format, read from a file, a URL or its mirrors.
 
 Workers read them for every install, the catalogue of the web process once a minute. An entry is read
-leniently: what has the wrong type counts as absent, and what has no name is left out. `parse` is pure; only
-`fetch` touches disk or network.
+leniently: what has the wrong type counts as absent, what has no name is left out, and what is too much is cut.
+`parse` is pure; only `fetch` touches disk or network.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -20,6 +21,8 @@ from localai_cluster.messaging.messages import Gallery
 
 FETCH_TIMEOUT = 120.0
 INDEX_LIMIT = 16 * 1024 * 1024
+MOST_ENTRIES, MOST_TEXTS, LONGEST_TEXT = 10_000, 100, 16 * 1024
+"""Entries of a list, texts in a field, characters of a text: aliases of YAML repeat what was read once."""
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 Place = Callable[[Path], Path]
@@ -71,7 +74,8 @@ def parse(text: bytes, gallery: Gallery) -> list[Build]:
         ) from error
     if not isinstance(listed, list):
         raise GalleryUnreadable(f"the list of gallery {gallery.name or gallery.url} is not a YAML list")
-    return [_build(item, gallery) for item in listed if isinstance(item, dict) and _text(item.get("name"))]
+    named = (item for item in listed if isinstance(item, dict) and _text(item.get("name")))
+    return [_build(item, gallery) for item in islice(named, MOST_ENTRIES)]
 
 
 async def fetch(
@@ -151,9 +155,7 @@ def _build(item: Mapping[str, Any], gallery: Gallery) -> Build:
         alias=_text(item.get("alias")),
         uri=_text(item.get("uri")),
         mirrors=_texts(item.get("mirrors")),
-        capabilities={str(k): v for k, v in capabilities.items() if _text(v)}
-        if isinstance(capabilities, dict)
-        else None,
+        capabilities=_choices(capabilities) if isinstance(capabilities, dict) else None,
         version=_text(item.get("version")),
         description=_text(item.get("description")),
         icon=_text(item.get("icon")),
@@ -164,10 +166,17 @@ def _build(item: Mapping[str, Any], gallery: Gallery) -> Build:
     )
 
 
+def _choices(value: Mapping[Any, Any]) -> dict[str, str]:
+    return {_text(key): text for key, item in islice(value.items(), MOST_TEXTS) if (text := _text(item))}
+
+
 def _texts(value: Any) -> tuple[str, ...]:
-    return tuple(text for item in value if (text := _text(item))) if isinstance(value, list) else ()
+    listed = islice(value, MOST_TEXTS) if isinstance(value, list) else ()
+    return tuple(text for item in listed if (text := _text(item)))
 
 
 def _text(value: Any) -> str:
     """The text, without halves of characters that no encoding carries."""
-    return str(value).encode("utf-8", "replace").decode() if isinstance(value, str | int | float) else ""
+    if not isinstance(value, str | int | float):
+        return ""
+    return str(value)[:LONGEST_TEXT].encode("utf-8", "replace").decode()

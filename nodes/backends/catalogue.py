@@ -1,8 +1,9 @@
 """The catalogue: what the configured galleries offer, and where of it is installed or being installed.
 
-Galleries are read at most once a minute in each process, all at once, by one caller while the others wait
-for it; where backends are installed comes from rows (`inventory.py`), so nobody waits for a worker. A gallery
-that cannot be read is named beside what the others offer. `entries` is pure.
+Galleries are read at most once a minute in each process, all at once, by one caller; the others get what was
+known before, and wait for it only if there is nothing. Who waits for a gallery holds no database connection.
+Where backends are installed comes from rows (`inventory.py`), so nobody waits for a worker. A gallery that
+cannot be read is named beside what the others offer. `entries` is pure.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from typing import Any
 from uuid import UUID
 
 import httpx
+from django.db import connection
 
 from localai_cluster import clock, galleries
 from localai_cluster.galleries import Build, GalleryUnreadable, folded
@@ -62,23 +64,38 @@ class Running:
         return "Waiting" if self.is_waiting else "Deletion" if self.is_deletion else "Installation"
 
 
+@dataclass(frozen=True)
+class _Known:
+    """What was read last, from which galleries, and how long it counts (monotonic seconds)."""
+
+    asked: Sequence[Gallery] = ()
+    found: Offer = field(default_factory=Offer)
+    good_until: float = 0.0
+
+    def is_good(self, listed: Sequence[Gallery]) -> bool:
+        return listed == self.asked and clock.monotonic() < self.good_until
+
+
 class Reader:
     """Reads galleries for a whole process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._asked: Sequence[Gallery] = ()
-        self._found = Offer()
-        self._good_until = 0.0
+        self._known = _Known()
 
     def read(self, listed: Sequence[Gallery]) -> Offer:
-        """What they offer, as of at most a minute ago."""
+        """What they offer, as of at most a minute ago; older while somebody else is reading them anew."""
+        known = self._known
+        if known.is_good(listed) or (listed == known.asked and self._lock.locked()):
+            return known.found
+        if not connection.in_atomic_block:
+            connection.close()  # a few who wait for a slow gallery would hold all of a process
         with self._lock:
-            if clock.monotonic() >= self._good_until or listed != self._asked:
-                self._asked, self._found = listed, asyncio.run(_read_all(listed))
-                kept = TROUBLE_KEPT_FOR if self._found.problems else KEPT_FOR
-                self._good_until = clock.monotonic() + kept
-            return self._found
+            if not self._known.is_good(listed):
+                found = asyncio.run(_read_all(listed))
+                kept = TROUBLE_KEPT_FOR if found.problems else KEPT_FOR
+                self._known = _Known(listed, found, clock.monotonic() + kept)
+            return self._known.found
 
 
 reader = Reader()

@@ -369,6 +369,18 @@ def test_hostile_entries_are_shown_or_left_out(tmp_path: Path, configured: Galle
     )
 
 
+def test_a_small_list_does_not_become_a_huge_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """YAML's aliases repeat what stands once: texts, their number and entries are bounded."""
+    tags = "[" + ",".join("t" * 3 for _ in range(300)) + "]"
+    text = f"- &one {{name: first, description: {'d' * 100_000}, tags: {tags}}}\n" + "- *one\n" * 30_000
+    builds = galleries.parse(text.encode(), m.Gallery())
+    assert (len(builds), len(builds[0].tags), len(builds[0].description)) == (
+        galleries.MOST_ENTRIES,
+        galleries.MOST_TEXTS,
+        galleries.LONGEST_TEXT,
+    )
+
+
 def test_a_catalogue_costs_the_same_for_any_number_of_nodes(local: Path) -> None:
     """3 and 30 nodes, with operations on all of them."""
     counts = []
@@ -426,10 +438,49 @@ def test_a_gallery_is_read_once_for_all_who_ask_at_the_same_time(server: str) ->
     assert (Server.asked, {len(offer.builds) for offer in offers}) == (1, {5})
     reader.read(listed)
     assert Server.asked == 1
-    reader._good_until = 0
+    _expire(reader)
     reader.read(listed)
     reader.read([m.Gallery(url=server, name="other")])
     assert Server.asked == 3
+
+
+def _expire(reader: catalogue.Reader) -> None:
+    reader._known = dataclasses.replace(reader._known, good_until=0)
+
+
+def test_who_asks_while_a_gallery_is_read_gets_what_was_known(server: str) -> None:
+    """Only the one who reads it waits for a slow gallery; only without anything do all."""
+    reader, listed = catalogue.Reader(), [m.Gallery(url=server, name="web")]
+    Server.gate.set()
+    known = reader.read(listed)
+    Server.gate.clear()
+    _expire(reader)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(reader.read, listed)
+        while Server.asked < 2:
+            assert not reading.done()
+        assert reader.read(listed) is known
+        Server.gate.set()
+        assert reading.result() is not known
+
+
+@pytest.mark.django_db(transaction=True)
+def test_who_waits_for_a_gallery_holds_no_database_connection(
+    server: str, configured: Galleries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are few of them in a web process, and a gallery may take ten seconds."""
+    configured(web=server)
+    Server.gate.set()
+    held: list[bool] = []
+    read = catalogue._read_all
+
+    def looked(listed: Any) -> Any:
+        held.append(connection.connection is not None)
+        return read(listed)
+
+    monkeypatch.setattr(catalogue, "_read_all", looked)
+    offered()
+    assert held == [False]
 
 
 def test_a_gallery_that_takes_too_long_is_given_up(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,7 +489,7 @@ def test_a_gallery_that_takes_too_long_is_given_up(server: str, monkeypatch: pyt
     reader = catalogue.Reader()
     offer = reader.read([m.Gallery(url=server, name="web")])
     assert "gallery web cannot be read" in offer.problems["web"]
-    assert reader._good_until < clock.monotonic() + 10
+    assert reader._known.good_until < clock.monotonic() + 10
 
 
 def test_addresses_are_shown_without_their_secrets(server: str, configured: Galleries) -> None:
