@@ -145,7 +145,9 @@ function StripDetail({ group, pace }: { group: Group; pace: Pace | undefined }):
   const numbers = figures(group.current, group.total, pace);
   return (
     <>
-      <span className="strip-where">{where(group)}</span>
+      <span className="strip-where" title={where(group)}>
+        {where(group)}
+      </span>
       <bdi className="name grow strip-detail">{what(group)}</bdi>
       {looksAgain(group) && <NextLook operation={group.speaker} />}
       {group.state === "running" && numbers !== "" && <span className="strip-figures">{numbers}</span>}
