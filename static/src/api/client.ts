@@ -4,6 +4,9 @@
 import createClient from "openapi-fetch";
 import type { paths } from "./schema";
 
+/** The code of what was sent and not answered: nobody knows whether it was done. */
+const UNANSWERED = "unanswered";
+
 /** What a request failed with. `status` 0: the server could not be reached. */
 export class ApiError extends Error {
   constructor(
@@ -38,7 +41,14 @@ function cookie(name: string): string {
   return found === undefined ? "" : decodeURIComponent(found.slice(name.length + 1));
 }
 
-export const client = createClient<paths>({ baseUrl: "/", credentials: "same-origin" });
+/** How long an answer may take, in ms: a network that swallows everything leaves nothing waiting for ever. */
+const PATIENCE_MS = 30_000;
+
+function patiently(request: Request): Promise<Response> {
+  return fetch(request, { signal: AbortSignal.any([request.signal, AbortSignal.timeout(PATIENCE_MS)]) });
+}
+
+export const client = createClient<paths>({ baseUrl: "/", credentials: "same-origin", fetch: patiently });
 
 client.use({
   onRequest({ request }) {
@@ -54,6 +64,7 @@ export async function call<Data>(request: Promise<Result<Data>>): Promise<Data> 
     result = await request;
   } catch (error) {
     if (error instanceof DOMException && error.name === "AbortError") throw error;
+    if (error instanceof DOMException && error.name === "TimeoutError") throw new ApiError("The server does not answer.", 0, "", UNANSWERED);
     throw new ApiError("The server cannot be reached.", 0);
   }
   const { data, error, response } = result;
@@ -96,6 +107,7 @@ function text(value: unknown): string {
 
 /** What a person can do about a failure: the sentence beside the error. */
 export function advice(error: ApiError): string {
+  if (error.code === UNANSWERED) return "It may have been done all the same: look before you try again.";
   if (error.status === 0) return "Nothing was lost; try again when the connection is back.";
   if (error.status === 401) return "Sign in again; what you typed stays.";
   if (error.status === 403) return "Ask an administrator for the right to do it.";

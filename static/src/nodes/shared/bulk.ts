@@ -49,6 +49,8 @@ export type Outcomes = ReadonlyMap<string, Outcome>;
 export interface Bulk<Item> {
   outcomes: Outcomes;
   running: boolean;
+  /** Stopped, but what was asked before is not answered yet. */
+  stopping: boolean;
   /** Answers how it ended. */
   start: (items: readonly Item[], work: Work<Item>) => Promise<Outcomes>;
   stop: () => void;
@@ -67,6 +69,7 @@ const WAITING: Outcome = { state: "waiting" };
 export function useBulk<Item extends { id: string }>(): Bulk<Item> {
   const [outcomes, setOutcomes] = useState<Outcomes>(new Map());
   const [running, setRunning] = useState(false);
+  const [stopping, setStopping] = useState(false);
   const control = useRef<AbortController | null>(null);
   useEffect(() => () => control.current?.abort(), []);
   const start = useCallback(async (items: readonly Item[], work: Work<Item>) => {
@@ -78,11 +81,15 @@ export function useBulk<Item extends { id: string }>(): Bulk<Item> {
       setOutcomes((before) => new Map(before).set(id, outcome));
     };
     setRunning(true);
+    setStopping(false);
     setOutcomes((before) => new Map([...before, ...items.map((item) => [item.id, WAITING] as const)]));
     await runAll(items, work, tell, mine.signal);
     setRunning(false);
     return known;
   }, []);
-  const stop = useCallback(() => control.current?.abort(), []);
-  return { outcomes, running, start, stop };
+  const stop = useCallback(() => {
+    setStopping(true);
+    control.current?.abort();
+  }, []);
+  return { outcomes, running, stopping: running && stopping, start, stop };
 }

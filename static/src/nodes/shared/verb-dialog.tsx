@@ -1,7 +1,7 @@
 // The frame of every dialog that does something to one or many nodes: names them, names those left out and why,
 // then shows what became of each. What it names is what was there when it was opened: a node that changes under
 // the reader is refused by the server, not silently swapped. Mount it when it is asked for.
-import { memo, useContext, useRef, useState, type ReactNode, type RefObject, type SubmitEvent } from "react";
+import { memo, useContext, useEffect, useRef, useState, type ReactNode, type RefObject, type SubmitEvent } from "react";
 import { advice, ApiError } from "../../api/client";
 import { count } from "../../lib/format";
 import { LiveContext } from "../../live/hooks";
@@ -48,12 +48,13 @@ export function VerbDialog(props: VerbDialogProps): ReactNode {
   const [asked, setAsked] = useState<readonly LiveNode[]>([]);
   const bulk = useBulk<LiveNode>();
   const fit = nodes.filter((node) => refuse(node) === "");
+  const shown = useShown();
   const run = async (chosen: readonly LiveNode[]) => {
     const all = asked.length === 0 ? chosen : asked;
     setAsked(all);
     const outcomes = await bulk.start(chosen, props.work);
     announce(summary(outcomes, done));
-    if (all.length === 1 && [...outcomes.values()].every(isSilentSuccess)) onClose();
+    if (shown.current && all.length === 1 && [...outcomes.values()].every(isSilentSuccess)) onClose();
   };
   const lookAgain = () => {
     const known = store.read().nodes;
@@ -66,7 +67,7 @@ export function VerbDialog(props: VerbDialogProps): ReactNode {
     </>
   );
   return (
-    <Dialog open onClose={bulk.running ? bulk.stop : onClose} title={title} {...(danger ? { first: cancel } : {})}>
+    <Dialog open onClose={bulk.running && !bulk.stopping ? bulk.stop : onClose} title={title} {...(danger ? { first: cancel } : {})}>
       {asked.length === 0 ? (
         <Question {...props} nodes={nodes} fit={fit} cancel={cancel} onRun={() => void run(fit)} />
       ) : (
@@ -74,6 +75,18 @@ export function VerbDialog(props: VerbDialogProps): ReactNode {
       )}
     </Dialog>
   );
+}
+
+/** Whether the dialog is still there: an answer that comes later must not close the next one. */
+function useShown(): RefObject<boolean> {
+  const shown = useRef(false);
+  useEffect(() => {
+    shown.current = true;
+    return () => {
+      shown.current = false;
+    };
+  }, []);
+  return shown;
 }
 
 function isSilentSuccess(outcome: Outcome): boolean {
@@ -162,7 +175,7 @@ interface ResultsProps {
 }
 
 function Results({ asked, bulk, done, onClose, onRun, onLook }: ResultsProps): ReactNode {
-  const { outcomes, running, stop } = bulk;
+  const { outcomes, running, stopping, stop } = bulk;
   const failed = asked.filter((node) => outcomes.get(node.id)?.state === "failed");
   const changed = failed.some((node) => isConflict(outcomes.get(node.id)));
   // The failed ones first: nobody should have to look for them among five hundred.
@@ -177,14 +190,14 @@ function Results({ asked, bulk, done, onClose, onRun, onLook }: ResultsProps): R
         ))}
       </ul>
       <div className="row wrap">
-        {running && <Button onClick={stop}>Stop</Button>}
+        {running && !stopping && <Button onClick={stop}>Stop</Button>}
         {!running && failed.length > 0 && (
           <Button kind="primary" onClick={() => onRun(failed)}>
             Retry {asked.length > 1 ? `failed (${failed.length})` : ""}
           </Button>
         )}
         {!running && changed && <Button onClick={onLook}>Look at it again</Button>}
-        {!running && (
+        {(!running || stopping) && (
           <Button autoFocus onClick={onClose}>
             Close
           </Button>
