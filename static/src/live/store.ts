@@ -122,12 +122,16 @@ function patched(
 
 type Listener = () => void;
 
+/** How long messages wait for a frame, in ms. */
+const UNDRAWN_MS = 250;
+
 /** Holds the state and tells its listeners, at most once a frame. */
 export class LiveStore {
   private state = EMPTY;
   private readonly waiting: FeedMessage[] = [];
   private readonly listeners = new Set<Listener>();
-  private scheduled = false;
+  private frame = 0;
+  private timer: ReturnType<typeof setTimeout> | undefined;
 
   readonly read = (): LiveState => this.state;
 
@@ -139,20 +143,23 @@ export class LiveStore {
   /** Takes a message; it shows with the next frame. */
   push(message: FeedMessage): void {
     this.waiting.push(message);
-    if (this.scheduled) return;
-    this.scheduled = true;
-    // A hidden tab draws no frames, and must not gather messages for hours.
-    if (document.hidden) setTimeout(this.flush, 250);
-    else requestAnimationFrame(this.flush);
+    if (this.timer !== undefined) return;
+    this.frame = requestAnimationFrame(this.flush);
+    // A tab that is hidden, or is being hidden, draws no frames, and must not gather messages for hours.
+    this.timer = setTimeout(this.flush, UNDRAWN_MS);
   }
 
   private readonly flush = (): void => {
-    this.scheduled = false;
+    cancelAnimationFrame(this.frame);
+    clearTimeout(this.timer);
+    this.timer = undefined;
     this.set(apply(this.state, this.waiting.splice(0), Date.now()));
   };
 
   /** The feed is lost, or refused. */
   lost(connection: Exclude<Connection, "live">): void {
+    // What came before the end is shown first, or it would say afterwards that the feed is live.
+    this.flush();
     const staleSince = this.state.staleSince ?? Date.now();
     this.set({ ...this.state, connection, staleSince });
   }
