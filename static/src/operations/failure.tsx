@@ -24,23 +24,26 @@ export function Reason({ operation }: { operation: Operation }): ReactNode {
 
 /** Buttons for one failed operation, or for several of the same kind; each acts on its own jobs. */
 export function FailureActions({ operations, small = false }: { operations: readonly Operation[]; small?: boolean }): ReactNode {
-  const again = useMutation({ mutationFn: () => inTurn(operations.filter(canRetry), retry) });
-  const away = useMutation({ mutationFn: () => inTurn(operations, dismiss) });
+  const again = useMutation({ mutationFn: (some: readonly Operation[]) => inTurn(some, retry) });
+  const away = useMutation({ mutationFn: (some: readonly Operation[]) => inTurn(some, dismiss) });
+  // What was asked for and has come to pass is no answer for a failure that came after it.
+  const settled = new Set([...asked(again), ...asked(away)]);
+  const left = operations.filter((one) => !settled.has(one.jobID));
   const [first] = operations;
   if (first === undefined) return null;
   const several = operations.length > 1;
   const on = several ? `on ${count(operations.length, "node")}` : `on ${first.nodeName ?? "its node"}`;
-  const refusal = again.isSuccess || away.isSuccess ? ON_ITS_WAY : "";
+  const refusal = left.length === 0 ? ON_ITS_WAY : "";
   const failed = again.error ?? away.error;
   return (
     <>
       <div className="row wrap failure-actions">
         {operations.some(canRetry) && (
-          <Button small={small} busy={again.isPending} refusal={refusal} aria-label={`Retry ${first.name} ${on}`} onClick={() => again.mutate()}>
+          <Button small={small} busy={again.isPending} refusal={refusal} aria-label={`Retry ${first.name} ${on}`} onClick={() => again.mutate(left.filter(canRetry))}>
             {several ? "Retry all" : "Retry"}
           </Button>
         )}
-        <Button small={small} busy={away.isPending} refusal={refusal} aria-label={`Dismiss ${first.name} ${on}`} onClick={() => away.mutate()}>
+        <Button small={small} busy={away.isPending} refusal={refusal} aria-label={`Dismiss ${first.name} ${on}`} onClick={() => away.mutate(left)}>
           {several ? "Dismiss all" : "Dismiss"}
         </Button>
         {!several && <CopyButton small={small} text={quote(first)} label="Copy error" />}
@@ -56,6 +59,11 @@ export function FailureActions({ operations, small = false }: { operations: read
       )}
     </>
   );
+}
+
+/** The jobs of a request that succeeded. */
+function asked({ isSuccess, variables }: { isSuccess: boolean; variables: readonly Operation[] | undefined }): string[] {
+  return isSuccess ? (variables ?? []).map((one) => one.jobID) : [];
 }
 
 function quote(operation: Operation): string {

@@ -98,7 +98,7 @@ function groupOf(id: string, members: readonly Operation[], before: Group | unde
   if (before !== undefined && same(before, active, failed, parts)) return before;
   const state = failed.length > 0 ? "failed" : stateOfAll(active);
   const done = parts.filter((part) => part.status === "success").length;
-  const progress = active.length > 0 ? advanced(parts, before) : 0;
+  const progress = active.length > 0 ? advanced(parts, active, before) : 0;
   return { id, kind: speaker.kind, name: speaker.name, state, active, failed, parts, done, progress, ...bytesOf(parts), speaker };
 }
 
@@ -199,13 +199,15 @@ function valueOf(state: State, target: OperationTarget["status"], percentage: nu
   return Math.min(Math.max(percentage, 0), 100);
 }
 
-/** The mean of what has not failed, never 100, and never less than a moment ago unless nodes came in: then there is more to do. */
-function advanced(parts: readonly Part[], before: Group | undefined): number {
+/** The mean of what has not failed, never 100, and never less than a moment ago unless work came in: then there is more to do. */
+function advanced(parts: readonly Part[], active: readonly Operation[], before: Group | undefined): number {
   const going = parts.filter((part) => part.job.status !== "failed");
   const mean = going.reduce((sum, part) => sum + part.value, 0) / Math.max(going.length, 1);
   const now = Math.min(mean, 99);
   if (before === undefined || before.active.length === 0) return now;
-  return parts.length > before.parts.length ? now : Math.max(now, before.progress);
+  const known = new Set(before.active.map((one) => one.jobID));
+  const more = parts.length > before.parts.length || active.some((one) => !known.has(one.jobID));
+  return more ? now : Math.max(now, before.progress);
 }
 
 function bytesOf(parts: readonly Part[]): { current: number; total: number } {
