@@ -7,13 +7,13 @@ export interface ButtonProps extends Omit<ComponentProps<"button">, "disabled"> 
   small?: boolean;
   /** The work it started is under way; pressing again does nothing. */
   busy?: boolean;
-  /** Why it cannot be pressed now; "" or absent if it can. */
+  /** Why it cannot be pressed now; "" if it can. Absent: it always can. */
   refusal?: string | undefined;
 }
 
-export function Button({ kind = "plain", small = false, busy = false, refusal = "", ...rest }: ButtonProps): ReactNode {
+export function Button({ kind = "plain", small = false, busy = false, refusal, ...rest }: ButtonProps): ReactNode {
   const { className = "", onClick, children, ...others } = rest;
-  const off = busy || refusal !== "";
+  const off = busy || (refusal !== undefined && refusal !== "");
   const press = (event: MouseEvent<HTMLButtonElement>) => {
     if (off) event.preventDefault();
     else onClick?.(event);
@@ -31,7 +31,8 @@ export function Button({ kind = "plain", small = false, busy = false, refusal = 
       {children}
     </button>
   );
-  return refusal === "" ? button : <Tip text={refusal}>{button}</Tip>;
+  // Not by whether it is refused now: the focus would be lost when that changes.
+  return refusal === undefined ? button : <Tip text={refusal}>{button}</Tip>;
 }
 
 /** A button that shows a glyph and has a name. */
