@@ -2,7 +2,7 @@
 // here, and what the server says of jobs that the feed no longer tells of.
 import { useQueries } from "@tanstack/react-query";
 import { useEffect, useMemo } from "react";
-import { call, client } from "../api/client";
+import { ApiError, call, client } from "../api/client";
 import type { components } from "../api/schema";
 import { useLive, useNow } from "../live/hooks";
 import type { LiveNode, Operation } from "../live/messages";
@@ -36,7 +36,8 @@ export function useRows(backend: string): Row[] {
   const underWay = useMemo(() => underWayFor(backend, operations.values()), [backend, operations]);
   const asked = useAsked(run, operations);
   useEffect(() => {
-    runs.adopt(backend, [...underWay].map(([nodeID, one]) => [nodeID, one.jobID] as const));
+    const installs = [...underWay].filter(([, one]) => one.kind === "backend_install");
+    runs.adopt(backend, installs.map(([nodeID, one]) => [nodeID, one.jobID] as const));
   }, [backend, underWay]);
   return useMemo(() => {
     const ordered = [...nodes.values()].sort((left, right) => left.name.localeCompare(right.name, undefined, { numeric: true }));
@@ -61,6 +62,11 @@ function rowOf(
   return { node, expected, progress, operation, open: progress === null && canInstall(expected) };
 }
 
+/** An end is asked for once, and so is what nobody knows; what still runs is heard of by the feed, or asked for again. */
+function isLast(said: Job | Error | null): boolean {
+  return said instanceof Error ? said instanceof ApiError && said.status === 404 : said?.processed === true;
+}
+
 /** Asks for the jobs that the feed does not tell of, though it is live: they ended while it was cut. */
 function useAsked(run: Run, operations: ReadonlyMap<string, Operation>): ReadonlyMap<string, Job | Error> {
   const live = useLive((state) => state.connection === "live");
@@ -75,8 +81,7 @@ function useAsked(run: Run, operations: ReadonlyMap<string, Operation>): Readonl
       queryKey: ["backends", "job", uid],
       queryFn: () => call(client.GET("/api/backends/job/{uid}", { params: { path: { uid } } })),
       staleTime: Infinity,
-      // An end is asked for once; what still runs is heard of again by the feed, or asked for again.
-      refetchInterval: (query: { state: { data: Job | undefined } }) => (query.state.data?.processed === true ? false : AGAIN_MS),
+      refetchInterval: ({ state }: { state: { data: Job | undefined; error: Error | null } }) => (isLast(state.data ?? state.error) ? false : AGAIN_MS),
     })),
     combine: (results) =>
       new Map(

@@ -41,13 +41,16 @@ export class Runs {
     }
   }
 
-  /** Follows operations that run already, so that their end shows as well; keeps what it knows. */
+  /**
+   * Follows operations that run already, so that their end shows as well; keeps what it knows. What was refused may
+   * run all the same: a request whose answer was lost, or somebody else's.
+   */
   adopt(backend: string, jobs: Iterable<readonly [nodeID: string, jobID: string]>): void {
     const known = this.of(backend);
     const now = Date.now();
     const fresh = [...jobs].filter(([nodeID, jobID]) => {
       const sent = known.get(nodeID);
-      return sent === undefined || (sent.step === "accepted" && sent.jobID !== jobID);
+      return sent?.step !== "sending" && !(sent?.step === "accepted" && sent.jobID === jobID);
     });
     if (fresh.length > 0) this.set(backend, fresh.map(([nodeID, jobID]) => [nodeID, { step: "accepted", jobID, at: now }]));
   }
