@@ -6,11 +6,13 @@ import { Tip } from "./tip";
 
 const NEVER = "0001-01-01T00:00:00Z";
 
-/** "3m ago"; `ahead` for a time to come: "in 3m". */
+/** "3m ago", or "in 3m" for a time to come. */
 export function Ago({ at, every = 5000 }: { at: string | null | undefined; every?: number }): ReactNode {
   const now = useNow(every);
   if (at === null || at === undefined || at === "" || at === NEVER) return <span className="muted">never</span>;
   const seconds = (now - Date.parse(at)) / 1000;
+  // A worker may have written anything there.
+  if (Number.isNaN(seconds)) return <bdi className="muted">{at}</bdi>;
   const text = seconds < -1 ? `in ${span(-seconds)}` : ago(seconds);
   return (
     <Tip text={exact(at)}>

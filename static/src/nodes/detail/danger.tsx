@@ -49,6 +49,7 @@ function useActs(node: LiveNode, close: () => void): readonly Act[] {
   const gone = useAction<string, unknown>(id, () => deregister(id), () => {
     announce(`${name} is deregistered.`);
     void navigate("/app/nodes");
+    return false;
   });
   const refused = useAction<string, unknown>(id, (reason) => revoke(id, reason), () => {
     announce(`The secret of ${name} is revoked.`);

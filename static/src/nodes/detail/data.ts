@@ -6,11 +6,11 @@ import {
   useQueryClient,
   type UseQueryResult,
 } from "@tanstack/react-query";
-import { useCallback } from "react";
+import { useCallback, useContext } from "react";
 import { call, client } from "../../api/client";
 import type { components } from "../../api/schema";
 import type { LiveNode } from "../../live/messages";
-import { useChange } from "../../live/hooks";
+import { LiveContext, useChange } from "../../live/hooks";
 import { withNewest, withOlder, type Timeline } from "./events";
 
 type Schemas = components["schemas"];
@@ -28,6 +28,7 @@ const keys = {
   detail: (id: string) => ["nodes", id, "detail"] as const,
   backends: (id: string) => ["nodes", id, "backends"] as const,
   conflicts: (id: string) => ["nodes", id, "conflicts"] as const,
+  timeline: (id: string) => ["nodes", id, "events"] as const,
   events: (id: string, kind: EventKind | "") => ["nodes", id, "events", kind] as const,
 };
 
@@ -43,10 +44,14 @@ export function useDetail(id: string): UseQueryResult<NodeDetail> {
   });
 }
 
-/** Fetches whatever is shown of the node again. */
+/** Fetches whatever is shown of the node again; of one that is gone, what has happened to it. */
 export function useRefresh(id: string): () => void {
   const queries = useQueryClient();
-  return useCallback(() => void queries.invalidateQueries({ queryKey: keys.node(id) }), [queries, id]);
+  const store = useContext(LiveContext);
+  return useCallback(() => {
+    const { node, timeline } = keys;
+    void queries.invalidateQueries({ queryKey: store.read().nodes.has(id) ? node(id) : timeline(id) });
+  }, [queries, store, id]);
 }
 
 /** Keeps the queries in step with the live row: every change but heartbeats, lists and claims moves `revision`. */
@@ -79,11 +84,14 @@ export interface Action<Input> {
   forget: () => void;
 }
 
-/** Does something to the node and fetches what is shown of it again; `done` runs also if the part that asked is gone. */
+/**
+ * Does something to the node and fetches what is shown of it again, unless `done` answers false: the node is no more.
+ * `done` runs also if the part that asked is gone.
+ */
 export function useAction<Input, Output>(
   id: string,
   work: (input: Input) => Promise<Output>,
-  done: (output: Output, input: Input) => void = () => undefined,
+  done: (output: Output, input: Input) => unknown = () => undefined,
 ): Action<Input> {
   const refresh = useRefresh(id);
   const { mutate, isPending, isSuccess, error, variables, reset } = useMutation({
@@ -91,8 +99,7 @@ export function useAction<Input, Output>(
     // Without a network it is to fail where the eye is, not to happen by itself an hour later.
     networkMode: "always",
     onSuccess: (output: Output, input: Input) => {
-      refresh();
-      done(output, input);
+      if (done(output, input) !== false) refresh();
     },
   });
   const run = useCallback(

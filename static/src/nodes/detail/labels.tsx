@@ -137,7 +137,7 @@ function AddLabel({ node, draft, setDraft, keyInput }: AddProps): ReactNode {
     event.preventDefault();
     if (problem === "" && !add.busy) add.run(label);
   };
-  const before = node.labels[label.key];
+  const before = Object.hasOwn(node.labels, label.key) ? node.labels[label.key] : undefined;
   const about = { "aria-describedby": said, autoComplete: "off" };
   return (
     <form className="stack" onSubmit={submit}>

@@ -78,7 +78,7 @@ function Shown({ node, detail }: { node: LiveNode; detail: UseQueryResult<NodeDe
 
 /** Before the node is there: what is waited for, or that there is none. */
 function Waiting({ detail }: { detail: UseQueryResult<NodeDetail> }): ReactNode {
-  const connection = useLive((state) => state.connection);
+  const cut = useLive((state) => state.connection !== "live" && state.connection !== "connecting");
   const { error } = detail;
   const known = useLive((state) => state.nodesCursor !== null);
   if (error instanceof ApiError && error.status === 404) return <NotFound />;
@@ -87,7 +87,7 @@ function Waiting({ detail }: { detail: UseQueryResult<NodeDetail> }): ReactNode 
       <BackLink />
       <h1 tabIndex={-1}>{detail.data === undefined ? "Node" : <bdi>{detail.data.name}</bdi>}</h1>
       {error !== null && <Problem error={error} onRetry={() => void detail.refetch()} />}
-      {connection === "stale" ? (
+      {cut ? (
         <p role="status">The live feed cannot be reached. It is tried again by itself; the node shows as soon as it is there.</p>
       ) : (
         error === null && <Loading what={known ? "the node" : "the live state of all nodes"} />

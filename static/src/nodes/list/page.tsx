@@ -1,12 +1,14 @@
 // The nodes of the cluster, live: what waits for a decision on top, then all of them, dense, filtered and sorted as
 // the address says. The store changes many times a second; what is expensive follows behind (`useDeferredValue`),
 // so that typing never waits for it.
-import { lazy, memo, Suspense, useCallback, useDeferredValue, useId, useMemo, useState, useSyncExternalStore, type ReactNode } from "react";
+import { memo, Suspense, useCallback, useDeferredValue, useId, useMemo, useState, useSyncExternalStore, type ReactNode } from "react";
+import type { InstallPickerProps } from "../../backends/picker";
 import { useChange, useLive } from "../../live/hooks";
 import type { LiveNode } from "../../live/messages";
 import { announce } from "../../ui/announce";
 import { Button } from "../../ui/button";
 import { Empty, Loading } from "../../ui/empty";
+import { lazyDialog } from "../../ui/lazy";
 import { PageHead } from "../../ui/title";
 import { count } from "../../lib/format";
 import { ActionDialog, type Action } from "./actions";
@@ -24,7 +26,7 @@ import { useFilter, type SetFilter } from "./use-filter";
 import { useSelection } from "./use-selection";
 import "./list.css";
 
-const InstallPicker = lazy(async () => ({ default: (await import("../../backends/picker")).InstallPicker }));
+const InstallPicker = lazyDialog<InstallPickerProps>(async () => (await import("../../backends/picker")).InstallPicker);
 
 export function NodesPage(): ReactNode {
   const nodes = useDeferredValue(useLive((state) => state.nodes));
@@ -54,6 +56,7 @@ function Connecting(): ReactNode {
   const connection = useLive((state) => state.connection);
   if (connection === "stale") return <Empty title="The live feed cannot be reached.">It is tried again by itself.</Empty>;
   if (connection === "forbidden") return <Empty title="Only administrators may see the nodes." />;
+  if (connection === "signed-out") return <Empty title="Nobody is signed in any more.">The nodes show as soon as you have signed in.</Empty>;
   return <Loading what="nodes" />;
 }
 
