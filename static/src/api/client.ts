@@ -44,8 +44,13 @@ function cookie(name: string): string {
 /** How long an answer may take, in ms: a network that swallows everything leaves nothing waiting for ever. */
 const PATIENCE_MS = 30_000;
 
-function patiently(request: Request): Promise<Response> {
-  return fetch(request, { signal: AbortSignal.any([request.signal, AbortSignal.timeout(PATIENCE_MS)]) });
+async function patiently(request: Request): Promise<Response> {
+  try {
+    return await fetch(request, { signal: AbortSignal.any([request.signal, AbortSignal.timeout(PATIENCE_MS)]) });
+  } catch (error) {
+    if (!(error instanceof DOMException) || error.name !== "TimeoutError") throw error;
+    throw new ApiError("The server does not answer.", 0, "", request.method === "GET" ? "" : UNANSWERED);
+  }
 }
 
 export const client = createClient<paths>({ baseUrl: "/", credentials: "same-origin", fetch: patiently });
@@ -63,8 +68,7 @@ export async function call<Data>(request: Promise<Result<Data>>): Promise<Data> 
   try {
     result = await request;
   } catch (error) {
-    if (error instanceof DOMException && error.name === "AbortError") throw error;
-    if (error instanceof DOMException && error.name === "TimeoutError") throw new ApiError("The server does not answer.", 0, "", UNANSWERED);
+    if (error instanceof ApiError || (error instanceof DOMException && error.name === "AbortError")) throw error;
     throw new ApiError("The server cannot be reached.", 0);
   }
   const { data, error, response } = result;

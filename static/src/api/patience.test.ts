@@ -3,11 +3,14 @@ import { advice, ApiError, call, client } from "./client";
 
 afterEach(() => void vi.unstubAllGlobals());
 
-it("a server that takes a request and never answers is no endless waiting (UI-9.6)", async () => {
+it.each([
+  ["POST", () => client.POST("/api/auth/logout", { baseUrl: "http://here/" }), "may have been done"],
+  ["GET", () => client.GET("/api/auth/status", { baseUrl: "http://here/" }), "Nothing was lost"],
+] as const)("a server that takes a %s and never answers is no endless waiting (UI-9.6)", async (_, ask, said) => {
   vi.spyOn(AbortSignal, "timeout").mockReturnValue(AbortSignal.abort(new DOMException("late", "TimeoutError")));
   vi.stubGlobal("fetch", (_: Request, { signal }: RequestInit) => Promise.reject(signal?.reason as Error));
-  const failure = await call(client.POST("/api/auth/logout", { baseUrl: "http://here/" })).catch((error: unknown) => error);
+  const failure = await call<unknown>(ask()).catch((error: unknown) => error);
   expect(failure).toBeInstanceOf(ApiError);
   expect((failure as ApiError).message).toBe("The server does not answer.");
-  expect(advice(failure as ApiError)).toContain("may have been done");
+  expect(advice(failure as ApiError)).toContain(said);
 });

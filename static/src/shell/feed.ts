@@ -1,7 +1,10 @@
 // The feed of this tab: open while somebody is signed in who may have it, opened again on demand.
+import { useQueryClient } from "@tanstack/react-query";
 import { useCallback, useContext, useEffect, useMemo, useState } from "react";
+import { ApiError } from "../api/client";
 import { LiveContext, useChange, useLive } from "../live/hooks";
 import { FeedSocket } from "../live/socket";
+import type { LiveState } from "../live/store";
 import { announce } from "../ui/announce";
 
 /** Keeps the feed open; answers how to open it anew at once. */
@@ -38,6 +41,26 @@ export function useStale(): Staleness | null {
   }, [since]);
   if (since === null || now - since < PATIENCE_MS) return null;
   return { since, seconds: Math.floor((now - since) / 1000) };
+}
+
+/** Whether the server reads the database: if not, what is shown is old, however live the feed. */
+function isReadable(state: LiveState): boolean {
+  return state.notices.every((notice) => notice.id !== "database-unreachable");
+}
+
+/** Whether what the feed tells is how the cluster is. */
+export function useReadable(): boolean {
+  return useLive(isReadable);
+}
+
+/** Asks again for what failed while the server or its database was away; nobody has to press for it. */
+export function useCatchUp(): void {
+  const queries = useQueryClient();
+  const well = useLive((state) => state.connection === "live" && isReadable(state));
+  const away = ({ state: { error } }: { state: { error: Error | null } }) => error instanceof ApiError && (error.status === 0 || error.status >= 500);
+  useChange(well, (before) => {
+    if (!before) void queries.invalidateQueries({ predicate: away });
+  });
 }
 
 /** The local time of day with seconds. */

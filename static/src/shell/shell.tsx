@@ -6,7 +6,7 @@ import { OperationsStrip } from "../operations/strip";
 import { lazyDialog } from "../ui/lazy";
 import { listen, useShortcut } from "../ui/shortcuts";
 import { Banners } from "./banners";
-import { useConnectionNews, useFeed, useStale } from "./feed";
+import { useCatchUp, useConnectionNews, useFeed, useStale } from "./feed";
 import { Gate } from "./gate";
 import { Sidebar } from "./nav";
 import { useSignOut, type Person } from "./session";
@@ -30,6 +30,7 @@ function Frame({ user }: { user: Person }): ReactNode {
   const signOut = useSignOut();
   const { state } = useNavigation();
   useConnectionNews(stale);
+  useCatchUp();
   useFocusOnNavigation();
   useKeys(setOverlay);
   useSearchReady();

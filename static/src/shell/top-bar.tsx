@@ -2,12 +2,13 @@
 import type { ReactNode } from "react";
 import { useLocation, useNavigate } from "react-router";
 import { useLive } from "../live/hooks";
+import type { Connection } from "../live/store";
 import { Button } from "../ui/button";
 import { Icon, type IconName } from "../ui/icons";
 import { Menu, type MenuItem } from "../ui/menu";
 import { choose, useTheme, type Theme } from "../ui/theme";
 import { Tip } from "../ui/tip";
-import { clockTime, type Staleness } from "./feed";
+import { clockTime, useReadable, type Staleness } from "./feed";
 import { Drawer } from "./nav";
 
 interface TopBarProps {
@@ -43,6 +44,7 @@ function isMac(): boolean {
 
 function ConnectionMark({ stale, onRetry }: { stale: Staleness | null; onRetry: () => void }): ReactNode {
   const connection = useLive((state) => state.connection);
+  const readable = useReadable();
   const refused = connection === "forbidden" ? "Refused" : connection === "signed-out" ? "Signed out" : "";
   if (refused !== "") {
     return (
@@ -63,14 +65,19 @@ function ConnectionMark({ stale, onRetry }: { stale: Staleness | null; onRetry: 
       </span>
     );
   }
-  const live = connection === "live";
+  const live = connection === "live" && readable;
   return (
-    <Tip text={live ? "What is shown follows the cluster as it changes." : "The connection to the server is being made."}>
+    <Tip text={words(connection, readable)}>
       <span className={`connection ${live ? "good" : "warn"}`} data-testid="connection" tabIndex={0}>
-        {live ? "Live" : connection === "connecting" ? "Connecting" : "Reconnecting"}
+        {connection === "live" ? (live ? "Live" : "Not current") : connection === "connecting" ? "Connecting" : "Reconnecting"}
       </span>
     </Tip>
   );
+}
+
+function words(connection: Connection, readable: boolean): string {
+  if (connection !== "live") return "The connection to the server is being made.";
+  return readable ? "What is shown follows the cluster as it changes." : "The server cannot read its database: what is shown may be old.";
 }
 
 const THEMES: readonly { theme: Theme; label: string; icon: IconName }[] = [
