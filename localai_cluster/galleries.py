@@ -1,7 +1,7 @@
 """Galleries: lists of installable backends in LocalAI's format, read from a file, a URL or its mirrors.
 
 Workers read them for every install, the catalogue of the web process once a minute. An entry is read
-leniently: what has the wrong type counts as absent, what has no name is left out, and what is too much is cut.
+leniently: what has the wrong type counts as absent, what has no name is left out, what is too much is cut.
 `parse` is pure; only `fetch` touches disk or network.
 """
 
