@@ -2,8 +2,8 @@
 
 `python -m tests.benchmarks.bench_events [--seconds 60] [--sockets 3]` starts servers and one web process. A
 writer changes 200 running operations, `BATCH` in a transaction: a commit for each would measure the disk.
-Each change carries the time at which it was written, and each socket tells how late it came. Several changes of
-one operation in one message are one. Everything shares this machine.
+Each change carries the time at which it was written, and each socket tells how late it came. Several changes
+of one operation in one message are one. Everything shares this machine.
 """
 
 import argparse
