@@ -32,7 +32,7 @@ LOOK_EVERY = 1.0
 GATHER = 0.2
 """Seconds for which wakes are gathered."""
 REST = 4.0
-"""A look that took t seconds is followed by at least t times this without one."""
+"""A look that took t seconds is followed by at least t times this without one, unless it failed."""
 PATIENCE = 5.0
 """Seconds after which a look without an answer counts as failed; it is still waited for."""
 
@@ -129,7 +129,8 @@ class NodeFeed:
                 began = clock.monotonic()
                 woken.clear()
                 await self._look()
-                rest = REST * (clock.monotonic() - began)
+                # An outage is over when it is over, however long the last look waited for its end.
+                rest = 0.0 if self._failing else REST * (clock.monotonic() - began)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(max(LOOK_EVERY, rest)):
                         await woken.wait()

@@ -307,6 +307,26 @@ async def test_an_outage_is_told_and_what_was_seen_stays(
     assert sum("nodes not read" in line for line in caplog.messages) == 1
 
 
+async def test_a_look_that_failed_is_not_rested_from(
+    tab: Open, process: watching.NodeFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that waited half a minute for the database would keep the pages old for two."""
+    monkeypatch.setattr(watching, "LOOK_EVERY", 0.05)
+    monkeypatch.setattr(watching, "REST", 1e6)
+    calls = itertools.count()
+
+    def broken() -> watching.Look:
+        if next(calls) == 0:
+            raise OperationalError("the server closed the connection")
+        return live.look()
+
+    process._read = broken
+    page = await tab()
+    await page.until(lambda: page.told("notices"))
+    assert "database-unreachable" in page.notices
+    await page.until(lambda: page.told("nodes.snapshot"))
+
+
 async def test_a_defect_in_the_look_does_not_end_it(
     tab: Open, process: watching.NodeFeed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
