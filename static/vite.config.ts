@@ -17,6 +17,8 @@ export default defineConfig({
   },
   test: {
     environment: "jsdom",
+    // A document for each file is made six times as fast in a context as in a thread of its own.
+    pool: "vmThreads",
     include: ["src/**/*.test.{ts,tsx}"],
     restoreMocks: true,
   },

@@ -43,7 +43,8 @@ def _wheel() -> Path:
 
 def _environment() -> dict[str, str]:
     """The caller's, with the wheel's Node.js first."""
-    return {**os.environ, "PATH": f"{_wheel() / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}", "CI": "1"}
+    path = f"{_wheel() / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+    return {**os.environ, "PATH": path, "CI": "1", "NO_COLOR": "1"}
 
 
 def node(*words: str, quiet: bool = False) -> None:
