@@ -48,7 +48,7 @@ export const FailureCard = memo(function FailureCard({ group, target }: CardProp
   const title = phrase(group.speaker, "failed");
   return (
     <Card state="failed" title={title} speaker={group.speaker} parts={parts} jobs={group.failed} where="">
-      {one && <Reason operation={group.speaker} />}
+      {one && <Reason error={group.speaker.error} name={group.speaker.name} />}
       <FailureActions operations={group.failed} />
       {!one && <Parts parts={parts} name={group.name} target={target} />}
     </Card>

@@ -1,6 +1,6 @@
 // What has ended since the page was opened: a line each.
 import { memo, type ReactNode } from "react";
-import { duration } from "../lib/format";
+import { brief, duration } from "../lib/format";
 import type { Operation } from "../live/messages";
 import { Ago } from "../ui/time";
 import { tookOf } from "./filter";
@@ -21,7 +21,7 @@ export const EndedLine = memo(function EndedLine({ operation }: { operation: Ope
         {outcome(operation, duration(tookOf(operation)))} <bdi>{place(operation, [operation.nodeName ?? ""])}</bdi>
         {operation.status === "failed" && (
           <span className="muted">
-            : <bdi>{operation.error}</bdi>
+            : <bdi>{brief(operation.error ?? "")}</bdi>
           </span>
         )}
       </span>

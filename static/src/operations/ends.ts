@@ -1,6 +1,6 @@
 // What has just ended, told once: only what the feed said in so many words. An operation that is merely gone (after a
 // cut, or dismissed elsewhere) says nothing of how it ended.
-import { count } from "../lib/format";
+import { brief, count } from "../lib/format";
 import type { Operation } from "../live/messages";
 import { isActive, needsAttention } from "../live/store";
 import { groupID, latestParts, runOf } from "./model";
@@ -71,7 +71,7 @@ const LONGEST = 200;
 
 /** Ends of one moment in one saying: the page's region holds one, and nobody listens to a worker's whole log. */
 export function spoken(told: readonly End[]): string {
-  const said = told.slice(0, SPOKEN).map(({ text }) => (text.length > LONGEST ? `${text.slice(0, LONGEST)}…` : text));
+  const said = told.slice(0, SPOKEN).map(({ text }) => brief(text, LONGEST));
   if (told.length > SPOKEN) said.push(`${told.length - SPOKEN} more ended`);
   return said.join(". ");
 }

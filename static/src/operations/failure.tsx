@@ -1,7 +1,7 @@
 // What can be done about a failure, where it is shown: ask again, put it away, quote it.
 import { useMutation } from "@tanstack/react-query";
 import type { ReactNode } from "react";
-import { count } from "../lib/format";
+import { brief, count } from "../lib/format";
 import type { Operation } from "../live/messages";
 import { Button } from "../ui/button";
 import { CopyButton } from "../ui/copy";
@@ -13,11 +13,10 @@ const LONGEST_ERROR = 2_000;
 const ON_ITS_WAY = "Done: this line goes when the live feed says so";
 
 /** The reason in the worker's own words; a long one scrolls in its own place. */
-export function Reason({ operation }: { operation: Operation }): ReactNode {
-  const error = operation.error ?? "no reason given";
+export function Reason({ error = "no reason given", name }: { error: string | undefined; name: string }): ReactNode {
   return (
-    <div className="reason" role="group" aria-label={`Why ${operation.name} failed`} tabIndex={0}>
-      <bdi>{error.length > LONGEST_ERROR ? `${error.slice(0, LONGEST_ERROR)}…` : error}</bdi>
+    <div className="reason" role="group" aria-label={`Why ${name} failed`} tabIndex={0}>
+      <bdi>{brief(error, LONGEST_ERROR)}</bdi>
     </div>
   );
 }

@@ -53,7 +53,7 @@ const PartLine = memo(function PartLine({ part, name }: { part: Part; name: stri
         {failed ? <FailureActions operations={[part.job]} small /> : <PartFile part={part} />}
         <PartFigures part={part} name={name} />
       </div>
-      {failed && <Reason operation={part.job} />}
+      {failed && <Reason error={part.job.error} name={part.job.name} />}
     </li>
   );
 }, equal);

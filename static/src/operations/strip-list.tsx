@@ -1,7 +1,7 @@
 // What the strip opens to: a line for each operation, in the order of their groups, and no more than can be looked at.
 import { memo, type ReactNode } from "react";
 import { Link } from "react-router";
-import { count } from "../lib/format";
+import { brief, count } from "../lib/format";
 import type { Operation } from "../live/messages";
 import { ProgressBar } from "../ui/bars";
 import { figures, NextLook, WorkGlyph } from "./lines";
@@ -35,7 +35,7 @@ const Line = memo(function Line({ operation, pace }: { operation: Operation; pac
       <Link className="name strip-row-name" to={`/app/activity#job-${operation.jobID}`} title={title}>
         {phrase(operation, state)} <bdi>{operation.name}</bdi> {place(operation, [operation.nodeName ?? ""])}
       </Link>
-      <bdi className="name grow muted">{state === "failed" ? (operation.error ?? "") : phaseOf(operation)}</bdi>
+      <bdi className="name grow muted">{state === "failed" ? brief(operation.error ?? "") : phaseOf(operation)}</bdi>
       {state === "waiting" && <NextLook operation={operation} />}
       {numbers !== "" && <span className="strip-figures">{numbers}</span>}
       {state === "running" && operation.progress >= 1 && (

@@ -1,5 +1,5 @@
 // A group in one line of words, the same on the strip and on its card. Pure.
-import { count } from "../lib/format";
+import { brief, count } from "../lib/format";
 import type { Group } from "./model";
 import { phaseOf, phrase, place, stateOf } from "./words";
 
@@ -21,7 +21,7 @@ export function where(group: Group): string {
 
 /** What it is at, or why it is not: the error, the reason of the wait, the phase. */
 export function what(group: Group): string {
-  if (group.state === "failed") return group.speaker.error ?? "no reason given";
+  if (group.state === "failed") return brief(group.speaker.error ?? "no reason given");
   return phaseOf(group.speaker);
 }
 

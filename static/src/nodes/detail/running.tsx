@@ -4,6 +4,7 @@ import { Link } from "react-router";
 import { useLive } from "../../live/hooks";
 import type { Operation } from "../../live/messages";
 import { isActive, needsAttention } from "../../live/store";
+import { Reason } from "../../operations/failure";
 import { figures, NextLook, WorkGlyph } from "../../operations/lines";
 import { partsOf, type Part } from "../../operations/model";
 import { phaseOf, phrase, stateOf } from "../../operations/words";
@@ -53,11 +54,7 @@ function Row({ id, operation }: { id: string; operation: Operation }): ReactNode
         {mine !== undefined && parts.length > 1 && <StatusPill status={mine.status} />}
       </div>
       {mine !== undefined && isActive(operation) && <Progress operation={operation} part={mine} />}
-      {error !== "" && (
-        <p className="nd-error">
-          <bdi>{error}</bdi>
-        </p>
-      )}
+      {error !== "" && <Reason error={error} name={operation.name} />}
     </li>
   );
 }
