@@ -37,7 +37,7 @@ export function InstallPicker({ open = true, onClose, backend = "", nodeIds = []
       {name === "" ? (
         <ChooseBackend onChoose={setChosen} />
       ) : (
-        <PickNodes key={name} backend={name} nodeIds={nodeIds} onClose={close} />
+        <PickNodes key={name} backend={name} nodeIds={nodeIds} start={chosen !== null} onClose={close} />
       )}
     </Dialog>
   );
@@ -60,7 +60,15 @@ function About({ backend, onChange }: { backend: string; onChange: () => void })
   );
 }
 
-function PickNodes({ backend, nodeIds, onClose }: { backend: string; nodeIds: readonly string[]; onClose: () => void }): ReactNode {
+interface PickNodesProps {
+  backend: string;
+  nodeIds: readonly string[];
+  /** Whether the focus goes to the filter: what had it before was the list of backends. */
+  start: boolean;
+  onClose: () => void;
+}
+
+function PickNodes({ backend, nodeIds, start, onClose }: PickNodesProps): ReactNode {
   const rows = useRows(backend);
   const [selected, setSelected] = useState<ReadonlySet<string>>(() => new Set(nodeIds));
   const [filter, setFilter] = useState("");
@@ -89,6 +97,7 @@ function PickNodes({ backend, nodeIds, onClose }: { backend: string; nodeIds: re
           type="search"
           aria-label="Filter nodes by name or key=value"
           placeholder="Name or key=value"
+          autoFocus={start}
           value={filter}
           onChange={(event) => setFilter(event.target.value)}
         />

@@ -3,6 +3,7 @@
 import { Suspense, useEffect, useRef, useState, type MouseEvent, type ReactNode } from "react";
 import { Outlet, ScrollRestoration, useLocation, useNavigate, useNavigation } from "react-router";
 import { OperationsStrip } from "../operations/strip";
+import { keepFocus } from "../ui/focus-kept";
 import { lazyDialog } from "../ui/lazy";
 import { listen, useShortcut } from "../ui/shortcuts";
 import { Banners } from "./banners";
@@ -76,6 +77,7 @@ function skip(event: MouseEvent): void {
 function useKeys(open: (overlay: "search" | "shortcuts") => void): void {
   const navigate = useNavigate();
   useEffect(listen, []);
+  useEffect(keepFocus, []);
   useShortcut("mod+k", () => open("search"), "Search");
   useShortcut("/", () => open("search"), "Search");
   useShortcut("?", () => open("shortcuts"), "Show these shortcuts");

@@ -1,5 +1,5 @@
 // Workers that wait for an approval, on top of everything: what an approver needs of each, and the risk in words.
-import { memo, useLayoutEffect, useMemo, useRef, type ReactNode, type RefObject } from "react";
+import { memo, useMemo, type ReactNode } from "react";
 import { count } from "../../lib/format";
 import type { LiveNode } from "../../live/messages";
 import { Button } from "../../ui/button";
@@ -46,10 +46,8 @@ export const Pending = memo(function Pending({ nodes, onAct }: PendingProps): Re
 
 const PendingCard = memo(function PendingCard({ node, onAct }: { node: LiveNode; onAct: PendingProps["onAct"] }): ReactNode {
   const nodes = [node];
-  const card = useRef<HTMLLIElement>(null);
-  useFocusHandedOn(card);
   return (
-    <li ref={card} className="pinned-card stack" data-testid={`pending-${node.id}`}>
+    <li className="pinned-card stack" data-testid={`pending-${node.id}`}>
       <h3 className="name" title={node.name}>
         <bdi>{node.name}</bdi>
       </h3>
@@ -71,13 +69,3 @@ const PendingCard = memo(function PendingCard({ node, onAct }: { node: LiveNode;
     </li>
   );
 });
-
-/** A card that goes with the focus in it, because its node was approved, gives the focus to the page. */
-function useFocusHandedOn(card: RefObject<HTMLElement | null>): void {
-  useLayoutEffect(() => {
-    const element = card.current;
-    return () => {
-      if (element?.contains(document.activeElement) === true) document.getElementById("main")?.focus({ preventScroll: true });
-    };
-  }, [card]);
-}

@@ -210,9 +210,11 @@ interface FieldProps {
   problem?: string;
   list?: string;
   numeric?: boolean;
+  /** The focus starts here and not on the safe answer. */
+  autoFocus?: boolean;
 }
 
-function TextField({ label, value, onChange, hint = "", problem = "", list, numeric = false }: FieldProps): ReactNode {
+function TextField({ label, value, onChange, hint = "", problem = "", list, numeric = false, autoFocus = false }: FieldProps): ReactNode {
   const id = useId();
   const said = problem || hint;
   return (
@@ -223,6 +225,7 @@ function TextField({ label, value, onChange, hint = "", problem = "", list, nume
         className="input"
         value={value}
         autoComplete="off"
+        autoFocus={autoFocus}
         inputMode={numeric ? "numeric" : "text"}
         aria-invalid={problem !== "" || undefined}
         aria-describedby={said === "" ? undefined : `${id}-hint`}
@@ -252,7 +255,7 @@ function KeyField({ nodes, ...rest }: Omit<FieldProps, "label"> & { nodes: reado
   const keys = [...new Set(nodes.flatMap((node) => Object.keys(node.labels)))].sort();
   return (
     <>
-      <TextField label="Key" {...rest} list={list} />
+      <TextField label="Key" {...rest} list={list} autoFocus />
       <datalist id={list}>
         {keys.map((key) => (
           <option key={key} value={key} />

@@ -24,7 +24,7 @@ interface VerbDialogProps extends NodesDialogProps {
   action: string;
   /** As in the sentence afterwards: "drained". */
   done: string;
-  /** Something stops or is lost: the focus starts on the safe answer. */
+  /** Something stops or is lost. */
   danger?: boolean;
   /** Why the verb makes no sense for a node; "" if it does. */
   refuse: (node: LiveNode) => string;
@@ -41,7 +41,7 @@ interface VerbDialogProps extends NodesDialogProps {
 const NAMED_FIRST = 10;
 
 export function VerbDialog(props: VerbDialogProps): ReactNode {
-  const { action, done, danger = false, onClose, refuse } = props;
+  const { action, done, onClose, refuse } = props;
   const cancel = useRef<HTMLButtonElement>(null);
   const store = useContext(LiveContext);
   const [nodes, setNodes] = useState(props.nodes);
@@ -67,7 +67,7 @@ export function VerbDialog(props: VerbDialogProps): ReactNode {
     </>
   );
   return (
-    <Dialog open onClose={bulk.running && !bulk.stopping ? bulk.stop : onClose} title={title} {...(danger ? { first: cancel } : {})}>
+    <Dialog open onClose={bulk.running && !bulk.stopping ? bulk.stop : onClose} title={title} first={cancel}>
       {asked.length === 0 ? (
         <Question {...props} nodes={nodes} fit={fit} cancel={cancel} onRun={() => void run(fit)} />
       ) : (

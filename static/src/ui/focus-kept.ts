@@ -1,0 +1,40 @@
+// What has the focus may go: a failure that was dismissed, a button of a state that is over. Then the focus goes on to
+// the nearest part of the page around it that is still there; left to the browser it would be nowhere.
+
+const AROUND = "section, article, li, main";
+/** Whoever takes something away may put the focus somewhere himself, a moment later. */
+const MOMENT_MS = 50;
+
+/** Watches over the focus of the whole page; answers how to stop. */
+export function keepFocus(): () => void {
+  let path: readonly Element[] = [];
+  const holds = (event: FocusEvent) => {
+    path = event.composedPath().filter((one) => one instanceof Element);
+  };
+  const leaves = () => {
+    const [left] = path;
+    // Somebody pressed beside it: he wanted it so. What is taken away is not there any more a moment later.
+    setTimeout(() => {
+      if (path[0] === left && left?.isConnected === true && document.activeElement !== left) path = [];
+    });
+  };
+  const goOn = () => {
+    if (document.activeElement !== null && document.activeElement !== document.body) return;
+    const around = path.find((one) => one.isConnected && one.matches(AROUND)) ?? document.getElementById("main");
+    path = [];
+    if (!(around instanceof HTMLElement)) return;
+    if (!around.hasAttribute("tabindex")) around.tabIndex = -1;
+    around.focus({ preventScroll: true });
+  };
+  const observer = new MutationObserver(() => {
+    if (path[0]?.isConnected === false) setTimeout(goOn, MOMENT_MS);
+  });
+  document.addEventListener("focusin", holds);
+  document.addEventListener("focusout", leaves);
+  observer.observe(document.body, { childList: true, subtree: true });
+  return () => {
+    document.removeEventListener("focusin", holds);
+    document.removeEventListener("focusout", leaves);
+    observer.disconnect();
+  };
+}
