@@ -15,6 +15,8 @@ import type { Group } from "./model";
 import { useWork, type Work } from "./watch";
 
 const DRAWN = 50;
+/** At first, and with each frame: opening the page is begun anew by whatever changes meanwhile, so it must be short. */
+const AT_A_TIME = 10;
 
 export function ActivityPage(): ReactNode {
   // Two hundred moving cards are drawn in the pauses: whoever types or presses comes first.
@@ -120,8 +122,13 @@ interface SectionProps<Item> {
 }
 
 function Section<Item>({ title, number, items, sought: place = -1, list = false, children }: SectionProps<Item>): ReactNode {
-  const [limit, setLimit] = useState(DRAWN);
+  const [limit, setLimit] = useState(AT_A_TIME);
   const drawn = Math.max(limit, place + 1);
+  useEffect(() => {
+    if (limit >= DRAWN) return undefined;
+    const frame = requestAnimationFrame(() => setLimit(limit + AT_A_TIME));
+    return () => cancelAnimationFrame(frame);
+  }, [limit]);
   if (items.length === 0) return null;
   const shown = items.slice(0, drawn).map(children);
   return (
@@ -130,7 +137,7 @@ function Section<Item>({ title, number, items, sought: place = -1, list = false,
         {title} <span className="muted">{number}</span>
       </h2>
       {list ? <ul className="ended">{shown}</ul> : shown}
-      {items.length > drawn && (
+      {limit >= DRAWN && items.length > drawn && (
         <div>
           <Button onClick={() => setLimit(drawn + DRAWN)}>Show more ({items.length - drawn})</Button>
         </div>
