@@ -58,7 +58,8 @@ export function App(): ReactNode {
     <QueryClientProvider client={queries}>
       <LiveContext.Provider value={store}>
         <Tooltip.Provider delayDuration={300}>
-          <RouterProvider router={router} />
+          {/* Not as a transition: the feed's changes would begin the drawing of the next page anew, for up to five seconds. */}
+          <RouterProvider router={router} useTransitions={false} />
           <Announcer />
         </Tooltip.Provider>
       </LiveContext.Provider>
