@@ -28,7 +28,7 @@ export function ActivityPage(): ReactNode {
   const target = useTarget(work);
   return (
     <div className="activity">
-      <PageHead title="Activity" note={<Tally work={work} />} />
+      <PageHead title="Activity" note={work.known && <Tally work={work} />} />
       <div className="row wrap" role="group" aria-label="Show">
         {SHOWS.map((choice) => (
           <Button key={choice.show} small className="chip" aria-pressed={choice.show === show} onClick={() => choose(choice.show)}>
@@ -73,13 +73,12 @@ interface SectionsProps {
 
 const Sections = memo(function Sections({ work, show, target, onAll }: SectionsProps): ReactNode {
   const connection = useLive((state) => state.connection);
-  const begun = useLive((state) => state.operationsSeq !== null);
   const wanted = useMemo(() => work.groups.filter((group) => shows(show, group.speaker)), [work.groups, show]);
   const ended = useMemo(() => {
     const elsewhere = new Set(work.groups.flatMap((group) => group.parts.map((part) => part.job.jobID)));
     return endedOf(work.operations.values(), elsewhere).filter((one) => shows(show, one));
   }, [work, show]);
-  if (!begun && work.operations.size === 0) return <NotYet waiting={connection === "connecting"} />;
+  if (!work.known) return <NotYet waiting={connection === "connecting" || connection === "live"} />;
   if (wanted.length === 0 && ended.length === 0) return <Nothing show={show} onAll={onAll} />;
   const active = wanted.filter((group) => group.active.length > 0);
   const failed = wanted.filter((group) => group.failed.length > 0);

@@ -9,6 +9,8 @@ import { groups, type Group } from "./model";
 import { Paces, UNKNOWN, type Pace } from "./pace";
 
 export interface Work {
+  /** Whether the feed has told what there is; until then nothing is known, which is not the same as nothing. */
+  known: boolean;
   operations: ReadonlyMap<string, Operation>;
   groups: readonly Group[];
   /** By group and by job; what is not here has no pace. */
@@ -19,11 +21,10 @@ const REST_MS = 250;
 /** Rates run out when nothing comes any more; somebody has to look. */
 const LOOK_MS = 1_000;
 
-const NOTHING: Work = { operations: new Map(), groups: [], paces: new Map() };
+const NOTHING: Work = { known: false, operations: new Map(), groups: [], paces: new Map() };
 
 export class Watch {
   private work = NOTHING;
-  private begun = false;
   private readonly paces = new Paces();
   private readonly listeners = new Set<() => void>();
   private readonly enders = new Set<(told: readonly End[]) => void>();
@@ -63,20 +64,19 @@ export class Watch {
 
   private soon(): void {
     if (this.store.read().operations === this.work.operations) return;
-    const wait = Math.max(0, this.lastLook + REST_MS - Date.now());
+    const wait = Math.max(0, this.lastLook + REST_MS - performance.now());
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.look(), wait);
   }
 
   private look(): void {
-    const now = (this.lastLook = Date.now());
+    const now = (this.lastLook = performance.now());
     const { operations, operationsSeq } = this.store.read();
-    const before = this.begun ? this.work.operations : null;
-    this.begun = operationsSeq !== null;
+    const before = this.work.known ? this.work.operations : null;
     this.paces.observe(operations, now);
     const known = new Map(this.work.groups.map((group) => [group.id, group]));
     const found = groups(operations.values(), known);
-    this.work = { operations, groups: found, paces: this.measured(found, now) };
+    this.work = { known: operationsSeq !== null, operations, groups: found, paces: this.measured(found, now) };
     for (const listener of this.listeners) listener();
     const told = ends(before, operations);
     if (told.length > 0) for (const ender of this.enders) ender(told);

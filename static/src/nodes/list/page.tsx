@@ -29,24 +29,26 @@ import "./list.css";
 const InstallPicker = lazyDialog<InstallPickerProps>(async () => (await import("../../backends/picker")).InstallPicker);
 
 export function NodesPage(): ReactNode {
-  const nodes = useDeferredValue(useLive((state) => state.nodes));
+  const present = useLive((state) => state.nodes);
+  const nodes = useDeferredValue(present);
   const known = useLive((state) => state.nodesCursor !== null);
   const [adding, setAdding] = useState(false);
   const id = useId();
-  const empty = known && nodes.size === 0;
+  const empty = known && present.size === 0;
   return (
     <div className="nodes-page stack">
-      <PageHead title="Nodes" note={known && !empty ? <Pulse nodes={nodes} /> : undefined}>
+      <PageHead title="Nodes" note={nodes.size > 0 && !empty ? <Pulse nodes={nodes} /> : undefined}>
         {known && !empty && (
           <Button aria-expanded={adding} aria-controls={id} onClick={() => setAdding(!adding)}>
             Add a worker
           </Button>
         )}
       </PageHead>
-      {!known && <Connecting />}
+      {/* What follows behind has nothing yet: that is no empty cluster. */}
+      {!empty && nodes.size === 0 && <Connecting />}
       {empty && <Empty title="No worker has registered yet." />}
       {(empty || adding) && <AddWorker id={id} />}
-      {nodes.size > 0 && <Fleet nodes={nodes} />}
+      {nodes.size > 0 && !empty && <Fleet nodes={nodes} />}
     </div>
   );
 }
