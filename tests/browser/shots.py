@@ -44,9 +44,8 @@ def scrolled(page: Page, fleet: Fleet) -> None:
     page.evaluate(
         "document.querySelector('[role=search]').scrollIntoView({ block: 'start' }); scrollBy(0, -120)"
     )
-    page.wait_for_function(
-        "document.elementFromPoint(innerWidth / 2, innerHeight - 80).closest('[role=row], [role=listitem], li')"
-    )
+    low = "document.elementFromPoint(innerWidth / 2, innerHeight - 80)"
+    page.wait_for_function(f"{low}.closest('[role=row], [role=listitem], li')")
 
 
 def picker(page: Page, fleet: Fleet) -> None:
