@@ -62,6 +62,27 @@ function rowOf(
   return { node, expected, progress, operation, open: progress === null && canInstall(expected) };
 }
 
+interface Listing {
+  /** Chosen outside: listed whatever they are. */
+  asked: ReadonlySet<string>;
+  selected: ReadonlySet<string>;
+  /** Draining ones too. */
+  draining: boolean;
+}
+
+/** Agents and pending nodes only if they were chosen outside, with the reason; draining ones when asked for or selected. */
+export function listedRows(rows: readonly Row[], { asked, selected, draining }: Listing): Row[] {
+  const first = (row: Row) => asked.has(row.node.id) || row.progress !== null;
+  const listed = rows.filter(
+    (row) =>
+      first(row) ||
+      (row.node.node_type === "backend" &&
+        row.node.status !== "pending" &&
+        (draining || selected.has(row.node.id) || row.node.status !== "draining")),
+  );
+  return [...listed.filter(first), ...listed.filter((row) => !first(row))];
+}
+
 /** An end is asked for once, and so is what nobody knows; what still runs is heard of by the feed, or asked for again. */
 function isLast(said: Job | Error | null): boolean {
   return said instanceof Error ? said instanceof ApiError && said.status === 404 : said?.processed === true;

@@ -11,7 +11,7 @@ import "./backends.css";
 import { useCatalogue } from "./catalogue";
 import { ChooseBackend } from "./choose-backend";
 import { matches, plain, tally } from "./picker-model";
-import { useRows, type Row } from "./picker-rows";
+import { listedRows, useRows, type Row } from "./picker-rows";
 import { NodeTable, NotListed } from "./picker-table";
 import { runs } from "./runs";
 
@@ -74,8 +74,9 @@ function PickNodes({ backend, nodeIds, start, onClose }: PickNodesProps): ReactN
   const [filter, setFilter] = useState("");
   const [draining, setDraining] = useState(false);
   useForgetDone(backend, rows);
-  const listed = listedRows(rows, new Set(nodeIds), draining).filter((row) => row.progress !== null || matches(row.node, filter));
   const chosen = rows.filter((row) => row.open && selected.has(row.node.id));
+  const listed = listedRows(rows, { asked: new Set(nodeIds), selected, draining }).filter((row) => row.progress !== null || matches(row.node, filter));
+  const hidden = chosen.filter((row) => !listed.includes(row)).length;
   const toggle = (ids: readonly string[], on: boolean) =>
     setSelected((before) => {
       const after = new Set(before);
@@ -111,7 +112,7 @@ function PickNodes({ backend, nodeIds, start, onClose }: PickNodesProps): ReactN
       </div>
       {listed.length === 0 ? <p className="muted">No node matches.</p> : <NodeTable rows={listed} selected={selected} onToggle={toggle} onRetry={(id) => send([id])} />}
       <NotListed pending={rows.filter((row) => row.node.status === "pending" && !nodeIds.includes(row.node.id)).length} />
-      <Footer rows={rows} chosen={chosen} onInstall={() => send(chosen.map((row) => row.node.id))} onRetry={send} onClose={onClose} />
+      <Footer rows={rows} chosen={chosen} hidden={hidden} onInstall={() => send(chosen.map((row) => row.node.id))} onRetry={send} onClose={onClose} />
     </>
   );
 }
@@ -120,17 +121,6 @@ function PickNodes({ backend, nodeIds, start, onClose }: PickNodesProps): ReactN
 function useForgetDone(backend: string, rows: readonly Row[]): void {
   const [first] = useState(() => rows.filter((row) => row.progress?.ended === "well").map((row) => row.node.id));
   useEffect(() => runs.forget(backend, first), [backend, first]);
-}
-
-/** Agents and pending nodes only if they were chosen outside, with the reason; draining ones when asked for. */
-function listedRows(rows: readonly Row[], asked: ReadonlySet<string>, draining: boolean): Row[] {
-  const first = (row: Row) => asked.has(row.node.id) || row.progress !== null;
-  const listed = rows.filter(
-    (row) =>
-      first(row) ||
-      (row.node.node_type === "backend" && row.node.status !== "pending" && (draining || row.node.status !== "draining")),
-  );
-  return [...listed.filter(first), ...listed.filter((row) => !first(row))];
 }
 
 function DrainingBox({ rows, on, onChange }: { rows: readonly Row[]; on: boolean; onChange: (on: boolean) => void }): ReactNode {
@@ -158,19 +148,21 @@ function NoNodes(): ReactNode {
 interface FooterProps {
   rows: readonly Row[];
   chosen: readonly Row[];
+  /** How many of those the filter leaves out. */
+  hidden: number;
   onInstall: () => void;
   onRetry: (ids: readonly string[]) => void;
   onClose: () => void;
 }
 
-function Footer({ rows, chosen, onInstall, onRetry, onClose }: FooterProps): ReactNode {
+function Footer({ rows, chosen, hidden, onInstall, onRetry, onClose }: FooterProps): ReactNode {
   const asked = rows.flatMap((row) => (row.progress === null ? [] : [row.progress]));
   const failed = rows.filter((row) => row.progress?.ended === "badly").map((row) => row.node.id);
   const going = asked.some((one) => one.ended === "no");
   return (
     <div className="picker-footer">
       <div className="picker-said">
-        {asked.length > 0 && <strong data-testid="picker-tally">{tally(asked)}</strong>} {chosen.length > 0 && <span>{plan(chosen)}</span>}
+        {asked.length > 0 && <strong data-testid="picker-tally">{tally(asked)}</strong>} {chosen.length > 0 && <span>{plan(chosen)}{hidden > 0 && ` (${hidden} hidden by the filter)`}</span>}
         <Stale />
       </div>
       {failed.length > 0 && <Button onClick={() => onRetry(failed)}>Retry failed ({failed.length})</Button>}
