@@ -296,11 +296,13 @@ class Supervisor:
         await asyncio.wait(pumps, timeout=1.0)
         for pump in pumps:
             pump.cancel()
-        await asyncio.gather(*pumps, engine.client.close(), return_exceptions=True)
+        await asyncio.gather(*pumps, return_exceptions=True)
         self._guardian.discard(process.pid)
         self._ports.release(engine.port, clock.monotonic())
         del self._engines[engine.key]
+        # Before the client is closed: who probes looks here first, and a closed client cannot even be asked.
         engine.gone.set()
+        await engine.client.close()
 
     async def _pump(self, engine: Engine, stream: asyncio.StreamReader, name: str) -> None:
         async for line in _lines(stream):

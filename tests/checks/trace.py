@@ -62,7 +62,7 @@ SHEETS = (
     Sheet("http-api.md", re.compile(r"^### (\d+\.\d+) (.+)"), "http-"),
     Sheet("worker.md", re.compile(r"^#{2,3} (\d+(?:\.\d+)?)\.? (.+)"), "worker-"),
     Sheet("worker.md", re.compile(r"^(\d+)\. (.+)"), "W", only="W22"),
-    Sheet("operations-and-ui.md", re.compile(r"^[-|] \**([OHA]\d+)\.?\**[ |]+(.+)")),
+    Sheet("operations-and-ui.md", re.compile(r"^[-|] \**([OHA]\d+[a-z]?)\.?\**[ |]+(.+)")),
     Sheet("operations-and-ui.md", re.compile(r"^- (E\d+)\. (.+)")),
     Sheet("README.md", re.compile(r"^\| (I\d+) \| (.+)")),
     Sheet("pages.md", re.compile(r"^\| (UI-\d\.\d+) \| (.+)"), section="pages"),

@@ -57,7 +57,9 @@ def serving(models: Path) -> Iterator[tuple["subprocess.Popen[bytes]", str]]:
         )
     try:
         eventually(
-            lambda: WebProcess.objects.filter(pid=process.pid).exists(), what="the process announces itself"
+            lambda: WebProcess.objects.filter(pid=process.pid).exists(),
+            seconds=60,
+            what="the process announces itself",
         )
         yield process, url
     finally:
