@@ -1,7 +1,8 @@
 import { QueryClient, QueryClientProvider } from "@tanstack/react-query";
 import { act, cleanup, fireEvent, render, screen, within } from "@testing-library/react";
 import { Tooltip } from "radix-ui";
-import { createMemoryRouter, RouterProvider } from "react-router";
+import { createMemoryRouter, RouterProvider, useNavigate, type RouteObject } from "react-router";
+import type { ReactNode } from "react";
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { GIB, model, node, show } from "../../live/fixtures";
 import { LiveContext } from "../../live/hooks";
@@ -31,11 +32,12 @@ beforeEach(() => {
 
 afterEach(() => {
   cleanup();
+  vi.useRealTimers();
   vi.unstubAllGlobals();
 });
 
-function open(path = "/app/nodes"): () => string {
-  const router = createMemoryRouter([{ path: "/app/nodes", element: <NodesPage /> }], { initialEntries: [path] });
+function open(path = "/app/nodes", others: RouteObject[] = []): () => string {
+  const router = createMemoryRouter([{ path: "/app/nodes", element: <NodesPage /> }, ...others], { initialEntries: [path] });
   render(
     <QueryClientProvider client={new QueryClient()}>
       <LiveContext.Provider value={store}>
@@ -130,6 +132,32 @@ it("calls out what is unhealthy and offline beside what is pending, as filters (
   await vi.waitFor(() => expect(rows()).toEqual(["gone", "ill", "lost"]));
   await vi.waitFor(() => expect(search()).toBe("?state=offline%2Cunhealthy"));
 });
+
+it("a node chosen right after typing opens, however long its page is fetched, and Back finds the filter (UI-3.11)", async () => {
+  let fetched: (module: { Component: () => ReactNode }) => void = () => undefined;
+  open("/app/nodes", [{ path: "/app/nodes/:id", lazy: () => new Promise((resolve) => (fetched = resolve)) }]);
+  show(store, ...FLEET);
+  const box = await screen.findByRole("searchbox");
+  vi.useFakeTimers({ toFake: ["setTimeout", "clearTimeout"] });
+  fireEvent.change(box, { target: { value: "lost" } });
+  await act(async () => fireEvent.click(screen.getByRole("link", { name: "lost" })));
+  await act(() => vi.advanceTimersByTimeAsync(2000));
+  await act(async () => fetched({ Component: TheNode }));
+  expect(screen.getByRole("heading").textContent).toBe("The node");
+  vi.useRealTimers();
+  fireEvent.click(screen.getByRole("button", { name: "Back" }));
+  expect(await screen.findByRole("searchbox")).toHaveProperty("value", "lost");
+});
+
+function TheNode(): ReactNode {
+  const navigate = useNavigate();
+  return (
+    <>
+      <h1>The node</h1>
+      <button onClick={() => void navigate(-1)}>Back</button>
+    </>
+  );
+}
 
 it("a row has state and reason, memory used and total, models with their state and requests (UI-3.10, UI-3.12)", async () => {
   open("/app/nodes?state=healthy,unhealthy");

@@ -1,10 +1,9 @@
-// The filter of the page and its address. What is typed counts at once; the address follows a moment later, in
-// place, so that Back leaves the page. Whoever comes by a link or by Back gets what that address says.
+// The filter of the page and its address, which follows at once and in place, so that Back leaves the page. At once,
+// because a write that came later would call off the way to a node that was chosen meanwhile. Whoever comes by a
+// link or by Back gets what that address says.
 import { useEffect, useState } from "react";
 import { NavigationType, useLocation, useNavigate, useNavigationType } from "react-router";
 import { readFilter, writeFilter, type Filter } from "./filter";
-
-const WRITE_AFTER_MS = 200;
 
 export type SetFilter = (change: (before: Filter) => Filter) => void;
 
@@ -21,9 +20,7 @@ export function useFilter(): [Filter, SetFilter] {
   useEffect(() => {
     const wanted = writeFilter(filter).toString();
     if (wanted === new URLSearchParams(search).toString()) return;
-    const write = () => void navigate({ search: wanted }, { replace: true, preventScrollReset: true });
-    const timer = setTimeout(write, WRITE_AFTER_MS);
-    return () => clearTimeout(timer);
+    void navigate({ search: wanted }, { replace: true, preventScrollReset: true });
   }, [filter, search, navigate]);
   return [filter, setFilter];
 }
