@@ -140,9 +140,10 @@ it("a node chosen right after typing opens, however long its page is fetched, an
   const box = await screen.findByRole("searchbox");
   vi.useFakeTimers({ toFake: ["setTimeout", "clearTimeout"] });
   fireEvent.change(box, { target: { value: "lost" } });
-  await act(async () => fireEvent.click(screen.getByRole("link", { name: "lost" })));
+  fireEvent.click(screen.getByRole("link", { name: "lost" }));
   await act(() => vi.advanceTimersByTimeAsync(2000));
-  await act(async () => fetched({ Component: TheNode }));
+  fetched({ Component: TheNode });
+  await act(() => vi.advanceTimersByTimeAsync(0));
   expect(screen.getByRole("heading").textContent).toBe("The node");
   vi.useRealTimers();
   fireEvent.click(screen.getByRole("button", { name: "Back" }));
