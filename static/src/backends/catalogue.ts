@@ -15,6 +15,15 @@ export function useCatalogue(): UseQueryResult<Catalogue> {
   });
 }
 
+/** What the address searches for, and the address of a search. */
+export function termIn(query: URLSearchParams): string {
+  return query.get("q") ?? "";
+}
+
+export function addressOf(term: string): URLSearchParams {
+  return new URLSearchParams(term === "" ? {} : { q: term });
+}
+
 /** Which entries show: builds that another entry chooses, and development ones, only when asked for. */
 export interface Wanted {
   term: string;

@@ -1,7 +1,8 @@
 // The catalogue of backends: what the galleries offer, on how many nodes each is installed, and the way to install.
-import { useMemo, useState, type ReactNode } from "react";
-import { Link, useSearchParams } from "react-router";
+import { useDeferredValue, useMemo, useState, type ReactNode } from "react";
+import { Link } from "react-router";
 import { count } from "../lib/format";
+import { useInAddress } from "../lib/in-address";
 import { useWork } from "../operations/watch";
 import { Button } from "../ui/button";
 import { Command } from "../ui/copy";
@@ -9,7 +10,7 @@ import { Empty, Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
 import { PageHead } from "../ui/title";
 import "./backends.css";
-import { installedOn, search, summary, useCatalogue, type Catalogue, type Entry } from "./catalogue";
+import { addressOf, installedOn, search, summary, termIn, useCatalogue, type Catalogue, type Entry } from "./catalogue";
 import { InstallPicker } from "./picker";
 import { useRoster } from "./roster";
 
@@ -38,12 +39,15 @@ interface EntriesProps {
 }
 
 function Entries({ catalogue, onRetry, onInstall }: EntriesProps): ReactNode {
-  const [query, setQuery] = useSearchParams();
-  const term = query.get("q") ?? "";
+  const [term, setTerm] = useInAddress(termIn, addressOf);
   const [builds, setBuilds] = useState(false);
   const [development, setDevelopment] = useState(catalogue.preferDevelopmentBackends);
   const [limit, setLimit] = useState(DRAWN);
-  const found = useMemo(() => search(catalogue.backends, { term, builds, development }), [catalogue, term, builds, development]);
+  const settled = useDeferredValue(term);
+  const found = useMemo(
+    () => search(catalogue.backends, { term: settled, builds, development }),
+    [catalogue, settled, builds, development],
+  );
   if (catalogue.backends.length === 0) return <NoGallery catalogue={catalogue} onRetry={onRetry} />;
   return (
     <>
@@ -55,7 +59,7 @@ function Entries({ catalogue, onRetry, onInstall }: EntriesProps): ReactNode {
           aria-label="Search backends"
           placeholder="Name, description or tag"
           value={term}
-          onChange={(event) => setQuery(event.target.value === "" ? {} : { q: event.target.value }, { replace: true })}
+          onChange={(event) => setTerm(event.target.value)}
         />
         <Box label="Builds for one hardware" on={builds} onChange={setBuilds} />
         <Box label="Development" on={development} onChange={setDevelopment} />
@@ -65,7 +69,7 @@ function Entries({ catalogue, onRetry, onInstall }: EntriesProps): ReactNode {
       </div>
       {found.length === 0 ? (
         <Empty title="No backend matches">
-          <Button onClick={() => setQuery({}, { replace: true })}>Show all</Button>
+          <Button onClick={() => setTerm("")}>Show all</Button>
         </Empty>
       ) : (
         <List entries={found.slice(0, limit)} onInstall={onInstall} />

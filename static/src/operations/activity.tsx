@@ -1,7 +1,8 @@
 // The Activity page: what runs, what failed and waits for somebody, what has ended since the page was opened. An
 // address that ends in #job-… leads to that operation.
 import { memo, useCallback, useDeferredValue, useEffect, useMemo, useState, type ReactNode } from "react";
-import { Link, useLocation, useSearchParams } from "react-router";
+import { Link, useLocation } from "react-router";
+import { useInAddress } from "../lib/in-address";
 import { useLive } from "../live/hooks";
 import { isActive, needsAttention } from "../live/store";
 import { Button } from "../ui/button";
@@ -10,7 +11,7 @@ import { PageHead } from "../ui/title";
 import "./activity.css";
 import { FailureCard, ProgressCard } from "./card";
 import { EndedLine } from "./ended";
-import { endedOf, showIn, shows, SHOWS, type Show } from "./filter";
+import { addressOf, endedOf, showIn, shows, SHOWS, type Show } from "./filter";
 import type { Group } from "./model";
 import { useWork, type Work } from "./watch";
 
@@ -21,9 +22,7 @@ const AT_A_TIME = 10;
 export function ActivityPage(): ReactNode {
   // Two hundred moving cards are drawn in the pauses: whoever types or presses comes first.
   const work = useDeferredValue(useWork());
-  const [query, setQuery] = useSearchParams();
-  const show = showIn(query);
-  const choose = useCallback((next: Show) => setQuery(next === "all" ? {} : { show: next }, { replace: true }), [setQuery]);
+  const [show, choose] = useInAddress(showIn, addressOf);
   const all = useCallback(() => choose("all"), [choose]);
   const target = useTarget(work);
   return (

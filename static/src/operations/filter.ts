@@ -16,6 +16,11 @@ export function showIn(query: URLSearchParams): Show {
   return SHOWS.find((choice) => choice.show === wanted)?.show ?? "all";
 }
 
+/** The address of that choice. */
+export function addressOf(show: Show): URLSearchParams {
+  return new URLSearchParams(show === "all" ? {} : { show });
+}
+
 /** Cluster: whatever happens on a node of its own, the loading of models too. */
 export function shows(show: Show, operation: Operation): boolean {
   if (show === "models") return !operation.isBackend;

@@ -48,7 +48,8 @@ function useActs(node: LiveNode, close: () => void): readonly Act[] {
   const { id, name } = node;
   const gone = useAction<string, unknown>(id, () => deregister(id), () => {
     announce(`${name} is deregistered.`);
-    void navigate("/app/nodes");
+    // Whoever has gone elsewhere meanwhile stays there.
+    if (window.location.pathname.toLowerCase().endsWith(`/${id}`)) void navigate("/app/nodes");
     return false;
   });
   const refused = useAction<string, unknown>(id, (reason) => revoke(id, reason), () => {

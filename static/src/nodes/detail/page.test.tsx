@@ -1,13 +1,14 @@
 import { QueryClient, QueryClientProvider } from "@tanstack/react-query";
 import { cleanup, fireEvent, render, screen, within } from "@testing-library/react";
 import { Tooltip } from "radix-ui";
-import { createMemoryRouter, RouterProvider } from "react-router";
+import { createBrowserRouter, RouterProvider } from "react-router";
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { client } from "../../api/client";
 import { GIB, model, node, show } from "../../live/fixtures";
 import { LiveContext } from "../../live/hooks";
 import type { LiveNode } from "../../live/messages";
 import { LiveStore } from "../../live/store";
+import { announce, Announcer } from "../../ui/announce";
 import { NodePage } from "./page";
 
 // Needs a canvas.
@@ -31,6 +32,7 @@ let written: [string, unknown][];
 
 beforeEach(() => {
   written = [];
+  announce("");
   vi.spyOn(client, "GET").mockImplementation((path: string) => ok(ANSWERS[path]));
   vi.spyOn(client, "PUT").mockImplementation((path: string, ...[sent]: { body?: unknown }[]) => {
     written.push([path, sent?.body]);
@@ -40,20 +42,23 @@ beforeEach(() => {
 
 afterEach(cleanup);
 
-async function open(more: Partial<LiveNode>): Promise<void> {
+async function open(more: Partial<LiveNode> = {}) {
   const store = show(new LiveStore(), node("n1", more));
-  const router = createMemoryRouter([{ path: "/app/nodes/:id", element: <NodePage /> }], { initialEntries: ["/app/nodes/n1"] });
+  window.history.replaceState(null, "", "/app/nodes/n1");
+  const router = createBrowserRouter([{ path: "/app/nodes/:id", element: <NodePage /> }, { path: "/app/*", element: <p>Elsewhere</p> }]);
   render(
     <QueryClientProvider client={new QueryClient({ defaultOptions: { queries: { retry: false } } })}>
       <LiveContext.Provider value={store}>
         <Tooltip.Provider>
           <RouterProvider router={router} />
+          <Announcer />
         </Tooltip.Provider>
       </LiveContext.Provider>
     </QueryClientProvider>,
   );
   expect(await screen.findByRole("heading", { level: 1, name: "n1" })).toBeTruthy();
   await screen.findByRole("region", { name: "Memory" });
+  return router;
 }
 
 function panel(name: string) {
@@ -163,5 +168,35 @@ describe("what is offered follows the state (UI-4.15)", () => {
   ])("of a %s node", async (status, more, wanted) => {
     await open({ status, ...more });
     expect(offered()).toEqual(wanted);
+  });
+});
+
+describe("a node that is deregistered", () => {
+  let answer: () => void = () => undefined;
+
+  async function deregister() {
+    vi.spyOn(client, "DELETE").mockImplementation(() => new Promise((resolve) => (answer = () => resolve({ response: new Response() }))) as never);
+    const router = await open();
+    fireEvent.click(screen.getByRole("button", { name: "Deregister…" }));
+    const question = within(screen.getByRole("alertdialog"));
+    fireEvent.change(question.getByRole("textbox"), { target: { value: "n1" } });
+    fireEvent.click(question.getByRole("button", { name: "Deregister" }));
+    await vi.waitFor(() => expect(client.DELETE).toHaveBeenCalled());
+    return router;
+  }
+
+  it("leads to the others", async () => {
+    const router = await deregister();
+    answer();
+    await vi.waitFor(() => expect(router.state.location.pathname).toBe("/app/nodes"));
+  });
+
+  it("fetches nobody back who has gone elsewhere before the answer", async () => {
+    const router = await deregister();
+    await router.navigate("/app/activity");
+    const led = vi.spyOn(router, "navigate");
+    answer();
+    await vi.waitFor(() => expect(document.body.textContent).toContain("n1 is deregistered."));
+    expect(led).not.toHaveBeenCalled();
   });
 });

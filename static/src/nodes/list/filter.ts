@@ -14,6 +14,8 @@ export interface Filter {
   sort: Sort;
 }
 
+export type SetFilter = (change: (before: Filter) => Filter) => void;
+
 export const NOTHING_CHOSEN: Filter["chosen"] = { state: [], type: [], vendor: [], label: [] };
 
 /** In the order of what needs an eye first. */

@@ -4,9 +4,8 @@ import { useRef, useState, type ReactNode } from "react";
 import { StatusPill } from "../../ui/status";
 import { Button } from "../../ui/button";
 import { useShortcut } from "../../ui/shortcuts";
-import { STATES, toggled, type Counts, type Facet, type Filter } from "./filter";
+import { STATES, toggled, type Counts, type Facet, type Filter, type SetFilter } from "./filter";
 import { EXAMPLE } from "./query";
-import type { SetFilter } from "./use-filter";
 
 interface FiltersProps {
   filter: Filter;

@@ -11,18 +11,18 @@ import { Empty, Loading } from "../../ui/empty";
 import { lazyDialog } from "../../ui/lazy";
 import { PageHead } from "../../ui/title";
 import { count } from "../../lib/format";
+import { useInAddress } from "../../lib/in-address";
 import { ActionDialog, type Action } from "./actions";
 import { AddWorker } from "./add-worker";
 import { BulkBar } from "./bulk-bar";
 import { NodeCards } from "./cards";
 import { Conflicts } from "./conflicts";
-import { cleared, find, isFiltering, type Filter } from "./filter";
+import { cleared, find, isFiltering, readFilter, writeFilter, type Filter, type SetFilter } from "./filter";
 import { Filters } from "./filters";
 import { Pending } from "./pending";
 import { Pulse } from "./pulse";
 import { sorted, type Sort } from "./sort";
 import { NodesTable } from "./table";
-import { useFilter, type SetFilter } from "./use-filter";
 import { useSelection } from "./use-selection";
 import "./list.css";
 
@@ -88,7 +88,7 @@ interface RosterProps {
 }
 
 function Roster({ nodes, onAct }: RosterProps): ReactNode {
-  const [filter, setFilter] = useFilter();
+  const [filter, setFilter] = useInAddress(readFilter, writeFilter);
   const settled = useDeferredValue(filter);
   const { found, counts } = useFound(nodes, settled);
   return (

@@ -1,0 +1,28 @@
+// What a page shows of all it has (a filter, a search), kept in its address. What is typed counts at once: a box that
+// waited for the router would lose letters. The address follows at once as well, in place, so that Back leaves the
+// page: a later write would call off the way to a place that was chosen meanwhile. Whoever comes by a link or by Back
+// gets what that address says.
+import { useEffect, useState, type Dispatch, type SetStateAction } from "react";
+import { NavigationType, useLocation, useNavigate, useNavigationType } from "react-router";
+
+/** State of the page at this address. `read` and `write` are each other's reverse and stay the same functions. */
+export function useInAddress<T>(
+  read: (query: URLSearchParams) => T,
+  write: (value: T) => URLSearchParams,
+): [T, Dispatch<SetStateAction<T>>] {
+  const { search, key } = useLocation();
+  const arrived = useNavigationType() !== NavigationType.Replace;
+  const navigate = useNavigate();
+  const [value, setValue] = useState(() => read(new URLSearchParams(search)));
+  const [adopted, setAdopted] = useState(key);
+  if (key !== adopted) {
+    setAdopted(key);
+    if (arrived) setValue(read(new URLSearchParams(search)));
+  }
+  useEffect(() => {
+    const wanted = write(value).toString();
+    if (wanted === new URLSearchParams(search).toString()) return;
+    void navigate({ search: wanted }, { replace: true, preventScrollReset: true });
+  }, [value, search, navigate, write]);
+  return [value, setValue];
+}
