@@ -42,7 +42,7 @@ def scrolled(page: Page, fleet: Fleet) -> None:
     """The list itself, below what is pinned."""
     page.get_by_role("search", name="Nodes").scroll_into_view_if_needed()
     page.evaluate(
-        "document.querySelector('[role=search]').scrollIntoView({ block: 'start' }); scrollBy(0, -120)"
+        "document.querySelector('[role=search]').scrollIntoView({ block: 'start' }); scrollBy(0, -64)"
     )
     low = "document.elementFromPoint(innerWidth / 2, innerHeight - 80)"
     page.wait_for_function(f"{low}.closest('[role=row], [role=listitem], li')")

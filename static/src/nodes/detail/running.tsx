@@ -1,6 +1,7 @@
 // What is being done to the node, and what failed and is not put away: this node's part of each operation.
 import { useMemo, type ReactNode } from "react";
 import { Link } from "react-router";
+import { count } from "../../lib/format";
 import { useLive } from "../../live/hooks";
 import type { Operation } from "../../live/messages";
 import { isActive, needsAttention } from "../../live/store";
@@ -53,9 +54,24 @@ function Row({ id, operation }: { id: string; operation: Operation }): ReactNode
         </span>
         {mine !== undefined && parts.length > 1 && <StatusPill status={mine.status} />}
       </div>
-      {mine !== undefined && isActive(operation) && <Progress operation={operation} part={mine} />}
+      {mine !== undefined && isActive(operation) && hasEnded(mine) && <Elsewhere parts={parts} />}
+      {mine !== undefined && isActive(operation) && !hasEnded(mine) && <Progress operation={operation} part={mine} />}
       {error !== "" && <Reason error={error} name={operation.name} />}
     </li>
+  );
+}
+
+function hasEnded(part: Part): boolean {
+  return part.status === "success" || part.status === "error";
+}
+
+/** This node's part is over; what the operation still does, it does on others. */
+function Elsewhere({ parts }: { parts: readonly Part[] }): ReactNode {
+  const ended = parts.filter(hasEnded).length;
+  return (
+    <p className="muted">
+      Nothing more happens here; it has ended on {ended} of {count(parts.length, "node")}.
+    </p>
   );
 }
 
