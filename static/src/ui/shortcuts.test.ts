@@ -40,8 +40,8 @@ describe("the keyboard map", () => {
   });
 
   it("leaves the keys of fields, menus and dialogs to them", () => {
-    document.body.innerHTML = `<input id="a"><div role="dialog"><button id="b"></button></div><button id="c"></button>`;
-    const taken = ["a", "b", "c"].map((id) => typing(document.getElementById(id)));
-    expect(taken).toEqual([true, true, false]);
+    document.body.innerHTML = `<input id="a"><div role="dialog"><button id="b"></button></div><button id="c"></button><input type="checkbox" id="d">`;
+    const taken = ["a", "b", "c", "d"].map((id) => typing(document.getElementById(id)));
+    expect(taken).toEqual([true, true, false, false]);
   });
 });

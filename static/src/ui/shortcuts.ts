@@ -16,7 +16,8 @@ export type Press = Pick<KeyboardEvent, "key" | "ctrlKey" | "metaKey" | "altKey"
 
 const OFF_KEY = "single-keys";
 const SEQUENCE_MS = 1000;
-const FIELDS = "input, textarea, select, [contenteditable='true']";
+/** A checkbox takes the space key only. */
+const FIELDS = "input:not([type='checkbox']), textarea, select, [contenteditable='true']";
 const OWN_KEYS = `${FIELDS}, [role='dialog'], [role='alertdialog'], [role='menu'], [role='listbox'], [role='combobox']`;
 
 let shortcuts: readonly Shortcut[] = [];
