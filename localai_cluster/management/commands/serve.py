@@ -3,7 +3,7 @@
 daphne knows no lifespan, so this command opens what the process needs when the server is ready and, on
 SIGTERM or SIGINT, stops accepting, sends websockets to another process, lets running requests end, gives
 every count back and leaves with status 0. daphne also lets a websocket's application write without end to a
-client that does not read; here it waits.
+client that does not read, and keeps what clients send; here it waits, and keeps nothing.
 """
 
 # daphne and Twisted carry no types.
@@ -26,7 +26,7 @@ asyncio.set_event_loop_policy(uvloop.EventLoopPolicy())
 from daphne import server as daphne_server  # noqa: E402
 from daphne.endpoints import build_endpoint_description_strings  # noqa: E402
 from daphne.http_protocol import HTTPFactory, WebRequest  # noqa: E402
-from daphne.ws_protocol import WebSocketProtocol  # noqa: E402
+from daphne.ws_protocol import WebSocketFactory, WebSocketProtocol  # noqa: E402
 from twisted.internet import defer  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -92,6 +92,24 @@ class _Pressure:
         self.reads.set()
 
 
+class WatchingSocket(WebSocketProtocol):
+    """A client that watches: it has nothing to say, and a flood of what it says costs no memory."""
+
+    pressure: _Pressure | None = None
+
+    def onMessage(self, payload: bytes, isBinary: bool) -> None:
+        """Forgets it: daphne would keep it until the application has looked at it."""
+
+    def onPing(self, payload: bytes) -> None:
+        """Answers, unless earlier answers are not read."""
+        if self.pressure is not None and self.pressure.reads.is_set():
+            super().onPing(payload)
+
+
+class _WebSocketFactory(WebSocketFactory):
+    protocol = WatchingSocket
+
+
 class Server(daphne_server.Server):
     """daphne with a stop that lets requests end."""
 
@@ -145,7 +163,7 @@ class Server(daphne_server.Server):
 
     async def handle_reply(self, protocol: Any, message: Any) -> None:
         """What an application sends; who sends to a client that does not read waits until it does."""
-        kind, details = message["type"], self.connections.get(protocol, {})
+        kind = message["type"]
         if kind == "websocket.close" and _is_open(protocol):
             # Not daphne's way: its library refuses the codes that servers close with.
             protocol.sendCloseFrame(code=message.get("code") or 1000)
@@ -155,11 +173,11 @@ class Server(daphne_server.Server):
             limit, protocol.maxMessagePayloadSize = protocol.maxMessagePayloadSize, 0
             await super().handle_reply(protocol, message)
             protocol.maxMessagePayloadSize = limit
-            await details["pressure"].reads.wait()
+            await protocol.pressure.reads.wait()
             return
         await super().handle_reply(protocol, message)
         if kind == "websocket.accept" and _is_open(protocol):
-            details["pressure"] = _Pressure(protocol.transport)
+            protocol.pressure = _Pressure(protocol.transport)
 
     def kill_all_applications(self) -> Any:
         """daphne's hook before the loop ends."""
@@ -220,8 +238,8 @@ class Command(BaseCommand):
         """Serves; raises CommandError when it cannot listen."""
         from localai_cluster.asgi import application
 
-        # daphne builds its factory by name and offers no other way to choose it.
-        vars(daphne_server)["HTTPFactory"] = _Factory
+        # daphne builds its factories by name and offers no other way to choose them.
+        vars(daphne_server).update(HTTPFactory=_Factory, WebSocketFactory=_WebSocketFactory)
         host, port = conf.cluster().host, conf.cluster().port
         server = Server(application, host, port)
         server.run()
