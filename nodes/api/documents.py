@@ -1,6 +1,7 @@
 """The API document and its pages, for signed-in users; a browser without a session is sent to sign in."""
 
 import secrets
+import threading
 from typing import Any
 from urllib.parse import urlencode
 
@@ -22,6 +23,9 @@ from nodes.api.openapi import refusals
 from nodes.api.policy import CSP, policy
 from nodes.passwords import PasswordChangeRequired
 
+_ONE_AT_A_TIME = threading.Lock()
+"""The library fills its tables while it makes the first document, and fails if two threads do."""
+
 
 class SchemaView(APIView):
     """`/api/schema`: the OpenAPI document as JSON.
@@ -40,7 +44,8 @@ class SchemaView(APIView):
     def get(self, request: Request) -> Response:
         """This document."""
         generator: Any = SchemaGenerator  # untyped by its library
-        return Response(generator().get_schema(request=request, public=True))
+        with _ONE_AT_A_TIME:
+            return Response(generator().get_schema(request=request, public=True))
 
 
 class DocsView(SpectacularSwaggerView):

@@ -3,7 +3,9 @@
 Nothing may be in an answer that the document does not know, and nothing may be missing that it promises.
 """
 
+import contextlib
 import re
+import threading
 from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache
@@ -15,6 +17,7 @@ from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
 from localai_cluster import clock
 from nodes.api import node_rows
+from nodes.api.documents import SchemaView
 from nodes.models import BackendNode, NodeConflict, NodeLabel
 from tests.support import api
 
@@ -291,3 +294,24 @@ def test_the_document_and_the_rows_name_the_same_fields() -> None:
     )
     (element,) = node_rows.elements(BackendNode.objects.all())
     assert set(element) == set(document()["components"]["schemas"]["Node"]["required"])
+
+
+def test_documents_are_made_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library is not made for two threads at once: the first two readers after a start got a 500."""
+    both = threading.Barrier(2)
+
+    def get_schema(self: Any, **given: Any) -> dict[str, Any]:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both.wait(timeout=0.3)
+            together.append(True)
+        return {}
+
+    together: list[bool] = []
+    monkeypatch.setattr(SchemaGenerator, "get_schema", get_schema)
+    request: Any = None
+    readers = [threading.Thread(target=SchemaView().get, args=(request,)) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for reader in readers:
+        reader.join()
+    assert together == []
