@@ -46,6 +46,12 @@ class SessionView(APIView):
     authentication_classes = [SignInAuthentication]
     permission_classes: list[Any] = []
 
+    def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """A method that is not there is refused as that, whether or not the token is."""
+        if request.method not in self.allowed_methods:
+            self.http_method_not_allowed(request)
+        super().initial(request, *args, **kwargs)
+
 
 class StatusView(SessionView):
     """`/api/auth/status`."""

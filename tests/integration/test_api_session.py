@@ -235,6 +235,15 @@ def test_every_change_needs_the_token(ann: Any, route: str) -> None:
     assert browser.get("/api/auth/status").json()["user"]["name"] == "ann"
 
 
+@pytest.mark.rule("http-0.4")
+@pytest.mark.parametrize("route", ["status", "login", "logout", "password"])
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "QUERY", "OPTIONS"])
+def test_a_method_that_is_not_there(ann: Any, route: str, method: str) -> None:
+    """405 flat, and not the refusal of a missing token."""
+    refused = Client(enforce_csrf_checks=True).generic(method, f"/api/auth/{route}")
+    assert (refused.status_code, set(refused.json())) == (405, {"error"})
+
+
 @pytest.mark.rule("http-5.4")
 def test_signing_out(ann: Any) -> None:
     """The session ends on the server too; without one there is nothing to end."""
