@@ -9,6 +9,7 @@ import type { LiveNode } from "../../live/messages";
 import { announce } from "../../ui/announce";
 import { Meter } from "../../ui/bars";
 import { Button } from "../../ui/button";
+import { goOnAt } from "../../ui/go-on";
 import { Problem } from "../../ui/problem";
 import { Ago } from "../../ui/time";
 import { useAction, type Action, type NodeDetail } from "./data";
@@ -144,7 +145,7 @@ interface ValueProps {
 function Value({ title, manual, override, back, handed, children }: ValueProps): ReactNode {
   const note = useRef<HTMLParagraphElement>(null);
   // The button that was pressed is gone: the focus goes to what came of it.
-  useChange(manual, () => note.current?.focus());
+  useChange(manual, () => goOnAt(note.current));
   return (
     <div className="nd-fact">
       <h3>{title}</h3>

@@ -1,6 +1,6 @@
 // What cannot be taken back. Each says what it does to what runs now, and wants the node's word typed.
-import { useId, useState, type ReactNode } from "react";
-import { useNavigate } from "react-router";
+import { useEffect, useId, useRef, useState, type ReactNode } from "react";
+import { useNavigate, useNavigation } from "react-router";
 import { count } from "../../lib/format";
 import type { LiveNode } from "../../live/messages";
 import { announce } from "../../ui/announce";
@@ -23,7 +23,8 @@ interface Act {
 
 export function DangerZone({ node, operations }: { node: LiveNode; operations: number }): ReactNode {
   const [asked, setAsked] = useState<Danger | null>(null);
-  const acts = useActs(node, () => setAsked(null));
+  // Another question may be open when the answer to one comes.
+  const acts = useActs(node, (verb) => setAsked((present) => (present === verb ? null : present)));
   const shown = acts.find((act) => act.verb === asked);
   return (
     <Panel title="Danger zone" className="nd-danger">
@@ -43,22 +44,27 @@ export function DangerZone({ node, operations }: { node: LiveNode; operations: n
   );
 }
 
-function useActs(node: LiveNode, close: () => void): readonly Act[] {
+function useActs(node: LiveNode, close: (verb: Danger) => void): readonly Act[] {
   const navigate = useNavigate();
+  const way = useRef("idle");
+  const { state } = useNavigation();
+  useEffect(() => {
+    way.current = state;
+  });
   const { id, name } = node;
   const gone = useAction<string, unknown>(id, () => deregister(id), () => {
     announce(`${name} is deregistered.`);
-    // Whoever has gone elsewhere meanwhile stays there.
-    if (window.location.pathname.toLowerCase().endsWith(`/${id}`)) void navigate("/app/nodes");
+    // Whoever has gone elsewhere meanwhile, or is on the way there, is not fetched away.
+    if (way.current === "idle" && window.location.pathname.toLowerCase().endsWith(`/${id}`)) void navigate("/app/nodes");
     return false;
   });
   const refused = useAction<string, unknown>(id, (reason) => revoke(id, reason), () => {
     announce(`The secret of ${name} is revoked.`);
-    close();
+    close("revoke");
   });
   const renewed = useAction<string, unknown>(id, () => rotate(id), () => {
     announce(`${name} is asked for a new secret.`);
-    close();
+    close("rotate");
   });
   return [
     { verb: "rotate", title: "Rotate secret", short: "The worker replaces its secret at its next call; it goes on working.", action: renewed },

@@ -139,6 +139,8 @@ export function useTimeline(id: string, kind: EventKind | "") {
     },
   });
   const older = useMutation({
+    // Another kind is another question: what was asked for the one before goes there.
+    mutationKey: queryKey,
     mutationFn: (cursor: number) => eventsPage(id, kind, cursor),
     networkMode: "always",
     onSuccess: (page) => queries.setQueryData<Timeline>(queryKey, (shown) => withOlder(shown, page)),

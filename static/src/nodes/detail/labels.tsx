@@ -4,6 +4,7 @@ import { ApiError } from "../../api/client";
 import type { LiveNode } from "../../live/messages";
 import { announce } from "../../ui/announce";
 import { Button, IconButton } from "../../ui/button";
+import { goOnAt } from "../../ui/go-on";
 import { Problem } from "../../ui/problem";
 import { Tip } from "../../ui/tip";
 import { isAutomatic, keyProblem, valueProblem, written } from "../shared/labels";
@@ -26,6 +27,7 @@ const MARK: Readonly<Record<Source, string>> = { worker: "worker", auto: "automa
 
 export function Labels({ node, sources }: { node: LiveNode; sources: Sources | undefined }): ReactNode {
   const key = useRef<HTMLInputElement>(null);
+  const list = useRef<HTMLUListElement>(null);
   const [draft, setDraft] = useState({ key: "", value: "" });
   const labels = Object.entries(node.labels)
     .filter(([name]) => name !== OF_CAPACITY)
@@ -35,13 +37,13 @@ export function Labels({ node, sources }: { node: LiveNode; sources: Sources | u
     (name: string) => removeLabel(node.id, name),
     (_, name) => {
       announce(`Label ${name} is removed.`);
-      key.current?.focus();
+      goOnAt(key.current, list.current);
     },
   );
   return (
     <Panel title="Labels">
       {labels.length === 0 && <p className="muted">No labels. Scheduling rules choose nodes by them.</p>}
-      <ul className="nd-labels">
+      <ul ref={list} className="nd-labels">
         {labels.map(([name, value]) => (
           <Chip
             key={name}
@@ -115,14 +117,17 @@ interface AddProps {
 
 function AddLabel({ node, draft, setDraft, keyInput }: AddProps): ReactNode {
   const said = useId();
+  const form = useRef<HTMLFormElement>(null);
   const label = { key: draft.key.trim(), value: draft.value };
   const add = useAction(
     node.id,
     ({ key, value }: Draft) => mergeLabels(node.id, { [key]: value }),
     (_, { key, value }) => {
       announce(`Label ${written(key, value)} is set.`);
+      // The next one may be begun already.
+      if (draft.key.trim() !== key || draft.value !== value) return;
       setDraft({ key: "", value: "" });
-      keyInput.current?.focus();
+      goOnAt(keyInput.current, form.current);
     },
   );
   const change = (part: Partial<Draft>) => {
@@ -140,7 +145,7 @@ function AddLabel({ node, draft, setDraft, keyInput }: AddProps): ReactNode {
   const before = Object.hasOwn(node.labels, label.key) ? node.labels[label.key] : undefined;
   const about = { "aria-describedby": said, autoComplete: "off" };
   return (
-    <form className="stack" onSubmit={submit}>
+    <form ref={form} className="stack" onSubmit={submit}>
       <div className="nd-add">
         <label className="field">
           <span>Key</span>

@@ -129,7 +129,6 @@ function Decide({ conflict, answer, onClose }: { conflict: Conflict; answer: "ac
     mutationFn: () => (accept ? acceptConflict : refuseConflict)(conflict.node_id, conflict.id),
     onSuccess: () => {
       announce(`Claim to ${conflict.node_name} ${accept ? "accepted" : "refused"}`);
-      onClose();
     },
   });
   return (
@@ -145,7 +144,7 @@ function Decide({ conflict, answer, onClose }: { conflict: Conflict; answer: "ac
       action={accept ? "Accept" : "Refuse"}
       busy={decision.isPending}
       error={decision.error}
-      onConfirm={() => decision.mutate()}
+      onConfirm={() => decision.mutate(undefined, { onSuccess: onClose })}
     >
       <p>{accept ? MEANINGS[conflict.kind].accept : MEANINGS[conflict.kind].refuse}</p>
     </Confirm>

@@ -1,0 +1,187 @@
+// Answers that come after the person has gone on to something else.
+import { QueryClient, QueryClientProvider } from "@tanstack/react-query";
+import { act, cleanup, fireEvent, render, screen, waitFor, within } from "@testing-library/react";
+import { Tooltip } from "radix-ui";
+import { createBrowserRouter, RouterProvider } from "react-router";
+import { afterEach, beforeEach, expect, it, vi } from "vitest";
+import { client } from "../../api/client";
+import { node, show } from "../../live/fixtures";
+import { LiveContext } from "../../live/hooks";
+import type { LiveNode } from "../../live/messages";
+import { LiveStore } from "../../live/store";
+import { announce, Announcer } from "../../ui/announce";
+import { NodePage } from "./page";
+
+// Needs a canvas.
+vi.mock("./spark", () => ({ default: () => null }));
+
+const ok = (data: unknown = {}) => ({ data, response: new Response() }) as never;
+
+const ANSWERS: Readonly<Record<string, unknown>> = {
+  "/api/nodes/{node_id}": { name: "n1", overrides: {}, label_sources: {}, inventory: { at: null, error: "" } },
+  "/api/nodes/{node_id}/backends": [],
+  "/api/nodes/{node_id}/events": { events: [] },
+};
+
+/** Answers what was asked for last. */
+let answer: (data?: unknown) => void;
+
+const parked = () => new Promise((resolve) => (answer = (data) => resolve(ok(data)))) as never;
+
+beforeEach(() => {
+  announce("");
+  vi.spyOn(client, "GET").mockImplementation((path: string) => Promise.resolve(ok(ANSWERS[path])) as never);
+  for (const method of ["POST", "PATCH", "DELETE"] as const) vi.spyOn(client, method).mockImplementation(parked);
+});
+
+afterEach(cleanup);
+
+async function open(more: Partial<LiveNode> = {}) {
+  const store = show(new LiveStore(), node("n1", more));
+  window.history.replaceState(null, "", "/app/nodes/n1");
+  const never = new Promise<never>(() => undefined);
+  const router = createBrowserRouter([
+    { path: "/app/nodes/:id", element: <NodePage /> },
+    { path: "/app/activity", lazy: () => never },
+    { path: "/app/*", element: <p>Elsewhere</p> },
+  ]);
+  const queries = new QueryClient({ defaultOptions: { queries: { retry: false } } });
+  render(
+    <QueryClientProvider client={queries}>
+      <LiveContext.Provider value={store}>
+        <Tooltip.Provider>
+          <RouterProvider router={router} />
+          <Announcer />
+        </Tooltip.Provider>
+      </LiveContext.Provider>
+    </QueryClientProvider>,
+  );
+  await screen.findByRole("region", { name: "Memory" });
+  return { store, router, queries };
+}
+
+function panel(name: string) {
+  return within(screen.getByRole("region", { name }));
+}
+
+const heard = (text: string) => waitFor(() => expect(screen.getByTestId("announcer").textContent).toContain(text));
+
+function type(label: string, value: string): HTMLElement {
+  const field = panel("Labels").getByLabelText(label);
+  field.focus();
+  fireEvent.change(field, { target: { value } });
+  return field;
+}
+
+it("the next label, begun before the answer for the last one, stays as it is typed, and so does the focus", async () => {
+  await open();
+  type("Key", "tier");
+  fireEvent.submit(type("Value", "fast"));
+  await vi.waitFor(() => expect(client.PATCH).toHaveBeenCalled());
+  const key = type("Key", "zone");
+  const value = type("Value", "w");
+  answer();
+  await heard("Label tier=fast is set.");
+  expect([key, value].map((field) => (field as HTMLInputElement).value)).toEqual(["zone", "w"]);
+  expect(document.activeElement).toBe(value);
+});
+
+it("a label that is set leaves an empty form, and the focus at its key", async () => {
+  await open();
+  const key = type("Key", "tier");
+  fireEvent.submit(type("Value", "fast"));
+  await vi.waitFor(() => expect(client.PATCH).toHaveBeenCalled());
+  answer();
+  await heard("Label tier=fast is set.");
+  expect((key as HTMLInputElement).value).toBe("");
+  expect(document.activeElement).toBe(key);
+});
+
+it("a label whose removal is answered late takes the focus from nothing", async () => {
+  await open({ labels: { tier: "fast" } });
+  const button = panel("Labels").getByRole("button", { name: "Remove label tier=fast" });
+  button.focus();
+  fireEvent.click(button);
+  await vi.waitFor(() => expect(client.DELETE).toHaveBeenCalled());
+  const value = type("Value", "w");
+  answer();
+  await heard("Label tier is removed.");
+  expect(document.activeElement).toBe(value);
+});
+
+it("a value that is handed back takes the focus from nothing that is typed in meanwhile", async () => {
+  const { store } = await open({ max_replicas_per_model_manually_set: true });
+  const button = panel("Capacity").getByRole("button", { name: "Hand back Max replicas per model" });
+  button.focus();
+  fireEvent.click(button);
+  await vi.waitFor(() => expect(client.DELETE).toHaveBeenCalled());
+  answer();
+  await heard("handed back");
+  const value = type("Value", "w");
+  show(store, node("n1", { max_replicas_per_model_manually_set: false }));
+  await panel("Capacity").findByText(/^Handed back/);
+  expect(document.activeElement).toBe(value);
+});
+
+it("the answer to one question closes no other one", async () => {
+  await open();
+  fireEvent.click(screen.getByRole("button", { name: "Rotate secret…" }));
+  const first = within(screen.getByRole("alertdialog"));
+  fireEvent.change(first.getByRole("textbox"), { target: { value: "n1" } });
+  fireEvent.click(first.getByRole("button", { name: "Rotate secret" }));
+  await vi.waitFor(() => expect(client.POST).toHaveBeenCalled());
+  fireEvent.click(first.getByRole("button", { name: "Cancel" }));
+  fireEvent.click(screen.getByRole("button", { name: "Revoke secret…" }));
+  answer();
+  await heard("n1 is asked for a new secret.");
+  expect(screen.queryByRole("alertdialog", { name: /Revoke secret/ })).not.toBeNull();
+});
+
+it("the answer to a question closes it", async () => {
+  await open();
+  fireEvent.click(screen.getByRole("button", { name: "Rotate secret…" }));
+  const question = within(screen.getByRole("alertdialog"));
+  fireEvent.change(question.getByRole("textbox"), { target: { value: "n1" } });
+  fireEvent.click(question.getByRole("button", { name: "Rotate secret" }));
+  await vi.waitFor(() => expect(client.POST).toHaveBeenCalled());
+  answer();
+  await heard("n1 is asked for a new secret.");
+  expect(screen.queryByRole("alertdialog")).toBeNull();
+});
+
+it("a deregistration calls off no way that was begun to another page", async () => {
+  const { router } = await open();
+  fireEvent.click(screen.getByRole("button", { name: "Deregister…" }));
+  const question = within(screen.getByRole("alertdialog"));
+  fireEvent.change(question.getByRole("textbox"), { target: { value: "n1" } });
+  fireEvent.click(question.getByRole("button", { name: "Deregister" }));
+  await vi.waitFor(() => expect(client.DELETE).toHaveBeenCalled());
+  fireEvent.click(question.getByRole("button", { name: "Cancel" }));
+  await act(() => {
+    void router.navigate("/app/activity");
+    return Promise.resolve();
+  });
+  expect(router.state.navigation.location?.pathname).toBe("/app/activity");
+  answer();
+  await heard("n1 is deregistered.");
+  expect(router.state.navigation.location?.pathname).toBe("/app/activity");
+});
+
+it("older events that come after another kind was chosen are not put under that kind", async () => {
+  const event = (id: number, kind: string) => ({ id, kind, at: "2026-08-22T10:00:00Z", last_at: "", count: 1, actor: "", actor_kind: "", cause: "", status_before: "", status_after: "" });
+  vi.mocked(client.GET).mockImplementation(((path: string, sent: { params: { query?: { kind?: string; cursor?: number } } }) => {
+    if (!path.endsWith("/events")) return Promise.resolve(ok(ANSWERS[path]));
+    const { kind, cursor } = sent.params.query ?? {};
+    if (cursor !== undefined) return parked();
+    return Promise.resolve(ok(kind === undefined ? { events: [event(9, "approved")], next_cursor: 9 } : { events: [event(8, "drained")] }));
+  }) as never);
+  const { queries } = await open();
+  fireEvent.click(await panel("Timeline").findByRole("button", { name: "Older" }));
+  fireEvent.change(panel("Timeline").getByRole("combobox"), { target: { value: "drained" } });
+  await waitFor(() => expect(panel("Timeline").getByRole("list").textContent).toContain("Drained"));
+  answer({ events: [event(3, "registered")] });
+  await waitFor(() => expect(queries.isMutating()).toBe(0));
+  expect(panel("Timeline").getByRole("list").textContent).not.toContain("Registered");
+  fireEvent.change(panel("Timeline").getByRole("combobox"), { target: { value: "" } });
+  await waitFor(() => expect(panel("Timeline").getByRole("list").textContent).toContain("Registered"));
+});
