@@ -27,7 +27,8 @@ export const UNKNOWN: Pace = { rate: null, left: null };
 export function pace(samples: readonly Sample[], remaining: number | null, now: number): Pace {
   const recent = samples.filter((sample) => sample.at > now - WINDOW_MS);
   const rate = between(recent[0], recent.at(-1));
-  if (rate === null) return UNKNOWN;
+  // What has come as a whole comes at no rate, however fast it came.
+  if (rate === null || remaining === 0) return UNKNOWN;
   const known = remaining !== null && remaining > 0 && rate > 0 && isSteady(recent);
   return { rate, left: known ? remaining / rate : null };
 }
