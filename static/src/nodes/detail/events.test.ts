@@ -45,6 +45,11 @@ describe("what an event says", () => {
     expect(changes({ detail: { vram_budget: { from: "", to: "80%" } } })).toEqual(["VRAM budget: none → 80%"]);
   });
 
+  it("names an override whose value stays when it changes hands", () => {
+    const detail = { max_replicas_per_model_manually_set: { from: true, to: false } };
+    expect(changes({ detail })).toEqual(["max replicas per model"]);
+  });
+
   it("tells labels that came and went", () => {
     expect(changes({ detail: { set: { tier: "fast" }, removed: ["zone"] } })).toEqual(["+ tier=fast", "− zone"]);
   });

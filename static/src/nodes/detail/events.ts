@@ -75,7 +75,17 @@ const IMPLIED = new Set(["vram_budget_bytes", "available_vram", "max_replicas_pe
 
 /** What changed, one line for each thing: `max replicas per model: 1 → 3`, `+ tier=fast`, `− zone`. */
 export function changes(event: Pick<NodeEvent, "detail">): string[] {
-  return Object.entries(event.detail ?? {}).flatMap(([name, value]) => change(name, value));
+  const detail = event.detail ?? {};
+  return Object.entries(detail).flatMap(([name, value]) => {
+    const kept = keptOverride(name);
+    // The value stays as it is and only changes hands: its name has to be said all the same.
+    return kept !== undefined && !(kept in detail) ? [OVERRIDES[kept] ?? kept] : change(name, value);
+  });
+}
+
+/** The override that `name` is the mark of. */
+function keptOverride(name: string): string | undefined {
+  return Object.keys(OVERRIDES).find((override) => name === `${override}_manually_set`);
 }
 
 function change(name: string, value: unknown): string[] {

@@ -16,7 +16,7 @@ describe("provenance (W14, W17)", () => {
   });
 
   it("says whose value holds, also when the timeline has forgotten who set it", () => {
-    expect(provenance(undefined, false)).toBe("reported by the worker");
+    expect(provenance(undefined, false)).toBe("left to the worker");
     expect(provenance({ by: "anna" }, true)).toBe("set by anna");
     expect(provenance({ by: "" }, true)).toBe("set by an administrator");
   });

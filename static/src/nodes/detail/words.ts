@@ -14,7 +14,8 @@ export function by(actor: string): string {
 
 /** Who gives a value its present form. */
 export function provenance(override: { by: string } | undefined, manuallySet: boolean): string {
-  if (!manuallySet) return "reported by the worker";
+  // Not "reported": between a hand-back and the next registration it is still what the administrator had set.
+  if (!manuallySet) return "left to the worker";
   return override === undefined || override.by === "" ? "set by an administrator" : `set ${by(override.by)}`;
 }
 
