@@ -42,7 +42,7 @@ function Box({ filter, onFilter }: Pick<FiltersProps, "filter" | "onFilter">): R
       type="search"
       className="input filter-box"
       aria-label="Filter nodes"
-      placeholder={`Filter: words, or ${EXAMPLE}`}
+      placeholder="Filter: words, status:offline, zone=west"
       title={`Words look in name, address, labels and models. Or: ${EXAMPLE}`}
       value={filter.q}
       spellCheck={false}

@@ -24,7 +24,7 @@ const FIELDS: Readonly<Record<string, Field>> = {
   address: "address",
 };
 
-/** What people can type, for the hint below the box. */
+/** What people can type, for the hint of the box. */
 export const EXAMPLE = "status:offline gpu:nvidia zone=west model:x backend:y type:agent";
 
 /** Reads what was typed. What is no known field is a word: an address has a colon as well. */
