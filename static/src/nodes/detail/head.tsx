@@ -86,7 +86,7 @@ function Reason({ node }: { node: LiveNode }): ReactNode {
         {node.since !== null && (
           <span className="muted">
             {node.reason === "" ? "" : ", "}
-            since <Ago at={node.since} />
+            <Ago at={node.since} />
           </span>
         )}
       </span>

@@ -82,7 +82,7 @@ function Progress({ operation, part }: { operation: Operation; part: Part }): Re
         <div className="grow">
           <ProgressBar name={`${phrase(operation, stateOf(operation))} ${operation.name}`} value={part.value} />
         </div>
-        <span>{Math.floor(part.value)} %</span>
+        <span>{Math.floor(part.value)}%</span>
       </div>
       <div className="muted row wrap">
         <span>{phaseOf(operation)}</span>

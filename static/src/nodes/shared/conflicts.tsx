@@ -89,7 +89,7 @@ function ConflictFacts({ conflict, fingerprint }: { conflict: Conflict; fingerpr
   const { claimed_name: claimed = "", advertised_address: advertised = "", fingerprint: offered = "" } = conflict;
   return (
     <dl className="facts">
-      {claimed !== "" && (
+      {claimed !== "" && claimed !== conflict.node_name && (
         <Fact name="New name">
           <bdi>{claimed}</bdi>
         </Fact>

@@ -70,7 +70,7 @@ export function IdentityFacts({ node }: { node: LiveNode }): ReactNode {
         <Ago at={node.created_at} />
       </Fact>
       {labels.length > 0 && (
-        <Fact name="Asks for labels">
+        <Fact name="Labels">
           <span className="chips">
             {labels.map(([key, value]) => (
               <bdi key={key} className="tag name">
