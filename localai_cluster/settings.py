@@ -216,8 +216,11 @@ LOGGING = {
     "loggers": {
         "django.channels.server": {"level": "WARNING"},
         "django.request": {"filters": ["no_refusals"]},
-        # A host name that is not one is the caller's mistake and answered 400; no traceback for it.
-        "django.security.DisallowedHost": {"level": "CRITICAL"},
+        # A caller's mistake, answered 400: anybody could fill the log with tracebacks.
+        **{
+            f"django.security.{mistake}": {"level": "CRITICAL"}
+            for mistake in ("DisallowedHost", "DisallowedRedirect", "TooManyFieldsSent")
+        },
         "daphne": {"level": "WARNING"},
         "httpx": {"level": "WARNING"},
         "django-q": {"level": "WARNING"},
