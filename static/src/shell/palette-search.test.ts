@@ -62,6 +62,15 @@ describe("the search (W37)", () => {
     expect(atFirst(entries, 2).get("Operations")?.map((entry) => entry.to)).toEqual(["/app/activity#job-bad", "/app/activity#job-runs"]);
   });
 
+  it("does not shift operations under the pointer while they move", () => {
+    const one = (name: string, createdAt: string, seq: number) =>
+      ({ jobID: name, name, status: "processing", seq, createdAt, kind: "installation", actor: "admin", message: "" }) as Operation;
+    const titlesOf = (first: number, second: number) =>
+      operationEntries([one("older", "2026-08-22T10:00:00Z", first), one("newer", "2026-08-22T10:00:01Z", second)]).map((entry) => entry.title);
+    expect(titlesOf(7, 8)).toEqual(["newer", "older"]);
+    expect(titlesOf(9, 8)).toEqual(["newer", "older"]);
+  });
+
   it("answers no more of a kind than fit", () => {
     const many = Array.from({ length: 500 }, (_, number) => node(`node-${number}`));
     expect(titles(nodeEntries(many), "node")).toHaveLength(8);

@@ -117,10 +117,10 @@ export function backendEntries(
   );
 }
 
-/** Failed ones first, then those under way, then what ended, each from the newest. */
+/** Failed ones first, then those under way, then what ended, each from the newest: news of one moves no line. */
 export function operationEntries(operations: Iterable<Operation>): Entry[] {
   const weight = (one: Operation) => (needsAttention(one) ? 0 : isActive(one) ? 1 : 2);
-  const sorted = [...operations].sort((left, right) => weight(left) - weight(right) || right.seq - left.seq);
+  const sorted = [...operations].sort((left, right) => weight(left) - weight(right) || Date.parse(right.createdAt) - Date.parse(left.createdAt) || right.seq - left.seq);
   return sorted.map((one) => ({
     key: `operation ${one.jobID}`,
     kind: "Operations",

@@ -58,7 +58,7 @@ function Search({ onChoice, ...actions }: PaletteProps & { onChoice: (entry: Ent
   const [query, setQuery] = useState("");
   const [chosen, setChosen] = useState("");
   const catalogue = useCatalogue();
-  const groups = useResults(useDeferredValue(query), useEntries(catalogue.data, actions));
+  const groups = useResults(query, useEntries(catalogue.data, actions));
   const shown = [...groups.values()].flat();
   // What was chosen may be gone from the results; then the first one is.
   const value = shown.some((entry) => entry.key === chosen) ? chosen : (shown[0]?.key ?? "");
@@ -128,7 +128,9 @@ function useEntries(catalogue: Catalogue | undefined, actions: PaletteProps): En
   return useMemo(() => [...live, ...found, ...fixed], [live, found, fixed]);
 }
 
-function useResults(query: string, entries: Entry[]): Map<Kind, Entry[]> {
+function useResults(query: string, present: Entry[]): Map<Kind, Entry[]> {
+  // The cluster moves many times a second and may follow behind; what is typed may not: Enter takes what is on top.
+  const entries = useDeferredValue(present);
   const known = useMemo(() => index(entries), [entries]);
   return useMemo(
     () => (query.trim() === "" ? atFirst(entries, LIMIT) : find(known, query, LIMIT)),
