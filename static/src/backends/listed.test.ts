@@ -3,7 +3,7 @@ import { node } from "../live/fixtures";
 import { listedRows, type Row } from "./picker-rows";
 
 function row(name: string, status: Row["node"]["status"]): Row {
-  return { node: node(name, { status }), expected: { kind: "install", text: "" }, progress: null, operation: undefined, open: true };
+  return { node: node(name, { status }), expected: { kind: "install", text: "" }, progress: null, mine: false, operation: undefined, open: true };
 }
 
 it("a selected node that begins to drain stays in sight: nothing is installed on what is not shown", () => {

@@ -12,7 +12,7 @@ import { PageHead } from "../ui/title";
 import "./backends.css";
 import { addressOf, installedOn, search, summary, termIn, useCatalogue, type Catalogue, type Entry } from "./catalogue";
 import { InstallPicker } from "./picker";
-import { useRoster } from "./roster";
+import { isTold, useRoster } from "./roster";
 
 const DRAWN = 60;
 
@@ -95,7 +95,7 @@ function Box({ label, on, onChange }: { label: string; on: boolean; onChange: (o
 function List({ entries, onInstall }: { entries: readonly Entry[]; onInstall: (name: string) => void }): ReactNode {
   const nodes = useRoster();
   const { groups } = useWork();
-  const installed = useMemo(() => installedOn(nodes.values()), [nodes]);
+  const installed = useMemo(() => (isTold(nodes) ? installedOn(nodes.values()) : null), [nodes]);
   const running = useMemo(
     () => new Map(groups.filter((group) => group.kind === "backend_install" && group.active.length > 0).map((group) => [group.name, group.active.length])),
     [groups],
@@ -106,7 +106,7 @@ function List({ entries, onInstall }: { entries: readonly Entry[]; onInstall: (n
         <Line
           key={entry.id}
           entry={entry}
-          on={installed.get(entry.name.toLowerCase()) ?? 0}
+          on={installed === null ? null : (installed.get(entry.name.toLowerCase()) ?? 0)}
           running={running.get(entry.name) ?? 0}
           onInstall={() => onInstall(entry.name)}
         />
@@ -117,7 +117,8 @@ function List({ entries, onInstall }: { entries: readonly Entry[]; onInstall: (n
 
 interface LineProps {
   entry: Entry;
-  on: number;
+  /** On how many nodes it is installed, null while that is not known. */
+  on: number | null;
   running: number;
   onInstall: () => void;
 }
@@ -142,7 +143,7 @@ function Line({ entry, on, running, onInstall }: LineProps): ReactNode {
             installing on {count(running, "node")}
           </Link>
         )}
-        <span className={on > 0 ? "" : "muted"}>{on > 0 ? `on ${count(on, "node")}` : "not installed"}</span>
+        {on !== null && <span className={on > 0 ? "" : "muted"}>{on > 0 ? `on ${count(on, "node")}` : "not installed"}</span>}
       </div>
       <Button small aria-label={`Install ${entry.name}…`} onClick={onInstall}>
         Install…

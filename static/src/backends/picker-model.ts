@@ -14,11 +14,11 @@ export interface Outlook {
   text: string;
 }
 
-/** How far a request has come: on its way, refused, or accepted as an operation. `at`: ms of this browser. */
+/** How far a request has come: on its way, refused, or accepted as an operation. `at`: ms of this browser; `theirs`: somebody else's. */
 export type Sent =
   | { step: "sending" }
   | { step: "refused"; error: Error }
-  | { step: "accepted"; jobID: string; at: number };
+  | { step: "accepted"; jobID: string; at: number; theirs?: boolean };
 
 export interface Progress {
   tone: "" | "info" | "warn" | "good" | "bad";

@@ -8,8 +8,8 @@ import { useLive, useNow } from "../live/hooks";
 import type { LiveNode, Operation } from "../live/messages";
 import { useWork } from "../operations/watch";
 import { canInstall, outlook, progressOf, underWayFor, type Outlook, type Progress, type Sent } from "./picker-model";
-import { useRoster } from "./roster";
-import { runs, useRun, type Run } from "./runs";
+import type { Roster } from "./roster";
+import { isTheirs, runs, useRun, type Run } from "./runs";
 
 type Job = components["schemas"]["Job"];
 
@@ -18,6 +18,8 @@ export interface Row {
   expected: Outlook;
   /** How it goes, null while nothing is asked for. */
   progress: Progress | null;
+  /** Whether what goes on was asked for from here. */
+  mine: boolean;
   /** The operation behind it, for its link; undefined if it is not known. */
   operation: Operation | undefined;
   /** Whether it can be chosen. */
@@ -29,8 +31,7 @@ const OVERDUE_MS = 3_000;
 const AGAIN_MS = 5_000;
 
 /** Every node, with what would happen or happens on it, by name. */
-export function useRows(backend: string): Row[] {
-  const nodes = useRoster();
+export function useRows(backend: string, nodes: Roster): Row[] {
   const { operations } = useWork();
   const run = useRun(backend);
   const underWay = useMemo(() => underWayFor(backend, operations.values()), [backend, operations]);
@@ -59,7 +60,7 @@ function rowOf(
   let progress = sent === undefined ? null : progressOf(sent, operation, asked.get(jobID));
   // It came there in another way meanwhile.
   if (progress?.ended === "badly" && expected.kind === "there") progress = null;
-  return { node, expected, progress, operation, open: progress === null && canInstall(expected) };
+  return { node, expected, progress, mine: progress !== null && !isTheirs(sent), operation, open: progress === null && canInstall(expected) };
 }
 
 interface Listing {
@@ -70,9 +71,12 @@ interface Listing {
   draining: boolean;
 }
 
-/** Agents and pending nodes only if they were chosen outside, with the reason; draining ones when asked for or selected. */
+/**
+ * Agents and pending nodes only if they were chosen outside, with the reason; draining ones when asked for or selected. What was asked for comes first;
+ * what somebody else installs stays in its place: no row moves under the pointer.
+ */
 export function listedRows(rows: readonly Row[], { asked, selected, draining }: Listing): Row[] {
-  const first = (row: Row) => asked.has(row.node.id) || row.progress !== null;
+  const first = (row: Row) => asked.has(row.node.id) || row.mine;
   const listed = rows.filter(
     (row) =>
       first(row) ||

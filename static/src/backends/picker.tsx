@@ -6,13 +6,14 @@ import { count, span } from "../lib/format";
 import { useLive, useNow } from "../live/hooks";
 import { Button } from "../ui/button";
 import { Dialog } from "../ui/dialog";
-import { Empty } from "../ui/empty";
+import { Empty, Loading } from "../ui/empty";
 import "./backends.css";
 import { useCatalogue } from "./catalogue";
 import { ChooseBackend } from "./choose-backend";
 import { matches, plain, tally } from "./picker-model";
 import { listedRows, useRows, type Row } from "./picker-rows";
 import { NodeTable, NotListed } from "./picker-table";
+import { isTold, useRoster, type Roster } from "./roster";
 import { runs } from "./runs";
 
 export interface InstallPickerProps {
@@ -60,6 +61,11 @@ function About({ backend, onChange }: { backend: string; onChange: () => void })
   );
 }
 
+function PickNodes(props: PickNodesProps): ReactNode {
+  const nodes = useRoster();
+  return isTold(nodes) ? <Pick {...props} nodes={nodes} /> : <Loading what="nodes" />;
+}
+
 interface PickNodesProps {
   backend: string;
   nodeIds: readonly string[];
@@ -68,14 +74,14 @@ interface PickNodesProps {
   onClose: () => void;
 }
 
-function PickNodes({ backend, nodeIds, start, onClose }: PickNodesProps): ReactNode {
-  const rows = useRows(backend);
+function Pick({ backend, nodeIds, start, onClose, nodes }: PickNodesProps & { nodes: Roster }): ReactNode {
+  const rows = useRows(backend, nodes);
   const [selected, setSelected] = useState<ReadonlySet<string>>(() => new Set(nodeIds));
   const [filter, setFilter] = useState("");
   const [draining, setDraining] = useState(false);
   useForgetDone(backend, rows);
   const chosen = rows.filter((row) => row.open && selected.has(row.node.id));
-  const listed = listedRows(rows, { asked: new Set(nodeIds), selected, draining }).filter((row) => row.progress !== null || matches(row.node, filter));
+  const listed = listedRows(rows, { asked: new Set(nodeIds), selected, draining }).filter((row) => row.mine || matches(row.node, filter));
   const hidden = chosen.filter((row) => !listed.includes(row)).length;
   const toggle = (ids: readonly string[], on: boolean) =>
     setSelected((before) => {

@@ -2,10 +2,18 @@
 import { useContext, useEffect, useState } from "react";
 import { LiveContext } from "../live/hooks";
 import type { LiveNode } from "../live/messages";
+import { EMPTY } from "../live/store";
 
 const REST_MS = 500;
 
-export function useRoster(): ReadonlyMap<string, LiveNode> {
+export type Roster = ReadonlyMap<string, LiveNode>;
+
+/** Whether the feed has told the nodes; until then none is known, which is not the same as none. */
+export function isTold(nodes: Roster): boolean {
+  return nodes !== EMPTY.nodes;
+}
+
+export function useRoster(): Roster {
   const store = useContext(LiveContext);
   const [nodes, setNodes] = useState(() => store.read().nodes);
   useEffect(() => {

@@ -9,6 +9,11 @@ export type Run = ReadonlyMap<string, Sent>;
 const AT_ONCE = 8;
 const NONE: Run = new Map();
 
+/** Whether it was not asked for from here. */
+export function isTheirs(sent: Sent | undefined): boolean {
+  return sent === undefined || (sent.step === "accepted" && sent.theirs === true);
+}
+
 export class Runs {
   private readonly runs = new Map<string, Run>();
   private readonly listeners = new Set<() => void>();
@@ -52,7 +57,7 @@ export class Runs {
       const sent = known.get(nodeID);
       return sent?.step !== "sending" && !(sent?.step === "accepted" && sent.jobID === jobID);
     });
-    if (fresh.length > 0) this.set(backend, fresh.map(([nodeID, jobID]) => [nodeID, { step: "accepted", jobID, at: now }]));
+    if (fresh.length > 0) this.set(backend, fresh.map(([nodeID, jobID]) => [nodeID, { step: "accepted", jobID, at: now, theirs: isTheirs(known.get(nodeID)) }]));
   }
 
   /** Forgets what these nodes were asked. */

@@ -90,7 +90,7 @@ const Sections = memo(function Sections({ work, show, target, onAll }: SectionsP
       <Section title="In progress" number={sum(active, (group) => group.active.length)} items={active} sought={sought(active, target)}>
         {(group) => <ProgressCard key={group.id} {...of(group)} pace={work.paces.get(group.id)} />}
       </Section>
-      <Section title="Ended while you watched" number={ended.length} items={ended} list>
+      <Section title="Ended while you watched" number={ended.length} items={ended} sought={ended.findIndex((one) => one.jobID === target)} list>
         {(operation) => <EndedLine key={operation.jobID} operation={operation} />}
       </Section>
     </>
