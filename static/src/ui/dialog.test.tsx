@@ -1,6 +1,6 @@
 import { cleanup, fireEvent, render, screen } from "@testing-library/react";
 import { Tooltip } from "radix-ui";
-import { useState, type ReactNode } from "react";
+import { useRef, useState, type ReactNode } from "react";
 import { afterEach, describe, expect, it } from "vitest";
 import { Confirm, Dialog } from "./dialog";
 
@@ -27,6 +27,20 @@ function open(): HTMLElement {
 
 const nothing = () => undefined;
 
+function Above({ shown }: { shown: boolean }): ReactNode {
+  const below = useRef<HTMLButtonElement>(null);
+  return (
+    <Tooltip.Provider>
+      <Dialog open onClose={nothing} title="Drain" first={below}>
+        <button ref={below}>Below</button>
+      </Dialog>
+      <Dialog open={shown} onClose={nothing} title="Sign in">
+        <input autoFocus aria-label="Password" />
+      </Dialog>
+    </Tooltip.Provider>
+  );
+}
+
 describe("the focus of dialogs (UI-0.12, UI-0.13)", () => {
   it("returns to the opener, also when a field inside took it at once", async () => {
     render(
@@ -42,6 +56,13 @@ describe("the focus of dialogs (UI-0.12, UI-0.13)", () => {
     expect(document.activeElement).toBe(screen.getByLabelText("Name"));
     fireEvent.keyDown(screen.getByLabelText("Name"), { key: "Escape" });
     await expect.poll(() => document.activeElement).toBe(opener);
+  });
+
+  it("stays in the field that took it, also above a dialog that holds it", async () => {
+    const { rerender } = render(<Above shown={false} />);
+    await expect.poll(() => document.activeElement).toBe(screen.getByText("Below"));
+    rerender(<Above shown />);
+    await expect.poll(() => document.activeElement).toBe(screen.getByLabelText("Password"));
   });
 
   it.each([

@@ -5,7 +5,7 @@ import { useId, useRef, useState, type ReactNode, type RefObject, type SubmitEve
 import { Button } from "./button";
 import { Icon } from "./icons";
 import { Problem } from "./problem";
-import { useReturnFocus } from "./return-focus";
+import { tookFocus, useReturnFocus } from "./return-focus";
 
 interface DialogProps {
   open: boolean;
@@ -21,9 +21,10 @@ interface DialogProps {
 export function Dialog({ open, onClose, title, description, wide = false, first, children }: DialogProps): ReactNode {
   const focus = useReturnFocus();
   const enter = (event: Event) => {
-    if (first?.current === undefined || first.current === null) return;
+    const wanted = first?.current ?? tookFocus(event.currentTarget);
+    if (wanted === undefined) return;
     event.preventDefault();
-    first.current.focus();
+    wanted.focus();
   };
   return (
     <Radix.Root open={open} onOpenChange={(wanted) => !wanted && onClose()}>
