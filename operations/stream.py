@@ -40,10 +40,15 @@ class News:
 
 
 def look(since: int | None) -> News:
-    """What changed after `since`; the whole list if that is too much, unknown, or not asked for."""
-    if since is None or not 0 <= feed.current_seq() - since <= FARTHEST_BACK:
+    """What changed after `since`; the whole list if that is too much, unknown, or not asked for.
+
+    Usually nothing did, and that costs one query: everybody who watches looks again and again.
+    """
+    if since is None or not 0 <= (behind := feed.current_seq() - since) <= FARTHEST_BACK:
         now = feed.snapshot()
         return News(True, now.seq, now.operations)
+    if not behind:
+        return News(False, since, [])
     missed = feed.since(since)
     return News(False, missed.seq, missed.operations)
 

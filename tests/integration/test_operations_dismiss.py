@@ -1,13 +1,16 @@
 """Failures are dismissed; several nodes add up to one progress; the live list in the reference's shape."""
 
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
 
 from localai_cluster import errors
-from operations import feed, services
+from operations import feed, services, stream
 from operations.models import Operation, OperationTarget, Status, TargetStatus
 from operations.services import LeaseLost, Tick
 from operations.states import Event
@@ -307,3 +310,31 @@ def test_parts_are_listed_by_the_name_of_the_node() -> None:
     targets = nodes(3)
     admit(targets=targets[::-1])
     assert [part["node_name"] for part in listed()[0]["nodes"]] == ["gpu-0", "gpu-1", "gpu-2"]
+
+
+def test_looking_costs_the_same_for_any_number_of_operations() -> None:
+    """The list over REST, what a socket begins with, what it missed; and one query if it missed nothing."""
+
+    def costs() -> list[int]:
+        now = feed.current_seq()
+        looks: list[Callable[[], Any]] = [
+            listed,
+            lambda: stream.look(None),
+            lambda: stream.look(now - 1),
+            lambda: stream.look(now),
+        ]
+        return [queries_of(look) for look in looks]
+
+    admit("node:0:mock", targets=nodes(2))
+    few = costs()
+    for number in range(1, 40):
+        admit(f"node:{number}:mock", targets=nodes(2))
+    assert costs() == few
+    assert few[-1] == 1
+
+
+def queries_of(look: Callable[[], Any]) -> int:
+    """How many queries it makes."""
+    with CaptureQueriesContext(connection) as seen:
+        look()
+    return len(seen)
