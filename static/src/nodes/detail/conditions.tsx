@@ -46,7 +46,8 @@ export function Conditions({ node, detail }: Props): ReactNode {
 
 function heartbeatTone(node: LiveNode): string {
   if (node.status === "offline") return "bad";
-  return node.last_heartbeat === null ? "warn" : "good";
+  // Those of a revoked secret are refused: the last one is old and gets older.
+  return node.last_heartbeat === null || node.revoked !== null ? "warn" : "good";
 }
 
 function Row({ condition }: { condition: Condition }): ReactNode {
@@ -93,7 +94,7 @@ export function Identity({ node, detail }: Props): ReactNode {
         <Fact name="Node id">
           <span className="mono">{node.id}</span>
         </Fact>
-        {bound !== undefined && (
+        {bound !== undefined && node.fingerprint !== "" && (
           <Fact name="Secret bound">
             <Ago at={bound} />
           </Fact>

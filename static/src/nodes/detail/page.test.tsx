@@ -86,6 +86,15 @@ describe("what a node has (UI-4.2)", () => {
   });
 });
 
+it("the last heartbeat of a revoked secret is not called good", async () => {
+  const beat = { last_heartbeat: "2026-01-01T00:00:00Z" };
+  await open(beat);
+  expect(panel("Conditions").getByText("Heartbeat").className).toBe("pill good");
+  cleanup();
+  await open({ ...beat, status: "pending", fingerprint: "", revoked: { at: "", by: "anna", reason: "" } });
+  expect(panel("Conditions").getByText("Heartbeat").className).toBe("pill warn");
+});
+
 describe("the replica cap (UI-4.4)", () => {
   const CAP = "/api/nodes/{node_id}/max-replicas-per-model";
   const runs = { models: [model("tiny", 0), model("tiny", 1)], max_replicas_per_model: 2 };

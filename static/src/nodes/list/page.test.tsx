@@ -133,6 +133,13 @@ it("calls out what is unhealthy and offline beside what is pending, as filters (
   await vi.waitFor(() => expect(search()).toBe("?state=offline%2Cunhealthy"));
 });
 
+it("a pending node whose secret was revoked says why it cannot be approved (UI-3.4)", async () => {
+  open();
+  show(store, node("lost", { status: "pending", fingerprint: "", revoked: { at: "", by: "anna", reason: "" } }), node("new", { status: "pending" }));
+  const said = await screen.findAllByText(/^It cannot be approved yet: nobody has registered since/);
+  expect(said.map((one) => one.closest("li")?.dataset["testid"])).toEqual(["pending-lost"]);
+});
+
 it("a node chosen right after typing opens, however long its page is fetched, and Back finds the filter (UI-3.11)", async () => {
   let fetched: (module: { Component: () => ReactNode }) => void = () => undefined;
   open("/app/nodes", [{ path: "/app/nodes/:id", lazy: () => new Promise((resolve) => (fetched = resolve)) }]);

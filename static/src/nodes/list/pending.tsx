@@ -46,6 +46,7 @@ export const Pending = memo(function Pending({ nodes, onAct }: PendingProps): Re
 
 const PendingCard = memo(function PendingCard({ node, onAct }: { node: LiveNode; onAct: PendingProps["onAct"] }): ReactNode {
   const nodes = [node];
+  const not = refusal("approve", node);
   return (
     <li className="pinned-card stack" data-testid={`pending-${node.id}`}>
       <h3 className="name" title={node.name}>
@@ -53,10 +54,11 @@ const PendingCard = memo(function PendingCard({ node, onAct }: { node: LiveNode;
       </h3>
       <IdentityFacts node={node} />
       {node.weak_identity && <p className="risk">{WEAK_RISK}</p>}
+      {not !== "" && <p className="muted">It cannot be approved yet: {not}.</p>}
       <div className="row wrap">
         <Button
           kind="primary"
-          refusal={refusal("approve", node)}
+          refusal={not}
           aria-label={`Approve ${node.name}`}
           onClick={() => onAct({ verb: "approve", nodes })}
         >
