@@ -1,7 +1,7 @@
 // Open identity conflicts, on top of the list. That there are some comes with the nodes; what they are is fetched,
 // and fetched again when a count changes.
 import { useQuery, useQueryClient } from "@tanstack/react-query";
-import { memo, useMemo, type ReactNode } from "react";
+import { memo, useMemo, useState, type ReactNode } from "react";
 import { Link } from "react-router";
 import { call, client } from "../../api/client";
 import { count } from "../../lib/format";
@@ -9,13 +9,27 @@ import { useChange } from "../../live/hooks";
 import type { LiveNode } from "../../live/messages";
 import { Loading } from "../../ui/empty";
 import { Problem } from "../../ui/problem";
-import { ConflictCard } from "../shared/conflicts";
+import { ConflictCard, Decide, type Asked } from "../shared/conflicts";
 import { Pinned } from "./pinned";
 
 const KEY = ["conflicts"];
 const OPEN_FIRST = 2;
 
-export const Conflicts = memo(function Conflicts({ nodes }: { nodes: ReadonlyMap<string, LiveNode> }): ReactNode {
+interface ConflictsProps {
+  nodes: ReadonlyMap<string, LiveNode>;
+}
+
+export const Conflicts = memo(function Conflicts({ nodes }: ConflictsProps): ReactNode {
+  const [asked, setAsked] = useState<Asked | null>(null);
+  return (
+    <>
+      <Open nodes={nodes} onAsk={setAsked} />
+      {asked !== null && <Decide {...asked} onClose={() => setAsked(null)} />}
+    </>
+  );
+});
+
+function Open({ nodes, onAsk }: ConflictsProps & { onAsk: (asked: Asked) => void }): ReactNode {
   const { total, told } = useMemo(() => openIn(nodes.values()), [nodes]);
   const queries = useQueryClient();
   useChange(told, () => void queries.invalidateQueries({ queryKey: KEY }));
@@ -25,6 +39,8 @@ export const Conflicts = memo(function Conflicts({ nodes }: { nodes: ReadonlyMap
     enabled: total > 0,
   });
   if (total === 0) return null;
+  // What was decided a moment ago is still in the answer of before.
+  const shown = (data ?? []).filter((conflict) => (nodes.get(conflict.node_id)?.open_conflicts ?? 0) > 0);
   const left = data !== undefined && data.length > 0 && data.length < total;
   return (
     <Pinned
@@ -32,14 +48,14 @@ export const Conflicts = memo(function Conflicts({ nodes }: { nodes: ReadonlyMap
       title={`${count(total, "identity conflict")} to decide`}
       risk="Until you decide, the node goes on as it was. Whoever you accept receives its models and prompts."
       first={OPEN_FIRST}
-      cards={(data ?? []).map((conflict) => (
+      cards={shown.map((conflict) => (
         <li key={conflict.id} className="pinned-card stack" data-testid={`conflict-${conflict.id}`}>
           <h3 className="name" title={conflict.node_name}>
             <Link to={`/app/nodes/${conflict.node_id}`}>
               <bdi>{conflict.node_name}</bdi>
             </Link>
           </h3>
-          <ConflictCard conflict={conflict} fingerprint={nodes.get(conflict.node_id)?.fingerprint ?? ""} />
+          <ConflictCard conflict={conflict} fingerprint={nodes.get(conflict.node_id)?.fingerprint ?? ""} onAsk={onAsk} />
         </li>
       ))}
     >
@@ -48,7 +64,7 @@ export const Conflicts = memo(function Conflicts({ nodes }: { nodes: ReadonlyMap
       {left && <p className="muted">The {data.length} latest are shown.</p>}
     </Pinned>
   );
-});
+}
 
 /** How many are open, and a text that changes whenever one of the counts does. */
 function openIn(nodes: Iterable<LiveNode>): { total: number; told: string } {

@@ -1,6 +1,6 @@
 // Identity conflicts: somebody claims to be a node and is refused until an admin decides. What happened, both sides,
 // and what each answer means; see "Conflicts" in the operating guide.
-import { useState, type ReactNode } from "react";
+import type { ReactNode } from "react";
 import { useMutation } from "@tanstack/react-query";
 import type { components } from "../../api/schema";
 import { announce } from "../../ui/announce";
@@ -62,9 +62,22 @@ export const MEANINGS: Readonly<Record<Kind, Meaning>> = {
   },
 };
 
-/** One open conflict with its two answers. `fingerprint` is the node's own. */
-export function ConflictCard({ conflict, fingerprint }: { conflict: Conflict; fingerprint: string }): ReactNode {
-  const [asking, setAsking] = useState<"accept" | "refuse" | null>(null);
+/** An answer that is to be confirmed. */
+export interface Asked {
+  conflict: Conflict;
+  answer: "accept" | "refuse";
+}
+
+interface CardProps {
+  conflict: Conflict;
+  /** The node's own. */
+  fingerprint: string;
+  /** Asks outside of the card: newer claims may push the card out of sight, but not the question. */
+  onAsk: (asked: Asked) => void;
+}
+
+/** One open conflict with its two answers. */
+export function ConflictCard({ conflict, fingerprint, onAsk }: CardProps): ReactNode {
   const meaning = MEANINGS[conflict.kind];
   return (
     <div className="stack">
@@ -73,14 +86,13 @@ export function ConflictCard({ conflict, fingerprint }: { conflict: Conflict; fi
       </p>
       <ConflictFacts conflict={conflict} fingerprint={fingerprint} />
       <div className="row wrap">
-        <Button refusal={meaning.instead} aria-label={`Accept the claim to ${conflict.node_name}`} onClick={() => setAsking("accept")}>
+        <Button refusal={meaning.instead} aria-label={`Accept the claim to ${conflict.node_name}`} onClick={() => onAsk({ conflict, answer: "accept" })}>
           Accept…
         </Button>
-        <Button aria-label={`Refuse the claim to ${conflict.node_name}`} onClick={() => setAsking("refuse")}>
+        <Button aria-label={`Refuse the claim to ${conflict.node_name}`} onClick={() => onAsk({ conflict, answer: "refuse" })}>
           Refuse…
         </Button>
       </div>
-      {asking !== null && <Decide conflict={conflict} answer={asking} onClose={() => setAsking(null)} />}
     </div>
   );
 }
@@ -123,7 +135,8 @@ function ConflictFacts({ conflict, fingerprint }: { conflict: Conflict; fingerpr
   );
 }
 
-function Decide({ conflict, answer, onClose }: { conflict: Conflict; answer: "accept" | "refuse"; onClose: () => void }): ReactNode {
+/** Asks once more before the answer is given. */
+export function Decide({ conflict, answer, onClose }: Asked & { onClose: () => void }): ReactNode {
   const accept = answer === "accept";
   const decision = useMutation({
     mutationFn: () => (accept ? acceptConflict : refuseConflict)(conflict.node_id, conflict.id),
