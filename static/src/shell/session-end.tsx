@@ -24,6 +24,7 @@ export function SessionEnd({ user, onBack }: { user: Person; onBack: () => void 
     setOver(true);
     setAside(false);
   });
+  useSomebodyElse(user);
   useReturn(over, back);
   if (!over) return null;
   return (
@@ -94,6 +95,15 @@ function useEnd(back: Back, end: () => void): void {
     if (connection === "signed-out") void check();
     // The right may be gone: then the gate says so.
     if (connection === "forbidden") void askAgain().then((person) => person !== null && setSession(person), () => undefined);
+  });
+}
+
+/** While the feed was cut somebody else may have signed in, in another tab: the feed is his then, and does not say so. */
+function useSomebodyElse(user: Person): void {
+  const connection = useLive((state) => state.connection);
+  useChange(connection, (before) => {
+    if (connection !== "live" || before !== "stale") return;
+    void askAgain().then((person) => person !== null && person.id !== user.id && window.location.reload(), () => undefined);
   });
 }
 

@@ -26,8 +26,10 @@ export interface Credentials {
   password: string;
 }
 
-export function useSignIn(): UseMutationResult<Person, Error, Credentials> {
+/** `onSignedIn` is told even if the form is gone by then: the session is there all the same. */
+export function useSignIn(onSignedIn: (person: Person) => void): UseMutationResult<Person, Error, Credentials> {
   return useMutation({
+    onSuccess: onSignedIn,
     mutationFn: async (body: Credentials) => (await call(client.POST("/api/auth/login", { body }))).user,
   });
 }

@@ -12,7 +12,7 @@ interface SignInFormProps {
 }
 
 export function SignInForm({ name = "", onSignedIn }: SignInFormProps): ReactNode {
-  const signIn = useSignIn();
+  const signIn = useSignIn(onSignedIn);
   const [username, setUsername] = useState(name);
   const [password, setPassword] = useState("");
   const passwordField = useRef<HTMLInputElement>(null);
@@ -21,8 +21,11 @@ export function SignInForm({ name = "", onSignedIn }: SignInFormProps): ReactNod
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
     if (signIn.isPending || wait > 0) return;
-    const failed = () => passwordField.current?.select();
-    signIn.mutate({ username, password }, { onSuccess: onSignedIn, onError: failed });
+    const failed = () => {
+      // Whoever has seen the mistake may be typing it anew already.
+      if (passwordField.current?.value === password) passwordField.current.select();
+    };
+    signIn.mutate({ username, password }, { onError: failed });
   };
   const wrong = signIn.error instanceof ApiError && signIn.error.status === 401;
   const marks = { "aria-invalid": wrong || undefined, "aria-describedby": signIn.error === null ? undefined : errorId };
