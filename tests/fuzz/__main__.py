@@ -20,10 +20,16 @@ from typing import Any
 
 import httpx
 
+from tests.conftest import eventually
 from tests.support.cluster import ADMIN_KEY, ROOT, TOKEN, Cluster, Process, running_cluster
 
 CONFIG = Path(__file__).with_name("schemathesis.toml")
 SECRET, OTHER_SECRET = "5" * 64, "6" * 64
+INSTANCE = "1" * 32
+"""The process in which all of these nodes say they are, as the dictionary of instances has it."""
+CSRF = "f" * 32
+BY_PASSWORD = ("POST /api/auth/login", "POST /api/auth/password")
+"""What only a person's password opens."""
 COMMAND = [
     str(Path(sys.executable).with_name("schemathesis")),
     *("run", "openapi.json", "--report", "json", "--report-json-path", "report.json"),
@@ -43,7 +49,12 @@ class Role:
 
 
 ROLES = (
-    Role("admin", ADMIN_KEY, ADMIN_KEY, lambda label: "/api/node/" not in label),
+    Role(
+        "admin",
+        ADMIN_KEY,
+        ADMIN_KEY,
+        lambda label: "/api/node/" not in label and label not in BY_PASSWORD,
+    ),
     Role("node", SECRET, TOKEN, lambda label: "/api/node/" in label),
 )
 
@@ -58,6 +69,7 @@ class Stage:
     node: str
     pending: str
     job: str
+    failure: str
     own: dict[str, str]
     """Nodes and conflicts that single operations have to themselves, by the name of their dictionary."""
 
@@ -71,6 +83,7 @@ class Stage:
         for name, values in {
             "nodes": nodes,
             "jobs": [self.job],
+            "failures": [self.failure],
             "secrets": [SECRET, OTHER_SECRET],
             "tokens": [TOKEN],
             **{name: [value] for name, value in self.own.items()},
@@ -88,7 +101,11 @@ def knock(web: Process, name: str, secret: str) -> httpx.Response:
     return httpx.post(
         f"{web.url}/api/node/register",
         json={"name": name, "node_type": "agent", "token": TOKEN},
-        headers={"Authorization": f"Bearer {TOKEN}", "X-LocalAI-Node-Secret": secret},
+        headers={
+            "Authorization": f"Bearer {TOKEN}",
+            "X-LocalAI-Node-Secret": secret,
+            "X-LocalAI-Node-Instance": INSTANCE,
+        },
     )
 
 
@@ -105,7 +122,16 @@ def prepare(cluster: Cluster) -> Stage:
     for model in ("echo", "minilm"):
         cluster.embed(web, model=model).raise_for_status()
     job = cluster.post(web, f"/api/nodes/{worker}/backends/install", {"backend": "echo"}).json()["jobID"]
-    return Stage(cluster, web, worker, node, pending, job, own_ids(cluster, web))
+    failure = failed_install(cluster, web, worker)
+    return Stage(cluster, web, worker, node, pending, job, failure, own_ids(cluster, web))
+
+
+def failed_install(cluster: Cluster, web: Process, worker: str) -> str:
+    """An operation to dismiss: nobody has this backend."""
+    path = f"/api/nodes/{worker}/backends/install"
+    job = str(cluster.post(web, path, {"backend": "nobody-has-it"}).json()["jobID"])
+    eventually(lambda: "error" in cluster.get(web, f"/api/backends/job/{job}").json(), what="the failure")
+    return job
 
 
 OWN = {
@@ -140,6 +166,7 @@ def fuzz(stage: Stage, role: Role) -> list[str]:
         "FUZZ_CREDENTIAL": role.credential,
         "FUZZ_REGISTRATION": role.registration,
         "FUZZ_TOKEN": TOKEN,
+        "FUZZ_CSRF": CSRF,
         "FUZZ_SECRET": SECRET,
         # A worker's own routes: the node that an operation has to itself, or the admin who may not.
         **{
