@@ -28,10 +28,12 @@ interface Result<Data> {
   response: Response;
 }
 
-const listeners = new Set<() => void>();
+type Refused = (sentAt: number) => void;
 
-/** Calls `listener` when an answer says that nobody is signed in; returns how to stop that. */
-export function whenSignedOut(listener: () => void): () => void {
+const listeners = new Set<Refused>();
+
+/** Calls `listener` when an answer says that nobody is signed in, with when it was asked (ms of this page); returns how to stop that. */
+export function whenSignedOut(listener: Refused): () => void {
   listeners.add(listener);
   return () => listeners.delete(listener);
 }
@@ -64,6 +66,7 @@ client.use({
 
 /** The answer's body; raises `ApiError` for anything but a success. */
 export async function call<Data>(request: Promise<Result<Data>>): Promise<Data> {
+  const sentAt = performance.now();
   let result: Result<Data>;
   try {
     result = await request;
@@ -74,7 +77,7 @@ export async function call<Data>(request: Promise<Result<Data>>): Promise<Data> 
   const { data, error, response } = result;
   if (response.ok) return data as Data;
   const failure = explain(error, response);
-  if (failure.status === 401) for (const listener of listeners) listener();
+  if (failure.status === 401) for (const listener of listeners) listener(sentAt);
   throw failure;
 }
 

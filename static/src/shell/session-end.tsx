@@ -1,7 +1,7 @@
 // A session that ends under an open page: the person signs in again over it, so that nothing typed is lost, and the
 // feed and the failed questions start again. Somebody else gets the page anew.
 import { useQueryClient } from "@tanstack/react-query";
-import { useContext, useEffect, useRef, useState, type ReactNode } from "react";
+import { useContext, useEffect, useRef, useState, type ReactNode, type RefObject } from "react";
 import { whenSignedOut } from "../api/client";
 import { LiveContext, useChange, useLive } from "../live/hooks";
 import { Button } from "../ui/button";
@@ -16,11 +16,13 @@ const TWICE_MS = 10_000;
 export function SessionEnd({ user, onBack }: { user: Person; onBack: () => void }): ReactNode {
   const [over, setOver] = useState(false);
   const [aside, setAside] = useState(false);
+  const held = useRef(-Infinity);
   const back = useBack(user, () => {
+    held.current = performance.now();
     setOver(false);
     onBack();
   });
-  useEnd(back, () => {
+  useEnd(back, held, () => {
     setOver(true);
     setAside(false);
   });
@@ -68,16 +70,19 @@ function useBack(user: Person, goOn: () => void): Back {
   };
 }
 
-/** Hears of the end from answers and from the feed; asks first, because a changed password also ends the old one. */
-function useEnd(back: Back, end: () => void): void {
+/**
+ * Hears of the end from answers and from the feed; asks first, because a changed password also ends the old one.
+ * `held`: when the session was last found to hold, ms of this page.
+ */
+function useEnd(back: Back, held: RefObject<number>, end: () => void): void {
   const latest = useRef({ back, end });
   const asking = useRef(false);
-  const held = useRef(-Infinity);
   useEffect(() => {
     latest.current = { back, end };
   });
-  const [check] = useState(() => async () => {
-    if (asking.current) return;
+  const [check] = useState(() => async (sentAt: number) => {
+    // What was sent with the session before is answered late.
+    if (asking.current || sentAt < held.current) return;
     asking.current = true;
     const person = performance.now() - held.current < TWICE_MS ? null : await askAgain().catch(() => null);
     asking.current = false;
@@ -85,14 +90,13 @@ function useEnd(back: Back, end: () => void): void {
       latest.current.end();
       return;
     }
-    held.current = performance.now();
     latest.current.back(person);
   });
-  useEffect(() => whenSignedOut(() => void check()), [check]);
+  useEffect(() => whenSignedOut((sentAt) => void check(sentAt)), [check]);
   const connection = useLive((state) => state.connection);
   const setSession = useSetSession();
   useChange(connection, () => {
-    if (connection === "signed-out") void check();
+    if (connection === "signed-out") void check(performance.now());
     // The right may be gone: then the gate says so.
     if (connection === "forbidden") void askAgain().then((person) => person !== null && setSession(person), () => undefined);
   });
