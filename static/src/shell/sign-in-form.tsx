@@ -56,6 +56,7 @@ export function SignInForm({ name = "", onSignedIn }: SignInFormProps): ReactNod
           autoComplete="current-password"
           required
           autoFocus={name !== ""}
+          data-first={name !== "" || undefined}
           value={password}
           onChange={(event) => setPassword(event.target.value)}
           {...marks}

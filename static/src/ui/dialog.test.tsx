@@ -35,7 +35,7 @@ function Above({ shown }: { shown: boolean }): ReactNode {
         <button ref={below}>Below</button>
       </Dialog>
       <Dialog open={shown} onClose={nothing} title="Sign in">
-        <input autoFocus aria-label="Password" />
+        <input autoFocus data-first aria-label="Password" />
       </Dialog>
     </Tooltip.Provider>
   );
@@ -58,7 +58,7 @@ describe("the focus of dialogs (UI-0.12, UI-0.13)", () => {
     await expect.poll(() => document.activeElement).toBe(opener);
   });
 
-  it("stays in the field that took it, also above a dialog that holds it", async () => {
+  it("starts in the field that is marked, also above a dialog that holds it", async () => {
     const { rerender } = render(<Above shown={false} />);
     await expect.poll(() => document.activeElement).toBe(screen.getByText("Below"));
     rerender(<Above shown />);

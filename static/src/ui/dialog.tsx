@@ -5,7 +5,7 @@ import { useId, useRef, useState, type ReactNode, type RefObject, type SubmitEve
 import { Button } from "./button";
 import { Icon } from "./icons";
 import { Problem } from "./problem";
-import { tookFocus, useReturnFocus } from "./return-focus";
+import { useReturnFocus } from "./return-focus";
 
 interface DialogProps {
   open: boolean;
@@ -13,7 +13,7 @@ interface DialogProps {
   title: ReactNode;
   description?: ReactNode;
   wide?: boolean;
-  /** What gets the focus first, such as the safe answer; else the first control. */
+  /** What gets the focus first, such as the safe answer; else what is marked `data-first`, else the first control. */
   first?: RefObject<HTMLElement | null>;
   children: ReactNode;
 }
@@ -21,8 +21,8 @@ interface DialogProps {
 export function Dialog({ open, onClose, title, description, wide = false, first, children }: DialogProps): ReactNode {
   const focus = useReturnFocus();
   const enter = (event: Event) => {
-    const wanted = first?.current ?? tookFocus(event.currentTarget);
-    if (wanted === undefined) return;
+    const wanted = first?.current ?? marked(event.currentTarget);
+    if (wanted === null) return;
     event.preventDefault();
     wanted.focus();
   };
@@ -50,6 +50,11 @@ export function Dialog({ open, onClose, title, description, wide = false, first,
       </Radix.Portal>
     </Radix.Root>
   );
+}
+
+/** `autoFocus` is not enough above another dialog, which calls the focus back before this one holds it. */
+function marked(content: EventTarget | null): HTMLElement | null {
+  return content instanceof HTMLElement ? content.querySelector("[data-first]") : null;
 }
 
 interface ConfirmProps {

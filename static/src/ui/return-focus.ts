@@ -12,11 +12,6 @@ document.addEventListener("focusin", ({ target }) => {
   if (recent.length > REMEMBERED) recent.shift();
 });
 
-/** The field in `content` that took the focus as it came; a dialog below may have called the focus back at once. */
-export function tookFocus(content: EventTarget | null): HTMLElement | undefined {
-  return content instanceof HTMLElement ? recent.findLast((element) => content.contains(element)) : undefined;
-}
-
 interface ReturnFocus {
   ref: (content: HTMLElement | null) => void;
   onCloseAutoFocus: (event: Event) => void;
