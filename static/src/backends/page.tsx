@@ -64,7 +64,7 @@ function Entries({ catalogue, onRetry, onInstall }: EntriesProps): ReactNode {
         <Box label="Builds for one hardware" on={builds} onChange={setBuilds} />
         <Box label="Development" on={development} onChange={setDevelopment} />
         <span className="muted">
-          {found.length} of {catalogue.backends.length}
+          {found.length} of {catalogue.backends.length} shown
         </span>
       </div>
       {found.length === 0 ? (
