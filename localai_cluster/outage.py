@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import django.db
 import psycopg
+import redis.exceptions
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +21,8 @@ _KINDS = (
     psycopg.OperationalError,
     psycopg.InterfaceError,
 )
+_VALKEY_AWAY = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError)
+"""It carries hints and counts; whoever needs it goes on without, and its library logs that at length."""
 _SERVER_ENDS = frozenset({"57P01", "57P02", "57P03"})
 """Shut down by an administrator, by a crash, or not yet up."""
 
@@ -39,7 +42,7 @@ class OneLineOutages(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Keeps every record."""
         error = record.exc_info[1] if record.exc_info else None
-        if is_outage(error):
+        if is_outage(error) or isinstance(error, _VALKEY_AWAY):
             record.msg, record.args = f"{record.getMessage()}: {error}", ()
             record.exc_info = record.exc_text = None
             record.levelno, record.levelname = logging.WARNING, logging.getLevelName(logging.WARNING)

@@ -1,4 +1,4 @@
-"""An outage of the database: told from a refused statement, and said in one line."""
+"""An outage of the database or of Valkey: told from a refused statement, and said in one line."""
 
 import io
 import logging
@@ -7,6 +7,7 @@ from typing import Any
 import django.db
 import psycopg
 import pytest
+import redis.exceptions
 from psycopg import errors
 
 from localai_cluster.outage import OneLineOutages, is_outage, left_out_in_an_outage
@@ -50,6 +51,13 @@ def logged(error: Exception) -> str:
     except Exception:
         log.exception("the handler of %s failed", "100%")
     return stream.getvalue()
+
+
+@pytest.mark.parametrize("kind", [redis.exceptions.ConnectionError, redis.exceptions.TimeoutError])
+def test_valkey_that_is_away_is_one_warning(kind: type[Exception]) -> None:
+    """The channel layer's library logs a traceback of 40 lines; nothing but hints is lost."""
+    assert logged(kind("refused")) == "WARNING the handler of 100% failed: refused\n"
+    assert not is_outage(kind("refused"))
 
 
 @pytest.mark.parametrize("error", OUTAGES, ids=name)
