@@ -7,6 +7,7 @@ import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { GIB, model, node, show } from "../../live/fixtures";
 import { LiveContext } from "../../live/hooks";
 import { LiveStore } from "../../live/store";
+import { listen } from "../../ui/shortcuts";
 
 // The test's document has no layout: nothing is narrow, nothing changes its size.
 vi.hoisted(() => {
@@ -194,4 +195,18 @@ it("a popover closes by Escape and by a press outside (UI-0.15)", async () => {
     fireEvent.click(document.body);
     expect(screen.queryByRole("dialog")).toBeNull();
   });
+});
+
+it("the key that selects does nothing to a row that the filter hides", async () => {
+  show(store, ...FLEET);
+  open();
+  const stop = listen();
+  const rows = () => screen.getAllByRole("row").slice(1);
+  await screen.findByRole("grid");
+  fireEvent.focus(rows()[0] as HTMLElement);
+  fireEvent.change(screen.getByRole("searchbox", { name: "Filter nodes" }), { target: { value: "well" } });
+  await vi.waitFor(() => expect(screen.queryByText("1 of 5 nodes")).not.toBeNull());
+  fireEvent.keyDown(document.body, { key: "x" });
+  expect(screen.queryByRole("toolbar", { name: "Selected nodes" })).toBeNull();
+  stop();
 });

@@ -56,7 +56,7 @@ export function NodesTable({ nodes, sort, onSort, selection, onAct }: ListProps)
     rows.reveal(nodes.indexOf(next));
     focusRow(list.current, next.id);
   };
-  const pressKey = useRowKeys({ index, count: nodes.length, move, toggle: () => active !== "" && selection.toggle(active) });
+  const pressKey = useRowKeys({ index, count: nodes.length, move, toggle: () => index >= 0 && selection.toggle(active) });
   const first = rows.items[0]?.index ?? 0;
   return (
     <div
