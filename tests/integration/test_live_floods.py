@@ -25,6 +25,14 @@ def frame(opcode: int, payload: bytes) -> bytes:
 @contextmanager
 def opened(url: str, path: str) -> Iterator[socket.socket]:
     """A websocket of an admin who reads no more than the answer to the handshake."""
+    with asked(url, path, ADMIN) as link:
+        assert b" 101 " in link.recv(4096)
+        yield link
+
+
+@contextmanager
+def asked(url: str, path: str, more: dict[str, str]) -> Iterator[socket.socket]:
+    """A connection on which a handshake was sent."""
     host, _, port = url.removeprefix("http://").partition(":")
     with socket.socket() as link:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -36,11 +44,10 @@ def opened(url: str, path: str) -> Iterator[socket.socket]:
             "Connection": "Upgrade",
             "Sec-WebSocket-Key": key,
             "Sec-WebSocket-Version": "13",
-            **ADMIN,
+            **more,
         }
         lines = [f"GET {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items()), "", ""]
-        link.sendall("\r\n".join(lines).encode())
-        assert b" 101 " in link.recv(4096)
+        link.sendall("\r\n".join(lines).encode("latin-1"))
         yield link
 
 
@@ -69,3 +76,13 @@ def test_a_flood_of_frames_costs_no_memory(tmp_path: Path, kind: str) -> None:
             """The end comes when everything was looked at."""
         grown = most_memory(process) - before
     assert grown < 20
+
+
+def test_a_handshake_that_cannot_be_read_is_refused_as_any_other(tmp_path: Path) -> None:
+    """Of anybody, and without a traceback in the log."""
+    with serving(tmp_path) as (_, url):
+        with asked(url, "/ws/feed", {"Sec-WebSocket-Protocol": "\xff\xfe"}) as link:
+            assert link.recv(4096).startswith(b"HTTP/1.1 403 ")
+        with opened(url, "/ws/feed"):
+            """The process goes on."""
+    assert b"Traceback" not in (tmp_path / "log").read_bytes()

@@ -97,6 +97,11 @@ class WatchingSocket(WebSocketProtocol):
 
     pressure: _Pressure | None = None
 
+    def onConnect(self, request: Any) -> Any:
+        """Leaves out the header that daphne would fail to read; nobody here needs it."""
+        request.headers.pop("sec-websocket-protocol", None)
+        return super().onConnect(request)
+
     def onMessage(self, payload: bytes, isBinary: bool) -> None:
         """Forgets it: daphne would keep it until the application has looked at it."""
 
