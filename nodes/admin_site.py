@@ -25,6 +25,10 @@ class Site(AdminSite):
     index_title = "Registry and operations"
     site_url = settings.LOGIN_REDIRECT_URL
 
+    def get_urls(self) -> list[Any]:
+        """Django's, without its way to an object's public page: no object has one, and odd ids break it."""
+        return [url for url in super().get_urls() if getattr(url, "name", "") != "view_on_site"]
+
     def has_permission(self, request: HttpRequest) -> bool:
         """Whether the visitor may see the admin at all."""
         return super().has_permission(request) and not passwords.must_change(request.user)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from django.conf import settings
+from django.contrib.contenttypes.models import ContentType
 from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
@@ -241,6 +242,12 @@ def test_who_may_change_may_not_remove() -> None:
 def test_a_node_that_is_not_there_is_no_crash(root: Client, key: str, page: str) -> None:
     """Back to the list or the start page; a path of nobody is 404."""
     assert root.get(f"{pages.LIST}{key}/{page}/").status_code in (302, 404)
+
+
+@pytest.mark.parametrize("key", ["nonsense", "%00", "1"])
+def test_an_object_has_no_public_page(root: Client, key: str) -> None:
+    kind = ContentType.objects.get_for_model(BackendNode)
+    assert root.get(f"/admin/r/{kind.pk}/{key}/").status_code == 404
 
 
 def test_the_stock_deletion_leads_to_the_verb(root: Client) -> None:

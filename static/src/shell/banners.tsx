@@ -1,11 +1,15 @@
 // What every page must say: trouble of the cluster as the server tells it, a page that is older than the server, and
 // a session that may not see anything any more.
 import { useEffect, useRef, type ReactNode } from "react";
+import { Link, useLocation } from "react-router";
 import { useLive } from "../live/hooks";
 import { announce } from "../ui/announce";
 import { Button } from "../ui/button";
 import { Icon } from "../ui/icons";
 import { Problem } from "../ui/problem";
+
+/** Where identity conflicts are decided. */
+const CONFLICTS = "/app/nodes";
 
 interface BannersProps {
   failure: Error | null;
@@ -14,6 +18,7 @@ interface BannersProps {
 
 export function Banners({ failure, onRetry }: BannersProps): ReactNode {
   const notices = useLive((state) => state.notices);
+  const place = useLocation().pathname;
   const outdated = useLive((state) => state.outdated);
   const forbidden = useLive((state) => state.connection === "forbidden");
   useNews(notices);
@@ -36,7 +41,9 @@ export function Banners({ failure, onRetry }: BannersProps): ReactNode {
         </Banner>
       )}
       {notices.map((notice) => (
-        <Banner key={notice.id} {...notice} />
+        <Banner key={notice.id} {...notice}>
+          {notice.id === "identity-conflicts" && place !== CONFLICTS && <Link to={CONFLICTS}>Decide</Link>}
+        </Banner>
       ))}
     </section>
   );

@@ -1,0 +1,33 @@
+import { cleanup, render, screen } from "@testing-library/react";
+import { MemoryRouter } from "react-router";
+import { afterEach, expect, it } from "vitest";
+import { LiveContext } from "../live/hooks";
+import { LiveStore } from "../live/store";
+import { Banners } from "./banners";
+
+afterEach(cleanup);
+
+const NOTICE = { id: "identity-conflicts", level: "warning", text: "2 identity conflicts are open.", hint: "" } as const;
+
+async function open(path: string): Promise<void> {
+  const store = new LiveStore();
+  store.push({ type: "notices", notices: [NOTICE] });
+  render(
+    <LiveContext.Provider value={store}>
+      <MemoryRouter initialEntries={[path]}>
+        <Banners failure={null} onRetry={() => undefined} />
+      </MemoryRouter>
+    </LiveContext.Provider>,
+  );
+  await screen.findByText(NOTICE.text);
+}
+
+it("leads from any page to where identity conflicts are decided", async () => {
+  await open("/app/activity");
+  expect(screen.getByRole("link", { name: "Decide" }).getAttribute("href")).toBe("/app/nodes");
+});
+
+it("leads nowhere on that page itself", async () => {
+  await open("/app/nodes");
+  expect(screen.queryByRole("link")).toBeNull();
+});
