@@ -5,6 +5,7 @@ from datetime import datetime, timedelta
 
 from localai_cluster import clock, conf
 from localai_cluster.locks import Lock, try_lock
+from localai_cluster.outage import left_out_in_an_outage
 from nodes import services, timeline
 from nodes.health.liveness import Limits, apply, observe, plan_liveness
 
@@ -13,6 +14,7 @@ PRUNED_AT_ONCE = 5000
 log = logging.getLogger(__name__)
 
 
+@left_out_in_an_outage
 def liveness() -> None:
     """One liveness pass (R5.1); at once if another process is at it."""
     with try_lock(Lock.LIVENESS) as mine:
@@ -25,6 +27,7 @@ def liveness() -> None:
         log.warning("liveness: %d nodes offline, %d web processes gone", nodes, processes)
 
 
+@left_out_in_an_outage
 def finish_drains() -> None:
     """Ends the drains that are over; at once if another process is at it."""
     with try_lock(Lock.DRAINS) as mine:
@@ -33,6 +36,7 @@ def finish_drains() -> None:
         log.info("drains: the replicas of %d nodes have gone", ended)
 
 
+@left_out_in_an_outage
 def prune_timeline() -> None:
     """Deletes events past the retention, a chunk a transaction; at once if another process is at it."""
     before = clock.now() - timedelta(seconds=conf.cluster().event_retention)

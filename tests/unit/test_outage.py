@@ -8,9 +8,13 @@ import django.db
 import psycopg
 import pytest
 import redis.exceptions
+from django.utils.module_loading import import_string
 from psycopg import errors
 
 from localai_cluster.outage import OneLineOutages, is_outage, left_out_in_an_outage
+from localai_cluster.scheduling import Recurring
+from nodes import schedules as node_schedules
+from operations import schedules as ledger_schedules
 
 
 def wrapped(cause: psycopg.Error) -> django.db.OperationalError:
@@ -86,3 +90,20 @@ def test_a_recurring_task_leaves_a_run_out_in_an_outage_only() -> None:
     task()
     with pytest.raises(django.db.OperationalError):
         task()
+
+
+@pytest.mark.parametrize(
+    "recurring", [*node_schedules.SCHEDULES, *ledger_schedules.SCHEDULES], ids=lambda one: one.name
+)
+def test_every_recurring_task_leaves_a_run_out(
+    recurring: Recurring, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """django-q2 would log the traceback as text, which no filter knows for an outage."""
+    module, _, function = recurring.function.rpartition(".")
+
+    def away(lock: object) -> None:
+        raise OUTAGES[0]
+
+    monkeypatch.setattr(f"{module}.try_lock", away)
+    import_string(recurring.function)()
+    assert [record.getMessage() for record in caplog.records] == [f"{function} left out: {OUTAGES[0]}"]
