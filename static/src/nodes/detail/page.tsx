@@ -7,6 +7,7 @@ import { ApiError } from "../../api/client";
 import { useLive } from "../../live/hooks";
 import type { LiveNode } from "../../live/messages";
 import { isActive } from "../../live/store";
+import { AfterPaint } from "../../ui/after-paint";
 import { Empty, Loading } from "../../ui/empty";
 import { Problem } from "../../ui/problem";
 import { usePageTitle } from "../../ui/title";
@@ -51,27 +52,29 @@ function Shown({ node, detail }: { node: LiveNode; detail: UseQueryResult<NodeDe
   return (
     <div className="nd">
       <Head node={node} operations={active} />
-      <div className="nd-columns">
-        <div className="nd-column">
-          <Conditions node={node} detail={detail} />
-          {node.open_conflicts > 0 && <Conflicts node={node} />}
-          {pending && <Identity node={node} detail={detail} />}
-          <Running id={node.id} operations={operations} />
-          {worker && <Replicas node={node} />}
-          {worker && <Backends node={node} detail={detail} />}
+      <AfterPaint>
+        <div className="nd-columns">
+          <div className="nd-column">
+            <Conditions node={node} detail={detail} />
+            {node.open_conflicts > 0 && <Conflicts node={node} />}
+            {pending && <Identity node={node} detail={detail} />}
+            <Running id={node.id} operations={operations} />
+            {worker && <Replicas node={node} />}
+            {worker && <Backends node={node} detail={detail} />}
+          </div>
+          <div className="nd-column">
+            <Memory node={node} />
+            {worker && <Capacity node={node} detail={detail} />}
+            <Labels node={node} sources={detail.data?.label_sources} />
+          </div>
+          <TimelinePanel id={node.id} />
+          <div className="nd-column">
+            {!pending && <Identity node={node} detail={detail} />}
+            <Hardware node={node} />
+          </div>
         </div>
-        <div className="nd-column">
-          <Memory node={node} />
-          {worker && <Capacity node={node} detail={detail} />}
-          <Labels node={node} sources={detail.data?.label_sources} />
-        </div>
-        <TimelinePanel id={node.id} />
-        <div className="nd-column">
-          {!pending && <Identity node={node} detail={detail} />}
-          <Hardware node={node} />
-        </div>
-      </div>
-      <DangerZone node={node} operations={active} />
+        <DangerZone node={node} operations={active} />
+      </AfterPaint>
     </div>
   );
 }

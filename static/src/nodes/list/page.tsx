@@ -5,6 +5,7 @@ import { memo, Suspense, useCallback, useDeferredValue, useId, useMemo, useState
 import type { InstallPickerProps } from "../../backends/picker";
 import { useChange, useLive } from "../../live/hooks";
 import type { LiveNode } from "../../live/messages";
+import { AfterPaint } from "../../ui/after-paint";
 import { announce } from "../../ui/announce";
 import { Button } from "../../ui/button";
 import { Empty, Loading } from "../../ui/empty";
@@ -48,7 +49,11 @@ export function NodesPage(): ReactNode {
       {!empty && nodes.size === 0 && <Connecting />}
       {empty && <Empty title="No worker has registered yet." />}
       {(empty || adding) && <AddWorker id={id} />}
-      {nodes.size > 0 && !empty && <Fleet nodes={nodes} />}
+      {nodes.size > 0 && !empty && (
+        <AfterPaint>
+          <Fleet nodes={nodes} />
+        </AfterPaint>
+      )}
     </div>
   );
 }

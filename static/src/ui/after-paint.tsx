@@ -1,0 +1,14 @@
+// What takes long to draw, drawn after the frame that answers a press: the page's head is seen at once. Whoever comes
+// by Back gets all of it at once, because the place to which he had scrolled is looked for at once.
+import { useEffect, useState, type ReactNode } from "react";
+import { NavigationType, useNavigationType } from "react-router";
+
+export function AfterPaint({ children }: { children: ReactNode }): ReactNode {
+  const [painted, setPainted] = useState(useNavigationType() === NavigationType.Pop);
+  useEffect(() => {
+    // The first frame begins before the paint, the second one after it.
+    let frame = requestAnimationFrame(() => (frame = requestAnimationFrame(() => setPainted(true))));
+    return () => cancelAnimationFrame(frame);
+  }, []);
+  return painted ? children : null;
+}
