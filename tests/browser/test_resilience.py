@@ -4,7 +4,7 @@ import re
 import signal
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Locator, Page, expect
 
 from tests.browser.conftest import Opener
 from tests.browser.fleet import PASSWORD, Cookies, Fleet, sign_in
@@ -65,17 +65,29 @@ def test_a_line_that_fell_silent_is_noticed(
     expect(page.get_by_test_id("connection")).to_have_text("Live", timeout=BACK)
 
 
-@pytest.mark.rule("UI-9.4")
-def test_a_session_that_ends_is_begun_again_over_the_page(window: Opener, fleet: Fleet) -> None:
-    cookies = sign_in(fleet.webs[0].url)
+def watching(window: Opener, fleet: Fleet, cookies: Cookies) -> Page:
+    """Activity, live, in a window that will lose its feed."""
     screen = window(fleet.webs[0].url, cookies)
     screen.expect(*LOST)
     page = screen.go("/app/activity")
     expect(page.get_by_test_id("connection")).to_have_text("Live")
-    remember(page)
+    return page
+
+
+def signed_out(page: Page, fleet: Fleet, cookies: Cookies) -> Locator:
+    """The session ends under the page; answers the dialog that says so."""
     fleet.sign_out_everywhere(cookies)
     dialog = page.get_by_role("dialog", name="Your session has ended")
     expect(dialog).to_be_visible(timeout=2 * BACK)
+    return dialog
+
+
+@pytest.mark.rule("UI-9.4")
+def test_a_session_that_ends_is_begun_again_over_the_page(window: Opener, fleet: Fleet) -> None:
+    cookies = sign_in(fleet.webs[0].url)
+    page = watching(window, fleet, cookies)
+    remember(page)
+    dialog = signed_out(page, fleet, cookies)
     dialog.get_by_label("Password").fill(PASSWORD)
     dialog.get_by_role("button", name="Sign in").click()
     expect(dialog).to_have_count(0)

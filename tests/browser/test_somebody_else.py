@@ -3,12 +3,11 @@
 import re
 
 import pytest
-from playwright.sync_api import Page, Route, expect
+from playwright.sync_api import BrowserContext, Page, Route, expect
 
 from tests.browser.conftest import Opener
 from tests.browser.fleet import PASSWORD, USER, Fleet, make_user, sign_in
-from tests.browser.screen import Screen
-from tests.browser.test_resilience import BACK, LOST, reloaded, remember
+from tests.browser.test_resilience import BACK, LOST, reloaded, remember, signed_out, watching
 from tests.browser.test_sign_in import sign_in as type_in
 from tests.browser.wire import Wire
 
@@ -30,10 +29,10 @@ def signed_in_as(page: Page) -> str:
     return said.removeprefix("Signed in as ")
 
 
-def in_another_tab(screen: Screen, url: str) -> None:
+def in_another_tab(context: BrowserContext, url: str) -> None:
     """Olga signs in there, over whoever was signed in; her tab is closed again."""
-    tab = screen.context.new_page()
-    screen.context.clear_cookies(name="sessionid")
+    tab = context.new_page()
+    context.clear_cookies(name="sessionid")
     tab.goto(f"{url}/login")
     type_in(tab, OTHER, SECRET)
     expect(tab).to_have_url(re.compile("/app/nodes$"))
@@ -43,15 +42,10 @@ def in_another_tab(screen: Screen, url: str) -> None:
 @pytest.mark.rule("UI-9.4")
 def test_another_one_in_the_dialog_gets_the_page_anew(window: Opener, two: Fleet) -> None:
     cookies = sign_in(two.webs[0].url)
-    screen = window(two.webs[0].url, cookies)
-    screen.expect(*LOST)
-    page = screen.go("/app/activity")
-    expect(page.get_by_test_id("connection")).to_have_text("Live")
+    page = watching(window, two, cookies)
     assert signed_in_as(page) == USER
     remember(page)
-    two.sign_out_everywhere(cookies)
-    dialog = page.get_by_role("dialog", name="Your session has ended")
-    expect(dialog).to_be_visible(timeout=2 * BACK)
+    dialog = signed_out(page, two, cookies)
     type_in(page, OTHER, SECRET)
     expect(dialog).to_have_count(0)
     expect(page.get_by_test_id("connection")).to_have_text("Live", timeout=BACK)
@@ -62,13 +56,10 @@ def test_another_one_in_the_dialog_gets_the_page_anew(window: Opener, two: Fleet
 @pytest.mark.rule("UI-9.4")
 def test_another_one_in_another_tab_gets_this_page_anew_too(window: Opener, two: Fleet) -> None:
     cookies = sign_in(two.webs[0].url)
-    screen = window(two.webs[0].url, cookies)
-    screen.expect(*LOST)
-    page = screen.go("/app/activity")
-    expect(page.get_by_test_id("connection")).to_have_text("Live")
+    page = watching(window, two, cookies)
     remember(page)
     with page.expect_event("framenavigated", timeout=2 * BACK):
-        in_another_tab(screen, two.webs[0].url)
+        in_another_tab(page.context, two.webs[0].url)
         two.sign_out_everywhere(cookies)
     expect(page.get_by_test_id("connection")).to_have_text("Live", timeout=BACK)
     assert signed_in_as(page) == OTHER
@@ -88,7 +79,7 @@ def test_another_one_who_signed_in_while_the_feed_was_cut_gets_the_page_anew(
     remember(page)
     wire.cut()
     expect(page.get_by_test_id("connection")).to_contain_text("Stale since")
-    in_another_tab(screen, two.webs[0].url)
+    in_another_tab(page.context, two.webs[0].url)
     with page.expect_event("framenavigated", timeout=BACK):
         wire.restore()
     expect(page.get_by_test_id("connection")).to_have_text("Live", timeout=BACK)
@@ -98,13 +89,8 @@ def test_another_one_who_signed_in_while_the_feed_was_cut_gets_the_page_anew(
 @pytest.mark.rule("UI-9.4", "UI-9.5")
 def test_a_sign_in_that_was_put_aside_before_its_answer_counts(window: Opener, two: Fleet) -> None:
     cookies = sign_in(two.webs[0].url)
-    screen = window(two.webs[0].url, cookies)
-    screen.expect(*LOST)
-    page = screen.go("/app/activity")
-    expect(page.get_by_test_id("connection")).to_have_text("Live")
-    two.sign_out_everywhere(cookies)
-    dialog = page.get_by_role("dialog", name="Your session has ended")
-    expect(dialog).to_be_visible(timeout=2 * BACK)
+    page = watching(window, two, cookies)
+    dialog = signed_out(page, two, cookies)
     held: list[Route] = []
     page.route("**/api/auth/login", lambda route: held.append(route))
     with page.expect_request("**/api/auth/login"):

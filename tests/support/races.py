@@ -8,15 +8,10 @@ from typing import Any
 
 import psycopg
 
-from nodes.models import (
-    BackendNode,
-    RevokedSecret,
-)
+from nodes.models import BackendNode, RevokedSecret
 from tests.conftest import eventually
 from tests.support import hot
-from tests.support.fleet import (
-    at_once,
-)
+from tests.support.fleet import at_once
 
 ROUNDS = 5
 WAITING = (

@@ -1,11 +1,9 @@
-import { QueryClient, QueryClientProvider } from "@tanstack/react-query";
-import { cleanup, fireEvent, render, screen, waitFor, within } from "@testing-library/react";
-import { Tooltip } from "radix-ui";
-import { createMemoryRouter, RouterProvider } from "react-router";
+import { cleanup, fireEvent, screen, waitFor, within } from "@testing-library/react";
+import { createMemoryRouter } from "react-router";
 import { afterEach, beforeEach, expect, it, vi } from "vitest";
 import { client } from "../api/client";
 import { node, show } from "../live/fixtures";
-import { LiveContext } from "../live/hooks";
+import { stage } from "../live/stage";
 import { LiveStore } from "../live/store";
 import { install } from "../operations/fixtures";
 import { BackendsPage } from "./page";
@@ -28,15 +26,7 @@ afterEach(() => {
 });
 
 function open(store: LiveStore) {
-  render(
-    <QueryClientProvider client={new QueryClient()}>
-      <LiveContext.Provider value={store}>
-        <Tooltip.Provider>
-          <RouterProvider router={createMemoryRouter([{ path: "*", element: <BackendsPage /> }])} />
-        </Tooltip.Provider>
-      </LiveContext.Provider>
-    </QueryClientProvider>,
-  );
+  stage(store, createMemoryRouter([{ path: "*", element: <BackendsPage /> }]));
 }
 
 it("nodes that are not told yet are neither called none nor without a backend", async () => {

@@ -61,7 +61,7 @@ export function OperationsStrip(): ReactNode {
   return (
     <section className={`strip ${first.state}`} aria-label="Operations" data-testid="operations-strip">
       <StripLine
-        key={shown}
+        shown={shown}
         group={first}
         pace={work.paces.get(first.id)}
         more={work.groups.length - 1}
@@ -88,7 +88,14 @@ function Success({ text }: { text: string }): ReactNode {
   );
 }
 
+interface Asked {
+  shown: string;
+  failed: Group["failed"];
+}
+
 interface LineProps {
+  /** What the line is about: its last button is another one for something else, the others stay as they are. */
+  shown: string;
   group: Group;
   pace: Pace | undefined;
   more: number;
@@ -98,9 +105,11 @@ interface LineProps {
   onHide: () => void;
 }
 
-function StripLine({ group, pace, more, open, list, onToggle, onHide }: LineProps): ReactNode {
+function StripLine({ shown, group, pace, more, open, list, onToggle, onHide }: LineProps): ReactNode {
   // Put away on the server: for everybody.
-  const away = useMutation({ mutationFn: () => inTurn(group.failed, dismiss) });
+  const { mutate, reset, variables, isPending, error } = useMutation({ mutationFn: (asked: Asked) => inTurn(asked.failed, dismiss) });
+  const mine = variables?.shown === shown;
+  const away = () => mutate({ shown, failed: group.failed });
   return (
     <>
       <div className="strip-line">
@@ -128,14 +137,14 @@ function StripLine({ group, pace, more, open, list, onToggle, onHide }: LineProp
           onClick={onToggle}
         />
         {group.state === "failed" ? (
-          <Button small busy={away.isPending} aria-label={`Dismiss the failure of ${group.name}`} onClick={() => away.mutate()}>
+          <Button key={shown} small busy={mine && isPending} aria-label={`Dismiss the failure of ${group.name}`} onClick={away}>
             Dismiss
           </Button>
         ) : (
-          <IconButton name={`Hide ${group.name}`} glyph={<Icon name="close" />} small onClick={onHide} />
+          <IconButton key={shown} name={`Hide ${group.name}`} glyph={<Icon name="close" />} small onClick={onHide} />
         )}
       </div>
-      {away.error !== null && <Problem error={away.error} onRetry={() => away.mutate()} onDismiss={() => away.reset()} />}
+      {mine && error !== null && <Problem error={error} onRetry={away} onDismiss={reset} />}
     </>
   );
 }

@@ -1,15 +1,13 @@
 // Answers that come after the person has gone on to something else.
-import { QueryClient, QueryClientProvider } from "@tanstack/react-query";
-import { act, cleanup, fireEvent, render, screen, waitFor, within } from "@testing-library/react";
-import { Tooltip } from "radix-ui";
-import { createBrowserRouter, RouterProvider } from "react-router";
+import { act, cleanup, fireEvent, screen, waitFor, within } from "@testing-library/react";
+import { createBrowserRouter } from "react-router";
 import { afterEach, beforeEach, expect, it, vi } from "vitest";
 import { client } from "../../api/client";
 import { node, show } from "../../live/fixtures";
-import { LiveContext } from "../../live/hooks";
 import type { LiveNode } from "../../live/messages";
+import { stage } from "../../live/stage";
 import { LiveStore } from "../../live/store";
-import { announce, Announcer } from "../../ui/announce";
+import { announce } from "../../ui/announce";
 import { NodePage } from "./page";
 
 // Needs a canvas.
@@ -45,17 +43,7 @@ async function open(more: Partial<LiveNode> = {}) {
     { path: "/app/activity", lazy: () => never },
     { path: "/app/*", element: <p>Elsewhere</p> },
   ]);
-  const queries = new QueryClient({ defaultOptions: { queries: { retry: false } } });
-  render(
-    <QueryClientProvider client={queries}>
-      <LiveContext.Provider value={store}>
-        <Tooltip.Provider>
-          <RouterProvider router={router} />
-          <Announcer />
-        </Tooltip.Provider>
-      </LiveContext.Provider>
-    </QueryClientProvider>,
-  );
+  const queries = stage(store, router);
   await screen.findByRole("region", { name: "Memory" });
   return { store, router, queries };
 }

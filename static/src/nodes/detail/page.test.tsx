@@ -1,14 +1,12 @@
-import { QueryClient, QueryClientProvider } from "@tanstack/react-query";
-import { cleanup, fireEvent, render, screen, within } from "@testing-library/react";
-import { Tooltip } from "radix-ui";
-import { createBrowserRouter, RouterProvider } from "react-router";
+import { cleanup, fireEvent, screen, within } from "@testing-library/react";
+import { createBrowserRouter } from "react-router";
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { client } from "../../api/client";
 import { GIB, model, node, show } from "../../live/fixtures";
-import { LiveContext } from "../../live/hooks";
 import type { LiveNode } from "../../live/messages";
+import { stage } from "../../live/stage";
 import { LiveStore } from "../../live/store";
-import { announce, Announcer } from "../../ui/announce";
+import { announce } from "../../ui/announce";
 import { NodePage } from "./page";
 
 // Needs a canvas.
@@ -46,16 +44,7 @@ async function open(more: Partial<LiveNode> = {}) {
   const store = show(new LiveStore(), node("n1", more));
   window.history.replaceState(null, "", "/app/nodes/n1");
   const router = createBrowserRouter([{ path: "/app/nodes/:id", element: <NodePage /> }, { path: "/app/*", element: <p>Elsewhere</p> }]);
-  render(
-    <QueryClientProvider client={new QueryClient({ defaultOptions: { queries: { retry: false } } })}>
-      <LiveContext.Provider value={store}>
-        <Tooltip.Provider>
-          <RouterProvider router={router} />
-          <Announcer />
-        </Tooltip.Provider>
-      </LiveContext.Provider>
-    </QueryClientProvider>,
-  );
+  stage(store, router);
   expect(await screen.findByRole("heading", { level: 1, name: "n1" })).toBeTruthy();
   await screen.findByRole("region", { name: "Memory" });
   return router;

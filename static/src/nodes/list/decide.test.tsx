@@ -1,13 +1,12 @@
-import { QueryClient, QueryClientProvider } from "@tanstack/react-query";
-import { cleanup, fireEvent, render, screen } from "@testing-library/react";
-import { Tooltip } from "radix-ui";
-import { createMemoryRouter, RouterProvider } from "react-router";
+import { cleanup, fireEvent, screen } from "@testing-library/react";
+import { createMemoryRouter } from "react-router";
 import type { ReactNode } from "react";
 import { afterEach, expect, it, vi } from "vitest";
 import { client } from "../../api/client";
 import { node, show } from "../../live/fixtures";
-import { LiveContext, useLive } from "../../live/hooks";
+import { useLive } from "../../live/hooks";
 import type { LiveNode } from "../../live/messages";
+import { stage } from "../../live/stage";
 import { LiveStore } from "../../live/store";
 import type { Conflict } from "../shared/conflicts";
 import { Conflicts } from "./conflicts";
@@ -35,15 +34,7 @@ async function open(...names: string[]) {
   answers = Promise.resolve({ data: names.map(claim), response: new Response() });
   vi.spyOn(client, "GET").mockImplementation(() => answers as never);
   store = show(new LiveStore(), ...claimed(...names));
-  render(
-    <QueryClientProvider client={new QueryClient()}>
-      <LiveContext.Provider value={store}>
-        <Tooltip.Provider>
-          <RouterProvider router={createMemoryRouter([{ path: "*", element: <Page /> }])} />
-        </Tooltip.Provider>
-      </LiveContext.Provider>
-    </QueryClientProvider>,
-  );
+  stage(store, createMemoryRouter([{ path: "*", element: <Page /> }]));
   await screen.findByRole("heading", { name: names[0] as string });
 }
 

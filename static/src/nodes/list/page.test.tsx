@@ -1,11 +1,9 @@
-import { QueryClient, QueryClientProvider } from "@tanstack/react-query";
-import { act, cleanup, fireEvent, render, screen, within } from "@testing-library/react";
-import { Tooltip } from "radix-ui";
-import { createMemoryRouter, RouterProvider, useNavigate, type RouteObject } from "react-router";
+import { act, cleanup, fireEvent, screen, within } from "@testing-library/react";
+import { createMemoryRouter, useNavigate, type RouteObject } from "react-router";
 import type { ReactNode } from "react";
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { GIB, model, node, show } from "../../live/fixtures";
-import { LiveContext } from "../../live/hooks";
+import { stage } from "../../live/stage";
 import { LiveStore } from "../../live/store";
 import { listen } from "../../ui/shortcuts";
 
@@ -39,15 +37,7 @@ afterEach(() => {
 
 function open(path = "/app/nodes", others: RouteObject[] = []): () => string {
   const router = createMemoryRouter([{ path: "/app/nodes", element: <NodesPage /> }, ...others], { initialEntries: [path] });
-  render(
-    <QueryClientProvider client={new QueryClient()}>
-      <LiveContext.Provider value={store}>
-        <Tooltip.Provider>
-          <RouterProvider router={router} />
-        </Tooltip.Provider>
-      </LiveContext.Provider>
-    </QueryClientProvider>,
-  );
+  stage(store, router);
   return () => router.state.location.search;
 }
 

@@ -1,0 +1,41 @@
+import { cleanup, fireEvent, screen } from "@testing-library/react";
+import { createMemoryRouter } from "react-router";
+import { afterEach, expect, it, vi } from "vitest";
+import type { Operation } from "../live/messages";
+import { stage } from "../live/stage";
+import { LiveStore } from "../live/store";
+import { install } from "./fixtures";
+import { OperationsStrip } from "./strip";
+
+afterEach(cleanup);
+
+let store: LiveStore;
+
+async function open(...operations: Operation[]): Promise<void> {
+  store = new LiveStore();
+  store.push({ type: "operations.snapshot", seq: 1, operations });
+  stage(store, createMemoryRouter([{ path: "*", element: <OperationsStrip /> }]));
+  await screen.findByTestId("operations-strip");
+}
+
+function news(...operations: Operation[]): void {
+  store.push({ type: "operations.delta", seq: Math.max(...operations.map((one) => one.seq)), operations });
+}
+
+it("the button of the list stays where it is, with its focus, when another operation comes first", async () => {
+  await open(install("a", { name: "far", progress: 50 }));
+  const list = screen.getByRole("button", { name: "Show every operation" });
+  list.focus();
+  news(install("b", { name: "near", progress: 10 }));
+  await screen.findByRole("button", { name: "Hide near" });
+  expect(document.activeElement).toBe(list);
+});
+
+it("a press that was begun on one failure dismisses no other one", async () => {
+  await open(install("a", { name: "first", status: "failed", finishedAt: "2026-08-22T10:00:01Z" }));
+  const button = screen.getByRole("button", { name: "Dismiss the failure of first" });
+  news(install("b", { name: "second", status: "failed", finishedAt: "2026-08-22T10:00:05Z" }));
+  await vi.waitFor(() => expect(screen.getByRole("button", { name: "Dismiss the failure of second" })).not.toBe(button));
+  fireEvent.click(button);
+  expect(button.isConnected).toBe(false);
+});
