@@ -16,4 +16,4 @@ class ProjectConfig(AppConfig):
 class AdminConfig(DjangoAdminConfig):
     """Django's admin, entered through the product's own sign-in."""
 
-    default_site = "nodes.admin_site.Site"
+    default_site = "localai_cluster.accounts.admin_site.Site"

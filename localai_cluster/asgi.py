@@ -15,12 +15,13 @@ from django.core.asgi import get_asgi_application
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "localai_cluster.settings")
 _plain_django = get_asgi_application()
 
-from localai_cluster import logs, routing  # noqa: E402 - these need Django set up
+from localai_cluster import logs, raw_routes  # noqa: E402 - these need Django set up
 from localai_cluster.errors import ClusterError, Unavailable  # noqa: E402
-from localai_cluster.static_files import StaticFiles  # noqa: E402
-from nodes.api.middleware import Utf8Only  # noqa: E402
-from nodes.api.websockets import websocket_application  # noqa: E402
-from nodes.inference import gateway, wire  # noqa: E402
+from localai_cluster.web import wire  # noqa: E402
+from localai_cluster.web.middleware import Utf8Only  # noqa: E402
+from localai_cluster.web.static_files import StaticFiles  # noqa: E402
+from localai_cluster.websockets import websocket_application  # noqa: E402
+from nodes.inference import gateway  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class Edge:
             if self.stopping:
                 await wire.send_answer(answer, _STOPPING)
                 return
-            app: Any = routing.find(scope["path"]) or _django
+            app: Any = raw_routes.find(scope["path"]) or _django
             await app(scope, receive, answer)
         except Exception:
             logger.exception("%s %r failed", scope["method"], scope["path"])

@@ -14,6 +14,8 @@ class ClusterError(Exception):
     status = 500
     code = "internal_error"
     permanent = True
+    code_on_wire = False
+    """Whether the nested envelope carries the word `code` and not the status."""
 
     def __init__(self, message: str | None = None, *, field: str | None = None, **data: Any) -> None:
         self.message = message or (self.__class__.__doc__ or "").strip().split("\n")[0]

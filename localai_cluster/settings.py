@@ -62,6 +62,7 @@ CLUSTER_PROBLEMS = _environment.problems
 
 INSTALLED_APPS = [
     "localai_cluster.apps.ProjectConfig",
+    "localai_cluster.accounts.apps.AccountsConfig",
     "nodes.apps.NodesConfig",
     "operations.apps.OperationsConfig",
     "localai_cluster.apps.AdminConfig",
@@ -77,8 +78,8 @@ INSTALLED_APPS = [
     "django_q",
 ]
 MIDDLEWARE = [
-    "nodes.api.policy.SafeAnswers",
-    "nodes.api.policy.Sessions",
+    "localai_cluster.web.policy.SafeAnswers",
+    "localai_cluster.web.policy.Sessions",
     "django.middleware.common.CommonMiddleware",
     "django.middleware.csrf.CsrfViewMiddleware",
     "django.contrib.auth.middleware.AuthenticationMiddleware",
@@ -91,7 +92,7 @@ APPEND_SLASH = False
 LOGIN_URL = "/login"
 LOGIN_REDIRECT_URL = "/app"
 PASSWORD_URL = "/app/password"
-AUTHENTICATION_BACKENDS = ["nodes.passwords.SessionBackend"]
+AUTHENTICATION_BACKENDS = ["localai_cluster.accounts.passwords.SessionBackend"]
 SECURE_CONTENT_TYPE_NOSNIFF = True
 SECURE_REFERRER_POLICY = "same-origin"
 SESSION_COOKIE_HTTPONLY = True
@@ -117,7 +118,7 @@ TEMPLATES = [
 AUTH_PASSWORD_VALIDATORS = [
     {"NAME": f"django.contrib.auth.password_validation.{name}"}
     for name in ("MinimumLengthValidator", "CommonPasswordValidator", "NumericPasswordValidator")
-] + [{"NAME": "nodes.passwords.ChosenPassword"}]
+] + [{"NAME": "localai_cluster.accounts.passwords.ChosenPassword"}]
 
 LANGUAGE_CODE = "en"
 USE_I18N = False
@@ -157,16 +158,16 @@ Q_CLUSTER = {
 
 REST_FRAMEWORK = {
     "DEFAULT_AUTHENTICATION_CLASSES": [
-        "nodes.api.auth.BearerAuthentication",
-        "nodes.api.auth.CookieAuthentication",
+        "localai_cluster.accounts.authentication.BearerAuthentication",
+        "localai_cluster.accounts.authentication.CookieAuthentication",
     ],
-    "DEFAULT_PERMISSION_CLASSES": ["nodes.api.auth.IsAdmin"],
+    "DEFAULT_PERMISSION_CLASSES": ["localai_cluster.accounts.authentication.IsAdmin"],
     "DEFAULT_RENDERER_CLASSES": ["rest_framework.renderers.JSONRenderer"],
-    "DEFAULT_PARSER_CLASSES": ["nodes.api.parsers.StrictJSONParser"],
-    "DEFAULT_CONTENT_NEGOTIATION_CLASS": "nodes.api.parsers.AlwaysJSON",
+    "DEFAULT_PARSER_CLASSES": ["localai_cluster.web.parsers.StrictJSONParser"],
+    "DEFAULT_CONTENT_NEGOTIATION_CLASS": "localai_cluster.web.parsers.AlwaysJSON",
     "DEFAULT_METADATA_CLASS": None,
     "DEFAULT_SCHEMA_CLASS": "drf_spectacular.openapi.AutoSchema",
-    "EXCEPTION_HANDLER": "nodes.api.envelopes.exception_handler",
+    "EXCEPTION_HANDLER": "localai_cluster.web.envelopes.exception_handler",
     "UNAUTHENTICATED_USER": None,
 }
 SPECTACULAR_SETTINGS = {
@@ -185,7 +186,7 @@ SPECTACULAR_SETTINGS = {
     "REDOC_DIST": "SIDECAR",
     "POSTPROCESSING_HOOKS": [
         "drf_spectacular.hooks.postprocess_schema_enums",
-        "nodes.api.openapi.add_raw_routes",
+        "localai_cluster.api_document.add_raw_routes",
     ],
 }
 

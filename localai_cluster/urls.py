@@ -9,14 +9,14 @@ from django.views.decorators.csrf import csrf_exempt
 from django.views.decorators.http import require_safe
 from django.views.generic import RedirectView
 
-from nodes.api import health
-from nodes.api.documents import DocsView, SchemaView
-from nodes.api.page_views import page
-from nodes.api.shell_views import VersionView
+from localai_cluster import health
+from localai_cluster.documents import DocsView, SchemaView
+from localai_cluster.shell import BrandingView, FeaturesView, VersionView
+from localai_cluster.web.page import page
 
-handler400 = "nodes.api.envelopes.bad_request"
-handler404 = "nodes.api.page_views.not_found"
-handler500 = "nodes.api.envelopes.server_error"
+handler400 = "localai_cluster.web.envelopes.bad_request"
+handler404 = "localai_cluster.web.page.not_found"
+handler500 = "localai_cluster.web.envelopes.server_error"
 
 
 def _moved(where: str) -> Callable[..., HttpResponseBase]:
@@ -35,6 +35,9 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("version", VersionView.as_view()),
     path("healthz", health.healthz),
     path("readyz", health.readyz),
+    path("api/auth/", include("localai_cluster.accounts.urls")),
+    path("api/features", FeaturesView.as_view()),
+    path("api/branding", BrandingView.as_view()),
     path("api/", include("nodes.api.urls")),
     path("api/", include("operations.api.urls")),
     path("api/schema", SchemaView.as_view(), name="schema"),

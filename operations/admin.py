@@ -1,33 +1,10 @@
 """Operations in Django's admin: to look at, not to touch."""
 
-from typing import TYPE_CHECKING, Any
-
 from django.contrib import admin
 from django.http import HttpRequest
 
+from localai_cluster.web.admin import Observed, TabularInline
 from operations.models import ControllerBeat, Operation, OperationTarget, Sequence
-
-if TYPE_CHECKING:  # generic for the type checker only
-    ModelAdmin = admin.ModelAdmin[Any]
-    TabularInline = admin.TabularInline[Any, Any]
-else:
-    ModelAdmin, TabularInline = admin.ModelAdmin, admin.TabularInline
-
-
-class Observed(ModelAdmin):
-    """Rows that the cluster writes and people only look at."""
-
-    def has_add_permission(self, request: HttpRequest) -> bool:
-        """Nobody adds one by hand."""
-        return False
-
-    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Nobody edits one by hand."""
-        return False
-
-    def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Nobody deletes one by hand."""
-        return False
 
 
 class TargetInline(TabularInline):

@@ -14,7 +14,7 @@ from hypothesis import settings
 from localai_cluster import clock, procs
 from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.valkey import EmbeddedValkey
-from nodes.api import throttle
+from localai_cluster.web import throttle
 from tests.support.environment import HOME, VALKEY_PASSWORD
 
 # A property holds or not; how long one example takes on a busy machine says nothing.

@@ -32,7 +32,7 @@ from localai_cluster.embedded.valkey import EmbeddedValkey
 ROOT = Path(__file__).resolve().parents[2]
 GALLERY = ROOT / "build" / "gallery"
 EXAMPLES = ROOT / "examples"
-WORKER_COMMAND = (sys.executable, "-m", "nodes.agent")
+WORKER_COMMAND = (sys.executable, "-m", "localai_cluster.worker")
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 LOCAL_WORKER = "local"
 NATS_PORT = 4222

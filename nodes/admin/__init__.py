@@ -6,6 +6,6 @@ pages, `verbs.py` says what can be done, `confirm.py` and `carry.py` ask and do 
 be typed in, `seen.py` keeps two admins from overwriting each other.
 """
 
-from nodes.admin import history, keys, memory, nodes, replicas
+from nodes.admin import history, memory, nodes, replicas
 
-__all__ = ["history", "keys", "memory", "nodes", "replicas"]
+__all__ = ["history", "memory", "nodes", "replicas"]

@@ -13,11 +13,11 @@ from django.core.exceptions import BadRequest
 from django.db import transaction
 
 from localai_cluster import clock, errors
-from nodes import services
-from nodes.actors import Actor
+from localai_cluster.accounts.actors import Actor
 from nodes.admin import seen
 from nodes.admin.verbs import Verb
 from nodes.models import BackendNode
+from nodes.registry import services
 
 MOST_AT_ONCE = 500
 

@@ -20,12 +20,12 @@ from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.views.decorators.http import require_POST, require_safe
 
-from nodes import identity
-from nodes.actors import of_principal
+from localai_cluster.accounts import principals
+from localai_cluster.accounts.actors import of_principal
+from localai_cluster.web.admin import ModelAdmin
 from nodes.admin import seen, words
 from nodes.admin.carry import MOST_AT_ONCE, Carrier, Report, Ticket, read_tickets
 from nodes.admin.verbs import Verb
-from operations.admin import ModelAdmin
 
 _MOST_REFUSALS_TOLD = 20
 
@@ -111,7 +111,7 @@ class VerbAdmin(ModelAdmin):
         one, filters = "one" in request.POST, request.POST.get("filters", "")
         if not form.is_valid():
             return self._page(request, verb, list(rows.values()), form, one=one, filters=filters)
-        actor = of_principal(identity.of_user(request.user))
+        actor = of_principal(principals.of_user(request.user))
         report = Carrier(verb, actor, form.cleaned_data, self.node_of).carry_out(tickets, rows)
         self._tell(request, verb, report)
         if one and len(rows) == 1 and verb.permission != "delete":

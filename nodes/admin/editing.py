@@ -15,13 +15,13 @@ from django.forms.models import BaseInlineFormSet
 from django.http import HttpRequest
 from django.utils.html import format_html
 
-from localai_cluster import errors
-from nodes import budget, names, services
+from localai_cluster import errors, names
+from localai_cluster.web.admin import TabularInline
 from nodes.admin import seen
 from nodes.models import BackendNode, NodeLabel
-from nodes.services.labels import LONGEST_KEY, LONGEST_VALUE, MOST_LABELS
-from nodes.services.overrides import LARGEST_CAP, LONGEST_BUDGET
-from operations.admin import TabularInline
+from nodes.registry import budget, services
+from nodes.registry.labels import LONGEST_KEY, LONGEST_VALUE, MOST_LABELS
+from nodes.registry.overrides import LARGEST_CAP, LONGEST_BUDGET
 
 if TYPE_CHECKING:  # generic for the type checker only
     NodeModelForm = forms.ModelForm[BackendNode]

@@ -16,12 +16,12 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from localai_cluster import clock
+from localai_cluster.web.admin import Observed
 from nodes.admin import filters, words
 from nodes.admin.confirm import VerbAdmin
 from nodes.admin.verbs import CONFLICT_VERBS, Verb
 from nodes.admin.wide import Wide
 from nodes.models import BackendNode, NodeConflict, NodeEvent, RevokedSecret
-from operations.admin import Observed
 
 _MOST_EVENTS = 20
 _SECRETS = (NodeConflict.Kind.SECRET, NodeConflict.Kind.WEAK)

@@ -6,8 +6,8 @@ from django.contrib import admin
 from django.http import HttpRequest
 
 from localai_cluster import clock
+from localai_cluster.web.admin import ModelAdmin, Observed
 from nodes.models import ModelLoadInfo, ModelSchedulingConfig, PendingBackendOp
-from operations.admin import ModelAdmin, Observed
 
 
 @admin.register(ModelLoadInfo)

@@ -16,8 +16,9 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import reverse
 
 from localai_cluster import clock
-from nodes import identity, services
-from nodes.actors import Actor, of_principal
+from localai_cluster.accounts import principals
+from localai_cluster.accounts.actors import Actor, of_principal
+from localai_cluster.web.admin import Observed
 from nodes.admin import filters, words
 from nodes.admin.confirm import VerbAdmin
 from nodes.admin.editing import LabelFormSet, LabelInline, NodeForm
@@ -27,7 +28,7 @@ from nodes.admin.seen import newest_event
 from nodes.admin.verbs import NODE_VERBS, Verb
 from nodes.admin.wide import Wide
 from nodes.models import BackendNode, NodeConflict, NodeLabel
-from operations.admin import Observed
+from nodes.registry import services
 
 _STATE = ("state", "work", "heard", "approval")
 _IF_SO = {
@@ -201,7 +202,7 @@ def _set_budget(node_id: UUID, asked: dict[str, Any], **by: Any) -> None:
 
 
 def _actor(request: HttpRequest) -> Actor:
-    return of_principal(identity.of_user(request.user))
+    return of_principal(principals.of_user(request.user))
 
 
 def _panels(request: HttpRequest, node: Any) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from django.contrib import admin
 
+from localai_cluster.web.admin import Observed
 from nodes.models import NodeBackend, NodeModel, ReplicaUse, WebProcess
-from operations.admin import Observed
 
 
 @admin.register(NodeModel)

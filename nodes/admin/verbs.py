@@ -13,12 +13,12 @@ from uuid import UUID
 from django import forms
 from django.core.exceptions import ValidationError
 
-from localai_cluster import conf, errors
-from nodes import names, services, states
-from nodes.actors import Actor
+from localai_cluster import conf, errors, names
+from localai_cluster.accounts.actors import Actor
 from nodes.admin import words
 from nodes.models import BackendNode, NodeConflict
-from nodes.states import Event
+from nodes.registry import services, states
+from nodes.registry.states import Event
 
 LONGEST_REASON = 255
 """Seconds: a week."""

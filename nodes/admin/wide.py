@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from django.http import HttpRequest, HttpResponse
 
-from operations.admin import ModelAdmin
+from localai_cluster.web.admin import ModelAdmin
 
 if TYPE_CHECKING:
     Base = ModelAdmin

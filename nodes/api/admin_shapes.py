@@ -6,10 +6,11 @@ from uuid import UUID
 
 from rest_framework import serializers
 
-from nodes import names, services
-from nodes.api.fields import Described, NullIsAbsent, Strict, Text, Whole
+from localai_cluster import names
+from localai_cluster.web.fields import Described, NullIsAbsent, Strict, Text, Whole
 from nodes.models import NodeConflict, NodeEvent, NodeStatus
-from nodes.services.overrides import LARGEST_CAP, LONGEST_BUDGET
+from nodes.registry import services
+from nodes.registry.overrides import LARGEST_CAP, LONGEST_BUDGET
 
 LONGEST_REASON = 255
 MOST_IDS = 500

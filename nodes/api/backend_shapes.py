@@ -6,10 +6,9 @@ from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import OpenApiExample, OpenApiParameter, OpenApiResponse
 from rest_framework import serializers
 
-from nodes.api import listing
-from nodes.api.openapi import refusals
+from localai_cluster.web.openapi import FlatRefusalSerializer, refusals
 from nodes.models import NodeStatus
-from operations.api.serializers import FlatRefusalSerializer
+from nodes.registry import listing
 
 MOST_ITEMS, USUAL_ITEMS = 9999, 9
 SORTS, DIRECTIONS = ("name", "repository", "license", "status"), ("asc", "desc")

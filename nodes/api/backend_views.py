@@ -13,16 +13,15 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster import clock, errors, galleries
-from nodes import names
+from localai_cluster import clock, errors, galleries, names
+from localai_cluster.web.openapi import refusals
+from localai_cluster.web.renderers import FastJSONRenderer
 from nodes.api import backend_shapes as shapes
-from nodes.api.auth import parse_node_id
-from nodes.api.listing import FARTHEST, LONGEST_SEARCH, Parameters
-from nodes.api.openapi import refusals
-from nodes.api.renderers import FastJSONRenderer
 from nodes.api.views import NodeView
+from nodes.api.worker_auth import parse_node_id
 from nodes.backends import catalogue, install, inventory
 from nodes.models import BackendNode, NodeBackend, NodeType
+from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
 
 NODE_LIST_OLD, CATALOGUE_OLD = 60.0, 300.0
 """Seconds after which a list that somebody looks at is asked for anew."""

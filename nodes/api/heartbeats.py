@@ -21,14 +21,15 @@ from channels.sessions import CookieMiddleware, SessionMiddleware
 from django.db import DatabaseError
 
 from localai_cluster import clock, errors
-from nodes import beats, identity, services
-from nodes.api import throttle
-from nodes.api.auth import NO_CREDENTIAL, WORKERS_ONLY, parse_node_id
-from nodes.api.envelopes import envelope_of, flat_refusal, refusal_headers
-from nodes.api.parsers import MALFORMED, is_json, parse_object
-from nodes.api.websockets import principal_of
-from nodes.beats import Beat
-from nodes.identity import Principal
+from localai_cluster.accounts import principals
+from localai_cluster.accounts.principals import Principal
+from localai_cluster.accounts.websockets import principal_of
+from localai_cluster.web import throttle
+from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers
+from localai_cluster.web.parsers import MALFORMED, is_json, parse_object
+from nodes.api.worker_auth import NO_CREDENTIAL, WORKERS_ONLY, parse_node_id
+from nodes.registry import heartbeats, identity, services
+from nodes.registry.heartbeats import Beat
 from nodes.routing.pool import UNREACHABLE
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ Verdict = errors.ClusterError | None
 class Gate:
     """Proves beats, all that arrive while a look is under way with the next one."""
 
-    def __init__(self, database: Callable[[], beats.Rows]) -> None:
+    def __init__(self, database: Callable[[], heartbeats.Rows]) -> None:
         self._database = database
         self._asked: list[tuple[Beat, asyncio.Future[Verdict]]] = []
         self._task: asyncio.Task[None] | None = None
@@ -72,11 +73,13 @@ class Gate:
                 if not verdict.done():
                     verdict.set_result(verdicts.get(beat.key, away))
 
-    async def _look(self, asked: Mapping[beats.Key, Beat]) -> tuple[dict[beats.Key, Verdict], Verdict]:
+    async def _look(
+        self, asked: Mapping[heartbeats.Key, Beat]
+    ) -> tuple[dict[heartbeats.Key, Verdict], Verdict]:
         """The verdicts, and the one for whoever has none."""
         away = errors.Unavailable("the database does not answer")
         try:
-            return await beats.prove(self._database(), list(asked.values())), away
+            return await heartbeats.prove(self._database(), list(asked.values())), away
         except errors.ClusterError as error:
             return {}, error
         except UNREACHABLE as error:
@@ -90,10 +93,10 @@ class Gate:
 class BeatWriter:
     """Gathers proved beats and writes them, at most once every `interval` seconds."""
 
-    def __init__(self, database: Callable[[], beats.Rows], interval: float = INTERVAL) -> None:
+    def __init__(self, database: Callable[[], heartbeats.Rows], interval: float = INTERVAL) -> None:
         self._database = database
         self._interval = interval
-        self._waiting: dict[beats.Key, Beat] = {}
+        self._waiting: dict[heartbeats.Key, Beat] = {}
         self._next = clock.monotonic()
         self._task: asyncio.Task[None] | None = None
 
@@ -118,14 +121,14 @@ class BeatWriter:
 
     async def _write(self, batch: list[Beat]) -> None:
         try:
-            verdicts = await beats.record(self._database(), batch)
+            verdicts = await heartbeats.record(self._database(), batch)
         except (errors.ClusterError, *UNREACHABLE) as error:
             log.warning("%d heartbeats not written: %s", len(batch), type(error).__name__)
         except Exception:
             log.exception("%d heartbeats not written", len(batch))
         else:
             for beat in batch:
-                if isinstance(verdicts.get(beat.key), beats.Overtaken):
+                if isinstance(verdicts.get(beat.key), heartbeats.Overtaken):
                     later = self._waiting.get(beat.key)
                     self._waiting[beat.key] = later.after(beat) if later else beat
 
@@ -141,7 +144,7 @@ class _Call:
 class HeartbeatApplication:
     """The ASGI application; `database` gives the process's pool once it is open."""
 
-    def __init__(self, database: Callable[[], beats.Rows]) -> None:
+    def __init__(self, database: Callable[[], heartbeats.Rows]) -> None:
         self._gate = Gate(database)
         self._writer = BeatWriter(database)
 
@@ -183,7 +186,7 @@ class HeartbeatApplication:
 async def _read(scope: Scope, receive: Any) -> _Call:
     """The beat of a request; raises NotAuthenticated for what cannot be a node's credential."""
     headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
-    secret = identity.bearer(headers.get(b"authorization", ""))
+    secret = principals.bearer(headers.get(b"authorization", ""))
     if not secret:
         raise errors.NotAuthenticated(NO_CREDENTIAL)
     if (fingerprint := identity.node_fingerprint(secret)) == identity.NOBODY:
@@ -199,7 +202,7 @@ async def _figures(content_type: str, receive: Any) -> tuple[dict[str, Any], err
         raw = await _body(receive)
         if raw and not is_json(content_type):
             raise errors.InvalidInput(MALFORMED)
-        return beats.read(parse_object(raw)), None
+        return heartbeats.read(parse_object(raw)), None
     except errors.ClusterError as problem:
         return {}, problem
 

@@ -9,14 +9,15 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster import clock, errors
-from nodes import services
-from nodes.api import admin_shapes, examples, listing
-from nodes.api import serializers as shapes
-from nodes.api.auth import parse_node_id
-from nodes.api.openapi import refusals
+from localai_cluster.web import fields
+from localai_cluster.web.openapi import refusals
+from localai_cluster.web.parsers import validated
+from nodes.api import admin_shapes, examples
 from nodes.api.parameters import PAGE_HEADERS, PAGE_PARAMETERS
-from nodes.api.views import NodeView, actor_of, existing, validated
+from nodes.api.views import NodeView, actor_of, existing
+from nodes.api.worker_auth import parse_node_id
 from nodes.models import NodeConflict
+from nodes.registry import listing, services
 
 USUAL_PAGE = 100
 _SECRETS = (NodeConflict.Kind.SECRET, NodeConflict.Kind.WEAK)
@@ -90,7 +91,7 @@ class AcceptView(NodeView):
         operation_id="conflicts_accept",
         tags=["identity"],
         request=None,
-        responses={200: shapes.MessageSerializer, **refusals(401, 403, 404, 409)},
+        responses={200: fields.MessageSerializer, **refusals(401, 403, 404, 409)},
         examples=[examples.message("conflict accepted")],
     )
     def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
@@ -107,7 +108,7 @@ class RefuseView(NodeView):
         operation_id="conflicts_refuse",
         tags=["identity"],
         request=None,
-        responses={200: shapes.MessageSerializer, **refusals(401, 403, 404, 409)},
+        responses={200: fields.MessageSerializer, **refusals(401, 403, 404, 409)},
         examples=[examples.message("conflict refused")],
     )
     def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
@@ -131,7 +132,7 @@ class RotateView(NodeView):
         operation_id="nodes_identity_rotate",
         tags=["identity"],
         request=None,
-        responses={200: shapes.MessageSerializer, **refusals(401, 403, 404, 409)},
+        responses={200: fields.MessageSerializer, **refusals(401, 403, 404, 409)},
         examples=[examples.message("rotation requested")],
     )
     def post(self, request: Request, node_id: str) -> Response:
@@ -147,7 +148,7 @@ class RevokeView(NodeView):
         operation_id="nodes_identity_revoke",
         tags=["identity"],
         request=admin_shapes.ReasonSerializer,
-        responses={200: shapes.MessageSerializer, **refusals(400, 401, 403, 404, 409, 413)},
+        responses={200: fields.MessageSerializer, **refusals(400, 401, 403, 404, 409, 413)},
         examples=[examples.REASON, examples.message("identity revoked")],
     )
     def post(self, request: Request, node_id: str) -> Response:

@@ -5,12 +5,13 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster import clock, errors
+from localai_cluster.accounts.authentication import client_address, principal
 from localai_cluster.logs import request_id
+from localai_cluster.web.openapi import refusals
+from localai_cluster.web.parsers import validated
 from nodes.api import examples
 from nodes.api import serializers as shapes
-from nodes.api.auth import client_address, principal
-from nodes.api.openapi import refusals
-from nodes.api.views import NodeView, existing, validated
+from nodes.api.views import NodeView, existing
 from nodes.backends import install
 from operations.services import OperationRequest, admit
 

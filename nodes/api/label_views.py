@@ -6,14 +6,14 @@ from drf_spectacular.utils import extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from localai_cluster import errors
-from nodes import names, services
+from localai_cluster import errors, names
+from localai_cluster.web.openapi import refusals
+from localai_cluster.web.parsers import MALFORMED
 from nodes.api import examples
-from nodes.api.openapi import refusals
 from nodes.api.parameters import LABEL_KEY, LABELS, REVISION
-from nodes.api.parsers import MALFORMED
 from nodes.api.views import NodeView, edit_of, existing
 from nodes.models import NodeLabel
+from nodes.registry import services
 
 
 class LabelsView(NodeView):

@@ -8,12 +8,13 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster import clock
-from nodes import services
+from localai_cluster.web import fields
+from localai_cluster.web.openapi import refusals
+from localai_cluster.web.parsers import validated
 from nodes.api import admin_shapes, examples, node_shapes
-from nodes.api import serializers as shapes
-from nodes.api.openapi import refusals
-from nodes.api.views import NodeView, actor_of, existing, validated
-from nodes.services import Outcome
+from nodes.api.views import NodeView, actor_of, existing
+from nodes.registry import services
+from nodes.registry.services import Outcome
 
 
 class ApproveView(NodeView):
@@ -84,7 +85,7 @@ class RejectView(NodeView):
         operation_id="nodes_reject",
         tags=["nodes"],
         request=admin_shapes.RejectionSerializer,
-        responses={200: shapes.MessageSerializer, **refusals(400, 401, 403, 404, 409, 413)},
+        responses={200: fields.MessageSerializer, **refusals(400, 401, 403, 404, 409, 413)},
         examples=[examples.REJECTION, examples.message("node rejected")],
     )
     def post(self, request: Request, node_id: str) -> Response:
@@ -102,7 +103,7 @@ class DrainView(NodeView):
         operation_id="nodes_drain",
         tags=["nodes"],
         request=admin_shapes.DrainRequestSerializer,
-        responses={200: shapes.MessageSerializer, **refusals(400, 401, 403, 404, 413)},
+        responses={200: fields.MessageSerializer, **refusals(400, 401, 403, 404, 413)},
         examples=[examples.DRAIN, examples.message("node set to draining")],
     )
     def post(self, request: Request, node_id: str) -> Response:
@@ -126,7 +127,7 @@ class ResumeView(NodeView):
         operation_id="nodes_resume",
         tags=["nodes"],
         request=admin_shapes.ReasonSerializer,
-        responses={200: shapes.MessageSerializer, **refusals(400, 401, 403, 404, 409, 413)},
+        responses={200: fields.MessageSerializer, **refusals(400, 401, 403, 404, 409, 413)},
         examples=[examples.REASON, examples.message("node resumed")],
     )
     def post(self, request: Request, node_id: str) -> Response:

@@ -7,9 +7,9 @@ from typing import Any
 
 from rest_framework import serializers
 
-from nodes.api.fields import Described
-from nodes.beats import LARGEST
+from localai_cluster.web.fields import Described
 from nodes.models import NodeLabel, NodeStatus, NodeType
+from nodes.registry.heartbeats import LARGEST
 
 
 def _bytes(meaning: str = "", **options: Any) -> serializers.IntegerField:

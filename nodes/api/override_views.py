@@ -4,11 +4,12 @@ from drf_spectacular.utils import extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from nodes import services
+from localai_cluster.web.openapi import refusals
+from localai_cluster.web.parsers import validated
 from nodes.api import admin_shapes, examples
-from nodes.api.openapi import refusals
 from nodes.api.parameters import REVISION
-from nodes.api.views import NodeView, edit_of, existing, validated
+from nodes.api.views import NodeView, edit_of, existing
+from nodes.registry import services
 
 
 class ReplicaCapView(NodeView):

@@ -5,10 +5,9 @@ from typing import Any
 from drf_spectacular.types import OpenApiTypes
 from drf_spectacular.utils import OpenApiParameter
 
-from nodes import selectors
-from nodes.api import listing
-from nodes.beats import LARGEST
-from nodes.models import NodeEvent, NodeStatus, NodeType
+from nodes.models import NodeEvent, NodeStatus, NodeType, selectors
+from nodes.registry import listing
+from nodes.registry.heartbeats import LARGEST
 
 Schema = dict[str, Any]
 

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from rest_framework import serializers
 
-from nodes.api.fields import Described, NullIsAbsent, Text
+from localai_cluster.web.fields import Described, NullIsAbsent, Text
 from nodes.models import NodeModel, ReplicaState
 
 _REPLICA_OMITTED_IF_EMPTY = (
@@ -27,12 +27,6 @@ _BACKEND_NAME = r"(?:[A-Za-z0-9][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*"
 
 def _text(length: int) -> Text:
     return Text(required=False, allow_null=True, max_length=length)
-
-
-class MessageSerializer(serializers.Serializer[Any]):
-    """Something was done."""
-
-    message = serializers.CharField()
 
 
 class _OmitsEmpty(Described):

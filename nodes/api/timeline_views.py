@@ -8,14 +8,15 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster import errors
-from nodes.api import admin_shapes, examples, listing
-from nodes.api.auth import parse_node_id
-from nodes.api.openapi import refusals
+from localai_cluster.web.openapi import refusals
+from localai_cluster.web.renderers import FastJSONRenderer
+from nodes.api import admin_shapes, examples
 from nodes.api.parameters import EVENT_PARAMETERS
-from nodes.api.renderers import FastJSONRenderer
 from nodes.api.views import NodeView
-from nodes.beats import LARGEST
+from nodes.api.worker_auth import parse_node_id
 from nodes.models import BackendNode, NodeEvent
+from nodes.registry import listing
+from nodes.registry.heartbeats import LARGEST
 
 USUAL_PAGE, MOST_A_PAGE = 50, 500
 _SHOWN = (

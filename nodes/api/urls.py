@@ -9,19 +9,11 @@ from nodes.api import (
     label_views,
     lifecycle_views,
     override_views,
-    session_views,
-    shell_views,
     timeline_views,
     views,
 )
 
 urlpatterns = [
-    path("auth/status", session_views.StatusView.as_view()),
-    path("auth/login", session_views.LoginView.as_view()),
-    path("auth/logout", session_views.LogoutView.as_view()),
-    path("auth/password", session_views.PasswordView.as_view()),
-    path("features", shell_views.FeaturesView.as_view()),
-    path("branding", shell_views.BrandingView.as_view()),
     path("node/", include("nodes.api.worker_urls")),
     # Words before ids: an id is never one of these.
     path("nodes", views.NodesView.as_view()),

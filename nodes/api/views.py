@@ -8,38 +8,28 @@ from typing import Any
 from uuid import UUID
 
 from drf_spectacular.utils import extend_schema
-from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from localai_cluster import clock, errors
-from nodes import services
-from nodes.actors import Actor, of_principal
-from nodes.api import examples, listing, node_rows, node_shapes
+from localai_cluster.accounts.actors import Actor, of_principal
+from localai_cluster.accounts.authentication import principal
+from localai_cluster.web import fields
+from localai_cluster.web.openapi import refusals
+from localai_cluster.web.renderers import FastJSONRenderer
+from nodes.api import examples, node_shapes
 from nodes.api import serializers as shapes
-from nodes.api.auth import parse_node_id, principal
-from nodes.api.openapi import refusals
 from nodes.api.parameters import MOST_REVISION, NODE_PARAMETERS, PAGE_HEADERS
-from nodes.api.parsers import MALFORMED
-from nodes.api.renderers import FastJSONRenderer
+from nodes.api.worker_auth import parse_node_id
 from nodes.models import BackendNode, NodeModel
+from nodes.registry import listing, node_rows, services
 
 
 class NodeView(APIView):
     """A route whose errors are `node_error`s."""
 
     error_type = "node_error"
-
-
-def validated(shape: type[serializers.Serializer[Any]], request: Request) -> dict[str, Any]:
-    """The body's fields; raises InvalidInput for anything but an object, ValidationError naming a field."""
-    if not isinstance(request.data, dict):
-        raise errors.InvalidInput(MALFORMED)
-    serializer = shape(data=request.data)
-    serializer.is_valid(raise_exception=True)
-    fields: dict[str, Any] = serializer.validated_data
-    return fields
 
 
 def existing(text: str) -> UUID:
@@ -107,7 +97,7 @@ class NodeDetailView(NodeView):
     @extend_schema(
         operation_id="nodes_delete",
         tags=["nodes"],
-        responses={200: shapes.MessageSerializer, **refusals(401, 403, 404)},
+        responses={200: fields.MessageSerializer, **refusals(401, 403, 404)},
         examples=[examples.message("node deregistered")],
     )
     def delete(self, request: Request, node_id: str) -> Response:

@@ -9,11 +9,10 @@ from drf_spectacular.utils import (
     PolymorphicProxySerializer,
 )
 
-from nodes import identity
-from nodes.api import serializers as shapes
+from localai_cluster.web import fields
+from localai_cluster.web.openapi import Operation, RawRoute, RefusalSerializer, json_body, refusals
 from nodes.api import worker_shapes
-from nodes.api.openapi import Operation, RawRoute, json_body, refusals
-from operations.api.serializers import RefusalSerializer
+from nodes.registry import identity
 
 _WRONG = "No credential, or a wrong one. `rotate`: the secret is right, but an admin wants it replaced."
 
@@ -58,7 +57,7 @@ def self_service(answer: Any) -> Responses:
 def done(message: str) -> Responses:
     """The same for a route that only says what it did."""
     example = _example({"message": message}, 200)
-    return self_service(OpenApiResponse(shapes.MessageSerializer, "Done.", [example]))
+    return self_service(OpenApiResponse(fields.MessageSerializer, "Done.", [example]))
 
 
 def _registered() -> Responses:

@@ -10,14 +10,13 @@ from typing import Any
 from drf_spectacular.utils import OpenApiExample, extend_schema_serializer
 from rest_framework import serializers
 
-from localai_cluster import errors
-from nodes import names
-from nodes.api.fields import Described, NullIsAbsent, Text, Whole
-from nodes.beats import LARGEST
+from localai_cluster import errors, names
+from localai_cluster.web.fields import Described, NullIsAbsent, Text, Whole
 from nodes.models import BackendNode, NodeStatus, NodeType
-from nodes.services import Registration, Running
-from nodes.services.labels import LONGEST_VALUE, MOST_LABELS
-from nodes.services.overrides import LARGEST_CAP
+from nodes.registry.heartbeats import LARGEST
+from nodes.registry.labels import LONGEST_VALUE, MOST_LABELS
+from nodes.registry.overrides import LARGEST_CAP
+from nodes.registry.services import Registration, Running
 
 LENGTHS = {
     "name": names.LONGEST_NAME,

@@ -13,18 +13,16 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster import clock, conf, errors
-from nodes import identity, services
+from localai_cluster.accounts import principals
+from localai_cluster.accounts.authentication import client_address, principal
+from localai_cluster.web import throttle
+from localai_cluster.web.parsers import validated
 from nodes.api import serializers as shapes
-from nodes.api import throttle, worker_openapi, worker_shapes
-from nodes.api.auth import (
-    IsTheNode,
-    NodeAuthentication,
-    RegistrationAuthentication,
-    client_address,
-    principal,
-)
-from nodes.api.views import NodeView, replicas_of, validated
+from nodes.api import worker_openapi, worker_shapes
+from nodes.api.views import NodeView, replicas_of
+from nodes.api.worker_auth import IsTheNode, NodeAuthentication, RegistrationAuthentication
 from nodes.api.worker_openapi import INSTANCE, NEW_SECRET, SECRET
+from nodes.registry import identity, services
 
 
 class RegisterView(NodeView):
@@ -63,7 +61,7 @@ def _check_token(token: str, address: str) -> None:
     """The body carries the token too, and its refusal is nested where the header's is flat."""
     if not token:
         raise errors.NotAuthenticated("registration token required", field="token", nested=True)
-    if not identity.is_registration_token(token):
+    if not principals.is_registration_token(token):
         throttle.shared().note(address, clock.now())
         raise identity.WrongCredential("invalid registration token", field="token", nested=True)
 
@@ -176,7 +174,7 @@ class SelfRotateView(SelfServiceView):
         """Replaces the worker's secret, on its own account or because an admin asked; the old one is dead."""
         new = request.headers.get(identity.NEW_SECRET_HEADER, "")
         identity.check_node_secret(new, identity.NEW_SECRET_HEADER)
-        old = identity.node_fingerprint(identity.bearer(request.headers["authorization"]))
+        old = identity.node_fingerprint(principals.bearer(request.headers["authorization"]))
         if not old:
             raise errors.Conflict("a node that is known by the shared token has no secret to replace")
         services.rotate(_own_id(request), old_fingerprint=old, new_secret=new, now=clock.now())

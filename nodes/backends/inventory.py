@@ -20,13 +20,12 @@ from django.db import Error as DatabaseError
 from django.db import transaction
 from django.db.models import Case, DateTimeField, F, Min, Q, Value, When
 
-from localai_cluster import clock, errors
+from localai_cluster import clock, errors, names
 from localai_cluster.messaging.bus import Bus, NotConnected
 from localai_cluster.messaging.messages import InstalledBackend, ListReply
-from nodes import names
 from nodes.backends.commands import LIST_TIMEOUT, Worker, WorkerGone
 from nodes.models import BackendNode, NodeBackend
-from nodes.querysets import BackendNodeQuerySet
+from nodes.models.querysets import BackendNodeQuerySet
 from operations import events
 from operations.executor import in_thread
 

@@ -15,10 +15,11 @@ from localai_cluster.errors import InvalidInput, NotFound
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import DeadlineExceeded
 from localai_cluster.rpc.messages import EMBEDDING_LAYOUT_PER_TOKEN, EmbeddingResult, PredictOptions
-from nodes import definitions
-from nodes.inference import gateway, wire
+from localai_cluster.web import wire
+from localai_cluster.web.wire import Answer
+from nodes.definitions import files
+from nodes.inference import gateway
 from nodes.inference.endpoint import Request
-from nodes.inference.wire import Answer
 from nodes.loading.wait import Asker
 
 MAX_TEXTS = 2048
@@ -92,7 +93,7 @@ def _texts(value: object) -> Sequence[str]:
 async def embed(request: Request) -> Answer:
     """Answers one request."""
     wanted = parse(wire.json_object(request.body))
-    definition = definitions.find(wanted.model)
+    definition = files.find(wanted.model)
     if definition is None:
         raise ModelNotFound(
             f"The model {wanted.model[:100]!r} does not exist; GET /v1/models lists them", field="model"

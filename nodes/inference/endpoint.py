@@ -11,11 +11,12 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from localai_cluster.accounts import principals
 from localai_cluster.errors import ClusterError, NotAuthenticated
 from localai_cluster.logs import request_id
-from nodes import identity
-from nodes.inference import gateway, wire
-from nodes.inference.wire import Answer, Receive, Scope, Send
+from localai_cluster.web import wire
+from localai_cluster.web.wire import Answer, Receive, Scope, Send
+from nodes.inference import gateway
 
 logger = logging.getLogger(__name__)
 
@@ -97,14 +98,14 @@ class Endpoint:
 def claimed(scope: Scope) -> Claim:
     """The caller of a request by its headers; raises NotAuthenticated when it cannot be anybody."""
     headers = {name: value for name, value in scope["headers"] if name in _CREDENTIALS}
-    offered = identity.offered(lambda name: headers.get(name.encode(), b"").decode("latin-1"))
+    offered = principals.offered(lambda name: headers.get(name.encode(), b"").decode("latin-1"))
     if not offered:
         raise NotAuthenticated("a valid API key is required")
-    if identity.static_admin(offered) is not None:
-        return Claim(identity.STATIC_ADMIN.name)
-    if not offered.startswith(identity.KEY_PREFIX):
+    if principals.static_admin(offered) is not None:
+        return Claim(principals.STATIC_ADMIN.name)
+    if not offered.startswith(principals.KEY_PREFIX):
         raise NotAuthenticated("this API key is not valid")
-    return Claim("", identity.hash_secret(offered))
+    return Claim("", principals.hash_secret(offered))
 
 
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"xi-api-key"})

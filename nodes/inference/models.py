@@ -2,13 +2,13 @@
 
 import orjson
 
-from nodes import definitions
+from localai_cluster.web.wire import Answer
+from nodes.definitions import files
 from nodes.inference.endpoint import Request, confirm
-from nodes.inference.wire import Answer
 
 
 async def list_models(request: Request) -> Answer:
     """Answers the list."""
     await confirm(request.claim)
-    data = [{"id": definition.name, "object": "model"} for definition in definitions.every()]
+    data = [{"id": definition.name, "object": "model"} for definition in files.every()]
     return Answer(orjson.dumps({"object": "list", "data": data}))

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from localai_cluster.web.wire import MAX_BODY
 from nodes.inference.embeddings import MAX_TEXT_BYTES, MAX_TEXTS
-from nodes.inference.wire import MAX_BODY
 
 Operation = dict[str, Any]
 

@@ -13,7 +13,8 @@ from typing import Any
 import orjson
 from django.conf import settings
 
-from localai_cluster import clock, ui
+from localai_cluster import clock
+from localai_cluster.web import ui
 from nodes.live import watch
 from operations.consumers import Watching, number_in, origin_of, same_origin, text_in
 from operations.stream import News

@@ -3,7 +3,7 @@
 from copy import deepcopy
 from typing import Any
 
-from nodes.api.openapi import RawRoute, json_body
+from localai_cluster.web.openapi import RawRoute, json_body
 from nodes.live import shapes
 
 _FEED: dict[str, Any] = {

@@ -12,9 +12,9 @@ import orjson
 from django.db.models import Aggregate, Count, F, TextField
 from django.db.models.functions import JSONObject
 
-from nodes.api.node_rows import COLUMNS, LabelsOf, Time, text
 from nodes.models import BackendNode, NodeBackend, NodeConflict, NodeLabel, NodeModel
-from nodes.querysets import COUNTED_IN_FLIGHT
+from nodes.models.querysets import COUNTED_IN_FLIGHT
+from nodes.registry.node_rows import COLUMNS, LabelsOf, Time, text
 
 LiveNode = dict[str, Any]
 

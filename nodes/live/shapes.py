@@ -13,10 +13,10 @@ from drf_spectacular.plumbing import ComponentRegistry
 from rest_framework import serializers
 from rest_framework.views import APIView
 
-from nodes.api.fields import Described
+from localai_cluster.web.fields import Described
 from nodes.api.node_shapes import FactSerializer
-from nodes.beats import LARGEST
 from nodes.models import NodeStatus, NodeType, ReplicaState
+from nodes.registry.heartbeats import LARGEST
 from operations.api.serializers import OperationSerializer
 
 Schema = dict[str, Any]

@@ -26,10 +26,10 @@ from localai_cluster.rpc.errors import BackendError, Busy, DeadlineExceeded, Los
 from localai_cluster.rpc.messages import options_from_mapping
 from nodes.backends import install
 from nodes.backends.commands import Worker, WorkerGone, unless
-from nodes.definitions import Definition, Folder, load_options, revision
-from nodes.loading import replicas
-from nodes.loading.replicas import Slot
+from nodes.definitions.files import Definition, Folder, load_options, revision
 from nodes.placement.choose import NodeView, choose
+from nodes.replicas import slots
+from nodes.replicas.slots import Slot
 from operations import services
 from operations.executor import Postpone, Unwanted, Work, in_thread, retry_delay
 from operations.models import TERMINAL, Operation, Status
@@ -104,21 +104,21 @@ class LoadModel:
         if definition is None:
             raise errors.NotFound(f"there is no definition of the model {work.operation.element}")
         await self._clear_up(work)
-        if await in_thread(replicas.serving, definition.name):
+        if await in_thread(slots.serving, definition.name):
             return {"already_loaded": True}
         attempt = await self._place(work, definition)
         try:
             return await unless(_slot_lost(attempt), self._carry_out(attempt))
         except (WorkerGone, Lost, Refused, Busy) as gone:
-            await in_thread(replicas.drop, attempt.slot, mark=attempt.mark)
+            await in_thread(slots.drop, attempt.slot, mark=attempt.mark)
             # Read anew: requests that came while the attempt ran have moved the wish.
             raise _again(attempt, await in_thread(Operation.objects.get, pk=work.id), gone) from gone
         except Exception:
-            await in_thread(replicas.drop, attempt.slot, mark=attempt.mark)
+            await in_thread(slots.drop, attempt.slot, mark=attempt.mark)
             raise
 
     async def _clear_up(self, work: Work) -> None:
-        for slot in await in_thread(replicas.leftovers, work.operation.element, mark=mark_of(work)):
+        for slot in await in_thread(slots.leftovers, work.operation.element, mark=mark_of(work)):
             log.info("clearing up %s#%d on %s", work.operation.element, slot.replica_index, slot.node_name)
             worker = Worker(self._bus, str(slot.node_id), slot.node_name)
             await worker.stop(messages.process_key(work.operation.element, slot.replica_index))
@@ -127,11 +127,11 @@ class LoadModel:
         now = clock.now()
         avoid = _avoided(work.operation, now)
         while True:
-            decision = choose(await in_thread(replicas.fleet, definition.name), avoid=avoid)
+            decision = choose(await in_thread(slots.fleet, definition.name), avoid=avoid)
             if decision.node is None:
                 raise _no_node(work.operation, decision.why_none(), now)
             slot = await in_thread(
-                replicas.reserve,
+                slots.reserve,
                 decision.node,
                 definition.name,
                 decision.replica_index,
@@ -150,7 +150,7 @@ class LoadModel:
         address = await self._start_engine(attempt)
         await self._load(attempt, address)
         published = await in_thread(
-            replicas.publish,
+            slots.publish,
             attempt.slot,
             mark=attempt.mark,
             address=address,
@@ -283,7 +283,7 @@ async def _slot_lost(attempt: Attempt) -> NoReturn:
     while True:
         await asyncio.sleep(_LOOK_AT_SLOT)
         with contextlib.suppress(DatabaseError):
-            if not await in_thread(replicas.exists, attempt.slot):
+            if not await in_thread(slots.exists, attempt.slot):
                 raise WorkerGone(f"node {attempt.slot.node_name} went away or started anew")
 
 

@@ -11,11 +11,11 @@ from django.core.management.base import CommandError
 from django.db.models import CharField, Model, QuerySet
 from django.db.models.functions import Cast
 
-from localai_cluster import errors
-from nodes import actors, names
-from nodes.actors import Actor
+from localai_cluster import errors, names
+from localai_cluster.accounts import actors
+from localai_cluster.accounts.actors import Actor
 from nodes.models import BackendNode, NodeConflict
-from nodes.states import DRAINING, HEALTHY, OFFLINE, PENDING, UNHEALTHY
+from nodes.registry.states import DRAINING, HEALTHY, OFFLINE, PENDING, UNHEALTHY
 
 _Row = TypeVar("_Row", bound=Model)
 _SHOWN = 5

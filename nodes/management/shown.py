@@ -1,6 +1,6 @@
 """What `manage.py nodes` prints: the JSON of the REST API, or the same facts as aligned text.
 
-Pure functions over the rows of `nodes.api.node_rows`; nothing here reads the database.
+Pure functions over the rows of `nodes.registry.node_rows`; nothing here reads the database.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,8 +11,8 @@ import orjson
 from django.utils.timesince import timesince
 
 from localai_cluster.messaging.messages import human_bytes
-from nodes.api.node_rows import ZERO_TIME
 from nodes.models import NodeEvent
+from nodes.registry.node_rows import ZERO_TIME
 
 NOTHING = "-"
 SHORT_ID = 8

@@ -8,7 +8,7 @@ from django.conf import settings
 from django.db import migrations, models
 
 import localai_cluster.clock
-from nodes import names
+from localai_cluster import names
 
 
 def fill(apps: Any, schema_editor: Any) -> None:

@@ -1,16 +1,13 @@
-"""The rows of the registry: nodes and labels, history, replicas, what is installed and remembered, keys."""
+"""The rows of the registry: nodes and labels, history, replicas, what is installed and remembered."""
 
 from nodes.models.history import NodeConflict, NodeEvent, RevokedSecret
 from nodes.models.inventory import NodeBackend
-from nodes.models.key import ApiKey, InitialPassword
 from nodes.models.memory import ModelLoadInfo, ModelSchedulingConfig, PendingBackendOp
 from nodes.models.node import BackendNode, NodeLabel, NodeStatus, NodeType
 from nodes.models.replica import NodeModel, ReplicaState, ReplicaUse, WebProcess
 
 __all__ = [
-    "ApiKey",
     "BackendNode",
-    "InitialPassword",
     "ModelLoadInfo",
     "ModelSchedulingConfig",
     "NodeBackend",

@@ -5,7 +5,7 @@ from django.db import models
 from django.db.models import F, Q
 
 from localai_cluster import clock, errors
-from nodes import selectors
+from nodes.models import selectors
 from nodes.models.node import BackendNode
 
 

@@ -13,9 +13,8 @@ from django.conf import settings
 from django.db import models
 from django.db.models import Case, Q, Value, When
 
-from localai_cluster import clock
-from nodes import names
-from nodes.querysets import BackendNodeQuerySet
+from localai_cluster import clock, names
+from nodes.models.querysets import BackendNodeQuerySet
 
 
 class NodeType(models.TextChoices):
@@ -122,7 +121,9 @@ class BackendNode(models.Model):
     auth_user = models.ForeignKey(
         settings.AUTH_USER_MODEL, null=True, blank=True, on_delete=models.SET_NULL, related_name="+"
     )
-    api_key = models.ForeignKey("ApiKey", null=True, blank=True, on_delete=models.SET_NULL, related_name="+")
+    api_key = models.ForeignKey(
+        "accounts.ApiKey", null=True, blank=True, on_delete=models.SET_NULL, related_name="+"
+    )
     last_heartbeat = models.DateTimeField(null=True, editable=False)
     reserved_at = _when()
     """When VRAM was last reserved: a beat received before that leaves `reserved_vram` alone."""

@@ -7,7 +7,7 @@ from django.db.models import Q
 
 from localai_cluster import clock
 from nodes.models.node import BackendNode
-from nodes.querysets import NodeModelQuerySet
+from nodes.models.querysets import NodeModelQuerySet
 
 
 class ReplicaState(models.TextChoices):

@@ -83,27 +83,3 @@ class JobSerializer(serializers.Serializer[Any]):
     queued = serializers.BooleanField()
     error = serializers.CharField(required=False)
     completed = serializers.BooleanField(required=False)
-
-
-class RefusalSerializer(serializers.Serializer[Any]):
-    """A refusal of a caller, nested envelope (§0.4)."""
-
-    class Inner(serializers.Serializer[Any]):
-        """What went wrong."""
-
-        code = serializers.IntegerField()
-        message = serializers.CharField()
-        type = serializers.CharField(allow_blank=True)
-        field = serializers.CharField(required=False, help_text="What is wrong, or has moved since.")
-
-        class Meta:
-            ref_name = "RefusalDetail"
-
-    error = Inner()
-
-
-class FlatRefusalSerializer(serializers.Serializer[Any]):
-    """A refusal, flat envelope (§0.4)."""
-
-    error = serializers.CharField()
-    field = serializers.CharField(required=False, help_text="What is wrong.")

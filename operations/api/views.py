@@ -12,18 +12,19 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from localai_cluster import clock, errors
+from localai_cluster.web import openapi
 from operations import feed, services
 from operations.api import serializers as shapes
 from operations.models import TERMINAL, Operation, Status
 
 _REFUSED = {
-    401: OpenApiResponse(shapes.RefusalSerializer, "A valid credential is required."),
-    403: OpenApiResponse(shapes.RefusalSerializer, "Admins only."),
+    401: OpenApiResponse(openapi.RefusalSerializer, "A valid credential is required."),
+    403: OpenApiResponse(openapi.RefusalSerializer, "Admins only."),
     503: OpenApiResponse(
-        shapes.FlatRefusalSerializer, "Not possible right now; Retry-After says when to come back."
+        openapi.FlatRefusalSerializer, "Not possible right now; Retry-After says when to come back."
     ),
 }
-_UNKNOWN = OpenApiResponse(shapes.FlatRefusalSerializer, "No operation has this id.")
+_UNKNOWN = OpenApiResponse(openapi.FlatRefusalSerializer, "No operation has this id.")
 
 
 class OperationsView(APIView):
@@ -55,7 +56,7 @@ class DismissView(APIView):
             200: shapes.DoneSerializer,
             **_REFUSED,
             404: _UNKNOWN,
-            409: OpenApiResponse(shapes.FlatRefusalSerializer, "It has not failed."),
+            409: OpenApiResponse(openapi.FlatRefusalSerializer, "It has not failed."),
         },
     )
     def post(self, request: Request, job_id: str) -> Response:

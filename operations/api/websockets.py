@@ -1,4 +1,4 @@
-"""Websocket routes of operations; `nodes/api/websockets.py` puts authentication in front of them."""
+"""Websocket routes of operations; `localai_cluster/websockets.py` puts authentication in front of them."""
 
 from typing import Any
 

@@ -16,7 +16,8 @@ import pytest
 import websockets
 from django.urls import URLPattern, URLResolver, get_resolver
 
-from localai_cluster import routing, ui
+from localai_cluster import raw_routes
+from localai_cluster.web import ui
 from tests.acceptance.conftest import Shared
 from tests.support.cluster import ADMIN_KEY, TOKEN
 
@@ -38,7 +39,7 @@ for name, staff in (("ann", False), ("root", True), ("new", True)):
     user = get_user_model().objects.create_user(name, password="x", is_staff=staff, is_superuser=staff)
     session = SessionStore()
     session[SESSION_KEY], session[HASH_SESSION_KEY] = str(user.pk), user.get_session_auth_hash()
-    session[BACKEND_SESSION_KEY] = "nodes.passwords.SessionBackend"
+    session[BACKEND_SESSION_KEY] = "localai_cluster.accounts.passwords.SessionBackend"
     session.save()
     made[name] = [identity.create_api_key(user, "matrix")[1], session.session_key]
 InitialPassword.objects.create(user=user)
@@ -134,7 +135,7 @@ def django_routes(resolver: URLResolver, prefix: str = "/") -> Iterator[str]:
 
 
 def all_routes() -> list[str]:
-    return sorted({route.path for route in routing.ROUTES} | set(django_routes(get_resolver())))
+    return sorted({route.path for route in raw_routes.ROUTES} | set(django_routes(get_resolver())))
 
 
 PAGES = ("/", "/app", "/app/{path}", "/browse", "/browse/{rest}", "/login", "/favicon.svg")

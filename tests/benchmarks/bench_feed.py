@@ -21,7 +21,7 @@ LOOKS = 7
 
 def seed(size: int) -> None:
     """That many nodes."""
-    from nodes import names
+    from localai_cluster import names
     from nodes.models import BackendNode, NodeBackend, NodeLabel, NodeModel
 
     first, now = BackendNode.objects.count(), clock.now()

@@ -26,7 +26,7 @@ import psycopg
 from localai_cluster import clock
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.messages import options_from_mapping
-from nodes.definitions import Definition, load_options, read
+from nodes.definitions.files import Definition, load_options, read
 from tests.benchmarks.bench_direct import measure as measure_direct
 from tests.benchmarks.counting import StatementCounter
 from tests.benchmarks.load import Figures

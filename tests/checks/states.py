@@ -1,4 +1,4 @@
-"""The document `docs/node-states.md`, made from the table in `nodes/states.py`.
+"""The document `docs/node-states.md`, made from the table in `nodes/registry/states.py`.
 
 `python -m tests.checks.states` writes it; a test fails if the committed one is not what would be written.
 The diagram shows every change of status that facts which can really come about allow; the facts are walked
@@ -12,7 +12,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
-from nodes.states import STATUSES, TRANSITIONS, Absence, Drain, Event, Facts, Refusal, apply, status_of
+from nodes.registry.states import (
+    STATUSES,
+    TRANSITIONS,
+    Absence,
+    Drain,
+    Event,
+    Facts,
+    Refusal,
+    apply,
+    status_of,
+)
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "node-states.md"
 FIRST = (Facts(), Facts(approved=True, offline="left"))
@@ -27,7 +37,7 @@ _REPLICAS = {
 }
 _HEAD = """# States of a node
 
-Made from `nodes/states.py` by `python -m tests.checks.states`; do not edit.
+Made from `nodes/registry/states.py` by `python -m tests.checks.states`; do not edit.
 
 A node is described by facts, each with who, when and why. `status` follows from them: the first that holds of
 {statuses}. So no event sets a status; it changes facts.

@@ -213,7 +213,7 @@ class Worker:
     def launch(self, **more: str) -> None:
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "nodes.agent"],
+                [sys.executable, "-m", "localai_cluster.worker"],
                 env=self.environment | more,
                 stderr=log,
                 cwd=self.folder,

@@ -7,9 +7,9 @@ import pytest
 from django.test import Client
 
 from localai_cluster import clock
-from nodes import services
-from nodes.actors import Actor, ActorKind
+from localai_cluster.accounts.actors import Actor, ActorKind
 from nodes.models import BackendNode, NodeEvent, RevokedSecret
+from nodes.registry import services
 from tests.support import api, pages
 
 pytestmark = pytest.mark.django_db

@@ -8,9 +8,9 @@ from django.db import connection, connections, transaction
 from django.test import Client
 
 from localai_cluster import clock
-from nodes import services
-from nodes.actors import Actor, ActorKind
+from localai_cluster.accounts.actors import Actor, ActorKind
 from nodes.models import BackendNode, NodeEvent, NodeLabel
+from nodes.registry import services
 from tests.conftest import eventually
 from tests.support import api, fleet, pages
 

@@ -8,10 +8,10 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 
 from localai_cluster import clock, errors
-from nodes import services
-from nodes.actors import Actor, ActorKind
+from localai_cluster.accounts.actors import Actor, ActorKind
 from nodes.admin import words
 from nodes.models import BackendNode, NodeConflict, NodeEvent, RevokedSecret
+from nodes.registry import services
 from tests.support import api, pages
 
 pytestmark = pytest.mark.django_db

@@ -12,9 +12,9 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 
 from localai_cluster import clock
-from nodes import services
-from nodes.actors import WORKER, Actor, ActorKind
+from localai_cluster.accounts.actors import WORKER, Actor, ActorKind
 from nodes.models import BackendNode
+from nodes.registry import services
 from tests.support import api, pages
 
 pytestmark = pytest.mark.django_db

@@ -16,9 +16,9 @@ from drf_spectacular.generators import SchemaGenerator
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
 from localai_cluster import clock
-from nodes.api import node_rows
-from nodes.api.documents import SchemaView
+from localai_cluster.documents import SchemaView
 from nodes.models import BackendNode, NodeConflict, NodeLabel
+from nodes.registry import node_rows
 from tests.support import api
 
 pytestmark = pytest.mark.django_db

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster import clock, errors
-from nodes import beats, services
-from nodes.actors import Actor, ActorKind
+from localai_cluster.accounts.actors import Actor, ActorKind
+from localai_cluster.accounts.principals import hash_secret
 from nodes.api.heartbeats import BeatWriter, Gate, HeartbeatApplication
-from nodes.identity import hash_secret
 from nodes.models import BackendNode, NodeEvent
+from nodes.registry import heartbeats, services
 from operations.events import NODES, conninfo
 from tests.support import api
 from tests.support.beating import Counted, beat, made, now_of
@@ -76,13 +76,13 @@ async def test_budgets_cap_and_follow_the_total(database: Counted) -> None:
         for number, (text, *_) in enumerate(BUDGETS)
     ]
     reported = [
-        beats.Beat(n.id, n.fingerprint, at, **case[1]) for n, case in zip(nodes, BUDGETS, strict=True)
+        heartbeats.Beat(n.id, n.fingerprint, at, **case[1]) for n, case in zip(nodes, BUDGETS, strict=True)
     ]
-    assert set((await beats.record(database, reported)).values()) == {None}
+    assert set((await heartbeats.record(database, reported)).values()) == {None}
     for node, (text, body, *expected) in zip(nodes, BUDGETS, strict=True):
         stored = await now_of(node)
         assert [stored.vram_budget_bytes, stored.available_vram] == expected, (text, body)
-    assert [text for text in database.statements if "UPDATE" in text] == [beats.WRITE]
+    assert [text for text in database.statements if "UPDATE" in text] == [heartbeats.WRITE]
 
 
 @pytest.mark.rule("R1.36", "R1.47")
@@ -93,12 +93,12 @@ async def test_an_override_that_comes_between_wins(database: Counted) -> None:
     class Late(Counted):
         async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
             found = await super().rows(statement, parameters)
-            if statement != beats.WRITE:
+            if statement != heartbeats.WRITE:
                 await sync_to_async(services.set_vram_budget)(node.id, "20%", actor=ROOT, now=clock.now())
             return found
 
-    reported = beats.Beat(node.id, node.fingerprint, clock.now(), total_vram=200, available_vram=200)
-    await beats.record(Late(database.pool), [reported])
+    reported = heartbeats.Beat(node.id, node.fingerprint, clock.now(), total_vram=200, available_vram=200)
+    await heartbeats.record(Late(database.pool), [reported])
     stored = await now_of(node)
     assert (stored.vram_budget, stored.vram_budget_bytes, stored.available_vram) == ("20%", 20, 20)
 
@@ -123,7 +123,7 @@ async def test_a_beat_clears_reservations_that_were_there_before_it(database: Co
         node = await made(name=f"w{number}", total_vram=100)
         moment = None if reserved is None else at + reserved
         await BackendNode.objects.filter(pk=node.pk).aupdate(reserved_vram=7, reserved_at=moment)
-        await beats.record(database, [beats.Beat(node.id, node.fingerprint, at, **body)])
+        await heartbeats.record(database, [heartbeats.Beat(node.id, node.fingerprint, at, **body)])
         assert (await now_of(node)).reserved_vram == left, case
 
 
@@ -132,9 +132,9 @@ async def test_a_merged_beat_clears_what_its_figure_knew(database: Counted) -> N
     """The free VRAM of the first beat does not become newer because a second one without any follows."""
     node, at = await made(total_vram=100), clock.now()
     await BackendNode.objects.filter(pk=node.pk).aupdate(reserved_vram=7, reserved_at=at + LATER)
-    first = beats.Beat(node.id, node.fingerprint, at, available_vram=60)
-    second = beats.Beat(node.id, node.fingerprint, at + 2 * LATER, available_ram=1)
-    await beats.record(database, [second.after(first)])
+    first = heartbeats.Beat(node.id, node.fingerprint, at, available_vram=60)
+    second = heartbeats.Beat(node.id, node.fingerprint, at + 2 * LATER, available_ram=1)
+    await heartbeats.record(database, [second.after(first)])
     stored = await now_of(node)
     assert (stored.available_vram, stored.reserved_vram, stored.available_ram) == (60, 7, 1)
 
@@ -188,8 +188,8 @@ async def test_coming_back_is_told_once(application: HeartbeatApplication, datab
     node = await silent()
     answers = await asyncio.gather(*(beat(application, node.id, {"available_ram": i}) for i in range(5)))
     assert {status for status, _ in answers} == {200}
-    again = beats.Beat(node.id, node.fingerprint, clock.now())
-    assert await beats.record(database, [again]) == {again.key: None}
+    again = heartbeats.Beat(node.id, node.fingerprint, clock.now())
+    assert await heartbeats.record(database, [again]) == {again.key: None}
     assert await heard(node) == [("offline", "healthy")]
     assert (await now_of(node)).revision == node.revision + 1
 
@@ -201,14 +201,14 @@ _BLOCKED = "SELECT 1 FROM pg_stat_activity WHERE datname = current_database() AN
 async def test_two_processes_that_hear_a_node_tell_it_once(database: Counted) -> None:
     """Both see it silent; the one that waits for the row is overtaken, its beat goes with the next batch."""
     node = await silent()
-    one = beats.Beat(node.id, node.fingerprint, clock.now())
-    batch = {"beats": json.dumps([beats._plain(one, "")])}
+    one = heartbeats.Beat(node.id, node.fingerprint, clock.now())
+    batch = {"beats": json.dumps([heartbeats._plain(one, "")])}
 
     async def blocked() -> bool:
         return bool(await database.pool.rows(_BLOCKED, {}))
 
     async with await psycopg.AsyncConnection.connect(await sync_to_async(conninfo)()) as first:
-        await first.execute(beats.WRITE, batch)
+        await first.execute(heartbeats.WRITE, batch)
         writer = BeatWriter(lambda: database, interval=0.01)
         writer.keep(replace(one, available_ram=7))
         assert await clock.wait_until(blocked, timeout=10)
@@ -227,7 +227,7 @@ async def test_beats_gather_into_one_statement(database: Counted) -> None:
     )
     assert {status for status, _ in answers} == {200}
     written = [text for text in database.statements if "UPDATE" in text]
-    assert written in ([beats.WRITE], [beats.WRITE] * 2)  # the first to be proved may go ahead
+    assert written in ([heartbeats.WRITE], [heartbeats.WRITE] * 2)  # the first to be proved may go ahead
     assert len(database.statements) - len(written) <= 3
     stored = {n.name: n.available_ram async for n in BackendNode.objects.all()}
     assert stored == {f"w{i}": i for i in range(40)}
@@ -239,13 +239,13 @@ async def test_the_second_batch_waits_and_a_node_is_one_row(database: Counted) -
     writer = BeatWriter(lambda: database, interval=0.3)
     fingerprint = hash_secret(api.SECRET)
     started = clock.monotonic()
-    writer.keep(beats.Beat(node.id, fingerprint, clock.now(), available_ram=1))
+    writer.keep(heartbeats.Beat(node.id, fingerprint, clock.now(), available_ram=1))
     await writer.settled()
     for figure in range(5):
-        writer.keep(beats.Beat(node.id, fingerprint, clock.now(), available_disk=figure))
+        writer.keep(heartbeats.Beat(node.id, fingerprint, clock.now(), available_disk=figure))
     await writer.settled()
     assert clock.monotonic() - started >= 0.3
-    assert database.statements == [beats.WRITE] * 2
+    assert database.statements == [heartbeats.WRITE] * 2
     assert (await now_of(node)).available_disk == 4
 
 
@@ -253,10 +253,10 @@ async def test_an_answer_does_not_wait_for_the_batch(database: Counted) -> None:
     """Proved is answered: the row follows with the batch. What was revoked in between writes nothing."""
     node = await made()
     writer = BeatWriter(lambda: database, interval=0.3)
-    writer.keep(beats.Beat(node.id, hash_secret(api.SECRET), clock.now(), available_ram=1))
+    writer.keep(heartbeats.Beat(node.id, hash_secret(api.SECRET), clock.now(), available_ram=1))
     await writer.settled()
     gate = Gate(lambda: database)
-    late = beats.Beat(node.id, hash_secret(api.SECRET), clock.now(), available_ram=2)
+    late = heartbeats.Beat(node.id, hash_secret(api.SECRET), clock.now(), available_ram=2)
     assert await gate.prove(late) is None
     writer.keep(late)
     await sync_to_async(services.revoke)(node.id, actor=ROOT, now=clock.now())
@@ -281,9 +281,9 @@ async def test_a_lost_batch_costs_one_beat(database: Counted) -> None:
     flickering = Flickering(database.pool)
     writer = BeatWriter(lambda: flickering, interval=0.01)
     for figure in (1, 2):
-        writer.keep(beats.Beat(node.id, hash_secret(api.SECRET), clock.now(), available_ram=figure))
+        writer.keep(heartbeats.Beat(node.id, hash_secret(api.SECRET), clock.now(), available_ram=figure))
         await writer.settled()
-    assert flickering.statements == [beats.WRITE]
+    assert flickering.statements == [heartbeats.WRITE]
     assert (await now_of(node)).available_ram == 2
 
 
@@ -309,11 +309,11 @@ def test_reading_ends_in_storable_values_or_names_a_field(body: dict[str, Any]) 
     """One bad beat must never spoil the batch of everybody else."""
     refusal, figures = None, {}
     try:
-        figures = beats.read(body)
+        figures = heartbeats.read(body)
     except errors.InvalidInput as error:
         refusal = error
     assert refusal is None or refusal.field in body
-    entry = beats.Beat(uuid4(), "f", clock.now(), **figures)
+    entry = heartbeats.Beat(uuid4(), "f", clock.now(), **figures)
     assert json.dumps(figures).encode("utf-8")
     assert all(v is None or isinstance(v, str) or 0 <= v < 2**63 for v in figures.values())
     assert entry.after(entry) == entry
@@ -323,8 +323,8 @@ def test_reading_ends_in_storable_values_or_names_a_field(body: dict[str, Any]) 
 def test_a_later_beat_fills_its_gaps_from_the_earlier_one(ram: int | None) -> None:
     """Two beats of a node in one batch are one row: later figures, and what only the earlier one had."""
     node, at = uuid4(), clock.now()
-    early = beats.Beat(node, "f", at, available_ram=1, total_disk=5)
-    late = beats.Beat(node, "f", at + timedelta(seconds=1), available_ram=ram)
+    early = heartbeats.Beat(node, "f", at, available_ram=1, total_disk=5)
+    late = heartbeats.Beat(node, "f", at + timedelta(seconds=1), available_ram=ram)
     merged = late.after(early)
     assert merged.at == late.at
     assert (merged.available_ram, merged.total_disk) == (1 if ram is None else ram, 5)

@@ -6,7 +6,7 @@ from uuid import uuid4
 import pytest
 
 from localai_cluster import clock
-from nodes.identity import hash_secret
+from localai_cluster.accounts.principals import hash_secret
 from nodes.models import BackendNode, NodeConflict, RevokedSecret
 from tests.support import api
 

@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localai_cluster import clock
+from localai_cluster.accounts import actors
 from localai_cluster.asgi import application
-from nodes import actors, services
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeEvent, NodeLabel
+from nodes.registry import services
 from tests.support import api, hot
 from tests.support.environment import API_KEY
 

@@ -8,9 +8,10 @@ import pytest
 from django.contrib.auth import get_user_model
 
 from localai_cluster import clock
-from nodes import services
-from nodes.identity import by_credential
-from nodes.models import ApiKey, BackendNode, NodeEvent, NodeModel
+from localai_cluster.accounts.models import ApiKey
+from localai_cluster.accounts.principals import by_credential
+from nodes.models import BackendNode, NodeEvent, NodeModel
+from nodes.registry import services
 from tests.support import api
 
 pytestmark = pytest.mark.django_db

@@ -10,10 +10,9 @@ from django.test.utils import CaptureQueriesContext
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from localai_cluster import clock
-from nodes import names
-from nodes.api import node_rows
+from localai_cluster import clock, names
 from nodes.models import BackendNode, NodeConflict, NodeLabel, NodeModel
+from nodes.registry import node_rows
 from tests.support import api
 
 pytestmark = pytest.mark.django_db

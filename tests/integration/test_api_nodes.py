@@ -11,9 +11,11 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from localai_cluster import clock
-from nodes import identity, services
-from nodes.actors import Actor, ActorKind
-from nodes.models import ApiKey, BackendNode, NodeEvent, NodeLabel
+from localai_cluster.accounts import principals
+from localai_cluster.accounts.actors import Actor, ActorKind
+from localai_cluster.accounts.models import ApiKey
+from nodes.models import BackendNode, NodeEvent, NodeLabel
+from nodes.registry import services
 from tests.support import api
 from tests.support.environment import REGISTRATION_TOKEN
 
@@ -60,7 +62,7 @@ ADMIN_ROUTES = [("GET", path) for path in ADMIN_GETS] + [("POST", path) for path
 
 def user_key(**rights: Any) -> str:
     user = get_user_model().objects.create_user("ann", password="x", **rights)
-    return identity.create_api_key(user, "laptop")[1]
+    return principals.create_api_key(user, "laptop")[1]
 
 
 def always_and_sometimes(recorded: list[dict[str, Any]]) -> tuple[set[str], set[str]]:

@@ -20,13 +20,13 @@ from django.test import Client
 from django.urls import URLPattern, URLResolver, get_resolver
 from django_q.models import Schedule
 
-from localai_cluster import clock, conf, routing
+from localai_cluster import clock, conf, health, raw_routes
+from localai_cluster.accounts import principals
+from localai_cluster.accounts.models import ApiKey
+from localai_cluster.accounts.principals import hash_secret
 from localai_cluster.embedded.valkey import EmbeddedValkey
-from nodes import identity
-from nodes.api import health
-from nodes.api.middleware import Utf8Only
-from nodes.identity import hash_secret
-from nodes.models import ApiKey, BackendNode
+from localai_cluster.web.middleware import Utf8Only
+from nodes.models import BackendNode
 from operations.models import Operation
 from tests.support import api
 
@@ -127,13 +127,13 @@ def test_every_model_has_pages_and_facts_cannot_be_typed_in(root: Client) -> Non
 def test_a_new_api_key_is_shown_once(root: Client) -> None:
     """Only its hash is kept; it can be revoked."""
     user = get_user_model().objects.get(username="root")
-    page = root.post("/admin/nodes/apikey/add/", {"user": user.pk, "name": "laptop"}, follow=True)
+    page = root.post("/admin/accounts/apikey/add/", {"user": user.pk, "name": "laptop"}, follow=True)
     (plain,) = re.findall(r"lac-[0-9a-f]{48}", page.content.decode())
     assert api.bearer(plain).get("/api/nodes").status_code == 200
     key = ApiKey.objects.get()
-    assert plain not in root.get(f"/admin/nodes/apikey/{key.pk}/change/").content.decode()
+    assert plain not in root.get(f"/admin/accounts/apikey/{key.pk}/change/").content.decode()
     form = {"name": "laptop", "revoked_at_0": "2026-01-01", "revoked_at_1": "00:00:00"}
-    assert root.post(f"/admin/nodes/apikey/{key.pk}/change/", form).status_code == 302
+    assert root.post(f"/admin/accounts/apikey/{key.pk}/change/", form).status_code == 302
     assert api.bearer(plain).get("/api/nodes").status_code == 401
 
 
@@ -184,7 +184,7 @@ def test_every_route_is_in_the_document(root: Client) -> None:
         for method in methods
         if method in ("get", "post", "put", "patch", "delete")
     }
-    expected = {(route.method, route.path) for route in routing.ROUTES} | {
+    expected = {(route.method, route.path) for route in raw_routes.ROUTES} | {
         ("GET", "/ws/operations"),
         ("GET", "/ws/feed"),
     }
@@ -244,7 +244,7 @@ def test_parameters_of_the_document_lead_nowhere(root: Client) -> None:
 def test_documents_are_for_signed_in_users(root: Client) -> None:
     """Users read them, a browser without a session is sent to sign in, nobody else gets anything."""
     user = get_user_model().objects.create_user("ann", password="x")
-    key = identity.create_api_key(user, "k")[1]
+    key = principals.create_api_key(user, "k")[1]
     for path in ("/api/schema", "/api/docs"):
         assert api.Caller().get(path).status_code == 401
         assert api.bearer(key).get(path).status_code == 200

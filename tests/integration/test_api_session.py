@@ -15,10 +15,10 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 
 from localai_cluster import clock
-from nodes import identity, passwords
-from nodes.api import throttle
-from nodes.api.websockets import principal_of
-from nodes.models import InitialPassword
+from localai_cluster.accounts import passwords, principals
+from localai_cluster.accounts.models import InitialPassword
+from localai_cluster.accounts.websockets import principal_of
+from localai_cluster.web import throttle
 from tests.support import api
 
 pytestmark = pytest.mark.django_db
@@ -376,7 +376,7 @@ def test_only_a_session_changes_a_password(ann: Any) -> None:
     browser.get("/api/auth/status")
     refused = browser.post("/api/auth/password", {"old": PASSWORD, "new": NEXT})
     assert (refused.status_code, refused.json()) == (401, {"error": "sign-in required"})
-    key = identity.create_api_key(ann, "k")[1]
+    key = principals.create_api_key(ann, "k")[1]
     assert api.bearer(key).post("/api/auth/password", {"old": PASSWORD, "new": NEXT}).status_code == 403
 
 
@@ -445,7 +445,7 @@ def test_pages_lead_to_the_change_first(newcomer: Any) -> None:
 
 def test_keys_are_not_affected(newcomer: Any) -> None:
     """They were made on purpose, and prove nothing about the password."""
-    key = identity.create_api_key(newcomer, "k")[1]
+    key = principals.create_api_key(newcomer, "k")[1]
     assert api.bearer(key).get("/api/nodes").status_code == 200
 
 

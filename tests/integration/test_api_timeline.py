@@ -8,8 +8,9 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from localai_cluster import clock
-from nodes import actors, timeline
+from localai_cluster.accounts import actors
 from nodes.models import BackendNode, NodeEvent
+from nodes.registry import timeline
 from tests.support import api
 
 pytestmark = pytest.mark.django_db

@@ -12,9 +12,9 @@ from django.db import connections
 from django.test import Client
 
 from localai_cluster import clock
+from localai_cluster.accounts import principals
 from localai_cluster.embedded.valkey import EmbeddedValkey
-from nodes import identity
-from nodes.api.websockets import websocket_application
+from localai_cluster.websockets import websocket_application
 from operations import consumers, events, feed, services
 from operations.models import Operation
 from operations.states import Event
@@ -89,7 +89,7 @@ async def opened(socket: WebsocketCommunicator) -> Any:
 async def test_only_admins_may_watch(watch: Watch) -> None:
     """Decided before the socket is accepted: 4401 for nobody, 4403 for a user; nodes are nobody here."""
     user = await sync_to_async(get_user_model().objects.create_user)("ann", password="x")
-    _, plain = await sync_to_async(identity.create_api_key)(user, "k")
+    _, plain = await sync_to_async(principals.create_api_key)(user, "k")
     node_secret = f"Bearer {api.SECRET}".encode()
     await sync_to_async(api.make_node)()
     await sync_to_async((client := Client()).force_login)(user)

@@ -11,10 +11,10 @@ from django.conf import settings
 from django.db import OperationalError
 
 from localai_cluster import clock
-from nodes import beats, services
-from nodes.actors import Actor, ActorKind
+from localai_cluster.accounts.actors import Actor, ActorKind
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.models import BackendNode, NodeConflict
+from nodes.registry import heartbeats, services
 from tests.support import api
 from tests.support.beating import Counted, beat, made, now_of
 from tests.support.environment import REGISTRATION_TOKEN
@@ -155,7 +155,7 @@ async def test_a_copied_data_folder_shows_in_its_beats(
     assert (conflict.kind, conflict.claim, conflict.source_address) == ("instance", "1" * 32, "192.0.2.7")
     assert conflict.count == 2
     assert conflict.node_source_address == "127.0.0.1"
-    assert [text for text in database.statements if "UPDATE" in text] == [beats.WRITE]
+    assert [text for text in database.statements if "UPDATE" in text] == [heartbeats.WRITE]
 
 
 async def test_a_conflict_that_cannot_be_noted_is_refused_all_the_same(

@@ -16,10 +16,10 @@ from django.db import connection, connections
 from django.test.utils import CaptureQueriesContext
 
 from localai_cluster import clock, errors
-from nodes import services
-from nodes.actors import Actor, ActorKind
-from nodes.identity import hash_secret
+from localai_cluster.accounts.actors import Actor, ActorKind
+from localai_cluster.accounts.principals import hash_secret
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeLabel
+from nodes.registry import services
 from tests.support import api
 
 pytestmark = pytest.mark.django_db(transaction=True)

@@ -7,9 +7,9 @@ from uuid import UUID, uuid4
 import pytest
 
 from localai_cluster import clock
-from nodes import services
-from nodes.actors import Actor, ActorKind
+from localai_cluster.accounts.actors import Actor, ActorKind
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel
+from nodes.registry import services
 from tests.support import api
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN
 

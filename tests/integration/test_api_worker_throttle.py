@@ -16,12 +16,12 @@ from django.test import Client
 from redis.exceptions import ConnectionError as RedisGone
 
 from localai_cluster import clock
+from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.embedded.valkey import EmbeddedValkey
-from nodes import services
-from nodes.actors import Actor, ActorKind
-from nodes.api import throttle
+from localai_cluster.web import throttle
+from localai_cluster.web.throttle import LIMIT, WINDOW, Failures, TooManyFailures
 from nodes.api.heartbeats import HeartbeatApplication
-from nodes.api.throttle import LIMIT, WINDOW, Failures, TooManyFailures
+from nodes.registry import services
 from tests.support import api
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN
 
@@ -91,7 +91,7 @@ def test_one_line_a_minute_with_a_count(
     failures = Failures(None, own)
     moment = START.timestamp()
     monkeypatch.setattr("django.core.cache.backends.locmem.time.time", lambda: moment)
-    with caplog.at_level(logging.WARNING, logger="nodes.api.throttle"):
+    with caplog.at_level(logging.WARNING, logger="localai_cluster.web.throttle"):
         fail(failures, 12)
         moment += WINDOW
         fail(failures, 2, at=START + timedelta(seconds=WINDOW))
@@ -150,7 +150,7 @@ def test_nobody_is_locked_out_while_valkey_is_away(
     gone = Mock(spec=BaseCache)
     gone.get.side_effect = gone.add.side_effect = RedisGone("gone")
     failures = Failures(gone, own)
-    with caplog.at_level(logging.WARNING, logger="nodes.api.throttle"):
+    with caplog.at_level(logging.WARNING, logger="localai_cluster.web.throttle"):
         failures.check(HERE, START)
         fail(failures, LIMIT)
     with pytest.raises(TooManyFailures):

@@ -10,9 +10,9 @@ import pytest
 from django.core.management import CommandError, call_command
 
 from localai_cluster import clock
-from nodes import services
-from nodes.actors import MAKE_RUN, WORKER
+from localai_cluster.accounts.actors import MAKE_RUN, WORKER
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel
+from nodes.registry import services
 from tests.support import api
 
 pytestmark = pytest.mark.django_db

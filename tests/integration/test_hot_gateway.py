@@ -12,9 +12,9 @@ import pytest
 from pytest_django import Settings
 
 from localai_cluster import clock
+from localai_cluster.accounts.principals import KEY_PREFIX, hash_secret
 from localai_cluster.asgi import application
 from localai_cluster.rpc.client import BackendClient
-from nodes.identity import KEY_PREFIX, hash_secret
 from nodes.models import NodeModel, ReplicaUse
 from tests.support import backends, hot
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from localai_cluster import clock, procs
 from localai_cluster.errors import NotAuthenticated
-from nodes.health import liveness
 from nodes.models import BackendNode, NodeModel, ReplicaUse
+from nodes.reconcilers import liveness
 from nodes.routing import pool, process, statements
 from nodes.routing.picks import Picker, Replica
 from tests.support import hot

@@ -5,13 +5,13 @@ from uuid import uuid4
 import pytest
 
 from localai_cluster import errors
-from nodes import services
-from nodes.identity import hash_secret
+from localai_cluster.accounts.principals import hash_secret
 from nodes.models import (
     BackendNode,
     NodeConflict,
     RevokedSecret,
 )
+from nodes.registry import services
 from tests.support.fleet import (
     NOW,
     OTHER_SECRET,

@@ -17,13 +17,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localai_cluster import clock
+from localai_cluster.accounts import actors
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NoResponders, NotConnected
 from localai_cluster.messaging.codec import encode
-from nodes import actors, services
 from nodes.backends import install, inventory
 from nodes.models import BackendNode, NodeBackend
+from nodes.registry import services
 from operations import events
 from operations import services as ledger
 from operations.executor import Work

@@ -13,12 +13,14 @@ from django.db import OperationalError, connections
 from django.test import Client
 
 from localai_cluster import clock
+from localai_cluster.accounts import actors, principals
+from localai_cluster.accounts.models import ApiKey, InitialPassword
 from localai_cluster.embedded.valkey import EmbeddedValkey
-from nodes import actors, identity, services
-from nodes.api.websockets import websocket_application
+from localai_cluster.websockets import websocket_application
 from nodes.live import watch as watching
 from nodes.live.consumer import FeedConsumer
-from nodes.models import ApiKey, BackendNode, InitialPassword
+from nodes.models import BackendNode
+from nodes.registry import services
 from operations import controllers, feed, hearing
 from operations import services as ledger
 from operations.models import Operation
@@ -391,7 +393,7 @@ async def refused(headers: Any) -> tuple[bool, int]:
 async def test_only_admins_may_watch() -> None:
     """Our own page learns the reason from the close code; programs and other pages are not let in at all."""
     user = await sync_to_async(get_user_model().objects.create_user)("ann", password="x")
-    _, plain = await sync_to_async(identity.create_api_key)(user, "k")
+    _, plain = await sync_to_async(principals.create_api_key)(user, "k")
     key = (b"x-api-key", plain.encode())
     foreign = [(b"host", b"cluster:8080"), (b"origin", b"http://evil.example")]
     found = [
@@ -438,7 +440,7 @@ async def test_a_revoked_key_and_a_lost_role_close_the_socket(
     """A program's key is looked at again too; who is no admin any more gets 4403."""
     monkeypatch.setattr(FeedConsumer, "ask_every", 0.05)
     user, headers = await signed_in()
-    key, plain = await sync_to_async(identity.create_api_key)(user, "k")
+    key, plain = await sync_to_async(principals.create_api_key)(user, "k")
     program = await (await tab(headers=[(b"x-api-key", plain.encode())])).greeted()
     page = await (await tab(headers=headers)).greeted()
     await sync_to_async(ApiKey.objects.filter(pk=key.pk).update)(revoked_at=clock.now())

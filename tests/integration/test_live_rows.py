@@ -10,10 +10,11 @@ from django.test.utils import CaptureQueriesContext
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes import names, services
+from localai_cluster import names
 from nodes.live import history, notices, rows, watch
 from nodes.live.history import History
 from nodes.models import BackendNode, NodeBackend, NodeConflict, NodeLabel, NodeModel
+from nodes.registry import services
 from operations import controllers
 from tests.support import fleet, live
 from tests.support.fleet import ANNA, NOW, later

@@ -12,8 +12,7 @@ from django.db import connection
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from localai_cluster import clock
-from nodes import names
+from localai_cluster import clock, names
 from nodes.models import BackendNode, NodeLabel
 from tests.integration.test_hot_serve import ADMIN, serving
 from tests.support import hot

@@ -13,13 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster import clock
+from localai_cluster.accounts import actors
+from localai_cluster.accounts.principals import hash_secret
 from localai_cluster.locks import Lock
-from nodes import actors, tasks, timeline
-from nodes.health.liveness import Heard, Limits, Listener, Observed, apply, observe, plan_liveness
-from nodes.identity import hash_secret
 from nodes.models import BackendNode, NodeEvent, NodeModel, ReplicaUse, WebProcess
-from nodes.services import deactivate
-from nodes.timeline import Entry
+from nodes.reconcilers import tasks
+from nodes.reconcilers.liveness import Heard, Limits, Listener, Observed, apply, observe, plan_liveness
+from nodes.registry import timeline
+from nodes.registry.services import deactivate
+from nodes.registry.timeline import Entry
 from tests.conftest import eventually
 from tests.support import hot
 from tests.support.fleet import beat, beat_of, kinds, told

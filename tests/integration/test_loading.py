@@ -19,10 +19,11 @@ from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Handler, NoResponders, Subscription
 from localai_cluster.messaging.codec import encode
 from nodes.backends import install
-from nodes.definitions import Folder
-from nodes.loading import load, replicas
-from nodes.loading.replicas import Slot
+from nodes.definitions.files import Folder
+from nodes.loading import load
 from nodes.models import BackendNode, NodeModel
+from nodes.replicas import slots
+from nodes.replicas.slots import Slot
 from operations import services
 from operations.executor import Postpone, Work
 from operations.models import Operation
@@ -196,7 +197,7 @@ def test_leftovers_are_locked_in_the_order_of_their_ids() -> None:
 
     def clear() -> list[Slot]:
         try:
-            return replicas.leftovers("m", mark="mine")
+            return slots.leftovers("m", mark="mine")
         finally:
             connection.close()
 

@@ -11,13 +11,13 @@ import pytest
 from django.db import transaction
 
 from localai_cluster import errors
-from nodes import services
-from nodes.beats import Overtaken
-from nodes.identity import hash_secret
+from localai_cluster.accounts.principals import hash_secret
 from nodes.models import (
     BackendNode,
     NodeConflict,
 )
+from nodes.registry import services
+from nodes.registry.heartbeats import Overtaken
 from tests.support.fleet import (
     ANNA,
     NOW,

@@ -1,9 +1,9 @@
 """The life cycle against a small model: workers, a copy, an impostor, two admins, beats and passes.
 
-The model is written down by hand, not derived from `nodes/states.py`. After every step the database must say
-what the model says, and what must never happen has not happened: a node nobody approved is no target, an
-admin's drain is there until an admin ends it, an identity changes hands by an admin only, and the timeline
-tells every event once.
+The model is written down by hand, not derived from `nodes/registry/states.py`. After every step the database
+must say what the model says, and what must never happen has not happened: a node nobody approved is no
+target, an admin's drain is there until an admin ends it, an identity changes hands by an admin only, and the
+timeline tells every event once.
 """
 
 from collections.abc import Callable
@@ -26,15 +26,16 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from localai_cluster.accounts import actors
+from localai_cluster.accounts.actors import Actor
+from localai_cluster.accounts.principals import hash_secret
 from localai_cluster.errors import ClusterError
-from nodes import actors, identity, services
-from nodes.actors import Actor
-from nodes.beats import Beat
-from nodes.health.liveness import Limits, apply, observe, plan_liveness
-from nodes.identity import hash_secret
-from nodes.loading.replicas import fleet
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel, WebProcess
 from nodes.placement.choose import refusal
+from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness
+from nodes.registry import identity, services
+from nodes.registry.heartbeats import Beat
+from nodes.replicas.slots import fleet
 from tests.support.environment import REGISTRATION_TOKEN
 from tests.support.fleet import ANNA, NOW, ROOT, beat, register, replica
 from tests.support.lifecycle import TOKEN, Claim, Node

@@ -14,9 +14,9 @@ from django.conf import settings as django_settings
 from django.contrib.staticfiles import finders
 from django.test import Client
 
-from localai_cluster import ui
 from localai_cluster.asgi import application, without_slash
-from localai_cluster.static_files import accepts_gzip
+from localai_cluster.web import ui
+from localai_cluster.web.static_files import accepts_gzip
 
 SCRIPT = "import './x.js';\n" * 20
 MANIFEST: dict[str, Any] = {

@@ -11,9 +11,7 @@ import pytest
 from django.db import IntegrityError, transaction
 
 from localai_cluster import errors
-from nodes import actors, services
-from nodes.health.liveness import Limits, Plan, apply
-from nodes.loading.replicas import fleet, reserve
+from localai_cluster.accounts import actors
 from nodes.models import (
     BackendNode,
     ModelSchedulingConfig,
@@ -23,7 +21,10 @@ from nodes.models import (
     ReplicaUse,
     WebProcess,
 )
-from nodes.services import Running
+from nodes.reconcilers.liveness import Limits, Plan, apply
+from nodes.registry import services
+from nodes.registry.services import Running
+from nodes.replicas.slots import fleet, reserve
 from tests.support.fleet import (
     NOW,
     ROOT,

@@ -7,8 +7,7 @@ from django.db import IntegrityError, transaction
 from django.db.models import Model
 
 from localai_cluster import clock
-from nodes.actors import STATIC_KEY
-from nodes.loading import replicas
+from localai_cluster.accounts.actors import STATIC_KEY
 from nodes.models import (
     BackendNode,
     ModelLoadInfo,
@@ -17,7 +16,8 @@ from nodes.models import (
     PendingBackendOp,
     ReplicaState,
 )
-from nodes.services import deregister, drain
+from nodes.registry.services import deregister, drain
+from nodes.replicas import slots
 from tests.support import api
 
 pytestmark = pytest.mark.django_db
@@ -60,8 +60,8 @@ def test_a_slot_is_taken_once() -> None:
     node = api.make_node()
     replica(node)
     assert refused(NodeModel, node=node, model_name="m", replica_index=0)
-    (view,) = replicas.fleet("m")
-    assert replicas.reserve(view, "m", 0, mark="x:1", backend="echo", now=clock.now()) is None
+    (view,) = slots.fleet("m")
+    assert slots.reserve(view, "m", 0, mark="x:1", backend="echo", now=clock.now()) is None
     assert NodeModel.objects.get(node=node, model_name="m").state == "loaded"
 
 
@@ -69,9 +69,9 @@ def test_a_slot_is_taken_once() -> None:
 def test_a_node_that_was_drained_meanwhile_gives_no_slot() -> None:
     """I10: between the choice and the slot an admin may have spoken."""
     node = api.make_node()
-    (view,) = replicas.fleet("m")
+    (view,) = slots.fleet("m")
     drain(node.id, actor=STATIC_KEY, now=clock.now())
-    assert replicas.reserve(view, "m", 0, mark="x:1", backend="echo", now=clock.now()) is None
+    assert slots.reserve(view, "m", 0, mark="x:1", backend="echo", now=clock.now()) is None
     assert not NodeModel.objects.exists()
 
 

@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localai_cluster import clock
-from nodes import actors, selectors, services
-from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel
+from localai_cluster.accounts import actors
+from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, selectors
+from nodes.registry import services
 from tests.support import api
 
 pytestmark = pytest.mark.django_db

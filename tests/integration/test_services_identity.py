@@ -7,11 +7,11 @@ from uuid import uuid4
 import pytest
 
 from localai_cluster import errors
-from nodes import services
-from nodes.actors import MAKE_RUN
-from nodes.identity import by_credential, hash_secret
+from localai_cluster.accounts.actors import MAKE_RUN
+from localai_cluster.accounts.principals import by_credential, hash_secret
 from nodes.models import BackendNode, NodeConflict, RevokedSecret
-from nodes.services.claims import MOST_CONFLICTS, MOST_INSTANCES
+from nodes.registry import services
+from nodes.registry.claims import MOST_CONFLICTS, MOST_INSTANCES
 from tests.support.fleet import (
     ANNA,
     NOW,

@@ -6,8 +6,8 @@ from uuid import uuid4
 import pytest
 
 from localai_cluster import errors
-from nodes import services
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel
+from nodes.registry import services
 from tests.support.fleet import (
     ANNA,
     NOW,

@@ -12,11 +12,13 @@ import pytest
 from django.conf import settings
 
 from localai_cluster import errors
-from nodes import actors, services
-from nodes.beats import Beat
+from localai_cluster.accounts import actors
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel, PendingBackendOp
-from nodes.services.change import columns, facts_of
-from nodes.states import Facts, status_of
+from nodes.registry import services
+from nodes.registry.change import columns, facts_of
+from nodes.registry.heartbeats import Beat
+from nodes.registry.states import Facts, status_of
+from nodes.replicas import removals
 from tests.checks.states import everything
 from tests.support.fleet import (
     ANNA,
@@ -457,7 +459,7 @@ def removed(django_capture_on_commit_callbacks: Any) -> Any:
         def hear(sender: Any, model_name: str, node_id: Any, replica_index: int, **more: Any) -> None:
             seen.append((model_name, node_id, replica_index))
 
-        services.replicas_removed.connect(hear, weak=False)
+        removals.replicas_removed.connect(hear, weak=False)
         try:
             with django_capture_on_commit_callbacks() as callbacks:
                 work()
@@ -465,7 +467,7 @@ def removed(django_capture_on_commit_callbacks: Any) -> Any:
             for callback in callbacks:
                 callback()
         finally:
-            services.replicas_removed.disconnect(hear)
+            removals.replicas_removed.disconnect(hear)
         return seen
 
     return run
@@ -502,11 +504,11 @@ def test_a_listener_that_fails_fails_nothing_else(removed: Any) -> None:
     def fail(**more: Any) -> None:
         raise RuntimeError("a listener's own problem")
 
-    services.replicas_removed.connect(fail, weak=False)
+    removals.replicas_removed.connect(fail, weak=False)
     try:
         assert removed(lambda: leave(node)) == [("m", node.pk, -1)]
     finally:
-        services.replicas_removed.disconnect(fail)
+        removals.replicas_removed.disconnect(fail)
 
 
 # --- who may not be reached

@@ -8,13 +8,14 @@ import pytest
 from django.contrib.auth import get_user_model
 
 from localai_cluster import errors
-from nodes import services
+from localai_cluster.accounts.models import ApiKey
+from localai_cluster.accounts.principals import by_credential
 from nodes.backends.install import find_node
-from nodes.identity import by_credential
-from nodes.loading.replicas import fleet
-from nodes.models import ApiKey, BackendNode, NodeLabel, NodeModel, PendingBackendOp
+from nodes.models import BackendNode, NodeLabel, NodeModel, PendingBackendOp
 from nodes.placement.choose import Reason, refusal
-from nodes.services import Running
+from nodes.registry import services
+from nodes.registry.services import Running
+from nodes.replicas.slots import fleet
 from tests.support.fleet import (
     NOW,
     OTHER_SECRET,

@@ -7,10 +7,12 @@ import pytest
 from django.conf import settings
 
 from localai_cluster import clock, errors
+from localai_cluster.accounts import actors
 from localai_cluster.logs import request_id
-from nodes import actors, services, tasks, timeline
 from nodes.models import BackendNode, NodeConflict, NodeEvent
-from nodes.timeline import Entry
+from nodes.reconcilers import tasks
+from nodes.registry import services, timeline
+from nodes.registry.timeline import Entry
 from tests.support.fleet import (
     ANNA,
     NOW,

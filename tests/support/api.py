@@ -10,9 +10,10 @@ from django.http import HttpResponse
 from django.test import Client
 
 from localai_cluster import clock
-from nodes import actors, services
-from nodes.identity import hash_secret
+from localai_cluster.accounts import actors
+from localai_cluster.accounts.principals import hash_secret
 from nodes.models import BackendNode, NodeModel
+from nodes.registry import services
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN
 
 RECORDINGS = Path(__file__).parent.parent / "data" / "http"

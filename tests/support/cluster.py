@@ -190,7 +190,7 @@ class Cluster:
         process = self.spawn(
             f"worker-{name}",
             "-m",
-            "nodes.agent",
+            "localai_cluster.worker",
             env={
                 "LOCALAI_NODE_NAME": name,
                 "LOCALAI_REGISTER_TO": web.url,

@@ -8,13 +8,13 @@ from uuid import UUID
 
 from django.db import connection
 
+from localai_cluster.accounts.actors import Actor, ActorKind
+from localai_cluster.accounts.principals import hash_secret
 from localai_cluster.errors import ClusterError
-from nodes import beats, services
-from nodes.actors import Actor, ActorKind
-from nodes.beats import Beat
-from nodes.identity import hash_secret
 from nodes.models import BackendNode, NodeEvent, NodeModel
-from nodes.services import Registered, Registration
+from nodes.registry import heartbeats, services
+from nodes.registry.heartbeats import Beat
+from nodes.registry.services import Registered, Registration
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 ROOT = Actor(ActorKind.USER, "root")
@@ -103,10 +103,10 @@ class _Here:
             return list(cursor.fetchall())
 
 
-def beat(*given: Beat) -> dict[beats.Key, Exception | None]:
+def beat(*given: Beat) -> dict[heartbeats.Key, Exception | None]:
     """Writes these beats as one batch, the overtaken ones as the next; answers why each was refused."""
-    verdicts: dict[beats.Key, Exception | None] = dict(_finished(beats.record(_Here(), given)))
-    overtaken = [one for one in given if isinstance(verdicts[one.key], beats.Overtaken)]
+    verdicts: dict[heartbeats.Key, Exception | None] = dict(_finished(heartbeats.record(_Here(), given)))
+    overtaken = [one for one in given if isinstance(verdicts[one.key], heartbeats.Overtaken)]
     return verdicts | (beat(*overtaken) if overtaken else {})
 
 

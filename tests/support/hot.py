@@ -13,10 +13,11 @@ from django.db import connection
 from psycopg.conninfo import make_conninfo
 
 from localai_cluster import clock, conf
+from localai_cluster.accounts.models import ApiKey
 from localai_cluster.rpc.client import ClientPool
 from nodes.inference import gateway
 from nodes.loading.wait import Loads
-from nodes.models import ApiKey, BackendNode, NodeModel, ReplicaState, WebProcess
+from nodes.models import BackendNode, NodeModel, ReplicaState, WebProcess
 from nodes.routing.picks import Picker
 from nodes.routing.pool import Line, Pool
 from nodes.routing.process import Presence

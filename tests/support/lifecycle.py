@@ -1,4 +1,4 @@
-"""What the life cycle's model knows of a node: written by hand, not derived from `nodes/states.py`."""
+"""What the life cycle's model knows of a node: written by hand, not derived from the product's table."""
 
 from dataclasses import dataclass, field
 from datetime import datetime

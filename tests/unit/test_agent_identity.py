@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from nodes.agent.controller import CallFailed, Controller
-from nodes.agent.identity import Identity, IdentityProblem
+from localai_cluster.worker.controller import CallFailed, Controller
+from localai_cluster.worker.identity import Identity, IdentityProblem
 
 INSTANCE = "1f" * 16
 

@@ -17,13 +17,13 @@ from localai_cluster.errors import ClusterError, InvalidInput
 from localai_cluster.galleries import Build, GalleryUnreadable
 from localai_cluster.messaging.codec import encode
 from localai_cluster.messaging.messages import Gallery
-from nodes.agent import copying
-from nodes.agent.copying import SourceProblem, Stopped, Throttle, copy_tree
-from nodes.agent.gallery import choose
-from nodes.agent.install import Installer, InstallFailed, Wanted, swap
-from nodes.agent.listing import Metadata, Shelf, discard, read_metadata
-from nodes.agent.names import folder_name, strip_gallery
-from nodes.agent.progress import Tick, ignore
+from localai_cluster.worker import copying
+from localai_cluster.worker.copying import SourceProblem, Stopped, Throttle, copy_tree
+from localai_cluster.worker.gallery import choose
+from localai_cluster.worker.install import Installer, InstallFailed, Wanted, swap
+from localai_cluster.worker.listing import Metadata, Shelf, discard, read_metadata
+from localai_cluster.worker.names import folder_name, strip_gallery
+from localai_cluster.worker.progress import Tick, ignore
 
 
 def backend(folder: Path, version: str = "1", **metadata: str) -> Path:

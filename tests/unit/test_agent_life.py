@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from localai_cluster import clock
 from localai_cluster.messaging.messages import ProgressEvent, human_bytes
-from nodes.agent import hardware, identity, probes
-from nodes.agent.config import Config, InvalidSetting, build, host_port
-from nodes.agent.controller import CallFailed, Registered
-from nodes.agent.hardware import Figures, Gpus
-from nodes.agent.logring import LINES, LogLine, LogRings
-from nodes.agent.progress import Progress, Tick, event
-from nodes.agent.registration import GaveUp, body, listed, pauses, register
+from localai_cluster.worker import hardware, identity, probes
+from localai_cluster.worker.config import Config, InvalidSetting, build, host_port
+from localai_cluster.worker.controller import CallFailed, Registered
+from localai_cluster.worker.hardware import Figures, Gpus
+from localai_cluster.worker.logring import LINES, LogLine, LogRings
+from localai_cluster.worker.progress import Progress, Tick, event
+from localai_cluster.worker.registration import GaveUp, body, listed, pauses, register
 
 
 def config(**given: str) -> Config:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from localai_cluster import clock, procs
-from nodes.agent import processes
-from nodes.agent.logring import LogRings
-from nodes.agent.ports import PortAllocator
-from nodes.agent.processes import StartFailed, Supervisor
+from localai_cluster.worker import processes
+from localai_cluster.worker.logring import LogRings
+from localai_cluster.worker.ports import PortAllocator
+from localai_cluster.worker.processes import StartFailed, Supervisor
 
 TOKEN = "token-of-the-registration"
 

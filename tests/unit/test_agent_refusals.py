@@ -7,9 +7,9 @@ import httpx
 import pytest
 
 from localai_cluster import clock
-from nodes.agent import registration
-from nodes.agent.controller import CallFailed, Controller
-from nodes.agent.heartbeat import Heart
+from localai_cluster.worker import registration
+from localai_cluster.worker.controller import CallFailed, Controller
+from localai_cluster.worker.heartbeat import Heart
 
 
 async def refusals(*statuses: tuple[int, dict[str, str]]) -> tuple[list[float], list[str]]:

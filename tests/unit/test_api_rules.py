@@ -10,21 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster import errors
-from nodes import budget
-from nodes.api.envelopes import exception_handler, field_message, refusal_headers
-from nodes.api.parsers import is_json, parse_json
-from nodes.api.throttle import TooManyFailures
-from nodes.identity import (
+from localai_cluster.accounts.principals import hash_secret, offered, same
+from localai_cluster.web.envelopes import exception_handler, field_message, refusal_headers
+from localai_cluster.web.parsers import is_json, parse_json
+from localai_cluster.web.throttle import TooManyFailures
+from nodes.registry import budget
+from nodes.registry.identity import (
     NOBODY,
     MustRotate,
     NodeFacts,
     OtherProcess,
     WrongCredential,
-    hash_secret,
     judge,
     node_fingerprint,
-    offered,
-    same,
 )
 
 

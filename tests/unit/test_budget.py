@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes import budget
+from nodes.registry import budget
 
 GB = 10**9
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster import errors
-from nodes import names
+from localai_cluster import errors, names
 
 VISIBLE = st.characters(
     codec="utf-8",

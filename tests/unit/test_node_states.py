@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from nodes.states import (
+from nodes.registry.states import (
     DRAINING,
     HEALTHY,
     OFFLINE,

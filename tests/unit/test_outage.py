@@ -12,8 +12,8 @@ from django.utils.module_loading import import_string
 from psycopg import errors
 
 from localai_cluster.outage import OneLineOutages, is_outage, left_out_in_an_outage
-from localai_cluster.scheduling import Recurring
-from nodes import schedules as node_schedules
+from localai_cluster.periodic import Recurring
+from nodes.reconcilers import schedules as node_schedules
 from operations import schedules as ledger_schedules
 
 

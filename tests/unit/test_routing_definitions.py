@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster.rpc.messages import options_from_mapping
-from nodes.definitions import Folder, Unusable, load_options, parse, read, revision
+from nodes.definitions.files import Folder, Unusable, load_options, parse, read, revision
 
 PLAIN = {"name": "mini", "backend": "numpy", "parameters": {"model": "mini.bin"}, "embeddings": True}
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from localai_cluster.asgi import without_slash
 from localai_cluster.errors import InvalidInput
-from nodes.inference import wire
+from localai_cluster.web import wire
 from nodes.inference.embeddings import MAX_TEXT_BYTES, MAX_TEXTS, parse
 
 GOOD: dict[str, Any] = {"model": "m", "input": "a"}

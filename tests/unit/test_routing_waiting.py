@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from nodes.inference import wire
+from localai_cluster.web import wire
 from nodes.loading.wait import Look, eta_seconds, failure, loading_body, still_loading
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)

@@ -13,9 +13,10 @@ from django.core.management.base import BaseCommand, CommandError
 from django.db import transaction
 
 from localai_cluster import clock, errors
+from localai_cluster.accounts import actors
+from localai_cluster.accounts.models import InitialPassword
 from localai_cluster.env import Environment
-from nodes import actors, identity, services
-from nodes.models import InitialPassword
+from nodes.registry import identity, services
 
 ADMIN = "admin"
 

@@ -17,18 +17,18 @@ from typing import Any
 from django.core.management.base import BaseCommand
 from django.db import Error as DatabaseError
 
-from localai_cluster import clock, conf, scheduling
+from localai_cluster import clock, conf, periodic
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.nats import NatsBus
-from nodes import handlers, schedules
 from nodes.backends import install, inventory
 from nodes.backends.inventory import Inventory
-from nodes.definitions import Folder
+from nodes.definitions.files import Folder
 from nodes.loading import load
+from nodes.reconcilers import schedules
 from operations import controllers, services
 from operations import schedules as ledger_schedules
 from operations.events import NODES, OPERATIONS, listen
-from operations.executor import Executor, in_thread
+from operations.executor import Executor, Handler, in_thread
 from operations.waiting import Hints
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,10 @@ async def run() -> None:
     owner = f"{socket.gethostname()[:20]}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
     bus, hints = NatsBus(conf.cluster().nats_url, name="controller"), Hints()
     bus.start()
-    table = handlers.handlers(bus, Folder(conf.cluster().models_path), hints)
+    table: dict[str, Handler] = {
+        install.KIND: install.InstallBackend(bus),
+        load.KIND: load.LoadModel(bus, Folder(conf.cluster().models_path), hints),
+    }
     executor = Executor(owner, table, lease=conf.cluster().operation_lease)
     lists = Inventory(bus)
     loops = [
@@ -111,9 +114,9 @@ async def tick() -> None:
     while True:
         try:
             if not declared:
-                await in_thread(scheduling.ensure, [*schedules.SCHEDULES, *ledger_schedules.SCHEDULES])
+                await in_thread(periodic.ensure, [*schedules.SCHEDULES, *ledger_schedules.SCHEDULES])
                 declared = True
-            await in_thread(scheduling.tick)
+            await in_thread(periodic.tick)
         except DatabaseError as error:
             log.warning("schedules not ticked: %s", error)
         await asyncio.sleep(TICK_EVERY)

@@ -1,6 +1,6 @@
 """`manage.py nodes`: who is a node, and what an operator says about it, at the command line.
 
-Each verb here is one of `nodes.services`, as over REST; `--json` prints what the REST route answers. A node
+Each verb here is one of `nodes.registry`, as over REST; `--json` prints what the REST route answers. A node
 is named by its name, its id or the beginning of its id. Whatever is refused ends with exit code 1 and one
 line that says what to do instead.
 """
@@ -16,11 +16,10 @@ from rest_framework.request import Request
 
 from localai_cluster import clock, errors
 from localai_cluster.env import parse_duration
-from nodes import services
-from nodes.api import listing, node_rows
 from nodes.api.identity_views import conflict_row
 from nodes.management import finding, shown
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeStatus, NodeType
+from nodes.registry import listing, node_rows, services
 
 EVENTS_SHOWN = 10
 Options = Mapping[str, Any]

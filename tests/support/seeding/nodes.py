@@ -13,11 +13,12 @@ from uuid import UUID
 from django.db import connection, transaction
 
 from localai_cluster import errors
-from nodes import actors, identity, services
-from nodes import names as node_names
-from nodes.actors import Actor, ActorKind
+from localai_cluster import names as node_names
+from localai_cluster.accounts import actors, principals
+from localai_cluster.accounts.actors import Actor, ActorKind
 from nodes.models import BackendNode, NodeBackend, NodeLabel, NodeModel
-from nodes.services import Registration
+from nodes.registry import services
+from nodes.registry.services import Registration
 from tests.support.seeding import hostile
 
 GIB = 1024**3
@@ -84,7 +85,7 @@ def _row(number: int, name: str, kind: Hardware, random: Random, now: datetime) 
         name_key=node_names.key(name),
         address=f"10.{number // 200}.{number % 200}.7:50051",
         http_address=f"10.{number // 200}.{number % 200}.7:50050",
-        fingerprint=identity.hash_secret(f"seeded {name}"),
+        fingerprint=principals.hash_secret(f"seeded {name}"),
         bound_at=now,
         source_address=f"10.{number // 200}.{number % 200}.7",
         approved_at=None if pending else now - timedelta(days=random.randint(1, 90)),
@@ -162,7 +163,7 @@ def _claim(row: BackendNode, now: datetime) -> None:
     try:
         services.register(
             registration,
-            secret=identity.hash_secret(OTHER_SECRET + row.name),
+            secret=principals.hash_secret(OTHER_SECRET + row.name),
             source_address="192.0.2.66",
             now=now,
             auto_approve=False,

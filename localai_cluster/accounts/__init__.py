@@ -1,0 +1,1 @@
+"""People and programs that call: users, API keys, sessions, passwords, principals."""

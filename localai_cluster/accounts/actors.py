@@ -1,0 +1,52 @@
+"""Who does something to a node: what events and the `*_by` columns record."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from localai_cluster.accounts.principals import STATIC_ADMIN, Principal
+
+
+class ActorKind(StrEnum):
+    """What sort of actor."""
+
+    USER = "user"
+    STATIC_KEY = "static_key"
+    WORKER = "worker"
+    TASK = "task"
+    MAKE_RUN = "make_run"
+    COMMAND = "command"
+    SYSTEM = "system"
+
+
+@dataclass(frozen=True)
+class Actor:
+    """One actor; its text is at most 150 characters."""
+
+    kind: ActorKind
+    name: str
+
+    def __str__(self) -> str:
+        return self.name[:150]
+
+
+STATIC_KEY = Actor(ActorKind.STATIC_KEY, STATIC_ADMIN.name)
+WORKER = Actor(ActorKind.WORKER, "worker")
+MAKE_RUN = Actor(ActorKind.MAKE_RUN, "make run")
+AUTO_APPROVAL = Actor(ActorKind.SYSTEM, "auto-approval")
+
+
+def task(name: str) -> Actor:
+    """A recurring task or reconciler."""
+    return Actor(ActorKind.TASK, name)
+
+
+def command(user: str) -> Actor:
+    """Whoever runs a management command on the server: the name of the operating system's user."""
+    return Actor(ActorKind.COMMAND, user)
+
+
+def of_principal(principal: Principal) -> Actor:
+    """The person, key or worker behind a request."""
+    if principal == STATIC_ADMIN:
+        return STATIC_KEY
+    return WORKER if principal.kind == "node" else Actor(ActorKind.USER, principal.name)

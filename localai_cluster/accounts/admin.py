@@ -1,0 +1,49 @@
+"""Users' API keys: made here, shown once, revoked here; and who has not chosen a password yet."""
+
+from typing import Any
+
+from django.contrib import admin, messages
+from django.http import HttpRequest
+
+from localai_cluster.accounts import principals
+from localai_cluster.accounts.models import ApiKey, InitialPassword
+from localai_cluster.web.admin import ModelAdmin
+
+
+@admin.register(ApiKey)
+class ApiKeyAdmin(ModelAdmin):
+    """Users' keys: the plaintext is shown once, when a key is made."""
+
+    list_display = ("name", "prefix", "user", "created_at", "revoked_at")
+    list_filter = (("revoked_at", admin.EmptyFieldListFilter),)
+    list_select_related = ("user",)
+    readonly_fields = ("prefix", "created_at")
+
+    def get_readonly_fields(self, request: HttpRequest, obj: ApiKey | None = None) -> tuple[str, ...]:
+        """A key stays its user's."""
+        return ("prefix", "created_at") if obj is None else ("user", "prefix", "created_at")
+
+    def save_model(self, request: HttpRequest, obj: ApiKey, form: Any, change: bool) -> None:
+        """Makes the key and shows its plaintext, or stores a revocation."""
+        if change:
+            super().save_model(request, obj, form, change)
+            return
+        made, plain = principals.create_api_key(obj.user, obj.name)
+        obj.pk, obj.prefix, obj.key_hash = made.pk, made.prefix, made.key_hash
+        self.message_user(request, f"The key, shown only now: {plain}", messages.WARNING)
+
+
+@admin.register(InitialPassword)
+class InitialPasswordAdmin(ModelAdmin):
+    """Users whose generated password was not changed yet; a row goes with its user, so it can be deleted."""
+
+    list_display = ("user", "created_at")
+    list_select_related = ("user",)
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        """The cluster alone knows which passwords it has generated."""
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: InitialPassword | None = None) -> bool:
+        """There is nothing to change."""
+        return False

@@ -1,0 +1,117 @@
+"""How people and programs authenticate over REST.
+
+`BearerAuthentication` reads the headers, `CookieAuthentication` the browser's session (with CSRF). Both
+yield a `Principal` as `request.user`. Views are open to admins unless they say otherwise. The workers' own
+routes use `nodes/api/worker_auth.py`.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from rest_framework.authentication import BaseAuthentication, SessionAuthentication
+from rest_framework.exceptions import AuthenticationFailed
+from rest_framework.permissions import BasePermission
+from rest_framework.request import Request
+
+from localai_cluster.accounts import passwords, principals
+from localai_cluster.accounts.principals import ANONYMOUS, Principal
+
+if TYPE_CHECKING:  # the framework's views import this module while they are being imported
+    from rest_framework.views import APIView
+
+
+CHALLENGE = "Bearer"
+
+
+def principal(request: Request) -> Principal:
+    """Who is calling."""
+    user: Any = request.user
+    return user if isinstance(user, Principal) else ANONYMOUS
+
+
+def client_address(request: Request) -> str:
+    """Where the request came from, as far as the socket tells; "" if it does not."""
+    return str(request.META.get("REMOTE_ADDR") or "")[:64]
+
+
+def credential(request: Request) -> str | None:
+    """What the request's headers offer."""
+    return principals.offered(lambda name: request.headers.get(name, ""))
+
+
+class BearerAuthentication(BaseAuthentication):
+    """The static admin key or an API key in `Authorization: Bearer`, `x-api-key`, `xi-api-key`: one query."""
+
+    def authenticate(self, request: Request) -> tuple[Any, None] | None:
+        """The principal; None without such a header; 401 for a credential of nobody."""
+        offered = credential(request)
+        if offered is None:
+            return None
+        found = principals.by_credential(offered)
+        if found is None or not found.is_authenticated:
+            raise AuthenticationFailed("invalid API key")
+        return found, None
+
+    def authenticate_header(self, request: Request) -> str:
+        """Makes DRF answer 401, not 403."""
+        return CHALLENGE
+
+
+class CookieAuthentication(SessionAuthentication):
+    """The session of a signed-in browser; state-changing requests need the CSRF token."""
+
+    def authenticate(self, request: Request) -> tuple[Any, None] | None:
+        """The principal of the session's user, None without one.
+
+        Raises PasswordChangeRequired while the password is the generated one.
+        """
+        found = super().authenticate(request)
+        if found is None:
+            return None
+        who = principals.of_session(found[0])
+        if who.kind == "newcomer":
+            raise passwords.PasswordChangeRequired
+        return (who, None) if who.is_authenticated else None
+
+    def authenticate_header(self, request: Request) -> str:
+        """Makes DRF answer 401, not 403."""
+        return CHALLENGE
+
+
+class SignInAuthentication(CookieAuthentication):
+    """For the routes of signing in themselves: a session as it is, and the CSRF token from everybody.
+
+    Without that another site could sign a browser in as somebody else, or out.
+    """
+
+    def authenticate(self, request: Request) -> tuple[Any, None] | None:
+        """The user of the session, None without one; 403 for a change without the CSRF token."""
+        self.enforce_csrf(request)
+        user = request._request.user
+        return (user, None) if user.is_authenticated and user.is_active else None
+
+
+def person(request: Request) -> Principal:
+    """The user behind a key or a browser's session, whatever the route asks for."""
+    offered = credential(request)
+    found = principals.by_credential(offered) if offered else None
+    return found or principals.of_user(request._request.user)
+
+
+class IsAdmin(BasePermission):
+    """Admins only: staff, superusers, the static key."""
+
+    message = "admin access required"
+
+    def has_permission(self, request: Request, view: "APIView") -> bool:
+        """Whether the caller is an admin."""
+        return principal(request).is_admin
+
+
+class IsUser(BasePermission):
+    """Any signed-in user."""
+
+    message = "sign-in required"
+
+    def has_permission(self, request: Request, view: "APIView") -> bool:
+        """Whether the caller is a user."""
+        return principal(request).is_user

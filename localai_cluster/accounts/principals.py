@@ -1,0 +1,144 @@
+"""Who is asking: people, keys and the static admin key, and how they prove it.
+
+No credential is stored. The tables keep SHA-256 fingerprints only, and every comparison takes the same time
+whether it fails at the first byte or at the last. The shared registration token only lets a worker ask for
+admission. How a node proves itself is in `nodes/registry/identity.py`.
+"""
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+from uuid import UUID
+
+from django.contrib.auth.models import AbstractBaseUser, AnonymousUser
+
+from localai_cluster import conf
+from localai_cluster.accounts import passwords
+from localai_cluster.accounts.models import ApiKey
+
+Kind = Literal["anonymous", "user", "admin", "node", "newcomer"]
+"""A newcomer has signed in with a generated password and must change it before anything else."""
+
+
+KEY_PREFIX = "lac-"
+
+
+AGENT_PREFIX = "lai-"
+"""Of the keys that agent nodes get; the reference's form, because its agents read it (§1.1)."""
+
+
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Principal:
+    """Whoever a request comes from. `name` is what an operation records as its actor."""
+
+    kind: Kind
+    name: str = ""
+    user_id: int | None = None
+    node_id: UUID | None = None
+
+    @property
+    def is_authenticated(self) -> bool:
+        """Whether any credential was accepted."""
+        return self.kind != "anonymous"
+
+    @property
+    def is_admin(self) -> bool:
+        """Whether node and operation routes are open to it."""
+        return self.kind == "admin"
+
+    @property
+    def is_user(self) -> bool:
+        """Whether inference and documentation are open to it."""
+        return self.kind in ("user", "admin")
+
+
+ANONYMOUS = Principal("anonymous")
+
+
+STATIC_ADMIN = Principal("admin", "static-key")
+
+
+def hash_secret(text: str) -> str:
+    """The fingerprint of a secret: SHA-256, hex."""
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def same(offered: str, expected: str) -> bool:
+    """Constant-time equality of two texts of any length; an empty expectation matches nothing."""
+    return bool(expected) and hmac.compare_digest(hash_secret(offered), hash_secret(expected))
+
+
+def static_admin(credential: str) -> Principal | None:
+    """The admin behind `LOCALAI_API_KEY`, if this is that key."""
+    return STATIC_ADMIN if same(credential, conf.cluster().api_key) else None
+
+
+def is_registration_token(credential: str) -> bool:
+    """Whether this is the shared token that lets a worker register."""
+    return same(credential, conf.cluster().registration_token)
+
+
+def of_user(user: AbstractBaseUser | AnonymousUser | None) -> Principal:
+    """The principal of a Django user; staff and superusers are admins, an inactive user is nobody."""
+    if user is None or not user.is_authenticated or not user.is_active:
+        return ANONYMOUS
+    admin = getattr(user, "is_staff", False) or getattr(user, "is_superuser", False)
+    return Principal("admin" if admin else "user", user.get_username(), user_id=user.pk)
+
+
+def of_session(user: AbstractBaseUser | AnonymousUser | None) -> Principal:
+    """The principal of a signed-in browser: a newcomer while the password is the generated one."""
+    who = of_user(user)
+    if user is None or not who.is_authenticated or not passwords.must_change(user):
+        return who
+    return replace(who, kind="newcomer")
+
+
+def by_credential(credential: str) -> Principal | None:
+    """The principal of a static or an API key, in at most one query; None if it is neither."""
+    admin = static_admin(credential)
+    if admin is not None or not credential.startswith((KEY_PREFIX, AGENT_PREFIX)):
+        return admin
+    key = (
+        ApiKey.objects.select_related("user")
+        .filter(key_hash=hash_secret(credential), revoked_at__isnull=True, user__is_active=True)
+        .first()
+    )
+    return of_user(key.user) if key is not None else None
+
+
+def create_api_key(user: Any, name: str) -> tuple[ApiKey, str]:
+    """Makes a key for `user`; returns the row and the plaintext, which exists nowhere else."""
+    return _store_key(user, name, KEY_PREFIX + secrets.token_hex(24))
+
+
+def create_agent_key(user: Any, name: str) -> tuple[ApiKey, str]:
+    """Makes the key of an agent node: `lai-` and 64 hex digits."""
+    return _store_key(user, name[:100], AGENT_PREFIX + secrets.token_hex(32))
+
+
+def _store_key(user: Any, name: str, plain: str) -> tuple[ApiKey, str]:
+    row = ApiKey.objects.create(user=user, name=name, prefix=plain[:_SHOWN], key_hash=hash_secret(plain))
+    return row, plain
+
+
+def bearer(authorization: str) -> str:
+    """The token of an `Authorization: Bearer …` header value, "" if it is none."""
+    scheme, _, token = authorization.strip().partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def offered(header: Callable[[str], str]) -> str | None:
+    """The credential that a request carries in one of the accepted headers (§0.2), None if it carries none.
+
+    `header` answers a header's value, or "" if it is absent.
+    """
+    if authorization := header("authorization"):
+        return bearer(authorization)
+    return header("x-api-key") or header("xi-api-key") or None

@@ -1,0 +1,186 @@
+"""Signing in, signing out, changing one's password (`contract/http-api.md` §5.4), with Django's sessions.
+
+Only people sign in, rows of Django's users; keys and nodes have no session. Errors are flat. Every change
+needs the CSRF token, of an anonymous caller too. A person whose password was generated can do what is here
+and nothing else until it is changed.
+"""
+
+from typing import Any
+
+from django.contrib.auth import authenticate, get_user_model, login, logout, update_session_auth_hash
+from django.middleware.csrf import get_token
+from drf_spectacular.utils import OpenApiResponse, extend_schema
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from localai_cluster import clock, errors
+from localai_cluster.accounts import passwords, principals
+from localai_cluster.accounts import session_shapes as shapes
+from localai_cluster.accounts.authentication import SignInAuthentication, client_address
+from localai_cluster.web import fields, throttle
+from localai_cluster.web.parsers import validated
+
+_MEANINGS = {
+    400: "The request is not valid; `field` names what is wrong.",
+    401: "Wrong name or password, or nobody is signed in.",
+    403: "The CSRF token is missing or wrong.",
+    429: "Too many wrong passwords from this address; Retry-After says when to come back.",
+    503: "Not possible right now; Retry-After says when to come back.",
+}
+
+
+def _refusals(*statuses: int) -> dict[int, OpenApiResponse]:
+    return {
+        status: OpenApiResponse(shapes.FieldRefusalSerializer, _MEANINGS[status])
+        for status in (*statuses, 503)
+    }
+
+
+class SessionView(APIView):
+    """A route of signing in: open to everybody, errors flat."""
+
+    envelope = "flat"
+    flat_auth = True
+    authentication_classes = [SignInAuthentication]
+    permission_classes: list[Any] = []
+
+    def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """A method that is not there is refused as that, whether or not the token is."""
+        if request.method not in self.allowed_methods:
+            self.http_method_not_allowed(request)
+        super().initial(request, *args, **kwargs)
+
+
+class StatusView(SessionView):
+    """`/api/auth/status`."""
+
+    @extend_schema(
+        operation_id="auth_status",
+        tags=["session"],
+        auth=[],
+        responses={200: shapes.StatusSerializer, **_refusals()},
+        examples=[shapes.STATUS],
+    )
+    def get(self, request: Request) -> Response:
+        """Who is signed in, null for nobody; sets the CSRF cookie that signing in needs.
+
+        `staticApiKeyRequired` is always false: people sign in with name and password, the static key is for
+        programs. `registrationMode` is `invite`: an admin makes accounts.
+        """
+        get_token(request._request)
+        user: Any = request.user
+        return Response(
+            {
+                "authEnabled": True,
+                "staticApiKeyRequired": False,
+                "providers": ["local"],
+                "hasUsers": user is not None or get_user_model().objects.exists(),
+                "registrationMode": "invite",
+                "user": person(user) if user is not None else None,
+            }
+        )
+
+
+class LoginView(SessionView):
+    """`/api/auth/login`."""
+
+    @extend_schema(
+        operation_id="auth_login",
+        tags=["session"],
+        auth=[],
+        request=shapes.LoginSerializer,
+        responses={200: shapes.SignedInSerializer, **_refusals(400, 401, 403, 429)},
+        examples=[
+            shapes.LOGIN,
+            shapes.SIGNED_IN,
+            shapes.EMPTY_NAME,
+            shapes.WRONG_NAME,
+            shapes.NO_CSRF,
+            shapes.TOO_MANY,
+        ],
+    )
+    def post(self, request: Request) -> Response:
+        """Signs in by name and password, under a new session and a new CSRF token (D-SIGN-IN)."""
+        sent = validated(shapes.LoginSerializer, request)
+        address, now = client_address(request), clock.now()
+        throttle.sign_ins().begin(address, now)
+        user: Any = authenticate(request._request, **sent)
+        if user is None:
+            throttle.sign_ins().tell(address, now)
+            raise errors.NotAuthenticated("wrong name or password")
+        throttle.sign_ins().forgive(address, now)
+        login(request._request, user)
+        return Response({"user": person(user)})
+
+
+class LogoutView(SessionView):
+    """`/api/auth/logout`."""
+
+    @extend_schema(
+        operation_id="auth_logout",
+        tags=["session"],
+        auth=[],
+        request=None,
+        responses={200: fields.MessageSerializer, **_refusals(403)},
+        examples=[shapes.SIGNED_OUT, shapes.NO_CSRF],
+    )
+    def post(self, request: Request) -> Response:
+        """Ends this session; without one there is nothing to end."""
+        logout(request._request)
+        return Response({"message": "signed out"})
+
+
+class PasswordView(SessionView):
+    """`/api/auth/password`."""
+
+    @extend_schema(
+        operation_id="auth_password",
+        tags=["session"],
+        request=shapes.PasswordSerializer,
+        responses={200: shapes.SignedInSerializer, **_refusals(400, 401, 403, 429)},
+        examples=[
+            shapes.PASSWORD,
+            shapes.SIGNED_IN,
+            shapes.WRONG_OLD,
+            shapes.NOT_SIGNED_IN,
+            shapes.NO_CSRF,
+            shapes.TOO_MANY,
+        ],
+    )
+    def post(self, request: Request) -> Response:
+        """Changes one's own password; this session goes on, the user's others end.
+
+        A wrong present password counts as a failed sign-in. A generated password is none any more.
+        """
+        user_id = getattr(request.user, "pk", None)
+        if user_id is None:
+            raise errors.NotAuthenticated("sign-in required")
+        sent = validated(shapes.PasswordSerializer, request)
+        address, now = client_address(request), clock.now()
+        throttle.sign_ins().begin(address, now)
+        try:
+            user = passwords.change(user_id, sent["old"], sent["new"])
+        except passwords.WrongPassword:
+            throttle.sign_ins().tell(address, now)
+            raise
+        except errors.InvalidInput:
+            throttle.sign_ins().forgive(address, now)
+            raise
+        throttle.sign_ins().forgive(address, now)
+        update_session_auth_hash(request._request, user)
+        return Response({"user": person(user)})
+
+
+def person(user: Any) -> dict[str, Any]:
+    """A user for the wire."""
+    return {
+        "id": str(user.pk),
+        "email": user.email,
+        "name": user.get_username(),
+        "avatarUrl": "",
+        "role": "admin" if principals.of_user(user).is_admin else "user",
+        "provider": "local",
+        "permissions": {},
+        "mustChangePassword": passwords.must_change(user),
+    }

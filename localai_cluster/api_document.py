@@ -1,0 +1,121 @@
+"""The OpenAPI document as a whole: adds the routes that Django does not see.
+
+Heartbeats, inference and websockets are raw ASGI applications. Their operations are written by hand and
+merged into the generated document by `add_raw_routes`. A test compares the whole route table with the result.
+"""
+
+from typing import Any
+
+from localai_cluster.web.openapi import Operation, RawRoute, json_body
+from nodes.api import worker_openapi
+from nodes.inference.openapi import ROUTES
+from nodes.live import openapi as live
+
+_COME_BACK: Operation = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "required": True}}
+
+
+_HEADERS: dict[str, Operation] = {
+    "401": {"WWW-Authenticate": {"schema": {"type": "string", "enum": ["Bearer"]}, "required": True}},
+    "429": _COME_BACK,
+    "503": _COME_BACK,
+}
+
+
+def _component(serializer: str) -> Operation:
+    return {"$ref": f"#/components/schemas/{serializer}"}
+
+
+OPERATIONS_SOCKET: Operation = {
+    "operationId": "ws_operations",
+    "tags": ["operations"],
+    "summary": "WebSocket: a snapshot of the operations, then every change by sequence number.",
+    "description": (
+        'The first message is `{"type":"snapshot","seq":N,"operations":[…]}`; every change follows as '
+        '`{"type":"delta","seq":N,"operation":{…}}`, without gaps. With `?since=N` only what changed after N '
+        "is sent. Admins only; the handshake of anybody else is refused."
+    ),
+    "security": [{"apiKey": []}, {"session": []}],
+    "parameters": [
+        {
+            "name": "since",
+            "in": "query",
+            "required": False,
+            "schema": {"type": "integer", "format": "int64", "minimum": 0},
+            "description": "The last sequence number seen; the stream resumes after it.",
+        }
+    ],
+    "responses": {
+        "101": {"description": "The stream begins."},
+        "403": {"description": "Refused."},
+        "404": {
+            "description": "Not a websocket's handshake: over plain HTTP nothing is here.",
+            "content": json_body(_component("Refusal")),
+        },
+    },
+}
+
+
+_CHECKS = {"type": "object", "additionalProperties": {"type": "string"}}
+
+
+_READINESS = {
+    "type": "object",
+    "required": ["status", "checks"],
+    "properties": {"status": {"type": "string", "enum": ["ready", "not ready"]}, "checks": _CHECKS},
+}
+
+
+HEALTHZ: Operation = {
+    "operationId": "healthz",
+    "tags": ["health"],
+    "summary": "Whether the web process answers.",
+    "security": [],
+    "responses": {"200": {"description": "It does.", "content": json_body({"type": "object"})}},
+}
+
+
+READYZ: Operation = {
+    "operationId": "readyz",
+    "tags": ["health"],
+    "summary": "Whether everything that a request needs is there; names each dependency.",
+    "security": [],
+    "responses": {
+        "200": {"description": "Ready.", "content": json_body(_READINESS)},
+        "503": {
+            "description": "Not ready; the checks say what is missing.",
+            "content": json_body(_READINESS),
+        },
+    },
+}
+
+
+RAW_ROUTES: list[RawRoute] = [
+    ("GET", "/healthz", HEALTHZ),
+    ("GET", "/readyz", READYZ),
+    ("GET", "/ws/operations", OPERATIONS_SOCKET),
+]
+
+
+def raw_routes() -> list[RawRoute]:
+    """Every route that the resolver of Django does not know: heartbeats and the inference room's included."""
+    inference = [(method, path, what) for path, methods in ROUTES.items() for method, what in methods.items()]
+    return RAW_ROUTES + live.ROUTES + worker_openapi.ROUTES + inference
+
+
+def add_raw_routes(result: dict[str, Any], generator: Any, request: Any, public: bool) -> dict[str, Any]:
+    """drf-spectacular's postprocessing hook: merges the raw routes and messages into the document."""
+    live.add_messages(result)
+    for method, path, operation in raw_routes():
+        result["paths"].setdefault(path, {})[method.lower()] = operation
+    for methods in result["paths"].values():
+        for operation in methods.values():
+            _add_headers(operation["responses"])
+    result["paths"] = dict(sorted(result["paths"].items()))
+    return result
+
+
+def _add_headers(responses: dict[str, Any]) -> None:
+    """Every 401 says how to authenticate, every 503 when to come back."""
+    for status, headers in _HEADERS.items():
+        if status in responses:
+            responses[status]["headers"] = headers

@@ -1,0 +1,153 @@
+"""Errors on the wire: the reference's envelopes (`contract/http-api.md` §0.4), chosen by the view.
+
+A view says `envelope = "flat"` for `{"error": "…"}`; otherwise errors are nested, `{"error": {code, message,
+type}}`, with the view's `error_type` (`node_error` on node routes). A caller who is refused (401, 403) always
+gets the nested one, except a worker whose token or secret is wrong (`flat_auth`). Every refusal is JSON.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from math import ceil
+from typing import Any
+
+from django.core.exceptions import PermissionDenied, RequestDataTooBig, SuspiciousOperation
+from django.db import IntegrityError, InterfaceError, OperationalError
+from django.http import Http404, HttpRequest, JsonResponse
+from rest_framework import exceptions
+from rest_framework.response import Response
+from rest_framework.views import set_rollback
+
+from localai_cluster import errors, names
+from localai_cluster.web.parsers import MALFORMED
+
+log = logging.getLogger(__name__)
+
+Body = dict[str, Any]
+
+
+def nested(code: int | str, message: str, kind: str = "", field: str | None = None) -> Body:
+    """The nested envelope; it names the field that is wrong or has moved, if one has."""
+    return {"error": {"code": code, "message": message, "type": kind} | ({"field": field} if field else {})}
+
+
+def flat(message: str, field: str | None = None) -> Body:
+    """The flat envelope; it names the field of the body that is wrong, if one is."""
+    return {"error": message} | ({"field": field} if field else {})
+
+
+def flat_refusal(error: errors.ClusterError) -> Body:
+    """The 401 of a worker, which says whether it is to replace its secret."""
+    return flat(error.message) | ({"rotate": True} if error.data.get("rotate") else {})
+
+
+def field_message(detail: Any, path: str = "") -> str:
+    """The first complaint of a DRF validation error, led by the field it is about."""
+    if isinstance(detail, Mapping):
+        key, value = next(iter(detail.items()))
+        inner = path if key == "non_field_errors" else f"{path}.{key}" if path else str(key)
+        return field_message(value, inner)
+    if isinstance(detail, list):
+        return field_message(next((item for item in detail if item), detail[0]), path)
+    return f"{path}: {detail}" if path else str(detail)
+
+
+def exception_handler(exc: Exception, context: Mapping[str, Any]) -> Response | None:
+    """DRF's hook: turns what a view raised into its envelope; None lets Django answer 500."""
+    error = _translate(exc)
+    if error is None:
+        return None
+    set_rollback()
+    view = context.get("view")
+    answer = Response(_body(error, view), status=error.status, headers=refusal_headers(error))
+    if error.status in (401, 429) and getattr(view, "flat_auth", False):
+        # Django's own line for every refusal would be one for every guess; `throttle` logs one a minute.
+        setattr(answer, "_has_been_logged", True)  # noqa: B010 - Django's mark, unknown to the stubs
+    return answer
+
+
+def _translate(exc: Exception) -> errors.ClusterError | None:
+    if isinstance(exc, errors.ClusterError):
+        return exc
+    if isinstance(exc, exceptions.APIException):
+        return _of_framework(exc)
+    if isinstance(exc, IntegrityError):
+        # Two callers wrote what only one may; the verbs foresee what is known, this is what is not.
+        log.exception("a constraint refused a write")
+        return errors.Conflict("somebody else has just changed the same; try again")
+    return next((make() for kind, make in _OTHERS if isinstance(exc, kind)), None)
+
+
+def _of_framework(exc: exceptions.APIException) -> errors.ClusterError:
+    if isinstance(exc, exceptions.ValidationError):
+        # A key of the body may be in it, and what no text can hold cannot be sent back.
+        return errors.InvalidInput(names.plain(field_message(exc.detail)), field=_field(exc.detail))
+    if isinstance(exc, exceptions.UnsupportedMediaType | exceptions.ParseError):
+        return errors.InvalidInput(MALFORMED)
+    return _with_status(exc.status_code, str(exc.detail))
+
+
+_OTHERS: tuple[tuple[type[Exception], Callable[[], errors.ClusterError]], ...] = (
+    (Http404, errors.NotFound),
+    (PermissionDenied, errors.Forbidden),
+    (RequestDataTooBig, lambda: _with_status(413, "the request body is too large")),
+    (SuspiciousOperation, errors.InvalidInput),
+    (OperationalError, lambda: errors.Unavailable("the database does not answer")),
+    (InterfaceError, lambda: errors.Unavailable("the database does not answer")),
+)
+
+
+def _field(detail: Any) -> str | None:
+    """The field of the body that `field_message` speaks of; None if it is about the whole."""
+    key = next(iter(detail), None) if isinstance(detail, Mapping) else None
+    return None if key in (None, "non_field_errors") else names.plain(str(key))
+
+
+def _with_status(status: int, message: str) -> errors.ClusterError:
+    error = errors.ClusterError(message)
+    error.status = status
+    return error
+
+
+def refusal_headers(error: errors.ClusterError) -> dict[str, str]:
+    """What a refusal says beside its body: how to authenticate, when to come back."""
+    if error.status == 401:
+        return {"WWW-Authenticate": "Bearer"}
+    if (seconds := getattr(error, "retry_after", None)) is not None:
+        return {"Retry-After": str(max(ceil(seconds), 1))}
+    return {}
+
+
+def envelope_of(error: errors.ClusterError, kind: str = "") -> Body:
+    """The nested envelope of an error."""
+    return nested(error.status, error.message, kind)
+
+
+def _body(error: errors.ClusterError, view: Any) -> Body:
+    refused = error.status in (401, 403)
+    if getattr(view, "flat_auth", False) and error.status == 401 and not error.data.get("nested"):
+        return flat_refusal(error)
+    if refused and not getattr(view, "flat_auth", False):
+        # A page has to tell this refusal from others of its status: its code is a word (§0.4).
+        code = error.code if error.code_on_wire else error.status
+        return nested(code, error.message, _REFUSALS[error.status])
+    if getattr(view, "envelope", "nested") == "flat":
+        return flat(error.message, error.field)
+    return nested(error.status, error.message, getattr(view, "error_type", ""), error.field)
+
+
+_REFUSALS = {401: "invalid_request_error", 403: "authorization_error"}
+
+
+def not_found(request: HttpRequest, exception: Exception) -> JsonResponse:
+    """Django's handler404."""
+    return JsonResponse(nested(404, "resource not found"), status=404)
+
+
+def bad_request(request: HttpRequest, exception: Exception) -> JsonResponse:
+    """Django's handler400."""
+    return JsonResponse(nested(400, "bad request"), status=400)
+
+
+def server_error(request: HttpRequest) -> JsonResponse:
+    """Django's handler500: says nothing about the cause; the log has it under the request id."""
+    return JsonResponse(nested(500, "internal error"), status=500)

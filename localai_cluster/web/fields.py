@@ -1,0 +1,59 @@
+"""Building blocks of JSON shapes: strict fields, null as absence, and corrections of the API document."""
+
+from typing import Any
+
+from rest_framework import serializers
+
+
+class Strict:
+    """Refuses values that DRF would convert: a number is not a text, a text or a bool is not a number."""
+
+    accepts: type
+    complaint: str
+
+    def to_internal_value(self, data: Any) -> Any:
+        """The value itself, if it has the right JSON type."""
+        if not isinstance(data, self.accepts) or isinstance(data, bool):
+            raise serializers.ValidationError(self.complaint)
+        return super().to_internal_value(data)  # type: ignore[misc]
+
+
+class Text(Strict, serializers.CharField):
+    """A JSON string, kept as sent."""
+
+    accepts = str
+    complaint = "must be a string"
+
+    def __init__(self, *, max_length: int, **options: Any) -> None:
+        super().__init__(max_length=max_length, trim_whitespace=False, allow_blank=True, **options)
+
+
+class Whole(Strict, serializers.IntegerField):
+    """A JSON whole number."""
+
+    accepts = int
+    complaint = "must be a whole number"
+
+
+class NullIsAbsent(serializers.Serializer[Any]):
+    """JSON null means the same as leaving the field out."""
+
+    def to_internal_value(self, data: Any) -> Any:
+        """The fields that were given."""
+        values: dict[str, Any] = super().to_internal_value(data)
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class Described:
+    """A serializer that corrects the description which the API document makes from its fields."""
+
+    @classmethod
+    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        """The schema as it should read."""
+        raise NotImplementedError
+
+
+class MessageSerializer(serializers.Serializer[Any]):
+    """Something was done."""
+
+    message = serializers.CharField()

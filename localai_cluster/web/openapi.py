@@ -1,0 +1,90 @@
+"""The base of the OpenAPI document: refusals, media types, and what a serializer says beyond its fields.
+
+Every room describes its own routes with this; `localai_cluster/api_document.py` puts them together.
+"""
+
+from typing import Any
+
+from drf_spectacular.extensions import OpenApiSerializerExtension
+from drf_spectacular.utils import OpenApiExample, OpenApiResponse
+from rest_framework import serializers
+
+Operation = dict[str, Any]
+RawRoute = tuple[str, str, Operation]
+
+_MEANINGS = {
+    400: "The request is not valid; the message names the field.",
+    401: "A valid credential is required.",
+    403: "This credential may not do that.",
+    404: "There is no such thing.",
+    409: "The present state does not allow that; the message says why.",
+    413: "The request body is too large.",
+    429: "Too many wrong tokens or secrets from this address; Retry-After says when to come back.",
+    503: "Not possible right now; Retry-After says when to come back.",
+}
+_SAID = {
+    400: ("invalid request body", "node_error"),
+    401: ("invalid API key", "invalid_request_error"),
+    403: ("admin access required", "authorization_error"),
+    404: ("node not found", "node_error"),
+    409: ("the node is pending", "node_error"),
+    413: ("the request body is too large", "node_error"),
+    429: ("too many wrong tokens from this address", "node_error"),
+    503: ("the database does not answer", "node_error"),
+}
+
+
+class RefusalSerializer(serializers.Serializer[Any]):
+    """A refusal of a caller, nested envelope (§0.4)."""
+
+    class Inner(serializers.Serializer[Any]):
+        """What went wrong."""
+
+        code = serializers.IntegerField()
+        message = serializers.CharField()
+        type = serializers.CharField(allow_blank=True)
+        field = serializers.CharField(required=False, help_text="What is wrong, or has moved since.")
+
+        class Meta:
+            ref_name = "RefusalDetail"
+
+    error = Inner()
+
+
+class FlatRefusalSerializer(serializers.Serializer[Any]):
+    """A refusal, flat envelope (§0.4)."""
+
+    error = serializers.CharField()
+    field = serializers.CharField(required=False, help_text="What is wrong.")
+
+
+def refusals(*statuses: int) -> dict[int, OpenApiResponse]:
+    """Responses in the nested envelope, and the 503 of a database that does not answer."""
+    return {
+        status: OpenApiResponse(RefusalSerializer, _MEANINGS[status], [_refusal(status)])
+        for status in (*statuses, 503)
+    }
+
+
+def _refusal(status: int) -> OpenApiExample:
+    message, kind = _SAID[status]
+    body = {"error": {"code": status, "message": message, "type": kind}}
+    return OpenApiExample(f"refused {status}", body, response_only=True, status_codes=[str(status)])
+
+
+class DescribedSerializer(OpenApiSerializerExtension):  # type: ignore[no-untyped-call]
+    """Lets a serializer say what its fields alone do not: presence, and limits that a view checks."""
+
+    target_class = "localai_cluster.web.fields.Described"
+    match_subclasses = True
+
+    def map_serializer(self, auto_schema: Any, direction: Any) -> Operation:
+        """The schema made from the fields, corrected by the serializer itself."""
+        schema = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
+        described: Operation = self.target.described(schema)
+        return described
+
+
+def json_body(schema: Operation, example: Any = None) -> Operation:
+    """A JSON media type with an optional example."""
+    return {"application/json": {"schema": schema} | ({"example": example} if example is not None else {})}

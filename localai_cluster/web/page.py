@@ -1,0 +1,56 @@
+"""The page: one document for every path that a person can open; what it shows it asks for itself.
+
+It holds no data and is the same for everybody, so it needs no session. Its policy lets it load what this host
+serves and nothing else; styles that the page makes while it runs carry the nonce of its own response.
+"""
+
+import secrets
+
+from django.http import HttpRequest, HttpResponse
+from django.http.response import HttpResponseBase
+from django.shortcuts import render
+from django.views.decorators.csrf import csrf_exempt, ensure_csrf_cookie
+from django.views.decorators.http import require_safe
+
+from localai_cluster.web import envelopes, ui
+from localai_cluster.web.policy import CSP, policy
+
+_NOT_FOR_PEOPLE = ("/api/", "/v1/", "/ws/", "/static/", "/assets/", "/locales/", "/admin/")
+_NOT_BUILT = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>LocalAI Cluster</title></head>
+<body><h1>The page is not built</h1>
+<p>Run <code>make ui</code> on the server, then load this page again. <code>make run</code> does it too.</p>
+<p>The API works without it.</p></body></html>
+"""
+
+
+@csrf_exempt  # it changes nothing: a POST is refused by its method and not for want of a token
+@require_safe
+def page(request: HttpRequest, path: str = "") -> HttpResponseBase:
+    """The page; 503 with the command to run as long as it is not built."""
+    return _page(request, 200)
+
+
+@ensure_csrf_cookie
+def _page(request: HttpRequest, status: int) -> HttpResponseBase:
+    build, nonce = ui.current(), secrets.token_urlsafe(16)
+    if build is None:
+        answer = HttpResponse(_NOT_BUILT, status=503)
+    else:
+        answer = render(request, "app.html", {"build": build, "nonce": nonce}, status=status)
+    answer["Cache-Control"] = "no-cache"
+    answer[CSP] = policy(styles=nonce)
+    return answer
+
+
+def not_found(request: HttpRequest, exception: Exception) -> HttpResponseBase:
+    """Django's handler404: the page for a browser's own look at an unknown path, JSON for everything else."""
+    looks = request.method in ("GET", "HEAD") and "text/html" in request.headers.get("accept", "")
+    if (
+        looks
+        and ui.current()
+        and request.content_type != "application/json"
+        and not f"{request.path}/".startswith(_NOT_FOR_PEOPLE)
+    ):
+        return _page(request, 404)
+    return envelopes.not_found(request, exception)

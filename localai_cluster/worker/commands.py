@@ -1,0 +1,246 @@
+"""The ten subjects a worker listens to, and what it does about each message (nats.md §3, §4).
+
+Install and upgrade run side by side; every other subject takes one message at a time. What cannot be
+decoded is answered in that subject's error shape; a publish that cannot be decoded is ignored.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from localai_cluster.errors import ClusterError, Conflict, InvalidInput
+from localai_cluster.messaging import messages as m
+from localai_cluster.messaging import subjects
+from localai_cluster.messaging.bus import Bus, Handler, Message, Subscription
+from localai_cluster.messaging.codec import DecodeError, decode, encode
+from localai_cluster.worker.config import Config
+from localai_cluster.worker.copying import Stopped
+from localai_cluster.worker.installs import Installs, report_stopped
+from localai_cluster.worker.listing import Shelf
+from localai_cluster.worker.names import strip_gallery
+from localai_cluster.worker.processes import Engine, Supervisor
+
+log = logging.getLogger(__name__)
+
+SIDE_BY_SIDE = 64
+T = TypeVar("T")
+
+
+class Commands:
+    """Answers the commands of the controllers for one node id at a time."""
+
+    def __init__(
+        self,
+        config: Config,
+        bus: Bus,
+        shelf: Shelf,
+        supervisor: Supervisor,
+        installs: Installs,
+        instance: str,
+        leave: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._bus = bus
+        self._shelf = shelf
+        self._supervisor = supervisor
+        self._installs = installs
+        self._instance = instance
+        self._leave = leave
+        self._leaving = False
+        self._subscriptions: list[Subscription] = []
+
+    async def listen(self, node_id: str) -> None:
+        """Listens for `node_id`, and for no other id any more."""
+        await self.fall_silent()
+        for subject, handler, limit in self._table(node_id):
+            self._subscriptions.append(await self._bus.subscribe(subject, handler, limit=limit))
+
+    async def fall_silent(self) -> None:
+        """Listens for nothing any more: another process speaks for the node."""
+        former, self._subscriptions = self._subscriptions, []
+        for subscription in former:
+            await subscription.close()
+
+    @property
+    def listening(self) -> bool:
+        """Whether commands are answered."""
+        return bool(self._subscriptions)
+
+    def refuse_new(self) -> None:
+        """From now on new installs and upgrades are refused: the worker is leaving."""
+        self._leaving = True
+
+    def _table(self, node_id: str) -> list[tuple[str, Handler, int]]:
+        answers = self._answering
+        install = answers(m.InstallRequest, self._install, lambda text: m.InstallReply(error=text))
+        upgrade = answers(m.UpgradeRequest, self._upgrade, lambda text: m.UpgradeReply(error=text))
+        delete = answers(m.DeleteRequest, self._delete, lambda text: m.DeleteReply(error=text))
+        listing = answers(m.Nothing, self._list, lambda text: m.ListReply(error=text), ignore_body=True)
+        running = answers(m.Nothing, self._running, lambda text: m.RunningReply(error=text), ignore_body=True)
+        unload = answers(m.UnloadRequest, self._unload, lambda text: m.UnloadReply(error=text))
+        stop = answers(m.StopModelRequest, self._stop_model, lambda text: m.StopModelReply(error=text))
+        remove = answers(
+            m.DeleteModelRequest, self._delete_model, lambda text: m.DeleteModelReply(error=text)
+        )
+        return [
+            (subjects.backend_install(node_id), install, SIDE_BY_SIDE),
+            (subjects.backend_upgrade(node_id), upgrade, SIDE_BY_SIDE),
+            (subjects.backend_stop(node_id), self._stop_backend, 1),
+            (subjects.backend_delete(node_id), delete, 1),
+            (subjects.backend_list(node_id), listing, 1),
+            (subjects.models_running(node_id), running, 1),
+            (subjects.model_unload(node_id), unload, 1),
+            (subjects.model_stop(node_id), stop, 1),
+            (subjects.model_delete(node_id), remove, 1),
+            (subjects.stop(node_id), self._stop_node, 1),
+        ]
+
+    def _answering(
+        self,
+        kind: type[T],
+        act: Callable[[T], Awaitable[Any]],
+        failed: Callable[[str], Any],
+        *,
+        ignore_body: bool = False,
+    ) -> Handler:
+        async def handle(message: Message) -> bytes | None:
+            try:
+                request = kind() if ignore_body else decode(message.payload, kind)
+                return encode(await act(request))
+            except Stopped:
+                # No answer: the controller sees this worker vanish and tries again, instead of a failure.
+                return None
+            except (ClusterError, OSError) as error:
+                log.warning("%s: %s", message.subject, error)
+                return encode(failed(error.message if isinstance(error, ClusterError) else str(error)))
+            except Exception as error:
+                log.exception("%s failed", message.subject)
+                return encode(failed(f"internal error of the worker: {type(error).__name__}"))
+
+        return handle
+
+    async def _install(self, request: m.InstallRequest) -> m.InstallReply:
+        self._refuse_when_leaving()
+        return await self._installs.install(request)
+
+    async def _upgrade(self, request: m.UpgradeRequest) -> m.UpgradeReply:
+        self._refuse_when_leaving()
+        return await self._installs.upgrade(request)
+
+    def _refuse_when_leaving(self) -> None:
+        if self._leaving:
+            raise Conflict("the worker is shutting down")
+
+    async def _delete(self, request: m.DeleteRequest) -> m.UpgradeReply:
+        name = strip_gallery(request.backend)
+        names = await asyncio.to_thread(self._shelf.identity, name)
+        stopped: list[str] = []
+        try:
+            stopped += await self._supervisor.ensure_stopped(self._supervisor.of_backend(names), force=False)
+            await asyncio.to_thread(self._shelf.remove, name)
+        except (ClusterError, OSError) as error:
+            return report_stopped(stopped, error)
+        return report_stopped(stopped)
+
+    async def _list(self, _: m.Nothing) -> m.ListReply:
+        entries = await asyncio.to_thread(self._shelf.scan)
+        return m.ListReply(
+            backends=tuple(
+                m.InstalledBackend(
+                    name=entry.name,
+                    is_system=entry.is_system,
+                    is_meta=entry.is_meta,
+                    installed_at=entry.metadata.installed_at,
+                    gallery_url=entry.metadata.gallery_url,
+                    version=entry.metadata.version,
+                    uri=entry.metadata.uri,
+                    digest=entry.metadata.digest,
+                )
+                for _, entry in sorted(entries.items())
+                if not entry.is_alias
+            ),
+            instance=self._instance,
+        )
+
+    async def _running(self, _: m.Nothing) -> m.RunningReply:
+        alive = []
+        for engine in self._supervisor.running():
+            key = m.split_process_key(engine.key)
+            if key is not None:
+                alive.append(m.RunningModel(key[0], key[1], engine.address))
+        return m.RunningReply(tuple(alive), instance=self._instance)
+
+    async def _unload(self, request: m.UnloadRequest) -> m.UnloadReply:
+        keys = self._supervisor.of_model(request.model_name)
+        engines = [engine for key in keys if (engine := self._supervisor.get(key))]
+        if request.address:
+            engines = [e for e in self._supervisor.engines() if self._at(e, request.address)]
+        problems = [problem for engine in engines if (problem := await self._supervisor.free(engine))]
+        return m.UnloadReply(not problems, "; ".join(problems))
+
+    async def _stop_model(self, request: m.StopModelRequest) -> m.StopModelReply:
+        reply = m.StopModelReply(process_key=request.process_key)
+        engine = self._supervisor.get(request.process_key)
+        if engine is None:
+            return replace(reply, terminated=True)
+        if not self._at(engine, request.expected_address):
+            wrong = f'recorded "{engine.address}", expected "{request.expected_address}"'
+            return replace(reply, matched=True, address=engine.address, error=wrong)
+        outcome = await self._supervisor.stop(request.process_key, force=request.force)
+        return replace(
+            reply,
+            matched=outcome.matched,
+            freed=outcome.freed,
+            terminated=outcome.terminated,
+            address=outcome.address,
+            error=outcome.error,
+        )
+
+    def _at(self, engine: Engine, address: str) -> bool:
+        """Whether `address` is this engine's, in its local or in its advertised form (nats.md §4.5)."""
+        return address in (engine.address, f"{self._config.advertise_host}:{engine.port}")
+
+    async def _delete_model(self, request: m.DeleteModelRequest) -> m.DeleteModelReply:
+        await asyncio.to_thread(delete_model, self._config.models_path, request.model_name)
+        return m.DeleteModelReply(True)
+
+    async def _stop_backend(self, message: Message) -> None:
+        try:
+            request = decode(message.payload, m.StopBackend)
+        except DecodeError as error:
+            log.warning("%s ignored: %s", message.subject, error)
+            return
+        keys = [engine.key for engine in self._supervisor.engines()]
+        if request.backend:
+            names = await asyncio.to_thread(self._shelf.identity, strip_gallery(request.backend))
+            keys = [*self._supervisor.of_backend(names), *self._supervisor.of_model(request.backend)]
+        log.info("stop target=%r force=%s keys=%s", request.backend, request.force, keys)
+        stops = (self._supervisor.stop(key, force=request.force) for key in dict.fromkeys(keys))
+        for outcome in await asyncio.gather(*stops):
+            if outcome.error:
+                log.warning("stop: %s", outcome.error)
+
+    async def _stop_node(self, _: Message) -> None:
+        log.info("asked to stop by the controller")
+        self._leave()
+
+
+def delete_model(models: Path, name: str) -> None:
+    """Removes `<models>/<name>`, or that file and its `<name>.*` siblings. InvalidInput for a name that
+    escapes."""
+    target = Path(os.path.normpath(models / name)) if name and "\0" not in name else models
+    inside = target != models and target.is_relative_to(models)
+    if not inside or not target.parent.resolve().is_relative_to(models.resolve()):
+        raise InvalidInput(f"not a model name: {name[:80]!r}", field="model_name")
+    if target.is_dir() and not target.is_symlink():
+        shutil.rmtree(target)
+        return
+    if target.parent.is_dir():
+        for path in list(target.parent.iterdir()):
+            if path == target or (path.name.startswith(target.name + ".") and not path.is_dir()):
+                path.unlink(missing_ok=True)

@@ -1,0 +1,207 @@
+"""Which backends are on disk, under which names, and how they go away (worker.md §18.1, §18.2).
+
+A folder with a `run.sh` is a backend; a folder whose metadata says `meta_backend_for` points to one; an
+alias makes a second name for one. The disk is the only state: every question reads it anew.
+"""
+
+import contextlib
+import functools
+import logging
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from localai_cluster.errors import ClusterError, Conflict, InvalidInput, NotFound
+from localai_cluster.messaging.codec import decode
+from localai_cluster.messaging.messages import omitted
+from localai_cluster.worker.hardware import preferred_tokens
+from localai_cluster.worker.names import BACKUP, LEAVING, STAGED, folder_name
+
+log = logging.getLogger(__name__)
+
+START_FILE = "run.sh"
+METADATA_FILE = "metadata.json"
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """`metadata.json` beside an installed backend."""
+
+    name: str = omitted("")
+    alias: str = omitted("")
+    meta_backend_for: str = omitted("")
+    gallery_url: str = omitted("")
+    installed_at: str = omitted("")
+    version: str = omitted("")
+    uri: str = omitted("")
+    digest: str = omitted("")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One name under which a backend can be started."""
+
+    name: str
+    folder: Path
+    start_file: Path
+    metadata: Metadata
+    is_system: bool = False
+    is_meta: bool = False
+
+    @property
+    def is_alias(self) -> bool:
+        """Whether this is a second name of another entry."""
+        return self.metadata.name not in ("", self.name)
+
+
+class Shelf:
+    """The installed backends of this machine."""
+
+    def __init__(self, backends: Path, system: Path, capability: str) -> None:
+        self.backends = backends
+        self._system = system
+        self._capability = capability
+
+    def scan(self) -> dict[str, Entry]:
+        """Every name that can be started, aliases included. OSError when the folder cannot be read."""
+        entries = {
+            folder.name: Entry(folder.name, folder, folder / START_FILE, Metadata(), is_system=True)
+            for folder in _folders(self._system)
+            if (folder / START_FILE).is_file()
+        }
+        concrete, meta = self._own()
+        entries |= concrete
+        for entry in meta:
+            entries.setdefault(entry.name, entry)
+        for name, entry in self._aliases(list(concrete.values())).items():
+            if name not in entries or entries[name].is_meta:
+                entries[name] = entry
+        return entries
+
+    def find(self, name: str) -> Entry | None:
+        """The entry of that name, else one that differs only in case, as galleries do not look at it."""
+        entries = self.scan()
+        return entries.get(name) or next((e for n, e in entries.items() if n.lower() == name.lower()), None)
+
+    def start_file(self, name: str) -> Path | None:
+        """What to run for `name`, or None (worker.md §10.1)."""
+        entry = self.find(name)
+        if entry is not None and entry.start_file.is_file():
+            return entry.start_file
+        with contextlib.suppress(InvalidInput):
+            folder = folder_name(name)
+            for base in (self.backends, self._system):
+                for candidate in (base / folder / START_FILE, base / folder / folder):
+                    if candidate.is_file():
+                        return candidate
+        return None
+
+    def identity(self, name: str) -> frozenset[str]:
+        """The names that mean the same build as `name`, one hop only (worker.md §7)."""
+        try:
+            entry = self.find(name)
+        except OSError:
+            entry = None
+        if entry is None:
+            return frozenset({name})
+        return frozenset({name, entry.name, entry.metadata.name, entry.metadata.alias} - {""})
+
+    def remove(self, name: str) -> None:
+        """Removes the files behind `name`, at once for everybody who looks. NotFound, Conflict, OSError."""
+        entry = self.find(name) or next(
+            (e for e in self.scan().values() if name and not e.is_meta and e.metadata.name == name), None
+        )
+        if entry is None:
+            raise NotFound(f'backend "{name}" is not installed')
+        if entry.is_system:
+            raise Conflict(f'backend "{name}" belongs to the system and is not removed')
+        folders = {entry.folder, entry.start_file.parent}
+        with contextlib.suppress(InvalidInput):
+            folders.add(self.backends / folder_name(name))
+        for folder in folders:
+            discard(folder)
+
+    def recover(self) -> None:
+        """Tidies what a killed worker left behind: half-made installs go, an old version comes back."""
+        for path in list(self.backends.iterdir()):
+            if path.name.startswith(LEAVING) or path.name.endswith(STAGED):
+                log.info("removing the leftover %s", path.name)
+                discard(path)
+            elif path.name.endswith(BACKUP):
+                target = path.with_name(path.name.removesuffix(BACKUP))
+                if target.exists():
+                    discard(path)
+                else:
+                    log.warning("an install was cut off: the former %s is back in place", target.name)
+                    path.rename(target)
+
+    def _own(self) -> tuple[dict[str, Entry], list[Entry]]:
+        concrete: dict[str, Entry] = {}
+        meta = []
+        for folder in _folders(self.backends):
+            metadata = read_metadata(folder)
+            if (folder / START_FILE).is_file():
+                concrete[folder.name] = Entry(folder.name, folder, folder / START_FILE, metadata)
+            elif metadata.meta_backend_for:
+                with contextlib.suppress(InvalidInput):
+                    target = self.backends / folder_name(metadata.meta_backend_for)
+                    name = metadata.name or folder.name
+                    meta.append(Entry(name, folder, target / START_FILE, metadata, is_meta=True))
+        return concrete, meta
+
+    def _aliases(self, concrete: list[Entry]) -> dict[str, Entry]:
+        chosen: dict[str, Entry] = {}
+        for entry in concrete:
+            alias = entry.metadata.alias
+            if alias and (alias not in chosen or self._rank(entry) < self._rank(chosen[alias])):
+                metadata = entry.metadata
+                chosen[alias] = Entry(alias, entry.folder, entry.start_file, metadata)
+        return chosen
+
+    def _rank(self, entry: Entry) -> int:
+        tokens = preferred_tokens(self._capability)
+        folder = entry.folder.name.lower()
+        return next((rank for rank, token in enumerate(tokens) if token in folder), len(tokens))
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The metadata of a backend folder; missing or unreadable metadata is empty."""
+    try:
+        with open(folder / METADATA_FILE, "rb") as file:
+            return decode(file.read(64 * 1024), Metadata)
+    except FileNotFoundError:
+        return Metadata()
+    except (OSError, ClusterError) as error:
+        _warn_once(f"the metadata of backend {folder.name} is ignored: {error}")
+        return Metadata()
+
+
+@functools.lru_cache(maxsize=256)
+def _warn_once(text: str) -> None:
+    """The list is asked for every few seconds."""
+    log.warning("%s", text)
+
+
+def discard(path: Path) -> None:
+    """Removes a file or a tree. It leaves its name first, so nobody meets it half removed. OSError."""
+    leaving = path.with_name(f"{LEAVING}{secrets.token_hex(6)}")
+    try:
+        path.rename(leaving)
+    except FileNotFoundError:
+        return
+    if leaving.is_dir() and not leaving.is_symlink():
+        shutil.rmtree(leaving)
+    else:
+        leaving.unlink()
+
+
+def _folders(base: Path) -> Iterator[Path]:
+    try:
+        found = sorted(base.iterdir())
+    except FileNotFoundError:
+        return
+    for path in found:
+        if not path.name.startswith(".") and not path.name.endswith((STAGED, BACKUP)) and path.is_dir():
+            yield path

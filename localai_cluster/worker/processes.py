@@ -1,0 +1,365 @@
+"""Engine processes: start, watch, stop, and the table of what runs (worker.md §7, §8.5, §10).
+
+The table lives on the event loop and is changed without awaiting, so it needs no lock. One task per process
+waits for its end, whatever the cause, and is the only place that takes a record out of the table and gives
+its port back.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from localai_cluster import clock, procs
+from localai_cluster.errors import ClusterError
+from localai_cluster.rpc.client import BackendClient
+from localai_cluster.rpc.errors import BackendError
+from localai_cluster.worker.logring import LINE_LIMIT, LogLine, LogRings
+from localai_cluster.worker.ports import PortAllocator
+
+log = logging.getLogger(__name__)
+
+LOCAL = "127.0.0.1"
+READY_EVERY = 0.2
+READY_PROBE = 2.0
+READY_LIMIT = 30.0
+FREE_LIMIT = 5.0
+GRACE = 15.0
+LAST_LINES = 20
+PLAIN_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+TOKEN_VARIABLE = "LOCALAI_GRPC_AUTH_TOKEN"
+
+
+class StartFailed(ClusterError):
+    """The engine did not become ready."""
+
+    code = "start_failed"
+
+
+class StartInterrupted(StartFailed):
+    """The engine was stopped while it started."""
+
+    code = "start_interrupted"
+    permanent = False
+
+
+class StopFailed(ClusterError):
+    """The engine could not be ended."""
+
+    code = "stop_failed"
+    permanent = False
+
+
+@dataclass(eq=False)
+class Engine:
+    """One engine process, from its start to its end."""
+
+    key: str
+    port: int
+    backend: str
+    folder: Path
+    folder_identity: tuple[int, int]
+    process: asyncio.subprocess.Process
+    group: procs.Group
+    client: BackendClient
+    stopping: bool = False
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    errors: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
+
+    @property
+    def address(self) -> str:
+        """Where this worker reaches it."""
+        return f"{LOCAL}:{self.port}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs; false at once after its end, before anybody has waited for it."""
+        found = procs.stat(self.process.pid)
+        return self.process.returncode is None and found is not None and found.running
+
+    async def settled(self) -> bool:
+        """Waits until it is ready (True) or gone (False)."""
+        waits = [asyncio.create_task(event.wait()) for event in (self.ready, self.gone)]
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in waits:
+            wait.cancel()
+        return not self.gone.is_set()
+
+    def same_folder(self) -> bool:
+        """Whether the folder it was started from is still that folder, and not a later install."""
+        return folder_identity(self.folder) == self.folder_identity
+
+
+@dataclass(frozen=True)
+class StopOutcome:
+    """What came of stopping one process: it was there, `Free` worked, it is gone, and what went wrong."""
+
+    matched: bool
+    freed: bool = False
+    terminated: bool = False
+    address: str = ""
+    error: str = ""
+
+
+class Supervisor:
+    """Starts and stops the engines of one worker."""
+
+    def __init__(self, ports: PortAllocator, token: str, guardian: procs.Guardian, rings: LogRings) -> None:
+        self._ports = ports
+        self._token = token
+        self._guardian = guardian
+        self._rings = rings
+        self._engines: dict[str, Engine] = {}
+        self._watchers: set[asyncio.Task[None]] = set()
+        self._threads = ThreadPoolExecutor(16, thread_name_prefix="stop")
+        self._hurry = False
+
+    def get(self, key: str) -> Engine | None:
+        """The engine under `key`, starting and stopping ones included."""
+        return self._engines.get(key)
+
+    def engines(self) -> list[Engine]:
+        """All of them, now."""
+        return list(self._engines.values())
+
+    def running(self) -> list[Engine]:
+        """Those that live and are not being stopped; a starting one too."""
+        return [engine for engine in self._engines.values() if not engine.stopping and engine.alive]
+
+    def of_backend(self, names: frozenset[str]) -> list[str]:
+        """Keys of the processes that were started for one of these backend names."""
+        return [engine.key for engine in self._engines.values() if engine.backend in names]
+
+    def of_model(self, name: str) -> list[str]:
+        """Keys of all replicas of `name`; with a `#` in it, that very key."""
+        if name in self._engines:
+            return [name]
+        if "#" in name:
+            return []
+        return [key for key in self._engines if key.rpartition("#")[0] == name]
+
+    async def start(self, key: str, backend: str, start_file: Path) -> Engine:
+        """Starts an engine and waits until it is ready. StartFailed (with its last words), NoFreePort."""
+        port = self._take_port(key)
+        try:
+            engine = await self._launch(key, port, backend, start_file)
+        except OSError as error:
+            self._ports.release(port, clock.monotonic())
+            raise StartFailed(f"{start_file} cannot be started: {error.strerror}") from error
+        log.info("started key=%s backend=%s port=%d pid=%d", key, backend, port, engine.process.pid)
+        try:
+            await self._wait_ready(engine)
+        except BaseException:
+            engine.stopping = True
+            await self._end(engine)
+            raise
+        engine.ready.set()
+        log.info("ready key=%s port=%d", key, port)
+        return engine
+
+    async def stop(self, key: str, *, force: bool) -> StopOutcome:
+        """Stops one process, `Free` first unless `force`; returns when it is gone or will not go."""
+        engine = self._engines.get(key)
+        if engine is None:
+            return StopOutcome(matched=False, terminated=True)
+        if engine.stopping:
+            return StopOutcome(matched=True, address=engine.address, error="is already being stopped")
+        engine.stopping = True
+        freed, error = (False, "") if force else await self._free(engine)
+        if not await self._end(engine):
+            engine.stopping = False
+            return StopOutcome(
+                True, freed, False, engine.address, f"process {engine.process.pid} cannot be killed"
+            )
+        return StopOutcome(True, freed, True, engine.address, error)
+
+    async def ensure_stopped(self, keys: Sequence[str], *, force: bool) -> list[str]:
+        """Stops these one by one, waiting for stops under way; the keys that had a process. StopFailed."""
+        ended: list[str] = []
+        for key in keys:
+            engine = self._engines.get(key)
+            if engine is None:
+                continue
+            outcome = await self.stop(key, force=force)
+            if not outcome.terminated and engine.stopping:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(engine.gone.wait(), FREE_LIMIT + 2 * GRACE)
+            if not engine.gone.is_set():
+                raise StopFailed(f"{key}: {outcome.error}", stopped=tuple(ended))
+            ended.append(key)
+        return ended
+
+    async def free(self, engine: Engine) -> str:
+        """Frees the engine's memory; what went wrong, or an empty text."""
+        return (await self._free(engine))[1]
+
+    def hurry(self) -> None:
+        """From now on nothing is asked politely."""
+        self._hurry = True
+
+    async def close(self) -> None:
+        """Stops everything, politely and side by side."""
+        await asyncio.gather(*(self.stop(engine.key, force=self._hurry) for engine in self.engines()))
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        self._threads.shutdown(wait=False)
+
+    def _take_port(self, key: str) -> int:
+        while True:
+            port = self._ports.allocate(key, clock.monotonic())
+            if _bindable(port):
+                return port
+            log.warning("port %d is taken by somebody else; trying another", port)
+            self._ports.release(port, clock.monotonic())
+
+    async def _launch(self, key: str, port: int, backend: str, start_file: Path) -> Engine:
+        folder = start_file.parent
+        identity = folder_identity(folder)
+        program = str(start_file)
+        if not os.access(program, os.X_OK):
+            os.chmod(program, 0o700)
+        process = await asyncio.create_subprocess_exec(
+            program,
+            "--addr",
+            f"0.0.0.0:{port}",
+            cwd=folder,
+            env=environment(self._token) | self._guardian.env,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+        )
+        group = self._guardian.add(process.pid, seconds=GRACE)
+        client = BackendClient(f"{LOCAL}:{port}", self._token)
+        engine = Engine(key, port, backend, folder, identity or (0, 0), process, group, client)
+        self._engines[key] = engine
+        watcher = asyncio.create_task(self._watch(engine), name=f"engine {key}")
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+        return engine
+
+    async def _wait_ready(self, engine: Engine) -> None:
+        deadline = clock.monotonic() + READY_LIMIT
+        while clock.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(engine.gone.wait(), READY_EVERY)
+            if engine.stopping:
+                raise StartInterrupted(f"backend process {engine.key} was stopped while it started")
+            if engine.gone.is_set():
+                raise StartFailed(_last_words(engine, f"died during startup ({_ending(engine)})"))
+            with contextlib.suppress(BackendError):
+                if (
+                    await engine.client.health(READY_PROBE)
+                    and not engine.stopping
+                    and not engine.gone.is_set()
+                ):
+                    return
+        raise StartFailed(_last_words(engine, f"was not ready within {READY_LIMIT:g} s"))
+
+    async def _free(self, engine: Engine) -> tuple[bool, str]:
+        try:
+            result = await engine.client.free(FREE_LIMIT)
+        except BackendError as error:
+            log.warning("Free failed key=%s: %s", engine.key, error)
+            return False, f"Free: {error.message}"
+        return result.success, "" if result.success else f"Free: {result.message or 'refused'}"
+
+    async def _end(self, engine: Engine) -> bool:
+        """Signals the whole group: SIGTERM, 15 s, SIGKILL; whether the process is gone."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._threads, procs.end, engine.group, lambda: self._hurry)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(engine.gone.wait(), FREE_LIMIT)
+        return engine.gone.is_set()
+
+    async def _watch(self, engine: Engine) -> None:
+        """Reads the engine's output until it ends, then clears up after it."""
+        process = engine.process
+        assert process.stdout
+        assert process.stderr
+        pumps = [
+            asyncio.create_task(self._pump(engine, process.stdout, "stdout")),
+            asyncio.create_task(self._pump(engine, process.stderr, "stderr")),
+        ]
+        await process.wait()
+        if not engine.stopping:
+            log.warning("engine ended key=%s %s", engine.key, _ending(engine))
+            # What it started must not outlive it, nor keep its port.
+            await asyncio.get_running_loop().run_in_executor(self._threads, procs.end, engine.group)
+        await asyncio.wait(pumps, timeout=1.0)
+        for pump in pumps:
+            pump.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+        self._guardian.discard(process.pid)
+        self._ports.release(engine.port, clock.monotonic())
+        del self._engines[engine.key]
+        # Before the client is closed: who probes looks here first, and a closed client cannot even be asked.
+        engine.gone.set()
+        await engine.client.close()
+
+    async def _pump(self, engine: Engine, stream: asyncio.StreamReader, name: str) -> None:
+        async for line in _lines(stream):
+            # Last words end in operations and answers; an engine may print what is in its environment.
+            text = line.replace(self._token, "***") if self._token else line
+            if name == "stderr":
+                engine.errors.append(text)
+            self._rings.append(engine.key, LogLine(clock.now(), name, text))
+            log.debug("%s %s: %s", engine.key, name, text)
+
+
+def environment(token: str) -> dict[str, str]:
+    """The whole environment of an engine: nothing of the worker's own secrets or virtual environment."""
+    home = os.environ.get("HOME", "/")
+    plain = {"PATH": PLAIN_PATH, "HOME": home, "LANG": os.environ.get("LANG", "C.UTF-8")}
+    return plain | ({TOKEN_VARIABLE: token} if token else {})
+
+
+def folder_identity(folder: Path) -> tuple[int, int] | None:
+    """Device and inode of a folder; None when it is gone."""
+    try:
+        info = folder.stat()
+    except OSError:
+        return None
+    return info.st_dev, info.st_ino
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
+    """The lines of a stream, cut at 8 KiB; a line without end cannot fill the memory."""
+    rest = b""
+    while piece := await stream.read(64 * 1024):
+        *whole, rest = (rest + piece).split(b"\n")
+        if len(rest) > LINE_LIMIT:
+            whole, rest = [*whole, rest], b""
+        for line in whole:
+            yield line[:LINE_LIMIT].decode(errors="replace").rstrip("\r")
+    if rest:
+        yield rest.decode(errors="replace")
+
+
+def _last_words(engine: Engine, what: str) -> str:
+    told = "\n".join(engine.errors) or "(nothing)"
+    return f"backend process {engine.key} {what}. Last stderr:\n{told}"
+
+
+def _ending(engine: Engine) -> str:
+    code = engine.process.returncode
+    if code is None:
+        return "still running"
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
+
+
+def _bindable(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError:
+            return False
+    return True

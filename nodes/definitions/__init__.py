@@ -1,0 +1,1 @@
+"""Model definitions: files in LocalAI's YAML form."""

@@ -1,0 +1,45 @@
+"""Selectors: the labels that a node must have (R1.68, R1.69).
+
+A selector is checked where it is written. One that is stored all the same and cannot be read matches nothing:
+better no node than any node.
+"""
+
+from typing import Any
+
+from localai_cluster import errors, names
+
+LONGEST_KEY, LONGEST_VALUE = 128, 255
+MOST_KEYS = 64
+
+
+def readable(selector: Any) -> dict[str, str] | None:
+    """The selector, None if it is not an object of strings that a label can have."""
+    try:
+        return check(selector)
+    except errors.InvalidInput:
+        return None
+
+
+def check(selector: Any) -> dict[str, str]:
+    """The selector; raises InvalidInput that names what is wrong with it."""
+    if not isinstance(selector, dict):
+        raise errors.InvalidInput("selector must be an object of strings", field="selector")
+    if len(selector) > MOST_KEYS:
+        raise errors.InvalidInput(f"selector must have at most {MOST_KEYS} keys", field="selector")
+    for key, value in selector.items():
+        check_label(key, value, "selector")
+    return selector
+
+
+def check_label(key: Any, value: Any, field: str) -> None:
+    """Raises InvalidInput naming `field` unless a label can have this key and value."""
+    if not isinstance(key, str) or not 1 <= len(key) <= LONGEST_KEY:
+        raise errors.InvalidInput(f"{field}: a key must have 1 to {LONGEST_KEY} characters", field=field)
+    names.check_text(key, f"{field}: a key")
+    if not isinstance(value, str):
+        raise errors.InvalidInput(f"{field}: the value of {key!r} must be a string", field=field)
+    if len(value) > LONGEST_VALUE:
+        raise errors.InvalidInput(
+            f"{field}: the value of {key!r} exceeds {LONGEST_VALUE} characters", field=field
+        )
+    names.check_text(value, f"{field}: the value of {key!r}")

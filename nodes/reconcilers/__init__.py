@@ -1,0 +1,1 @@
+"""Recurring passes over the fleet: observe, plan (pure), apply."""

@@ -1,0 +1,151 @@
+"""The liveness pass: observe, plan (pure), apply.
+
+R5.2 to R5.8 with their "Port:" lines: heartbeat age alone decides; pending nodes are left alone; a silent
+node goes offline whatever else is said about it, draining and unhealthy ones too; its replicas stop counting.
+A node that was heard after it fell silent comes back by its own heartbeat, not here; one that was heard after
+it had been marked unhealthy is healthy again. A web process that stopped refreshing its row is dead; what it
+carried is subtracted from the replicas.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+from django.db import connection, transaction
+from django.db.models import Q
+
+from localai_cluster.accounts.actors import task
+from nodes.models import BackendNode, NodeModel, ReplicaUse, WebProcess
+from nodes.registry import services
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Silence, in seconds, after which something is gone."""
+
+    node: float
+    web: float
+
+
+@dataclass(frozen=True)
+class Heard:
+    """When a node gave its last sign of life, None = never, and since when it is marked unhealthy."""
+
+    id: UUID
+    at: datetime | None
+    unhealthy_at: datetime | None = None
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A web process: its last sign of life, and since when it has been there without a gap."""
+
+    id: UUID
+    at: datetime
+    hearing_since: datetime
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Approved nodes that are not offline, and web processes."""
+
+    nodes: Sequence[Heard]
+    processes: Sequence[Listener]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be declared gone, and which nodes are well again."""
+
+    nodes: list[UUID]
+    processes: list[UUID]
+    recovered: list[UUID] = field(default_factory=list)
+
+
+def plan_liveness(observed: Observed, now: datetime, limits: Limits) -> Plan:
+    """R5.4: silence strictly longer than the limit, counted only while somebody could have heard.
+
+    After an outage of the web processes or the database every node looks silent; none is judged before a web
+    process has listened for a whole limit (I12).
+    """
+    web, node = timedelta(seconds=limits.web), timedelta(seconds=limits.node)
+    dead = [process.id for process in observed.processes if now - process.at > web]
+    since = min((one.hearing_since for one in observed.processes if one.id not in dead), default=now)
+    silent = [one.id for one in observed.nodes if now - max(one.at or since, since) > node]
+    heard = [one.id for one in observed.nodes if one.at and one.unhealthy_at and one.at > one.unhealthy_at]
+    gone = frozenset(silent)
+    return Plan(nodes=silent, processes=dead, recovered=[one for one in heard if one not in gone])
+
+
+def observe() -> Observed:
+    """Two queries."""
+    nodes = BackendNode.objects.filter(approved_at__isnull=False, offline_at__isnull=True)
+    return Observed(
+        nodes=[Heard(*row) for row in nodes.values_list("id", "last_heartbeat", "unhealthy_at")],
+        processes=[
+            Listener(*row) for row in WebProcess.objects.values_list("id", "seen_at", "hearing_since")
+        ],
+    )
+
+
+def apply(plan: Plan, now: datetime, limits: Limits) -> tuple[int, int]:
+    """Carries the plan out, as far as it is still true; answers how many are gone (nodes, processes)."""
+    if not (plan.nodes or plan.recovered or plan.processes):
+        return 0, 0
+    actor = task("liveness")
+    with transaction.atomic():
+        locked = _lock(plan)
+        services.recovered(plan.recovered, actor=actor, now=now)
+        gone = services.fell_silent(plan.nodes, limit=limits.node, actor=actor, now=now)
+        return gone, _processes_dead(plan.processes, locked, now, limits.web)
+
+
+def _lock(plan: Plan) -> list[UUID]:
+    """All rows that the plan touches: nodes by id, then replicas by id, as heartbeats and the hot path do.
+
+    In steps it would hold a later replica while it waits for an earlier one. Answers the replicas.
+    """
+    services.lock_in_order(BackendNode.objects.filter(pk__in=[*plan.nodes, *plan.recovered]))
+    used = ReplicaUse.objects.filter(process_id__in=plan.processes).values("replica_id")
+    touched = NodeModel.objects.filter(Q(node_id__in=plan.nodes) | Q(pk__in=used))
+    return list(touched.order_by("id").select_for_update(of=("self",)).values_list("pk", flat=True))
+
+
+_TAKE_BACK = """
+WITH dead AS (
+    DELETE FROM web_processes AS process WHERE id = ANY(%(ids)s) AND seen_at < %(since)s
+        AND NOT EXISTS (SELECT FROM replica_uses AS use
+                        WHERE use.process_id = process.id AND use.replica_id <> ALL(%(locked)s::uuid[]))
+    RETURNING id
+), taken AS (
+    SELECT use.replica_id, sum(use.count) AS count
+    FROM replica_uses AS use JOIN dead ON dead.id = use.process_id
+    GROUP BY use.replica_id
+), gone AS (
+    DELETE FROM replica_uses WHERE process_id IN (SELECT id FROM dead)
+), settled AS (
+    UPDATE node_models AS replica
+    SET in_flight = greatest(replica.in_flight - taken.count, 0), updated_at = %(now)s
+    FROM taken WHERE replica.id = taken.replica_id
+)
+SELECT count(*) FROM dead
+"""
+"""A process that uses a replica which is not `locked` has just picked it: it lives, and locking that replica
+now would be out of order."""
+
+
+def _processes_dead(ids: Sequence[UUID], locked: Sequence[UUID], now: datetime, limit: float) -> int:
+    if not ids:
+        return 0
+    parameters: dict[str, Any] = {
+        "ids": list(ids),
+        "locked": list(locked),
+        "since": now - timedelta(seconds=limit),
+        "now": now,
+    }
+    with connection.cursor() as cursor:
+        cursor.execute(_TAKE_BACK, parameters)
+        (dead,) = cursor.fetchone()
+    return int(dead)

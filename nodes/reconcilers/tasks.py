@@ -1,0 +1,49 @@
+"""Short, idempotent tasks that django-q2 runs for the fleet."""
+
+import logging
+from datetime import datetime, timedelta
+
+from localai_cluster import clock, conf
+from localai_cluster.locks import Lock, try_lock
+from localai_cluster.outage import left_out_in_an_outage
+from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness
+from nodes.registry import services, timeline
+
+PRUNED_AT_ONCE = 5000
+
+log = logging.getLogger(__name__)
+
+
+@left_out_in_an_outage
+def liveness() -> None:
+    """One liveness pass (R5.1); at once if another process is at it."""
+    with try_lock(Lock.LIVENESS) as mine:
+        if not mine:
+            return
+        now, cluster = clock.now(), conf.cluster()
+        limits = Limits(node=cluster.node_stale_after, web=cluster.web_stale_after)
+        nodes, processes = apply(plan_liveness(observe(), now, limits), now, limits)
+    if nodes or processes:
+        log.warning("liveness: %d nodes offline, %d web processes gone", nodes, processes)
+
+
+@left_out_in_an_outage
+def finish_drains() -> None:
+    """Ends the drains that are over; at once if another process is at it."""
+    with try_lock(Lock.DRAINS) as mine:
+        ended = services.finish_drains(now=clock.now()) if mine else 0
+    if ended:
+        log.info("drains: the replicas of %d nodes have gone", ended)
+
+
+@left_out_in_an_outage
+def prune_timeline() -> None:
+    """Deletes events past the retention, a chunk a transaction; at once if another process is at it."""
+    before = clock.now() - timedelta(seconds=conf.cluster().event_retention)
+    while _prune(before) == PRUNED_AT_ONCE:
+        pass
+
+
+def _prune(before: datetime) -> int:
+    with try_lock(Lock.TIMELINE) as mine:
+        return timeline.prune(before=before, limit=PRUNED_AT_ONCE) if mine else 0

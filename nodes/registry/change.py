@@ -1,0 +1,183 @@
+"""One change to one node: facts, columns and timeline, written together or not at all.
+
+A verb opens a `Change` on the locked row, lets events happen to it and saves once. The UPDATE names the
+revision that was read, so that even a caller who forgot the lock loses nothing. Facts become columns here:
+each fact has a time, an author and a reason.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from django.db import IntegrityError, transaction
+from psycopg.errors import UniqueViolation
+
+from localai_cluster import errors, names
+from localai_cluster.accounts.actors import Actor
+from nodes.models import BackendNode, NodeEvent
+from nodes.registry import states, timeline
+from nodes.registry.states import Event, Facts
+from nodes.registry.timeline import Entry
+from nodes.replicas import removals
+from operations import events
+
+log = logging.getLogger(__name__)
+
+_COLUMNS = {
+    "approved": ("approved_at", "approved_by", "approval_reason"),
+    "rejected": ("rejected_at", "rejected_by", "reject_reason"),
+    "revoked": ("revoked_at", "revoked_by", "revoke_reason"),
+    "drained": ("drained_at", "drained_by", "drain_reason"),
+    "offline": ("offline_at", "offline_by", "offline_reason"),
+    "unhealthy": ("unhealthy_at", "unhealthy_by", "unhealthy_reason"),
+}
+_KIND = {
+    Event.AUTO_APPROVED: NodeEvent.Kind.APPROVED,
+    Event.DRAINED_ITSELF: NodeEvent.Kind.DRAINED,
+    Event.RESUMED_ITSELF: NodeEvent.Kind.RESUMED,
+    Event.HANDED_OVER: NodeEvent.Kind.CONFLICT_ACCEPTED,
+}
+ALWAYS_TOLD = frozenset({Event.REGISTERED, Event.DRAIN_ENDED, Event.HANDED_OVER, Event.DEREGISTERED})
+"""Events that are news even when no fact changes."""
+_REASON_LENGTH = 255
+_MOVED = "the node was changed by somebody else meanwhile"
+
+
+def kind_of(event: Event) -> NodeEvent.Kind:
+    """What the timeline calls `event`."""
+    return _KIND.get(event) or NodeEvent.Kind(event.value)
+
+
+def facts_of(node: BackendNode) -> Facts:
+    """What the row says."""
+    drained: states.Drain = "" if node.drained_at is None else "own" if node.drain_is_own else "admin"
+    offline: states.Absence = "" if node.offline_at is None else "silent" if node.offline_recovers else "left"
+    return Facts(
+        approved=node.approved_at is not None,
+        rejected=node.rejected_at is not None,
+        revoked=node.revoked_at is not None,
+        identified=bool(node.fingerprint) or node.weak_identity,
+        drained=drained,
+        offline=offline,
+        unhealthy=node.unhealthy_at is not None,
+    )
+
+
+def columns(before: Facts, after: Facts, actor: Actor, reason: str, now: datetime) -> dict[str, Any]:
+    """The columns in which `after` differs from `before`, each with when, who and why."""
+    changed: dict[str, Any] = {}
+    for fact, (at, by, why) in _COLUMNS.items():
+        value = getattr(after, fact)
+        if value != getattr(before, fact):
+            stamp = (now, str(actor), reason[:_REASON_LENGTH]) if value else (None, "", "")
+            changed |= dict(zip((at, by, why), stamp, strict=True))
+    if after.drained != before.drained:
+        changed |= {"drain_is_own": after.drained == "own", "drain_deadline": None}
+    if after.offline != before.offline:
+        # Nobody asks an absent worker for its backends: it is due when it is back.
+        changed |= {"offline_recovers": after.offline == "silent", "inventory_due_at": None}
+    return changed
+
+
+class Change:
+    """What happens to one locked node in this transaction; `save` writes it."""
+
+    def __init__(self, node: BackendNode, now: datetime) -> None:
+        self.node, self.now = node, now
+        self._columns: dict[str, Any] = {}
+        self._entries: list[Entry] = []
+
+    def happen(
+        self, event: Event, actor: Actor, *, reason: str = "", detail: Mapping[str, Any] | None = None
+    ) -> bool:
+        """Lets `event` happen; answers whether a fact changed. Raises Conflict where the table says no."""
+        before, reason = facts_of(self.node), names.plain(reason)
+        after = states.apply(event, before)
+        if isinstance(after, states.Refusal):
+            raise errors.Conflict(after.reason, field="status")
+        self.set(**columns(before, after, actor, reason, self.now))
+        if after != before or event in ALWAYS_TOLD:
+            statuses = {"before": states.status_of(before), "after": states.status_of(after)}
+            self.tell(kind_of(event), actor, reason, detail, **statuses)
+        self._end_replicas(states.TRANSITIONS[event].replicas)
+        return after != before
+
+    def set(self, **values: Any) -> None:
+        """Sets columns."""
+        for name, value in values.items():
+            setattr(self.node, name, value)
+        self._columns |= values
+
+    def tell(
+        self,
+        kind: NodeEvent.Kind,
+        actor: Actor,
+        cause: str = "",
+        detail: Mapping[str, Any] | None = None,
+        *,
+        before: str = "",
+        after: str = "",
+    ) -> None:
+        """Adds an event to the timeline; without a status it is the present one on both sides."""
+        status = states.status_of(facts_of(self.node))
+        statuses = before or status, after or status
+        self._entries.append(
+            Entry(self.node.id, self.node.name, kind, actor, names.plain(cause), *statuses, detail or {})
+        )
+
+    def save(self) -> None:
+        """Writes columns, timeline and NOTIFY; nothing if nothing happened."""
+        if not self._columns and not self._entries:
+            return
+        revision = self.node.revision
+        self.set(revision=revision + 1, updated_at=self.now)
+        self._write(revision)
+        timeline.record(*self._entries, at=self.now)
+        events.notify(events.NODES, str(self.node.id))
+        self.node.status = states.status_of(facts_of(self.node))
+        for entry in self._entries:
+            log.info("node %s: %s by %s %s", entry.node_name, entry.kind, entry.actor, entry.cause)
+        self._columns, self._entries = {}, []
+
+    def _write(self, revision: int) -> None:
+        rows = BackendNode.objects.filter(pk=self.node.pk, revision=revision)
+        try:
+            written = rows.update(**self._columns)
+        except IntegrityError as error:
+            if not isinstance(error.__cause__, UniqueViolation):
+                raise
+            raise errors.Conflict(
+                "another node has got this name or secret meanwhile", field="name"
+            ) from error
+        if written != 1:
+            raise errors.Conflict(_MOVED, field="revision")
+
+    def _end_replicas(self, which: states.Replicas) -> None:
+        if which == "all" or (which == "idle" and not any(removals.in_flight(self.node.id).values())):
+            removals.drop_replicas(self.node.id)
+
+
+def locked(node_id: UUID, revision: int | None = None, *, removing: bool = False) -> BackendNode:
+    """The node's row, locked until the transaction ends; raises NotFound.
+
+    With the `revision` that somebody decided on, it also raises Conflict (field `revision`) if it has moved.
+    Who is about to remove it (`removing`) also keeps out new rows that refer to it.
+    """
+    node = BackendNode.objects.select_for_update(no_key=not removing).filter(pk=node_id).first()
+    if node is None:
+        raise errors.NotFound("node not found")
+    if revision is not None and node.revision != revision:
+        raise errors.Conflict(_MOVED, field="revision")
+    return node
+
+
+@contextmanager
+def changing(node_id: UUID, now: datetime, revision: int | None = None) -> Iterator[Change]:
+    """A transaction around one change to one node, saved at its end; raises as `locked` does."""
+    with transaction.atomic():
+        change = Change(locked(node_id, revision), now)
+        yield change
+        change.save()

@@ -1,0 +1,272 @@
+"""Who may speak for a node: claims, conflicts, rotation and revocation of secrets.
+
+The first registration binds a secret to a name. Whoever comes with another one is refused and becomes a
+conflict that an admin sees; the node itself goes on. A conflict is decided by an admin only.
+"""
+
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from django.db import transaction
+from django.db.models import F, QuerySet
+
+from localai_cluster import errors, names
+from localai_cluster.accounts import actors, principals
+from localai_cluster.accounts.actors import Actor
+from nodes.models import BackendNode, NodeConflict, NodeEvent, RevokedSecret
+from nodes.registry import agents, identity, timeline
+from nodes.registry.change import Change, changing
+from nodes.registry.states import Event
+from nodes.registry.timeline import Entry
+
+MOST_CONFLICTS = 32
+"""Conflicts kept for a node; a flood of claims counts on the last of them."""
+MOST_INSTANCES = 16
+
+Kind = NodeConflict.Kind
+_SAID = {
+    Kind.SECRET: "the name {name!r} belongs to a worker with another secret; an admin has to accept this one",
+    Kind.WEAK: "the name {name!r} is known by the shared token; an admin has to accept this worker's secret",
+    Kind.TOKEN: "the name {name!r} belongs to a worker with a secret; the shared token is not enough",
+    Kind.INSTANCE: "another process has registered with this secret since: is its data folder a copy?",
+    Kind.NAME: "this secret belongs to the node {name!r}: an admin has to accept the new name",
+}
+NOT_ACCEPTABLE = {
+    Kind.TOKEN: "a node with a secret never falls back to the shared token; deregister it instead",
+    Kind.INSTANCE: "stop one of the two processes, or revoke the secret",
+}
+"""What an admin cannot answer with a yes, and what to do instead."""
+
+
+def judge(node: BackendNode, fingerprint: str, instance: str) -> NodeConflict.Kind | None:
+    """Whether the bearer of `fingerprint` ("" = the shared token only) may register as `node`; None = yes."""
+    if principals.same(fingerprint, node.fingerprint):
+        return Kind.INSTANCE if instance and instance in node.former_instances else None
+    if node.fingerprint:
+        return Kind.SECRET if fingerprint else Kind.TOKEN
+    if not fingerprint:
+        return Kind.TOKEN if node.bound_at else None
+    return Kind.WEAK if node.weak_identity else None
+
+
+def bind(change: Change, fingerprint: str, instance: str) -> None:
+    """Makes the bearer of `fingerprint` the node, and this process its voice."""
+    node = change.node
+    if fingerprint != node.fingerprint or bool(fingerprint) is node.weak_identity:
+        change.set(fingerprint=fingerprint, weak_identity=not fingerprint)
+    if fingerprint and node.bound_at is None:
+        change.set(bound_at=change.now)
+    if instance != node.instance:
+        former = [node.instance, *node.former_instances] if node.instance else node.former_instances
+        change.set(instance=instance, former_instances=former[:MOST_INSTANCES])
+
+
+def note(
+    node: BackendNode,
+    kind: NodeConflict.Kind,
+    claim: str,
+    *,
+    now: datetime,
+    source_address: str = "",
+    advertised_address: str = "",
+    claimed_name: str = "",
+) -> errors.Conflict:
+    """Records the claim, once more if it is known; answers the refusal.
+
+    The caller holds the node's lock, commits, then raises.
+    """
+    seen = {
+        "source_address": source_address,
+        "advertised_address": advertised_address,
+        "node_source_address": node.source_address,
+        "last_at": now,
+    }
+    known = NodeConflict.objects.filter(node=node, kind=kind, claim=claim)
+    if not known.update(**seen, count=F("count") + 1):
+        _add(node, kind, claim, {**seen, "first_at": now, "claimed_name": claimed_name})
+    _open_again(known)
+    entry = Entry(
+        node.id,
+        node.name,
+        NodeEvent.Kind.CONFLICT,
+        actors.WORKER,
+        kind.label,
+        node.status,
+        node.status,
+        {"kind": kind.value, "source_address": source_address, "advertised_address": advertised_address},
+    )
+    timeline.record_repeated(entry, at=now)
+    return errors.Conflict(_SAID[kind].format(name=node.name), field="name")
+
+
+def _open_again(known: "QuerySet[NodeConflict]") -> None:
+    """A claim that was accepted once and does not fit any more is another question to an admin."""
+    known.filter(state=NodeConflict.State.ACCEPTED).update(
+        state=NodeConflict.State.OPEN, decided_at=None, decided_by=""
+    )
+
+
+def note_other_process(node_id: UUID, instance: str, *, source_address: str, now: datetime) -> None:
+    """Somebody called with the node's secret under the id of another process: seen, and nothing else."""
+    with transaction.atomic():
+        node = BackendNode.objects.select_for_update(no_key=True).filter(pk=node_id).first()
+        if node is not None:
+            note(node, Kind.INSTANCE, instance[:32], now=now, source_address=source_address)
+
+
+def _add(node: BackendNode, kind: NodeConflict.Kind, claim: str, columns: dict[str, Any]) -> None:
+    waiting = NodeConflict.objects.filter(node=node, state=NodeConflict.State.OPEN)
+    if waiting.count() < MOST_CONFLICTS:
+        NodeConflict.objects.create(node=node, kind=kind, claim=claim, **columns)
+        return
+    last = waiting.order_by("-last_at").values_list("pk", flat=True)[:1]
+    NodeConflict.objects.filter(pk__in=list(last)).update(count=F("count") + 1, last_at=columns["last_at"])
+
+
+def accept_conflict(
+    conflict_id: UUID, *, node_id: UUID | None = None, actor: Actor, now: datetime
+) -> BackendNode:
+    """The claimant is the node from now on; who was it before is refused.
+
+    Raises NotFound, and Conflict if it is decided already or cannot be accepted. A refused one still can.
+    """
+    conflict = _conflict(conflict_id, node_id)
+    if conflict.kind in NOT_ACCEPTABLE:
+        raise errors.Conflict(NOT_ACCEPTABLE[Kind(conflict.kind)], field="kind")
+    with changing(conflict.node_id, now) as change:
+        _decide(conflict, NodeConflict.State.ACCEPTED, actor, now)
+        if conflict.kind == Kind.NAME:
+            _rename(change, conflict.claimed_name)
+        if conflict.kind == Kind.NAME or conflict.claim == change.node.fingerprint:
+            change.tell(NodeEvent.Kind.CONFLICT_ACCEPTED, actor, Kind(conflict.kind).label, _detail(conflict))
+        else:
+            _hand_over(change, conflict, actor)
+    return change.node
+
+
+def refuse_conflict(
+    conflict_id: UUID, *, node_id: UUID | None = None, actor: Actor, now: datetime
+) -> BackendNode:
+    """The node stays who it is; the claimant goes on being refused, and the conflict is open no more."""
+    conflict = _conflict(conflict_id, node_id)
+    with changing(conflict.node_id, now) as change:
+        _decide(conflict, NodeConflict.State.REFUSED, actor, now)
+        change.tell(NodeEvent.Kind.CONFLICT_REFUSED, actor, Kind(conflict.kind).label, _detail(conflict))
+    return change.node
+
+
+def _detail(conflict: NodeConflict) -> dict[str, Any]:
+    return {"conflict": str(conflict.pk), "source_address": conflict.source_address}
+
+
+def _conflict(conflict_id: UUID, node_id: UUID | None) -> NodeConflict:
+    conflict = NodeConflict.objects.filter(pk=conflict_id).first()
+    if conflict is None or (node_id is not None and conflict.node_id != node_id):
+        raise errors.NotFound("conflict not found")
+    return conflict
+
+
+def _decide(conflict: NodeConflict, state: NodeConflict.State, actor: Actor, now: datetime) -> None:
+    """Decides it as `state`, for one caller alone; the node is locked before it, as by whoever claims."""
+    decidable = [NodeConflict.State.OPEN]
+    if state == NodeConflict.State.ACCEPTED:
+        decidable.append(NodeConflict.State.REFUSED)
+    undecided = NodeConflict.objects.filter(pk=conflict.pk, state__in=decidable)
+    if not undecided.update(state=state, decided_at=now, decided_by=str(actor)):
+        raise errors.Conflict("the conflict is decided already", field="state")
+
+
+def _rename(change: Change, name: str) -> None:
+    taken = BackendNode.objects.filter(name_key=names.key(name)).exclude(pk=change.node.pk).exists()
+    if taken:
+        raise errors.Conflict(f"there is another node named {name!r}", field="name")
+    change.set(name=name, name_key=names.key(name))
+
+
+def _hand_over(change: Change, conflict: NodeConflict, actor: Actor) -> None:
+    """The claimant's secret is the node's; nothing of the former worker counts until that one registers."""
+    _replace_secret(change, conflict.claim, actor)
+    change.set(instance="", former_instances=[])
+    agents.revoke(change)
+    change.happen(Event.HANDED_OVER, actor, reason=Kind(conflict.kind).label, detail=_detail(conflict))
+
+
+def _replace_secret(change: Change, fingerprint: str, actor: Actor) -> None:
+    """The new secret; the former one is refused for ever."""
+    check_free(fingerprint)
+    _refuse_for_ever(change, actor)
+    change.set(
+        fingerprint=fingerprint,
+        weak_identity=False,
+        bound_at=change.node.bound_at or change.now,
+        rotation_requested_at=None,
+    )
+
+
+def check_free(fingerprint: str) -> None:
+    """Raises Conflict for a secret that belongs to a node or was revoked.
+
+    In this order: it may be revoked between the two queries.
+    """
+    if BackendNode.objects.filter(fingerprint=fingerprint).exists():
+        raise errors.Conflict("this secret belongs to a node already", field="secret")
+    if is_revoked(fingerprint):
+        raise errors.Conflict("this secret was revoked: make a new one", field="secret")
+
+
+def is_revoked(fingerprint: str) -> bool:
+    """Whether the secret is refused for ever; "" is none."""
+    return bool(fingerprint) and RevokedSecret.objects.filter(pk=fingerprint).exists()
+
+
+def request_rotation(node_id: UUID, *, actor: Actor, now: datetime) -> BackendNode:
+    """From now on the node's secret is good for two things: replacing itself, and registering before that."""
+    with changing(node_id, now) as change:
+        if not change.node.fingerprint:
+            raise errors.Conflict("the node has no secret of its own", field="weak_identity")
+        if change.node.rotation_requested_at is None:
+            change.set(rotation_requested_at=now)
+            change.tell(NodeEvent.Kind.ROTATION_REQUESTED, actor)
+    return change.node
+
+
+def rotate(node_id: UUID, *, old_fingerprint: str, new_secret: str, now: datetime) -> BackendNode:
+    """The worker replaces its secret; the old one is refused for ever. Raises NotAuthenticated if it lost."""
+    fingerprint = identity.check_node_secret(new_secret)
+    with changing(node_id, now) as change:
+        if not principals.same(old_fingerprint, change.node.fingerprint):
+            raise errors.NotAuthenticated("invalid node credential")
+        _replace_secret(change, fingerprint, actors.WORKER)
+        change.tell(NodeEvent.Kind.ROTATED, actors.WORKER)
+    return change.node
+
+
+def revoke(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> BackendNode:
+    """The secret is refused from now on, under any name; the node is pending and without identity."""
+    with changing(node_id, now) as change:
+        change.happen(Event.REVOKED, actor, reason=reason)
+        _refuse_for_ever(change, actor)
+        agents.revoke(change)
+        change.set(
+            fingerprint="",
+            weak_identity=False,
+            rotation_requested_at=None,
+            instance="",
+            former_instances=[],
+        )
+    return change.node
+
+
+def _refuse_for_ever(change: Change, actor: Actor) -> None:
+    node = change.node
+    if node.fingerprint:
+        RevokedSecret.objects.get_or_create(
+            pk=node.fingerprint,
+            defaults={
+                "node_id": node.id,
+                "node_name": node.name,
+                "revoked_at": change.now,
+                "revoked_by": str(actor),
+            },
+        )

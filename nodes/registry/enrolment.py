@@ -1,0 +1,70 @@
+"""Enrolment: approving beforehand the worker that will register under a name and prove itself by a secret."""
+
+from datetime import datetime
+
+from django.db import transaction
+
+from localai_cluster import errors, names
+from localai_cluster.accounts.actors import Actor
+from nodes.models import BackendNode, NodeEvent
+from nodes.registry import states
+from nodes.registry.change import Change
+from nodes.registry.claims import is_revoked
+from nodes.registry.states import Event
+
+PLACEHOLDER_ADDRESS = "unregistered"
+"""Address of an enrolled node until its worker registers; the node is offline for as long."""
+ENROLLED = "enrolled, not seen yet"
+
+
+def enrol(name: str, fingerprint: str, *, actor: Actor, now: datetime) -> BackendNode:
+    """Approves the worker of that name and fingerprint; until it registers, the row is offline.
+
+    Repeating it changes nothing, and an admin's no stays: a revoked secret is not bound again, a node that
+    was rejected or revoked not approved. Another fingerprint replaces the old one, because whoever enrols
+    already rules the database. Raises Conflict for a name or a secret of another node.
+    """
+    names.check_name(name)
+    with transaction.atomic():
+        BackendNode.objects.bulk_create([_enrolled(name, fingerprint, actor, now)], ignore_conflicts=True)
+        node = BackendNode.objects.select_for_update(no_key=True).filter(name=name).first()
+        if node is None:
+            raise errors.Conflict(f"another node looks like {name!r} or has its secret", field="name")
+        change = Change(node, now)
+        _bind(change, fingerprint)
+        if node.revision == 0 and node.approved_at is not None:
+            change.tell(NodeEvent.Kind.APPROVED, actor, "enrolled", before=states.PENDING)
+        elif node.approved_at is None and not (node.rejected_at or node.revoked_at):
+            change.happen(Event.APPROVED, actor, reason="enrolled")
+        change.save()
+    return node
+
+
+def _bind(change: Change, fingerprint: str) -> None:
+    if change.node.fingerprint == fingerprint or is_revoked(fingerprint):
+        return
+    change.set(
+        fingerprint=fingerprint,
+        weak_identity=False,
+        bound_at=change.node.bound_at or change.now,
+        instance="",
+        former_instances=[],
+    )
+
+
+def _enrolled(name: str, fingerprint: str, actor: Actor, now: datetime) -> BackendNode:
+    return BackendNode(
+        name=name,
+        name_key=names.key(name),
+        address=PLACEHOLDER_ADDRESS,
+        fingerprint=fingerprint,
+        bound_at=now,
+        approved_at=now,
+        approved_by=str(actor),
+        approval_reason="enrolled",
+        offline_at=now,
+        offline_by=str(actor),
+        offline_reason=ENROLLED,
+        created_at=now,
+        updated_at=now,
+    )

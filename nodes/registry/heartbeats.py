@@ -1,0 +1,226 @@
+"""Heartbeats: reading one, and writing many in one statement.
+
+A caller is answered when its beat is proved; the beat itself is written with the next batch. The UPDATE
+proves it again by matching node id, fingerprint and process: a secret revoked in between writes nothing.
+Figures count only for nodes that are approved and online (R1.34). A node that had fallen silent comes back by
+its beat (R5.5), one that left by itself does not (R5.7). Free VRAM clears the reservation unless one was made
+after the figure came in. A new total moves the ceiling of a budget in percent; which budgets are concerned is
+read beforehand, so that a batch is always one UPDATE.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from typing import Any, Protocol
+from uuid import UUID
+
+from localai_cluster import errors
+from localai_cluster.accounts.actors import WORKER
+from nodes.models import NodeEvent
+from nodes.registry import budget, identity, states
+from nodes.registry.identity import NodeFacts
+from operations.events import NODES
+
+LARGEST = 2**63 - 1
+_FIGURES = ("available_vram", "total_vram", "available_ram", "total_disk", "available_disk")
+_VENDOR_LENGTH = 32
+
+Key = tuple[UUID, str, str]
+"""Node, fingerprint, process."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One sign of life: whose, by which fingerprint, when it came in, and what it reported (bytes).
+
+    `measured_at` is when its `available_vram` came in, which in a merged beat may be earlier.
+    """
+
+    id: UUID
+    fingerprint: str
+    at: datetime
+    instance: str = ""
+    measured_at: datetime | None = None
+    available_vram: int | None = None
+    total_vram: int | None = None
+    available_ram: int | None = None
+    total_disk: int | None = None
+    available_disk: int | None = None
+    gpu_vendor: str | None = None
+
+    @property
+    def key(self) -> Key:
+        """Beats of the same key are one row of a batch."""
+        return self.id, self.fingerprint, self.instance
+
+    def __post_init__(self) -> None:
+        if self.available_vram is not None and self.measured_at is None:
+            object.__setattr__(self, "measured_at", self.at)
+
+    def after(self, earlier: "Beat") -> "Beat":
+        """This beat with what only the earlier one reported filled in."""
+        missing = {name: value for name, value in asdict(earlier).items() if getattr(self, name) is None}
+        return replace(self, **missing)
+
+
+class Overtaken(errors.ClusterError):
+    """Somebody else changed the node while the batch was being written."""
+
+
+class Rows(Protocol):
+    """What writing needs of the database: one statement, its rows."""
+
+    async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
+        """Runs one statement in its own transaction."""
+        ...
+
+
+def read(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The known fields of a beat (`contract/http-api.md` §1.2); raises InvalidInput naming the field."""
+    values: dict[str, Any] = {name: _figure(name, body.get(name)) for name in _FIGURES}
+    return values | {"gpu_vendor": _vendor(body.get("gpu_vendor"))}
+
+
+def _figure(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= LARGEST:
+        raise errors.InvalidInput(f"{name} must be a whole number of bytes from 0 to 2^63-1", field=name)
+    return value
+
+
+def _vendor(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or len(value) > _VENDOR_LENGTH or not value.isprintable():
+        raise errors.InvalidInput(
+            f"gpu_vendor must be a printable text of at most {_VENDOR_LENGTH} characters", field="gpu_vendor"
+        )
+    return value
+
+
+# The rows are locked in the order of their ids: two processes that write the same nodes never deadlock. A row
+# that somebody changed after this statement began is left out (its `ctid` is another one): to update it,
+# PostgreSQL would go back to the version that the statement saw, and others may queue there who wait for us.
+# `live` goes by the state before this statement: of the beat that brings a node back only the time counts.
+WRITE = f"""
+WITH beat AS (
+    SELECT * FROM jsonb_to_recordset(%(beats)s::jsonb) AS beat(
+        id uuid, fingerprint text, at timestamptz, instance text, measured_at timestamptz,
+        available_vram bigint, total_vram bigint, available_ram bigint, total_disk bigint,
+        available_disk bigint, gpu_vendor text, budget text, ceiling bigint)
+), own AS (
+    SELECT node.id, node.ctid, node.offline_at IS NOT NULL AND node.offline_recovers AS silent, beat.instance,
+        beat.at, beat.measured_at, beat.available_vram, beat.total_vram, beat.available_ram,
+        beat.total_disk, beat.available_disk, beat.gpu_vendor,
+        node.approved_at IS NOT NULL AND node.offline_at IS NULL AS live,
+        CASE WHEN beat.budget = node.vram_budget AND beat.budget <> '' THEN beat.ceiling
+            ELSE node.vram_budget_bytes END AS ceiling
+    FROM backend_nodes AS node JOIN beat ON beat.id = node.id AND beat.fingerprint = node.fingerprint
+    WHERE (node.fingerprint <> '' OR node.weak_identity) AND node.rotation_requested_at IS NULL
+        AND (beat.instance = '' OR beat.instance = node.instance)
+    ORDER BY node.id FOR NO KEY UPDATE OF node
+), written AS (
+    UPDATE backend_nodes AS node SET
+        last_heartbeat = greatest(node.last_heartbeat, own.at),
+        updated_at = greatest(node.updated_at, own.at),
+        offline_at = CASE WHEN own.silent THEN NULL ELSE node.offline_at END,
+        offline_reason = CASE WHEN own.silent THEN '' ELSE node.offline_reason END,
+        offline_by = CASE WHEN own.silent THEN '' ELSE node.offline_by END,
+        offline_recovers = node.offline_recovers AND NOT own.silent,
+        revision = node.revision + own.silent::int,
+        reserved_vram = CASE WHEN own.live AND own.available_vram IS NOT NULL
+            AND (node.reserved_at IS NULL OR node.reserved_at <= own.measured_at) THEN 0
+            ELSE node.reserved_vram END,
+        available_vram = CASE WHEN own.live
+            THEN least(coalesce(own.available_vram, node.available_vram), nullif(own.ceiling, 0))
+            ELSE node.available_vram END,
+        vram_budget_bytes = CASE WHEN own.live THEN own.ceiling ELSE node.vram_budget_bytes END,
+        total_vram = CASE WHEN own.live THEN coalesce(own.total_vram, node.total_vram)
+            ELSE node.total_vram END,
+        available_ram = CASE WHEN own.live THEN coalesce(own.available_ram, node.available_ram)
+            ELSE node.available_ram END,
+        total_disk = CASE WHEN own.live THEN coalesce(own.total_disk, node.total_disk)
+            ELSE node.total_disk END,
+        available_disk = CASE WHEN own.live THEN coalesce(own.available_disk, node.available_disk)
+            ELSE node.available_disk END,
+        gpu_vendor = CASE WHEN own.live THEN coalesce(nullif(own.gpu_vendor, ''), node.gpu_vendor)
+            ELSE node.gpu_vendor END
+    FROM own WHERE own.id = node.id AND own.ctid = node.ctid
+    RETURNING node.id, node.fingerprint, own.instance, own.silent, own.at, node.name, node.status
+), told AS (
+    INSERT INTO node_events (node_id, node_name, kind, at, last_at, count, actor_kind, actor, cause,
+        status_before, status_after, detail, request_id)
+    SELECT id, name, '{NodeEvent.Kind.HEARD_AGAIN}', at, at, 1, '{WORKER.kind}', '{WORKER}', 'heartbeat',
+        '{states.OFFLINE}', status, '{{}}', ''
+    FROM written WHERE silent
+)
+SELECT id, fingerprint, instance, CASE WHEN silent THEN pg_notify('{NODES}', id::text) END
+FROM written
+"""
+
+_BUDGETS = "SELECT id, vram_budget FROM backend_nodes WHERE id = ANY(%(ids)s) AND vram_budget <> ''"
+
+_REFUSED = """
+SELECT id, fingerprint, weak_identity, instance, rotation_requested_at IS NOT NULL FROM backend_nodes
+WHERE id = ANY(%(ids)s) OR (fingerprint <> '' AND fingerprint = ANY(%(fingerprints)s))
+"""
+
+
+async def record(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:
+    """Writes all beats (no two of one key) in one statement; answers per key why it was refused, or None.
+
+    `Overtaken` is no refusal: somebody else changed the node at that moment, the beat is for the next batch.
+    """
+    budgets = await _budgets(database, [beat.id for beat in beats if beat.total_vram is not None])
+    plain = [_plain(beat, budgets.get(beat.id, "")) for beat in beats]
+    rows = await database.rows(WRITE, {"beats": json.dumps(plain)})
+    written = {(node_id, fingerprint, instance) for node_id, fingerprint, instance, _ in rows}
+    missed = await _refusals(database, [beat for beat in beats if beat.key not in written])
+    return dict.fromkeys(written) | {key: verdict or Overtaken() for key, verdict in missed.items()}
+
+
+async def prove(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:
+    """Answers per key why the beat would be refused, or None; one SELECT for all, nothing is written."""
+    return await _refusals(database, beats)
+
+
+async def _budgets(database: Rows, ids: Sequence[UUID]) -> dict[UUID, str]:
+    """The budgets of the nodes that report a total; stock workers do not."""
+    return dict(await database.rows(_BUDGETS, {"ids": ids})) if ids else {}
+
+
+def _plain(beat: Beat, text: str) -> dict[str, Any]:
+    """R1.36, "Port:": the ceiling that the budget `text` means for the reported total goes along.
+
+    It counts only while the node still has that budget.
+    """
+    text = text if beat.total_vram is not None else ""
+    return asdict(beat) | {
+        "id": str(beat.id),
+        "at": beat.at.isoformat(),
+        "measured_at": beat.measured_at and beat.measured_at.isoformat(),
+        "budget": text,
+        "ceiling": budget.ceiling_or_none(text, beat.total_vram or 0),
+    }
+
+
+async def _refusals(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:
+    if not beats:
+        return {}
+    names = {"ids": [beat.id for beat in beats], "fingerprints": [beat.fingerprint for beat in beats]}
+    known = [NodeFacts(*row) for row in await database.rows(_REFUSED, names)]
+    by_id, by_secret = {row.id: row for row in known}, {row.fingerprint: row for row in known}
+    return {
+        beat.key: _verdict(beat, filter(None, (by_id.get(beat.id), by_secret.get(beat.fingerprint))))
+        for beat in beats
+    }
+
+
+def _verdict(beat: Beat, known: Iterable[NodeFacts]) -> errors.ClusterError | None:
+    try:
+        identity.judge(beat.id, beat.fingerprint, beat.instance, known)
+    except errors.ClusterError as refusal:
+        return refusal
+    return None

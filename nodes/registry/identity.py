@@ -1,0 +1,135 @@
+"""How a node proves itself: by a secret of its own (64 hex digits, made by the worker at its first start).
+
+The registry keeps SHA-256 fingerprints only. The shared registration token is not an identity, except for the
+stock workers that the operator admits with it. People and their keys are in `localai_cluster/accounts`.
+"""
+
+import hmac
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from uuid import UUID
+
+from django.db.models import Q
+
+from localai_cluster import conf, errors
+from localai_cluster.accounts.principals import Principal, hash_secret, is_registration_token
+from nodes.models import BackendNode
+
+SECRET_HEADER = "X-LocalAI-Node-Secret"
+NEW_SECRET_HEADER = "X-LocalAI-Node-New-Secret"
+INSTANCE_HEADER = "X-LocalAI-Node-Instance"
+NOBODY = "-"
+"""Stands for the fingerprint of what cannot be a node's secret; no row ever carries it."""
+_NODE_SECRET = re.compile(r"[0-9a-f]{64}\Z")
+_INSTANCE = re.compile(r"([0-9a-f]{32})?\Z")
+
+
+def check_node_secret(secret: str, header: str = SECRET_HEADER) -> str:
+    """The fingerprint of a worker's own secret; raises InvalidInput unless it is 64 lower-case hex digits."""
+    if not _NODE_SECRET.match(secret):
+        raise errors.InvalidInput(f"{header} must be 64 lower-case hex digits", field=header)
+    return hash_secret(secret)
+
+
+def check_instance(instance: str) -> str:
+    """The id of a worker's process, "" for a worker that does not tell; InvalidInput for any other text."""
+    if not _INSTANCE.match(instance):
+        raise errors.InvalidInput(
+            f"{INSTANCE_HEADER} must be 32 lower-case hex digits", field=INSTANCE_HEADER
+        )
+    return instance
+
+
+def node_fingerprint(credential: str) -> str:
+    """What a node's row must carry for this credential.
+
+    The hash of a node's secret, "" for an admitted shared token, NOBODY for any other text.
+    """
+    if conf.cluster().allow_shared_token_nodes and is_registration_token(credential):
+        return ""
+    return hash_secret(credential) if _NODE_SECRET.match(credential) else NOBODY
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What a verdict needs of one row."""
+
+    id: UUID
+    fingerprint: str
+    weak: bool
+    instance: str = ""
+    rotating: bool = False
+
+
+class WrongCredential(errors.NotAuthenticated):
+    """A token or secret that is nobody's, or not this node's: perhaps a guess, so it is counted."""
+
+
+class OtherProcess(errors.Conflict):
+    """The secret is right, but another process has registered with it since."""
+
+    code = "other_process"
+
+
+class MustRotate(errors.NotAuthenticated):
+    """The secret is right, but good for nothing any more but registering and replacing it."""
+
+    code = "rotate"
+
+
+def judge(
+    node_id: UUID | None,
+    fingerprint: str,
+    instance: str,
+    rows: Iterable[NodeFacts],
+    *,
+    rotating: bool = False,
+) -> Principal:
+    """Decides whether the bearer of `fingerprint`, in the process `instance`, is the node `node_id`.
+
+    `rows` are the nodes with that id or that fingerprint; an empty fingerprint stands for the shared token,
+    an empty instance for a worker that does not tell. Raises WrongCredential for what is no node's secret or
+    not this node's, NotFound for an unknown id, Forbidden for another node's secret, OtherProcess,
+    InvalidInput for what cannot be a process, and MustRotate unless the caller is about to. A worker whose
+    node was removed gets NotFound, so that it can register again.
+    """
+    known = list(rows)
+    target = next((row for row in known if row.id == node_id), None)
+    if target is not None and _holds(target, fingerprint):
+        if target.rotating and not rotating:
+            raise MustRotate("an admin wants this secret replaced", rotate=True)
+        if instance and instance != target.instance:
+            check_instance(instance)
+            raise OtherProcess("another process has registered with this secret: is its data folder a copy?")
+        return Principal("node", str(target.id), node_id=target.id)
+    if fingerprint == NOBODY:
+        raise WrongCredential("invalid node credential")
+    if target is None:
+        raise errors.NotFound("node not found")
+    if fingerprint and not any(_holds(row, fingerprint) for row in known):
+        raise WrongCredential("invalid node credential")
+    raise errors.Forbidden("this credential belongs to another node")
+
+
+def _holds(row: NodeFacts, fingerprint: str) -> bool:
+    if not fingerprint:
+        return row.weak and not row.fingerprint
+    return bool(row.fingerprint) and hmac.compare_digest(row.fingerprint, fingerprint)
+
+
+def prove_node(
+    node_id: UUID | None, credential: str, instance: str = "", *, rotating: bool = False
+) -> Principal:
+    """The node behind `credential` if it is `node_id`, in one query; raises like `judge`."""
+    fingerprint = node_fingerprint(credential)
+    rows = [] if fingerprint == NOBODY else _rows(node_id, fingerprint)
+    return judge(node_id, fingerprint, instance, rows, rotating=rotating)
+
+
+def _rows(node_id: UUID | None, fingerprint: str) -> list[NodeFacts]:
+    wanted = Q(fingerprint=fingerprint) if fingerprint else Q(pk__in=[])
+    found = BackendNode.objects.filter(Q(pk=node_id) | wanted).values_list(
+        "id", "fingerprint", "weak_identity", "instance", "rotation_requested_at"
+    )
+    return [NodeFacts(*row[:4], rotating=row[4] is not None) for row in found]

@@ -1,0 +1,157 @@
+"""Approval, rejection, absence and the end of a node."""
+
+import types
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from uuid import UUID
+
+from django.db import transaction
+from django.db.models import F
+
+from localai_cluster import errors
+from localai_cluster.accounts import actors
+from localai_cluster.accounts.actors import Actor
+from nodes.models import BackendNode, NodeType
+from nodes.registry import agents
+from nodes.registry.change import Change, changing, locked
+from nodes.registry.cooldowns import clear_cooldowns
+from nodes.registry.fleet import happen_to_all, lock_in_order
+from nodes.registry.states import Event
+
+DEREGISTERED = "deregistered by its worker"
+
+
+@dataclass(frozen=True)
+class Approved:
+    """An approved node; an agent's API token, which exists nowhere else, "" for the others."""
+
+    node: BackendNode
+    api_token: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one node of a bulk action; `error` is empty if it worked."""
+
+    id: UUID
+    name: str = ""
+    status: str = ""
+    error: str = ""
+    api_token: str = ""
+    """Of an agent, as in `Approved`."""
+
+
+def approve(
+    node_id: UUID, *, actor: Actor, now: datetime, reason: str = "", fingerprint: str | None = None
+) -> Approved:
+    """R1.15, R1.31: lets a pending node in. Raises NotFound, or InvalidInput naming the state it is in.
+
+    With the `fingerprint` that somebody compared, "" for none, it raises Conflict if it is another one now.
+    """
+    with transaction.atomic():
+        change = Change(locked(node_id), now)
+        if fingerprint is not None and fingerprint != change.node.fingerprint:
+            raise errors.Conflict(
+                "the fingerprint is another one now: look at the node again", field="fingerprint"
+            )
+        try:
+            change.happen(Event.APPROVED, actor, reason=reason)
+        except errors.Conflict as refusal:
+            raise errors.InvalidInput(
+                f"{refusal.message}; only a pending node can be approved", field="status"
+            ) from None
+        token = ""
+        if change.node.node_type == NodeType.AGENT and change.node.auth_user_id is None:
+            token = agents.provision(change)
+        change.save()
+        clear_cooldowns(now)
+    return Approved(change.node, token)
+
+
+def approve_many(
+    node_ids: Sequence[UUID],
+    *,
+    actor: Actor,
+    now: datetime,
+    fingerprints: Mapping[UUID, str] = types.MappingProxyType({}),
+) -> list[Outcome]:
+    """Approves each on its own: what is wrong with one does not stop the others. In the order given.
+
+    `fingerprints` are those that somebody compared, as in `approve`.
+    """
+    return [_approve_one(node_id, actor, now, fingerprints.get(node_id)) for node_id in node_ids]
+
+
+def _approve_one(node_id: UUID, actor: Actor, now: datetime, fingerprint: str | None) -> Outcome:
+    try:
+        approved = approve(node_id, actor=actor, now=now, fingerprint=fingerprint)
+    except errors.ClusterError as refusal:
+        return Outcome(node_id, error=refusal.message)
+    return Outcome(node_id, approved.node.name, approved.node.status, api_token=approved.api_token)
+
+
+def reject(node_id: UUID, *, actor: Actor, now: datetime, reason: str) -> BackendNode:
+    """An admin's no to a pending node: it stays pending, and no registration approves it by itself."""
+    with changing(node_id, now) as change:
+        change.happen(Event.REJECTED, actor, reason=reason)
+    return change.node
+
+
+def deactivate(
+    node_id: UUID, *, actor: Actor = actors.WORKER, now: datetime, reason: str = DEREGISTERED
+) -> None:
+    """R1.20: the worker leaves: offline, replicas gone, the record stays."""
+    with changing(node_id, now) as change:
+        change.happen(Event.DEACTIVATED, actor, reason=reason)
+
+
+def deregister(node_id: UUID, *, actor: Actor, now: datetime) -> None:
+    """R1.21, R1.38, R1.39: removes the record with labels, intents, conflicts and an agent's user."""
+    with transaction.atomic():
+        change = Change(locked(node_id, removing=True), now)
+        change.happen(Event.DEREGISTERED, actor)
+        agents.revoke(change)
+        change.save()
+        change.node.delete()
+
+
+def mark_unhealthy(node_id: UUID, *, actor: Actor, now: datetime, reason: str) -> None:
+    """R1.17: it did not answer; its replicas stay."""
+    with changing(node_id, now) as change:
+        change.happen(Event.MARKED_UNHEALTHY, actor, reason=reason)
+
+
+def mark_healthy(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> None:
+    """R1.18, R5.5: takes `mark_unhealthy` back and nothing else."""
+    with changing(node_id, now) as change:
+        change.happen(Event.MARKED_HEALTHY, actor, reason=reason)
+
+
+def fell_silent(node_ids: Collection[UUID], *, limit: float, actor: Actor, now: datetime) -> int:
+    """R5.4: declares those of the nodes gone that are still silent for `limit` seconds; answers how many.
+
+    A constant number of statements for any number of nodes.
+    """
+    if not node_ids:
+        return 0
+    silent = BackendNode.objects.silent(since=now - timedelta(seconds=limit)).filter(pk__in=node_ids)
+    reason = f"silent for more than {limit:.0f} s"
+    with transaction.atomic():
+        nodes = lock_in_order(silent)
+        return len(happen_to_all(nodes, Event.FELL_SILENT, actor, lambda node: (reason, {}), now=now))
+
+
+def recovered(node_ids: Collection[UUID], *, actor: Actor, now: datetime) -> int:
+    """R5.5: takes "unhealthy" back from those of the nodes that were heard since; answers how many.
+
+    A constant number of statements for any number of nodes.
+    """
+    if not node_ids:
+        return 0
+    heard = BackendNode.objects.filter(pk__in=node_ids, last_heartbeat__gt=F("unhealthy_at"))
+    with transaction.atomic():
+        nodes = lock_in_order(heard)
+        return len(
+            happen_to_all(nodes, Event.MARKED_HEALTHY, actor, lambda node: ("heard since", {}), now=now)
+        )

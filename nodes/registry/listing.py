@@ -1,0 +1,194 @@
+"""Filters, order and pages of lists, from the parameters of a request.
+
+A list without parameters is whole and by name. Every parameter has bounds, and one that is unknown, given
+twice or out of bounds is a 400 that names it. `X-Total-Count` says how many there are on all pages, `Link`
+leads to the neighbouring ones (RFC 8288).
+"""
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from django.db.models import F, Q
+from django.db.models.expressions import OrderBy
+from django.http import QueryDict
+from rest_framework.request import Request
+
+from localai_cluster import errors, names
+from nodes.models import BackendNode, NodeStatus, NodeType, selectors
+from nodes.models.querysets import BackendNodeQuerySet
+
+MOST_A_PAGE = 1000
+FARTHEST = 1_000_000
+MOST_LABELS = 16
+LONGEST_SEARCH = 255
+LONGEST_VENDOR = 32
+SORTED_BY = (
+    "name",
+    "status",
+    "node_type",
+    "gpu_vendor",
+    "last_heartbeat",
+    "available_vram",
+    "total_vram",
+    "available_ram",
+    "available_disk",
+    "created_at",
+    "updated_at",
+)
+ORDERS = tuple(sign + name for name in SORTED_BY for sign in ("", "-"))
+_NUMBER = re.compile(r"[0-9]{1,19}\Z", re.ASCII)
+
+
+class Parameters:
+    """The parameters of a request; raises InvalidInput for one that is not among `known`."""
+
+    def __init__(self, given: QueryDict, *known: str) -> None:
+        unknown = next((name for name in given if name not in known), None)
+        if unknown is not None:
+            raise _bad(unknown[:64], "is not a parameter of this list")
+        self._given = given
+
+    def many(self, name: str) -> list[str]:
+        """All values of a parameter that may be repeated."""
+        return self._given.getlist(name)
+
+    def text(self, name: str, longest: int) -> str:
+        """A printable text, "" if it is not given."""
+        values = self._given.getlist(name)
+        if not values:
+            return ""
+        if len(values) > 1:
+            raise _bad(name, "is given more than once")
+        if not 1 <= len(values[0]) <= longest:
+            raise _bad(name, f"must have 1 to {longest} characters")
+        names.check_text(values[0], name)
+        return values[0]
+
+    def choice(self, name: str, choices: Collection[str]) -> str:
+        """One of the choices, "" if it is not given."""
+        value = self.text(name, 64)
+        if value and value not in choices:
+            raise _bad(name, f"must be one of {', '.join(choices)}")
+        return value
+
+    def number(self, name: str, least: int, most: int) -> int | None:
+        """A whole number, None if it is not given."""
+        text = self.text(name, 32)
+        if not text:
+            return None
+        if not _NUMBER.match(text) or not least <= int(text) <= most:
+            raise _bad(name, f"must be a whole number from {least} to {most}")
+        return int(text)
+
+
+def _bad(name: str, complaint: str) -> errors.InvalidInput:
+    return errors.InvalidInput(f"{name} {complaint}", field=name)
+
+
+@dataclass(frozen=True)
+class Page:
+    """Which part of a list; no limit means to its end."""
+
+    limit: int | None = None
+    offset: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether it leaves nothing out."""
+        return self.limit is None and not self.offset
+
+    @property
+    def part(self) -> slice:
+        """The part of a sequence or queryset."""
+        return slice(self.offset, None if self.limit is None else self.offset + self.limit)
+
+    def headers(self, request: Request, total: int) -> dict[str, str]:
+        """`X-Total-Count`, and `Link` where there are neighbours."""
+        links = [
+            f'<{_address(request, self.limit, offset)}>; rel="{name}"'
+            for name, offset in self._neighbours(total).items()
+        ]
+        return {"X-Total-Count": str(total)} | ({"Link": ", ".join(links)} if links else {})
+
+    def _neighbours(self, total: int) -> Mapping[str, int]:
+        if self.limit is None:
+            return {}
+        after, before = self.offset + self.limit, max(self.offset - self.limit, 0)
+        last = max(total - 1, 0) // self.limit * self.limit
+        known = {"first": 0, "prev": before, "next": after, "last": last}
+        absent = {"prev"} if not self.offset else set()
+        absent |= {"next"} if after >= total else set()
+        return {name: offset for name, offset in known.items() if name not in absent}
+
+
+def _address(request: Request, limit: int | None, offset: int) -> str:
+    wanted = request.query_params.copy()
+    wanted["limit"], wanted["offset"] = str(limit), str(offset)
+    return f"{quote(request.path)}?{wanted.urlencode()}"
+
+
+def page_of(parameters: Parameters, usual: int | None = None) -> Page:
+    """The page that `limit` and `offset` ask for."""
+    limit = parameters.number("limit", 1, MOST_A_PAGE)
+    return Page(usual if limit is None else limit, parameters.number("offset", 0, FARTHEST) or 0)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which nodes, in which order, and which part of them."""
+
+    nodes: BackendNodeQuerySet
+    page: Page
+    filtered: bool
+
+
+NODE_PARAMETERS = ("status", "type", "vendor", "search", "label", "sort", "limit", "offset")
+
+
+def wanted_nodes(request: Request) -> Wanted:
+    """What a request for the list of nodes asks for; raises InvalidInput naming the parameter."""
+    parameters = Parameters(request.query_params, *NODE_PARAMETERS)
+    condition = _condition(parameters)
+    labels = _labels(parameters)
+    nodes = BackendNode.objects.filter(condition)
+    for key, value in labels:
+        nodes = nodes.with_labels({key: value})
+    order = _order(parameters.choice("sort", ORDERS) or "name")
+    return Wanted(nodes.order_by(*order), page_of(parameters), bool(condition) or bool(labels))
+
+
+def _condition(parameters: Parameters) -> Q:
+    condition = Q()
+    if status := parameters.choice("status", NodeStatus.values):
+        condition &= Q(status=status)
+    if node_type := parameters.choice("type", NodeType.values):
+        condition &= Q(node_type=node_type)
+    if vendor := parameters.text("vendor", LONGEST_VENDOR):
+        condition &= Q(gpu_vendor__iexact=vendor)
+    if search := parameters.text("search", LONGEST_SEARCH):
+        condition &= Q(name__icontains=search) | Q(address__icontains=search)
+    return condition
+
+
+def _labels(parameters: Parameters) -> list[tuple[str, str]]:
+    """The pairs of `label=key=value`; the first `=` ends the key."""
+    given = parameters.many("label")
+    if len(given) > MOST_LABELS:
+        raise _bad("label", f"is given more than {MOST_LABELS} times")
+    found = []
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise _bad("label", "must be key=value")
+        selectors.check_label(key, value, "label")
+        found.append((key, value))
+    return found
+
+
+def _order(sort: str) -> list[OrderBy]:
+    """By the column and then by name; a node that was never heard counts as the longest silent."""
+    column = F(sort.removeprefix("-"))
+    first = column.desc(nulls_last=True) if sort.startswith("-") else column.asc(nulls_first=True)
+    return [first, F("name").asc()]

@@ -1,0 +1,93 @@
+"""What an admin says instead of the worker: replica cap and VRAM budget (R1.45 to R1.50).
+
+Both survive the worker's restarts until they are handed back. With the `revision` that somebody looked at,
+each of these raises Conflict (field `revision`) if the node has changed since.
+"""
+
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from localai_cluster import errors
+from localai_cluster.accounts.actors import Actor
+from nodes.models import BackendNode, NodeEvent
+from nodes.registry import budget
+from nodes.registry.change import Change, changing
+from nodes.registry.cooldowns import clear_cooldowns
+from nodes.registry.labels import refresh_slots_label
+
+LARGEST_CAP = 10_000
+LONGEST_BUDGET = 32
+
+
+def set_replica_cap(
+    node_id: UUID, value: int, *, actor: Actor, now: datetime, revision: int | None = None
+) -> BackendNode:
+    """R1.45: at most `value` replicas of one model there; raises InvalidInput outside 1 to 10,000."""
+    if not 1 <= value <= LARGEST_CAP:
+        raise errors.InvalidInput(f"value must be between 1 and {LARGEST_CAP}", field="value")
+    with changing(node_id, now, revision) as change:
+        _override(
+            change, actor, "set", max_replicas_per_model=value, max_replicas_per_model_manually_set=True
+        )
+        refresh_slots_label(change, actor)
+        change.save()
+        clear_cooldowns(now)
+    return change.node
+
+
+def reset_replica_cap(
+    node_id: UUID, *, actor: Actor, now: datetime, revision: int | None = None
+) -> BackendNode:
+    """R1.46: the worker's own value counts again from its next registration on."""
+    with changing(node_id, now, revision) as change:
+        _override(change, actor, "handed back", max_replicas_per_model_manually_set=False)
+    return change.node
+
+
+def set_vram_budget(
+    node_id: UUID, text: str, *, actor: Actor, now: datetime, revision: int | None = None
+) -> BackendNode:
+    """R1.47: a ceiling for the node's VRAM, "" = no cap; InvalidInput if it is not a budget (R1.49)."""
+    text = text.strip()
+    if len(text) > LONGEST_BUDGET:
+        raise errors.InvalidInput(f"value exceeds {LONGEST_BUDGET} characters", field="value")
+    with changing(node_id, now, revision) as change:
+        node = change.node
+        try:
+            limit = budget.ceiling(text, node.total_vram)
+        except ValueError as error:
+            raise errors.InvalidInput(f"value: {error}", field="value") from None
+        _override(
+            change,
+            actor,
+            "set",
+            vram_budget=text,
+            vram_budget_bytes=limit,
+            vram_budget_manually_set=True,
+            available_vram=budget.cap(node.available_vram, limit),
+        )
+        change.save()
+        clear_cooldowns(now)
+    return change.node
+
+
+def reset_vram_budget(
+    node_id: UUID, *, actor: Actor, now: datetime, revision: int | None = None
+) -> BackendNode:
+    """R1.48: no budget until the worker registers with one; free VRAM shows at its next heartbeat."""
+    with changing(node_id, now, revision) as change:
+        _override(
+            change, actor, "handed back", vram_budget="", vram_budget_bytes=0, vram_budget_manually_set=False
+        )
+    return change.node
+
+
+def _override(change: Change, actor: Actor, cause: str, **values: Any) -> None:
+    """Sets the columns and says so; nothing if they say it already."""
+    before = {name: getattr(change.node, name) for name in values}
+    if before == values:
+        return
+    change.set(**values)
+    detail = {name: {"from": before[name], "to": value} for name, value in values.items()}
+    change.tell(NodeEvent.Kind.OVERRIDE, actor, cause, detail)

@@ -1,0 +1,89 @@
+"""The verbs of the registry: every write to a node that means something.
+
+Each verb is one short transaction that takes `now`: lock the node's row, ask the table in `states.py`, write
+facts and timeline together, and leave the news as a NOTIFY that goes out exactly at commit. A verb raises
+NotFound for an unknown node and Conflict where the table says no. Heartbeats are written in batches by
+`heartbeats.py`.
+"""
+
+from nodes.registry.change import facts_of, locked
+from nodes.registry.claims import (
+    NOT_ACCEPTABLE,
+    accept_conflict,
+    note_other_process,
+    refuse_conflict,
+    request_rotation,
+    revoke,
+    rotate,
+)
+from nodes.registry.drains import LONGEST_DEADLINE, drain, drain_itself, finish_drains, resume, resume_itself
+from nodes.registry.enrolment import enrol
+from nodes.registry.fleet import lock_in_order
+from nodes.registry.labels import (
+    auto_labels,
+    check_labels,
+    edit_labels,
+    merge_labels,
+    remove_label,
+    set_labels,
+)
+from nodes.registry.lifecycle import (
+    Approved,
+    Outcome,
+    approve,
+    approve_many,
+    deactivate,
+    deregister,
+    fell_silent,
+    mark_healthy,
+    mark_unhealthy,
+    recovered,
+    reject,
+)
+from nodes.registry.overrides import reset_replica_cap, reset_vram_budget, set_replica_cap, set_vram_budget
+from nodes.registry.registration import Registered, Registration, Running, register
+
+__all__ = [
+    "LONGEST_DEADLINE",
+    "NOT_ACCEPTABLE",
+    "Approved",
+    "Outcome",
+    "Registered",
+    "Registration",
+    "Running",
+    "accept_conflict",
+    "approve",
+    "approve_many",
+    "auto_labels",
+    "check_labels",
+    "deactivate",
+    "deregister",
+    "drain",
+    "drain_itself",
+    "edit_labels",
+    "enrol",
+    "facts_of",
+    "fell_silent",
+    "finish_drains",
+    "lock_in_order",
+    "locked",
+    "mark_healthy",
+    "mark_unhealthy",
+    "merge_labels",
+    "note_other_process",
+    "recovered",
+    "refuse_conflict",
+    "register",
+    "reject",
+    "remove_label",
+    "request_rotation",
+    "reset_replica_cap",
+    "reset_vram_budget",
+    "resume",
+    "resume_itself",
+    "revoke",
+    "rotate",
+    "set_labels",
+    "set_replica_cap",
+    "set_vram_budget",
+]

@@ -1,0 +1,85 @@
+"""The timeline: one event for everything that happens to a node (`NodeEvent`).
+
+Events are written inside the transaction that makes the change. Repeated conflicts are counted: one row a
+minute for a node, kind and cause; everything else is written each time.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from django.db.models import F
+from django.db.models.functions import Greatest
+
+from localai_cluster.accounts.actors import Actor
+from localai_cluster.logs import request_id
+from nodes.models import NodeEvent
+
+_CAUSE_LENGTH = 255
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What happened to which node, by whom, why, and from which status to which."""
+
+    node_id: UUID
+    node_name: str
+    kind: NodeEvent.Kind
+    actor: Actor
+    cause: str = ""
+    before: str = ""
+    after: str = ""
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+def record(*entries: Entry, at: datetime) -> None:
+    """Writes the events; the caller's transaction makes them true."""
+    NodeEvent.objects.bulk_create(_row(entry, at) for entry in entries)
+
+
+def record_repeated(entry: Entry, *, at: datetime) -> None:
+    """Counts the event with its like of the same minute."""
+    row = _row(entry, at)
+    row.repeat_key = _repeat_key(entry, at)
+    _, created = NodeEvent.objects.get_or_create(repeat_key=row.repeat_key, defaults=_columns(row))
+    if not created:
+        counted = NodeEvent.objects.filter(repeat_key=row.repeat_key)
+        counted.update(count=F("count") + 1, last_at=Greatest("last_at", at))
+
+
+def prune(*, before: datetime, limit: int) -> int:
+    """Deletes the oldest `limit` events from before `before`; answers how many."""
+    old = NodeEvent.objects.filter(at__lt=before).order_by("at", "pk").values_list("pk", flat=True)
+    deleted, _ = NodeEvent.objects.filter(pk__in=list(old[:limit])).delete()
+    return deleted
+
+
+def _row(entry: Entry, at: datetime) -> NodeEvent:
+    told = request_id.get()
+    return NodeEvent(
+        node_id=entry.node_id,
+        node_name=entry.node_name,
+        kind=entry.kind,
+        at=at,
+        last_at=at,
+        actor_kind=entry.actor.kind,
+        actor=str(entry.actor),
+        cause=entry.cause[:_CAUSE_LENGTH],
+        status_before=entry.before,
+        status_after=entry.after,
+        detail=dict(entry.detail),
+        request_id="" if told == "-" else told,
+    )
+
+
+def _columns(row: NodeEvent) -> dict[str, Any]:
+    return {f.name: getattr(row, f.name) for f in NodeEvent._meta.concrete_fields if f.name != "id"}
+
+
+def _repeat_key(entry: Entry, at: datetime) -> str:
+    minute = at.strftime("%Y-%m-%dT%H:%M")
+    text = "\n".join((str(entry.node_id), entry.kind, entry.cause, minute))
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""The rows of replicas: where one is loaded, reserved or being removed."""
