@@ -1,4 +1,4 @@
-"""The websocket routes of the web process: who is calling, then which consumer."""
+"""The websocket routes of the web process: who is calling, then one socket with the topics of its path."""
 
 from typing import Any
 
@@ -7,12 +7,26 @@ from channels.sessions import CookieMiddleware, SessionMiddleware
 from django.urls import re_path
 
 from localai_cluster.accounts.websockets import PrincipalMiddleware
-from nodes.live.consumer import FeedConsumer
-from operations.api.websockets import websocket_urlpatterns
-from operations.consumers import NoSuchSocket
+from localai_cluster.web.sockets import LiveSocket, NoSuchSocket
+from nodes.live import topics as nodes
+from operations import topics as operations
 
-_feed: Any = re_path(r"^ws/feed/?$", FeedConsumer.as_asgi())  # type: ignore[arg-type]
-_everything_else: Any = re_path(r"", NoSuchSocket.as_asgi())  # type: ignore[arg-type]
+_operations: Any = LiveSocket.as_asgi(topics=(operations.single_changes,))
+_feed: Any = LiveSocket.as_asgi(
+    topics=(operations.grouped_changes, nodes.nodes, nodes.alive), greeting=nodes.greeting, explains=True
+)
+_other: Any = NoSuchSocket.as_asgi()
+
 websocket_application = CookieMiddleware(
-    SessionMiddleware(PrincipalMiddleware(URLRouter([*websocket_urlpatterns, _feed, _everything_else])))
+    SessionMiddleware(
+        PrincipalMiddleware(
+            URLRouter(
+                [
+                    re_path(r"^ws/operations/?$", _operations),
+                    re_path(r"^ws/feed/?$", _feed),
+                    re_path(r"", _other),
+                ]
+            )
+        )
+    )
 )

@@ -15,7 +15,7 @@ from localai_cluster import clock
 from localai_cluster.accounts import principals
 from localai_cluster.embedded.valkey import EmbeddedValkey
 from localai_cluster.websockets import websocket_application
-from operations import consumers, events, feed, services
+from operations import cursor, events, feed, services
 from operations.models import Operation
 from operations.states import Event
 from tests.support import api
@@ -157,7 +157,7 @@ async def test_a_gap_leads_back_to_the_rows(watch: Watch) -> None:
 
 async def test_silence_is_not_trusted(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if no message ever comes, the client sees the change."""
-    monkeypatch.setattr(consumers.OperationsConsumer, "look_every", 0.05)
+    monkeypatch.setattr(cursor, "READ_EVERY", 0.05)
     socket = await watch()
     await opened(socket)
     await admit("one")

@@ -16,12 +16,13 @@ from localai_cluster import clock
 from localai_cluster.accounts import actors, principals
 from localai_cluster.accounts.models import ApiKey, InitialPassword
 from localai_cluster.embedded.valkey import EmbeddedValkey
+from localai_cluster.web import sockets
 from localai_cluster.websockets import websocket_application
+from nodes.live import topics
 from nodes.live import watch as watching
-from nodes.live.consumer import FeedConsumer
 from nodes.models import BackendNode
 from nodes.registry import services
-from operations import controllers, feed, hearing
+from operations import controllers, cursor, fanout, feed
 from operations import services as ledger
 from operations.models import Operation
 from operations.states import Event
@@ -115,7 +116,7 @@ async def test_hello_comes_first_and_then_everything(tab: Open) -> None:
 
 async def test_a_sign_of_life_comes_again_and_again(tab: Open, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a page can tell a quiet cluster from a dead socket."""
-    monkeypatch.setattr(FeedConsumer, "alive_every", 0.05)
+    monkeypatch.setattr(topics, "ALIVE_EVERY", 0.05)
     page = await tab()
     await page.until(lambda: len(page.told("alive")) > 2)
     assert page.told("alive")[0]["at"] < page.told("alive")[1]["at"]
@@ -357,15 +358,15 @@ async def test_without_the_channel_layer_changes_come_from_the_rows(
     def away() -> None:
         raise ConnectionError("refused")
 
-    monkeypatch.setattr(hearing, "get_channel_layer", away)
-    monkeypatch.setattr(hearing, "_AGAIN", 0.01)
-    monkeypatch.setattr(FeedConsumer, "look_every", 0.05)
+    monkeypatch.setattr(fanout, "get_channel_layer", away)
+    monkeypatch.setattr(fanout, "RETRY_AFTER", 0.01)
+    monkeypatch.setattr(cursor, "READ_EVERY", 0.05)
     page = await (await tab()).greeted()
     operation = await admit()
     await page.until(lambda: str(operation.id) in page.operations)
     await end()
     await page.until(lambda: page.operations[str(operation.id)]["status"] == "failed")
-    assert sum("operations are not heard" in line for line in caplog.messages) == 1
+    assert sum("changes of operations are not received" in line for line in caplog.messages) == 1
 
 
 async def test_notices_come_and_go(tab: Open) -> None:
@@ -417,7 +418,7 @@ async def test_a_session_that_ends_closes_its_sockets(
     tab: Open, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     """Asked again while the socket is open; 4401 sends the page to sign in."""
-    monkeypatch.setattr(FeedConsumer, "ask_every", 0.05)
+    monkeypatch.setattr(sockets, "CHECK_EVERY", 0.05)
     user, headers = await signed_in()
     page = await (await tab(headers=headers)).greeted()
     if how == "signed out":
@@ -438,7 +439,7 @@ async def test_a_revoked_key_and_a_lost_role_close_the_socket(
     tab: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program's key is looked at again too; who is no admin any more gets 4403."""
-    monkeypatch.setattr(FeedConsumer, "ask_every", 0.05)
+    monkeypatch.setattr(sockets, "CHECK_EVERY", 0.05)
     user, headers = await signed_in()
     key, plain = await sync_to_async(principals.create_api_key)(user, "k")
     program = await (await tab(headers=[(b"x-api-key", plain.encode())])).greeted()

@@ -10,7 +10,7 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from localai_cluster import errors
-from operations import feed, services, stream
+from operations import cursor, feed, services
 from operations.models import Operation, OperationTarget, Status, TargetStatus
 from operations.services import LeaseLost, Tick
 from operations.states import Event
@@ -319,9 +319,9 @@ def test_looking_costs_the_same_for_any_number_of_operations() -> None:
         now = feed.current_seq()
         looks: list[Callable[[], Any]] = [
             listed,
-            lambda: stream.look(None),
-            lambda: stream.look(now - 1),
-            lambda: stream.look(now),
+            lambda: cursor.read(None),
+            lambda: cursor.read(now - 1),
+            lambda: cursor.read(now),
         ]
         return [queries_of(look) for look in looks]
 

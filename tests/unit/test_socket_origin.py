@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from operations.consumers import same_origin
+from localai_cluster.web.sockets import same_origin
 
 HERE = "cluster:8080"
 

@@ -1,0 +1,174 @@
+"""The base of every websocket of ours: who may open one, how long, and which topics it carries.
+
+The application around the socket says who calls in `scope["principal"]` and finds out again when
+`scope["principal_again"]` is called; only admins pass. A topic is an endless stream of messages. A socket
+sends those of all its topics, in the order in which they come, and reads nothing from its client.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import orjson
+from channels.generic.websocket import AsyncWebsocketConsumer
+from django.conf import settings
+from django.db import Error as DatabaseError
+from django.utils.http import is_same_domain
+
+from localai_cluster import cancel
+
+log = logging.getLogger(__name__)
+
+Scope = Mapping[str, Any]
+Topic = Callable[[Scope], AsyncGenerator[str, None]]
+"""Messages, encoded, for the client that the scope describes; closed when the socket closes."""
+
+UNAUTHENTICATED, NOT_ALLOWED, NOT_FOUND, FAILED = 4401, 4403, 4404, 1011
+CHECK_EVERY = 15.0
+"""Seconds between two checks of who an open socket belongs to."""
+
+
+class LiveSocket(AsyncWebsocketConsumer):
+    """One client that watches `topics`.
+
+    With `greeting` its message comes first. With `explains` a refused page of ours may read the close code:
+    browsers show it only for a socket that was opened.
+    """
+
+    channel_layer_alias = "none"  # `operations.fanout` subscribes once for the whole process
+
+    def __init__(
+        self,
+        *args: Any,
+        topics: Sequence[Topic] = (),
+        greeting: Callable[[Scope], str] | None = None,
+        explains: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._topics, self._greeting, self._explains = topics, greeting, explains
+        self._work: asyncio.Task[None] | None = None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
+        """However the connection ends, its tasks end with it."""
+        try:
+            return await super().__call__(scope, receive, send)
+        finally:
+            if self._work is not None:
+                await cancel.end(self._work)
+
+    async def connect(self) -> None:
+        """Refuses or accepts; then the topics begin."""
+        scope: Scope = self.scope
+        refusal = refusal_of(scope)
+        if refusal:
+            if self._explains and origin_of(scope) is not None and same_origin(scope):
+                await self.accept()
+            await self.close(code=refusal)
+            return
+        await self.accept()
+        if self._greeting is not None:
+            await self.send(text_data=self._greeting(scope))
+        self._work = asyncio.create_task(self._watch())
+
+    async def receive(self, text_data: str | None = None, bytes_data: bytes | None = None) -> None:
+        """Ignores what the client sends."""
+
+    async def _watch(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._check_principal())
+                for topic in self._topics:
+                    group.create_task(self._carry(topic))
+        except* Exception as failures:
+            log.exception("a socket's task failed; the socket is closed", exc_info=failures)
+            await self.close(code=FAILED)
+
+    async def _carry(self, topic: Topic) -> None:
+        async with contextlib.aclosing(topic(self.scope)) as messages:
+            async for message in messages:
+                await self.send(text_data=message)
+
+    async def _check_principal(self) -> None:
+        """Closes the socket of a client that may watch no more: signed out, deactivated, key revoked."""
+        scope: Scope = self.scope
+        while True:
+            await asyncio.sleep(CHECK_EVERY)
+            try:
+                principal = await scope["principal_again"]()
+            except DatabaseError as error:
+                log.debug("not known whether a socket may stay open: %s", type(error).__name__)
+                continue
+            refusal = refusal_of({**scope, "principal": principal})
+            if refusal:
+                await self.close(code=refusal)
+                return
+
+
+class NoSuchSocket(AsyncWebsocketConsumer):
+    """Every other websocket path."""
+
+    async def connect(self) -> None:
+        """Refuses the handshake."""
+        await self.close(code=NOT_FOUND)
+
+
+def encoded(message: Mapping[str, Any]) -> str:
+    """A message as it is sent."""
+    return orjson.dumps(message).decode()
+
+
+def refusal_of(scope: Scope) -> int:
+    """The close code for a caller who may not watch, 0 for an admin."""
+    principal = scope.get("principal")
+    if principal is None or not principal.is_authenticated:
+        return UNAUTHENTICATED
+    return 0 if principal.is_admin and same_origin(scope) else NOT_ALLOWED
+
+
+def origin_of(scope: Scope) -> str | None:
+    """The page that opens the socket, as its browser says; programs send none."""
+    return _header(scope, b"origin")
+
+
+def same_origin(scope: Scope) -> bool:
+    """Whether the page that opens the socket came from this host, or from one that the operator has named.
+
+    Programs send no Origin.
+    """
+    origin = origin_of(scope)
+    if origin is None or _trusted(origin):
+        return True
+    try:
+        host = urlsplit(origin).netloc.lower()
+    except ValueError:
+        return False
+    return bool(host) and host == (_header(scope, b"host") or "").lower()
+
+
+def _trusted(origin: str) -> bool:
+    """Whether this page may change things too: a proxy may have put another Host in place of its own."""
+    scheme, _, host = origin.lower().partition("://")
+    named = (one.partition("://") for one in settings.CSRF_TRUSTED_ORIGINS)
+    return any(scheme == one and is_same_domain(host, hosts.lstrip("*")) for one, _, hosts in named)
+
+
+def _header(scope: Scope, wanted: bytes) -> str | None:
+    return next(
+        (value.decode("latin-1") for name, value in scope.get("headers", []) if name.lower() == wanted), None
+    )
+
+
+def text_in(scope: Scope, name: str) -> str:
+    """A query parameter, "" for none."""
+    query: bytes = scope.get("query_string", b"")
+    return parse_qs(query.decode("latin-1")).get(name, [""])[0]
+
+
+def number_in(scope: Scope, name: str) -> int | None:
+    """A sequence number in the query; None for none, or for what is no such number."""
+    given = text_in(scope, name)
+    return int(given) if given.isascii() and given.isdecimal() and len(given) <= 18 else None

@@ -1,0 +1,47 @@
+"""What `/ws/feed` carries beside operations: a greeting, nodes and notices, and a sign of life.
+
+Nodes and notices come from the look that all tabs of a process share (`watch.py`). The client says by
+`?nodes=` where it stands and gets what it missed, or everything.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+
+from django.conf import settings
+
+from localai_cluster import clock
+from localai_cluster.web import ui
+from localai_cluster.web.sockets import Scope, encoded, text_in
+from nodes.live import watch
+
+ALIVE_EVERY = 5.0
+"""Seconds between two signs of life."""
+
+
+def greeting(scope: Scope) -> str:
+    """Says who the server is and whom it takes the client for."""
+    principal = scope["principal"]
+    return encoded(
+        {
+            "type": "hello",
+            "at": clock.now().isoformat(),
+            "build": ui.build_id(),
+            "version": str(settings.SPECTACULAR_SETTINGS["VERSION"]),
+            "user": {"name": principal.name, "role": principal.kind},
+        }
+    )
+
+
+async def nodes(scope: Scope) -> AsyncGenerator[str, None]:
+    """Nodes and notices."""
+    async with contextlib.aclosing(watch.shared().follow(text_in(scope, "nodes"))) as messages:
+        async for message in messages:
+            yield message
+
+
+async def alive(scope: Scope) -> AsyncGenerator[str, None]:
+    """Lets a page tell a quiet cluster from a dead socket."""
+    while True:
+        await asyncio.sleep(ALIVE_EVERY)
+        yield encoded({"type": "alive", "at": clock.now().isoformat()})

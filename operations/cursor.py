@@ -1,0 +1,123 @@
+"""A cursor: where one reader of the operations stands, and what it is told next.
+
+Changes arrive through the channel layer, which may lose, double or reorder them. A cursor gathers them for a
+moment and yields them together; a gap in their numbers, or a read every few seconds, leads back to the rows.
+A slow reader keeps no more than `MOST_RECEIVED` changes and is then brought up to date from the rows.
+"""
+
+import asyncio
+import functools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from channels.db import database_sync_to_async
+from django.db import Error as DatabaseError
+
+from operations import feed
+
+log = logging.getLogger(__name__)
+
+READ_EVERY = 5.0
+"""Seconds between two reads of the rows when nothing is received."""
+READ_AGAIN = 1.0
+"""The same while the database cannot be read."""
+GATHER = 0.05
+"""Seconds for which changes are gathered: ten thousand a minute are twenty messages a second at most."""
+FARTHEST_BACK = 1000
+"""Changes that are worth sending one by one; a client that missed more starts from a snapshot."""
+MOST_RECEIVED = 1000
+
+
+@dataclass(frozen=True)
+class Update:
+    """What the reader is told: everything (`whole`), or what changed, in order; `seq` = where it stands."""
+
+    whole: bool
+    seq: int
+    operations: list[dict[str, Any]]
+
+
+def read(since: int | None) -> Update:
+    """What changed after `since`; the whole list if that is too much, unknown, or not asked for.
+
+    Usually nothing did, and that costs one query: every open page reads again and again.
+    """
+    if since is None or not 0 <= (behind := feed.current_seq() - since) <= FARTHEST_BACK:
+        now = feed.snapshot()
+        return Update(True, now.seq, now.operations)
+    if not behind:
+        return Update(False, since, [])
+    missed = feed.since(since)
+    return Update(False, missed.seq, missed.operations)
+
+
+_read_rows = database_sync_to_async(read)
+
+
+class Cursor:
+    """Reads the operations for one client."""
+
+    def __init__(self) -> None:
+        self._seq = 0
+        self._received: dict[int, dict[str, Any]] = {}
+        self._woken = asyncio.Event()
+        self._failing = False
+
+    def receive(self, seq: int, operation: dict[str, Any]) -> None:
+        """A change from the channel layer."""
+        if len(self._received) >= MOST_RECEIVED:
+            self._received.clear()  # the gap leads back to the rows
+        self._received[seq] = operation
+        self._woken.set()
+
+    def wake(self) -> None:
+        """Something may have been missed."""
+        self._woken.set()
+
+    async def updates(self, since: int | None) -> AsyncIterator[Update]:
+        """First where things stand, as seen from `since`, then every change, without end."""
+        step: Callable[[], Awaitable[Update | None]] = functools.partial(self._read, since)
+        while True:
+            try:
+                update = await step()
+            except DatabaseError as error:
+                self._warn_once(error)
+            else:
+                self._failing, step = False, self._next
+                if update is not None:
+                    yield update
+            await self._pause()
+
+    async def _next(self) -> Update | None:
+        received, self._received = self._received, {}
+        fresh = sorted(seq for seq in received if seq > self._seq)
+        if received and not fresh:
+            return None
+        if fresh and fresh[-1] - self._seq == len(fresh):
+            self._seq = fresh[-1]
+            return Update(False, self._seq, [received[seq] for seq in fresh])
+        before = self._seq
+        update = await self._read(before)
+        return update if update.whole or update.seq > before else None
+
+    async def _read(self, since: int | None) -> Update:
+        update = await _read_rows(since)
+        self._seq = update.seq
+        return update
+
+    async def _pause(self) -> None:
+        """Waits for a change, and for those that come with it; or for the time of the next look."""
+        try:
+            async with asyncio.timeout(READ_AGAIN if self._failing else READ_EVERY):
+                await self._woken.wait()
+        except TimeoutError:
+            return
+        await asyncio.sleep(GATHER)
+        self._woken.clear()
+
+    def _warn_once(self, error: DatabaseError) -> None:
+        if not self._failing:
+            log.warning("operations not read: %s; reading again", type(error).__name__)
+        self._failing = True
