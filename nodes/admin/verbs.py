@@ -21,7 +21,6 @@ from nodes.registry import services, states
 from nodes.registry.states import Event
 
 LONGEST_REASON = 255
-"""Seconds: a week."""
 
 
 class Nothing(forms.Form):

@@ -22,7 +22,7 @@ from nodes.replicas.removals import in_flight
 WAITING = "resumed, waiting for its next heartbeat"
 OWN_DEADLINE = 60.0
 """Seconds a stopping worker has for its whole way out (§0.6)."""
-LONGEST_DEADLINE = 7 * 86400.0
+LONGEST_DEADLINE = 30 * 86400.0
 
 
 def drain(

@@ -311,9 +311,9 @@ def test_deadlines_come_from_the_settings_or_the_caller(
 def test_a_setting_beyond_the_longest_deadline_refuses_no_drain(
     busy: BackendNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CLUSTER_DRAIN_DEADLINE has no upper limit; a drain has one, 7 days."""
+    """CLUSTER_DRAIN_DEADLINE has no upper limit; a drain has one, 30 days."""
     monkeypatch.setattr(settings, "CLUSTER", replace(settings.CLUSTER, drain_deadline=1e12))
-    assert drain(busy).drain_deadline == later(7 * 86400)
+    assert drain(busy).drain_deadline == later(30 * 86400)
 
 
 @pytest.mark.parametrize("deadline", [-1, 1e20, float("inf"), float("nan")])

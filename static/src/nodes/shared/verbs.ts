@@ -8,7 +8,7 @@ export type Verb = "approve" | "reject" | "drain" | "resume" | "label" | "instal
 /** The longest reason that a verb takes, in characters. */
 export const LONGEST_REASON = 255;
 /** The longest drain deadline, in minutes. */
-export const LONGEST_DEADLINE_MINUTES = 7 * 24 * 60;
+export const LONGEST_DEADLINE_MINUTES = 30 * 24 * 60;
 
 const of = (id: string) => ({ path: { node_id: id } });
 
