@@ -181,6 +181,8 @@ class ClusterSettings:
     """How long a request waits for a running load (C32); 0 = without limit."""
     install_timeout: float
     """Reply limit of `backend.install` (C21)."""
+    install_wait: float
+    """How long an install waits for a node that is away before it fails."""
     model_load_timeout: float
     """Limit of one gRPC LoadModel (C28)."""
     load_failure_grace: float
@@ -223,6 +225,7 @@ def load(values: Mapping[str, str] = os.environ) -> tuple[ClusterSettings, Envir
         ),
         model_load_wait=env.seconds("LOCALAI_MODEL_LOAD_WAIT", 60.0, minimum=0.0),
         install_timeout=env.seconds("LOCALAI_NATS_BACKEND_INSTALL_TIMEOUT", 900.0),
+        install_wait=env.seconds("CLUSTER_INSTALL_WAIT", 86400.0),
         model_load_timeout=env.seconds("LOCALAI_NATS_MODEL_LOAD_TIMEOUT", 300.0),
         load_failure_grace=env.seconds("CLUSTER_LOAD_FAILURE_GRACE", 15.0, minimum=0.0),
         node_stale_after=env.seconds("CLUSTER_NODE_STALE_AFTER", 60.0),

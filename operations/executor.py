@@ -50,7 +50,8 @@ async def in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs)
 class Postpone(Exception):
     """The attempt ends here, the operation does not: look again in `seconds`, because of `reason`.
 
-    `waiting` means that no node can take it now and a change of a node should wake it.
+    `waiting` means that it waits for a node: a change of one that could take it ends the wait early, and the
+    attempt does not count. Without it the pause is a back-off, which nothing cuts short.
     """
 
     def __init__(

@@ -58,6 +58,12 @@ def _task_type(operation: Operation) -> str:
     return "staging" if operation.kind in _LOADS else "installation"
 
 
+def _gives_up_at(operation: Operation) -> str:
+    """Until when it waits at the longest; "" while it runs, after its end, and without such a limit."""
+    resting = operation.status in _RESTING
+    return operation.wanted_until.isoformat() if resting and operation.wanted_until is not None else ""
+
+
 def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> dict[str, Any]:
     """One operation for the wire."""
     name = operation.element.rpartition("@")[2]
@@ -73,6 +79,7 @@ def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> di
         "finishedAt": operation.finished_at and operation.finished_at.isoformat(),
         "dismissedAt": operation.dismissed_at and operation.dismissed_at.isoformat(),
         "dismissedBy": operation.dismissed_by,
+        "givesUpAt": _gives_up_at(operation),
     }
     return {
         "id": operation.element,

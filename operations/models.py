@@ -23,7 +23,7 @@ class Status(models.TextChoices):
     PROCESSING = "processing"
     """A controller holds the lease and works."""
     WAITING = "waiting_for_nodes"
-    """No node can take it now; looked at again at `next_look_at` or when a node changes."""
+    """It waits for a node; looked at again at `next_look_at`, or when a node changes that could take it."""
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -80,9 +80,9 @@ class Operation(models.Model):
     """Attempts whose controller fell silent."""
     next_look_at = models.DateTimeField(default=clock.now)
     wanted_until = models.DateTimeField(null=True, blank=True)
-    """Until when somebody waits for it.
+    """Until when it may wait, because somebody wants it; an operation that waits longer is given up.
 
-    An operation that nobody wants any more ends instead of waiting on.
+    Null = without limit.
     """
     lease_owner = models.CharField(max_length=64, blank=True, default="")
     lease_until = models.DateTimeField(null=True, blank=True)

@@ -7,7 +7,7 @@ never overwrites. Row locks are `FOR NO KEY UPDATE`: a stronger one would make t
 checked at its commit, wait for its parent's transaction while it holds the counter.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
@@ -20,7 +20,7 @@ from localai_cluster import errors
 from operations import events, targets
 from operations.changes import announce
 from operations.models import Operation, OperationTarget, Status, TargetStatus
-from operations.states import TRANSITIONS, Event
+from operations.states import Event, after
 
 MAX_LOST_LEASES = 10
 NO_SUCH = "no operation has this id"
@@ -193,7 +193,7 @@ def claim(
             .order_by("next_look_at")[:limit]
         )
         for operation in due:
-            operation.status = TRANSITIONS[Event.CLAIM].target
+            operation.status = after(Event.CLAIM, operation.status)
             operation.lease_owner, operation.lease_until = owner, now + timedelta(seconds=lease)
             operation.fence += 1
             operation.started_at = operation.started_at or now
@@ -305,7 +305,7 @@ def finish(
     with transaction.atomic():
         operation, error = _owned(operation_id, fence), storable(error)
         ok = event is Event.COMPLETE
-        operation.status = TRANSITIONS[event].target
+        operation.status = after(event, operation.status)
         operation.lease_owner, operation.lease_until = "", None
         operation.finished_at = operation.updated_at = now
         operation.error = error
@@ -333,13 +333,17 @@ def put_back(
     reason: str,
     payload: Mapping[str, Any] | None = None,
 ) -> None:
-    """Ends the attempt but not the operation: it says what it waits for and when it looks again (rule 4)."""
+    """Ends the attempt but not the operation: it says what it waits for and when it looks again (rule 4).
+
+    The next look comes at the latest when the operation is to be given up.
+    """
     with transaction.atomic():
         operation = _owned(operation_id, fence)
-        operation.status = TRANSITIONS[event].target
+        operation.status = after(event, operation.status)
         operation.lease_owner, operation.lease_until = "", None
         operation.attempts += 1 if event is Event.POSTPONE else 0
-        operation.next_look_at = until
+        wanted = operation.wanted_until
+        operation.next_look_at = wanted if wanted is not None and now < wanted < until else until
         operation.message = storable(reason) or operation.message
         operation.phase = _QUEUED
         operation.updated_at = now
@@ -386,7 +390,7 @@ def reap(*, now: datetime) -> tuple[int, int]:
 
 def _hand_back(operations: list[Operation], event: Event, now: datetime, reason: str) -> None:
     for operation in operations:
-        operation.status = TRANSITIONS[event].target
+        operation.status = after(event, operation.status)
         operation.lease_owner, operation.lease_until = "", None
         operation.next_look_at = operation.updated_at = now
         operation.message, operation.phase = reason, _QUEUED
@@ -406,13 +410,21 @@ def _hand_back(operations: list[Operation], event: Event, now: datetime, reason:
     announce(operations)
 
 
-def wake(kind: str, *, now: datetime) -> int:
-    """Has every operation of `kind` that waits for something looked at now: it may have come."""
-    resting = Operation.objects.filter(kind=kind, status__in=(Status.PENDING, Status.WAITING))
-    woken = resting.filter(next_look_at__gt=now).update(next_look_at=now)
-    if woken:
-        events.notify(events.OPERATIONS, f"* {Status.PENDING}")
-    return woken
+def wake(ids: Collection[UUID], *, now: datetime) -> int:
+    """Has those of the operations that wait for nodes looked at now; answers how many.
+
+    A back-off after a failed attempt is not cut short. The rows are locked in the order of their ids, because
+    several controllers may wake the same ones.
+    """
+    if not ids:
+        return 0
+    with transaction.atomic():
+        waiting = Operation.objects.filter(pk__in=ids, status=Status.WAITING, next_look_at__gt=now)
+        found = list(waiting.order_by("id").select_for_update(no_key=True).values_list("id", flat=True))
+        if found:
+            Operation.objects.filter(pk__in=found).update(next_look_at=now)
+            events.notify(events.OPERATIONS, f"* {Status.PENDING}")
+    return len(found)
 
 
 def storable(text: str, longest: int = 64 * 1024) -> str:

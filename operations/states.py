@@ -49,7 +49,9 @@ TRANSITIONS: dict[Event, Transition] = {
         "An attempt ended early; it is tried again at the next look.",
     ),
     Event.WAIT: Transition(
-        _from(Status.PROCESSING), Status.WAITING, "No node can take it now; a change of a node wakes it."
+        _from(Status.PROCESSING),
+        Status.WAITING,
+        "It waits for a node; one that could take it wakes it.",
     ),
     Event.RELEASE: Transition(
         _from(Status.PROCESSING), Status.PENDING, "Its controller stops and hands it back at once."
@@ -76,3 +78,10 @@ TRANSITIONS: dict[Event, Transition] = {
 def allowed(event: Event, status: Status) -> bool:
     """Whether `event` may happen to an operation in `status`."""
     return status in TRANSITIONS[event].sources
+
+
+def after(event: Event, status: str) -> Status:
+    """The status that follows; raises ValueError where the table does not allow `event`."""
+    if not allowed(event, Status(status)):
+        raise ValueError(f"{event} cannot happen to an operation that is {status}")
+    return TRANSITIONS[event].target

@@ -40,6 +40,7 @@ class InstallView(NodeView):
         element = wanted["backend"] or wanted["uri"]
         if not element:
             raise errors.InvalidInput("backend name or uri required", field="backend")
+        now = clock.now()
         asked = OperationRequest(
             install.KIND,
             key=install.key(node.id, element.rpartition("@")[2] if wanted["backend"] else element),
@@ -50,8 +51,9 @@ class InstallView(NodeView):
             targets=[(node.id, node.name)],
             request_id=request_id.get(),
             client_address=client_address(request),
+            wanted_until=install.gives_up_at(now),
         )
-        admission = admit(asked, now=clock.now())
+        admission = admit(asked, now=now)
         job = str(admission.operation.id)
         body = {
             "jobID": job,

@@ -1,11 +1,15 @@
-"""The operation `backend_install`: brings one backend's files to one node, with progress in bytes."""
+"""The operation `backend_install`: brings one backend's files to one node, with progress in bytes.
+
+It waits for a node that is away, until `gives_up_at`; then it fails and says what it waited for.
+"""
 
 import hashlib
 from collections.abc import Mapping
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from localai_cluster import conf, errors
+from localai_cluster import clock, conf, errors
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.codec import encode_galleries
@@ -13,6 +17,7 @@ from nodes.backends import inventory
 from nodes.backends.commands import Worker, WorkerGone
 from nodes.models import BackendNode
 from operations.executor import Postpone, Work, in_thread, retry_delay
+from operations.models import Operation
 from operations.services import LeaseLost, Tick
 
 KIND = "backend_install"
@@ -60,6 +65,20 @@ def find_node(node_id: UUID | None) -> BackendNode:
     return node
 
 
+def gives_up_at(now: datetime) -> datetime:
+    """Until when an install that is asked for now waits for its node."""
+    return now + timedelta(seconds=conf.cluster().install_wait)
+
+
+async def _later(work: Work, reason: str, *, seconds: float, waiting: bool = False) -> Exception:
+    """Another attempt later, or the failure of an install that has waited for as long as it may."""
+    # Read again: whoever asked for the same install meanwhile has moved the time at which it gives up.
+    operation = await in_thread(Operation.objects.get, pk=work.id)
+    if operation.wanted_until is not None and operation.wanted_until <= clock.now():
+        return InstallFailed(f"given up, because {reason} (CLUSTER_INSTALL_WAIT)")
+    return Postpone(reason, seconds=seconds, waiting=waiting)
+
+
 class InstallBackend:
     """Handler; one instance serves all operations of its controller."""
 
@@ -70,7 +89,9 @@ class InstallBackend:
         """Sends the command and turns its reply into the outcome."""
         node = await in_thread(find_node, work.operation.node_id)
         if node.status == "offline":
-            raise Postpone(f"node {node.name} is offline", seconds=_LOOK_AT_ABSENT_NODE, waiting=True)
+            raise await _later(
+                work, f"node {node.name} is offline", seconds=_LOOK_AT_ABSENT_NODE, waiting=True
+            )
         await work.report(Tick(phase="resolving", message=f"asking {node.name}", node_id=node.id))
         worker = Worker(self._bus, str(node.id), node.name)
 
@@ -82,7 +103,7 @@ class InstallBackend:
                 self._request(work), timeout=conf.cluster().install_timeout, on_progress=on_progress
             )
         except WorkerGone as gone:
-            raise Postpone(gone.message, seconds=retry_delay(work.operation.attempts)) from gone
+            raise await _later(work, gone.message, seconds=retry_delay(work.operation.attempts)) from gone
         if not reply.success:
             raise InstallFailed(reply.error or "the worker gave no reason")
         # Before the operation ends: who hears of its end finds the backend in the node's list.

@@ -1,10 +1,10 @@
 """The operation `model_load`: from "nobody serves this model" to one replica that does.
 
-Steps: clear what an earlier attempt left, place, bring the backend if the worker lacks it (an operation of
-its own, which others may join), have the process started, `LoadModel`, publish the row. Each step may be
-the last one of this process: the row in `loading` carries the attempt's mark, the operation its fence, and
-the next attempt starts by clearing up. An attempt lives as long as its row, which goes with the node. What
-is loaded depends on the stored definition only.
+Steps: clear what an earlier attempt left, place on a node whose worker answers, bring the backend if the
+worker lacks it (an operation of its own, which others may join), have the process started, `LoadModel`,
+publish the row. Each step may be the last one of this process: the row in `loading` carries the attempt's
+mark, the operation its fence, and the next attempt starts by clearing up. An attempt lives as long as its
+row, which goes with the node. What is loaded depends on the stored definition only.
 """
 
 import asyncio
@@ -12,7 +12,6 @@ import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 from typing import Any, NoReturn
 from uuid import UUID
 
@@ -27,11 +26,12 @@ from localai_cluster.rpc.messages import options_from_mapping
 from nodes.backends import install
 from nodes.backends.commands import Worker, WorkerGone, unless
 from nodes.definitions.files import Definition, Folder, load_options, revision
-from nodes.placement.choose import NodeView, choose
+from nodes.loading import placing
+from nodes.placement.setbacks import Setbacks, after_failure, into_payload
 from nodes.replicas import slots
 from nodes.replicas.slots import Slot
 from operations import services
-from operations.executor import Postpone, Unwanted, Work, in_thread, retry_delay
+from operations.executor import Postpone, Work, in_thread, retry_delay
 from operations.models import TERMINAL, Operation, Status
 from operations.services import Tick
 from operations.waiting import Hints
@@ -39,10 +39,8 @@ from operations.waiting import Hints
 log = logging.getLogger(__name__)
 
 KIND = "model_load"
-_LOOK_FOR_NODE = 5.0
 _LOOK_AT_CHILD = 2.0
 _LOOK_AT_SLOT = 2.0
-_AVOID_FOR = 15.0
 _SHARE_OF_INSTALL = 0.9
 """How far a load is when its backend has been brought; starting and loading are the rest."""
 _ENGINE_DEATHS = 3
@@ -68,6 +66,8 @@ class Attempt:
     definition: Definition
     slot: Slot
     worker: Worker
+    setbacks: Setbacks
+    """The nodes that failed this load before, or did not answer."""
 
     @property
     def mark(self) -> str:
@@ -124,26 +124,9 @@ class LoadModel:
             await worker.stop(messages.process_key(work.operation.element, slot.replica_index))
 
     async def _place(self, work: Work, definition: Definition) -> Attempt:
-        now = clock.now()
-        avoid = _avoided(work.operation, now)
-        while True:
-            decision = choose(await in_thread(slots.fleet, definition.name), avoid=avoid)
-            if decision.node is None:
-                raise _no_node(work.operation, decision.why_none(), now)
-            slot = await in_thread(
-                slots.reserve,
-                decision.node,
-                definition.name,
-                decision.replica_index,
-                mark=mark_of(work),
-                backend=definition.backend,
-                now=now,
-            )
-            if slot is not None:
-                return Attempt(work, definition, slot, self._worker(decision.node))
-
-    def _worker(self, node: NodeView) -> Worker:
-        return Worker(self._bus, str(node.id), node.name)
+        place = await placing.place(self._bus, work, definition, mark=mark_of(work))
+        worker = Worker(self._bus, str(place.slot.node_id), place.slot.node_name)
+        return Attempt(work, definition, place.slot, worker, place.setbacks)
 
     async def _carry_out(self, attempt: Attempt) -> Mapping[str, Any]:
         await self._bring_backend(attempt)
@@ -253,6 +236,7 @@ class LoadModel:
 def _admit_install(attempt: Attempt) -> UUID:
     operation, backend = attempt.work.operation, attempt.definition.backend
     node = (attempt.slot.node_id, attempt.slot.node_name)
+    now = clock.now()
     request = services.OperationRequest(
         install.KIND,
         key=install.key(attempt.slot.node_id, backend),
@@ -262,20 +246,10 @@ def _admit_install(attempt: Attempt) -> UUID:
         targets=[node],
         actor=operation.actor,
         request_id=operation.request_id,
+        wanted_until=install.gives_up_at(now),
         parent=operation,
     )
-    return services.admit(request, now=clock.now()).operation.id
-
-
-def _avoided(operation: Operation, now: datetime) -> frozenset[UUID]:
-    marks = operation.payload.get("avoid", {})
-    return frozenset(UUID(id) for id, until in marks.items() if datetime.fromisoformat(until) > now)
-
-
-def _no_node(operation: Operation, reason: str, now: datetime) -> Exception:
-    if operation.wanted_until is not None and operation.wanted_until < now:
-        return Unwanted(f"nobody waits for it any more; {reason}")
-    return Postpone(reason, seconds=_LOOK_FOR_NODE, waiting=True)
+    return services.admit(request, now=now).operation.id
 
 
 async def _slot_lost(attempt: Attempt) -> NoReturn:
@@ -289,13 +263,12 @@ async def _slot_lost(attempt: Attempt) -> NoReturn:
 
 def _again(attempt: Attempt, operation: Operation, gone: errors.ClusterError) -> Exception:
     """What follows when worker or engine vanished: another attempt elsewhere, or the end."""
-    now = clock.now()
-    if not isinstance(gone, WorkerGone) and operation.attempts >= _ENGINE_DEATHS:
+    setbacks = after_failure(attempt.setbacks, attempt.slot.node_id, clock.now())
+    payload = into_payload(operation.payload, setbacks)
+    if isinstance(gone, WorkerGone):
+        # The node rests, the load does not: the next look takes another node, or says what it waits for.
+        return placing.later(operation, f"{gone.message}; trying another node", seconds=0, payload=payload)
+    if operation.attempts >= _ENGINE_DEATHS:
         return LoadFailed(f"the engine of {attempt.definition.name} died while loading: {gone.message}")
-    if operation.wanted_until is not None and operation.wanted_until < now:
-        return Unwanted(f"nobody waits for it any more; {gone.message}")
-    until = (now + timedelta(seconds=_AVOID_FOR)).isoformat()
-    avoid = {**operation.payload.get("avoid", {}), str(attempt.slot.node_id): until}
-    return Postpone(
-        gone.message, seconds=retry_delay(operation.attempts), payload={**operation.payload, "avoid": avoid}
-    )
+    pause = retry_delay(operation.attempts)
+    return placing.later(operation, gone.message, seconds=pause, payload=payload, waiting=False)

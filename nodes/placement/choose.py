@@ -1,15 +1,18 @@
 """Chooses the node for one new replica.
 
-First every node is asked why it cannot take the replica; those without a reason are ranked (R1.70 to R1.72:
-idle first, then most memory effectively free, then fewest requests). The reasons of all others stay in the
-decision, because "no node" alone helps nobody.
+First comes the question why each node cannot take the replica; those without a reason are ranked: fewest
+failures of this load first, then as R1.70 to R1.72 say (idle first, then most memory effectively free, then
+fewest requests). The reasons of all others stay in the decision, so that the caller can say what is missing.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from uuid import UUID
+
+from nodes.placement.setbacks import Setbacks
 
 
 class Reason(StrEnum):
@@ -21,6 +24,7 @@ class Reason(StrEnum):
     DRAINING = "draining"
     UNHEALTHY = "unhealthy"
     FULL = "no free slot for this model"
+    SILENT = "not answering or failed a moment ago"
 
 
 _BY_STATUS = {
@@ -29,6 +33,8 @@ _BY_STATUS = {
     "draining": Reason.DRAINING,
     "unhealthy": Reason.UNHEALTHY,
 }
+
+_NONE: Setbacks = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,8 @@ class Decision:
     node: NodeView | None
     replica_index: int = 0
     refused: dict[UUID, Reason] = field(default_factory=dict)
+    ranked: Sequence[NodeView] = ()
+    """Every feasible node, the chosen one first."""
 
     def why_none(self) -> str:
         """One sentence for the caller when no node was found."""
@@ -69,13 +77,15 @@ class Decision:
         return f"no node can take it: {parts}"
 
 
-def refusal(node: NodeView) -> Reason | None:
+def refusal(node: NodeView, resting: Set[UUID] = frozenset()) -> Reason | None:
     """Why `node` cannot take one more replica, or None."""
     if node.node_type != "backend":
         return Reason.AGENT
     if node.status in _BY_STATUS:
         return _BY_STATUS[node.status]
-    return Reason.FULL if free_index(node) is None else None
+    if free_index(node) is None:
+        return Reason.FULL
+    return Reason.SILENT if node.id in resting else None
 
 
 def free_index(node: NodeView) -> int | None:
@@ -83,15 +93,25 @@ def free_index(node: NodeView) -> int | None:
     return next((index for index in range(node.slots) if index not in node.taken), None)
 
 
-def choose(nodes: Iterable[NodeView], *, avoid: Set[UUID] = frozenset()) -> Decision:
-    """The best feasible node; one in `avoid` (it did not answer a moment ago) only if there is no other."""
+def choose(
+    nodes: Iterable[NodeView],
+    *,
+    setbacks: Setbacks = _NONE,
+    resting: Set[UUID] = frozenset(),
+) -> Decision:
+    """The best feasible node; one that is `resting` after a failure is not feasible.
+
+    A node that failed this load before comes after those that failed it less often.
+    """
     considered: Sequence[NodeView] = list(nodes)
-    refused = {node.id: reason for node in considered if (reason := refusal(node)) is not None}
+    refused = {node.id: reason for node in considered if (reason := refusal(node, resting)) is not None}
     feasible = [node for node in considered if node.id not in refused]
-    best = min(feasible, key=lambda node: _rank(node, avoid), default=None)
-    index = free_index(best) if best else None
-    return Decision(best, index or 0, refused)
+    ranked = sorted(feasible, key=lambda node: _rank(node, setbacks))
+    if not ranked:
+        return Decision(None, refused=refused)
+    return Decision(ranked[0], free_index(ranked[0]) or 0, refused, ranked)
 
 
-def _rank(node: NodeView, avoid: Set[UUID]) -> tuple[bool, bool, int, int, str]:
-    return (node.id in avoid, node.loaded > 0, node.in_flight, -node.free_vram, node.name)
+def _rank(node: NodeView, setbacks: Setbacks) -> tuple[int, bool, int, int, str]:
+    failures = setbacks[node.id].times if node.id in setbacks else 0
+    return (failures, node.loaded > 0, node.in_flight, -node.free_vram, node.name)

@@ -1,1 +1,1 @@
-"""Recurring passes over the fleet: observe, plan (pure), apply."""
+"""Recurring passes over the fleet (observe, plan purely, apply), and the wakes of what waits for nodes."""

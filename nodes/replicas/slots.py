@@ -4,6 +4,7 @@ A row in `loading` belongs to the attempt whose mark it carries. Publishing and 
 attempt that was overtaken changes nothing (I3).
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -32,12 +33,13 @@ def serving(model_name: str) -> bool:
     return bool(NodeModel.objects.of(model_name).serving().exists())
 
 
-def fleet(model_name: str) -> list[NodeView]:
-    """Every node as placement sees it; two queries for any number."""
+def fleet(model_name: str, *, only: Collection[UUID] | None = None) -> list[NodeView]:
+    """Every node, or only these, as placement sees them; two queries for any number."""
     taken: dict[UUID, set[int]] = {}
     for node_id, index in NodeModel.objects.of(model_name).values_list("node_id", "replica_index"):
         taken.setdefault(node_id, set()).add(index)
-    nodes = BackendNode.objects.annotate(
+    asked = BackendNode.objects.all() if only is None else BackendNode.objects.filter(pk__in=only)
+    nodes = asked.annotate(
         loaded=Count("replicas", filter=Q(replicas__state="loaded")),
         busy=Coalesce(Sum("replicas__in_flight"), 0),
         free_vram=F("available_vram") - F("reserved_vram"),

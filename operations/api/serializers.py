@@ -42,6 +42,9 @@ class OperationSerializer(serializers.Serializer[Any]):
     message = serializers.CharField(allow_blank=True)
     attempts = serializers.IntegerField()
     nextLookAt = serializers.DateTimeField()
+    givesUpAt = serializers.DateTimeField(
+        required=False, help_text="Until when it waits at the longest; only while it waits and has a limit."
+    )
     requestID = serializers.CharField(allow_blank=True)
     actor = serializers.CharField()
     seq = serializers.IntegerField()

@@ -170,7 +170,7 @@ async def test_an_operation_claimed_again_here_ends_its_former_attempt() -> None
     async with executor(handler, lease=3) as running:
         assert await clock.wait_until(begun, timeout=10)
         await in_thread(services.reap, now=clock.now() + timedelta(seconds=60))
-        await in_thread(services.wake, "probe", now=clock.now())
+        await in_thread(Operation.objects.filter(pk=operation.pk).update, next_look_at=clock.now())
         running.hint()
         assert await clock.wait_until(again, timeout=10)
         await asyncio.wait_for(ended.wait(), 2)

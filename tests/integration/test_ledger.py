@@ -13,7 +13,7 @@ from localai_cluster import errors
 from operations import feed, services
 from operations.models import Operation, Status
 from operations.services import LeaseLost, Tick
-from operations.states import TRANSITIONS, Event, allowed
+from operations.states import TRANSITIONS, Event, Transition, allowed
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 LEASE = 10.0
@@ -183,9 +183,9 @@ def test_failures_stay_listed_until_a_new_request_supersedes_them() -> None:
     assert [entry["jobID"] for entry in feed.snapshot().operations] == [str(again.operation.id)]
 
 
-@pytest.mark.parametrize("event", [Event.WAIT, Event.POSTPONE])
-def test_a_waiting_operation_says_why_and_is_woken(event: Event) -> None:
-    """Rule 4: a wait carries its reason and next look; a change of a node shortens it."""
+@pytest.mark.parametrize(("event", "woken"), [(Event.WAIT, 1), (Event.POSTPONE, 0)])
+def test_a_waiting_operation_says_why_and_is_woken_but_a_back_off_is_not(event: Event, woken: int) -> None:
+    """Rule 4: both carry reason and next look; only the wait for a node ends before its time."""
     admit()
     operation = claim_one()
     services.put_back(
@@ -193,8 +193,37 @@ def test_a_waiting_operation_says_why_and_is_woken(event: Event) -> None:
     )
     assert services.claim("a", now=NOW, lease=LEASE, limit=1) == []
     assert Operation.objects.get().message == "no node"
-    services.wake("model_load", now=NOW)
-    assert claim_one().id == operation.id
+    assert services.wake([operation.id], now=NOW) == woken
+    assert services.wake([operation.id], now=NOW) == 0
+    assert len(services.claim("a", now=NOW, lease=LEASE, limit=1)) == woken
+
+
+@pytest.mark.parametrize(("limit", "next_look"), [(None, 60), (30, 30), (90, 60), (-1, 60)])
+def test_the_next_look_is_no_later_than_the_time_at_which_it_gives_up(
+    limit: int | None, next_look: int
+) -> None:
+    """What the pages say about its end is true to the second; one that is over waits for its usual look."""
+    wanted = None if limit is None else NOW + timedelta(seconds=limit)
+    admit(wanted_until=wanted)
+    operation = claim_one()
+    until = NOW + timedelta(seconds=60)
+    services.put_back(operation.id, operation.fence, Event.WAIT, now=NOW, until=until, reason="no node")
+    assert Operation.objects.get().next_look_at == NOW + timedelta(seconds=next_look)
+
+
+def test_the_services_go_by_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the table does not allow is refused, and nothing is written."""
+    admit()
+    operation = claim_one()
+    row = TRANSITIONS[Event.POSTPONE]
+    monkeypatch.setitem(
+        TRANSITIONS, Event.POSTPONE, Transition(frozenset({Status.WAITING}), row.target, row.sentence)
+    )
+    with pytest.raises(ValueError, match="postpone cannot happen to an operation that is processing"):
+        services.put_back(operation.id, operation.fence, Event.POSTPONE, now=NOW, until=NOW, reason="")
+    with pytest.raises(ValueError, match="claim cannot happen"):
+        services.finish(operation.id, operation.fence, Event.CLAIM, now=NOW)
+    assert Operation.objects.get().status == Status.PROCESSING
 
 
 def test_a_stopping_controller_hands_back_at_once() -> None:

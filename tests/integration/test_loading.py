@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -16,16 +17,17 @@ from django.db import connection, transaction
 from localai_cluster import clock
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
-from localai_cluster.messaging.bus import Handler, NoResponders, Subscription
+from localai_cluster.messaging.bus import Handler, NoResponders, NotConnected, Subscription
 from localai_cluster.messaging.codec import encode
 from nodes.backends import install
 from nodes.definitions.files import Folder
-from nodes.loading import load
+from nodes.loading import asking, load
 from nodes.models import BackendNode, NodeModel
+from nodes.placement.setbacks import from_payload
 from nodes.replicas import slots
 from nodes.replicas.slots import Slot
 from operations import services
-from operations.executor import Postpone, Work
+from operations.executor import Postpone, Unwanted, Work
 from operations.models import Operation
 from operations.states import Event
 from operations.waiting import Hints
@@ -51,6 +53,8 @@ class Bus:
 
     def __init__(self) -> None:
         self.replies: dict[str, Any] = {}
+        self.asked: list[str] = []
+        self.lost = False
 
     async def wait_connected(self, *, after: int = 0) -> int:
         return self.generation
@@ -59,6 +63,9 @@ class Bus:
         """Nobody takes it amiss."""
 
     async def request(self, subject: str, payload: bytes, timeout: float) -> bytes:
+        self.asked.append(subject)
+        if self.lost:
+            raise NotConnected(subject)
         if subject not in self.replies:
             raise NoResponders(subject)
         reply = self.replies[subject]
@@ -150,8 +157,9 @@ async def test_a_load_leaves_a_worker_that_vanished_while_it_installed(stage: St
     await hot.in_thread(stage.want)
     ended = await stage.play(vanishes_while_installing(stage))
     assert isinstance(ended, Postpone), ended
+    assert (ended.waiting, ended.seconds) == (True, 0), "the node rests, the load does not"
     assert ended.payload is not None
-    assert list(ended.payload["avoid"]) == [str(stage.one.id)]
+    assert list(from_payload(ended.payload)) == [stage.one.id]
     assert await hot.in_thread(NodeModel.objects.count) == 0
 
 
@@ -185,6 +193,71 @@ async def test_an_engine_stopped_while_it_started_is_started_again(stage: Stage)
     stage.installs(stage.one, m.InstallReply(error="was stopped while it started", interrupted=True))
     ended = await stage.play()
     assert isinstance(ended, Postpone), ended
+
+
+@pytest.mark.parametrize("silence", ["nobody listens", "no answer"])
+async def test_twelve_dead_nodes_cost_one_attempt_a_short_wait(
+    stage: Stage, silence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dead nodes that still count as healthy rank first; the one that lives gets the load all the same."""
+    monkeypatch.setattr(asking, "ANSWER_WITHIN", 0.05)
+    dead = [
+        *(stage.one, stage.two),
+        *[await hot.in_thread(partial(hot.node, f"dead-{number}", available_vram=9)) for number in range(10)],
+    ]
+    alive = await hot.in_thread(hot.node, "local")
+    stage.lists(alive, BACKEND)
+    stage.installs(alive, None)
+    for node in dead if silence == "no answer" else []:
+        stage.bus.replies[subjects.backend_list(str(node.id))] = None
+    await hot.in_thread(stage.want)
+
+    def placed() -> bool:
+        return NodeModel.objects.filter(node=alive, state="loading").exists()
+
+    attempt = asyncio.create_task(stage.handler(stage.work))
+
+    async def started() -> bool:
+        assert not attempt.done(), attempt.exception()
+        return await hot.in_thread(placed)
+
+    assert await clock.wait_until(started, timeout=20)
+    attempt.cancel()
+    await asyncio.gather(attempt, return_exceptions=True)
+    asked = [subjects.backend_list(str(node.id)) for node in dead]
+    assert [stage.bus.asked.count(subject) for subject in asked] == [1] * len(dead)
+
+
+async def test_a_load_whose_nodes_are_all_silent_waits_and_says_so(stage: Stage) -> None:
+    """Each node rests for longer and longer; the load looks when the first one has rested."""
+    await hot.in_thread(stage.want)
+    ended = await stage.play()
+    assert isinstance(ended, Postpone), ended
+    assert (ended.waiting, ended.reason) == (
+        True,
+        "no node can take it: 2 not answering or failed a moment ago",
+    )
+    assert 0 < ended.seconds <= 1
+    assert ended.payload is not None
+    known = from_payload(ended.payload)
+    assert {id: setback.times for id, setback in known.items()} == {stage.one.id: 1, stage.two.id: 1}
+
+
+async def test_without_the_bus_no_node_is_blamed(stage: Stage) -> None:
+    """This controller has lost its connection: nothing is known of the nodes, and no node's change helps."""
+    stage.bus.lost = True
+    await hot.in_thread(stage.want)
+    ended = await stage.play()
+    assert isinstance(ended, Postpone), ended
+    assert (ended.waiting, ended.payload) == (False, None)
+    assert "message bus" in ended.reason
+
+
+async def test_a_load_that_nobody_wants_any_more_says_so_at_its_next_look(stage: Stage) -> None:
+    """Its end is the one that the pages tell beforehand."""
+    ended = await stage.play()
+    assert isinstance(ended, Unwanted), ended
+    assert "2 not answering" in str(ended)
 
 
 def test_leftovers_are_locked_in_the_order_of_their_ids() -> None:

@@ -300,8 +300,12 @@ def test_what_waits_is_listed_as_queued_with_its_reason(event: Event, status: st
     (entry,) = listed()
     assert (entry["isQueued"], entry["phase"], entry["status"]) == (True, "queued", status)
     assert (entry["message"], entry["nextLookAt"]) == ("no node has room", until.isoformat())
+    assert "givesUpAt" not in entry
+    Operation.objects.update(wanted_until=NOW + timedelta(hours=1))
+    assert listed()[0]["givesUpAt"] == (NOW + timedelta(hours=1)).isoformat()
     services.claim("a", now=until, lease=LEASE, limit=1)
     assert row(operation).status == Status.PROCESSING
+    assert "givesUpAt" not in listed()[0], "what runs is not given up"
 
 
 @pytest.mark.rule("O41")

@@ -1,11 +1,17 @@
 """Placement: feasibility and ranking as properties over arbitrary fleets."""
 
+from datetime import UTC, datetime, timedelta
 from uuid import UUID
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nodes.placement import setbacks
 from nodes.placement.choose import NodeView, Reason, choose, free_index, refusal
+from nodes.placement.setbacks import Setback
+
+NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 
 statuses = st.sampled_from(["pending", "healthy", "unhealthy", "offline", "draining"])
 nodes = st.builds(
@@ -40,13 +46,14 @@ def view(**given_values: object) -> NodeView:
 
 @given(fleets, st.frozensets(st.uuids(), max_size=2))
 def test_only_healthy_backend_nodes_with_a_free_slot_are_chosen(
-    fleet: list[NodeView], avoid: frozenset[UUID]
+    fleet: list[NodeView], resting: frozenset[UUID]
 ) -> None:
     """I10, R1.1, R1.63: nothing is placed on a pending, draining, offline, unhealthy, agent or full node."""
-    decision = choose(fleet, avoid=avoid)
+    decision = choose(fleet, resting=resting)
     if decision.node is None:
-        assert all(refusal(node) is not None for node in fleet)
+        assert all(refusal(node, resting) is not None for node in fleet)
         return
+    assert decision.node.id not in resting
     assert (decision.node.status, decision.node.node_type) == ("healthy", "backend")
     assert decision.replica_index not in decision.node.taken
     assert 0 <= decision.replica_index < decision.node.slots
@@ -57,6 +64,7 @@ def test_every_refused_node_keeps_its_reason(fleet: list[NodeView]) -> None:
     """Lesson 12: feasible and refused together are the whole fleet."""
     decision = choose(fleet)
     assert set(decision.refused) == {node.id for node in fleet if refusal(node) is not None}
+    assert {node.id for node in decision.ranked} == {node.id for node in fleet} - set(decision.refused)
 
 
 @given(fleets)
@@ -80,11 +88,46 @@ def test_an_idle_node_wins_then_the_one_with_more_free_memory() -> None:
     assert choose([busy, small, large]).node == large
 
 
-def test_a_node_that_just_failed_is_the_last_resort() -> None:
-    """A node that did not answer is avoided, unless there is no other."""
+def test_a_node_that_failed_this_load_comes_after_those_that_did_not() -> None:
+    """Its rest is over, so it is the last resort: another node is tried first, however full that one is."""
     failed, other = view(id=UUID(int=1), free_vram=9), view(id=UUID(int=2), loaded=2)
-    assert choose([failed, other], avoid={failed.id}).node == other
-    assert choose([failed], avoid={failed.id}).node == failed
+    known = {failed.id: Setback(1, NOW)}
+    assert choose([failed, other], setbacks=known).node == other
+    assert choose([failed], setbacks=known).node == failed
+
+
+def test_a_resting_node_is_not_chosen_and_the_reason_is_kept() -> None:
+    """A load says that it waits for a node which did not answer, instead of asking it all the time."""
+    silent = view()
+    decision = choose([silent], resting={silent.id})
+    assert decision.node is None
+    assert decision.refused == {silent.id: Reason.SILENT}
+    assert decision.why_none() == "no node can take it: 1 not answering or failed a moment ago"
+
+
+def test_a_nodes_rest_doubles_up_to_a_limit_and_delays_no_other() -> None:
+    """The back-off belongs to the node: another one that fails for the first time starts at the beginning."""
+    one, other, known, rests = UUID(int=1), UUID(int=2), dict[UUID, Setback](), []
+    for _ in range(12):
+        known = setbacks.after_failure(known, one, NOW)
+        rests.append((known[one].until - NOW).total_seconds())
+    assert rests == [1, 2, 4, 8] + [15] * 8
+    known = setbacks.after_failure(known, other, NOW)
+    assert (known[other].times, setbacks.next_end(known, NOW)) == (1, 1)
+    later = NOW + timedelta(seconds=1)
+    assert setbacks.resting(known, NOW) == {one, other}
+    assert setbacks.resting(known, later) == {one}
+    assert setbacks.next_end(known, later) == pytest.approx(14)
+    assert setbacks.next_end({}, NOW) is None
+
+
+def test_setbacks_survive_the_payload() -> None:
+    """The next attempt may be another controller's; what else the payload says stays."""
+    known = setbacks.after_failure({}, UUID(int=1), NOW)
+    payload = setbacks.into_payload({"model": "m"}, known)
+    assert setbacks.from_payload(payload) == known
+    assert payload["model"] == "m"
+    assert setbacks.from_payload({}) == {}
 
 
 def test_the_reason_names_what_to_do() -> None:

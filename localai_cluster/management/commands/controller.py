@@ -1,8 +1,9 @@
 """`manage.py controller`: the process that carries operations out.
 
-Five loops in one event loop: the executor, the inventory of backends, the LISTEN loop whose hints make both
-look, the ticker of django-q2's schedules, and the sign of life by which pages know that somebody is there.
-Any number of controllers may run; operations and questions to workers are claimed, schedules locked.
+Six loops in one event loop: the executor, the inventory of backends, the wakes of what waits for nodes, the
+LISTEN loop whose hints make all three look, the ticker of django-q2's schedules, and the sign of life by
+which pages know that a controller is there. Any number of controllers may run; operations and questions to
+workers are claimed, schedules locked.
 """
 
 import asyncio
@@ -25,7 +26,8 @@ from nodes.backends.inventory import Inventory
 from nodes.definitions.files import Folder
 from nodes.loading import load
 from nodes.reconcilers import schedules
-from operations import controllers, services
+from nodes.reconcilers.wakes import Wakes
+from operations import controllers
 from operations import schedules as ledger_schedules
 from operations.events import NODES, OPERATIONS, listen
 from operations.executor import Executor, Handler, in_thread
@@ -55,11 +57,12 @@ async def run() -> None:
         load.KIND: load.LoadModel(bus, Folder(conf.cluster().models_path), hints),
     }
     executor = Executor(owner, table, lease=conf.cluster().operation_lease)
-    lists = Inventory(bus)
+    lists, wakes = Inventory(bus), Wakes()
     loops = [
         asyncio.create_task(executor.run(), name="executor"),
         asyncio.create_task(lists.run(), name="inventory"),
-        asyncio.create_task(hear(executor, lists, hints), name="hints"),
+        asyncio.create_task(wakes.run(), name="wakes"),
+        asyncio.create_task(hear(executor, lists, wakes, hints), name="hints"),
         asyncio.create_task(tick(), name="schedules"),
         asyncio.create_task(beat(owner, bus), name="beat"),
     ]
@@ -86,26 +89,16 @@ async def _until_signal_or_failure(loops: list[asyncio.Task[None]]) -> None:
         log.error("the %s loop ended", task.get_name(), exc_info=task.exception())
 
 
-async def hear(executor: Executor, lists: Inventory, hints: Hints) -> None:
-    """Turns notifications into looks."""
+async def hear(executor: Executor, lists: Inventory, wakes: Wakes, hints: Hints) -> None:
+    """Turns notifications into looks; after each (re)connect everything is looked at."""
     async for channel, payload in listen(OPERATIONS, NODES, inventory.CHANNEL):
         if channel != OPERATIONS:
             lists.hint()
-        if channel == inventory.CHANNEL:
-            continue
-        if channel == NODES:
-            await _nodes_changed()
-        elif channel == OPERATIONS:
+        if channel in (NODES, ""):
+            wakes.hear(payload)
+        if channel in (OPERATIONS, ""):
             hints.hear(payload.split(" ", 1)[0])
-        else:
-            hints.hear("")
-        executor.hint()
-
-
-async def _nodes_changed() -> None:
-    with contextlib.suppress(DatabaseError):
-        for kind in (load.KIND, install.KIND):
-            await in_thread(services.wake, kind, now=clock.now())
+            executor.hint()
 
 
 async def tick() -> None:

@@ -1729,6 +1729,11 @@ export interface components {
             /** Format: date-time */
             finishedAt?: string;
             fullName: string;
+            /**
+             * Format: date-time
+             * @description Until when it waits at the longest; only while it waits and has a limit.
+             */
+            givesUpAt?: string;
             id: string;
             isBackend: boolean;
             isDeletion: boolean;

@@ -28,10 +28,16 @@ export function figures(current: number, total: number, pace: Pace | undefined):
   return parts.join(" · ");
 }
 
-/** "looks again in 12s", while that is still to come. */
+/** "looks again in 12s, gives up in 23h", while that is still to come. */
 export function NextLook({ operation }: { operation: Operation }): ReactNode {
   const now = useNow(1000);
   const seconds = (Date.parse(operation.nextLookAt) - now) / 1000;
   if (!(seconds >= 1)) return null;
-  return <span className="next-look">looks again in {span(seconds)}</span>;
+  const end = operation.givesUpAt === undefined ? null : (Date.parse(operation.givesUpAt) - now) / 1000;
+  return (
+    <span className="next-look">
+      looks again in {span(seconds)}
+      {end !== null && end >= 1 && `, gives up in ${span(end)}`}
+    </span>
+  );
 }

@@ -1,0 +1,100 @@
+"""Placing a load: the best node whose worker answers, or what the load waits for.
+
+The choice itself is pure (`nodes/placement`). Here the rows are read, workers are asked, the slot is taken,
+and the choice is made again whenever one of these says no: the next node is tried at once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+from localai_cluster import clock
+from localai_cluster.messaging.bus import Bus, NotConnected
+from nodes.definitions.files import Definition
+from nodes.loading.asking import Answer, best_that_answers
+from nodes.placement.choose import NodeView, choose
+from nodes.placement.setbacks import (
+    Setbacks,
+    after_failure,
+    from_payload,
+    into_payload,
+    next_end,
+    resting,
+)
+from nodes.replicas import slots
+from nodes.replicas.slots import Slot
+from operations.executor import Postpone, Unwanted, Work, in_thread
+from operations.models import Operation
+
+_LOOK_FOR_NODE = 5.0
+_LOOK_FOR_BUS = 1.0
+_NO_BUS = "this controller is not connected to the message bus"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The slot taken, and the nodes that failed this load so far or did not answer."""
+
+    slot: Slot
+    setbacks: Setbacks
+
+
+async def place(bus: Bus, work: Work, definition: Definition, *, mark: str) -> Place:
+    """Takes a slot on the best node whose worker answers; raises what follows when there is none."""
+    setbacks = from_payload(work.operation.payload)
+    rest, answered = resting(setbacks, clock.now()), set[UUID]()
+    while True:
+        fleet = await in_thread(slots.fleet, definition.name)
+        decision = choose(fleet, setbacks=setbacks, resting=rest)
+        if decision.node is None:
+            raise await _no_node(work, decision.why_none(), setbacks)
+        if decision.node.id not in answered:
+            unasked = [node for node in decision.ranked if node.id not in answered]
+            answer = await _ask(bus, work, unasked)
+            for silent in answer.silent:
+                setbacks = after_failure(setbacks, silent, clock.now())
+            rest |= answer.silent
+            answered |= {answer.node.id} if answer.node is not None else set()
+            continue
+        slot = await in_thread(
+            slots.reserve,
+            decision.node,
+            definition.name,
+            decision.replica_index,
+            mark=mark,
+            backend=definition.backend,
+            now=clock.now(),
+        )
+        if slot is not None:
+            return Place(slot, setbacks)
+
+
+async def _ask(bus: Bus, work: Work, nodes: Sequence[NodeView]) -> Answer:
+    try:
+        return await best_that_answers(bus, nodes)
+    except NotConnected:
+        operation = await in_thread(Operation.objects.get, pk=work.id)
+        raise later(operation, _NO_BUS, seconds=_LOOK_FOR_BUS, waiting=False) from None
+
+
+async def _no_node(work: Work, reason: str, setbacks: Setbacks) -> Exception:
+    rested = next_end(setbacks, clock.now())
+    seconds = _LOOK_FOR_NODE if rested is None else min(rested, _LOOK_FOR_NODE)
+    # Read again: requests that came while nodes were asked have moved the time at which it gives up.
+    operation = await in_thread(Operation.objects.get, pk=work.id)
+    return later(operation, reason, seconds=seconds, payload=into_payload(operation.payload, setbacks))
+
+
+def later(
+    operation: Operation,
+    reason: str,
+    *,
+    seconds: float,
+    payload: Mapping[str, Any] | None = None,
+    waiting: bool = True,
+) -> Exception:
+    """Another look in `seconds`, or the end when no request waits for the model any more."""
+    if operation.wanted_until is not None and operation.wanted_until <= clock.now():
+        return Unwanted(f"no request waits for it any more; {reason}")
+    return Postpone(reason, seconds=seconds, waiting=waiting, payload=payload)
