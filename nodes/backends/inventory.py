@@ -18,7 +18,7 @@ from uuid import UUID
 
 from django.db import Error as DatabaseError
 from django.db import transaction
-from django.db.models import Case, DateTimeField, F, Min, Q, Value, When
+from django.db.models import Case, DateTimeField, F, Q, Value, When
 
 from localai_cluster import clock, errors, names
 from localai_cluster.messaging.bus import Bus, NotConnected
@@ -96,8 +96,12 @@ def claim(limit: int, *, now: datetime) -> list[Question]:
 
 def next_due(*, now: datetime) -> float:
     """Seconds until a node is due, `LOOK_EVERY` at most."""
-    first = askable().aggregate(first=Min("inventory_due_at"))["first"]
-    return LOOK_EVERY if first is None else min(max((first - now).total_seconds(), 0.0), LOOK_EVERY)
+    order = F("inventory_due_at").asc(nulls_first=True)
+    first = list(askable().order_by(order).values_list("inventory_due_at", flat=True)[:1])
+    if not first:
+        return LOOK_EVERY
+    # Null is due: nodes may be left over when there were more than could be asked at once.
+    return 0.0 if first[0] is None else min(max((first[0] - now).total_seconds(), 0.0), LOOK_EVERY)
 
 
 def wake(node_ids: Sequence[UUID] | None = None, *, older_than: float, now: datetime) -> int:

@@ -295,6 +295,7 @@ def test_a_node_is_claimed_once_and_only_if_it_can_be_asked() -> None:
         services.locked(asked[3].id)
         found = on_another_connection(lambda: inventory.claim(9, now=now))
     assert {one.name for one in found} == {"well", "drained", "unwell"}
+    assert inventory.next_due(now=now) == 0, "one that was never asked is due"
     assert [one.name for one in inventory.claim(9, now=now)] == ["held"]
     assert inventory.claim(9, now=now) == []
     assert inventory.next_due(now=now) == pytest.approx(9)
