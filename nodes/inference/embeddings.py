@@ -108,7 +108,7 @@ async def embed(request: Request) -> Answer:
     request.claim.key_hash = ""
     options = PredictOptions(ModelIdentity=definition.model, CorrelationId=request.request_id)
     results, replica = await gateway.current().run(
-        ask, lambda engine: _ask_engine(engine, options, wanted.texts)
+        ask, lambda engine, deadline: _ask_engine(engine, options, wanted.texts, deadline)
     )
     for result in results:
         _check(result, wanted.dimensions)
@@ -119,10 +119,9 @@ async def embed(request: Request) -> Answer:
 
 
 async def _ask_engine(
-    engine: BackendClient, options: PredictOptions, texts: Sequence[str]
+    engine: BackendClient, options: PredictOptions, texts: Sequence[str], deadline: float
 ) -> Sequence[EmbeddingResult]:
     """One call a text, a few at a time; the first failure ends the rest."""
-    deadline = clock.monotonic() + conf.cluster().request_timeout
     if len(texts) == 1:
         return [await _call(engine, options, texts[0], deadline)]
     results: list[EmbeddingResult] = [EmbeddingResult()] * len(texts)

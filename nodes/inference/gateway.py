@@ -35,7 +35,8 @@ MAX_LOADS = 3
 PROBE_SECONDS = 2.0
 """C19: limit of the health call that decides whether a replica is dead."""
 
-Work = Callable[[BackendClient], Awaitable[T]]
+Work = Callable[[BackendClient, float], Awaitable[T]]
+"""What a replica is asked for, and when it must have answered (monotonic clock)."""
 
 
 @dataclass(slots=True)
@@ -66,19 +67,25 @@ class Gateway:
     async def run(self, ask: Ask, work: "Work[T]") -> tuple[T, Replica]:
         """Has one replica do `work` and says which; raises ClusterErrors.
 
-        A replica that did no work (dead, or holding another model) is taken out of service and the request
-        goes on with the next one or a load. One whose connection broke halfway is replaced once: the request
-        may be what kills it.
+        A replica that did no work (dead, busy, or holding another model) is replaced by the next one or by a
+        load. One whose connection broke halfway is replaced once only: the request may be what kills it. Any
+        other error is the answer.
+
+        The request's time limit begins with its first replica and covers everything after that: further
+        replicas get the time that is left.
         """
-        losses = 0
+        losses, deadline = 0, math.inf
         for attempt in range(1, MAX_REPLICAS + 1):
             replica = await self._acquire(ask)
+            deadline = min(deadline, clock.monotonic() + conf.cluster().request_timeout)
+            ask.wait_until = min(ask.wait_until, deadline)
             try:
-                return await work(self._clients.get(replica.address)), replica
+                return await work(self._clients.get(replica.address), deadline), replica
             except BackendError as error:
                 await self._check(replica, error)
-                losses += isinstance(error, Lost)
-                if attempt == MAX_REPLICAS or losses > 1 or not (error.repeatable or losses):
+                lost = isinstance(error, Lost)
+                losses += lost
+                if attempt == MAX_REPLICAS or losses > 1 or not (error.repeatable or lost):
                     raise
                 logger.info("%s at %s: %s; going on", replica.model, replica.address, error.message)
             finally:

@@ -1,0 +1,116 @@
+"""Which errors of an engine send a request on to another replica, and how much time the next one gets."""
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, cast
+from uuid import uuid4
+
+import pytest
+from pytest_django import Settings
+
+from localai_cluster import clock
+from localai_cluster.rpc.client import ClientPool
+from localai_cluster.rpc.errors import (
+    BackendError,
+    BackendFailed,
+    Busy,
+    DeadlineExceeded,
+    Lost,
+    ModelNotLoaded,
+    Refused,
+    Rejected,
+)
+from nodes.inference.gateway import MAX_REPLICAS, Ask, Gateway, wait_until
+from nodes.loading.wait import Asker, Loads
+from nodes.routing.picks import Picker, Replica
+
+
+class Replicas:
+    """As many replicas as are asked for, all of them alive. Picker and clients in one."""
+
+    def __init__(self) -> None:
+        self.taken = self.given_back = 0
+
+    async def take(self, model: str, key_hash: str) -> tuple[None, Replica]:
+        self.taken += 1
+        return None, Replica(uuid4(), uuid4(), model, f"127.0.0.1:{self.taken}")
+
+    def give_back(self, replica: Replica) -> None:
+        self.given_back += 1
+
+    async def remove(self, replica: Replica) -> bool:
+        return True
+
+    def get(self, address: str) -> "Replicas":
+        return self
+
+    async def health(self, timeout: float) -> bool:
+        return True
+
+
+class Played:
+    """A request whose attempts end in `errors`, one after the other, and then in an answer."""
+
+    def __init__(self, errors: Sequence[BackendError]) -> None:
+        self.errors = list(errors)
+        self.deadlines: list[float] = []
+        self.ask = Ask("echo", Asker("somebody"), "", wait_until())
+        self.replicas = Replicas()
+
+    async def work(self, engine: Any, deadline: float) -> str:
+        self.deadlines.append(deadline)
+        if self.errors:
+            raise self.errors.pop(0)
+        return "answer"
+
+    def run(self) -> str:
+        """The answer, or the error that the caller gets."""
+        picker, clients = cast(Picker, self.replicas), cast(ClientPool, self.replicas)
+        try:
+            answer, _ = asyncio.run(Gateway(picker, clients, cast(Loads, None)).run(self.ask, self.work))
+        finally:
+            assert self.replicas.taken == self.replicas.given_back
+        return answer
+
+
+@pytest.mark.parametrize("error", [Rejected, BackendFailed, DeadlineExceeded])
+def test_after_one_loss_an_error_that_is_an_answer_ends_the_request(error: type[BackendError]) -> None:
+    played = Played([Lost(), error(), Busy()])
+    with pytest.raises(error):
+        played.run()
+    assert played.replicas.taken == 2
+
+
+@pytest.mark.parametrize(
+    "errors", [[Lost()], [Refused(), Lost(), Busy()], [Busy(), ModelNotLoaded(), Refused()]]
+)
+def test_a_replica_that_did_no_work_is_replaced_and_a_lost_one_once(errors: list[BackendError]) -> None:
+    played = Played(errors)
+    assert played.run() == "answer"
+    assert played.replicas.taken == len(played.deadlines)
+
+
+def test_a_second_loss_ends_the_request() -> None:
+    played = Played([Lost(), Busy(), Lost()])
+    with pytest.raises(Lost):
+        played.run()
+    assert played.replicas.taken == 3
+
+
+def test_a_request_tries_so_many_replicas_and_no_more() -> None:
+    played = Played([Busy() for _ in range(MAX_REPLICAS + 1)])
+    with pytest.raises(Busy):
+        played.run()
+    assert played.replicas.taken == MAX_REPLICAS
+
+
+def test_the_time_limit_is_one_budget_over_all_attempts(settings: Settings) -> None:
+    """The second replica gets what the first one left, and a load between them no more than that."""
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, request_timeout=30.0, model_load_wait=0.0)
+    before = clock.monotonic()
+    played = Played([Refused(), Lost(), Busy()])
+    assert played.run() == "answer"
+    assert len(played.deadlines) == 4
+    assert set(played.deadlines) == {played.ask.wait_until}
+    assert before + 30 <= played.deadlines[0] <= clock.monotonic() + 30
