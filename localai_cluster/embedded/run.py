@@ -89,8 +89,10 @@ class Cluster:
             supervisor.launch(program)
         for program in programs:
             supervisor.settle(program, seconds=READY_SECONDS, cancelled=self.stopping.is_set)
+        before = self._last_heard()
         self._up(supervisor, worker)
         self._wait_ready()
+        self._wait_registered(before)
 
     def ask_to_stop(self, *_: Any) -> None:
         """The first time: an orderly stop. After that: no more waiting. Safe in a signal handler."""
@@ -206,14 +208,36 @@ class Cluster:
         return self._given("LOCALAI_NATS_URL")
 
     def _wait_ready(self) -> None:
-        url, key = self.layout.base_url, self.layout.secrets.value("admin_api_key")
-        if not wait_for(lambda: self.stopping.is_set() or answers(f"{url}/readyz"), READY_SECONDS):
-            raise Trouble(f"{url}/readyz does not turn ready.", "The lines above say why.")
-        if not wait_for(lambda: self.stopping.is_set() or healthy(url, key, LOCAL_WORKER), READY_SECONDS):
-            raise Trouble(
-                "The worker of this machine does not register.", "Its lines above (worker |) say why."
-            )
+        url = f"{self.layout.base_url}/readyz"
+        if not wait_for(lambda: self.stopping.is_set() or answers(url), READY_SECONDS):
+            raise Trouble(f"{url} does not turn ready.", "The lines above say why.")
         self._go_on()
+
+    def _last_heard(self) -> str:
+        """When the registry last heard this machine's worker: it changes with each registration."""
+        wait_for(lambda: self.stopping.is_set() or bool(self._local_node()), READY_SECONDS)
+        self._go_on()
+        return str(self._local_node().get("last_heartbeat", ""))
+
+    def _wait_registered(self, before: str) -> None:
+        """Waits for this machine's worker to register. A cluster that serves goes on without it."""
+
+        def registered() -> bool:
+            return bool(node := self._local_node()) and node.get("last_heartbeat") != before
+
+        if not wait_for(lambda: self.stopping.is_set() or registered(), READY_SECONDS):
+            self.log.say(
+                "run",
+                "the worker of this machine has not registered; its lines above (worker |) say why. "
+                "The cluster goes on without it.",
+            )
+        elif (status := self._local_node().get("status", "healthy")) != "healthy":
+            page = f"{self.layout.base_url}/nodes"
+            self.log.say("run", f"the worker of this machine is {status} and gets no requests; see {page}")
+        self._go_on()
+
+    def _local_node(self) -> Mapping[str, Any]:
+        return find_node(self.layout.base_url, self.layout.secrets.value("admin_api_key"), LOCAL_WORKER)
 
 
 def answers(url: str) -> bool:
@@ -224,16 +248,16 @@ def answers(url: str) -> bool:
         return False
 
 
-def healthy(url: str, key: str, name: str) -> bool:
-    """Whether the registry calls the node of this name healthy."""
+def find_node(url: str, key: str, name: str) -> Mapping[str, Any]:
+    """The registry's row of the node of this name; empty if there is none, or no answer."""
     try:
         found = httpx.get(
             f"{url}/api/nodes", headers={"Authorization": f"Bearer {key}"}, timeout=2, trust_env=False
         ).json()
     except (httpx.HTTPError, ValueError):
-        return False
+        return {}
     nodes = found.get("nodes", []) if isinstance(found, dict) else found
-    return any(node.get("name") == name and node.get("status") == "healthy" for node in nodes)
+    return next((node for node in nodes if node.get("name") == name), {})
 
 
 def announce(cluster: Cluster, seconds: float) -> None:

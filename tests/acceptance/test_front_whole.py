@@ -11,6 +11,7 @@ import pytest
 
 from localai_cluster import procs
 from localai_cluster.embedded.places import free_port
+from localai_cluster.embedded.run import find_node
 from tests.conftest import eventually
 from tests.support.run import CHILDREN, Run
 
@@ -70,3 +71,31 @@ def test_a_cluster_survives_its_processes_and_leaves_nothing_behind(data: Path) 
         value = secret.read_text().strip()
         assert value not in first.output + second.output, secret.name
         assert secret.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.timeout(240)
+def test_a_cluster_whose_own_worker_is_drained_stays_up(data: Path) -> None:
+    """An admin's drain outlives a restart. That is no reason to end a cluster that serves others."""
+    settings = {"LOCALAI_HEARTBEAT_INTERVAL": "1s"}
+    first = Run(data, free_port(), **settings)
+    try:
+        first.wait_ready()
+        target = first.target
+        node = find_node(target.url, target.key, "local")
+        drained = httpx.post(
+            f"{target.url}/api/nodes/{node['id']}/drain", headers=target.headers, json={}, trust_env=False
+        )
+        assert drained.status_code == 200, drained.text
+    finally:
+        first.process.terminate()
+        assert first.process.wait(60) == 0
+
+    second = Run(data, free_port(), **settings)
+    try:
+        second.wait_ready()
+        assert "the worker of this machine is draining and gets no requests" in second.output
+        assert "has not registered" not in second.output
+        assert find_node(second.target.url, second.target.key, "local")["status"] == "draining"
+    finally:
+        second.process.terminate()
+        assert second.process.wait(60) == 0

@@ -1,12 +1,15 @@
 """`make run` meets trouble: one line that names the mend, exit code 1, no traceback, nothing left behind."""
 
 import io
+import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -110,6 +113,47 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = run.Cluster({"CLUSTER_DATA_DIR": str(tmp_path), "PORT": str(free_port())}, Log())
     with pytest.raises(Trouble, match="has 3 MB left, 512 MB are needed"):
         cluster.start()
+    cluster.stop()
+
+
+@contextmanager
+def registry(*stamps: str) -> Iterator[int]:
+    """The port of a registry that knows a drained `local`, heard at one of `stamps` after the other."""
+    answers = [*stamps]
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            stamp = answers.pop(0) if len(answers) > 1 else answers[0]
+            node = {"name": "local", "status": "draining", "last_heartbeat": stamp}
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps([node]).encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("stamps", "told"),
+    [
+        (["old", "old", "old", "new"], "the worker of this machine is draining and gets no requests; see "),
+        (["old"], "the worker of this machine has not registered; its lines above (worker |) say why. "),
+    ],
+)
+def test_a_worker_without_work_or_without_registration_ends_no_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stamps: list[str], told: str
+) -> None:
+    monkeypatch.setattr(run, "READY_SECONDS", 5 if "new" in stamps else 0.1)
+    said = io.StringIO()
+    with registry(*stamps) as port:
+        cluster = run.Cluster({"CLUSTER_DATA_DIR": str(tmp_path), "PORT": str(port)}, Log(said))
+        cluster._wait_registered(cluster._last_heard())
+    assert f"run        | {told}" in said.getvalue()
     cluster.stop()
 
 

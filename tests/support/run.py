@@ -8,7 +8,7 @@ from pathlib import Path
 
 from localai_cluster import procs
 from localai_cluster.embedded.demo import Target
-from localai_cluster.embedded.run import answers, healthy
+from localai_cluster.embedded.run import answers, find_node
 from tests.conftest import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +56,7 @@ class Run:
     def works(self) -> bool:
         """Whether it is ready and its worker is healthy."""
         url, key = self.target.url, self.target.key
-        return answers(f"{url}/readyz") and healthy(url, key, "local")
+        return answers(f"{url}/readyz") and find_node(url, key, "local").get("status") == "healthy"
 
     def leaders(self) -> dict[str, int]:
         """The first process of each child, told by its mark and its session."""
