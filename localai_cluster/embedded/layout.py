@@ -36,10 +36,9 @@ WORKER_COMMAND = (sys.executable, "-m", "localai_cluster.worker")
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 LOCAL_WORKER = "local"
 NATS_PORT = 4222
-WORKER_PORTS = range(50051, 65000, 100)
-"""Where a worker's engine ports may begin; the one below carries its probes."""
+WORKER_PORT = 50051
+"""Where the ports of a worker's engines begin; the one below carries its probes. Further workers move up."""
 
-_ENGINE_PORTS = 10
 _NOT_FOR_WORKERS = ("SECRET_KEY", "DATABASE_URL", "REDIS_URL", "LOCALAI_API_KEY", "CLUSTER_ADMIN_PASSWORD")
 
 
@@ -158,13 +157,13 @@ class Layout:
         """What a worker on this machine gets; its folders lie in `home`."""
         private_directory(home)
         hidden = {hidden for name in _NOT_FOR_WORKERS for hidden in (name, f"{name}_FILE")}
-        base = worker_port()
         own = {
             "LOCALAI_REGISTER_TO": self.base_url,
             "LOCALAI_NATS_URL": nats_url,
             "LOCALAI_NODE_NAME": name,
-            "LOCALAI_ADDR": f"127.0.0.1:{base}",
-            "LOCALAI_HTTP_ADDR": f"127.0.0.1:{base - 1}",
+            "LOCALAI_ADDR": f"127.0.0.1:{WORKER_PORT}",
+            "LOCALAI_HTTP_ADDR": f"127.0.0.1:{WORKER_PORT - 1}",
+            "LOCALAI_WORKER_FIND_PORTS": "true",
             "LOCALAI_BACKENDS_PATH": str(home / "backends"),
             "LOCALAI_MODELS_PATH": str(home / "models"),
             "LOCALAI_WORKER_DATA_DIR": str(home),
@@ -195,14 +194,6 @@ class Layout:
                 f"Port {self.port} on {self.host} is in use.",
                 f"Stop what listens there, or choose another: PORT={free_port()} make run.",
             )
-
-
-def worker_port() -> int:
-    """A base port with room for a few engines above it and the probes below."""
-    for base in WORKER_PORTS:
-        if all(port_is_free(port) for port in range(base - 1, base + _ENGINE_PORTS)):
-            return base
-    raise Trouble("No range of free ports is left for the worker's engines.", "Stop other workers.")
 
 
 def address_for_others(host: str) -> str:

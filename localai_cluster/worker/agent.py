@@ -4,6 +4,7 @@ import asyncio
 import logging
 import secrets
 import signal
+import socket
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -16,12 +17,13 @@ from localai_cluster.messaging.messages import ProgressEvent
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.worker import hardware, probes, registration, shutdown
 from localai_cluster.worker.commands import Commands
-from localai_cluster.worker.config import Config, refuse
+from localai_cluster.worker.config import Config
 from localai_cluster.worker.controller import CALL_LIMIT, Controller, Registered
 from localai_cluster.worker.heartbeat import Heart, figures
 from localai_cluster.worker.identity import Identity
 from localai_cluster.worker.install import Installer
 from localai_cluster.worker.installs import Installs
+from localai_cluster.worker.listen import listen
 from localai_cluster.worker.listing import Shelf
 from localai_cluster.worker.logring import LogRings
 from localai_cluster.worker.ports import PortAllocator
@@ -41,8 +43,10 @@ class Agent:
         capability: str,
         client: httpx.AsyncClient,
         guardian: procs.Guardian,
+        listener: socket.socket,
     ) -> None:
         self._config = config
+        self._listener = listener
         self._capability = capability
         self._node_id = ""
         self._stop = asyncio.Event()
@@ -74,7 +78,7 @@ class Agent:
     async def run(self) -> None:
         """Lives until a signal, a `stop` message or a failure. GaveUp, InvalidSetting; whatever broke."""
         self._listen_to_signals()
-        server = await self._serve_probes()
+        server = await probes.serve(self._listener, self._problem)
         try:
             await self._until_stopped(self._join())
             if not self._stop.is_set():
@@ -135,12 +139,6 @@ class Agent:
 
         return Progress(send, op_id, node_id, backend)
 
-    async def _serve_probes(self) -> asyncio.Server:
-        try:
-            return await probes.serve(self._config.http_bind, self._problem)
-        except OSError as error:
-            refuse("http_addr", f"cannot listen at {self._config.http_bind}: {error.strerror or error}")
-
     def _problem(self) -> str:
         if not self._node_id:
             return "not registered yet"
@@ -165,9 +163,11 @@ async def run(config: Config, identity: Identity) -> None:
     """One life of the worker, with everything that must be closed after it."""
     for folder in (config.backends_path, config.models_path):
         folder.mkdir(parents=True, exist_ok=True)
+    config, listener = listen(config)
     capability = hardware.detect_capability(config.capability, await hardware.gpus())
     Shelf(config.backends_path, config.backends_system_path, capability).recover()
     async with AsyncExitStack() as stack:
+        stack.enter_context(listener)
         guardian = await asyncio.to_thread(procs.Guardian)
         stack.push_async_callback(asyncio.to_thread, guardian.close)
         client = await stack.enter_async_context(httpx.AsyncClient(timeout=CALL_LIMIT))
@@ -177,4 +177,4 @@ async def run(config: Config, identity: Identity) -> None:
             config.advertise_addr,
             identity.fingerprint,
         )
-        await Agent(config, identity, capability, client, guardian).run()
+        await Agent(config, identity, capability, client, guardian, listener).run()

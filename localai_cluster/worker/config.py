@@ -97,6 +97,13 @@ SETTINGS = (
         _HOST_PORT,
     ),
     Setting(
+        "find_ports",
+        ("LOCALAI_WORKER_FIND_PORTS",),
+        "Where the ports of --addr are occupied, take the next 100 that are free, and keep them.",
+        _SWITCH,
+        switch=True,
+    ),
+    Setting(
         "http_addr",
         ("LOCALAI_HTTP_ADDR",),
         "host:port of the probes; default: 0.0.0.0, one below the first port.",
@@ -191,6 +198,7 @@ class Config:
     node_name: str
     base_port: int
     max_port: int
+    find_ports: bool
     advertise_addr: str
     http_bind: tuple[str, int]
     advertise_http_addr: str
@@ -230,6 +238,7 @@ def build(given: Mapping[str, str | None], environment: Mapping[str, str] = os.e
         node_name=_parsed(values, "node_name", _name, socket.gethostname() or f"node-{os.getpid()}"),
         base_port=base,
         max_port=_parsed(values, "grpc_max_port", lambda text: _max_port(text, base), HIGHEST_PORT),
+        find_ports=_parsed(values, "find_ports", parse_bool, False),
         advertise_addr=advertised,
         http_bind=http_bind,
         advertise_http_addr=values["advertise_http_addr"] or f"{host_port(advertised)[0]}:{http_bind[1]}",

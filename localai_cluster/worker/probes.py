@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Callable
 
 READ_LIMIT = 5.0
 
 
-async def serve(address: tuple[str, int], problem: Callable[[], str]) -> asyncio.Server:
-    """Listens at `address`; `/readyz` answers 503 while `problem` names one. OSError when it cannot bind."""
+async def serve(listener: socket.socket, problem: Callable[[], str]) -> asyncio.Server:
+    """Answers at `listener`; `/readyz` answers 503 while `problem` names one."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):
@@ -20,8 +21,7 @@ async def serve(address: tuple[str, int], problem: Callable[[], str]) -> asyncio
         with contextlib.suppress(OSError):
             await writer.wait_closed()
 
-    host, port = address
-    return await asyncio.start_server(answer, host.strip("[]") or None, port, limit=16 * 1024)
+    return await asyncio.start_server(answer, sock=listener, limit=16 * 1024)
 
 
 def respond(head: bytes, problem: str) -> bytes:

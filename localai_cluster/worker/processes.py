@@ -214,7 +214,7 @@ class Supervisor:
     def _take_port(self, key: str) -> int:
         while True:
             port = self._ports.allocate(key, clock.monotonic())
-            if _bindable(port):
+            if bindable(port):
                 return port
             log.warning("port %d is taken by somebody else; trying another", port)
             self._ports.release(port, clock.monotonic())
@@ -355,7 +355,8 @@ def _ending(engine: Engine) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
 
 
-def _bindable(port: int) -> bool:
+def bindable(port: int) -> bool:
+    """Whether an engine could listen there now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -332,6 +332,7 @@ async def test_one_data_folder_has_one_worker(running: Worker) -> None:
         ("LOCALAI_WORKER_DOWNLOAD_RATE", "-1", "bytes per second"),
         ("LOCALAI_BACKEND_GALLERIES", "{", "JSON list"),
         ("LOCALAI_HEARTBEAT_INTERVAL", "soon", "10s"),
+        ("LOCALAI_HTTP_ADDR", "192.0.2.1:50050", "cannot listen at 192.0.2.1:50050: Cannot assign"),
         ("LOCALAI_REGISTRATION_TOKEN_FILE", "/nowhere", "cannot read /nowhere"),
     ],
 )

@@ -186,6 +186,7 @@ def test_another_worker_gets_its_own_folders_and_no_admin_secret(tmp_path: Path)
     held.release()
     assert env["LOCALAI_REGISTER_TO"] == "http://127.0.0.1:4711"
     assert env["LOCALAI_NODE_NAME"] == "two"
+    assert env["LOCALAI_WORKER_FIND_PORTS"] == "true"
     assert env["LOCALAI_WORKER_DATA_DIR"] == str(tmp_path / "workers" / "two")
     assert env["LOCALAI_NATS_URL"] == "nats://worker:pw@127.0.0.1:4222"
     assert not {"LOCALAI_API_KEY", "SECRET_KEY", "DATABASE_URL"} & set(env)
