@@ -1,4 +1,4 @@
-"""Log lines that can be joined: every line of a server process carries the id of the request it belongs to.
+"""Log lines of one form in every process, each with the id of the request it belongs to.
 
 `request_id` is a context variable: the ASGI edge sets it for a request, the executor for an operation (which
 keeps the id of the request that asked for it), and it follows through threads and tasks. `RequestIdFilter`
@@ -9,8 +9,12 @@ import logging
 import re
 import uuid
 from contextvars import ContextVar
+from typing import TextIO
 
 request_id: ContextVar[str] = ContextVar("request_id", default="-")
+
+LINE = "{asctime} {levelname:<7} {name} [{request_id}] {message}"
+TIME = "%H:%M:%S"
 
 _ACCEPTABLE = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
 
@@ -41,3 +45,11 @@ class OneLine(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         """The formatted line with its line breaks shown; a traceback follows as it is."""
         return super().formatMessage(record).replace("\r", "\\r").replace("\n", "\\n")
+
+
+def handler(stream: TextIO) -> logging.Handler:
+    """Writes our lines to `stream`, for a process without Django's settings."""
+    made = logging.StreamHandler(stream)
+    made.setFormatter(OneLine(LINE, TIME, style="{"))
+    made.addFilter(RequestIdFilter())
+    return made

@@ -12,7 +12,7 @@ from typing import Any
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.errors import ProgrammingError
 
-from localai_cluster import __version__
+from localai_cluster import __version__, logs
 from localai_cluster import env as _env
 
 BASE_DIR = Path(__file__).resolve().parent.parent
@@ -201,9 +201,9 @@ LOGGING = {
     "formatters": {
         "line": {
             "class": "localai_cluster.logs.OneLine",
-            "format": "{asctime} {levelname:<7} {name} [{request_id}] {message}",
+            "format": logs.LINE,
             "style": "{",
-            "datefmt": "%H:%M:%S",
+            "datefmt": logs.TIME,
         }
     },
     "handlers": {

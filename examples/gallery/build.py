@@ -25,6 +25,8 @@ ROOT = SOURCES.parents[1]
 SHARED = SOURCES / "_shared"
 RPC = ROOT / "localai_cluster" / "rpc"
 STAMP = ".assembled"
+INDEXES = ("index.yaml", "tests.yaml")
+"""What `make run` offers, and what only the tests need."""
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 PYTHON = Path(sys.base_prefix) / "bin" / f"python{VERSION}"
 
@@ -46,14 +48,19 @@ UNNEEDED = (
 
 
 def assemble(target: Path) -> list[str]:
-    """Brings every engine folder and the index in `target` up to date; returns the names that were built."""
+    """Brings every engine folder and index in `target` up to date; returns the names that were built."""
     target.mkdir(parents=True, exist_ok=True)
     with locked(target.parent / f".{target.name}.lock"):
-        entries = yaml.safe_load((SOURCES / "index.yaml").read_text())
-        built = [entry["name"] for entry in entries if refresh(SOURCES / entry["uri"], target / entry["uri"])]
-        for entry in entries:
-            entry["uri"] = str(target / entry["uri"])
-        write_if_changed(target / "index.yaml", yaml.safe_dump(entries, sort_keys=False))
+        return [name for index in INDEXES for name in assemble_index(index, target)]
+
+
+def assemble_index(index: str, target: Path) -> list[str]:
+    """Builds the engine folders of one index, then the index; the names that were built."""
+    entries = yaml.safe_load((SOURCES / index).read_text())
+    built = [entry["name"] for entry in entries if refresh(SOURCES / entry["uri"], target / entry["uri"])]
+    for entry in entries:
+        entry["uri"] = str(target / entry["uri"])
+    write_if_changed(target / index, yaml.safe_dump(entries, sort_keys=False))
     return built
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from localai_cluster import procs
+from localai_cluster.fingerprints import grouped
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import encode
 from localai_cluster.messaging.messages import ProgressEvent
@@ -172,9 +173,10 @@ async def run(config: Config, identity: Identity) -> None:
         stack.push_async_callback(asyncio.to_thread, guardian.close)
         client = await stack.enter_async_context(httpx.AsyncClient(timeout=CALL_LIMIT))
         log.info(
-            "starting capability=%s address=%s fingerprint=%s",
+            "starting node=%s capability=%s address=%s fingerprint=%s",
+            config.node_name,
             capability,
             config.advertise_addr,
-            identity.fingerprint,
+            grouped(identity.fingerprint),
         )
         await Agent(config, identity, capability, client, guardian, listener).run()

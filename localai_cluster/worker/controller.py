@@ -19,6 +19,7 @@ from urllib.parse import quote
 import httpx
 
 from localai_cluster.errors import ClusterError
+from localai_cluster.fingerprints import grouped
 from localai_cluster.worker.identity import Identity, IdentityProblem
 
 log = logging.getLogger(__name__)
@@ -150,7 +151,7 @@ class Controller:
 
     async def _promote(self) -> None:
         await asyncio.to_thread(self._identity.promote)
-        log.info("this node has a new secret fingerprint=%s", self._identity.fingerprint)
+        log.info("this node has a new secret fingerprint=%s", grouped(self._identity.fingerprint))
 
     async def _call(self, method: str, path: str, headers: Mapping[str, str], body: Any) -> Any:
         headers = {**headers, INSTANCE_HEADER: self._instance}

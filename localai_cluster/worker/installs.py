@@ -82,7 +82,7 @@ class Installs:
             raise
 
     async def _logged(self, request: Any, carry_out: Callable[[], Awaitable[Any]]) -> Any:
-        what = type(request).__name__.removesuffix("Request").lower()
+        what = _what(request)
         operation, backend = shown(request.op_id), shown(request.backend or request.uri)
         log.info("op=%s backend=%s %s begins", operation, backend, what)
         reply = await carry_out()
@@ -183,6 +183,12 @@ class Installs:
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name.lower(), asyncio.Lock())
+
+
+def _what(request: InstallRequest | UpgradeRequest) -> str:
+    if isinstance(request, UpgradeRequest):
+        return "upgrade"
+    return "install" if request.install_only else f"load of {shown(request.model_id or request.backend)}"
 
 
 def requested_name(request: InstallRequest | UpgradeRequest) -> str:

@@ -12,10 +12,11 @@ from typing import Any
 
 import click
 
+from localai_cluster import logs
 from localai_cluster.errors import ClusterError
 from localai_cluster.worker import identity
 from localai_cluster.worker.agent import run
-from localai_cluster.worker.config import SETTINGS, Config, InvalidSetting, build
+from localai_cluster.worker.config import SETTINGS, InvalidSetting, build
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def main(**given: str | None) -> None:
 def _run(given: dict[str, Any]) -> int:
     try:
         config = build(given)
-        _log_to_stderr(config)
+        _log_to_stderr()
         with identity.claim(config.data_dir):
             asyncio.run(run(config, identity.Identity(config.data_dir)))
     except (InvalidSetting, identity.IdentityProblem) as error:
@@ -55,11 +56,8 @@ def _run(given: dict[str, Any]) -> int:
     return 0
 
 
-def _log_to_stderr(config: Config) -> None:
-    name = config.node_name.replace("%", "%%")
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s %(levelname)s node={name} %(message)s", stream=sys.stderr
-    )
+def _log_to_stderr() -> None:
+    logging.basicConfig(level=logging.INFO, handlers=[logs.handler(sys.stderr)])
     # One line for every heartbeat would drown the rest.
     logging.getLogger("httpx").setLevel(logging.WARNING)
 

@@ -16,6 +16,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
 from localai_cluster import clock
+from localai_cluster.fingerprints import grouped
 from localai_cluster.web.admin import Observed
 from nodes.admin import filters, words
 from nodes.admin.confirm import VerbAdmin
@@ -77,7 +78,7 @@ def _panel(conflict: NodeConflict, may_decide: bool, now: datetime) -> ConflictP
 def _claim(conflict: NodeConflict) -> str:
     """What tells this claimant from others, readable; "" if addresses and name say it."""
     if conflict.kind in _SECRETS:
-        return f"fingerprint {words.grouped(conflict.claim)}"
+        return f"fingerprint {grouped(conflict.claim)}"
     return f"process {conflict.claim}" if conflict.kind == NodeConflict.Kind.INSTANCE else ""
 
 

@@ -18,6 +18,7 @@ from django.urls import reverse
 from localai_cluster import clock
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.actors import Actor, of_principal
+from localai_cluster.fingerprints import grouped
 from localai_cluster.web.admin import Observed
 from nodes.admin import filters, words
 from nodes.admin.confirm import VerbAdmin
@@ -212,7 +213,7 @@ def _panels(request: HttpRequest, node: Any) -> dict[str, Any]:
         "hardware": hardware(node),
         "first_seen": words.moment(node.created_at, now),
         "heard": words.moment(node.last_heartbeat, now),
-        "fingerprint": words.grouped(node.fingerprint),
+        "fingerprint": grouped(node.fingerprint),
         "conflicts": open_conflicts(node, may_decide=request.user.has_perm("nodes.change_nodeconflict")),
         "events": event_lines(node.pk),
         "events_url": reverse("admin:nodes_nodeevent_changelist") + f"?node={node.pk}",

@@ -15,6 +15,7 @@ from django.core.exceptions import ValidationError
 
 from localai_cluster import conf, errors, names
 from localai_cluster.accounts.actors import Actor
+from localai_cluster.fingerprints import grouped
 from nodes.admin import words
 from nodes.models import BackendNode, NodeConflict
 from nodes.registry import services, states
@@ -110,7 +111,7 @@ def _moves(event: Event, node: BackendNode) -> str:
 
 
 def _approval(node: BackendNode) -> str:
-    shown = words.grouped(node.fingerprint) or "the shared token only (weak identity)"
+    shown = grouped(node.fingerprint) or "the shared token only (weak identity)"
     return f"{_moves(Event.APPROVED, node)}. Identity: {shown}"
 
 
@@ -131,7 +132,7 @@ def _drain(node: BackendNode) -> str:
 
 
 def _revocation(node: BackendNode) -> str:
-    secret = f"secret {words.grouped(node.fingerprint[:16])} …" if node.fingerprint else "weak identity"
+    secret = f"secret {grouped(node.fingerprint[:16])} …" if node.fingerprint else "weak identity"
     return f"{_moves(Event.REVOKED, node)}; {secret} refused; {remains(node)}: all end"
 
 
@@ -214,7 +215,7 @@ NODE_VERBS = (
         "asked to rotate",
         "The worker has to replace its secret at its next call; until then it can only register.",
         _rotation_refused,
-        lambda node: f"replaces secret {words.grouped(node.fingerprint[:16])} …",
+        lambda node: f"replaces secret {grouped(node.fingerprint[:16])} …",
         _silent(lambda pk, actor, now, asked: services.request_rotation(pk, actor=actor, now=now)),
     ),
     Verb(

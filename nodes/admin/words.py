@@ -64,11 +64,6 @@ def _distance(at: datetime, now: datetime) -> str:
     return f"{span(seconds)} ago" if seconds >= 0 else f"in {span(-seconds)}"
 
 
-def grouped(fingerprint: str) -> str:
-    """A fingerprint in groups of four, so that two people can compare it aloud."""
-    return " ".join(fingerprint[at : at + 4] for at in range(0, len(fingerprint), 4))
-
-
 def badge(kind: str, text: str) -> SafeString:
     """A word with a colour; the word says everything that the colour says."""
     return format_html('<span class="node-badge node-badge-{}">{}</span>', kind, text)

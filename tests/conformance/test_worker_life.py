@@ -9,6 +9,7 @@ import stat
 import pytest
 
 from localai_cluster import clock
+from localai_cluster.fingerprints import grouped
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import ask
@@ -77,7 +78,7 @@ async def test_registration_tells_what_the_contract_says(worker: Worker, control
     assert call.headers["x-localai-node-secret"] == secret
     await eventually(lambda: controller.seen("/heartbeat"))
     text = worker.log.read_text()
-    assert f"fingerprint={hashlib.sha256(secret.encode()).hexdigest()}" in text
+    assert f"fingerprint={grouped(hashlib.sha256(secret.encode()).hexdigest())}" in text
     assert TOKEN not in text
     assert secret not in text
     assert "p%40ss" not in text

@@ -9,7 +9,7 @@ from django.test.utils import CaptureQueriesContext
 
 from localai_cluster import clock, errors
 from localai_cluster.accounts.actors import Actor, ActorKind
-from nodes.admin import words
+from localai_cluster.fingerprints import grouped
 from nodes.models import BackendNode, NodeConflict, NodeEvent, RevokedSecret
 from nodes.registry import services
 from tests.support import api, pages
@@ -110,7 +110,7 @@ def test_a_conflict_shows_both_addresses_on_the_nodes_page(root: Client) -> None
         "Identity conflict: another secret",
         "10.0.0.9:51100",
         "127.0.0.1:51100",
-        words.grouped(conflict.claim),
+        grouped(conflict.claim),
         pages.conflict_url(conflict, "accept"),
         pages.conflict_url(conflict, "refuse"),
     ):

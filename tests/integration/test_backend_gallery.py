@@ -12,9 +12,11 @@ from tests.support.backends import ROOT, gallery
 
 def test_the_index_points_to_complete_folders() -> None:
     """The index is LocalAI's format, each `uri` a directory with a run.sh at its top (worker.md 18)."""
-    entries = yaml.safe_load((gallery() / "index.yaml").read_text())
-    assert {entry["name"] for entry in entries} == {"minilm", "echo", "broken"}
-    for entry in entries:
+    offered = yaml.safe_load((gallery() / "index.yaml").read_text())
+    assert {entry["name"] for entry in offered} == {"minilm", "echo"}
+    for_tests = yaml.safe_load((gallery() / "tests.yaml").read_text())
+    assert {entry["name"] for entry in for_tests} == {"broken"}
+    for entry in (*offered, *for_tests):
         folder = Path(entry["uri"])
         assert folder.is_absolute()
         assert os.access(folder / "run.sh", os.X_OK)

@@ -115,7 +115,10 @@ class Cluster:
             "LOCALAI_API_KEY": ADMIN_KEY,
             "LOCALAI_MODELS_PATH": str(self.models),
             "LOCALAI_BACKEND_GALLERIES": json.dumps(
-                [{"name": "local", "url": (self.gallery / "index.yaml").as_uri()}]
+                [
+                    {"name": "local", "url": (self.gallery / "index.yaml").as_uri()},
+                    {"name": "tests", "url": (self.gallery / "tests.yaml").as_uri()},
+                ]
             ),
             "LOCALAI_AUTO_APPROVE_NODES": "true",
             "CLUSTER_OPERATION_LEASE": "4s",

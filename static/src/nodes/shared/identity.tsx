@@ -27,7 +27,7 @@ export function hardware(node: LiveNode): string {
   return parts.filter((part) => part !== "").join(" · ");
 }
 
-/** A fingerprint in groups of four, wrapped rather than cut, with a button that copies it as the log has it. */
+/** A fingerprint in groups of four, wrapped rather than cut, with a button that copies it without the blanks. */
 export function Fingerprint({ hex }: { hex: string }): ReactNode {
   if (hex === "") return <span className="muted">none</span>;
   return (
