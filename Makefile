@@ -18,7 +18,7 @@ help:
 	@echo "make test-browser     the tests in Chromium alone; ARGS='-k sign_in' for some of them"
 	@echo "make trace            which tests prove which rule; SECTION=\"1B http-1\" for a part; fails on a gap"
 	@echo "make fuzz             generated requests as admin and as a node, compared with the API document"
-	@echo "make demo             plays the main job and prints its figures"
+	@echo "make demo             runs the example request and checks the answer; ARGS=--fresh in a new cluster"
 	@echo "make worker NAME=two  one more worker for the running cluster"
 	@echo "make manage ARGS='nodes list'   a management command for the running cluster"
 	@echo "make measure          every time limit as figure, limit, held or not"
@@ -33,7 +33,7 @@ run: gallery ui
 	@exec $(BIN)/python -m localai_cluster.embedded.run
 
 demo: gallery ui
-	@exec $(BIN)/python -m localai_cluster.embedded.demo
+	@exec $(BIN)/python -m localai_cluster.embedded.demo $(ARGS)
 
 worker: install
 	@exec $(BIN)/python -m localai_cluster.embedded.worker "$(NAME)"

@@ -1,7 +1,8 @@
-"""`make demo`: plays the main job, with progress bars, and compares the answer with the known figures.
+"""`make demo`: plays the main job and compares the answer with the known figures.
 
-Uses the cluster at PORT when one is ready there and its key is at hand; otherwise starts one of its own, by
-the same supervisor, on free ports with temporary data, and stops it again.
+Uses the cluster at PORT when one is ready there and its key is at hand; otherwise, or with `--fresh`, starts
+one of its own, by the same supervisor, on free ports with temporary data, and stops it again. What is
+installed and loaded meanwhile has a progress bar; where nothing is, it says so.
 """
 
 import json
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -24,13 +26,19 @@ from websockets.exceptions import WebSocketException
 from websockets.sync.client import connect
 
 from localai_cluster import clock
-from localai_cluster.embedded.figures import Figure, compare
+from localai_cluster.embedded.figures import Figure, compare, rows
 from localai_cluster.embedded.layout import EXAMPLES
 from localai_cluster.embedded.log import Log
 from localai_cluster.embedded.places import Trouble, free_port
 from localai_cluster.embedded.run import Cluster, answers, one_line
 from localai_cluster.embedded.server import last_line
 
+FRESH = "--fresh"
+ALREADY_THERE = (
+    "The backend is installed and the model is loaded already, so there is no progress to show. "
+    f"`make demo ARGS={FRESH}` starts a cluster of its own and shows both."
+)
+_KINDS = {"backend_install": "Install backend", "model_load": "Load model"}
 REQUEST_SECONDS = 180.0
 ATTEMPTS = 3
 _OPERATORS = ("DATABASE_URL", "REDIS_URL", "LOCALAI_NATS_URL", "HOST", "LOCALAI_MODELS_PATH", "SECRET_KEY")
@@ -94,6 +102,11 @@ class Bars:
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
+    @property
+    def shown(self) -> int:
+        """How many there are."""
+        return len(self._tasks)
+
     def close(self) -> None:
         """Stops listening."""
         self._socket.close()
@@ -116,7 +129,7 @@ class Bars:
         current = operation.get("currentBytes") or 0
         self._progress.update(
             self._tasks[identity],
-            description=f"{operation['kind']} {operation['name']}",
+            description=f"{_KINDS.get(operation['kind'], operation['kind'])} {operation['name']}",
             completed=(total or 1) if done else current,
             total=total or (1 if done else None),
             phase=operation["status"] if done else operation.get("phase") or operation.get("message") or "",
@@ -162,6 +175,8 @@ def play(target: Target, console: Console) -> list[Figure]:
             answer, first = ask(target, request)
         finally:
             bars.close()
+    if not bars.shown:
+        console.print(ALREADY_THERE, soft_wrap=True)
     _, second = ask(target, request)
     console.print(f"first answer after {first:.2f} s, the next after {second * 1000:.0f} ms")
     return compare(answer, request["body"]["input"], demo["expect"])
@@ -169,22 +184,21 @@ def play(target: Target, console: Console) -> list[Figure]:
 
 def show(figures: list[Figure], console: Console) -> list[str]:
     """Prints the table; returns the names of the figures that are off."""
-    table = Table("figure", "value", "expected", "")
-    for figure in figures:
-        verdict = "holds" if figure.holds else "OFF"
-        table.add_row(figure.name, f"{figure.value:.4f}", f"{figure.expected:.4f}", verdict)
+    table = Table("Check", "Answer", "", box=SIMPLE)
+    for row in rows(figures):
+        table.add_row(*row)
     console.print(table)
     return [figure.name for figure in figures if not figure.holds]
 
 
 @contextmanager
-def some_cluster(environ: Mapping[str, str], console: Console) -> Iterator[Target]:
-    """The running cluster, or one of our own."""
-    if target := running_cluster(environ):
-        console.print(f"using the cluster at {target.url}")
+def some_cluster(environ: Mapping[str, str], console: Console, *, fresh: bool) -> Iterator[Target]:
+    """The running cluster, or one of our own, which `fresh` asks for."""
+    if not fresh and (target := running_cluster(environ)):
+        console.print(f"Using the cluster at {target.url}.")
         yield target
         return
-    console.print("no cluster is running: starting one with temporary data")
+    console.print("Starting a cluster with temporary data. This takes about half a minute.")
     with temporary_cluster(environ) as own:
         yield own
 
@@ -193,7 +207,7 @@ def main() -> int:
     """The command; returns its exit code."""
     console = Console(highlight=False)
     try:
-        with some_cluster(os.environ, console) as target:
+        with some_cluster(os.environ, console, fresh=FRESH in sys.argv[1:]) as target:
             off = show(play(target, console), console)
     except Trouble as trouble:
         console.print(f"demo: {trouble}", soft_wrap=True)
@@ -204,9 +218,9 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     if off:
-        console.print(f"demo: off: {', '.join(off)}", soft_wrap=True)
+        console.print(f"demo: wrong: {', '.join(off)}", soft_wrap=True)
         return 1
-    console.print("demo: every figure holds")
+    console.print("demo: all checks passed")
     return 0
 
 

@@ -13,9 +13,10 @@ Vector = Sequence[float]
 
 @dataclass(frozen=True)
 class Figure:
-    """One compared number."""
+    """One compared number; `row` is the line of the table that it belongs to."""
 
     name: str
+    row: str
     value: float
     expected: float
     tolerance: float
@@ -24,6 +25,10 @@ class Figure:
     def holds(self) -> bool:
         """Whether it is as expected; a number that is no number never is."""
         return abs(self.value - self.expected) <= self.tolerance
+
+    def text(self, number: float) -> str:
+        """`number` as this figure is written: a count has no decimals."""
+        return f"{number:.4f}" if self.tolerance else f"{number:.0f}"
 
 
 def cosine(one: Vector, other: Vector) -> float:
@@ -39,17 +44,37 @@ def compare(answer: Mapping[str, Any], inputs: Sequence[str], expect: Mapping[st
         text: entry["embedding"] for text, entry in zip(inputs, entries, strict=False)
     }
     near = float(expect["tolerance"])
-    figures = [Figure("vectors", len(entries), len(inputs), 0)]
+    figures = [Figure("vectors", "Vectors", len(entries), len(inputs), 0)]
     for text, vector in vectors.items():
-        figures.append(Figure(f"dimensions of {text!r}", len(vector), expect["dimensions"], 0))
-        figures.append(Figure(f"length of {text!r}", math.hypot(*vector), expect["norm"], near))
+        dimensions = (len(vector), expect["dimensions"], 0)
+        figures.append(Figure(f"dimensions of {text!r}", "Dimensions of each vector", *dimensions))
+        length = (math.hypot(*vector), expect["norm"], near)
+        figures.append(Figure(f"length of {text!r}", "Length of each vector", *length))
     for pair in expect["cosines"]:
         one, other = pair["of"]
         value = cosine(vectors[one], vectors[other])
-        figures.append(Figure(f"cos({one}, {other})", value, pair["is"], near))
+        row = f'Similarity of "{one}", "{other}"'
+        figures.append(Figure(f"cos({one}, {other})", row, value, pair["is"], near))
     for text, components in expect["first_components"].items():
         for place, component in enumerate(components):
-            figures.append(Figure(f"{text!r} [{place}]", vectors[text][place], component, near))
+            row = f'First numbers of "{text}"'
+            figures.append(Figure(f"{text!r} [{place}]", row, vectors[text][place], component, near))
     tokens = answer["usage"]["prompt_tokens"]
-    figures.append(Figure("prompt tokens", tokens, expect["prompt_tokens"], 0))
+    figures.append(Figure("prompt tokens", "Prompt tokens", tokens, expect["prompt_tokens"], 0))
     return figures
+
+
+def rows(figures: Sequence[Figure]) -> list[tuple[str, str, str]]:
+    """The table that a person reads: what was compared, the answer, and whether it is right."""
+    found: dict[str, list[Figure]] = {}
+    for figure in figures:
+        found.setdefault(figure.row, []).append(figure)
+    return [(row, _texts(group, "value"), _verdict(group)) for row, group in found.items()]
+
+
+def _texts(group: Sequence[Figure], what: str) -> str:
+    return " ".join(dict.fromkeys(one.text(getattr(one, what)) for one in group))
+
+
+def _verdict(group: Sequence[Figure]) -> str:
+    return "ok" if all(one.holds for one in group) else f"WRONG: expected {_texts(group, 'expected')}"

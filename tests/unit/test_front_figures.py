@@ -4,7 +4,7 @@ import copy
 import math
 from typing import Any
 
-from localai_cluster.embedded.figures import compare, cosine
+from localai_cluster.embedded.figures import compare, cosine, rows
 
 EXPECT = {
     "dimensions": 2,
@@ -39,3 +39,16 @@ def test_a_vector_without_direction_is_off() -> None:
     answer = copy.deepcopy(ANSWER)
     answer["data"][0]["embedding"] = [0.0, 0.0]
     assert "cos(a, b)" in [one.name for one in compare(answer, ["a", "b"], EXPECT) if not one.holds]
+
+
+def test_the_table_has_a_line_for_each_check_and_counts_without_decimals() -> None:
+    answer = copy.deepcopy(ANSWER)
+    answer["usage"]["prompt_tokens"] = 6
+    assert rows(compare(answer, ["a", "b"], EXPECT)) == [
+        ("Vectors", "2", "ok"),
+        ("Dimensions of each vector", "2", "ok"),
+        ("Length of each vector", "1.0000", "ok"),
+        ('Similarity of "a", "b"', "0.8000", "ok"),
+        ('First numbers of "a"', "1.0000", "ok"),
+        ("Prompt tokens", "6", "WRONG: expected 5"),
+    ]
