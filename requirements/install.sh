@@ -24,8 +24,7 @@ for name in "$@"; do
     lock="requirements/$name.txt"
     stamp="$VENV/.installed-$name"
     if ! cmp -s "$lock" "$stamp"; then
-        echo "make: installing $lock"
-        "$python" -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps -r "$lock" ||
+        "$python" requirements/progress.py "$lock" ||
             fail "pip could not install $lock (its lines above say why). See that the package index is reachable."
         cp "$lock" "$stamp"
     fi

@@ -86,6 +86,7 @@ def refresh(source: Path, place: Path) -> bool:
     stamp = fingerprint(source)
     if (place / STAMP).exists() and (place / STAMP).read_text() == stamp:
         return False
+    print(f"gallery: building {place}", flush=True)
     with tempfile.TemporaryDirectory(prefix=f".{place.name}-", dir=place.parent) as scratch:
         fresh = Path(scratch) / "fresh"
         fill(source, fresh)
@@ -172,8 +173,7 @@ def wheels(lock: Path, folder: Path) -> None:
 def main() -> None:
     """Assembles into build/gallery, or into the folder named on the command line."""
     target = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT / "build" / "gallery"
-    for name in assemble(target):
-        print(f"assembled {target / name}")
+    assemble(target)
 
 
 if __name__ == "__main__":

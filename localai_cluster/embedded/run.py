@@ -50,6 +50,8 @@ NEEDED_BYTES = 512 * 1024 * 1024
 SERVERS_SECONDS = 30.0
 _TASK_PROCESSES = 4
 READY_SECONDS = 120.0
+MAKE_BEGAN = "CLUSTER_MAKE_BEGAN"
+"""When `make run` was called, in seconds since 1970."""
 COMMAND_SECONDS = 300.0
 
 
@@ -313,7 +315,7 @@ def _remove_if_empty(path: Path) -> None:
 
 def run(environ: Mapping[str, str], log: Log, forwarded: Callable[[Cluster], None]) -> None:
     """Up, announce, wait until asked to stop, down."""
-    begun = clock.monotonic()
+    begun = clock.monotonic() - seconds_before(environ)
     cluster = Cluster(environ, log)
     forwarded(cluster)
     with Foreground() as foreground:
@@ -331,6 +333,13 @@ def run(environ: Mapping[str, str], log: Log, forwarded: Callable[[Cluster], Non
                 log.say("run", "stopping (Ctrl-C again: at once)")
             cluster.stop()
     log.say("run", "stopped")
+
+
+def seconds_before(environ: Mapping[str, str]) -> float:
+    """What `make` has spent on installing and building before it started us."""
+    with suppress(ValueError):
+        return max(clock.now().timestamp() - float(environ.get(MAKE_BEGAN, "")), 0.0)
+    return 0.0
 
 
 def main() -> int:

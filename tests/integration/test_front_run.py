@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from localai_cluster import procs
+from localai_cluster import clock, procs
 from localai_cluster.embedded import lock, manage, prepare, run, worker
 from localai_cluster.embedded.layout import Layout
 from localai_cluster.embedded.log import Log
@@ -238,6 +238,13 @@ def test_a_password_that_nobody_chose_is_only_the_first(
     assert "| sign in as admin, first password: " in second
     assert second.endswith(told)
     cluster.stop()
+
+
+@pytest.mark.parametrize(("began", "least", "most"), [("", 0, 0), ("x", 0, 0), (-100, 100, 160), (60, 0, 0)])
+def test_ready_in_counts_from_make_run(began: str | int, least: float, most: float) -> None:
+    """What was installed before is part of the wait; without make, or with a clock set back, it is not."""
+    stamp = f"{clock.now().timestamp() + began:.0f}" if isinstance(began, int) else began
+    assert least - 1 <= run.seconds_before({"CLUSTER_MAKE_BEGAN": stamp}) <= most + 1
 
 
 def test_the_printed_request_works_from_any_folder(tmp_path: Path) -> None:
