@@ -8,6 +8,8 @@ puts it on every record. A worker's lines carry the operation's id, which leads 
 import logging
 import re
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TextIO
 
@@ -17,6 +19,16 @@ LINE = "{asctime} {levelname:<7} {name} [{request_id}] {message}"
 TIME = "%H:%M:%S"
 
 _ACCEPTABLE = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
+
+
+@contextmanager
+def of_request(identifier: str) -> Iterator[None]:
+    """What happens inside belongs to this request."""
+    token = request_id.set(identifier)
+    try:
+        yield
+    finally:
+        request_id.reset(token)
 
 
 def new_request_id(offered: str = "") -> str:

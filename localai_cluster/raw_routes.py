@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from nodes.api.heartbeats import HeartbeatApplication
+from nodes.api.registrations import RegistrationApplication
 from nodes.inference.embeddings import embed
 from nodes.inference.endpoint import Endpoint
 from nodes.inference.models import list_models
+from nodes.registry import known
 from nodes.routing import pool
 
 _PARAMETER = re.compile(r"\{[^/}]+\}")
@@ -33,7 +35,8 @@ ROUTES: tuple[RawRoute, ...] = (
     RawRoute("POST", "/embeddings", _embeddings),
     RawRoute("GET", "/v1/models", _models),
     RawRoute("GET", "/models", _models),
-    RawRoute("POST", "/api/node/{node_id}/heartbeat", HeartbeatApplication(pool.shared)),
+    RawRoute("POST", "/api/node/register", RegistrationApplication()),
+    RawRoute("POST", "/api/node/{node_id}/heartbeat", HeartbeatApplication(pool.shared, known.shared())),
 )
 
 _EXACT = {route.path: route.app for route in ROUTES if "{" not in route.path}

@@ -53,19 +53,20 @@ def field_message(detail: Any, path: str = "") -> str:
 
 def exception_handler(exc: Exception, context: Mapping[str, Any]) -> Response | None:
     """DRF's hook: turns what a view raised into its envelope; None lets Django answer 500."""
-    error = _translate(exc)
+    error = translated(exc)
     if error is None:
         return None
     set_rollback()
     view = context.get("view")
-    answer = Response(_body(error, view), status=error.status, headers=refusal_headers(error))
+    answer = Response(body_of(error, view), status=error.status, headers=refusal_headers(error))
     if error.status in (401, 429) and getattr(view, "flat_auth", False):
         # Django's own line for every refusal would be one for every guess; `throttle` logs one a minute.
         setattr(answer, "_has_been_logged", True)  # noqa: B010 - Django's mark, unknown to the stubs
     return answer
 
 
-def _translate(exc: Exception) -> errors.ClusterError | None:
+def translated(exc: Exception) -> errors.ClusterError | None:
+    """What went wrong as the wire tells it; None for what nobody foresaw."""
     if isinstance(exc, errors.ClusterError):
         return exc
     if isinstance(exc, exceptions.APIException):
@@ -122,7 +123,8 @@ def envelope_of(error: errors.ClusterError, kind: str = "") -> Body:
     return nested(error.status, error.message, kind)
 
 
-def _body(error: errors.ClusterError, view: Any) -> Body:
+def body_of(error: errors.ClusterError, view: Any) -> Body:
+    """The body of a refusal in the envelope that the view has chosen."""
     refused = error.status in (401, 403)
     if getattr(view, "flat_auth", False) and error.status == 401 and not error.data.get("nested"):
         return flat_refusal(error)

@@ -1,14 +1,13 @@
 """`POST /api/node/:id/heartbeat`: a raw ASGI application in front of Django.
 
-A caller is answered as soon as its beat is proved. Proved beats gather, and one statement a second writes
-them all (`beats.record`); the first one after a quiet second is written at once. A batch that is lost costs
-every node in it one beat. A body that cannot be read is answered with 400, and its beat counts without
-figures: who beats, lives. What a refusal leaves behind, a failure counted or a conflict noted, is done for
-its caller alone, off the event loop.
+A caller is answered as soon as its beat is proved, from memory (`known`) or by its row. Proved beats gather,
+and one statement a second writes them all (`beats.record`); the first one after a quiet second is written at
+once. A batch that is lost costs every node in it one beat. A body that cannot be read is answered with 400,
+and its beat counts without figures: who beats, lives. What a refusal leaves behind, a failure counted or a
+conflict noted, is done for its caller alone, off the event loop.
 """
 
 import asyncio
-import json
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -17,19 +16,27 @@ from typing import Any
 from uuid import UUID
 
 from channels.db import database_sync_to_async
-from channels.sessions import CookieMiddleware, SessionMiddleware
 from django.db import DatabaseError
 
 from localai_cluster import clock, errors
 from localai_cluster.accounts import principals
-from localai_cluster.accounts.principals import Principal
-from localai_cluster.accounts.websockets import principal_of
 from localai_cluster.web import throttle
 from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers
 from localai_cluster.web.parsers import MALFORMED, is_json, parse_object
-from nodes.api.worker_auth import NO_CREDENTIAL, WORKERS_ONLY, parse_node_id
+from nodes.api.raw import (
+    ClientGone,
+    Scope,
+    body_of,
+    client_of,
+    followed_up,
+    headers_of,
+    method_not_allowed,
+    respond,
+)
+from nodes.api.worker_auth import NO_CREDENTIAL, parse_node_id
 from nodes.registry import heartbeats, identity, services
 from nodes.registry.heartbeats import Beat
+from nodes.registry.known import KnownNodes
 from nodes.routing.pool import UNREACHABLE
 
 log = logging.getLogger(__name__)
@@ -38,27 +45,23 @@ LIMIT = 64 * 1024
 INTERVAL = 1.0
 _PATH = re.compile(r"/api/node/(?P<node_id>[^/]+)/heartbeat/?\Z")
 
-Scope = dict[str, Any]
-
-
-class ClientGone(Exception):
-    """The client left before it had sent its body."""
-
-
 Verdict = errors.ClusterError | None
 """Why a beat is refused, None if it is not."""
 
 
 class Gate:
-    """Proves beats, all that arrive while a look is under way with the next one."""
+    """Proves beats: from memory, or else all that arrive while a look is under way with the next one."""
 
-    def __init__(self, database: Callable[[], heartbeats.Rows]) -> None:
+    def __init__(self, database: Callable[[], heartbeats.Rows], known: KnownNodes) -> None:
         self._database = database
+        self._known = known
         self._asked: list[tuple[Beat, asyncio.Future[Verdict]]] = []
         self._task: asyncio.Task[None] | None = None
 
     async def prove(self, beat: Beat) -> Verdict:
         """The verdict on one beat; Unavailable while the database does not answer."""
+        if self._known.accepts(beat):
+            return None
         verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
         self._asked.append((beat, verdict))
         if self._task is None or self._task.done():
@@ -79,7 +82,7 @@ class Gate:
         """The verdicts, and the one for whoever has none."""
         away = errors.Unavailable("the database does not answer")
         try:
-            return await heartbeats.prove(self._database(), list(asked.values())), away
+            return await self._verdicts(asked), away
         except errors.ClusterError as error:
             return {}, error
         except UNREACHABLE as error:
@@ -88,6 +91,13 @@ class Gate:
             # Every caller gets an answer, whatever happened to the look.
             log.exception("%d heartbeats not proved", len(asked))
         return {}, away
+
+    async def _verdicts(self, asked: Mapping[heartbeats.Key, Beat]) -> dict[heartbeats.Key, Verdict]:
+        database = self._database()
+        if self._known.is_worn:
+            await self._known.refresh(database)
+        left = [beat for beat in asked.values() if not self._known.accepts(beat)]
+        return dict.fromkeys(asked) | await heartbeats.prove(database, left)
 
 
 class BeatWriter:
@@ -144,8 +154,8 @@ class _Call:
 class HeartbeatApplication:
     """The ASGI application; `database` gives the process's pool once it is open."""
 
-    def __init__(self, database: Callable[[], heartbeats.Rows]) -> None:
-        self._gate = Gate(database)
+    def __init__(self, database: Callable[[], heartbeats.Rows], known: KnownNodes) -> None:
+        self._gate = Gate(database, known)
         self._writer = BeatWriter(database)
 
     async def settled(self) -> None:
@@ -160,23 +170,23 @@ class HeartbeatApplication:
             return
         except errors.ClusterError as error:
             status, body, headers = error.status, _refusal(error), refusal_headers(error)
-        await _respond(send, status, body, headers)
+        await respond(send, status, body, headers)
 
     async def _answer(self, scope: Scope, receive: Any) -> tuple[int, dict[str, Any], dict[str, str]]:
         if scope["method"] != "POST":
-            return 405, _refusal(_method_not_allowed(scope["method"])), {"Allow": "POST"}
+            return 405, _refusal(method_not_allowed(scope["method"])), {"Allow": "POST"}
         try:
             call = await _read(scope, receive)
             refusal = await self._gate.prove(call.beat)
         except errors.NotAuthenticated as error:
-            raise await _followed_up(error, scope) from error
+            raise await followed_up(error, scope) from error
         if refusal is not None:
             if isinstance(refusal, identity.OtherProcess):
                 await _note_copy(call.beat, client_of(scope))
             if not call.beat.fingerprint:
                 # Over the limit a right guess at the shared token must not look different from a wrong one.
                 await asyncio.to_thread(throttle.shared().check, client_of(scope), clock.now())
-            raise await _followed_up(refusal, scope)
+            raise await followed_up(refusal, scope)
         self._writer.keep(call.beat)
         if call.problem is not None:
             raise call.problem
@@ -185,7 +195,7 @@ class HeartbeatApplication:
 
 async def _read(scope: Scope, receive: Any) -> _Call:
     """The beat of a request; raises NotAuthenticated for what cannot be a node's credential."""
-    headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+    headers = headers_of(scope)
     secret = principals.bearer(headers.get(b"authorization", ""))
     if not secret:
         raise errors.NotAuthenticated(NO_CREDENTIAL)
@@ -199,7 +209,7 @@ async def _read(scope: Scope, receive: Any) -> _Call:
 async def _figures(content_type: str, receive: Any) -> tuple[dict[str, Any], errors.ClusterError | None]:
     """What was reported, or why that cannot be read."""
     try:
-        raw = await _body(receive)
+        raw = await body_of(receive, LIMIT)
         if raw and not is_json(content_type):
             raise errors.InvalidInput(MALFORMED)
         return heartbeats.read(parse_object(raw)), None
@@ -215,11 +225,6 @@ def _instance(headers: Mapping[bytes, str]) -> str:
         return identity.NOBODY
 
 
-def client_of(scope: Scope) -> str:
-    """Where the request came from, as far as the socket tells; "" if it does not."""
-    return str((scope.get("client") or [""])[0])[:64]
-
-
 async def _note_copy(beat: Beat, source: str) -> None:
     """A conflict that an admin sees; the refusal does not depend on it."""
     try:
@@ -230,73 +235,13 @@ async def _note_copy(beat: Beat, source: str) -> None:
         log.warning("a second process of a node was not noted: %s", type(error).__name__)
 
 
-async def _followed_up(refusal: errors.ClusterError, scope: Scope) -> errors.ClusterError:
-    """What the caller is told. A person is forbidden, not unknown; a wrong credential is counted."""
-    if refusal.status != 401 or isinstance(refusal, identity.MustRotate):
-        return refusal
-    if await _from_a_person(scope):
-        return errors.Forbidden(WORKERS_ONLY)
-    if isinstance(refusal, identity.WrongCredential):
-        try:
-            await asyncio.to_thread(throttle.shared().note, client_of(scope), clock.now())
-        except throttle.TooManyFailures as over:
-            return over
-    return refusal
-
-
-async def _from_a_person(scope: Scope) -> bool:
-    """Whether a user's key or a browser's session came with a refused beat: known, but not a worker."""
-    found: list[Principal] = []
-
-    async def note(inner: Any, receive: Any, send: Any) -> None:
-        found.append(await principal_of(inner))
-
-    asked: Any = CookieMiddleware(SessionMiddleware(note))
-    await asked(scope, None, None)
-    return found[0].is_authenticated
-
-
 def _node_in(path: str) -> UUID:
     """The node of the URL. A text that is no id gets one that nobody has: it is refused like any other."""
     found = _PATH.match(path)
     return (parse_node_id(found["node_id"]) if found else None) or UUID(int=0)
 
 
-async def _body(receive: Any) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > LIMIT:
-            error = errors.InvalidInput(f"the request body is over {LIMIT // 1024} kB")
-            error.status = 413
-            raise error
-        if not message.get("more_body"):
-            return b"".join(parts)
-
-
-def _method_not_allowed(method: str) -> errors.ClusterError:
-    error = errors.InvalidInput(f'method "{method}" not allowed')
-    error.status = 405
-    return error
-
-
 def _refusal(error: errors.ClusterError) -> dict[str, Any]:
     if error.status == 401:
         return flat_refusal(error)
     return envelope_of(error, "node_error")
-
-
-async def _respond(send: Any, status: int, body: dict[str, Any], headers: dict[str, str]) -> None:
-    payload = json.dumps(body).encode()
-    lines: list[tuple[bytes, bytes]] = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(payload)).encode()),
-    ]
-    lines += [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": status, "headers": lines})
-    await send({"type": "http.response.body", "body": payload})

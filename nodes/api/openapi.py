@@ -21,7 +21,7 @@ class NodeScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-cal
 class RegistrationScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
     """The shared token."""
 
-    target_class = "nodes.api.worker_auth.RegistrationAuthentication"
+    target_class = "nodes.api.worker_openapi.RegistrationAuthentication"
     name = "registrationToken"
 
     def get_security_definition(self, auto_schema: Any) -> Operation:

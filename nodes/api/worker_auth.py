@@ -10,7 +10,7 @@ from rest_framework.request import Request
 from localai_cluster import clock, errors
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.authentication import CHALLENGE, client_address, person, principal
-from localai_cluster.accounts.principals import ANONYMOUS, Principal
+from localai_cluster.accounts.principals import Principal
 from localai_cluster.web import throttle
 from nodes.registry import identity, services
 
@@ -87,17 +87,6 @@ class NodeAuthentication(WorkerAuthentication):
                 # Over the limit a right guess must not look different from a wrong one.
                 throttle.shared().check(client_address(request), clock.now())
             raise
-
-
-class RegistrationAuthentication(WorkerAuthentication):
-    """The shared registration token, which lets a worker knock and nothing else."""
-
-    def prove(self, request: Request, offered: str) -> Principal:
-        """Nobody in particular; 401 with a wrong token, 429 unseen after too many failures of its address."""
-        throttle.shared().check(client_address(request), clock.now())
-        if not principals.is_registration_token(offered):
-            raise identity.WrongCredential("invalid registration token")
-        return ANONYMOUS
 
 
 class IsTheNode(BasePermission):

@@ -1,4 +1,8 @@
-"""What the API document says of the workers' own routes: headers, answers, and the heartbeat by hand."""
+"""What the API document says of the workers' own routes: headers, answers, and the two raw routes.
+
+The heartbeat is described by hand. Registration is described by a view that serves no request: from it
+drf-spectacular makes the same schemas that `registrations.py` reads bodies by.
+"""
 
 from typing import Any
 
@@ -7,7 +11,11 @@ from drf_spectacular.utils import (
     OpenApiParameter,
     OpenApiResponse,
     PolymorphicProxySerializer,
+    extend_schema,
 )
+from rest_framework.authentication import BaseAuthentication
+from rest_framework.request import Request
+from rest_framework.views import APIView
 
 from localai_cluster.web import fields
 from localai_cluster.web.openapi import Operation, RawRoute, RefusalSerializer, json_body, refusals
@@ -93,7 +101,34 @@ def _registered() -> Responses:
     }
 
 
-REGISTERED = _registered()
+class RegistrationAuthentication(BaseAuthentication):
+    """The shared registration token, which lets a worker register and nothing else."""
+
+    def authenticate(self, request: Request) -> None:
+        """Serves no request."""
+
+
+class RegistrationDescription(APIView):
+    """`/api/node/register` (§1.1, R1.29)."""
+
+    authentication_classes = [RegistrationAuthentication]
+    permission_classes = []
+
+    @extend_schema(
+        operation_id="node_register",
+        tags=["worker"],
+        request=worker_shapes.RegistrationSerializer,
+        parameters=[SECRET, INSTANCE],
+        responses=_registered(),
+    )
+    def post(self, request: Request) -> None:
+        """Makes a worker known, or refreshes it after a restart. A new one waits for approval."""
+
+
+def add_registration(endpoints: list[tuple[str, str, str, Any]]) -> list[tuple[str, str, str, Any]]:
+    """drf-spectacular's preprocessing hook: adds the route that Django's resolver does not know."""
+    path = "/api/node/register"
+    return [*endpoints, (path, path, "POST", RegistrationDescription.as_view())]
 
 
 def _figure(meaning: str) -> Operation:

@@ -1,11 +1,13 @@
-"""The routes that workers call for themselves, under `/api/node/` (§1). The heartbeat is a raw ASGI route."""
+"""The routes that workers call for themselves, under `/api/node/` (§1).
+
+Heartbeats and registration are raw ASGI routes.
+"""
 
 from django.urls import path
 
 from nodes.api import worker_views
 
 urlpatterns = [
-    path("register", worker_views.RegisterView.as_view()),
     path("<str:node_id>", worker_views.SelfView.as_view()),
     path("<str:node_id>/drain", worker_views.SelfDrainView.as_view()),
     path("<str:node_id>/resume", worker_views.SelfResumeView.as_view()),

@@ -1,7 +1,7 @@
-"""The routes that workers call for themselves (`contract/http-api.md` §1), but for heartbeats.
+"""The routes that workers call for themselves (`contract/http-api.md` §1).
 
-Registration proves itself by the shared token, in the header and in the body; every other route proves the
-node in the URL by that node's own secret and, if the worker tells it, by its process.
+Heartbeats and registration are raw ASGI routes. Each of the others proves the node in the URL by that node's
+own secret and, if the worker tells it, by its process.
 """
 
 from typing import Any
@@ -12,58 +12,15 @@ from rest_framework.exceptions import MethodNotAllowed
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from localai_cluster import clock, conf, errors
+from localai_cluster import clock, errors
 from localai_cluster.accounts import principals
-from localai_cluster.accounts.authentication import client_address, principal
-from localai_cluster.web import throttle
-from localai_cluster.web.parsers import validated
+from localai_cluster.accounts.authentication import principal
 from nodes.api import serializers as shapes
-from nodes.api import worker_openapi, worker_shapes
+from nodes.api import worker_openapi
 from nodes.api.views import NodeView, replicas_of
-from nodes.api.worker_auth import IsTheNode, NodeAuthentication, RegistrationAuthentication
-from nodes.api.worker_openapi import INSTANCE, NEW_SECRET, SECRET
+from nodes.api.worker_auth import IsTheNode, NodeAuthentication
+from nodes.api.worker_openapi import INSTANCE, NEW_SECRET
 from nodes.registry import identity, services
-
-
-class RegisterView(NodeView):
-    """`/api/node/register` (§1.1, R1.29)."""
-
-    authentication_classes = [RegistrationAuthentication]
-    permission_classes = []
-    flat_auth = True
-
-    @extend_schema(
-        operation_id="node_register",
-        tags=["worker"],
-        request=worker_shapes.RegistrationSerializer,
-        parameters=[SECRET, INSTANCE],
-        responses=worker_openapi.REGISTERED,
-    )
-    def post(self, request: Request) -> Response:
-        """Makes a worker known, or refreshes it after a restart. A new one waits for approval."""
-        fields = validated(worker_shapes.RegistrationSerializer, request)
-        _check_token(fields.pop("token", ""), client_address(request))
-        registered = services.register(
-            worker_shapes.registration(fields),
-            secret=request.headers.get(identity.SECRET_HEADER, ""),
-            instance=identity.check_instance(request.headers.get(identity.INSTANCE_HEADER, "")),
-            source_address=client_address(request),
-            now=clock.now(),
-            auto_approve=conf.cluster().auto_approve_nodes,
-        )
-        shown = dict(worker_shapes.RegisteredSerializer(registered.node).data)
-        if registered.api_token:
-            shown["api_token"] = registered.api_token
-        return Response(shown, status=201)
-
-
-def _check_token(token: str, address: str) -> None:
-    """The body carries the token too, and its refusal is nested where the header's is flat."""
-    if not token:
-        raise errors.NotAuthenticated("registration token required", field="token", nested=True)
-    if not principals.is_registration_token(token):
-        throttle.shared().note(address, clock.now())
-        raise identity.WrongCredential("invalid registration token", field="token", nested=True)
 
 
 class SelfServiceView(NodeView):

@@ -19,10 +19,11 @@ from localai_cluster.errors import Unavailable
 from localai_cluster.rpc.client import BackendClient, ClientPool
 from localai_cluster.rpc.errors import BackendError, IdentityMismatch, Lost, ModelNotLoaded, Refused
 from nodes.loading.wait import Asker, Loads
+from nodes.registry import known
 from nodes.routing import pool
 from nodes.routing.picks import Picker, Replica
 from nodes.routing.process import Presence
-from operations.events import OPERATIONS, listen
+from operations.events import NODES, OPERATIONS, listen
 from operations.waiting import Hints
 
 logger = logging.getLogger(__name__)
@@ -188,5 +189,8 @@ async def stop() -> None:
 
 
 async def _hear(hints: Hints) -> None:
-    async for _, payload in listen(OPERATIONS):
-        hints.hear(payload.partition(" ")[0])
+    async for channel, payload in listen(OPERATIONS, NODES):
+        if channel != OPERATIONS:
+            known.shared().hear(payload)
+        if channel != NODES:
+            hints.hear(payload.partition(" ")[0])

@@ -5,17 +5,18 @@ revision that was read, so that even a caller who forgot the lock loses nothing.
 each fact has a time, an author and a reason.
 """
 
+import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from django.db import IntegrityError, transaction
+from django.db import IntegrityError, connection, transaction
 from psycopg.errors import UniqueViolation
 
-from localai_cluster import errors, names
+from localai_cluster import errors, logs, names
 from localai_cluster.accounts.actors import Actor
 from nodes.models import BackendNode, NodeEvent
 from nodes.registry import states, timeline
@@ -83,10 +84,11 @@ def columns(before: Facts, after: Facts, actor: Actor, reason: str, now: datetim
 
 
 class Change:
-    """What happens to one locked node in this transaction; `save` writes it."""
+    """What happens to one locked node in this transaction, for which request; `save` writes it."""
 
-    def __init__(self, node: BackendNode, now: datetime) -> None:
+    def __init__(self, node: BackendNode, now: datetime, request: str = "") -> None:
         self.node, self.now = node, now
+        self._request = request or logs.request_id.get()
         self._columns: dict[str, Any] = {}
         self._entries: list[Entry] = []
 
@@ -125,39 +127,83 @@ class Change:
         status = states.status_of(facts_of(self.node))
         statuses = before or status, after or status
         self._entries.append(
-            Entry(self.node.id, self.node.name, kind, actor, names.plain(cause), *statuses, detail or {})
+            Entry(
+                self.node.id,
+                self.node.name,
+                kind,
+                actor,
+                names.plain(cause),
+                *statuses,
+                detail or {},
+                self._request,
+            )
         )
 
     def save(self) -> None:
         """Writes columns, timeline and NOTIFY; nothing if nothing happened."""
-        if not self._columns and not self._entries:
-            return
-        revision = self.node.revision
-        self.set(revision=revision + 1, updated_at=self.now)
-        self._write(revision)
-        timeline.record(*self._entries, at=self.now)
-        events.notify(events.NODES, str(self.node.id))
-        self.node.status = states.status_of(facts_of(self.node))
-        for entry in self._entries:
-            log.info("node %s: %s by %s %s", entry.node_name, entry.kind, entry.actor, entry.cause)
-        self._columns, self._entries = {}, []
+        save_all([self])
 
-    def _write(self, revision: int) -> None:
-        rows = BackendNode.objects.filter(pk=self.node.pk, revision=revision)
-        try:
-            written = rows.update(**self._columns)
-        except IntegrityError as error:
-            if not isinstance(error.__cause__, UniqueViolation):
-                raise
-            raise errors.Conflict(
-                "another node has got this name or secret meanwhile", field="name"
-            ) from error
-        if written != 1:
-            raise errors.Conflict(_MOVED, field="revision")
+    @property
+    def is_news(self) -> bool:
+        """Whether there is anything to write."""
+        return bool(self._columns or self._entries)
+
+    def close(self) -> tuple[frozenset[str], list[Entry]]:
+        """The columns that were set, the new revision among them, and what to tell; then starts over."""
+        self.set(revision=self.node.revision + 1, updated_at=self.now)
+        names_set, entries = frozenset(self._columns), self._entries
+        self._columns, self._entries = {}, []
+        return names_set, entries
 
     def _end_replicas(self, which: states.Replicas) -> None:
         if which == "all" or (which == "idle" and not any(removals.in_flight(self.node.id).values())):
             removals.drop_replicas(self.node.id)
+
+
+def save_all(changes: Sequence[Change]) -> None:
+    """Writes changes to different nodes at one time, in a constant number of statements."""
+    changes = [change for change in changes if change.is_news]
+    if not changes:
+        return
+    closed = [change.close() for change in changes]
+    nodes = [change.node for change in changes]
+    entries = [entry for _, told in closed for entry in told]
+    _write(nodes, frozenset().union(*(columns for columns, _ in closed)))
+    timeline.record(*entries, at=changes[0].now)
+    for node in nodes:
+        node.status = states.status_of(facts_of(node))
+    for entry in entries:
+        with logs.of_request(entry.request_id):
+            log.info("node %s: %s by %s %s", entry.node_name, entry.kind, entry.actor, entry.cause)
+
+
+def _write(nodes: Sequence[BackendNode], attributes: Collection[str]) -> None:
+    """Writes these attributes and leaves a NOTIFY for each node, in one statement.
+
+    Raises Conflict if one of them has not the revision any more that was read.
+    """
+    fields = [f for f in BackendNode._meta.concrete_fields if f.name in attributes or f.attname in attributes]
+    rows = [
+        {"id": node.id, **{field.column: getattr(node, field.attname) for field in fields}} for node in nodes
+    ]
+    assignments = ", ".join(f'"{field.column}" = new."{field.column}"' for field in fields)
+    statement = f"""
+        WITH written AS (
+            UPDATE backend_nodes AS node SET {assignments}
+            FROM jsonb_populate_recordset(NULL::backend_nodes, %s::jsonb) AS new
+            WHERE node.id = new.id AND node.revision = new.revision - 1 RETURNING node.id
+        ) SELECT pg_notify(%s, id::text) FROM written
+    """
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute(statement, [json.dumps(rows, default=str), events.NODES])
+            written = cursor.rowcount
+    except IntegrityError as error:
+        if not isinstance(error.__cause__, UniqueViolation):
+            raise
+        raise errors.Conflict("another node has got this name or secret meanwhile", field="name") from error
+    if written != len(nodes):
+        raise errors.Conflict(_MOVED, field="revision")
 
 
 def locked(node_id: UUID, revision: int | None = None, *, removing: bool = False) -> BackendNode:

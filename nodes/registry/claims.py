@@ -4,6 +4,7 @@ The first registration binds a secret to a name. Whoever comes with another one 
 conflict that an admin sees; the node itself goes on. A conflict is decided by an admin only.
 """
 
+from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 from uuid import UUID
@@ -217,7 +218,13 @@ def check_free(fingerprint: str) -> None:
 
 def is_revoked(fingerprint: str) -> bool:
     """Whether the secret is refused for ever; "" is none."""
-    return bool(fingerprint) and RevokedSecret.objects.filter(pk=fingerprint).exists()
+    return any_revoked([fingerprint])
+
+
+def any_revoked(fingerprints: Iterable[str]) -> bool:
+    """Whether one of the secrets is refused for ever; "" is none."""
+    secrets = [fingerprint for fingerprint in fingerprints if fingerprint]
+    return bool(secrets) and RevokedSecret.objects.filter(pk__in=secrets).exists()
 
 
 def request_rotation(node_id: UUID, *, actor: Actor, now: datetime) -> BackendNode:

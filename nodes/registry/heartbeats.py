@@ -178,7 +178,7 @@ async def record(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.Clus
     rows = await database.rows(WRITE, {"beats": json.dumps(plain)})
     written = {(node_id, fingerprint, instance) for node_id, fingerprint, instance, _ in rows}
     missed = await _refusals(database, [beat for beat in beats if beat.key not in written])
-    return dict.fromkeys(written) | {key: verdict or Overtaken() for key, verdict in missed.items()}
+    return dict.fromkeys(written) | {key: refusal or Overtaken() for key, refusal in missed.items()}
 
 
 async def prove(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.ClusterError | None]:
@@ -213,12 +213,13 @@ async def _refusals(database: Rows, beats: Sequence[Beat]) -> dict[Key, errors.C
     known = [NodeFacts(*row) for row in await database.rows(_REFUSED, names)]
     by_id, by_secret = {row.id: row for row in known}, {row.fingerprint: row for row in known}
     return {
-        beat.key: _verdict(beat, filter(None, (by_id.get(beat.id), by_secret.get(beat.fingerprint))))
+        beat.key: verdict(beat, filter(None, (by_id.get(beat.id), by_secret.get(beat.fingerprint))))
         for beat in beats
     }
 
 
-def _verdict(beat: Beat, known: Iterable[NodeFacts]) -> errors.ClusterError | None:
+def verdict(beat: Beat, known: Iterable[NodeFacts]) -> errors.ClusterError | None:
+    """Why the rows `known` refuse the beat, None if they prove it."""
     try:
         identity.judge(beat.id, beat.fingerprint, beat.instance, known)
     except errors.ClusterError as refusal:

@@ -5,7 +5,8 @@ both, and an own one that no longer holds goes. An admin's change with the `revi
 Conflict (field `revision`) if the node has changed since.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from uuid import UUID
 
@@ -122,32 +123,48 @@ def vram_bucket(total: int) -> str:
     return "80GB+" if floor == _BUCKETS[0] else f"{floor}GB"
 
 
-def reported_labels(change: Change, reported: Mapping[str, str], actor: Actor) -> None:
-    """R1.30: the worker's labels join the set, an admin's stay, the registry's own win over both."""
-    known = () if change.node.revision == 0 else change.node.label_set.all()
-    rows = {label.key: label for label in known}
+def reported_labels(reports: Sequence[tuple[Change, Mapping[str, str]]], actor: Actor) -> None:
+    """R1.30: the workers' labels join the sets, an admin's stay, the registry's own win over both.
+
+    Two statements for any number of nodes, and one for each node that loses a label.
+    """
+    known: dict[UUID, dict[str, NodeLabel]] = defaultdict(dict)
+    old = [change.node.id for change, _ in reports if change.node.revision > 0]
+    for label in NodeLabel.objects.filter(node_id__in=old) if old else ():
+        known[label.node_id][label.key] = label
+    rows: list[NodeLabel] = []
+    for change, reported in reports:
+        rows += _reported(change, reported, known[change.node.id], actor)
+    _store(rows)
+
+
+def _reported(
+    change: Change, reported: Mapping[str, str], rows: Mapping[str, NodeLabel], actor: Actor
+) -> list[NodeLabel]:
+    """The labels to write; those that are gone are removed, and what changed is told."""
     automatic = auto_labels(change.node)
     held = {key for key, label in rows.items() if label.source == Source.ADMIN} | automatic.keys()
     own = {key: value for key, value in reported.items() if key not in held}
     stale = {key for key, label in rows.items() if label.source == Source.AUTO} - automatic.keys()
     gone = stale - own.keys()
-    new = _unlike(rows, own, Source.WORKER) + _unlike(rows, automatic, Source.AUTO)
+    new = _unlike(rows, own, change.node, Source.WORKER) + _unlike(rows, automatic, change.node, Source.AUTO)
     if not gone and not new:
-        return
+        return []
     _check_count((rows.keys() | own.keys()) - gone - automatic.keys())
-    _store(change.node, new)
     _remove(change.node, gone)
     before = {key: label.value for key, label in rows.items()}
     after = {key: value for key, value in before.items() if key not in gone} | own | automatic
     _tell(change, actor, before, after)
+    return new
 
 
 def _unlike(
-    rows: Mapping[str, NodeLabel], labels: Mapping[str, str], source: NodeLabel.Source
-) -> list[tuple[str, str, NodeLabel.Source]]:
+    rows: Mapping[str, NodeLabel], labels: Mapping[str, str], node: BackendNode, source: NodeLabel.Source
+) -> list[NodeLabel]:
     """Those of `labels` that are not there yet in just this way: a worker mostly repeats itself."""
     known = {key: label.value for key, label in rows.items() if label.source == source}
-    return [(key, value, source) for key, value in labels.items() if known.get(key) != value]
+    unlike = {key: value for key, value in labels.items() if known.get(key) != value}
+    return _rows(node, unlike, source)
 
 
 def refresh_slots_label(change: Change, actor: Actor) -> None:
@@ -162,15 +179,16 @@ def _labels(node: BackendNode) -> dict[str, str]:
 
 
 def _write(node: BackendNode, labels: Mapping[str, str], source: NodeLabel.Source) -> None:
-    _store(node, [(key, value, source) for key, value in labels.items()])
+    _store(_rows(node, labels, source))
 
 
-def _store(node: BackendNode, labels: Iterable[tuple[str, str, NodeLabel.Source]]) -> None:
+def _rows(node: BackendNode, labels: Mapping[str, str], source: NodeLabel.Source) -> list[NodeLabel]:
+    return [NodeLabel(node=node, key=key, value=value, source=source) for key, value in labels.items()]
+
+
+def _store(rows: Sequence[NodeLabel]) -> None:
     NodeLabel.objects.bulk_create(
-        [NodeLabel(node=node, key=key, value=value, source=source) for key, value, source in labels],
-        update_conflicts=True,
-        unique_fields=["node", "key"],
-        update_fields=["value", "source"],
+        rows, update_conflicts=True, unique_fields=["node", "key"], update_fields=["value", "source"]
     )
 
 

@@ -127,7 +127,7 @@ def _element(values: tuple[Any, ...]) -> Row:
 def _of(rows: QuerySet[Any], among: Collection[str] | None) -> QuerySet[Any]:
     """Grouped by the node's id."""
     rows = rows if among is None else rows.filter(node_id__in=among)
-    return rows.order_by().values_list(text("node_id"))
+    return rows.order_by().values("node_id").values_list(text("node_id"))
 
 
 def _counts(among: Collection[str] | None) -> dict[str, tuple[int, int]]:

@@ -1,24 +1,25 @@
 """Registration: a worker tells who it is and what it has (R1.22 to R1.31, `contract/http-api.md` §1.1).
 
-One transaction: identity first, then facts, figures, labels, replicas. A claim that does not fit is recorded
-and refused after the commit, so that the conflict is there to be seen.
+One transaction for all that arrive together: identity first, then facts, figures, labels, replicas. A claim
+that does not fit is recorded and refused after the commit, so that the conflict is there to be seen.
 """
 
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from django.db import transaction
+from django.db import connection, transaction
 from django.db.models import Q
 
-from localai_cluster import conf, errors, names
+from localai_cluster import conf, errors, logs, names
 from localai_cluster.accounts import actors, principals
 from localai_cluster.messaging.messages import process_key
 from nodes.models import BackendNode, NodeConflict, NodeModel, NodeType
 from nodes.registry import agents, budget, claims, identity, states
-from nodes.registry.change import Change, facts_of
+from nodes.registry.change import Change, facts_of, save_all
 from nodes.registry.cooldowns import clear_cooldowns
 from nodes.registry.fleet import lock_in_order
 from nodes.registry.labels import check_labels, reported_labels
@@ -82,12 +83,29 @@ class Registered:
 
 
 @dataclass(frozen=True)
-class Caller:
-    """Who registers: fingerprint of its secret ("" = the shared token only), process id, address."""
+class Claim:
+    """A registration and who sends it: fingerprint of its secret ("" = shared token), process, address."""
 
+    told: Registration
     fingerprint: str
     instance: str
     source_address: str
+    request_id: str = field(default_factory=logs.request_id.get)
+
+
+RegistrationOutcome = Registered | errors.Conflict
+"""What became of a claim. A Conflict was recorded for an admin."""
+
+
+def claim(registration: Registration, *, secret: str, instance: str = "", source_address: str) -> Claim:
+    """A claim that is well formed.
+
+    Raises InvalidInput for a name or label that cannot be, Forbidden without a secret (unless shared-token
+    nodes are admitted).
+    """
+    names.check_name(registration.name)
+    check_labels(registration.labels)
+    return Claim(registration, _fingerprint(secret), instance, source_address)
 
 
 def register(
@@ -99,19 +117,46 @@ def register(
     now: datetime,
     auto_approve: bool,
 ) -> Registered:
-    """R1.10 to R1.31: makes or refreshes the node of that name.
+    """R1.10 to R1.31: makes or refreshes the node of that name. Raises like `claim` and `register_all`."""
+    made = claim(registration, secret=secret, instance=instance, source_address=source_address)
+    return register_one(made, now=now, auto_approve=auto_approve)
 
-    Raises InvalidInput for a name or label that cannot be, Forbidden without a secret (unless shared-token
-    nodes are admitted) or with a revoked one, Conflict for a claim that does not fit.
+
+def register_one(made: Claim, *, now: datetime, auto_approve: bool) -> Registered:
+    """Registers one claim; raises Conflict for one that does not fit, and as `register_all` does."""
+    (found,) = register_all([made], now=now, auto_approve=auto_approve)
+    if isinstance(found, errors.Conflict):
+        raise found
+    return found
+
+
+def register_all(
+    made: Sequence[Claim], *, now: datetime, auto_approve: bool, patience: float = 0.0
+) -> list[RegistrationOutcome]:
+    """Registers claims, no two of one name or secret, in one transaction and a constant number of statements.
+
+    Raises Forbidden for a revoked secret and Conflict for what cannot be recorded; then none of them counts.
+    With `patience` it gives up (OperationalError) when another transaction holds a row for so many seconds.
     """
-    names.check_name(registration.name)
-    check_labels(registration.labels)
-    caller = Caller(_fingerprint(secret), instance, source_address)
     with transaction.atomic():
-        found = _claim(registration, caller, now)
-        if not isinstance(found, errors.Conflict):
-            return _admit(found, registration, caller, now, auto_approve)
-    raise found
+        if patience:
+            _be_patient(patience)
+        held = _rows(made, now)
+        # After the locks: whoever revokes a secret holds its node's.
+        if claims.any_revoked(one.fingerprint for one in made):
+            raise errors.Forbidden("this secret was revoked: make a new one", field="X-LocalAI-Node-Secret")
+        judged = [_judged(rows, one) for rows, one in zip(held, made, strict=True)]
+        fitting = [(node, one) for (node, kind), one in zip(judged, made, strict=True) if kind is None]
+        admitted = {node.id: found for node, found in _admit_all(fitting, now, auto_approve)}
+        return [
+            admitted[node.id] if kind is None else _note(node, kind, one, now)
+            for (node, kind), one in zip(judged, made, strict=True)
+        ]
+
+
+def _be_patient(seconds: float) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT set_config('lock_timeout', %s, true)", [f"{round(1000 * seconds)}ms"])
 
 
 def _fingerprint(secret: str) -> str:
@@ -126,115 +171,128 @@ def _fingerprint(secret: str) -> str:
     )
 
 
-def _claim(registration: Registration, caller: Caller, now: datetime) -> BackendNode | errors.Conflict:
-    """The node's row, locked, if the caller may be it; otherwise the recorded conflict."""
-    rows = _rows(registration, caller, now)
-    # After the locks: whoever revokes a secret holds its node's.
-    if claims.is_revoked(caller.fingerprint):
-        raise errors.Forbidden("this secret was revoked: make a new one", field="X-LocalAI-Node-Secret")
-    node, kind = _judged(rows, registration, caller)
-    if kind is None:
-        return node
-    return claims.note(
-        node,
-        kind,
-        _claimed(kind, registration, caller),
-        now=now,
-        source_address=caller.source_address,
-        advertised_address=registration.address,
-        claimed_name=registration.name,
-    )
+def _note(node: BackendNode, kind: NodeConflict.Kind, made: Claim, now: datetime) -> errors.Conflict:
+    """Records the claim that does not fit; answers the refusal."""
+    with logs.of_request(made.request_id):
+        return claims.note(
+            node,
+            kind,
+            _claimed(kind, made),
+            now=now,
+            source_address=made.source_address,
+            advertised_address=made.told.address,
+            claimed_name=made.told.name,
+        )
 
 
-def _judged(
-    rows: Collection[BackendNode], registration: Registration, caller: Caller
-) -> tuple[BackendNode, NodeConflict.Kind | None]:
+def _judged(rows: Collection[BackendNode], made: Claim) -> tuple[BackendNode, NodeConflict.Kind | None]:
     """Whose node this is about, and what does not fit: of the name's node first, then of the secret's."""
-    named = next((row for row in rows if row.name == registration.name), None)
+    named = next((row for row in rows if row.name == made.told.name), None)
     other = next((row for row in rows if row is not named), None)
-    kind = claims.judge(named, caller.fingerprint, caller.instance) if named else None
+    kind = claims.judge(named, made.fingerprint, made.instance) if named else None
     if other is not None and kind is None:
         return other, NodeConflict.Kind.NAME
     assert named is not None
     return named, kind
 
 
-def _claimed(kind: NodeConflict.Kind, registration: Registration, caller: Caller) -> str:
+def _claimed(kind: NodeConflict.Kind, made: Claim) -> str:
     if kind == NodeConflict.Kind.NAME:
-        return principals.hash_secret(registration.name)
+        return principals.hash_secret(made.told.name)
     if kind == NodeConflict.Kind.TOKEN:
-        return caller.source_address
-    return caller.instance if kind == NodeConflict.Kind.INSTANCE else caller.fingerprint
+        return made.source_address
+    return made.instance if kind == NodeConflict.Kind.INSTANCE else made.fingerprint
 
 
-def _rows(registration: Registration, caller: Caller, now: datetime) -> list[BackendNode]:
-    """R1.22: the rows of that name and of that secret, locked; one is made by whoever is first.
+def _rows(made: Sequence[Claim], now: datetime) -> list[list[BackendNode]]:
+    """R1.22: for each claim the rows of that name and of that secret, locked; the first claim makes one.
 
     Raises Conflict for a name that cannot be told from another node's.
     """
     for _ in range(_TRIES):
-        found = _existing(registration, caller)
-        if rows := [row for row in found if row.name == registration.name or _has_secret(row, caller)]:
-            return rows
-        if found:
-            raise errors.Conflict(
-                f"there is a node whose name cannot be told from {registration.name!r}", field="name"
-            )
-        BackendNode.objects.bulk_create([_fresh(registration, caller, now)], ignore_conflicts=True)
+        found = _existing(made)
+        held = [_held(one, found) for one in made]
+        missing = [one for one, rows in zip(made, held, strict=True) if not rows]
+        if not missing:
+            return held
+        # In one order in every process, so that two that make the same nodes do not deadlock.
+        fresh = sorted((_fresh(one, now) for one in missing), key=lambda node: node.name_key)
+        BackendNode.objects.bulk_create(fresh, ignore_conflicts=True)
     raise errors.Conflict("the node is being removed and made again: try again", field="name")
 
 
-def _has_secret(node: BackendNode, caller: Caller) -> bool:
-    return bool(caller.fingerprint) and principals.same(caller.fingerprint, node.fingerprint)
+def _held(made: Claim, found: Sequence[BackendNode]) -> list[BackendNode]:
+    rows = [
+        row
+        for row in found
+        if row.name == made.told.name or (made.fingerprint and row.fingerprint == made.fingerprint)
+    ]
+    if not rows and any(row.name_key == names.key(made.told.name) for row in found):
+        raise errors.Conflict(
+            f"there is a node whose name cannot be told from {made.told.name!r}", field="name"
+        )
+    return rows
 
 
-def _existing(registration: Registration, caller: Caller) -> list[BackendNode]:
-    """The nodes of that name, of one that looks like it, and of that secret; locked."""
-    wanted = Q(name_key=names.key(registration.name)) | Q(name=registration.name)
-    if caller.fingerprint:
-        wanted |= Q(fingerprint=caller.fingerprint)
+def _existing(made: Sequence[Claim]) -> list[BackendNode]:
+    """The nodes of these names, of those that look like them, and of these secrets; locked."""
+    called = [one.told.name for one in made]
+    wanted = Q(name_key__in=[names.key(name) for name in called]) | Q(name__in=called)
+    if secrets := [one.fingerprint for one in made if one.fingerprint]:
+        wanted |= Q(fingerprint__in=secrets)
     return lock_in_order(BackendNode.objects.filter(wanted))
 
 
-def _fresh(registration: Registration, caller: Caller, now: datetime) -> BackendNode:
+def _fresh(made: Claim, now: datetime) -> BackendNode:
     return BackendNode(
-        name=registration.name,
-        name_key=names.key(registration.name),
-        node_type=registration.node_type,
-        address=registration.address,
-        fingerprint=caller.fingerprint,
-        weak_identity=not caller.fingerprint,
-        bound_at=now if caller.fingerprint else None,
-        source_address=caller.source_address,
+        name=made.told.name,
+        name_key=names.key(made.told.name),
+        node_type=made.told.node_type,
+        address=made.told.address,
+        fingerprint=made.fingerprint,
+        weak_identity=not made.fingerprint,
+        bound_at=now if made.fingerprint else None,
+        source_address=made.source_address,
         created_at=now,
         updated_at=now,
     )
 
 
-def _admit(
-    node: BackendNode, registration: Registration, caller: Caller, now: datetime, auto_approve: bool
-) -> Registered:
-    if node.revision and node.node_type != registration.node_type:
+def _admit_all(
+    fitting: Sequence[tuple[BackendNode, Claim]], now: datetime, auto_approve: bool
+) -> list[tuple[BackendNode, Registered]]:
+    if not fitting:
+        return []
+    changes = [_admit(node, made, now, auto_approve) for node, made in fitting]
+    reports = [(change, made.told.labels) for change, (_, made) in zip(changes, fitting, strict=True)]
+    reported_labels(reports, actors.WORKER)
+    _drop_absent([(node, made.told) for node, made in fitting])
+    tokens = [_agent_token(change) for change in changes]
+    save_all(changes)
+    clear_cooldowns(now)
+    return [
+        (change.node, Registered(change.node, token)) for change, token in zip(changes, tokens, strict=True)
+    ]
+
+
+def _admit(node: BackendNode, made: Claim, now: datetime, auto_approve: bool) -> Change:
+    told = made.told
+    if node.revision and node.node_type != told.node_type:
         # An agent gets a user's key: an approval as one thing is none as the other.
         raise errors.Conflict(
             f"the node is registered as {node.node_type}: an admin has to remove it first", field="node_type"
         )
-    change = Change(node, now)
-    restarted = caller.instance != node.instance or not caller.instance
-    claims.bind(change, caller.fingerprint, caller.instance)
-    detail = {"source_address": caller.source_address, "address": registration.address}
+    change = Change(node, now, made.request_id)
+    restarted = made.instance != node.instance or not made.instance
+    claims.bind(change, made.fingerprint, made.instance)
+    detail = {"source_address": made.source_address, "address": told.address}
     cause = "first registration" if node.revision == 0 else "started anew" if restarted else "again"
     change.happen(Event.REGISTERED, actors.WORKER, reason=cause, detail=detail)
     if auto_approve and not isinstance(states.apply(Event.AUTO_APPROVED, facts_of(node)), states.Refusal):
         change.happen(Event.AUTO_APPROVED, actors.AUTO_APPROVAL)
-    change.set(last_heartbeat=now, source_address=caller.source_address, node_type=registration.node_type)
-    change.set(inventory_due_at=now + timedelta(seconds=LISTS_AFTER), **_figures(node, registration))
-    reported_labels(change, registration.labels, actors.WORKER)
-    _drop_absent(node, registration)
-    token = _agent_token(change)
-    change.save()
-    clear_cooldowns(now)
-    return Registered(node, token)
+    change.set(last_heartbeat=now, source_address=made.source_address, node_type=told.node_type)
+    change.set(inventory_due_at=now + timedelta(seconds=LISTS_AFTER), **_figures(node, told))
+    return change
 
 
 def _agent_token(change: Change) -> str:
@@ -244,22 +302,24 @@ def _agent_token(change: Change) -> str:
     return ""
 
 
-def _drop_absent(node: BackendNode, registration: Registration) -> None:
-    """Replicas that the worker does not list go; a listed one at another address is another process."""
-    if node.revision == 0:
-        return  # made a moment ago
-    if registration.running_processes is None or registration.node_type == NodeType.AGENT:
-        drop_replicas(node.id)
-        return
-    listed = {one.process_key: one.address for one in registration.running_processes}
-    rows = list(NodeModel.objects.filter(node=node))
-    keep: list[UUID] = []
-    for row in rows:
-        address = listed.get(process_key(row.model_name, row.replica_index))
-        if address is not None and (not address or not row.address or address == row.address):
-            keep.append(row.pk)
-    if len(keep) < len(rows):
-        drop_replicas(node.id, keep=keep)
+def _drop_absent(registered: Sequence[tuple[BackendNode, Registration]]) -> None:
+    """Replicas that a worker does not list go; a listed one at another address is another process."""
+    old = [node.id for node, _ in registered if node.revision > 0]
+    rows: dict[UUID, list[NodeModel]] = defaultdict(list)
+    for row in NodeModel.objects.filter(node_id__in=old) if old else ():
+        rows[row.node_id].append(row)
+    for node, told in registered:
+        keep = [row.pk for row in rows[node.id] if _still_runs(row, told)]
+        if len(keep) < len(rows[node.id]):
+            drop_replicas(node.id, keep=keep)
+
+
+def _still_runs(row: NodeModel, told: Registration) -> bool:
+    if told.running_processes is None or told.node_type == NodeType.AGENT:
+        return False
+    listed = {one.process_key: one.address for one in told.running_processes}
+    address = listed.get(process_key(row.model_name, row.replica_index))
+    return address is not None and (not address or not row.address or address == row.address)
 
 
 def _figures(node: BackendNode, reported: Registration) -> dict[str, Any]:

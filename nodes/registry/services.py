@@ -41,21 +41,34 @@ from nodes.registry.lifecycle import (
     reject,
 )
 from nodes.registry.overrides import reset_replica_cap, reset_vram_budget, set_replica_cap, set_vram_budget
-from nodes.registry.registration import Registered, Registration, Running, register
+from nodes.registry.registration import (
+    Claim,
+    Registered,
+    Registration,
+    RegistrationOutcome,
+    Running,
+    claim,
+    register,
+    register_all,
+    register_one,
+)
 
 __all__ = [
     "LONGEST_DEADLINE",
     "NOT_ACCEPTABLE",
     "Approved",
+    "Claim",
     "Outcome",
     "Registered",
     "Registration",
+    "RegistrationOutcome",
     "Running",
     "accept_conflict",
     "approve",
     "approve_many",
     "auto_labels",
     "check_labels",
+    "claim",
     "deactivate",
     "deregister",
     "drain",
@@ -74,6 +87,8 @@ __all__ = [
     "recovered",
     "refuse_conflict",
     "register",
+    "register_all",
+    "register_one",
     "reject",
     "remove_label",
     "request_rotation",

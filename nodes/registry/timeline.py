@@ -33,6 +33,7 @@ class Entry:
     before: str = ""
     after: str = ""
     detail: Mapping[str, Any] = field(default_factory=dict)
+    request_id: str = field(default_factory=request_id.get)
 
 
 def record(*entries: Entry, at: datetime) -> None:
@@ -58,7 +59,6 @@ def prune(*, before: datetime, limit: int) -> int:
 
 
 def _row(entry: Entry, at: datetime) -> NodeEvent:
-    told = request_id.get()
     return NodeEvent(
         node_id=entry.node_id,
         node_name=entry.node_name,
@@ -71,7 +71,7 @@ def _row(entry: Entry, at: datetime) -> NodeEvent:
         status_before=entry.before,
         status_after=entry.after,
         detail=dict(entry.detail),
-        request_id="" if told == "-" else told,
+        request_id="" if entry.request_id == "-" else entry.request_id,
     )
 
 

@@ -7,6 +7,7 @@ from asgiref.sync import sync_to_async
 from django.db import connections
 
 from nodes.api.heartbeats import HeartbeatApplication
+from nodes.registry.known import KnownNodes
 from nodes.routing.pool import Pool
 from operations.events import conninfo
 from tests.support.beating import Counted
@@ -25,4 +26,4 @@ async def database() -> AsyncIterator[Counted]:
 @pytest.fixture
 def application(database: Counted) -> HeartbeatApplication:
     """The ASGI application over the test database."""
-    return HeartbeatApplication(lambda: database)
+    return HeartbeatApplication(lambda: database, KnownNodes())

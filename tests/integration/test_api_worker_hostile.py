@@ -227,7 +227,7 @@ def test_a_body_is_bounded() -> None:
 def test_other_content_types_are_400() -> None:
     """§0.1: a body that is not announced as JSON is a parse failure."""
     caller = api.bearer(REGISTRATION_TOKEN)
-    refused = caller.client.post(ENDPOINT, b"a=b", content_type="text/plain", headers=caller.headers)
+    refused = caller.send("POST", ENDPOINT, b"a=b", **{"content-type": "text/plain"})
     assert refused.status_code == 400
 
 

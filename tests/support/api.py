@@ -1,17 +1,22 @@
 """Callers of the REST API, and registrations as workers send them."""
 
 import json
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from uuid import UUID
 
+from asgiref.sync import async_to_sync
+from django.db import connection
 from django.http import HttpResponse
 from django.test import Client
 
 from localai_cluster import clock
 from localai_cluster.accounts import actors
 from localai_cluster.accounts.principals import hash_secret
+from nodes.api.registrations import RegistrationApplication
 from nodes.models import BackendNode, NodeModel
 from nodes.registry import services
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN
@@ -19,6 +24,7 @@ from tests.support.environment import API_KEY, REGISTRATION_TOKEN
 RECORDINGS = Path(__file__).parent.parent / "data" / "http"
 SECRET = "a" * 64
 OTHER_SECRET = "b" * 64
+REGISTER = "/api/node/register"
 
 
 def examples(name: str) -> list[dict[str, Any]]:
@@ -58,7 +64,45 @@ class Caller:
         """A request with a JSON value, raw bytes, or nothing."""
         raw = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
         sent = {**self.headers, **headers}
+        if path.rstrip("/") == REGISTER:
+            return self._raw(method, raw, {"content-type": "application/json", **sent})
         return self.client.generic(method, path, raw, content_type="application/json", headers=sent)
+
+    def _raw(self, method: str, body: bytes, headers: dict[str, str]) -> HttpResponse:
+        """A registration, by an application of its own: as if it had come to another web process."""
+        cookies = {"cookie": self.client.cookies.output(header="", sep=";")} if self.client.cookies else {}
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        sent: list[dict[str, Any]] = []
+
+        async def receive() -> dict[str, Any]:
+            return messages.pop(0) if messages else {"type": "http.disconnect"}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": REGISTER,
+            "headers": [(k.lower().encode(), v.encode("latin-1")) for k, v in {**headers, **cookies}.items()],
+            "client": [self.client.defaults.get("REMOTE_ADDR", "127.0.0.1"), 40000],
+        }
+        # The connection of a test's own transaction has to stay open.
+        in_test = connection.in_atomic_block
+        with patch("channels.db.close_old_connections") if in_test else nullcontext():
+            async_to_sync(RegistrationApplication())(scope, receive, send)
+        answer = Answer(sent[1]["body"], status=sent[0]["status"])
+        for name, value in sent[0]["headers"]:
+            answer[name.decode()] = value.decode()
+        return answer
+
+
+class Answer(HttpResponse):
+    """An answer of a raw application, read as those of Django's client are."""
+
+    def json(self) -> Any:
+        """The value of the body."""
+        return json.loads(self.content)
 
 
 def bearer(credential: str) -> Caller:
@@ -91,7 +135,7 @@ def register(body: Any, secret: str | None = None, **headers: str) -> Any:
     name = body.get("name") if isinstance(body, dict) else None
     secret = secret_of(str(name)) if secret is None else secret
     extra = ({"X-LocalAI-Node-Secret": secret} if secret else {}) | headers
-    return bearer(REGISTRATION_TOKEN).post("/api/node/register", body, **extra)
+    return bearer(REGISTRATION_TOKEN).post(REGISTER, body, **extra)
 
 
 def make_node(

@@ -1,0 +1,94 @@
+"""What the raw ASGI routes of workers share: bodies, answers, and what follows a wrong credential."""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from channels.sessions import CookieMiddleware, SessionMiddleware
+
+from localai_cluster import clock, errors
+from localai_cluster.accounts.principals import Principal
+from localai_cluster.accounts.websockets import principal_of
+from localai_cluster.web import throttle
+from nodes.api.worker_auth import WORKERS_ONLY
+from nodes.registry import identity
+
+Scope = dict[str, Any]
+
+
+class ClientGone(Exception):
+    """The client left before it had sent its body."""
+
+
+def headers_of(scope: Scope) -> dict[bytes, str]:
+    """The headers by their names in lower case."""
+    return {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def client_of(scope: Scope) -> str:
+    """Where the request came from, as far as the socket tells; "" if it does not."""
+    return str((scope.get("client") or [""])[0])[:64]
+
+
+async def followed_up(refusal: errors.ClusterError, scope: Scope) -> errors.ClusterError:
+    """What the caller is told. A person is forbidden, not unknown; a wrong credential is counted."""
+    if refusal.status != 401 or isinstance(refusal, identity.MustRotate):
+        return refusal
+    if await _from_a_person(scope):
+        return errors.Forbidden(WORKERS_ONLY)
+    if isinstance(refusal, identity.WrongCredential):
+        try:
+            await asyncio.to_thread(throttle.shared().note, client_of(scope), clock.now())
+        except throttle.TooManyFailures as over:
+            return over
+    return refusal
+
+
+async def _from_a_person(scope: Scope) -> bool:
+    """Whether a user's key or a browser's session came with a refused beat: known, but not a worker."""
+    found: list[Principal] = []
+
+    async def note(inner: Any, receive: Any, send: Any) -> None:
+        found.append(await principal_of(inner))
+
+    asked: Any = CookieMiddleware(SessionMiddleware(note))
+    await asked(scope, None, None)
+    return found[0].is_authenticated
+
+
+async def body_of(receive: Any, limit: int) -> bytes:
+    """The body; raises ClientGone, and InvalidInput (413) for one over `limit` bytes."""
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > limit:
+            error = errors.InvalidInput(f"the request body is over {limit // 1024} kB")
+            error.status = 413
+            raise error
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+def method_not_allowed(method: str) -> errors.ClusterError:
+    """The refusal of a method that the route does not have."""
+    error = errors.InvalidInput(f'method "{method}" not allowed')
+    error.status = 405
+    return error
+
+
+async def respond(send: Any, status: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
+    """Sends one JSON answer."""
+    payload = json.dumps(body).encode()
+    lines: list[tuple[bytes, bytes]] = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(payload)).encode()),
+    ]
+    lines += [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": lines})
+    await send({"type": "http.response.body", "body": payload})

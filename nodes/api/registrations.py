@@ -1,0 +1,192 @@
+"""`POST /api/node/register`: a raw ASGI application in front of Django (§1.1, R1.29).
+
+A fleet that starts registers at once. All registrations that arrive while a transaction is under way share
+the next one. If that fails, or waits for a row too long, each is tried alone, so that every caller sees
+its own error only.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from asgiref.sync import ThreadSensitiveContext
+from channels.db import database_sync_to_async
+from django.conf import settings
+
+from localai_cluster import clock, conf, errors, names
+from localai_cluster.accounts import principals
+from localai_cluster.web import throttle
+from localai_cluster.web.envelopes import body_of, refusal_headers, translated
+from localai_cluster.web.parsers import MALFORMED, is_json, parse_object
+from nodes.api import worker_shapes
+from nodes.api.raw import (
+    ClientGone,
+    Scope,
+    client_of,
+    followed_up,
+    headers_of,
+    method_not_allowed,
+    respond,
+)
+from nodes.api.raw import body_of as request_body
+from nodes.api.worker_auth import NO_CREDENTIAL
+from nodes.registry import identity, services
+from nodes.registry.services import Claim, Registered
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+MOST_TOGETHER = 32
+PATIENCE = 1.0
+"""Seconds for which a shared transaction waits for a row that another one holds."""
+_PRIVATE = {"Cache-Control": "private, no-store"}
+_SHAPE, _ANSWER = worker_shapes.RegistrationSerializer(), worker_shapes.RegisteredSerializer()
+
+
+_Asked = tuple[Claim, "asyncio.Future[services.RegistrationOutcome | None]"]
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Runs `work` on a thread of its own with one of Django's connections."""
+    async with ThreadSensitiveContext():
+        return await database_sync_to_async(work)()
+
+
+class Registrar:
+    """Registers claims, all that arrive while a transaction is under way in the next one."""
+
+    def __init__(self) -> None:
+        self._asked: list[_Asked] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def register(self, claim: Claim) -> Registered:
+        """Registers one claim; raises like `services.register_one`."""
+        answer: asyncio.Future[services.RegistrationOutcome | None] = (
+            asyncio.get_running_loop().create_future()
+        )
+        self._asked.append((claim, answer))
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._register_all())
+        found = await answer
+        if found is None:
+            return await _in_thread(lambda: services.register_one(claim, **_circumstances()))
+        if isinstance(found, errors.Conflict):
+            raise found
+        return found
+
+    async def _register_all(self) -> None:
+        while self._asked:
+            batch, self._asked = _apart(self._asked)
+            outcomes = await self._together([claim for claim, _ in batch])
+            for (_, answer), outcome in zip(batch, outcomes, strict=True):
+                if not answer.done():
+                    answer.set_result(outcome)
+
+    async def _together(self, claims: Sequence[Claim]) -> Sequence[services.RegistrationOutcome | None]:
+        """What became of each claim; None for all if they have to be tried one by one."""
+        try:
+            return await _in_thread(
+                lambda: services.register_all(claims, **_circumstances(), patience=PATIENCE)
+            )
+        except Exception as error:
+            # Whatever it was: each caller finds out for itself, and gets its own answer.
+            if len(claims) > 1:
+                log.info("%d registrations are tried one by one: %s", len(claims), type(error).__name__)
+            return [None] * len(claims)
+
+
+def _apart(asked: Sequence[_Asked]) -> tuple[list[_Asked], list[_Asked]]:
+    """Those that can share a transaction, no two of one name or secret, and the rest."""
+    batch: list[_Asked] = []
+    rest: list[_Asked] = []
+    taken: set[str] = set()
+    for one in asked:
+        own = {
+            f"name {names.key(one[0].told.name)}",
+            f"secret {one[0].fingerprint or names.key(one[0].told.name)}",
+        }
+        if len(batch) == MOST_TOGETHER or own & taken:
+            rest.append(one)
+        else:
+            batch.append(one)
+            taken |= own
+    return batch, rest
+
+
+def _circumstances() -> dict[str, Any]:
+    return {"now": clock.now(), "auto_approve": conf.cluster().auto_approve_nodes}
+
+
+class RegistrationApplication:
+    """The ASGI application."""
+
+    error_type = "node_error"
+    flat_auth = True
+
+    def __init__(self) -> None:
+        self._registrar = Registrar()
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        """Answers one request."""
+        try:
+            status, body, headers = 201, await self._register(scope, receive), {}
+        except ClientGone:
+            return
+        except Exception as error:
+            refusal = translated(error)
+            if refusal is None:
+                raise
+            status, body, headers = refusal.status, body_of(refusal, self), refusal_headers(refusal)
+            if status == 405:
+                headers = {"Allow": "POST"}
+        await respond(send, status, body, _PRIVATE | headers)
+
+    async def _register(self, scope: Scope, receive: Any) -> dict[str, Any]:
+        headers, address = headers_of(scope), client_of(scope)
+        await _authenticate(scope, headers, address)
+        if scope["method"] != "POST":
+            raise method_not_allowed(scope["method"])
+        fields = await _fields(headers, receive)
+        await _check_token(fields.pop("token", ""), address)
+        registered = await self._registrar.register(
+            services.claim(
+                worker_shapes.registration(fields),
+                secret=headers.get(b"x-localai-node-secret", ""),
+                instance=identity.check_instance(headers.get(b"x-localai-node-instance", "")),
+                source_address=address,
+            )
+        )
+        shown: dict[str, Any] = _ANSWER.to_representation(registered.node)
+        return shown | ({"api_token": registered.api_token} if registered.api_token else {})
+
+
+async def _authenticate(scope: Scope, headers: dict[bytes, str], address: str) -> None:
+    """The shared token of the header. 401 with a wrong one, 429 unseen after too many failures."""
+    offered = principals.bearer(headers.get(b"authorization", ""))
+    try:
+        if not offered:
+            raise errors.NotAuthenticated(NO_CREDENTIAL)
+        await asyncio.to_thread(throttle.shared().check, address, clock.now())
+        if not principals.is_registration_token(offered):
+            raise identity.WrongCredential("invalid registration token")
+    except errors.NotAuthenticated as refusal:
+        raise await followed_up(refusal, scope) from refusal
+
+
+async def _fields(headers: dict[bytes, str], receive: Any) -> dict[str, Any]:
+    """The body's fields; raises InvalidInput, or DRF's ValidationError naming a field."""
+    raw = await request_body(receive, settings.DATA_UPLOAD_MAX_MEMORY_SIZE)
+    if raw and not is_json(headers.get(b"content-type", "")):
+        raise errors.InvalidInput(MALFORMED)
+    fields: dict[str, Any] = _SHAPE.run_validation(parse_object(raw))
+    return fields
+
+
+async def _check_token(token: str, address: str) -> None:
+    """The body carries the token too, and its refusal is nested where the header's is flat."""
+    if not token:
+        raise errors.NotAuthenticated("registration token required", field="token", nested=True)
+    if not principals.is_registration_token(token):
+        await asyncio.to_thread(throttle.shared().note, address, clock.now())
+        raise identity.WrongCredential("invalid registration token", field="token", nested=True)
