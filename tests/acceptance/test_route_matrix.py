@@ -32,8 +32,8 @@ _ACCOUNTS = """
 import json
 from django.contrib.auth import get_user_model, BACKEND_SESSION_KEY, HASH_SESSION_KEY, SESSION_KEY
 from django.contrib.sessions.backends.db import SessionStore
-from nodes import identity
-from nodes.models import InitialPassword
+from localai_cluster.accounts import principals
+from localai_cluster.accounts.models import InitialPassword
 made = {}
 for name, staff in (("ann", False), ("root", True), ("new", True)):
     user = get_user_model().objects.create_user(name, password="x", is_staff=staff, is_superuser=staff)
@@ -41,7 +41,7 @@ for name, staff in (("ann", False), ("root", True), ("new", True)):
     session[SESSION_KEY], session[HASH_SESSION_KEY] = str(user.pk), user.get_session_auth_hash()
     session[BACKEND_SESSION_KEY] = "localai_cluster.accounts.passwords.SessionBackend"
     session.save()
-    made[name] = [identity.create_api_key(user, "matrix")[1], session.session_key]
+    made[name] = [principals.create_api_key(user, "matrix")[1], session.session_key]
 InitialPassword.objects.create(user=user)
 print(json.dumps(made))
 """

@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 from asgiref.sync import sync_to_async
 
-from localai_cluster import clock
+from localai_cluster import cancel, clock
 from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.accounts.principals import hash_secret
 from nodes.api.heartbeats import Gate, HeartbeatApplication
+from nodes.inference import gateway
 from nodes.models import BackendNode
 from nodes.registry import heartbeats, known, services
 from nodes.registry.identity import WrongCredential
 from nodes.registry.known import KnownNodes
+from operations.waiting import Hints
 from tests.support import api
 from tests.support.beating import Counted, beat, made
 
@@ -140,3 +142,24 @@ async def test_many_at_once_wait_for_one_statement(database: Counted) -> None:
     calls = (gate.prove(beat_of(node, f"{number:064x}")) for number, node in enumerate(fleet))
     assert await asyncio.gather(*calls) == [None] * 20
     assert database.statements == [known.ALL]
+
+
+async def test_a_web_process_hears_of_a_change(database: Counted) -> None:
+    """The NOTIFY of a revoked secret reaches the memory of a process that listens."""
+    node, memory = await made(), known.shared()
+    listening = asyncio.create_task(gateway._hear(Hints()))
+    try:
+
+        async def remembered() -> bool:
+            await memory.refresh(database)
+            return memory.accepts(beat_of(node))
+
+        async def forgotten() -> bool:
+            return not memory.accepts(beat_of(node))
+
+        assert await clock.wait_until(remembered, timeout=10)
+        await sync_to_async(services.revoke)(node.id, actor=ROOT, now=clock.now())
+        assert await clock.wait_until(forgotten, timeout=4)
+    finally:
+        await cancel.end(listening)
+        memory.hear("")
