@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from asgiref.sync import sync_to_async
-from django.db import connection, transaction
+from django.db import connection, connections, transaction
 from django.test.utils import CaptureQueriesContext
 
 from localai_cluster import clock, errors, logs
@@ -20,6 +20,12 @@ from tests.support import api
 pytestmark = pytest.mark.django_db(transaction=True)
 ROOT = Actor(ActorKind.USER, "root")
 FLEET = [f"w{number}" for number in range(12)]
+
+
+@pytest.fixture(autouse=True)
+def no_connection_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A web process gives connections back to its pool; here each thread's own one is closed."""
+    monkeypatch.setattr("channels.db.close_old_connections", connections.close_all)
 
 
 def claim(name: str, secret: str | None = None, **fields: Any) -> Claim:
@@ -130,6 +136,7 @@ async def test_a_row_that_somebody_holds_delays_its_own_node_only(monkeypatch: p
     release.set()
     assert (await waiting).node.pk == held.pk
     await holding
+    await sync_to_async(connections.close_all)()
 
 
 def test_the_database_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
