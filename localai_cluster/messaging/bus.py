@@ -77,6 +77,10 @@ class Bus(Protocol):
     def generation(self) -> int:
         """How many connections there have been: 0 before the first, one more after every reconnect."""
 
+    @property
+    def connected_since(self) -> float:
+        """When the present connection began, or the last one; on the monotonic clock."""
+
     async def wait_connected(self, *, after: int = 0) -> int:
         """Waits for a live connection of a generation above `after`; returns its generation."""
 

@@ -8,6 +8,7 @@ while there is no connection fails at once.
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
@@ -82,6 +83,7 @@ class NatsBus:
         self._name = name
         self._link: _Link | None = None
         self._generation = 0
+        self._connected_since = -math.inf
         self._arrived = asyncio.Condition()
         self._wiring = asyncio.Lock()
         self._subscriptions: set[_Standing] = set()
@@ -101,6 +103,11 @@ class NatsBus:
     def generation(self) -> int:
         """How many connections there have been."""
         return self._generation
+
+    @property
+    def connected_since(self) -> float:
+        """When the present connection began, or the last one; on the monotonic clock."""
+        return self._connected_since
 
     async def wait_connected(self, *, after: int = 0) -> int:
         """Waits for a live connection of a generation above `after`; returns its generation."""
@@ -243,7 +250,7 @@ class NatsBus:
             for standing in self._subscriptions:
                 await _quietly(standing.attach(link.client))
             await _quietly(link.client.flush(FLUSH_TIMEOUT))
-            self._link = link
+            self._link, self._connected_since = link, clock.monotonic()
         async with self._arrived:
             self._generation += 1
             self._arrived.notify_all()

@@ -4,9 +4,10 @@ It waits for a node that is away, until `gives_up_at`; then it fails and says wh
 """
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, assert_never
 from uuid import UUID
 
 from localai_cluster import clock, conf, errors
@@ -14,11 +15,14 @@ from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.codec import encode_galleries
 from nodes.backends import inventory
-from nodes.backends.commands import Worker, WorkerGone
+from nodes.backends.commands import Worker
+from nodes.backends.outcomes import BusDown, Done, NoResponders, Outcome, Refused, StillRunning, Unreadable
 from nodes.models import BackendNode
 from operations.executor import Postpone, Work, in_thread, retry_delay
 from operations.models import Operation
 from operations.services import LeaseLost, Tick
+
+log = logging.getLogger(__name__)
 
 KIND = "backend_install"
 _LOOK_AT_ABSENT_NODE = 15.0
@@ -86,29 +90,41 @@ class InstallBackend:
         self._bus = bus
 
     async def __call__(self, work: Work) -> Mapping[str, Any]:
-        """Sends the command and turns its reply into the outcome."""
-        node = await in_thread(find_node, work.operation.node_id)
-        if node.status == "offline":
-            raise await _later(
-                work, f"node {node.name} is offline", seconds=_LOOK_AT_ABSENT_NODE, waiting=True
-            )
-        await work.report(Tick(phase="resolving", message=f"asking {node.name}", node_id=node.id))
-        worker = Worker(self._bus, str(node.id), node.name)
+        """Sends the command and turns its outcome into the operation's.
 
+        While there is no answer, the operation says why and asks again: the worker joins what it carries out.
+        """
+        while True:
+            node = await in_thread(find_node, work.operation.node_id)
+            if node.status == "offline":
+                reason = f"node {node.name} is offline"
+                raise await _later(work, reason, seconds=_LOOK_AT_ABSENT_NODE, waiting=True)
+            await work.report(Tick(phase="resolving", message=f"asking {node.name}", node_id=node.id))
+            outcome = await self._install(work, node)
+            match outcome:
+                case Done():
+                    # Before the operation ends: whoever hears of its end finds the backend in the list.
+                    await inventory.refresh(self._bus, node.id)
+                    return {"node": node.name}
+                case Refused(reason) | Unreadable(reason):
+                    raise InstallFailed(reason)
+                case NoResponders(reason):
+                    raise await _later(work, reason, seconds=retry_delay(work.operation.attempts))
+                case StillRunning(reason) | BusDown(reason):
+                    if isinstance(given_up := await _later(work, reason, seconds=0), InstallFailed):
+                        raise given_up
+                    log.info("%s (%s): %s; asking again", work.operation.kind, work.id, reason)
+                    await work.report(Tick(message=f"{reason}; asking again", node_id=node.id))
+                case _:
+                    assert_never(outcome)
+
+    async def _install(self, work: Work, node: BackendNode) -> Outcome[messages.InstallReply]:
         async def on_progress(event: messages.ProgressEvent) -> None:
             await _report(work, node, event)
 
-        try:
-            reply = await worker.install(
-                self._request(work), timeout=conf.cluster().install_timeout, on_progress=on_progress
-            )
-        except WorkerGone as gone:
-            raise await _later(work, gone.message, seconds=retry_delay(work.operation.attempts)) from gone
-        if not reply.success:
-            raise InstallFailed(reply.error or "the worker gave no reason")
-        # Before the operation ends: who hears of its end finds the backend in the node's list.
-        await inventory.refresh(self._bus, node.id)
-        return {"node": node.name}
+        return await Worker(self._bus, str(node.id), node.name).install(
+            self._request(work), timeout=conf.cluster().install_timeout, on_progress=on_progress
+        )
 
     @staticmethod
     def _request(work: Work) -> messages.InstallRequest:

@@ -13,17 +13,18 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, assert_never
 from uuid import UUID
 
 from django.db import Error as DatabaseError
 from django.db import transaction
 from django.db.models import Case, DateTimeField, F, Q, Value, When
 
-from localai_cluster import clock, errors, names
-from localai_cluster.messaging.bus import Bus, NotConnected
-from localai_cluster.messaging.messages import InstalledBackend, ListReply
-from nodes.backends.commands import LIST_TIMEOUT, Worker, WorkerGone
+from localai_cluster import clock, names
+from localai_cluster.messaging.bus import Bus
+from localai_cluster.messaging.messages import InstalledBackend
+from nodes.backends.commands import LIST_TIMEOUT, Worker
+from nodes.backends.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
 from nodes.models import BackendNode, NodeBackend
 from nodes.models.querysets import BackendNodeQuerySet
 from operations import events
@@ -206,24 +207,23 @@ async def ask(bus: Bus, asked: Question, *, pause: float = _FIRST_PAUSE) -> bool
     Without one the node is due again after `pause` seconds. Raises DatabaseError.
     """
     asked_at = clock.now()
-    try:
-        reply = await Worker(bus, str(asked.id), asked.name).backends()
-        problem = f"the worker cannot read its backends: {reply.error}" if reply.error else ""
-    except errors.ClusterError as error:
-        reply, problem = ListReply(), _why(error)
-    if problem:
-        await in_thread(store_error, asked, problem, asked_at=asked_at, pause=pause)
-        return False
-    await in_thread(store, asked, reply.backends, asked_at=asked_at)
-    return True
-
-
-def _why(error: errors.ClusterError) -> str:
-    if isinstance(error.__cause__, NotConnected):
-        return "the message bus is not connected"
-    if isinstance(error, WorkerGone):
-        return "the worker does not answer on the bus"
-    return f"the worker's list cannot be read: {error.message}"
+    answer = await Worker(bus, str(asked.id), asked.name).backends()
+    match answer:
+        case Done(reply):
+            await in_thread(store, asked, reply.backends, asked_at=asked_at)
+            return True
+        case Refused(reason):
+            problem = f"the worker cannot read its backends: {reason}"
+        case NoResponders() | StillRunning():
+            problem = "the worker does not answer on the bus"
+        case BusDown(reason):
+            problem = reason
+        case Unreadable(reason):
+            problem = f"the worker's list cannot be read: {reason}"
+        case _:
+            assert_never(answer)
+    await in_thread(store_error, asked, problem, asked_at=asked_at, pause=pause)
+    return False
 
 
 async def refresh(bus: Bus, node_id: UUID) -> None:

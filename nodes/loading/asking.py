@@ -7,11 +7,12 @@ the dead, and several nodes are asked at once, so that a row of dead ones costs 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import assert_never
 from uuid import UUID
 
-from localai_cluster.messaging import messages, subjects
-from localai_cluster.messaging.bus import Bus, NoResponders, RequestTimeout, ask
-from localai_cluster.messaging.codec import DecodeError
+from localai_cluster.messaging.bus import Bus, NotConnected
+from nodes.backends.commands import Worker
+from nodes.backends.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
 from nodes.placement.choose import NodeView
 
 ANSWER_WITHIN = 3.0
@@ -48,12 +49,17 @@ async def best_that_answers(bus: Bus, ranked: Sequence[NodeView]) -> Answer:
 
 
 async def _answers(bus: Bus, node: NodeView) -> bool:
-    subject = subjects.backend_list(str(node.id))
     try:
         async with asyncio.timeout(ANSWER_WITHIN):
-            await ask(bus, subject, messages.Nothing(), messages.ListReply, ANSWER_WITHIN)
-    except (NoResponders, RequestTimeout, TimeoutError):
+            answer = await Worker(bus, str(node.id), node.name).backends(ANSWER_WITHIN)
+    except TimeoutError:
         return False
-    except DecodeError:
-        return True  # somebody is there; what it said is for the attempt to judge
-    return True
+    match answer:
+        case Done() | Refused() | Unreadable():
+            return True  # its worker is there; what it said is for the attempt to judge
+        case NoResponders() | StillRunning():
+            return False
+        case BusDown(reason):
+            raise NotConnected(reason)
+        case _:
+            assert_never(answer)

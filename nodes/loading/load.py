@@ -4,7 +4,9 @@ Steps: clear what an earlier attempt left, place on a node whose worker answers,
 worker lacks it (an operation of its own, which others may join), have the process started, `LoadModel`,
 publish the row. Each step may be the last one of this process: the row in `loading` carries the attempt's
 mark, the operation its fence, and the next attempt starts by clearing up. An attempt lives as long as its
-row, which goes with the node. What is loaded depends on the stored definition only.
+row, which goes with the node. An attempt that does not publish a replica has its engine stopped, and the
+note in `engines.py` stays until a controller has seen that it is gone. What is loaded depends on the stored
+definition only.
 """
 
 import asyncio
@@ -12,7 +14,7 @@ import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, assert_never
 from uuid import UUID
 
 from django.db import Error as DatabaseError
@@ -24,14 +26,16 @@ from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError, Busy, DeadlineExceeded, Lost, Refused
 from localai_cluster.rpc.messages import options_from_mapping
 from nodes.backends import install
-from nodes.backends.commands import Worker, WorkerGone, unless
+from nodes.backends.commands import Worker, unless
+from nodes.backends.outcomes import BusDown, Done, NoResponders, StillRunning, Unreadable
+from nodes.backends.outcomes import Refused as WorkerRefused
 from nodes.definitions.files import Definition, Folder, load_options, revision
-from nodes.loading import placing
+from nodes.loading import engines, placing
 from nodes.placement.setbacks import Setbacks, after_failure, into_payload
 from nodes.replicas import slots
 from nodes.replicas.slots import Slot
 from operations import services
-from operations.executor import Postpone, Work, in_thread, retry_delay
+from operations.executor import Postpone, Unwanted, Work, in_thread, retry_delay
 from operations.models import TERMINAL, Operation, Status
 from operations.services import Tick
 from operations.waiting import Hints
@@ -44,13 +48,19 @@ _LOOK_AT_SLOT = 2.0
 _SHARE_OF_INSTALL = 0.9
 """How far a load is when its backend has been brought; starting and loading are the rest."""
 _ENGINE_DEATHS = 3
-"""A model whose engine dies while loading is not tried more often than this."""
+"""A model whose engine dies while loading is not tried more often than this; the operation counts them."""
 
 
 class LoadFailed(errors.Unavailable):
     """The model could not be loaded."""
 
     code = "model_load_failed"
+
+
+class WorkerGone(errors.Unavailable):
+    """The attempt's worker is gone, or its place on it."""
+
+    code = "worker_gone"
 
 
 def key(model_name: str) -> str:
@@ -100,28 +110,30 @@ class LoadModel:
 
     async def __call__(self, work: Work) -> Mapping[str, Any]:
         """Carries the load out, or says what it waits for."""
+        await self._clear_up(work)
         definition = self._definitions.find(work.operation.element)
         if definition is None:
             raise errors.NotFound(f"there is no definition of the model {work.operation.element}")
-        await self._clear_up(work)
         if await in_thread(slots.serving, definition.name):
             return {"already_loaded": True}
         attempt = await self._place(work, definition)
         try:
             return await unless(_slot_lost(attempt), self._carry_out(attempt))
         except (WorkerGone, Lost, Refused, Busy) as gone:
-            await in_thread(slots.drop, attempt.slot, mark=attempt.mark)
+            await _give_up(attempt)
             # Read anew: requests that came while the attempt ran have moved the wish.
             raise _again(attempt, await in_thread(Operation.objects.get, pk=work.id), gone) from gone
         except Exception:
-            await in_thread(slots.drop, attempt.slot, mark=attempt.mark)
+            await _give_up(attempt)
             raise
 
     async def _clear_up(self, work: Work) -> None:
-        for slot in await in_thread(slots.leftovers, work.operation.element, mark=mark_of(work)):
-            log.info("clearing up %s#%d on %s", work.operation.element, slot.replica_index, slot.node_name)
-            worker = Worker(self._bus, str(slot.node_id), slot.node_name)
-            await worker.stop(messages.process_key(work.operation.element, slot.replica_index))
+        """Has the engines of earlier attempts stopped; their notes stay until that is confirmed."""
+        model, mark = work.operation.element, mark_of(work)
+        for engine in await in_thread(engines.of_earlier_attempts, model, mark=mark):
+            log.info("clearing up %s on %s", engine.process_key, engine.node_id)
+            await Worker(self._bus, str(engine.node_id), "").stop(engine.process_key)
+        await in_thread(slots.leftovers, model, mark=mark)
 
     async def _place(self, work: Work, definition: Definition) -> Attempt:
         place = await placing.place(self._bus, work, definition, mark=mark_of(work))
@@ -154,7 +166,7 @@ class LoadModel:
         """Has the backend installed when the worker does not list it, and waits for that operation."""
         backend = attempt.definition.backend
         await attempt.report("installing", f"looking for {backend} on {attempt.slot.node_name}")
-        listed = await attempt.worker.backends()
+        listed = await _listed(attempt)
         if any(entry.name.lower() == backend.lower() for entry in listed.backends):
             return
         state = await self._follow_install(attempt, await in_thread(_admit_install, attempt))
@@ -194,14 +206,12 @@ class LoadModel:
             replica_index=attempt.slot.replica_index,
             op_id=str(attempt.work.id),
         )
-        reply = await attempt.worker.install(request, timeout=conf.cluster().install_timeout)
-        if reply.interrupted:
-            raise Postpone(f"{attempt.process_key} was stopped while it started", seconds=1.0)
-        if not reply.success:
-            reason = reply.error or "no reason given"
-            raise LoadFailed(f"{attempt.definition.backend} on {attempt.slot.node_name}: {reason}")
+        now = clock.now()
+        await in_thread(engines.note, attempt.slot, attempt.definition.name, mark=attempt.mark, now=now)
+        reply = await _started(attempt, request)
         if not reply.address:
             raise LoadFailed(f"node {attempt.slot.node_name} named no address for {attempt.process_key}")
+        await in_thread(engines.note_address, attempt.mark, reply.address)
         return reply.address
 
     async def _load(self, attempt: Attempt, address: str) -> None:
@@ -213,12 +223,9 @@ class LoadModel:
                 options_from_mapping(load_options(attempt.definition)), timeout=limit
             )
         except DeadlineExceeded as error:
-            # Fenced: after a long pause the process under this key may be a later attempt's.
-            await attempt.report("loading", f"stopping {attempt.process_key}: it took too long")
-            await attempt.worker.stop(attempt.process_key)
             raise LoadFailed(
                 f"loading took longer than {limit:.0f} s (LOCALAI_NATS_MODEL_LOAD_TIMEOUT);"
-                " the engine was stopped"
+                " the engine is stopped"
             ) from error
         except (Refused, Lost, Busy):
             raise
@@ -231,6 +238,56 @@ class LoadModel:
             raise LoadFailed(
                 f"{attempt.definition.backend} refused to load: {result.message or 'no reason given'}"
             )
+
+
+async def _listed(attempt: Attempt) -> messages.ListReply:
+    """What the worker has installed; WorkerGone when another node is the better choice."""
+    while True:
+        answer = await attempt.worker.contact()
+        match answer:
+            case Done(listed):
+                return listed
+            case WorkerRefused(reason) | NoResponders(reason) | StillRunning(reason) | Unreadable(reason):
+                raise WorkerGone(reason)
+            case BusDown(reason):
+                await _keep_waiting(attempt, reason)
+            case _:
+                assert_never(answer)
+
+
+async def _started(attempt: Attempt, request: messages.InstallRequest) -> messages.InstallReply:
+    """The worker's answer to the start, waited for as long as the worker is there and the load is wanted."""
+    backend, node_name = attempt.definition.backend, attempt.slot.node_name
+    while True:
+        outcome = await attempt.worker.install(request, timeout=conf.cluster().install_timeout)
+        match outcome:
+            case Done(reply):
+                return reply
+            case WorkerRefused(_, reply) if reply.interrupted:
+                raise Postpone(f"{attempt.process_key} was stopped while it started", seconds=1.0)
+            case WorkerRefused(reason) | Unreadable(reason):
+                raise LoadFailed(f"{backend} on {node_name}: {reason}")
+            case NoResponders(reason):
+                raise WorkerGone(reason)
+            case StillRunning(reason) | BusDown(reason):
+                await _keep_waiting(attempt, reason)
+            case _:
+                assert_never(outcome)
+
+
+async def _keep_waiting(attempt: Attempt, reason: str) -> None:
+    """Says what the load waits for. Raises Unwanted when no request waits for it any more."""
+    wanted_until = (await in_thread(Operation.objects.get, pk=attempt.work.id)).wanted_until
+    if wanted_until is not None and wanted_until < clock.now():
+        raise Unwanted(f"no request waits for it any more; {reason}")
+    await attempt.report("loading", f"{reason}; asking again")
+
+
+async def _give_up(attempt: Attempt) -> None:
+    """Has the attempt's engine stopped, unless a later attempt has taken its place over; frees the slot."""
+    if await in_thread(engines.noted, attempt.mark):
+        await attempt.worker.stop(attempt.process_key)
+    await in_thread(slots.drop, attempt.slot, mark=attempt.mark)
 
 
 def _admit_install(attempt: Attempt) -> UUID:
@@ -263,12 +320,13 @@ async def _slot_lost(attempt: Attempt) -> NoReturn:
 
 def _again(attempt: Attempt, operation: Operation, gone: errors.ClusterError) -> Exception:
     """What follows when worker or engine vanished: another attempt elsewhere, or the end."""
+    deaths = operation.payload.get("engine_deaths", 0) + (not isinstance(gone, WorkerGone))
     setbacks = after_failure(attempt.setbacks, attempt.slot.node_id, clock.now())
-    payload = into_payload(operation.payload, setbacks)
+    payload = into_payload(operation.payload, setbacks) | {"engine_deaths": deaths}
     if isinstance(gone, WorkerGone):
         # The node rests, the load does not: the next look takes another node, or says what it waits for.
         return placing.later(operation, f"{gone.message}; trying another node", seconds=0, payload=payload)
-    if operation.attempts >= _ENGINE_DEATHS:
+    if deaths >= _ENGINE_DEATHS:
         return LoadFailed(f"the engine of {attempt.definition.name} died while loading: {gone.message}")
     pause = retry_delay(operation.attempts)
     return placing.later(operation, gone.message, seconds=pause, payload=payload, waiting=False)

@@ -1,5 +1,6 @@
 """The rows of the registry: nodes and labels, history, replicas, what is installed and remembered."""
 
+from nodes.models.engine import EngineStart
 from nodes.models.history import NodeConflict, NodeEvent, RevokedSecret
 from nodes.models.inventory import NodeBackend
 from nodes.models.memory import ModelLoadInfo, ModelSchedulingConfig, PendingBackendOp
@@ -8,6 +9,7 @@ from nodes.models.replica import NodeModel, ReplicaState, ReplicaUse, WebProcess
 
 __all__ = [
     "BackendNode",
+    "EngineStart",
     "ModelLoadInfo",
     "ModelSchedulingConfig",
     "NodeBackend",

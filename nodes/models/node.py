@@ -82,6 +82,12 @@ class BackendNode(models.Model):
     """The worker drained itself; its next registration ends that. An admin's drain ends by an admin alone."""
     drain_deadline = _when()
     """When the replicas go even if requests still run on them."""
+    engines_gone_at = _when()
+    """Since when a drained node is known to run no engine: it is safe to power off."""
+    engines_error = _why()
+    """Why that could not be confirmed."""
+    engines_due_at = _when()
+    """When a controller looks again at what runs there; null = at once."""
     offline_at, offline_by, offline_reason = _when(), _who(), _why()
     offline_recovers = models.BooleanField(default=False, editable=False)
     """A heartbeat brings it back: it fell silent, it did not leave (R5.5, R5.7)."""

@@ -43,6 +43,8 @@ _KIND = {
 }
 ALWAYS_TOLD = frozenset({Event.REGISTERED, Event.DRAIN_ENDED, Event.HANDED_OVER, Event.DEREGISTERED})
 """Events that are news even when no fact changes."""
+ENGINES_UNKNOWN: Mapping[str, Any] = {"engines_gone_at": None, "engines_error": "", "engines_due_at": None}
+"""Nothing is known of the engines of a drained node: a controller looks at once."""
 _REASON_LENGTH = 255
 _MOVED = "the node was changed by somebody else meanwhile"
 
@@ -76,7 +78,7 @@ def columns(before: Facts, after: Facts, actor: Actor, reason: str, now: datetim
             stamp = (now, str(actor), reason[:_REASON_LENGTH]) if value else (None, "", "")
             changed |= dict(zip((at, by, why), stamp, strict=True))
     if after.drained != before.drained:
-        changed |= {"drain_is_own": after.drained == "own", "drain_deadline": None}
+        changed |= {"drain_is_own": after.drained == "own", "drain_deadline": None, **ENGINES_UNKNOWN}
     if after.offline != before.offline:
         # Nobody asks an absent worker for its backends: it is due when it is back.
         changed |= {"offline_recovers": after.offline == "silent", "inventory_due_at": None}

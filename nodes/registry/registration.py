@@ -19,7 +19,7 @@ from localai_cluster.accounts import actors, principals
 from localai_cluster.messaging.messages import process_key
 from nodes.models import BackendNode, NodeConflict, NodeModel, NodeType
 from nodes.registry import agents, budget, claims, identity, states
-from nodes.registry.change import Change, facts_of, save_all
+from nodes.registry.change import ENGINES_UNKNOWN, Change, facts_of, save_all
 from nodes.registry.cooldowns import clear_cooldowns
 from nodes.registry.fleet import lock_in_order
 from nodes.registry.labels import check_labels, reported_labels
@@ -290,6 +290,8 @@ def _admit(node: BackendNode, made: Claim, now: datetime, auto_approve: bool) ->
     change.happen(Event.REGISTERED, actors.WORKER, reason=cause, detail=detail)
     if auto_approve and not isinstance(states.apply(Event.AUTO_APPROVED, facts_of(node)), states.Refusal):
         change.happen(Event.AUTO_APPROVED, actors.AUTO_APPROVAL)
+    if node.drained_at is not None and restarted:
+        change.set(**ENGINES_UNKNOWN)
     change.set(last_heartbeat=now, source_address=made.source_address, node_type=told.node_type)
     change.set(inventory_due_at=now + timedelta(seconds=LISTS_AFTER), **_figures(node, told))
     return change

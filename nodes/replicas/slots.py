@@ -14,7 +14,7 @@ from django.db import IntegrityError, transaction
 from django.db.models import Count, F, Q, Sum
 from django.db.models.functions import Coalesce
 
-from nodes.models import BackendNode, ModelLoadInfo, NodeModel
+from nodes.models import BackendNode, EngineStart, ModelLoadInfo, NodeModel
 from nodes.placement.choose import NodeView
 
 
@@ -132,6 +132,8 @@ def publish(
             updated_at=now,
         )
         if published:
+            # From here on the replica accounts for the engine.
+            EngineStart.objects.filter(mark=mark).delete()
             model_name = NodeModel.objects.values_list("model_name", flat=True).get(pk=slot.id)
             ModelLoadInfo.objects.update_or_create(
                 model_name=model_name,

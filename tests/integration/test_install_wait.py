@@ -11,8 +11,8 @@ from nodes.models import BackendNode
 from operations import services
 from operations.executor import Postpone, Work
 from operations.models import Operation
-from tests.integration.test_loading import Bus
 from tests.support import api, hot
+from tests.support.bus import PlayedBus
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -50,7 +50,7 @@ async def test_an_install_waits_for_its_node_and_fails_when_its_time_is_over(
         return claimed(node, seconds_left=60), claimed(node, seconds_left=-1)
 
     patient, late = await hot.in_thread(prepared)
-    handler = install.InstallBackend(Bus())
+    handler = install.InstallBackend(PlayedBus())
     with pytest.raises(Postpone, match=reason) as pause:
         await handler(patient)
     assert pause.value.waiting is waiting
@@ -67,7 +67,7 @@ async def test_an_install_that_is_asked_for_again_meanwhile_waits_on() -> None:
         return work
 
     with pytest.raises(Postpone):
-        await install.InstallBackend(Bus())(await hot.in_thread(prepared))
+        await install.InstallBackend(PlayedBus())(await hot.in_thread(prepared))
 
 
 def test_an_install_by_rest_says_when_it_gives_up_and_asking_again_moves_that() -> None:

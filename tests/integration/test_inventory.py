@@ -4,6 +4,7 @@ The bus is played by the test, the database is real.
 """
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import datetime, timedelta
@@ -46,7 +47,7 @@ class Closed:
 class Bus:
     """Workers by subject: bytes to answer, or an error to raise; `gate` holds all answers back."""
 
-    connected, generation = True, 1
+    connected, generation, connected_since = True, 1, -math.inf
 
     def __init__(self) -> None:
         self.replies: dict[str, Any] = {}

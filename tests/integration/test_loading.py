@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import uuid4
 
@@ -17,69 +18,27 @@ from django.db import connection, transaction
 from localai_cluster import clock
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
-from localai_cluster.messaging.bus import Handler, NoResponders, NotConnected, Subscription
-from localai_cluster.messaging.codec import encode
-from nodes.backends import install
+from localai_cluster.messaging.bus import NoResponders, NotConnected, RequestTimeout
+from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost
+from nodes.backends import commands, install
 from nodes.definitions.files import Folder
-from nodes.loading import asking, load
-from nodes.models import BackendNode, NodeModel
+from nodes.loading import asking, engines, load
+from nodes.models import BackendNode, EngineStart, NodeModel
 from nodes.placement.setbacks import from_payload
 from nodes.replicas import slots
 from nodes.replicas.slots import Slot
 from operations import services
-from operations.executor import Postpone, Unwanted, Work
+from operations.executor import Postpone, Unwanted, Work, in_thread
 from operations.models import Operation
 from operations.states import Event
 from operations.waiting import Hints
 from tests.conftest import eventually
 from tests.support import hot
+from tests.support.bus import NEVER, PlayedBus
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
 BACKEND = m.InstalledBackend(name="echo")
-
-
-class Closed:
-    """A subscription that nothing arrives on."""
-
-    async def close(self) -> None:
-        """Nothing to end."""
-
-
-class Bus:
-    """Workers by subject: a reply, or None for one that never answers; nobody else listens."""
-
-    connected, generation = True, 1
-
-    def __init__(self) -> None:
-        self.replies: dict[str, Any] = {}
-        self.asked: list[str] = []
-        self.lost = False
-
-    async def wait_connected(self, *, after: int = 0) -> int:
-        return self.generation
-
-    async def publish(self, subject: str, payload: bytes) -> None:
-        """Nobody takes it amiss."""
-
-    async def request(self, subject: str, payload: bytes, timeout: float) -> bytes:
-        self.asked.append(subject)
-        if self.lost:
-            raise NotConnected(subject)
-        if subject not in self.replies:
-            raise NoResponders(subject)
-        reply = self.replies[subject]
-        if reply is None:
-            await asyncio.Event().wait()
-        return encode(reply)
-
-    async def subscribe(
-        self, subject: str, handler: Handler, *, limit: int = 64, queue: str = ""
-    ) -> Subscription:
-        return Closed()
-
-    async def close(self) -> None:
-        """Nothing to end."""
 
 
 class Stage:
@@ -87,7 +46,7 @@ class Stage:
 
     def __init__(self, folder: Path) -> None:
         (folder / "echo.yaml").write_text("name: echo\nbackend: echo\nparameters: {model: echo}\n")
-        self.bus = Bus()
+        self.bus = PlayedBus()
         self.one, self.two = hot.node("one"), hot.node("two")
         now = clock.now()
         request = services.OperationRequest(
@@ -105,7 +64,7 @@ class Stage:
     def lists(self, node: BackendNode, *backends: m.InstalledBackend) -> None:
         self.bus.replies[subjects.backend_list(str(node.id))] = m.ListReply(backends)
 
-    def installs(self, node: BackendNode, reply: m.InstallReply | None) -> None:
+    def installs(self, node: BackendNode, reply: Any) -> None:
         self.bus.replies[subjects.backend_install(str(node.id))] = reply
 
     def want(self) -> None:
@@ -169,7 +128,7 @@ async def test_a_load_ends_when_its_slot_is_gone(stage: Stage) -> None:
     The worker here is a stock one: it does not name its process, so nothing else tells that it was restarted.
     """
     stage.lists(stage.one, BACKEND)
-    stage.installs(stage.one, None)
+    stage.installs(stage.one, NEVER)
     await hot.in_thread(stage.want)
 
     def silent() -> bool:
@@ -177,6 +136,7 @@ async def test_a_load_ends_when_its_slot_is_gone(stage: Stage) -> None:
 
     ended = await stage.play(silent)
     assert isinstance(ended, Postpone), ended
+    assert stage.bus.stops(stage.one.id) == ["echo#0"], "its engine may live on"
 
 
 async def test_whoever_came_later_keeps_the_load_alive(stage: Stage) -> None:
@@ -207,9 +167,9 @@ async def test_twelve_dead_nodes_cost_one_attempt_a_short_wait(
     ]
     alive = await hot.in_thread(hot.node, "local")
     stage.lists(alive, BACKEND)
-    stage.installs(alive, None)
+    stage.installs(alive, NEVER)
     for node in dead if silence == "no answer" else []:
-        stage.bus.replies[subjects.backend_list(str(node.id))] = None
+        stage.bus.replies[subjects.backend_list(str(node.id))] = NEVER
     await hot.in_thread(stage.want)
 
     def placed() -> bool:
@@ -225,7 +185,7 @@ async def test_twelve_dead_nodes_cost_one_attempt_a_short_wait(
     attempt.cancel()
     await asyncio.gather(attempt, return_exceptions=True)
     asked = [subjects.backend_list(str(node.id)) for node in dead]
-    assert [stage.bus.asked.count(subject) for subject in asked] == [1] * len(dead)
+    assert [len(stage.bus.asked[subject]) for subject in asked] == [1] * len(dead)
 
 
 async def test_a_load_whose_nodes_are_all_silent_waits_and_says_so(stage: Stage) -> None:
@@ -245,7 +205,8 @@ async def test_a_load_whose_nodes_are_all_silent_waits_and_says_so(stage: Stage)
 
 async def test_without_the_bus_no_node_is_blamed(stage: Stage) -> None:
     """This controller has lost its connection: nothing is known of the nodes, and no node's change helps."""
-    stage.bus.lost = True
+    for node in (stage.one, stage.two):
+        stage.bus.replies[subjects.backend_list(str(node.id))] = NotConnected("lost")
     await hot.in_thread(stage.want)
     ended = await stage.play()
     assert isinstance(ended, Postpone), ended
@@ -258,6 +219,158 @@ async def test_a_load_that_nobody_wants_any_more_says_so_at_its_next_look(stage:
     ended = await stage.play()
     assert isinstance(ended, Unwanted), ended
     assert "2 not answering" in str(ended)
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `LoadModel` of each engine comes to, in turn: nothing, an error, or something to do first."""
+    script: list[Any] = []
+
+    class Client:
+        def __init__(self, address: str, token: str) -> None:
+            self.address = address
+
+        async def load_model(self, options: Any, timeout: float) -> Any:
+            what = script.pop(0) if script else None
+            if isinstance(what, Exception):
+                raise what
+            if what is not None:
+                await hot.in_thread(what)
+            return SimpleNamespace(success=True, message="")
+
+        async def close(self) -> None:
+            """Nothing to end."""
+
+    monkeypatch.setattr(load, "BackendClient", Client)
+    return script
+
+
+STARTED = m.InstallReply(True, "127.0.0.1:7")
+
+
+def left() -> list[tuple[str, str]]:
+    """Engines that may have to be stopped, with their addresses."""
+    return [(str(row), row.address) for row in EngineStart.objects.all()]
+
+
+async def test_a_lost_bus_and_an_early_lack_of_a_listener_move_no_load(
+    stage: Stage, loads: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker goes on with what it was told: the load stays with it."""
+    monkeypatch.setattr(commands, "_ASK_AGAIN", 0.0)
+
+    def lost() -> Exception:
+        stage.bus.generation += 1
+        stage.bus.connected_since = clock.monotonic()
+        return NotConnected("lost")
+
+    listed = m.ListReply((BACKEND,))
+    absent = NoResponders("early")
+    stage.bus.replies[subjects.backend_list(str(stage.one.id))] = [*[listed] * 3, absent, absent, listed]
+    stage.installs(stage.one, [lost, STARTED])
+    assert (await stage.handler(stage.work))["node"] == "one"
+    assert stage.bus.stops(stage.one.id) == []
+    assert await hot.in_thread(left) == [], "the replica accounts for the engine"
+
+
+async def test_a_start_that_takes_long_is_waited_for(stage: Stage, loads: list[Any]) -> None:
+    """The time limit is no failure while the worker is there and a request waits."""
+    stage.lists(stage.one, BACKEND)
+    stage.installs(stage.one, [RequestTimeout("late"), STARTED])
+    await hot.in_thread(stage.want)
+    assert (await stage.handler(stage.work))["node"] == "one"
+
+
+@pytest.mark.rule("R2.62")
+async def test_a_cancelled_load_has_its_engine_stopped(stage: Stage) -> None:
+    """No request waits any more while the engine still starts."""
+    stage.lists(stage.one, BACKEND)
+    stage.installs(stage.one, RequestTimeout("late"))
+    ended = await stage.play()
+    assert isinstance(ended, Unwanted), ended
+    assert stage.bus.stops(stage.one.id) == ["echo#0"]
+    assert await hot.in_thread(left) == [("echo#0", "")], "until a controller has seen that it is gone"
+    assert await hot.in_thread(NodeModel.objects.count) == 0
+
+
+@pytest.mark.rule("R2.62")
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (DeadlineExceeded("late"), load.LoadFailed),
+        (BackendError("no such file"), load.LoadFailed),
+        (Lost("the engine died"), Postpone),
+        (lambda: NodeModel.objects.all().delete(), Postpone),
+    ],
+    ids=["deadline", "refused", "died", "not published"],
+)
+async def test_an_attempt_without_a_replica_has_its_engine_stopped(
+    stage: Stage, loads: list[Any], error: Any, ends: type
+) -> None:
+    """Exactly that process, by its key; how the load ended is still what is told."""
+    stage.lists(stage.one, BACKEND)
+    stage.installs(stage.one, STARTED)
+    await hot.in_thread(stage.want)
+    loads.append(error)
+    ended = await stage.play()
+    assert isinstance(ended, ends), ended
+    assert stage.bus.stops(stage.one.id) == ["echo#0"]
+    assert await hot.in_thread(left) == [("echo#0", STARTED.address)]
+
+
+async def test_an_attempt_whose_place_was_taken_over_stops_nothing(stage: Stage, loads: list[Any]) -> None:
+    """The engine under this key is a later attempt's."""
+    stage.lists(stage.one, BACKEND)
+    stage.installs(stage.one, STARTED)
+    await hot.in_thread(stage.want)
+
+    def taken_over() -> None:
+        slot = Slot(NodeModel.objects.get().pk, stage.one.id, "one", 0)
+        engines.note(slot, "echo", mark="later:2", now=clock.now())
+        NodeModel.objects.update(loading_by="later:2")
+
+    loads.append(taken_over)
+    ended = await stage.play()
+    assert isinstance(ended, Postpone), ended
+    assert stage.bus.stops(stage.one.id) == []
+    assert await hot.in_thread(left) == [("echo#0", "")]
+
+
+async def test_an_attempt_before_the_start_stops_nothing(stage: Stage) -> None:
+    """There is no engine, and another one may have the key."""
+    await hot.in_thread(stage.want)
+    ended = await stage.play()
+    assert isinstance(ended, Postpone), ended
+    assert stage.bus.published == []
+
+
+async def test_the_next_attempt_stops_what_a_killed_one_has_left(stage: Stage, loads: list[Any]) -> None:
+    """Also when the model has no definition any more, or its row has gone."""
+    slot = Slot(uuid4(), stage.two.id, "two", 0)
+    await in_thread(engines.note, slot, "echo", mark=f"{stage.work.id}:0", now=clock.now())
+    stage.lists(stage.one, BACKEND)
+    stage.installs(stage.one, STARTED)
+    assert (await stage.handler(stage.work))["node"] == "one"
+    assert stage.bus.stops(stage.two.id) == ["echo#0"]
+
+
+async def test_only_deaths_of_the_engine_count_as_deaths(stage: Stage, loads: list[Any]) -> None:
+    """Attempts that were put off for other reasons say nothing about the model."""
+    stage.lists(stage.one, BACKEND)
+    stage.installs(stage.one, STARTED)
+    await hot.in_thread(stage.want)
+    await in_thread(Operation.objects.update, attempts=9)
+    for deaths in (1, 2):
+        loads.append(Lost("the engine died"))
+        ended = await stage.play()
+        assert isinstance(ended, Postpone), ended
+        assert ended.payload is not None
+        assert ended.payload["engine_deaths"] == deaths
+        # The node is not avoided here: what follows is about the count alone.
+        await in_thread(Operation.objects.update, payload={"engine_deaths": deaths})
+    loads.append(Lost("the engine died"))
+    ended = await stage.play()
+    assert isinstance(ended, load.LoadFailed), ended
 
 
 def test_leftovers_are_locked_in_the_order_of_their_ids() -> None:

@@ -203,7 +203,7 @@ async def test_a_controller_leaves_a_waiting_install_alone_while_labels_change(
     monkeypatch.setattr(heard, "hear", told)
     tasks = [
         asyncio.create_task(heard.run()),
-        asyncio.create_task(controller.hear(executor, lists, heard, Hints())),  # type: ignore[arg-type]
+        asyncio.create_task(controller.hear(executor, lists, heard, Listener(), Hints())),  # type: ignore[arg-type]
     ]
 
     async def due() -> bool:

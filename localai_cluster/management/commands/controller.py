@@ -1,9 +1,9 @@
 """`manage.py controller`: the process that carries operations out.
 
-Six loops in one event loop: the executor, the inventory of backends, the wakes of what waits for nodes, the
-LISTEN loop whose hints make all three look, the ticker of django-q2's schedules, and the sign of life by
-which pages know that a controller is there. Any number of controllers may run; operations and questions to
-workers are claimed, schedules locked.
+Seven loops in one event loop: the executor, the inventory of backends, the wakes of what waits for nodes, the
+stopper of engines that nothing accounts for, the LISTEN loop whose hints make all four look, the ticker of
+django-q2's schedules, and the sign of life by which pages know that a controller is there. Any number of
+controllers may run; operations, questions to workers and stops are claimed, schedules locked.
 """
 
 import asyncio
@@ -25,6 +25,7 @@ from nodes.backends import install, inventory
 from nodes.backends.inventory import Inventory
 from nodes.definitions.files import Folder
 from nodes.loading import load
+from nodes.loading.stopping import Stopper
 from nodes.reconcilers import schedules
 from nodes.reconcilers.wakes import Wakes
 from operations import controllers
@@ -57,12 +58,13 @@ async def run() -> None:
         load.KIND: load.LoadModel(bus, Folder(conf.cluster().models_path), hints),
     }
     executor = Executor(owner, table, lease=conf.cluster().operation_lease)
-    lists, wakes = Inventory(bus), Wakes()
+    lists, wakes, stopper = Inventory(bus), Wakes(), Stopper(bus)
     loops = [
         asyncio.create_task(executor.run(), name="executor"),
         asyncio.create_task(lists.run(), name="inventory"),
         asyncio.create_task(wakes.run(), name="wakes"),
-        asyncio.create_task(hear(executor, lists, wakes, hints), name="hints"),
+        asyncio.create_task(stopper.run(), name="stopper"),
+        asyncio.create_task(hear(executor, lists, wakes, stopper, hints), name="hints"),
         asyncio.create_task(tick(), name="schedules"),
         asyncio.create_task(beat(owner, bus), name="beat"),
     ]
@@ -89,13 +91,14 @@ async def _until_signal_or_failure(loops: list[asyncio.Task[None]]) -> None:
         log.error("the %s loop ended", task.get_name(), exc_info=task.exception())
 
 
-async def hear(executor: Executor, lists: Inventory, wakes: Wakes, hints: Hints) -> None:
+async def hear(executor: Executor, lists: Inventory, wakes: Wakes, stopper: Stopper, hints: Hints) -> None:
     """Turns notifications into looks; after each (re)connect everything is looked at."""
     async for channel, payload in listen(OPERATIONS, NODES, inventory.CHANNEL):
         if channel != OPERATIONS:
             lists.hint()
         if channel in (NODES, ""):
             wakes.hear(payload)
+            stopper.hint()
         if channel in (OPERATIONS, ""):
             hints.hear(payload.split(" ", 1)[0])
             executor.hint()

@@ -1,0 +1,71 @@
+"""Drained nodes whose engines are to be stopped, and what is known of them.
+
+A drain is over when the node has no replica and no load has an engine there. From then on a controller looks
+at what runs there until nothing does. What it finds is written only while the same drain lasts: a resumed
+node is no longer its business.
+"""
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from uuid import UUID
+
+from django.db import transaction
+from django.db.models import Exists, OuterRef, Q
+
+from localai_cluster import names
+from nodes.models import BackendNode, EngineStart, NodeModel
+from nodes.models.querysets import BackendNodeQuerySet
+from operations import events
+
+_CLAIMED_FOR = 45.0
+"""Seconds; longer than one look at one node takes."""
+_ERROR_LENGTH = 255
+
+
+@dataclass(frozen=True)
+class Drained:
+    """A node without replicas under one drain."""
+
+    id: UUID
+    name: str
+    node_type: str
+    drained_at: datetime
+
+
+def claim(limit: int, *, now: datetime) -> list[Drained]:
+    """Nodes that are due, for this caller alone; the longest drained first."""
+    due = BackendNode.objects.filter(
+        Q(engines_due_at__isnull=True) | Q(engines_due_at__lte=now),
+        ~Exists(NodeModel.objects.filter(node=OuterRef("pk"))),
+        ~Exists(EngineStart.objects.filter(node_id=OuterRef("pk"))),
+        status="draining",
+        engines_gone_at__isnull=True,
+    )
+    with transaction.atomic():
+        rows = due.order_by("drained_at").select_for_update(no_key=True, skip_locked=True, of=("self",))
+        found = [Drained(*row) for row in rows.values_list("id", "name", "node_type", "drained_at")[:limit]]
+        BackendNode.objects.filter(pk__in=[node.id for node in found]).update(
+            engines_due_at=now + timedelta(seconds=_CLAIMED_FOR)
+        )
+    return found
+
+
+def confirm(node: Drained, *, now: datetime) -> None:
+    """Nothing runs there: it is safe to power off."""
+    with transaction.atomic():
+        if _under_the_same_drain(node).update(engines_gone_at=now, engines_error="", engines_due_at=None):
+            events.notify(events.NODES, str(node.id))
+
+
+def look_again(node: Drained, error: str, *, due_at: datetime) -> None:
+    """Something may still run there; `error` says why that is not known, empty while engines are stopping."""
+    error = names.plain(error)[:_ERROR_LENGTH]
+    rows = _under_the_same_drain(node)
+    with transaction.atomic():
+        if rows.exclude(engines_error=error).update(engines_error=error):
+            events.notify(events.NODES, str(node.id))
+        rows.update(engines_due_at=due_at)
+
+
+def _under_the_same_drain(node: Drained) -> BackendNodeQuerySet:
+    return BackendNode.objects.filter(pk=node.id, drained_at=node.drained_at, engines_gone_at__isnull=True)

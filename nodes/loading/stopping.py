@@ -1,0 +1,181 @@
+"""Has engines stopped that nothing accounts for: those of ended load attempts, and all of a drained node.
+
+One `Stopper` lives in every controller. It looks when a node changed and every `LOOK_EVERY` seconds. Looks
+are claimed, so one controller at a time asks a worker. An engine counts as gone only when its worker says so;
+a stock worker that cannot say so is asked to stop it all the same.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Coroutine
+from datetime import timedelta
+from typing import Any, assert_never
+
+from django.db import Error as DatabaseError
+
+from localai_cluster import clock
+from localai_cluster.messaging import messages
+from localai_cluster.messaging.bus import Bus
+from nodes.backends.commands import PING_TIMEOUT, Worker
+from nodes.backends.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
+from nodes.loading import drained, engines
+from nodes.loading.drained import Drained
+from nodes.loading.engines import Engine
+from nodes.models import NodeType
+from operations.executor import in_thread
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY = 5.0
+"""Seconds between two looks when no hint arrives."""
+AT_ONCE = 16
+_GATHER = 0.2
+"""Hints of so many seconds are one look."""
+_LONGEST_PAUSE = 300.0
+_LOOK_AT_STOPS = 1.0
+_LOOK_AT_SILENT = 10.0
+_LOOK_AT_STOCK = 60.0
+CANNOT_TELL = "its worker cannot tell what runs there"
+
+
+class Stopper:
+    """A controller's part."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._look = asyncio.Event()
+
+    def hint(self) -> None:
+        """Something may be due; look now."""
+        self._look.set()
+
+    async def run(self) -> None:
+        """Looks until cancelled."""
+        while True:
+            self._look.clear()
+            try:
+                pause = _LOOK_AT_STOPS if self._bus.connected and await self.look_once() else LOOK_EVERY
+            except DatabaseError as error:
+                log.warning("cannot see which engines must be stopped: %s", error)
+                pause = LOOK_EVERY
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._look.wait(), timeout=pause)
+            await asyncio.sleep(_GATHER)
+
+    async def look_once(self) -> int:
+        """Carries out what is due; answers how much that was."""
+        now = clock.now()
+        left: list[Coroutine[Any, Any, None]] = [
+            *(self._stop(engine) for engine in await in_thread(engines.claim, AT_ONCE, now=now)),
+            *(self._empty(node) for node in await in_thread(drained.claim, AT_ONCE, now=now)),
+        ]
+        for failure in await asyncio.gather(*left, return_exceptions=True):
+            if isinstance(failure, Exception):
+                # Its claim runs out by itself.
+                log.warning("an engine was not stopped: %r", failure)
+        return len(left)
+
+    async def _stop(self, engine: Engine) -> None:
+        name = await in_thread(engines.node_name, engine.node_id)
+        worker = Worker(self._bus, str(engine.node_id), name or "")
+        gone = await _gone(worker, engine)
+        if name is None or (gone and not engine.may_still_start(clock.now())):
+            log.info("engine %s of an ended load on %s: gone", engine.process_key, name)
+            await in_thread(engines.gone, engine)
+            return
+        pause = min(2.0 ** min(engine.attempts, 10), _LONGEST_PAUSE)
+        await in_thread(engines.look_again, engine, clock.now() + timedelta(seconds=pause))
+
+    async def _empty(self, node: Drained) -> None:
+        if node.node_type == NodeType.AGENT:
+            await in_thread(drained.confirm, node, now=clock.now())
+            return
+        worker = Worker(self._bus, str(node.id), node.name)
+        answer = await worker.running()
+        match answer:
+            case Done(reply) if not reply.models:
+                log.info("node %s is drained and runs no engine", node.name)
+                await in_thread(drained.confirm, node, now=clock.now())
+                return
+            case Done(reply):
+                error, pause = await _stop_all(worker, reply.models), _LOOK_AT_STOPS
+            case NoResponders(reason):
+                error, pause = await _unasked(worker, reason)
+            case Refused(reason) | StillRunning(reason) | Unreadable(reason) | BusDown(reason):
+                error, pause = reason, _LOOK_AT_SILENT
+            case _:
+                assert_never(answer)
+        due_at = clock.now() + timedelta(seconds=pause)
+        await in_thread(drained.look_again, node, error, due_at=due_at)
+
+
+async def _gone(worker: Worker, engine: Engine) -> bool:
+    """Has the engine stopped; answers whether it certainly does not run any more."""
+    outcome = await worker.stop_model(engine.process_key, engine.address)
+    if isinstance(outcome, Refused) and outcome.reply.matched and outcome.reply.address:
+        recorded = outcome.reply.address
+        if engine.address and _port(recorded) != _port(engine.address):
+            return True  # another process has the key now, so this one has gone
+        if recorded != engine.address and await in_thread(engines.still, engine):
+            # A stock worker compares with its own form of the address (nats.md §4.5).
+            outcome = await worker.stop_model(engine.process_key, recorded)
+    match outcome:
+        case Done():
+            return True
+        case NoResponders():
+            return await in_thread(engines.still, engine) and await _gone_by_key(worker, engine.process_key)
+        case Refused(reason) | StillRunning(reason) | Unreadable(reason) | BusDown(reason):
+            log.info("engine %s on %s: %s", engine.process_key, worker.name, reason)
+            return False
+        case _:
+            assert_never(outcome)
+
+
+async def _gone_by_key(worker: Worker, process_key: str) -> bool:
+    """The same with a worker that has no `model.stop`, or is not there."""
+    await worker.stop(process_key)
+    answer = await worker.running()
+    match answer:
+        case Done(reply):
+            return all(messages.process_key(m.model_id, m.replica_index) != process_key for m in reply.models)
+        case NoResponders():
+            # One that answers elsewhere cannot tell: it was asked to stop, no more can be done.
+            return isinstance(await worker.backends(PING_TIMEOUT), Done)
+        case Refused() | StillRunning() | Unreadable() | BusDown():
+            return False
+        case _:
+            assert_never(answer)
+
+
+async def _stop_all(worker: Worker, models: tuple[messages.RunningModel, ...]) -> str:
+    """Asks for each to be stopped; answers what went wrong."""
+    stops = [_stop_one(worker, model) for model in models]
+    return next((error for error in await asyncio.gather(*stops) if error), "")
+
+
+async def _stop_one(worker: Worker, model: messages.RunningModel) -> str:
+    key = messages.process_key(model.model_id, model.replica_index)
+    outcome = await worker.stop_model(key, model.address)
+    match outcome:
+        case Done() | StillRunning():
+            return ""
+        case NoResponders():
+            await worker.stop(key)
+            return ""
+        case Refused(reason) | Unreadable(reason) | BusDown(reason):
+            return f"{key}: {reason}"
+        case _:
+            assert_never(outcome)
+
+
+async def _unasked(worker: Worker, reason: str) -> tuple[str, float]:
+    """What to say of a node whose worker does not answer `models.running`, and when to look again."""
+    if isinstance(await worker.backends(PING_TIMEOUT), NoResponders | BusDown | StillRunning):
+        return reason, _LOOK_AT_SILENT
+    await worker.stop("")
+    return CANNOT_TELL, _LOOK_AT_STOCK
+
+
+def _port(address: str) -> str:
+    return address.rpartition(":")[2]
