@@ -38,6 +38,10 @@ class DrainSerializer(serializers.Serializer[Any]):
     in_flight = serializers.IntegerField(min_value=0, help_text="Requests that still run.")
     replicas = serializers.IntegerField(min_value=0, help_text="Replicas that are still there.")
     deadline = serializers.DateTimeField(required=False, help_text="When the replicas go in any case.")
+    engines_gone_at = serializers.DateTimeField(
+        required=False, help_text="When its worker said that no engine runs there: it is safe to power off."
+    )
+    engines_error = _text("Why it cannot be confirmed that its engines have stopped.", required=False)
 
 
 class IdentitySerializer(serializers.Serializer[Any]):

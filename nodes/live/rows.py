@@ -34,6 +34,8 @@ _BEHIND = {
     **{name: Time(name) if name.endswith("_at") else F(name) for fact in _FACTS.values() for name in fact},
     "drain_is_own": F("drain_is_own"),
     "drain_deadline": Time("drain_deadline"),
+    "engines_gone_at": Time("engines_gone_at"),
+    "engines_error": F("engines_error"),
 }
 """Columns behind the status."""
 _REPLICA = {
@@ -136,7 +138,12 @@ def _drain(fact: dict[str, str] | None, behind: dict[str, Any]) -> dict[str, Any
     if fact is None:
         return None
     shown = {"since": fact["at"], "by": fact["by"], "reason": fact["reason"]}
-    return shown | {"own": behind["drain_is_own"], "deadline": behind["drain_deadline"]}
+    return shown | {
+        "own": behind["drain_is_own"],
+        "deadline": behind["drain_deadline"],
+        "engines_gone_at": behind["engines_gone_at"],
+        "engines_error": behind["engines_error"],
+    }
 
 
 def why(

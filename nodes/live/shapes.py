@@ -59,6 +59,8 @@ class LiveDrainSerializer(Serializer):
     reason = _text()
     own = serializers.BooleanField(help_text="Its worker drained it; the next registration ends that.")
     deadline = _when("When the replicas go in any case.")
+    engines_gone_at = _when("When its worker said that no engine runs there: it is safe to power off.")
+    engines_error = _text("Why it cannot be confirmed that its engines have stopped.")
 
 
 class LiveNodeSerializer(Serializer):

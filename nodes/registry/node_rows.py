@@ -210,7 +210,13 @@ def _drain(node: BackendNode) -> Row:
         "in_flight": left["running"] or 0,
         "replicas": left["replicas"],
     }
-    return shown | ({} if node.drain_deadline is None else {"deadline": node.drain_deadline})
+    if node.drain_deadline is not None:
+        shown["deadline"] = node.drain_deadline
+    if node.engines_gone_at is not None:
+        shown["engines_gone_at"] = node.engines_gone_at
+    if node.engines_error:
+        shown["engines_error"] = node.engines_error
+    return shown
 
 
 def _identity(node: BackendNode) -> Row:

@@ -1060,6 +1060,13 @@ export interface components {
              * @description When the replicas go in any case.
              */
             deadline?: string;
+            /** @description Why it cannot be confirmed that its engines have stopped. */
+            engines_error?: string;
+            /**
+             * Format: date-time
+             * @description When its worker said that no engine runs there: it is safe to power off.
+             */
+            engines_gone_at?: string;
             /** @description Requests that still run. */
             in_flight: number;
             /** @description Its worker drained it; the next registration ends that. */
@@ -1308,6 +1315,13 @@ export interface components {
              * @description When the replicas go in any case.
              */
             deadline: string | null;
+            /** @description Why it cannot be confirmed that its engines have stopped. */
+            engines_error: string;
+            /**
+             * Format: date-time
+             * @description When its worker said that no engine runs there: it is safe to power off.
+             */
+            engines_gone_at: string | null;
             /** @description Its worker drained it; the next registration ends that. */
             own: boolean;
             reason: string;

@@ -160,7 +160,7 @@ describe("what is offered follows the state (UI-4.15)", () => {
     ["offline", {}, ["Resume…", "Drain…", "Install backend…"]],
     [
       "draining",
-      { drain: { since: "", by: "admin", reason: "", own: false, deadline: null } },
+      { drain: { since: "", by: "admin", reason: "", own: false, deadline: null, engines_gone_at: null, engines_error: "" } },
       ["Resume…", "Install backend…"],
     ],
   ])("of a %s node", async (status, more, wanted) => {

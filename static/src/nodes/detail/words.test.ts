@@ -22,7 +22,7 @@ describe("provenance (W14, W17)", () => {
   });
 
   it("lists what holds, worst first", () => {
-    const drain = { since: AT, by: "anna", reason: "fan", own: false, deadline: null };
+    const drain = { since: AT, by: "anna", reason: "fan", own: false, deadline: null, engines_gone_at: null, engines_error: "" };
     const detail = { approval: { at: AT, by: "bob", reason: "" }, offline: { at: AT, by: "silence", reason: "no heartbeat" } };
     const found = conditions(node({ drain }), detail as NodeDetail);
     expect(found.map(({ id, by: who, reason }) => [id, who, reason])).toEqual([
@@ -40,12 +40,26 @@ describe("provenance (W14, W17)", () => {
 });
 
 describe("a drain (W16)", () => {
-  const drain = { since: AT, by: "anna", reason: "", own: false, deadline: null };
+  const drain = { since: AT, by: "anna", reason: "", own: false, deadline: null, engines_gone_at: AT, engines_error: "" };
   const models = [{}] as LiveNode["models"];
 
   it("counts down, and says when the machine may be turned off", () => {
     expect(drainLeft(node({ drain, models, in_flight_count: 2 }), 0)?.text).toBe("2 requests in flight, 1 replica left");
     expect(drainLeft(node({ drain }), 0)).toEqual({ safe: true, text: "Safe to power off" });
+  });
+
+  it("does not say so before the worker has confirmed that no engine runs there", () => {
+    const asked = { ...drain, engines_gone_at: null };
+    expect(drainLeft(node({ drain: asked }), 0)).toEqual({
+      safe: false,
+      text: "No replicas are left; its engines are being stopped",
+    });
+    const stock = { ...asked, engines_error: "its worker cannot tell what runs there" };
+    expect(drainLeft(node({ drain: stock }), 0)).toEqual({
+      safe: false,
+      text: "No replicas are left; stop not confirmed: its worker cannot tell what runs there",
+    });
+    expect(drainLeft(node({ drain: asked, status: "offline" }), 0)?.text).toContain("stop not confirmed: the node is offline");
   });
 
   it("does not say so while an operation goes on there", () => {

@@ -68,7 +68,12 @@ export function drainLeft(node: LiveNode, operations: number): { safe: boolean; 
     return { safe: false, text: `${count(node.in_flight_count, "request")} in flight, ${count(node.models.length, "replica")} left` };
   }
   if (operations > 0) return { safe: false, text: `No replicas are left, but ${count(operations, "operation")} not done` };
-  return { safe: true, text: "Safe to power off" };
+  if (node.drain.engines_gone_at !== null) return { safe: true, text: "Safe to power off" };
+  if (node.status === "offline") return { safe: false, text: "No replicas are left; stop not confirmed: the node is offline" };
+  if (node.drain.engines_error !== "") {
+    return { safe: false, text: `No replicas are left; stop not confirmed: ${node.drain.engines_error}` };
+  }
+  return { safe: false, text: "No replicas are left; its engines are being stopped" };
 }
 
 const TYPEABLE = /^[\x21-\x7e]+( [\x21-\x7e]+)*$/;

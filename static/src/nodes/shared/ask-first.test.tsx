@@ -29,7 +29,7 @@ function press(name: string): void {
 }
 
 const DONE = { message: "" };
-const RETIRED = { status: "draining", drain: { since: "", by: "admin", reason: "", own: false, deadline: null } } as const;
+const RETIRED = { status: "draining", drain: { since: "", by: "admin", reason: "", own: false, deadline: null, engines_gone_at: null, engines_error: "" } } as const;
 
 describe("nothing is done to a node before it is asked about (UI-3.13)", () => {
   it("draining asks for a reason and a deadline, and sends them", async () => {

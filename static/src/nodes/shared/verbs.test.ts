@@ -8,7 +8,7 @@ function node(more: Partial<LiveNode>): LiveNode {
   return { id: "a", name: "a", node_type: "backend", status: "healthy", fingerprint: "ab", ...empty, ...more } as LiveNode;
 }
 
-const DRAIN = { since: "", by: "admin", reason: "", own: false, deadline: null };
+const DRAIN = { since: "", by: "admin", reason: "", own: false, deadline: null, engines_gone_at: null, engines_error: "" };
 
 describe("which verbs make sense (R1.15 to R1.19)", () => {
   it.each<[Partial<LiveNode>, Verb[]]>([
