@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 LOOK_EVERY = 5.0
 """Seconds between two looks when no hint arrives."""
 AT_ONCE = 16
-_GATHER = 0.2
-"""Hints of so many seconds are one look."""
+_GATHER = 1.0
+"""Hints of so many seconds are one look: nodes change more often than drains end."""
 _LONGEST_PAUSE = 300.0
 _LOOK_AT_STOPS = 1.0
 _LOOK_AT_SILENT = 10.0
