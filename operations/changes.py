@@ -1,46 +1,52 @@
 """How a change of operations becomes news: it takes the next number, and leaves when its transaction commits.
 
-The counter's row is locked by whoever writes until that commit, so `announce` is the last thing that a
-transaction does to operations: nobody may wait for a row while holding the counter.
+The counter's row is locked from taking a number until that commit, so `announce` is the last thing that a
+transaction does to operations, and taking the number is its last statement: no transaction may wait for a
+row while it holds the counter.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from uuid import UUID
 
 from django.db import connection, transaction
 
-from operations import events, feed
+from operations import events, feed, targets
 from operations.models import Operation, OperationTarget
 
 
-def announce(operations: Iterable[Operation]) -> None:
-    """Numbers the changes of these rows, which are saved already, and lets the news leave at commit."""
+def announce(
+    operations: Iterable[Operation], parts: Mapping[UUID, Sequence[OperationTarget]] | None = None
+) -> None:
+    """Numbers the changes of these rows, which are saved already, and lets the news leave at commit.
+
+    `parts` are those of the rows if the caller has read them.
+    """
     rows = list(operations)
     if not rows:
         return
-    last = _take_numbers(len(rows))
-    for seq, operation in enumerate(rows, start=last - len(rows) + 1):
-        operation.seq = seq
-    Operation.objects.bulk_update(rows, ["seq"])
-    targets: dict[UUID, list[OperationTarget]] = {}
-    for target in OperationTarget.objects.filter(operation__in=rows):
-        targets.setdefault(target.operation_id, []).append(target)
+    found = targets.of(rows) if parts is None else parts
     events.notify(events.OPERATIONS, *(f"{operation.id} {operation.status}" for operation in rows))
+    _number(rows)
     for operation in rows:
-        change = feed.as_dict(operation, targets.get(operation.id, []))
+        change = feed.as_dict(operation, found.get(operation.id, ()))
         transaction.on_commit(_publisher(operation.seq, change))
 
 
-def _take_numbers(count: int) -> int:
-    """The last of the next `count` numbers; the counter's row stays locked until this transaction commits."""
+def _number(rows: list[Operation]) -> None:
+    """Gives the rows the next numbers, in their order; the counter's row stays locked until the commit."""
     with connection.cursor() as cursor:
         cursor.execute(
-            "INSERT INTO operation_sequence AS s (id, value) VALUES (1, %s)"
-            " ON CONFLICT (id) DO UPDATE SET value = s.value + EXCLUDED.value RETURNING value",
-            [count],
+            "WITH taken AS (INSERT INTO operation_sequence AS s (id, value) VALUES (1, %s)"
+            " ON CONFLICT (id) DO UPDATE SET value = s.value + EXCLUDED.value RETURNING value)"
+            " UPDATE operations SET seq = taken.value - %s + row.number"
+            " FROM taken, unnest(%s::uuid[]) WITH ORDINALITY AS row (id, number)"
+            " WHERE operations.id = row.id RETURNING operations.id, operations.seq",
+            [len(rows), len(rows), [operation.id for operation in rows]],
         )
-        return int(cursor.fetchone()[0])
+        numbers = dict(cursor.fetchall())
+    for operation in rows:
+        operation.seq = numbers[operation.id]
 
 
 def _publisher(seq: int, change: dict[str, Any]) -> Callable[[], None]:

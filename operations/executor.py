@@ -1,7 +1,8 @@
 """Carries operations out: claim, run the handler registered for the kind, keep the lease, record the outcome.
 
 One executor lives in every controller. It claims what is due when a hint arrives and once a second without
-one, runs each operation as its own task, and renews all its leases together. A handler ends in one of four
+one, runs each operation as its own task, and renews all its leases together, from a thread of its own
+(`leases.py`). Progress is written in batches (`recorder.py`). A handler ends in one of four
 ways: it returns a result (completed), raises a ClusterError (failed), raises `Postpone` (tried or looked at
 again, with the reason), or raises `Unwanted` (cancelled). When a lease is lost, the task is cancelled and
 writes nothing: the fence would refuse it anyway. If the database cannot be reached for a whole lease, the
@@ -25,9 +26,12 @@ from django.db import InterfaceError, OperationalError
 
 from localai_cluster import clock, errors
 from localai_cluster.logs import request_id
-from operations import services, tasks
+from operations import progress, services, tasks
+from operations.leases import LeaseKeeper
 from operations.models import Operation
-from operations.services import LeaseLost, Tick
+from operations.progress import Attempt, Tick
+from operations.recorder import Batch, Recorder
+from operations.services import LeaseLost
 from operations.states import Event
 
 log = logging.getLogger(__name__)
@@ -38,6 +42,8 @@ R = TypeVar("R")
 LOOK_EVERY = 1.0
 """Seconds between two looks at the rows when no hint arrives."""
 _RETRY_CAP = 30.0
+_RENEWALS_PER_LEASE = 8
+"""A renewal leaves out the rows that are locked at that moment: several chances keep every lease."""
 
 
 async def in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -67,19 +73,37 @@ class Unwanted(Exception):
 
 @dataclass(frozen=True)
 class Work:
-    """What a handler gets: the claimed operation and a way to report. Every report is fenced."""
+    """What a handler gets: the claimed operation and two ways to report. Every report is fenced."""
 
     operation: Operation
-    owner: str
+    recorder: Recorder
 
     @property
     def id(self) -> UUID:
         """The operation's id."""
         return self.operation.id
 
+    @property
+    def attempt(self) -> Attempt:
+        """Id and fence."""
+        return self.id, self.operation.fence
+
     async def report(self, tick: Tick) -> None:
-        """Records progress; raises LeaseLost when the operation is no longer this attempt's."""
-        await in_thread(services.progress, self.id, self.operation.fence, tick, now=clock.now())
+        """Says what the attempt does next; raises LeaseLost when the operation is no longer its own."""
+        self.recorder.add(self.attempt, tick)
+        await in_thread(services.confirm, *self.attempt)
+
+    def progress(self, tick: Tick) -> None:
+        """Says how far it is, as often as it likes: the next batch writes the latest figures.
+
+        The executor ends an attempt that has lost its operation.
+        """
+        self.recorder.add(self.attempt, tick)
+
+
+async def write_batch(batch: Batch) -> set[Attempt]:
+    """Writes reports in one of the shared threads."""
+    return await in_thread(progress.record, batch, now=clock.now())
 
 
 Handler = Callable[[Work], Awaitable[Mapping[str, Any] | None]]
@@ -102,6 +126,7 @@ class Executor:
         self._claiming = asyncio.Lock()
         self._leaving: set[asyncio.Task[None]] = set()
         self._reap_at = clock.monotonic()
+        self._recorder = Recorder(write_batch, self._lost)
         self._stopping = False
 
     def hint(self) -> None:
@@ -120,6 +145,7 @@ class Executor:
         self._look.set()
         async with self._claiming:  # a claim under way commits first, so that it is handed back too
             await asyncio.gather(*self._let_go(list(self._tasks)), return_exceptions=True)
+            self._recorder.close()
             try:
                 await in_thread(services.release, self._owner, now=clock.now())
             except DatabaseError:
@@ -170,24 +196,36 @@ class Executor:
         task = asyncio.create_task(self._carry_out(operation), name=str(operation))
         self._tasks[operation.id] = (operation.fence, task)
         # Not by the task itself: one that is cancelled before its first step never clears up.
-        task.add_done_callback(lambda done: self._ended(operation.id, done))
+        task.add_done_callback(lambda done: self._ended((operation.id, operation.fence), done))
 
-    def _ended(self, operation_id: UUID, task: "asyncio.Task[None]") -> None:
-        current = self._tasks.get(operation_id)
+    def _ended(self, attempt: Attempt, task: "asyncio.Task[None]") -> None:
+        self._recorder.forget(attempt)
+        current = self._tasks.get(attempt[0])
         if current is not None and current[1] is task:
-            del self._tasks[operation_id]
+            del self._tasks[attempt[0]]
         self._look.set()
 
+    def _lost(self, attempt: Attempt) -> None:
+        """A report was refused: the operation is no longer this attempt's."""
+        current = self._tasks.get(attempt[0])
+        if current is not None and current[0] == attempt[1]:
+            log.warning("%s: the lease was lost; this attempt stops", attempt[0])
+            self._let_go([attempt[0]])
+
     async def _lease_loop(self) -> None:
+        keeper = LeaseKeeper(self._owner, self._lease)
+        try:
+            await self._keep_leases(keeper)
+        finally:
+            await keeper.close()
+
+    async def _keep_leases(self, keeper: LeaseKeeper) -> None:
         good_until = clock.monotonic() + self._lease
         while not self._stopping:
-            await asyncio.sleep(self._lease / 4)
+            await asyncio.sleep(self._lease / _RENEWALS_PER_LEASE)
             asked_at, asked = clock.monotonic(), {id: fence for id, (fence, _) in self._tasks.items()}
             try:
-                async with asyncio.timeout(self._lease / 2):
-                    held = await in_thread(
-                        services.renew, self._owner, list(asked), now=clock.now(), lease=self._lease
-                    )
+                held = await keeper.renew(asked)
             except (DatabaseError, TimeoutError) as error:
                 log.warning("cannot renew leases: %s", error or "no answer from the database")
                 if clock.monotonic() >= good_until:
@@ -210,7 +248,7 @@ class Executor:
 
     async def _carry_out(self, operation: Operation) -> None:
         request_id.set(operation.request_id or str(operation.id))
-        work = Work(operation, self._owner)
+        work = Work(operation, self._recorder)
         log.info(
             "%s %s (%s): start, fence %d", operation.kind, operation.element, operation.id, operation.fence
         )
@@ -253,7 +291,8 @@ class Executor:
             event,
             outcome.get("error") or outcome.get("message") or "",
         )
-        await in_thread(services.finish, work.id, work.operation.fence, event, now=clock.now(), **outcome)
+        ticks = await self._recorder.take(work.attempt)
+        await in_thread(services.finish, *work.attempt, event, now=clock.now(), ticks=ticks, **outcome)
 
     async def _put_back(self, work: Work, pause: Postpone) -> None:
         log.info(
@@ -264,7 +303,7 @@ class Executor:
             pause.reason,
             pause.seconds,
         )
-        now = clock.now()
+        ticks, now = await self._recorder.take(work.attempt), clock.now()
         await in_thread(
             services.put_back,
             work.id,
@@ -274,4 +313,5 @@ class Executor:
             until=now + timedelta(seconds=pause.seconds),
             reason=pause.reason,
             payload=pause.payload,
+            ticks=ticks,
         )

@@ -197,3 +197,11 @@ class ControllerBeat(models.Model):
 
     def __str__(self) -> str:
         return self.owner
+
+
+def storable(text: str, longest: int = 64 * 1024) -> str:
+    """A text from a worker or an engine as a column can hold it: no null bytes, at most `longest` characters.
+
+    An outcome that cannot be written would be worked out again at every lost lease.
+    """
+    return text.replace("\0", "\ufffd")[:longest]

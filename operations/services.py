@@ -19,7 +19,8 @@ from django.db.models import Q
 from localai_cluster import errors
 from operations import events, targets
 from operations.changes import announce
-from operations.models import Operation, OperationTarget, Status, TargetStatus
+from operations.models import Operation, OperationTarget, Status, TargetStatus, storable
+from operations.progress import REPORTED, Tick, catch_up, record
 from operations.states import Event, after
 
 MAX_LOST_LEASES = 10
@@ -31,9 +32,6 @@ _QUEUED = "queued"
 _CLAIMED = [
     "status", "lease_owner", "lease_until", "fence", "started_at", "updated_at",
     "phase", "message", "progress", "current_bytes", "total_bytes",
-]  # fmt: skip
-_REPORTED = [
-    "phase", "message", "current_bytes", "total_bytes", "progress", "updated_at", "node_id", "node_name",
 ]  # fmt: skip
 
 
@@ -47,20 +45,6 @@ class Admission:
 
     operation: Operation
     created: bool
-
-
-@dataclass(frozen=True)
-class Tick:
-    """One report of progress. Bytes and percentage never go back within an attempt (I6)."""
-
-    phase: str = ""
-    message: str = ""
-    current_bytes: int = 0
-    total_bytes: int = 0
-    percentage: float = 0.0
-    file_name: str = ""
-    node_id: UUID | None = None
-    node_name: str = ""
 
 
 @dataclass(frozen=True)
@@ -209,55 +193,27 @@ def claim(
 def renew(owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> dict[UUID, int]:
     """Extends the leases of `owner` on `ids`; answers id and fence of those that are still its own.
 
-    Only what is really being worked on may be named: the others must run out.
+    Only what is really being worked on may be named: the others must run out. A row that is locked, because
+    its progress or outcome is being written, is left out this time: one that hangs must not cost all others
+    their leases. It stays the owner's, since whoever takes leases back leaves locked rows out too.
     """
     mine = Operation.objects.filter(pk__in=ids, status=Status.PROCESSING, lease_owner=owner)
-    mine.update(lease_until=now + timedelta(seconds=lease))
+    with transaction.atomic():
+        free = list(mine.select_for_update(skip_locked=True, no_key=True).values_list("pk", flat=True))
+        Operation.objects.filter(pk__in=free).update(lease_until=now + timedelta(seconds=lease))
     return dict(mine.values_list("id", "fence"))
 
 
 def progress(operation_id: UUID, fence: int, tick: Tick, *, now: datetime) -> None:
-    """Records a report of the running attempt; raises LeaseLost when the attempt is no longer the row's.
-
-    A report about one of several nodes moves that node's part, and the operation by what the parts add up to;
-    a part that has ended moves no more.
-    """
-    with transaction.atomic():
-        operation = _owned(operation_id, fence)
-        parts = list(OperationTarget.objects.filter(operation_id=operation_id))
-        operation.phase = storable(tick.phase, 32) or operation.phase
-        _report_part(parts, tick)
-        if len(parts) > 1:
-            targets.add_up(operation, parts)
-        else:
-            _report_whole(operation, tick)
-        if tick.node_id is not None and not parts:
-            operation.node_id, operation.node_name = tick.node_id, storable(tick.node_name, 255)
-        operation.updated_at = now
-        operation.save(update_fields=_REPORTED)
-        announce([operation])
+    """Records one report of the running attempt; raises LeaseLost when it is no longer the row's."""
+    if record({(operation_id, fence): [tick]}, now=now):
+        raise LeaseLost(str(operation_id))
 
 
-def _report_whole(operation: Operation, tick: Tick) -> None:
-    operation.message = storable(tick.message) or operation.message
-    operation.current_bytes = max(tick.current_bytes, operation.current_bytes)
-    operation.total_bytes = tick.total_bytes or operation.total_bytes
-    targets.reach(operation, tick.percentage)
-
-
-def _report_part(parts: Sequence[OperationTarget], tick: Tick) -> None:
-    part = next((one for one in parts if one.node_id == tick.node_id), None)
-    if part is None or part.status in targets.ENDED:
-        return
-    part.status = TargetStatus.DOWNLOADING if tick.total_bytes else TargetStatus.RUNNING_ON_WORKER
-    part.phase = storable(tick.phase, 32)
-    # O69: reports may come out of order.
-    part.percentage = min(max(tick.percentage, part.percentage), 100.0)
-    file_name = storable(tick.file_name, 512)
-    reached = part.current_bytes if part.file_name == file_name else 0
-    part.file_name, part.current_bytes = file_name, max(tick.current_bytes, reached)
-    part.total_bytes = tick.total_bytes
-    part.save()
+def confirm(operation_id: UUID, fence: int) -> None:
+    """Raises LeaseLost when the operation is no longer this attempt's; locks and writes nothing."""
+    if not Operation.objects.filter(pk=operation_id, fence=fence, status=Status.PROCESSING).exists():
+        raise LeaseLost(str(operation_id))
 
 
 def target_done(
@@ -284,7 +240,7 @@ def target_done(
         if len(parts) > 1:
             targets.add_up(operation, parts)
         operation.updated_at = now
-        operation.save(update_fields=_REPORTED)
+        operation.save(update_fields=REPORTED)
         announce([operation])
 
 
@@ -297,13 +253,15 @@ def finish(
     error: str = "",
     message: str = "",
     result: Mapping[str, Any] | None = None,
+    ticks: Collection[Tick] = (),
 ) -> None:
     """Ends the attempt's operation: complete, fail or cancel. Raises LeaseLost when it is no longer ours.
 
-    Parts that have ended by themselves stay as they ended.
+    Parts that have ended by themselves stay as they ended. `ticks` are reports that are not written yet.
     """
     with transaction.atomic():
         operation, error = _owned(operation_id, fence), storable(error)
+        catch_up(operation, ticks)
         ok = event is Event.COMPLETE
         operation.status = after(event, operation.status)
         operation.lease_owner, operation.lease_until = "", None
@@ -332,6 +290,7 @@ def put_back(
     until: datetime,
     reason: str,
     payload: Mapping[str, Any] | None = None,
+    ticks: Collection[Tick] = (),
 ) -> None:
     """Ends the attempt but not the operation: it says what it waits for and when it looks again (rule 4).
 
@@ -339,6 +298,7 @@ def put_back(
     """
     with transaction.atomic():
         operation = _owned(operation_id, fence)
+        catch_up(operation, ticks)
         operation.status = after(event, operation.status)
         operation.lease_owner, operation.lease_until = "", None
         operation.attempts += 1 if event is Event.POSTPONE else 0
@@ -357,9 +317,9 @@ def release(owner: str, *, now: datetime) -> int:
     """Hands back everything `owner` holds, at once: it is stopping. Answers how many."""
     with transaction.atomic():
         mine = list(
-            Operation.objects.select_for_update(no_key=True).filter(
-                status=Status.PROCESSING, lease_owner=owner
-            )
+            Operation.objects.select_for_update(no_key=True)
+            .filter(status=Status.PROCESSING, lease_owner=owner)
+            .order_by("pk")
         )
         _hand_back(mine, Event.RELEASE, now, "its controller stopped; another one takes over")
     return len(mine)
@@ -425,14 +385,6 @@ def wake(ids: Collection[UUID], *, now: datetime) -> int:
             Operation.objects.filter(pk__in=found).update(next_look_at=now)
             events.notify(events.OPERATIONS, f"* {Status.PENDING}")
     return len(found)
-
-
-def storable(text: str, longest: int = 64 * 1024) -> str:
-    """A text from a worker or an engine as a column can hold it: no null bytes, at most `longest` characters.
-
-    An outcome that cannot be written would be worked out anew at every lost lease.
-    """
-    return text.replace("\0", "\ufffd")[:longest]
 
 
 def _owned(operation_id: UUID, fence: int) -> Operation:

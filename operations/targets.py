@@ -37,15 +37,20 @@ def reach(operation: Operation, percentage: float) -> None:
     operation.progress = min(max(percentage, operation.progress), LAST_BEFORE_THE_END)
 
 
+def of(operations: Iterable[Operation]) -> dict[UUID, list[OperationTarget]]:
+    """The parts of these operations, in one query."""
+    parts: dict[UUID, list[OperationTarget]] = {}
+    for part in OperationTarget.objects.filter(operation__in=operations):
+        parts.setdefault(part.operation_id, []).append(part)
+    return parts
+
+
 def begin_anew(operations: Iterable[Operation]) -> None:
     """A new attempt of these operations: parts that have ended stay, the others wait again. Two queries."""
     rows = {operation.id: operation for operation in operations}
     if not rows:
         return
-    parts: dict[UUID, list[OperationTarget]] = {}
-    for part in OperationTarget.objects.filter(operation_id__in=rows):
-        parts.setdefault(part.operation_id, []).append(part)
-    for operation_id, found in parts.items():
+    for operation_id, found in of(rows.values()).items():
         ended = [part for part in found if part.status in ENDED]
         reach(rows[operation_id], sum(map(share, ended)) / len(found))
     OperationTarget.objects.filter(operation_id__in=rows).exclude(status__in=ENDED).update(

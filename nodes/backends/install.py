@@ -20,7 +20,7 @@ from nodes.backends.outcomes import BusDown, Done, NoResponders, Outcome, Refuse
 from nodes.models import BackendNode
 from operations.executor import Postpone, Work, in_thread, retry_delay
 from operations.models import Operation
-from operations.services import LeaseLost, Tick
+from operations.progress import Tick
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ class InstallBackend:
 
     async def _install(self, work: Work, node: BackendNode) -> Outcome[messages.InstallReply]:
         async def on_progress(event: messages.ProgressEvent) -> None:
-            await _report(work, node, event)
+            work.progress(_tick(node, event))
 
         return await Worker(self._bus, str(node.id), node.name).install(
             self._request(work), timeout=conf.cluster().install_timeout, on_progress=on_progress
@@ -140,10 +140,10 @@ class InstallBackend:
         )
 
 
-async def _report(work: Work, node: BackendNode, event: messages.ProgressEvent) -> None:
+def _tick(node: BackendNode, event: messages.ProgressEvent) -> Tick:
     known = event.total_bytes > 0
     share = 100 * event.current_bytes / event.total_bytes if known else event.percentage
-    tick = Tick(
+    return Tick(
         phase=event.phase or "downloading",
         message=event.file_name or f"downloading to {node.name}",
         current_bytes=max(event.current_bytes, 0),
@@ -153,7 +153,3 @@ async def _report(work: Work, node: BackendNode, event: messages.ProgressEvent) 
         node_id=node.id,
         node_name=node.name,
     )
-    try:
-        await work.report(tick)
-    except LeaseLost:
-        return  # the executor ends this attempt; a report more or less changes nothing

@@ -37,7 +37,7 @@ from nodes.replicas.slots import Slot
 from operations import services
 from operations.executor import Postpone, Unwanted, Work, in_thread, retry_delay
 from operations.models import TERMINAL, Operation, Status
-from operations.services import Tick
+from operations.progress import Tick
 from operations.waiting import Hints
 
 log = logging.getLogger(__name__)
@@ -89,12 +89,13 @@ class Attempt:
         """The engine process on the worker."""
         return messages.process_key(self.definition.name, self.slot.replica_index)
 
-    async def report(self, phase: str, message: str, **figures: Any) -> None:
-        """Tells where the load stands."""
-        tick = Tick(
-            phase=phase, message=message, node_id=self.slot.node_id, node_name=self.slot.node_name, **figures
-        )
-        await self.work.report(tick)
+    def tick(self, phase: str, message: str, **figures: Any) -> Tick:
+        """Where the load stands."""
+        return Tick(phase, message, node_id=self.slot.node_id, node_name=self.slot.node_name, **figures)
+
+    async def report(self, phase: str, message: str) -> None:
+        """Says what comes next; raises LeaseLost when it must not."""
+        await self.work.report(self.tick(phase, message))
 
 
 def mark_of(work: Work) -> str:
@@ -187,13 +188,14 @@ class LoadModel:
                 if state.status == Status.WAITING or state.attempts > before:
                     raise WorkerGone(state.message)
                 if state.total_bytes:
-                    await attempt.report(
+                    figures = attempt.tick(
                         "installing",
                         message,
                         current_bytes=state.current_bytes,
                         total_bytes=state.total_bytes,
                         percentage=state.progress * _SHARE_OF_INSTALL,
                     )
+                    attempt.work.progress(figures)
                 await watch.changed(timeout=_LOOK_AT_CHILD)
         return state
 

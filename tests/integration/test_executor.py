@@ -14,7 +14,7 @@ from localai_cluster import clock, errors
 from operations import services
 from operations.executor import Executor, Postpone, Unwanted, Work, in_thread, retry_delay
 from operations.models import Operation, Status
-from operations.services import Tick
+from operations.progress import Tick
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

@@ -18,7 +18,7 @@ from nodes.inference import gateway
 from nodes.loading.load import KIND, key
 from operations import services
 from operations.models import Operation, Status
-from operations.services import Tick
+from operations.progress import Tick
 from operations.states import Event
 from tests.support import backends, hot
 

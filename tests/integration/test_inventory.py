@@ -28,7 +28,8 @@ from nodes.models import BackendNode, NodeBackend
 from nodes.registry import services
 from operations import events
 from operations import services as ledger
-from operations.executor import Work
+from operations.executor import Work, write_batch
+from operations.recorder import Recorder
 from tests.support import api, hot
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -403,7 +404,7 @@ class Stage:
         )
         ledger.admit(asked, now=clock.now())
         (operation,) = ledger.claim("controller", now=clock.now(), lease=60, limit=1)
-        self.work = Work(operation, "controller")
+        self.work = Work(operation, Recorder(write_batch))
 
 
 async def test_an_installation_ends_with_the_list_up_to_date() -> None:

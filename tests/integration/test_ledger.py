@@ -12,7 +12,8 @@ from django.db import IntegrityError, connection, transaction
 from localai_cluster import errors
 from operations import feed, services
 from operations.models import Operation, Status
-from operations.services import LeaseLost, Tick
+from operations.progress import Tick
+from operations.services import LeaseLost
 from operations.states import TRANSITIONS, Event, Transition, allowed
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)

@@ -28,8 +28,9 @@ from nodes.placement.setbacks import from_payload
 from nodes.replicas import slots
 from nodes.replicas.slots import Slot
 from operations import services
-from operations.executor import Postpone, Unwanted, Work, in_thread
+from operations.executor import Postpone, Unwanted, Work, in_thread, write_batch
 from operations.models import Operation
+from operations.recorder import Recorder
 from operations.states import Event
 from operations.waiting import Hints
 from tests.conftest import eventually
@@ -58,7 +59,7 @@ class Stage:
         )
         services.admit(request, now=now)
         (operation,) = services.claim("controller", now=now, lease=60, limit=1)
-        self.work = Work(operation, "controller")
+        self.work = Work(operation, Recorder(write_batch))
         self.handler = load.LoadModel(self.bus, Folder(folder), Hints())
 
     def lists(self, node: BackendNode, *backends: m.InstalledBackend) -> None:

@@ -12,7 +12,8 @@ from django.test.utils import CaptureQueriesContext
 from localai_cluster import errors
 from operations import cursor, feed, services
 from operations.models import Operation, OperationTarget, Status, TargetStatus
-from operations.services import LeaseLost, Tick
+from operations.progress import Tick
+from operations.services import LeaseLost
 from operations.states import Event
 from tests.support import api
 

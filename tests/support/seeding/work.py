@@ -14,7 +14,8 @@ from django.db import transaction
 
 from operations import services
 from operations.models import Operation, OperationTarget, TargetStatus
-from operations.services import LeaseLost, OperationRequest, Tick
+from operations.progress import Tick
+from operations.services import LeaseLost, OperationRequest
 from operations.states import Event
 from tests.support.seeding.nodes import BACKENDS, GIB, MODELS
 

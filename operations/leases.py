@@ -1,0 +1,69 @@
+"""The thread that keeps leases, with a database connection of its own.
+
+Nothing else runs here, so that a lease is renewed however busy or blocked the shared threads are. A call
+that hangs is cut: its socket is shut, the thread gets an error and connects again at the next call.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from uuid import UUID
+
+from django.db import close_old_connections, connection
+
+from localai_cluster import clock
+from operations import services
+
+
+class LeaseKeeper:
+    """Renews the leases of one owner, one call after the other."""
+
+    def __init__(self, owner: str, lease: float) -> None:
+        self._owner, self._lease = owner, lease
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="leases")
+        self._link: Any = None
+
+    async def renew(self, asked: Mapping[UUID, int]) -> dict[UUID, int]:
+        """Extends the leases on these operations; answers id and fence of those that are still the owner's.
+
+        Raises TimeoutError after half a lease.
+        """
+        call = asyncio.get_running_loop().run_in_executor(self._thread, self._renew, list(asked))
+        try:
+            async with asyncio.timeout(self._lease / 2):
+                return await call
+        except TimeoutError:
+            self._cut()
+            raise
+
+    async def close(self) -> None:
+        """Closes the connection and ends the thread."""
+        self._cut()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._lease / 2):
+                await asyncio.get_running_loop().run_in_executor(self._thread, _disconnect)
+        self._thread.shutdown(wait=False)
+
+    def _renew(self, ids: list[UUID]) -> dict[UUID, int]:
+        close_old_connections()  # one that an outage has broken, or an old one; Django opens the next
+        connection.ensure_connection()
+        self._link = connection.connection
+        try:
+            return services.renew(self._owner, ids, now=clock.now(), lease=self._lease)
+        finally:
+            self._link = None
+
+    def _cut(self) -> None:
+        link = self._link
+        if link is None or link.closed:
+            return
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(link.fileno())) as twin:
+            twin.shutdown(socket.SHUT_RDWR)
+
+
+def _disconnect() -> None:
+    connection.close()

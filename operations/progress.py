@@ -1,0 +1,142 @@
+"""Progress of running operations as rows: what a report changes, and how many reports are written at once.
+
+`record` writes the reports of any number of attempts in one transaction, with the same number of statements
+for one report or a thousand and one range of the change counter. A report whose attempt has lost its
+operation changes nothing and is named in the answer; the others are written.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from itertools import chain
+from typing import Self
+from uuid import UUID
+
+from django.db import connection, models, transaction
+
+from operations import targets
+from operations.changes import announce
+from operations.models import Operation, OperationTarget, Status, TargetStatus, storable
+
+Attempt = tuple[UUID, int]
+"""One attempt at an operation: id and fence."""
+REPORTED = [
+    "phase", "message", "current_bytes", "total_bytes", "progress", "updated_at", "node_id", "node_name",
+]  # fmt: skip
+_PART = ["status", "phase", "percentage", "file_name", "current_bytes", "total_bytes"]
+_LOCK_TIMEOUT = "500ms"
+"""How long a batch waits for a row or for the change counter.
+
+A batch that waits holds the rows of many operations, whose outcomes and leases must not wait for progress.
+"""
+
+
+@dataclass(frozen=True)
+class Tick:
+    """One report of progress. Bytes and percentage never go back within an attempt (I6)."""
+
+    phase: str = ""
+    message: str = ""
+    current_bytes: int = 0
+    total_bytes: int = 0
+    percentage: float = 0.0
+    file_name: str = ""
+    node_id: UUID | None = None
+    node_name: str = ""
+
+    def after(self, former: Self) -> Self:
+        """Both reports as one. A figure that came late does not undo a higher one (O69)."""
+        same_file = self.file_name == former.file_name
+        return replace(
+            self,
+            phase=self.phase or former.phase,
+            message=self.message or former.message,
+            current_bytes=max(self.current_bytes, former.current_bytes) if same_file else self.current_bytes,
+            total_bytes=self.total_bytes or (former.total_bytes if same_file else 0),
+            percentage=max(self.percentage, former.percentage),
+            node_name=self.node_name or former.node_name,
+        )
+
+
+def record(reports: Mapping[Attempt, Collection[Tick]], *, now: datetime) -> set[Attempt]:
+    """Writes the reports of many attempts; answers the attempts whose operation is no longer theirs."""
+    with transaction.atomic():
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT set_config('lock_timeout', %s, true)", [_LOCK_TIMEOUT])
+        named = Operation.objects.filter(pk__in={id for id, _ in reports}, status=Status.PROCESSING)
+        rows = {(row.id, row.fence): row for row in named.select_for_update(no_key=True).order_by("pk")}
+        mine = [rows[attempt] for attempt in reports if attempt in rows]
+        parts = targets.of(mine)
+        for operation in mine:
+            for tick in reports[operation.id, operation.fence]:
+                move(operation, parts.get(operation.id, ()), tick)
+            operation.updated_at = now
+        _update(mine, REPORTED)
+        _update(list(chain.from_iterable(parts.values())), _PART)
+        announce(mine, parts)
+    return reports.keys() - rows.keys()
+
+
+def catch_up(operation: Operation, ticks: Collection[Tick]) -> None:
+    """Takes the last reports of an attempt into its operation, which is about to be saved."""
+    if not ticks:
+        return
+    parts = targets.of([operation]).get(operation.id, ())
+    for tick in ticks:
+        move(operation, parts, tick)
+    _update(parts, _PART)
+
+
+def move(operation: Operation, parts: Sequence[OperationTarget], tick: Tick) -> None:
+    """Moves the part that the report is about, and the operation by what its parts add up to.
+
+    A part that has ended moves no more.
+    """
+    operation.phase = storable(tick.phase, 32) or operation.phase
+    part = next((one for one in parts if one.node_id == tick.node_id), None)
+    if part is not None and part.status not in targets.ENDED:
+        _move_part(part, tick)
+    if len(parts) > 1:
+        targets.add_up(operation, parts)
+    else:
+        operation.message = storable(tick.message) or operation.message
+        operation.current_bytes = max(tick.current_bytes, operation.current_bytes)
+        operation.total_bytes = tick.total_bytes or operation.total_bytes
+        targets.reach(operation, tick.percentage)
+    if tick.node_id is not None and not parts:
+        operation.node_id, operation.node_name = tick.node_id, storable(tick.node_name, 255)
+
+
+def _move_part(part: OperationTarget, tick: Tick) -> None:
+    part.status = TargetStatus.DOWNLOADING if tick.total_bytes else TargetStatus.RUNNING_ON_WORKER
+    part.phase = storable(tick.phase, 32)
+    # O69: reports may come out of order.
+    part.percentage = min(max(tick.percentage, part.percentage), 100.0)
+    file_name = storable(tick.file_name, 512)
+    reached = part.current_bytes if part.file_name == file_name else 0
+    part.file_name, part.current_bytes = file_name, max(tick.current_bytes, reached)
+    part.total_bytes = tick.total_bytes
+
+
+def _update(rows: Sequence[models.Model], columns: Sequence[str]) -> None:
+    """One UPDATE that joins arrays of values.
+
+    Django's `bulk_update` writes a CASE with a branch for each row into each column: its cost grows with the
+    square of the rows.
+    """
+    if not rows:
+        return
+    meta, quote = rows[0]._meta, connection.ops.quote_name
+    fields = [field for field in meta.concrete_fields if field.primary_key or field.name in columns]
+    names = [quote(field.column or field.name) for field in fields]
+    arrays = ", ".join(f"%s::{field.db_type(connection)}[]" for field in fields)
+    changes = ", ".join(f"{name} = v.{name}" for name in names)
+    values = [
+        [field.get_db_prep_save(getattr(row, field.attname), connection) for row in rows] for field in fields
+    ]
+    with connection.cursor() as cursor:
+        cursor.execute(
+            f"UPDATE {quote(meta.db_table)} AS t SET {changes}"
+            f" FROM unnest({arrays}) AS v ({', '.join(names)}) WHERE t.id = v.id",
+            values,
+        )

@@ -1,0 +1,117 @@
+"""Remembers what running attempts report and has it written in batches.
+
+One recorder lives in every executor. It keeps the latest report of each part in memory, writes at once if no
+write is under way, and begins at most five batches a second. What cannot be written now stays and is tried
+again; what came meanwhile is merged into it. A crash loses what was not written, never an outcome.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from uuid import UUID
+
+from django.db import Error as DatabaseError
+from django.db import InterfaceError, OperationalError
+
+from localai_cluster import clock
+from operations.progress import Attempt, Tick
+
+log = logging.getLogger(__name__)
+
+BATCH_EVERY = 0.2
+"""Seconds between the beginnings of two batches."""
+RETRY_AFTER = 1.0
+"""Seconds before what could not be written is tried again."""
+WRITE_TIMEOUT = 5.0
+
+Batch = Mapping[Attempt, Collection[Tick]]
+
+
+class Recorder:
+    """Takes reports without waiting; `write` answers the attempts whose operation is no longer theirs."""
+
+    def __init__(
+        self,
+        write: Callable[[Batch], Awaitable[set[Attempt]]],
+        lost: Callable[[Attempt], None] = lambda attempt: None,
+    ) -> None:
+        self._write, self._lost = write, lost
+        self._waiting: dict[Attempt, dict[UUID | None, Tick]] = {}
+        self._batch: Batch = {}
+        self._writing = asyncio.Lock()
+        self._next_at = clock.monotonic()
+        self._task: asyncio.Task[None] | None = None
+
+    def add(self, attempt: Attempt, tick: Tick) -> None:
+        """Remembers a report for the next batch."""
+        ticks = self._waiting.setdefault(attempt, {})
+        former = ticks.get(tick.node_id)
+        ticks[tick.node_id] = tick.after(former) if former else tick
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run(), name="progress")
+
+    async def take(self, attempt: Attempt) -> list[Tick]:
+        """Hands over what is not written yet, so that an outcome is written after it and with it.
+
+        A batch under way with a report of this attempt ends first: it must not overtake the outcome.
+        """
+        if attempt in self._batch:
+            async with self._writing:
+                pass
+        return list(self._waiting.pop(attempt, {}).values())
+
+    def forget(self, attempt: Attempt) -> None:
+        """The attempt has ended; what it reported last is of no use."""
+        self._waiting.pop(attempt, None)
+
+    def close(self) -> None:
+        """Writes no more."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        while self._waiting:
+            await asyncio.sleep(max(self._next_at - clock.monotonic(), 0))
+            async with self._writing:
+                self._next_at = clock.monotonic() + BATCH_EVERY
+                self._batch = {attempt: ticks.values() for attempt, ticks in self._waiting.items()}
+                self._waiting = {}
+                try:
+                    await self._write_batch()
+                finally:
+                    self._batch = {}
+
+    async def _write_batch(self) -> None:
+        try:
+            async with asyncio.timeout(WRITE_TIMEOUT):
+                lost = await self._write(self._batch)
+        except (OperationalError, InterfaceError, TimeoutError) as error:
+            log.warning("progress of %d operations waits: %s", len(self._batch), error or "no answer")
+            self._put_back(self._batch.items())
+            self._next_at = clock.monotonic() + RETRY_AFTER
+        except DatabaseError as error:
+            await self._write_one_by_one(error)
+        else:
+            self._tell(lost)
+
+    async def _write_one_by_one(self, error: DatabaseError) -> None:
+        """One report that the database refuses must not keep the others of its batch from being written."""
+        for attempt, ticks in self._batch.items():
+            try:
+                async with asyncio.timeout(WRITE_TIMEOUT):
+                    self._tell(await self._write({attempt: ticks}))
+            except (OperationalError, InterfaceError, TimeoutError):
+                self._put_back([(attempt, ticks)])
+            except DatabaseError as refusal:
+                log.warning("a report of operation %s cannot be written: %s", attempt[0], refusal)
+
+    def _put_back(self, reports: Iterable[tuple[Attempt, Collection[Tick]]]) -> None:
+        for attempt, ticks in reports:
+            waiting = self._waiting.setdefault(attempt, {})
+            for tick in ticks:
+                newer = waiting.get(tick.node_id)
+                waiting[tick.node_id] = newer.after(tick) if newer else tick
+
+    def _tell(self, lost: Iterable[Attempt]) -> None:
+        for attempt in lost:
+            self._lost(attempt)
