@@ -5,8 +5,7 @@ transaction does to operations, and taking the number is its last statement: no 
 row while it holds the counter.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 from uuid import UUID
 
 from django.db import connection, transaction
@@ -27,10 +26,11 @@ def announce(
         return
     found = targets.of(rows) if parts is None else parts
     events.notify(events.OPERATIONS, *(f"{operation.id} {operation.status}" for operation in rows))
+    changes = [feed.as_dict(operation, found.get(operation.id, ())) for operation in rows]
     _number(rows)
-    for operation in rows:
-        change = feed.as_dict(operation, found.get(operation.id, ()))
-        transaction.on_commit(_publisher(operation.seq, change))
+    for operation, change in zip(rows, changes, strict=True):
+        change["seq"] = operation.seq
+    transaction.on_commit(lambda: events.publish(changes))
 
 
 def _number(rows: list[Operation]) -> None:
@@ -47,7 +47,3 @@ def _number(rows: list[Operation]) -> None:
         numbers = dict(cursor.fetchall())
     for operation in rows:
         operation.seq = numbers[operation.id]
-
-
-def _publisher(seq: int, change: dict[str, Any]) -> Callable[[], None]:
-    return lambda: events.publish(seq, change)

@@ -13,7 +13,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import psycopg
@@ -31,6 +31,8 @@ NODES = "cluster_nodes"
 GROUP = "operations"
 """Channel-layer group of everyone who watches operations."""
 
+MOST_IN_MESSAGE = 100
+"""Changes in one message of the channel layer, which takes longer for many messages than for long ones."""
 _RECONNECT_PAUSE = 1.0
 
 
@@ -111,6 +113,8 @@ class _Bridge:
 _bridge = _Bridge()
 
 
-def publish(seq: int, operation: Mapping[str, Any]) -> None:
-    """Hands one committed change to every watching browser; returns at once."""
-    _bridge.submit({"type": "operation.changed", "seq": seq, "operation": dict(operation)})
+def publish(operations: Sequence[Mapping[str, Any]]) -> None:
+    """Hands committed changes to every watching browser, each with its number `seq`; returns at once."""
+    for first in range(0, len(operations), MOST_IN_MESSAGE):
+        some = [dict(operation) for operation in operations[first : first + MOST_IN_MESSAGE]]
+        _bridge.submit({"type": "operations.changed", "operations": some})

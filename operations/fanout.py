@@ -55,7 +55,8 @@ class FanOut:
                     while True:
                         message = await layer.receive(channel)
                         for cursor in self._cursors:
-                            cursor.receive(int(message["seq"]), message["operation"])
+                            for change in message["operations"]:
+                                cursor.receive(int(change["seq"]), change)
             except Exception as error:
                 # Whatever the layer's client raises: without it, rows are read from time to time.
                 if not failing:

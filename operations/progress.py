@@ -8,7 +8,6 @@ operation changes nothing and is named in the answer; the others are written.
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import chain
 from typing import Self
 from uuid import UUID
 
@@ -67,12 +66,13 @@ def record(reports: Mapping[Attempt, Collection[Tick]], *, now: datetime) -> set
         rows = {(row.id, row.fence): row for row in named.select_for_update(no_key=True).order_by("pk")}
         mine = [rows[attempt] for attempt in reports if attempt in rows]
         parts = targets.of(mine)
+        moved: list[OperationTarget] = []
         for operation in mine:
-            for tick in reports[operation.id, operation.fence]:
-                move(operation, parts.get(operation.id, ()), tick)
+            ticks = reports[operation.id, operation.fence]
+            moved += _move(operation, parts.get(operation.id, ()), ticks)
             operation.updated_at = now
         _update(mine, REPORTED)
-        _update(list(chain.from_iterable(parts.values())), _PART)
+        _update(moved, _PART)
         announce(mine, parts)
     return reports.keys() - rows.keys()
 
@@ -81,30 +81,37 @@ def catch_up(operation: Operation, ticks: Collection[Tick]) -> None:
     """Takes the last reports of an attempt into its operation, which is about to be saved."""
     if not ticks:
         return
-    parts = targets.of([operation]).get(operation.id, ())
-    for tick in ticks:
-        move(operation, parts, tick)
-    _update(parts, _PART)
+    _update(_move(operation, targets.of([operation]).get(operation.id, ()), ticks), _PART)
 
 
-def move(operation: Operation, parts: Sequence[OperationTarget], tick: Tick) -> None:
-    """Moves the part that the report is about, and the operation by what its parts add up to.
+def _move(
+    operation: Operation, parts: Sequence[OperationTarget], ticks: Collection[Tick]
+) -> list[OperationTarget]:
+    """Moves the parts that the reports are about, and the operation by what its parts add up to.
 
-    A part that has ended moves no more.
+    A part that has ended moves no more. Answers the parts that have moved.
     """
-    operation.phase = storable(tick.phase, 32) or operation.phase
-    part = next((one for one in parts if one.node_id == tick.node_id), None)
-    if part is not None and part.status not in targets.ENDED:
-        _move_part(part, tick)
+    moved: dict[UUID, OperationTarget] = {}
+    running = {part.node_id: part for part in parts if part.status not in targets.ENDED}
+    for tick in ticks:
+        operation.phase = storable(tick.phase, 32) or operation.phase
+        if tick.node_id in running:
+            part = moved[tick.node_id] = running[tick.node_id]
+            _move_part(part, tick)
+        if len(parts) <= 1:
+            _move_whole(operation, tick)
+        if tick.node_id is not None and not parts:
+            operation.node_id, operation.node_name = tick.node_id, storable(tick.node_name, 255)
     if len(parts) > 1:
         targets.add_up(operation, parts)
-    else:
-        operation.message = storable(tick.message) or operation.message
-        operation.current_bytes = max(tick.current_bytes, operation.current_bytes)
-        operation.total_bytes = tick.total_bytes or operation.total_bytes
-        targets.reach(operation, tick.percentage)
-    if tick.node_id is not None and not parts:
-        operation.node_id, operation.node_name = tick.node_id, storable(tick.node_name, 255)
+    return list(moved.values())
+
+
+def _move_whole(operation: Operation, tick: Tick) -> None:
+    operation.message = storable(tick.message) or operation.message
+    operation.current_bytes = max(tick.current_bytes, operation.current_bytes)
+    operation.total_bytes = tick.total_bytes or operation.total_bytes
+    targets.reach(operation, tick.percentage)
 
 
 def _move_part(part: OperationTarget, tick: Tick) -> None:

@@ -30,7 +30,7 @@ Watch = Callable[..., Awaitable[WebsocketCommunicator]]
 @pytest.fixture(autouse=True)
 def no_news(valkey: EmbeddedValkey, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the ledger publishes is held back: a test sends by hand what the channel layer shall deliver."""
-    monkeypatch.setattr(events, "publish", lambda seq, operation: None)
+    monkeypatch.setattr(events, "publish", lambda operations: None)
 
 
 @pytest.fixture
@@ -68,15 +68,15 @@ def finish(operation: Operation) -> None:
 
 @sync_to_async
 def change(operation: Operation) -> dict[str, Any]:
-    """The newest change of an operation, as the channel layer carries it."""
-    shown = feed.as_dict(Operation.objects.get(pk=operation.pk))
-    return {"type": "operation.changed", "seq": shown["seq"], "operation": shown}
+    """The newest change of an operation."""
+    return feed.as_dict(Operation.objects.get(pk=operation.pk))
 
 
-async def deliver(message: dict[str, Any]) -> None:
+async def deliver(change: dict[str, Any]) -> None:
+    """Sends a change as the channel layer carries it."""
     layer = get_channel_layer()
     assert layer is not None
-    await layer.group_send(events.GROUP, message)
+    await layer.group_send(events.GROUP, {"type": "operations.changed", "operations": [change]})
 
 
 async def opened(socket: WebsocketCommunicator) -> Any:
