@@ -103,7 +103,7 @@ class Work:
 
 async def write_batch(batch: Batch) -> set[Attempt]:
     """Writes reports in one of the shared threads."""
-    return await in_thread(progress.record, batch, now=clock.now())
+    return await in_thread(progress.record, batch, now=clock.now(), lock_timeout=progress.BATCH_LOCK_TIMEOUT)
 
 
 Handler = Callable[[Work], Awaitable[Mapping[str, Any] | None]]

@@ -23,7 +23,7 @@ REPORTED = [
     "phase", "message", "current_bytes", "total_bytes", "progress", "updated_at", "node_id", "node_name",
 ]  # fmt: skip
 _PART = ["status", "phase", "percentage", "file_name", "current_bytes", "total_bytes"]
-_LOCK_TIMEOUT = "500ms"
+BATCH_LOCK_TIMEOUT = "500ms"
 """How long a batch waits for a row or for the change counter.
 
 A batch that waits holds the rows of many operations, whose outcomes and leases must not wait for progress.
@@ -57,11 +57,16 @@ class Tick:
         )
 
 
-def record(reports: Mapping[Attempt, Collection[Tick]], *, now: datetime) -> set[Attempt]:
-    """Writes the reports of many attempts; answers the attempts whose operation is no longer theirs."""
+def record(
+    reports: Mapping[Attempt, Collection[Tick]], *, now: datetime, lock_timeout: str = "0"
+) -> set[Attempt]:
+    """Writes the reports of many attempts; answers the attempts whose operation is no longer theirs.
+
+    Raises OperationalError when a lock takes longer than `lock_timeout`; 0 waits for as long as it takes.
+    """
     with transaction.atomic():
         with connection.cursor() as cursor:
-            cursor.execute("SELECT set_config('lock_timeout', %s, true)", [_LOCK_TIMEOUT])
+            cursor.execute("SELECT set_config('lock_timeout', %s, true)", [lock_timeout])
         named = Operation.objects.filter(pk__in={id for id, _ in reports}, status=Status.PROCESSING)
         rows = {(row.id, row.fence): row for row in named.select_for_update(no_key=True).order_by("pk")}
         mine = [rows[attempt] for attempt in reports if attempt in rows]

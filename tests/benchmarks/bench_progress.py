@@ -70,7 +70,7 @@ def probe(environment: dict[str, str], stop: Any, took: Any) -> None:
     (mine,) = services.claim("probe", now=clock.now(), lease=3600, limit=1)
     while not stop.wait(PROBE_EVERY):
         began = clock.monotonic()
-        _write(mine, _tick())
+        services.progress(mine.id, mine.fence, _tick(), now=clock.now())
         took.put(clock.monotonic() - began)
     took.put(None)
 
@@ -79,19 +79,6 @@ def _tick(node: Any = None, done: int = 0) -> Any:
     from operations.progress import Tick
 
     return Tick("downloading", str(clock.monotonic()), done, 10**6, done / 10**4, "file", node)
-
-
-def _write(operation: Any, tick: Any) -> None:
-    """One report in its own transaction, again until it could lock what it needs."""
-    from django.db import OperationalError
-
-    from operations import services
-
-    while True:
-        try:
-            return services.progress(operation.id, operation.fence, tick, now=clock.now())
-        except OperationalError:
-            continue
 
 
 def claimed(parts: int, *, together: bool) -> list[tuple[Any, Any]]:
@@ -127,10 +114,11 @@ async def report(parts: list[tuple[Any, Any]], seconds: float, tell: Callable[..
 
 async def one_each(parts: list[tuple[Any, Any]], seconds: float, run: Run) -> None:
     """As it was: a report is a transaction, and its attempt waits for it."""
+    from operations import services
     from operations.executor import in_thread
 
     async def tell(operation: Any, tick: Any) -> None:
-        await in_thread(_write, operation, tick)
+        await in_thread(services.progress, operation.id, operation.fence, tick, now=clock.now())
         run.late.append(clock.monotonic() - float(tick.message))
 
     await report(parts, seconds, tell)

@@ -93,9 +93,10 @@ def test_a_batch_writes_what_is_still_owned_and_names_the_rest() -> None:
 def test_a_batch_does_not_wait_long_for_the_counter() -> None:
     """It holds the rows of many operations: their outcomes must not wait for progress."""
     (operation,) = claimed(1)
+    reports = {(operation.id, operation.fence): [Tick(percentage=50)]}
     with holding(COUNTER), pytest.raises(OperationalError):
-        services.progress(operation.id, operation.fence, Tick(percentage=50), now=NOW)
-    services.progress(operation.id, operation.fence, Tick(percentage=50), now=NOW)
+        progress.record(reports, now=NOW, lock_timeout=progress.BATCH_LOCK_TIMEOUT)
+    progress.record(reports, now=NOW)
     assert Operation.objects.get().progress == 50
 
 
