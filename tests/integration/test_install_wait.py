@@ -9,8 +9,9 @@ from localai_cluster import clock, conf
 from nodes.backends import install
 from nodes.models import BackendNode
 from operations import services
-from operations.executor import Postpone, Work
+from operations.executor import Postpone, Work, write_batch
 from operations.models import Operation
+from operations.recorder import Recorder
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
 
@@ -31,7 +32,7 @@ def claimed(node: BackendNode, *, seconds_left: float) -> Work:
     )
     services.admit(request, now=now)
     (operation,) = services.claim("controller", now=now, lease=60, limit=1)
-    return Work(operation, "controller")
+    return Work(operation, Recorder(write_batch))
 
 
 @pytest.mark.parametrize(
