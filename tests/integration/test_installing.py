@@ -10,7 +10,9 @@ from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NotConnected, RequestTimeout
 from nodes.backends import commands, install
 from operations import services as ledger
-from operations.executor import Postpone, Work
+from operations.executor import Postpone, Work, write_batch
+from operations.progress import Tick
+from operations.recorder import Recorder
 from tests.support import hot
 from tests.support.bus import PlayedBus
 
@@ -36,7 +38,7 @@ class Stage:
         )
         ledger.admit(asked, now=clock.now())
         (operation,) = ledger.claim("controller", now=clock.now(), lease=60, limit=1)
-        self.work = Work(operation, "controller")
+        self.work = Work(operation, Recorder(write_batch))
 
     def answers(self, *replies: Any) -> None:
         self.bus.replies[subjects.backend_install(str(self.node.id))] = list(replies)
@@ -61,12 +63,12 @@ async def test_its_message_says_why_it_is_asked_again(stage: Stage) -> None:
     messages: list[str] = []
 
     class Heard(Work):
-        async def report(self, tick: ledger.Tick) -> None:
+        async def report(self, tick: Tick) -> None:
             messages.append(tick.message)
             await super().report(tick)
 
     stage.answers(RequestTimeout("late"), INSTALLED)
-    await install.InstallBackend(stage.bus)(Heard(stage.work.operation, "controller"))
+    await install.InstallBackend(stage.bus)(Heard(stage.work.operation, stage.work.recorder))
     assert [text for text in messages if "asking again" in text] == [
         "node one did not answer within 900 s; asking again"
     ]
