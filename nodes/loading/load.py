@@ -32,7 +32,7 @@ from nodes.backends.outcomes import Refused as WorkerRefused
 from nodes.definitions.files import Definition, Folder, load_options, revision
 from nodes.loading import engines, placing
 from nodes.placement.setbacks import Setbacks, after_failure, into_payload
-from nodes.replicas import slots
+from nodes.replicas import retire, slots, snapshot
 from nodes.replicas.slots import Slot
 from operations import services
 from operations.executor import Postpone, Unwanted, Work, in_thread, retry_delay
@@ -115,7 +115,7 @@ class LoadModel:
         definition = self._definitions.find(work.operation.element)
         if definition is None:
             raise errors.NotFound(f"there is no definition of the model {work.operation.element}")
-        if await in_thread(slots.serving, definition.name):
+        if await in_thread(snapshot.serving, definition.name):
             return {"already_loaded": True}
         attempt = await self._place(work, definition)
         try:
@@ -134,7 +134,7 @@ class LoadModel:
         for engine in await in_thread(engines.of_earlier_attempts, model, mark=mark):
             log.info("clearing up %s on %s", engine.process_key, engine.node_id)
             await Worker(self._bus, str(engine.node_id), "").stop(engine.process_key)
-        await in_thread(slots.leftovers, model, mark=mark)
+        await in_thread(retire.retire_leftovers, model, mark=mark)
 
     async def _place(self, work: Work, definition: Definition) -> Attempt:
         place = await placing.place(self._bus, work, definition, mark=mark_of(work))
@@ -289,7 +289,7 @@ async def _give_up(attempt: Attempt) -> None:
     """Has the attempt's engine stopped, unless a later attempt has taken its place over; frees the slot."""
     if await in_thread(engines.noted, attempt.mark):
         await attempt.worker.stop(attempt.process_key)
-    await in_thread(slots.drop, attempt.slot, mark=attempt.mark)
+    await in_thread(retire.retire_slot, attempt.slot, mark=attempt.mark)
 
 
 def _admit_install(attempt: Attempt) -> UUID:
@@ -316,7 +316,7 @@ async def _slot_lost(attempt: Attempt) -> NoReturn:
     while True:
         await asyncio.sleep(_LOOK_AT_SLOT)
         with contextlib.suppress(DatabaseError):
-            if not await in_thread(slots.exists, attempt.slot):
+            if not await in_thread(snapshot.exists, attempt.slot):
                 raise WorkerGone(f"node {attempt.slot.node_name} went away or started anew")
 
 

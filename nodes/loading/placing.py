@@ -22,7 +22,7 @@ from nodes.placement.setbacks import (
     next_end,
     resting,
 )
-from nodes.replicas import slots
+from nodes.replicas import slots, snapshot
 from nodes.replicas.slots import Slot
 from operations.executor import Postpone, Unwanted, Work, in_thread
 from operations.models import Operation
@@ -45,7 +45,7 @@ async def place(bus: Bus, work: Work, definition: Definition, *, mark: str) -> P
     setbacks = from_payload(work.operation.payload)
     rest, answered = resting(setbacks, clock.now()), set[UUID]()
     while True:
-        fleet = await in_thread(slots.fleet, definition.name)
+        fleet = await in_thread(snapshot.fleet, definition.name)
         decision = choose(fleet, setbacks=setbacks, resting=rest)
         if decision.node is None:
             raise await _no_node(work, decision.why_none(), setbacks)

@@ -19,6 +19,7 @@ from django.db.models import Q
 from localai_cluster.accounts.actors import task
 from nodes.models import BackendNode, NodeModel, ReplicaUse, WebProcess
 from nodes.registry import services
+from nodes.replicas import statements
 
 
 @dataclass(frozen=True)
@@ -113,29 +114,6 @@ def _lock(plan: Plan) -> list[UUID]:
     return list(touched.order_by("id").select_for_update(of=("self",)).values_list("pk", flat=True))
 
 
-_TAKE_BACK = """
-WITH dead AS (
-    DELETE FROM web_processes AS process WHERE id = ANY(%(ids)s) AND seen_at < %(since)s
-        AND NOT EXISTS (SELECT FROM replica_uses AS use
-                        WHERE use.process_id = process.id AND use.replica_id <> ALL(%(locked)s::uuid[]))
-    RETURNING id
-), taken AS (
-    SELECT use.replica_id, sum(use.count) AS count
-    FROM replica_uses AS use JOIN dead ON dead.id = use.process_id
-    GROUP BY use.replica_id
-), gone AS (
-    DELETE FROM replica_uses WHERE process_id IN (SELECT id FROM dead)
-), settled AS (
-    UPDATE node_models AS replica
-    SET in_flight = greatest(replica.in_flight - taken.count, 0), updated_at = %(now)s
-    FROM taken WHERE replica.id = taken.replica_id
-)
-SELECT count(*) FROM dead
-"""
-"""A process that uses a replica which is not `locked` has just picked it: it lives, and locking that replica
-now would be out of order."""
-
-
 def _processes_dead(ids: Sequence[UUID], locked: Sequence[UUID], now: datetime, limit: float) -> int:
     if not ids:
         return 0
@@ -146,6 +124,6 @@ def _processes_dead(ids: Sequence[UUID], locked: Sequence[UUID], now: datetime, 
         "now": now,
     }
     with connection.cursor() as cursor:
-        cursor.execute(_TAKE_BACK, parameters)
+        cursor.execute(statements.DROP_DEAD_PROCESSES, parameters)
         (dead,) = cursor.fetchone()
     return int(dead)

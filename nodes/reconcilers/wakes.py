@@ -19,7 +19,7 @@ from nodes.loading import load
 from nodes.models import BackendNode
 from nodes.placement.choose import refusal
 from nodes.placement.setbacks import from_payload, resting
-from nodes.replicas import slots
+from nodes.replicas import snapshot
 from operations import services
 from operations.executor import in_thread
 from operations.models import Operation, Status
@@ -61,7 +61,7 @@ def _loads(changed: Changed) -> list[UUID]:
 
 def _could_take(operation: Operation, changed: Changed) -> bool:
     rest = resting(from_payload(operation.payload), clock.now())
-    return any(refusal(node, rest) is None for node in slots.fleet(operation.element, only=changed))
+    return any(refusal(node, rest) is None for node in snapshot.fleet(operation.element, only=changed))
 
 
 class Wakes:

@@ -22,7 +22,7 @@ from nodes.models import BackendNode, NodeEvent
 from nodes.registry import states, timeline
 from nodes.registry.states import Event, Facts
 from nodes.registry.timeline import Entry
-from nodes.replicas import removals
+from nodes.replicas import retire, snapshot
 from operations import events
 
 log = logging.getLogger(__name__)
@@ -158,8 +158,8 @@ class Change:
         return names_set, entries
 
     def _end_replicas(self, which: states.Replicas) -> None:
-        if which == "all" or (which == "idle" and not any(removals.in_flight(self.node.id).values())):
-            removals.drop_replicas(self.node.id)
+        if which == "all" or (which == "idle" and not any(snapshot.in_flight(self.node.id).values())):
+            retire.retire_of_nodes(self.node.id)
 
 
 def save_all(changes: Sequence[Change]) -> None:

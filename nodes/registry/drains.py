@@ -17,7 +17,7 @@ from nodes.models import BackendNode, NodeEvent, NodeModel
 from nodes.registry.change import Change, changing
 from nodes.registry.fleet import happen_to_all, lock_in_order
 from nodes.registry.states import Event
-from nodes.replicas.removals import in_flight
+from nodes.replicas.snapshot import in_flight
 
 WAITING = "resumed, waiting for its next heartbeat"
 OWN_DEADLINE = 60.0

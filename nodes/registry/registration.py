@@ -24,7 +24,7 @@ from nodes.registry.cooldowns import clear_cooldowns
 from nodes.registry.fleet import lock_in_order
 from nodes.registry.labels import check_labels, reported_labels
 from nodes.registry.states import Event
-from nodes.replicas.removals import drop_replicas
+from nodes.replicas.retire import retire_of_nodes
 
 _TRIES = 3
 """Somebody may remove the node between two looks."""
@@ -313,7 +313,7 @@ def _drop_absent(registered: Sequence[tuple[BackendNode, Registration]]) -> None
     for node, told in registered:
         keep = [row.pk for row in rows[node.id] if _still_runs(row, told)]
         if len(keep) < len(rows[node.id]):
-            drop_replicas(node.id, keep=keep)
+            retire_of_nodes(node.id, keep=keep)
 
 
 def _still_runs(row: NodeModel, told: Registration) -> bool:

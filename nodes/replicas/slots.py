@@ -4,15 +4,12 @@ A row in `loading` belongs to the attempt whose mark it carries. Publishing and 
 attempt that was overtaken changes nothing (I3).
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 from uuid import UUID
 
 from django.db import IntegrityError, transaction
-from django.db.models import Count, F, Q, Sum
-from django.db.models.functions import Coalesce
 
 from nodes.models import BackendNode, EngineStart, ModelLoadInfo, NodeModel
 from nodes.placement.choose import NodeView
@@ -26,39 +23,6 @@ class Slot:
     node_id: UUID
     node_name: str
     replica_index: int
-
-
-def serving(model_name: str) -> bool:
-    """Whether a replica exists that a request could be sent to now."""
-    return bool(NodeModel.objects.of(model_name).serving().exists())
-
-
-def fleet(model_name: str, *, only: Collection[UUID] | None = None) -> list[NodeView]:
-    """Every node, or only these, as placement sees them; two queries for any number."""
-    taken: dict[UUID, set[int]] = {}
-    for node_id, index in NodeModel.objects.of(model_name).values_list("node_id", "replica_index"):
-        taken.setdefault(node_id, set()).add(index)
-    asked = BackendNode.objects.all() if only is None else BackendNode.objects.filter(pk__in=only)
-    nodes = asked.annotate(
-        loaded=Count("replicas", filter=Q(replicas__state="loaded")),
-        busy=Coalesce(Sum("replicas__in_flight"), 0),
-        free_vram=F("available_vram") - F("reserved_vram"),
-    )
-    columns = ("id", "name", "node_type", "status", "max_replicas_per_model", "free_vram", "loaded", "busy")
-    return [
-        NodeView(
-            id=row["id"],
-            name=row["name"],
-            node_type=row["node_type"],
-            status=row["status"],
-            free_vram=row["free_vram"],
-            loaded=row["loaded"],
-            in_flight=row["busy"],
-            taken=frozenset(taken.get(row["id"], ())),
-            slots=row["max_replicas_per_model"],
-        )
-        for row in nodes.values(*columns)
-    ]
 
 
 def reserve(
@@ -85,28 +49,6 @@ def reserve(
     except IntegrityError:
         return None
     return Slot(row.id, view.id, view.name, index)
-
-
-def leftovers(model_name: str, *, mark: str) -> list[Slot]:
-    """Removes and answers the slots of earlier attempts: only one load of a model is active at a time.
-
-    Locked in the order of their ids, as by whoever ends the replicas of several nodes.
-    """
-    stale = NodeModel.objects.of(model_name).filter(state="loading").exclude(loading_by=mark)
-    with transaction.atomic():
-        rows = list(stale.order_by("id").select_for_update(of=("self",)).select_related("node"))
-        NodeModel.objects.filter(pk__in=[row.pk for row in rows]).delete()
-    return [Slot(row.id, row.node_id, row.node.name, row.replica_index) for row in rows]
-
-
-def exists(slot: Slot) -> bool:
-    """Whether the slot's row is still there: it goes when its node falls silent, leaves or starts anew."""
-    return NodeModel.objects.filter(pk=slot.id).exists()
-
-
-def drop(slot: Slot, *, mark: str) -> None:
-    """Gives the slot back."""
-    NodeModel.objects.filter(pk=slot.id, loading_by=mark, state="loading").delete()
 
 
 def publish(

@@ -25,7 +25,7 @@ import psycopg
 
 from localai_cluster import clock, conf
 from localai_cluster.errors import ClusterError, NotAuthenticated, Unavailable
-from nodes.routing import statements
+from nodes.replicas import retire, statements
 from nodes.routing.pool import UNREACHABLE, Line, Parameters, Pool
 
 logger = logging.getLogger(__name__)
@@ -124,10 +124,7 @@ class Picker:
     async def remove(self, replica: Replica) -> bool:
         """Takes a dead replica out of service: exactly the row that was picked, not one put in its place
         since."""
-        values = {"replica": replica.id, "address": replica.address}
-        texts = (statements.LOCK_REPLICA, statements.DROP_USES, statements.DROP_REPLICA)
-        *_, removed = await self._pool.run_together([(text, values) for text in texts])
-        return removed == 1
+        return await retire.retire_dead(self._pool, replica.id, replica.address)
 
     async def seen(self) -> bool:
         """Says that this process lives; False when its row is gone."""

@@ -96,10 +96,15 @@ class Pool:
         async with self._pool.connection() as connection:
             return (await connection.execute(statement, parameters)).rowcount
 
-    async def run_together(self, statements: list[tuple[str, Parameters]]) -> list[int]:
-        """Runs statements in one transaction, each seeing what others committed before it began."""
+    async def run_together(self, statements: list[tuple[str, Parameters]]) -> list[tuple[Any, ...]]:
+        """Runs statements in one transaction, each seeing what others committed before it began.
+
+        Gives the rows of the last one, if it has any.
+        """
         async with self._pool.connection() as connection, connection.transaction():
-            return [(await connection.execute(text, values)).rowcount for text, values in statements]
+            for text, values in statements:
+                cursor = await connection.execute(text, values)
+            return await cursor.fetchall() if cursor.description else []
 
 
 class Line:

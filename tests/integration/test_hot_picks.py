@@ -21,7 +21,9 @@ from localai_cluster import clock, procs
 from localai_cluster.errors import NotAuthenticated
 from nodes.models import BackendNode, NodeModel, ReplicaUse
 from nodes.reconcilers import liveness
-from nodes.routing import pool, process, statements
+from nodes.replicas import hooks, statements
+from nodes.replicas.hooks import Removed
+from nodes.routing import pool, process
 from nodes.routing.picks import Picker, Replica
 from tests.support import hot
 from tests.support.policy import Candidate, spread
@@ -270,9 +272,11 @@ def test_a_cancelled_caller_leaves_no_count() -> None:
     assert list(hot.counts().values()) == [5]
 
 
-def test_removal_is_by_id_and_address() -> None:
-    """A dead replica's row goes with its uses; a row that was loaded anew elsewhere stays."""
+def test_removal_is_by_id_and_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dead replica's row goes with its uses and is announced once; a row loaded again elsewhere stays."""
     row = hot.replica(hot.node())
+    announced: list[Removed] = []
+    monkeypatch.setattr(hooks, "on_removed", [announced.append])
 
     async def scenario() -> tuple[bool, bool]:
         async with hot.picker() as picker:
@@ -284,6 +288,7 @@ def test_removal_is_by_id_and_address() -> None:
             return kept, gone
 
     assert asyncio.run(scenario()) == (False, True)
+    assert announced == [Removed(row.model_name, row.node_id, row.replica_index)]
     assert not NodeModel.objects.filter(pk=row.pk).exists()
     assert not ReplicaUse.objects.exists()
 

@@ -25,7 +25,7 @@ from nodes.definitions.files import Folder
 from nodes.loading import asking, engines, load
 from nodes.models import BackendNode, EngineStart, NodeModel
 from nodes.placement.setbacks import from_payload
-from nodes.replicas import slots
+from nodes.replicas import retire
 from nodes.replicas.slots import Slot
 from operations import services
 from operations.executor import Postpone, Unwanted, Work, in_thread, write_batch
@@ -384,7 +384,7 @@ def test_leftovers_are_locked_in_the_order_of_their_ids() -> None:
 
     def clear() -> list[Slot]:
         try:
-            return slots.leftovers("m", mark="mine")
+            return retire.retire_leftovers("m", mark="mine")
         finally:
             connection.close()
 

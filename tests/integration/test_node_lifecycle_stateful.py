@@ -35,7 +35,7 @@ from nodes.placement.choose import refusal
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness
 from nodes.registry import identity, services
 from nodes.registry.heartbeats import Beat
-from nodes.replicas.slots import fleet
+from nodes.replicas.snapshot import fleet
 from tests.support.environment import REGISTRATION_TOKEN
 from tests.support.fleet import ANNA, NOW, ROOT, beat, register, replica
 from tests.support.lifecycle import TOKEN, Claim, Node

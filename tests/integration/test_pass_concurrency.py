@@ -24,7 +24,8 @@ from nodes.models import (
 from nodes.reconcilers.liveness import Limits, Plan, apply
 from nodes.registry import services
 from nodes.registry.services import Running
-from nodes.replicas.slots import fleet, reserve
+from nodes.replicas.slots import reserve
+from nodes.replicas.snapshot import fleet
 from tests.support.fleet import (
     NOW,
     ROOT,

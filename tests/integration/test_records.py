@@ -17,7 +17,7 @@ from nodes.models import (
     ReplicaState,
 )
 from nodes.registry.services import deregister, drain
-from nodes.replicas import slots
+from nodes.replicas import slots, snapshot
 from tests.support import api
 
 pytestmark = pytest.mark.django_db
@@ -60,7 +60,7 @@ def test_a_slot_is_taken_once() -> None:
     node = api.make_node()
     replica(node)
     assert refused(NodeModel, node=node, model_name="m", replica_index=0)
-    (view,) = slots.fleet("m")
+    (view,) = snapshot.fleet("m")
     assert slots.reserve(view, "m", 0, mark="x:1", backend="echo", now=clock.now()) is None
     assert NodeModel.objects.get(node=node, model_name="m").state == "loaded"
 
@@ -69,7 +69,7 @@ def test_a_slot_is_taken_once() -> None:
 def test_a_node_that_was_drained_meanwhile_gives_no_slot() -> None:
     """I10: between the choice and the slot an admin may have spoken."""
     node = api.make_node()
-    (view,) = slots.fleet("m")
+    (view,) = snapshot.fleet("m")
     drain(node.id, actor=STATIC_KEY, now=clock.now())
     assert slots.reserve(view, "m", 0, mark="x:1", backend="echo", now=clock.now()) is None
     assert not NodeModel.objects.exists()

@@ -18,7 +18,8 @@ from nodes.registry import services
 from nodes.registry.change import columns, facts_of
 from nodes.registry.heartbeats import Beat
 from nodes.registry.states import Facts, status_of
-from nodes.replicas import removals
+from nodes.replicas import hooks, retire, slots, snapshot
+from nodes.replicas.hooks import Removed
 from tests.checks.states import everything
 from tests.support.fleet import (
     ANNA,
@@ -456,10 +457,10 @@ def removed(django_capture_on_commit_callbacks: Any) -> Any:
     def run(work: Any) -> list[tuple[str, Any, int]]:
         seen: list[tuple[str, Any, int]] = []
 
-        def hear(sender: Any, model_name: str, node_id: Any, replica_index: int, **more: Any) -> None:
-            seen.append((model_name, node_id, replica_index))
+        def hear(one: Removed) -> None:
+            seen.append((one.model_name, one.node_id, one.replica_index))
 
-        removals.replicas_removed.connect(hear, weak=False)
+        hooks.on_removed.append(hear)
         try:
             with django_capture_on_commit_callbacks() as callbacks:
                 work()
@@ -467,7 +468,7 @@ def removed(django_capture_on_commit_callbacks: Any) -> Any:
             for callback in callbacks:
                 callback()
         finally:
-            removals.replicas_removed.disconnect(hear)
+            hooks.on_removed.remove(hear)
         return seen
 
     return run
@@ -501,14 +502,30 @@ def test_a_listener_that_fails_fails_nothing_else(removed: Any) -> None:
     node = approved()
     replica(node)
 
-    def fail(**more: Any) -> None:
+    def fail(one: Removed) -> None:
         raise RuntimeError("a listener's own problem")
 
-    removals.replicas_removed.connect(fail, weak=False)
+    hooks.on_removed.append(fail)
     try:
         assert removed(lambda: leave(node)) == [("m", node.pk, -1)]
     finally:
-        removals.replicas_removed.disconnect(fail)
+        hooks.on_removed.remove(fail)
+
+
+@pytest.mark.rule("R1.101", "R1.102")
+def test_single_removals_are_announced_with_their_index(removed: Any) -> None:
+    """A failed load and what an earlier attempt left: one announcement each, and only for rows that went."""
+    node = approved()
+    now = NOW
+    view = next(one for one in snapshot.fleet("m") if one.id == node.pk)
+    mine = slots.reserve(view, "m", 0, mark="op:2", backend="b", now=now)
+    other = slots.reserve(view, "m", 1, mark="op:1", backend="b", now=now)
+    assert mine is not None
+    assert other is not None
+    assert removed(lambda: retire.retire_slot(mine, mark="another:1")) == []
+    assert removed(lambda: retire.retire_leftovers("m", mark="op:2")) == [("m", node.pk, 1)]
+    assert removed(lambda: retire.retire_slot(mine, mark="op:2")) == [("m", node.pk, 0)]
+    assert removed(lambda: retire.retire_slot(mine, mark="op:2")) == []
 
 
 # --- who may not be reached

@@ -15,7 +15,7 @@ from nodes.models import BackendNode, NodeLabel, NodeModel, PendingBackendOp
 from nodes.placement.choose import Reason, refusal
 from nodes.registry import services
 from nodes.registry.services import Running
-from nodes.replicas.slots import fleet
+from nodes.replicas.snapshot import fleet
 from tests.support.fleet import (
     NOW,
     OTHER_SECRET,

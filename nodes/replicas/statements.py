@@ -129,4 +129,29 @@ DROP_USES = """
 DELETE FROM replica_uses
  WHERE replica_id IN (SELECT id FROM node_models WHERE id = %(replica)s AND address = %(address)s)
 """
-DROP_REPLICA = "DELETE FROM node_models WHERE id = %(replica)s AND address = %(address)s"
+DROP_REPLICA = """
+DELETE FROM node_models WHERE id = %(replica)s AND address = %(address)s
+RETURNING model_name, node_id, replica_index
+"""
+
+DROP_DEAD_PROCESSES = """
+WITH dead AS (
+    DELETE FROM web_processes AS process WHERE id = ANY(%(ids)s) AND seen_at < %(since)s
+        AND NOT EXISTS (SELECT FROM replica_uses AS use
+                        WHERE use.process_id = process.id AND use.replica_id <> ALL(%(locked)s::uuid[]))
+    RETURNING id
+), taken AS (
+    SELECT use.replica_id, sum(use.count) AS count
+    FROM replica_uses AS use JOIN dead ON dead.id = use.process_id
+    GROUP BY use.replica_id
+), gone AS (
+    DELETE FROM replica_uses WHERE process_id IN (SELECT id FROM dead)
+), settled AS (
+    UPDATE node_models AS replica
+    SET in_flight = greatest(replica.in_flight - taken.count, 0), updated_at = %(now)s
+    FROM taken WHERE replica.id = taken.replica_id
+)
+SELECT count(*) FROM dead
+"""
+"""A process that uses a replica which is not `locked` has just picked it: it lives, and locking that replica
+now would be out of order."""

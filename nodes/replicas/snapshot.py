@@ -1,0 +1,62 @@
+"""What the rows of replicas say now: for placement, for loads that wait, for drains."""
+
+from collections import Counter
+from collections.abc import Collection
+from uuid import UUID
+
+from django.db.models import Count, F, Q, Sum
+from django.db.models.functions import Coalesce
+
+from nodes.models import BackendNode, NodeModel
+from nodes.placement.choose import NodeView
+from nodes.replicas.slots import Slot
+
+
+def serving(model_name: str) -> bool:
+    """Whether a replica exists that a request could be sent to now."""
+    return bool(NodeModel.objects.of(model_name).serving().exists())
+
+
+def fleet(model_name: str, *, only: Collection[UUID] | None = None) -> list[NodeView]:
+    """Every node, or only these, as placement sees them; two queries for any number."""
+    taken: dict[UUID, set[int]] = {}
+    for node_id, index in NodeModel.objects.of(model_name).values_list("node_id", "replica_index"):
+        taken.setdefault(node_id, set()).add(index)
+    asked = BackendNode.objects.all() if only is None else BackendNode.objects.filter(pk__in=only)
+    nodes = asked.annotate(
+        loaded=Count("replicas", filter=Q(replicas__state="loaded")),
+        busy=Coalesce(Sum("replicas__in_flight"), 0),
+        free_vram=F("available_vram") - F("reserved_vram"),
+    )
+    columns = ("id", "name", "node_type", "status", "max_replicas_per_model", "free_vram", "loaded", "busy")
+    return [
+        NodeView(
+            id=row["id"],
+            name=row["name"],
+            node_type=row["node_type"],
+            status=row["status"],
+            free_vram=row["free_vram"],
+            loaded=row["loaded"],
+            in_flight=row["busy"],
+            taken=frozenset(taken.get(row["id"], ())),
+            slots=row["max_replicas_per_model"],
+        )
+        for row in nodes.values(*columns)
+    ]
+
+
+def exists(slot: Slot) -> bool:
+    """Whether the slot's row is still there: it goes when its node falls silent, leaves or starts anew."""
+    return NodeModel.objects.filter(pk=slot.id).exists()
+
+
+def in_flight(*node_ids: UUID) -> dict[UUID, int]:
+    """Requests that run on those of the nodes that have replicas.
+
+    Their rows stay locked, so the answer stays true in this transaction.
+    """
+    rows = NodeModel.objects.filter(node_id__in=node_ids).order_by("id").select_for_update(of=("self",))
+    counts: Counter[UUID] = Counter()
+    for node_id, count in rows.values_list("node_id", "in_flight"):
+        counts[node_id] += count
+    return dict(counts)
