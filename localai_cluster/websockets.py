@@ -9,7 +9,7 @@ from django.urls import re_path
 from localai_cluster.accounts.websockets import PrincipalMiddleware
 from localai_cluster.web.sockets import LiveSocket, NoSuchSocket
 from nodes.live import topics as nodes
-from operations import topics as operations
+from operations.changes import topics as operations
 
 _operations: Any = LiveSocket.as_asgi(topics=(operations.single_changes,))
 _feed: Any = LiveSocket.as_asgi(

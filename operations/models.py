@@ -7,23 +7,27 @@ N. Rows are never deleted while they matter; failures stay until dismissed (O32,
 """
 
 import uuid
+from datetime import datetime
+from typing import Self
 
 from django.db import models
 from django.db.models import Q
 
 from localai_cluster import clock
-from operations.querysets import OperationQuerySet
+
+QUEUED = "queued"
+"""O4: the phase of what nobody works on yet, or nobody at the moment."""
 
 
 class Status(models.TextChoices):
     """O32. The first three are active: exactly one operation of a key is in one of them."""
 
     PENDING = "pending"
-    """Waits for a controller, or for `next_look_at`; `message` says why."""
+    """Waits for a controller, or for `next_attempt_at`; `message` says why."""
     PROCESSING = "processing"
     """A controller holds the lease and works."""
     WAITING = "waiting_for_nodes"
-    """It waits for a node; looked at again at `next_look_at`, or when a node changes that could take it."""
+    """It waits for a node; tried again at `next_attempt_at`, or when a node changes that could take it."""
     COMPLETED = "completed"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -41,6 +45,29 @@ class TargetStatus(models.TextChoices):
     RUNNING_ON_WORKER = "running_on_worker"
     SUCCESS = "success"
     ERROR = "error"
+
+
+class OperationQuerySet(models.QuerySet["Operation"]):
+    """Adjectives of operations."""
+
+    def active(self) -> Self:
+        """Not yet ended."""
+        return self.filter(status__in=("pending", "processing", "waiting_for_nodes"))
+
+    def due(self, *, at: datetime) -> Self:
+        """Unclaimed and to be looked at by `at`."""
+        return self.filter(status__in=("pending", "waiting_for_nodes"), next_attempt_at__lte=at)
+
+    def orphaned(self, *, at: datetime) -> Self:
+        """Claimed by somebody whose lease ran out."""
+        return self.filter(status="processing", lease_until__lt=at)
+
+    def listed(self) -> Self:
+        """What the live list shows: active ones, and failures until dismissed (O32)."""
+        return self.filter(
+            models.Q(status__in=("pending", "processing", "waiting_for_nodes"))
+            | models.Q(status="failed", dismissed_at__isnull=True)
+        )
 
 
 class Operation(models.Model):
@@ -78,8 +105,8 @@ class Operation(models.Model):
     """Attempts that ended early and said why; the retry delay follows them."""
     lost_leases = models.IntegerField(default=0)
     """Attempts whose controller fell silent."""
-    next_look_at = models.DateTimeField(default=clock.now)
-    wanted_until = models.DateTimeField(null=True, blank=True)
+    next_attempt_at = models.DateTimeField(default=clock.now)
+    needed_until = models.DateTimeField(null=True, blank=True)
     """Until when it may wait, because somebody wants it; an operation that waits longer is given up.
 
     Null = without limit.
@@ -126,7 +153,7 @@ class Operation(models.Model):
         ]
         indexes = [
             models.Index(
-                fields=["next_look_at"],
+                fields=["next_attempt_at"],
                 name="operation_due",
                 condition=Q(status__in=["pending", "waiting_for_nodes"]),
             ),

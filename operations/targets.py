@@ -45,7 +45,7 @@ def of(operations: Iterable[Operation]) -> dict[UUID, list[OperationTarget]]:
     return parts
 
 
-def begin_anew(operations: Iterable[Operation]) -> None:
+def restart_parts(operations: Iterable[Operation]) -> None:
     """A new attempt of these operations: parts that have ended stay, the others wait again. Two queries."""
     rows = {operation.id: operation for operation in operations}
     if not rows:

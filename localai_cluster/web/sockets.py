@@ -38,7 +38,7 @@ class LiveSocket(AsyncWebsocketConsumer):
     browsers show it only for a socket that was opened.
     """
 
-    channel_layer_alias = "none"  # `operations.fanout` subscribes once for the whole process
+    channel_layer_alias = "none"  # `operations.changes.fanout` subscribes once for the whole process
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from nodes.api import examples
 from nodes.api import serializers as shapes
 from nodes.api.views import NodeView, existing
 from nodes.backends import install
-from operations.services import OperationRequest, admit
+from operations.ledger.admission import OperationRequest, admit
 
 
 class InstallView(NodeView):
@@ -51,7 +51,7 @@ class InstallView(NodeView):
             targets=[(node.id, node.name)],
             request_id=request_id.get(),
             client_address=client_address(request),
-            wanted_until=install.gives_up_at(now),
+            needed_until=install.gives_up_at(now),
         )
         admission = admit(asked, now=now)
         job = str(admission.operation.id)

@@ -18,9 +18,9 @@ from nodes.backends import inventory
 from nodes.backends.commands import Worker
 from nodes.backends.outcomes import BusDown, Done, NoResponders, Outcome, Refused, StillRunning, Unreadable
 from nodes.models import BackendNode
-from operations.executor import Postpone, Work, in_thread, retry_delay
+from operations.executor.work import Postpone, Work, in_thread, retry_delay
+from operations.ledger.progress import Tick
 from operations.models import Operation
-from operations.progress import Tick
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ async def _later(work: Work, reason: str, *, seconds: float, waiting: bool = Fal
     """Another attempt later, or the failure of an install that has waited for as long as it may."""
     # Read again: whoever asked for the same install meanwhile has moved the time at which it gives up.
     operation = await in_thread(Operation.objects.get, pk=work.id)
-    if operation.wanted_until is not None and operation.wanted_until <= clock.now():
+    if operation.needed_until is not None and operation.needed_until <= clock.now():
         return InstallFailed(f"given up, because {reason} (CLUSTER_INSTALL_WAIT)")
     return Postpone(reason, seconds=seconds, waiting=waiting)
 

@@ -27,8 +27,8 @@ from nodes.backends.commands import LIST_TIMEOUT, Worker
 from nodes.backends.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
 from nodes.models import BackendNode, NodeBackend
 from nodes.models.querysets import BackendNodeQuerySet
-from operations import events
-from operations.executor import in_thread
+from operations.changes import events
+from operations.executor.work import in_thread
 
 log = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from nodes.registry import known
 from nodes.routing import pool
 from nodes.routing.picks import Picker, Replica
 from nodes.routing.process import Presence
-from operations.events import NODES, OPERATIONS, listen
-from operations.waiting import Hints
+from operations.changes.events import NODES, OPERATIONS, listen
+from operations.executor.waiting import Hints
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -191,6 +191,6 @@ async def stop() -> None:
 async def _hear(hints: Hints) -> None:
     async for channel, payload in listen(OPERATIONS, NODES):
         if channel != OPERATIONS:
-            known.shared().hear(payload)
+            known.shared().forget(payload)
         if channel != NODES:
-            hints.hear(payload.partition(" ")[0])
+            hints.notify(payload.partition(" ")[0])

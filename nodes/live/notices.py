@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from localai_cluster.env import weak_secret
-from operations.controllers import SILENT_AFTER, Seen
+from operations.executor.controllers import SILENT_AFTER, Seen
 
 Notice = dict[str, Any]
 _SILENCE = timedelta(seconds=SILENT_AFTER)

@@ -1,8 +1,8 @@
 """The messages of `/ws/feed` for the API document, from which the pages' types are made.
 
-Serializers say what `rows.py`, `notices.py` and `operations/feed.py` make; every key of a node is always
-there, and a patch is a node of which only the id must be. Websocket messages are no operation of a route, so
-`components` makes their schemas for the document's hook.
+Serializers say what `rows.py`, `notices.py` and the feed of operations make; every key of a node is
+always there, and a patch is a node of which only the id must be. Websocket messages are no operation of a
+route, so `components` makes their schemas for the document's hook.
 """
 
 from functools import cache

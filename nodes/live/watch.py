@@ -23,7 +23,8 @@ from localai_cluster import cancel, clock, conf
 from nodes.live import rows
 from nodes.live.history import Difference, History
 from nodes.live.notices import Facts, Notice, Told, notices, unreachable
-from operations import controllers, events, feed
+from operations.changes import events, feed
+from operations.executor import controllers
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from django.db.models import Exists, OuterRef, Q
 from localai_cluster import names
 from nodes.models import BackendNode, EngineStart, NodeModel
 from nodes.models.querysets import BackendNodeQuerySet
-from operations import events
+from operations.changes import events
 
 _CLAIMED_FOR = 45.0
 """Seconds; longer than one look at one node takes."""

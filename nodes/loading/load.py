@@ -34,11 +34,11 @@ from nodes.loading import engines, placing
 from nodes.placement.setbacks import Setbacks, after_failure, into_payload
 from nodes.replicas import retire, slots, snapshot
 from nodes.replicas.slots import Slot
-from operations import services
-from operations.executor import Postpone, Unwanted, Work, in_thread, retry_delay
+from operations.executor.waiting import Hints
+from operations.executor.work import Abandoned, Postpone, Work, in_thread, retry_delay
+from operations.ledger import admission
+from operations.ledger.progress import Tick
 from operations.models import TERMINAL, Operation, Status
-from operations.progress import Tick
-from operations.waiting import Hints
 
 log = logging.getLogger(__name__)
 
@@ -278,10 +278,10 @@ async def _started(attempt: Attempt, request: messages.InstallRequest) -> messag
 
 
 async def _keep_waiting(attempt: Attempt, reason: str) -> None:
-    """Says what the load waits for. Raises Unwanted when no request waits for it any more."""
-    wanted_until = (await in_thread(Operation.objects.get, pk=attempt.work.id)).wanted_until
-    if wanted_until is not None and wanted_until < clock.now():
-        raise Unwanted(f"no request waits for it any more; {reason}")
+    """Says what the load waits for. Raises Abandoned when no request waits for it any more."""
+    needed_until = (await in_thread(Operation.objects.get, pk=attempt.work.id)).needed_until
+    if needed_until is not None and needed_until < clock.now():
+        raise Abandoned(f"no request waits for it any more; {reason}")
     await attempt.report("loading", f"{reason}; asking again")
 
 
@@ -296,7 +296,7 @@ def _admit_install(attempt: Attempt) -> UUID:
     operation, backend = attempt.work.operation, attempt.definition.backend
     node = (attempt.slot.node_id, attempt.slot.node_name)
     now = clock.now()
-    request = services.OperationRequest(
+    request = admission.OperationRequest(
         install.KIND,
         key=install.key(attempt.slot.node_id, backend),
         element=backend,
@@ -305,10 +305,10 @@ def _admit_install(attempt: Attempt) -> UUID:
         targets=[node],
         actor=operation.actor,
         request_id=operation.request_id,
-        wanted_until=install.gives_up_at(now),
+        needed_until=install.gives_up_at(now),
         parent=operation,
     )
-    return services.admit(request, now=now).operation.id
+    return admission.admit(request, now=now).operation.id
 
 
 async def _slot_lost(attempt: Attempt) -> NoReturn:

@@ -24,7 +24,7 @@ from nodes.placement.setbacks import (
 )
 from nodes.replicas import slots, snapshot
 from nodes.replicas.slots import Slot
-from operations.executor import Postpone, Unwanted, Work, in_thread
+from operations.executor.work import Abandoned, Postpone, Work, in_thread
 from operations.models import Operation
 
 _LOOK_FOR_NODE = 5.0
@@ -95,6 +95,6 @@ def later(
     waiting: bool = True,
 ) -> Exception:
     """Another look in `seconds`, or the end when no request waits for the model any more."""
-    if operation.wanted_until is not None and operation.wanted_until <= clock.now():
-        return Unwanted(f"no request waits for it any more; {reason}")
+    if operation.needed_until is not None and operation.needed_until <= clock.now():
+        return Abandoned(f"no request waits for it any more; {reason}")
     return Postpone(reason, seconds=seconds, waiting=waiting, payload=payload)

@@ -23,7 +23,7 @@ from nodes.loading import drained, engines
 from nodes.loading.drained import Drained
 from nodes.loading.engines import Engine
 from nodes.models import NodeType
-from operations.executor import in_thread
+from operations.executor.work import in_thread
 
 log = logging.getLogger(__name__)
 

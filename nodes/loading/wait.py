@@ -20,10 +20,10 @@ from django.db import DatabaseError
 from localai_cluster import clock, conf
 from localai_cluster.errors import ClusterError, Conflict, Unavailable
 from nodes.loading.load import KIND, LoadFailed, key
-from operations import services
-from operations.executor import in_thread
+from operations.executor.waiting import Hints
+from operations.executor.work import in_thread
+from operations.ledger import admission
 from operations.models import TERMINAL, Operation, Status
-from operations.waiting import Hints
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -139,7 +139,7 @@ class _Load:
     """Until when the operation's row says it is wanted, on the monotonic clock."""
     task: "asyncio.Task[None] | None" = None
 
-    def wanted_until(self) -> float:
+    def needed_until(self) -> float:
         """Until when the row should say so."""
         return min(max(self.deadlines, default=0.0), clock.monotonic() + _HORIZON)
 
@@ -211,10 +211,10 @@ class Loads:
 
     @staticmethod
     async def _keep_wanted(load: _Load) -> None:
-        until = load.wanted_until()
+        until = load.needed_until()
         if until > load.wanted + 1:
             load.wanted = until
-            await in_thread(services.want, load.look.id, _instant(until))
+            await in_thread(admission.need_until, load.look.id, _instant(until))
 
 
 def _as_answer(error: Exception) -> ClusterError:
@@ -251,7 +251,7 @@ def _instant(deadline: float) -> datetime:
     return clock.now() + timedelta(seconds=deadline - clock.monotonic())
 
 
-def _admit(model: str, wanted_until: datetime, asker: Asker) -> Look:
+def _admit(model: str, needed_until: datetime, asker: Asker) -> Look:
     """Joins or makes the load; raises LoadFailed while the last one still answers for itself."""
     now = clock.now()
     operations = Operation.objects.filter(key=key(model))
@@ -261,7 +261,7 @@ def _admit(model: str, wanted_until: datetime, asker: Asker) -> Look:
         recent = failed.filter(finished_at__gt=now - timedelta(seconds=grace)).first()
         if recent is not None:
             raise failure(model, _look(recent), now, grace)
-    request = services.OperationRequest(
+    request = admission.OperationRequest(
         KIND,
         key=key(model),
         element=model,
@@ -269,9 +269,9 @@ def _admit(model: str, wanted_until: datetime, asker: Asker) -> Look:
         actor=asker.name,
         request_id=asker.request_id,
         client_address=asker.client_address,
-        wanted_until=wanted_until,
+        needed_until=needed_until,
     )
-    return _look(services.admit(request, now=now).operation)
+    return _look(admission.admit(request, now=now).operation)
 
 
 def _look(operation: Operation) -> Look:

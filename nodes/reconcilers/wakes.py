@@ -20,8 +20,8 @@ from nodes.models import BackendNode
 from nodes.placement.choose import refusal
 from nodes.placement.setbacks import from_payload, resting
 from nodes.replicas import snapshot
-from operations import services
-from operations.executor import in_thread
+from operations.executor.work import in_thread
+from operations.ledger import lease
 from operations.models import Operation, Status
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ Changed = Collection[UUID] | None
 
 def wake(changed: Changed) -> int:
     """Wakes what waits for one of these nodes and could go on now; answers how many operations."""
-    return services.wake([*_installs(changed), *_loads(changed)], now=clock.now())
+    return lease.wake([*_installs(changed), *_loads(changed)], now=clock.now())
 
 
 def _installs(changed: Changed) -> list[UUID]:
@@ -72,7 +72,7 @@ class Wakes:
         self._any = False
         self._heard = asyncio.Event()
 
-    def hear(self, node_id: str) -> None:
+    def changed(self, node_id: str) -> None:
         """This node has changed; what is no id means that any node may have."""
         try:
             self._changed.add(UUID(node_id))

@@ -23,7 +23,7 @@ from nodes.registry import states, timeline
 from nodes.registry.states import Event, Facts
 from nodes.registry.timeline import Entry
 from nodes.replicas import retire, snapshot
-from operations import events
+from operations.changes import events
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from nodes.registry.change import ALWAYS_TOLD, columns, facts_of, kind_of
 from nodes.registry.states import Event
 from nodes.registry.timeline import Entry
 from nodes.replicas.retire import retire_of_nodes
-from operations import events
+from operations.changes import events
 
 Why = Callable[[BackendNode], tuple[str, Mapping[str, Any]]]
 """Cause and detail of what happens to a node."""

@@ -20,7 +20,7 @@ from localai_cluster.accounts.actors import WORKER
 from nodes.models import NodeEvent
 from nodes.registry import budget, identity, states
 from nodes.registry.identity import NodeFacts
-from operations.events import NODES
+from operations.changes.events import NODES
 
 LARGEST = 2**63 - 1
 _FIGURES = ("available_vram", "total_vram", "available_ram", "total_disk", "available_disk")

@@ -53,7 +53,7 @@ class KnownNodes:
             self._nodes = {node: facts for node, facts in found.items() if node not in self._removed}
             self._as_of = began
 
-    def hear(self, node: str) -> None:
+    def forget(self, node: str) -> None:
         """A NOTIFY about a node, or "" when some may have been missed."""
         if not node:
             self._as_of, self._not_before = -math.inf, clock.monotonic()

@@ -1,10 +1,10 @@
-"""The shapes of operations on the wire, for the API document; `operations/feed.py` makes the values."""
+"""The shapes of operations on the wire, for the API document; `changes/feed.py` makes the values."""
 
 from typing import Any
 
 from rest_framework import serializers
 
-from operations import feed
+from operations.changes import feed
 from operations.models import Status, TargetStatus
 
 

@@ -13,8 +13,9 @@ from rest_framework.views import APIView
 
 from localai_cluster import clock, errors
 from localai_cluster.web import openapi
-from operations import feed, services
 from operations.api import serializers as shapes
+from operations.changes import feed
+from operations.ledger import admission
 from operations.models import TERMINAL, Operation, Status
 
 _REFUSED = {
@@ -63,9 +64,9 @@ class DismissView(APIView):
         """Acknowledges a failure: it leaves the live list of everybody and stays in the record (O52)."""
         job = _uuid(job_id)
         if job is None:
-            raise errors.NotFound(services.NO_SUCH)
+            raise errors.NotFound(admission.NO_SUCH_OPERATION)
         who: Any = request.user
-        services.dismiss(job, actor=who.name, now=clock.now())
+        admission.dismiss(job, actor=who.name, now=clock.now())
         return Response({"success": True, "message": "operation dismissed"})
 
 
@@ -88,7 +89,7 @@ class JobView(APIView):
         job = _uuid(uid)
         operation = Operation.objects.filter(pk=job).first() if job else None
         if operation is None:
-            raise errors.NotFound(services.NO_SUCH)
+            raise errors.NotFound(admission.NO_SUCH_OPERATION)
         return Response(job_of(operation))
 
 

@@ -149,7 +149,7 @@ def nothing_left_behind(cluster: Cluster) -> None:
     eventually(lambda: cluster.rows(idle) == [(0,)], seconds=30, what="in-flight returns to 0")
     active = (
         "SELECT kind, element, status FROM operations WHERE status = 'processing' AND lease_until < %s"
-        " OR status IN ('pending', 'waiting_for_nodes') AND next_look_at < %s - interval '30 seconds'"
+        " OR status IN ('pending', 'waiting_for_nodes') AND next_attempt_at < %s - interval '30 seconds'"
     )
     eventually(
         lambda: cluster.rows(active, clock.now(), clock.now()) == [], seconds=30, what="no orphaned operation"

@@ -36,14 +36,15 @@ def write(environment: dict[str, str], stop: Any, written: Any) -> None:
     django.setup()
     from django.db import transaction
 
-    from operations import changes, services
+    from operations.changes import announce
+    from operations.ledger import admission, lease
+    from operations.ledger.admission import OperationRequest
     from operations.models import Operation
-    from operations.services import OperationRequest
 
     for number in range(OPERATIONS):
         asked = OperationRequest("backend_install", key=f"k{number}", element=f"b{number}", actor="bench")
-        services.admit(asked, now=clock.now())
-    mine = services.claim("bench", now=clock.now(), lease=3600, limit=OPERATIONS)
+        admission.admit(asked, now=clock.now())
+    mine = lease.claim("bench", now=clock.now(), lease=3600, limit=OPERATIONS)
     due = clock.monotonic()
     for first in itertools.cycle(range(0, OPERATIONS, BATCH)):
         if stop.wait(max(due - clock.monotonic(), 0)):
@@ -53,7 +54,7 @@ def write(environment: dict[str, str], stop: Any, written: Any) -> None:
             for operation in batch:
                 operation.message = str(clock.now().timestamp())
             Operation.objects.bulk_update(batch, ["message"])
-            changes.announce(batch)
+            announce.announce(batch)
         due += BATCH / RATE
         written.value += BATCH
 

@@ -64,19 +64,19 @@ def set_up(environment: dict[str, str]) -> None:
 def probe(environment: dict[str, str], stop: Any, took: Any) -> None:
     """Another controller's change of an operation, again and again."""
     set_up(environment)
-    from operations import services
+    from operations.ledger import admission, lease, outcome
 
-    services.admit(services.OperationRequest("probe", key="probe", element="p", actor="b"), now=clock.now())
-    (mine,) = services.claim("probe", now=clock.now(), lease=3600, limit=1)
+    admission.admit(admission.OperationRequest("probe", key="probe", element="p", actor="b"), now=clock.now())
+    (mine,) = lease.claim("probe", now=clock.now(), lease=3600, limit=1)
     while not stop.wait(PROBE_EVERY):
         began = clock.monotonic()
-        services.progress(mine.id, mine.fence, _tick(), now=clock.now())
+        outcome.progress(mine.id, mine.fence, _tick(), now=clock.now())
         took.put(clock.monotonic() - began)
     took.put(None)
 
 
 def _tick(node: Any = None, done: int = 0) -> Any:
-    from operations.progress import Tick
+    from operations.ledger.progress import Tick
 
     return Tick("downloading", str(clock.monotonic()), done, 10**6, done / 10**4, "file", node)
 
@@ -85,15 +85,15 @@ def claimed(parts: int, *, together: bool) -> list[tuple[Any, Any]]:
     """(operation, node) of each part."""
     from uuid import uuid4
 
-    from operations import services
+    from operations.ledger import admission, lease
 
     nodes = [(uuid4(), f"node-{number}") for number in range(parts)]
     for number, targets in enumerate([nodes] if together else [[node] for node in nodes]):
-        asked = services.OperationRequest(
+        asked = admission.OperationRequest(
             "backend_install", key=f"{uuid4()}{number}", element="x", actor="bench", targets=targets
         )
-        services.admit(asked, now=clock.now())
-    mine = services.claim("bench", now=clock.now(), lease=3600, limit=parts)
+        admission.admit(asked, now=clock.now())
+    mine = lease.claim("bench", now=clock.now(), lease=3600, limit=parts)
     return [(operation, target.node_id) for operation in mine for target in operation.targets.all()]
 
 
@@ -114,11 +114,11 @@ async def report(parts: list[tuple[Any, Any]], seconds: float, tell: Callable[..
 
 async def one_each(parts: list[tuple[Any, Any]], seconds: float, run: Run) -> None:
     """As it was: a report is a transaction, and its attempt waits for it."""
-    from operations import services
-    from operations.executor import in_thread
+    from operations.executor.work import in_thread
+    from operations.ledger import outcome
 
     async def tell(operation: Any, tick: Any) -> None:
-        await in_thread(services.progress, operation.id, operation.fence, tick, now=clock.now())
+        await in_thread(outcome.progress, operation.id, operation.fence, tick, now=clock.now())
         run.late.append(clock.monotonic() - float(tick.message))
 
     await report(parts, seconds, tell)
@@ -127,8 +127,8 @@ async def one_each(parts: list[tuple[Any, Any]], seconds: float, run: Run) -> No
 
 async def batches(parts: list[tuple[Any, Any]], seconds: float, run: Run) -> None:
     """As it is: the recorder writes the latest of every part together."""
-    from operations.executor import write_batch
-    from operations.recorder import Batch, Recorder
+    from operations.executor.executor import write_batch
+    from operations.executor.recorder import Batch, Recorder
 
     async def write(batch: Batch) -> Any:
         lost = await write_batch(batch)
@@ -151,7 +151,7 @@ def statements(parts: list[tuple[Any, Any]]) -> int:
     from django.db import connection
     from django.test.utils import CaptureQueriesContext
 
-    from operations import progress
+    from operations.ledger import progress
 
     batch: dict[Any, list[Any]] = {}
     for operation, node in parts:

@@ -9,7 +9,7 @@ from django.db import connections
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.registry.known import KnownNodes
 from nodes.routing.pool import Pool
-from operations.events import conninfo
+from operations.changes.events import conninfo
 from tests.support.beating import Counted
 
 

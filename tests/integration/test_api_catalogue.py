@@ -19,7 +19,7 @@ from localai_cluster import clock, galleries
 from localai_cluster.messaging import messages as m
 from nodes.backends import catalogue, install, inventory
 from nodes.models import BackendNode, NodeBackend
-from operations import services as ledger
+from operations.ledger import admission, lease
 from tests.integration.test_api_document import document, fits
 from tests.support import api, backends, hot
 
@@ -91,10 +91,10 @@ def keep(node: BackendNode, *listed: m.InstalledBackend) -> None:
 
 
 def begin(node: BackendNode, element: str, kind: str = install.KIND) -> str:
-    asked = ledger.OperationRequest(
+    asked = admission.OperationRequest(
         kind, key=install.key(node.id, element), element=element, actor="x", node=(node.id, node.name)
     )
-    return str(ledger.admit(asked, now=clock.now()).operation.id)
+    return str(admission.admit(asked, now=clock.now()).operation.id)
 
 
 ECHO = m.InstalledBackend(
@@ -232,7 +232,7 @@ def test_what_runs_on_an_entry(local: Path) -> None:
     job = begin(node, "local@whisper")
     removal = begin(node, "cpu-llama-cpp", "backend_delete")
     begin(node, "other@cuda-llama-cpp")
-    ledger.claim("x", now=clock.now(), lease=10, limit=9)
+    lease.claim("x", now=clock.now(), lease=10, limit=9)
     waiting = begin(node, "llama-cpp")
     told = {
         entry["name"]: (entry["processing"], entry["jobID"], entry["isDeletion"])

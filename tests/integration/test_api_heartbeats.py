@@ -21,7 +21,7 @@ from nodes.api.heartbeats import BeatWriter, Gate, HeartbeatApplication
 from nodes.models import BackendNode, NodeEvent
 from nodes.registry import heartbeats, services
 from nodes.registry.known import KnownNodes
-from operations.events import NODES, conninfo
+from operations.changes.events import NODES, conninfo
 from tests.support import api
 from tests.support.beating import Counted, beat, made, now_of
 

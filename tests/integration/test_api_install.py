@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from localai_cluster import clock
 from nodes.models import BackendNode
-from operations import services as ledger
+from operations.ledger import admission, lease, outcome
 from operations.models import Operation
 from operations.states import Event
 from tests.support import api
@@ -62,12 +62,12 @@ def test_install_is_recorded_before_it_is_answered_and_joins_a_running_one() -> 
 def test_job_of_a_finished_operation() -> None:
     """§3.7: `completed` only on success, `error` only on failure."""
     node = api.make_node()
-    for outcome, keys in (("COMPLETE", {"completed"}), ("FAIL", {"error"})):
+    for ending, keys in (("COMPLETE", {"completed"}), ("FAIL", {"error"})):
         url = install(node.id, {"backend": "mock"}).json()["statusUrl"]
-        (work,) = ledger.claim("test", now=clock.now(), lease=10, limit=1)
-        event = getattr(Event, outcome)
-        error = "" if outcome == "COMPLETE" else "no such backend"
-        ledger.finish(work.id, work.fence, event, now=clock.now(), error=error)
+        (work,) = lease.claim("test", now=clock.now(), lease=10, limit=1)
+        event = getattr(Event, ending)
+        error = "" if ending == "COMPLETE" else "no such backend"
+        outcome.finish(work.id, work.fence, event, now=clock.now(), error=error)
         job = api.admin().get(url).json()
         assert job["processed"]
         assert set(job) & {"completed", "error"} == keys
@@ -117,8 +117,10 @@ def test_install_where_it_cannot_be() -> None:
 def test_another_kind_on_the_key_is_a_conflict() -> None:
     """O34."""
     node = api.make_node()
-    other = ledger.OperationRequest("backend_delete", key=f"node:{node.id}:mock", element="mock", actor="x")
-    ledger.admit(other, now=clock.now())
+    other = admission.OperationRequest(
+        "backend_delete", key=f"node:{node.id}:mock", element="mock", actor="x"
+    )
+    admission.admit(other, now=clock.now())
     assert install(node.id, {"backend": "mock"}).status_code == 409
 
 

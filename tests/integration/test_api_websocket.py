@@ -15,7 +15,8 @@ from localai_cluster import clock
 from localai_cluster.accounts import principals
 from localai_cluster.embedded.valkey import EmbeddedValkey
 from localai_cluster.websockets import websocket_application
-from operations import cursor, events, feed, services
+from operations.changes import cursor, events, feed
+from operations.ledger import admission, lease, outcome
 from operations.models import Operation
 from operations.states import Event
 from tests.support import api
@@ -54,16 +55,16 @@ async def watch() -> AsyncIterator[Watch]:
 @sync_to_async
 def admit(name: str = "mock") -> Operation:
     """One more operation."""
-    return services.admit(
-        services.OperationRequest("backend_install", key=name, element=name, actor="x"), now=clock.now()
+    return admission.admit(
+        admission.OperationRequest("backend_install", key=name, element=name, actor="x"), now=clock.now()
     ).operation
 
 
 @sync_to_async
 def finish(operation: Operation) -> None:
     """Claims and completes whatever is due first."""
-    (work,) = services.claim("t", now=clock.now(), lease=30, limit=1)
-    services.finish(work.id, work.fence, Event.COMPLETE, now=clock.now())
+    (work,) = lease.claim("t", now=clock.now(), lease=30, limit=1)
+    outcome.finish(work.id, work.fence, Event.COMPLETE, now=clock.now())
 
 
 @sync_to_async

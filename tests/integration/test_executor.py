@@ -11,10 +11,11 @@ import pytest
 from django.db import OperationalError
 
 from localai_cluster import clock, errors
-from operations import services
-from operations.executor import Executor, Postpone, Unwanted, Work, in_thread, retry_delay
+from operations.executor.executor import Executor
+from operations.executor.work import Abandoned, Postpone, Work, in_thread, retry_delay
+from operations.ledger import admission, lease
+from operations.ledger.progress import Tick
 from operations.models import Operation, Status
-from operations.progress import Tick
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -35,8 +36,8 @@ async def executor(
 
 
 async def admit(**more: Any) -> Operation:
-    request = services.OperationRequest("probe", key="probe:x", element="x", actor="test", **more)
-    return (await in_thread(services.admit, request, now=clock.now())).operation
+    request = admission.OperationRequest("probe", key="probe:x", element="x", actor="test", **more)
+    return (await in_thread(admission.admit, request, now=clock.now())).operation
 
 
 async def row(operation: Operation) -> Operation:
@@ -75,7 +76,7 @@ async def test_a_result_completes_the_operation() -> None:
     ("raised", "status", "text"),
     [
         (errors.Conflict("the disk is full"), Status.FAILED, "the disk is full"),
-        (Unwanted("nobody waits"), Status.CANCELLED, ""),
+        (Abandoned("nobody waits"), Status.CANCELLED, ""),
         (RuntimeError("secret detail"), Status.FAILED, "internal error"),
     ],
 )
@@ -120,7 +121,7 @@ async def test_a_waiting_operation_keeps_no_lease() -> None:
         waiting = await until(operation, Status.WAITING)
     assert waiting.message == "no node is registered"
     assert waiting.lease_until is None
-    assert waiting.next_look_at > clock.now() + timedelta(seconds=30)
+    assert waiting.next_attempt_at > clock.now() + timedelta(seconds=30)
 
 
 async def test_a_lost_lease_stops_the_attempt() -> None:
@@ -169,8 +170,8 @@ async def test_an_operation_claimed_again_here_ends_its_former_attempt() -> None
     operation = await admit()
     async with executor(handler, lease=3) as running:
         assert await clock.wait_until(begun, timeout=10)
-        await in_thread(services.reap, now=clock.now() + timedelta(seconds=60))
-        await in_thread(Operation.objects.filter(pk=operation.pk).update, next_look_at=clock.now())
+        await in_thread(lease.reap, now=clock.now() + timedelta(seconds=60))
+        await in_thread(Operation.objects.filter(pk=operation.pk).update, next_attempt_at=clock.now())
         running.hint()
         assert await clock.wait_until(again, timeout=10)
         await asyncio.wait_for(ended.wait(), 2)
@@ -200,7 +201,7 @@ async def test_a_stopped_executor_hands_back_at_once() -> None:
 
 async def test_a_claim_under_way_is_handed_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A claim that commits while the controller stops must not leave a lease that nobody keeps."""
-    asked, go_on, claimed, claim = threading.Event(), threading.Event(), threading.Event(), services.claim
+    asked, go_on, claimed, claim = threading.Event(), threading.Event(), threading.Event(), lease.claim
 
     def slow_claim(*arguments: Any, **options: Any) -> list[Operation]:
         asked.set()
@@ -213,7 +214,7 @@ async def test_a_claim_under_way_is_handed_back_too(monkeypatch: pytest.MonkeyPa
     async def handler(work: Work) -> None:
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(services, "claim", slow_claim)
+    monkeypatch.setattr(lease, "claim", slow_claim)
     operation = await admit()
     async with executor(handler) as running:
         assert await asyncio.to_thread(asked.wait, 10)
@@ -240,7 +241,7 @@ async def test_a_database_that_hangs_ends_the_attempts(monkeypatch: pytest.Monke
     def hang(*arguments: Any, **options: Any) -> None:
         go_on.wait(30)
 
-    monkeypatch.setattr(services, "renew", hang)
+    monkeypatch.setattr(lease, "renew", hang)
     await admit()
     async with executor(handler, lease=0.8):
         try:
@@ -280,8 +281,8 @@ async def test_an_attempt_that_does_not_end_keeps_no_other_lease_from_being_rene
                 await go_on.wait()
 
     async def admit_as(key: str) -> Operation:
-        request = services.OperationRequest("probe", key=key, element="x", actor="test")
-        return (await in_thread(services.admit, request, now=clock.now())).operation
+        request = admission.OperationRequest("probe", key=key, element="x", actor="test")
+        return (await in_thread(admission.admit, request, now=clock.now())).operation
 
     bad, well = await admit_as("probe:stuck"), await admit_as("probe:well")
 
@@ -310,10 +311,10 @@ async def test_an_unknown_kind_fails_clearly() -> None:
 
     async def handler(work: Work) -> None: ...
 
-    request = services.OperationRequest("from_the_future", key="k", element="x", actor="test")
-    admission = await in_thread(services.admit, request, now=clock.now())
+    request = admission.OperationRequest("from_the_future", key="k", element="x", actor="test")
+    admitted = await in_thread(admission.admit, request, now=clock.now())
     async with executor(handler):
-        ended = await until(admission.operation, Status.FAILED)
+        ended = await until(admitted.operation, Status.FAILED)
     assert "no handler" in ended.error
 
 
@@ -340,11 +341,11 @@ async def test_a_child_finds_a_slot_although_its_parents_hold_all_of_them() -> N
     """Loads that wait for their installations must not keep those from being claimed."""
 
     async def parent(work: Work) -> None:
-        request = services.OperationRequest(
+        request = admission.OperationRequest(
             "child", key="child", element="x", actor="t", parent=work.operation
         )
-        admission = await in_thread(services.admit, request, now=clock.now())
-        await until(admission.operation, Status.COMPLETED)
+        admitted = await in_thread(admission.admit, request, now=clock.now())
+        await until(admitted.operation, Status.COMPLETED)
 
     async def child(work: Work) -> None: ...
 

@@ -16,9 +16,9 @@ from localai_cluster import clock
 from localai_cluster.asgi import application
 from nodes.inference import gateway
 from nodes.loading.load import KIND, key
-from operations import services
+from operations.ledger import admission, lease, outcome
+from operations.ledger.progress import Tick
 from operations.models import Operation, Status
-from operations.progress import Tick
 from operations.states import Event
 from tests.support import backends, hot
 
@@ -52,7 +52,7 @@ def run(scenario: Callable[[hot.Client], Awaitable[Any]]) -> Any:
 
 def claim() -> Operation | None:
     """What a controller does first; None while there is nothing to do."""
-    return next(iter(services.claim("controller", now=clock.now(), lease=30, limit=1)), None)
+    return next(iter(lease.claim("controller", now=clock.now(), lease=30, limit=1)), None)
 
 
 async def claimed() -> Operation:
@@ -68,8 +68,8 @@ async def claimed() -> Operation:
     return found[0]
 
 
-def end(operation: Operation, event: Event, **outcome: Any) -> None:
-    services.finish(operation.pk, operation.fence, event, now=clock.now(), **outcome)
+def end(operation: Operation, event: Event, **said: Any) -> None:
+    outcome.finish(operation.pk, operation.fence, event, now=clock.now(), **said)
 
 
 async def ask_many(client: hot.Client, count: int) -> list[hot.Reply]:
@@ -122,7 +122,7 @@ def test_the_budget_ends_the_request_not_the_load(cluster: Callable[..., None]) 
         asked = asyncio.create_task(ask_many(client, 5))
         operation = await claimed()
         await hot.in_thread(
-            lambda: services.put_back(
+            lambda: outcome.put_back(
                 operation.pk, operation.fence, Event.WAIT, now=clock.now(),
                 until=clock.now() + timedelta(minutes=1), reason="no node is approved; 1 is pending",
             )
@@ -137,8 +137,8 @@ def test_the_budget_ends_the_request_not_the_load(cluster: Callable[..., None]) 
         assert answered.body["loading"]["state"] == "pending"
     operation = Operation.objects.get()
     assert operation.status == Status.WAITING
-    assert operation.wanted_until is not None
-    assert operation.wanted_until < clock.now() + timedelta(seconds=2)
+    assert operation.needed_until is not None
+    assert operation.needed_until < clock.now() + timedelta(seconds=2)
 
 
 def test_progress_shows_in_the_answer(cluster: Callable[..., None]) -> None:
@@ -157,7 +157,7 @@ def test_progress_shows_in_the_answer(cluster: Callable[..., None]) -> None:
             node_id=node.pk,
             node_name="w2",
         )
-        await hot.in_thread(lambda: services.progress(operation.pk, operation.fence, tick, now=clock.now()))
+        await hot.in_thread(lambda: outcome.progress(operation.pk, operation.fence, tick, now=clock.now()))
         return await asked
 
     (answered,) = run(scenario)
@@ -215,12 +215,12 @@ def test_whoever_attaches_moves_the_wish_forward(cluster: Callable[..., None]) -
     async def scenario(client: hot.Client) -> None:
         first = asyncio.create_task(ask_many(client, 1))
         await claimed()
-        before = (await hot.in_thread(Operation.objects.get)).wanted_until
+        before = (await hot.in_thread(Operation.objects.get)).needed_until
         cluster(model_load_wait=6.0)
         second = asyncio.create_task(client.post(PATH, BODY, leave=(leave := asyncio.Event())))
 
         async def moved() -> bool:
-            after = (await hot.in_thread(Operation.objects.get)).wanted_until
+            after = (await hot.in_thread(Operation.objects.get)).needed_until
             assert before is not None
             assert after is not None
             return after > before + timedelta(seconds=3)
@@ -235,8 +235,8 @@ def test_whoever_attaches_moves_the_wish_forward(cluster: Callable[..., None]) -
 def test_another_operation_on_the_model_is_a_503() -> None:
     """A model that is being worked on otherwise is not loadable right now; the answer names what is under
     way."""
-    other = services.OperationRequest("model_delete", key=key("echo"), element="echo", actor="x")
-    services.admit(other, now=clock.now())
+    other = admission.OperationRequest("model_delete", key=key("echo"), element="echo", actor="x")
+    admission.admit(other, now=clock.now())
 
     async def scenario(client: hot.Client) -> list[hot.Reply]:
         return await ask_many(client, 1)
@@ -285,7 +285,7 @@ def test_zero_means_no_limit(cluster: Callable[..., None]) -> None:
     async def scenario(client: hot.Client) -> list[hot.Reply]:
         asked = asyncio.create_task(ask_many(client, 1))
         operation = await claimed()
-        wanted = (await hot.in_thread(Operation.objects.get)).wanted_until
+        wanted = (await hot.in_thread(Operation.objects.get)).needed_until
         assert wanted is not None
         assert wanted > clock.now() + timedelta(seconds=50)
         async with backends.running_backend("echo", model="echo") as engine:

@@ -8,10 +8,11 @@ import pytest
 from localai_cluster import clock, conf
 from nodes.backends import install
 from nodes.models import BackendNode
-from operations import services
-from operations.executor import Postpone, Work, write_batch
+from operations.executor.executor import write_batch
+from operations.executor.recorder import Recorder
+from operations.executor.work import Postpone, Work
+from operations.ledger import admission, lease
 from operations.models import Operation
-from operations.recorder import Recorder
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
 
@@ -21,17 +22,17 @@ pytestmark = pytest.mark.django_db(transaction=True)
 def claimed(node: BackendNode, *, seconds_left: float) -> Work:
     """A running install of `echo` that may wait for so long."""
     now = clock.now()
-    request = services.OperationRequest(
+    request = admission.OperationRequest(
         install.KIND,
         key=f"{uuid4()}",
         element="echo",
         payload={"backend": "echo"},
         actor="test",
         node=(node.id, node.name),
-        wanted_until=now + timedelta(seconds=seconds_left),
+        needed_until=now + timedelta(seconds=seconds_left),
     )
-    services.admit(request, now=now)
-    (operation,) = services.claim("controller", now=now, lease=60, limit=1)
+    admission.admit(request, now=now)
+    (operation,) = lease.claim("controller", now=now, lease=60, limit=1)
     return Work(operation, Recorder(write_batch))
 
 
@@ -64,7 +65,7 @@ async def test_an_install_that_is_asked_for_again_meanwhile_waits_on() -> None:
 
     def prepared() -> Work:
         work = claimed(hot.node("one", offline_at=clock.now()), seconds_left=-1)
-        services.want(work.id, clock.now() + timedelta(seconds=60))
+        admission.need_until(work.id, clock.now() + timedelta(seconds=60))
         return work
 
     with pytest.raises(Postpone):
@@ -78,12 +79,12 @@ def test_an_install_by_rest_says_when_it_gives_up_and_asking_again_moves_that() 
     path = f"/api/nodes/{node.id}/backends/install"
     before = clock.now()
     assert api.admin().post(path, {"backend": "echo"}).status_code == 202
-    first = Operation.objects.get().wanted_until
+    first = Operation.objects.get().needed_until
     assert first is not None
     assert before + limit <= first <= clock.now() + limit
     (listed,) = api.admin().get("/api/operations").json()["operations"]
     assert listed["givesUpAt"] == first.isoformat()
     assert api.admin().post(path, {"backend": "echo"}).status_code == 202
-    second = Operation.objects.get().wanted_until
+    second = Operation.objects.get().needed_until
     assert second is not None
     assert second > first

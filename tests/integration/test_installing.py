@@ -9,10 +9,11 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NotConnected, RequestTimeout
 from nodes.backends import commands, install
-from operations import services as ledger
-from operations.executor import Postpone, Work, write_batch
-from operations.progress import Tick
-from operations.recorder import Recorder
+from operations.executor.executor import write_batch
+from operations.executor.recorder import Recorder
+from operations.executor.work import Postpone, Work
+from operations.ledger import admission, lease
+from operations.ledger.progress import Tick
 from tests.support import hot
 from tests.support.bus import PlayedBus
 
@@ -27,7 +28,7 @@ class Stage:
     def __init__(self) -> None:
         self.bus, self.node = PlayedBus(), hot.node()
         self.bus.replies[subjects.backend_list(str(self.node.id))] = m.ListReply()
-        asked = ledger.OperationRequest(
+        asked = admission.OperationRequest(
             install.KIND,
             key=install.key(self.node.id, "echo"),
             element="echo",
@@ -36,8 +37,8 @@ class Stage:
             node=(self.node.id, self.node.name),
             targets=[(self.node.id, self.node.name)],
         )
-        ledger.admit(asked, now=clock.now())
-        (operation,) = ledger.claim("controller", now=clock.now(), lease=60, limit=1)
+        admission.admit(asked, now=clock.now())
+        (operation,) = lease.claim("controller", now=clock.now(), lease=60, limit=1)
         self.work = Work(operation, Recorder(write_batch))
 
     def answers(self, *replies: Any) -> None:

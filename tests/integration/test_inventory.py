@@ -26,10 +26,11 @@ from localai_cluster.messaging.codec import encode
 from nodes.backends import install, inventory
 from nodes.models import BackendNode, NodeBackend
 from nodes.registry import services
-from operations import events
-from operations import services as ledger
-from operations.executor import Work, write_batch
-from operations.recorder import Recorder
+from operations.changes import events
+from operations.executor.executor import write_batch
+from operations.executor.recorder import Recorder
+from operations.executor.work import Work
+from operations.ledger import admission, lease
 from tests.support import api, hot
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -393,7 +394,7 @@ class Stage:
         self.bus, self.node = Bus(), hot.node()
         self.bus.lists(self.node, ECHO, MINILM)
         self.bus.replies[subjects.backend_install(str(self.node.id))] = encode(m.InstallReply(success=True))
-        asked = ledger.OperationRequest(
+        asked = admission.OperationRequest(
             install.KIND,
             key=install.key(self.node.id, "echo"),
             element="echo",
@@ -402,8 +403,8 @@ class Stage:
             node=(self.node.id, self.node.name),
             targets=[(self.node.id, self.node.name)],
         )
-        ledger.admit(asked, now=clock.now())
-        (operation,) = ledger.claim("controller", now=clock.now(), lease=60, limit=1)
+        admission.admit(asked, now=clock.now())
+        (operation,) = lease.claim("controller", now=clock.now(), lease=60, limit=1)
         self.work = Work(operation, Recorder(write_batch))
 
 

@@ -16,7 +16,7 @@ from nodes.models import BackendNode
 from nodes.registry import heartbeats, known, services
 from nodes.registry.identity import WrongCredential
 from nodes.registry.known import KnownNodes
-from operations.waiting import Hints
+from operations.executor.waiting import Hints
 from tests.support import api
 from tests.support.beating import Counted, beat, made
 
@@ -75,7 +75,7 @@ async def test_a_notify_ends_it_at_once(database: Counted, hand: Hand, heard: st
     assert await gate.prove(beat_of(node)) is None
     await sync_to_async(services.revoke)(node.id, actor=ROOT, now=clock.now())
     hand.now += 0.1
-    memory.hear(str(node.id) if heard == "its id" else "")
+    memory.forget(str(node.id) if heard == "its id" else "")
     assert isinstance(await gate.prove(beat_of(node)), WrongCredential)
 
 
@@ -103,7 +103,7 @@ async def test_what_changes_while_it_is_read_is_not_remembered(
         async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
             found = await super().rows(statement, parameters)
             hand.now += 0.1
-            memory.hear(str(node.id) if heard == "its id" else "")
+            memory.forget(str(node.id) if heard == "its id" else "")
             return found
 
     await memory.refresh(Late(database.pool))
@@ -117,7 +117,7 @@ async def test_a_fleet_that_changed_is_read_as_a_whole(database: Counted, hand: 
     gate = Gate(lambda: database, memory)
     assert await gate.prove(beat_of(fleet[0], f"{0:064x}")) is None
     for node in fleet:
-        memory.hear(str(node.id))
+        memory.forget(str(node.id))
     for number, node in enumerate(fleet):
         assert await gate.prove(beat_of(node, f"{number:064x}")) is None
     assert database.statements == [known.ALL] * 2
@@ -162,4 +162,4 @@ async def test_a_web_process_hears_of_a_change(database: Counted) -> None:
         assert await clock.wait_until(forgotten, timeout=4)
     finally:
         await cancel.end(listening)
-        memory.hear("")
+        memory.forget("")

@@ -10,10 +10,11 @@ import pytest
 from django.db import IntegrityError, connection, transaction
 
 from localai_cluster import errors
-from operations import feed, services
+from operations.changes import feed
+from operations.ledger import admission, lease, outcome
+from operations.ledger.fence import LeaseLost
+from operations.ledger.progress import Tick
 from operations.models import Operation, Status
-from operations.progress import Tick
-from operations.services import LeaseLost
 from operations.states import TRANSITIONS, Event, Transition, allowed
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
@@ -22,13 +23,13 @@ LEASE = 10.0
 pytestmark = pytest.mark.django_db(transaction=True)
 
 
-def admit(key: str = "model:m", kind: str = "model_load", **more: Any) -> services.Admission:
-    request = services.OperationRequest(kind, key=key, element="m", actor="test", **more)
-    return services.admit(request, now=NOW)
+def admit(key: str = "model:m", kind: str = "model_load", **more: Any) -> admission.Admission:
+    request = admission.OperationRequest(kind, key=key, element="m", actor="test", **more)
+    return admission.admit(request, now=NOW)
 
 
 def claim_one(owner: str = "a", now: datetime = NOW) -> Operation:
-    (operation,) = services.claim(owner, now=now, lease=LEASE, limit=1)
+    (operation,) = lease.claim(owner, now=now, lease=LEASE, limit=1)
     return operation
 
 
@@ -71,7 +72,7 @@ def test_two_claimers_never_share_an_operation() -> None:
     """Rule 2: claims skip what others lock; each operation goes to exactly one owner."""
     for number in range(8):
         admit(f"model:{number}")
-    batches = at_once(4, lambda: services.claim("x", now=NOW, lease=LEASE, limit=3))
+    batches = at_once(4, lambda: lease.claim("x", now=NOW, lease=LEASE, limit=3))
     claimed = [operation.id for batch in batches for operation in batch]
     assert len(claimed) == len(set(claimed)) == 8
 
@@ -80,13 +81,13 @@ def test_a_late_report_of_an_old_fence_changes_nothing() -> None:
     """I3, H15: after the lease was lost and taken again, the first owner's writes are refused."""
     admit()
     first = claim_one()
-    services.reap(now=NOW + timedelta(seconds=LEASE + 1))
+    lease.reap(now=NOW + timedelta(seconds=LEASE + 1))
     second = claim_one("b", NOW + timedelta(seconds=LEASE + 2))
     assert second.fence > first.fence
     with pytest.raises(LeaseLost):
-        services.progress(first.id, first.fence, Tick(percentage=50), now=NOW)
+        outcome.progress(first.id, first.fence, Tick(percentage=50), now=NOW)
     with pytest.raises(LeaseLost):
-        services.finish(first.id, first.fence, Event.COMPLETE, now=NOW)
+        outcome.finish(first.id, first.fence, Event.COMPLETE, now=NOW)
     assert Operation.objects.get(pk=first.id).status == Status.PROCESSING
 
 
@@ -94,18 +95,18 @@ def test_a_live_lease_is_not_reaped() -> None:
     """H5: only leases that ran out are taken back."""
     admit()
     held = claim_one()
-    services.renew("a", [held.id], now=NOW + timedelta(seconds=8), lease=LEASE)
-    assert services.reap(now=NOW + timedelta(seconds=LEASE + 1)) == (0, 0)
+    lease.renew("a", [held.id], now=NOW + timedelta(seconds=8), lease=LEASE)
+    assert lease.reap(now=NOW + timedelta(seconds=LEASE + 1)) == (0, 0)
 
 
 def test_an_operation_that_kills_its_controllers_is_given_up() -> None:
     """I4: it ends with a reason instead of going round for ever."""
     admit()
     at = NOW
-    for _ in range(services.MAX_LOST_LEASES + 1):
+    for _ in range(lease.MAX_LOST_LEASES + 1):
         claim_one(now=at)
         at += timedelta(seconds=LEASE + 1)
-        services.reap(now=at)
+        lease.reap(now=at)
     ended = Operation.objects.get()
     assert ended.status == Status.FAILED
     assert "controllers fell silent" in ended.error
@@ -115,19 +116,19 @@ def test_postponed_attempts_are_no_lost_leases() -> None:
     """I4: an operation that waited long for its worker is not given up at the first lost lease."""
     admit()
     at = NOW
-    for _ in range(services.MAX_LOST_LEASES + 1):
+    for _ in range(lease.MAX_LOST_LEASES + 1):
         held = claim_one(now=at)
         at += timedelta(seconds=1)
-        services.put_back(held.id, held.fence, Event.POSTPONE, now=at, until=at, reason="no worker")
+        outcome.put_back(held.id, held.fence, Event.POSTPONE, now=at, until=at, reason="no worker")
     claim_one(now=at)
-    assert services.reap(now=at + timedelta(seconds=LEASE + 1)) == (1, 0)
+    assert lease.reap(now=at + timedelta(seconds=LEASE + 1)) == (1, 0)
 
 
 def test_parent_and_child_report_at_once_without_a_deadlock() -> None:
     """A child's foreign key must not make it wait for its parent while it holds the counter."""
     parent = admit("model:parent").operation
     child = admit("node:1:backend", "backend_install", parent=parent).operation
-    claimed = {operation.id: operation for operation in services.claim("a", now=NOW, lease=LEASE, limit=2)}
+    claimed = {operation.id: operation for operation in lease.claim("a", now=NOW, lease=LEASE, limit=2)}
     turns = iter([claimed[parent.id], claimed[child.id]] * 3)
     lock = threading.Lock()
 
@@ -136,7 +137,7 @@ def test_parent_and_child_report_at_once_without_a_deadlock() -> None:
             operation = next(turns)
         for current in range(30):
             tick = Tick(current_bytes=current, total_bytes=100)
-            services.progress(operation.id, operation.fence, tick, now=NOW)
+            outcome.progress(operation.id, operation.fence, tick, now=NOW)
 
     assert at_once(6, report) == [None] * 6
 
@@ -145,10 +146,10 @@ def test_only_named_leases_are_renewed() -> None:
     """H5: an operation whose attempt ended without an outcome must run out, though its owner lives on."""
     admit("model:a")
     admit("model:b")
-    first, _forgotten = services.claim("a", now=NOW, lease=LEASE, limit=2)
+    first, _forgotten = lease.claim("a", now=NOW, lease=LEASE, limit=2)
     later = NOW + timedelta(seconds=8)
-    assert services.renew("a", [first.id], now=later, lease=LEASE) == {first.id: first.fence}
-    assert services.reap(now=NOW + timedelta(seconds=LEASE + 1)) == (1, 0)
+    assert lease.renew("a", [first.id], now=later, lease=LEASE) == {first.id: first.fence}
+    assert lease.reap(now=NOW + timedelta(seconds=LEASE + 1)) == (1, 0)
 
 
 def test_progress_never_goes_back() -> None:
@@ -157,7 +158,7 @@ def test_progress_never_goes_back() -> None:
     operation = claim_one()
     for current in (10, 90, 40, 100):
         tick = Tick(current_bytes=current, total_bytes=100, percentage=current)
-        services.progress(operation.id, operation.fence, tick, now=NOW)
+        outcome.progress(operation.id, operation.fence, tick, now=NOW)
     row = Operation.objects.get()
     assert (row.current_bytes, row.progress) == (100, 99)
 
@@ -176,7 +177,7 @@ def test_failures_stay_listed_until_a_new_request_supersedes_them() -> None:
     """O32, O34: a failed operation stays on the list; the next one of its key takes its place."""
     admit()
     operation = claim_one()
-    services.finish(operation.id, operation.fence, Event.FAIL, now=NOW, error="no such file")
+    outcome.finish(operation.id, operation.fence, Event.FAIL, now=NOW, error="no such file")
     listed = feed.snapshot().operations
     assert [(entry["status"], entry["error"]) for entry in listed] == [("failed", "no such file")]
     again = admit()
@@ -189,14 +190,14 @@ def test_a_waiting_operation_says_why_and_is_woken_but_a_back_off_is_not(event: 
     """Rule 4: both carry reason and next look; only the wait for a node ends before its time."""
     admit()
     operation = claim_one()
-    services.put_back(
+    outcome.put_back(
         operation.id, operation.fence, event, now=NOW, until=NOW + timedelta(hours=1), reason="no node"
     )
-    assert services.claim("a", now=NOW, lease=LEASE, limit=1) == []
+    assert lease.claim("a", now=NOW, lease=LEASE, limit=1) == []
     assert Operation.objects.get().message == "no node"
-    assert services.wake([operation.id], now=NOW) == woken
-    assert services.wake([operation.id], now=NOW) == 0
-    assert len(services.claim("a", now=NOW, lease=LEASE, limit=1)) == woken
+    assert lease.wake([operation.id], now=NOW) == woken
+    assert lease.wake([operation.id], now=NOW) == 0
+    assert len(lease.claim("a", now=NOW, lease=LEASE, limit=1)) == woken
 
 
 @pytest.mark.parametrize(("limit", "next_look"), [(None, 60), (30, 30), (90, 60), (-1, 60)])
@@ -205,11 +206,11 @@ def test_the_next_look_is_no_later_than_the_time_at_which_it_gives_up(
 ) -> None:
     """What the pages say about its end is true to the second; one that is over waits for its usual look."""
     wanted = None if limit is None else NOW + timedelta(seconds=limit)
-    admit(wanted_until=wanted)
+    admit(needed_until=wanted)
     operation = claim_one()
     until = NOW + timedelta(seconds=60)
-    services.put_back(operation.id, operation.fence, Event.WAIT, now=NOW, until=until, reason="no node")
-    assert Operation.objects.get().next_look_at == NOW + timedelta(seconds=next_look)
+    outcome.put_back(operation.id, operation.fence, Event.WAIT, now=NOW, until=until, reason="no node")
+    assert Operation.objects.get().next_attempt_at == NOW + timedelta(seconds=next_look)
 
 
 def test_the_services_go_by_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,9 +222,9 @@ def test_the_services_go_by_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
         TRANSITIONS, Event.POSTPONE, Transition(frozenset({Status.WAITING}), row.target, row.sentence)
     )
     with pytest.raises(ValueError, match="postpone cannot happen to an operation that is processing"):
-        services.put_back(operation.id, operation.fence, Event.POSTPONE, now=NOW, until=NOW, reason="")
+        outcome.put_back(operation.id, operation.fence, Event.POSTPONE, now=NOW, until=NOW, reason="")
     with pytest.raises(ValueError, match="claim cannot happen"):
-        services.finish(operation.id, operation.fence, Event.CLAIM, now=NOW)
+        outcome.finish(operation.id, operation.fence, Event.CLAIM, now=NOW)
     assert Operation.objects.get().status == Status.PROCESSING
 
 
@@ -231,7 +232,7 @@ def test_a_stopping_controller_hands_back_at_once() -> None:
     """A clean stop costs no lease time."""
     admit()
     claim_one("a")
-    assert services.release("a", now=NOW) == 1
+    assert lease.release("a", now=NOW) == 1
     assert claim_one("b").lease_owner == "b"
 
 
@@ -261,4 +262,4 @@ def test_a_claim_of_many_costs_a_constant_number_of_statements(django_assert_max
     for number in range(20):
         admit(f"model:{number}")
     with django_assert_max_num_queries(9):
-        assert len(services.claim("a", now=NOW, lease=LEASE, limit=50)) == 20
+        assert len(lease.claim("a", now=NOW, lease=LEASE, limit=50)) == 20

@@ -22,8 +22,9 @@ from nodes.live import topics
 from nodes.live import watch as watching
 from nodes.models import BackendNode
 from nodes.registry import services
-from operations import controllers, cursor, fanout, feed
-from operations import services as ledger
+from operations.changes import cursor, fanout, feed
+from operations.executor import controllers
+from operations.ledger import admission, lease, outcome
 from operations.models import Operation
 from operations.states import Event
 from tests.support import api, live
@@ -71,15 +72,15 @@ make_node = sync_to_async(api.make_node)
 
 @sync_to_async
 def admit(name: str = "mock") -> Operation:
-    request = ledger.OperationRequest("backend_install", key=name, element=name, actor="x")
-    return ledger.admit(request, now=clock.now()).operation
+    request = admission.OperationRequest("backend_install", key=name, element=name, actor="x")
+    return admission.admit(request, now=clock.now()).operation
 
 
 @sync_to_async
 def end(event: Event = Event.FAIL, error: str = "no such file") -> Operation:
     """Claims what is due first and ends it."""
-    (work,) = ledger.claim("t", now=clock.now(), lease=30, limit=1)
-    ledger.finish(work.id, work.fence, event, now=clock.now(), error=error)
+    (work,) = lease.claim("t", now=clock.now(), lease=30, limit=1)
+    outcome.finish(work.id, work.fence, event, now=clock.now(), error=error)
     return work
 
 

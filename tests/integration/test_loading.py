@@ -27,12 +27,13 @@ from nodes.models import BackendNode, EngineStart, NodeModel
 from nodes.placement.setbacks import from_payload
 from nodes.replicas import retire
 from nodes.replicas.slots import Slot
-from operations import services
-from operations.executor import Postpone, Unwanted, Work, in_thread, write_batch
+from operations.executor.executor import write_batch
+from operations.executor.recorder import Recorder
+from operations.executor.waiting import Hints
+from operations.executor.work import Abandoned, Postpone, Work, in_thread
+from operations.ledger import admission, lease, outcome
 from operations.models import Operation
-from operations.recorder import Recorder
 from operations.states import Event
-from operations.waiting import Hints
 from tests.conftest import eventually
 from tests.support import hot
 from tests.support.bus import NEVER, PlayedBus
@@ -50,15 +51,15 @@ class Stage:
         self.bus = PlayedBus()
         self.one, self.two = hot.node("one"), hot.node("two")
         now = clock.now()
-        request = services.OperationRequest(
+        request = admission.OperationRequest(
             load.KIND,
             key=load.key("echo"),
             element="echo",
             actor="test",
-            wanted_until=now - timedelta(seconds=1),
+            needed_until=now - timedelta(seconds=1),
         )
-        services.admit(request, now=now)
-        (operation,) = services.claim("controller", now=now, lease=60, limit=1)
+        admission.admit(request, now=now)
+        (operation,) = lease.claim("controller", now=now, lease=60, limit=1)
         self.work = Work(operation, Recorder(write_batch))
         self.handler = load.LoadModel(self.bus, Folder(folder), Hints())
 
@@ -68,9 +69,9 @@ class Stage:
     def installs(self, node: BackendNode, reply: Any) -> None:
         self.bus.replies[subjects.backend_install(str(node.id))] = reply
 
-    def want(self) -> None:
+    def need_until(self) -> None:
         """Somebody waits again, as a request says that attaches to the running load."""
-        services.want(self.work.id, clock.now() + timedelta(seconds=60))
+        admission.need_until(self.work.id, clock.now() + timedelta(seconds=60))
 
     async def play(self, happens: Callable[[], bool] = lambda: True) -> BaseException:
         """Runs the handler; `happens` is tried until it has happened. Answers how the attempt ended."""
@@ -103,8 +104,8 @@ def vanishes_while_installing(stage: Stage) -> Callable[[], bool]:
         if child is None:
             return False
         now = clock.now()
-        (held,) = services.claim("controller", now=now, lease=60, limit=1)
-        services.put_back(held.id, held.fence, Event.POSTPONE, now=now, until=now, reason="worker gone")
+        (held,) = lease.claim("controller", now=now, lease=60, limit=1)
+        outcome.put_back(held.id, held.fence, Event.POSTPONE, now=now, until=now, reason="worker gone")
         return True
 
     return happens
@@ -114,7 +115,7 @@ async def test_a_load_leaves_a_worker_that_vanished_while_it_installed(stage: St
     """Rule 4: the installation goes on when its worker is back; the load tries elsewhere meanwhile."""
     stage.lists(stage.one)
     stage.lists(stage.two, BACKEND)
-    await hot.in_thread(stage.want)
+    await hot.in_thread(stage.need_until)
     ended = await stage.play(vanishes_while_installing(stage))
     assert isinstance(ended, Postpone), ended
     assert (ended.waiting, ended.seconds) == (True, 0), "the node rests, the load does not"
@@ -130,7 +131,7 @@ async def test_a_load_ends_when_its_slot_is_gone(stage: Stage) -> None:
     """
     stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, NEVER)
-    await hot.in_thread(stage.want)
+    await hot.in_thread(stage.need_until)
 
     def silent() -> bool:
         return NodeModel.objects.filter(state="loading").delete()[0] > 0
@@ -143,7 +144,7 @@ async def test_a_load_ends_when_its_slot_is_gone(stage: Stage) -> None:
 async def test_whoever_came_later_keeps_the_load_alive(stage: Stage) -> None:
     """The wish is read when the attempt ends, not when it began."""
     stage.lists(stage.one, BACKEND)
-    await hot.in_thread(stage.want)
+    await hot.in_thread(stage.need_until)
     ended = await stage.play()
     assert isinstance(ended, Postpone), ended
 
@@ -171,7 +172,7 @@ async def test_twelve_dead_nodes_cost_one_attempt_a_short_wait(
     stage.installs(alive, NEVER)
     for node in dead if silence == "no answer" else []:
         stage.bus.replies[subjects.backend_list(str(node.id))] = NEVER
-    await hot.in_thread(stage.want)
+    await hot.in_thread(stage.need_until)
 
     def placed() -> bool:
         return NodeModel.objects.filter(node=alive, state="loading").exists()
@@ -191,7 +192,7 @@ async def test_twelve_dead_nodes_cost_one_attempt_a_short_wait(
 
 async def test_a_load_whose_nodes_are_all_silent_waits_and_says_so(stage: Stage) -> None:
     """Each node rests for longer and longer; the load looks when the first one has rested."""
-    await hot.in_thread(stage.want)
+    await hot.in_thread(stage.need_until)
     ended = await stage.play()
     assert isinstance(ended, Postpone), ended
     assert (ended.waiting, ended.reason) == (
@@ -208,7 +209,7 @@ async def test_without_the_bus_no_node_is_blamed(stage: Stage) -> None:
     """This controller has lost its connection: nothing is known of the nodes, and no node's change helps."""
     for node in (stage.one, stage.two):
         stage.bus.replies[subjects.backend_list(str(node.id))] = NotConnected("lost")
-    await hot.in_thread(stage.want)
+    await hot.in_thread(stage.need_until)
     ended = await stage.play()
     assert isinstance(ended, Postpone), ended
     assert (ended.waiting, ended.payload) == (False, None)
@@ -218,7 +219,7 @@ async def test_without_the_bus_no_node_is_blamed(stage: Stage) -> None:
 async def test_a_load_that_nobody_wants_any_more_says_so_at_its_next_look(stage: Stage) -> None:
     """Its end is the one that the pages tell beforehand."""
     ended = await stage.play()
-    assert isinstance(ended, Unwanted), ended
+    assert isinstance(ended, Abandoned), ended
     assert "2 not answering" in str(ended)
 
 
@@ -278,7 +279,7 @@ async def test_a_start_that_takes_long_is_waited_for(stage: Stage, loads: list[A
     """The time limit is no failure while the worker is there and a request waits."""
     stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, [RequestTimeout("late"), STARTED])
-    await hot.in_thread(stage.want)
+    await hot.in_thread(stage.need_until)
     assert (await stage.handler(stage.work))["node"] == "one"
 
 
@@ -288,7 +289,7 @@ async def test_a_cancelled_load_has_its_engine_stopped(stage: Stage) -> None:
     stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, RequestTimeout("late"))
     ended = await stage.play()
-    assert isinstance(ended, Unwanted), ended
+    assert isinstance(ended, Abandoned), ended
     assert stage.bus.stops(stage.one.id) == ["echo#0"]
     assert await hot.in_thread(left) == [("echo#0", "")], "until a controller has seen that it is gone"
     assert await hot.in_thread(NodeModel.objects.count) == 0
@@ -311,7 +312,7 @@ async def test_an_attempt_without_a_replica_has_its_engine_stopped(
     """Exactly that process, by its key; how the load ended is still what is told."""
     stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, STARTED)
-    await hot.in_thread(stage.want)
+    await hot.in_thread(stage.need_until)
     loads.append(error)
     ended = await stage.play()
     assert isinstance(ended, ends), ended
@@ -323,7 +324,7 @@ async def test_an_attempt_whose_place_was_taken_over_stops_nothing(stage: Stage,
     """The engine under this key is a later attempt's."""
     stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, STARTED)
-    await hot.in_thread(stage.want)
+    await hot.in_thread(stage.need_until)
 
     def taken_over() -> None:
         slot = Slot(NodeModel.objects.get().pk, stage.one.id, "one", 0)
@@ -339,7 +340,7 @@ async def test_an_attempt_whose_place_was_taken_over_stops_nothing(stage: Stage,
 
 async def test_an_attempt_before_the_start_stops_nothing(stage: Stage) -> None:
     """There is no engine, and another one may have the key."""
-    await hot.in_thread(stage.want)
+    await hot.in_thread(stage.need_until)
     ended = await stage.play()
     assert isinstance(ended, Postpone), ended
     assert stage.bus.published == []
@@ -359,7 +360,7 @@ async def test_only_deaths_of_the_engine_count_as_deaths(stage: Stage, loads: li
     """Attempts that were put off for other reasons say nothing about the model."""
     stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, STARTED)
-    await hot.in_thread(stage.want)
+    await hot.in_thread(stage.need_until)
     await in_thread(Operation.objects.update, attempts=9)
     for deaths in (1, 2):
         loads.append(Lost("the engine died"))

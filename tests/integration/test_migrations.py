@@ -9,7 +9,7 @@ import pytest
 from django.core.management import call_command
 from psycopg.conninfo import conninfo_to_dict
 
-from operations.events import conninfo
+from operations.changes.events import conninfo
 from tests.support.cluster import ROOT
 
 

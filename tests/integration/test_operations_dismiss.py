@@ -10,10 +10,11 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from localai_cluster import errors
-from operations import cursor, feed, services
+from operations.changes import cursor, feed
+from operations.ledger import admission, lease, outcome
+from operations.ledger.fence import LeaseLost
+from operations.ledger.progress import Tick
 from operations.models import Operation, OperationTarget, Status, TargetStatus
-from operations.progress import Tick
-from operations.services import LeaseLost
 from operations.states import Event
 from tests.support import api
 
@@ -24,20 +25,20 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 def admit(key: str = "node:1:mock", kind: str = "backend_install", **more: Any) -> Operation:
-    request = services.OperationRequest(kind, key=key, element="local@mock", actor="ann", **more)
-    return services.admit(request, now=NOW).operation
+    request = admission.OperationRequest(kind, key=key, element="local@mock", actor="ann", **more)
+    return admission.admit(request, now=NOW).operation
 
 
 def claimed(now: datetime = NOW, **more: Any) -> Operation:
     """An operation that a controller works on."""
     admit(**more)
-    (operation,) = services.claim("a", now=now, lease=LEASE, limit=1)
+    (operation,) = lease.claim("a", now=now, lease=LEASE, limit=1)
     return operation
 
 
 def failed(**more: Any) -> Operation:
     operation = claimed(**more)
-    services.finish(operation.id, operation.fence, Event.FAIL, now=NOW, error="no such file")
+    outcome.finish(operation.id, operation.fence, Event.FAIL, now=NOW, error="no such file")
     return operation
 
 
@@ -88,7 +89,7 @@ def test_only_failures_are_dismissed() -> None:
         answer = dismiss(unknown)
         assert (answer.status_code, answer.json()) == (404, {"error": "no operation has this id"})
     waiting, running, done = admit(key="b"), claimed(key="a"), claimed(key="c")
-    services.finish(done.id, done.fence, Event.COMPLETE, now=NOW)
+    outcome.finish(done.id, done.fence, Event.COMPLETE, now=NOW)
     statuses = {}
     for operation in (waiting, running, done):
         answer = dismiss(operation.id)
@@ -127,11 +128,11 @@ def test_several_nodes_add_up_to_one_progress() -> None:
 
     def tell(node: UUID, percentage: float) -> tuple[float, str]:
         tick = Tick("downloading", "x", int(percentage), 100, percentage, "f", node)
-        services.progress(operation.id, operation.fence, tick, now=NOW)
+        outcome.progress(operation.id, operation.fence, tick, now=NOW)
         return row(operation).progress, row(operation).message
 
     def end(node: UUID, status: TargetStatus, error: str = "") -> tuple[float, str]:
-        services.target_done(operation.id, operation.fence, node, status, error, now=NOW)
+        outcome.target_done(operation.id, operation.fence, node, status, error, now=NOW)
         return row(operation).progress, row(operation).message
 
     assert tell(first, 80) == (20, "0 of 4 nodes done")
@@ -151,7 +152,7 @@ def test_several_nodes_add_up_to_one_progress() -> None:
     assert (entry["currentBytes"], entry["totalBytes"]) == (120, 200)
     end(fourth, TargetStatus.SUCCESS)
     assert row(operation).progress == 85
-    services.finish(operation.id, operation.fence, Event.FAIL, now=NOW, error="1 of 4 nodes failed")
+    outcome.finish(operation.id, operation.fence, Event.FAIL, now=NOW, error="1 of 4 nodes failed")
     errors_of = dict(OperationTarget.objects.values_list("node_name", "error"))
     assert errors_of == {"gpu-0": "", "gpu-1": "disk full", "gpu-2": "", "gpu-3": ""}
 
@@ -164,7 +165,7 @@ def test_a_late_report_takes_no_node_back() -> None:
 
     def tell(share: int, file: str) -> tuple[float, int]:
         tick = Tick("downloading", "x", share, 100, share, file, targets[0][0])
-        services.progress(operation.id, operation.fence, tick, now=NOW)
+        outcome.progress(operation.id, operation.fence, tick, now=NOW)
         part = OperationTarget.objects.get(node_id=targets[0][0])
         return part.percentage, part.current_bytes
 
@@ -178,7 +179,7 @@ def test_figures_of_workers_that_no_column_holds_together() -> None:
     operation = claimed(targets=targets)
     for node, _ in targets:
         tick = Tick("downloading", "x", 2**63 - 1, 2**63 - 1, 1, "f", node)
-        services.progress(operation.id, operation.fence, tick, now=NOW)
+        outcome.progress(operation.id, operation.fence, tick, now=NOW)
     assert (row(operation).current_bytes, row(operation).total_bytes) == (2**63 - 1, 2**63 - 1)
 
 
@@ -188,9 +189,9 @@ def test_the_last_node_does_not_make_it_a_hundred() -> None:
     targets = nodes(2)
     operation = claimed(targets=targets)
     for node, _ in targets:
-        services.target_done(operation.id, operation.fence, node, TargetStatus.SUCCESS, now=NOW)
+        outcome.target_done(operation.id, operation.fence, node, TargetStatus.SUCCESS, now=NOW)
     assert row(operation).progress == 99
-    services.finish(operation.id, operation.fence, Event.COMPLETE, now=NOW)
+    outcome.finish(operation.id, operation.fence, Event.COMPLETE, now=NOW)
     assert (row(operation).progress, row(operation).message) == (100, "completed")
 
 
@@ -200,11 +201,11 @@ def test_an_end_keeps_what_has_ended_and_ends_the_rest() -> None:
     targets = nodes(2)
     operation = claimed(targets=targets)
     first = targets[0][0]
-    services.target_done(operation.id, operation.fence, first, TargetStatus.ERROR, "disk full", now=NOW)
+    outcome.target_done(operation.id, operation.fence, first, TargetStatus.ERROR, "disk full", now=NOW)
     before = feed.current_seq()
-    services.target_done(operation.id, operation.fence, first, TargetStatus.SUCCESS, now=NOW)
+    outcome.target_done(operation.id, operation.fence, first, TargetStatus.SUCCESS, now=NOW)
     assert feed.current_seq() == before
-    services.finish(operation.id, operation.fence, Event.COMPLETE, now=NOW)
+    outcome.finish(operation.id, operation.fence, Event.COMPLETE, now=NOW)
     parts = list(OperationTarget.objects.values_list("status", "percentage", "error"))
     assert parts == [("error", 0, "disk full"), ("success", 100, "")]
 
@@ -216,11 +217,11 @@ def test_a_part_ends_under_the_fence_and_only_where_there_is_one() -> None:
     operation = claimed(targets=targets)
     node = targets[0][0]
     with pytest.raises(LeaseLost):
-        services.target_done(operation.id, operation.fence + 1, node, TargetStatus.SUCCESS, now=NOW)
+        outcome.target_done(operation.id, operation.fence + 1, node, TargetStatus.SUCCESS, now=NOW)
     with pytest.raises(errors.NotFound):
-        services.target_done(operation.id, operation.fence, uuid4(), TargetStatus.SUCCESS, now=NOW)
+        outcome.target_done(operation.id, operation.fence, uuid4(), TargetStatus.SUCCESS, now=NOW)
     with pytest.raises(ValueError, match="no end"):
-        services.target_done(operation.id, operation.fence, node, TargetStatus.QUEUED, now=NOW)
+        outcome.target_done(operation.id, operation.fence, node, TargetStatus.QUEUED, now=NOW)
     assert OperationTarget.objects.get().status == "queued"
 
 
@@ -230,11 +231,11 @@ def test_a_new_attempt_goes_on_where_the_ended_nodes_left_it() -> None:
     targets = nodes(4)
     operation = claimed(targets=targets)
     tick = Tick("downloading", "x", 50, 100, 50.0, "f", targets[1][0])
-    services.target_done(operation.id, operation.fence, targets[0][0], TargetStatus.SUCCESS, now=NOW)
-    services.progress(operation.id, operation.fence, tick, now=NOW)
+    outcome.target_done(operation.id, operation.fence, targets[0][0], TargetStatus.SUCCESS, now=NOW)
+    outcome.progress(operation.id, operation.fence, tick, now=NOW)
     later = NOW + timedelta(seconds=LEASE + 1)
-    services.reap(now=later)
-    (again,) = services.claim("b", now=later, lease=LEASE, limit=1)
+    lease.reap(now=later)
+    (again,) = lease.claim("b", now=later, lease=LEASE, limit=1)
     assert (again.id, again.progress) == (operation.id, 25)
     parts = list(OperationTarget.objects.values_list("status", "percentage", "current_bytes"))
     assert parts == [("success", 100, 0), ("queued", 0, 0), ("queued", 0, 0), ("queued", 0, 0)]
@@ -245,11 +246,11 @@ def test_the_live_list_has_the_keys_of_the_reference() -> None:
     """D-LIST-PURE, D-MORE-OF-OPERATIONS: what is always there, what only when known; order; nothing clean."""
     node = (uuid4(), "gpu-0")
     running = claimed(key="a", node=node, targets=[node])
-    services.progress(running.id, running.fence, Tick("downloading", "f", 5, 10, 50.5, "f", node[0]), now=NOW)
+    outcome.progress(running.id, running.fence, Tick("downloading", "f", 5, 10, 50.5, "f", node[0]), now=NOW)
     gone = claimed(key="b")
-    services.finish(gone.id, gone.fence, Event.CANCEL, now=NOW, message="nobody wants it")
+    outcome.finish(gone.id, gone.fence, Event.CANCEL, now=NOW, message="nobody wants it")
     clean = claimed(key="c")
-    services.finish(clean.id, clean.fence, Event.COMPLETE, now=NOW)
+    outcome.finish(clean.id, clean.fence, Event.COMPLETE, now=NOW)
     waiting = admit(key="d")
     entries = listed()
     assert [entry["jobID"] for entry in entries] == [str(waiting.id), str(running.id)]
@@ -297,14 +298,14 @@ def test_what_waits_is_listed_as_queued_with_its_reason(event: Event, status: st
     operation = claimed()
     assert (listed()[0]["isQueued"], "phase" in listed()[0]) == (False, False)
     until = NOW + timedelta(seconds=30)
-    services.put_back(operation.id, operation.fence, event, now=NOW, until=until, reason="no node has room")
+    outcome.put_back(operation.id, operation.fence, event, now=NOW, until=until, reason="no node has room")
     (entry,) = listed()
     assert (entry["isQueued"], entry["phase"], entry["status"]) == (True, "queued", status)
     assert (entry["message"], entry["nextLookAt"]) == ("no node has room", until.isoformat())
     assert "givesUpAt" not in entry
-    Operation.objects.update(wanted_until=NOW + timedelta(hours=1))
+    Operation.objects.update(needed_until=NOW + timedelta(hours=1))
     assert listed()[0]["givesUpAt"] == (NOW + timedelta(hours=1)).isoformat()
-    services.claim("a", now=until, lease=LEASE, limit=1)
+    lease.claim("a", now=until, lease=LEASE, limit=1)
     assert row(operation).status == Status.PROCESSING
     assert "givesUpAt" not in listed()[0], "what runs is not given up"
 

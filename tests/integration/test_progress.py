@@ -14,12 +14,14 @@ import pytest
 from django.db import OperationalError, connection
 
 from localai_cluster import clock, errors
-from operations import events, feed, progress, services
-from operations.executor import Executor, Work, in_thread
-from operations.leases import LeaseKeeper
+from operations.changes import events, feed
+from operations.executor.executor import Executor
+from operations.executor.leases import LeaseKeeper
+from operations.executor.work import Work, in_thread
+from operations.ledger import admission, lease, outcome, progress
+from operations.ledger.fence import LeaseLost
+from operations.ledger.progress import Tick
 from operations.models import Operation, OperationTarget, Status
-from operations.progress import Tick
-from operations.services import LeaseLost
 from operations.states import Event
 from tests.integration.test_executor import executor, row, until
 
@@ -30,16 +32,16 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 
 def admit(number: int = 0, targets: list[tuple[UUID, str]] | None = None) -> Operation:
-    request = services.OperationRequest(
+    request = admission.OperationRequest(
         "probe", key=f"probe:{number}", element="x", actor="test", targets=targets or []
     )
-    return services.admit(request, now=clock.now()).operation
+    return admission.admit(request, now=clock.now()).operation
 
 
 def claimed(count: int, parts: int = 0) -> list[Operation]:
     for number in range(count):
         admit(number, [(uuid4(), f"n{part}") for part in range(parts)])
-    return services.claim("a", now=clock.now(), lease=3600, limit=count)
+    return lease.claim("a", now=clock.now(), lease=3600, limit=count)
 
 
 def nodes_of(operation: Operation) -> list[UUID]:
@@ -81,7 +83,7 @@ def test_a_batch_costs_the_same_number_of_statements_at_any_size(
 def test_a_batch_writes_what_is_still_owned_and_names_the_rest() -> None:
     """An old fence, an ended operation and one that is gone change nothing, and take no number."""
     kept, old, ended = claimed(3)
-    services.finish(ended.id, ended.fence, Event.FAIL, now=NOW, error="disk full")
+    outcome.finish(ended.id, ended.fence, Event.FAIL, now=NOW, error="disk full")
     before, gone = feed.current_seq(), uuid4()
     lost = {(old.id, old.fence - 1), (ended.id, ended.fence), (gone, 1)}
     reports = {attempt: [Tick("p", percentage=50)] for attempt in [*lost, (kept.id, kept.fence)]}
@@ -106,13 +108,13 @@ def test_an_outcome_contains_the_reports_before_it() -> None:
     failing, resting = claimed(2, parts=2)
     for operation in (failing, resting):
         node = nodes_of(operation)[0]
-        services.progress(operation.id, operation.fence, Tick(percentage=60, node_id=node), now=NOW)
+        outcome.progress(operation.id, operation.fence, Tick(percentage=60, node_id=node), now=NOW)
     ticks = [Tick("unpacking", "x", 7, 10, 40, "f", nodes_of(failing)[0])]
-    services.finish(failing.id, failing.fence, Event.FAIL, now=NOW, error="disk full", ticks=ticks)
+    outcome.finish(failing.id, failing.fence, Event.FAIL, now=NOW, error="disk full", ticks=ticks)
     ended = Operation.objects.get(pk=failing.pk)
     assert (ended.progress, ended.current_bytes, ended.phase, ended.error) == (30, 7, "", "disk full")
     ticks = [Tick("unpacking", "x", 7, 10, 80, "f", nodes_of(resting)[0])]
-    services.put_back(
+    outcome.put_back(
         resting.id, resting.fence, Event.WAIT, now=NOW, until=NOW, reason="no worker", ticks=ticks
     )
     waiting = Operation.objects.get(pk=resting.pk)
@@ -199,7 +201,7 @@ def test_a_row_that_is_being_written_does_not_hold_up_the_renewal_of_the_others(
     """It stays the owner's, and its turn comes again."""
     locked, free = claimed(2)
     with holding(f"SELECT id FROM operations WHERE id = '{locked.id}' FOR UPDATE"):
-        held = services.renew("a", [locked.id, free.id], now=NOW + timedelta(days=900), lease=10)
+        held = lease.renew("a", [locked.id, free.id], now=NOW + timedelta(days=900), lease=10)
     assert held == {locked.id: locked.fence, free.id: free.fence}
     moved = Operation.objects.filter(lease_until=NOW + timedelta(days=900, seconds=10))
     assert list(moved.values_list("pk", flat=True)) == [free.id]

@@ -8,7 +8,7 @@ from django_q.models import OrmQ, Schedule
 from localai_cluster import clock, periodic
 from localai_cluster.periodic import Recurring
 from nodes.reconcilers.schedules import SCHEDULES
-from operations.schedules import SCHEDULES as LEDGER_SCHEDULES
+from operations.reconcilers.schedules import SCHEDULES as LEDGER_SCHEDULES
 
 pytestmark = pytest.mark.django_db(transaction=True)
 

@@ -22,8 +22,8 @@ from nodes.loading.stopping import CANNOT_TELL, Stopper
 from nodes.models import BackendNode, EngineStart
 from nodes.registry import services
 from nodes.replicas.slots import Slot
-from operations import services as ledger
-from operations.executor import in_thread
+from operations.executor.work import in_thread
+from operations.ledger import admission, lease
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
 
@@ -85,9 +85,11 @@ class TestEngineOfAnEndedAttempt:
     async def test_is_left_alone_while_the_attempt_runs(self, stage: Stage) -> None:
         def running() -> None:
             now = clock.now()
-            request = ledger.OperationRequest(load.KIND, key=load.key("echo"), element="echo", actor="test")
-            ledger.admit(request, now=now)
-            (operation,) = ledger.claim("controller", now=now, lease=60, limit=1)
+            request = admission.OperationRequest(
+                load.KIND, key=load.key("echo"), element="echo", actor="test"
+            )
+            admission.admit(request, now=now)
+            (operation,) = lease.claim("controller", now=now, lease=60, limit=1)
             stage.note(mark=f"{operation.id}:{operation.fence}")
 
         await in_thread(running)

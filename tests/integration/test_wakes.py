@@ -15,10 +15,10 @@ from nodes.models import BackendNode
 from nodes.placement.setbacks import after_failure, into_payload
 from nodes.reconcilers import wakes
 from nodes.registry import services as registry
-from operations import services
+from operations.executor.waiting import Hints
+from operations.ledger import admission, lease, outcome
 from operations.models import Operation
 from operations.states import Event
-from operations.waiting import Hints
 from tests.support import hot
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -29,16 +29,16 @@ ANNA = Actor(ActorKind.USER, "anna")
 def waiting(kind: str, element: str, node: BackendNode | None = None, event: Event = Event.WAIT) -> Operation:
     """An operation that looks again in an hour."""
     now = clock.now()
-    request = services.OperationRequest(
+    request = admission.OperationRequest(
         kind,
         key=f"{kind}:{element}:{node}",
         element=element,
         actor="test",
         node=(node.id, node.name) if node else None,
     )
-    services.admit(request, now=now)
-    (operation,) = services.claim("controller", now=now, lease=60, limit=1)
-    services.put_back(
+    admission.admit(request, now=now)
+    (operation,) = lease.claim("controller", now=now, lease=60, limit=1)
+    outcome.put_back(
         operation.id, operation.fence, event, now=now, until=now + timedelta(hours=1), reason="it waits"
     )
     return operation
@@ -149,7 +149,7 @@ async def test_a_burst_of_changes_is_one_look(monkeypatch: pytest.MonkeyPatch) -
     heard = wakes.Wakes()
     for _ in range(500):
         for node in nodes:
-            heard.hear(str(node.id))
+            heard.changed(str(node.id))
     running = asyncio.create_task(heard.run())
 
     async def looked() -> bool:
@@ -161,7 +161,7 @@ async def test_a_burst_of_changes_is_one_look(monkeypatch: pytest.MonkeyPatch) -
     try:
         assert await clock.wait_until(looked, timeout=20)
         assert looks == [{node.id for node in nodes}]
-        heard.hear("")
+        heard.changed("")
         assert await clock.wait_until(looked_again, timeout=20)
         assert looks[1:] == [None]
     finally:
@@ -185,25 +185,25 @@ async def test_a_controller_leaves_a_waiting_install_alone_while_labels_change(
     mine, other = await hot.in_thread(offline, "mine"), await hot.in_thread(hot.node, "other")
     operation = await hot.in_thread(waiting, install.KIND, "echo", mine)
     woken: list[datetime] = []
-    really = services.wake
+    really = lease.wake
 
     def wake(ids: Any, *, now: datetime) -> int:
         found = really(ids, now=now)
         woken.extend([now] * found)
         return found
 
-    monkeypatch.setattr(services, "wake", wake)
+    monkeypatch.setattr(lease, "wake", wake)
     executor, lists, heard, listening = Listener(), Listener(), wakes.Wakes(), asyncio.Event()
-    hear = heard.hear
+    hear = heard.changed
 
     def told(node_id: str) -> None:
         listening.set()
         hear(node_id)
 
-    monkeypatch.setattr(heard, "hear", told)
+    monkeypatch.setattr(heard, "changed", told)
     tasks = [
         asyncio.create_task(heard.run()),
-        asyncio.create_task(controller.hear(executor, lists, heard, Listener(), Hints())),  # type: ignore[arg-type]
+        asyncio.create_task(controller.listen_for_changes(executor, lists, heard, Listener(), Hints())),  # type: ignore[arg-type]
     ]
 
     async def due() -> bool:

@@ -21,7 +21,7 @@ from nodes.models import BackendNode, NodeModel, ReplicaState, WebProcess
 from nodes.routing.picks import Picker
 from nodes.routing.pool import Line, Pool
 from nodes.routing.process import Presence
-from operations.waiting import Hints
+from operations.executor.waiting import Hints
 from tests.support.backends import TOKEN
 from tests.support.environment import API_KEY
 

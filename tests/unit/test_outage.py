@@ -14,7 +14,7 @@ from psycopg import errors
 from localai_cluster.outage import OneLineOutages, is_outage, left_out_in_an_outage
 from localai_cluster.periodic import Recurring
 from nodes.reconcilers import schedules as node_schedules
-from operations import schedules as ledger_schedules
+from operations.reconcilers import schedules as ledger_schedules
 
 
 def wrapped(cause: psycopg.Error) -> django.db.OperationalError:

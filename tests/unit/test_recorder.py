@@ -8,8 +8,8 @@ import pytest
 from django.db import DataError, OperationalError
 
 from localai_cluster import clock
-from operations.progress import Attempt, Tick
-from operations.recorder import BATCH_EVERY, Batch, Recorder
+from operations.executor.recorder import BATCH_EVERY, Batch, Recorder
+from operations.ledger.progress import Attempt, Tick
 
 ONE: Attempt = (UUID(int=1), 1)
 TWO: Attempt = (UUID(int=2), 1)

@@ -5,14 +5,14 @@ from uuid import uuid4
 
 import pytest
 
-from operations.waiting import Hints, Watch
+from operations.executor.waiting import Hints, Watch
 
 
 async def test_a_hint_between_look_and_wait_is_kept() -> None:
     """The wait returns at once, because the row may have changed after it was read."""
     hints, operation = Hints(), uuid4()
     with hints.watch(operation) as watch:
-        hints.hear(str(operation))
+        hints.notify(str(operation))
         assert await watch.changed(timeout=60)
         assert not await watch.changed(timeout=0)
 
@@ -21,7 +21,7 @@ async def test_news_that_may_have_been_missed_wakes_everyone() -> None:
     """After a reconnect nobody knows what was said meanwhile, so everyone looks."""
     hints = Hints()
     with hints.watch(uuid4()) as one, hints.watch(uuid4()) as other:
-        hints.hear("")
+        hints.notify("")
         assert await one.changed(timeout=60)
         assert await other.changed(timeout=60)
 
@@ -30,7 +30,7 @@ async def test_hints_are_for_their_operation_only_and_leave_nothing_behind() -> 
     """A process that waited for a million operations remembers none of them."""
     hints, mine = Hints(), uuid4()
     with hints.watch(mine) as watch:
-        hints.hear(str(uuid4()))
+        hints.notify(str(uuid4()))
         assert not await watch.changed(timeout=0)
     assert hints._watches == {}
 
@@ -42,7 +42,7 @@ async def test_a_waiter_that_is_cancelled_as_a_hint_arrives_ends(steps: int) -> 
     waiting = asyncio.create_task(watch.changed(timeout=60))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    watch.hear()
+    watch.notify()
     for _ in range(steps):
         await asyncio.sleep(0)
     in_time = waiting.cancel()

@@ -28,11 +28,12 @@ from nodes.loading import load
 from nodes.loading.stopping import Stopper
 from nodes.reconcilers import schedules
 from nodes.reconcilers.wakes import Wakes
-from operations import controllers
-from operations import schedules as ledger_schedules
-from operations.events import NODES, OPERATIONS, listen
-from operations.executor import Executor, Handler, in_thread
-from operations.waiting import Hints
+from operations.changes.events import NODES, OPERATIONS, listen
+from operations.executor import controllers
+from operations.executor.executor import Executor
+from operations.executor.waiting import Hints
+from operations.executor.work import Handler, in_thread
+from operations.reconcilers import schedules as ledger_schedules
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ async def run() -> None:
         asyncio.create_task(lists.run(), name="inventory"),
         asyncio.create_task(wakes.run(), name="wakes"),
         asyncio.create_task(stopper.run(), name="stopper"),
-        asyncio.create_task(hear(executor, lists, wakes, stopper, hints), name="hints"),
+        asyncio.create_task(listen_for_changes(executor, lists, wakes, stopper, hints), name="hints"),
         asyncio.create_task(tick(), name="schedules"),
         asyncio.create_task(beat(owner, bus), name="beat"),
     ]
@@ -91,16 +92,18 @@ async def _until_signal_or_failure(loops: list[asyncio.Task[None]]) -> None:
         log.error("the %s loop ended", task.get_name(), exc_info=task.exception())
 
 
-async def hear(executor: Executor, lists: Inventory, wakes: Wakes, stopper: Stopper, hints: Hints) -> None:
+async def listen_for_changes(
+    executor: Executor, lists: Inventory, wakes: Wakes, stopper: Stopper, hints: Hints
+) -> None:
     """Turns notifications into looks; after each (re)connect everything is looked at."""
     async for channel, payload in listen(OPERATIONS, NODES, inventory.CHANNEL):
         if channel != OPERATIONS:
             lists.hint()
         if channel in (NODES, ""):
-            wakes.hear(payload)
+            wakes.changed(payload)
             stopper.hint()
         if channel in (OPERATIONS, ""):
-            hints.hear(payload.split(" ", 1)[0])
+            hints.notify(payload.split(" ", 1)[0])
             executor.hint()
 
 

@@ -12,10 +12,11 @@ from uuid import UUID
 
 from django.db import transaction
 
-from operations import services
+from operations.ledger import admission, lease, outcome
+from operations.ledger.admission import OperationRequest
+from operations.ledger.fence import LeaseLost
+from operations.ledger.progress import Tick
 from operations.models import Operation, OperationTarget, TargetStatus
-from operations.progress import Tick
-from operations.services import LeaseLost, OperationRequest
 from operations.states import Event
 from tests.support.seeding.nodes import BACKENDS, GIB, MODELS
 
@@ -80,12 +81,12 @@ def _lane(number: int, places: list[Place], random: Random) -> Lane:
 def begin(lane: Lane, random: Random, now: datetime) -> None:
     """The next operation of the lane, claimed or waiting."""
     with transaction.atomic():
-        admitted = services.admit(lane.request, now=now).operation
-        Operation.objects.filter(pk=admitted.pk).update(next_look_at=now - LONG_AGO)
-        claimed = services.claim(OWNER, now=now, lease=LEASE, limit=1)
+        admitted = admission.admit(lane.request, now=now).operation
+        Operation.objects.filter(pk=admitted.pk).update(next_attempt_at=now - LONG_AGO)
+        claimed = lease.claim(OWNER, now=now, lease=LEASE, limit=1)
         lane.operation = next((one for one in claimed if one.pk == admitted.pk), None)
         if lane.operation is not None and lane.waits:
-            services.put_back(
+            outcome.put_back(
                 lane.operation.id,
                 lane.operation.fence,
                 Event.WAIT,
@@ -116,7 +117,7 @@ def move(lane: Lane, random: Random, now: datetime) -> None:
 
 def _one(lane: Lane, operation: Operation, now: datetime) -> None:
     node = lane.request.node
-    services.progress(operation.id, operation.fence, _tick(lane, lane.done, node), now=now)
+    outcome.progress(operation.id, operation.fence, _tick(lane, lane.done, node), now=now)
 
 
 def _many(lane: Lane, operation: Operation, random: Random, now: datetime) -> None:
@@ -135,7 +136,7 @@ def _many(lane: Lane, operation: Operation, random: Random, now: datetime) -> No
     node = random.choice(targets[through : through + 3])
     tick = _tick(lane, lane.done * len(targets) - through, node)
     message = f"{through} of {len(targets)} nodes done"
-    services.progress(operation.id, operation.fence, _named(tick, message, 100 * lane.done), now=now)
+    outcome.progress(operation.id, operation.fence, _named(tick, message, 100 * lane.done), now=now)
 
 
 def _named(tick: Tick, message: str, percentage: float) -> Tick:
@@ -160,6 +161,6 @@ def _end(lane: Lane, now: datetime) -> None:
     assert lane.operation is not None
     event = Event.FAIL if lane.fails else Event.COMPLETE
     error = "cannot install: no space left on /var/lib/local-ai/backends" if lane.fails else ""
-    services.finish(lane.operation.id, lane.operation.fence, event, now=now, error=error)
+    outcome.finish(lane.operation.id, lane.operation.fence, event, now=now, error=error)
     # One failure of a lane is enough; after it the lane goes on.
     lane.fails = False

@@ -14,8 +14,8 @@ from typing import Any
 from channels.layers import get_channel_layer
 
 from localai_cluster import cancel
-from operations.cursor import Cursor
-from operations.events import GROUP
+from operations.changes.cursor import Cursor
+from operations.changes.events import GROUP
 
 log = logging.getLogger(__name__)
 

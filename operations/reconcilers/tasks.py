@@ -5,7 +5,7 @@ import logging
 from localai_cluster import clock
 from localai_cluster.locks import Lock, try_lock
 from localai_cluster.outage import left_out_in_an_outage
-from operations import services
+from operations.ledger import lease
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +21,6 @@ def reap() -> None:
     with try_lock(Lock.OPERATION_REAPER) as mine:
         if not mine:
             return
-        requeued, failed = services.reap(now=clock.now())
+        requeued, failed = lease.reap(now=clock.now())
     if requeued or failed:
         log.warning("expired operation leases: %d requeued, %d given up", requeued, failed)

@@ -14,7 +14,7 @@ from django.db import Error as DatabaseError
 from django.db import InterfaceError, OperationalError
 
 from localai_cluster import clock
-from operations.progress import Attempt, Tick
+from operations.ledger.progress import Attempt, Tick
 
 log = logging.getLogger(__name__)
 

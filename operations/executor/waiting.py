@@ -14,21 +14,21 @@ class Watch:
     """One waiter's ear for one operation."""
 
     def __init__(self) -> None:
-        self._heard = asyncio.Event()
+        self._notified = asyncio.Event()
 
-    def hear(self) -> None:
+    def notify(self) -> None:
         """Something may have changed."""
-        self._heard.set()
+        self._notified.set()
 
     async def changed(self, *, timeout: float) -> bool:
         """Waits for a hint since the last call, up to `timeout` seconds; returns whether one came."""
         try:
             # Not `wait_for`: Python 3.11's swallows a cancellation that comes together with the hint.
             async with asyncio.timeout(timeout):
-                await self._heard.wait()
+                await self._notified.wait()
         except TimeoutError:
             return False
-        self._heard.clear()
+        self._notified.clear()
         return True
 
 
@@ -38,12 +38,12 @@ class Hints:
     def __init__(self) -> None:
         self._watches: dict[str, set[Watch]] = {}
 
-    def hear(self, operation_id: str) -> None:
+    def notify(self, operation_id: str) -> None:
         """Wakes everyone who waits for this operation; the empty id wakes all (news may have been missed)."""
         groups = self._watches.values() if not operation_id else (self._watches.get(operation_id, set()),)
         for group in groups:
             for watch in group:
-                watch.hear()
+                watch.notify()
 
     @contextmanager
     def watch(self, operation_id: UUID) -> Iterator[Watch]:

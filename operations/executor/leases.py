@@ -16,7 +16,7 @@ from uuid import UUID
 from django.db import close_old_connections, connection
 
 from localai_cluster import clock
-from operations import services
+from operations.ledger import lease
 
 
 class LeaseKeeper:
@@ -53,7 +53,7 @@ class LeaseKeeper:
         connection.ensure_connection()
         self._link = connection.connection
         try:
-            return services.renew(self._owner, ids, now=clock.now(), lease=self._lease)
+            return lease.renew(self._owner, ids, now=clock.now(), lease=self._lease)
         finally:
             self._link = None
 

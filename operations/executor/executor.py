@@ -4,7 +4,7 @@ One executor lives in every controller. It claims what is due when a hint arrive
 one, runs each operation as its own task, and renews all its leases together, from a thread of its own
 (`leases.py`). Progress is written in batches (`recorder.py`). A handler ends in one of four
 ways: it returns a result (completed), raises a ClusterError (failed), raises `Postpone` (tried or looked at
-again, with the reason), or raises `Unwanted` (cancelled). When a lease is lost, the task is cancelled and
+again, with the reason), or raises `Abandoned` (cancelled). When a lease is lost, the task is cancelled and
 writes nothing: the fence would refuse it anyway. If the database cannot be reached for a whole lease, the
 executor stops all its tasks by itself, because by then another controller may have taken over.
 
@@ -14,104 +14,38 @@ operations back; the schedule does the same, but nothing must wait for one proce
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 from uuid import UUID
 
-from channels.db import database_sync_to_async
 from django.db import Error as DatabaseError
 from django.db import InterfaceError, OperationalError
 
 from localai_cluster import clock, errors
 from localai_cluster.logs import request_id
-from operations import progress, services, tasks
-from operations.leases import LeaseKeeper
+from operations.executor.leases import LeaseKeeper
+from operations.executor.recorder import Batch, Recorder
+from operations.executor.work import Abandoned, Handler, Postpone, Work, in_thread
+from operations.ledger import lease, outcome, progress
+from operations.ledger.fence import LeaseLost
+from operations.ledger.progress import Attempt
 from operations.models import Operation
-from operations.progress import Attempt, Tick
-from operations.recorder import Batch, Recorder
-from operations.services import LeaseLost
+from operations.reconcilers import tasks
 from operations.states import Event
 
 log = logging.getLogger(__name__)
 
-P = ParamSpec("P")
-R = TypeVar("R")
 
 LOOK_EVERY = 1.0
 """Seconds between two looks at the rows when no hint arrives."""
-_RETRY_CAP = 30.0
 _RENEWALS_PER_LEASE = 8
 """A renewal leaves out the rows that are locked at that moment: several chances keep every lease."""
-
-
-async def in_thread(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Runs synchronous database code in a worker thread, with fresh connections."""
-    call = database_sync_to_async(function, thread_sensitive=False)
-    result: R = await call(*args, **kwargs)
-    return result
-
-
-class Postpone(Exception):
-    """The attempt ends here, the operation does not: look again in `seconds`, because of `reason`.
-
-    `waiting` means that it waits for a node: a change of one that could take it ends the wait early, and the
-    attempt does not count. Without it the pause is a back-off, which nothing cuts short.
-    """
-
-    def __init__(
-        self, reason: str, *, seconds: float, waiting: bool = False, payload: Mapping[str, Any] | None = None
-    ) -> None:
-        super().__init__(reason)
-        self.reason, self.seconds, self.waiting, self.payload = reason, seconds, waiting, payload
-
-
-class Unwanted(Exception):
-    """Nobody waits for the outcome any more; the operation ends as cancelled with this reason."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a handler gets: the claimed operation and two ways to report. Every report is fenced."""
-
-    operation: Operation
-    recorder: Recorder
-
-    @property
-    def id(self) -> UUID:
-        """The operation's id."""
-        return self.operation.id
-
-    @property
-    def attempt(self) -> Attempt:
-        """Id and fence."""
-        return self.id, self.operation.fence
-
-    async def report(self, tick: Tick) -> None:
-        """Says what the attempt does next; raises LeaseLost when the operation is no longer its own."""
-        self.recorder.add(self.attempt, tick)
-        await in_thread(services.confirm, *self.attempt)
-
-    def progress(self, tick: Tick) -> None:
-        """Says how far it is, as often as it likes: the next batch writes the latest figures.
-
-        The executor ends an attempt that has lost its operation.
-        """
-        self.recorder.add(self.attempt, tick)
 
 
 async def write_batch(batch: Batch) -> set[Attempt]:
     """Writes reports in one of the shared threads."""
     return await in_thread(progress.record, batch, now=clock.now(), lock_timeout=progress.BATCH_LOCK_TIMEOUT)
-
-
-Handler = Callable[[Work], Awaitable[Mapping[str, Any] | None]]
-
-
-def retry_delay(attempts: int) -> float:
-    """Seconds before the next attempt after `attempts` that ended early: 1, 2, 4 … 30."""
-    return float(min(2.0 ** min(attempts, 10), _RETRY_CAP))
 
 
 class Executor:
@@ -147,7 +81,7 @@ class Executor:
             await asyncio.gather(*self._let_go(list(self._tasks)), return_exceptions=True)
             self._recorder.close()
             try:
-                await in_thread(services.release, self._owner, now=clock.now())
+                await in_thread(lease.release, self._owner, now=clock.now())
             except DatabaseError:
                 log.warning("leases could not be handed back; they run out by themselves", exc_info=True)
 
@@ -178,7 +112,7 @@ class Executor:
             free = self._slots - len(self._tasks)
             # A child must never wait for a slot that its own parent holds while waiting for it.
             claimed = await in_thread(
-                services.claim,
+                lease.claim,
                 self._owner,
                 now=clock.now(),
                 lease=self._lease,
@@ -268,7 +202,7 @@ class Executor:
             result = await handler(work)
         except Postpone as pause:
             await self._put_back(work, pause)
-        except Unwanted as reason:
+        except Abandoned as reason:
             await self._finish(work, Event.CANCEL, message=str(reason))
         except errors.ClusterError as failure:
             await self._finish(work, Event.FAIL, error=failure.message)
@@ -282,17 +216,17 @@ class Executor:
         else:
             await self._finish(work, Event.COMPLETE, result=result)
 
-    async def _finish(self, work: Work, event: Event, **outcome: Any) -> None:
+    async def _finish(self, work: Work, event: Event, **said: Any) -> None:
         log.info(
             "%s %s (%s): %s %s",
             work.operation.kind,
             work.operation.element,
             work.id,
             event,
-            outcome.get("error") or outcome.get("message") or "",
+            said.get("error") or said.get("message") or "",
         )
         ticks = await self._recorder.take(work.attempt)
-        await in_thread(services.finish, *work.attempt, event, now=clock.now(), ticks=ticks, **outcome)
+        await in_thread(outcome.finish, *work.attempt, event, now=clock.now(), ticks=ticks, **said)
 
     async def _put_back(self, work: Work, pause: Postpone) -> None:
         log.info(
@@ -305,7 +239,7 @@ class Executor:
         )
         ticks, now = await self._recorder.take(work.attempt), clock.now()
         await in_thread(
-            services.put_back,
+            outcome.put_back,
             work.id,
             work.operation.fence,
             Event.WAIT if pause.waiting else Event.POSTPONE,

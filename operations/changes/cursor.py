@@ -15,7 +15,7 @@ from typing import Any
 from channels.db import database_sync_to_async
 from django.db import Error as DatabaseError
 
-from operations import feed
+from operations.changes import feed
 
 log = logging.getLogger(__name__)
 

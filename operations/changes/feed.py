@@ -61,7 +61,7 @@ def _task_type(operation: Operation) -> str:
 def _gives_up_at(operation: Operation) -> str:
     """Until when it waits at the longest; "" while it runs, after its end, and without such a limit."""
     resting = operation.status in _RESTING
-    return operation.wanted_until.isoformat() if resting and operation.wanted_until is not None else ""
+    return operation.needed_until.isoformat() if resting and operation.needed_until is not None else ""
 
 
 def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> di
         "cancellable": operation.cancellable,
         "message": operation.message,
         "attempts": operation.attempts,
-        "nextLookAt": operation.next_look_at.isoformat(),
+        "nextLookAt": operation.next_attempt_at.isoformat(),
         "requestID": operation.request_id,
         "actor": operation.actor,
         "seq": operation.seq,

@@ -4,8 +4,8 @@ import contextlib
 from collections.abc import AsyncGenerator
 
 from localai_cluster.web.sockets import Scope, encoded, number_in
-from operations import fanout
-from operations.cursor import Cursor, Update
+from operations.changes import fanout
+from operations.changes.cursor import Cursor, Update
 
 
 async def updates(since: int | None) -> AsyncGenerator[Update, None]:

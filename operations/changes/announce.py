@@ -10,7 +10,8 @@ from uuid import UUID
 
 from django.db import connection, transaction
 
-from operations import events, feed, targets
+from operations import targets
+from operations.changes import events, feed
 from operations.models import Operation, OperationTarget
 
 

@@ -1,0 +1,1 @@
+"""Every write to an operation that means something, as short transactions."""

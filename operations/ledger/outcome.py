@@ -1,0 +1,126 @@
+"""What became of an attempt or of its part on one node.
+
+Every verb of this room is one short transaction: lock the row, check fence and status against the table in
+`states.py`, write, take the next sequence number last (so that nothing waits for a row while holding the
+counter), and let the news leave at commit. A verb whose row belongs to another attempt raises `LeaseLost`; it
+never overwrites. Row locks are `FOR NO KEY UPDATE`: a stronger one would make the foreign key of a child,
+checked at its commit, wait for its parent's transaction while it holds the counter.
+"""
+
+from collections.abc import Collection, Mapping
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from django.db import transaction
+
+from localai_cluster import errors
+from operations import targets
+from operations.changes.announce import announce
+from operations.ledger.fence import LeaseLost, owned
+from operations.ledger.progress import REPORTED, Tick, catch_up, record
+from operations.models import QUEUED, OperationTarget, TargetStatus, storable
+from operations.states import Event, after
+
+
+def progress(operation_id: UUID, fence: int, tick: Tick, *, now: datetime) -> None:
+    """Records one report of the running attempt; raises LeaseLost when it is no longer the row's."""
+    if record({(operation_id, fence): [tick]}, now=now):
+        raise LeaseLost(str(operation_id))
+
+
+def target_done(
+    operation_id: UUID, fence: int, node_id: UUID, status: TargetStatus, error: str = "", *, now: datetime
+) -> None:
+    """Ends the part of one node: success, or error with the reason; what it had reached stays (O70).
+
+    A part ends once: telling it again changes nothing. Raises LeaseLost when the attempt is no longer the
+    row's, NotFound when the operation has no part on that node, ValueError for a status that is no end.
+    """
+    if status not in targets.ENDED:
+        raise ValueError(f"{status} is no end")
+    with transaction.atomic():
+        operation = owned(operation_id, fence)
+        parts = list(OperationTarget.objects.filter(operation_id=operation_id))
+        part = next((one for one in parts if one.node_id == node_id), None)
+        if part is None:
+            raise errors.NotFound(f"operation {operation_id} has no part on node {node_id}")
+        if part.status in targets.ENDED:
+            return
+        part.status, part.error, part.phase = status, storable(error), ""
+        part.percentage = targets.share(part)
+        part.save()
+        if len(parts) > 1:
+            targets.add_up(operation, parts)
+        operation.updated_at = now
+        operation.save(update_fields=REPORTED)
+        announce([operation])
+
+
+def finish(
+    operation_id: UUID,
+    fence: int,
+    event: Event,
+    *,
+    now: datetime,
+    error: str = "",
+    message: str = "",
+    result: Mapping[str, Any] | None = None,
+    ticks: Collection[Tick] = (),
+) -> None:
+    """Ends the attempt's operation: complete, fail or cancel. Raises LeaseLost when it is no longer ours.
+
+    Parts that have ended by themselves stay as they ended. `ticks` are reports that are not written yet.
+    """
+    with transaction.atomic():
+        operation, error = owned(operation_id, fence), storable(error)
+        catch_up(operation, ticks)
+        ok = event is Event.COMPLETE
+        operation.status = after(event, operation.status)
+        operation.lease_owner, operation.lease_until = "", None
+        operation.finished_at = operation.updated_at = now
+        operation.error = error
+        said = "completed" if ok else f"error: {error}" if error else event.value
+        operation.message = storable(message) or said
+        operation.phase = ""
+        operation.progress = 100 if ok else operation.progress
+        operation.result = dict(result or {})
+        operation.save()
+        left = OperationTarget.objects.filter(operation=operation).exclude(status__in=targets.ENDED)
+        if ok:
+            left.update(status=TargetStatus.SUCCESS, phase="", percentage=100)
+        else:
+            left.update(status=TargetStatus.ERROR, phase="", error=error or operation.message)
+        announce([operation])
+
+
+def put_back(
+    operation_id: UUID,
+    fence: int,
+    event: Event,
+    *,
+    now: datetime,
+    until: datetime,
+    reason: str,
+    payload: Mapping[str, Any] | None = None,
+    ticks: Collection[Tick] = (),
+) -> None:
+    """Ends the attempt but not the operation: it says what it waits for and when it looks again (rule 4).
+
+    The next look comes at the latest when the operation is to be given up.
+    """
+    with transaction.atomic():
+        operation = owned(operation_id, fence)
+        catch_up(operation, ticks)
+        operation.status = after(event, operation.status)
+        operation.lease_owner, operation.lease_until = "", None
+        operation.attempts += 1 if event is Event.POSTPONE else 0
+        wanted = operation.needed_until
+        operation.next_attempt_at = wanted if wanted is not None and now < wanted < until else until
+        operation.message = storable(reason) or operation.message
+        operation.phase = QUEUED
+        operation.updated_at = now
+        if payload is not None:
+            operation.payload = dict(payload)
+        operation.save()
+        announce([operation])

@@ -1,0 +1,9 @@
+"""The ledger's recurring tasks."""
+
+from localai_cluster.periodic import Recurring
+
+SCHEDULES = [
+    Recurring(
+        "operations: expired leases", "operations.reconcilers.tasks.reap_expired_leases", "* * * * * */5"
+    )
+]

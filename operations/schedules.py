@@ -1,5 +1,0 @@
-"""The ledger's recurring tasks."""
-
-from localai_cluster.periodic import Recurring
-
-SCHEDULES = [Recurring("operations: expired leases", "operations.tasks.reap_expired_leases", "* * * * * */5")]
