@@ -55,7 +55,7 @@ MAKE_BEGAN = "CLUSTER_MAKE_BEGAN"
 COMMAND_SECONDS = 300.0
 
 
-class Cancelled(Exception):
+class StartCancelled(Exception):
     """Asked to stop before everything was up."""
 
 
@@ -73,7 +73,10 @@ class Cluster:
         self._asked = 0
 
     def start(self) -> None:
-        """Brings everything up and returns when it is ready. `Trouble`, or `Cancelled` by `ask_to_stop`."""
+        """Brings everything up and returns when it is ready.
+
+        Raises `Trouble`, or `StartCancelled` after `ask_to_stop`.
+        """
         self._clean()
         self._check()
         self._guardian = guardian = procs.Guardian(replaced=self._guardian_replaced)
@@ -121,7 +124,7 @@ class Cluster:
 
     def _go_on(self) -> None:
         if self.stopping.is_set():
-            raise Cancelled
+            raise StartCancelled
 
     def _up(self, supervisor: Supervisor, program: Program) -> None:
         self._go_on()
@@ -326,7 +329,7 @@ def run(environ: Mapping[str, str], log: Log, forwarded: Callable[[Cluster], Non
                 if foreground.orphaned():
                     log.say("run", "make is gone")
                     break
-        except Cancelled:
+        except StartCancelled:
             pass
         finally:
             if cluster.pids():

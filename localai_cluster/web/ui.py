@@ -23,7 +23,7 @@ _ID_DIGITS = 16
 
 
 @dataclass(frozen=True)
-class Build:
+class PageBuild:
     """One build; paths as under `static/dist`, in the order in which the page names them."""
 
     id: str
@@ -32,7 +32,7 @@ class Build:
     preloads: tuple[str, ...]
 
 
-def current() -> Build | None:
+def current() -> PageBuild | None:
     """The build that is there now; None without one, or with one that cannot be read."""
     manifest = settings.UI_DIST / "manifest.json"
     try:
@@ -52,11 +52,11 @@ def build_id() -> str:
 
 
 @lru_cache(maxsize=1)
-def _read(manifest: Path, changed_at: int, size: int) -> Build:
+def _read(manifest: Path, changed_at: int, size: int) -> PageBuild:
     raw = manifest.read_bytes()
     chunks = json.loads(raw)
     needed = [chunks[ENTRY], *(chunks[key] for key in _imports(chunks, ENTRY, {ENTRY}))]
-    return Build(
+    return PageBuild(
         id=hashlib.sha256(raw).hexdigest()[:_ID_DIGITS],
         script=str(needed[0]["file"]),
         styles=tuple(dict.fromkeys(str(style) for chunk in needed for style in chunk.get("css", ()))),

@@ -15,7 +15,7 @@ from nodes.models import BackendNode
 Shown = SafeString | str
 
 
-class Facts:
+class NodeDisplay:
     """Display methods for a model admin of nodes of a `with_counts` queryset with `open_conflicts`."""
 
     @admin.display(description="type", ordering="node_type")

@@ -25,7 +25,7 @@ from nodes.admin.wide import Wide
 from nodes.models import BackendNode, NodeConflict, NodeEvent, RevokedSecret
 
 _MOST_EVENTS = 20
-_SECRETS = (NodeConflict.Kind.SECRET, NodeConflict.Kind.WEAK)
+_SECRETS = (NodeConflict.Mismatch.SECRET, NodeConflict.Mismatch.WEAK)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _claim(conflict: NodeConflict) -> str:
     """What tells this claimant from others, readable; "" if addresses and name say it."""
     if conflict.kind in _SECRETS:
         return f"fingerprint {grouped(conflict.claim)}"
-    return f"process {conflict.claim}" if conflict.kind == NodeConflict.Kind.INSTANCE else ""
+    return f"process {conflict.claim}" if conflict.kind == NodeConflict.Mismatch.INSTANCE else ""
 
 
 @admin.register(NodeEvent)

@@ -23,7 +23,7 @@ from localai_cluster.web.admin import Observed
 from nodes.admin import filters, words
 from nodes.admin.confirm import VerbAdmin
 from nodes.admin.editing import LabelFormSet, LabelInline, NodeForm
-from nodes.admin.facts import Facts, hardware
+from nodes.admin.facts import NodeDisplay, hardware
 from nodes.admin.history import event_lines, open_conflicts
 from nodes.admin.seen import newest_event
 from nodes.admin.verbs import NODE_VERBS, Verb
@@ -62,7 +62,7 @@ def _open_conflicts() -> Coalesce:
 
 
 @admin.register(BackendNode)
-class BackendNodeAdmin(Wide, Facts, VerbAdmin):
+class BackendNodeAdmin(Wide, NodeDisplay, VerbAdmin):
     """Nodes."""
 
     verbs = NODE_VERBS

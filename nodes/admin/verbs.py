@@ -28,7 +28,7 @@ class Nothing(forms.Form):
     """A verb that asks for nothing but a yes."""
 
 
-class Reason(forms.Form):
+class ReasonForm(forms.Form):
     """Why; the node's page and its timeline show it."""
 
     reason = forms.CharField(
@@ -45,7 +45,7 @@ class Reason(forms.Form):
         return reason
 
 
-class NeededReason(Reason):
+class NeededReason(ReasonForm):
     """A no without a reason helps nobody."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -53,7 +53,7 @@ class NeededReason(Reason):
         self.fields["reason"].required = True
 
 
-class DrainTerms(Reason):
+class DrainTerms(ReasonForm):
     """Why, and how long running requests may take."""
 
     deadline = forms.IntegerField(
@@ -177,7 +177,7 @@ NODE_VERBS = (
         _refused(Event.APPROVED),
         _approval,
         _approve,
-        Reason,
+        ReasonForm,
     ),
     Verb(
         "reject",
@@ -227,7 +227,7 @@ NODE_VERBS = (
         _refused(Event.REVOKED),
         _revocation,
         _silent(lambda pk, actor, now, asked: services.revoke(pk, actor=actor, now=now, **asked)),
-        Reason,
+        ReasonForm,
         grave=True,
     ),
     Verb(
@@ -248,7 +248,7 @@ NODE_VERBS = (
 def _not_acceptable(conflict: NodeConflict) -> str:
     if conflict.state == NodeConflict.State.ACCEPTED:
         return "it is accepted already"
-    return services.NOT_ACCEPTABLE.get(NodeConflict.Kind(conflict.kind), "")
+    return services.NOT_ACCEPTABLE.get(NodeConflict.Mismatch(conflict.kind), "")
 
 
 def _not_refusable(conflict: NodeConflict) -> str:
@@ -256,7 +256,7 @@ def _not_refusable(conflict: NodeConflict) -> str:
 
 
 def _acceptance(conflict: NodeConflict) -> str:
-    if conflict.kind == NodeConflict.Kind.NAME:
+    if conflict.kind == NodeConflict.Mismatch.NAME:
         return f"the node is called {conflict.claimed_name} from now on"
     return (
         f"the worker at {conflict.source_address} is the node; the one that has been it is refused for ever"

@@ -164,7 +164,7 @@ class ConflictSerializer(serializers.Serializer[Any]):
     id = serializers.UUIDField()
     node_id = serializers.UUIDField()
     node_name = serializers.CharField()
-    kind = serializers.ChoiceField(choices=NodeConflict.Kind.choices)
+    kind = serializers.ChoiceField(choices=NodeConflict.Mismatch.choices)
     state = serializers.ChoiceField(choices=NodeConflict.State.choices)
     fingerprint = serializers.CharField(required=False, help_text="Of the secret that was offered.")
     instance = serializers.CharField(required=False, help_text="The process that called.")

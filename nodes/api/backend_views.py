@@ -66,7 +66,7 @@ def _age(node: BackendNode) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CatalogueQuery:
     """Which entries of the catalogue, in which order, and which page of them."""
 
     term: str
@@ -110,10 +110,10 @@ _ORDERS: dict[str, Callable[[Entry], Any]] = {
 }
 
 
-def wanted_of(request: Request) -> Wanted:
+def wanted_of(request: Request) -> CatalogueQuery:
     """What a request for the catalogue asks for; raises InvalidInput naming the parameter."""
     given = Parameters(request.query_params, "term", "tag", "page", "items", "sort", "order")
-    return Wanted(
+    return CatalogueQuery(
         term=given.text("term", LONGEST_SEARCH).casefold(),
         tag=given.text("tag", LONGEST_SEARCH).casefold(),
         page=given.number("page", 1, FARTHEST) or 1,

@@ -20,7 +20,7 @@ from nodes.models import NodeConflict
 from nodes.registry import listing, services
 
 USUAL_PAGE = 100
-_SECRETS = (NodeConflict.Kind.SECRET, NodeConflict.Kind.WEAK)
+_SECRETS = (NodeConflict.Mismatch.SECRET, NodeConflict.Mismatch.WEAK)
 
 
 class ConflictsView(NodeView):
@@ -64,7 +64,7 @@ def conflict_row(conflict: NodeConflict) -> dict[str, Any]:
     """One conflict for the wire; what is empty is left out."""
     optional = {
         "fingerprint": conflict.claim if conflict.kind in _SECRETS else "",
-        "instance": conflict.claim if conflict.kind == NodeConflict.Kind.INSTANCE else "",
+        "instance": conflict.claim if conflict.kind == NodeConflict.Mismatch.INSTANCE else "",
         "claimed_name": conflict.claimed_name,
         "advertised_address": conflict.advertised_address,
         "decided_at": conflict.decided_at,

@@ -46,7 +46,7 @@ def actor_of(request: Request) -> Actor:
 
 
 def edit_of(request: Request) -> dict[str, Any]:
-    """Who edits a node, when, and which revision he saw, None if he does not say (W35).
+    """Who edits a node, when, and which revision he saw, None if he does not say (UW35).
 
     Raises InvalidInput for what is no revision.
     """

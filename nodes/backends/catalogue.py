@@ -48,7 +48,7 @@ class Installed:
 
 
 @dataclass(frozen=True)
-class Running:
+class ActiveOperation:
     """An active operation on a backend; `gallery` is empty if it was asked for by its bare name."""
 
     id: UUID
@@ -135,19 +135,19 @@ def _without_empty(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if value or name.startswith("node_")}
 
 
-def running() -> list[Running]:
+def running() -> list[ActiveOperation]:
     """Active operations on backends, the oldest first; one query."""
     active = Operation.objects.filter(status__in=ACTIVE, kind__startswith=_KINDS).order_by("created_at")
     found = []
     for id, key, element, kind, status in active.values_list("id", "key", "element", "kind", "status"):
         gallery, _, name = element.rpartition("@")
         waiting = status in (Status.PENDING, Status.WAITING)
-        found.append(Running(id, key, gallery, name, kind.endswith(_DELETIONS), waiting))
+        found.append(ActiveOperation(id, key, gallery, name, kind.endswith(_DELETIONS), waiting))
     return found
 
 
 def entries(
-    builds: Sequence[Build], installed: Sequence[Installed], running: Sequence[Running]
+    builds: Sequence[Build], installed: Sequence[Installed], running: Sequence[ActiveOperation]
 ) -> list[dict[str, Any]]:
     """The elements of the catalogue (`contract/http-api.md` §4.1), in the order of the galleries."""
     where: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
@@ -166,13 +166,13 @@ def entries(
     ]
 
 
-def _job(build: Build, busy: Mapping[tuple[str, str], Running]) -> Running | None:
+def _job(build: Build, busy: Mapping[tuple[str, str], ActiveOperation]) -> ActiveOperation | None:
     """What runs on it: asked for with its gallery, or by a bare name, which may mean any gallery's."""
     name = folded(build.name)
     return busy.get((build.gallery.name.lower(), name)) or busy.get(("", name))
 
 
-def _entry(build: Build, nodes: Sequence[Mapping[str, Any]], job: Running | None) -> dict[str, Any]:
+def _entry(build: Build, nodes: Sequence[Mapping[str, Any]], job: ActiveOperation | None) -> dict[str, Any]:
     return {
         "id": f"{build.gallery.name}@{build.name}",
         "name": build.name,

@@ -26,7 +26,7 @@ from localai_cluster.messaging.messages import InstalledBackend
 from nodes.backends.commands import LIST_TIMEOUT, Worker
 from nodes.backends.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
 from nodes.models import BackendNode, NodeBackend
-from nodes.models.querysets import BackendNodeQuerySet
+from nodes.models.node import BackendNodeQuerySet
 from operations.changes import events
 from operations.executor.work import in_thread
 

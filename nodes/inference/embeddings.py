@@ -41,7 +41,7 @@ class WrongDimensions(InvalidInput):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class EmbeddingsRequest:
     """A checked request."""
 
     model: str
@@ -50,7 +50,7 @@ class Wanted:
     dimensions: int | None
 
 
-def parse(body: Mapping[str, Any]) -> Wanted:
+def parse(body: Mapping[str, Any]) -> EmbeddingsRequest:
     """Checks a request's fields; raises InvalidInput that names the first wrong one."""
     encoding = body.get("encoding_format")
     if encoding not in (None, "float", "base64"):
@@ -58,7 +58,7 @@ def parse(body: Mapping[str, Any]) -> Wanted:
     user = body.get("user")
     if user is not None and not isinstance(user, str):
         raise InvalidInput("user must be a text", field="user")
-    return Wanted(_model(body), _texts(body.get("input")), encoding == "base64", _dimensions(body))
+    return EmbeddingsRequest(_model(body), _texts(body.get("input")), encoding == "base64", _dimensions(body))
 
 
 def _model(body: Mapping[str, Any]) -> str:
@@ -172,7 +172,7 @@ def _check(result: EmbeddingResult, dimensions: int | None) -> None:
         )
 
 
-def _render(wanted: Wanted, results: Sequence[EmbeddingResult]) -> bytes:
+def _render(wanted: EmbeddingsRequest, results: Sequence[EmbeddingResult]) -> bytes:
     tokens = sum(result.prompt_tokens or result.tokens for result in results)
     form: Callable[[Iterable[float]], object] = _base64 if wanted.as_base64 else list
     data = [

@@ -19,7 +19,7 @@ KEPT_PATCHES = 50_000
 
 
 @dataclass(frozen=True)
-class Change:
+class Delta:
     """From the look before to this one: what to change in which node, which ones to forget."""
 
     number: int
@@ -59,7 +59,7 @@ class History:
         self.number = 0
         self.nodes: dict[str, LiveNode] = {}
         self._raw: dict[str, Raw] = {}
-        self._kept: deque[Change] = deque()
+        self._kept: deque[Delta] = deque()
         self._size = 0
 
     @property
@@ -89,7 +89,7 @@ class History:
         for node in found.removed:
             del self.nodes[node]
         self._forget(at)
-        change = Change(self.number + 1, at, found.patches, found.removed)
+        change = Delta(self.number + 1, at, found.patches, found.removed)
         if not change.size:
             return False
         self.number = change.number

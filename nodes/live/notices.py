@@ -16,7 +16,7 @@ _SILENCE = timedelta(seconds=SILENT_AFTER)
 
 
 @dataclass(frozen=True)
-class Facts:
+class ClusterFacts:
     """What a look found. `readable_since` = since when the database has been answering this process.
 
     A controller that wrote nothing while the database was away is not silent; None when there was no outage.
@@ -52,12 +52,12 @@ def unreachable(as_of: datetime | None) -> Notice:
     )
 
 
-def notices(facts: Facts, told: Told, now: datetime) -> list[Notice]:
+def notices(facts: ClusterFacts, told: Told, now: datetime) -> list[Notice]:
     """All that holds, the worst first."""
     return [*_engine(facts, now), *_identity(facts, told), *_secrets(told)]
 
 
-def _engine(facts: Facts, now: datetime) -> list[Notice]:
+def _engine(facts: ClusterFacts, now: datetime) -> list[Notice]:
     """Whether anybody carries operations out and reaches the workers."""
     seen = facts.controllers
     if _silent(seen.at, facts, now):
@@ -81,12 +81,12 @@ def _engine(facts: Facts, now: datetime) -> list[Notice]:
     return []
 
 
-def _silent(at: datetime | None, facts: Facts, now: datetime) -> bool:
+def _silent(at: datetime | None, facts: ClusterFacts, now: datetime) -> bool:
     heard = max((one for one in (at, facts.readable_since) if one is not None), default=None)
     return heard is None or now - heard > _SILENCE
 
 
-def _identity(facts: Facts, told: Told) -> list[Notice]:
+def _identity(facts: ClusterFacts, told: Told) -> list[Notice]:
     found = []
     if facts.open_conflicts:
         number = facts.open_conflicts

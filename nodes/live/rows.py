@@ -13,7 +13,7 @@ from django.db.models import Aggregate, Count, F, TextField
 from django.db.models.functions import JSONObject
 
 from nodes.models import BackendNode, NodeBackend, NodeConflict, NodeLabel, NodeModel
-from nodes.models.querysets import COUNTED_IN_FLIGHT
+from nodes.models.node import COUNTED_IN_FLIGHT
 from nodes.registry.node_rows import COLUMNS, LabelsOf, Time, text
 
 LiveNode = dict[str, Any]

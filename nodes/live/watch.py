@@ -22,7 +22,7 @@ from django.db import Error as DatabaseError
 from localai_cluster import cancel, clock, conf
 from nodes.live import rows
 from nodes.live.history import Difference, History
-from nodes.live.notices import Facts, Notice, Told, notices, unreachable
+from nodes.live.notices import ClusterFacts, Notice, Told, notices, unreachable
 from operations.changes import events, feed
 from operations.executor import controllers
 
@@ -39,23 +39,23 @@ PATIENCE = 5.0
 
 
 @dataclass(frozen=True)
-class Look:
+class Snapshot:
     """What one look found."""
 
     nodes: dict[str, rows.Raw]
     controllers: controllers.Seen
 
 
-def look() -> Look:
+def look() -> Snapshot:
     """Reads everything, in one view of the database and a constant number of queries."""
     with feed.one_view():
-        return Look(rows.read(), controllers.seen())
+        return Snapshot(rows.read(), controllers.seen())
 
 
 class NodeFeed:
     """Looks while somebody watches, and tells every watcher what he does not know yet."""
 
-    def __init__(self, read: Callable[[], Look] = look) -> None:
+    def __init__(self, read: Callable[[], Snapshot] = look) -> None:
         self._read = read
         self.history = History(secrets.token_hex(6))
         self.notices: list[Notice] = []
@@ -161,11 +161,11 @@ class NodeFeed:
             # A thread cannot be cancelled: who stops watching waits until it has given its connection back.
             await asyncio.wait({reading}, timeout=PATIENCE)
 
-    def _compare(self) -> tuple[Look, Difference]:
+    def _compare(self) -> tuple[Snapshot, Difference]:
         found = self._read()
         return found, self.history.compare(found.nodes)
 
-    def _take(self, found: Look, difference: Difference) -> None:
+    def _take(self, found: Snapshot, difference: Difference) -> None:
         now = clock.now()
         if self._failing:
             log.info("nodes are read again")
@@ -175,8 +175,8 @@ class NodeFeed:
         moved = self.history.accept(difference, clock.monotonic())
         self._tell(notices(self._facts(found), _told(), now), moved)
 
-    def _facts(self, found: Look) -> Facts:
-        return Facts(
+    def _facts(self, found: Snapshot) -> ClusterFacts:
+        return ClusterFacts(
             controllers=found.controllers,
             open_conflicts=sum(raw.open_conflicts for raw in found.nodes.values()),
             weak_nodes=sum(node["weak_identity"] for node in self.history.nodes.values()),

@@ -13,7 +13,7 @@ from uuid import UUID
 from localai_cluster.messaging.bus import Bus, NotConnected
 from nodes.backends.commands import Worker
 from nodes.backends.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
-from nodes.placement.choose import NodeView
+from nodes.placement.choose import Candidate
 
 ANSWER_WITHIN = 3.0
 """Seconds that a worker has to answer."""
@@ -25,11 +25,11 @@ AT_ONCE = 16
 class Answer:
     """The best node that answered, if any, and the better ones that did not."""
 
-    node: NodeView | None
+    node: Candidate | None
     silent: frozenset[UUID]
 
 
-async def best_that_answers(bus: Bus, ranked: Sequence[NodeView]) -> Answer:
+async def best_that_answers(bus: Bus, ranked: Sequence[Candidate]) -> Answer:
     """Asks the first `AT_ONCE` of the nodes, best first, and waits no longer than the best answer takes.
 
     Raises NotConnected when this process has lost the bus: then silence says nothing about the nodes.
@@ -48,7 +48,7 @@ async def best_that_answers(bus: Bus, ranked: Sequence[NodeView]) -> Answer:
         await asyncio.gather(*asked.values(), return_exceptions=True)
 
 
-async def _answers(bus: Bus, node: NodeView) -> bool:
+async def _answers(bus: Bus, node: Candidate) -> bool:
     try:
         async with asyncio.timeout(ANSWER_WITHIN):
             answer = await Worker(bus, str(node.id), node.name).backends(ANSWER_WITHIN)

@@ -14,7 +14,7 @@ from django.db.models import Exists, OuterRef, Q
 
 from localai_cluster import names
 from nodes.models import BackendNode, EngineStart, NodeModel
-from nodes.models.querysets import BackendNodeQuerySet
+from nodes.models.node import BackendNodeQuerySet
 from operations.changes import events
 
 _CLAIMED_FOR = 45.0

@@ -13,7 +13,7 @@ from localai_cluster import clock
 from localai_cluster.messaging.bus import Bus, NotConnected
 from nodes.definitions.files import Definition
 from nodes.loading.asking import Answer, best_that_answers
-from nodes.placement.choose import NodeView, choose
+from nodes.placement.choose import Candidate, choose
 from nodes.placement.setbacks import (
     Setbacks,
     after_failure,
@@ -70,7 +70,7 @@ async def place(bus: Bus, work: Work, definition: Definition, *, mark: str) -> P
             return Place(slot, setbacks)
 
 
-async def _ask(bus: Bus, work: Work, nodes: Sequence[NodeView]) -> Answer:
+async def _ask(bus: Bus, work: Work, nodes: Sequence[Candidate]) -> Answer:
     try:
         return await best_that_answers(bus, nodes)
     except NotConnected:

@@ -75,7 +75,7 @@ class NodeEvent(models.Model):
 class NodeConflict(models.Model):
     """Somebody else claims to be a node. The node goes on until an admin decides."""
 
-    class Kind(models.TextChoices):
+    class Mismatch(models.TextChoices):
         """What did not fit."""
 
         SECRET = "secret", "another secret"
@@ -93,7 +93,7 @@ class NodeConflict(models.Model):
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     node = models.ForeignKey(BackendNode, on_delete=models.CASCADE, related_name="conflicts")
-    kind = models.CharField(max_length=16, choices=Kind)
+    kind = models.CharField(max_length=16, choices=Mismatch)
     state = models.CharField(max_length=16, choices=State, default=State.OPEN)
     claim = models.CharField(max_length=64)
     """What tells one claimant from the next: fingerprint, instance or source address."""

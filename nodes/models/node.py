@@ -7,14 +7,20 @@ liveness are separate facts, so no code path can bypass approval or forget a dra
 """
 
 import uuid
-from typing import Any
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, Self
 
 from django.conf import settings
 from django.db import models
-from django.db.models import Case, Q, Value, When
+from django.db.models import Case, Count, Exists, OuterRef, Prefetch, Q, QuerySet, Sum, Value, When
+from django.db.models.functions import Coalesce
 
 from localai_cluster import clock, names
-from nodes.models.querysets import BackendNodeQuerySet
+from nodes.models import selectors
+
+COUNTED_IN_FLIGHT = ("loaded", "unloading")
+"""R1.107, D4: the states whose requests a node's `in_flight_count` sums."""
 
 
 class NodeType(models.TextChoices):
@@ -58,6 +64,48 @@ def _who() -> "models.CharField[str, str]":
 
 def _why() -> "models.CharField[str, str]":
     return models.CharField(max_length=255, blank=True, default="", editable=False)
+
+
+class BackendNodeQuerySet(QuerySet["BackendNode"]):
+    """Adjectives of nodes: each answers with a queryset, none of them writes."""
+
+    def silent(self, *, since: datetime) -> Self:
+        """R5.4, R5.6, R5.8: approved nodes not yet offline whose last sign of life is older than `since`."""
+        return self.filter(approved_at__isnull=False, offline_at__isnull=True).filter(
+            Q(last_heartbeat__lt=since) | Q(last_heartbeat__isnull=True)
+        )
+
+    def with_labels(self, labels: Mapping[str, str]) -> Self:
+        """Nodes with every one of these keys at exactly that value; more labels do no harm."""
+        found = self
+        for key, value in labels.items():
+            found = found.filter(Exists(NodeLabel.objects.filter(node=OuterRef("pk"), key=key, value=value)))
+        return found
+
+    def matching(self, selector: Any) -> Self:
+        """R1.68: healthy backend nodes that a selector chooses, all of them if it is empty.
+
+        R1.69: a selector that cannot be read chooses none.
+        """
+        labels = selectors.readable(selector)
+        if labels is None:
+            return self.none()
+        return self.filter(status="healthy", node_type="backend").with_labels(labels)
+
+    def with_counts(self) -> Self:
+        """R1.107: by name, with `model_count` over loaded replicas, `in_flight_count`, and the labels.
+
+        Two queries for any number. A model's own order does not hold for a query that groups.
+        """
+        busy = Q(replicas__state__in=COUNTED_IN_FLIGHT)
+        return (
+            self.annotate(
+                model_count=Count("replicas", filter=Q(replicas__state="loaded")),
+                in_flight_count=Coalesce(Sum("replicas__in_flight", filter=busy), 0),
+            )
+            .prefetch_related(Prefetch("label_set", queryset=NodeLabel.objects.order_by("key")))
+            .order_by("name")
+        )
 
 
 class BackendNode(models.Model):

@@ -1,13 +1,13 @@
 """Replicas of models on nodes, and which web process carries how many of their requests."""
 
 import uuid
+from typing import Self
 
 from django.db import models
-from django.db.models import Q
+from django.db.models import Q, QuerySet
 
 from localai_cluster import clock
 from nodes.models.node import BackendNode
-from nodes.models.querysets import NodeModelQuerySet
 
 
 class ReplicaState(models.TextChoices):
@@ -18,6 +18,22 @@ class ReplicaState(models.TextChoices):
     LOADED = "loaded"
     UNLOADING = "unloading"
     IDLE = "idle"
+
+
+class NodeModelQuerySet(QuerySet["NodeModel"]):
+    """Adjectives of replicas: each answers with a queryset, none of them writes."""
+
+    def loaded(self) -> Self:
+        """Rows that may receive traffic."""
+        return self.filter(state="loaded")
+
+    def serving(self) -> Self:
+        """R1.61: loaded rows on healthy nodes."""
+        return self.loaded().filter(node__status="healthy")
+
+    def of(self, model_name: str) -> Self:
+        """Replicas of one model."""
+        return self.filter(model_name=model_name)
 
 
 class NodeModel(models.Model):

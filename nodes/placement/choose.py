@@ -38,7 +38,7 @@ _NONE: Setbacks = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class NodeView:
+class Candidate:
     """What placement sees of a node; memory in bytes."""
 
     id: UUID
@@ -60,10 +60,10 @@ class NodeView:
 class Decision:
     """The node and replica index chosen, or neither; and why each other node was not feasible."""
 
-    node: NodeView | None
+    node: Candidate | None
     replica_index: int = 0
     refused: dict[UUID, Reason] = field(default_factory=dict)
-    ranked: Sequence[NodeView] = ()
+    ranked: Sequence[Candidate] = ()
     """Every feasible node, the chosen one first."""
 
     def why_none(self) -> str:
@@ -77,7 +77,7 @@ class Decision:
         return f"no node can take it: {parts}"
 
 
-def refusal(node: NodeView, resting: Set[UUID] = frozenset()) -> Reason | None:
+def refusal(node: Candidate, resting: Set[UUID] = frozenset()) -> Reason | None:
     """Why `node` cannot take one more replica, or None."""
     if node.node_type != "backend":
         return Reason.AGENT
@@ -88,13 +88,13 @@ def refusal(node: NodeView, resting: Set[UUID] = frozenset()) -> Reason | None:
     return Reason.SILENT if node.id in resting else None
 
 
-def free_index(node: NodeView) -> int | None:
+def free_index(node: Candidate) -> int | None:
     """R1.63: the lowest replica index not in use, or None when all slots are taken."""
     return next((index for index in range(node.slots) if index not in node.taken), None)
 
 
 def choose(
-    nodes: Iterable[NodeView],
+    nodes: Iterable[Candidate],
     *,
     setbacks: Setbacks = _NONE,
     resting: Set[UUID] = frozenset(),
@@ -103,7 +103,7 @@ def choose(
 
     A node that failed this load before comes after those that failed it less often.
     """
-    considered: Sequence[NodeView] = list(nodes)
+    considered: Sequence[Candidate] = list(nodes)
     refused = {node.id: reason for node in considered if (reason := refusal(node, resting)) is not None}
     feasible = [node for node in considered if node.id not in refused]
     ranked = sorted(feasible, key=lambda node: _rank(node, setbacks))
@@ -112,6 +112,6 @@ def choose(
     return Decision(ranked[0], free_index(ranked[0]) or 0, refused, ranked)
 
 
-def _rank(node: NodeView, setbacks: Setbacks) -> tuple[int, bool, int, int, str]:
+def _rank(node: Candidate, setbacks: Setbacks) -> tuple[int, bool, int, int, str]:
     failures = setbacks[node.id].times if node.id in setbacks else 0
     return (failures, node.loaded > 0, node.in_flight, -node.free_vram, node.name)

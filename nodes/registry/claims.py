@@ -25,7 +25,7 @@ MOST_CONFLICTS = 32
 """Conflicts kept for a node; a flood of claims counts on the last of them."""
 MOST_INSTANCES = 16
 
-Kind = NodeConflict.Kind
+Kind = NodeConflict.Mismatch
 _SAID = {
     Kind.SECRET: "the name {name!r} belongs to a worker with another secret; an admin has to accept this one",
     Kind.WEAK: "the name {name!r} is known by the shared token; an admin has to accept this worker's secret",
@@ -40,7 +40,7 @@ NOT_ACCEPTABLE = {
 """What an admin cannot answer with a yes, and what to do instead."""
 
 
-def judge(node: BackendNode, fingerprint: str, instance: str) -> NodeConflict.Kind | None:
+def judge(node: BackendNode, fingerprint: str, instance: str) -> NodeConflict.Mismatch | None:
     """Whether the bearer of `fingerprint` ("" = the shared token only) may register as `node`; None = yes."""
     if principals.same(fingerprint, node.fingerprint):
         return Kind.INSTANCE if instance and instance in node.former_instances else None
@@ -65,7 +65,7 @@ def bind(change: Change, fingerprint: str, instance: str) -> None:
 
 def note(
     node: BackendNode,
-    kind: NodeConflict.Kind,
+    kind: NodeConflict.Mismatch,
     claim: str,
     *,
     now: datetime,
@@ -116,7 +116,7 @@ def note_other_process(node_id: UUID, instance: str, *, source_address: str, now
             note(node, Kind.INSTANCE, instance[:32], now=now, source_address=source_address)
 
 
-def _add(node: BackendNode, kind: NodeConflict.Kind, claim: str, columns: dict[str, Any]) -> None:
+def _add(node: BackendNode, kind: NodeConflict.Mismatch, claim: str, columns: dict[str, Any]) -> None:
     waiting = NodeConflict.objects.filter(node=node, state=NodeConflict.State.OPEN)
     if waiting.count() < MOST_CONFLICTS:
         NodeConflict.objects.create(node=node, kind=kind, claim=claim, **columns)

@@ -13,7 +13,7 @@ from django.db.models import F
 
 from localai_cluster.accounts.actors import Actor
 from nodes.models import BackendNode
-from nodes.models.querysets import BackendNodeQuerySet
+from nodes.models.node import BackendNodeQuerySet
 from nodes.registry import states, timeline
 from nodes.registry.change import ALWAYS_TOLD, columns, facts_of, kind_of
 from nodes.registry.states import Event

@@ -17,7 +17,7 @@ from rest_framework.request import Request
 
 from localai_cluster import errors, names
 from nodes.models import BackendNode, NodeStatus, NodeType, selectors
-from nodes.models.querysets import BackendNodeQuerySet
+from nodes.models.node import BackendNodeQuerySet
 
 MOST_A_PAGE = 1000
 FARTHEST = 1_000_000
@@ -136,7 +136,7 @@ def page_of(parameters: Parameters, usual: int | None = None) -> Page:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class NodeQuery:
     """Which nodes, in which order, and which part of them."""
 
     nodes: BackendNodeQuerySet
@@ -147,7 +147,7 @@ class Wanted:
 NODE_PARAMETERS = ("status", "type", "vendor", "search", "label", "sort", "limit", "offset")
 
 
-def wanted_nodes(request: Request) -> Wanted:
+def wanted_nodes(request: Request) -> NodeQuery:
     """What a request for the list of nodes asks for; raises InvalidInput naming the parameter."""
     parameters = Parameters(request.query_params, *NODE_PARAMETERS)
     condition = _condition(parameters)
@@ -156,7 +156,7 @@ def wanted_nodes(request: Request) -> Wanted:
     for key, value in labels:
         nodes = nodes.with_labels({key: value})
     order = _order(parameters.choice("sort", ORDERS) or "name")
-    return Wanted(nodes.order_by(*order), page_of(parameters), bool(condition) or bool(labels))
+    return NodeQuery(nodes.order_by(*order), page_of(parameters), bool(condition) or bool(labels))
 
 
 def _condition(parameters: Parameters) -> Q:

@@ -30,7 +30,7 @@ from django.db.models.expressions import Combinable
 from django.db.models.functions import Cast
 
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeLabel, NodeModel
-from nodes.models.querysets import COUNTED_IN_FLIGHT, BackendNodeQuerySet
+from nodes.models.node import COUNTED_IN_FLIGHT, BackendNodeQuerySet
 
 Row = dict[str, Any]
 ZERO_TIME = "0001-01-01T00:00:00Z"

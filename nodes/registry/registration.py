@@ -171,7 +171,7 @@ def _fingerprint(secret: str) -> str:
     )
 
 
-def _note(node: BackendNode, kind: NodeConflict.Kind, made: Claim, now: datetime) -> errors.Conflict:
+def _note(node: BackendNode, kind: NodeConflict.Mismatch, made: Claim, now: datetime) -> errors.Conflict:
     """Records the claim that does not fit; answers the refusal."""
     with logs.of_request(made.request_id):
         return claims.note(
@@ -185,23 +185,23 @@ def _note(node: BackendNode, kind: NodeConflict.Kind, made: Claim, now: datetime
         )
 
 
-def _judged(rows: Collection[BackendNode], made: Claim) -> tuple[BackendNode, NodeConflict.Kind | None]:
+def _judged(rows: Collection[BackendNode], made: Claim) -> tuple[BackendNode, NodeConflict.Mismatch | None]:
     """Whose node this is about, and what does not fit: of the name's node first, then of the secret's."""
     named = next((row for row in rows if row.name == made.told.name), None)
     other = next((row for row in rows if row is not named), None)
     kind = claims.judge(named, made.fingerprint, made.instance) if named else None
     if other is not None and kind is None:
-        return other, NodeConflict.Kind.NAME
+        return other, NodeConflict.Mismatch.NAME
     assert named is not None
     return named, kind
 
 
-def _claimed(kind: NodeConflict.Kind, made: Claim) -> str:
-    if kind == NodeConflict.Kind.NAME:
+def _claimed(kind: NodeConflict.Mismatch, made: Claim) -> str:
+    if kind == NodeConflict.Mismatch.NAME:
         return principals.hash_secret(made.told.name)
-    if kind == NodeConflict.Kind.TOKEN:
+    if kind == NodeConflict.Mismatch.TOKEN:
         return made.source_address
-    return made.instance if kind == NodeConflict.Kind.INSTANCE else made.fingerprint
+    return made.instance if kind == NodeConflict.Mismatch.INSTANCE else made.fingerprint
 
 
 def _rows(made: Sequence[Claim], now: datetime) -> list[list[BackendNode]]:

@@ -12,7 +12,7 @@ from uuid import UUID
 from django.db import IntegrityError, transaction
 
 from nodes.models import BackendNode, EngineStart, ModelLoadInfo, NodeModel
-from nodes.placement.choose import NodeView
+from nodes.placement.choose import Candidate
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Slot:
 
 
 def reserve(
-    view: NodeView, model_name: str, index: int, *, mark: str, backend: str, now: datetime
+    view: Candidate, model_name: str, index: int, *, mark: str, backend: str, now: datetime
 ) -> Slot | None:
     """Takes the slot; None when somebody else has it, or the node went away or is not healthy any more."""
     try:

@@ -8,7 +8,7 @@ from django.db.models import Count, F, Q, Sum
 from django.db.models.functions import Coalesce
 
 from nodes.models import BackendNode, NodeModel
-from nodes.placement.choose import NodeView
+from nodes.placement.choose import Candidate
 from nodes.replicas.slots import Slot
 
 
@@ -17,7 +17,7 @@ def serving(model_name: str) -> bool:
     return bool(NodeModel.objects.of(model_name).serving().exists())
 
 
-def fleet(model_name: str, *, only: Collection[UUID] | None = None) -> list[NodeView]:
+def fleet(model_name: str, *, only: Collection[UUID] | None = None) -> list[Candidate]:
     """Every node, or only these, as placement sees them; two queries for any number."""
     taken: dict[UUID, set[int]] = {}
     for node_id, index in NodeModel.objects.of(model_name).values_list("node_id", "replica_index"):
@@ -30,7 +30,7 @@ def fleet(model_name: str, *, only: Collection[UUID] | None = None) -> list[Node
     )
     columns = ("id", "name", "node_type", "status", "max_replicas_per_model", "free_vram", "loaded", "busy")
     return [
-        NodeView(
+        Candidate(
             id=row["id"],
             name=row["name"],
             node_type=row["node_type"],

@@ -52,7 +52,7 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class KeyOwner:
     """The owner of a valid API key."""
 
     user_id: int
@@ -64,7 +64,7 @@ class Caller:
 class _Ask:
     model: str
     key_hash: str
-    answer: "asyncio.Future[tuple[Caller | None, Replica | None]]"
+    answer: "asyncio.Future[tuple[KeyOwner | None, Replica | None]]"
     attempts: int = 0
 
 
@@ -88,7 +88,7 @@ class Picker:
         self._worker: asyncio.Task[None] | None = None
         self._lingering: asyncio.TimerHandle | None = None
 
-    async def take(self, model: str, key_hash: str = "") -> tuple[Caller | None, Replica | None]:
+    async def take(self, model: str, key_hash: str = "") -> tuple[KeyOwner | None, Replica | None]:
         """The replica for one request of `model`, counted in, or None when no replica is loaded.
 
         With `key_hash` the same statement says whose API key it is; raises NotAuthenticated when nobody's.
@@ -225,11 +225,11 @@ class Picker:
         return [ask for ask in asks if not ask.answer.done()]
 
     def _deal(self, asks: list[_Ask], rows: list[tuple[Any, ...]]) -> None:
-        callers: dict[str, Caller] = {}
+        callers: dict[str, KeyOwner] = {}
         replicas: dict[str, list[Replica]] = {}
         for replica, node, name, text, number, staff in rows:
             if replica is None:
-                callers[name] = Caller(number, text, staff)
+                callers[name] = KeyOwner(number, text, staff)
             else:
                 self._held[replica] += number
                 replicas.setdefault(name, []).extend([Replica(replica, node, name, text)] * number)
@@ -241,7 +241,7 @@ class Picker:
             waiting = replicas.get(ask.model)
             self._answer(ask, caller, waiting.pop() if waiting else None)
 
-    def _answer(self, ask: _Ask, caller: Caller | None, replica: Replica | None) -> None:
+    def _answer(self, ask: _Ask, caller: KeyOwner | None, replica: Replica | None) -> None:
         if not ask.answer.done():
             ask.answer.set_result((caller, replica))
         elif replica is not None:

@@ -38,7 +38,7 @@ def busy(fleet: Fleet) -> Iterator[str]:
     fleet.resume_all()
 
 
-@pytest.mark.rule("UI-4.3", "UI-4.5", "W6")
+@pytest.mark.rule("UI-4.3", "UI-4.5", "UW6")
 def test_a_value_is_set_in_place_and_handed_back(screen: Screen, fleet: Fleet) -> None:
     page = screen.go(f"/app/nodes/{fleet.id('fine')}")
     panel = page.get_by_role("region", name="Capacity")
@@ -97,7 +97,7 @@ def test_labels_are_added_by_enter_and_removed(screen: Screen, fleet: Fleet) -> 
     expect(panel.get_by_text("rack=b7")).to_have_count(0)
 
 
-@pytest.mark.rule("UI-4.1", "W16")
+@pytest.mark.rule("UI-4.1", "UW16")
 def test_a_drain_counts_down_to_safe(screen: Screen, fleet: Fleet, busy: str) -> None:
     page = screen.go(f"/app/nodes/{fleet.id('fine')}")
     page.get_by_role("button", name="Drain…").click()
@@ -114,7 +114,7 @@ def test_a_drain_counts_down_to_safe(screen: Screen, fleet: Fleet, busy: str) ->
     expect(page.get_by_text("Safe to power off", exact=True)).to_have_count(0)
 
 
-@pytest.mark.rule("UI-4.1", "W19")
+@pytest.mark.rule("UI-4.1", "UW19")
 def test_a_node_is_deregistered_behind_its_typed_name(screen: Screen, fleet: Fleet, leaver: str) -> None:
     page = screen.go(f"/app/nodes/{fleet.id(leaver)}")
     page.get_by_role("region", name="Danger zone").get_by_role("button", name="Deregister…").click()

@@ -45,7 +45,7 @@ def all_resumed(fleet: Fleet) -> Iterator[Fleet]:
     fleet.resume_all()
 
 
-@pytest.mark.rule("UI-9.13", "UI-3.4", "UI-3.9", "E31", "W18")
+@pytest.mark.rule("UI-9.13", "UI-3.4", "UI-3.9", "E31", "UW18")
 def test_a_pending_worker_is_approved_and_turns_healthy(screen: Screen, fleet: Fleet, newcomer: str) -> None:
     page = screen.go("/app/nodes")
     card = page.get_by_test_id(f"pending-{fleet.id(newcomer)}")
@@ -61,7 +61,7 @@ def test_a_pending_worker_is_approved_and_turns_healthy(screen: Screen, fleet: F
     assert page.evaluate("window.markOfTheTest === true")
 
 
-@pytest.mark.rule("UI-3.15", "UI-9.1", "W4")
+@pytest.mark.rule("UI-3.15", "UI-9.1", "UW4")
 def test_many_are_drained_at_once_and_the_question_names_them(
     window: Opener, all_resumed: Fleet, session: Cookies
 ) -> None:
@@ -103,7 +103,7 @@ def test_cancelling_the_question_does_nothing(screen: Screen, fleet: Fleet) -> N
     expect(row_of(page, "slow")).to_contain_text("healthy")
 
 
-@pytest.mark.rule("UI-3.6", "W3")
+@pytest.mark.rule("UI-3.6", "UW3")
 def test_the_filter_is_in_the_address_and_comes_back_with_it(packed: Screen) -> None:
     page = packed.go("/app/nodes")
     filter_by(page, "gpu-a100")
@@ -121,7 +121,7 @@ def test_the_filter_is_in_the_address_and_comes_back_with_it(packed: Screen) -> 
     expect(shown).to_have_attribute("aria-rowcount", "501")
 
 
-@pytest.mark.rule("UI-3.3", "W2", "E30")
+@pytest.mark.rule("UI-3.3", "UW2", "E30")
 def test_five_hundred_nodes_are_sorted_and_scrolled_with_few_rows_drawn(packed: Screen) -> None:
     page = packed.go("/app/nodes?sort=name")
     grid = page.get_by_role("grid", name="Nodes")
@@ -137,7 +137,7 @@ def test_five_hundred_nodes_are_sorted_and_scrolled_with_few_rows_drawn(packed: 
     assert page.get_by_role("row").count() < DRAWN_AT_MOST
 
 
-@pytest.mark.rule("W18")
+@pytest.mark.rule("UW18")
 def test_conflicts_are_on_top_and_decided_there(packed: Screen) -> None:
     page = packed.go("/app/nodes")
     heading = page.get_by_role("heading", name="2 identity conflicts to decide")

@@ -34,7 +34,7 @@ def mendable(settled: Fleet) -> Iterator[Fleet]:
     settled.unmend()
 
 
-@pytest.mark.rule("UI-9.14", "A29", "A30", "A31", "A32", "A33", "W25")
+@pytest.mark.rule("UI-9.14", "A29", "A30", "A31", "A32", "A33", "UW25")
 def test_three_nodes_are_watched_to_the_end_and_what_failed_is_tried_again(
     screen: Screen, mendable: Fleet
 ) -> None:

@@ -61,7 +61,7 @@ def two_beats(socket: WebSocket) -> None:
         socket.wait_for_event("framereceived", lambda frame: '"alive"' in frame, timeout=BEAT_MS)
 
 
-@pytest.mark.rule("UI-0.8", "W1")
+@pytest.mark.rule("UI-0.8", "UW1")
 def test_an_open_page_asks_for_nothing_while_its_feed_is_up(
     window: Opener, settled: Fleet, session: Cookies
 ) -> None:
@@ -93,7 +93,7 @@ def test_a_row_that_did_not_change_is_left_alone_and_so_is_its_selection(
     assert page.evaluate("getSelection().toString()") == offline
 
 
-@pytest.mark.rule("UI-3.16", "W2")
+@pytest.mark.rule("UI-3.16", "UW2")
 def test_a_screen_shows_more_nodes_than_panels_would(packed: Screen) -> None:
     page = live(packed.go("/app/nodes?state=healthy"))
     grid = page.get_by_role("grid", name="Nodes")

@@ -9,7 +9,7 @@ from tests.browser.fleet import Fleet
 from tests.browser.screen import Screen
 
 
-@pytest.mark.rule("UI-9.16", "W37")
+@pytest.mark.rule("UI-9.16", "UW37")
 def test_a_node_is_found_and_opened_without_a_mouse(screen: Screen, fleet: Fleet) -> None:
     page = screen.go("/app/activity")
     expect(page.get_by_test_id("connection")).to_have_text("Live")

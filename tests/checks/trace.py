@@ -5,7 +5,8 @@ tests.checks.trace` prints rule -> tests for the covered sections, or for those 
 covered rule has no test or if a marker names a rule that no sheet knows. Nothing is run and no server is
 started. A skipped test and an expected failure prove nothing. A deviation (`docs/deviations.md`) needs a
 test like every other rule. The unit tests of the pages (`static/src/**/*.test.ts`) name behaviours in their
-titles.
+titles. `W1` is a check of the worker (`worker.md` §22), `UW1` a weakness of the pages that ours does without
+(`operations-and-ui.md` Part 3); the second list is not a section that must be proved.
 """
 
 import io
@@ -64,12 +65,13 @@ SHEETS = (
     Sheet("worker.md", re.compile(r"^(\d+)\. (.+)"), "W", only="W22"),
     Sheet("operations-and-ui.md", re.compile(r"^[-|] \**([OHA]\d+[a-z]?)\.?\**[ |]+(.+)")),
     Sheet("operations-and-ui.md", re.compile(r"^- (E\d+)\. (.+)")),
+    Sheet("operations-and-ui.md", re.compile(r"^- \*\*(UW\d+) \(\d\)\.\*\* (.+)"), section="weaknesses"),
     Sheet("README.md", re.compile(r"^\| (I\d+) \| (.+)")),
     Sheet("pages.md", re.compile(r"^\| (UI-\d\.\d+) \| (.+)"), section="pages"),
 )
 _LATER = "| later"
 """In the row of a behaviour that waits for a page which is not there yet."""
-_CITED = re.compile(r"\b(?:UI-\d\.\d+|E\d+)\b")
+_CITED = re.compile(r"\b(?:UI-\d\.\d+|E\d+|UW\d+)\b")
 
 
 def _numbers(prefix: str, *spans: range) -> frozenset[str]:

@@ -291,7 +291,7 @@ async def test_an_outage_is_told_and_what_was_seen_stays(
     page = await (await tab()).greeted()
     away = True
 
-    def broken() -> watching.Look:
+    def broken() -> watching.Snapshot:
         if away:
             raise OperationalError("the server closed the connection")
         return live.look()
@@ -319,7 +319,7 @@ async def test_a_look_that_failed_is_not_rested_from(
     monkeypatch.setattr(watching, "REST", 1e6)
     calls = itertools.count()
 
-    def broken() -> watching.Look:
+    def broken() -> watching.Snapshot:
         if next(calls) == 0:
             raise OperationalError("the server closed the connection")
         return live.look()
@@ -338,7 +338,7 @@ async def test_a_defect_in_the_look_does_not_end_it(
     monkeypatch.setattr(watching, "LOOK_EVERY", 0.05)
     calls = itertools.count()
 
-    def broken() -> watching.Look:
+    def broken() -> watching.Snapshot:
         if next(calls) == 0:
             raise KeyError("x")
         return live.look()

@@ -300,10 +300,10 @@ AT = datetime(2026, 8, 22, 10, 0, 20, tzinfo=UTC)
 
 
 def told(
-    facts: notices.Facts | None = None, settings: notices.Told = STRONG, now: datetime = NOW
+    facts: notices.ClusterFacts | None = None, settings: notices.Told = STRONG, now: datetime = NOW
 ) -> list[str]:
     """The ids, after each notice was found to fit the document."""
-    found = notices.notices(facts or notices.Facts(SOUND, 0, 0), settings, now)
+    found = notices.notices(facts or notices.ClusterFacts(SOUND, 0, 0), settings, now)
     assert live.wrong_with({"type": "notices", "notices": found}) == []
     return [one["id"] for one in found]
 
@@ -323,13 +323,13 @@ def test_who_carries_operations_out(
     seen: controllers.Seen, readable_since: datetime | None, expected: list[str]
 ) -> None:
     """A controller that wrote nothing while the database was away is not silent."""
-    assert told(notices.Facts(seen, 0, 0, readable_since)) == expected
+    assert told(notices.ClusterFacts(seen, 0, 0, readable_since)) == expected
 
 
 def test_weak_secrets_and_weak_identities_are_named() -> None:
     """With the setting that mends it."""
     weak = notices.Told("changeme", "password", allow_shared_token_nodes=True)
-    facts = notices.Facts(SOUND, open_conflicts=2, weak_nodes=1)
+    facts = notices.ClusterFacts(SOUND, open_conflicts=2, weak_nodes=1)
     assert told(facts, weak) == ["identity-conflicts", "shared-token-nodes", "weak-token", "weak-key"]
     hints = [one["hint"] for one in notices.notices(facts, weak, NOW)]
     assert "LOCALAI_REGISTRATION_TOKEN" in hints[2]

@@ -87,7 +87,7 @@ def test_one_secret_under_many_names_at_once_is_one_node() -> None:
     results = at_once(*(lambda number=number: register(f"w{number}") for number in range(6)))
     assert unexpected(results) == []
     (node,) = BackendNode.objects.all()
-    assert NodeConflict.objects.filter(node=node, kind=NodeConflict.Kind.NAME).count() == 5
+    assert NodeConflict.objects.filter(node=node, kind=NodeConflict.Mismatch.NAME).count() == 5
 
 
 @repeated
@@ -241,8 +241,8 @@ def test_conflicts_of_two_transactions_are_counted_exactly() -> None:
     jobs += [lambda: register(secret=OTHER_SECRET, now=later(2))] * 6
     assert unexpected(at_once(*jobs)) == []
     assert {event.cause: event.count for event in told(node, "conflict")} == {
-        NodeConflict.Kind.INSTANCE.label: 6,
-        NodeConflict.Kind.SECRET.label: 6,
+        NodeConflict.Mismatch.INSTANCE.label: 6,
+        NodeConflict.Mismatch.SECRET.label: 6,
     }
     assert sorted(NodeConflict.objects.values_list("kind", "count")) == [("instance", 6), ("secret", 6)]
 

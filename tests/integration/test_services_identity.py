@@ -34,7 +34,7 @@ from tests.support.fleet import (
 
 pytestmark = pytest.mark.django_db
 
-Kind = NodeConflict.Kind
+Kind = NodeConflict.Mismatch
 ONE, TWO, THREE = "1" * 32, "2" * 32, "3" * 32
 
 

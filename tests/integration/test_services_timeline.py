@@ -140,7 +140,7 @@ def test_conflicts_of_one_cause_are_one_row_a_minute() -> None:
     with pytest.raises(errors.Conflict):
         register(instance="1" * 32, now=later(62))
     rows = [(event.cause, event.at, event.last_at, event.count) for event in told(node, "conflict")]
-    secret, instance = NodeConflict.Kind.SECRET.label, NodeConflict.Kind.INSTANCE.label
+    secret, instance = NodeConflict.Mismatch.SECRET.label, NodeConflict.Mismatch.INSTANCE.label
     assert rows == [
         (secret, later(0), later(59.9), 4),
         (secret, later(60), later(60), 1),

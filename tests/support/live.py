@@ -17,7 +17,7 @@ from tests.support.environment import API_KEY
 ADMIN = [(b"authorization", f"Bearer {API_KEY}".encode())]
 
 
-def look() -> watch.Look:
+def look() -> watch.Snapshot:
     """A look; channels' communicator keeps connections of threads from being closed as they are elsewhere."""
     try:
         return watch.look()

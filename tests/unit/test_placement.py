@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nodes.placement import setbacks
-from nodes.placement.choose import NodeView, Reason, choose, free_index, refusal
+from nodes.placement.choose import Candidate, Reason, choose, free_index, refusal
 from nodes.placement.setbacks import Setback
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 
 statuses = st.sampled_from(["pending", "healthy", "unhealthy", "offline", "draining"])
 nodes = st.builds(
-    NodeView,
+    Candidate,
     id=st.uuids(),
     name=st.text(min_size=1, max_size=5),
     node_type=st.sampled_from(["backend", "agent"]),
@@ -29,7 +29,7 @@ nodes = st.builds(
 fleets = st.lists(nodes, max_size=8, unique_by=lambda node: node.id)
 
 
-def view(**given_values: object) -> NodeView:
+def view(**given_values: object) -> Candidate:
     plain = {
         "id": UUID(int=1),
         "name": "a",
@@ -41,12 +41,12 @@ def view(**given_values: object) -> NodeView:
         "taken": frozenset(),
         "slots": 1,
     }
-    return NodeView(**{**plain, **given_values})  # type: ignore[arg-type]
+    return Candidate(**{**plain, **given_values})  # type: ignore[arg-type]
 
 
 @given(fleets, st.frozensets(st.uuids(), max_size=2))
 def test_only_healthy_backend_nodes_with_a_free_slot_are_chosen(
-    fleet: list[NodeView], resting: frozenset[UUID]
+    fleet: list[Candidate], resting: frozenset[UUID]
 ) -> None:
     """I10, R1.1, R1.63: nothing is placed on a pending, draining, offline, unhealthy, agent or full node."""
     decision = choose(fleet, resting=resting)
@@ -60,7 +60,7 @@ def test_only_healthy_backend_nodes_with_a_free_slot_are_chosen(
 
 
 @given(fleets)
-def test_every_refused_node_keeps_its_reason(fleet: list[NodeView]) -> None:
+def test_every_refused_node_keeps_its_reason(fleet: list[Candidate]) -> None:
     """Lesson 12: feasible and refused together are the whole fleet."""
     decision = choose(fleet)
     assert set(decision.refused) == {node.id for node in fleet if refusal(node) is not None}
@@ -68,14 +68,14 @@ def test_every_refused_node_keeps_its_reason(fleet: list[NodeView]) -> None:
 
 
 @given(fleets)
-def test_the_choice_does_not_depend_on_the_order_of_the_fleet(fleet: list[NodeView]) -> None:
+def test_the_choice_does_not_depend_on_the_order_of_the_fleet(fleet: list[Candidate]) -> None:
     """A placement that re-computes to another answer could not be explained (I14)."""
-    named = [NodeView(**{**node.__dict__, "name": str(node.id)}) for node in fleet]
+    named = [Candidate(**{**node.__dict__, "name": str(node.id)}) for node in fleet]
     assert choose(named).node == choose(list(reversed(named))).node
 
 
 @given(nodes)
-def test_the_lowest_free_index_is_taken(node: NodeView) -> None:
+def test_the_lowest_free_index_is_taken(node: Candidate) -> None:
     """R1.63: the lowest integer in [0, cap) not in use."""
     expected = sorted(set(range(node.slots)) - node.taken)
     assert free_index(node) == (expected[0] if expected else None)

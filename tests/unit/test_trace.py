@@ -75,6 +75,22 @@ def test_rules_are_read_in_every_form_the_sheets_use(tmp_path: Path) -> None:
     assert found["W1"].title == "Register."
 
 
+def test_a_weakness_of_the_pages_is_no_check_of_the_worker(tmp_path: Path) -> None:
+    """Both lists once began with `W1`, so that a browser's test seemed to prove something of the worker."""
+    found = trace.rules(
+        contract(
+            tmp_path,
+            worker="## 22. Checks\n1. Register.\n",
+            operations_and_ui="# Part 3. Weaknesses\n- **UW1 (1).** Everything is polled.\n",
+        )
+    )
+    assert {name: rule.title for name, rule in found.items()} == {
+        "worker-22": "Checks",
+        "W1": "Register.",
+        "UW1": "Everything is polled.",
+    }
+
+
 def test_every_rule_of_the_nodes_part_is_covered() -> None:
     """The sheets in the repository: nothing between the first number and the last is left out."""
     wanted = [rule.id for rule in trace.covered(trace.rules())]

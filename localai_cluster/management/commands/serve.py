@@ -115,7 +115,7 @@ class _WebSocketFactory(WebSocketFactory):
     protocol = WatchingSocket
 
 
-class Server(daphne_server.Server):
+class OrderedServer(daphne_server.Server):
     """daphne with a stop that lets requests end."""
 
     def __init__(self, edge: Any, host: str, port: int) -> None:
@@ -246,7 +246,7 @@ class Command(BaseCommand):
         # daphne builds its factories by name and offers no other way to choose them.
         vars(daphne_server).update(HTTPFactory=_Factory, WebSocketFactory=_WebSocketFactory)
         host, port = conf.cluster().host, conf.cluster().port
-        server = Server(application, host, port)
+        server = OrderedServer(application, host, port)
         server.run()
         if server.refused is not None:
             raise CommandError(_refusal(server.refused, host, port))

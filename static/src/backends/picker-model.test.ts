@@ -53,7 +53,7 @@ describe("after the press", () => {
     expect(progressOf(ACCEPTED, install("gpu-1", { status: "completed" }), undefined).ended).toBe("well");
   });
 
-  it("waiting is amber, never failed or installed (W24)", () => {
+  it("waiting is amber, never failed or installed (UW24)", () => {
     const waits = install("gpu-1", { status: "waiting_for_nodes", message: "node gpu-1 is offline" });
     expect(progressOf(ACCEPTED, waits, undefined)).toMatchObject({ tone: "warn", detail: "node gpu-1 is offline", ended: "no" });
   });

@@ -16,7 +16,7 @@ function titles(entries: Entry[], query: string): string[] {
   return [...find(index(entries), query, 8).values()].flat().map((entry) => entry.title);
 }
 
-describe("the search (W37)", () => {
+describe("the search (UW37)", () => {
   const nodes = [
     node("gpu-10", { address: "10.0.0.7:9000", labels: { tier: "fast" } }),
     node("gpu-2", { models: [model("qwen"), model("qwen")], backends: ["llama-cpp"] }),

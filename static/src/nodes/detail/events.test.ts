@@ -11,7 +11,7 @@ function ids(timeline: Timeline): number[] {
   return timeline.events.map((event) => event.id);
 }
 
-describe("pages of the timeline (W15)", () => {
+describe("pages of the timeline (UW15)", () => {
   const shown = withOlder(withNewest(undefined, page([6, 5], 5)), page([4, 3], 3));
 
   it("puts older pages below", () => {

@@ -10,7 +10,7 @@ function node(part: Partial<LiveNode> = {}): LiveNode {
   return { ...plain, ...part } as LiveNode;
 }
 
-describe("provenance (W14, W17)", () => {
+describe("provenance (UW14, UW17)", () => {
   it("tells the worker from a person", () => {
     expect([by("worker"), by("anna"), by("")]).toEqual(["by its worker", "by anna", ""]);
   });
@@ -39,7 +39,7 @@ describe("provenance (W14, W17)", () => {
   });
 });
 
-describe("a drain (W16)", () => {
+describe("a drain (UW16)", () => {
   const drain = { since: AT, by: "anna", reason: "", own: false, deadline: null, engines_gone_at: AT, engines_error: "" };
   const models = [{}] as LiveNode["models"];
 
@@ -71,7 +71,7 @@ describe("a drain (W16)", () => {
   });
 });
 
-describe("the word that is typed before something is lost (W19)", () => {
+describe("the word that is typed before something is lost (UW19)", () => {
   const id = "0f3a9c1b-0000-4000-8000-000000000000";
 
   it.each(["gpu-1", "rack 7 (left)"])("is the name: %s", (name) => {

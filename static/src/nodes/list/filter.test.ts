@@ -30,7 +30,7 @@ function named(query: string): string[] {
   return all.filter((one) => matches(parse(query), one)).map((one) => one.name);
 }
 
-describe("the box (W3)", () => {
+describe("the box (UW3)", () => {
   it.each([
     ["", ["gpu-1", "gpu-2", "helper"]],
     ["GPU", ["gpu-1", "gpu-2"]],

@@ -18,7 +18,7 @@ describe("the pulse (E30)", () => {
   });
 });
 
-describe("what waits for a decision (E31, W18)", () => {
+describe("what waits for a decision (E31, UW18)", () => {
   it("is pending and not rejected, the longest waiting first", () => {
     const nodes = [node("c", { status: "pending" }), node("b", { status: "pending", rejected }), node("a", { status: "pending" }), node("d")];
     expect(waiting(nodes).map((one) => one.id)).toEqual(["a", "c"]);

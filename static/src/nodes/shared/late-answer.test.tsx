@@ -9,7 +9,7 @@ vi.mock("./verbs", { spy: true });
 
 afterEach(cleanup);
 
-it("a dialog whose request is not answered can be left, and the late answer closes nothing else (W16)", async () => {
+it("a dialog whose request is not answered can be left, and the late answer closes nothing else (UW16)", async () => {
   let answer: (value: { message: string }) => void = () => undefined;
   vi.mocked(verbs.resume).mockReturnValue(new Promise((resolve) => (answer = resolve)));
   const close = vi.fn();

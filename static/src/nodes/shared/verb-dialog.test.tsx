@@ -32,7 +32,7 @@ function press(name: string): void {
   fireEvent.click(screen.getByRole("button", { name }));
 }
 
-describe("a verb's dialog (W4, W16, W18)", () => {
+describe("a verb's dialog (UW4, UW16, UW18)", () => {
   it("approves by the fingerprint that is shown, after a refusal by the one that is shown then", async () => {
     const approve = vi.mocked(verbs.approve).mockImplementation(() => refused(409));
     const store = new LiveStore();
