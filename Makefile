@@ -1,7 +1,7 @@
 # Two commands to know: `make run` and `make test`. Needs Python 3.11 or later with venv, and nothing else.
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help run test test-browser shots fuzz demo worker manage measure install install-test gallery ui types lock lint trace hooks clean
+.PHONY: help run check test test-browser shots fuzz demo worker manage measure install install-test gallery ui types lock lint trace hooks clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -64,13 +64,10 @@ types: install
 	@$(BIN)/python -m localai_cluster.embedded.ui types
 
 lint: install-test
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports
-	$(BIN)/python -m tests.checks.clock
-	$(BIN)/python -m tests.checks.trace --gaps
-	$(BIN)/python -m localai_cluster.embedded.ui check
+	@$(BIN)/python -m tests.checks.steps lint
+
+check: install-test
+	@$(BIN)/python -m tests.checks.steps check
 
 # Two runs, each with its own summary: the browser's, then all the others, also if the first one fails.
 test: lint gallery ui

@@ -2,8 +2,9 @@
 
 `build` installs the locked packages and runs Vite, each only when what it works on has changed; the build
 goes to a folder beside the old one, so that a running product never serves half of it. `types` writes the
-API's types, `check` is the part of `make test` that needs Node.js: types, lint, unit tests, drift, budget.
-The system's own Node.js is never used.
+API's types to `src/api/schema.ts`, which is never committed; only the type check reads it, the build does not
+need it. `check` is the part of `make check` that needs Node.js: types, lint, unit tests, budget. The system's
+own Node.js is never used.
 """
 
 import gzip
@@ -73,20 +74,20 @@ def tool(name: str, *words: str, quiet: bool = False) -> None:
     node(str(MODULES / name / program), *words, quiet=quiet)
 
 
-def fingerprint(files: Iterable[Path]) -> str:
-    """One hash of these files' names and contents."""
+def fingerprint(files: Iterable[Path], base: Path | None = None) -> str:
+    """One hash of these files' contents and of their names under `base`, which is `static/` by default."""
     total = hashlib.sha256()
     for file in sorted(files):
         content = hashlib.sha256(file.read_bytes()).hexdigest()
-        total.update(f"{file.relative_to(STATIC).as_posix()} {content}\n".encode())
+        total.update(f"{file.relative_to(base or STATIC).as_posix()} {content}\n".encode())
     return total.hexdigest()
 
 
 def sources() -> list[Path]:
-    """What a build is made from."""
-    tests = (".test.ts", ".test.tsx")
+    """What a build is made from; types are erased before it begins."""
+    left_out = (".test.ts", ".test.tsx", SCHEMA.name)
     inside = [
-        path for path in (STATIC / "src").rglob("*") if path.is_file() and not path.name.endswith(tests)
+        path for path in (STATIC / "src").rglob("*") if path.is_file() and not path.name.endswith(left_out)
     ]
     return [*inside, *(STATIC / name for name in _SETTINGS)]
 
@@ -159,21 +160,31 @@ def document() -> str:
     return done.stdout
 
 
-def types(target: Path = SCHEMA) -> None:
-    """Writes the types of the API's document to `target`."""
+def types() -> bool:
+    """Writes `schema.ts` unless it is what the product's sources give; answers whether it did."""
+    stamp, wanted = MODULES / ".schema", _describers()
+    if SCHEMA.is_file() and stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
+        return False
     install()
-    draft = MODULES / ".openapi.json"
-    draft.write_text(document(), encoding="utf-8")
-    tool("openapi-typescript", str(draft), "-o", str(target), "--alphabetize", quiet=True)
+    api, draft = MODULES / ".openapi.json", MODULES / ".schema.ts"
+    api.write_text(document(), encoding="utf-8")
+    tool("openapi-typescript", str(api), "-o", str(draft), "--alphabetize", quiet=True)
+    draft.replace(SCHEMA)
+    stamp.write_text(wanted, encoding="utf-8")
+    return True
+
+
+def _describers() -> str:
+    """One hash of everything that the API's document can depend on: the product and its locked packages."""
+    packages = ("localai_cluster", "nodes", "operations")
+    modules = [path for package in packages for path in (ROOT / package).rglob("*.py")]
+    return fingerprint([*modules, ROOT / "requirements" / "run.txt", STATIC / _LOCK], ROOT)
 
 
 def check() -> None:
     """Everything about the sources that can be wrong without a browser."""
     install()
-    generated = MODULES / ".schema.ts"
-    types(generated)
-    if generated.read_bytes() != SCHEMA.read_bytes():
-        raise BuildFailed("static/src/api/schema.ts is not what the API says now: run `make types`.")
+    types()
     tool("typescript", "--noEmit")
     tool("eslint", "--max-warnings", "0", "src", "vite.config.ts")
     tool("vitest", "run", "--reporter=dot")

@@ -29,7 +29,7 @@ class MethodNotAllowed(ClusterError):
 
 
 @dataclass(slots=True)
-class Claim:
+class CallerClaim:
     """Who the caller says to be: known already, or the owner of a key that the database has to confirm."""
 
     name: str
@@ -40,7 +40,7 @@ class Claim:
 class Request:
     """One request whose caller is known or claims to be; `body` is complete."""
 
-    claim: Claim
+    claim: CallerClaim
     body: bytes
     client_address: str
     request_id: str
@@ -75,7 +75,7 @@ class Endpoint:
                 logger.warning("%s %s: %s", scope["method"], scope["path"], error.message.partition("\n")[0])
             return wire.error_answer(error)
 
-    async def _work(self, claim: Claim, scope: Scope, receive: Receive) -> Answer:
+    async def _work(self, claim: CallerClaim, scope: Scope, receive: Receive) -> Answer:
         try:
             body = await wire.read_body(receive)
         except ClusterError:
@@ -95,23 +95,23 @@ class Endpoint:
             raise
 
 
-def claimed(scope: Scope) -> Claim:
+def claimed(scope: Scope) -> CallerClaim:
     """The caller of a request by its headers; raises NotAuthenticated when it cannot be anybody."""
     headers = {name: value for name, value in scope["headers"] if name in _CREDENTIALS}
     offered = principals.offered(lambda name: headers.get(name.encode(), b"").decode("latin-1"))
     if not offered:
         raise NotAuthenticated("a valid API key is required")
     if principals.static_admin(offered) is not None:
-        return Claim(principals.STATIC_ADMIN.name)
+        return CallerClaim(principals.STATIC_ADMIN.name)
     if not offered.startswith(principals.KEY_PREFIX):
         raise NotAuthenticated("this API key is not valid")
-    return Claim("", principals.hash_secret(offered))
+    return CallerClaim("", principals.hash_secret(offered))
 
 
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"xi-api-key"})
 
 
-async def confirm(claim: Claim) -> None:
+async def confirm(claim: CallerClaim) -> None:
     """Has the database confirm a claim that no pick has confirmed yet; raises NotAuthenticated."""
     if claim.key_hash:
         caller, _ = await gateway.current().picker.take("", claim.key_hash)

@@ -7,8 +7,6 @@ import pytest
 
 from tests.checks import house
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def trees(**modules: str) -> dict[str, ast.Module]:
     """Modules by name, `_` for the dots."""
@@ -71,15 +69,6 @@ def test_a_class_name_is_defined_once_in_an_app() -> None:
         }
     )
     assert found == {("nodes", "Twice"): ["nodes.a:1", "nodes.b:2"]}
-
-
-def test_the_tree_itself_is_in_order() -> None:
-    """And its figures are those of the files."""
-    found = house.survey(ROOT)
-    assert (found.cycles, found.doubles) == ([], {})
-    files = list((ROOT / "nodes" / "placement").glob("*.py"))
-    lines = sum(len(file.read_text().splitlines()) for file in files)
-    assert found.rooms["nodes/placement"] == (len(files), lines)
 
 
 def test_both_findings_are_printed_and_fail(

@@ -26,6 +26,7 @@ def static(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(ui, "STATIC", folder)
     monkeypatch.setattr(ui, "MODULES", folder / "node_modules")
     monkeypatch.setattr(ui, "DIST", folder / "dist")
+    monkeypatch.setattr(ui, "SCHEMA", folder / "src/api/schema.ts")
     monkeypatch.setattr(ui, "node", lambda *words, quiet=False: None)
     return folder
 
@@ -57,10 +58,32 @@ def test_unchanged_sources_are_not_built_again(static: Path, built: list[str]) -
 
 
 def test_a_test_of_the_page_builds_nothing(static: Path, built: list[str]) -> None:
-    """Unit tests are no part of what is served."""
+    """Unit tests and the API's types are no part of what is served."""
     ui.build()
-    written(static, {"src/lib/format.test.ts": "expect(1).toBe(2)"})
+    written(static, {"src/lib/format.test.ts": "expect(1).toBe(2)", "src/api/schema.ts": "type A = 1;"})
     assert not ui.build()
+
+
+def test_types_are_written_when_the_product_has_changed(
+    static: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing for the second time; again after a change of a module, and when the file is gone."""
+    module = static / "nodes/api.py"
+    written(static, {"nodes/api.py": "A = 1", "requirements/run.txt": "", "src/api/client.ts": ""})
+
+    def copied(name: str, document: str, flag: str, target: str, *words: str, quiet: bool = False) -> None:
+        Path(target).write_text(Path(document).read_text(encoding="utf-8"), encoding="utf-8")
+
+    monkeypatch.setattr(ui, "ROOT", static)
+    monkeypatch.setattr(ui, "document", lambda: module.read_text(encoding="utf-8"))
+    monkeypatch.setattr(ui, "tool", copied)
+    assert ui.types()
+    assert not ui.types()
+    module.write_text("A = 2", encoding="utf-8")
+    assert ui.types()
+    assert ui.SCHEMA.read_text(encoding="utf-8") == "A = 2"
+    ui.SCHEMA.unlink()
+    assert ui.types()
 
 
 def test_a_build_that_fails_leaves_the_former_one(
