@@ -15,11 +15,17 @@ from localai_cluster import clock, procs
 from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.valkey import EmbeddedValkey
 from localai_cluster.web import throttle
+from tests.scheduling import Scheduling
 from tests.support.environment import HOME, VALKEY_PASSWORD
 
 # A property holds or not; how long one example takes on a busy machine says nothing.
 settings.register_profile("suite", deadline=None)
 settings.load_profile("suite")
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
+    """Tests that share a cluster run in one process."""
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -76,11 +82,18 @@ def failed_sign_ins(monkeypatch: pytest.MonkeyPatch) -> throttle.Failures:
     return counts
 
 
+BUSY = 6
+"""How many times as long everything may take on a machine that has something else to do."""
+
+
 def eventually(condition: Callable[[], Any], *, seconds: float = 15.0, what: str = "condition") -> Any:
-    """Looks until `condition` gives something true, and returns it; fails with `what` after `seconds`."""
-    deadline = clock.monotonic() + seconds
+    """Looks until `condition` gives something true, and returns it; fails with `what` after a long time.
+
+    `seconds` is what a machine with nothing else to do needs at most. A test that passes waits no longer.
+    """
+    deadline = clock.monotonic() + BUSY * seconds
     while not (found := condition()):
         if clock.monotonic() > deadline:
-            raise AssertionError(f"not within {seconds} s: {what}")
+            raise AssertionError(f"not within {BUSY * seconds} s: {what}")
         time.sleep(0.02)
     return found

@@ -194,7 +194,7 @@ async def watch(web: Process, job: str) -> list[tuple[int, dict[str, Any]]]:
     url = web.url.replace("http", "ws") + "/ws/operations"
     seen: list[tuple[int, dict[str, Any]]] = []
     async with websockets.connect(url, additional_headers=ADMIN) as socket:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(360):
             async for text in socket:
                 message = json.loads(text)
                 entries = message["operations"] if message["type"] == "snapshot" else [message["operation"]]
@@ -207,7 +207,7 @@ async def watch(web: Process, job: str) -> list[tuple[int, dict[str, Any]]]:
 async def resume(web: Process, since: int) -> str:
     """The first operation told to a client that comes back with a number."""
     url = web.url.replace("http", "ws") + f"/ws/operations?since={since}"
-    async with websockets.connect(url, additional_headers=ADMIN) as socket, asyncio.timeout(10):
+    async with websockets.connect(url, additional_headers=ADMIN) as socket, asyncio.timeout(60):
         message = json.loads(await socket.recv())
         assert message["type"] == "delta"
         return str(message["operation"]["jobID"])

@@ -57,7 +57,7 @@ def test_a_cluster_survives_its_processes_and_leaves_nothing_behind(data: Path) 
         mark = second.mark
     finally:
         second.process.terminate()
-        code = second.process.wait(60)
+        code = second.process.wait(360)
     assert code == 0
     assert not list(procs.marked(mark))
     assert procs.guardian_of(mark) is None

@@ -43,7 +43,7 @@ def test_what_is_installed_where(empty: Cluster) -> None:
     assert empty.rows(OLDER) == [("w1",)]
     began = clock.monotonic()
     assert backends(empty, web, at)[0] == ["echo"]
-    assert clock.monotonic() - began < 2, "a page does not wait for a frozen worker"
+    assert clock.monotonic() - began < 10, "a page does not wait for a frozen worker"
     worker.child.send_signal(signal.SIGCONT)
     worker.kill()
     shutil.rmtree(empty.home / "worker-w1" / "backends" / "echo")

@@ -167,7 +167,7 @@ def allowed(path: str, kind: str) -> bool | int:
 @pytest.mark.parametrize("template", [path for path in all_routes() if not path.startswith("/admin/")])
 def test_every_route_by_every_caller(world: World, template: str) -> None:
     """Refused callers get exactly 401 or 403 by every method; admitted ones never a 5xx."""
-    with httpx.Client(base_url=world.url, timeout=30, transport=_from(template)) as client:
+    with httpx.Client(base_url=world.url, timeout=180, transport=_from(template)) as client:
         for caller in world.callers:
             if template == "/api/auth/logout" and caller.kind.endswith("session"):
                 continue  # it would end the session that the other routes are called with
@@ -204,7 +204,7 @@ def test_the_admin_pages_send_everybody_else_to_sign_in(world: World) -> None:
     assert len(pages) > 30
     strangers = {"anonymous", "user's session", "newcomer's session", "the node", "static key"}
     callers = [caller for caller in world.callers if caller.name in strangers]
-    with httpx.Client(base_url=world.url, timeout=30) as client:
+    with httpx.Client(base_url=world.url, timeout=180) as client:
         for template in pages:
             path = re.sub(r"\{\w+\}", "1", template).replace(".*", "x")
             for caller in callers if template != "/admin/login/" else []:
@@ -230,7 +230,7 @@ async def test_every_websocket_by_every_caller(world: World, path: str) -> None:
 
 async def _opens(url: str, headers: dict[str, str]) -> bool:
     try:
-        async with websockets.connect(url, additional_headers=headers, open_timeout=10) as socket:
+        async with websockets.connect(url, additional_headers=headers, open_timeout=60) as socket:
             return json.loads(await socket.recv())["type"] in ("snapshot", "hello")
     except websockets.InvalidStatus as refusal:
         if refusal.response.status_code != 403:
@@ -251,7 +251,7 @@ def test_unknown_and_odd_paths_are_never_a_5xx(world: World) -> None:
         ("/api/node/nope/heartbeat", {}),
         ("/" + "a" * 5000, {}),
     ]
-    with httpx.Client(base_url=world.url, timeout=30) as client:
+    with httpx.Client(base_url=world.url, timeout=180) as client:
         for path, headers in odd:
             for credential in ({}, _bearer(ADMIN_KEY), _bearer("lac-\u00ff")):
                 sent = {name: value.encode("latin-1") for name, value in {**headers, **credential}.items()}
@@ -262,7 +262,7 @@ def test_unknown_and_odd_paths_are_never_a_5xx(world: World) -> None:
 
 def test_trailing_slashes_are_accepted_without_a_redirect(world: World) -> None:
     """§0.1: workers treat any redirect as an error."""
-    with httpx.Client(base_url=world.url, timeout=30, headers=_bearer(ADMIN_KEY)) as client:
+    with httpx.Client(base_url=world.url, timeout=180, headers=_bearer(ADMIN_KEY)) as client:
         for path in (
             "/api/nodes/",
             "/api/nodes/models/",

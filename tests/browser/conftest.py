@@ -1,8 +1,8 @@
 """Fixtures of the browser's tests: one Chromium, one cluster, windows under watch.
 
-A run of its own (`make test` starts it before the main one): Playwright keeps an event loop in the main
-thread, which Django's ORM refuses to share. Tests speak to the cluster as strangers do, by HTTP and by its
-processes.
+Playwright keeps an event loop in the main thread, which Django's ORM refuses to share; so Chromium and what
+it looks at end with the last test of this package, before the process goes on to other tests. `shared_by` in
+`tests/scheduling.py` says which files share a cluster. Tests speak to it by HTTP and through its processes.
 """
 
 import re
@@ -19,8 +19,8 @@ from tests.support.cluster import ROOT
 
 PICTURES = ROOT / "build" / "browser"
 ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage", "--force-color-profile=srgb", "--hide-scrollbars"]
-PATIENCE = 10_000
-"""Milliseconds that an expectation waits."""
+PATIENCE = 60_000
+"""Milliseconds that an expectation waits: on a busy machine everything takes its time."""
 
 Opener = Callable[..., Screen]
 
@@ -39,7 +39,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 _FAILED = pytest.StashKey[bool]()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def chromium() -> Iterator[Browser]:
     """The browser of this run; without one every test is skipped, saying how to have it."""
     program = install.chromium()
@@ -51,17 +51,17 @@ def chromium() -> Iterator[Browser]:
         browser.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def fleet(chromium: Browser) -> Iterator[Fleet]:
     """The cluster of this run: two web processes, three workers."""
     with running_fleet(tasks=True) as running:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def crowd(chromium: Browser) -> Iterator[Fleet]:
     """A cluster of five hundred seeded nodes, hostile names among them, with twenty moving operations."""
-    with running_fleet(webs=1, workers=()) as running, seeded(running.cluster, 500, 20, 600):
+    with running_fleet(webs=1, workers=()) as running, seeded(running.cluster, 500, 20, 7_200):
         yield running
 
 
@@ -80,13 +80,13 @@ def wire(fleet: Fleet) -> Iterator[Wire]:
         yield line
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def session(fleet: Fleet) -> Cookies:
     """The session that all tests share which do not end it."""
     return sign_in(fleet.webs[0].url)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def crowd_session(crowd: Fleet) -> Cookies:
     """The session at the crowded cluster."""
     return sign_in(crowd.webs[0].url)

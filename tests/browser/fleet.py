@@ -119,7 +119,7 @@ class Fleet:
     def remove(self, name: str) -> None:
         """Deregisters a node."""
         url = f"{self.webs[0].url}/api/nodes/{self.id(name)}"
-        assert httpx.delete(url, headers=ADMIN, timeout=20).is_success
+        assert httpx.delete(url, headers=ADMIN, timeout=120).is_success
 
     def resume_all(self) -> None:
         """Puts the workers into service again, whatever a test has done to them."""
@@ -205,7 +205,7 @@ def seeded(cluster: Cluster, nodes: int, operations: int, seconds: float, *more:
 
 def sign_in(url: str, name: str = USER, password: str = PASSWORD) -> Cookies:
     """The cookies of a new session, as a browser context takes them; ports do not matter to cookies."""
-    with httpx.Client(base_url=url, timeout=20) as client:
+    with httpx.Client(base_url=url, timeout=120) as client:
         client.get("/api/auth/status")
         sent = {"X-CSRFToken": client.cookies["csrftoken"], "Origin": url}
         reply = client.post("/api/auth/login", json={"username": name, "password": password}, headers=sent)

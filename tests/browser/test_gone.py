@@ -9,7 +9,7 @@ from tests.browser.screen import Screen
 from tests.browser.wire import Wire
 from tests.conftest import eventually
 
-GIVEN_UP = 45_000
+GIVEN_UP = 180_000
 """Milliseconds: the patience of a request, and some."""
 
 

@@ -108,7 +108,7 @@ def test_a_drain_counts_down_to_safe(screen: Screen, fleet: Fleet, busy: str) ->
     fleet.cluster.rows(_RUNNING, 1, busy)
     expect(page.get_by_text("1 request in flight, 1 replica left")).to_be_visible()
     fleet.cluster.rows(_RUNNING, 0, busy)
-    expect(page.get_by_text("Safe to power off", exact=True)).to_be_visible(timeout=20_000)
+    expect(page.get_by_text("Safe to power off", exact=True)).to_be_visible(timeout=120_000)
     page.get_by_role("button", name="Resume…").click()
     page.get_by_role("dialog").get_by_role("button", name="Resume", exact=True).click()
     expect(page.get_by_text("Safe to power off", exact=True)).to_have_count(0)

@@ -9,7 +9,7 @@ from tests.browser.fleet import Fleet
 from tests.browser.screen import Screen
 from tests.browser.test_operations import strip_of, strip_says
 
-INSTALLED = 20_000
+INSTALLED = 120_000
 """Milliseconds that the slow worker may take."""
 
 

@@ -14,7 +14,7 @@ from tests.browser.wire import Wire
 from tests.conftest import eventually
 
 LOST = ("WebSocket connection to", r"net::ERR_", r"status of 401")
-BACK = 20_000
+BACK = 120_000
 """Milliseconds: the longest pause between two attempts to connect, and some."""
 
 

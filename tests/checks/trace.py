@@ -24,8 +24,6 @@ CONTRACT = ROOT / "docs" / "contract"
 SOURCES = ROOT / "static" / "src"
 TITLE = 88
 GAPS_ONLY = "--gaps"
-ALL = ("-o", "norecursedirs=.* __pycache__")
-"""The browser's tests are a run of their own, but proofs like the others."""
 _GAP = "GAP  "
 
 _HEADING = re.compile(r"^#{2,3} (?P<number>\d+[A-Z]?(?:\.\d+)?)\.? ")
@@ -177,8 +175,7 @@ def collect(*arguments: str) -> dict[str, set[str]]:
     Raises Untraceable with pytest's own words if a test module cannot be imported.
     """
     collector, said = _Collector(), io.StringIO()
-    # The browser's tests are a run of their own; pytest does not go there unless it is told to.
-    quiet = ["--collect-only", "-q", "-n0", "-p", "no:cacheprovider", "-o", "norecursedirs=.*"]
+    quiet = ["--collect-only", "-q", "-n0", "-p", "no:cacheprovider"]
     with redirect_stdout(said):
         code = pytest.main([*quiet, *arguments], plugins=[collector])
     if code != pytest.ExitCode.OK:
@@ -216,7 +213,7 @@ def main(arguments: list[str]) -> int:
     """
     known, sections = rules(), [name for name in arguments if name != GAPS_ONLY]
     try:
-        wanted, proofs = covered(known, sections), collect(*ALL)
+        wanted, proofs = covered(known, sections), collect()
     except Untraceable as error:
         print(error)
         return 1

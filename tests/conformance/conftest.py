@@ -25,7 +25,7 @@ async def nats(tmp_path: Path) -> AsyncIterator[NatsServer]:
 async def bus(nats: NatsServer) -> AsyncIterator[NatsBus]:
     bus = NatsBus(nats.url, name="test")
     bus.start()
-    await asyncio.wait_for(bus.wait_connected(), 5)
+    await asyncio.wait_for(bus.wait_connected(), 30)
     yield bus
     await bus.close()
 
@@ -54,7 +54,7 @@ async def running(worker: Worker, bus: NatsBus) -> Worker:
     async def answers() -> bool:
         subject = subjects.backend_list(worker.controller.node_id)
         try:
-            return not (await ask(bus, subject, m.Nothing(), m.ListReply, 5)).error
+            return not (await ask(bus, subject, m.Nothing(), m.ListReply, 30)).error
         except BusError:
             return False
 

@@ -143,7 +143,7 @@ async def test_every_subject_has_a_listener_and_no_other_node(
 ) -> None:
     """And that a broken body is answered in that subject's error shape."""
     node = controller.node_id
-    assert (await ask(bus, subjects.backend_list(node), m.Nothing(), m.ListReply, 5)).backends == ()
+    assert (await ask(bus, subjects.backend_list(node), m.Nothing(), m.ListReply, 30)).backends == ()
     listed = await bus.request(subjects.models_running(node), b"", 5)
     assert b'"models":[]' in listed
     assert m.RunningReply().models == ()
@@ -170,13 +170,13 @@ async def test_an_unknown_node_registers_again_and_listens_under_its_new_id(
     """D-AGAIN-ON-404, D-REREGISTER-ROWS: a 404 heartbeat leads to a registration that tells what runs; a
     changed id to new subscriptions."""
     request = m.InstallRequest("engine", uri=str(running.source("engine")), model_id="m")
-    reply = await ask(bus, subjects.backend_install(controller.node_id), request, m.InstallReply, 20)
+    reply = await ask(bus, subjects.backend_install(controller.node_id), request, m.InstallReply, 60)
     assert reply.success, reply.error
     controller.heartbeat_status, controller.node_id = 404, "second"
     await eventually(lambda: len(controller.seen("/register")) == 2)
     controller.heartbeat_status = 200
     await eventually(lambda: [c for c in controller.seen("/heartbeat") if "second" in c.path])
-    assert (await ask(bus, subjects.backend_list("second"), m.Nothing(), m.ListReply, 5)).error == ""
+    assert (await ask(bus, subjects.backend_list("second"), m.Nothing(), m.ListReply, 30)).error == ""
     again = controller.seen("/register")[1].body
     assert again["running_processes"] == [{"process_key": "m#0", "address": reply.address}]
 
@@ -185,7 +185,7 @@ async def test_every_process_has_an_id_of_its_own(
     running: Worker, bus: NatsBus, controller: StubController
 ) -> None:
     """D-INSTANCE: one id for all calls of a process and its replies, another after a restart."""
-    listed = await ask(bus, subjects.backend_list(controller.node_id), m.Nothing(), m.ListReply, 5)
+    listed = await ask(bus, subjects.backend_list(controller.node_id), m.Nothing(), m.ListReply, 30)
     await eventually(lambda: controller.seen("/heartbeat"))
     first = {call.headers["x-localai-node-instance"] for call in controller.calls}
     assert first == {listed.instance}
@@ -259,7 +259,7 @@ async def test_a_stop_message_ends_the_worker_in_order(
     """Drain, models poll, deregister, backends gone, exit 0."""
     source = running.source("engine")
     request = m.InstallRequest("engine", uri=str(source), model_id="m")
-    reply = await ask(bus, subjects.backend_install(controller.node_id), request, m.InstallReply, 20)
+    reply = await ask(bus, subjects.backend_install(controller.node_id), request, m.InstallReply, 60)
     assert reply.success, reply.error
     controller.in_flight = [1, 0]
     await bus.publish(subjects.stop(controller.node_id), b"null")
@@ -292,7 +292,7 @@ async def test_a_second_signal_hurries(running: Worker, controller: StubControll
     begin = clock.monotonic()
     running.process.send_signal(signal.SIGTERM)
     assert await running.ended() == 0
-    assert clock.monotonic() - begin < 5
+    assert clock.monotonic() - begin < 30
 
 
 async def test_a_killed_worker_leaves_no_engine(
@@ -301,7 +301,7 @@ async def test_a_killed_worker_leaves_no_engine(
     """Issue part 3: leaves no orphan when killed; the next start tidies and keeps its identity."""
     source = running.source("engine")
     request = m.InstallRequest("engine", uri=str(source), model_id="m")
-    reply = await ask(bus, subjects.backend_install(controller.node_id), request, m.InstallReply, 20)
+    reply = await ask(bus, subjects.backend_install(controller.node_id), request, m.InstallReply, 60)
     assert reply.success, reply.error
     assert len(engines_of(running.folder)) == 1
     secret = (running.folder / "node-secret").read_text()

@@ -19,6 +19,7 @@ from localai_cluster.embedded.nats import binary as nats_binary
 from localai_cluster.messaging.codec import encode_galleries
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.rpc.build import build as build_stubs
+from tests.conftest import BUSY
 
 ROOT = Path(__file__).parent.parent.parent
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
@@ -43,15 +44,18 @@ def free_port(count: int = 1) -> int:
 
 
 async def eventually(condition: Callable[[], Any], timeout: float = 15.0, what: str = "") -> Any:
-    """The first true value of `condition` (sync or async); fails the test after `timeout` seconds."""
-    deadline = clock.monotonic() + timeout
+    """The first true value of `condition` (sync or async); fails the test after a long time.
+
+    `timeout` is what a machine with nothing else to do needs at most, in seconds.
+    """
+    deadline = clock.monotonic() + BUSY * timeout
     while True:
         value = condition()
         if isinstance(value, Awaitable):
             value = await value
         if value:
             return value
-        assert clock.monotonic() < deadline, f"waited {timeout} s in vain: {what or condition}"
+        assert clock.monotonic() < deadline, f"waited {BUSY * timeout} s in vain: {what or condition}"
         await asyncio.sleep(0.02)
 
 

@@ -404,7 +404,7 @@ class Server(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """The list."""
         type(self).asked += 1
-        self.gate.wait(10)
+        self.gate.wait(60)
         self.send_response(200)
         self.end_headers()
         self.wfile.write(yaml.safe_dump(ENTRIES).encode())

@@ -36,7 +36,7 @@ def at_once(calls: Iterable[Callable[[], Any]]) -> list[Any]:
 
     def one(call: Callable[[], Any]) -> Any:
         try:
-            start.wait(10)
+            start.wait(60)
             return call()
         finally:
             connections.close_all()

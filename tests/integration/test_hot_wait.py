@@ -64,7 +64,7 @@ async def claimed() -> Operation:
         found.extend([operation] if operation else [])
         return bool(found)
 
-    assert await clock.wait_until(taken, timeout=10, every=0.01)
+    assert await clock.wait_until(taken, timeout=60, every=0.01)
     return found[0]
 
 
@@ -225,7 +225,7 @@ def test_whoever_attaches_moves_the_wish_forward(cluster: Callable[..., None]) -
             assert after is not None
             return after > before + timedelta(seconds=3)
 
-        assert await clock.wait_until(moved, timeout=5, every=0.05)
+        assert await clock.wait_until(moved, timeout=30, every=0.05)
         leave.set()
         await asyncio.gather(first, second)
 

@@ -146,7 +146,7 @@ async def until(condition: Callable[[], bool]) -> None:
     async def holds() -> bool:
         return await hot.in_thread(condition)
 
-    assert await clock.wait_until(holds, timeout=30)
+    assert await clock.wait_until(holds, timeout=180)
 
 
 async def ask(bus: Bus, node: BackendNode) -> bool:

@@ -123,15 +123,16 @@ async def test_a_sign_of_life_comes_again_and_again(tab: Open, monkeypatch: pyte
     assert page.told("alive")[0]["at"] < page.told("alive")[1]["at"]
 
 
-async def test_two_tabs_see_a_change_within_a_second(tab: Open) -> None:
-    """A NOTIFY wakes the look; the patch carries the keys that changed and nothing else."""
+async def test_two_tabs_see_a_change_at_once(tab: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A NOTIFY wakes the look, long before the next one; the patch carries only the keys that changed."""
+    monkeypatch.setattr(watching, "LOOK_EVERY", 120.0)
     node = await make_node()
     pages = [await (await tab()).greeted() for _ in range(2)]
     began = clock.monotonic()
     await drain(node)
     for page in pages:
         await page.until(lambda: shown(page, node)["status"] == "draining")  # noqa: B023 - called at once
-    assert clock.monotonic() - began < 1
+    assert clock.monotonic() - began < 60
     (patch,) = pages[0].told("nodes.delta")[-1]["changed"]
     assert set(patch) == {"id", "status", "reason", "since", "drain", "revision"}
     assert patch["reason"] == "drained by ann: disk"
@@ -385,9 +386,9 @@ async def test_notices_come_and_go(tab: Open) -> None:
 async def refused(headers: Any) -> tuple[bool, int]:
     """Whether the socket was opened first, and the code with which it was closed."""
     socket = WebsocketCommunicator(websocket_application, "/ws/feed", headers=list(headers))
-    accepted, code = await socket.connect(timeout=5)
+    accepted, code = await socket.connect(timeout=30)
     if accepted:
-        code = (await socket.receive_output(timeout=5))["code"]
+        code = (await socket.receive_output(timeout=30))["code"]
     await socket.disconnect()
     return accepted, int(code or 0)
 

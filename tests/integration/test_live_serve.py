@@ -30,7 +30,7 @@ def feed_of(url: str) -> str:
 async def until(link: ClientConnection, kind: str) -> dict[str, Any]:
     """Reads until a message of this kind."""
     while True:
-        message: dict[str, Any] = json.loads(await asyncio.wait_for(link.recv(), 10))
+        message: dict[str, Any] = json.loads(await asyncio.wait_for(link.recv(), 60))
         if message["type"] == kind:
             return message
 
@@ -50,8 +50,8 @@ def test_a_stopping_process_sends_its_watchers_away(tmp_path: Path) -> None:
 
     with serving(tmp_path) as (process, url):
         code, seconds = asyncio.run(scenario(url, lambda: process.send_signal(signal.SIGTERM)))
-        assert process.wait(timeout=15) == 0
-    assert (code, seconds < 2) == (1012, True)
+        assert process.wait(timeout=90) == 0
+    assert (code, seconds < 10) == (1012, True)
     assert b"Traceback" not in (tmp_path / "log").read_bytes()
 
 

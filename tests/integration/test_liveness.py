@@ -211,7 +211,7 @@ def test_replicas_go_in_the_lock_order_of_the_hot_path(leave: Callable[[], Any])
         eventually(lambda: rows(waiting), what="the pass waits for the pick")
         pick.execute("UPDATE replica_uses SET count = 2 WHERE id = %s", [use.pk])
         pick.commit()
-        leaving.result(timeout=10)
+        leaving.result(timeout=60)
     assert NodeModel.objects.count() == 0
 
 

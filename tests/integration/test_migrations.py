@@ -32,6 +32,6 @@ def test_three_processes_make_the_schema_at_once() -> None:
         children = [
             subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE) for _ in range(3)
         ]
-        errors = [child.communicate(timeout=120)[1] for child in children]
+        errors = [child.communicate(timeout=720)[1] for child in children]
         link.execute("DROP DATABASE made_at_once WITH (FORCE)")
     assert [child.returncode for child in children] == [0, 0, 0], errors

@@ -229,7 +229,7 @@ def fetch(path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
         while more:
             part = await browser.receive_output(10)
             body, more = body + part.get("body", b""), part.get("more_body", False)
-        await browser.wait(10)
+        await browser.wait(60)
         return start["status"], {k.decode().lower(): v.decode() for k, v in start["headers"]}, body
 
     return async_to_sync(talk)()

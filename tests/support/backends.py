@@ -104,7 +104,7 @@ async def running_backend(
         yield backend
     finally:
         backend.process.terminate()
-        backend.process.wait(timeout=10)
+        backend.process.wait(timeout=60)
         shutil.rmtree(folder)
 
 

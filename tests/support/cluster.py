@@ -218,7 +218,7 @@ class Cluster:
 
     def get(self, web: Process, path: str) -> httpx.Response:
         """GET as admin."""
-        return httpx.get(web.url + path, headers=ADMIN, timeout=20)
+        return httpx.get(web.url + path, headers=ADMIN, timeout=120)
 
     def post(self, web: Process, path: str, body: Any = None, *, timeout: float = 120) -> httpx.Response:
         """POST as admin."""
@@ -266,7 +266,7 @@ def is_ready(process: Process) -> bool:
     """Whether the web process answers /readyz with 200; fails at once if it ended."""
     assert process.alive, process.story()
     try:
-        return httpx.get(f"{process.url}/readyz", timeout=5).status_code == 200
+        return httpx.get(f"{process.url}/readyz", timeout=30).status_code == 200
     except httpx.TransportError:
         return False
 

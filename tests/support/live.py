@@ -73,13 +73,13 @@ class Tab:
 
     async def open(self) -> "Tab":
         """Connects."""
-        accepted, _ = await self.socket.connect(timeout=10)
+        accepted, _ = await self.socket.connect(timeout=60)
         assert accepted
         return self
 
     async def next(self) -> dict[str, Any]:
         """The next message, which fits the document."""
-        message: dict[str, Any] = await self.socket.receive_json_from(timeout=10)
+        message: dict[str, Any] = await self.socket.receive_json_from(timeout=60)
         assert wrong_with(message) == []
         self.seen.append(message)
         if message["type"].startswith("nodes."):
@@ -127,6 +127,6 @@ class Tab:
     async def closed(self) -> int:
         """The code with which the server closes the socket; reads what comes before."""
         while True:
-            message = await self.socket.receive_output(timeout=10)
+            message = await self.socket.receive_output(timeout=60)
             if message["type"] == "websocket.close":
                 return int(message["code"])
