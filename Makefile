@@ -1,7 +1,7 @@
-# Two commands to know: `make run` and `make test`. Needs Python 3.11 or later with venv, and nothing else.
+# Two commands to know: `make run` and `make check`. Needs Python 3.11 or later with venv, and nothing else.
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help run check test test-browser shots fuzz demo worker manage measure install install-test gallery ui types lock lint trace hooks clean
+.PHONY: help run check test test-browser sweep shots fuzz demo worker manage measure install install-test gallery ui types lock lint trace hooks clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -9,25 +9,28 @@ BIN := $(VENV)/bin
 NAME ?=
 ARGS ?=
 SECTION ?=
-# Most of what the tests wait for is a lease or a copy, not the processor: three at a time on two cores.
-TEST_PROCESSES ?= 3
+# Most of what the tests wait for is a lease, a copy or a page, not the processor: four at a time on two cores.
+TEST_PROCESSES ?= 4
 
 help:
-	@echo "make run              everything on this machine, until Ctrl-C"
-	@echo "make test             lint, types, import contracts and all tests"
-	@echo "make test-browser     the tests in Chromium alone; ARGS='-k sign_in' for some of them"
-	@echo "make trace            which tests prove which rule; SECTION=\"1B http-1\" for a part; fails on a gap"
-	@echo "make fuzz             generated requests as admin and as a node, compared with the API document"
-	@echo "make demo             runs the example request and checks the answer; ARGS=--fresh in a new cluster"
-	@echo "make worker NAME=two  one more worker for the running cluster"
-	@echo "make manage ARGS='nodes list'   a management command for the running cluster"
-	@echo "make measure          every time limit as figure, limit, held or not"
-	@echo "make shots            drives the product in Chromium and writes the pictures of docs/pictures"
-	@echo "make ui               builds the browser's side; nothing to do if its sources are unchanged"
-	@echo "make types            writes the browser's types anew from the API's document"
-	@echo "make lock             compiles requirements/*.in anew"
-	@echo "make hooks            runs the quick checks before each commit"
-	@echo "make clean            removes what make has built; data stays"
+	@echo "make run              run everything on this machine until Ctrl-C"
+	@echo "make check            quick checks for daily work: lint, types, import contracts, unit tests"
+	@echo "make test             all checks and all tests"
+	@echo "make test-browser     only the browser tests; ARGS='-k sign_in' selects some of them"
+	@echo "make sweep            long tests: races, random inputs, kills, fuzzing; prints a table"
+	@echo "make lint             only the checks of the source"
+	@echo "make trace            show which tests prove which rule; SECTION=\"1B http-1\" for a part; fails on a gap"
+	@echo "make fuzz             send generated requests as admin and as a node and compare the answers with the API document"
+	@echo "make demo             run the example request and check the answer; ARGS=--fresh uses a new cluster"
+	@echo "make worker NAME=two  add a worker to the running cluster"
+	@echo "make manage ARGS='nodes list'   run a management command on the running cluster"
+	@echo "make measure          measure every time limit: figure, limit, held or not"
+	@echo "make shots            run the product in Chromium and write the pictures in docs/pictures"
+	@echo "make ui               build the pages, if their sources have changed"
+	@echo "make types            generate the pages' types from the API document, if it may have changed"
+	@echo "make lock             compile requirements/*.in to locked requirements"
+	@echo "make hooks            run quick checks before each commit"
+	@echo "make clean            remove everything make has built; keep data"
 
 # The first run installs for a minute or two; "ready in" counts from here.
 run: export CLUSTER_MAKE_BEGAN := $(shell date +%s)
@@ -69,15 +72,17 @@ lint: install-test
 check: install-test
 	@$(BIN)/python -m tests.checks.steps check
 
-# Two runs, each with its own summary: the browser's, then all the others, also if the first one fails.
+# One run for all tests: its summary names every failure and is the last thing printed.
 test: lint gallery ui
 	@$(BIN)/python -m tests.browser.install
-	@$(BIN)/python -m pytest tests/browser -n0; first=$$?; \
-		$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile && exit $$first
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES)
 
 test-browser: install-test gallery ui
 	@$(BIN)/python -m tests.browser.install
-	@$(BIN)/python -m pytest tests/browser -n0 $(ARGS)
+	@$(BIN)/python -m pytest tests/browser -n2 $(ARGS)
+
+sweep: install-test gallery ui
+	@exec $(BIN)/python -m tests.sweep
 
 shots: install-test gallery ui
 	@$(BIN)/python -m tests.browser.install

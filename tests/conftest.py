@@ -16,10 +16,11 @@ from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.valkey import EmbeddedValkey
 from localai_cluster.web import throttle
 from tests.scheduling import Scheduling
+from tests.support.effort import EFFORT
 from tests.support.environment import HOME, VALKEY_PASSWORD
 
 # A property holds or not; how long one example takes on a busy machine says nothing.
-settings.register_profile("suite", deadline=None)
+settings.register_profile("suite", deadline=None, max_examples=100 * EFFORT)
 settings.load_profile("suite")
 
 

@@ -13,6 +13,7 @@ from operations.ledger import admission, lease, outcome
 from operations.models import Operation
 from operations.states import Event
 from tests.support import api
+from tests.support.effort import EFFORT
 
 UNKNOWN = UUID("0d6f1f0e-0000-4000-8000-00000000dead")
 pytestmark = pytest.mark.django_db
@@ -138,7 +139,7 @@ def test_unknown_jobs_are_404(uid: str) -> None:
         st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.text(), max_size=2),
     )
 )
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60 * EFFORT, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_install_body_ends_in_202_or_400(body: dict[str, Any]) -> None:
     """Never a 500."""
     node = BackendNode.objects.first() or api.make_node()

@@ -15,6 +15,7 @@ from localai_cluster.asgi import application
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeEvent, NodeLabel
 from nodes.registry import services
 from tests.support import api, hot
+from tests.support.effort import EFFORT
 from tests.support.environment import API_KEY
 
 pytestmark = pytest.mark.django_db
@@ -221,7 +222,7 @@ JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size
 
 
 @given(body=st.dictionaries(st.text(max_size=5), JSON, max_size=4) | JSON, put=st.booleans())
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60 * EFFORT, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_body_ends_in_200_or_400(body: Any, put: bool) -> None:
     """Never a 500; and what is answered is what is stored."""
     node = BackendNode.objects.first() or api.make_node()

@@ -14,6 +14,7 @@ from localai_cluster import clock, names
 from nodes.models import BackendNode, NodeConflict, NodeLabel, NodeModel
 from nodes.registry import node_rows
 from tests.support import api
+from tests.support.effort import EFFORT
 
 pytestmark = pytest.mark.django_db
 
@@ -314,7 +315,7 @@ def test_bad_parameters_are_400_and_named(query: str, says: str) -> None:
     name=st.sampled_from(["status", "type", "label", "vendor", "search", "sort", "limit", "offset", "x"]),
     value=st.text(max_size=20) | st.integers().map(str),
 )
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80 * EFFORT, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_query_ends_in_200_or_400(name: str, value: str) -> None:
     """Never a 500."""
     sent = quote(value.encode("utf-8", "replace"))

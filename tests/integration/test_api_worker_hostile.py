@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from nodes.models import BackendNode
 from tests.support import api
+from tests.support.effort import EFFORT
 from tests.support.environment import REGISTRATION_TOKEN
 
 pytestmark = pytest.mark.django_db
@@ -254,7 +255,7 @@ FIELDS = st.sampled_from(
 
 @given(body=st.dictionaries(FIELDS, JSON, max_size=5))
 @hypothesis_settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60 * EFFORT, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_any_json_ends_in_201_or_a_refusal(body: dict[str, Any]) -> None:
     """Never a 500, whatever a worker with the token sends."""

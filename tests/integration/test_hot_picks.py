@@ -26,6 +26,7 @@ from nodes.replicas.hooks import Removed
 from nodes.routing import pool, process
 from nodes.routing.picks import Picker, Replica
 from tests.support import hot
+from tests.support.effort import EFFORT
 from tests.support.policy import Candidate, spread
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -328,7 +329,7 @@ def raw() -> Iterator[psycopg.Connection[Any]]:
         yield connection
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40 * EFFORT, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(facts=FACTS, requests=st.integers(0, 12))
 def test_statement_and_pure_twin_agree(
     raw: psycopg.Connection[Any], facts: list[tuple[int, int, int]], requests: int

@@ -32,6 +32,7 @@ from operations.executor.recorder import Recorder
 from operations.executor.work import Work
 from operations.ledger import admission, lease
 from tests.support import api, hot
+from tests.support.effort import EFFORT
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -204,7 +205,7 @@ async def test_without_an_answer_the_rows_stay_and_the_reason_is_kept(reply: Any
         )
     )
 )
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25 * EFFORT, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_list_can_be_kept(backends: list[m.InstalledBackend]) -> None:
     """Null bytes, doubles and nameless entries; keeping the same twice changes nothing."""
     node = BackendNode.objects.first() or hot.node()

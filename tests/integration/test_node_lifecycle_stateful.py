@@ -36,6 +36,7 @@ from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness
 from nodes.registry import identity, services
 from nodes.registry.heartbeats import Beat
 from nodes.replicas.snapshot import fleet
+from tests.support.effort import EFFORT
 from tests.support.environment import REGISTRATION_TOKEN
 from tests.support.fleet import ANNA, NOW, ROOT, beat, register, replica
 from tests.support.lifecycle import TOKEN, Claim, Node
@@ -542,7 +543,7 @@ def test_the_life_cycle_against_its_model(monkeypatch: pytest.MonkeyPatch) -> No
     run_state_machine_as_test(
         Fleet,
         settings=settings(
-            max_examples=40,
+            max_examples=40 * EFFORT,
             stateful_step_count=40,
             derandomize=True,
             database=None,

@@ -13,6 +13,7 @@ from localai_cluster.accounts import actors
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, selectors
 from nodes.registry import services
 from tests.support import api
+from tests.support.effort import EFFORT
 
 pytestmark = pytest.mark.django_db
 
@@ -126,7 +127,7 @@ LABELS = st.dictionaries(st.sampled_from("abc"), st.sampled_from(["", "1", "2"])
 
 
 @given(fleet=st.lists(LABELS, max_size=4), selector=LABELS)
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40 * EFFORT, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @pytest.mark.rule("R1.68")
 def test_matching_is_having_every_pair(fleet: list[dict[str, str]], selector: dict[str, str]) -> None:
     """Against the same question in Python."""

@@ -11,9 +11,10 @@ import psycopg
 from nodes.models import BackendNode, RevokedSecret
 from tests.conftest import eventually
 from tests.support import hot
+from tests.support.effort import EFFORT
 from tests.support.fleet import at_once
 
-ROUNDS = 5
+ROUNDS = 5 * EFFORT
 WAITING = (
     "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
 )
