@@ -31,7 +31,7 @@ from localai_cluster.embedded.places import Trouble, free_port
 from localai_cluster.embedded.run import answers
 from localai_cluster.embedded.server import last_line, wait_for
 
-FIRST_RUN, LATER_RUN, TESTS, IN_FLIGHT, COPY, VALUES = 180.0, 15.0, 600.0, 30.0, 10.0, 5
+FIRST_RUN, LATER_RUN, TESTS, IN_FLIGHT, COPY, VALUES = 180.0, 15.0, 900.0, 30.0, 10.0, 5
 _NOT_COPIED = (
     ".git",
     ".venv",
