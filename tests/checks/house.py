@@ -15,7 +15,7 @@ from pathlib import Path
 PACKAGES = ("localai_cluster", "nodes", "operations")
 SCRIPTS = ("tests", "static/src")
 SUFFIXES = {".py", ".ts", ".tsx", ".css", ".proto"}
-LEFT_OUT = {"__pycache__", "generated", "node_modules"}
+LEFT_OUT = {"__pycache__", "generated", "node_modules", "schema.ts"}
 DJANGO_NAMES = {"Command", "Meta", "Migration"}
 """Names that Django itself gives these classes."""
 _TYPE_CHECKING = {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
