@@ -219,7 +219,7 @@ def make_user(
     """One more person; with a password that has to be changed first, if it was generated."""
     script = (
         "from django.contrib.auth import get_user_model;"
-        " from nodes.models import InitialPassword;"
+        " from localai_cluster.accounts.models import InitialPassword;"
         f" user = get_user_model().objects.create_user({name!r}, None, {password!r},"
         f" is_staff={admin!r}, is_superuser={admin!r});"
         f" {generated!r} and InitialPassword.objects.create(user=user)"
