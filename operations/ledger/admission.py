@@ -10,7 +10,7 @@ from django.db import IntegrityError, transaction
 from django.db.models import Q
 
 from localai_cluster import errors
-from operations.changes.announce.announce.announce import announce
+from operations.changes.announce import announce
 from operations.models import QUEUED, Operation, OperationTarget, Status
 
 NO_SUCH_OPERATION = "no operation has this id"

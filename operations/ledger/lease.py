@@ -8,7 +8,7 @@ from django.db import transaction
 
 from operations import targets
 from operations.changes import events
-from operations.changes.announce.announce.announce import announce
+from operations.changes.announce import announce
 from operations.ledger.fence import LeaseLost
 from operations.ledger.outcome import finish
 from operations.models import QUEUED, Operation, Status

@@ -16,7 +16,7 @@ from django.db import transaction
 
 from localai_cluster import errors
 from operations import targets
-from operations.changes.announce.announce.announce import announce
+from operations.changes.announce import announce
 from operations.ledger.fence import LeaseLost, owned
 from operations.ledger.progress import REPORTED, Tick, catch_up, record
 from operations.models import QUEUED, OperationTarget, TargetStatus, storable

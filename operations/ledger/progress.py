@@ -14,7 +14,7 @@ from uuid import UUID
 from django.db import connection, models, transaction
 
 from operations import targets
-from operations.changes.announce.announce.announce import announce
+from operations.changes.announce import announce
 from operations.models import Operation, OperationTarget, Status, TargetStatus, storable
 
 Attempt = tuple[UUID, int]

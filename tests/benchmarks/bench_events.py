@@ -35,7 +35,7 @@ def write(environment: dict[str, str], stop: Any, written: Any) -> None:
 
     django.setup()
     from django.db import transaction
-    from operations.changes.announce.announce.announce import announce
+    from operations.changes.announce import announce
 
     from operations.ledger import admission, lease
     from operations.ledger.admission import OperationRequest
@@ -54,7 +54,7 @@ def write(environment: dict[str, str], stop: Any, written: Any) -> None:
             for operation in batch:
                 operation.message = str(clock.now().timestamp())
             Operation.objects.bulk_update(batch, ["message"])
-            announce.announce(batch)
+            announce(batch)
         due += BATCH / RATE
         written.value += BATCH
 
