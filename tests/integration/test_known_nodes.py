@@ -144,9 +144,7 @@ async def test_many_at_once_wait_for_one_statement(database: Counted) -> None:
     assert database.statements == [known.ALL]
 
 
-async def test_a_web_process_hears_of_a_change(
-    database: Counted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_web_process_hears_of_a_change(database: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     """The NOTIFY of a revoked secret reaches the memory of a process that listens, before its age does."""
     monkeypatch.setattr(known, "MAX_AGE", 600.0)
     node, memory = await made(), known.shared()
