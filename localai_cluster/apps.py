@@ -1,7 +1,9 @@
 """App configurations of the project package: its system checks, and the admin with our own site."""
 
 from django.apps import AppConfig
+from django.conf import settings
 from django.contrib.admin.apps import AdminConfig as DjangoAdminConfig
+from django.contrib.admin.apps import SimpleAdminConfig
 
 
 class ProjectConfig(AppConfig):
@@ -17,3 +19,10 @@ class AdminConfig(DjangoAdminConfig):
     """Django's admin, entered through the product's own sign-in."""
 
     default_site = "localai_cluster.accounts.admin_site.Site"
+
+    def ready(self) -> None:
+        """Imports the admin's pages, except in a process that shows none: they are megabytes."""
+        if settings.IS_BACKGROUND:
+            SimpleAdminConfig.ready(self)
+        else:
+            super().ready()

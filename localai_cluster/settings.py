@@ -26,7 +26,12 @@ DEBUG = _environment.boolean("DEBUG")
 LOG_LEVEL = _environment.parsed("LOG_LEVEL", _env.parse_log_level, "INFO", "Use INFO, or DEBUG to see more.")
 ALLOWED_HOSTS = [host for host in _environment.text("ALLOWED_HOSTS", "*").split(",") if host]
 CSRF_TRUSTED_ORIGINS = [o for o in _environment.text("CSRF_TRUSTED_ORIGINS").split(",") if o]
-IS_WEB = sys.argv[1:2] == ["serve"]
+_COMMAND = (sys.argv[1:2] or [""])[0]
+IS_WEB = _COMMAND == "serve"
+IS_BACKGROUND = _COMMAND in ("controller", "qcluster")
+_PROCESS = {"serve": "web", "controller": "controller", "qcluster": "tasks"}.get(_COMMAND, "command")
+# Each connection is a process of PostgreSQL's: every 15 s the pool closes one that it did not need.
+_POOL = {"min_size": 1, "max_size": 8, "timeout": 10, "max_idle": 15}
 
 
 def _database(url: str) -> dict[str, Any]:
@@ -51,7 +56,11 @@ def _database(url: str) -> dict[str, Any]:
         "PORT": port,
         "CONN_MAX_AGE": 0 if IS_WEB else 60,
         "CONN_HEALTH_CHECKS": True,
-        "OPTIONS": {**parts, **({"pool": {"min_size": 1, "max_size": 16, "timeout": 10}} if IS_WEB else {})},
+        "OPTIONS": {
+            "application_name": f"localai-cluster-{_PROCESS}",
+            **parts,
+            **({"pool": _POOL} if IS_WEB else {}),
+        },
         "TEST": {"NAME": f"test_{name or 'cluster'}"},
     }
 

@@ -129,6 +129,8 @@ class Layout:
         gallery = [{"name": "local", "url": f"file://{quote(str(GALLERY / 'index.yaml'))}"}]
         return {
             "LOCALAI_BACKEND_GALLERIES": json.dumps(gallery),
+            # glibc gives each thread a heap of its own, which grows and is never given back.
+            "MALLOC_ARENA_MAX": "2",
             **self.environ,
             **self.secrets.environment(),
             **{name: server.url for name, server in servers.items()},

@@ -2,12 +2,12 @@
 
 import asyncio
 import base64
-import sys
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import orjson
 
 from localai_cluster import clock, conf
@@ -115,7 +115,7 @@ async def embed(request: Request) -> Answer:
     headers = (
         ((b"x-localai-node", str(replica.node_id).encode()),) if conf.cluster().expose_node_header else ()
     )
-    return Answer(_render(wanted, results), headers=headers)
+    return Answer(render(wanted, results), headers=headers)
 
 
 async def _ask_engine(
@@ -172,20 +172,24 @@ def _check(result: EmbeddingResult, dimensions: int | None) -> None:
         )
 
 
-def _render(wanted: EmbeddingsRequest, results: Sequence[EmbeddingResult]) -> bytes:
+def render(wanted: EmbeddingsRequest, results: Sequence[EmbeddingResult]) -> bytes:
+    """The answer's body."""
     tokens = sum(result.prompt_tokens or result.tokens for result in results)
-    form: Callable[[Iterable[float]], object] = _base64 if wanted.as_base64 else list
+    form: Callable[[Sequence[float]], object] = _base64 if wanted.as_base64 else _vector
     data = [
         {"object": "embedding", "index": index, "embedding": form(result.embeddings)}
         for index, result in enumerate(results)
     ]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    return orjson.dumps({"object": "list", "data": data, "model": wanted.model, "usage": usage})
+    answer = {"object": "list", "data": data, "model": wanted.model, "usage": usage}
+    return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def _base64(numbers: Iterable[float]) -> str:
+def _vector(numbers: Sequence[float]) -> npt.NDArray[np.float32]:
+    """Single precision, as the engine sent it: printed in the fewest digits that read as the same number."""
+    return np.array(numbers, dtype=np.float32)
+
+
+def _base64(numbers: Sequence[float]) -> str:
     """Little-endian float32, as the openai client decodes it."""
-    vector = array("f", numbers)
-    if sys.byteorder == "big":
-        vector.byteswap()
-    return base64.b64encode(vector.tobytes()).decode()
+    return base64.b64encode(_vector(numbers).astype("<f4").tobytes()).decode()

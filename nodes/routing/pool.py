@@ -27,6 +27,8 @@ UNREACHABLE = (psycopg.OperationalError, psycopg.InterfaceError, PoolTimeout, OS
 """What a statement raises when the database is away rather than the statement wrong."""
 
 MAX_CONNECTIONS = 6
+_IDLE_SECONDS = 15.0
+"""The pool closes one unneeded connection in this time: each is a process of PostgreSQL's."""
 _WAIT_SECONDS = 5.0
 ANSWER_SECONDS = 12.0
 """Longer than the session's own limits: who has said nothing by then hangs, or is cut off from us."""
@@ -69,6 +71,7 @@ class Pool:
             min_size=1,
             max_size=MAX_CONNECTIONS,
             timeout=_WAIT_SECONDS,
+            max_idle=_IDLE_SECONDS,
             connection_class=_Bounded,
             kwargs={"autocommit": True, "prepare_threshold": 0},
             open=False,

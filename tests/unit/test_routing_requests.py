@@ -1,6 +1,9 @@
 """What the inference edge accepts and answers, without any server."""
 
 import asyncio
+import base64
+import json
+import struct
 from typing import Any
 
 import pytest
@@ -9,8 +12,9 @@ from hypothesis import strategies as st
 
 from localai_cluster.asgi import without_slash
 from localai_cluster.errors import InvalidInput
+from localai_cluster.rpc.messages import EmbeddingResult
 from localai_cluster.web import wire
-from nodes.inference.embeddings import MAX_TEXT_BYTES, MAX_TEXTS, parse
+from nodes.inference.embeddings import MAX_TEXT_BYTES, MAX_TEXTS, parse, render
 
 GOOD: dict[str, Any] = {"model": "m", "input": "a"}
 
@@ -57,6 +61,44 @@ def test_what_clients_send_is_accepted() -> None:
     assert parse(GOOD | {"encoding_format": "base64", "user": "u", "new": 1}).as_base64
     assert parse(GOOD | {"encoding_format": None, "dimensions": 3}).dimensions == 3
     assert len(parse(GOOD | {"input": "a" * MAX_TEXT_BYTES}).texts[0]) == MAX_TEXT_BYTES
+
+
+def as_sent(vector: list[float]) -> EmbeddingResult:
+    """What the engine's client hands over."""
+    return EmbeddingResult.FromString(EmbeddingResult(embeddings=vector).SerializeToString())
+
+
+def float32(number: float) -> bytes:
+    """The bits of a number in single precision."""
+    return struct.pack("<f", number)
+
+
+VECTORS = st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=20)
+
+
+@given(vector=VECTORS)
+def test_vectors_are_printed_short_and_exact(vector: list[float]) -> None:
+    """The text of each number reads as the same single precision, and takes at most nine digits."""
+    body = render(parse(GOOD), [as_sent(vector)])
+    texts = json.loads(body, parse_float=str)["data"][0]["embedding"]
+    assert [float32(float(text)) for text in texts] == [float32(number) for number in vector]
+    for text in texts:
+        digits = text.lower().partition("e")[0].replace(".", "").replace("-", "").strip("0")
+        assert len(digits) <= 9
+
+
+@given(vector=VECTORS)
+def test_base64_holds_the_same_numbers(vector: list[float]) -> None:
+    """Little-endian single precision, as the openai client reads it."""
+    body = render(parse(GOOD | {"encoding_format": "base64"}), [as_sent(vector)])
+    packed = base64.b64decode(json.loads(body)["data"][0]["embedding"])
+    assert packed == b"".join(float32(number) for number in vector)
+
+
+def test_a_number_takes_the_fewest_digits() -> None:
+    """A tenth in single precision is 0.10000000149011612 as a double; its shortest text is 0.1."""
+    body = render(parse(GOOD), [as_sent([0.1, -1.5, 0.0])])
+    assert b'"embedding":[0.1,-1.5,0.0]' in body
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)

@@ -13,8 +13,10 @@ import os
 import signal
 import socket
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from django.core.checks import Tags
 from django.core.management.base import BaseCommand
 from django.db import Error as DatabaseError
 
@@ -38,12 +40,16 @@ from operations.reconcilers import schedules as ledger_schedules
 log = logging.getLogger(__name__)
 
 TICK_EVERY = 1.0
+THREADS = 6
+"""Each has a connection of its own. Without a number Python takes one a processor and four more."""
 
 
 class Command(BaseCommand):
     """Runs a controller until SIGTERM or SIGINT."""
 
     help = "Carries operations out and ticks the schedules."
+    # The settings. Django's other checks import every page; `manage.py check` and `serve` run them.
+    requires_system_checks = (Tags.security,)
 
     def handle(self, *args: Any, **options: Any) -> None:
         asyncio.run(run())
@@ -51,6 +57,7 @@ class Command(BaseCommand):
 
 async def run() -> None:
     """Runs until a signal asks to stop; leases are handed back before it returns."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "database"))
     owner = f"{socket.gethostname()[:20]}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
     bus, hints = NatsBus(conf.cluster().nats_url, name="controller"), Hints()
     bus.start()
