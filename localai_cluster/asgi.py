@@ -18,14 +18,14 @@ _plain_django = get_asgi_application()
 from localai_cluster import logs, raw_routes  # noqa: E402 - these need Django set up
 from localai_cluster.errors import ClusterError, Unavailable  # noqa: E402
 from localai_cluster.web import wire  # noqa: E402
-from localai_cluster.web.middleware import Utf8Only  # noqa: E402
+from localai_cluster.web.middleware import BoundedBody, Utf8Only  # noqa: E402
 from localai_cluster.web.static_files import StaticFiles  # noqa: E402
 from localai_cluster.websockets import websocket_application  # noqa: E402
 from nodes.inference import gateway  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
-_django = Utf8Only(StaticFiles(_plain_django))
+_django = Utf8Only(BoundedBody(StaticFiles(_plain_django)))
 
 _SLASHED = (
     "/api/",
@@ -117,7 +117,7 @@ def without_slash(scope: wire.Scope) -> wire.Scope:
 
 
 async def _lifespan(receive: wire.Receive, send: wire.Send) -> None:
-    """For servers that know it; daphne is started and stopped by `manage.py serve`."""
+    """The process's own start and end, for servers that know it; daphne does not."""
     while True:
         message = await receive()
         if message["type"] == "lifespan.startup":

@@ -30,6 +30,7 @@ WELL_KNOWN_SECRETS = {
     "password",
     "secret",
 }
+SERVERS = ("uvicorn", "daphne")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _TRUE, _FALSE = {"1", "true", "yes", "on", "t"}, {"0", "false", "no", "off", "f", ""}
 
@@ -92,6 +93,13 @@ def parse_log_level(text: str) -> str:
     if level not in LOG_LEVELS:
         raise ValueError(f"none of {', '.join(LOG_LEVELS)}")
     return level
+
+
+def parse_server(text: str) -> str:
+    """A web server that we can serve with; raises ValueError."""
+    if text not in SERVERS:
+        raise ValueError(f"none of {', '.join(SERVERS)}")
+    return text
 
 
 def parse_galleries(text: str) -> list[dict[str, Any]]:
@@ -167,6 +175,7 @@ class ClusterSettings:
     data_dir: Path
     models_path: Path
     host: str
+    server: str
     port: int
     database_url: str
     redis_url: str
@@ -212,6 +221,7 @@ def load(values: Mapping[str, str] = os.environ) -> tuple[ClusterSettings, Envir
         models_path=Path(env.text("LOCALAI_MODELS_PATH", str(data_dir / "models"))).absolute(),
         host=env.text("HOST", "127.0.0.1"),
         port=env.parsed("PORT", parse_port, 8080, "Use a port between 1 and 65535."),
+        server=env.parsed("CLUSTER_SERVER", parse_server, "uvicorn", "Use uvicorn or daphne."),
         database_url=env.secret("DATABASE_URL"),
         redis_url=env.secret("REDIS_URL"),
         nats_url=env.secret("LOCALAI_NATS_URL"),

@@ -233,6 +233,8 @@ LOGGING = {
             for mistake in ("DisallowedHost", "DisallowedRedirect", "TooManyFieldsSent")
         },
         "daphne": {"level": "WARNING"},
+        # Below that it tells of what clients do: connect, leave, send nonsense.
+        "uvicorn": {"level": "ERROR"},
         "httpx": {"level": "WARNING"},
         "django-q": {"level": "WARNING"},
     },

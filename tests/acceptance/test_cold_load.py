@@ -83,10 +83,12 @@ def test_fifty_first_requests_load_once(shared: Shared) -> None:
     assert process_key("fifty", 0) == "fifty#0"
 
 
-def test_the_main_job_gives_the_known_vectors(shared: Shared) -> None:
-    """The real model's known answers to 1e-3, unit vectors, real token counts; a second request is warm."""
+@pytest.mark.parametrize("server", ["uvicorn", "daphne"])
+def test_the_main_job_gives_the_known_vectors(shared: Shared, server: str) -> None:
+    """The real model's known answers to 1e-3, unit vectors, real token counts, by either web server."""
     request, expect = DEMO["request"], DEMO["expect"]
-    answer = shared.cluster.post(shared.webs[0], request["path"], request["body"])
+    web = shared.webs[0] if server == "uvicorn" else shared.cluster.web(CLUSTER_SERVER=server)
+    answer = shared.cluster.post(web, request["path"], request["body"])
     assert answer.status_code == 200, answer.text
     body = answer.json()
     vectors = dict(zip(request["body"]["input"], (entry["embedding"] for entry in body["data"]), strict=True))

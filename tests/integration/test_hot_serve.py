@@ -2,6 +2,7 @@
 count."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -140,6 +141,26 @@ def test_a_huge_body_is_refused_without_being_kept(tmp_path: Path) -> None:
         assert answered.json()["error"]["param"] == "input"
         assert client.get("/v1/models/").json()["data"] == [{"id": "echo", "object": "model"}]
     assert not NodeModel.objects.exists()
+
+
+@pytest.mark.parametrize("end", ["", "\r\n\r\n"], ids=["endless", "whole"])
+def test_huge_headers_are_refused(tmp_path: Path, end: str) -> None:
+    """A head without end, or too large a one, is a 400: it would be memory that anybody may take."""
+    with serving(tmp_path) as (_, url), socket.socket() as link:
+        host, _, port = url.removeprefix("http://").partition(":")
+        link.connect((host, int(port)))
+        head = f"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Long: {'x' * 200_000}{end}"
+        with contextlib.suppress(ConnectionError):  # refused before all of it was sent
+            link.sendall(head.encode())
+        assert link.recv(4096).startswith(b"HTTP/1.1 400 ")
+        assert httpx.get(f"{url}/healthz", timeout=20).status_code == 200
+
+
+def test_headers_of_usual_size_pass_on_one_connection(tmp_path: Path) -> None:
+    """The limit is for one request, not for all of a connection."""
+    with serving(tmp_path) as (_, url), httpx.Client(base_url=url, timeout=20) as client:
+        answers = [client.get("/healthz", headers={"X-Long": "x" * 40_000}) for _ in range(4)]
+    assert [answer.status_code for answer in answers] == [200] * 4
 
 
 def refuses(url: str) -> bool:
