@@ -45,7 +45,7 @@ _KEEP_ALIVE_SECONDS = 75
 _BACKLOG = 1024
 
 
-class Server(uvicorn.Server):
+class OrderedServer(uvicorn.Server):
     """uvicorn with a stop in our order."""
 
     def __init__(self, edge: Edge) -> None:
@@ -120,7 +120,7 @@ class Command(BaseCommand):
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         try:
-            Server(application).run([listening])
+            OrderedServer(application).run([listening])
         except SystemExit as ended:
             raise CommandError("the web process could not start; the lines above say why") from ended
 
