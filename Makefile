@@ -13,7 +13,7 @@ SECTION ?=
 TEST_PROCESSES ?= 4
 
 help:
-	@echo "make run              run everything on this machine until Ctrl-C"
+	@echo "make run              run the whole cluster on this machine until Ctrl-C"
 	@echo "make check            quick checks for daily work: lint, types, import contracts, unit tests"
 	@echo "make test             all checks and all tests"
 	@echo "make test-browser     only the browser tests; ARGS='-k sign_in' selects some of them"
@@ -21,14 +21,14 @@ help:
 	@echo "make lint             only the checks of the source"
 	@echo "make trace            show which tests prove which rule; SECTION=\"1B http-1\" for a part; fails on a gap"
 	@echo "make fuzz             send generated requests as admin and as a node and compare the answers with the API document"
-	@echo "make demo             run the example request and check the answer; ARGS=--fresh uses a new cluster"
+	@echo "make demo             send the example request and check the answer; ARGS=--fresh uses a temporary cluster"
 	@echo "make worker NAME=two  add a worker to the running cluster"
 	@echo "make manage ARGS='nodes list'   run a management command on the running cluster"
-	@echo "make measure          measure every time limit: figure, limit, held or not"
-	@echo "make shots            run the product in Chromium and write the pictures in docs/pictures"
+	@echo "make measure          measure all time limits and show which are exceeded"
+	@echo "make shots            take the screenshots in docs/pictures"
 	@echo "make ui               build the pages, if their sources have changed"
 	@echo "make types            generate the pages' types from the API document, if it may have changed"
-	@echo "make lock             compile requirements/*.in to locked requirements"
+	@echo "make lock             update the lock files from requirements/*.in"
 	@echo "make hooks            run quick checks before each commit"
 	@echo "make clean            remove everything make has built; keep data"
 
@@ -38,7 +38,7 @@ run: gallery ui
 	@exec $(BIN)/python -m localai_cluster.embedded.run
 
 demo: gallery ui
-	@exec $(BIN)/python -m localai_cluster.embedded.demo $(ARGS)
+	@exec $(BIN)/python -m examples.demo $(ARGS)
 
 worker: install
 	@exec $(BIN)/python -m localai_cluster.embedded.worker "$(NAME)"
@@ -48,7 +48,7 @@ manage: install
 
 # The second part needs a browser; HEAP_MINUTES shortens the ten minutes of its memory figure.
 measure: install-test gallery ui
-	@$(BIN)/python -m localai_cluster.embedded.measure; first=$$?; \
+	@$(BIN)/python -m tests.measure; first=$$?; \
 		$(BIN)/python -m tests.browser.measure && exit $$first
 
 install:

@@ -1,4 +1,4 @@
-"""System checks: every wrong setting by id, with what to do about it (`manage.py check`)."""
+"""System checks: every wrong setting by id, with a hint (`manage.py check`)."""
 
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,7 +14,7 @@ _LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 @register(Tags.security)
 def check_environment(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """cluster.E001: a variable has a value that cannot be read."""
+    """cluster.E001: a variable has an invalid value."""
     return [
         Error(f"{problem.setting}: {problem.message}", hint=problem.hint, id="cluster.E001")
         for problem in settings.CLUSTER_PROBLEMS
@@ -23,7 +23,7 @@ def check_environment(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 @register(Tags.security)
 def check_required(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """cluster.E002: a setting without which the product cannot work is missing."""
+    """cluster.E002: a required setting is missing."""
     cluster = conf.cluster()
     required = {
         "DATABASE_URL": cluster.database_url,
@@ -35,7 +35,7 @@ def check_required(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     return [
         Error(
             f"{name} is not set.",
-            hint=f"Set {name} (or {name}_FILE); `make run` generates it.",
+            hint=f"Set {name} (or {name}_FILE); `make run` generates one.",
             id="cluster.E002",
         )
         for name, value in required.items()
@@ -45,7 +45,7 @@ def check_required(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 @register(Tags.security)
 def check_urls(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """cluster.E003: a URL has a scheme that the product does not speak, or a port that is none."""
+    """cluster.E003: a URL has an unsupported scheme, or no valid host or port."""
     cluster = conf.cluster()
     known = {
         "DATABASE_URL": (cluster.database_url, ("postgresql", "postgres")),
@@ -61,22 +61,22 @@ def check_urls(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 
 def _what_is_wrong(url: str, schemes: tuple[str, ...]) -> str:
-    # The URL itself is not repeated: it may hold a password.
+    # The URL is not repeated, since it may contain a password.
     parts = urlsplit(url.split(",")[0])
     if parts.scheme not in schemes:
         return f"must start with one of: {', '.join(scheme + '://' for scheme in schemes)}"
     try:
         port = parts.port
     except ValueError:
-        return "names a port that is not a number between 1 and 65535"
+        return "has a port that is not between 1 and 65535"
     if parts.scheme in ("nats", "tls", "redis", "rediss") and not parts.hostname:
-        return "names no host"
-    return "names port 0" if port == 0 else ""
+        return "has no host"
+    return "has port 0" if port == 0 else ""
 
 
 @register(Tags.security)
 def check_open_to_others(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """cluster.E004: HOST opens the product to other machines while a secret is weak."""
+    """cluster.E004: HOST exposes the cluster to other machines while a secret is weak."""
     cluster = conf.cluster()
     if cluster.host in _LOOPBACK:
         return []
@@ -87,8 +87,8 @@ def check_open_to_others(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     }
     return [
         Error(
-            f"{name} is short or easily guessed, and HOST={cluster.host} opens the product.",
-            hint="Use a long random value, or leave it to `make run`.",
+            f"{name} is short or easily guessed, and HOST={cluster.host} exposes the cluster.",
+            hint="Use a long random value, or let `make run` generate one.",
             id="cluster.E004",
         )
         for name, value in secrets.items()
@@ -98,13 +98,13 @@ def check_open_to_others(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
 
 @register(Tags.security)
 def check_weak_identity(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
-    """cluster.W001: nodes that prove themselves by the shared token only are admitted."""
+    """cluster.W001: nodes are admitted that have only the shared token."""
     if not conf.cluster().allow_shared_token_nodes:
         return []
     return [
         Warning(
-            "LOCALAI_ALLOW_SHARED_TOKEN_NODES admits workers that prove no identity of their own.",
-            hint="Use it only while stock workers are in the fleet.",
+            "LOCALAI_ALLOW_SHARED_TOKEN_NODES admits workers without an identity of their own.",
+            hint="Use it only while the cluster has stock workers.",
             id="cluster.W001",
         )
     ]

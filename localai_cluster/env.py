@@ -1,10 +1,10 @@
 """The environment, read once and typed.
 
-Every setting of the product is read here; what only Django needs is read in `settings.py`, by the same means.
-A wrong value never raises: it is kept as a `Problem` (setting, what is wrong, how to mend it), a safe value
-stands in, and `checks.py` reports all problems at once, so an operator mends one list instead of meeting one
-traceback after the other. A secret may be given as `NAME` or as `NAME_FILE`, the path of a file that holds
-it.
+`Environment` is the only reader of settings. `load` reads those of the server processes, `settings.py` those
+that only Django needs, and `worker/config.py` those of the worker.
+A wrong value never raises. It becomes a `Problem` (setting, what is wrong, how to fix it), a safe default
+takes its place, and all problems are reported together, so that an operator fixes one list instead of one
+traceback after another. A secret may be given as `NAME` or as `NAME_FILE`, the path of a file that holds it.
 """
 
 import json
@@ -66,7 +66,7 @@ def parse_bool(text: str) -> bool:
 
 
 def weak_secret(value: str) -> bool:
-    """Whether a secret is too short or too well known to stand between strangers and the product."""
+    """Whether a secret is too short or too well known to protect the cluster."""
     rest = value.lower()
     for word in WELL_KNOWN_SECRETS:
         rest = rest.replace(word, "")
@@ -131,8 +131,9 @@ class Environment:
             return self.text(name)
         try:
             return Path(path).read_text(encoding="utf-8").strip()
-        except OSError as error:
-            self._problem(f"{name}_FILE", f"cannot read {path}: {error.strerror}", "Name a readable file.")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else "") or "it is not text"
+            self.refuse(f"{name}_FILE", f"cannot read {path}: {reason}", "Name a readable file.")
             return ""
 
     def parsed(self, name: str, parse: Callable[[str], T], default: T, hint: str) -> T:
@@ -146,7 +147,7 @@ class Environment:
         try:
             return parse(raw)
         except ValueError as error:
-            self._problem(name, f"{raw!r} is {error}", hint)
+            self.refuse(name, f"{raw!r} is {error}", hint)
             return default
 
     def boolean(self, name: str, default: bool = False) -> bool:
@@ -164,13 +165,14 @@ class Environment:
 
         return self.parsed(name, parse, default, "Use a duration such as 60s or 5m.")
 
-    def _problem(self, setting: str, message: str, hint: str) -> None:
+    def refuse(self, setting: str, message: str, hint: str) -> None:
+        """Adds a problem."""
         self.problems.append(Problem(setting, message, hint))
 
 
 @dataclass(frozen=True)
 class ClusterSettings:
-    """What the product itself can be told; times in seconds."""
+    """The settings of the server processes; times in seconds."""
 
     data_dir: Path
     models_path: Path
@@ -191,29 +193,29 @@ class ClusterSettings:
     install_timeout: float
     """Reply limit of `backend.install` (C21)."""
     install_wait: float
-    """How long an install waits for a node that is away before it fails."""
+    """How long an install waits for a node that is offline before it fails."""
     model_load_timeout: float
     """Limit of one gRPC LoadModel (C28)."""
     load_failure_grace: float
-    """How long a failed load answers for itself before it is tried again (C33)."""
+    """How long requests get the error of a failed load before it is tried again (C33)."""
     node_stale_after: float
     """Silence after which a node is offline (C15)."""
     web_stale_after: float
     """Silence after which a web process is dead and its in-flight counts are dropped."""
     failed_tokens: int
-    """Failed registration tokens and node secrets that one address has in a minute."""
+    """Failed registration tokens and node secrets allowed per address and minute."""
     drain_deadline: float
-    """How long a node that an admin drains keeps replicas with running requests."""
+    """How long a node drained by an admin keeps replicas with running requests."""
     event_retention: float
-    """How long the timeline of nodes is kept, deregistered ones too."""
+    """How long the timelines of nodes are kept, also of deregistered ones."""
     operation_lease: float
-    """How long a claimed operation stays its controller's without renewal."""
+    """How long a controller keeps a claimed operation without renewing the claim."""
     request_timeout: float
     """Limit of one inference call to a backend process."""
 
 
 def load(values: Mapping[str, str] = os.environ) -> tuple[ClusterSettings, Environment]:
-    """Reads every setting; returns them with the environment that holds the problems found."""
+    """Reads every setting; returns them with the environment that has collected the problems."""
     env = Environment(values)
     data_dir = Path(env.text("CLUSTER_DATA_DIR", "data")).absolute()
     cluster = ClusterSettings(

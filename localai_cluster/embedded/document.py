@@ -1,4 +1,4 @@
-"""Prints the API's document as JSON, without a server and without a database."""
+"""Prints the OpenAPI document as JSON, without a server or a database."""
 
 import os
 import sys

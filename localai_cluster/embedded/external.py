@@ -1,6 +1,6 @@
-"""Looks at the operator's own PostgreSQL, NATS or Redis before anything starts: one clear line if it is away.
+"""Checks the operator's own PostgreSQL, NATS or Redis before anything starts: one clear line if one is down.
 
-No message holds a URL, since URLs hold credentials.
+Messages never contain URLs, since URLs contain credentials.
 """
 
 import json
@@ -11,69 +11,73 @@ from urllib.parse import unquote, urlsplit
 import psycopg
 import redis
 
-from localai_cluster.embedded.places import Trouble
+from localai_cluster.embedded.resources import SetupError
 
 SECONDS = 5
 
 
 def check_database(url: str) -> None:
-    """`Trouble` unless a connection can be made."""
+    """Raises `SetupError` unless a connection succeeds."""
     try:
         psycopg.connect(url, connect_timeout=SECONDS).close()
     except psycopg.Error as error:
-        raise Trouble(
-            f"DATABASE_URL: PostgreSQL does not let us in: {_one_line(error)}.",
-            "Start it or mend the URL; without DATABASE_URL an embedded one is used.",
+        raise SetupError(
+            f"DATABASE_URL: cannot connect to PostgreSQL: {_one_line(error)}.",
+            "Start it or fix the URL, or unset DATABASE_URL to use the bundled PostgreSQL.",
         ) from None
 
 
 def check_redis(url: str) -> None:
-    """`Trouble` unless it answers PING."""
+    """Raises `SetupError` unless it answers PING."""
     try:
         with redis.Redis.from_url(url, socket_connect_timeout=SECONDS, socket_timeout=SECONDS) as client:
             client.ping()
     except (redis.RedisError, ValueError, OSError) as error:
-        raise Trouble(
-            f"REDIS_URL: Redis does not let us in: {_one_line(error)}.",
-            "Start it or mend the URL; without REDIS_URL an embedded one is used.",
+        raise SetupError(
+            f"REDIS_URL: cannot connect to Redis: {_one_line(error)}.",
+            "Start it or fix the URL, or unset REDIS_URL to use the bundled Valkey.",
         ) from None
 
 
 def check_nats(url: str) -> None:
-    """`Trouble` unless one of the servers named answers and takes the credential."""
-    complaint = "no server named"
+    """Raises `SetupError` unless one of the servers answers and accepts the credentials."""
+    complaint = "the URL names no server"
     for part in url.split(","):
         try:
-            complaint = _knock(part.strip())
+            complaint = _connect(part.strip())
         except (OSError, ValueError) as error:
             complaint = _one_line(error)
         if not complaint:
             return
-    raise Trouble(
-        f"LOCALAI_NATS_URL: NATS does not let us in: {complaint}.",
-        "Start it or mend the URL; without LOCALAI_NATS_URL an embedded one is used.",
+    raise SetupError(
+        f"LOCALAI_NATS_URL: cannot connect to NATS: {complaint}.",
+        "Start it or fix the URL, or unset LOCALAI_NATS_URL to use the bundled NATS.",
     )
 
 
-def _knock(url: str) -> str:
-    """Says hello in NATS's protocol; returns what is wrong, or nothing."""
+def _connect(url: str) -> str:
+    """Opens a NATS connection; returns what is wrong, or an empty text."""
     parts = urlsplit(url)
     if parts.scheme not in ("nats", "tls") or not parts.hostname:
-        return "it must read nats://user:password@host:4222"
+        return "the URL must have the form nats://user:password@host:4222"
     with socket.create_connection((parts.hostname, parts.port or 4222), timeout=SECONDS) as link:
         stream = link.makefile("rwb")
         greeting = stream.readline()
         if not greeting.startswith(b"INFO "):
-            return "what answers there is not NATS"
+            return "the server there is not NATS"
         if parts.scheme == "tls" or json.loads(greeting[5:]).get("tls_required"):
-            return ""  # the handshake is the clients' business; a server is there
+            return ""  # a server is there; clients do the TLS handshake
         user, password = unquote(parts.username or ""), parts.password
         login = {"auth_token": user} if password is None else {"user": user, "pass": unquote(password)}
         hello = json.dumps({"verbose": False, "pedantic": False, **login})
         stream.write(f"CONNECT {hello}\r\nPING\r\n".encode())
         stream.flush()
         answer = stream.readline().decode(errors="replace").strip()
-        return "" if answer.startswith("PONG") else answer.removeprefix("-ERR ").strip("'") or "it hung up"
+        return (
+            ""
+            if answer.startswith("PONG")
+            else answer.removeprefix("-ERR ").strip("'") or "it closed the connection"
+        )
 
 
 CHECKS: dict[str, Callable[[str], None]] = {

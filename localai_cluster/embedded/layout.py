@@ -1,7 +1,7 @@
-"""What one run of the cluster looks like: its folders, its servers, and the environment of every child.
+"""The layout of one run: its folders, its servers, and the environment of every child process.
 
-Nothing starts here; `run.py` does. What the operator has set is passed on as it is, secrets by the path of
-their files. The worker gets an environment of its own, without the database and without the admin's key.
+Nothing starts here; `run.py` does that. The operator's settings are passed on unchanged, secrets as paths of
+their files. The worker gets its own environment, without the database and the admin key.
 """
 
 import json
@@ -17,16 +17,16 @@ from urllib.parse import quote
 
 from localai_cluster import env as environment
 from localai_cluster.embedded.nats import EmbeddedNats
-from localai_cluster.embedded.places import (
-    Trouble,
+from localai_cluster.embedded.postgres import EmbeddedPostgres
+from localai_cluster.embedded.resources import (
+    SetupError,
     free_port,
     port_is_free,
     private_directory,
     runtime_directory,
 )
-from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.secrets import Secrets, ensure
-from localai_cluster.embedded.server import Server
+from localai_cluster.embedded.server import EmbeddedServer
 from localai_cluster.embedded.valkey import EmbeddedValkey
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,14 +37,14 @@ LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 LOCAL_WORKER = "local"
 NATS_PORT = 4222
 WORKER_PORT = 50051
-"""Where the ports of a worker's engines begin; the one below carries its probes. Further workers move up."""
+"""The first port for a worker's engines; the probes use the one below. More workers use higher blocks."""
 
 _NOT_FOR_WORKERS = ("SECRET_KEY", "DATABASE_URL", "REDIS_URL", "LOCALAI_API_KEY", "CLUSTER_ADMIN_PASSWORD")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One data directory with the operator's environment."""
+    """One data directory and the operator's environment."""
 
     data_dir: Path
     host: str
@@ -55,10 +55,10 @@ class Layout:
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> "Layout":
-        """Reads the environment and makes the directory. `Trouble` names a wrong setting."""
+        """Reads the environment and creates the directory. `SetupError` names a wrong setting."""
         settings, view = environment.load(environ)
         for problem in view.problems:
-            raise Trouble(f"{problem.setting}: {problem.message}.", problem.hint)
+            raise SetupError(f"{problem.setting}: {problem.message}.", problem.hint)
         settings.data_dir.mkdir(parents=True, exist_ok=True)
         kept = Secrets(settings.data_dir / "secrets", environ)
         layout = cls(
@@ -75,19 +75,19 @@ class Layout:
     def _refuse_weak_secrets(self) -> None:
         weak = self.secrets.weak() if self.open_to_others else []
         if weak:
-            raise Trouble(
-                f"HOST={self.host} opens the product, and a secret is too weak: {', '.join(weak)}.",
-                "Give long random values, or unset them to have good ones made.",
+            raise SetupError(
+                f"HOST={self.host} exposes the cluster, but these secrets are weak: {', '.join(weak)}.",
+                "Set long random values, or unset them to have some generated.",
             )
 
     @property
     def open_to_others(self) -> bool:
-        """Whether other machines can reach the product."""
+        """Whether other machines can reach the cluster."""
         return self.host not in LOOPBACK
 
     @property
     def base_url(self) -> str:
-        """The product as this machine reaches it."""
+        """The URL of the cluster on this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://{_bracketed(host)}:{self.port}"
 
@@ -95,9 +95,9 @@ class Layout:
         """Whether the operator has set NAME or NAME_FILE."""
         return bool(self.environ.get(name) or self.environ.get(f"{name}_FILE"))
 
-    def servers(self) -> dict[str, Server]:
-        """The embedded servers that are needed, in start order, by the variable that would replace them."""
-        wanted: dict[str, Server] = {}
+    def servers(self) -> dict[str, EmbeddedServer]:
+        """The bundled servers that are needed, in start order, by the variable that replaces each."""
+        wanted: dict[str, EmbeddedServer] = {}
         if not self.given("DATABASE_URL"):
             wanted["DATABASE_URL"] = EmbeddedPostgres(self.data_dir / "postgres", self.sockets)
         if not self.given("LOCALAI_NATS_URL"):
@@ -115,7 +115,7 @@ class Layout:
         return wanted
 
     def _nats_port(self) -> int:
-        """The port of the last run if it is still free: workers on other machines know it."""
+        """The port of the last run if it is still free, since workers on other machines use it."""
         note = self.data_dir / "nats-port"
         preferred = NATS_PORT
         with suppress(OSError, ValueError):
@@ -124,8 +124,8 @@ class Layout:
         note.write_text(f"{port}\n")
         return port
 
-    def product_environment(self, servers: Mapping[str, Server]) -> dict[str, str]:
-        """What web, controller, tasks and the management commands get."""
+    def product_environment(self, servers: Mapping[str, EmbeddedServer]) -> dict[str, str]:
+        """The environment of web, controller, tasks and management commands."""
         gallery = [{"name": "local", "url": f"file://{quote(str(GALLERY / 'index.yaml'))}"}]
         return {
             "LOCALAI_BACKEND_GALLERIES": json.dumps(gallery),
@@ -143,9 +143,9 @@ class Layout:
         }
 
     def bootstrap_environment(self) -> dict[str, str]:
-        """What `manage.py bootstrap` needs besides: whom to enrol, by a secret made beforehand.
+        """What `manage.py bootstrap` needs in addition.
 
-        And whether the admin's password is one that nobody has chosen.
+        The node to enrol with its secret, and whether the admin's password was generated.
         """
         home = private_directory(self.data_dir / "worker")
         ensure(home / "node-secret")
@@ -156,7 +156,7 @@ class Layout:
         }
 
     def worker_environment(self, name: str, home: Path, nats_url: str) -> dict[str, str]:
-        """What a worker on this machine gets; its folders lie in `home`."""
+        """The environment of a worker on this machine, with its folders in `home`."""
         private_directory(home)
         hidden = {hidden for name in _NOT_FOR_WORKERS for hidden in (name, f"{name}_FILE")}
         own = {
@@ -180,7 +180,7 @@ class Layout:
         return {**passed, **token, **own}
 
     def seed_models(self) -> None:
-        """Copies the example definitions to a models folder that does not exist yet; never overwrites."""
+        """Copies the example definitions to a new models folder; never overwrites one."""
         if self.environ.get("LOCALAI_MODELS_PATH"):
             return
         models, draft = self.data_dir / "models", self.data_dir / "models.new"
@@ -190,20 +190,20 @@ class Layout:
             draft.rename(models)
 
     def check_port(self) -> None:
-        """`Trouble` when somebody listens there already."""
+        """Raises `SetupError` if the port is in use."""
         if not port_is_free(self.port, self.host):
-            raise Trouble(
+            raise SetupError(
                 f"Port {self.port} on {self.host} is in use.",
-                f"Stop what listens there, or choose another: PORT={free_port()} make run.",
+                f"Stop the program that uses it, or choose another port: PORT={free_port()} make run.",
             )
 
 
 def address_for_others(host: str) -> str:
-    """An address of this machine for other machines; a guess when HOST listens everywhere."""
+    """An address of this machine for other machines; a guess if HOST means all interfaces."""
     if host not in ("0.0.0.0", "::"):
         return host
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Nothing is sent: this only asks which of our addresses a packet to elsewhere would carry.
+        # Nothing is sent: this only finds the source address of a packet to another network.
         probe.connect(("192.0.2.1", 9))
         found: str = probe.getsockname()[0]
         return found
@@ -211,7 +211,7 @@ def address_for_others(host: str) -> str:
 
 
 def command_for_others(layout: Layout, nats_url: str) -> str:
-    """The command that makes another machine a worker of this cluster. It holds two secrets."""
+    """The command that starts a worker on another machine. It contains two secrets."""
     address = address_for_others(layout.host)
     words = {
         "LOCALAI_REGISTER_TO": f"http://{_bracketed(address)}:{layout.port}",
@@ -232,6 +232,6 @@ def _bracketed(host: str) -> str:
 
 
 def free_bytes(place: Path) -> int:
-    """Bytes that we may still write there."""
+    """Bytes that this user can still write there."""
     found = os.statvfs(place)
     return found.f_bavail * found.f_frsize

@@ -1,6 +1,6 @@
-"""One run a data directory, and what a run that was killed has left behind.
+"""One run per data directory, and the cleanup after a killed run.
 
-The lock is the kernel's (`flock`), so it is gone with its holder; the file's content only says who that is.
+The kernel holds the lock (`flock`), so it ends with its process; the file's content only names that process.
 """
 
 import fcntl
@@ -11,41 +11,41 @@ from pathlib import Path
 from typing import Any
 
 from localai_cluster import procs
-from localai_cluster.embedded.places import Trouble
+from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.server import wait_for
 
 GUARDIAN_SECONDS = 60.0
-"""How long the guardian of a killed run may take to end what that run had started."""
+"""How long the guardian of a killed run may take to stop its processes."""
 
 
 class DataLock:
-    """The right to run on a data directory; hold it as long as the process lives."""
+    """The lock on a data directory; held for the life of the process."""
 
     def __init__(self, data_dir: Path) -> None:
         self.path = data_dir / "run.lock"
         self.taken_over: dict[str, Any] = {}
-        """Who held it last, when that run ended without giving it back."""
+        """The last holder, if that run ended without releasing the lock."""
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = self._read()
             os.close(self._descriptor)
-            raise Trouble(
-                f"{data_dir} is in use by the run with process id {holder.get('pid', 'unknown')}"
-                f" (port {holder.get('port', 'unknown')}).",
-                "Stop that one with Ctrl-C, or choose another CLUSTER_DATA_DIR.",
+            raise SetupError(
+                f"{data_dir} is in use by another run (process id {holder.get('pid', 'unknown')},"
+                f" port {holder.get('port', 'unknown')}).",
+                "Stop it with Ctrl-C, or choose another CLUSTER_DATA_DIR.",
             ) from None
         self.taken_over = self._read()
 
     def note(self, **holder: Any) -> None:
-        """Writes who holds it now: process id, port, and the mark in its children's environment."""
+        """Records the holder: process id, port, and the mark in its children's environment."""
         text = json.dumps({"pid": os.getpid(), **holder}).encode()
-        # One write over the former note, blanks over the rest: whoever reads meanwhile finds a whole one.
+        # A single write, padded to the old length, so that a concurrent reader sees a complete record.
         os.pwrite(self._descriptor, text.ljust(os.fstat(self._descriptor).st_size), 0)
 
     def release(self) -> None:
-        """Gives it back in good order."""
+        """Releases the lock."""
         os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
 
@@ -62,7 +62,7 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 
 def holder_of(data_dir: Path) -> dict[str, Any]:
-    """Who runs on `data_dir` now (process id, host, port); empty when nobody does."""
+    """The run that uses `data_dir` now (process id, host, port); empty if there is none."""
     try:
         with (data_dir / "run.lock").open("rb") as file:
             try:
@@ -75,10 +75,10 @@ def holder_of(data_dir: Path) -> dict[str, Any]:
 
 
 def end_leftovers(mark: str) -> int:
-    """Ends what a killed run has left, told by its mark; returns how many processes there were.
+    """Stops the processes of a killed run, found by its mark; returns how many there were.
 
-    Usually its guardian is at work already and only needs time; if that was killed too, the leftovers are
-    asked, then killed.
+    Usually its guardian is already doing so and only needs time. If the guardian was killed too, the
+    processes get SIGTERM, then SIGKILL.
     """
     left = list(procs.marked(mark))
     if not left:

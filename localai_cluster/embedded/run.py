@@ -1,8 +1,8 @@
-"""`make run`: everything on this machine, in the foreground, until Ctrl-C.
+"""`make run`: the whole cluster on this machine, in the foreground, until Ctrl-C.
 
-Looks for trouble first, then starts PostgreSQL, NATS and Valkey (or looks whether the operator's answer),
-migrates, enrols the worker of this machine, starts web, controller, tasks and that worker, waits until all
-are ready and says what to do next. Every failure is one line that names the mend, and exit code 1.
+Checks the machine, starts PostgreSQL, NATS and Valkey (or checks the operator's own), migrates, enrols the
+local worker, starts web, controller, tasks and that worker, waits until all are ready, and prints what to do
+next. Every failure is one line with a hint, and exit code 1.
 """
 
 import errno
@@ -38,29 +38,29 @@ from localai_cluster.embedded.lock import DataLock, end_leftovers
 from localai_cluster.embedded.log import Log
 from localai_cluster.embedded.manage import SERVER_URLS
 from localai_cluster.embedded.nats import EmbeddedNats
-from localai_cluster.embedded.places import Trouble, write_private
 from localai_cluster.embedded.postgres import EmbeddedPostgres
-from localai_cluster.embedded.server import Server, wait_for
+from localai_cluster.embedded.resources import SetupError, write_private
+from localai_cluster.embedded.server import EmbeddedServer, wait_for
 from localai_cluster.embedded.supervisor import Program, Supervisor, how_it_ended
 from localai_cluster.embedded.terminal import Foreground
 
 NEEDED_BYTES = 512 * 1024 * 1024
-"""Room for a fresh database and one backend's copy."""
+"""Enough for a new database and one backend."""
 
 SERVERS_SECONDS = 30.0
 _TASK_PROCESSES = 4
 READY_SECONDS = 120.0
 MAKE_BEGAN = "CLUSTER_MAKE_BEGAN"
-"""When `make run` was called, in seconds since 1970."""
+"""Variable with the time when `make run` was called, in seconds since 1970."""
 COMMAND_SECONDS = 300.0
 
 
 class StartCancelled(Exception):
-    """Asked to stop before everything was up."""
+    """A stop was requested during the start."""
 
 
 class Cluster:
-    """The whole product over one data directory, from the first check to the last process."""
+    """The whole cluster on one data directory, from the first check to the last process."""
 
     def __init__(self, environ: Mapping[str, str], log: Log) -> None:
         self.log = log
@@ -69,14 +69,11 @@ class Cluster:
         self._lock = DataLock(self.layout.data_dir)
         self._guardian: procs.Guardian | None = None
         self._supervisor: Supervisor | None = None
-        self.servers: dict[str, Server] = {}
+        self.servers: dict[str, EmbeddedServer] = {}
         self._asked = 0
 
     def start(self) -> None:
-        """Brings everything up and returns when it is ready.
-
-        Raises `Trouble`, or `StartCancelled` after `ask_to_stop`.
-        """
+        """Starts everything; returns when it is ready. `SetupError`, or `StartCancelled` by `ask_to_stop`."""
         self._clean()
         self._check()
         self._guardian = guardian = procs.Guardian(replaced=self._guardian_replaced)
@@ -94,24 +91,24 @@ class Cluster:
             supervisor.launch(program)
         for program in programs:
             supervisor.settle(program, seconds=READY_SECONDS, cancelled=self.stopping.is_set)
-        before = self._last_heard()
+        before = self._last_heartbeat()
         self._up(supervisor, worker)
         self._wait_ready()
         self._wait_registered(before)
 
     def ask_to_stop(self, *_: Any) -> None:
-        """The first time: an orderly stop. After that: no more waiting. Safe in a signal handler."""
+        """The first call requests an orderly stop, the next ones end all waits. Safe in a signal handler."""
         self._asked += 1
         self.stopping.set()
         if self._asked > 1 and self._supervisor:
             self._supervisor.hurry()
 
     def stop(self) -> None:
-        """Ends everything that was started, in order, and gives the data directory back."""
+        """Stops all processes in order and releases the data directory."""
         if self._supervisor:
             killed = self._supervisor.stop()
             if killed:
-                self.log.say("run", f"had to be killed: {', '.join(killed)}")
+                self.log.say("run", f"killed: {', '.join(killed)}")
         if self._guardian:
             self._guardian.close()
         if self.layout.sockets.parent != self.layout.data_dir:
@@ -122,22 +119,22 @@ class Cluster:
         """The running children by name."""
         return self._supervisor.pids() if self._supervisor else {}
 
-    def _go_on(self) -> None:
+    def _raise_if_cancelled(self) -> None:
         if self.stopping.is_set():
             raise StartCancelled
 
     def _up(self, supervisor: Supervisor, program: Program) -> None:
-        self._go_on()
+        self._raise_if_cancelled()
         supervisor.start(program, seconds=READY_SECONDS, cancelled=self.stopping.is_set)
-        self._go_on()
+        self._raise_if_cancelled()
 
     def _guardian_replaced(self, code: int) -> None:
-        self.log.say("run", f"guardian ended ({how_it_ended(code)}), started again")
+        self.log.say("run", f"guardian ended ({how_it_ended(code)}), restarted")
 
     def _clean(self) -> None:
         before = self._lock.taken_over
         if before:
-            self.log.say("run", f"took over from a run that was killed (process id {before.get('pid')})")
+            self.log.say("run", f"cleaning up after a killed run (process id {before.get('pid')})")
             EmbeddedPostgres(self.layout.data_dir / "postgres").end_leftovers()
             if mark := str(before.get("mark", "")):
                 end_leftovers(mark)
@@ -145,24 +142,24 @@ class Cluster:
     def _check(self) -> None:
         free = free_bytes(self.layout.data_dir)
         if free < NEEDED_BYTES:
-            raise Trouble(
-                f"{self.layout.data_dir} has {free // 2**20} MB left, {NEEDED_BYTES // 2**20} MB are needed.",
-                "Make room, or choose another CLUSTER_DATA_DIR.",
+            raise SetupError(
+                f"{self.layout.data_dir} has {free // 2**20} MB free; {NEEDED_BYTES // 2**20} MB are needed.",
+                "Free up space, or choose another CLUSTER_DATA_DIR.",
             )
         self.layout.check_port()
         for name, check in external.CHECKS.items():
             if self.layout.given(name):
                 check(self._given(name))
         if not (GALLERY / "index.yaml").exists():
-            raise Trouble(f"The example gallery is not at {GALLERY}.", "Run `make gallery`.")
+            raise SetupError(f"The example gallery is missing from {GALLERY}.", "Run `make gallery`.")
 
     def _given(self, name: str) -> str:
         path = self.layout.environ.get(f"{name}_FILE")
         return self.layout.environ.get(name) or Path(path or os.devnull).read_text().strip()
 
     def _prepare_product(self, product: Mapping[str, str]) -> None:
-        """`check`, `migrate` and `bootstrap`; their complaint becomes ours, in one line."""
-        self._go_on()
+        """`check`, `migrate` and `bootstrap`; a failure becomes one line."""
+        self._raise_if_cancelled()
         self.layout.seed_models()
         mark = self._guardian.env if self._guardian else {}
         child = procs.spawn(
@@ -175,14 +172,18 @@ class Cluster:
             said = child.communicate(timeout=COMMAND_SECONDS)[0].decode(errors="replace").strip()
         except subprocess.TimeoutExpired:
             procs.end_child(child, procs.group_of(child.pid))
-            raise Trouble("Migrating does not end.", "See what the database waits for.") from None
+            raise SetupError(
+                f"The migration took longer than {COMMAND_SECONDS:.0f} s.", "See what blocks the database."
+            ) from None
         if child.returncode:
-            raise Trouble((said.splitlines() or ["The database cannot be prepared."])[-1], "Then run again.")
+            raise SetupError(
+                (said.splitlines() or ["The database cannot be prepared."])[-1], "Then run again."
+            )
         if said:
             self.log.say("run", said)
 
     def _programs(self, product: Mapping[str, str]) -> list[Program]:
-        """Web, controller, tasks and worker in start order; stopped by rank, the highest first."""
+        """Web, controller, tasks and worker in start order; the highest rank stops first."""
         layout, health = self.layout, f"{self.layout.base_url}/healthz"
         nats_url = self.worker_nats_url()
         write_private(layout.secrets.directory / "worker_nats_url", nats_url + "\n")
@@ -196,17 +197,17 @@ class Cluster:
         ]
 
     def _wait_for_servers(self) -> None:
-        # What starts again while its database does so too would only fail and wait longer each time.
+        # A program that restarts before its database is back would only fail and wait longer.
         servers = self.servers.values()
         wait_for(lambda: self.stopping.is_set() or all(one.ready() for one in servers), SERVERS_SECONDS)
 
     def _tasks_run(self) -> bool:
-        """Whether django-q2's guard, pusher, monitor and workers are there."""
+        """Whether django-q2's guard, pusher, monitor and workers are running."""
         first = self.pids().get("tasks", 0)
         return sum(one.session == first for one in procs.processes()) > _TASK_PROCESSES
 
     def worker_nats_url(self) -> str:
-        """How a worker on this machine reaches NATS: with the worker's own credential where NATS is ours."""
+        """The NATS URL for a worker on this machine, with the worker's credentials if NATS is bundled."""
         nats = self.servers.get("LOCALAI_NATS_URL")
         if isinstance(nats, EmbeddedNats):
             return nats.url_for("worker", nats.dial_host)
@@ -215,17 +216,17 @@ class Cluster:
     def _wait_ready(self) -> None:
         url = f"{self.layout.base_url}/readyz"
         if not wait_for(lambda: self.stopping.is_set() or answers(url), READY_SECONDS):
-            raise Trouble(f"{url} does not turn ready.", "The lines above say why.")
-        self._go_on()
+            raise SetupError(f"{url} does not become ready.", "See the output above.")
+        self._raise_if_cancelled()
 
-    def _last_heard(self) -> str:
-        """When the registry last heard this machine's worker: it changes with each registration."""
+    def _last_heartbeat(self) -> str:
+        """The last heartbeat of the local worker in the registry; it changes with each registration."""
         wait_for(lambda: self.stopping.is_set() or bool(self._local_node()), READY_SECONDS)
-        self._go_on()
+        self._raise_if_cancelled()
         return str(self._local_node().get("last_heartbeat", ""))
 
     def _wait_registered(self, before: str) -> None:
-        """Waits for this machine's worker to register. A cluster that serves goes on without it."""
+        """Waits for the local worker to register. The cluster keeps serving without it."""
 
         def registered() -> bool:
             return bool(node := self._local_node()) and node.get("last_heartbeat") != before
@@ -233,13 +234,13 @@ class Cluster:
         if not wait_for(lambda: self.stopping.is_set() or registered(), READY_SECONDS):
             self.log.say(
                 "run",
-                "the worker of this machine has not registered; its lines above (worker |) say why. "
-                "The cluster goes on without it.",
+                "the local worker has not registered; see its output above (worker |). "
+                "The cluster keeps running without it.",
             )
         elif (status := self._local_node().get("status", "healthy")) != "healthy":
             page = f"{self.layout.base_url}/nodes"
-            self.log.say("run", f"the worker of this machine is {status} and gets no requests; see {page}")
-        self._go_on()
+            self.log.say("run", f"the local worker is {status} and receives no requests; see {page}")
+        self._raise_if_cancelled()
 
     def _local_node(self) -> Mapping[str, Any]:
         return find_node(self.layout.base_url, self.layout.secrets.value("admin_api_key"), LOCAL_WORKER)
@@ -254,7 +255,7 @@ def answers(url: str) -> bool:
 
 
 def find_node(url: str, key: str, name: str) -> Mapping[str, Any]:
-    """The registry's row of the node of this name; empty if there is none, or no answer."""
+    """The node with this name in the registry; empty if there is none, or no answer."""
     try:
         found = httpx.get(
             f"{url}/api/nodes", headers={"Authorization": f"Bearer {key}"}, timeout=2, trust_env=False
@@ -266,23 +267,23 @@ def find_node(url: str, key: str, name: str) -> Mapping[str, Any]:
 
 
 def announce(cluster: Cluster, seconds: float) -> None:
-    """Says that all is up, who may come in, and one request to paste."""
+    """Prints the address, the sign-in and a request to paste."""
     layout, log = cluster.layout, cluster.log
     log.say("run", f"ready in {seconds:.1f} s: open {layout.base_url} in a browser")
-    log.say("run", f"sign in as admin, {_first_password(cluster)}")
+    log.say("run", f"sign in as admin; {_initial_password(cluster)}")
     if layout.open_to_others:
         _announce_worker(cluster)
     log.say("run", "try it:")
     log.say("run", example_request(layout))
 
 
-def _first_password(cluster: Cluster) -> str:
-    """Where the password is that the admin was made with; it may have been changed since."""
+def _initial_password(cluster: Cluster) -> str:
+    """Where to find the initial password; it may have been changed since."""
     kept = cluster.layout.secrets
     if kept.given("admin_password"):
-        return f"first password: the one in {kept.path('admin_password') or 'CLUSTER_ADMIN_PASSWORD'}"
-    shown = kept.value("admin_password") if cluster.log.terminal else f"in {kept.path('admin_password')}"
-    return f"first password: {shown} (you choose your own when you sign in)"
+        return f"the initial password is in {kept.path('admin_password') or 'CLUSTER_ADMIN_PASSWORD'}"
+    where = kept.value("admin_password") if cluster.log.terminal else f"in {kept.path('admin_password')}"
+    return f"the initial password is {where} (you choose a new one when you sign in)"
 
 
 def _announce_worker(cluster: Cluster) -> None:
@@ -293,12 +294,12 @@ def _announce_worker(cluster: Cluster) -> None:
     command = command_for_others(layout, url)
     path = layout.secrets.directory / "worker_command"
     write_private(path, command + "\n")
-    shown = command if cluster.log.terminal else f"in {path}"
-    cluster.log.say("run", f"worker on another machine (put its own address in): {shown}")
+    shown = command if cluster.log.terminal else f"the command in {path}"
+    cluster.log.say("run", f"to add a worker on another machine, fill in its address and run there: {shown}")
 
 
 def example_request(layout: Layout) -> str:
-    """One request of the main job that reads its key from where it is kept; works from any folder."""
+    """An example request that reads its key from the key's file; works from any folder."""
     request = json.loads((EXAMPLES / "demo.json").read_text(encoding="utf-8"))["request"]
     body = json.dumps(request["body"], separators=(",", ":"))
     path = layout.secrets.path("admin_api_key")
@@ -317,7 +318,7 @@ def _remove_if_empty(path: Path) -> None:
 
 
 def run(environ: Mapping[str, str], log: Log, forwarded: Callable[[Cluster], None]) -> None:
-    """Up, announce, wait until asked to stop, down."""
+    """Starts the cluster, prints how to use it, waits for a stop request, stops it."""
     begun = clock.monotonic() - seconds_before(environ)
     cluster = Cluster(environ, log)
     forwarded(cluster)
@@ -327,19 +328,19 @@ def run(environ: Mapping[str, str], log: Log, forwarded: Callable[[Cluster], Non
             announce(cluster, clock.monotonic() - begun)
             while not cluster.stopping.wait(0.5):
                 if foreground.orphaned():
-                    log.say("run", "make is gone")
+                    log.say("run", "make has ended, stopping")
                     break
         except StartCancelled:
             pass
         finally:
             if cluster.pids():
-                log.say("run", "stopping (Ctrl-C again: at once)")
+                log.say("run", "stopping (press Ctrl-C again to stop at once)")
             cluster.stop()
     log.say("run", "stopped")
 
 
 def seconds_before(environ: Mapping[str, str]) -> float:
-    """What `make` has spent on installing and building before it started us."""
+    """The time that `make` has spent on installing and building before this process."""
     with suppress(ValueError):
         return max(clock.now().timestamp() - float(environ.get(MAKE_BEGAN, "")), 0.0)
     return 0.0
@@ -358,8 +359,8 @@ def main() -> int:
 
     try:
         run(os.environ, log, forward)
-    except Trouble as trouble:
-        log.say("run", str(trouble))
+    except SetupError as error:
+        log.say("run", str(error))
         return 1
     except OSError as error:
         log.say("run", one_line(error))
@@ -370,15 +371,15 @@ def main() -> int:
 
 
 def one_line(error: OSError) -> str:
-    """An operating-system error as a line that names a mend."""
-    mends = {
-        errno.ENOSPC: "Make room on that disk.",
-        errno.EACCES: "Mend its owner or mode, or choose another CLUSTER_DATA_DIR.",
+    """An operating-system error as one line with a hint."""
+    hints = {
+        errno.ENOSPC: "Free up space on that disk.",
+        errno.EACCES: "Fix its owner or mode, or choose another CLUSTER_DATA_DIR.",
         errno.EROFS: "Choose another CLUSTER_DATA_DIR.",
     }
     where = f"{error.filename}: " if error.filename else ""
     return (
-        f"{where}{error.strerror or error}. {mends.get(error.errno or 0, 'Choose another CLUSTER_DATA_DIR.')}"
+        f"{where}{error.strerror or error}. {hints.get(error.errno or 0, 'Choose another CLUSTER_DATA_DIR.')}"
     )
 
 

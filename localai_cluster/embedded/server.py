@@ -1,6 +1,6 @@
-"""What the embedded servers have in common: prepare, argv, ready, settle, and how they like to be stopped.
+"""The base of the bundled servers: prepare, argv, ready, settle, and how to stop them.
 
-The supervisor drives these steps for `make run`; `start` and `stop` drive them for tests and small tools.
+The supervisor runs these steps for `make run`; `start` and `stop` run them for tests and small tools.
 """
 
 import signal
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Self
 
 from localai_cluster import clock, procs
-from localai_cluster.embedded.places import Trouble
+from localai_cluster.embedded.resources import SetupError
 
 LOOK_AGAIN_SECONDS = 0.02
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
-    """Looks until `condition` holds or `seconds` have passed; returns whether it held. Blocks."""
+    """Polls until `condition` is true or `seconds` have passed; returns whether it became true. Blocks."""
     deadline = clock.monotonic() + seconds
     while not condition():
         if clock.monotonic() >= deadline:
@@ -27,8 +27,8 @@ def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-class Server(ABC):
-    """One embedded server over one directory. The caller holds the directory; two of these on it do harm."""
+class EmbeddedServer(ABC):
+    """A bundled server on one directory. The caller ensures that nothing else uses the directory."""
 
     name: str
     polite: int = signal.SIGTERM
@@ -43,36 +43,36 @@ class Server(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Readies the directory for a start, leftovers of a killed run included; `Trouble` if it cannot."""
+        """Prepares the directory for a start and cleans up after a killed run; `SetupError` if it cannot."""
 
     @abstractmethod
     def argv(self) -> list[str]:
-        """The command; it holds no secret."""
+        """The command; it contains no secret."""
 
     @property
     @abstractmethod
     def url(self) -> str:
-        """What goes into the product's environment, credential included."""
+        """The URL for the other processes, including credentials."""
 
     @abstractmethod
     def ready(self) -> bool:
-        """Whether it answers. Returns at once or within a second, and never raises."""
+        """Whether it answers. Returns within a second and never raises."""
 
     def settle(self) -> None:  # noqa: B027 - most servers have nothing to settle
-        """What is to be done once after the first start that became ready."""
+        """Runs once, after the first successful start."""
 
-    def shown(self, line: str) -> bool:
-        """Whether a line of its output is worth a line in the common log."""
+    def keeps_line(self, line: str) -> bool:
+        """Whether a line of its output belongs in the common log."""
         return bool(line)
 
     @property
     def pid(self) -> int:
-        """Process id of the child that `start` started."""
+        """The process id of the child that `start` has started."""
         assert self._child
         return self._child.pid
 
     def start(self, guardian: procs.Guardian | None = None, *, seconds: float = 30.0) -> str:
-        """Starts the server and waits until it is ready; returns its URL. `Trouble` if it does not."""
+        """Starts the server and waits until it is ready; returns its URL. `SetupError` if it fails."""
         self.stop()
         self.prepare()
         log = self.directory / f"{self.name}.log"
@@ -91,12 +91,12 @@ class Server(ABC):
             or child.poll() is not None
         ):
             self.stop()
-            raise Trouble(f"{self.name} does not start: {last_line(log)}", f"Read {log}.")
+            raise SetupError(f"{self.name} failed to start: {last_line(log)}", f"See {log}.")
         self.settle()
         return self.url
 
     def stop(self) -> bool:
-        """Stops what `start` started; True when the polite signal was enough. A stopped one stays stopped."""
+        """Stops the server; True if it stopped without SIGKILL. Does nothing if it is not running."""
         child, self._child = self._child, None
         if child is None:
             return True
@@ -115,7 +115,7 @@ class Server(ABC):
 
 
 def plain_environment() -> dict[str, str]:
-    """An environment with nothing of the operator's settings or secrets in it."""
+    """An environment without any of the operator's settings or secrets."""
     return {
         "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         "LC_ALL": "C",
@@ -124,9 +124,9 @@ def plain_environment() -> dict[str, str]:
 
 
 def last_line(log: Path) -> str:
-    """The last line that says something, for a one-line message."""
+    """The last non-empty line, for a one-line message."""
     try:
         lines = log.read_text(errors="replace").strip().splitlines()
     except OSError:
         lines = []
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no output"

@@ -1,8 +1,8 @@
-"""The terminal's part in `make run`: who gets Ctrl-C, and noticing that `make` itself is gone.
+"""The terminal of `make run`: which process gets Ctrl-C, and whether `make` is still there.
 
-Ctrl-C goes to every process of the terminal's foreground group, and `make` answers it with an error of its
-own, however orderly the stop was. So the supervisor takes the foreground for itself, as a shell's job does,
-and hands it back at the end.
+The terminal sends Ctrl-C to its whole foreground group, and `make` reports it as an error even after an
+orderly stop. So the supervisor becomes the foreground group itself, as a shell's job does, and restores the
+old one at the end.
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import Self
 
 
 class Foreground:
-    """While entered, Ctrl-C reaches this process only. Does nothing without a terminal of our own."""
+    """While entered, Ctrl-C reaches only this process. Does nothing without a terminal."""
 
     def __init__(self) -> None:
         self._before = 0
@@ -23,7 +23,7 @@ class Foreground:
     def __enter__(self) -> Self:
         with suppress(OSError, ValueError):
             if sys.stdin.isatty() and os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp() != os.getpid():
-                # Who sets the foreground from the background is stopped, unless it ignores the signal.
+                # A background process that sets the foreground group is stopped unless it ignores the signal.
                 signal.signal(signal.SIGTTOU, signal.SIG_IGN)
                 signal.signal(signal.SIGTSTP, signal.SIG_IGN)
                 before = os.getpgrp()
@@ -40,5 +40,5 @@ class Foreground:
                 os.tcsetpgrp(sys.stdin.fileno(), self._before)
 
     def orphaned(self) -> bool:
-        """Whether the `make` that started us has been killed."""
+        """Whether the `make` that started this process has ended."""
         return bool(os.environ.get("MAKELEVEL")) and os.getppid() != self._parent

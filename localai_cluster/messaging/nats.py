@@ -197,7 +197,7 @@ class NatsBus:
                     connected = await self._live_once()
                 except Exception:
                     # Whatever the library does to us, giving up would leave this process deaf for good.
-                    log.exception("the message bus client failed; dialling again")
+                    log.exception("the message bus client failed; reconnecting")
                     connected = False
                 pause = RETRY_FIRST if connected else min(pause * 2, RETRY_MAX)
                 await asyncio.sleep(pause * random.uniform(0.8, 1.2))
@@ -214,7 +214,7 @@ class NatsBus:
             await link.lost()
         finally:
             await link.discard()
-        log.warning("lost the message bus at %s; dialling again", self._where)
+        log.warning("lost the connection to the message bus at %s; reconnecting", self._where)
         return True
 
     async def _dial(self) -> "_Link | None":

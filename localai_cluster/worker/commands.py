@@ -1,7 +1,7 @@
-"""The ten subjects a worker listens to, and what it does about each message (nats.md §3, §4).
+"""The ten subjects a worker subscribes to, and how it handles each message (nats.md §3, §4).
 
-Install and upgrade run side by side; every other subject takes one message at a time. What cannot be
-decoded is answered in that subject's error shape; a publish that cannot be decoded is ignored.
+Installs and upgrades run concurrently; every other subject handles one message at a time. A request that
+cannot be decoded gets an error reply; a publish that cannot be decoded is ignored.
 """
 
 import asyncio
@@ -18,62 +18,62 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Bus, Handler, Message, Subscription
 from localai_cluster.messaging.codec import DecodeError, decode, encode
+from localai_cluster.worker.backend_store import BackendStore
 from localai_cluster.worker.config import Config
-from localai_cluster.worker.copying import Stopped
-from localai_cluster.worker.installs import Installs, report_stopped
-from localai_cluster.worker.listing import Shelf
+from localai_cluster.worker.engines import Engine, EngineSupervisor
+from localai_cluster.worker.file_copy import Stopped
+from localai_cluster.worker.install_commands import InstallCommands, report_stopped
 from localai_cluster.worker.names import strip_gallery
-from localai_cluster.worker.processes import Engine, Supervisor
 
 log = logging.getLogger(__name__)
 
-SIDE_BY_SIDE = 64
+CONCURRENT = 64
 T = TypeVar("T")
 
 
 class Commands:
-    """Answers the commands of the controllers for one node id at a time."""
+    """Answers the controllers' commands for one node id at a time."""
 
     def __init__(
         self,
         config: Config,
         bus: Bus,
-        shelf: Shelf,
-        supervisor: Supervisor,
-        installs: Installs,
+        store: BackendStore,
+        supervisor: EngineSupervisor,
+        installs: InstallCommands,
         instance: str,
-        leave: Callable[[], None],
+        stop_worker: Callable[[], None],
     ) -> None:
         self._config = config
         self._bus = bus
-        self._shelf = shelf
+        self._store = store
         self._supervisor = supervisor
-        self._installs = installs
+        self._install_commands = installs
         self._instance = instance
-        self._leave = leave
-        self._leaving = False
+        self._stop_worker = stop_worker
+        self._shutting_down = False
         self._subscriptions: list[Subscription] = []
 
-    async def listen(self, node_id: str) -> None:
-        """Listens for `node_id`, and for no other id any more."""
-        await self.fall_silent()
+    async def subscribe(self, node_id: str) -> None:
+        """Subscribes to the commands for `node_id`, and to no others."""
+        await self.unsubscribe()
         for subject, handler, limit in self._table(node_id):
             self._subscriptions.append(await self._bus.subscribe(subject, handler, limit=limit))
 
-    async def fall_silent(self) -> None:
-        """Listens for nothing any more: another process speaks for the node."""
+    async def unsubscribe(self) -> None:
+        """Ends all subscriptions, because another process is the node now."""
         former, self._subscriptions = self._subscriptions, []
         for subscription in former:
             await subscription.close()
 
     @property
-    def listening(self) -> bool:
-        """Whether commands are answered."""
+    def subscribed(self) -> bool:
+        """Whether this worker receives commands."""
         return bool(self._subscriptions)
 
     def refuse_new(self) -> None:
-        """From now on new installs and upgrades are refused: the worker is leaving."""
-        self._leaving = True
+        """Refuses new installs and upgrades from now on, because the worker is shutting down."""
+        self._shutting_down = True
 
     def _table(self, node_id: str) -> list[tuple[str, Handler, int]]:
         answers = self._answering
@@ -88,8 +88,8 @@ class Commands:
             m.DeleteModelRequest, self._delete_model, lambda text: m.DeleteModelReply(error=text)
         )
         return [
-            (subjects.backend_install(node_id), install, SIDE_BY_SIDE),
-            (subjects.backend_upgrade(node_id), upgrade, SIDE_BY_SIDE),
+            (subjects.backend_install(node_id), install, CONCURRENT),
+            (subjects.backend_upgrade(node_id), upgrade, CONCURRENT),
             (subjects.backend_stop(node_id), self._stop_backend, 1),
             (subjects.backend_delete(node_id), delete, 1),
             (subjects.backend_list(node_id), listing, 1),
@@ -113,42 +113,42 @@ class Commands:
                 request = kind() if ignore_body else decode(message.payload, kind)
                 return encode(await act(request))
             except Stopped:
-                # No answer: the controller sees this worker vanish and tries again, instead of a failure.
+                # No reply: the controller notices that this worker is gone and retries instead of failing.
                 return None
             except (ClusterError, OSError) as error:
                 log.warning("%s: %s", message.subject, error)
                 return encode(failed(error.message if isinstance(error, ClusterError) else str(error)))
             except Exception as error:
                 log.exception("%s failed", message.subject)
-                return encode(failed(f"internal error of the worker: {type(error).__name__}"))
+                return encode(failed(f"internal worker error: {type(error).__name__}"))
 
         return handle
 
     async def _install(self, request: m.InstallRequest) -> m.InstallReply:
-        self._refuse_when_leaving()
-        return await self._installs.install(request)
+        self._refuse_when_shutting_down()
+        return await self._install_commands.install(request)
 
     async def _upgrade(self, request: m.UpgradeRequest) -> m.UpgradeReply:
-        self._refuse_when_leaving()
-        return await self._installs.upgrade(request)
+        self._refuse_when_shutting_down()
+        return await self._install_commands.upgrade(request)
 
-    def _refuse_when_leaving(self) -> None:
-        if self._leaving:
+    def _refuse_when_shutting_down(self) -> None:
+        if self._shutting_down:
             raise Conflict("the worker is shutting down")
 
     async def _delete(self, request: m.DeleteRequest) -> m.UpgradeReply:
         name = strip_gallery(request.backend)
-        names = await asyncio.to_thread(self._shelf.identity, name)
+        names = await asyncio.to_thread(self._store.identity, name)
         stopped: list[str] = []
         try:
             stopped += await self._supervisor.ensure_stopped(self._supervisor.of_backend(names), force=False)
-            await asyncio.to_thread(self._shelf.remove, name)
+            await asyncio.to_thread(self._store.remove, name)
         except (ClusterError, OSError) as error:
             return report_stopped(stopped, error)
         return report_stopped(stopped)
 
     async def _list(self, _: m.Nothing) -> m.ListReply:
-        entries = await asyncio.to_thread(self._shelf.scan)
+        entries = await asyncio.to_thread(self._store.scan)
         return m.ListReply(
             backends=tuple(
                 m.InstalledBackend(
@@ -202,7 +202,7 @@ class Commands:
         )
 
     def _at(self, engine: Engine, address: str) -> bool:
-        """Whether `address` is this engine's, in its local or in its advertised form (nats.md §4.5)."""
+        """Whether `address` is this engine's local or advertised address (nats.md §4.5)."""
         return address in (engine.address, f"{self._config.advertise_host}:{engine.port}")
 
     async def _delete_model(self, request: m.DeleteModelRequest) -> m.DeleteModelReply:
@@ -217,7 +217,7 @@ class Commands:
             return
         keys = [engine.key for engine in self._supervisor.engines()]
         if request.backend:
-            names = await asyncio.to_thread(self._shelf.identity, strip_gallery(request.backend))
+            names = await asyncio.to_thread(self._store.identity, strip_gallery(request.backend))
             keys = [*self._supervisor.of_backend(names), *self._supervisor.of_model(request.backend)]
         log.info("stop target=%r force=%s keys=%s", request.backend, request.force, keys)
         stops = (self._supervisor.stop(key, force=request.force) for key in dict.fromkeys(keys))
@@ -226,13 +226,15 @@ class Commands:
                 log.warning("stop: %s", outcome.error)
 
     async def _stop_node(self, _: Message) -> None:
-        log.info("asked to stop by the controller")
-        self._leave()
+        log.info("stop requested by the control plane")
+        self._stop_worker()
 
 
 def delete_model(models: Path, name: str) -> None:
-    """Removes `<models>/<name>`, or that file and its `<name>.*` siblings. InvalidInput for a name that
-    escapes."""
+    """Removes the folder `<models>/<name>`, or that file and its `<name>.*` siblings.
+
+    InvalidInput for a name that points outside the folder.
+    """
     target = Path(os.path.normpath(models / name)) if name and "\0" not in name else models
     inside = target != models and target.is_relative_to(models)
     if not inside or not target.parent.resolve().is_relative_to(models.resolve()):

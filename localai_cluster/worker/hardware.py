@@ -1,6 +1,6 @@
-"""What this machine has and has left: memory, disk, GPUs, and the capability that selects builds.
+"""Memory, disk and GPUs of this machine, and the capability that selects builds.
 
-Every figure is measured at the call; what cannot be measured is absent, never invented.
+Every figure is measured by the call. What cannot be measured is absent.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class Gpus:
 
 @dataclass(frozen=True)
 class Figures:
-    """RAM and disk in bytes; None where the system would not tell."""
+    """RAM and disk in bytes; None if unknown."""
 
     total_ram: int | None
     available_ram: int | None
@@ -69,7 +69,7 @@ def figures(models: Path) -> Figures:
 
 
 async def gpus() -> Gpus:
-    """NVIDIA GPUs by `nvidia-smi`, if it is there and answers within 5 s."""
+    """NVIDIA GPUs according to `nvidia-smi`, if it is installed and answers within 5 s."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return Gpus()
@@ -95,8 +95,7 @@ async def gpus() -> Gpus:
 
 
 def parse_gpus(text: str) -> Gpus:
-    """The sum over the lines `total MiB, free MiB, compute capability`; lines that do not read so are left
-    out."""
+    """The sum of the lines `total MiB, free MiB, compute capability`; other lines are ignored."""
     total = free = 0
     capability = ""
     for line in text.splitlines():
@@ -108,13 +107,13 @@ def parse_gpus(text: str) -> Gpus:
 
 
 def detect_capability(forced: str, found: Gpus, run_file: Path = CAPABILITY_FILE) -> str:
-    """The capability of this machine (worker.md §18.4): forced, noted in the run file, or detected."""
+    """The capability of this machine (worker.md §18.4): forced, from the run file, or detected."""
     if forced:
         return forced
     with contextlib.suppress(OSError):
-        noted = run_file.read_text(encoding="utf-8", errors="replace").strip()
-        if noted:
-            return noted
+        recorded = run_file.read_text(encoding="utf-8", errors="replace").strip()
+        if recorded:
+            return recorded
     if platform.system() == "Darwin":
         return "metal" if platform.machine() == "arm64" else "darwin-x86"
     toolkit = next((f"-cuda-{n}" for n in (13, 12) if Path(f"/usr/local/cuda-{n}").is_dir()), "")
@@ -126,7 +125,7 @@ def detect_capability(forced: str, found: Gpus, run_file: Path = CAPABILITY_FILE
 
 
 def preferred_tokens(capability: str) -> Sequence[str]:
-    """Which words in a build's name are liked best on this machine, best first (worker.md §18.2)."""
+    """The preferred words in a build's name on this machine, best first (worker.md §18.2)."""
     for prefix, tokens in PREFERENCES.items():
         if capability.startswith(prefix):
             return tokens

@@ -1,9 +1,9 @@
-"""Who this worker is: a secret made at its first start, the one that shall replace it, and a lock so that one
-data folder has one worker.
+"""The worker's identity: a secret made at the first start, its successor during a rotation, and a lock that
+allows one worker per data folder.
 
-A rotation lasts from `prepare` to `promote`, with a call to the controller between them. Before that call
-the successor lies safely in a file of its own, and a rename puts it in place: whenever the worker ends, one
-of the two files holds the secret that the controller knows.
+A rotation lasts from `prepare` to `promote`, with a call to the control plane in between. Before that call
+the successor is safely on disk in its own file; afterwards a rename puts it in place. So whenever the worker
+ends, one of the two files holds the secret that the control plane knows.
 """
 
 import fcntl
@@ -25,53 +25,53 @@ NEXT_FILE = "node-secret.next"
 LOCK_FILE = "worker.lock"
 
 
-class IdentityProblem(ClusterError):
-    """The worker's data folder cannot be used; the message names the mend."""
+class IdentityError(ClusterError):
+    """The worker's data folder cannot be used; the message says how to fix it."""
 
 
-class Identity:
-    """The secret in use and, while a rotation is under way, its successor ("" if there is none)."""
+class NodeIdentity:
+    """The secret in use and, during a rotation, its successor (otherwise empty)."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads both; makes a first secret. IdentityProblem."""
+        """Reads both; generates the first secret. IdentityError."""
         self._path, self._next = folder / SECRET_FILE, folder / NEXT_FILE
         self.successor = _read(self._next)
         if self.successor and not os.path.lexists(self._path):
-            self._take_place()
-        self.secret = _read(self._path) or _keep(self._path)
+            self._replace_file()
+        self.secret = _read(self._path) or _create(self._path)
 
     @property
     def fingerprint(self) -> str:
-        """What an admin compares before approving: SHA-256 of the secret in use, hex."""
+        """SHA-256 of the secret in use, in hex; admins compare it before they approve."""
         return hashlib.sha256(self.secret.encode()).hexdigest()
 
     def prepare(self) -> str:
-        """The successor, made and safely on disk; that of a rotation that did not end. IdentityProblem."""
+        """The successor, safely on disk; reuses that of an unfinished rotation. IdentityError."""
         try:
             if self.successor == self.secret:
-                self._take_place()
+                self._replace_file()
         except OSError as error:
-            raise IdentityProblem(f"cannot write {self._path}: {error.strerror}") from error
-        self.successor = self.successor or _keep(self._next)
+            raise IdentityError(f"cannot write {self._path}: {error.strerror}") from error
+        self.successor = self.successor or _create(self._next)
         return self.successor
 
     def promote(self) -> None:
-        """The successor is the secret from now on, whatever becomes of the files."""
+        """Makes the successor the secret in use, even if the files cannot be changed."""
         self.secret = self.successor
         try:
-            self._take_place()
+            self._replace_file()
         except OSError as error:
-            # The next start finds the successor where it is and tries it too.
-            log.error("cannot put the new secret in %s: %s", self._path, error.strerror)
+            # The next start finds the successor in its own file and tries it too.
+            log.error("cannot write the new secret to %s: %s", self._path, error.strerror)
 
-    def _take_place(self) -> None:
+    def _replace_file(self) -> None:
         os.rename(self._next, self._path)
         _sync(self._path.parent)
         self.successor = ""
 
 
-def _keep(path: Path) -> str:
-    """Makes a secret, 64 hex digits in a file of mode 0600, unless there is one; it survives a power cut."""
+def _create(path: Path) -> str:
+    """Creates a secret unless one exists: 64 hex digits, mode 0600, safe against a power cut."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -79,14 +79,14 @@ def _keep(path: Path) -> str:
             file.write(secrets.token_hex(SECRET_BYTES) + "\n")
             file.flush()
             os.fsync(descriptor)
-        # A link appears whole or not at all, and never replaces the secret somebody else made first.
+        # A link is atomic and never replaces a secret that another process made first.
         with suppress(FileExistsError):
             os.link(fresh, path)
         _sync(path.parent)
     except OSError as error:
-        raise IdentityProblem(
-            f"cannot keep the node's secret in {path}: {error.strerror}. "
-            "Set LOCALAI_WORKER_DATA_DIR to a folder this user can write."
+        raise IdentityError(
+            f"cannot write the node's secret to {path}: {error.strerror}. "
+            "Set LOCALAI_WORKER_DATA_DIR to a folder that this user can write to."
         ) from error
     finally:
         fresh.unlink(missing_ok=True)
@@ -94,7 +94,7 @@ def _keep(path: Path) -> str:
 
 
 def _read(path: Path) -> str:
-    """The secret in `path`, "" if there is no such file. IdentityProblem."""
+    """The secret in `path`; empty if the file does not exist. IdentityError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         with os.fdopen(descriptor) as file:
@@ -104,17 +104,19 @@ def _read(path: Path) -> str:
     except FileNotFoundError:
         return ""
     except (OSError, UnicodeDecodeError) as error:
-        raise IdentityProblem(f"cannot read {path}: {error}. Make it a plain file of this user.") from error
+        raise IdentityError(
+            f"cannot read {path}: {error}. Make it a regular file that this user owns."
+        ) from error
     if len(text) != 2 * SECRET_BYTES or any(digit not in "0123456789abcdef" for digit in text):
-        raise IdentityProblem(
-            f"{path} does not hold a secret (64 hex digits). "
-            "Restore it from a copy, or remove it and have the node enrolled anew."
+        raise IdentityError(
+            f"{path} does not contain a secret (64 hex digits). "
+            "Restore it from a backup, or delete it and approve the node again."
         )
     return text
 
 
 def _sync(folder: Path) -> None:
-    """Makes the names in `folder` survive a power cut."""
+    """Makes renames and new files in `folder` durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -123,20 +125,20 @@ def _sync(folder: Path) -> None:
 
 
 def claim(folder: Path) -> IO[str]:
-    """Holds the data folder for this process until the file is closed. IdentityProblem when it is taken."""
+    """Locks the data folder for this process until the file is closed. IdentityError if it is in use."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / LOCK_FILE, "a+")  # noqa: SIM115 -- held as long as the process lives
+        file = open(folder / LOCK_FILE, "a+")  # noqa: SIM115 -- held for the life of the process
     except OSError as error:
-        raise IdentityProblem(
+        raise IdentityError(
             f"cannot use {folder}: {error.strerror}. "
-            "Set LOCALAI_WORKER_DATA_DIR to a folder this user can write."
+            "Set LOCALAI_WORKER_DATA_DIR to a folder that this user can write to."
         ) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.close()
-        raise IdentityProblem(
+        raise IdentityError(
             f"another worker uses {folder}. "
             "Stop it, or give this one its own LOCALAI_WORKER_DATA_DIR and LOCALAI_BACKENDS_PATH."
         ) from error

@@ -1,7 +1,6 @@
 """The command `localai-cluster-worker`: settings from flags and environment, logging, exit codes.
 
-Exit 0 after an orderly end, 2 for a setting that is wrong (one line that names it and its mend), 1 for the
-rest.
+Exit code 0 after an orderly stop, 2 for wrong settings (one line each, with the fix), 1 for any other error.
 """
 
 import asyncio
@@ -15,15 +14,15 @@ import click
 from localai_cluster import logs
 from localai_cluster.errors import ClusterError
 from localai_cluster.worker import identity
-from localai_cluster.worker.agent import run
-from localai_cluster.worker.config import SETTINGS, InvalidSetting, build
+from localai_cluster.worker.config import SETTINGS, InvalidSettings, build
+from localai_cluster.worker.lifecycle import run
 
 log = logging.getLogger(__name__)
 
 
 def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     for setting in reversed(SETTINGS):
-        # A switch takes true or false too, because that is how the environment gives it.
+        # A switch also accepts true or false, as the environment variable does.
         switch: dict[str, Any] = {"is_flag": False, "flag_value": "true"} if setting.switch else {}
         command = click.option(
             setting.flag, setting.key, envvar=list(setting.environment), help=setting.help, **switch
@@ -34,7 +33,7 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @_with_settings
 def main(**given: str | None) -> None:
-    """Runs the LocalAI Cluster worker of this machine until it is told to stop."""
+    """Runs the LocalAI Cluster worker of this machine until it is stopped."""
     sys.exit(_run(given))
 
 
@@ -43,9 +42,10 @@ def _run(given: dict[str, Any]) -> int:
         config = build(given)
         _log_to_stderr()
         with identity.claim(config.data_dir):
-            asyncio.run(run(config, identity.Identity(config.data_dir)))
-    except (InvalidSetting, identity.IdentityProblem) as error:
-        click.echo(f"error: {error.message}", err=True)
+            asyncio.run(run(config, identity.NodeIdentity(config.data_dir)))
+    except (InvalidSettings, identity.IdentityError) as error:
+        for line in error.message.splitlines():
+            click.echo(f"error: {line}", err=True)
         return 2
     except ClusterError as error:
         log.error("%s", error.message)
@@ -58,7 +58,7 @@ def _run(given: dict[str, Any]) -> int:
 
 def _log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, handlers=[logs.handler(sys.stderr)])
-    # One line for every heartbeat would drown the rest.
+    # It would log one line per heartbeat.
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 

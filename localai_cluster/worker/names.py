@@ -1,4 +1,4 @@
-"""Names that arrive from outside and become folder names: what is stripped, what is refused."""
+"""Names from outside that become folder names: what is stripped and what is refused."""
 
 from localai_cluster.errors import InvalidInput
 
@@ -7,12 +7,12 @@ LIMIT = 200
 
 
 def strip_gallery(name: str) -> str:
-    """`gallery@name` without its gallery; the files are installed under the bare name."""
+    """`gallery@name` without the gallery; files are installed under the bare name."""
     return name.rpartition("@")[2].strip()
 
 
 def folder_name(name: str) -> str:
-    """The folder of a backend of that name; `/` becomes `__`. InvalidInput for what must not be one."""
+    """The folder of the backend `name`; `/` becomes `__`. InvalidInput for an unsafe name."""
     folder = name.replace("/", "__")
     if not folder:
         raise InvalidInput("backend name is empty", field="backend")
@@ -23,13 +23,13 @@ def folder_name(name: str) -> str:
     return folder
 
 
-def shown(text: str) -> str:
-    """A text from outside as it may stand in a log line."""
+def printable(text: str) -> str:
+    """A text from outside, safe for a log line."""
     return text if text.isprintable() and 0 < len(text) <= 100 else repr(text[:100]) if text else "-"
 
 
 def model_name(name: str) -> str:
-    """A model id as it may become part of a process key; empty is allowed. InvalidInput."""
+    """Checks a model id for use in a process key; empty is allowed. InvalidInput."""
     if len(name) > LIMIT * 2 or not (name.isprintable() or not name):
         raise InvalidInput("not a model id: too long or not printable", field="model_id")
     return name

@@ -1,4 +1,4 @@
-"""`/healthz` and `/readyz` of the worker: a few lines of HTTP/1.1, no more."""
+"""`/healthz` and `/readyz` of the worker, in a minimal HTTP/1.1 server."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ READ_LIMIT = 5.0
 
 
 async def serve(listener: socket.socket, problem: Callable[[], str]) -> asyncio.Server:
-    """Answers at `listener`; `/readyz` answers 503 while `problem` names one."""
+    """Serves on `listener`; `/readyz` answers 503 while `problem` returns one."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, TimeoutError, ValueError, asyncio.IncompleteReadError):

@@ -1,7 +1,7 @@
-"""Progress of one operation on its way to the bus: at most one event a window, never late, never in the way.
+"""Sends the progress of one operation to the bus, at most one event per window, without slowing it down.
 
-The first tick leaves at once; what follows within the window overwrites one slot that leaves at the
-window's end; the last one leaves before the operation is answered. Losing an event is harmless.
+The first tick is sent at once. Later ticks overwrite one slot, which is sent at the end of the window. The
+last one is sent before the operation's reply. A lost event is harmless.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ WINDOW = 0.25
 
 @dataclass(frozen=True)
 class Tick:
-    """How far an operation is: phase (`resolving`, `downloading`, `starting`), bytes, the file at hand."""
+    """How far an operation is: phase (`resolving`, `downloading`, `starting`), bytes, current file."""
 
     phase: str
     current: int = 0
@@ -29,15 +29,15 @@ class Tick:
 
 
 Report = Callable[[Tick], None]
-"""Takes ticks from any thread and returns at once."""
+"""Accepts ticks from any thread and returns immediately."""
 
 
 def ignore(_: Tick) -> None:
-    """The report of an operation nobody watches."""
+    """For an operation without a progress stream."""
 
 
-class Progress:
-    """The stream of events of one operation; `report` may be called from any thread."""
+class ProgressStream:
+    """The progress events of one operation; any thread may call `report`."""
 
     def __init__(
         self,
@@ -57,27 +57,27 @@ class Progress:
         self._pump = asyncio.create_task(self._run(), name=f"progress {op_id}")
 
     def report(self, tick: Tick) -> None:
-        """Offers a tick; one that was offered before and has not left yet is forgotten."""
+        """Queues a tick, replacing one that has not been sent yet."""
         self._slot = tick
         if not self._fresh.is_set():
-            # A copy that is being stopped may outlive the loop by a moment.
+            # A copy that is being stopped may briefly outlive the loop.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._fresh.set)
 
     async def finish(self) -> None:
-        """Sends what still waits and ends the stream."""
+        """Sends the queued tick and ends the stream."""
         self._pump.cancel()
         await asyncio.gather(self._pump, return_exceptions=True)
-        await self._leave()
+        await self._send_queued()
 
     async def _run(self) -> None:
         while True:
             await self._fresh.wait()
             self._fresh.clear()
-            await self._leave()
+            await self._send_queued()
             await self._sleep(WINDOW)
 
-    async def _leave(self) -> None:
+    async def _send_queued(self) -> None:
         tick, self._slot = self._slot, None
         if tick is None:
             return
@@ -85,11 +85,11 @@ class Progress:
         try:
             await self._send(event(tick, self._seq, *self._ids))
         except ClusterError as error:
-            log.debug("a progress event was lost: %s", error)
+            log.debug("progress event not sent: %s", error)
 
 
 def event(tick: Tick, seq: int, op_id: str, node_id: str, backend: str) -> ProgressEvent:
-    """The event that tells `tick`."""
+    """The event for `tick`."""
     known = tick.total > 0
     return ProgressEvent(
         op_id=op_id,

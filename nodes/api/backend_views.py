@@ -13,7 +13,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster import clock, errors, galleries, names
+from localai_cluster import clock, errors, gallery_index, names
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.renderers import FastJSONRenderer
 from nodes.api import backend_shapes as shapes
@@ -149,12 +149,14 @@ class BackendsView(APIView):
         return Response(
             wanted.page_of(chosen)
             | {
-                "repositories": [{"url": galleries.shown(g.url), "name": g.name} for g in configured],
+                "repositories": [
+                    {"url": gallery_index.public_url(g.url), "name": g.name} for g in configured
+                ],
                 "allTags": sorted({tag for build in offer.builds for tag in build.tags}),
                 "processingBackends": {one.key: str(one.id) for one in running},
                 "taskTypes": {one.key: one.task_type for one in running},
                 "availableBackends": len(offer.builds),
-                "installedBackends": len({galleries.folded(one.name) for one in installed}),
+                "installedBackends": len({gallery_index.folded(one.name) for one in installed}),
                 "systemCapability": "",
                 "preferDevelopmentBackends": False,
                 "galleryErrors": [{"name": n, "error": why} for n, why in offer.problems.items()],

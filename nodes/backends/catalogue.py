@@ -17,8 +17,8 @@ from uuid import UUID
 import httpx
 from django.db import connection
 
-from localai_cluster import clock, galleries
-from localai_cluster.galleries import Build, GalleryUnreadable, folded
+from localai_cluster import clock, gallery_index
+from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, folded
 from localai_cluster.messaging.messages import Gallery
 from nodes.models import NodeBackend
 from operations.models import ACTIVE, Operation, Status
@@ -35,7 +35,7 @@ _DELETIONS = "_delete"
 class Offer:
     """What the galleries offer; `problems` says by name which ones could not be read, and why."""
 
-    builds: Sequence[Build] = ()
+    builds: Sequence[GalleryEntry] = ()
     problems: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -109,11 +109,11 @@ async def _read_all(listed: Sequence[Gallery]) -> Offer:
     return Offer(builds, problems)
 
 
-async def _read(gallery: Gallery, client: httpx.AsyncClient) -> list[Build] | str:
+async def _read(gallery: Gallery, client: httpx.AsyncClient) -> list[GalleryEntry] | str:
     """The entries, or why there are none."""
     try:
         async with asyncio.timeout(READ_WITHIN):
-            return await galleries.fetch(gallery, client)
+            return await gallery_index.fetch(gallery, client)
     except GalleryUnreadable as error:
         return error.message
     except TimeoutError:
@@ -147,7 +147,7 @@ def running() -> list[ActiveOperation]:
 
 
 def entries(
-    builds: Sequence[Build], installed: Sequence[Installed], running: Sequence[ActiveOperation]
+    builds: Sequence[GalleryEntry], installed: Sequence[Installed], running: Sequence[ActiveOperation]
 ) -> list[dict[str, Any]]:
     """The elements of the catalogue (`contract/http-api.md` §4.1), in the order of the galleries."""
     where: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
@@ -166,13 +166,13 @@ def entries(
     ]
 
 
-def _job(build: Build, busy: Mapping[tuple[str, str], ActiveOperation]) -> ActiveOperation | None:
+def _job(build: GalleryEntry, busy: Mapping[tuple[str, str], ActiveOperation]) -> ActiveOperation | None:
     """What runs on it: asked for with its gallery, or by a bare name, which may mean any gallery's."""
     name = folded(build.name)
     return busy.get((build.gallery.name.lower(), name)) or busy.get(("", name))
 
 
-def _entry(build: Build, nodes: Sequence[Mapping[str, Any]], job: ActiveOperation | None) -> dict[str, Any]:
+def _entry(build: GalleryEntry, nodes: Sequence[Mapping[str, Any]], job: ActiveOperation | None) -> dict[str, Any]:
     return {
         "id": f"{build.gallery.name}@{build.name}",
         "name": build.name,
@@ -191,7 +191,7 @@ def _entry(build: Build, nodes: Sequence[Mapping[str, Any]], job: ActiveOperatio
     }
 
 
-def _kind(build: Build, parent: str) -> dict[str, Any]:
+def _kind(build: GalleryEntry, parent: str) -> dict[str, Any]:
     return {
         "isMeta": build.is_meta,
         "isAlias": bool(parent),

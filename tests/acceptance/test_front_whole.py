@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from localai_cluster import procs
-from localai_cluster.embedded.places import free_port
+from localai_cluster.embedded.resources import free_port
 from localai_cluster.embedded.run import find_node
 from tests.conftest import eventually
 from tests.support.run import CHILDREN, Run
@@ -42,7 +42,7 @@ def test_a_cluster_survives_its_processes_and_leaves_nothing_behind(data: Path) 
             lambda: set(first.leaders()) == set(CHILDREN) and first.works(), seconds=60, what=first.output
         )
         for name in CHILDREN:
-            assert f"{name} ended (signal SIGKILL), starts again in 1 s" in first.output
+            assert f"{name} ended (signal SIGKILL), restarting in 1 s" in first.output
         mark = first.mark
     finally:
         first.process.kill()
@@ -52,7 +52,7 @@ def test_a_cluster_survives_its_processes_and_leaves_nothing_behind(data: Path) 
     second = Run(data, port)
     try:
         second.wait_ready()
-        assert "took over from a run that was killed" in second.output
+        assert "cleaning up after a killed run" in second.output
         assert second.works()
         mark = second.mark
     finally:
@@ -64,7 +64,7 @@ def test_a_cluster_survives_its_processes_and_leaves_nothing_behind(data: Path) 
     assert second.output.rstrip().endswith("stopped")
     assert "LOG:  database system is shut down" in second.output
     assert "Traceback" not in second.output
-    assert "had to be killed" not in second.output
+    assert "killed: " not in second.output
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}/healthz", trust_env=False)
     for secret in (data / "secrets").iterdir():
@@ -93,7 +93,7 @@ def test_a_cluster_whose_own_worker_is_drained_stays_up(data: Path) -> None:
     second = Run(data, free_port(), **settings)
     try:
         second.wait_ready()
-        assert "the worker of this machine is draining and gets no requests" in second.output
+        assert "the local worker is draining and receives no requests" in second.output
         assert "has not registered" not in second.output
         assert find_node(second.target.url, second.target.key, "local")["status"] == "draining"
     finally:

@@ -17,11 +17,11 @@ import httpx
 import psycopg
 import pytest
 
+from examples.demo.figures import compare
 from localai_cluster import clock, procs
-from localai_cluster.embedded.figures import compare
 from localai_cluster.embedded.layout import Layout
-from localai_cluster.embedded.places import free_port
 from localai_cluster.embedded.postgres import EmbeddedPostgres
+from localai_cluster.embedded.resources import free_port
 from tests.conftest import eventually
 from tests.support.cluster import engines_of
 from tests.support.run import CHILDREN, ROOT, Run, touching

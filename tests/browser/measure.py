@@ -16,11 +16,11 @@ from rich.console import Console
 
 from localai_cluster import clock
 from localai_cluster.embedded import ui
-from localai_cluster.embedded.measure import Measured, show
 from tests.browser import install
 from tests.browser.conftest import ARGUMENTS
 from tests.browser.fleet import Fleet, running_fleet, seeded, sign_in
 from tests.browser.screen import settings
+from tests.measure.table import Measured, show
 
 NODES, OPERATIONS = 500, 200
 NEXT_PAINT, GROWTH = 200.0, 10.0

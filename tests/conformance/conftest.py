@@ -1,4 +1,4 @@
-"""A real bus, a stub controller and a worker process for the conformance tests."""
+"""A real bus, a stub control plane and a worker process for the conformance tests."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,7 +10,7 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import BusError, ask
 from localai_cluster.messaging.nats import NatsBus
-from tests.conformance.worker_support import NatsServer, StubController, Worker, eventually
+from tests.conformance.worker_support import NatsServer, StubControlPlane, Worker, eventually
 
 
 @pytest.fixture
@@ -31,17 +31,17 @@ async def bus(nats: NatsServer) -> AsyncIterator[NatsBus]:
 
 
 @pytest.fixture
-async def controller() -> AsyncIterator[StubController]:
-    controller = StubController()
-    await controller.start()
-    yield controller
-    await controller.stop()
+async def control_plane() -> AsyncIterator[StubControlPlane]:
+    control_plane = StubControlPlane()
+    await control_plane.start()
+    yield control_plane
+    await control_plane.stop()
 
 
 @pytest.fixture
-async def worker(tmp_path: Path, controller: StubController, nats: NatsServer) -> AsyncIterator[Worker]:
+async def worker(tmp_path: Path, control_plane: StubControlPlane, nats: NatsServer) -> AsyncIterator[Worker]:
     """A worker that the test launches."""
-    worker = Worker(tmp_path, controller, nats)
+    worker = Worker(tmp_path, control_plane, nats)
     yield worker
     worker.kill()
 
@@ -52,7 +52,7 @@ async def running(worker: Worker, bus: NatsBus) -> Worker:
     worker.launch()
 
     async def answers() -> bool:
-        subject = subjects.backend_list(worker.controller.node_id)
+        subject = subjects.backend_list(worker.control_plane.node_id)
         try:
             return not (await ask(bus, subject, m.Nothing(), m.ListReply, 30)).error
         except BusError:

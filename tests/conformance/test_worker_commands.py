@@ -20,12 +20,12 @@ from tests.conformance.worker_support import TOKEN, Worker, engines_of, eventual
 
 
 class Node:
-    """The worker as a controller addresses it."""
+    """The worker as a control plane addresses it."""
 
     def __init__(self, bus: NatsBus, worker: Worker) -> None:
         self.bus = bus
         self.worker = worker
-        self.id = worker.controller.node_id
+        self.id = worker.control_plane.node_id
 
     async def install(self, backend: str, uri: Path | str = "", **more: object) -> m.InstallReply:
         request = m.InstallRequest(backend, uri=str(uri), **more)  # type: ignore[arg-type]
@@ -161,7 +161,7 @@ async def test_a_process_killed_from_outside_comes_back_elsewhere(node: Node) ->
     """W15: the old port is in quarantine."""
     source = node.worker.source("engine")
     first = await node.install("engine", source, model_id="m")
-    victim = procs.Identity.of(node.worker.started("engine", first.address)["pid"])
+    victim = procs.ProcessIdentity.of(node.worker.started("engine", first.address)["pid"])
     assert victim
     os.kill(victim.pid, signal.SIGKILL)
     await eventually(lambda: not victim.alive)

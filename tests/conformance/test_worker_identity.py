@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from localai_cluster.embedded.places import free_port
+from localai_cluster.embedded.resources import free_port
 from tests.conftest import eventually
 from tests.support.cluster import Cluster, Process, running_cluster
 

@@ -1,4 +1,4 @@
-"""The worker process from registration to its end: what it tells the controller, and when."""
+"""The worker process from registration to its end: what it tells the control plane, and when."""
 
 import asyncio
 import hashlib
@@ -17,7 +17,7 @@ from localai_cluster.messaging.nats import NatsBus
 from tests.conformance.worker_support import (
     TOKEN,
     NatsServer,
-    StubController,
+    StubControlPlane,
     Worker,
     engines_of,
     eventually,
@@ -51,11 +51,13 @@ async def probe(port: int, path: str) -> int:
 
 
 @pytest.mark.rule("W1", "W2", "worker-5.1", "I16")
-async def test_registration_tells_what_the_contract_says(worker: Worker, controller: StubController) -> None:
+async def test_registration_tells_what_the_contract_says(
+    worker: Worker, control_plane: StubControlPlane
+) -> None:
     """And our node secret: mode 0600, in a header, never in the log."""
     worker.launch()
-    await eventually(lambda: controller.seen("/register"))
-    call = controller.seen("/register")[0]
+    await eventually(lambda: control_plane.seen("/register"))
+    call = control_plane.seen("/register")[0]
     assert (call.method, call.path) == ("POST", "/api/node/register")
     assert call.headers["authorization"] == f"Bearer {TOKEN}"
     assert call.headers["content-type"] == "application/json"
@@ -76,7 +78,7 @@ async def test_registration_tells_what_the_contract_says(worker: Worker, control
     assert stat.S_IMODE(secret_file.stat().st_mode) == 0o600
     assert len(secret) == 64
     assert call.headers["x-localai-node-secret"] == secret
-    await eventually(lambda: controller.seen("/heartbeat"))
+    await eventually(lambda: control_plane.seen("/heartbeat"))
     text = worker.log.read_text()
     assert f"fingerprint={grouped(hashlib.sha256(secret.encode()).hexdigest())}" in text
     assert TOKEN not in text
@@ -86,24 +88,24 @@ async def test_registration_tells_what_the_contract_says(worker: Worker, control
 
 
 @pytest.mark.rule("W3", "worker-5.2")
-async def test_refused_registration_is_tried_again(worker: Worker, controller: StubController) -> None:
+async def test_refused_registration_is_tried_again(worker: Worker, control_plane: StubControlPlane) -> None:
     """After about 2 s, then 4 s."""
-    controller.refusals = [500, 401]
+    control_plane.refusals = [500, 401]
     worker.launch()
-    await eventually(lambda: len(controller.seen("/register")) == 3, 20)
-    first, second, third = (call.at for call in controller.seen("/register"))
+    await eventually(lambda: len(control_plane.seen("/register")) == 3, 20)
+    first, second, third = (call.at for call in control_plane.seen("/register"))
     assert 1.9 < second - first < 3.5
     assert 3.9 < third - second < 6
     assert "LOCALAI_REGISTRATION_TOKEN" in worker.log.read_text()
 
 
 @pytest.mark.rule("W5", "worker-6")
-async def test_heartbeats(worker: Worker, controller: StubController) -> None:
+async def test_heartbeats(worker: Worker, control_plane: StubControlPlane) -> None:
     """The first one interval after start, proved by the node's own secret; real figures."""
     worker.launch()
-    await eventually(lambda: len(controller.seen("/heartbeat")) >= 3)
-    beat = controller.seen("/heartbeat")[0]
-    assert beat.at - controller.seen("/register")[0].at >= 0.3
+    await eventually(lambda: len(control_plane.seen("/heartbeat")) >= 3)
+    beat = control_plane.seen("/heartbeat")[0]
+    assert beat.at - control_plane.seen("/register")[0].at >= 0.3
     assert beat.path == "/api/node/node.a%201%2Ab/heartbeat"
     secret = (worker.folder / "node-secret").read_text().strip()
     assert beat.headers["authorization"] == f"Bearer {secret}"
@@ -114,11 +116,11 @@ async def test_heartbeats(worker: Worker, controller: StubController) -> None:
 
 @pytest.mark.rule("W6", "worker-6")
 async def test_a_silent_bus_silences_the_heartbeat(
-    worker: Worker, controller: StubController, nats: NatsServer
+    worker: Worker, control_plane: StubControlPlane, nats: NatsServer
 ) -> None:
     """No heartbeat while NATS is down; /readyz 503, /healthz 200; both recover."""
     worker.launch()
-    await eventually(lambda: controller.seen("/heartbeat"))
+    await eventually(lambda: control_plane.seen("/heartbeat"))
     assert await probe(worker.base, "/readyz") == 200
     nats.stop()
 
@@ -126,23 +128,23 @@ async def test_a_silent_bus_silences_the_heartbeat(
         return await probe(worker.base, "/readyz") == 503
 
     await eventually(unready)
-    count = len(controller.seen("/heartbeat"))
+    count = len(control_plane.seen("/heartbeat"))
     assert await probe(worker.base, "/healthz") == 200
     assert await probe(worker.base, "/other") == 404
     await eventually(lambda: "no heartbeat" in worker.log.read_text())
-    assert len(controller.seen("/heartbeat")) <= count + 1
+    assert len(control_plane.seen("/heartbeat")) <= count + 1
     await nats.start()
-    count = len(controller.seen("/heartbeat"))
-    await eventually(lambda: len(controller.seen("/heartbeat")) > count)
+    count = len(control_plane.seen("/heartbeat"))
+    await eventually(lambda: len(control_plane.seen("/heartbeat")) > count)
     assert await probe(worker.base, "/readyz") == 200
 
 
 @pytest.mark.rule("W7", "W8", "W9")
 async def test_every_subject_has_a_listener_and_no_other_node(
-    running: Worker, bus: NatsBus, controller: StubController
+    running: Worker, bus: NatsBus, control_plane: StubControlPlane
 ) -> None:
     """And that a broken body is answered in that subject's error shape."""
-    node = controller.node_id
+    node = control_plane.node_id
     assert (await ask(bus, subjects.backend_list(node), m.Nothing(), m.ListReply, 30)).backends == ()
     listed = await bus.request(subjects.models_running(node), b"", 5)
     assert b'"models":[]' in listed
@@ -165,71 +167,71 @@ async def test_every_subject_has_a_listener_and_no_other_node(
 
 @pytest.mark.rule("worker-5.2")
 async def test_an_unknown_node_registers_again_and_listens_under_its_new_id(
-    running: Worker, bus: NatsBus, controller: StubController
+    running: Worker, bus: NatsBus, control_plane: StubControlPlane
 ) -> None:
     """D-AGAIN-ON-404, D-REREGISTER-ROWS: a 404 heartbeat leads to a registration that tells what runs; a
     changed id to new subscriptions."""
     request = m.InstallRequest("engine", uri=str(running.source("engine")), model_id="m")
-    reply = await ask(bus, subjects.backend_install(controller.node_id), request, m.InstallReply, 60)
+    reply = await ask(bus, subjects.backend_install(control_plane.node_id), request, m.InstallReply, 60)
     assert reply.success, reply.error
-    controller.heartbeat_status, controller.node_id = 404, "second"
-    await eventually(lambda: len(controller.seen("/register")) == 2)
-    controller.heartbeat_status = 200
-    await eventually(lambda: [c for c in controller.seen("/heartbeat") if "second" in c.path])
+    control_plane.heartbeat_status, control_plane.node_id = 404, "second"
+    await eventually(lambda: len(control_plane.seen("/register")) == 2)
+    control_plane.heartbeat_status = 200
+    await eventually(lambda: [c for c in control_plane.seen("/heartbeat") if "second" in c.path])
     assert (await ask(bus, subjects.backend_list("second"), m.Nothing(), m.ListReply, 30)).error == ""
-    again = controller.seen("/register")[1].body
+    again = control_plane.seen("/register")[1].body
     assert again["running_processes"] == [{"process_key": "m#0", "address": reply.address}]
 
 
 async def test_every_process_has_an_id_of_its_own(
-    running: Worker, bus: NatsBus, controller: StubController
+    running: Worker, bus: NatsBus, control_plane: StubControlPlane
 ) -> None:
     """D-INSTANCE: one id for all calls of a process and its replies, another after a restart."""
-    listed = await ask(bus, subjects.backend_list(controller.node_id), m.Nothing(), m.ListReply, 30)
-    await eventually(lambda: controller.seen("/heartbeat"))
-    first = {call.headers["x-localai-node-instance"] for call in controller.calls}
+    listed = await ask(bus, subjects.backend_list(control_plane.node_id), m.Nothing(), m.ListReply, 30)
+    await eventually(lambda: control_plane.seen("/heartbeat"))
+    first = {call.headers["x-localai-node-instance"] for call in control_plane.calls}
     assert first == {listed.instance}
     running.kill()
-    controller.calls.clear()
+    control_plane.calls.clear()
     running.launch()
-    await eventually(lambda: controller.seen("/heartbeat"))
-    second = {call.headers["x-localai-node-instance"] for call in controller.calls}
+    await eventually(lambda: control_plane.seen("/heartbeat"))
+    second = {call.headers["x-localai-node-instance"] for call in control_plane.calls}
     assert len(second) == 1
     assert second.isdisjoint(first)
 
 
 async def test_an_admin_replaces_the_secret_of_a_running_worker(
-    running: Worker, controller: StubController
+    running: Worker, control_plane: StubControlPlane
 ) -> None:
     path = running.folder / "node-secret"
     former = path.read_text().strip()
-    controller.rotating = True
-    rotation = (await eventually(lambda: controller.seen("/rotate")))[0]
+    control_plane.rotating = True
+    rotation = (await eventually(lambda: control_plane.seen("/rotate")))[0]
     assert rotation.headers["authorization"] == f"Bearer {former}"
     secret = rotation.headers["x-localai-node-new-secret"]
     await eventually(lambda: path.read_text().strip() == secret)
-    count = len(controller.seen("/heartbeat"))
-    await eventually(lambda: len(controller.seen("/heartbeat")) > count)
-    assert controller.seen("/heartbeat")[-1].headers["authorization"] == f"Bearer {secret}"
-    assert len(controller.seen("/register")) == 1
+    count = len(control_plane.seen("/heartbeat"))
+    await eventually(lambda: len(control_plane.seen("/heartbeat")) > count)
+    assert control_plane.seen("/heartbeat")[-1].headers["authorization"] == f"Bearer {secret}"
+    assert len(control_plane.seen("/register")) == 1
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert not path.with_name("node-secret.next").exists()
     assert secret not in running.log.read_text()
 
 
 async def test_a_copied_data_folder_is_told_and_does_not_register_again(
-    running: Worker, controller: StubController
+    running: Worker, control_plane: StubControlPlane
 ) -> None:
-    controller.heartbeat_status = 409
-    await eventually(lambda: len(controller.seen("/heartbeat")) > 3)
+    control_plane.heartbeat_status = 409
+    await eventually(lambda: len(control_plane.seen("/heartbeat")) > 3)
 
     async def unready() -> bool:
         return await probe(running.base, "/readyz") == 503
 
     await eventually(unready)
-    assert len(controller.seen("/register")) == 1
+    assert len(control_plane.seen("/register")) == 1
     assert worker_says(running, "data folder has been copied") == 1
-    controller.heartbeat_status = 200
+    control_plane.heartbeat_status = 200
 
     async def ready() -> bool:
         return await probe(running.base, "/readyz") == 200
@@ -238,11 +240,11 @@ async def test_a_copied_data_folder_is_told_and_does_not_register_again(
 
 
 async def test_a_revoked_worker_says_what_to_do_and_keeps_quiet(
-    running: Worker, controller: StubController
+    running: Worker, control_plane: StubControlPlane
 ) -> None:
-    controller.refusals, controller.heartbeat_status = [403], 401
+    control_plane.refusals, control_plane.heartbeat_status = [403], 401
     await eventually(lambda: worker_says(running, "delete the file node-secret in its data folder") == 1)
-    assert len(controller.seen("/register")) == 2
+    assert len(control_plane.seen("/register")) == 2
     assert "administrator approve it" in running.log.read_text()
     assert running.process
     assert running.process.poll() is None
@@ -254,17 +256,17 @@ def worker_says(worker: Worker, text: str) -> int:
 
 @pytest.mark.rule("W32", "worker-19")
 async def test_a_stop_message_ends_the_worker_in_order(
-    running: Worker, bus: NatsBus, controller: StubController
+    running: Worker, bus: NatsBus, control_plane: StubControlPlane
 ) -> None:
     """Drain, models poll, deregister, backends gone, exit 0."""
     source = running.source("engine")
     request = m.InstallRequest("engine", uri=str(source), model_id="m")
-    reply = await ask(bus, subjects.backend_install(controller.node_id), request, m.InstallReply, 60)
+    reply = await ask(bus, subjects.backend_install(control_plane.node_id), request, m.InstallReply, 60)
     assert reply.success, reply.error
-    controller.in_flight = [1, 0]
-    await bus.publish(subjects.stop(controller.node_id), b"null")
+    control_plane.in_flight = [1, 0]
+    await bus.publish(subjects.stop(control_plane.node_id), b"null")
     assert await running.ended() == 0
-    paths = [call.path.rpartition("/")[2] for call in controller.calls if "heartbeat" not in call.path]
+    paths = [call.path.rpartition("/")[2] for call in control_plane.calls if "heartbeat" not in call.path]
     assert paths == ["register", "drain", "models", "models", "deregister"]
     assert running.events("engine", reply.address) == ["free", "sigterm"]
     assert engines_of(running.folder) == []
@@ -273,22 +275,22 @@ async def test_a_stop_message_ends_the_worker_in_order(
 @pytest.mark.rule("worker-19")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_signals_end_it_in_the_same_order(
-    running: Worker, controller: StubController, number: signal.Signals
+    running: Worker, control_plane: StubControlPlane, number: signal.Signals
 ) -> None:
     """D-SIGNALS: the full sequence on signals."""
     assert running.process
     running.process.send_signal(number)
     assert await running.ended() == 0
-    assert controller.seen("/drain")
-    assert controller.seen("/deregister")
+    assert control_plane.seen("/drain")
+    assert control_plane.seen("/deregister")
     assert "Traceback" not in running.log.read_text()
 
 
-async def test_a_second_signal_hurries(running: Worker, controller: StubController) -> None:
-    controller.in_flight = [1] * 60
+async def test_a_second_signal_hurries(running: Worker, control_plane: StubControlPlane) -> None:
+    control_plane.in_flight = [1] * 60
     assert running.process
     running.process.send_signal(signal.SIGTERM)
-    await eventually(lambda: controller.seen("/models"))
+    await eventually(lambda: control_plane.seen("/models"))
     begin = clock.monotonic()
     running.process.send_signal(signal.SIGTERM)
     assert await running.ended() == 0
@@ -296,12 +298,12 @@ async def test_a_second_signal_hurries(running: Worker, controller: StubControll
 
 
 async def test_a_killed_worker_leaves_no_engine(
-    running: Worker, bus: NatsBus, controller: StubController
+    running: Worker, bus: NatsBus, control_plane: StubControlPlane
 ) -> None:
     """Issue part 3: leaves no orphan when killed; the next start tidies and keeps its identity."""
     source = running.source("engine")
     request = m.InstallRequest("engine", uri=str(source), model_id="m")
-    reply = await ask(bus, subjects.backend_install(controller.node_id), request, m.InstallReply, 60)
+    reply = await ask(bus, subjects.backend_install(control_plane.node_id), request, m.InstallReply, 60)
     assert reply.success, reply.error
     assert len(engines_of(running.folder)) == 1
     secret = (running.folder / "node-secret").read_text()
@@ -310,7 +312,7 @@ async def test_a_killed_worker_leaves_no_engine(
     running.kill()
     await eventually(lambda: not engines_of(running.folder))
     running.launch()
-    await eventually(lambda: len(controller.seen("/register")) == 2)
+    await eventually(lambda: len(control_plane.seen("/register")) == 2)
     await eventually(lambda: (running.backends / "engine" / "run.sh").exists())
     assert not (running.backends / "half.install-tmp").exists()
     assert (running.folder / "node-secret").read_text() == secret
@@ -329,15 +331,15 @@ async def test_one_data_folder_has_one_worker(running: Worker) -> None:
     [
         ("LOCALAI_ADDR", "nonsense", "--addr"),
         ("LOCALAI_NATS_URL", "http://user:hush@x", "nats://user:password@host:4222"),
-        ("LOCALAI_REGISTER_TO", "", "Give the controller's URL"),
+        ("LOCALAI_REGISTER_TO", "", "Use the URL of the control plane"),
         ("LOCALAI_WORKER_DOWNLOAD_RATE", "-1", "bytes per second"),
         ("LOCALAI_BACKEND_GALLERIES", "{", "JSON list"),
         ("LOCALAI_HEARTBEAT_INTERVAL", "soon", "10s"),
-        ("LOCALAI_HTTP_ADDR", "192.0.2.1:50050", "cannot listen at 192.0.2.1:50050: Cannot assign"),
+        ("LOCALAI_HTTP_ADDR", "192.0.2.1:50050", "cannot listen on 192.0.2.1:50050: Cannot assign"),
         ("LOCALAI_REGISTRATION_TOKEN_FILE", "/nowhere", "cannot read /nowhere"),
     ],
 )
-async def test_a_wrong_setting_is_one_line_with_its_mend(
+async def test_a_wrong_setting_is_one_line_with_its_fix(
     worker: Worker, setting: str, value: str, words: str
 ) -> None:
     worker.environment.pop("LOCALAI_REGISTRATION_TOKEN")

@@ -103,7 +103,7 @@ class NatsServer:
 
 @dataclass
 class Call:
-    """One HTTP request as the stub controller saw it; `at` on the monotonic clock."""
+    """One HTTP request as the stub control plane saw it; `at` on the monotonic clock."""
 
     method: str
     path: str
@@ -112,7 +112,7 @@ class Call:
     at: float
 
 
-class StubController:
+class StubControlPlane:
     """Answers the self-service routes and keeps what it was sent."""
 
     def __init__(self) -> None:
@@ -184,9 +184,9 @@ TOKEN = "tok-en"
 
 
 class Worker:
-    """A real worker process against the stub controller and the real bus."""
+    """A real worker process against the stub control plane and the real bus."""
 
-    def __init__(self, folder: Path, controller: StubController, nats: NatsServer) -> None:
+    def __init__(self, folder: Path, control_plane: StubControlPlane, nats: NatsServer) -> None:
         self.folder = folder
         self.backends = folder / "backends"
         self.models = folder / "models"
@@ -194,13 +194,13 @@ class Worker:
         self.sources.mkdir()
         self.base = free_port(8)
         self.log = folder / "worker.log"
-        self.controller = controller
+        self.control_plane = control_plane
         self.nats = nats
         self.process: subprocess.Popen[bytes] | None = None
         self.environment = {
             "PATH": os.environ["PATH"],
             "PYTHONPATH": str(ROOT),
-            "LOCALAI_REGISTER_TO": f"http://127.0.0.1:{controller.port}/",
+            "LOCALAI_REGISTER_TO": f"http://127.0.0.1:{control_plane.port}/",
             "LOCALAI_NATS_URL": nats.url,
             "LOCALAI_REGISTRATION_TOKEN": TOKEN,
             "LOCALAI_NODE_NAME": "w1",

@@ -15,7 +15,7 @@ import yaml
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from localai_cluster import clock, galleries
+from localai_cluster import clock, gallery_index
 from localai_cluster.messaging import messages as m
 from nodes.backends import catalogue, install, inventory
 from nodes.models import BackendNode, NodeBackend
@@ -373,11 +373,11 @@ def test_a_small_list_does_not_become_a_huge_one(monkeypatch: pytest.MonkeyPatch
     """YAML's aliases repeat what stands once: texts, their number and entries are bounded."""
     tags = "[" + ",".join("t" * 3 for _ in range(300)) + "]"
     text = f"- &one {{name: first, description: {'d' * 100_000}, tags: {tags}}}\n" + "- *one\n" * 30_000
-    builds = galleries.parse(text.encode(), m.Gallery())
+    builds = gallery_index.parse(text.encode(), m.Gallery())
     assert (len(builds), len(builds[0].tags), len(builds[0].description)) == (
-        galleries.MOST_ENTRIES,
-        galleries.MOST_TEXTS,
-        galleries.LONGEST_TEXT,
+        gallery_index.MOST_ENTRIES,
+        gallery_index.MOST_TEXTS,
+        gallery_index.LONGEST_TEXT,
     )
 
 
@@ -497,7 +497,7 @@ def test_addresses_are_shown_without_their_secrets(server: str, configured: Gall
     Server.gate.set()
     configured(web=server)
     (repository,) = offered()["repositories"]
-    assert repository["url"] == galleries.shown(server)
+    assert repository["url"] == gallery_index.public_url(server)
     assert not any(word in repository["url"] for word in ("secret", "key=1"))
 
 

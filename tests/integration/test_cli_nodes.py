@@ -112,7 +112,7 @@ def test_a_name_does_not_pass_for_the_id_of_another_node() -> None:
     """A worker chooses its name; whoever approves by id means the node with that id."""
     meant = api.make_node("w1", approved=False)
     other = api.make_node(str(meant.id)[:8], approved=False)
-    assert "give the whole id" in refused("approve", other.name)
+    assert "use the full id" in refused("approve", other.name)
     api.make_node(str(meant.id), approved=False)
     told("approve", str(meant.id))
     assert api.node(meant.id).status == "healthy"
@@ -123,9 +123,9 @@ def test_unknown_and_ambiguous_names_say_how_to_find_the_right_one() -> None:
     ids = ["abcd0000-0000-4000-8000-000000000000", "abcd1111-0000-4000-8000-000000000000"]
     for name, node_id in zip(("one", "two"), ids, strict=True):
         BackendNode.objects.create(id=node_id, name=name, address="h:1")
-    assert refused("show", "w9") == "there is no node 'w9'; `manage.py nodes list` shows those there are"
-    assert refused("drain", "%") == "there is no node '%'; `manage.py nodes list` shows those there are"
-    assert "begins the ids of one, two" in refused("show", "abcd")
+    assert refused("show", "w9") == "there is no node 'w9'; `manage.py nodes list` lists them"
+    assert refused("drain", "%") == "there is no node '%'; `manage.py nodes list` lists them"
+    assert "is an id prefix of one, two" in refused("show", "abcd")
     assert told("show", "abcd1")["name"] == "two"
 
 
@@ -166,7 +166,7 @@ def test_approve() -> None:
     event = last_event(node)
     assert (event.kind, event.actor_kind, event.actor) == ("approved", "command", ME)
     assert refused("approve", "w1") == (
-        "w1: the node is healthy; only a pending node can be approved: there is nothing to do"
+        "w1: the node is healthy; only a pending node can be approved; nothing to do"
     )
     run("drain", "w1")
     assert "`manage.py nodes resume w1`" in refused("approve", "w1")
@@ -175,7 +175,7 @@ def test_approve() -> None:
 @pytest.mark.rule("R1.31")
 def test_the_token_of_an_agent_is_shown_once() -> None:
     api.make_node("agent", node_type="agent", approved=False)
-    assert "its API token, shown this once: lai-" in run("approve", "agent")
+    assert "API token (shown only once): lai-" in run("approve", "agent")
 
 
 def test_approving_several_goes_on_after_a_failure_and_says_so() -> None:
@@ -226,7 +226,7 @@ def test_drain_and_resume() -> None:
     assert (row.drain_deadline - row.drained_at).total_seconds() == 600
     assert told("resume", "w1") == {"message": "node resumed"}
     assert api.node(node.id).status == "healthy"
-    assert refused("resume", "w1") == "w1: the node is healthy: there is nothing to do"
+    assert refused("resume", "w1") == "w1: the node is healthy; nothing to do"
     with pytest.raises(CommandError, match="not a duration"):
         run("drain", "w1", "--deadline", "soon")
 
@@ -290,9 +290,9 @@ def test_rotate_and_revoke() -> None:
     assert run("revoke", "w1", "--reason", "stolen") == "w1: identity revoked; it is pending\n"
     assert api.node(node.id).revoke_reason == "stolen"
     assert api.register(api.registration()).status_code == 403
-    assert "registered with a secret of its own" in refused("revoke", "w1")
-    assert "registered with a secret of its own" in refused("rotate", "w1")
-    assert "make a new secret" in refused("approve", "w1")
+    assert "registered with its own secret" in refused("revoke", "w1")
+    assert "registered with its own secret" in refused("rotate", "w1")
+    assert "a new secret" in refused("approve", "w1")
 
 
 @pytest.mark.rule("R1.21")

@@ -94,7 +94,7 @@ def test_guardian_is_deaf_to_the_terminal_and_replaced_when_killed(mark: str) ->
         until(lambda: _ignores(first, signal.SIGTERM))
         os.kill(first, signal.SIGTERM)
         os.kill(first, signal.SIGINT)
-        assert procs.Identity.of(first)
+        assert procs.ProcessIdentity.of(first)
         os.kill(first, signal.SIGKILL)
         until(lambda: guardian.pid != first)
     # The successor was told the whole list, so closing it ends the child.

@@ -1,4 +1,4 @@
-"""`make run` meets trouble: one line that names the mend, exit code 1, no traceback, nothing left behind."""
+"""`make run` fails: one line with a hint, exit code 1, no traceback, nothing left behind."""
 
 import io
 import json
@@ -18,7 +18,7 @@ from localai_cluster import clock, procs
 from localai_cluster.embedded import lock, manage, prepare, run, worker
 from localai_cluster.embedded.layout import Layout
 from localai_cluster.embedded.log import Log
-from localai_cluster.embedded.places import Trouble, free_port, runtime_directory
+from localai_cluster.embedded.resources import SetupError, free_port, runtime_directory
 
 ROOT = Path(run.__file__).resolve().parents[2]
 
@@ -58,7 +58,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
     with listener() as port:
         (line,) = attempt(tmp_path, PORT=str(port))
     assert line.startswith(
-        f"Port {port} on 127.0.0.1 is in use. Stop what listens there, or choose another: PORT="
+        f"Port {port} on 127.0.0.1 is in use. Stop the program that uses it, or choose another port: PORT="
     )
 
 
@@ -66,7 +66,7 @@ def test_a_data_directory_in_use_names_its_holder(tmp_path: Path) -> None:
     held = lock.DataLock(tmp_path)
     held.note(port=4711, host="127.0.0.1", mark="m")
     (line,) = attempt(tmp_path)
-    assert f"in use by the run with process id {os.getpid()} (port 4711)" in line
+    assert f"in use by another run (process id {os.getpid()}, port 4711)" in line
     held.release()
 
 
@@ -76,7 +76,7 @@ def test_a_stale_lock_is_taken_over_and_its_leftovers_end(tmp_path: Path) -> Non
     (tmp_path / "run.lock").write_text('{"pid": 4194305, "port": 1, "mark": "stale-mark"}')
     with listener() as port:
         lines = attempt(tmp_path, PORT=str(port))
-    assert lines[0] == "took over from a run that was killed (process id 4194305)"
+    assert lines[0] == "cleaning up after a killed run (process id 4194305)"
     assert left.wait(30) < 0
 
 
@@ -91,7 +91,7 @@ def test_a_stale_lock_is_taken_over_and_its_leftovers_end(tmp_path: Path) -> Non
 def test_an_external_service_that_is_away(tmp_path: Path, setting: str, url: str) -> None:
     (line,) = attempt(tmp_path, **{setting: url.format(port=free_port())})
     assert line.startswith(f"{setting}: ")
-    assert f"without {setting} an embedded one is used." in line
+    assert f"or unset {setting} to use the bundled " in line
     assert "hidden-word" not in line
 
 
@@ -103,7 +103,7 @@ def test_a_wrong_setting(tmp_path: Path) -> None:
 
 def test_weak_secrets_do_not_open_the_product(tmp_path: Path) -> None:
     (line,) = attempt(tmp_path, HOST="0.0.0.0", LOCALAI_API_KEY="changeme")
-    assert "HOST=0.0.0.0 opens the product" in line
+    assert "HOST=0.0.0.0 exposes the cluster" in line
     assert "LOCALAI_API_KEY" in line
     assert "changeme" not in line
 
@@ -111,7 +111,7 @@ def test_weak_secrets_do_not_open_the_product(tmp_path: Path) -> None:
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "free_bytes", lambda place: 3 * 2**20)
     cluster = run.Cluster({"CLUSTER_DATA_DIR": str(tmp_path), "PORT": str(free_port())}, Log())
-    with pytest.raises(Trouble, match="has 3 MB left, 512 MB are needed"):
+    with pytest.raises(SetupError, match="has 3 MB free; 512 MB are needed"):
         cluster.start()
     cluster.stop()
 
@@ -141,8 +141,8 @@ def registry(*stamps: str) -> Iterator[int]:
 @pytest.mark.parametrize(
     ("stamps", "told"),
     [
-        (["old", "old", "old", "new"], "the worker of this machine is draining and gets no requests; see "),
-        (["old"], "the worker of this machine has not registered; its lines above (worker |) say why. "),
+        (["old", "old", "old", "new"], "the local worker is draining and receives no requests; see "),
+        (["old"], "the local worker has not registered; see its output above (worker |). "),
     ],
 )
 def test_a_worker_without_work_or_without_registration_ends_no_cluster(
@@ -152,7 +152,7 @@ def test_a_worker_without_work_or_without_registration_ends_no_cluster(
     said = io.StringIO()
     with registry(*stamps) as port:
         cluster = run.Cluster({"CLUSTER_DATA_DIR": str(tmp_path), "PORT": str(port)}, Log(said))
-        cluster._wait_registered(cluster._last_heard())
+        cluster._wait_registered(cluster._last_heartbeat())
     assert f"run        | {told}" in said.getvalue()
     cluster.stop()
 
@@ -164,15 +164,16 @@ def test_a_directory_of_somebody_else(tmp_path: Path) -> None:
 
 
 def test_another_worker_needs_a_running_cluster_and_a_name(tmp_path: Path) -> None:
-    with pytest.raises(Trouble, match="No cluster runs on"):
+    with pytest.raises(SetupError, match="No cluster is running on"):
         worker.environment({"CLUSTER_DATA_DIR": str(tmp_path)}, "two")
-    with pytest.raises(Trouble, match="is no name"):
-        worker.environment({"CLUSTER_DATA_DIR": str(tmp_path)}, "local")
+    for name, words in (("", "NAME is required"), ("local", "belongs to"), ("a/b", "not a valid name")):
+        with pytest.raises(SetupError, match=words):
+            worker.environment({"CLUSTER_DATA_DIR": str(tmp_path)}, name)
 
 
 def test_a_management_command_needs_a_running_cluster(tmp_path: Path) -> None:
     """`make manage`: says how to start one."""
-    with pytest.raises(Trouble, match="make run"):
+    with pytest.raises(SetupError, match="make run"):
         manage.environment({"CLUSTER_DATA_DIR": str(tmp_path)})
 
 
@@ -201,7 +202,7 @@ def test_the_runtime_directory_is_refused_when_somebody_else_made_it(
     assert elsewhere.parent == tmp_path or str(elsewhere).startswith("/tmp/")
     elsewhere.rmdir()
     elsewhere.symlink_to(tmp_path)
-    with pytest.raises(Trouble, match="belongs to somebody else"):
+    with pytest.raises(SetupError, match="belongs to another user"):
         runtime_directory(deep)
     elsewhere.unlink()
 
@@ -220,9 +221,9 @@ def test_a_checks_finding_is_told_in_one_line() -> None:
 @pytest.mark.parametrize(
     ("environ", "generated", "told"),
     [
-        ({}, "true", "/secrets/admin_password (you choose your own when you sign in)"),
-        ({"CLUSTER_ADMIN_PASSWORD": "x" * 30}, "false", "the one in CLUSTER_ADMIN_PASSWORD"),
-        ({"CLUSTER_ADMIN_PASSWORD_FILE": "/some/file"}, "false", "the one in /some/file"),
+        ({}, "true", "/secrets/admin_password (you choose a new one when you sign in)"),
+        ({"CLUSTER_ADMIN_PASSWORD": "x" * 30}, "false", "the initial password is in CLUSTER_ADMIN_PASSWORD"),
+        ({"CLUSTER_ADMIN_PASSWORD_FILE": "/some/file"}, "false", "the initial password is in /some/file"),
     ],
 )
 def test_a_password_that_nobody_chose_is_only_the_first(
@@ -235,7 +236,7 @@ def test_a_password_that_nobody_chose_is_only_the_first(
     run.announce(cluster, 1.25)
     first, second, *_ = said.getvalue().splitlines()
     assert first.endswith("| ready in 1.2 s: open http://127.0.0.1:8123 in a browser")
-    assert "| sign in as admin, first password: " in second
+    assert "| sign in as admin; the initial password is " in second
     assert second.endswith(told)
     cluster.stop()
 

@@ -24,8 +24,8 @@ from nats.aio.client import Client
 from localai_cluster import clock, procs
 from localai_cluster.embedded import secrets as secret_files
 from localai_cluster.embedded.nats import EmbeddedNats
-from localai_cluster.embedded.places import Trouble, free_port, runtime_directory
 from localai_cluster.embedded.postgres import EmbeddedPostgres
+from localai_cluster.embedded.resources import SetupError, free_port, runtime_directory
 from localai_cluster.embedded.server import wait_for
 from localai_cluster.embedded.valkey import EmbeddedValkey
 
@@ -258,9 +258,9 @@ def test_a_guardian_stops_the_servers_of_a_killed_owner(tmp_path: Path) -> None:
     with owner:
         assert owner.stdout
         pid = int(owner.stdout.readline())
-        assert procs.Identity.of(pid)
+        assert procs.ProcessIdentity.of(pid)
         owner.kill()
-    assert wait_for(lambda: procs.Identity.of(pid) is None, 120)
+    assert wait_for(lambda: procs.ProcessIdentity.of(pid) is None, 120)
     assert "database system is shut down" in (tmp_path / "postgres.log").read_text()
 
 
@@ -268,7 +268,7 @@ def test_a_server_that_cannot_start_says_why_in_one_line(tmp_path: Path) -> None
     with EmbeddedPostgres(tmp_path) as server:
         pass
     (server.data / "PG_VERSION").write_text("16\n")
-    with pytest.raises(Trouble, match="written by PostgreSQL 16") as caught:
+    with pytest.raises(SetupError, match="written by PostgreSQL 16") as caught:
         server.start()
     assert "\n" not in str(caught.value)
 

@@ -10,7 +10,7 @@ import pytest
 
 from localai_cluster import procs
 from localai_cluster.embedded.log import Log
-from localai_cluster.embedded.places import Trouble
+from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.server import wait_for
 from localai_cluster.embedded.supervisor import (
     FIRST_DELAY,
@@ -68,8 +68,8 @@ def test_a_killed_child_starts_again_and_the_log_says_so(supervisor: Supervisor,
     supervisor.start(shell("web", SLEEPER))
     first = supervisor.pids()["web"]
     os.kill(first, signal.SIGKILL)
-    assert wait_for(says(output, "web ended (signal SIGKILL), starts again in 1 s"), 30)
-    assert wait_for(says(output, "web started again"), 60)
+    assert wait_for(says(output, "web ended (signal SIGKILL), restarting in 1 s"), 30)
+    assert wait_for(says(output, "web restarted"), 60)
     assert supervisor.pids()["web"] != first
 
 
@@ -88,7 +88,7 @@ def test_what_a_killed_child_has_started_goes_with_it(
     grandchild = int(note.read_text())
     note.unlink()
     os.kill(supervisor.pids()["tasks"], signal.SIGKILL)
-    assert wait_for(says(output, "tasks started again"), 60)
+    assert wait_for(says(output, "tasks restarted"), 60)
     found = procs.stat(grandchild)
     assert found is None or not found.running or found.session != grandchild
 
@@ -116,7 +116,9 @@ def test_a_second_wish_to_stop_cuts_the_waits_short(supervisor: Supervisor, outp
 
 
 def test_a_child_that_does_not_come_up_is_one_clear_line(supervisor: Supervisor) -> None:
-    with pytest.raises(Trouble, match=r"web does not start \(exit code 3\)\. Its lines above") as caught:
+    with pytest.raises(
+        SetupError, match=r"web failed to start \(exit code 3\)\. See its output above"
+    ) as caught:
         supervisor.start(shell("web", "exit 3", ready=lambda: False))
     assert "\n" not in str(caught.value)
 

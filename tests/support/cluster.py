@@ -23,8 +23,8 @@ import psycopg
 
 from localai_cluster import clock, procs
 from localai_cluster.embedded.nats import EmbeddedNats
-from localai_cluster.embedded.places import free_port
 from localai_cluster.embedded.postgres import EmbeddedPostgres
+from localai_cluster.embedded.resources import free_port
 from localai_cluster.embedded.valkey import EmbeddedValkey
 from tests.conftest import eventually
 from tests.support.environment import HOME

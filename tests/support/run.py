@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from examples.demo.client import Target
 from localai_cluster import procs
-from localai_cluster.embedded.demo import Target
 from localai_cluster.embedded.run import answers, find_node
 from tests.conftest import eventually
 

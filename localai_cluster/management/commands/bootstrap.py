@@ -1,8 +1,8 @@
-"""`manage.py bootstrap`: the first admin, and the node that the operator vouches for beforehand.
+"""`manage.py bootstrap`: creates the first admin and enrols a node in advance.
 
 Reads `CLUSTER_ADMIN_PASSWORD` and `CLUSTER_ENROL_NODE` with `CLUSTER_ENROL_SECRET` (each secret also as
-`…_FILE`). A password that nobody chose (`CLUSTER_ADMIN_PASSWORD_GENERATED`) must be changed at the first
-sign-in. Running it again changes nothing: an existing admin keeps password and rights.
+`…_FILE`). A generated password (`CLUSTER_ADMIN_PASSWORD_GENERATED`) must be changed at the first sign-in.
+Running it again changes nothing: an existing admin keeps password and permissions.
 """
 
 import os
@@ -22,12 +22,12 @@ ADMIN = "admin"
 
 
 class Command(BaseCommand):
-    """Makes what a fresh installation needs before anybody can sign in."""
+    """Creates what a new installation needs before anyone can sign in."""
 
-    help = "Creates the admin user and enrols a node, from the environment; idempotent."
+    help = "Creates the admin user and enrols a node, as the environment says. Idempotent."
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Does both parts; a part whose settings are missing is left out."""
+        """Does both; skips a part whose settings are missing."""
         environment = Environment(os.environ)
         password = environment.secret("CLUSTER_ADMIN_PASSWORD")
         generated = environment.boolean("CLUSTER_ADMIN_PASSWORD_GENERATED")
@@ -45,7 +45,7 @@ class Command(BaseCommand):
             user = users.create_superuser(username=ADMIN, email=None, password=password)
             if generated:
                 InitialPassword.objects.create(user=user)
-        self.stdout.write(f"created the user {ADMIN!r}")
+        self.stdout.write(f"user {ADMIN!r} created")
 
     def _node(self, name: str, secret: str) -> None:
         if not name:
@@ -55,6 +55,6 @@ class Command(BaseCommand):
         try:
             fingerprint = identity.check_node_secret(secret)
         except errors.InvalidInput as error:
-            raise CommandError("CLUSTER_ENROL_SECRET: must be 64 lower-case hex digits.") from error
+            raise CommandError("CLUSTER_ENROL_SECRET must be 64 lower-case hex digits.") from error
         services.enrol(name, fingerprint, actor=actors.MAKE_RUN, now=clock.now())
-        self.stdout.write(f"the node {name!r} is enrolled")
+        self.stdout.write(f"node {name!r} enrolled")

@@ -1,9 +1,9 @@
-"""`manage.py controller`: the process that carries operations out.
+"""`manage.py controller`: the process that runs operations.
 
-Seven loops in one event loop: the executor, the inventory of backends, the wakes of what waits for nodes, the
-stopper of engines that nothing accounts for, the LISTEN loop whose hints make all four look, the ticker of
-django-q2's schedules, and the sign of life by which pages know that a controller is there. Any number of
-controllers may run; operations, questions to workers and stops are claimed, schedules locked.
+Seven tasks in one event loop: the executor, the inventory of backends, the wakes of operations that wait for
+nodes, the stopper of engines that nothing accounts for, the LISTEN task whose hints trigger those four, the
+ticker of django-q2's schedules, and the heartbeat that tells pages that a controller is running. Any number of
+controllers may run: they claim operations, inventory questions and stops, and lock schedules.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ THREADS = 6
 class Command(BaseCommand):
     """Runs a controller until SIGTERM or SIGINT."""
 
-    help = "Carries operations out and ticks the schedules."
+    help = "Runs operations and the schedules."
     # The settings. Django's other checks import every page; `manage.py check` and `serve` run them.
     requires_system_checks = (Tags.security,)
 
@@ -56,7 +56,7 @@ class Command(BaseCommand):
 
 
 async def run() -> None:
-    """Runs until a signal asks to stop; leases are handed back before it returns."""
+    """Runs until a signal; releases all leases before it returns."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "database"))
     owner = f"{socket.gethostname()[:20]}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
     bus, hints = NatsBus(conf.cluster().nats_url, name="controller"), Hints()
@@ -95,14 +95,14 @@ async def _until_signal_or_failure(loops: list[asyncio.Task[None]]) -> None:
     waiting = asyncio.create_task(stop.wait())
     done, _ = await asyncio.wait({waiting, *loops}, return_when=asyncio.FIRST_COMPLETED)
     for task in done - {waiting}:
-        # A loop that ends by itself is a defect; the supervisor starts this process again.
+        # A task must not end by itself; the supervisor restarts this process.
         log.error("the %s loop ended", task.get_name(), exc_info=task.exception())
 
 
 async def listen_for_changes(
     executor: Executor, lists: Inventory, wakes: Wakes, stopper: Stopper, hints: Hints
 ) -> None:
-    """Turns notifications into looks; after each (re)connect everything is looked at."""
+    """Turns notifications into checks; after each (re)connect everything is checked."""
     async for channel, payload in listen(OPERATIONS, NODES, inventory.CHANNEL):
         if channel != OPERATIONS:
             lists.hint()
@@ -115,7 +115,7 @@ async def listen_for_changes(
 
 
 async def tick() -> None:
-    """Enqueues due schedules every second."""
+    """Queues due schedules every second."""
     declared = False
     while True:
         try:
@@ -129,7 +129,7 @@ async def tick() -> None:
 
 
 async def beat(owner: str, bus: Bus) -> None:
-    """Says every few seconds that this controller lives, and whether it reaches the workers."""
+    """Records every few seconds that this controller is alive and whether it is connected to the bus."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(controllers.BEAT_EVERY):
             await bus.wait_connected()
@@ -137,5 +137,5 @@ async def beat(owner: str, bus: Bus) -> None:
         try:
             await in_thread(controllers.beat, owner, bus_connected=bus.connected, now=clock.now())
         except DatabaseError as error:
-            log.debug("no sign of life left: %s", error)
+            log.debug("controller heartbeat not written: %s", error)
         await asyncio.sleep(controllers.BEAT_EVERY)

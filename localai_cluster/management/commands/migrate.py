@@ -8,9 +8,9 @@ from localai_cluster.locks import Lock, wait_for_lock
 
 
 class Command(Migrate):
-    """Django's own, under the schema lock."""
+    """Django's command, under the schema lock."""
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Waits for whoever is at it; then finds nothing left to do."""
+        """Waits for a migration in another process, after which nothing is left to do."""
         with wait_for_lock(Lock.SCHEMA):
             super().handle(*args, **options)

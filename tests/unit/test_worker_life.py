@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from localai_cluster import clock
 from localai_cluster.messaging.messages import ProgressEvent, human_bytes
 from localai_cluster.worker import hardware, identity, probes
-from localai_cluster.worker.config import Config, InvalidSetting, build, host_port
-from localai_cluster.worker.controller import CallFailed, Registered
+from localai_cluster.worker.config import Config, InvalidSettings, build, host_port
+from localai_cluster.worker.control_plane import CallFailed, Registered
 from localai_cluster.worker.hardware import Figures, Gpus
-from localai_cluster.worker.logring import LINES, LogLine, LogRings
-from localai_cluster.worker.progress import Progress, Tick, event
-from localai_cluster.worker.registration import GaveUp, body, listed, pauses, register
+from localai_cluster.worker.log_rings import LINES, LogLine, LogRings
+from localai_cluster.worker.progress import ProgressStream, Tick, event
+from localai_cluster.worker.registration import GaveUp, body, pauses, register, running_processes
 
 
 def config(**given: str) -> Config:
@@ -62,14 +62,15 @@ def test_secrets_from_files_and_never_in_repr(tmp_path: Path) -> None:
 
 
 def test_required_authentication_demands_a_token() -> None:
-    with pytest.raises(InvalidSetting, match="LOCALAI_REGISTRATION_TOKEN"):
+    with pytest.raises(InvalidSettings, match="LOCALAI_REGISTRATION_TOKEN"):
         config(distributed_require_auth="true")
 
 
 def test_the_secret_is_made_once_with_mode_0600(tmp_path: Path) -> None:
     secrets: list[str] = []
     threads = [
-        threading.Thread(target=lambda: secrets.append(identity.Identity(tmp_path).secret)) for _ in range(8)
+        threading.Thread(target=lambda: secrets.append(identity.NodeIdentity(tmp_path).secret))
+        for _ in range(8)
     ]
     for thread in threads:
         thread.start()
@@ -80,11 +81,11 @@ def test_the_secret_is_made_once_with_mode_0600(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["node-secret"]
     path = tmp_path / "node-secret"
     path.chmod(0o644)
-    assert identity.Identity(tmp_path).secret == secrets[0]
+    assert identity.NodeIdentity(tmp_path).secret == secrets[0]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.write_text("short")
-    with pytest.raises(identity.IdentityProblem, match="enrolled anew"):
-        identity.Identity(tmp_path)
+    with pytest.raises(identity.IdentityError, match="enrolled anew"):
+        identity.NodeIdentity(tmp_path)
 
 
 def test_registration_body() -> None:
@@ -114,8 +115,8 @@ def test_what_runs_is_listed_at_the_addresses_that_installs_answer() -> None:
         key, port = "org/m:1@q#0", 6001
 
     engines: Any = [Running()]
-    assert listed(engines, "gpu-1") == [{"process_key": "org/m:1@q#0", "address": "gpu-1:6001"}]
-    assert listed([], "gpu-1") == []
+    assert running_processes(engines, "gpu-1") == [{"process_key": "org/m:1@q#0", "address": "gpu-1:6001"}]
+    assert running_processes([], "gpu-1") == []
 
 
 async def test_registration_gives_up_after_a_hundred_attempts() -> None:
@@ -169,7 +170,7 @@ async def test_progress_leaves_first_at_once_then_once_a_window_and_last_before_
         sent.append(progress)
 
     windows = Windows()
-    progress = Progress(send, "op", "node", "b", windows.sleep)
+    progress = ProgressStream(send, "op", "node", "b", windows.sleep)
 
     def sizes() -> list[int]:
         return [progress.current_bytes for progress in sent]

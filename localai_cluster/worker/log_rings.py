@@ -1,4 +1,4 @@
-"""The last lines of every engine, kept in memory by process key; they survive restarts of that key."""
+"""The last log lines of every engine, in memory by process key; they survive restarts of that key."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ LINE_LIMIT = 8192
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line of `stdout` or `stderr`, when it was read."""
+    """One line of `stdout` or `stderr`, with the time it was read."""
 
     timestamp: datetime
     stream: str
@@ -19,7 +19,7 @@ class LogLine:
 
 
 class LogRings:
-    """1000 lines a key, for at most 256 keys; the key written to least recently goes first."""
+    """1000 lines per key, for at most 256 keys; the least recently used key is dropped first."""
 
     def __init__(self) -> None:
         self._rings: dict[str, deque[LogLine]] = {}
@@ -35,7 +35,7 @@ class LogRings:
         ring.append(line)
 
     def lines(self, name: str) -> list[LogLine]:
-        """The lines of a key, or of all replicas of a model id, by time (worker.md §11)."""
+        """The lines of a key, or of all replicas of a model id in order of time (worker.md §11)."""
         if "#" in name:
             return list(self._rings.get(name, ()))
         rings = [ring for key, ring in self._rings.items() if key.rpartition("#")[0] == name]

@@ -1,7 +1,6 @@
-"""What a worker makes of galleries: the choice of a build for this machine, and which files it may read.
+"""Selects the gallery build that fits this machine, and guards which files may be read.
 
-The choice is pure (`choose`). The lists themselves are read by `localai_cluster.galleries`, anew for every
-install.
+`choose` is pure. `localai_cluster.gallery_index` reads the galleries, once per install.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,12 +9,12 @@ from pathlib import Path
 
 import httpx
 
-from localai_cluster import galleries
+from localai_cluster import gallery_index
 from localai_cluster.errors import NotFound
-from localai_cluster.galleries import Build, folded
+from localai_cluster.gallery_index import GalleryEntry, folded
 from localai_cluster.messaging.messages import Gallery
 
-# Words in a build's name or source that bind it to hardware, and the start of the capabilities that have it.
+# Words in a build's name or source that require hardware, and the prefixes of capabilities that provide it.
 _NEEDS: Sequence[tuple[tuple[str, ...], tuple[str, ...]]] = (
     (("darwin", "mlx", "metal"), ("metal", "darwin-x86")),
     (("l4t",), ("nvidia-l4t",)),
@@ -27,13 +26,13 @@ _NEEDS: Sequence[tuple[tuple[str, ...], tuple[str, ...]]] = (
 
 @dataclass(frozen=True)
 class Choice:
-    """The build to install, and the meta entry through which it was found, if any."""
+    """The build to install, and the meta entry that led to it, if any."""
 
-    build: Build
-    meta: Build | None = None
+    build: GalleryEntry
+    meta: GalleryEntry | None = None
 
 
-def choose(name: str, builds: Sequence[Build], capability: str) -> Choice:
+def choose(name: str, builds: Sequence[GalleryEntry], capability: str) -> Choice:
     """The build that `name` (or `gallery@name`) means on this machine (worker.md §18.3). NotFound."""
     gallery, _, bare = name.rpartition("@")
     wanted = folded(bare)
@@ -51,7 +50,7 @@ def choose(name: str, builds: Sequence[Build], capability: str) -> Choice:
     raise NotFound(f'backend "{name}" has no build for the capability "{capability}" of this node')
 
 
-def _resolved(build: Build, builds: Sequence[Build], capability: str) -> Choice | None:
+def _resolved(build: GalleryEntry, builds: Sequence[GalleryEntry], capability: str) -> Choice | None:
     if not build.is_meta:
         return Choice(build) if compatible(build, capability) else None
     concrete = lookup(build.capabilities or {}, capability)
@@ -62,12 +61,12 @@ def _resolved(build: Build, builds: Sequence[Build], capability: str) -> Choice 
 
 
 def lookup(capabilities: Mapping[str, str], capability: str) -> str | None:
-    """What a meta entry names for a capability: exact, else `default`, else `cpu` (worker.md §18.4)."""
+    """The build a meta entry names for a capability: exact, else `default`, else `cpu` (worker.md §18.4)."""
     return next((capabilities[key] for key in (capability, "default", "cpu") if key in capabilities), None)
 
 
-def compatible(build: Build, capability: str) -> bool:
-    """Whether a concrete build can run here, judged by the words in its name and source."""
+def compatible(build: GalleryEntry, capability: str) -> bool:
+    """Whether a concrete build can run here, according to the words in its name and source."""
     if capability == "disable":
         return True
     words = f"{build.name} {build.uri}".lower()
@@ -77,14 +76,14 @@ def compatible(build: Build, capability: str) -> bool:
     return True
 
 
-async def fetch(gallery: Gallery, roots: Sequence[Path], client: httpx.AsyncClient) -> list[Build]:
-    """The entries of a gallery; its files must lie in one of `roots`. GalleryUnreadable."""
-    return await galleries.fetch(gallery, client, place=lambda path: within(path, roots))
+async def fetch(gallery: Gallery, roots: Sequence[Path], client: httpx.AsyncClient) -> list[GalleryEntry]:
+    """The entries of a gallery; local files must be in one of `roots`. GalleryUnreadable."""
+    return await gallery_index.fetch(gallery, client, resolve=lambda path: within(path, roots))
 
 
 def within(path: Path, roots: Sequence[Path]) -> Path:
-    """`path` with every link followed, if that lies in one of `roots`. ValueError names the setting."""
+    """`path` with all links resolved, if it is in one of `roots`. ValueError names the setting."""
     real = path.resolve()
     if not any(real.is_relative_to(root.resolve()) for root in roots):
-        raise ValueError(f"{path} lies outside LOCALAI_WORKER_SOURCE_ROOTS of this worker")
+        raise ValueError(f"{path} is outside LOCALAI_WORKER_SOURCE_ROOTS of this worker")
     return real

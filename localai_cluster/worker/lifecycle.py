@@ -1,4 +1,4 @@
-"""The worker put together: start-up in order, the two things that may end it, and the way out."""
+"""The life of a worker: start in order, run until it is stopped or fails, stop in order."""
 
 import asyncio
 import logging
@@ -17,30 +17,30 @@ from localai_cluster.messaging.codec import encode
 from localai_cluster.messaging.messages import ProgressEvent
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.worker import hardware, probes, registration, shutdown
+from localai_cluster.worker.backend_store import BackendStore
 from localai_cluster.worker.commands import Commands
 from localai_cluster.worker.config import Config
-from localai_cluster.worker.controller import CALL_LIMIT, Controller, Registered
-from localai_cluster.worker.heartbeat import Heart, figures
-from localai_cluster.worker.identity import Identity
-from localai_cluster.worker.install import Installer
-from localai_cluster.worker.installs import Installs
-from localai_cluster.worker.listen import listen
-from localai_cluster.worker.listing import Shelf
-from localai_cluster.worker.logring import LogRings
-from localai_cluster.worker.ports import PortAllocator
-from localai_cluster.worker.processes import Supervisor
-from localai_cluster.worker.progress import Progress
+from localai_cluster.worker.control_plane import CALL_LIMIT, ControlPlane, Registered
+from localai_cluster.worker.engines import EngineSupervisor
+from localai_cluster.worker.heartbeats import HeartbeatLoop, figures
+from localai_cluster.worker.identity import NodeIdentity
+from localai_cluster.worker.install_commands import InstallCommands
+from localai_cluster.worker.installer import Installer
+from localai_cluster.worker.log_rings import LogRings
+from localai_cluster.worker.port_allocator import PortAllocator
+from localai_cluster.worker.port_block import open_probe_listener
+from localai_cluster.worker.progress import ProgressStream
 
 log = logging.getLogger(__name__)
 
 
-class Agent:
+class Worker:
     """One worker process."""
 
     def __init__(
         self,
         config: Config,
-        identity: Identity,
+        identity: NodeIdentity,
         capability: str,
         client: httpx.AsyncClient,
         guardian: procs.Guardian,
@@ -54,50 +54,52 @@ class Agent:
         self._hurry = asyncio.Event()
         self._bus = NatsBus(config.nats_url, name=f"worker {config.node_name}")
         instance = secrets.token_hex(16)
-        self._controller = Controller(
+        self._control_plane = ControlPlane(
             config.register_to, config.registration_token, identity, instance, client
         )
-        shelf = Shelf(config.backends_path, config.backends_system_path, capability)
+        store = BackendStore(config.backends_path, config.backends_system_path, capability)
         ports = PortAllocator(config.base_port, config.max_port)
-        self._supervisor = Supervisor(ports, config.registration_token, guardian, LogRings())
-        installer = Installer(shelf, config.source_roots, config.download_rate, capability, client)
-        self._installs = Installs(config, shelf, installer, self._supervisor, self._open_progress)
-        self._commands = Commands(
-            config, self._bus, shelf, self._supervisor, self._installs, instance, self._stop.set
+        self._supervisor = EngineSupervisor(ports, config.registration_token, guardian, LogRings())
+        installer = Installer(store, config.source_roots, config.download_rate, capability, client)
+        self._install_commands = InstallCommands(
+            config, store, installer, self._supervisor, self._open_progress
         )
-        self._heart = Heart(
-            self._controller,
+        self._commands = Commands(
+            config, self._bus, store, self._supervisor, self._install_commands, instance, self._stop.set
+        )
+        self._heartbeats = HeartbeatLoop(
+            self._control_plane,
             self._bus,
             config.heartbeat_interval,
             lambda: self._node_id,
             lambda: figures(config.models_path),
-            self._join,
-            self._knock,
-            self._commands.fall_silent,
+            self._register,
+            self._register_once,
+            self._commands.unsubscribe,
         )
 
     async def run(self) -> None:
-        """Lives until a signal, a `stop` message or a failure. GaveUp, InvalidSetting; whatever broke."""
+        """Runs until a signal, a `stop` message or a failure. GaveUp, and whatever else failed."""
         self._listen_to_signals()
         server = await probes.serve(self._listener, self._problem)
         try:
-            await self._until_stopped(self._join())
+            await self._until_stopped(self._register())
             if not self._stop.is_set():
                 self._bus.start()
-                await self._commands.listen(self._node_id)
-                await self._until_stopped(self._heart.beat_for_ever())
+                await self._commands.subscribe(self._node_id)
+                await self._until_stopped(self._heartbeats.run())
         finally:
-            await self._leave()
+            await self._shut_down()
             server.close()
             await self._bus.close()
         log.info("stopped")
 
-    async def _leave(self) -> None:
-        log.info("leaving")
+    async def _shut_down(self) -> None:
+        log.info("shutting down")
         self._commands.refuse_new()
         if self._node_id:
-            await shutdown.say_goodbye(self._controller, self._node_id, self._hurry)
-        await self._installs.close()
+            await shutdown.drain_and_deregister(self._control_plane, self._node_id, self._hurry)
+        await self._install_commands.close()
         await self._supervisor.close()
 
     async def _until_stopped(self, work: Any) -> None:
@@ -112,40 +114,41 @@ class Agent:
                 waiting.cancel()
             await asyncio.gather(task, stop, return_exceptions=True)
 
-    async def _join(self) -> None:
-        await self._be(await registration.register(self._controller, self._told))
+    async def _register(self) -> None:
+        await self._adopt(await registration.register(self._control_plane, self._registration_body))
 
-    async def _knock(self) -> None:
-        await self._be(await registration.register_once(self._controller, self._told))
+    async def _register_once(self) -> None:
+        await self._adopt(await registration.register_once(self._control_plane, self._registration_body))
 
-    async def _be(self, registered: Registered) -> None:
+    async def _adopt(self, registered: Registered) -> None:
+        """Takes the node id that the registration gave, and subscribes to its commands."""
         former, self._node_id = self._node_id, registered.node_id
-        if former and (former != self._node_id or not self._commands.listening):
-            log.warning("listening for the node %s", self._node_id)
-            await self._commands.listen(self._node_id)
+        if former and (former != self._node_id or not self._commands.subscribed):
+            log.warning("subscribing to the commands of node %s", self._node_id)
+            await self._commands.subscribe(self._node_id)
 
-    async def _told(self) -> dict[str, Any]:
-        found = await hardware.gpus()
+    async def _registration_body(self) -> dict[str, Any]:
+        gpus = await hardware.gpus()
         measured = hardware.figures(self._config.models_path)
-        told = registration.body(self._config, self._capability, found, measured)
-        # Last, and nothing is awaited before it leaves: what starts or ends meanwhile would be told wrong.
-        running = registration.listed(self._supervisor.running(), self._config.advertise_host)
-        return told | {"running_processes": running}
+        body = registration.body(self._config, self._capability, gpus, measured)
+        # Last, with no await before the request is sent: the list must not be out of date.
+        running = registration.running_processes(self._supervisor.running(), self._config.advertise_host)
+        return body | {"running_processes": running}
 
-    def _open_progress(self, op_id: str, backend: str) -> Progress:
+    def _open_progress(self, op_id: str, backend: str) -> ProgressStream:
         node_id = self._node_id
 
         async def send(event: ProgressEvent) -> None:
             await self._bus.publish(subjects.install_progress(node_id, op_id), encode(event))
 
-        return Progress(send, op_id, node_id, backend)
+        return ProgressStream(send, op_id, node_id, backend)
 
     def _problem(self) -> str:
         if not self._node_id:
             return "not registered yet"
         if not self._bus.connected:
             return "the message bus is not connected"
-        return self._heart.problem
+        return self._heartbeats.problem
 
     def _listen_to_signals(self) -> None:
         loop = asyncio.get_running_loop()
@@ -154,19 +157,19 @@ class Agent:
 
     def _signalled(self) -> None:
         if self._stop.is_set():
-            log.warning("second signal: leaving at once")
+            log.warning("second signal: stopping at once")
             self._hurry.set()
             self._supervisor.hurry()
         self._stop.set()
 
 
-async def run(config: Config, identity: Identity) -> None:
-    """One life of the worker, with everything that must be closed after it."""
+async def run(config: Config, identity: NodeIdentity) -> None:
+    """Runs a worker from start to stop and closes what it has opened."""
     for folder in (config.backends_path, config.models_path):
         folder.mkdir(parents=True, exist_ok=True)
-    config, listener = listen(config)
+    config, listener = open_probe_listener(config)
     capability = hardware.detect_capability(config.capability, await hardware.gpus())
-    Shelf(config.backends_path, config.backends_system_path, capability).recover()
+    BackendStore(config.backends_path, config.backends_system_path, capability).recover()
     async with AsyncExitStack() as stack:
         stack.enter_context(listener)
         guardian = await asyncio.to_thread(procs.Guardian)
@@ -179,4 +182,4 @@ async def run(config: Config, identity: Identity) -> None:
             config.advertise_addr,
             grouped(identity.fingerprint),
         )
-        await Agent(config, identity, capability, client, guardian, listener).run()
+        await Worker(config, identity, capability, client, guardian, listener).run()

@@ -1,4 +1,4 @@
-"""The worker's identity against a controller made of one function: rotation, and crashes at every step."""
+"""The worker's identity against a control plane made of one function: rotation, and crashes at every step."""
 
 import hashlib
 import json
@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from localai_cluster.fingerprints import grouped
-from localai_cluster.worker.controller import CallFailed, Controller
-from localai_cluster.worker.identity import Identity, IdentityProblem
+from localai_cluster.worker.control_plane import CallFailed, ControlPlane
+from localai_cluster.worker.identity import IdentityError, NodeIdentity
 
 INSTANCE = "1f" * 16
 
@@ -24,7 +24,7 @@ class Crash(BaseException):
 
 
 class Registry:
-    """What a controller knows of one node: its secret, those refused for ever, whether one shall go."""
+    """What a control plane knows of one node: its secret, those refused for ever, whether one shall go."""
 
     def __init__(self, secret: str) -> None:
         self.secret = secret
@@ -67,15 +67,15 @@ class Registry:
         return httpx.Response(200, json={})
 
 
-def controller(folder: Path, registry: Registry) -> Controller:
+def control_plane(folder: Path, registry: Registry) -> ControlPlane:
     client = httpx.AsyncClient(transport=httpx.MockTransport(registry.answer))
-    return Controller("http://c", "tok", Identity(folder), INSTANCE, client)
+    return ControlPlane("http://c", "tok", NodeIdentity(folder), INSTANCE, client)
 
 
 @pytest.fixture
 def registry(tmp_path: Path) -> Registry:
     """Knows the worker of `tmp_path`."""
-    return Registry(Identity(tmp_path).secret)
+    return Registry(NodeIdentity(tmp_path).secret)
 
 
 def paths(registry: Registry) -> list[str]:
@@ -89,7 +89,7 @@ def files(folder: Path) -> dict[str, str]:
 @pytest.mark.rule("worker-5.1", "worker-5.3", "worker-6")
 async def test_every_call_names_its_process(tmp_path: Path, registry: Registry) -> None:
     """D-INSTANCE."""
-    calls = controller(tmp_path, registry)
+    calls = control_plane(tmp_path, registry)
     await calls.register({})
     registry.rotating = True
     await calls.heartbeat("n", {})
@@ -105,7 +105,7 @@ async def test_a_beat_replaces_the_secret_when_an_admin_wants_it(
 ) -> None:
     caplog.set_level(logging.INFO)
     former, registry.rotating = registry.secret, True
-    await controller(tmp_path, registry).heartbeat("n", {"available_ram": 1})
+    await control_plane(tmp_path, registry).heartbeat("n", {"available_ram": 1})
     assert paths(registry) == ["heartbeat", "rotate", "heartbeat"]
     assert registry.asked[1].headers["authorization"] == f"Bearer {former}"
     assert registry.asked[2].headers["authorization"] == f"Bearer {registry.secret}"
@@ -144,7 +144,7 @@ async def test_the_new_secret_is_on_disk_before_the_controller_hears_of_it(
     tmp_path: Path, registry: Registry, steps: list[str]
 ) -> None:
     registry.step, registry.rotating = steps.append, True
-    await controller(tmp_path, registry).heartbeat("n", {})
+    await control_plane(tmp_path, registry).heartbeat("n", {})
     told = [step for step in steps if not step.startswith(("before", "heartbeat"))]
     assert told == [
         "fsync file",
@@ -192,7 +192,7 @@ def doom(monkeypatch: pytest.MonkeyPatch, registry: Registry) -> Doom:
 
 async def life(folder: Path, registry: Registry) -> None:
     """A worker's start and two beats."""
-    calls = controller(folder, registry)
+    calls = control_plane(folder, registry)
     await calls.register({})
     await calls.heartbeat("n", {})
     await calls.heartbeat("n", {})
@@ -234,8 +234,8 @@ async def test_no_two_crashes_lose_the_identity(
 async def test_a_lost_answer_is_found_out_by_the_next_beat(
     tmp_path: Path, registry: Registry, flooded: bool
 ) -> None:
-    """The controller has committed, the worker does not know: the old one is refused, the new one works."""
-    calls = controller(tmp_path, registry)
+    """Committed, but the worker does not know: the old secret is refused, the new one works."""
+    calls = control_plane(tmp_path, registry)
     registry.flooded = flooded
 
     def lost(what: str) -> None:
@@ -256,15 +256,15 @@ async def test_a_rotation_that_was_not_committed_goes_on_with_the_same_secret(
     tmp_path: Path, registry: Registry
 ) -> None:
     registry.rotating = True
-    successor = Identity(tmp_path).prepare()
+    successor = NodeIdentity(tmp_path).prepare()
     await life(tmp_path, registry)
     assert registry.secret == successor
 
 
 async def test_a_successor_that_lost_its_place_takes_it(tmp_path: Path, registry: Registry) -> None:
-    successor = Identity(tmp_path).prepare()
+    successor = NodeIdentity(tmp_path).prepare()
     (tmp_path / "node-secret").unlink()
-    assert Identity(tmp_path).secret == successor
+    assert NodeIdentity(tmp_path).secret == successor
     assert files(tmp_path) == {"node-secret": successor}
 
 
@@ -276,7 +276,7 @@ async def test_a_folder_that_cannot_be_written_costs_no_identity(
     def refuse(*paths: Any) -> None:
         raise OSError(30, "Read-only file system")
 
-    calls = controller(tmp_path, registry)
+    calls = control_plane(tmp_path, registry)
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", refuse)
         registry.rotating = True
@@ -294,20 +294,20 @@ async def test_a_folder_that_cannot_be_written_costs_no_identity(
 @pytest.mark.parametrize("name", ["node-secret", "node-secret.next"])
 @pytest.mark.parametrize("content", [b"short", b"\xff" * 64, b"G" * 64])
 def test_what_is_no_secret_is_refused(tmp_path: Path, name: str, content: bytes) -> None:
-    Identity(tmp_path).prepare()
+    NodeIdentity(tmp_path).prepare()
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(IdentityProblem, match=name):
-        Identity(tmp_path)
+    with pytest.raises(IdentityError, match=name):
+        NodeIdentity(tmp_path)
 
 
 async def test_a_successor_that_is_refused_too_does_not_hide_the_first_refusal(
     tmp_path: Path, registry: Registry
 ) -> None:
     """Both secrets revoked: what is said is about the secret in use."""
-    registry.revoked = {registry.secret, Identity(tmp_path).prepare()}
+    registry.revoked = {registry.secret, NodeIdentity(tmp_path).prepare()}
     registry.secret = "f" * 64
     with pytest.raises(CallFailed, match="revoked") as caught:
-        await controller(tmp_path, registry).register({})
+        await control_plane(tmp_path, registry).register({})
     assert caught.value.http_status == 403
     assert paths(registry) == ["register", "register"]
     assert len(files(tmp_path)) == 2

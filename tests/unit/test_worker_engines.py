@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 
 from localai_cluster import clock, procs
-from localai_cluster.worker import processes
-from localai_cluster.worker.logring import LogRings
-from localai_cluster.worker.ports import PortAllocator
-from localai_cluster.worker.processes import StartFailed, Supervisor
+from localai_cluster.worker import engines
+from localai_cluster.worker.engines import EngineSupervisor, StartFailed
+from localai_cluster.worker.log_rings import LogRings
+from localai_cluster.worker.port_allocator import PortAllocator
 
 TOKEN = "token-of-the-registration"
 
 
 @pytest.fixture
-async def supervisor() -> AsyncIterator[Supervisor]:
+async def supervisor() -> AsyncIterator[EngineSupervisor]:
     with procs.Guardian() as guardian:
-        supervisor = Supervisor(PortAllocator(42000, 42999), TOKEN, guardian, LogRings())
+        supervisor = EngineSupervisor(PortAllocator(42000, 42999), TOKEN, guardian, LogRings())
         yield supervisor
         supervisor.hurry()
         await supervisor.close()
@@ -33,10 +33,10 @@ def script(folder: Path, text: str) -> Path:
 
 
 async def test_never_healthy_is_given_up_and_killed(
-    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    supervisor: EngineSupervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """W17, with the limit shortened: failure with the last words, the process and its children dead."""
-    monkeypatch.setattr(processes, "READY_LIMIT", 0.5)
+    monkeypatch.setattr(engines, "READY_LIMIT", 0.5)
     start = script(tmp_path, f"echo waiting >&2; sleep 1000 & echo $! > {tmp_path}/child; wait")
     with pytest.raises(StartFailed, match=r"not ready within 0.5 s.*\n.*waiting"):
         await supervisor.start("m#0", "b", start)
@@ -46,7 +46,7 @@ async def test_never_healthy_is_given_up_and_killed(
     assert found is None or not found.running
 
 
-async def test_last_words_do_not_tell_the_token(supervisor: Supervisor, tmp_path: Path) -> None:
+async def test_last_words_do_not_tell_the_token(supervisor: EngineSupervisor, tmp_path: Path) -> None:
     """What an engine prints of its environment ends in operations and answers; the token must not."""
     start = script(tmp_path, "env >&2; exit 3")
     with pytest.raises(StartFailed, match="LOCALAI_GRPC_AUTH_TOKEN") as caught:
@@ -55,10 +55,10 @@ async def test_last_words_do_not_tell_the_token(supervisor: Supervisor, tmp_path
 
 
 async def test_a_stubborn_engine_is_killed_after_the_grace(
-    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    supervisor: EngineSupervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """W20, with the grace shortened: SIGTERM to the group, then SIGKILL."""
-    monkeypatch.setattr(processes, "GRACE", 0.3)
+    monkeypatch.setattr(engines, "GRACE", 0.3)
     start = script(tmp_path, f"trap '' TERM; touch {tmp_path}/up; while :; do sleep 1; done")
     starting = asyncio.create_task(supervisor.start("m#0", "b", start))
 
@@ -76,7 +76,7 @@ async def test_a_stubborn_engine_is_killed_after_the_grace(
 
 
 async def test_an_endless_line_and_a_failing_start_are_bounded(
-    supervisor: Supervisor, tmp_path: Path
+    supervisor: EngineSupervisor, tmp_path: Path
 ) -> None:
     start = script(tmp_path, "head -c 300000 /dev/zero | tr '\\0' x >&2; exit 7")
     with pytest.raises(StartFailed, match="exit 7") as caught:
@@ -89,6 +89,6 @@ async def test_an_endless_line_and_a_failing_start_are_bounded(
 def test_the_environment_of_an_engine_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """W26, worker.md §21: backends must not inherit the worker's secrets."""
     monkeypatch.setenv("LOCALAI_NATS_URL", "nats://u:p@h")
-    told = processes.environment("tok")
+    told = engines.environment("tok")
     assert set(told) == {"PATH", "HOME", "LANG", "LOCALAI_GRPC_AUTH_TOKEN"}
-    assert "LOCALAI_GRPC_AUTH_TOKEN" not in processes.environment("")
+    assert "LOCALAI_GRPC_AUTH_TOKEN" not in engines.environment("")

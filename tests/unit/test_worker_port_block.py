@@ -9,8 +9,8 @@ from threading import Barrier
 
 import pytest
 
-from localai_cluster.worker.config import Config, InvalidSetting, build
-from localai_cluster.worker.listen import BLOCK, listen
+from localai_cluster.worker.config import Config, InvalidSettings, build
+from localai_cluster.worker.port_block import BLOCK, open_probe_listener
 
 BASE = 21051
 
@@ -41,7 +41,7 @@ def test_workers_that_start_together_get_ports_of_their_own(tmp_path: Path, kept
     def start(number: int) -> Config:
         mine = settings(tmp_path / str(number))
         together.wait()
-        found, listener = listen(mine)
+        found, listener = open_probe_listener(mine)
         kept.enter_context(listener)
         assert listener.getsockname() == found.http_bind
         return found
@@ -58,12 +58,12 @@ def test_workers_that_start_together_get_ports_of_their_own(tmp_path: Path, kept
 
 def test_a_restarted_worker_gets_its_ports_back(tmp_path: Path, kept: ExitStack) -> None:
     """Also when lower ones are free by then, and when an engine of its last life still holds one."""
-    _, first = listen(settings(tmp_path / "one"))
-    before, second = listen(settings(tmp_path / "two"))
+    _, first = open_probe_listener(settings(tmp_path / "one"))
+    before, second = open_probe_listener(settings(tmp_path / "two"))
     first.close()
     second.close()
     left = kept.enter_context(socket.create_server(("127.0.0.1", before.base_port)))
-    again, listener = listen(settings(tmp_path / "two"))
+    again, listener = open_probe_listener(settings(tmp_path / "two"))
     kept.enter_context(listener)
     assert left.getsockname()[1] == again.base_port == before.base_port
 
@@ -71,14 +71,14 @@ def test_a_restarted_worker_gets_its_ports_back(tmp_path: Path, kept: ExitStack)
 def test_ports_that_something_else_took_meanwhile_are_left_for_others(
     tmp_path: Path, kept: ExitStack
 ) -> None:
-    before, listener = listen(settings(tmp_path / "one"))
+    before, listener = open_probe_listener(settings(tmp_path / "one"))
     listener.close()
     kept.enter_context(socket.create_server(before.http_bind))
-    moved, listener = listen(settings(tmp_path / "one"))
+    moved, listener = open_probe_listener(settings(tmp_path / "one"))
     kept.enter_context(listener)
     assert moved.base_port != before.base_port
     listener.close()
-    again, listener = listen(settings(tmp_path / "one"))
+    again, listener = open_probe_listener(settings(tmp_path / "one"))
     kept.enter_context(listener)
     assert again.base_port == moved.base_port
 
@@ -87,20 +87,20 @@ def test_ports_that_something_else_took_meanwhile_are_left_for_others(
 def test_a_note_that_makes_no_sense_is_ignored(tmp_path: Path, kept: ExitStack, note: str) -> None:
     mine = settings(tmp_path)
     (tmp_path / "worker-port").write_text(note)
-    found, listener = listen(mine)
+    found, listener = open_probe_listener(mine)
     kept.enter_context(listener)
     assert (tmp_path / "worker-port").read_text() == f"{found.base_port}\n"
 
 
 def test_ports_that_were_given_are_taken_or_refused_in_plain_words(tmp_path: Path, kept: ExitStack) -> None:
     mine = settings(tmp_path, find_ports="")
-    found, listener = listen(mine)
+    found, listener = open_probe_listener(mine)
     kept.enter_context(listener)
     assert found is mine
-    with pytest.raises(InvalidSetting) as refused:
-        listen(mine)
+    with pytest.raises(InvalidSettings) as refused:
+        open_probe_listener(mine)
     assert refused.value.message == (
-        f"LOCALAI_HTTP_ADDR (--http-addr): cannot listen at 127.0.0.1:{BASE - 1}: Address already in use. "
-        "Give a free host:port, such as 0.0.0.0:50050."
+        f"LOCALAI_HTTP_ADDR (--http-addr): cannot listen on 127.0.0.1:{BASE - 1}: Address already in use. "
+        "Use a free host:port, such as 0.0.0.0:50050."
     )
     assert not (tmp_path / "worker-port").exists()

@@ -1,7 +1,7 @@
-"""Where embedded parts live: the runtime directory for sockets, free ports, and the one-line trouble.
+"""Private directories and files, the runtime directory for sockets, free ports, and `SetupError`.
 
-A Unix socket's path may have about 107 bytes. When the data directory lies too deep for that, sockets go to
-a short directory of our own under the temporary one, made so that nobody else can have prepared it.
+The path of a Unix socket is limited to about 107 bytes. If the data directory's path is too long, sockets go
+to a short directory under the temporary one, which no other user can have prepared.
 """
 
 import hashlib
@@ -16,30 +16,30 @@ LONGEST_SOCKET_PATH = 100
 _LONGEST_SOCKET_NAME = len("/.s.PGSQL.5432.lock")
 
 
-class Trouble(Exception):
-    """Something an operator can mend: one line on what is wrong and one on what to do."""
+class SetupError(Exception):
+    """An error that the operator can fix: what is wrong, and a hint on what to do."""
 
-    def __init__(self, message: str, mend: str) -> None:
-        self.mend = mend
+    def __init__(self, message: str, hint: str) -> None:
+        self.hint = hint
         super().__init__(message)
 
     def __str__(self) -> str:
-        return f"{self.args[0]} {self.mend}"
+        return f"{self.args[0]} {self.hint}"
 
 
 def private_directory(path: Path) -> Path:
-    """Makes `path` with mode 0700 if it is missing; an existing one must be ours and closed to others."""
+    """Creates `path` with mode 0700; an existing one must belong to this user, and is closed to others."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise Trouble(f"{path} belongs to somebody else.", "Remove it or choose another CLUSTER_DATA_DIR.")
+        raise SetupError(f"{path} belongs to another user.", "Remove it or choose another CLUSTER_DATA_DIR.")
     if stat.S_IMODE(found.st_mode) & 0o077:
         path.chmod(0o700)
     return path
 
 
 def runtime_directory(data_dir: Path) -> Path:
-    """The directory for sockets and pid files of this data directory: the same one in every run."""
+    """The directory for sockets and pid files of this data directory, the same in every run."""
     inside = data_dir.absolute() / "run"
     if len(os.fsencode(inside)) + _LONGEST_SOCKET_NAME <= LONGEST_SOCKET_PATH:
         return private_directory(inside)
@@ -63,7 +63,7 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def free_port(host: str = "127.0.0.1", *, preferred: int = 0) -> int:
-    """The preferred port if it is free, else one that the system picks."""
+    """The preferred port if it is free, else one chosen by the system."""
     if preferred and port_is_free(preferred, host):
         return preferred
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -74,7 +74,7 @@ def free_port(host: str = "127.0.0.1", *, preferred: int = 0) -> int:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes `text` to a file of mode 0600, whole or not at all."""
+    """Writes `text` atomically to a file of mode 0600."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with suppress(FileNotFoundError):
         draft.unlink()

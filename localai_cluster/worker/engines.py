@@ -1,8 +1,7 @@
-"""Engine processes: start, watch, stop, and the table of what runs (worker.md §7, §8.5, §10).
+"""Engine processes: start, watch, stop, and the table of running ones (worker.md §7, §8.5, §10).
 
-The table lives on the event loop and is changed without awaiting, so it needs no lock. One task per process
-waits for its end, whatever the cause, and is the only place that takes a record out of the table and gives
-its port back.
+The table belongs to the event loop and changes without awaiting, so it needs no lock. One task per process
+waits until it ends, whatever the cause; only that task removes it from the table and releases its port.
 """
 
 import asyncio
@@ -21,8 +20,8 @@ from localai_cluster import clock, procs
 from localai_cluster.errors import ClusterError
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError
-from localai_cluster.worker.logring import LINE_LIMIT, LogLine, LogRings
-from localai_cluster.worker.ports import PortAllocator
+from localai_cluster.worker.log_rings import LINE_LIMIT, LogLine, LogRings
+from localai_cluster.worker.port_allocator import PortAllocator
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class StartInterrupted(StartFailed):
 
 
 class StopFailed(ClusterError):
-    """The engine could not be ended."""
+    """The engine could not be stopped."""
 
     code = "stop_failed"
     permanent = False
@@ -76,12 +75,12 @@ class Engine:
 
     @property
     def address(self) -> str:
-        """Where this worker reaches it."""
+        """Its address for this worker."""
         return f"{LOCAL}:{self.port}"
 
     @property
     def alive(self) -> bool:
-        """Whether it runs; false at once after its end, before anybody has waited for it."""
+        """Whether it runs; false as soon as it has ended, even before it is reaped."""
         found = procs.stat(self.process.pid)
         return self.process.returncode is None and found is not None and found.running
 
@@ -94,13 +93,13 @@ class Engine:
         return not self.gone.is_set()
 
     def same_folder(self) -> bool:
-        """Whether the folder it was started from is still that folder, and not a later install."""
+        """Whether its folder is still the one it was started from, not a later install."""
         return folder_identity(self.folder) == self.folder_identity
 
 
 @dataclass(frozen=True)
 class StopOutcome:
-    """What came of stopping one process: it was there, `Free` worked, it is gone, and what went wrong."""
+    """The result of stopping one process: whether it existed, was freed and has ended, and the error."""
 
     matched: bool
     freed: bool = False
@@ -109,7 +108,7 @@ class StopOutcome:
     error: str = ""
 
 
-class Supervisor:
+class EngineSupervisor:
     """Starts and stops the engines of one worker."""
 
     def __init__(self, ports: PortAllocator, token: str, guardian: procs.Guardian, rings: LogRings) -> None:
@@ -127,19 +126,19 @@ class Supervisor:
         return self._engines.get(key)
 
     def engines(self) -> list[Engine]:
-        """All of them, now."""
+        """All engines."""
         return list(self._engines.values())
 
     def running(self) -> list[Engine]:
-        """Those that live and are not being stopped; a starting one too."""
+        """Engines that run and are not being stopped, starting ones included."""
         return [engine for engine in self._engines.values() if not engine.stopping and engine.alive]
 
     def of_backend(self, names: frozenset[str]) -> list[str]:
-        """Keys of the processes that were started for one of these backend names."""
+        """Keys of the processes started for one of these backend names."""
         return [engine.key for engine in self._engines.values() if engine.backend in names]
 
     def of_model(self, name: str) -> list[str]:
-        """Keys of all replicas of `name`; with a `#` in it, that very key."""
+        """Keys of all replicas of `name`; a name with `#` is a key itself."""
         if name in self._engines:
             return [name]
         if "#" in name:
@@ -147,8 +146,8 @@ class Supervisor:
         return [key for key in self._engines if key.rpartition("#")[0] == name]
 
     async def start(self, key: str, backend: str, start_file: Path) -> Engine:
-        """Starts an engine and waits until it is ready. StartFailed (with its last words), NoFreePort."""
-        port = self._take_port(key)
+        """Starts an engine and waits until it is ready. StartFailed (with its last output), NoFreePort."""
+        port = self._allocate_port(key)
         try:
             engine = await self._launch(key, port, backend, start_file)
         except OSError as error:
@@ -166,7 +165,7 @@ class Supervisor:
         return engine
 
     async def stop(self, key: str, *, force: bool) -> StopOutcome:
-        """Stops one process, `Free` first unless `force`; returns when it is gone or will not go."""
+        """Stops one process, `Free` first unless `force`; returns when it has ended or cannot be ended."""
         engine = self._engines.get(key)
         if engine is None:
             return StopOutcome(matched=False, terminated=True)
@@ -182,7 +181,7 @@ class Supervisor:
         return StopOutcome(True, freed, True, engine.address, error)
 
     async def ensure_stopped(self, keys: Sequence[str], *, force: bool) -> list[str]:
-        """Stops these one by one, waiting for stops under way; the keys that had a process. StopFailed."""
+        """Stops these in turn, waiting for stops under way; returns keys that had a process. StopFailed."""
         ended: list[str] = []
         for key in keys:
             engine = self._engines.get(key)
@@ -198,25 +197,25 @@ class Supervisor:
         return ended
 
     async def free(self, engine: Engine) -> str:
-        """Frees the engine's memory; what went wrong, or an empty text."""
+        """Frees the engine's memory; returns the error, or an empty text."""
         return (await self._free(engine))[1]
 
     def hurry(self) -> None:
-        """From now on nothing is asked politely."""
+        """Skips graceful stops from now on."""
         self._hurry = True
 
     async def close(self) -> None:
-        """Stops everything, politely and side by side."""
+        """Stops all engines gracefully and concurrently."""
         await asyncio.gather(*(self.stop(engine.key, force=self._hurry) for engine in self.engines()))
         await asyncio.gather(*self._watchers, return_exceptions=True)
         self._threads.shutdown(wait=False)
 
-    def _take_port(self, key: str) -> int:
+    def _allocate_port(self, key: str) -> int:
         while True:
             port = self._ports.allocate(key, clock.monotonic())
             if bindable(port):
                 return port
-            log.warning("port %d is taken by somebody else; trying another", port)
+            log.warning("port %d is in use by another program; trying another", port)
             self._ports.release(port, clock.monotonic())
 
     async def _launch(self, key: str, port: int, backend: str, start_file: Path) -> Engine:
@@ -253,7 +252,7 @@ class Supervisor:
             if engine.stopping:
                 raise StartInterrupted(f"backend process {engine.key} was stopped while it started")
             if engine.gone.is_set():
-                raise StartFailed(_last_words(engine, f"died during startup ({_ending(engine)})"))
+                raise StartFailed(_with_output(engine, f"died during startup ({_ending(engine)})"))
             with contextlib.suppress(BackendError):
                 if (
                     await engine.client.health(READY_PROBE)
@@ -261,7 +260,7 @@ class Supervisor:
                     and not engine.gone.is_set()
                 ):
                     return
-        raise StartFailed(_last_words(engine, f"was not ready within {READY_LIMIT:g} s"))
+        raise StartFailed(_with_output(engine, f"was not ready within {READY_LIMIT:g} s"))
 
     async def _free(self, engine: Engine) -> tuple[bool, str]:
         try:
@@ -272,7 +271,7 @@ class Supervisor:
         return result.success, "" if result.success else f"Free: {result.message or 'refused'}"
 
     async def _end(self, engine: Engine) -> bool:
-        """Signals the whole group: SIGTERM, 15 s, SIGKILL; whether the process is gone."""
+        """Signals the whole group: SIGTERM, 15 s, SIGKILL. Whether the process has ended."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._threads, procs.end, engine.group, lambda: self._hurry)
         with contextlib.suppress(TimeoutError):
@@ -280,7 +279,7 @@ class Supervisor:
         return engine.gone.is_set()
 
     async def _watch(self, engine: Engine) -> None:
-        """Reads the engine's output until it ends, then clears up after it."""
+        """Reads the engine's output until it ends, then cleans up."""
         process = engine.process
         assert process.stdout
         assert process.stderr
@@ -291,7 +290,7 @@ class Supervisor:
         await process.wait()
         if not engine.stopping:
             log.warning("engine ended key=%s %s", engine.key, _ending(engine))
-            # What it started must not outlive it, nor keep its port.
+            # Its children must not outlive it or keep its port.
             await asyncio.get_running_loop().run_in_executor(self._threads, procs.end, engine.group)
         await asyncio.wait(pumps, timeout=1.0)
         for pump in pumps:
@@ -300,13 +299,13 @@ class Supervisor:
         self._guardian.discard(process.pid)
         self._ports.release(engine.port, clock.monotonic())
         del self._engines[engine.key]
-        # Before the client is closed: who probes looks here first, and a closed client cannot even be asked.
+        # Before the client closes: a probe checks this event first, and a closed client raises.
         engine.gone.set()
         await engine.client.close()
 
     async def _pump(self, engine: Engine, stream: asyncio.StreamReader, name: str) -> None:
         async for line in _lines(stream):
-            # Last words end in operations and answers; an engine may print what is in its environment.
+            # The last output goes into operations and replies, and an engine may print its environment.
             text = line.replace(self._token, "***") if self._token else line
             if name == "stderr":
                 engine.errors.append(text)
@@ -315,14 +314,14 @@ class Supervisor:
 
 
 def environment(token: str) -> dict[str, str]:
-    """The whole environment of an engine: nothing of the worker's own secrets or virtual environment."""
+    """The complete environment of an engine: none of the worker's secrets, not its virtual environment."""
     home = os.environ.get("HOME", "/")
     plain = {"PATH": PLAIN_PATH, "HOME": home, "LANG": os.environ.get("LANG", "C.UTF-8")}
     return plain | ({TOKEN_VARIABLE: token} if token else {})
 
 
 def folder_identity(folder: Path) -> tuple[int, int] | None:
-    """Device and inode of a folder; None when it is gone."""
+    """Device and inode of a folder; None if it does not exist."""
     try:
         info = folder.stat()
     except OSError:
@@ -331,7 +330,7 @@ def folder_identity(folder: Path) -> tuple[int, int] | None:
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """The lines of a stream, cut at 8 KiB; a line without end cannot fill the memory."""
+    """The lines of a stream, cut at 8 KiB so that an endless line cannot fill the memory."""
     rest = b""
     while piece := await stream.read(64 * 1024):
         *whole, rest = (rest + piece).split(b"\n")
@@ -343,9 +342,9 @@ async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
         yield rest.decode(errors="replace")
 
 
-def _last_words(engine: Engine, what: str) -> str:
-    told = "\n".join(engine.errors) or "(nothing)"
-    return f"backend process {engine.key} {what}. Last stderr:\n{told}"
+def _with_output(engine: Engine, what: str) -> str:
+    output = "\n".join(engine.errors) or "(nothing)"
+    return f"backend process {engine.key} {what}. Last stderr:\n{output}"
 
 
 def _ending(engine: Engine) -> str:
@@ -356,7 +355,7 @@ def _ending(engine: Engine) -> str:
 
 
 def bindable(port: int) -> bool:
-    """Whether an engine could listen there now."""
+    """Whether an engine could listen on this port now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,7 +1,7 @@
-"""Putting a backend's files in place: find it, copy it aside, swap it in by renaming.
+"""Installs a backend's files: finds them, copies them to a staging folder, swaps that in by renaming.
 
-At every moment the backend's folder is the old version, the new version, or (for the blink between two
-renames) its backup, which the next start restores. One folder is worked on by one install at a time.
+At every moment the backend's folder holds the old version or the new one; between the two renames only the
+backup exists, and the next start restores it. One install at a time works on a folder.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ from pathlib import Path
 
 import httpx
 
-from localai_cluster import clock, galleries
+from localai_cluster import clock, gallery_index
 from localai_cluster.errors import ClusterError, NotFound
 from localai_cluster.messaging.codec import encode
 from localai_cluster.messaging.messages import Gallery
-from localai_cluster.worker import gallery as choosing
-from localai_cluster.worker.copying import Throttle, copy_tree
-from localai_cluster.worker.listing import METADATA_FILE, START_FILE, Metadata, Shelf, discard
+from localai_cluster.worker import build_selection
+from localai_cluster.worker.backend_store import METADATA_FILE, START_FILE, BackendStore, Metadata, discard
+from localai_cluster.worker.file_copy import Throttle, copy_tree
 from localai_cluster.worker.names import BACKUP, STAGED, folder_name
 from localai_cluster.worker.progress import Report, Tick
 
@@ -38,8 +38,8 @@ class InstallFailed(ClusterError):
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What to install: `name` from galleries, or `uri` under the backend's own `name` and `alias`."""
+class InstallSource:
+    """What to install: `name` from galleries, or `uri` under the given `name` and `alias`."""
 
     name: str
     galleries: Sequence[Gallery]
@@ -48,12 +48,17 @@ class Wanted:
 
 
 class Installer:
-    """Installs directory backends from allowed folders."""
+    """InstallCommands directory backends from allowed folders."""
 
     def __init__(
-        self, shelf: Shelf, roots: Sequence[Path], rate: int, capability: str, client: httpx.AsyncClient
+        self,
+        store: BackendStore,
+        roots: Sequence[Path],
+        rate: int,
+        capability: str,
+        client: httpx.AsyncClient,
     ) -> None:
-        self._shelf = shelf
+        self._store = store
         self._roots = roots
         self._capability = capability
         self._client = client
@@ -62,19 +67,19 @@ class Installer:
         self._threads = ThreadPoolExecutor(PARALLEL_COPIES, thread_name_prefix="install")
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
-    async def install(self, wanted: Wanted, report: Report) -> str:
-        """Installs, replacing what is there; returns the folder's name. InstallFailed and other
+    async def install(self, source: InstallSource, report: Report) -> str:
+        """InstallCommands, replacing what is there; returns the folder's name. InstallFailed and other
         ClusterErrors."""
         report(Tick("resolving"))
-        path = galleries.local_path(wanted.uri) if wanted.uri else None
+        path = gallery_index.local_path(source.uri) if source.uri else None
         if path is not None and path.is_absolute():
-            metadata = Metadata(name=wanted.name or path.name, alias=wanted.alias, uri=wanted.uri)
-            return await self._place(self._source(wanted.uri, Path()), metadata, report)
-        if wanted.uri and path is None:
+            metadata = Metadata(name=source.name or path.name, alias=source.alias, uri=source.uri)
+            return await self._place(self._source(source.uri, Path()), metadata, report)
+        if source.uri and path is None:
             raise InstallFailed(
-                f"this worker installs from folders, not from {wanted.uri.split(':')[0]}: sources"
+                f"this worker installs from folders only, not from {source.uri.split(':')[0]}: sources"
             )
-        choice = await self._choose(wanted.uri or wanted.name, wanted.galleries)
+        choice = await self._select(source.uri or source.name, source.galleries)
         folder = await self._install_build(choice.build, report)
         if choice.meta is not None:
             await asyncio.to_thread(self._write_meta, choice.meta, folder)
@@ -82,27 +87,27 @@ class Installer:
         return folder
 
     def close(self) -> None:
-        """Stops every copy under way; they end with Stopped."""
+        """Stops all running copies; they end with Stopped."""
         self._stopped.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _choose(self, name: str, listed: Sequence[Gallery]) -> choosing.Choice:
-        builds: list[galleries.Build] = []
+    async def _select(self, name: str, listed: Sequence[Gallery]) -> build_selection.Choice:
+        builds: list[gallery_index.GalleryEntry] = []
         problems = []
         for gallery in listed:
             try:
-                builds += await choosing.fetch(gallery, self._roots, self._client)
-            except galleries.GalleryUnreadable as error:
+                builds += await build_selection.fetch(gallery, self._roots, self._client)
+            except gallery_index.GalleryUnreadable as error:
                 problems.append(error.message)
                 log.warning("%s", error)
         try:
-            return choosing.choose(name, builds, self._capability)
+            return build_selection.choose(name, builds, self._capability)
         except NotFound as error:
-            reasons = problems or ([] if listed else ["there is no gallery"])
+            reasons = problems or ([] if listed else ["no gallery is configured"])
             raise InstallFailed("; ".join([error.message, *reasons])) from error
 
-    async def _install_build(self, build: galleries.Build, report: Report) -> str:
-        index = galleries.local_path(build.gallery.url)
+    async def _install_build(self, build: gallery_index.GalleryEntry, report: Report) -> str:
+        index = gallery_index.local_path(build.gallery.url)
         metadata = Metadata(
             name=build.name, alias=build.alias, gallery_url=build.gallery.url, version=build.version
         )
@@ -116,14 +121,14 @@ class Installer:
         raise InstallFailed(f'backend "{build.name}": {"; ".join(reasons)}')
 
     def _source(self, uri: str, base: Path) -> Path:
-        """The folder `uri` names, relative paths taken from `base` (the folder of the gallery's list)."""
-        path = galleries.local_path(uri) if uri else None
+        """The folder that `uri` names; relative paths start at `base`, the folder of the gallery's index."""
+        path = gallery_index.local_path(uri) if uri else None
         if path is None or not (base / path).is_absolute():
             raise InstallFailed(
-                f"{uri or 'an empty source'} is not a folder; this worker installs from folders"
+                f"{uri or 'an empty source'} is not a folder; this worker installs from folders only"
             )
         try:
-            real = choosing.within(base / path, self._roots)
+            real = build_selection.within(base / path, self._roots)
         except (ValueError, OSError) as error:
             raise InstallFailed(str(error)) from error
         if not real.is_dir():
@@ -141,38 +146,40 @@ class Installer:
             try:
                 await asyncio.shield(work)
             except asyncio.CancelledError:
-                # The thread looks at `_stopped`, not at this task; the folder stays locked until it lets go.
+                # The thread checks `_stopped`, not this task, and needs the lock until it has ended.
                 await asyncio.gather(work, return_exceptions=True)
                 raise
         return folder
 
     def _copy_and_swap(self, source: Path, folder: str, metadata: Metadata, report: Report) -> None:
-        target = self._shelf.backends / folder
+        target = self._store.backends / folder
         staged = target.with_name(folder + STAGED)
         try:
-            self._refuse_itself(source, target)
+            if source.is_relative_to(target.resolve()) or self._store.backends.resolve().is_relative_to(
+                source
+            ):
+                raise InstallFailed(f"{source} is the installed backend itself, or contains it")
             discard(staged)
             copy_tree(
                 source, staged, self._throttle, self._stopped, lambda *m: report(Tick("downloading", *m))
             )
             start = staged / START_FILE
             if start.is_symlink() or not start.is_file():
-                raise InstallFailed(f"{source} holds no {START_FILE}")
+                raise InstallFailed(f"{source} contains no {START_FILE}")
             (staged / METADATA_FILE).unlink(missing_ok=True)
             (staged / METADATA_FILE).write_bytes(encode(metadata))
             swap(staged, target)
         except (OSError, ValueError) as error:
             raise InstallFailed(f'cannot install "{folder}": {error}') from error
         finally:
-            _tidy(staged)
+            try:
+                discard(staged)
+            except OSError as error:
+                log.warning("cannot remove %s: %s", staged, error)
 
-    def _refuse_itself(self, source: Path, target: Path) -> None:
-        if source.is_relative_to(target.resolve()) or self._shelf.backends.resolve().is_relative_to(source):
-            raise InstallFailed(f"{source} is the installed backend itself, or holds it")
-
-    def _write_meta(self, meta: galleries.Build, concrete: str) -> None:
+    def _write_meta(self, meta: gallery_index.GalleryEntry, concrete: str) -> None:
         folder = folder_name(meta.name)
-        target = self._shelf.backends / folder
+        target = self._store.backends / folder
         staged = target.with_name(folder + STAGED)
         metadata = Metadata(
             name=meta.name,
@@ -191,7 +198,7 @@ class Installer:
 
 
 def swap(staged: Path, target: Path, rename: Callable[[Path, Path], None] = os.rename) -> None:
-    """Puts `staged` in the place of `target`; on failure the old version is back. OSError."""
+    """Replaces `target` with `staged`; on failure the old version is restored. OSError."""
     backup = target.with_name(target.name + BACKUP)
     discard(backup)
     if target.is_symlink() or target.is_file():
@@ -206,10 +213,3 @@ def swap(staged: Path, target: Path, rename: Callable[[Path, Path], None] = os.r
             rename(backup, target)
         raise
     discard(backup)
-
-
-def _tidy(staged: Path) -> None:
-    try:
-        discard(staged)
-    except OSError as error:
-        log.warning("cannot remove %s: %s", staged, error)

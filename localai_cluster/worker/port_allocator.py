@@ -1,7 +1,7 @@
-"""Which engine gets which port: pure state and rules, the time is a parameter.
+"""Assigns ports to engines: pure state and rules, time is a parameter.
 
-A released port rests for 15 s and stays reserved for its last key for 5 min: a controller's row may still
-name the old address, and a health probe cannot tell one engine from another.
+A released port is not reused for 15 s and stays reserved for its last key for 5 min: a row of the control
+plane may still have the old address, and a health probe cannot tell engines apart.
 """
 
 from dataclasses import dataclass, field
@@ -13,20 +13,20 @@ RESERVATION = 300.0
 
 
 class NoFreePort(ClusterError):
-    """Every port of the range is in use or resting."""
+    """Every port of the range is in use or in quarantine."""
 
     code = "no_free_port"
 
 
 @dataclass
 class PortAllocator:
-    """Ports `base` to `highest`, both included. Every `now` is in seconds on one monotonic clock."""
+    """Ports `base` to `highest`, inclusive. Every `now` is in seconds of the same monotonic clock."""
 
     base: int
     highest: int
     _next: int = field(init=False)
     _used: dict[int, str] = field(default_factory=dict, init=False)
-    _resting: dict[int, float] = field(default_factory=dict, init=False)
+    _quarantined: dict[int, float] = field(default_factory=dict, init=False)
     _free: set[int] = field(default_factory=set, init=False)
     _reserved: dict[int, tuple[str, float]] = field(default_factory=dict, init=False)
 
@@ -34,13 +34,13 @@ class PortAllocator:
         self._next = self.base
 
     def allocate(self, key: str, now: float) -> int:
-        """A port for `key`: its own last one, an unreserved free one, a new one, any free one. NoFreePort."""
+        """A port for `key`: its last one, an unreserved free one, a new one, or any free one. NoFreePort."""
         self._sweep(now)
         port = self._choose(key)
         if port is None:
             raise NoFreePort(
                 f"no free port between {self.base} and {self.highest}: {len(self._used)} in use, "
-                f"{len(self._resting)} resting for {QUARANTINE:g} s; raise LOCALAI_GRPC_MAX_PORT"
+                f"{len(self._quarantined)} in quarantine for {QUARANTINE:g} s. Raise LOCALAI_GRPC_MAX_PORT"
             )
         self._free.discard(port)
         self._reserved.pop(port, None)
@@ -48,10 +48,10 @@ class PortAllocator:
         return port
 
     def release(self, port: int, now: float) -> None:
-        """Gives a port back; it rests first. A port that is not in use is left alone."""
+        """Returns a port to the pool after its quarantine. Does nothing for a port that is not in use."""
         key = self._used.pop(port, None)
         if key is not None:
-            self._resting[port] = now + QUARANTINE
+            self._quarantined[port] = now + QUARANTINE
             self._reserved[port] = (key, now + RESERVATION)
 
     def _choose(self, key: str) -> int | None:
@@ -67,7 +67,7 @@ class PortAllocator:
         return min(self._free, default=None)
 
     def _sweep(self, now: float) -> None:
-        rested = {port for port, until in self._resting.items() if until <= now}
+        rested = {port for port, until in self._quarantined.items() if until <= now}
         self._free |= rested
-        self._resting = {port: until for port, until in self._resting.items() if port not in rested}
+        self._quarantined = {port: until for port, until in self._quarantined.items() if port not in rested}
         self._reserved = {port: held for port, held in self._reserved.items() if held[1] > now}

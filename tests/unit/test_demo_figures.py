@@ -4,7 +4,7 @@ import copy
 import math
 from typing import Any
 
-from localai_cluster.embedded.figures import compare, cosine, rows
+from examples.demo.figures import compare, cosine, rows
 
 EXPECT = {
     "dimensions": 2,

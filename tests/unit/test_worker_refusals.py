@@ -1,4 +1,4 @@
-"""What a worker does and says when the controller refuses its registration or its heartbeats."""
+"""What a worker does and says when the control plane refuses its registration or its heartbeats."""
 
 import logging
 from typing import Any
@@ -8,8 +8,8 @@ import pytest
 
 from localai_cluster import clock
 from localai_cluster.worker import registration
-from localai_cluster.worker.controller import CallFailed, Controller
-from localai_cluster.worker.heartbeat import Heart
+from localai_cluster.worker.control_plane import CallFailed, ControlPlane
+from localai_cluster.worker.heartbeats import HeartbeatLoop
 
 
 async def refusals(*statuses: tuple[int, dict[str, str]]) -> tuple[list[float], list[str]]:
@@ -36,7 +36,7 @@ async def refusals(*statuses: tuple[int, dict[str, str]]) -> tuple[list[float], 
         secret, successor = "a" * 64, ""
 
     client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
-    calls = Controller("http://c", "tok", Known(), "1f" * 16, client)  # type: ignore[arg-type]
+    calls = ControlPlane("http://c", "tok", Known(), "1f" * 16, client)  # type: ignore[arg-type]
     lines = Lines()
     registration.log.addHandler(lines)
     try:
@@ -52,7 +52,7 @@ async def refusals(*statuses: tuple[int, dict[str, str]]) -> tuple[list[float], 
     [
         (401, "Check LOCALAI_REGISTRATION_TOKEN"),
         (403, "delete the file node-secret"),
-        (409, "An administrator has to decide this conflict"),
+        (409, "An administrator must resolve this conflict"),
         (500, "no 500"),
     ],
 )
@@ -73,7 +73,7 @@ async def test_too_many_attempts_are_waited_out_within_the_back_off(header: str,
 
 
 class Beating:
-    """A heart whose controller answers what the test says, on a clock of the test's."""
+    """A heart whose control plane answers what the test says, on a clock of the test's."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -82,9 +82,9 @@ class Beating:
         self.beats = self.knocks = self.rejoins = 0
         self.gave_way = False
         monkeypatch.setattr(clock, "monotonic", lambda: self.now)
-        heart: Any = Heart
+        heart: Any = HeartbeatLoop
         callbacks = (self.measure, self.rejoin, self.knock, self.give_way)
-        self.heart: Heart = heart(self, self, 10.0, lambda: "n", *callbacks)
+        self.heart: HeartbeatLoop = heart(self, self, 10.0, lambda: "n", *callbacks)
 
     connected = True
 
@@ -111,7 +111,7 @@ class Beating:
         """Beats every 10 s."""
         for _ in range(seconds // 10):
             self.now += 10
-            await self.heart.beat()
+            await self.heart.send()
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ async def test_a_revoked_secret_is_tried_once_a_minute(
     await beating.live(120)
     assert (beating.beats, beating.knocks) == (2, 2)
     assert said(caplog, "delete the file node-secret in its data folder") == [logging.ERROR] * 2
-    assert beating.heart.problem == "the controller refuses this node's secret"
+    assert beating.heart.problem == "the control plane refuses this node's secret"
 
 
 async def test_a_removed_node_registers_again(beating: Beating) -> None:

@@ -1,7 +1,7 @@
-"""Which backends are on disk, under which names, and how they go away (worker.md §18.1, §18.2).
+"""The installed backends on disk: their names, lookup and removal (worker.md §18.1, §18.2).
 
-A folder with a `run.sh` is a backend; a folder whose metadata says `meta_backend_for` points to one; an
-alias makes a second name for one. The disk is the only state: every question reads it anew.
+A folder with a `run.sh` is a backend. A folder whose metadata has `meta_backend_for` points to one. An alias
+is a second name for one. The disk is the only state: every call reads it.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ METADATA_FILE = "metadata.json"
 
 @dataclass(frozen=True)
 class Metadata:
-    """`metadata.json` beside an installed backend."""
+    """`metadata.json` in the folder of an installed backend."""
 
     name: str = omitted("")
     alias: str = omitted("")
@@ -40,8 +40,8 @@ class Metadata:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One name under which a backend can be started."""
+class StoredBackend:
+    """A name that starts a backend, and the backend's files."""
 
     name: str
     folder: Path
@@ -52,11 +52,11 @@ class Entry:
 
     @property
     def is_alias(self) -> bool:
-        """Whether this is a second name of another entry."""
+        """Whether this is a second name for another entry."""
         return self.metadata.name not in ("", self.name)
 
 
-class Shelf:
+class BackendStore:
     """The installed backends of this machine."""
 
     def __init__(self, backends: Path, system: Path, capability: str) -> None:
@@ -64,14 +64,14 @@ class Shelf:
         self._system = system
         self._capability = capability
 
-    def scan(self) -> dict[str, Entry]:
-        """Every name that can be started, aliases included. OSError when the folder cannot be read."""
+    def scan(self) -> dict[str, StoredBackend]:
+        """All names that can be started, including aliases. OSError if the folder cannot be read."""
         entries = {
-            folder.name: Entry(folder.name, folder, folder / START_FILE, Metadata(), is_system=True)
+            folder.name: StoredBackend(folder.name, folder, folder / START_FILE, Metadata(), is_system=True)
             for folder in _folders(self._system)
             if (folder / START_FILE).is_file()
         }
-        concrete, meta = self._own()
+        concrete, meta = self._installed()
         entries |= concrete
         for entry in meta:
             entries.setdefault(entry.name, entry)
@@ -80,13 +80,13 @@ class Shelf:
                 entries[name] = entry
         return entries
 
-    def find(self, name: str) -> Entry | None:
-        """The entry of that name, else one that differs only in case, as galleries do not look at it."""
+    def find(self, name: str) -> StoredBackend | None:
+        """The entry with that name, or one that differs only in case, which galleries ignore."""
         entries = self.scan()
         return entries.get(name) or next((e for n, e in entries.items() if n.lower() == name.lower()), None)
 
     def start_file(self, name: str) -> Path | None:
-        """What to run for `name`, or None (worker.md §10.1)."""
+        """The file that starts `name`, or None (worker.md §10.1)."""
         entry = self.find(name)
         if entry is not None and entry.start_file.is_file():
             return entry.start_file
@@ -99,7 +99,7 @@ class Shelf:
         return None
 
     def identity(self, name: str) -> frozenset[str]:
-        """The names that mean the same build as `name`, one hop only (worker.md §7)."""
+        """All names of the build that `name` means, one hop only (worker.md §7)."""
         try:
             entry = self.find(name)
         except OSError:
@@ -109,14 +109,14 @@ class Shelf:
         return frozenset({name, entry.name, entry.metadata.name, entry.metadata.alias} - {""})
 
     def remove(self, name: str) -> None:
-        """Removes the files behind `name`, at once for everybody who looks. NotFound, Conflict, OSError."""
+        """Removes the files of `name`; readers see it vanish in one step. NotFound, Conflict, OSError."""
         entry = self.find(name) or next(
             (e for e in self.scan().values() if name and not e.is_meta and e.metadata.name == name), None
         )
         if entry is None:
             raise NotFound(f'backend "{name}" is not installed')
         if entry.is_system:
-            raise Conflict(f'backend "{name}" belongs to the system and is not removed')
+            raise Conflict(f'backend "{name}" is a system backend and cannot be removed')
         folders = {entry.folder, entry.start_file.parent}
         with contextlib.suppress(InvalidInput):
             folders.add(self.backends / folder_name(name))
@@ -124,77 +124,77 @@ class Shelf:
             discard(folder)
 
     def recover(self) -> None:
-        """Tidies what a killed worker left behind: half-made installs go, an old version comes back."""
+        """Cleans up after a killed worker: removes unfinished installs, restores an old version."""
         for path in list(self.backends.iterdir()):
             if path.name.startswith(LEAVING) or path.name.endswith(STAGED):
-                log.info("removing the leftover %s", path.name)
+                log.info("removing unfinished install %s", path.name)
                 discard(path)
             elif path.name.endswith(BACKUP):
                 target = path.with_name(path.name.removesuffix(BACKUP))
                 if target.exists():
                     discard(path)
                 else:
-                    log.warning("an install was cut off: the former %s is back in place", target.name)
+                    log.warning("an install was interrupted; restoring the previous %s", target.name)
                     path.rename(target)
 
-    def _own(self) -> tuple[dict[str, Entry], list[Entry]]:
-        concrete: dict[str, Entry] = {}
+    def _installed(self) -> tuple[dict[str, StoredBackend], list[StoredBackend]]:
+        concrete: dict[str, StoredBackend] = {}
         meta = []
         for folder in _folders(self.backends):
             metadata = read_metadata(folder)
             if (folder / START_FILE).is_file():
-                concrete[folder.name] = Entry(folder.name, folder, folder / START_FILE, metadata)
+                concrete[folder.name] = StoredBackend(folder.name, folder, folder / START_FILE, metadata)
             elif metadata.meta_backend_for:
                 with contextlib.suppress(InvalidInput):
                     target = self.backends / folder_name(metadata.meta_backend_for)
                     name = metadata.name or folder.name
-                    meta.append(Entry(name, folder, target / START_FILE, metadata, is_meta=True))
+                    meta.append(StoredBackend(name, folder, target / START_FILE, metadata, is_meta=True))
         return concrete, meta
 
-    def _aliases(self, concrete: list[Entry]) -> dict[str, Entry]:
-        chosen: dict[str, Entry] = {}
+    def _aliases(self, concrete: list[StoredBackend]) -> dict[str, StoredBackend]:
+        chosen: dict[str, StoredBackend] = {}
         for entry in concrete:
             alias = entry.metadata.alias
             if alias and (alias not in chosen or self._rank(entry) < self._rank(chosen[alias])):
                 metadata = entry.metadata
-                chosen[alias] = Entry(alias, entry.folder, entry.start_file, metadata)
+                chosen[alias] = StoredBackend(alias, entry.folder, entry.start_file, metadata)
         return chosen
 
-    def _rank(self, entry: Entry) -> int:
+    def _rank(self, entry: StoredBackend) -> int:
         tokens = preferred_tokens(self._capability)
         folder = entry.folder.name.lower()
         return next((rank for rank, token in enumerate(tokens) if token in folder), len(tokens))
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The metadata of a backend folder; missing or unreadable metadata is empty."""
+    """The metadata of a backend folder; empty if it is missing or unreadable."""
     try:
         with open(folder / METADATA_FILE, "rb") as file:
             return decode(file.read(64 * 1024), Metadata)
     except FileNotFoundError:
         return Metadata()
     except (OSError, ClusterError) as error:
-        _warn_once(f"the metadata of backend {folder.name} is ignored: {error}")
+        _warn_once(f"ignoring the metadata of backend {folder.name}: {error}")
         return Metadata()
 
 
 @functools.lru_cache(maxsize=256)
 def _warn_once(text: str) -> None:
-    """The list is asked for every few seconds."""
+    """Backends are listed every few seconds."""
     log.warning("%s", text)
 
 
 def discard(path: Path) -> None:
-    """Removes a file or a tree. It leaves its name first, so nobody meets it half removed. OSError."""
-    leaving = path.with_name(f"{LEAVING}{secrets.token_hex(6)}")
+    """Removes a file or a folder, renaming it first so that readers never see half of it. OSError."""
+    doomed = path.with_name(f"{LEAVING}{secrets.token_hex(6)}")
     try:
-        path.rename(leaving)
+        path.rename(doomed)
     except FileNotFoundError:
         return
-    if leaving.is_dir() and not leaving.is_symlink():
-        shutil.rmtree(leaving)
+    if doomed.is_dir() and not doomed.is_symlink():
+        shutil.rmtree(doomed)
     else:
-        leaving.unlink()
+        doomed.unlink()
 
 
 def _folders(base: Path) -> Iterator[Path]:

@@ -1,9 +1,9 @@
 """The ports of one worker among several on a machine: found by listening, kept for the next start.
 
-A worker has its probes on one port and its engines on those above it. With `find_ports` it takes the first
-free block of `BLOCK` ports. The probes' port is the claim to a block: two workers that start together cannot
-both listen there. The block that was found is noted in the data folder and tried first at the next start, so
-that addresses which others have stored stay true.
+A worker serves its probes on one port and its engines on the ports above it. With `find_ports` it takes the
+first free block of `BLOCK` ports. The probes' port is the claim to a block: two workers that start together
+cannot both listen there. The worker notes its block in the data folder and tries it first at the next start,
+so that stored addresses stay valid.
 """
 
 import contextlib
@@ -14,16 +14,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from localai_cluster.worker.config import HIGHEST_PORT, Config, host_port, refuse
-from localai_cluster.worker.processes import bindable
+from localai_cluster.worker.engines import bindable
 
 BLOCK = 100
 ENGINE_PORTS = 10
-"""Ports for engines that must be free in a block that is taken for the first time."""
+"""How many engine ports must be free before a worker takes a block for the first time."""
 NOTE = "worker-port"
 
 
-def listen(config: Config) -> tuple[Config, socket.socket]:
-    """Listens for the probes; the settings with the ports that were found. InvalidSetting, OSError."""
+def open_probe_listener(config: Config) -> tuple[Config, socket.socket]:
+    """Opens the listener of the probes; returns it with the ports found. InvalidSettings, OSError."""
     if not config.find_ports:
         return config, _listener(config)
     remembered = _remembered(config.data_dir)
@@ -31,16 +31,16 @@ def listen(config: Config) -> tuple[Config, socket.socket]:
         moved = _moved(config, base)
         with contextlib.suppress(_Occupied):
             listener = _listener(moved)
-            # The engines of a worker that was killed may still be ending: its own block is taken as it is.
+            # Engines of a killed worker may still be stopping, so its own block need not be free.
             if base == remembered or all(bindable(port) for port in range(base, base + ENGINE_PORTS)):
                 _remember(config.data_dir, base)
                 return moved, listener
             listener.close()
-    refuse("addr", f"no {BLOCK} ports are free from {config.base_port} on")
+    refuse("addr", f"no block of {BLOCK} ports is free from {config.base_port} up")
 
 
 class _Occupied(Exception):
-    """Something else listens there."""
+    """The port is in use."""
 
 
 def _bases(first: int, remembered: int) -> Iterator[int]:
@@ -50,7 +50,7 @@ def _bases(first: int, remembered: int) -> Iterator[int]:
 
 
 def _moved(config: Config, base: int) -> Config:
-    """The same worker with its engines from `base` on, and below the next worker's probes."""
+    """The same settings with the engines' ports from `base` up to the next block."""
     http_host, _ = host_port(config.advertise_http_addr)
     return replace(
         config,
@@ -71,18 +71,18 @@ def _listener(config: Config) -> socket.socket:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        # Two sockets may be bound to one port as long as neither listens.
+        # Two sockets can bind to one port as long as neither of them listens.
         listener.listen()
     except OSError as error:
         listener.close()
         if config.find_ports and error.errno == errno.EADDRINUSE:
             raise _Occupied from error
-        refuse("http_addr", f"cannot listen at {config.http_bind[0]}:{port}: {error.strerror or error}")
+        refuse("http_addr", f"cannot listen on {config.http_bind[0]}:{port}: {error.strerror or error}")
     return listener
 
 
 def _remembered(folder: Path) -> int:
-    """The first port of the last start's block; 0 if there is no good note."""
+    """The first port of the block used last; 0 if no valid note exists."""
     with contextlib.suppress(OSError, ValueError):
         base = int((folder / NOTE).read_text(encoding="utf-8"))
         if 1 < base <= HIGHEST_PORT - BLOCK:
@@ -91,6 +91,6 @@ def _remembered(folder: Path) -> int:
 
 
 def _remember(folder: Path, base: int) -> None:
-    """A lost note costs nothing but the same port; only one worker uses the folder."""
+    """If the note is lost, the worker only gets other ports. No other worker uses this folder."""
     if _remembered(folder) != base:
         (folder / NOTE).write_text(f"{base}\n", encoding="utf-8")

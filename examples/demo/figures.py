@@ -1,6 +1,6 @@
-"""The figures of the main job: what an answer must hold, compared with what it holds. No I/O.
+"""Compares the figures of an embeddings answer with the expected ones. No I/O.
 
-What is expected comes from `examples/demo.json`; no model is known here.
+The expectations come from `examples/demo.json`; nothing here depends on the model.
 """
 
 import math
@@ -13,7 +13,7 @@ Vector = Sequence[float]
 
 @dataclass(frozen=True)
 class Figure:
-    """One compared number; `row` is the line of the table that it belongs to."""
+    """One compared number; `row` is its row in the printed table."""
 
     name: str
     row: str
@@ -23,22 +23,22 @@ class Figure:
 
     @property
     def holds(self) -> bool:
-        """Whether it is as expected; a number that is no number never is."""
+        """Whether it is as expected; NaN never is."""
         return abs(self.value - self.expected) <= self.tolerance
 
     def text(self, number: float) -> str:
-        """`number` as this figure is written: a count has no decimals."""
+        """`number` as text; counts have no decimals."""
         return f"{number:.4f}" if self.tolerance else f"{number:.0f}"
 
 
 def cosine(one: Vector, other: Vector) -> float:
-    """The cosine of the angle between two vectors; nan when one has no direction."""
+    """The cosine of the angle between two vectors; NaN if one is zero."""
     lengths = math.hypot(*one) * math.hypot(*other)
     return sum(a * b for a, b in zip(one, other, strict=True)) / lengths if lengths else math.nan
 
 
 def compare(answer: Mapping[str, Any], inputs: Sequence[str], expect: Mapping[str, Any]) -> list[Figure]:
-    """Every figure of an embeddings answer to `inputs`, in the order of the expectations."""
+    """All figures of an embeddings answer to `inputs`, in the order of the expectations."""
     entries = sorted(answer["data"], key=lambda entry: entry["index"])
     vectors: dict[str, Vector] = {
         text: entry["embedding"] for text, entry in zip(inputs, entries, strict=False)
@@ -65,7 +65,7 @@ def compare(answer: Mapping[str, Any], inputs: Sequence[str], expect: Mapping[st
 
 
 def rows(figures: Sequence[Figure]) -> list[tuple[str, str, str]]:
-    """The table that a person reads: what was compared, the answer, and whether it is right."""
+    """The rows of the printed table: what was compared, the answer, and the verdict."""
     found: dict[str, list[Figure]] = {}
     for figure in figures:
         found.setdefault(figure.row, []).append(figure)

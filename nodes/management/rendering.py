@@ -1,4 +1,4 @@
-"""What `manage.py nodes` prints: the JSON of the REST API, or the same facts as aligned text.
+"""The output of `manage.py nodes`: JSON as in the REST API, or the same facts as aligned text.
 
 Pure functions over the rows of `nodes.registry.node_rows`; nothing here reads the database.
 """
@@ -17,8 +17,31 @@ from nodes.registry.node_rows import ZERO_TIME
 NOTHING = "-"
 SHORT_ID = 8
 _SIZES = ("vram", "ram", "disk", "bytes")
-_LIST = ("NAME", "STATUS", "TYPE", "ADDRESS", "GPU", "FREE VRAM", "MODELS", "BUSY", "HEARD", "NOTES", "ID")
-_CLAIMS = ("CONFLICT", "NODE", "STATE", "WHAT", "FROM", "ADVERTISES", "NODE SEEN AT", "TIMES", "LAST", "OF")
+_LIST = (
+    "NAME",
+    "STATUS",
+    "TYPE",
+    "ADDRESS",
+    "GPU",
+    "FREE VRAM",
+    "MODELS",
+    "BUSY",
+    "LAST SEEN",
+    "NOTES",
+    "ID",
+)
+_CLAIMS = (
+    "CONFLICT",
+    "NODE",
+    "STATE",
+    "WHAT",
+    "FROM",
+    "ADVERTISES",
+    "NODE ADDRESS",
+    "ATTEMPTS",
+    "LAST",
+    "CLAIMS",
+)
 _FACT = {"at", "by", "reason"}
 _PLAIN_MINUTE = 120
 
@@ -29,7 +52,7 @@ def as_json(value: Any) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell, without trailing blanks."""
+    """Aligned columns without trailing blanks."""
     lines = [list(heads), *([_printable(cell) or NOTHING for cell in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
     return "\n".join(
@@ -39,12 +62,12 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _printable(text: str) -> str:
-    """Without what a terminal would act on: some of it comes from strangers."""
+    """Without control characters, since some texts come from untrusted sources."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def nodes(rows: Sequence[Mapping[str, Any]], now: datetime) -> str:
-    """The list, one node a line."""
+    """The list, one node per line."""
     return table(_LIST, [_node(row, now) for row in rows]) if rows else "no nodes"
 
 
@@ -74,24 +97,24 @@ def _notes(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def age(at: Any, now: datetime) -> str:
-    """How long ago; seconds up to two minutes."""
+    """How long ago; in seconds up to two minutes."""
     if at is None or at == ZERO_TIME:
         return "never"
     then = _time(at)
     seconds = max(int((now - then).total_seconds()), 0)
     if seconds < _PLAIN_MINUTE:
         return f"{seconds} s ago"
-    # Its blanks are such that a browser does not break the line there.
+    # Django uses non-breaking spaces.
     return f"{timesince(then, now, depth=1)} ago".replace("\xa0", " ")
 
 
 def _time(at: Any) -> datetime:
-    """Rows of the list have their times as texts, those of a node on its own as times."""
+    """Times are texts in the rows of the list and datetimes in those of a single node."""
     return at if isinstance(at, datetime) else datetime.fromisoformat(at)
 
 
 def detail(row: Mapping[str, Any], events: Sequence[NodeEvent]) -> str:
-    """One node: its facts, then what happened to it last."""
+    """One node: its facts, then its latest events."""
     labels = sorted(row["labels"].items())
     others = {name: value for name, value in row.items() if name not in ("labels", "open_conflicts")}
     facts = [(name, text) for name, text in _flat(others, "") if text]
@@ -114,7 +137,7 @@ def _flat(row: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
 
 def _fact(value: Mapping[str, Any]) -> str:
     reason = f": {value['reason']}" if value["reason"] else ""
-    return f"{moment(_time(value['at']))} by {value['by'] or 'nobody'}{reason}"
+    return f"{moment(_time(value['at']))} by {value['by'] or 'unknown'}{reason}"
 
 
 def _text(name: str, value: Any) -> str:
@@ -131,13 +154,13 @@ def _text(name: str, value: Any) -> str:
 
 
 def moment(at: datetime) -> str:
-    """A moment, to the second, in UTC."""
+    """A time in UTC, to the second."""
     return f"{at:%Y-%m-%d %H:%M:%S}Z"
 
 
 def _events(events: Sequence[NodeEvent]) -> str:
     rows = [(moment(event.at), event.kind, _change(event), event.actor, event.cause) for event in events]
-    return table(("WHEN", "WHAT", "STATUS", "WHO", "WHY"), rows)
+    return table(("TIME", "EVENT", "STATUS", "ACTOR", "REASON"), rows)
 
 
 def _change(event: NodeEvent) -> str:
@@ -147,7 +170,7 @@ def _change(event: NodeEvent) -> str:
 
 
 def conflicts(rows: Sequence[Mapping[str, Any]], now: datetime) -> str:
-    """Claims, one a line."""
+    """Conflicts, one per line."""
     return table(_CLAIMS, [_conflict(row, now) for row in rows]) if rows else "no conflicts"
 
 

@@ -1,8 +1,8 @@
-"""Galleries: lists of installable backends in LocalAI's format, read from a file, a URL or its mirrors.
+"""The index of a gallery: installable backends in LocalAI's format, read from a file, a URL or its mirrors.
 
-Workers read them for every install, the catalogue of the web process once a minute. An entry is read
-leniently: what has the wrong type counts as absent, what has no name is left out, what is too much is cut.
-`parse` is pure; only `fetch` touches disk or network.
+Workers read it for every install, the catalogue of the web process once a minute. Entries are parsed
+leniently: a field of the wrong type is ignored, an entry without a name is skipped, and long values are cut.
+`parse` is pure; only `fetch` uses disk or network.
 """
 
 import asyncio
@@ -22,23 +22,23 @@ from localai_cluster.messaging.messages import Gallery
 FETCH_TIMEOUT = 120.0
 INDEX_LIMIT = 16 * 1024 * 1024
 MOST_ENTRIES, MOST_TEXTS, LONGEST_TEXT = 10_000, 100, 16 * 1024
-"""Entries of a list, texts in a field, characters of a text: aliases of YAML repeat what was read once."""
+"""Limits on entries per index, texts per field and characters per text: YAML aliases can multiply data."""
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-Place = Callable[[Path], Path]
-"""Where a path of this machine really is; raises ValueError for one that must not be read."""
+ResolvePath = Callable[[Path], Path]
+"""Resolves a local path; raises ValueError for one that must not be read."""
 
 
 class GalleryUnreadable(ClusterError):
-    """The list of a gallery cannot be read."""
+    """The index of a gallery cannot be read."""
 
     code = "gallery_unreadable"
     permanent = False
 
 
 @dataclass(frozen=True)
-class Build:
-    """One entry of a gallery; `gallery` is where it was found."""
+class GalleryEntry:
+    """One entry of a gallery; `gallery` is where it came from."""
 
     name: str
     alias: str = ""
@@ -55,25 +55,25 @@ class Build:
 
     @property
     def is_meta(self) -> bool:
-        """Whether this entry only chooses between others."""
+        """Whether this entry only selects one of several others."""
         return bool(self.capabilities) and not self.uri
 
 
 def folded(name: str) -> str:
-    """What two names have in common that mean the same backend."""
+    """The form of a name for comparison: names of the same backend are equal in it."""
     return name.replace("/", "__").lower()
 
 
-def parse(text: bytes, gallery: Gallery) -> list[Build]:
-    """The entries of an index; what does not read like an entry is left out. GalleryUnreadable."""
+def parse(text: bytes, gallery: Gallery) -> list[GalleryEntry]:
+    """The entries of an index; anything else in it is skipped. GalleryUnreadable."""
     try:
         listed = yaml.load(text, Loader=_LOADER)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise GalleryUnreadable(
-            f"the list of gallery {gallery.name or gallery.url} is not YAML: {error}"
+            f"the index of gallery {gallery.name or gallery.url} is not YAML: {error}"
         ) from error
     if not isinstance(listed, list):
-        raise GalleryUnreadable(f"the list of gallery {gallery.name or gallery.url} is not a YAML list")
+        raise GalleryUnreadable(f"the index of gallery {gallery.name or gallery.url} is not a YAML list")
     named = (item for item in listed if isinstance(item, dict) and _text(item.get("name")))
     return [_build(item, gallery) for item in islice(named, MOST_ENTRIES)]
 
@@ -82,20 +82,20 @@ async def fetch(
     gallery: Gallery,
     client: httpx.AsyncClient,
     *,
-    place: Place = Path.resolve,
+    resolve: ResolvePath = Path.resolve,
     timeout: float = FETCH_TIMEOUT,
-) -> list[Build]:
+) -> list[GalleryEntry]:
     """The entries of a gallery from its URL or the first mirror that answers. GalleryUnreadable.
 
-    `place` says which files may be read, `timeout` how many seconds one address has.
+    `resolve` decides which files may be read; `timeout` is in seconds per address.
     """
     reasons = []
     for url in (gallery.url, *gallery.mirrors):
         try:
-            text = await _read(url, client, place, timeout)
+            text = await _read(url, client, resolve, timeout)
             return await asyncio.to_thread(parse, text, gallery)
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, GalleryUnreadable) as error:
-            reasons.append(f"{shown(url)}: {error or type(error).__name__}")
+            reasons.append(f"{public_url(url)}: {error or type(error).__name__}")
     raise GalleryUnreadable(f"gallery {gallery.name} cannot be read: {'; '.join(reasons)}")
 
 
@@ -110,8 +110,8 @@ def local_path(url: str) -> Path | None:
     return Path(url) if not parts.scheme else None
 
 
-def shown(url: str) -> str:
-    """The URL without the credentials and the query it may carry."""
+def public_url(url: str) -> str:
+    """The URL without credentials and query."""
     try:
         parts = urlsplit(url)
     except ValueError:
@@ -119,12 +119,12 @@ def shown(url: str) -> str:
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
-async def _read(url: str, client: httpx.AsyncClient, place: Place, timeout: float) -> bytes:
+async def _read(url: str, client: httpx.AsyncClient, resolve: ResolvePath, timeout: float) -> bytes:
     path = local_path(url)
     if path is not None:
-        return await asyncio.to_thread(_read_file, place(path))
+        return await asyncio.to_thread(_read_file, resolve(path))
     if not url.startswith(("http://", "https://")):
-        raise ValueError("only file://, http:// and https:// lists are read")
+        raise ValueError("only file://, http:// and https:// URLs are supported")
     urlsplit(url).port  # noqa: B018 - reading it raises ValueError for a port that cannot be
     text = bytearray()
     async with asyncio.timeout(timeout), client.stream("GET", url, follow_redirects=True) as answer:
@@ -148,9 +148,9 @@ def _bounded(size: int) -> None:
         raise ValueError(f"longer than {INDEX_LIMIT} bytes")
 
 
-def _build(item: Mapping[str, Any], gallery: Gallery) -> Build:
+def _build(item: Mapping[str, Any], gallery: Gallery) -> GalleryEntry:
     capabilities = item.get("capabilities")
-    return Build(
+    return GalleryEntry(
         name=_text(item.get("name")),
         alias=_text(item.get("alias")),
         uri=_text(item.get("uri")),
@@ -176,7 +176,7 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def _text(value: Any) -> str:
-    """The text, without halves of characters that no encoding carries."""
+    """The text, without lone surrogates, which cannot be encoded."""
     if not isinstance(value, str | int | float):
         return ""
     return str(value)[:LONGEST_TEXT].encode("utf-8", "replace").decode()

@@ -1,7 +1,7 @@
-"""`make measure`: limits of starting, stopping, loading and recovering, as figure, limit, held or not.
+"""`make measure`: measures start, stop, loading and recovery, and compares the figures with their limits.
 
-Copies the tree to a fresh folder and brings it up there with `make run`, as a newcomer does, so the first run
-includes the installation from the package cache. `TESTS=1 make measure` times `make test` as well.
+Copies the tree to a new folder and starts it there with `make run`, as a new user does, so the first run
+includes the installation from the package cache. `TESTS=1 make measure` also times `make test`.
 """
 
 import json
@@ -14,22 +14,21 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 from rich.console import Console
-from rich.table import Table
 from websockets.exceptions import WebSocketException
 from websockets.sync.client import connect
 
+from examples.demo.client import Target, ask
 from localai_cluster import clock, procs
-from localai_cluster.embedded.demo import Target, ask
 from localai_cluster.embedded.layout import EXAMPLES, ROOT
-from localai_cluster.embedded.places import Trouble, free_port
+from localai_cluster.embedded.resources import SetupError, free_port
 from localai_cluster.embedded.run import answers
 from localai_cluster.embedded.server import last_line, wait_for
+from tests.measure.table import Measured, show
 
 FIRST_RUN, LATER_RUN, TESTS, IN_FLIGHT, COPY, VALUES = 180.0, 15.0, 900.0, 30.0, 10.0, 5
 _NOT_COPIED = (
@@ -46,26 +45,8 @@ _NOT_COPIED = (
 _MANY_TEXTS, _CLIENTS = 64, 4
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One figure and its limit; None where nothing is promised."""
-
-    name: str
-    value: float
-    limit: float | None = None
-    at_least: bool = False
-    unit: str = "s"
-
-    @property
-    def held(self) -> bool:
-        """Whether the limit is kept."""
-        if self.limit is None:
-            return True
-        return self.value >= self.limit if self.at_least else self.value <= self.limit
-
-
 class Run:
-    """`make run` in `tree`, timed from the command to its "ready" and from the signal to its end."""
+    """`make run` in `tree`, timed from the command to "ready" and from the signal to the end."""
 
     def __init__(self, tree: Path, guardian: procs.Guardian, **more: str) -> None:
         self.tree, self.log = tree, tree.parent / "run.log"
@@ -82,20 +63,20 @@ class Run:
 
     @property
     def target(self) -> Target:
-        """Where it listens, and its key."""
+        """Its address and key."""
         key = (self.tree / "data" / "secrets" / "admin_api_key").read_text().strip()
         return Target(f"http://127.0.0.1:{self.port}", key)
 
     def wait_ready(self, seconds: float) -> float:
-        """Seconds until it said that it is ready. `Trouble` when it ended or took longer than allowed."""
+        """Seconds until it is ready. `SetupError` if it ended or took too long."""
         child = self._child
         wait_for(lambda: child.poll() is not None or b"ready in" in self.log.read_bytes(), seconds)
         if b"ready in" not in self.log.read_bytes():
-            raise Trouble(f"`make run` is not ready: {last_line(self.log)}", f"Read {self.log}.")
+            raise SetupError(f"`make run` did not become ready: {last_line(self.log)}", f"See {self.log}.")
         return clock.monotonic() - self._begun
 
     def stop(self) -> float:
-        """Seconds from the signal to the end of everything."""
+        """Seconds from the signal until all processes have ended."""
         begun = clock.monotonic()
         supervisor = json.loads((self.tree / "data" / "run.lock").read_text())["pid"]
         os.kill(supervisor, signal.SIGTERM)
@@ -111,7 +92,7 @@ class Run:
 
 @contextmanager
 def fresh_tree() -> Iterator[Path]:
-    """A copy of the sources in a folder of its own."""
+    """A copy of the sources in a new folder."""
     home = Path(tempfile.mkdtemp(prefix="localai-cluster-measure-"))
     try:
         shutil.copytree(ROOT, home / "tree", ignore=shutil.ignore_patterns(*_NOT_COPIED))
@@ -121,7 +102,7 @@ def fresh_tree() -> Iterator[Path]:
 
 
 def byte_values(target: Target, seen: set[int], ready: threading.Event) -> None:
-    """Collects the different byte counts that a websocket client sees of running operations."""
+    """Collects the distinct byte counts of running operations that a websocket client receives."""
     url = target.url.replace("http", "ws", 1) + "/ws/operations"
     with (
         suppress(WebSocketException, OSError),
@@ -135,7 +116,7 @@ def byte_values(target: Target, seen: set[int], ready: threading.Event) -> None:
 
 
 def cold_load(target: Target, request: Mapping[str, Any]) -> list[Measured]:
-    """The first request of a fresh cluster, its copy held to ten seconds, and one after it."""
+    """The first request of a new cluster, with a copy throttled to ten seconds, and a second one."""
     seen: set[int] = set()
     ready = threading.Event()
     threading.Thread(target=byte_values, args=(target, seen, ready), daemon=True).start()
@@ -143,14 +124,14 @@ def cold_load(target: Target, request: Mapping[str, Any]) -> list[Measured]:
     _, cold = ask(target, request)
     _, warm = ask(target, request)
     return [
-        Measured("first request, copy held to 10 s", cold),
-        Measured("byte values seen meanwhile", len(seen), VALUES, at_least=True, unit=""),
+        Measured("first request, copy throttled to 10 s", cold),
+        Measured("progress values during the copy", len(seen), VALUES, at_least=True, unit=""),
         Measured("second request", warm),
     ]
 
 
 def in_flight(target: Target) -> int | None:
-    """Requests that the registry counts as running; None while nobody answers."""
+    """Running requests according to the registry; None without an answer."""
     try:
         reply = httpx.get(f"{target.url}/api/nodes", headers=target.headers, timeout=2, trust_env=False)
         return sum(int(node["in_flight_count"]) for node in reply.json())
@@ -159,49 +140,49 @@ def in_flight(target: Target) -> int | None:
 
 
 def keep_busy(target: Target, request: Mapping[str, Any], stop: threading.Event) -> None:
-    """Sends long requests until told to stop or cut off."""
+    """Sends long requests until stopped or disconnected."""
     body = {**request["body"], "input": [f"a text about number {n}" for n in range(_MANY_TEXTS)]}
-    with suppress(Trouble):
+    with suppress(SetupError):
         while not stop.is_set():
             ask(target, {**request, "body": body})
 
 
 def after_a_crash(run: Run, request: Mapping[str, Any]) -> Measured:
-    """Seconds from `kill -9` of a busy web process until the counts are true again."""
+    """Seconds from `kill -9` of a busy web process until the counts are correct again."""
     target, stop = run.target, threading.Event()
     for _ in range(_CLIENTS):
         threading.Thread(target=keep_busy, args=(target, request, stop), daemon=True).start()
     if not wait_for(lambda: bool(in_flight(target)), 20):
-        raise Trouble("No request was counted while some ran.", "Read the log of the web process.")
+        raise SetupError("No running request was counted.", "See the log of the web process.")
     stop.set()
     os.kill(run.web_pid(), signal.SIGKILL)
     begun = clock.monotonic()
     wait_for(lambda: answers(f"{target.url}/readyz") and in_flight(target) == 0, 2 * IN_FLIGHT)
-    return Measured("in-flight true after kill -9 of web", clock.monotonic() - begun, IN_FLIGHT)
+    return Measured("in-flight count correct after kill -9 of web", clock.monotonic() - begun, IN_FLIGHT)
 
 
 def tests() -> Measured:
-    """Seconds that `make test` takes here. `Trouble` when it fails."""
+    """Seconds that `make test` takes. `SetupError` if it fails."""
     begun = clock.monotonic()
     environ = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
     done = subprocess.run(
         ["make", "test"], cwd=ROOT, env=environ, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise Trouble("`make test` fails.", "Run it alone and read its lines.")
+        raise SetupError("`make test` failed.", "Run it on its own and read its output.")
     return Measured("make test", clock.monotonic() - begun, TESTS)
 
 
 def measure(console: Console) -> list[Measured]:
-    """All of it, in the order of a newcomer's day."""
+    """All figures, in the order in which a new user meets them."""
     request = json.loads((EXAMPLES / "demo.json").read_text(encoding="utf-8"))["request"]
     found = []
     with fresh_tree() as tree, procs.Guardian() as guardian:
-        console.print("first run: installation included …")
+        console.print("first run, including installation …")
         run = Run(tree, guardian)
         found.append(Measured("first run until ready", run.wait_ready(2 * FIRST_RUN), FIRST_RUN))
         found.append(Measured("stop", run.stop()))
-        console.print("later run, cold load, crash of web …")
+        console.print("second run, cold load, crash of the web process …")
         size = sum(file.stat().st_size for file in (tree / "build" / "gallery").rglob("*") if file.is_file())
         run = Run(tree, guardian, LOCALAI_WORKER_DOWNLOAD_RATE=str(int(size / COPY)))
         found.append(Measured("later run until ready", run.wait_ready(120), LATER_RUN))
@@ -214,25 +195,13 @@ def measure(console: Console) -> list[Measured]:
     return found
 
 
-def show(found: list[Measured], console: Console) -> bool:
-    """Prints the table; returns whether every limit is held."""
-    table = Table("figure", "measured", "limit", "")
-    for one in found:
-        sign = "at least" if one.at_least else "at most"
-        limit = "-" if one.limit is None else f"{sign} {one.limit:g} {one.unit}".strip()
-        verdict = "" if one.limit is None else "held" if one.held else "NOT HELD"
-        table.add_row(one.name, f"{one.value:.2f} {one.unit}".strip(), limit, verdict)
-    console.print(table)
-    return all(one.held for one in found)
-
-
 def main() -> int:
     """The command; returns its exit code."""
     console = Console(highlight=False)
     try:
         return 0 if show(measure(console), console) else 1
-    except Trouble as trouble:
-        console.print(f"measure: {trouble}", soft_wrap=True)
+    except SetupError as error:
+        console.print(f"measure: {error}", soft_wrap=True)
     except KeyboardInterrupt:
         return 130
     return 1

@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster import galleries
+from localai_cluster import gallery_index
 from localai_cluster.errors import ClusterError, InvalidInput
-from localai_cluster.galleries import Build, GalleryUnreadable
+from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable
 from localai_cluster.messaging.codec import encode
 from localai_cluster.messaging.messages import Gallery
-from localai_cluster.worker import copying
-from localai_cluster.worker.copying import SourceProblem, Stopped, Throttle, copy_tree
-from localai_cluster.worker.gallery import choose
-from localai_cluster.worker.install import Installer, InstallFailed, Wanted, swap
-from localai_cluster.worker.listing import Metadata, Shelf, discard, read_metadata
+from localai_cluster.worker import file_copy
+from localai_cluster.worker.backend_store import BackendStore, Metadata, discard, read_metadata
+from localai_cluster.worker.build_selection import choose
+from localai_cluster.worker.file_copy import SourceError, Stopped, Throttle, copy_tree
+from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource, swap
 from localai_cluster.worker.names import folder_name, strip_gallery
 from localai_cluster.worker.progress import Tick, ignore
 
@@ -36,13 +36,13 @@ def backend(folder: Path, version: str = "1", **metadata: str) -> Path:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Shelf:
+def store(tmp_path: Path) -> BackendStore:
     (tmp_path / "backends").mkdir()
-    return Shelf(tmp_path / "backends", tmp_path / "system", "default")
+    return BackendStore(tmp_path / "backends", tmp_path / "system", "default")
 
 
-def installer(shelf: Shelf, *roots: Path, rate: int = 0) -> Installer:
-    return Installer(shelf, roots, rate, "default", httpx.AsyncClient())
+def installer(store: BackendStore, *roots: Path, rate: int = 0) -> Installer:
+    return Installer(store, roots, rate, "default", httpx.AsyncClient())
 
 
 @given(st.text(max_size=30))
@@ -94,13 +94,13 @@ def test_copying_keeps_modes_links_and_bytes(tmp_path: Path) -> None:
 def test_odd_things_in_the_source_are_refused(tmp_path: Path) -> None:
     source = backend(tmp_path / "source")
     os.mkfifo(source / "pipe")
-    with pytest.raises(SourceProblem, match="pipe"):
+    with pytest.raises(SourceError, match="pipe"):
         copy_tree(source, tmp_path / "target", Throttle(0), threading.Event(), lambda *_: None)
 
 
 def test_a_full_disk_is_told_before_a_byte_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copying, "HEADROOM", 2**62)
-    with pytest.raises(SourceProblem, match="Make room"):
+    monkeypatch.setattr(file_copy, "HEADROOM", 2**62)
+    with pytest.raises(SourceError, match="Free up space"):
         copy_tree(backend(tmp_path / "s"), tmp_path / "t", Throttle(0), threading.Event(), lambda *_: None)
     assert not (tmp_path / "t").exists()
 
@@ -153,10 +153,10 @@ def test_a_swap_that_fails_leaves_the_old_version(tmp_path: Path, failing: int) 
 
 
 @pytest.mark.parametrize("cut_after", range(4))
-def test_whatever_the_moment_of_death_a_whole_version_comes_back(shelf: Shelf, cut_after: int) -> None:
+def test_whatever_the_moment_of_death_a_whole_version_comes_back(store: BackendStore, cut_after: int) -> None:
     """Killed between any two steps of a swap: `recover` gives the old or the new version, whole, and no
     leftovers."""
-    base = shelf.backends
+    base = store.backends
     target, staged = backend(base / "b", "old"), backend(base / "b.install-tmp", "new")
     steps: list[Callable[[], None]] = [
         lambda: os.rename(target, base / "b.install-backup"),
@@ -166,30 +166,33 @@ def test_whatever_the_moment_of_death_a_whole_version_comes_back(shelf: Shelf, c
     for step in steps[:cut_after]:
         step()
     (base / ".leaving-abc").mkdir()
-    shelf.recover()
+    store.recover()
     assert ("new" if cut_after >= 2 else "old") in (target / "run.sh").read_text()
     assert [path.name for path in base.iterdir()] == ["b"]
 
 
-async def test_a_source_is_read_only_inside_the_roots(tmp_path: Path, shelf: Shelf) -> None:
+async def test_a_source_is_read_only_inside_the_roots(tmp_path: Path, store: BackendStore) -> None:
     """Sources are judged by their real path: neither `..` nor a link leads out of the allowed folders."""
     roots, outside = tmp_path / "roots", backend(tmp_path / "outside")
     roots.mkdir()
     (roots / "link").symlink_to(outside)
     for uri in (outside, roots / "link", roots / ".." / "outside", outside.as_uri()):
         with pytest.raises(InstallFailed, match="LOCALAI_WORKER_SOURCE_ROOTS"):
-            await installer(shelf, roots).install(Wanted("x", (), uri=str(uri)), ignore)
-    assert list(shelf.backends.iterdir()) == []
+            await installer(store, roots).install(InstallSource("x", (), uri=str(uri)), ignore)
+    assert list(store.backends.iterdir()) == []
     inside = backend(roots / "inside")
     ticks: list[Tick] = []
-    assert await installer(shelf, roots).install(Wanted("x", (), uri=inside.as_uri()), ticks.append) == "x"
+    assert (
+        await installer(store, roots).install(InstallSource("x", (), uri=inside.as_uri()), ticks.append)
+        == "x"
+    )
     assert [tick.phase for tick in ticks][:2] == ["resolving", "downloading"]
-    assert read_metadata(shelf.backends / "x").uri == inside.as_uri()
+    assert read_metadata(store.backends / "x").uri == inside.as_uri()
 
 
-async def test_what_is_no_backend_is_not_put_in_place(tmp_path: Path, shelf: Shelf) -> None:
+async def test_what_is_no_backend_is_not_put_in_place(tmp_path: Path, store: BackendStore) -> None:
     """`run.sh` must be a file of the folder itself; the installed folder and what holds it are no sources."""
-    old = backend(shelf.backends / "x", "old")
+    old = backend(store.backends / "x", "old")
     empty = tmp_path / "empty"
     empty.mkdir()
     linked = tmp_path / "linked"
@@ -197,8 +200,8 @@ async def test_what_is_no_backend_is_not_put_in_place(tmp_path: Path, shelf: She
     (linked / "run.sh").symlink_to("/bin/sh")
     for source in (empty, linked, old, tmp_path):
         with pytest.raises(InstallFailed):
-            await installer(shelf, tmp_path).install(Wanted("x", (), uri=str(source)), ignore)
-    assert [path.name for path in shelf.backends.iterdir()] == ["x"]
+            await installer(store, tmp_path).install(InstallSource("x", (), uri=str(source)), ignore)
+    assert [path.name for path in store.backends.iterdir()] == ["x"]
     assert "old" in (old / "run.sh").read_text()
 
 
@@ -214,15 +217,17 @@ async def test_what_is_no_backend_is_not_put_in_place(tmp_path: Path, shelf: She
         "http://exa mple/\n",
     ],
 )
-async def test_malformed_sources_are_named_not_crashed_on(url: str, tmp_path: Path, shelf: Shelf) -> None:
+async def test_malformed_sources_are_named_not_crashed_on(
+    url: str, tmp_path: Path, store: BackendStore
+) -> None:
     """O37: galleries and sources come from whoever asks for the install."""
     with pytest.raises(InstallFailed, match="gallery odd cannot be read"):
-        await installer(shelf, tmp_path).install(Wanted("d", [Gallery(url, "odd")]), ignore)
+        await installer(store, tmp_path).install(InstallSource("d", [Gallery(url, "odd")]), ignore)
     with pytest.raises(InstallFailed):
-        await installer(shelf, tmp_path).install(Wanted("d", [], url), ignore)
+        await installer(store, tmp_path).install(InstallSource("d", [], url), ignore)
 
 
-async def test_mirrors_and_unreadable_galleries(tmp_path: Path, shelf: Shelf) -> None:
+async def test_mirrors_and_unreadable_galleries(tmp_path: Path, store: BackendStore) -> None:
     """worker.md §18.3: sources in turn; a gallery that cannot be read is named when nothing is found."""
     backend(tmp_path / "second")
     index = tmp_path / "index.yaml"
@@ -231,20 +236,20 @@ async def test_mirrors_and_unreadable_galleries(tmp_path: Path, shelf: Shelf) ->
     )
     good = Gallery(url=index.as_uri(), name="good")
     bad = Gallery(url=(tmp_path / "none.yaml").as_uri(), name="bad", mirrors=("ftp://x/y",))
-    work = installer(shelf, tmp_path)
-    assert await work.install(Wanted("good@a/B", (bad, good)), ignore) == "A__b"
-    assert await work.install(Wanted("c", (good,)), ignore) == "c"
+    work = installer(store, tmp_path)
+    assert await work.install(InstallSource("good@a/B", (bad, good)), ignore) == "A__b"
+    assert await work.install(InstallSource("c", (good,)), ignore) == "c"
     with pytest.raises(InstallFailed, match=r"no backend called \"d\".*gallery bad cannot be read"):
-        await work.install(Wanted("d", (bad, good)), ignore)
+        await work.install(InstallSource("d", (bad, good)), ignore)
     with pytest.raises(InstallFailed, match="there is no gallery"):
-        await work.install(Wanted("d", ()), ignore)
+        await work.install(InstallSource("d", ()), ignore)
 
 
 BUILDS = [
-    Build("engine", capabilities={"nvidia-cuda-12": "cuda12-engine", "default": "cpu-engine"}),
-    Build("cpu-engine", uri="u", capabilities={"default": "cpu-engine"}),
-    Build("cuda12-engine", uri="u"),
-    Build("metal-engine", uri="u"),
+    GalleryEntry("engine", capabilities={"nvidia-cuda-12": "cuda12-engine", "default": "cpu-engine"}),
+    GalleryEntry("cpu-engine", uri="u", capabilities={"default": "cpu-engine"}),
+    GalleryEntry("cuda12-engine", uri="u"),
+    GalleryEntry("metal-engine", uri="u"),
 ]
 
 
@@ -276,12 +281,12 @@ def test_the_choice_of_a_build(name: str, capability: str, build: str | None) ->
 )
 def test_what_is_no_index(text: bytes) -> None:
     with pytest.raises(GalleryUnreadable):
-        galleries.parse(text, Gallery())
+        gallery_index.parse(text, Gallery())
 
 
-def test_the_listing(shelf: Shelf) -> None:
+def test_the_listing(store: BackendStore) -> None:
     """worker.md §18.2: concrete, system, meta and alias rows; broken metadata is just a name."""
-    base = shelf.backends
+    base = store.backends
     backend(base / "cpu-x", name="cpu-x", alias="x")
     backend(base / "vulkan-x", name="vulkan-x", alias="x")
     backend(base / "plain")
@@ -292,17 +297,17 @@ def test_the_listing(shelf: Shelf) -> None:
     (base / "x" / "metadata.json").write_bytes(encode(Metadata(name="x", meta_backend_for="cpu-x")))
     (base / "lost").mkdir()
     (base / "lost" / "metadata.json").write_bytes(encode(Metadata(name="lost", meta_backend_for="../../etc")))
-    entries = shelf.scan()
+    entries = store.scan()
     assert set(entries) == {"cpu-x", "vulkan-x", "plain", "broken", "sys", "x"}
     assert entries["x"].is_alias
     assert entries["x"].folder == base / "cpu-x"
     assert entries["sys"].is_system
     assert not entries["plain"].is_system
-    assert shelf.identity("cpu-x") == {"cpu-x", "x"}
-    assert shelf.start_file("nothing") is None
-    shelf.remove("x")
+    assert store.identity("cpu-x") == {"cpu-x", "x"}
+    assert store.start_file("nothing") is None
+    store.remove("x")
     assert not (base / "x").exists()
     assert not (base / "cpu-x").exists()
     for name in ("sys", "..", "", "nothing"):
         with pytest.raises(ClusterError):
-            shelf.remove(name)
+            store.remove(name)

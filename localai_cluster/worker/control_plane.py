@@ -1,12 +1,12 @@
-"""The controller as the worker sees it: the self-service routes over HTTP (worker.md §5, §6).
+"""The control plane as the worker sees it: the self-service routes over HTTP (worker.md §5, §6).
 
-Registration proves itself by the shared token and shows the node's own secret; every later call proves
-itself by that secret. Every call names the process it comes from. Redirects are refused, so a secret never
-follows one.
+Registration authenticates with the shared token and sends the node's own secret; every later call
+authenticates with that secret. Every call names its process. Redirects are refused, so a secret never follows
+one.
 
-A controller that wants the secret replaced answers 401 with `"rotate": true`: the call then replaces it and
-is made again. Where the secret is refused and a rotation has not ended, its successor is tried: the
-controller may have taken it without the worker having heard so.
+When the control plane requests a new secret it answers 401 with `"rotate": true`. The worker then replaces
+the secret and repeats the call. If the secret is refused during a rotation, the worker tries the new one: the
+control plane may have accepted it without the worker receiving the answer.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ import httpx
 
 from localai_cluster.errors import ClusterError
 from localai_cluster.fingerprints import grouped
-from localai_cluster.worker.identity import Identity, IdentityProblem
+from localai_cluster.worker.identity import IdentityError, NodeIdentity
 
 log = logging.getLogger(__name__)
 
@@ -32,12 +32,12 @@ INSTANCE_HEADER = "X-LocalAI-Node-Instance"
 
 
 class CallFailed(ClusterError):
-    """The controller did not do as it was asked; `http_status` is 0 when it did not answer.
+    """The call failed; `http_status` is 0 when there was no answer.
 
-    `rotate`: it wants another secret first. `wait`: seconds to stay away (429), at most 30.
+    `rotate`: the control plane requests a new secret first. `wait`: seconds to pause (429), at most 30.
     """
 
-    code = "controller_call_failed"
+    code = "control_plane_call_failed"
     permanent = False
 
     def __init__(
@@ -50,23 +50,23 @@ class CallFailed(ClusterError):
 
     @property
     def refused(self) -> bool:
-        """Whether the credential was not accepted."""
+        """Whether the credential was refused."""
         return self.http_status in (401, 403) and not self.rotate
 
 
 @dataclass(frozen=True)
 class Registered:
-    """What registration answered."""
+    """The answer to a registration."""
 
     node_id: str
     status: str
 
 
-class Controller:
-    """Calls one controller for one node, in the name of one process (`instance`, 32 hex digits)."""
+class ControlPlane:
+    """Calls one control plane for one node and one process (`instance`, 32 hex digits)."""
 
     def __init__(
-        self, base_url: str, token: str, identity: Identity, instance: str, client: httpx.AsyncClient
+        self, base_url: str, token: str, identity: NodeIdentity, instance: str, client: httpx.AsyncClient
     ) -> None:
         self._base = base_url
         self._token = token
@@ -75,57 +75,54 @@ class Controller:
         self._client = client
 
     async def register(self, body: Mapping[str, Any]) -> Registered:
-        """Registers, or registers again. CallFailed."""
+        """Registers, for the first time or again. CallFailed."""
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-        told = {**body, **self._token_field()}
-        answer = await self._proved(
-            lambda secret: self._call("POST", "/api/node/register", headers | {SECRET_HEADER: secret}, told)
+        values = {**body, **({"token": self._token} if self._token else {})}
+        answer = await self._authenticated(
+            lambda secret: self._call("POST", "/api/node/register", headers | {SECRET_HEADER: secret}, values)
         )
         if not isinstance(answer, dict) or not isinstance(answer.get("id"), str) or not answer["id"]:
-            raise CallFailed("the controller's answer to the registration names no node id")
+            raise CallFailed("the control plane answered the registration without a node id")
         return Registered(answer["id"], str(answer.get("status", "")))
 
     async def heartbeat(self, node_id: str, body: Mapping[str, int]) -> None:
-        """Tells that this node lives. CallFailed."""
-        await self._own("POST", node_id, "heartbeat", body)
+        """Reports that this node is alive, with its figures. CallFailed."""
+        await self._call_node("POST", node_id, "heartbeat", body)
 
     async def drain(self, node_id: str) -> None:
-        """Asks for no further requests. CallFailed."""
-        await self._own("POST", node_id, "drain", {})
+        """Asks the control plane to send no new requests. CallFailed."""
+        await self._call_node("POST", node_id, "drain", {})
 
     async def in_flight(self, node_id: str) -> int:
         """How many requests run on this node. CallFailed."""
-        rows = await self._own("GET", node_id, "models", None)
+        rows = await self._call_node("GET", node_id, "models", None)
         if not isinstance(rows, list):
             return 0
         counts = [row.get("in_flight") for row in rows if isinstance(row, dict)]
         return sum(count for count in counts if isinstance(count, int))
 
     async def deregister(self, node_id: str) -> None:
-        """Says goodbye. CallFailed."""
-        await self._own("POST", node_id, "deregister", {})
+        """Reports that this node shuts down. CallFailed."""
+        await self._call_node("POST", node_id, "deregister", {})
 
-    def _token_field(self) -> dict[str, str]:
-        return {"token": self._token} if self._token else {}
-
-    async def _own(self, method: str, node_id: str, what: str, body: Any) -> Any:
+    async def _call_node(self, method: str, node_id: str, what: str, body: Any) -> Any:
         async def call(secret: str) -> Any:
             return await self._call(method, _path(node_id, what), _bearer(secret), body)
 
         try:
-            return await self._proved(call)
+            return await self._authenticated(call)
         except CallFailed as refusal:
             if not refusal.rotate:
                 raise
         await self._rotate(node_id)
         return await call(self._identity.secret)
 
-    async def _proved(self, call: Callable[[str], Awaitable[Any]]) -> Any:
-        """Calls with the secret, or with the successor that an interrupted rotation has left."""
+    async def _authenticated(self, call: Callable[[str], Awaitable[Any]]) -> Any:
+        """Calls with the secret, or with the successor left by an interrupted rotation."""
         try:
             return await call(self._identity.secret)
         except CallFailed as refusal:
-            # After too many wrong ones from this address a wrong secret is answered 429 too.
+            # After too many failures from this address a wrong secret gets 429 as well.
             wrong = refusal.refused or refusal.http_status == 429
             if not wrong or not self._identity.successor:
                 raise
@@ -143,15 +140,15 @@ class Controller:
         """Replaces the secret. CallFailed."""
         try:
             successor = await asyncio.to_thread(self._identity.prepare)
-        except IdentityProblem as problem:
-            raise CallFailed(f"the controller wants a new secret: {problem.message}") from problem
+        except IdentityError as problem:
+            raise CallFailed(f"the control plane requests a new secret: {problem.message}") from problem
         headers = _bearer(self._identity.secret) | {NEW_SECRET_HEADER: successor}
         await self._call("POST", _path(node_id, "rotate"), headers, {})
         await self._promote()
 
     async def _promote(self) -> None:
         await asyncio.to_thread(self._identity.promote)
-        log.info("this node has a new secret fingerprint=%s", grouped(self._identity.fingerprint))
+        log.info("secret replaced fingerprint=%s", grouped(self._identity.fingerprint))
 
     async def _call(self, method: str, path: str, headers: Mapping[str, str], body: Any) -> Any:
         headers = {**headers, INSTANCE_HEADER: self._instance}
@@ -159,16 +156,18 @@ class Controller:
             async with asyncio.timeout(CALL_LIMIT):
                 answer = await self._client.request(method, self._base + path, headers=headers, json=body)
         except (httpx.HTTPError, TimeoutError) as error:
-            raise CallFailed(f"{self._base} does not answer: {error or type(error).__name__}") from error
-        told = _json(answer)
+            raise CallFailed(f"no answer from {self._base}: {error or type(error).__name__}") from error
+        content = _json(answer)
         if not answer.is_success:
             raise CallFailed(
-                f"{method} {path}: {answer.status_code} {_reason(answer, told)}",
+                f"{method} {path}: {answer.status_code} {_reason(answer, content)}",
                 answer.status_code,
-                rotate=answer.status_code == 401 and isinstance(told, dict) and told.get("rotate") is True,
+                rotate=answer.status_code == 401
+                and isinstance(content, dict)
+                and content.get("rotate") is True,
                 wait=_wait(answer) if answer.status_code == 429 else 0.0,
             )
-        return told
+        return content
 
 
 def _path(node_id: str, what: str) -> str:
@@ -186,15 +185,15 @@ def _json(answer: httpx.Response) -> Any:
         return None
 
 
-def _reason(answer: httpx.Response, told: Any) -> str:
-    """The text of any of the controller's error envelopes, cut short."""
+def _reason(answer: httpx.Response, content: Any) -> str:
+    """The message of any of the control plane's error envelopes, cut short."""
     if answer.is_redirect:
-        return "redirects are refused; LOCALAI_REGISTER_TO must name the controller itself"
-    error = told.get("error", "") if isinstance(told, dict) else ""
+        return "redirects are not followed; set LOCALAI_REGISTER_TO to the control plane itself"
+    error = content.get("error", "") if isinstance(content, dict) else ""
     return str(error.get("message", "") if isinstance(error, dict) else error)[:300]
 
 
 def _wait(answer: httpx.Response) -> float:
-    """Seconds of `Retry-After`, at most 30 so that a node does not seem gone; 0 if it names none."""
+    """Seconds of `Retry-After`, at most 30 so that the node does not go offline; 0 without the header."""
     text = answer.headers.get("retry-after", "").strip()
     return min(float(text), LONGEST_WAIT) if text.isascii() and text.isdigit() else 0.0

@@ -1,4 +1,4 @@
-"""Copying a backend's folder: real byte counts, a bandwidth cap, and a way to stop at any moment.
+"""Copies a backend's folder with real byte counts and a bandwidth limit; it can be stopped at any moment.
 
 Everything here blocks and runs in a thread. Links are copied as links and never followed.
 """
@@ -15,11 +15,11 @@ from localai_cluster import clock
 from localai_cluster.errors import ClusterError
 
 CHUNK = 1024 * 1024
-RATE_STEPS = 20  # pieces a second under a cap, so that progress moves evenly
+RATE_STEPS = 20  # pieces per second under a limit, so that progress moves evenly
 HEADROOM = 64 * 1024 * 1024
 
-Moved = Callable[[int, int, str], None]
-"""Called with bytes copied so far, bytes in all, and the file at hand."""
+OnBytes = Callable[[int, int, str], None]
+"""Called with the bytes copied, the total bytes, and the current file."""
 
 
 class Stopped(ClusterError):
@@ -29,12 +29,12 @@ class Stopped(ClusterError):
     permanent = False
 
 
-class SourceProblem(ClusterError):
+class SourceError(ClusterError):
     """The source folder cannot be copied."""
 
 
 class Throttle:
-    """Hands out bytes at `rate` a second (0 = as many as wanted), shared by everything the worker copies."""
+    """Limits all copies of the worker together to `rate` bytes per second (0 = unlimited)."""
 
     def __init__(self, rate: int, now: Callable[[], float] = clock.monotonic) -> None:
         self._rate = rate
@@ -44,11 +44,11 @@ class Throttle:
 
     @property
     def piece(self) -> int:
-        """How many bytes to take at a time."""
+        """How many bytes to copy at a time."""
         return max(1024, min(CHUNK, self._rate // RATE_STEPS)) if self._rate else CHUNK
 
     def pause(self, size: int) -> float:
-        """Takes `size` bytes; the seconds to wait until they may count as moved."""
+        """Reserves `size` bytes; returns the seconds to wait for them."""
         if not self._rate:
             return 0.0
         with self._lock:
@@ -65,19 +65,21 @@ class _Plan:
     total: int
 
 
-def copy_tree(source: Path, target: Path, throttle: Throttle, stopped: threading.Event, moved: Moved) -> None:
-    """Copies the folder `source` to the new folder `target`. SourceProblem, Stopped, OSError."""
+def copy_tree(
+    source: Path, target: Path, throttle: Throttle, stopped: threading.Event, on_bytes: OnBytes
+) -> None:
+    """Copies the folder `source` to the new folder `target`. SourceError, Stopped, OSError."""
     plan = _survey(source, stopped)
     free = shutil.disk_usage(target.parent).free
     if plan.total + HEADROOM > free:
-        raise SourceProblem(
-            f"{plan.total} bytes do not fit on the disk of {target.parent}: {free} are free. Make room there."
+        raise SourceError(
+            f"{plan.total} bytes do not fit on the disk of {target.parent} ({free} free). Free up space."
         )
     for relative, mode in plan.folders:
         (target / relative).mkdir(mode=mode | 0o700)
     for relative, destination in plan.links:
         os.symlink(destination, target / relative)
-    copy = _Copy(throttle, stopped, moved, plan.total)
+    copy = _Copy(throttle, stopped, on_bytes, plan.total)
     copy.show("")
     for relative, mode in plan.files:
         copy.file(source / relative, target / relative, mode, str(relative))
@@ -86,24 +88,24 @@ def copy_tree(source: Path, target: Path, throttle: Throttle, stopped: threading
 class _Copy:
     """The running byte count of one copy."""
 
-    def __init__(self, throttle: Throttle, stopped: threading.Event, moved: Moved, total: int) -> None:
+    def __init__(self, throttle: Throttle, stopped: threading.Event, on_bytes: OnBytes, total: int) -> None:
         self._throttle = throttle
         self._stopped = stopped
-        self._moved = moved
+        self._on_bytes = on_bytes
         self._total = total
         self._done = 0
 
     def show(self, name: str) -> None:
-        # A source that grows while it is copied must not show more than all of it.
-        self._moved(self._done, max(self._total, self._done), name)
+        # A source that grows during the copy must not show more than 100 %.
+        self._on_bytes(self._done, max(self._total, self._done), name)
 
     def file(self, source: Path, target: Path, mode: int, name: str) -> None:
-        # Not following a link, nor waiting for a pipe, that took the file's place since the survey.
+        # Neither follows a link nor waits for a pipe that replaced the file since the survey.
         descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as reader, open(target, "xb") as writer:
             while piece := reader.read(self._throttle.piece):
                 if self._stopped.wait(self._throttle.pause(len(piece))):
-                    raise Stopped("the worker is shutting down; the install was given up")
+                    raise Stopped("the worker is shutting down; the install was cancelled")
                 writer.write(piece)
                 self._done += len(piece)
                 self.show(name)
@@ -115,7 +117,7 @@ def _survey(source: Path, stopped: threading.Event) -> _Plan:
     waiting = [Path()]
     while waiting:
         if stopped.is_set():
-            raise Stopped("the worker is shutting down; the install was given up")
+            raise Stopped("the worker is shutting down; the install was cancelled")
         here = waiting.pop()
         plan.folders.append((here, stat.S_IMODE(os.lstat(source / here).st_mode) & 0o777))
         with os.scandir(source / here) as found:
@@ -129,12 +131,12 @@ def _survey(source: Path, stopped: threading.Event) -> _Plan:
                     plan.files.append((relative, stat.S_IMODE(info.st_mode) & 0o777))
                     total += info.st_size
                 else:
-                    raise SourceProblem(f"{relative} in the source is neither file nor folder nor link")
+                    raise SourceError(f"{relative} in the source is not a file, folder or link")
     return replace(plan, files=sorted(plan.files), total=total)
 
 
 def _destination(source: Path, link: Path) -> str:
-    """Where the copied link shall point: absolute links into the source become relative, the rest stay."""
+    """The target of the copied link: absolute links into the source become relative, others stay."""
     destination = os.readlink(link)
     if os.path.isabs(destination) and Path(destination).is_relative_to(source):
         return os.path.relpath(destination, link.parent)

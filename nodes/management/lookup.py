@@ -1,4 +1,4 @@
-"""Nodes and conflicts as a person names them at the command line, and what to do where a verb is refused."""
+"""Finds nodes and conflicts by what an operator types, and adds hints to refused commands."""
 
 import os
 import pwd
@@ -20,12 +20,12 @@ from nodes.registry.states import DRAINING, HEALTHY, OFFLINE, PENDING, UNHEALTHY
 _Row = TypeVar("_Row", bound=Model)
 _SHOWN = 5
 _WHOLE, _LISTED = 36, 8
-"""Characters of an id, and of the beginning that `manage.py nodes list` shows."""
+"""Characters of an id, and of the prefix that `manage.py nodes list` shows."""
 _PREFIX = re.compile(r"[0-9a-f-]{1,36}\Z")
 
 
 def actor() -> Actor:
-    """The user of the operating system who runs the command."""
+    """The operating-system user who runs the command."""
     try:
         return actors.command(pwd.getpwuid(os.getuid()).pw_name)
     except KeyError:
@@ -33,30 +33,30 @@ def actor() -> Actor:
 
 
 def node(text: str) -> BackendNode:
-    """The node of that name, id, or beginning of an id; raises CommandError unless it is exactly one.
+    """The node with that name, id or id prefix; raises CommandError unless exactly one matches.
 
-    Workers choose their names: one that looks like the id of another node does not stand for that.
+    Workers choose their names, so a name that looks like the id of another node must not be taken for it.
     """
     named = BackendNode.objects.filter(name_key=names.key(text)).first()
     found = _by_prefix(BackendNode.objects.order_by("name"), text)
     if named is not None and (len(text) < _LISTED or found in ([], [named])):
         return named
     if named is not None and len(text) < _WHOLE:
-        raise CommandError(f"{text!r} is a name and begins the id of {_listed(found)}: give the whole id")
+        raise CommandError(f"{text!r} is both a name and an id prefix of {_listed(found)}; use the full id")
     if not found:
-        raise CommandError(f"there is no node {text!r}; `manage.py nodes list` shows those there are")
+        raise CommandError(f"there is no node {text!r}; `manage.py nodes list` lists them")
     if len(found) > 1:
-        raise CommandError(f"{text!r} begins the ids of {_listed(found)}: give more of it, or the name")
+        raise CommandError(f"{text!r} is an id prefix of {_listed(found)}; use a longer prefix or the name")
     return found[0]
 
 
 def conflict(text: str) -> NodeConflict:
-    """The conflict with that id or beginning of an id; raises CommandError unless it is exactly one."""
+    """The conflict with that id or id prefix; raises CommandError unless exactly one matches."""
     found = _by_prefix(NodeConflict.objects.order_by("-last_at"), text)
     if not found:
-        raise CommandError(f"there is no conflict {text!r}; `manage.py nodes conflicts` shows the open ones")
+        raise CommandError(f"there is no conflict {text!r}; `manage.py nodes conflicts` lists the open ones")
     if len(found) > 1:
-        raise CommandError(f"{text!r} begins the ids of several conflicts: give more of it")
+        raise CommandError(f"{text!r} is an id prefix of several conflicts; use a longer prefix")
     return found[0]
 
 
@@ -73,29 +73,31 @@ def _listed(found: list[BackendNode]) -> str:
     return ", ".join(row.name for row in found[:_SHOWN]) + more
 
 
-_RESUME = "`manage.py nodes resume {name}` takes it into service again"
-_OUT = "`manage.py nodes drain {name}` or `revoke {name}` takes an approved node out of service"
-_ENROL = "only a worker that has registered with a secret of its own has an identity"
-_ANEW = "have its worker make a new secret (delete its file node-secret, start it again), then approve it"
-_MENDS: Mapping[tuple[str, str], str] = {
-    ("approve", PENDING): _ANEW,
+_RESUME = "use `manage.py nodes resume {name}` to return it to service"
+_OUT = "use `manage.py nodes drain {name}` or `revoke {name}` to take an approved node out of service"
+_ENROL = "only a worker that has registered with its own secret has an identity"
+_NEW_SECRET = (
+    "give its worker a new secret (delete the file node-secret, restart the worker), then approve it"
+)
+_HINTS: Mapping[tuple[str, str], str] = {
+    ("approve", PENDING): _NEW_SECRET,
     ("approve", DRAINING): _RESUME,
     ("approve", UNHEALTHY): _RESUME,
-    ("approve", OFFLINE): "it was approved before; start its worker",
-    ("approve", HEALTHY): "there is nothing to do",
-    ("resume", PENDING): "`manage.py nodes approve {name}` lets it in",
-    ("resume", HEALTHY): "there is nothing to do",
+    ("approve", OFFLINE): "it is already approved; start its worker",
+    ("approve", HEALTHY): "nothing to do",
+    ("resume", PENDING): "use `manage.py nodes approve {name}`",
+    ("resume", HEALTHY): "nothing to do",
 }
-_MENDS_OF = {"reject": _OUT, "rotate": _ENROL, "revoke": _ENROL}
+_HINTS_OF = {"reject": _OUT, "rotate": _ENROL, "revoke": _ENROL}
 
 
 @contextmanager
-def mended(verb: str, node: BackendNode) -> Iterator[None]:
-    """Turns a refusal of `verb` into a CommandError that says what to do instead."""
+def hint_on_refusal(verb: str, node: BackendNode) -> Iterator[None]:
+    """Turns a refusal of `verb` into a CommandError with a hint on what to do instead."""
     try:
         yield
     except errors.ClusterError as refusal:
         known = refusal.status in (400, 409)
-        mend = (_MENDS.get((verb, node.status)) or _MENDS_OF.get(verb)) if known else None
-        hint = f": {mend.format(name=node.name)}" if mend else ""
+        found = (_HINTS.get((verb, node.status)) or _HINTS_OF.get(verb)) if known else None
+        hint = f"; {found.format(name=node.name)}" if found else ""
         raise CommandError(f"{node.name}: {refusal.message}{hint}") from refusal

@@ -1,0 +1,1 @@
+"""Example galleries, models and the demo; see README.md."""

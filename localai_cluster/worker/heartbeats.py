@@ -1,0 +1,128 @@
+"""Heartbeats: the node's figures at every interval, as long as the bus is connected too (worker.md §6)."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from localai_cluster import clock
+from localai_cluster.messaging.bus import Bus
+from localai_cluster.worker import hardware
+from localai_cluster.worker.control_plane import CallFailed, ControlPlane
+from localai_cluster.worker.registration import GaveUp, hint
+
+log = logging.getLogger(__name__)
+
+REMIND_EVERY = 60.0
+COPIED = (
+    "This worker's data folder has been copied, and the copy has registered since. Stop one of"
+    " the two workers."
+    " To make this one a separate node, delete the file node-secret before the next start"
+)
+
+
+async def figures(models: Path) -> dict[str, int]:
+    """The body of a heartbeat: whatever can be measured now."""
+    measured = hardware.figures(models).known("available_ram", "total_disk", "available_disk")
+    gpus = await hardware.gpus()
+    return measured | ({"available_vram": gpus.free} if gpus.total else {})
+
+
+class HeartbeatLoop:
+    """Sends heartbeats until it is cancelled.
+
+    `register` registers again, as often as it takes, when the control plane no longer knows the node.
+    `register_once` tries it once (CallFailed), when the secret is refused. `unsubscribe` stops answering
+    commands, when another process has become the node. `problem` says what an admin must resolve.
+    """
+
+    def __init__(
+        self,
+        control_plane: ControlPlane,
+        bus: Bus,
+        interval: float,
+        node_id: Callable[[], str],
+        measure: Callable[[], Awaitable[dict[str, int]]],
+        register: Callable[[], Awaitable[None]],
+        register_once: Callable[[], Awaitable[None]],
+        unsubscribe: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._control_plane = control_plane
+        self._bus = bus
+        self._interval = interval
+        self._node_id = node_id
+        self._measure = measure
+        self._register = register
+        self._register_once = register_once
+        self._unsubscribe = unsubscribe
+        self._reminded: dict[str, float] = {}
+        self._paused_until = 0.0
+        self.problem = ""
+
+    async def run(self) -> None:
+        """Sends one heartbeat per interval; the first one interval after the start."""
+        while True:
+            await asyncio.sleep(self._interval)
+            try:
+                await self.send()
+            except GaveUp:
+                raise
+            except Exception:
+                # A figure that cannot be read must not stop the engines of this machine.
+                log.exception("heartbeat failed")
+
+    async def send(self) -> None:
+        """Sends one heartbeat, or logs why not. Without the bus a node must go stale, so it sends none."""
+        if not self._bus.connected:
+            self._remind("bus", "no heartbeat: the message bus is not connected")
+            return
+        if clock.monotonic() < self._paused_until:
+            return
+        try:
+            await self._control_plane.heartbeat(self._node_id(), await self._measure())
+        except CallFailed as error:
+            await self._failed(error)
+        else:
+            self.problem = ""
+
+    async def _failed(self, error: CallFailed) -> None:
+        if error.http_status == 404:
+            log.warning("the control plane no longer knows this node; registering again")
+            await self._register()
+        elif error.refused:
+            await self._refused(error)
+        elif error.http_status == 409:
+            self.problem = "another process has registered with this node's secret"
+            await self._unsubscribe()
+            self._remind("copied", f"heartbeat refused: {error}. {COPIED}", logging.ERROR)
+        else:
+            self._pause(error.wait)
+            self._remind("failed", f"heartbeat failed: {error}")
+
+    async def _refused(self, error: CallFailed) -> None:
+        """The node was removed or its secret revoked. A registration, once a minute, tells which."""
+        self.problem = "the control plane refuses this node's secret"
+        if not self._due("refused"):
+            return
+        log.warning("heartbeat refused: %s; registering again", error)
+        try:
+            await self._register_once()
+        except CallFailed as refusal:
+            # A revoked secret stays revoked, and every attempt counts against this address.
+            self._pause(REMIND_EVERY)
+            log.error("registration refused: %s%s", refusal, hint(refusal))
+
+    def _pause(self, seconds: float) -> None:
+        self._paused_until = clock.monotonic() + seconds
+
+    def _remind(self, kind: str, text: str, level: int = logging.WARNING) -> None:
+        if self._due(kind):
+            log.log(level, "%s", text)
+
+    def _due(self, kind: str) -> bool:
+        """Whether a minute has passed since this was last true for `kind`."""
+        now = clock.monotonic()
+        if now - self._reminded.get(kind, -REMIND_EVERY) < REMIND_EVERY:
+            return False
+        self._reminded[kind] = now
+        return True

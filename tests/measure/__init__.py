@@ -1,0 +1,1 @@
+"""`make measure`: time limits of the product, measured on a fresh copy of the tree."""
