@@ -283,7 +283,7 @@ async def test_a_folder_that_cannot_be_written_costs_no_identity(
         await calls.heartbeat("n", {})
         assert "Read-only file system" in caplog.text
         registry.rotating = True
-        with pytest.raises(CallFailed, match="wants a new secret: cannot write"):
+        with pytest.raises(CallFailed, match="requests a new secret: cannot write"):
             await calls.heartbeat("n", {})
     assert registry.secret == files(tmp_path)["node-secret.next"]
     await calls.heartbeat("n", {})

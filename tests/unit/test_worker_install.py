@@ -241,7 +241,7 @@ async def test_mirrors_and_unreadable_galleries(tmp_path: Path, store: BackendSt
     assert await work.install(InstallSource("c", (good,)), ignore) == "c"
     with pytest.raises(InstallFailed, match=r"no backend called \"d\".*gallery bad cannot be read"):
         await work.install(InstallSource("d", (bad, good)), ignore)
-    with pytest.raises(InstallFailed, match="there is no gallery"):
+    with pytest.raises(InstallFailed, match="no gallery is configured"):
         await work.install(InstallSource("d", ()), ignore)
 
 

@@ -61,6 +61,30 @@ def test_secrets_from_files_and_never_in_repr(tmp_path: Path) -> None:
     assert "hush" not in repr(made)
 
 
+def test_all_wrong_settings_are_reported_together_without_secrets() -> None:
+    """One line each, with variable, flag and hint."""
+    wrong = {"addr": "nonsense", "download_rate": "much", "advertise_addr": "h:0"}
+    with pytest.raises(InvalidSettings) as refused:
+        config(**wrong, nats_url="nats://me:hush@[::1", register_to="")
+    lines = refused.value.message.splitlines()
+    flags = ("--addr", "--advertise-addr", "--nats-url", "--download-rate", "--register-to")
+    assert [line.partition("(")[2].partition(")")[0] for line in lines] == list(flags)
+    assert lines[0] == (
+        "LOCALAI_ADDR (--addr): 'nonsense' is not host:port. Use host:port, such as gpu-1.example:50051."
+    )
+    assert "hush" not in refused.value.message
+
+
+def test_a_secret_file_that_is_not_text_is_a_wrong_setting(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_bytes(b"\xff\xfe")
+    given = {"register_to": "http://c", "nats_url": "nats://n:4222"}
+    with pytest.raises(
+        InvalidSettings, match="LOCALAI_REGISTRATION_TOKEN_FILE: cannot read .*: it is not text"
+    ):
+        build(given, {"LOCALAI_REGISTRATION_TOKEN_FILE": str(token)})
+
+
 def test_required_authentication_demands_a_token() -> None:
     with pytest.raises(InvalidSettings, match="LOCALAI_REGISTRATION_TOKEN"):
         config(distributed_require_auth="true")
@@ -84,7 +108,7 @@ def test_the_secret_is_made_once_with_mode_0600(tmp_path: Path) -> None:
     assert identity.NodeIdentity(tmp_path).secret == secrets[0]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.write_text("short")
-    with pytest.raises(identity.IdentityError, match="enrolled anew"):
+    with pytest.raises(identity.IdentityError, match="approve the node again"):
         identity.NodeIdentity(tmp_path)
 
 
@@ -133,7 +157,7 @@ async def test_registration_gives_up_after_a_hundred_attempts() -> None:
     async def told() -> dict[str, Any]:
         return {}
 
-    with pytest.raises(GaveUp, match="100 attempts"):
+    with pytest.raises(GaveUp, match="failed 100 times"):
         await register(Refusing(), told, sleep)  # type: ignore[arg-type]
     assert slept[:6] == [2, 4, 8, 16, 30, 30]
     assert slept == list(pauses())

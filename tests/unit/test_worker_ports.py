@@ -69,6 +69,6 @@ def test_a_reserved_port_is_used_before_nothing_is() -> None:
     """worker.md §9 steps 4 and 5 (W25)."""
     ports = PortAllocator(1, 1)
     ports.release(ports.allocate("a", 0), 0)
-    with pytest.raises(NoFreePort, match="between 1 and 1: 0 in use, 1 resting"):
+    with pytest.raises(NoFreePort, match="between 1 and 1: 0 in use, 1 in quarantine"):
         ports.allocate("b", 14.9)
     assert ports.allocate("b", 15) == 1
