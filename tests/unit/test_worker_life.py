@@ -80,7 +80,7 @@ def test_a_secret_file_that_is_not_text_is_a_wrong_setting(tmp_path: Path) -> No
     token.write_bytes(b"\xff\xfe")
     given = {"register_to": "http://c", "nats_url": "nats://n:4222"}
     with pytest.raises(
-        InvalidSettings, match="LOCALAI_REGISTRATION_TOKEN_FILE: cannot read .*: it is not text"
+        InvalidSettings, match=r"LOCALAI_REGISTRATION_TOKEN_FILE: cannot read .*: it is not text"
     ):
         build(given, {"LOCALAI_REGISTRATION_TOKEN_FILE": str(token)})
 

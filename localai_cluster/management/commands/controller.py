@@ -2,8 +2,8 @@
 
 Seven tasks in one event loop: the executor, the inventory of backends, the wakes of operations that wait for
 nodes, the stopper of engines that nothing accounts for, the LISTEN task whose hints trigger those four, the
-ticker of django-q2's schedules, and the heartbeat that tells pages that a controller is running. Any number of
-controllers may run: they claim operations, inventory questions and stops, and lock schedules.
+ticker of django-q2's schedules, and the heartbeat that tells pages that a controller is running. Any
+number may run: they claim operations, inventory questions and stops, and lock schedules.
 """
 
 import asyncio
