@@ -172,7 +172,9 @@ def _job(build: GalleryEntry, busy: Mapping[tuple[str, str], ActiveOperation]) -
     return busy.get((build.gallery.name.lower(), name)) or busy.get(("", name))
 
 
-def _entry(build: GalleryEntry, nodes: Sequence[Mapping[str, Any]], job: ActiveOperation | None) -> dict[str, Any]:
+def _entry(
+    build: GalleryEntry, nodes: Sequence[Mapping[str, Any]], job: ActiveOperation | None
+) -> dict[str, Any]:
     return {
         "id": f"{build.gallery.name}@{build.name}",
         "name": build.name,

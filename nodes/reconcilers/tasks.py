@@ -24,7 +24,7 @@ def liveness() -> None:
         limits = Limits(node=cluster.node_stale_after, web=cluster.web_stale_after)
         nodes, processes = apply(plan_liveness(observe(), now, limits), now, limits)
     if nodes or processes:
-        log.warning("liveness: %d nodes offline, %d web processes gone", nodes, processes)
+        log.warning("liveness: marked %d nodes offline, removed %d dead web processes", nodes, processes)
 
 
 @left_out_in_an_outage

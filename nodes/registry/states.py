@@ -78,8 +78,8 @@ class Transition:
     allowed: frozenset[str]
     effect: Callable[[Facts], Facts]
     guard: Callable[[Facts], bool] = lambda facts: True
-    unless: str = ""
-    """What to tell who is refused by `guard`."""
+    guard_reason: str = ""
+    """Why `guard` refuses, for the error message."""
     replicas: Replicas = "kept"
 
 
@@ -105,94 +105,94 @@ def _resumed(facts: Facts) -> Facts:
 
 TRANSITIONS: Mapping[Event, Transition] = {
     Event.REGISTERED: Transition(
-        "The worker starts or comes back: it is there again and its own drain ends; approval and an admin's"
+        "The worker starts or reconnects: the node is online and its own drain ends. Approval and an admin's"
         " drain stay (R1.10 to R1.14).",
         _ANY,
         _registered,
         replicas="unlisted",
     ),
     Event.AUTO_APPROVED: Transition(
-        "With LOCALAI_AUTO_APPROVE_NODES a registration approves, unless an admin said no (R1.10, R1.12).",
+        "With LOCALAI_AUTO_APPROVE_NODES a registration approves, unless rejected by an admin (R1.10, R1.12).",
         frozenset({PENDING}),
         _set(approved=True),
         lambda facts: facts.identified and not facts.rejected and not facts.revoked,
         "an admin has rejected it or revoked its secret",
     ),
     Event.APPROVED: Transition(
-        "An admin lets a pending node in; an earlier no is taken back (R1.15).",
+        "An admin approves a pending node; an earlier rejection is undone (R1.15).",
         frozenset({PENDING}),
         _set(approved=True, rejected=False, revoked=False),
         lambda facts: facts.identified,
         "nobody has registered since its secret was revoked",
     ),
     Event.REJECTED: Transition(
-        "An admin says no to a pending node; registering again does not change that.",
+        "An admin rejects a pending node; registering again does not change that.",
         frozenset({PENDING}),
         _set(rejected=True),
     ),
     Event.DRAINED: Transition(
-        "An admin wants nothing new there; only an admin ends that (R1.19).",
+        "An admin drains the node: no new requests. Only an admin ends that (R1.19).",
         _ANY,
         _set(drained="admin"),
         replicas="idle",
     ),
     Event.DRAINED_ITSELF: Transition(
-        "The worker is stopping and wants nothing new; its next registration ends that (R1.19).",
+        "The worker is stopping and drains itself. Its next registration ends that (R1.19).",
         _ANY,
         lambda facts: replace(facts, drained=facts.drained or "own"),
         replicas="idle",
     ),
     Event.DRAIN_ENDED: Transition(
-        "Nothing runs on a draining node any more, or its deadline has passed: its replicas go.",
+        "A draining node is idle or its deadline has passed: its replicas are removed.",
         frozenset({DRAINING}),
         _set(),
         replicas="all",
     ),
     Event.RESUMED: Transition(
-        "An admin takes the node into service again; an offline one waits for its next heartbeat (R1.18).",
+        "An admin returns the node to service; an offline one waits for its next heartbeat (R1.18).",
         frozenset({OFFLINE, DRAINING, UNHEALTHY}),
         _resumed,
     ),
     Event.RESUMED_ITSELF: Transition(
-        "The worker takes its own drain back, never an admin's.",
+        "The worker ends its own drain, never an admin's.",
         frozenset({DRAINING}),
         _set(drained=""),
         lambda facts: facts.drained == "own",
         "an admin has drained it",
     ),
     Event.DEACTIVATED: Transition(
-        "The worker says goodbye: offline until it registers again, whatever beats still arrive (R1.20).",
+        "The worker shuts down: offline until it registers again, even if heartbeats still arrive (R1.20).",
         _ANY,
         _set(offline="left"),
         replicas="all",
     ),
     Event.FELL_SILENT: Transition(
-        "No heartbeat for too long: offline, draining and unhealthy nodes too, pending ones not (R5.4).",
+        "No heartbeat for too long: offline, also if draining or unhealthy, but not if pending (R5.4).",
         frozenset({DRAINING, UNHEALTHY, HEALTHY}),
         _set(offline="silent"),
         replicas="all",
     ),
     Event.HEARD_AGAIN: Transition(
-        "A node that had fallen silent beats: it is there again (R5.5).",
+        "A heartbeat of a node that had lost contact: it is online again (R5.5).",
         _ANY,
         _set(offline=""),
         lambda facts: facts.offline == "silent",
         "it has not fallen silent",
     ),
     Event.MARKED_UNHEALTHY: Transition(
-        "It did not answer a command; replicas stay, because the next pass may revert it (R1.17).",
+        "It did not answer a command. Replicas stay, because the next pass may revert this (R1.17).",
         _ANY,
         _set(unhealthy=True),
     ),
     Event.MARKED_HEALTHY: Transition(
-        "It was heard after it had been marked unhealthy (R5.5).",
+        "It has sent a heartbeat since it was marked unhealthy (R5.5).",
         _ANY,
         _set(unhealthy=False),
         lambda facts: facts.unhealthy,
         "it is not marked unhealthy",
     ),
     Event.REVOKED: Transition(
-        "An admin revokes the secret: it is refused for ever, the node is pending without an identity.",
+        "An admin revokes the secret: permanently rejected, and the node is pending without identity.",
         _ANY,
         _set(approved=False, revoked=True, identified=False),
         lambda facts: facts.identified,
@@ -200,13 +200,13 @@ TRANSITIONS: Mapping[Event, Transition] = {
         replicas="all",
     ),
     Event.HANDED_OVER: Transition(
-        "An admin accepts a worker with another secret: offline until that one registers.",
+        "An admin accepts a worker with another secret: offline until that worker registers.",
         _ANY,
         _set(identified=True, offline="left"),
         replicas="all",
     ),
     Event.DEREGISTERED: Transition(
-        "An admin removes the record (R1.21).",
+        "An admin removes the node (R1.21).",
         _ANY,
         _set(),
         replicas="all",
@@ -220,5 +220,5 @@ def apply(event: Event, facts: Facts) -> Facts | Refusal:
     if status not in row.allowed:
         return Refusal(f"the node is {status}")
     if not row.guard(facts):
-        return Refusal(f"the node is {status}: {row.unless}")
+        return Refusal(f"the node is {status}: {row.guard_reason}")
     return row.effect(facts)

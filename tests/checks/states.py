@@ -30,22 +30,22 @@ FIRST = (Facts(), Facts(approved=True, offline="left"))
 
 _VALUES: dict[str, tuple[Any, ...]] = {"drained": get_args(Drain), "offline": get_args(Absence)}
 _REPLICAS = {
-    "kept": "stay",
-    "unlisted": "go, but for those the worker lists",
-    "idle": "go if nothing is in flight, else with the end of the drain",
-    "all": "go",
+    "kept": "kept",
+    "unlisted": "removed, except those that the worker lists",
+    "idle": "removed if idle, else at the end of the drain",
+    "all": "removed",
 }
 _HEAD = """# States of a node
 
-Made from `nodes/registry/states.py` by `python -m tests.checks.states`; do not edit.
+Generated from `nodes/registry/states.py` by `python -m tests.checks.states`; do not edit.
 
-A node is described by facts, each with who, when and why. `status` follows from them: the first that holds of
-{statuses}. So no event sets a status; it changes facts.
+Facts describe a node, each with actor, time and reason. `status` follows from them: the first that applies of
+{statuses}. Events change facts and never set a status directly.
 
-- `approved`, `rejected`, `revoked`: what an admin said of it. `pending` means not approved.
-- `identified`: somebody can speak for it, by a secret of its own or by the shared token.
+- `approved`, `rejected`, `revoked`: an admin's decisions. `pending` means not approved.
+- `identified`: it has credentials, its own secret or the shared token.
 - `drained`: by an `admin`, or by its worker itself (`own`).
-- `offline`: it fell `silent`, and a heartbeat brings it back; or it `left`, and a registration does.
+- `offline`: it is `silent` until the next heartbeat, or it has `left` until the next registration.
 - `unhealthy`: it did not answer a command.
 
 ```mermaid
@@ -95,11 +95,12 @@ def _diagram() -> Iterator[str]:
 
 
 def _table() -> Iterator[str]:
-    yield "| event | in which states | not if | facts | replicas | meaning |\n|---|---|---|---|---|---|\n"
+    yield "| event | allowed in | refused if | facts | replicas | meaning |\n|---|---|---|---|---|---|\n"
     for event, row in TRANSITIONS.items():
         allowed = [status for status in STATUSES if status in row.allowed]
         states = "any" if len(allowed) == len(STATUSES) else ", ".join(allowed)
-        cells = (f"`{event}`", states, row.unless, _effect(event), _REPLICAS[row.replicas], row.sentence)
+        effect, replicas = _effect(event), _REPLICAS[row.replicas]
+        cells = (f"`{event}`", states, row.guard_reason, effect, replicas, row.sentence)
         yield f"| {' | '.join(cells)} |\n"
 
 

@@ -85,7 +85,7 @@ def test_all_pairs_are_allowed_or_refused_with_the_state_named(event: Event) -> 
         else:
             assert isinstance(result, Refusal)
             assert status in result.reason
-            assert status not in row.allowed or row.unless in result.reason
+            assert status not in row.allowed or row.guard_reason in result.reason
 
 
 @pytest.mark.parametrize("event", Event)
