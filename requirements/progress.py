@@ -1,8 +1,8 @@
-"""Installs one lock file with pip and says how far it is: `python requirements/progress.py LOCK`.
+"""Installs one lock file with pip and shows the progress: `python requirements/progress.py LOCK`.
 
-pip tells each package that it fetches, and nothing while it unpacks them all; there we count what has arrived
-in site-packages. On a terminal one line is rewritten, elsewhere every tenth package is a line. Uses the
-standard library only, because nothing is installed yet.
+pip prints each package that it downloads, but nothing while it unpacks them, so we count the packages in
+site-packages. A terminal shows one line that is rewritten; elsewhere every tenth package is a line. Uses only
+the standard library, because nothing is installed yet.
 """
 
 import os
@@ -20,7 +20,7 @@ FETCHING, FETCHED_ALL = ("Collecting ", "Requirement already satisfied"), "Insta
 
 
 class Progress:
-    """How far pip is, by what it has said."""
+    """The progress of pip, from its output."""
 
     def __init__(self, lock: str) -> None:
         self.lock = lock
@@ -30,7 +30,7 @@ class Progress:
         self._terminal = sys.stdout.isatty()
 
     def hear(self, line: str) -> None:
-        """Takes in one line of pip's output and says what it means."""
+        """Reads one line of pip's output and prints the progress."""
         self.said.append(line)
         if line.startswith(FETCHING):
             self._fetched += 1
@@ -41,13 +41,13 @@ class Progress:
             self.say(f"unpacking {self._unpacking} packages")
 
     def look(self) -> None:
-        """Says how many packages pip has unpacked."""
+        """Prints how many packages pip has unpacked."""
         if self._unpacking:
             done = min(max(installed() - self._before, 0), self._unpacking)
             self.say(f"unpacking package {done} of {self._unpacking}", passing=True)
 
     def say(self, text: str, *, passing: bool = False) -> None:
-        """Rewrites the terminal's line; elsewhere writes one, unless it is only `passing`."""
+        """Rewrites the line on a terminal; elsewhere prints a line, unless it is only `passing`."""
         if self._terminal or not passing:
             end = "\x1b[K\r" if self._terminal else "\n"
             sys.stdout.write(f"make: {self.lock}: {text}{end}")
@@ -55,18 +55,18 @@ class Progress:
 
 
 def installed() -> int:
-    """Packages in this environment."""
+    """The number of packages in this environment."""
     return sum(name.endswith(".dist-info") for name in os.listdir(sysconfig.get_path("purelib")))
 
 
 def watch(progress: Progress, ended: threading.Event) -> None:
-    """Looks again and again until it has ended."""
+    """Updates the progress until `ended`."""
     while not ended.wait(LOOK_EVERY):
         progress.look()
 
 
 def main(lock: str) -> int:
-    """pip's exit code; its last lines on standard error when it fails."""
+    """Runs pip; returns its exit code and prints its last lines if it fails."""
     progress, ended = Progress(lock), threading.Event()
     command = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar=off"]
     pip = subprocess.Popen(

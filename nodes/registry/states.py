@@ -112,7 +112,7 @@ TRANSITIONS: Mapping[Event, Transition] = {
         replicas="unlisted",
     ),
     Event.AUTO_APPROVED: Transition(
-        "With LOCALAI_AUTO_APPROVE_NODES a registration approves, unless rejected by an admin (R1.10, R1.12).",
+        "With LOCALAI_AUTO_APPROVE_NODES a registration approves, unless an admin rejected it (R1.10).",
         frozenset({PENDING}),
         _set(approved=True),
         lambda facts: facts.identified and not facts.rejected and not facts.revoked,
