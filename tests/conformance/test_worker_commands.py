@@ -208,7 +208,7 @@ async def test_a_slow_install_delays_nobody_and_the_same_command_joins(bus: Nats
     assert [event.seq for event in events] == list(range(1, len(events) + 1))
     assert {event.op_id for event in events} == {"op.1"}
     assert {event.node_id for event in events} == {node.id}
-    assert "op=op.1 backend=slow joined" in worker.log.read_text()
+    assert "op=op.1 backend=slow joins the running command" in worker.log.read_text()
     assert await node.running() == set()
     started = await node.install("quick", quick)
     assert started.success, started.error
@@ -241,8 +241,8 @@ async def test_a_command_sent_again_after_the_bus_was_lost_joins(bus: NatsBus, w
     await eventually(lambda: worker.log.read_text().count("connected to the message bus") == 2)
     assert (await node.install("slow", worker.sources / "slow", op_id="op", install_only=True)).success
     text = worker.log.read_text()
-    assert text.count("install begins") == 1
-    assert "joined" in text
+    assert text.count("install started") == 1
+    assert "joins the running command" in text
 
 
 async def test_a_stopping_worker_gives_the_copy_up_at_once(bus: NatsBus, worker: Worker) -> None:
@@ -277,8 +277,8 @@ async def test_two_installs_of_one_backend_run_one_after_the_other(node: Node) -
     assert all(reply.success for reply in replies), replies
     assert len({reply.address for reply in replies}) == 3
     log = worker_log(node)
-    assert [log.count(f"load of m{n} begins") for n in range(3)] == [1, 1, 1]
-    assert "install begins" not in log
+    assert [log.count(f"load of m{n} started") for n in range(3)] == [1, 1, 1]
+    assert "install started" not in log
 
 
 def worker_log(node: Node) -> str:
