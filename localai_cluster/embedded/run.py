@@ -93,7 +93,10 @@ class Cluster:
             supervisor.settle(program, seconds=READY_SECONDS, cancelled=self.stopping.is_set)
         before = self._last_heartbeat()
         self._up(supervisor, worker)
-        self._wait_ready()
+        url = f"{self.layout.base_url}/readyz"
+        if not wait_for(lambda: self.stopping.is_set() or answers(url), READY_SECONDS):
+            raise SetupError(f"{url} does not become ready.", "See the output above.")
+        self._raise_if_cancelled()
         self._wait_registered(before)
 
     def ask_to_stop(self, *_: Any) -> None:
@@ -212,12 +215,6 @@ class Cluster:
         if isinstance(nats, EmbeddedNats):
             return nats.url_for("worker", nats.dial_host)
         return self._given("LOCALAI_NATS_URL")
-
-    def _wait_ready(self) -> None:
-        url = f"{self.layout.base_url}/readyz"
-        if not wait_for(lambda: self.stopping.is_set() or answers(url), READY_SECONDS):
-            raise SetupError(f"{url} does not become ready.", "See the output above.")
-        self._raise_if_cancelled()
 
     def _last_heartbeat(self) -> str:
         """The last heartbeat of the local worker in the registry; it changes with each registration."""

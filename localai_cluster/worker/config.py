@@ -251,6 +251,7 @@ def build(given: Mapping[str, str | None], environment: Mapping[str, str] = os.e
     http_bind = read.parsed("http_addr", host_port, ("0.0.0.0", base - 1))
     http_host, _ = host_port(advertised)
     backends = read.path("backends_path", Path("backends"))
+    roots = tuple(_path(part) for part in read.text("source_roots").split(os.pathsep) if part.strip())
     config = Config(
         register_to=read.parsed("register_to", _base_url, ""),
         nats_url=_nats_url(read),
@@ -271,7 +272,7 @@ def build(given: Mapping[str, str | None], environment: Mapping[str, str] = os.e
         max_replicas_per_model=max(1, read.parsed("max_replicas_per_model", _integer, 1)),
         vram_budget=read.text("vram_budget"),
         download_rate=read.parsed("download_rate", _natural, 0),
-        source_roots=_source_roots(read) or (backends,),
+        source_roots=roots or (backends,),
         data_dir=read.path("data_dir", backends.parent),
         capability=read.text("capability"),
     )
@@ -360,10 +361,6 @@ def _address(text: str) -> str:
     if len(text) > ADDRESS_LIMIT:
         raise ValueError(f"longer than {ADDRESS_LIMIT} characters")
     return text
-
-
-def _source_roots(read: _Reader) -> tuple[Path, ...]:
-    return tuple(_path(part) for part in read.text("source_roots").split(os.pathsep) if part.strip())
 
 
 def _path(text: str) -> Path:

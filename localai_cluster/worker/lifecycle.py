@@ -80,7 +80,8 @@ class Worker:
 
     async def run(self) -> None:
         """Runs until a signal, a `stop` message or a failure. GaveUp, and whatever else failed."""
-        self._listen_to_signals()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         server = await probes.serve(self._listener, self._problem)
         try:
             await self._until_stopped(self._register())
@@ -150,12 +151,7 @@ class Worker:
             return "the message bus is not connected"
         return self._heartbeats.problem
 
-    def _listen_to_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled)
-
-    def _signalled(self) -> None:
+    def _on_signal(self) -> None:
         if self._stop.is_set():
             log.warning("second signal: stopping at once")
             self._hurry.set()

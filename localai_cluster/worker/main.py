@@ -40,7 +40,9 @@ def main(**given: str | None) -> None:
 def _run(given: dict[str, Any]) -> int:
     try:
         config = build(given)
-        _log_to_stderr()
+        logging.basicConfig(level=logging.INFO, handlers=[logs.handler(sys.stderr)])
+        # It would log one line per heartbeat.
+        logging.getLogger("httpx").setLevel(logging.WARNING)
         with identity.claim(config.data_dir):
             asyncio.run(run(config, identity.NodeIdentity(config.data_dir)))
     except (InvalidSettings, identity.IdentityError) as error:
@@ -54,12 +56,6 @@ def _run(given: dict[str, Any]) -> int:
         log.error("%s", error)
         return 1
     return 0
-
-
-def _log_to_stderr() -> None:
-    logging.basicConfig(level=logging.INFO, handlers=[logs.handler(sys.stderr)])
-    # It would log one line per heartbeat.
-    logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 if __name__ == "__main__":
