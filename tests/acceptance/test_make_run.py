@@ -130,7 +130,7 @@ def kill_during_a_load(run: Run, victim: str) -> None:
     )
     os.kill(pid, signal.SIGKILL)
     asked.ended_well(cut=victim == "web")
-    again = r"started again" if victim == "guardian" else r"starts again in \d+ s"
+    again = r"restarted" if victim == "guardian" else r"restarting in \d+ s"
     said = re.compile(rf"\b{victim} ended \(signal SIGKILL\), {again}")
     eventually(lambda: said.search(run.output), seconds=10, what=f"the log tells of {victim}")
     eventually(run.works, seconds=40, what=f"ready again without {victim}")
