@@ -1,15 +1,18 @@
 """The OpenAPI document as a whole: adds the routes that Django does not see.
 
 Heartbeats, inference and websockets are raw ASGI applications. Their operations are written by hand and
-merged into the generated document by `add_raw_routes`. A test compares the whole route table with the result.
+merged into the generated document by `add_raw_routes`, and so are the shapes that routes answer with. A test
+compares the whole route table with the result.
 """
 
+from copy import deepcopy
 from typing import Any
 
 from localai_cluster.web.openapi import Operation, RawRoute, json_body
-from nodes.api import worker_openapi
+from nodes.api import openapi as api
 from nodes.inference.openapi import ROUTES
 from nodes.live import openapi as live
+from nodes.live import shapes as messages
 
 _COME_BACK: Operation = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "required": True}}
 
@@ -99,12 +102,15 @@ RAW_ROUTES: list[RawRoute] = [
 def raw_routes() -> list[RawRoute]:
     """Every route that the resolver of Django does not know: heartbeats and the inference room's included."""
     inference = [(method, path, what) for path, methods in ROUTES.items() for method, what in methods.items()]
-    return RAW_ROUTES + live.ROUTES + worker_openapi.ROUTES + inference
+    return RAW_ROUTES + live.ROUTES + api.ROUTES + inference
 
 
 def add_raw_routes(result: dict[str, Any], generator: Any, request: Any, public: bool) -> dict[str, Any]:
     """drf-spectacular's postprocessing hook: merges the raw routes and messages into the document."""
-    live.add_messages(result)
+    known = result["components"]["schemas"]
+    for one in (*api.COMPONENTS, *messages.COMPONENTS):
+        known.setdefault(one.name, deepcopy(one.schema))
+    result["components"]["schemas"] = dict(sorted(known.items()))
     for method, path, operation in raw_routes():
         result["paths"].setdefault(path, {})[method.lower()] = operation
     for methods in result["paths"].values():

@@ -193,7 +193,7 @@ SPECTACULAR_SETTINGS = {
     "SWAGGER_UI_DIST": "SIDECAR",
     "SWAGGER_UI_FAVICON_HREF": "SIDECAR",
     "REDOC_DIST": "SIDECAR",
-    "PREPROCESSING_HOOKS": ["nodes.api.worker_openapi.add_registration"],
+    "PREPROCESSING_HOOKS": ["nodes.api.openapi.add_registration"],
     "POSTPROCESSING_HOOKS": [
         "drf_spectacular.hooks.postprocess_schema_enums",
         "localai_cluster.api_document.add_raw_routes",

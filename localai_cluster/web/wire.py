@@ -1,4 +1,4 @@
-"""Requests and answers of the inference routes on the wire: bodies, headers, the error envelope."""
+"""Requests and answers of raw routes on the wire: bodies, headers, the error envelope of inference."""
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
@@ -33,8 +33,8 @@ class Answer:
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
-async def read_body(receive: Receive) -> bytes:
-    """The body; raises InvalidInput above `MAX_BODY`, Disconnected when the client left before its end."""
+async def read_body(receive: Receive, limit: int = MAX_BODY, too_large: ClusterError | None = None) -> bytes:
+    """The body; raises `too_large` above `limit` bytes, Disconnected when the client left before its end."""
     parts: list[bytes] = []
     size = 0
     while True:
@@ -43,8 +43,8 @@ async def read_body(receive: Receive) -> bytes:
             raise Disconnected
         part: bytes = message.get("body", b"")
         size += len(part)
-        if size > MAX_BODY:
-            raise InvalidInput(f"the request body exceeds {MAX_BODY} bytes", field="input")
+        if size > limit:
+            raise too_large or InvalidInput(f"the request body exceeds {limit} bytes", field="input")
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)

@@ -17,14 +17,17 @@ from uuid import UUID
 
 from channels.db import database_sync_to_async
 from django.db import DatabaseError
+from drf_spectacular.utils import OpenApiParameter
 
 from localai_cluster import clock, errors
 from localai_cluster.accounts import principals
 from localai_cluster.web import throttle
 from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers
+from localai_cluster.web.openapi import Operation, json_body, refusals
 from localai_cluster.web.parsers import MALFORMED, is_json, parse_object
+from localai_cluster.web.shapes import reference
+from localai_cluster.web.wire import Disconnected
 from nodes.api.raw import (
-    ClientGone,
     Scope,
     body_of,
     client_of,
@@ -33,7 +36,7 @@ from nodes.api.raw import (
     method_not_allowed,
     respond,
 )
-from nodes.api.worker_auth import NO_CREDENTIAL, parse_node_id
+from nodes.api.worker_auth import INSTANCE, NO_CREDENTIAL, WORKER_REFUSAL, WRONG, parse_node_id
 from nodes.registry import heartbeats, identity, services
 from nodes.registry.heartbeats import Beat
 from nodes.registry.known import KnownNodes
@@ -166,7 +169,7 @@ class HeartbeatApplication:
         """Answers one request."""
         try:
             status, body, headers = await self._answer(scope, receive)
-        except ClientGone:
+        except Disconnected:
             return
         except errors.ClusterError as error:
             status, body, headers = error.status, _refusal(error), refusal_headers(error)
@@ -245,3 +248,68 @@ def _refusal(error: errors.ClusterError) -> dict[str, Any]:
     if error.status == 401:
         return flat_refusal(error)
     return envelope_of(error, "node_error")
+
+
+def _figure(meaning: str) -> Operation:
+    return {"type": "integer", "format": "int64", "minimum": 0, "nullable": True, "description": meaning}
+
+
+def _refused(*statuses: int) -> dict[str, Operation]:
+    meanings = {status: answer.description for status, answer in refusals(*statuses).items()}
+    return {
+        str(status): {"description": meaning, "content": json_body(reference("Refusal"))}
+        for status, meaning in meanings.items()
+    }
+
+
+def _parameter(header: OpenApiParameter) -> Operation:
+    return {
+        "name": header.name,
+        "in": "header",
+        "required": header.required,
+        "schema": header.type,
+        "description": header.description,
+    }
+
+
+HEARTBEAT: Operation = {
+    "operationId": "node_heartbeat",
+    "tags": ["worker"],
+    "summary": "A sign of life with the figures that are known; an empty body is valid.",
+    "description": (
+        "A body that cannot be read is answered with 400 naming the field, and still counts as a sign of"
+        " life. Figures count for approved nodes that are not offline."
+    ),
+    "security": [{"nodeSecret": []}],
+    "parameters": [
+        {"name": "node_id", "in": "path", "required": True, "schema": {"type": "string"}},
+        _parameter(INSTANCE),
+    ],
+    "requestBody": {
+        "content": json_body(
+            {
+                "type": "object",
+                "properties": {
+                    "available_vram": _figure("Free bytes over all GPUs; ends the soft reservation."),
+                    "total_vram": _figure("Bytes over all GPUs; a budget in percent follows it."),
+                    "available_ram": _figure("Free bytes of memory."),
+                    "total_disk": _figure("Size of the filesystem of the models folder."),
+                    "available_disk": _figure("Free bytes there; 0 means full."),
+                    "gpu_vendor": {"type": "string", "maxLength": 32, "nullable": True},
+                },
+            },
+            {"available_disk": 81634525184, "available_ram": 24667537408, "total_disk": 270553174016},
+        )
+    },
+    "responses": {
+        "200": {
+            "description": "Recorded.",
+            "content": json_body(reference("Message"), {"message": "heartbeat recorded"}),
+        },
+        "401": {
+            "description": WRONG,
+            "content": json_body(WORKER_REFUSAL.ref, {"error": "invalid node credential"}),
+        },
+        **_refused(400, 403, 404, 409, 413, 429),
+    },
+}

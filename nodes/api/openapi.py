@@ -1,29 +1,39 @@
-"""How workers authenticate, for the API document."""
+"""What this room adds to the API document: its shapes, the raw route of heartbeats, and registration."""
 
 from typing import Any
 
-from drf_spectacular.extensions import OpenApiAuthenticationExtension
+from localai_cluster.web.openapi import RawRoute
+from localai_cluster.web.shapes import Named
+from nodes.api import backends, catalogue, events, installs, overrides, registrations
+from nodes.api.heartbeats import HEARTBEAT
+from nodes.api.worker_auth import WORKER_REFUSAL
+from nodes.backends.catalogue import ENTRY, WHERE
+from nodes.registry import outcomes, shape
 
-from localai_cluster.web.openapi import Operation
+ROUTES: list[RawRoute] = [("POST", "/api/node/{node_id}/heartbeat", HEARTBEAT)]
+COMPONENTS: tuple[Named, ...] = (
+    *shape.COMPONENTS,
+    outcomes.APPROVED,
+    outcomes.OUTCOME,
+    outcomes.OUTCOMES,
+    overrides.CAP,
+    overrides.BUDGET,
+    overrides.RESET,
+    events.EVENTS,
+    installs.ACCEPTED,
+    backends.NODE_BACKEND,
+    WHERE,
+    ENTRY,
+    catalogue.REPOSITORY,
+    catalogue.GALLERY_ERROR,
+    catalogue.CATALOGUE,
+    WORKER_REFUSAL,
+    registrations.REGISTERED,
+    registrations.REGISTRATION_REFUSAL,
+)
 
 
-class NodeScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
-    """A worker's own secret."""
-
-    target_class = "nodes.api.worker_auth.NodeAuthentication"
-    name = "nodeSecret"
-
-    def get_security_definition(self, auto_schema: Any) -> Operation:
-        """`Authorization: Bearer …`."""
-        return {"type": "http", "scheme": "bearer", "description": "The secret of the node in the URL."}
-
-
-class RegistrationScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
-    """The shared token."""
-
-    target_class = "nodes.api.worker_openapi.RegistrationAuthentication"
-    name = "registrationToken"
-
-    def get_security_definition(self, auto_schema: Any) -> Operation:
-        """`Authorization: Bearer …`."""
-        return {"type": "http", "scheme": "bearer", "description": "LOCALAI_REGISTRATION_TOKEN."}
+def add_registration(endpoints: list[tuple[str, str, str, Any]]) -> list[tuple[str, str, str, Any]]:
+    """drf-spectacular's preprocessing hook: adds the route that Django's resolver does not know."""
+    path = "/api/node/register"
+    return [*endpoints, (path, path, "POST", registrations.RegistrationDescription.as_view())]

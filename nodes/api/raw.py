@@ -1,24 +1,20 @@
 """What the raw ASGI routes of workers share: bodies, answers, and what follows a wrong credential."""
 
 import asyncio
-import json
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
 from channels.sessions import CookieMiddleware, SessionMiddleware
 
 from localai_cluster import clock, errors
 from localai_cluster.accounts.principals import Principal
 from localai_cluster.accounts.websockets import principal_of
-from localai_cluster.web import throttle
+from localai_cluster.web import throttle, wire
 from nodes.api.worker_auth import WORKERS_ONLY
 from nodes.registry import identity
 
 Scope = dict[str, Any]
-
-
-class ClientGone(Exception):
-    """The client left before it had sent its body."""
 
 
 def headers_of(scope: Scope) -> dict[bytes, str]:
@@ -58,21 +54,10 @@ async def _from_a_person(scope: Scope) -> bool:
 
 
 async def body_of(receive: Any, limit: int) -> bytes:
-    """The body; raises ClientGone, and InvalidInput (413) for one over `limit` bytes."""
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > limit:
-            error = errors.InvalidInput(f"the request body is over {limit // 1024} kB")
-            error.status = 413
-            raise error
-        if not message.get("more_body"):
-            return b"".join(parts)
+    """The body; raises Disconnected, and InvalidInput (413) for one over `limit` bytes."""
+    too_large = errors.InvalidInput(f"the request body is over {limit // 1024} kB")
+    too_large.status = 413
+    return await wire.read_body(receive, limit, too_large)
 
 
 def method_not_allowed(method: str) -> errors.ClusterError:
@@ -84,11 +69,5 @@ def method_not_allowed(method: str) -> errors.ClusterError:
 
 async def respond(send: Any, status: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
     """Sends one JSON answer."""
-    payload = json.dumps(body).encode()
-    lines: list[tuple[bytes, bytes]] = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(payload)).encode()),
-    ]
-    lines += [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": status, "headers": lines})
-    await send({"type": "http.response.body", "body": payload})
+    lines = tuple((name.lower().encode(), value.encode()) for name, value in headers.items())
+    await wire.send_answer(send, wire.Answer(orjson.dumps(body, option=orjson.OPT_UTC_Z), status, lines))

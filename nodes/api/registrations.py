@@ -13,15 +13,20 @@ from typing import Any, TypeVar
 from asgiref.sync import ThreadSensitiveContext
 from channels.db import database_sync_to_async
 from django.conf import settings
+from drf_spectacular.utils import OpenApiResponse, extend_schema
+from rest_framework.request import Request
+from rest_framework.views import APIView
 
 from localai_cluster import clock, conf, errors, names
 from localai_cluster.accounts import principals
 from localai_cluster.web import throttle
 from localai_cluster.web.envelopes import body_of, refusal_headers, translated
+from localai_cluster.web.openapi import refusals
 from localai_cluster.web.parsers import MALFORMED, is_json, parse_object
-from nodes.api import worker_shapes
+from localai_cluster.web.shapes import TEXT, TIME, UUID, Named, Shape, field, reference
+from localai_cluster.web.wire import Disconnected
+from nodes.api.base import answered
 from nodes.api.raw import (
-    ClientGone,
     Scope,
     client_of,
     followed_up,
@@ -30,9 +35,17 @@ from nodes.api.raw import (
     respond,
 )
 from nodes.api.raw import body_of as request_body
-from nodes.api.worker_auth import NO_CREDENTIAL
+from nodes.api.registration_body import RegistrationSerializer, registration
+from nodes.api.worker_auth import (
+    INSTANCE,
+    NO_CREDENTIAL,
+    SECRET,
+    WORKER_REFUSAL,
+    RegistrationAuthentication,
+)
 from nodes.registry import identity, services
 from nodes.registry.services import Claim, Registered
+from nodes.registry.shape import NODE_STATUS, NODE_TYPE
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -41,7 +54,20 @@ MOST_TOGETHER = 32
 PATIENCE = 1.0
 """Seconds for which a shared transaction waits for a row that another one holds."""
 _PRIVATE = {"Cache-Control": "private, no-store"}
-_SHAPE, _ANSWER = worker_shapes.RegistrationSerializer(), worker_shapes.RegisteredSerializer()
+_BODY = RegistrationSerializer()
+REGISTERED = Shape(
+    "Registered",
+    "The answer to a registration; `api_token` goes to an approved agent, this once.",
+    [
+        field("id", UUID),
+        field("name", TEXT),
+        field("node_type", NODE_TYPE.ref),
+        field("status", NODE_STATUS.ref),
+        field("created_at", TIME),
+        field("api_token", {"type": "string", "pattern": "^lai-[0-9a-f]{64}$"}, optional=True),
+    ],
+)
+REGISTRATION_REFUSAL = Named("RegistrationRefusal", {"oneOf": [WORKER_REFUSAL.ref, reference("Refusal")]})
 
 
 _Asked = tuple[Claim, "asyncio.Future[services.RegistrationOutcome | None]"]
@@ -131,7 +157,7 @@ class RegistrationApplication:
         """Answers one request."""
         try:
             status, body, headers = 201, await self._register(scope, receive), {}
-        except ClientGone:
+        except Disconnected:
             return
         except Exception as error:
             refusal = translated(error)
@@ -151,14 +177,21 @@ class RegistrationApplication:
         await _check_token(fields.pop("token", ""), address)
         registered = await self._registrar.register(
             services.claim(
-                worker_shapes.registration(fields),
+                registration(fields),
                 secret=headers.get(b"x-localai-node-secret", ""),
                 instance=identity.check_instance(headers.get(b"x-localai-node-instance", "")),
                 source_address=address,
             )
         )
-        shown: dict[str, Any] = _ANSWER.to_representation(registered.node)
-        return shown | ({"api_token": registered.api_token} if registered.api_token else {})
+        node = registered.node
+        return REGISTERED.of(
+            id=node.id,
+            name=node.name,
+            node_type=node.node_type,
+            status=node.status,
+            created_at=node.created_at,
+            api_token=registered.api_token,
+        )
 
 
 async def _authenticate(scope: Scope, headers: dict[bytes, str], address: str) -> None:
@@ -179,7 +212,7 @@ async def _fields(headers: dict[bytes, str], receive: Any) -> dict[str, Any]:
     raw = await request_body(receive, settings.DATA_UPLOAD_MAX_MEMORY_SIZE)
     if raw and not is_json(headers.get(b"content-type", "")):
         raise errors.InvalidInput(MALFORMED)
-    fields: dict[str, Any] = _SHAPE.run_validation(parse_object(raw))
+    fields: dict[str, Any] = _BODY.run_validation(parse_object(raw))
     return fields
 
 
@@ -190,3 +223,48 @@ async def _check_token(token: str, address: str) -> None:
     if not principals.is_registration_token(token):
         await asyncio.to_thread(throttle.shared().note, address, clock.now())
         raise identity.WrongCredential("invalid registration token", field="token", nested=True)
+
+
+def _registered() -> dict[int, Any]:
+    who = {
+        "id": "ef9b4900-b105-4cad-8a02-3033fa0df092",
+        "name": "w1",
+        "node_type": "backend",
+        "status": "pending",
+        "created_at": "2026-11-21T00:09:05.820188Z",
+    }
+    agent = {"name": "agent-1", "node_type": "agent", "status": "healthy", "api_token": "lai-" + "0f" * 32}
+    nested = {"error": {"code": 401, "message": "registration token required", "type": "node_error"}}
+    return {
+        201: OpenApiResponse(
+            REGISTERED.ref,
+            "Registered; `pending` until an admin approves it.",
+            [
+                answered(who, status="201"),
+                answered(who | agent, "approved agent", "201"),
+            ],
+        ),
+        **refusals(400, 403, 409, 413, 429),
+        401: OpenApiResponse(
+            REGISTRATION_REFUSAL.ref,
+            "A missing or wrong token: flat for the header's, nested for the body's.",
+            [answered(nested, status="401")],
+        ),
+    }
+
+
+class RegistrationDescription(APIView):
+    """`/api/node/register` (§1.1, R1.29)."""
+
+    authentication_classes = [RegistrationAuthentication]
+    permission_classes = []
+
+    @extend_schema(
+        operation_id="node_register",
+        tags=["worker"],
+        request=RegistrationSerializer,
+        parameters=[SECRET, INSTANCE],
+        responses=_registered(),
+    )
+    def post(self, request: Request) -> None:
+        """Makes a worker known, or refreshes it after a restart. A new one waits for approval."""

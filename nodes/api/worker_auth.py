@@ -1,8 +1,13 @@
-"""Who may call the workers' own routes: the node in the URL must be the one whose secret is offered."""
+"""Who may call the workers' own routes: the node in the URL must be the one whose secret is offered.
+
+Also what the API document says of it: schemes, headers and the refusal.
+"""
 
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
+from drf_spectacular.extensions import OpenApiAuthenticationExtension
+from drf_spectacular.utils import OpenApiParameter
 from rest_framework.authentication import BaseAuthentication
 from rest_framework.permissions import BasePermission
 from rest_framework.request import Request
@@ -12,6 +17,8 @@ from localai_cluster.accounts import principals
 from localai_cluster.accounts.authentication import CHALLENGE, client_address, person, principal
 from localai_cluster.accounts.principals import Principal
 from localai_cluster.web import throttle
+from localai_cluster.web.openapi import Operation
+from localai_cluster.web.shapes import FLAG, TEXT, Shape, field
 from nodes.registry import identity, services
 
 if TYPE_CHECKING:  # the framework's views import this module while they are being imported
@@ -95,3 +102,65 @@ class IsTheNode(BasePermission):
     def has_permission(self, request: Request, view: "APIView") -> bool:
         """Whether the caller is a node."""
         return principal(request).kind == "node"
+
+
+class RegistrationAuthentication(BaseAuthentication):
+    """The shared registration token, which lets a worker register and nothing else."""
+
+    def authenticate(self, request: Request) -> None:
+        """Serves no request."""
+
+
+class NodeScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
+    """A worker's own secret."""
+
+    target_class = "nodes.api.worker_auth.NodeAuthentication"
+    name = "nodeSecret"
+
+    def get_security_definition(self, auto_schema: Any) -> Operation:
+        """`Authorization: Bearer …`."""
+        return {"type": "http", "scheme": "bearer", "description": "The secret of the node in the URL."}
+
+
+class RegistrationScheme(OpenApiAuthenticationExtension):  # type: ignore[no-untyped-call]
+    """The shared token."""
+
+    target_class = "nodes.api.worker_auth.RegistrationAuthentication"
+    name = "registrationToken"
+
+    def get_security_definition(self, auto_schema: Any) -> Operation:
+        """`Authorization: Bearer …`."""
+        return {"type": "http", "scheme": "bearer", "description": "LOCALAI_REGISTRATION_TOKEN."}
+
+
+WORKER_REFUSAL = Shape(
+    "WorkerRefusal",
+    "The 401 of a worker, flat (§0.4). `rotate`, true, if an admin wants the secret replaced.",
+    [field("error", TEXT), field("rotate", FLAG, optional=True)],
+)
+WRONG = "No credential, or a wrong one. `rotate`: the secret is right, but an admin wants it replaced."
+
+
+def _header(name: str, digits: int, meaning: str, *, required: bool = False) -> OpenApiParameter:
+    secret = f"[0-9a-f]{{{digits}}}"
+    return OpenApiParameter(
+        name,
+        {"type": "string", "pattern": f"^{secret}$" if required else f"^({secret})?$"},
+        OpenApiParameter.HEADER,
+        required=required,
+        description=meaning,
+    )
+
+
+SECRET = _header(
+    identity.SECRET_HEADER, 64, "The worker's own secret, bound to the name by its first registration."
+)
+NEW_SECRET = _header(
+    identity.NEW_SECRET_HEADER, 64, "What the worker proves itself by from now on.", required=True
+)
+INSTANCE = _header(
+    identity.INSTANCE_HEADER,
+    32,
+    "One value for each worker process. A call under an earlier one is refused with 409: two processes use"
+    " one data folder, or a copy of it.",
+)

@@ -16,11 +16,14 @@ from uuid import UUID
 
 import httpx
 from django.db import connection
+from django.db.models import F
 
 from localai_cluster import clock, gallery_index
 from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, folded
 from localai_cluster.messaging.messages import Gallery
+from localai_cluster.web import shapes
 from nodes.models import NodeBackend
+from nodes.registry.shape import NODE_STATUS
 from operations.models import ACTIVE, Operation, Status
 
 READ_WITHIN = 10.0
@@ -29,6 +32,47 @@ KEPT_FOR, TROUBLE_KEPT_FOR = 60.0, 5.0
 DEVELOPMENT = "-development"
 _KINDS = "backend_"
 _DELETIONS = "_delete"
+
+WHERE = shapes.Shape(
+    "Where",
+    "A node on which a backend is installed.",
+    [
+        shapes.column("node_id", shapes.UUID),
+        shapes.column("node_name", shapes.TEXT, source=F("node__name")),
+        shapes.column("node_status", NODE_STATUS.ref, source=F("node__status")),
+        shapes.column("version", shapes.TEXT, optional=True),
+        shapes.column("digest", shapes.TEXT, optional=True),
+        shapes.column("uri", shapes.TEXT, optional=True),
+        shapes.column("installed_at", shapes.TEXT, optional=True),
+    ],
+)
+ENTRY = shapes.Shape(
+    "CatalogueEntry",
+    "One entry of a gallery (§4.1).",
+    [
+        shapes.field("id", shapes.TEXT, "`gallery@name`."),
+        shapes.field("name", shapes.TEXT),
+        shapes.field("description", shapes.TEXT, "Markdown."),
+        shapes.field("icon", shapes.TEXT),
+        shapes.field("license", shapes.TEXT),
+        shapes.field("urls", shapes.TEXTS),
+        shapes.field("tags", shapes.TEXTS),
+        shapes.field("gallery", shapes.TEXT),
+        shapes.field("version", shapes.TEXT, "The gallery's."),
+        shapes.field("installed", shapes.FLAG, "On any approved node."),
+        shapes.field("nodes", WHERE.many),
+        shapes.field("processing", shapes.FLAG, "An operation on it waits or runs."),
+        shapes.field("jobID", shapes.TEXT, "That operation; empty if there is none."),
+        shapes.field("isDeletion", shapes.FLAG),
+        shapes.field("isMeta", shapes.FLAG, "It chooses the build that fits a node."),
+        shapes.field("isAlias", shapes.FLAG, "A build that such an entry may choose."),
+        shapes.field("isDevelopment", shapes.FLAG),
+        shapes.field(
+            "capabilities", shapes.mapping(shapes.TEXT), "Capability to the name of a build.", nullable=True
+        ),
+        shapes.field("metaBackendFor", shapes.TEXT, "The entry that may choose this one."),
+    ],
+)
 
 
 @dataclass(frozen=True)
@@ -122,17 +166,11 @@ async def _read(gallery: Gallery, client: httpx.AsyncClient) -> list[GalleryEntr
 
 def installed() -> list[Installed]:
     """Everything on approved nodes, by the name of the node; one query."""
-    columns = ("node_id", "node__name", "node__status", "version", "digest", "uri", "installed_at")
-    shown = ("node_id", "node_name", "node_status", "version", "digest", "uri", "installed_at")
     rows = NodeBackend.objects.filter(node__approved_at__isnull=False).order_by("node__name", "name")
     return [
-        Installed(name, _without_empty(dict(zip(shown, values, strict=True))))
-        for name, *values in rows.values_list("name", *columns)
+        Installed(name, WHERE.row(values))
+        for *values, name in rows.values_list(*WHERE.columns.values(), "name")
     ]
-
-
-def _without_empty(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if value or name.startswith("node_")}
 
 
 def running() -> list[ActiveOperation]:
@@ -160,8 +198,12 @@ def entries(
             for concrete in (build.capabilities or {}).values():
                 parents.setdefault(folded(concrete), build.name)
     return [
-        _entry(build, where.get(folded(build.name), []), _job(build, busy))
-        | _kind(build, "" if build.is_meta else parents.get(folded(build.name), ""))
+        _entry(
+            build,
+            where.get(folded(build.name), []),
+            _job(build, busy),
+            "" if build.is_meta else parents.get(folded(build.name), ""),
+        )
         for build in builds
     ]
 
@@ -173,31 +215,26 @@ def _job(build: GalleryEntry, busy: Mapping[tuple[str, str], ActiveOperation]) -
 
 
 def _entry(
-    build: GalleryEntry, nodes: Sequence[Mapping[str, Any]], job: ActiveOperation | None
+    build: GalleryEntry, nodes: Sequence[Mapping[str, Any]], job: ActiveOperation | None, parent: str
 ) -> dict[str, Any]:
-    return {
-        "id": f"{build.gallery.name}@{build.name}",
-        "name": build.name,
-        "description": build.description,
-        "icon": build.icon,
-        "license": build.license,
-        "urls": list(build.urls),
-        "tags": list(build.tags),
-        "gallery": build.gallery.name,
-        "version": build.version,
-        "installed": bool(nodes),
-        "nodes": list(nodes),
-        "processing": job is not None,
-        "jobID": str(job.id) if job else "",
-        "isDeletion": job is not None and job.is_deletion,
-    }
-
-
-def _kind(build: GalleryEntry, parent: str) -> dict[str, Any]:
-    return {
-        "isMeta": build.is_meta,
-        "isAlias": bool(parent),
-        "isDevelopment": build.name.endswith(DEVELOPMENT),
-        "capabilities": dict(build.capabilities) if build.capabilities else None,
-        "metaBackendFor": parent,
-    }
+    return ENTRY.of(
+        id=f"{build.gallery.name}@{build.name}",
+        name=build.name,
+        description=build.description,
+        icon=build.icon,
+        license=build.license,
+        urls=list(build.urls),
+        tags=list(build.tags),
+        gallery=build.gallery.name,
+        version=build.version,
+        installed=bool(nodes),
+        nodes=list(nodes),
+        processing=job is not None,
+        jobID=str(job.id) if job else "",
+        isDeletion=job is not None and job.is_deletion,
+        isMeta=build.is_meta,
+        isAlias=bool(parent),
+        isDevelopment=build.name.endswith(DEVELOPMENT),
+        capabilities=dict(build.capabilities) if build.capabilities else None,
+        metaBackendFor=parent,
+    )

@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from localai_cluster.env import weak_secret
+from nodes.live.shapes import NOTICE
 from operations.executor.controllers import SILENT_AFTER, Seen
 
 Notice = dict[str, Any]
@@ -38,7 +39,7 @@ class Told:
 
 
 def _notice(name: str, level: str, text: str, hint: str) -> Notice:
-    return {"id": name, "level": level, "text": text, "hint": hint}
+    return NOTICE.of(id=name, level=level, text=text, hint=hint)
 
 
 def unreachable(as_of: datetime | None) -> Notice:

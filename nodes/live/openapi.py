@@ -1,10 +1,8 @@
 """`/ws/feed` for the API document: the handshake as an operation, the messages as components."""
 
-from copy import deepcopy
 from typing import Any
 
 from localai_cluster.web.openapi import RawRoute, json_body
-from nodes.live import shapes
 
 _FEED: dict[str, Any] = {
     "operationId": "ws_feed",
@@ -48,11 +46,3 @@ _FEED: dict[str, Any] = {
 }
 
 ROUTES: list[RawRoute] = [("GET", "/ws/feed", _FEED)]
-
-
-def add_messages(result: dict[str, Any]) -> None:
-    """Adds the schemas of the messages that the document does not have yet."""
-    known = result["components"]["schemas"]
-    for name, schema in shapes.components().items():
-        known.setdefault(name, deepcopy(schema))
-    result["components"]["schemas"] = dict(sorted(known.items()))

@@ -13,7 +13,7 @@ from django.conf import settings
 from localai_cluster import clock
 from localai_cluster.web import ui
 from localai_cluster.web.sockets import Scope, encoded, text_in
-from nodes.live import watch
+from nodes.live import shapes, watch
 
 ALIVE_EVERY = 5.0
 """Seconds between two signs of life."""
@@ -23,13 +23,12 @@ def greeting(scope: Scope) -> str:
     """Says who the server is and whom it takes the client for."""
     principal = scope["principal"]
     return encoded(
-        {
-            "type": "hello",
-            "at": clock.now().isoformat(),
-            "build": ui.build_id(),
-            "version": str(settings.SPECTACULAR_SETTINGS["VERSION"]),
-            "user": {"name": principal.name, "role": principal.kind},
-        }
+        shapes.HELLO.of(
+            at=clock.now().isoformat(),
+            build=ui.build_id(),
+            version=str(settings.SPECTACULAR_SETTINGS["VERSION"]),
+            user=shapes.FEED_USER.of(name=principal.name, role=principal.kind),
+        )
     )
 
 
@@ -44,4 +43,4 @@ async def alive(scope: Scope) -> AsyncGenerator[str, None]:
     """Lets a page tell a quiet cluster from a dead socket."""
     while True:
         await asyncio.sleep(ALIVE_EVERY)
-        yield encoded({"type": "alive", "at": clock.now().isoformat()})
+        yield encoded(shapes.ALIVE.of(at=clock.now().isoformat()))

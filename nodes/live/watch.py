@@ -20,7 +20,7 @@ from channels.db import database_sync_to_async
 from django.db import Error as DatabaseError
 
 from localai_cluster import cancel, clock, conf
-from nodes.live import rows
+from nodes.live import rows, shapes
 from nodes.live.history import Difference, History
 from nodes.live.notices import ClusterFacts, Notice, Told, notices, unreachable
 from operations.changes import events, feed
@@ -83,7 +83,7 @@ class NodeFeed:
                 turn = self._turn
                 if self._looked and told is not self.notices:
                     told = self.notices
-                    yield _text({"type": "notices", "notices": told})
+                    yield _text(shapes.NOTICES.of(notices=told))
                 if self._as_of is not None and self._looked and (not greeted or place != self.history.number):
                     place = place if place is not None and self.history.knows(place) else None
                     message, place, greeted = self._message(place), self.history.number, True
@@ -96,15 +96,11 @@ class NodeFeed:
         if place not in self._texts:
             if place is None:
                 nodes = list(self.history.nodes.values())
-                message = {"type": "nodes.snapshot", "cursor": self.history.cursor, "nodes": nodes}
+                message = shapes.NODES_SNAPSHOT.of(cursor=self.history.cursor, nodes=nodes)
             else:
                 changed, removed = self.history.since(place)
-                message = {
-                    "type": "nodes.delta",
-                    "cursor": self.history.cursor,
-                    "changed": changed,
-                    "removed": removed,
-                }
+                cursor = self.history.cursor
+                message = shapes.NODES_DELTA.of(cursor=cursor, changed=changed, removed=removed)
             self._texts[place] = _text(message)
         return self._texts[place]
 

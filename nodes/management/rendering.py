@@ -12,7 +12,7 @@ from django.utils.timesince import timesince
 
 from localai_cluster.messaging.messages import human_bytes
 from nodes.models import NodeEvent
-from nodes.registry.node_rows import ZERO_TIME
+from nodes.registry.shape import ZERO_TIME
 
 NOTHING = "-"
 SHORT_ID = 8

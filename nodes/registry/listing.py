@@ -147,9 +147,9 @@ class NodeQuery:
 NODE_PARAMETERS = ("status", "type", "vendor", "search", "label", "sort", "limit", "offset")
 
 
-def wanted_nodes(request: Request) -> NodeQuery:
+def wanted_nodes(given: QueryDict) -> NodeQuery:
     """What a request for the list of nodes asks for; raises InvalidInput naming the parameter."""
-    parameters = Parameters(request.query_params, *NODE_PARAMETERS)
+    parameters = Parameters(given, *NODE_PARAMETERS)
     condition = _condition(parameters)
     labels = _labels(parameters)
     nodes = BackendNode.objects.filter(condition)

@@ -1,47 +1,19 @@
-"""Nodes as the wire shows them (`contract/http-api.md` §2.1, §2.3).
+"""Nodes read for the wire in their shape (`shape.py`), without model instances.
 
-Rows become JSON objects without model instances and without a serializer's work for each field: the Nodes
-page asks for all of them every five seconds. A constant number of queries for any number of nodes.
-`node_shapes.py` describes the same objects for the API document; a test holds the two together.
+The Nodes page asks for all of them every five seconds: a constant number of queries for any number of nodes.
 """
 
-from collections.abc import Collection, Mapping
-from datetime import datetime
-from itertools import chain
+from collections.abc import Collection
 from typing import Any
 from uuid import UUID
 
 import orjson
-from django.db.models import (
-    Aggregate,
-    Case,
-    CharField,
-    Count,
-    F,
-    Func,
-    Q,
-    QuerySet,
-    Sum,
-    TextField,
-    Value,
-    When,
-)
-from django.db.models.expressions import Combinable
-from django.db.models.functions import Cast
+from django.db.models import Aggregate, Case, Count, F, Q, QuerySet, Sum, TextField, Value, When
 
+from localai_cluster.web.shapes import Row, Shape, Time, text
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeLabel, NodeModel
 from nodes.models.node import COUNTED_IN_FLIGHT, BackendNodeQuerySet
-
-Row = dict[str, Any]
-ZERO_TIME = "0001-01-01T00:00:00Z"
-
-
-class Time(Func):
-    """A time as the wire has it, made by the database: cheaper than thousands of `datetime`s."""
-
-    function = "to_char"
-    template = """%(function)s(%(expressions)s AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"')"""
-    output_field = CharField()
+from nodes.registry import shape
 
 
 class LabelsOf(Aggregate):
@@ -51,53 +23,9 @@ class LabelsOf(Aggregate):
     output_field = TextField()
 
 
-def text(column: str) -> Cast:
-    return Cast(column, TextField())
-
-
-COLUMNS: Mapping[str, Combinable] = {
-    "id": text("id"),
-    **{
-        name: F(name)
-        for name in (
-            "name",
-            "node_type",
-            "address",
-            "http_address",
-            "status",
-            "total_vram",
-            "available_vram",
-            "reserved_vram",
-            "total_ram",
-            "available_ram",
-            "total_disk",
-            "available_disk",
-            "gpu_vendor",
-            "gpu_compute_capability",
-            "capability",
-            "max_replicas_per_model",
-            "max_replicas_per_model_manually_set",
-            "vram_budget",
-            "vram_budget_bytes",
-            "vram_budget_manually_set",
-            "weak_identity",
-        )
-    },
-    **{name: Time(name) for name in ("last_heartbeat", "created_at", "updated_at")},
-}
-_FACT = ("at", "by", "reason")
-_REFUSALS: Mapping[str, tuple[Combinable, ...]] = {
-    "rejected": (Time("rejected_at"), F("rejected_by"), F("reject_reason")),
-    "revoked": (Time("revoked_at"), F("revoked_by"), F("revoke_reason")),
-}
-"""Why a pending node is not simply waiting."""
-OMITTED_IF_EMPTY = ("capability", "vram_budget", "vram_budget_bytes", "weak_identity")
-
-
-def elements(nodes: BackendNodeQuerySet, *, whole: bool = False) -> list[Row]:
+def elements(nodes: BackendNodeQuerySet, *, whole: bool = False, of: Shape = shape.NODE) -> list[Row]:
     """The list elements of these nodes, in their order; `whole` says that no node is left out."""
-    found = nodes.values_list(*COLUMNS.values(), *chain.from_iterable(_REFUSALS.values()))
-    rows = [_element(values) for values in found]
+    rows = of.rows(nodes)
     among = None if whole else [row["id"] for row in rows]
     counts, labels, conflicts = _counts(among), _labels(among), _open_conflicts(among)
     for row in rows:
@@ -108,20 +36,6 @@ def elements(nodes: BackendNodeQuerySet, *, whole: bool = False) -> list[Row]:
         if node in conflicts:
             row["open_conflicts"] = conflicts[node]
     return rows
-
-
-def _element(values: tuple[Any, ...]) -> Row:
-    """What the node's own row says, without what is empty (§0.5)."""
-    row: Row = dict(zip(COLUMNS, values, strict=False))
-    for name in OMITTED_IF_EMPTY:
-        if not row[name]:
-            del row[name]
-    row["last_heartbeat"] = row["last_heartbeat"] or ZERO_TIME
-    for number, name in enumerate(_REFUSALS):
-        first = len(COLUMNS) + number * len(_FACT)
-        if values[first]:
-            row[name] = dict(zip(_FACT, values[first : first + len(_FACT)], strict=True))
-    return row
 
 
 def _of(rows: QuerySet[Any], among: Collection[str] | None) -> QuerySet[Any]:
@@ -144,90 +58,26 @@ def _open_conflicts(among: Collection[str] | None) -> dict[str, int]:
     return dict(_of(NodeConflict.objects.filter(state="open"), among).annotate(claims=Count("pk")))
 
 
-def _fact(at: datetime, by: str, reason: str) -> Row:
-    """When, who and why."""
-    return {"at": at, "by": by, "reason": reason}
-
-
 def detail(node_id: UUID) -> Row | None:
     """The node on its own, None if there is none: the list element and what lies behind its status.
 
     `labels` is always an object (R1.107).
     """
-    node = BackendNode.objects.filter(pk=node_id).first()
-    if node is None:
-        return None
-    rows = elements(BackendNode.objects.filter(pk=node_id))
+    rows = elements(BackendNode.objects.filter(pk=node_id), of=shape.NODE_DETAIL)
     if not rows:
-        return None  # removed meanwhile
-    shown: Row = {"labels": {}} | rows[0] | _facts(node)
-    identity = _identity(node) | {"open_conflicts": shown.get("open_conflicts", 0)}
-    return shown | {
-        "revision": node.revision,
-        "identity": identity,
-        "overrides": _overrides(node),
-        "label_sources": dict(NodeLabel.objects.filter(node=node).values_list("key", "source")),
-        "inventory": {"at": node.inventory_at, "error": node.inventory_error},
-    }
+        return None
+    sources = dict(NodeLabel.objects.filter(node=node_id).values_list("key", "source"))
+    found: Row = {"labels": {}} | rows[0] | {"label_sources": sources}
+    return shape.NODE_DETAIL.of(**found, overrides=_overrides(node_id, found))
 
 
-_OVERRIDES = ("max_replicas_per_model", "vram_budget")
-
-
-def _overrides(node: BackendNode) -> Row:
+def _overrides(node_id: UUID, node: Row) -> Row:
     """What an admin says instead of the worker: by whom and since when, as far as it is still known."""
-    told = NodeEvent.objects.filter(node_id=node.id, kind=NodeEvent.Kind.OVERRIDE)
+    held = [name for name in shape.OVERRIDES.fields if node[f"{name}_manually_set"]]
+    told = NodeEvent.objects.filter(node_id=node_id, kind=NodeEvent.Kind.OVERRIDE)
     told = told.annotate(
-        what=Case(*(When(detail__has_key=name, then=Value(name)) for name in _OVERRIDES), default=Value(""))
+        what=Case(*(When(detail__has_key=name, then=Value(name)) for name in held), default=Value(""))
     )
-    latest = told.order_by("what", "-id").distinct("what").values_list("what", "actor", "at")
-    known = {what: {"by": by, "at": at} for what, by, at in latest}
-    held = (name for name in _OVERRIDES if getattr(node, f"{name}_manually_set"))
-    return {name: known.get(name, {"by": "", "at": None}) for name in held}
-
-
-def _facts(node: BackendNode) -> Row:
-    """The facts that hold."""
-    known = {
-        "approval": (node.approved_at, node.approved_by, node.approval_reason),
-        "offline": (node.offline_at, node.offline_by, node.offline_reason),
-        "unhealthy": (node.unhealthy_at, node.unhealthy_by, node.unhealthy_reason),
-    }
-    shown: Row = {name: _fact(at, by, reason) for name, (at, by, reason) in known.items() if at is not None}
-    if node.drained_at is not None:
-        shown["drain"] = _drain(node)
-    return shown
-
-
-def _drain(node: BackendNode) -> Row:
-    """What remains of a drain."""
-    left = NodeModel.objects.filter(node=node).aggregate(replicas=Count("pk"), running=Sum("in_flight"))
-    shown = {
-        "since": node.drained_at,
-        "by": node.drained_by,
-        "reason": node.drain_reason,
-        "own": node.drain_is_own,
-        "in_flight": left["running"] or 0,
-        "replicas": left["replicas"],
-    }
-    if node.drain_deadline is not None:
-        shown["deadline"] = node.drain_deadline
-    if node.engines_gone_at is not None:
-        shown["engines_gone_at"] = node.engines_gone_at
-    if node.engines_error:
-        shown["engines_error"] = node.engines_error
-    return shown
-
-
-def _identity(node: BackendNode) -> Row:
-    """Who the node proves to be, for whoever decides about it."""
-    shown = {
-        "weak": node.weak_identity,
-        "fingerprint": node.fingerprint,
-        "source_address": node.source_address,
-        "first_seen": node.created_at,
-        "bound_at": node.bound_at,
-        "instance": node.instance,
-        "rotation_requested_at": node.rotation_requested_at,
-    }
-    return {name: value for name, value in shown.items() if value or name in ("weak", "first_seen")}
+    latest = told.order_by("what", "-id").distinct("what").values_list("what", "actor", Time("at"))
+    known = {what: shape.OVERRIDE.of(by=by, at=at) for what, by, at in latest}
+    return shape.OVERRIDES.of(**{name: known.get(name) or shape.OVERRIDE.of(by="", at=None) for name in held})

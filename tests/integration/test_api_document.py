@@ -265,7 +265,7 @@ def test_examples_have_the_recorded_shapes(file: str, name: str, operation: str)
 
 
 def test_the_document_and_the_rows_name_the_same_fields() -> None:
-    """`node_shapes` describes what `node_rows` makes, key by key."""
+    """What the list answers has the keys of its shape."""
     node = api.make_node(
         "full", total_vram=8, available_vram=8, capability="x", vram_budget="50%", approved=False
     )

@@ -10,15 +10,15 @@ from typing import Any
 from urllib.parse import urlencode
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
-from django.http import HttpRequest, QueryDict
-from rest_framework.request import Request
+from django.http import QueryDict
 
 from localai_cluster import clock, errors
 from localai_cluster.env import parse_duration
 from nodes.api.identity_views import conflict_row
-from nodes.management import lookup, rendering
+from nodes.management import lookup, rendering, shown
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeStatus, NodeType
-from nodes.registry import listing, node_rows, services
+from nodes.registry import listing, node_rows, outcomes, services
+from nodes.registry.shape import CONFLICT
 
 EVENTS_SHOWN = 10
 Options = Mapping[str, Any]
@@ -124,6 +124,8 @@ def list_nodes(options: Options) -> str:
     request.GET = QueryDict(urlencode(given, doseq=True))
     rows = node_rows.elements(listing.wanted_nodes(Request(request)).nodes)
     return rendering.as_json(rows) if options["json"] else rendering.nodes(rows, clock.now())
+    rows = node_rows.elements(listing.wanted_nodes(QueryDict(urlencode(given, doseq=True))).nodes)
+    return shown.as_json(rows) if options["json"] else shown.nodes(rows, clock.now())
 
 
 def show(options: Options) -> str:
@@ -140,13 +142,15 @@ def show(options: Options) -> str:
 
 def list_conflicts(options: Options) -> str:
     """Conflicts, latest first."""
-    rows = NodeConflict.objects.select_related("node").order_by("-last_at", "id")
+    rows = NodeConflict.objects.order_by("-last_at", "id")
     if options["node"]:
         rows = rows.filter(node=lookup.node(options["node"]))
     else:
         rows = rows.filter(state=NodeConflict.State.OPEN)
     found = [conflict_row(row) for row in rows]
     return rendering.as_json(found) if options["json"] else rendering.conflicts(found, clock.now())
+    found = CONFLICT.rows(rows)
+    return shown.as_json(found) if options["json"] else shown.conflicts(found, clock.now())
 
 
 def approve(options: Options) -> str:
@@ -156,32 +160,23 @@ def approve(options: Options) -> str:
         return _approve_many(options, found)
     with lookup.hint_on_refusal("approve", found[0]):
         approved = services.approve(found[0].id, actor=lookup.actor(), now=clock.now())
-    token = {"api_token": approved.api_token} if approved.api_token else {}
     if options["json"]:
-        names = ("id", "name", "node_type", "status")
-        row = {name: getattr(approved.node, name) for name in names}
-        return rendering.as_json(row | {"message": "node approved"} | token)
-    token_text = f"; API token (shown only once): {approved.api_token}" if token else ""
-    return _summary(approved.node, "node approved") + token_text
+        return rendering.as_json(outcomes.approved(approved))
+    shown_once = f"; API token (shown only once): {approved.api_token}" if approved.api_token else ""
+    return _summary(approved.node, "node approved") + shown_once
 
 
 def _approve_many(options: Options, found: list[BackendNode]) -> str:
     ids = list(dict.fromkeys(node.id for node in found))
-    outcomes = services.approve_many(ids, actor=lookup.actor(), now=clock.now())
-    failed = [outcome for outcome in outcomes if outcome.error]
+    results = services.approve_many(ids, actor=lookup.actor(), now=clock.now())
+    failed = sum(bool(one.error) for one in results)
     if options["json"]:
-        results = [
-            {"id": one.id, "error": one.error}
-            if one.error
-            else {"id": one.id, "name": one.name, "status": one.status}
-            for one in outcomes
-        ]
-        text = rendering.as_json({"approved": len(outcomes) - len(failed), "results": results})
+        text = rendering.as_json(outcomes.outcomes(results))
     else:
         names = {node.id: node.name for node in found}
-        text = "\n".join(f"{names[one.id]}: {one.error or 'node approved'}" for one in outcomes)
+        text = "\n".join(f"{names[one.id]}: {one.error or 'node approved'}" for one in results)
     if failed:
-        raise PartlyDone(text, f"{len(failed)} of {len(outcomes)} could not be approved")
+        raise PartlyDone(text, f"{failed} of {len(results)} could not be approved")
     return text
 
 

@@ -7,7 +7,7 @@ own secret and, if the worker tells it, by its process.
 from typing import Any
 from uuid import UUID
 
-from drf_spectacular.utils import OpenApiExample, extend_schema
+from drf_spectacular.utils import OpenApiExample, OpenApiResponse, extend_schema
 from rest_framework.exceptions import MethodNotAllowed
 from rest_framework.request import Request
 from rest_framework.response import Response
@@ -15,12 +15,28 @@ from rest_framework.response import Response
 from localai_cluster import clock, errors
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.authentication import principal
-from nodes.api import serializers as shapes
-from nodes.api import worker_openapi
-from nodes.api.views import NodeView, replicas_of
-from nodes.api.worker_auth import IsTheNode, NodeAuthentication
-from nodes.api.worker_openapi import INSTANCE, NEW_SECRET
+from localai_cluster.web.fields import MessageSerializer
+from localai_cluster.web.openapi import refusals
+from localai_cluster.web.renderers import FastJSONRenderer
+from nodes.api.base import NodeView, answered
+from nodes.api.replicas import replicas_of
+from nodes.api.worker_auth import INSTANCE, NEW_SECRET, WORKER_REFUSAL, WRONG, IsTheNode, NodeAuthentication
 from nodes.registry import identity, services
+from nodes.registry.shape import REPLICA
+
+Responses = dict[int, Any]
+
+
+def _self_service(answer: Any) -> Responses:
+    """The answers of a route that proves the node in its URL."""
+    wrong = OpenApiResponse(WORKER_REFUSAL.ref, WRONG)
+    return {200: answer, **refusals(400, 403, 404, 409, 429), 401: wrong}
+
+
+def _done(message: str) -> Responses:
+    """The same for a route that only says what it did."""
+    example = answered({"message": message})
+    return _self_service(OpenApiResponse(MessageSerializer, "Done.", [example]))
 
 
 class SelfServiceView(NodeView):
@@ -44,7 +60,7 @@ class SelfView(SelfServiceView):
         operation_id="node_delete",
         tags=["worker"],
         parameters=[INSTANCE],
-        responses=worker_openapi.done("node deregistered"),
+        responses=_done("node deregistered"),
     )
     def delete(self, request: Request, node_id: str) -> Response:
         """The same as deregister: offline, replicas gone; the record and its approval stay."""
@@ -60,7 +76,7 @@ class SelfDeregisterView(SelfServiceView):
         tags=["worker"],
         request=None,
         parameters=[INSTANCE],
-        responses=worker_openapi.done("node deregistered"),
+        responses=_done("node deregistered"),
     )
     def post(self, request: Request, node_id: str) -> Response:
         """The worker has stopped: offline, replicas gone; the record and its approval stay."""
@@ -76,7 +92,7 @@ class SelfDrainView(SelfServiceView):
         tags=["worker"],
         request=None,
         parameters=[INSTANCE],
-        responses=worker_openapi.done("node set to draining"),
+        responses=_done("node set to draining"),
     )
     def post(self, request: Request, node_id: str) -> Response:
         """The worker is stopping: nothing new goes there. The drain ends with its next registration."""
@@ -92,7 +108,7 @@ class SelfResumeView(SelfServiceView):
         tags=["worker"],
         request=None,
         parameters=[INSTANCE],
-        responses=worker_openapi.done("node resumed"),
+        responses=_done("node resumed"),
     )
     def post(self, request: Request, node_id: str) -> Response:
         """The worker takes its own drain back; 409 for anything else, an admin's drain above all."""
@@ -103,11 +119,13 @@ class SelfResumeView(SelfServiceView):
 class SelfReplicasView(SelfServiceView):
     """`/api/node/:id/models` (§1.6)."""
 
+    renderer_classes = [FastJSONRenderer]
+
     @extend_schema(
         operation_id="node_models",
         tags=["worker"],
         parameters=[INSTANCE],
-        responses=worker_openapi.self_service(shapes.ReplicaSerializer(many=True)),
+        responses=_self_service(REPLICA.many),
         examples=[OpenApiExample("A node without replicas", [], response_only=True)],
     )
     def get(self, request: Request, node_id: str) -> Response:
@@ -125,7 +143,7 @@ class SelfRotateView(SelfServiceView):
         tags=["worker"],
         request=None,
         parameters=[INSTANCE, NEW_SECRET],
-        responses=worker_openapi.done("secret replaced"),
+        responses=_done("secret replaced"),
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Replaces the worker's secret, on its own account or because an admin asked; the old one is dead."""

@@ -4,12 +4,30 @@ from drf_spectacular.utils import extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
+from localai_cluster.web.fields import NullIsAbsent, Text, Whole
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.parsers import validated
-from nodes.api import admin_shapes, examples
-from nodes.api.parameters import REVISION
-from nodes.api.views import NodeView, edit_of, existing
+from localai_cluster.web.shapes import FLAG, TEXT, Shape, count, field
+from nodes.api.base import REVISION, NodeView, answered, edit_of, existing, sent
 from nodes.registry import services
+from nodes.registry.overrides import LARGEST_CAP, LONGEST_BUDGET
+
+CAP = Shape("Cap", "The cap that holds now.", [field("max_replicas_per_model", count(1))])
+BUDGET = Shape("Budget", "The budget as sent.", [field("vram_budget", TEXT)])
+RESET = Shape("Reset", "The override is handed back.", [field("reset", FLAG)])
+_RESET = answered({"reset": True})
+
+
+class CapRequestSerializer(NullIsAbsent):
+    """At most so many replicas of one model."""
+
+    value = Whole(min_value=1, max_value=LARGEST_CAP)
+
+
+class BudgetRequestSerializer(NullIsAbsent):
+    """`80%`, `0.8`, `16GB`, `15GiB`, bytes; an empty text means no cap and is as sticky as any other."""
+
+    value = Text(max_length=LONGEST_BUDGET)
 
 
 class ReplicaCapView(NodeView):
@@ -19,28 +37,28 @@ class ReplicaCapView(NodeView):
         operation_id="nodes_cap",
         tags=["nodes"],
         parameters=[REVISION],
-        request=admin_shapes.CapRequestSerializer,
-        responses={200: admin_shapes.CapSerializer, **refusals(400, 401, 403, 404, 409, 413)},
-        examples=[examples.CAP_SENT, examples.CAP],
+        request=CapRequestSerializer,
+        responses={200: CAP.ref, **refusals(400, 401, 403, 404, 409, 413)},
+        examples=[sent({"value": 3}), answered({"max_replicas_per_model": 3})],
     )
     def put(self, request: Request, node_id: str) -> Response:
         """At most so many replicas of one model, whatever the worker says (R1.45)."""
         found = existing(node_id)
-        value = validated(admin_shapes.CapRequestSerializer, request)["value"]
+        value = validated(CapRequestSerializer, request)["value"]
         node = services.set_replica_cap(found, value, **edit_of(request))
-        return Response({"max_replicas_per_model": node.max_replicas_per_model})
+        return Response(CAP.of(max_replicas_per_model=node.max_replicas_per_model))
 
     @extend_schema(
         operation_id="nodes_cap_reset",
         tags=["nodes"],
         parameters=[REVISION],
-        responses={200: admin_shapes.ResetSerializer, **refusals(400, 401, 403, 404, 409)},
-        examples=[examples.RESET],
+        responses={200: RESET.ref, **refusals(400, 401, 403, 404, 409)},
+        examples=[_RESET],
     )
     def delete(self, request: Request, node_id: str) -> Response:
         """The worker's own value counts again from its next registration on (R1.46)."""
         services.reset_replica_cap(existing(node_id), **edit_of(request))
-        return Response({"reset": True})
+        return Response(RESET.of(reset=True))
 
 
 class VramBudgetView(NodeView):
@@ -50,25 +68,25 @@ class VramBudgetView(NodeView):
         operation_id="nodes_budget",
         tags=["nodes"],
         parameters=[REVISION],
-        request=admin_shapes.BudgetRequestSerializer,
-        responses={200: admin_shapes.BudgetSerializer, **refusals(400, 401, 403, 404, 409, 413)},
-        examples=[examples.BUDGET_SENT, examples.BUDGET],
+        request=BudgetRequestSerializer,
+        responses={200: BUDGET.ref, **refusals(400, 401, 403, 404, 409, 413)},
+        examples=[sent({"value": "80%"}), answered({"vram_budget": "80%"})],
     )
     def put(self, request: Request, node_id: str) -> Response:
         """A ceiling for the node's VRAM; an empty text means no cap, whatever the worker says (R1.47)."""
         found = existing(node_id)
-        value = validated(admin_shapes.BudgetRequestSerializer, request)["value"]
+        value = validated(BudgetRequestSerializer, request)["value"]
         services.set_vram_budget(found, value, **edit_of(request))
-        return Response({"vram_budget": value})
+        return Response(BUDGET.of(vram_budget=value))
 
     @extend_schema(
         operation_id="nodes_budget_reset",
         tags=["nodes"],
         parameters=[REVISION],
-        responses={200: admin_shapes.ResetSerializer, **refusals(400, 401, 403, 404, 409)},
-        examples=[examples.RESET],
+        responses={200: RESET.ref, **refusals(400, 401, 403, 404, 409)},
+        examples=[_RESET],
     )
     def delete(self, request: Request, node_id: str) -> Response:
         """No budget until the worker registers with one (R1.48)."""
         services.reset_vram_budget(existing(node_id), **edit_of(request))
-        return Response({"reset": True})
+        return Response(RESET.of(reset=True))

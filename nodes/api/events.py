@@ -1,6 +1,5 @@
 """A node's timeline, newest first; it outlives the node."""
 
-from typing import Any
 from uuid import UUID
 
 from drf_spectacular.utils import extend_schema
@@ -10,31 +9,35 @@ from rest_framework.response import Response
 from localai_cluster import errors
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.renderers import FastJSONRenderer
-from nodes.api import admin_shapes, examples
-from nodes.api.parameters import EVENT_PARAMETERS
-from nodes.api.views import NodeView
+from localai_cluster.web.shapes import Row, Shape, field
+from nodes.api.base import MOMENT, NODE_ID, NodeView, answered, one_of, query, whole
 from nodes.api.worker_auth import parse_node_id
 from nodes.models import BackendNode, NodeEvent
 from nodes.registry import listing
 from nodes.registry.heartbeats import LARGEST
+from nodes.registry.shape import EVENT
 
 USUAL_PAGE, MOST_A_PAGE = 50, 500
-_SHOWN = (
-    "id",
-    "node_id",
-    "node_name",
-    "kind",
-    "at",
-    "last_at",
-    "count",
-    "actor_kind",
-    "actor",
-    "cause",
-    "status_before",
-    "status_after",
-    "detail",
-    "request_id",
+EVENTS = Shape(
+    "Events",
+    "A page of the timeline, newest first; `next_cursor` leads to the older ones, if there are any.",
+    [field("events", EVENT.many), field("next_cursor", {"type": "integer"}, optional=True)],
 )
+_EXAMPLE = {
+    "id": 4711,
+    "node_id": NODE_ID,
+    "node_name": "gpu-a",
+    "kind": "drained",
+    "at": MOMENT,
+    "last_at": MOMENT,
+    "count": 1,
+    "actor_kind": "user",
+    "actor": "ann",
+    "cause": "new power supply",
+    "status_before": "healthy",
+    "status_after": "draining",
+    "detail": {"deadline_seconds": 600},
+}
 
 
 class EventsView(NodeView):
@@ -45,13 +48,17 @@ class EventsView(NodeView):
     @extend_schema(
         operation_id="nodes_events",
         tags=["nodes"],
-        parameters=EVENT_PARAMETERS,
-        responses={200: admin_shapes.EventsSerializer, **refusals(400, 401, 403, 404)},
-        examples=[examples.EVENTS],
+        parameters=[
+            query("limit", whole(1, MOST_A_PAGE, USUAL_PAGE), "How many at most."),
+            query("cursor", whole(1, LARGEST), "`next_cursor` of the page before: only older events."),
+            query("kind", one_of(NodeEvent.Kind.values), "Only events of this kind."),
+        ],
+        responses={200: EVENTS.ref, **refusals(400, 401, 403, 404)},
+        examples=[answered({"events": [_EXAMPLE], "next_cursor": 4711})],
     )
     def get(self, request: Request, node_id: str) -> Response:
         """What happened to a node, also to one that was removed, for as long as events are kept."""
-        node = known(node_id)
+        node = _known(node_id)
         given = listing.Parameters(request.query_params, "limit", "cursor", "kind")
         limit = given.number("limit", 1, MOST_A_PAGE) or USUAL_PAGE
         rows = NodeEvent.objects.filter(node_id=node).order_by("-id")
@@ -59,10 +66,10 @@ class EventsView(NodeView):
             rows = rows.filter(kind=kind)
         if cursor := given.number("cursor", 1, LARGEST):
             rows = rows.filter(id__lt=cursor)
-        return Response(page(list(rows.values(*_SHOWN)[: limit + 1]), limit))
+        return Response(_page(EVENT.rows(rows[: limit + 1]), limit))
 
 
-def known(text: str) -> UUID:
+def _known(text: str) -> UUID:
     """The id of a node that exists or has left events behind; raises NotFound."""
     node = parse_node_id(text)
     if node is None or not (
@@ -72,10 +79,7 @@ def known(text: str) -> UUID:
     return node
 
 
-def page(rows: list[dict[str, Any]], limit: int) -> dict[str, Any]:
+def _page(rows: list[Row], limit: int) -> Row:
     """At most `limit` of the rows, and where the older ones begin if there is one more."""
-    shown = [
-        {name: value for name, value in row.items() if value or name not in ("detail", "request_id")}
-        for row in rows[:limit]
-    ]
-    return {"events": shown} | ({"next_cursor": shown[-1]["id"]} if len(rows) > limit else {})
+    shown = rows[:limit]
+    return EVENTS.of(events=shown, next_cursor=shown[-1]["id"] if len(rows) > limit else None)

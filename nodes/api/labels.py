@@ -2,18 +2,31 @@
 
 from typing import Any
 
-from drf_spectacular.utils import extend_schema
+from drf_spectacular.utils import OpenApiParameter, extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster import errors, names
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.parsers import MALFORMED
-from nodes.api import examples
-from nodes.api.parameters import LABEL_KEY, LABELS, REVISION
-from nodes.api.views import NodeView, edit_of, existing
-from nodes.models import NodeLabel
+from nodes.api.base import REVISION, NodeView, Schema, answered, edit_of, existing, sent
+from nodes.models import NodeLabel, selectors
 from nodes.registry import services
+
+LABEL_KEY = OpenApiParameter(
+    "key",
+    {"type": "string", "minLength": 1},
+    OpenApiParameter.PATH,
+    description="The label's key; everything after `labels/`, slashes too.",
+)
+LABELS: Schema = {
+    "type": "object",
+    "maxProperties": 64,
+    "additionalProperties": {"type": "string", "maxLength": selectors.LONGEST_VALUE},
+    "description": "Key to value; keys have 1 to 128 characters.",
+}
+_SENT = sent({"tier": "fast"})
+_EXAMPLE = answered({"gpu.vendor": "nvidia", "node.name": "gpu-a", "node.replica-slots": "2"})
 
 
 class LabelsView(NodeView):
@@ -23,7 +36,7 @@ class LabelsView(NodeView):
         operation_id="nodes_labels",
         tags=["nodes"],
         responses={(200, "application/json"): LABELS, **refusals(401, 403, 404)},
-        examples=[examples.LABELS],
+        examples=[_EXAMPLE],
     )
     def get(self, request: Request, node_id: str) -> Response:
         """Key to value."""
@@ -36,7 +49,7 @@ class LabelsView(NodeView):
         parameters=[REVISION],
         request={"application/json": LABELS},
         responses={(200, "application/json"): LABELS, **refusals(400, 401, 403, 404, 409, 413)},
-        examples=[examples.LABELS_SENT, examples.LABELS],
+        examples=[_SENT, _EXAMPLE],
     )
     def put(self, request: Request, node_id: str) -> Response:
         """These and no others; the registry's own come back when the worker registers again."""
@@ -49,7 +62,7 @@ class LabelsView(NodeView):
         parameters=[REVISION],
         request={"application/json": LABELS},
         responses={(200, "application/json"): LABELS, **refusals(400, 401, 403, 404, 409, 413)},
-        examples=[examples.LABELS_SENT, examples.LABELS],
+        examples=[_SENT, _EXAMPLE],
     )
     def patch(self, request: Request, node_id: str) -> Response:
         """These, and the others stay; the answer is the whole set."""

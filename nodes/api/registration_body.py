@@ -1,4 +1,4 @@
-"""JSON shapes of the workers' own routes (`contract/http-api.md` §1), and what they must hold to.
+"""The body of a registration (`contract/http-api.md` §1.1).
 
 `RegistrationSerializer` reads a body: JSON types and numbers that can be stored. What follows upon a right
 token is checked by `registration`, in the order of §1.1. Unknown fields are ignored.
@@ -12,7 +12,7 @@ from rest_framework import serializers
 
 from localai_cluster import errors, names
 from localai_cluster.web.fields import Described, NullIsAbsent, Text, Whole
-from nodes.models import BackendNode, NodeStatus, NodeType
+from nodes.models import NodeType
 from nodes.registry.heartbeats import LARGEST
 from nodes.registry.labels import LONGEST_VALUE, MOST_LABELS
 from nodes.registry.overrides import LARGEST_CAP
@@ -168,27 +168,3 @@ def _process(told: Mapping[str, Any], number: int) -> Running:
     _check_length(told["process_key"], f"{field}.process_key", LONGEST_PROCESS_KEY)
     _check_length(told.get("address", ""), f"{field}.address", LENGTHS["address"])
     return Running(**told)
-
-
-class RegisteredSerializer(Described, serializers.ModelSerializer[BackendNode]):
-    """The answer to a registration; `api_token` goes to an approved agent, this once."""
-
-    node_type = serializers.ChoiceField(choices=NodeType.choices)
-    status = serializers.ChoiceField(choices=NodeStatus.choices, read_only=True)
-    api_token = serializers.RegexField(r"^lai-[0-9a-f]{64}$", required=False)
-
-    class Meta:
-        model = BackendNode
-        fields = ("id", "name", "node_type", "status", "created_at", "api_token")
-
-    @classmethod
-    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """The token is an absent key for everybody else."""
-        return schema | {"required": ["id", "name", "node_type", "status", "created_at"]}
-
-
-class WorkerRefusalSerializer(serializers.Serializer[Any]):
-    """The 401 of a worker, flat (§0.4). `rotate`, true, if an admin wants the secret replaced."""
-
-    error = serializers.CharField()
-    rotate = serializers.BooleanField(required=False)

@@ -1,6 +1,5 @@
 """Who may speak for a node: conflicts, rotation and revocation of its secret."""
 
-from typing import Any
 from uuid import UUID
 
 from django.db.models import QuerySet
@@ -12,26 +11,57 @@ from localai_cluster import clock, errors
 from localai_cluster.web import fields
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.parsers import validated
-from nodes.api import admin_shapes, examples
-from nodes.api.parameters import PAGE_HEADERS, PAGE_PARAMETERS
-from nodes.api.views import NodeView, actor_of, existing
+from localai_cluster.web.renderers import FastJSONRenderer
+from nodes.api.base import (
+    FINGERPRINT,
+    MOMENT,
+    NODE_ID,
+    PAGE_HEADERS,
+    PAGE_PARAMETERS,
+    NodeView,
+    actor_of,
+    answered,
+    existing,
+    message,
+)
+from nodes.api.lifecycle import REASON, ReasonSerializer
 from nodes.api.worker_auth import parse_node_id
 from nodes.models import NodeConflict
 from nodes.registry import listing, services
+from nodes.registry.shape import CONFLICT
 
 USUAL_PAGE = 100
-_SECRETS = (NodeConflict.Mismatch.SECRET, NodeConflict.Mismatch.WEAK)
+_EXAMPLE = answered(
+    [
+        {
+            "id": "0c0e5b8a-4a7e-4c9c-9f37-1f0a3d1b2c44",
+            "node_id": NODE_ID,
+            "node_name": "gpu-a",
+            "kind": "secret",
+            "state": "open",
+            "fingerprint": FINGERPRINT,
+            "source_address": "10.1.0.9",
+            "advertised_address": "10.1.0.9:50051",
+            "node_source_address": "10.1.0.4",
+            "count": 3,
+            "first_at": MOMENT,
+            "last_at": MOMENT,
+        }
+    ]
+)
 
 
 class ConflictsView(NodeView):
     """`/api/nodes/conflicts`."""
 
+    renderer_classes = [FastJSONRenderer]
+
     @extend_schema(
         operation_id="conflicts_list",
         tags=["identity"],
         parameters=[*PAGE_PARAMETERS, *PAGE_HEADERS],
-        responses={200: admin_shapes.ConflictSerializer(many=True), **refusals(400, 401, 403)},
-        examples=[examples.CONFLICT],
+        responses={200: CONFLICT.many, **refusals(400, 401, 403)},
+        examples=[_EXAMPLE],
     )
     def get(self, request: Request) -> Response:
         """What waits for a decision in the whole fleet, latest first."""
@@ -41,12 +71,14 @@ class ConflictsView(NodeView):
 class NodeConflictsView(NodeView):
     """`/api/nodes/:id/conflicts`."""
 
+    renderer_classes = [FastJSONRenderer]
+
     @extend_schema(
         operation_id="nodes_conflicts",
         tags=["identity"],
         parameters=[*PAGE_PARAMETERS, *PAGE_HEADERS],
-        responses={200: admin_shapes.ConflictSerializer(many=True), **refusals(400, 401, 403, 404)},
-        examples=[examples.CONFLICT],
+        responses={200: CONFLICT.many, **refusals(400, 401, 403, 404)},
+        examples=[_EXAMPLE],
     )
     def get(self, request: Request, node_id: str) -> Response:
         """Whoever has claimed to be this node, decided or not, latest first."""
@@ -56,32 +88,8 @@ class NodeConflictsView(NodeView):
 def page_of_conflicts(request: Request, conflicts: QuerySet[NodeConflict]) -> Response:
     """One page of them."""
     page = listing.page_of(listing.Parameters(request.query_params, "limit", "offset"), USUAL_PAGE)
-    rows = conflicts.select_related("node").order_by("-last_at", "id")[page.part]
-    return Response([conflict_row(row) for row in rows], headers=page.headers(request, conflicts.count()))
-
-
-def conflict_row(conflict: NodeConflict) -> dict[str, Any]:
-    """One conflict for the wire; what is empty is left out."""
-    optional = {
-        "fingerprint": conflict.claim if conflict.kind in _SECRETS else "",
-        "instance": conflict.claim if conflict.kind == NodeConflict.Mismatch.INSTANCE else "",
-        "claimed_name": conflict.claimed_name,
-        "advertised_address": conflict.advertised_address,
-        "decided_at": conflict.decided_at,
-        "decided_by": conflict.decided_by,
-    }
-    return {
-        "id": conflict.id,
-        "node_id": conflict.node_id,
-        "node_name": conflict.node.name,
-        "kind": conflict.kind,
-        "state": conflict.state,
-        "source_address": conflict.source_address,
-        "node_source_address": conflict.node_source_address,
-        "count": conflict.count,
-        "first_at": conflict.first_at,
-        "last_at": conflict.last_at,
-    } | {name: value for name, value in optional.items() if value}
+    rows = CONFLICT.rows(conflicts.order_by("-last_at", "id")[page.part])
+    return Response(rows, headers=page.headers(request, conflicts.count()))
 
 
 class AcceptView(NodeView):
@@ -92,7 +100,7 @@ class AcceptView(NodeView):
         tags=["identity"],
         request=None,
         responses={200: fields.MessageSerializer, **refusals(401, 403, 404, 409)},
-        examples=[examples.message("conflict accepted")],
+        examples=[message("conflict accepted")],
     )
     def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
         """The claimant is the node from now on; its former secret is refused for ever."""
@@ -109,7 +117,7 @@ class RefuseView(NodeView):
         tags=["identity"],
         request=None,
         responses={200: fields.MessageSerializer, **refusals(401, 403, 404, 409)},
-        examples=[examples.message("conflict refused")],
+        examples=[message("conflict refused")],
     )
     def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
         """The node stays who it is; the claimant goes on being refused."""
@@ -133,7 +141,7 @@ class RotateView(NodeView):
         tags=["identity"],
         request=None,
         responses={200: fields.MessageSerializer, **refusals(401, 403, 404, 409)},
-        examples=[examples.message("rotation requested")],
+        examples=[message("rotation requested")],
     )
     def post(self, request: Request, node_id: str) -> Response:
         """From now on the worker's secret is good for nothing but registering and replacing itself."""
@@ -147,13 +155,13 @@ class RevokeView(NodeView):
     @extend_schema(
         operation_id="nodes_identity_revoke",
         tags=["identity"],
-        request=admin_shapes.ReasonSerializer,
+        request=ReasonSerializer,
         responses={200: fields.MessageSerializer, **refusals(400, 401, 403, 404, 409, 413)},
-        examples=[examples.REASON, examples.message("identity revoked")],
+        examples=[REASON, message("identity revoked")],
     )
     def post(self, request: Request, node_id: str) -> Response:
         """Refuses the worker's secret for ever; the node is pending again and without an identity."""
         found = existing(node_id)
-        reason = validated(admin_shapes.ReasonSerializer, request).get("reason", "")
+        reason = validated(ReasonSerializer, request).get("reason", "")
         services.revoke(found, actor=actor_of(request), now=clock.now(), reason=reason)
         return Response({"message": "identity revoked"})

@@ -1,0 +1,108 @@
+"""What the registry's routes for admins share: the envelope, ids that exist, who asks, pages, examples."""
+
+from typing import Any
+from uuid import UUID
+
+from drf_spectacular.types import OpenApiTypes
+from drf_spectacular.utils import OpenApiExample, OpenApiParameter
+from rest_framework.request import Request
+from rest_framework.views import APIView
+
+from localai_cluster import clock, errors
+from localai_cluster.accounts.actors import Actor, of_principal
+from localai_cluster.accounts.authentication import principal
+from nodes.api.worker_auth import parse_node_id
+from nodes.models import BackendNode
+from nodes.registry import listing
+
+Schema = dict[str, Any]
+MOST_REVISION = 2**31 - 1
+NODE_ID = "5b1d1f1e-8a58-4f2f-9d0b-2f1f6a9f7c11"
+MOMENT = "2026-08-22T09:15:04.120394Z"
+FINGERPRINT = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
+
+
+class NodeView(APIView):
+    """A route whose errors are `node_error`s."""
+
+    error_type = "node_error"
+
+
+def existing(text: str) -> UUID:
+    """The id of a node that exists; raises NotFound."""
+    found = parse_node_id(text)
+    if found is None or not BackendNode.objects.filter(pk=found).exists():
+        raise errors.NotFound("node not found")
+    return found
+
+
+def actor_of(request: Request) -> Actor:
+    """Who the timeline says it was."""
+    return of_principal(principal(request))
+
+
+def edit_of(request: Request) -> dict[str, Any]:
+    """Who edits a node, when, and which revision they have seen, None if they do not say (UW35).
+
+    Raises InvalidInput for what is no revision.
+    """
+    seen = listing.Parameters(request.query_params, "revision").number("revision", 0, MOST_REVISION)
+    return {"actor": actor_of(request), "now": clock.now(), "revision": seen}
+
+
+def query(name: str, schema: Schema, meaning: str, **options: Any) -> OpenApiParameter:
+    """A query parameter for the API document."""
+    return OpenApiParameter(name, schema, OpenApiParameter.QUERY, description=meaning, **options)
+
+
+def one_of(values: list[str] | tuple[str, ...]) -> Schema:
+    """One of these texts."""
+    return {"type": "string", "enum": list(values)}
+
+
+def text(longest: int) -> Schema:
+    """A text that is not empty."""
+    return {"type": "string", "minLength": 1, "maxLength": longest}
+
+
+def whole(least: int, most: int, usual: int | None = None) -> Schema:
+    """A whole number, with its default if there is one."""
+    schema: Schema = {"type": "integer", "minimum": least, "maximum": most}
+    return schema if usual is None else schema | {"default": usual}
+
+
+def header(name: str, kind: Any, meaning: str, **options: Any) -> OpenApiParameter:
+    """A header of a successful answer."""
+    return OpenApiParameter(
+        name, kind, OpenApiParameter.HEADER, description=meaning, response=[200], **options
+    )
+
+
+PAGE_PARAMETERS = [
+    query("limit", whole(1, listing.MOST_A_PAGE), "How many at most."),
+    query("offset", whole(0, listing.FARTHEST), "How many to leave out at the beginning."),
+]
+PAGE_HEADERS = [
+    header("X-Total-Count", OpenApiTypes.INT, "How many there are on all pages.", required=True),
+    header("Link", OpenApiTypes.STR, "The first, previous, next and last page (RFC 8288)."),
+]
+REVISION = query(
+    "revision",
+    whole(0, MOST_REVISION),
+    "The node's revision that the caller has seen: 409 (field `revision`) if it has moved since.",
+)
+
+
+def answered(value: Any, name: str = "answer", status: str = "200") -> OpenApiExample:
+    """The example of an answer."""
+    return OpenApiExample(name, value, response_only=True, status_codes=[status])
+
+
+def sent(value: Any) -> OpenApiExample:
+    """The example of a body."""
+    return OpenApiExample("request", value, request_only=True)
+
+
+def message(text: str) -> OpenApiExample:
+    """The answer of a route that only says what it did."""
+    return answered({"message": text})

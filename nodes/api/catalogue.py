@@ -1,0 +1,229 @@
+"""What the galleries offer and where it is installed: the catalogue (`contract/http-api.md` §4.1).
+
+Answered from rows at once, however slow a worker is. Controllers ask for old lists again meanwhile.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from drf_spectacular.utils import OpenApiResponse, extend_schema
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from localai_cluster import clock, errors, gallery_index
+from localai_cluster.web.openapi import FlatRefusalSerializer, refusals
+from localai_cluster.web.renderers import FastJSONRenderer
+from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Shape, count, field, mapping
+from nodes.api.base import NODE_ID, answered, one_of, query
+from nodes.backends import catalogue, install, inventory
+from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
+
+CATALOGUE_OLD = 300.0
+"""Seconds after which the lists of backends are asked for again when the catalogue is read."""
+MOST_ITEMS, USUAL_ITEMS = 9999, 9
+SORTS, DIRECTIONS = ("name", "repository", "license", "status"), ("asc", "desc")
+
+Entry = dict[str, Any]
+
+REPOSITORY = Shape(
+    "Repository",
+    "A configured gallery.",
+    [field("url", TEXT, "Without credentials."), field("name", TEXT)],
+)
+GALLERY_ERROR = Shape(
+    "GalleryError",
+    "A gallery that cannot be read at present: its entries are missing.",
+    [field("name", TEXT), field("error", TEXT)],
+)
+CATALOGUE = Shape(
+    "Catalogue",
+    "A page of the catalogue (§4.1).",
+    [
+        field("backends", catalogue.ENTRY.many),
+        field("repositories", REPOSITORY.many),
+        field("galleryErrors", GALLERY_ERROR.many),
+        field("allTags", TEXTS),
+        field("processingBackends", mapping(UUID), "Key of an active operation to its id."),
+        field("taskTypes", mapping(one_of(("Installation", "Deletion", "Waiting"))), "And to what it does."),
+        field("availableBackends", count(), "Entries of all galleries."),
+        field("installedBackends", count(), "Different backends on approved nodes."),
+        field("currentPage", count(1)),
+        field("totalPages", count()),
+        field("prevPage", count(1)),
+        field("nextPage", count(1)),
+        field("systemCapability", TEXT, "Of this server, which runs no backends."),
+        field("preferDevelopmentBackends", FLAG),
+    ],
+)
+_SEARCH = {"type": "string", "minLength": 1, "maxLength": LONGEST_SEARCH}
+_PARAMETERS = [
+    query("term", _SEARCH, "Only entries with this in name, description, tags or gallery."),
+    query("tag", _SEARCH, "Only entries with this tag."),
+    query("page", {"type": "integer", "minimum": 1, "maximum": FARTHEST, "default": 1}, "Which page."),
+    query(
+        "items",
+        {"type": "integer", "minimum": 1, "maximum": MOST_ITEMS, "default": USUAL_ITEMS},
+        "Entries on a page.",
+    ),
+    query("sort", {"type": "string", "enum": list(SORTS)}, "The order; `status` has installed ones first."),
+    query("order", {"type": "string", "enum": list(DIRECTIONS), "default": "asc"}, "Or turned round."),
+]
+_ADMINS = refusals(401, 403)
+_REFUSALS = {
+    400: OpenApiResponse(FlatRefusalSerializer, "A parameter is not valid; the message names it."),
+    401: _ADMINS[401],
+    403: _ADMINS[403],
+    503: OpenApiResponse(
+        FlatRefusalSerializer, "No gallery can be read; Retry-After says when to come back."
+    ),
+}
+_JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
+_EXAMPLE = answered(
+    {
+        "backends": [
+            {
+                "id": "local@minilm",
+                "name": "minilm",
+                "description": "Sentence embeddings.",
+                "icon": "",
+                "license": "MIT",
+                "urls": [],
+                "tags": ["embeddings"],
+                "gallery": "local",
+                "version": "1.0.0",
+                "installed": True,
+                "nodes": [
+                    {
+                        "node_id": NODE_ID,
+                        "node_name": "gpu-a",
+                        "node_status": "healthy",
+                        "version": "1.0.0",
+                        "installed_at": "2026-08-20T09:12:44Z",
+                    }
+                ],
+                "processing": True,
+                "jobID": _JOB,
+                "isDeletion": False,
+                "isMeta": False,
+                "isAlias": False,
+                "isDevelopment": False,
+                "capabilities": None,
+                "metaBackendFor": "",
+            }
+        ],
+        "repositories": [{"url": "file:///srv/gallery/index.yaml", "name": "local"}],
+        "galleryErrors": [],
+        "allTags": ["embeddings"],
+        "processingBackends": {f"node:{NODE_ID}:minilm": _JOB},
+        "taskTypes": {f"node:{NODE_ID}:minilm": "Installation"},
+        "availableBackends": 1,
+        "installedBackends": 1,
+        "currentPage": 1,
+        "totalPages": 1,
+        "prevPage": 1,
+        "nextPage": 1,
+        "systemCapability": "",
+        "preferDevelopmentBackends": False,
+    }
+)
+
+
+@dataclass(frozen=True)
+class CatalogueQuery:
+    """Which entries of the catalogue, in which order, and which page of them."""
+
+    term: str
+    tag: str
+    page: int
+    items: int
+    sort: str
+    descending: bool
+
+    def chosen(self, entries: Sequence[Entry]) -> list[Entry]:
+        """All that fit; without an order they stay as the galleries list them."""
+        found = [entry for entry in entries if self._fits(entry)]
+        if self.sort:
+            found.sort(key=_ORDERS["name"])
+            found.sort(key=_ORDERS[self.sort], reverse=self.descending)
+        return found
+
+    def _fits(self, entry: Entry) -> bool:
+        text = "\n".join((entry["name"], entry["description"], entry["gallery"], *entry["tags"]))
+        tags = {tag.casefold() for tag in entry["tags"]}
+        return self.term in text.casefold() and (not self.tag or self.tag in tags)
+
+    def page_of(self, entries: Sequence[Entry]) -> Entry:
+        """The page, and its neighbours; a neighbour that is not there is the nearest page that is."""
+        pages = -(-len(entries) // self.items)
+        first = (self.page - 1) * self.items
+        return {
+            "backends": entries[first : first + self.items],
+            "currentPage": self.page,
+            "totalPages": pages,
+            "prevPage": max(self.page - 1, 1),
+            "nextPage": min(self.page + 1, max(pages, 1)),
+        }
+
+
+_ORDERS: dict[str, Callable[[Entry], Any]] = {
+    "name": lambda entry: (entry["name"].casefold(), entry["gallery"]),
+    "repository": lambda entry: entry["gallery"].casefold(),
+    "license": lambda entry: entry["license"].casefold(),
+    "status": lambda entry: not entry["installed"],
+}
+
+
+def wanted_of(request: Request) -> CatalogueQuery:
+    """What a request for the catalogue asks for; raises InvalidInput naming the parameter."""
+    given = Parameters(request.query_params, "term", "tag", "page", "items", "sort", "order")
+    return CatalogueQuery(
+        term=given.text("term", LONGEST_SEARCH).casefold(),
+        tag=given.text("tag", LONGEST_SEARCH).casefold(),
+        page=given.number("page", 1, FARTHEST) or 1,
+        items=given.number("items", 1, MOST_ITEMS) or USUAL_ITEMS,
+        sort=given.choice("sort", SORTS),
+        descending=given.choice("order", DIRECTIONS) == "desc",
+    )
+
+
+class BackendsView(APIView):
+    """`/api/backends`."""
+
+    envelope = "flat"
+    renderer_classes = [FastJSONRenderer]
+
+    @extend_schema(
+        operation_id="backends_list",
+        tags=["backends"],
+        parameters=_PARAMETERS,
+        responses={200: CATALOGUE.ref, **_REFUSALS},
+        examples=[_EXAMPLE],
+    )
+    def get(self, request: Request) -> Response:
+        """What the configured galleries offer, and on which nodes it is installed."""
+        wanted = wanted_of(request)
+        configured = install.galleries()
+        offer = catalogue.reader.read(configured)
+        if configured and len(offer.problems) == len(configured):
+            raise errors.Unavailable("; ".join(offer.problems.values()))
+        inventory.wake(older_than=CATALOGUE_OLD, now=clock.now())
+        installed, running = catalogue.installed(), catalogue.running()
+        chosen = wanted.chosen(catalogue.entries(offer.builds, installed, running))
+        return Response(
+            CATALOGUE.of(
+                **wanted.page_of(chosen),
+                repositories=[
+                    REPOSITORY.of(url=gallery_index.public_url(g.url), name=g.name) for g in configured
+                ],
+                allTags=sorted({tag for build in offer.builds for tag in build.tags}),
+                processingBackends={one.key: str(one.id) for one in running},
+                taskTypes={one.key: one.task_type for one in running},
+                availableBackends=len(offer.builds),
+                installedBackends=len({gallery_index.folded(one.name) for one in installed}),
+                systemCapability="",
+                preferDevelopmentBackends=False,
+                galleryErrors=[GALLERY_ERROR.of(name=n, error=why) for n, why in offer.problems.items()],
+            )
+        )

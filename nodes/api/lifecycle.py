@@ -1,0 +1,249 @@
+"""What an admin does to nodes: approve, reject, drain, resume (`contract/http-api.md` §2.5, §2.6)."""
+
+import re
+from typing import Any
+from uuid import UUID
+
+from drf_spectacular.utils import extend_schema
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from localai_cluster import clock, names
+from localai_cluster.web import fields
+from localai_cluster.web.fields import Described, NullIsAbsent, Strict, Text, Whole
+from localai_cluster.web.openapi import refusals
+from localai_cluster.web.parsers import validated
+from nodes.api.base import FINGERPRINT, NODE_ID, NodeView, actor_of, answered, existing, message, sent
+from nodes.registry import outcomes, services
+
+LONGEST_REASON = 255
+MOST_IDS = 500
+_FINGERPRINT = re.compile("^([0-9a-fA-F]{64})?$")
+_NO_NULL = "^[^\\u0000]*$"
+
+_OTHER_ID = "0c0e5b8a-4a7e-4c9c-9f37-1f0a3d1b2c44"
+_WHO = {"id": NODE_ID, "name": "gpu-a", "node_type": "backend", "status": "healthy"}
+_AGENT = {"name": "agent-1", "node_type": "agent", "api_token": "lai-" + "0" * 64}
+REASON = sent({"reason": "ticket 4711"})
+
+
+class NodeIds(Strict, serializers.UUIDField):
+    """A node's id as a JSON string."""
+
+    accepts = str
+    complaint = "must be a node's id"
+
+
+class ReasonSerializer(Described, NullIsAbsent):
+    """Why, for the timeline."""
+
+    reason = Text(required=False, allow_null=True, max_length=LONGEST_REASON)
+
+    @classmethod
+    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        """Without what no text column can keep."""
+        schema["properties"]["reason"]["pattern"] = _NO_NULL
+        return schema
+
+
+class Fingerprints(Text):
+    """The fingerprint that somebody compared; "" for a node without a secret of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(max_length=64, **options)
+
+    def to_internal_value(self, data: Any) -> str:
+        """In lower case, as the registry has it."""
+        text = str(super().to_internal_value(data)).lower()
+        if not _FINGERPRINT.fullmatch(text):
+            raise serializers.ValidationError("must be 64 hex digits, or empty")
+        return text
+
+
+class ApproveSerializer(ReasonSerializer):
+    """Why, and whom: with a fingerprint, only the worker that has it is let in."""
+
+    fingerprint = Fingerprints(required=False, allow_null=True)
+
+    @classmethod
+    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        """With the form of a fingerprint."""
+        schema["properties"]["fingerprint"]["pattern"] = _FINGERPRINT.pattern
+        return super().described(schema)
+
+
+class RejectionSerializer(ReasonSerializer):
+    """Why a node is rejected: an operator will ask."""
+
+    reason = Text(max_length=LONGEST_REASON)
+
+    def validate_reason(self, reason: str) -> str:
+        """Something to read."""
+        if not names.plain(reason):
+            raise serializers.ValidationError("must not be empty")
+        return reason
+
+    @classmethod
+    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        """With something to read in it."""
+        schema["properties"]["reason"] |= {"pattern": "^[^\\u0000]*[^\\s\\u0000][^\\u0000]*$", "minLength": 1}
+        return schema
+
+
+class DrainRequestSerializer(ReasonSerializer):
+    """Why, and how long the running requests may take."""
+
+    deadline_seconds = Whole(
+        required=False, allow_null=True, min_value=0, max_value=int(services.LONGEST_DEADLINE)
+    )
+
+
+class ApproveManySerializer(Described, NullIsAbsent):
+    """Which nodes; a node that stands in `fingerprints` only with the fingerprint given there."""
+
+    ids = serializers.ListField(child=NodeIds(), min_length=1, max_length=MOST_IDS)
+    fingerprints = serializers.DictField(child=Fingerprints(), required=False, allow_null=True)
+
+    @classmethod
+    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        """With the form of a fingerprint, and how many."""
+        texts = {"type": "string", "pattern": _FINGERPRINT.pattern}
+        keys = {"maxProperties": MOST_IDS, "additionalProperties": texts}
+        schema["properties"]["fingerprints"] |= keys
+        return schema
+
+    def validate_fingerprints(self, given: dict[str, str] | None) -> dict[UUID, str]:
+        """By id."""
+        try:
+            return {UUID(text): fingerprint for text, fingerprint in (given or {}).items()}
+        except ValueError:
+            raise serializers.ValidationError("must be an object of node ids") from None
+
+
+class ApproveView(NodeView):
+    """`/api/nodes/:id/approve` (R1.15)."""
+
+    @extend_schema(
+        operation_id="nodes_approve",
+        tags=["nodes"],
+        request=ApproveSerializer,
+        responses={200: outcomes.APPROVED.ref, **refusals(400, 401, 403, 404, 409, 413)},
+        examples=[
+            sent({"reason": "ticket 4711", "fingerprint": FINGERPRINT}),
+            answered(_WHO | {"message": "node approved"}),
+            answered(_WHO | _AGENT | {"message": "node approved"}, "agent"),
+        ],
+    )
+    def post(self, request: Request, node_id: str) -> Response:
+        """Lets a pending node into the fleet; an agent's API token is shown this once.
+
+        With the `fingerprint` that the approver compared, 409 if the node has another one now.
+        """
+        found = existing(node_id)
+        fields = validated(ApproveSerializer, request)
+        approved = services.approve(
+            found,
+            actor=actor_of(request),
+            now=clock.now(),
+            reason=fields.get("reason", ""),
+            fingerprint=fields.get("fingerprint"),
+        )
+        return Response(outcomes.approved(approved))
+
+
+class ApproveManyView(NodeView):
+    """`/api/nodes/approve`."""
+
+    @extend_schema(
+        operation_id="nodes_approve_many",
+        tags=["nodes"],
+        request=ApproveManySerializer,
+        responses={200: outcomes.OUTCOMES.ref, **refusals(400, 401, 403, 413)},
+        examples=[
+            sent({"ids": [NODE_ID, _OTHER_ID], "fingerprints": {NODE_ID: FINGERPRINT}}),
+            answered(
+                {
+                    "approved": 1,
+                    "results": [
+                        {"id": NODE_ID, "name": "gpu-a", "status": "healthy"},
+                        {"id": _OTHER_ID, "error": "node not found"},
+                    ],
+                }
+            ),
+        ],
+    )
+    def post(self, request: Request) -> Response:
+        """Lets several nodes in, each on its own: what is wrong with one does not stop the others.
+
+        Agents get their API token by registering again.
+        """
+        fields = validated(ApproveManySerializer, request)
+        ids: list[UUID] = list(dict.fromkeys(fields["ids"]))
+        found = services.approve_many(
+            ids, actor=actor_of(request), now=clock.now(), fingerprints=fields.get("fingerprints", {})
+        )
+        return Response(outcomes.outcomes(found))
+
+
+class RejectView(NodeView):
+    """`/api/nodes/:id/reject`."""
+
+    @extend_schema(
+        operation_id="nodes_reject",
+        tags=["nodes"],
+        request=RejectionSerializer,
+        responses={200: fields.MessageSerializer, **refusals(400, 401, 403, 404, 409, 413)},
+        examples=[sent({"reason": "no such machine was announced"}), message("node rejected")],
+    )
+    def post(self, request: Request, node_id: str) -> Response:
+        """Says no to a pending node, with the reason. Registering again does not change that."""
+        found = existing(node_id)
+        reason = validated(RejectionSerializer, request)["reason"]
+        services.reject(found, actor=actor_of(request), now=clock.now(), reason=reason)
+        return Response({"message": "node rejected"})
+
+
+class DrainView(NodeView):
+    """`/api/nodes/:id/drain` (R1.19)."""
+
+    @extend_schema(
+        operation_id="nodes_drain",
+        tags=["nodes"],
+        request=DrainRequestSerializer,
+        responses={200: fields.MessageSerializer, **refusals(400, 401, 403, 404, 413)},
+        examples=[
+            sent({"reason": "new power supply", "deadline_seconds": 600}),
+            message("node set to draining"),
+        ],
+    )
+    def post(self, request: Request, node_id: str) -> Response:
+        """Sends nothing new there; what runs may go on until the deadline."""
+        found = existing(node_id)
+        fields = validated(DrainRequestSerializer, request)
+        services.drain(
+            found,
+            actor=actor_of(request),
+            now=clock.now(),
+            reason=fields.get("reason", ""),
+            deadline=fields.get("deadline_seconds"),
+        )
+        return Response({"message": "node set to draining"})
+
+
+class ResumeView(NodeView):
+    """`/api/nodes/:id/resume` (R1.18)."""
+
+    @extend_schema(
+        operation_id="nodes_resume",
+        tags=["nodes"],
+        request=ReasonSerializer,
+        responses={200: fields.MessageSerializer, **refusals(400, 401, 403, 404, 409, 413)},
+        examples=[REASON, message("node resumed")],
+    )
+    def post(self, request: Request, node_id: str) -> Response:
+        """Takes the node into service again; one that is offline waits for its next heartbeat."""
+        found = existing(node_id)
+        reason = validated(ReasonSerializer, request).get("reason", "")
+        services.resume(found, actor=actor_of(request), now=clock.now(), reason=reason)
+        return Response({"message": "node resumed"})

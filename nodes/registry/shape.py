@@ -1,0 +1,393 @@
+"""The shape of a node: one table for REST, the live feed, the command line and the API document.
+
+A column that shows everywhere is one line of `FIELDS`. A field says in which views it is: the list, the node
+on its own, the live feed. In the live feed every key is always there; over REST a key is left out while its
+value is empty or null, where its line says so (`contract/http-api.md` §2.1, §2.3). Replicas, conflicts and
+events have their shapes here too. `node_rows.py` and `nodes/live/rows.py` read them.
+"""
+
+from dataclasses import replace
+
+from django.db.models import Case, Count, F, OuterRef, QuerySet, Subquery, Sum, Value, When
+from django.db.models.expressions import Combinable
+from django.db.models.functions import Coalesce
+
+from localai_cluster.web.shapes import (
+    BYTES,
+    FLAG,
+    TEXT,
+    TEXTS,
+    TIME,
+    UUID,
+    Field,
+    Named,
+    Shape,
+    Time,
+    column,
+    count,
+    enum,
+    field,
+    mapping,
+)
+from nodes.models import NodeConflict, NodeEvent, NodeLabel, NodeModel, NodeStatus, NodeType, ReplicaState
+
+ZERO_TIME = "0001-01-01T00:00:00Z"
+"""The list's time of the last heartbeat of a node that was never heard."""
+LARGEST_CAP = 2**31 - 1
+
+NODE_STATUS = enum("NodeStatus", NodeStatus)
+NODE_TYPE = enum("NodeTypeEnum", NodeType)
+REPLICA_STATE = enum("ReplicaStateEnum", ReplicaState)
+CONFLICT_KIND = enum("ConflictKindEnum", NodeConflict.Mismatch)
+CONFLICT_STATE = enum("ConflictStateEnum", NodeConflict.State)
+EVENT_KIND = enum("EventKindEnum", NodeEvent.Kind)
+
+FACT = Shape(
+    "Fact",
+    "Since when something holds, who said so and why.",
+    [field("at", TIME), field("by", TEXT), field("reason", TEXT)],
+)
+
+
+def fact_column(at: str, by: str, reason: str) -> Combinable:
+    """A fact of a node's row as a JSON text, null while it does not hold."""
+    return FACT.read(unless_null=at, at=Time(at), by=F(by), reason=F(reason))
+
+
+def _fact(name: str, at: str, by: str, reason: str, meaning: str = "") -> Field:
+    return column(name, FACT.ref, meaning, source=fact_column(at, by, reason), nullable=True, inner=FACT)
+
+
+def _of_node(rows: QuerySet[NodeModel] | QuerySet[NodeConflict], figure: Count | Sum) -> Coalesce:
+    """A figure over other rows of the node."""
+    grouped = rows.filter(node=OuterRef("pk")).order_by().values("node").annotate(figure=figure)
+    return Coalesce(Subquery(grouped.values("figure")), 0)
+
+
+_OPEN = NodeConflict.objects.filter(state=NodeConflict.State.OPEN)
+_DRAIN = [
+    column("since", TIME, source=Time("drained_at")),
+    column("by", TEXT, source=F("drained_by")),
+    column("reason", TEXT, source=F("drain_reason")),
+    column("own", FLAG, "Its worker drained it; the next registration ends that.", source=F("drain_is_own")),
+]
+_DRAIN_ENDS = [
+    column(
+        "deadline",
+        TIME,
+        "When the replicas go in any case.",
+        source=Time("drain_deadline"),
+        nullable=True,
+    ),
+    column(
+        "engines_gone_at",
+        TIME,
+        "When its worker said that no engine runs there: it is safe to power off.",
+        nullable=True,
+    ),
+    column("engines_error", TEXT, "Why it cannot be confirmed that its engines have stopped."),
+]
+DRAIN = Shape(
+    "Drain",
+    "A drain, and what remains of it.",
+    [
+        *_DRAIN,
+        column(
+            "in_flight",
+            count(),
+            "Requests that still run.",
+            source=_of_node(NodeModel.objects.all(), Sum("in_flight")),
+        ),
+        column(
+            "replicas",
+            count(),
+            "Replicas that are still there.",
+            source=_of_node(NodeModel.objects.all(), Count("pk")),
+        ),
+        *(replace(one, optional=True, nullable=False) for one in _DRAIN_ENDS),
+    ],
+)
+LIVE_DRAIN = Shape(
+    "LiveDrain",
+    "A drain; what remains of it is in the node's replicas.",
+    [*_DRAIN, *_DRAIN_ENDS],
+)
+IDENTITY = Shape(
+    "Identity",
+    "Who the node proves to be.",
+    [
+        column("weak", FLAG, "Known by the shared token only.", source=F("weak_identity")),
+        column("fingerprint", TEXT, "SHA-256 of the worker's own secret.", optional=True),
+        column("source_address", TEXT, "Where it registered from.", optional=True),
+        column("first_seen", TIME, source=Time("created_at")),
+        column("bound_at", TIME, "When a secret was first bound.", optional=True),
+        column("instance", TEXT, "The worker process that speaks for the node.", optional=True),
+        column("rotation_requested_at", TIME, optional=True),
+        column("open_conflicts", count(), source=_of_node(_OPEN, Count("pk"))),
+    ],
+)
+OVERRIDE = Shape(
+    "Override",
+    "Who set a value instead of the worker, and when.",
+    [
+        field("by", TEXT, "Empty if the timeline no longer knows it."),
+        field("at", TIME, nullable=True),
+    ],
+)
+OVERRIDES = Shape(
+    "Overrides",
+    "What an admin says instead of the worker.",
+    [
+        field("max_replicas_per_model", OVERRIDE.ref, optional=True),
+        field("vram_budget", OVERRIDE.ref, optional=True),
+    ],
+)
+INVENTORY = Shape(
+    "Inventory",
+    "As of when its list of backends is true.",
+    [
+        column("at", TIME, "Null if the worker never gave one.", source=Time("inventory_at"), nullable=True),
+        column("error", TEXT, "Why there is no newer one.", source=F("inventory_error")),
+    ],
+)
+
+_IN_FLIGHT = column("in_flight", count(), "Requests that run on it.")
+_REPLICA = [
+    column("id", UUID),
+    column("model_name", TEXT),
+    column("replica_index", count()),
+    column("state", REPLICA_STATE.ref),
+    _IN_FLIGHT,
+    column("last_used", TIME),
+]
+REPLICA = Shape(
+    "Replica",
+    "One replica (§2.3).",
+    [
+        *_REPLICA,
+        column("node_id", UUID),
+        column("address", TEXT),
+        column("loading_by", TEXT, optional=True),
+        column("backend_type", TEXT, optional=True),
+        column("config_revision", TEXT, optional=True),
+        column("effective_options_hash", TEXT, optional=True),
+        column("cleanup_error", TEXT, optional=True),
+        column("cleanup_attempts", count(), optional=True),
+        column("cleanup_next_retry_at", TIME, optional=True, nullable=True),
+        column("created_at", TIME),
+        column("updated_at", TIME),
+    ],
+)
+LIVE_MODEL = Shape(
+    "LiveModel", "One replica on a node, in any state.", [*_REPLICA, column("backend_type", TEXT)]
+)
+
+LIST, DETAIL, LIVE = "list", "detail", "live"
+REST = (LIST, DETAIL)
+EVERYWHERE = (LIST, DETAIL, LIVE)
+FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
+    (EVERYWHERE, column("id", UUID)),
+    (EVERYWHERE, column("name", TEXT)),
+    (EVERYWHERE, column("node_type", NODE_TYPE.ref)),
+    (EVERYWHERE, column("address", TEXT, "gRPC host:port; empty for agents.")),
+    (EVERYWHERE, column("http_address", TEXT)),
+    (EVERYWHERE, column("status", NODE_STATUS.ref)),
+    ((LIVE,), field("reason", TEXT, "Why it has its status; empty for a healthy one.")),
+    ((LIVE,), field("since", TIME, "Since when it has its status; null for a healthy one.", nullable=True)),
+    (EVERYWHERE, column("total_vram", BYTES)),
+    (EVERYWHERE, column("available_vram", BYTES, "Never more than the budget.")),
+    (EVERYWHERE, column("reserved_vram", BYTES)),
+    (EVERYWHERE, column("total_ram", BYTES)),
+    (EVERYWHERE, column("available_ram", BYTES)),
+    (EVERYWHERE, column("total_disk", BYTES)),
+    (EVERYWHERE, column("available_disk", BYTES)),
+    (EVERYWHERE, column("gpu_vendor", TEXT)),
+    (EVERYWHERE, column("gpu_compute_capability", TEXT)),
+    (EVERYWHERE, column("capability", TEXT, optional=True)),
+    (EVERYWHERE, column("max_replicas_per_model", count(1, maximum=LARGEST_CAP))),
+    (EVERYWHERE, column("max_replicas_per_model_manually_set", FLAG)),
+    (EVERYWHERE, column("vram_budget", TEXT, "As it was typed.", optional=True)),
+    (EVERYWHERE, column("vram_budget_bytes", BYTES, "The ceiling that the budget means.", optional=True)),
+    (EVERYWHERE, column("vram_budget_manually_set", FLAG)),
+    (EVERYWHERE, column("weak_identity", FLAG, "Known by the shared token only.", optional=True)),
+    (
+        REST,
+        column(
+            "last_heartbeat",
+            TIME,
+            "The year-1 stamp if it was never heard.",
+            source=Coalesce(Time("last_heartbeat"), Value(ZERO_TIME)),
+        ),
+    ),
+    ((LIVE,), column("last_heartbeat", TIME, nullable=True)),
+    (EVERYWHERE, column("created_at", TIME, "First seen.")),
+    (REST, column("updated_at", TIME)),
+    (EVERYWHERE, field("model_count", count(), "Loaded replicas.")),
+    (EVERYWHERE, field("in_flight_count", count(), "Requests on loaded and unloading replicas.")),
+    ((LIST,), field("labels", mapping(TEXT), optional=True)),
+    ((DETAIL, LIVE), field("labels", mapping(TEXT))),
+    (
+        EVERYWHERE,
+        _fact(
+            "rejected",
+            "rejected_at",
+            "rejected_by",
+            "reject_reason",
+            "An admin's no; the status stays `pending`.",
+        ),
+    ),
+    (
+        EVERYWHERE,
+        _fact("revoked", "revoked_at", "revoked_by", "revoke_reason", "Its secret counts no longer."),
+    ),
+    (REST, field("open_conflicts", count(1), "Identity conflicts that wait for a decision.", optional=True)),
+    ((LIVE,), field("open_conflicts", count(), "Identity conflicts that wait for a decision.")),
+    ((DETAIL,), _fact("approval", "approved_at", "approved_by", "approval_reason")),
+    ((DETAIL,), _fact("offline", "offline_at", "offline_by", "offline_reason")),
+    ((DETAIL,), _fact("unhealthy", "unhealthy_at", "unhealthy_by", "unhealthy_reason")),
+    (
+        (DETAIL,),
+        column("drain", DRAIN.ref, source=DRAIN.read(unless_null="drained_at"), nullable=True, inner=DRAIN),
+    ),
+    (
+        (LIVE,),
+        column(
+            "drain",
+            LIVE_DRAIN.ref,
+            source=LIVE_DRAIN.read(unless_null="drained_at"),
+            nullable=True,
+            inner=LIVE_DRAIN,
+        ),
+    ),
+    ((DETAIL,), column("identity", IDENTITY.ref, source=IDENTITY.read(), inner=IDENTITY)),
+    ((DETAIL, LIVE), column("revision", count(), "Moves with every change but heartbeats.")),
+    ((DETAIL,), field("overrides", OVERRIDES.ref)),
+    (
+        (DETAIL,),
+        field("label_sources", mapping(enum("", NodeLabel.Source).schema), "Who set which label."),
+    ),
+    ((DETAIL,), column("inventory", INVENTORY.ref, source=INVENTORY.read(), inner=INVENTORY)),
+    ((LIVE,), field("models", LIVE_MODEL.many)),
+    ((LIVE,), field("backends", TEXTS, "Names of what is installed.")),
+    (
+        (LIVE,),
+        column(
+            "inventory_at", TIME, "As of when `backends` is true; null if it was never asked.", nullable=True
+        ),
+    ),
+    ((LIVE,), column("fingerprint", TEXT, "SHA-256 of the worker's own secret.")),
+    ((LIVE,), column("source_address", TEXT, "Where it registered from.")),
+    ((LIVE,), column("rotation_requested_at", TIME, nullable=True)),
+)
+"""Every key of a node and the views that have it. What has no column is read from other tables."""
+
+
+def _fields(view: str) -> list[Field]:
+    found = [one for views, one in FIELDS if view in views]
+    if view == LIVE:
+        return [replace(one, optional=False) for one in found]
+    return [replace(one, optional=one.optional or one.nullable, nullable=False) for one in found]
+
+
+NODE = Shape("Node", "One node in the list (§2.1).", _fields(LIST))
+NODE_DETAIL = Shape(
+    "NodeDetail",
+    "One node on its own (§2.3): `labels` is always there, and so is what lies behind the status.",
+    _fields(DETAIL),
+)
+LIVE_NODE = Shape(
+    "LiveNode",
+    "One node as pages show it: every key is always there, empty rather than absent.",
+    _fields(LIVE),
+)
+LIVE_NODE_PATCH = Shape(
+    "LiveNodePatch",
+    "What changed in a node: its id and the keys that have another value now; all of them if it is new.",
+    _fields(LIVE),
+    required=["id"],
+)
+
+
+def _claim(*kinds: NodeConflict.Mismatch) -> Case:
+    """What was offered, in a conflict of these kinds."""
+    return Case(When(kind__in=kinds, then=F("claim")), default=Value(""))
+
+
+CONFLICT = Shape(
+    "Conflict",
+    "Somebody else claims to be a node.",
+    [
+        column("id", UUID),
+        column("node_id", UUID),
+        column("node_name", TEXT, source=F("node__name")),
+        column("kind", CONFLICT_KIND.ref),
+        column("state", CONFLICT_STATE.ref),
+        column(
+            "fingerprint",
+            TEXT,
+            "Of the secret that was offered.",
+            source=_claim(NodeConflict.Mismatch.SECRET, NodeConflict.Mismatch.WEAK),
+            optional=True,
+        ),
+        column(
+            "instance",
+            TEXT,
+            "The process that called.",
+            source=_claim(NodeConflict.Mismatch.INSTANCE),
+            optional=True,
+        ),
+        column("claimed_name", TEXT, optional=True),
+        column("source_address", TEXT, "Where the claim came from."),
+        column("advertised_address", TEXT, optional=True),
+        column("node_source_address", TEXT, "Where the node itself was seen."),
+        column("count", count(1)),
+        column("first_at", TIME),
+        column("last_at", TIME),
+        column("decided_at", TIME, optional=True),
+        column("decided_by", TEXT, optional=True),
+    ],
+)
+EVENT = Shape(
+    "Event",
+    "One thing that happened to a node.",
+    [
+        column("id", count(1)),
+        column("node_id", UUID),
+        column("node_name", TEXT),
+        column("kind", EVENT_KIND.ref),
+        column("at", TIME),
+        column("last_at", TIME, "Repeated conflicts of one minute are one event."),
+        column("count", count(1)),
+        column("actor_kind", TEXT),
+        column("actor", TEXT),
+        column("cause", TEXT),
+        column("status_before", TEXT),
+        column("status_after", TEXT),
+        column("detail", mapping({}), optional=True),
+        column("request_id", TEXT, optional=True),
+    ],
+)
+
+COMPONENTS: tuple[Named, ...] = (
+    NODE_STATUS,
+    NODE_TYPE,
+    REPLICA_STATE,
+    CONFLICT_KIND,
+    CONFLICT_STATE,
+    EVENT_KIND,
+    FACT,
+    DRAIN,
+    LIVE_DRAIN,
+    IDENTITY,
+    OVERRIDE,
+    OVERRIDES,
+    INVENTORY,
+    REPLICA,
+    LIVE_MODEL,
+    NODE,
+    NODE_DETAIL,
+    LIVE_NODE,
+    LIVE_NODE_PATCH,
+    CONFLICT,
+    EVENT,
+)
