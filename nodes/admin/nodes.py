@@ -30,6 +30,7 @@ from nodes.admin.verbs import NODE_VERBS, Verb
 from nodes.admin.wide import Wide
 from nodes.models import BackendNode, NodeConflict, NodeLabel
 from nodes.registry import services
+from nodes.registry.shape import LIVE_NODE
 
 _STATE = ("state", "work", "heard", "approval")
 _IF_SO = {
@@ -43,6 +44,41 @@ _IF_SO = {
 _IDENTITY = ("proof", "secret", "bound", "rotation", "source_address", "instance")
 _MACHINE = ("kind", "address", "http_address", "gpu", "capability", "vram", "reserved", "ram", "disk")
 _RECORD = ("id", "first_seen", "revision_shown")
+_IN_OTHER_WORDS = {
+    "id",
+    "name",
+    "node_type",
+    "status",
+    "total_vram",
+    "available_vram",
+    "reserved_vram",
+    "total_ram",
+    "available_ram",
+    "total_disk",
+    "available_disk",
+    "gpu_vendor",
+    "gpu_compute_capability",
+    "max_replicas_per_model",
+    "max_replicas_per_model_manually_set",
+    "vram_budget",
+    "vram_budget_bytes",
+    "vram_budget_manually_set",
+    "weak_identity",
+    "last_heartbeat",
+    "created_at",
+    "revision",
+    "rejected",
+    "revoked",
+    "drain",
+    "inventory_at",
+    "fingerprint",
+    "rotation_requested_at",
+}
+"""Keys of a node's shape that the page shows in its own words."""
+_ELSE = tuple(
+    name for name in LIVE_NODE.columns if name not in _IN_OTHER_WORDS and name not in (*_IDENTITY, *_MACHINE)
+)
+"""The other columns of the shape: a new one is on the page without a line here."""
 _OVERRIDES = ("override_cap", "cap", "override_budget", "budget")
 _OVERRIDES_SHOWN = ("cap_shown", "budget_shown")
 Button = tuple[Verb, str]
@@ -132,13 +168,13 @@ class BackendNodeAdmin(Wide, NodeDisplay, VerbAdmin):
                 {"fields": overrides, "description": _HANDING_BACK},
             ),
             ("Identity", {"fields": _IDENTITY}),
-            ("Machine", {"fields": _MACHINE}),
+            ("Machine", {"fields": (*_MACHINE, *_ELSE)}),
             ("Record", {"fields": _RECORD, "classes": ("collapse",)}),
         )
 
     def get_readonly_fields(self, request: HttpRequest, obj: BackendNode | None = None) -> tuple[str, ...]:
         """Everything that is not an override."""
-        return (*_STATE, *_IF_SO, *_IDENTITY, *_MACHINE, *_RECORD, *_OVERRIDES_SHOWN)
+        return (*_STATE, *_IF_SO, *_IDENTITY, *_MACHINE, *_ELSE, *_RECORD, *_OVERRIDES_SHOWN)
 
     @admin.display(description="revision")
     def revision_shown(self, node: BackendNode) -> int:
