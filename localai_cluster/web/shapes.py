@@ -18,13 +18,11 @@ from django.db.models.functions import Cast, JSONObject
 Schema = dict[str, Any]
 Row = dict[str, Any]
 
-LARGEST = 2**63 - 1
-"""The most that a column of bytes can keep."""
 TEXT: Schema = {"type": "string"}
 FLAG: Schema = {"type": "boolean"}
 UUID: Schema = {"type": "string", "format": "uuid"}
 TIME: Schema = {"type": "string", "format": "date-time"}
-BYTES: Schema = {"type": "integer", "maximum": LARGEST, "minimum": 0, "format": "int64"}
+BYTES: Schema = {"type": "integer", "maximum": 2**63 - 1, "minimum": 0, "format": "int64"}
 TEXTS: Schema = {"type": "array", "items": TEXT}
 
 

@@ -11,8 +11,9 @@ import orjson
 from django.utils.timesince import timesince
 
 from localai_cluster.messaging.messages import human_bytes
+from localai_cluster.web.shapes import TIME
 from nodes.models import NodeEvent
-from nodes.registry.shape import ZERO_TIME
+from nodes.registry.shape import DRAIN, IDENTITY, INVENTORY, NODE_DETAIL, OVERRIDE, ZERO_TIME
 
 NOTHING = "-"
 SHORT_ID = 8
@@ -44,6 +45,13 @@ _CLAIMS = (
 )
 _FACT = {"at", "by", "reason"}
 _PLAIN_MINUTE = 120
+_TIMES = {
+    name
+    for one in (NODE_DETAIL, DRAIN, IDENTITY, INVENTORY, OVERRIDE)
+    for name, field in one.fields.items()
+    if field.schema == TIME
+}
+"""Keys of a node that are times."""
 
 
 def as_json(value: Any) -> str:
@@ -96,7 +104,7 @@ def _notes(row: Mapping[str, Any]) -> Iterator[str]:
         yield f"conflicts: {claims}"
 
 
-def age(at: Any, now: datetime) -> str:
+def age(at: str | None, now: datetime) -> str:
     """How long ago; in seconds up to two minutes."""
     if at is None or at == ZERO_TIME:
         return "never"
@@ -108,9 +116,8 @@ def age(at: Any, now: datetime) -> str:
     return f"{timesince(then, now, depth=1)} ago".replace("\xa0", " ")
 
 
-def _time(at: Any) -> datetime:
-    """Times are texts in the rows of the list and datetimes in those of a single node."""
-    return at if isinstance(at, datetime) else datetime.fromisoformat(at)
+def _time(at: str) -> datetime:
+    return datetime.fromisoformat(at)
 
 
 def detail(row: Mapping[str, Any], events: Sequence[NodeEvent]) -> str:
@@ -143,7 +150,7 @@ def _fact(value: Mapping[str, Any]) -> str:
 def _text(name: str, value: Any) -> str:
     if value is None or value == ZERO_TIME:
         return ""
-    if isinstance(value, datetime) or name.endswith(("_at", "_heartbeat")):
+    if name in _TIMES:
         return moment(_time(value))
     if isinstance(value, bool):
         return "yes" if value else ""

@@ -33,7 +33,6 @@ from nodes.models import NodeConflict, NodeEvent, NodeLabel, NodeModel, NodeStat
 
 ZERO_TIME = "0001-01-01T00:00:00Z"
 """The list's time of the last heartbeat of a node that was never heard."""
-LARGEST_CAP = 2**31 - 1
 
 NODE_STATUS = enum("NodeStatus", NodeStatus)
 NODE_TYPE = enum("NodeTypeEnum", NodeType)
@@ -204,7 +203,7 @@ FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
     (EVERYWHERE, column("gpu_vendor", TEXT)),
     (EVERYWHERE, column("gpu_compute_capability", TEXT)),
     (EVERYWHERE, column("capability", TEXT, optional=True)),
-    (EVERYWHERE, column("max_replicas_per_model", count(1, maximum=LARGEST_CAP))),
+    (EVERYWHERE, column("max_replicas_per_model", count(1, maximum=2**31 - 1))),
     (EVERYWHERE, column("max_replicas_per_model_manually_set", FLAG)),
     (EVERYWHERE, column("vram_budget", TEXT, "As it was typed.", optional=True)),
     (EVERYWHERE, column("vram_budget_bytes", BYTES, "The ceiling that the budget means.", optional=True)),

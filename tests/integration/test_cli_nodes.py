@@ -146,6 +146,9 @@ def test_show_tells_facts_identity_labels_and_what_happened() -> None:
     assert facts["label tier"] == "fast"
     assert facts["drain: reason"] == "new disk"
     assert facts["drain: in flight"] == "3"
+    since = api.node(node.id).drained_at
+    assert since is not None
+    assert facts["drain: since"] == f"{since:%Y-%m-%d %H:%M:%S}Z"
     assert facts["identity: fingerprint"] == node.fingerprint
     assert facts["approval"].endswith("Z by auto-approval")
     assert f"drained     healthy -> draining  {ME}" in text

@@ -120,12 +120,8 @@ def list_nodes(options: Options) -> str:
     """The list, filtered like `GET /api/nodes`."""
     filters = ("status", "type", "vendor", "search", "sort", "label")
     given = {name: options[name] for name in filters if options[name] is not None}
-    request = HttpRequest()
-    request.GET = QueryDict(urlencode(given, doseq=True))
-    rows = node_rows.elements(listing.wanted_nodes(Request(request)).nodes)
-    return rendering.as_json(rows) if options["json"] else rendering.nodes(rows, clock.now())
     rows = node_rows.elements(listing.wanted_nodes(QueryDict(urlencode(given, doseq=True))).nodes)
-    return shown.as_json(rows) if options["json"] else shown.nodes(rows, clock.now())
+    return rendering.as_json(rows) if options["json"] else rendering.nodes(rows, clock.now())
 
 
 def show(options: Options) -> str:
