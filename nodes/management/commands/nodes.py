@@ -14,8 +14,7 @@ from django.http import QueryDict
 
 from localai_cluster import clock, errors
 from localai_cluster.env import parse_duration
-from nodes.api.identity_views import conflict_row
-from nodes.management import lookup, rendering, shown
+from nodes.management import lookup, rendering
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeStatus, NodeType
 from nodes.registry import listing, node_rows, outcomes, services
 from nodes.registry.shape import CONFLICT
@@ -143,10 +142,8 @@ def list_conflicts(options: Options) -> str:
         rows = rows.filter(node=lookup.node(options["node"]))
     else:
         rows = rows.filter(state=NodeConflict.State.OPEN)
-    found = [conflict_row(row) for row in rows]
-    return rendering.as_json(found) if options["json"] else rendering.conflicts(found, clock.now())
     found = CONFLICT.rows(rows)
-    return shown.as_json(found) if options["json"] else shown.conflicts(found, clock.now())
+    return rendering.as_json(found) if options["json"] else rendering.conflicts(found, clock.now())
 
 
 def approve(options: Options) -> str:
