@@ -12,7 +12,7 @@ from rest_framework.exceptions import AuthenticationFailed
 from rest_framework.permissions import BasePermission
 from rest_framework.request import Request
 
-from localai_cluster.accounts import passwords, principals
+from localai_cluster.accounts import credentials, passwords, principals
 from localai_cluster.accounts.principals import ANONYMOUS, Principal
 
 if TYPE_CHECKING:  # the framework's views import this module while they are being imported
@@ -33,21 +33,21 @@ def client_address(request: Request) -> str:
     return str(request.META.get("REMOTE_ADDR") or "")[:64]
 
 
-def credential(request: Request) -> str | None:
-    """What the request's headers offer."""
-    return principals.offered(lambda name: request.headers.get(name, ""))
+def _of_headers(request: Request) -> Principal | None:
+    """Who the credential in the headers belongs to, in at most one query; None without a credential."""
+    credential = credentials.read(lambda name: request.headers.get(name, ""))
+    return None if credential is None else credentials.principal_of(credential)
 
 
 class BearerAuthentication(BaseAuthentication):
     """The static admin key or an API key in `Authorization: Bearer`, `x-api-key`, `xi-api-key`: one query."""
 
     def authenticate(self, request: Request) -> tuple[Any, None] | None:
-        """The principal; None without such a header; 401 for a credential of nobody."""
-        offered = credential(request)
-        if offered is None:
+        """The principal; None without such a header; 401 for a credential that is nobody's."""
+        found = _of_headers(request)
+        if found is None:
             return None
-        found = principals.by_credential(offered)
-        if found is None or not found.is_authenticated:
+        if not found.is_authenticated:
             raise AuthenticationFailed("invalid API key")
         return found, None
 
@@ -92,9 +92,8 @@ class SignInAuthentication(CookieAuthentication):
 
 def person(request: Request) -> Principal:
     """The user behind a key or a browser's session, whatever the route asks for."""
-    offered = credential(request)
-    found = principals.by_credential(offered) if offered else None
-    return found or principals.of_user(request._request.user)
+    found = _of_headers(request)
+    return found if found and found.is_authenticated else principals.of_user(request._request.user)
 
 
 class IsAdmin(BasePermission):

@@ -1,14 +1,14 @@
-"""Who is asking: people, keys and the static admin key, and how they prove it.
+"""Who is calling: people, keys and the static admin key.
 
 No credential is stored. The tables keep SHA-256 fingerprints only, and every comparison takes the same time
 whether it fails at the first byte or at the last. The shared registration token only lets a worker ask for
-admission. How a node proves itself is in `nodes/registry/identity.py`.
+admission. `credentials` reads what a request offers; how a node proves itself is in
+`nodes/registry/identity.py`.
 """
 
 import hashlib
 import hmac
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 from uuid import UUID
@@ -22,20 +22,15 @@ from localai_cluster.accounts.models import ApiKey
 Kind = Literal["anonymous", "user", "admin", "node", "newcomer"]
 """A newcomer has signed in with a generated password and must change it before anything else."""
 
-
 KEY_PREFIX = "lac-"
-
-
 AGENT_PREFIX = "lai-"
 """Of the keys that agent nodes get; the reference's form, because its agents read it (§1.1)."""
-
-
 _SHOWN = 12
 
 
 @dataclass(frozen=True)
 class Principal:
-    """Whoever a request comes from. `name` is what an operation records as its actor."""
+    """Who sends a request. `name` is what an operation records as its actor."""
 
     kind: Kind
     name: str = ""
@@ -59,8 +54,6 @@ class Principal:
 
 
 ANONYMOUS = Principal("anonymous")
-
-
 STATIC_ADMIN = Principal("admin", "static-key")
 
 
@@ -72,11 +65,6 @@ def hash_secret(text: str) -> str:
 def same(offered: str, expected: str) -> bool:
     """Constant-time equality of two texts of any length; an empty expectation matches nothing."""
     return bool(expected) and hmac.compare_digest(hash_secret(offered), hash_secret(expected))
-
-
-def static_admin(credential: str) -> Principal | None:
-    """The admin behind `LOCALAI_API_KEY`, if this is that key."""
-    return STATIC_ADMIN if same(credential, conf.cluster().api_key) else None
 
 
 def is_registration_token(credential: str) -> bool:
@@ -100,19 +88,6 @@ def of_session(user: AbstractBaseUser | AnonymousUser | None) -> Principal:
     return replace(who, kind="newcomer")
 
 
-def by_credential(credential: str) -> Principal | None:
-    """The principal of a static or an API key, in at most one query; None if it is neither."""
-    admin = static_admin(credential)
-    if admin is not None or not credential.startswith((KEY_PREFIX, AGENT_PREFIX)):
-        return admin
-    key = (
-        ApiKey.objects.select_related("user")
-        .filter(key_hash=hash_secret(credential), revoked_at__isnull=True, user__is_active=True)
-        .first()
-    )
-    return of_user(key.user) if key is not None else None
-
-
 def create_api_key(user: Any, name: str) -> tuple[ApiKey, str]:
     """Makes a key for `user`; returns the row and the plaintext, which exists nowhere else."""
     return _store_key(user, name, KEY_PREFIX + secrets.token_hex(24))
@@ -132,13 +107,3 @@ def bearer(authorization: str) -> str:
     """The token of an `Authorization: Bearer …` header value, "" if it is none."""
     scheme, _, token = authorization.strip().partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
-
-
-def offered(header: Callable[[str], str]) -> str | None:
-    """The credential that a request carries in one of the accepted headers (§0.2), None if it carries none.
-
-    `header` answers a header's value, or "" if it is absent.
-    """
-    if authorization := header("authorization"):
-        return bearer(authorization)
-    return header("x-api-key") or header("xi-api-key") or None

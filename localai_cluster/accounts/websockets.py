@@ -10,7 +10,7 @@ from typing import Any
 from channels.auth import get_user
 from channels.db import database_sync_to_async
 
-from localai_cluster.accounts import principals
+from localai_cluster.accounts import credentials, principals
 from localai_cluster.accounts.principals import ANONYMOUS, Principal
 
 
@@ -35,9 +35,9 @@ def watcher(who: Principal) -> Principal:
 async def principal_of(scope: Any) -> Principal:
     """The caller; a wrong credential is nobody, even beside a valid session."""
     headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-    credential = principals.offered(lambda name: headers.get(name, ""))
+    credential = credentials.read(lambda name: headers.get(name, ""))
     if credential is not None:
-        return await database_sync_to_async(principals.by_credential)(credential) or ANONYMOUS
+        return await database_sync_to_async(credentials.principal_of)(credential)
     return principals.of_session(await get_user(scope))
 
 

@@ -5,6 +5,7 @@ Every room describes its own routes with this; `localai_cluster/api_document.py`
 
 from typing import Any
 
+import msgspec
 from drf_spectacular.extensions import OpenApiSerializerExtension
 from drf_spectacular.utils import OpenApiExample, OpenApiResponse
 from rest_framework import serializers
@@ -88,3 +89,30 @@ class DescribedSerializer(OpenApiSerializerExtension):  # type: ignore[no-untype
 def json_body(schema: Operation, example: Any = None) -> Operation:
     """A JSON media type with an optional example."""
     return {"application/json": {"schema": schema} | ({"example": example} if example is not None else {})}
+
+
+def schema_of(body: type[msgspec.Struct]) -> Operation:
+    """The schema of a raw route's body, in the dialect of OpenAPI 3.0."""
+    _, components = msgspec.json.schema_components([body])
+    made: Operation = components[body.__name__]
+    properties = {name: _in_3_0(schema) for name, schema in made["properties"].items()}
+    return {"type": "object", "required": made["required"], "properties": properties}
+
+
+def _in_3_0(schema: Operation) -> Operation:
+    """One property: null is no type of its own, and says nothing as a default."""
+    kinds = [kind for kind in schema.get("anyOf", ()) if kind != _NULL]
+    kept = {name: value for name, value in schema.items() if name != "anyOf"}
+    if kept.get("default", ...) is None:
+        del kept["default"]
+    if len(kinds) > 1:
+        return {**kept, "oneOf": kinds}
+    if not kinds:
+        return kept
+    kind = dict(kinds[0], nullable=True)
+    if "enum" in kind:
+        kind |= {"type": "string", "enum": [*kind["enum"], None]}
+    return {**kind, **kept}
+
+
+_NULL = {"type": "null"}

@@ -1,10 +1,11 @@
-"""Requests and answers of raw routes on the wire: bodies, headers, the error envelope of inference."""
+"""What raw routes read and send: bodies, headers, the error envelope of inference."""
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 import orjson
 
 from localai_cluster.errors import ClusterError, InvalidInput, Unavailable
@@ -17,6 +18,9 @@ Send = Callable[[Message], Awaitable[None]]
 MAX_BODY = 4 * 1024 * 1024
 """Bytes of a request's body; documented in the OpenAPI description."""
 
+T = TypeVar("T", bound=msgspec.Struct)
+
+_LONGEST_PROBLEM = 200
 _JSON = (b"content-type", b"application/json")
 
 
@@ -73,6 +77,20 @@ def json_object(body: bytes) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise InvalidInput("the request body is not a JSON object")
     return value
+
+
+def typed(fields: Mapping[str, Any], kind: type[T]) -> T:
+    """The fields of a body as `kind`; an absent field counts as null, an unknown one is ignored.
+
+    Raises InvalidInput, which names the first wrong field in the order of `kind`.
+    """
+    try:
+        return msgspec.convert({name: fields.get(name) for name in kind.__struct_fields__}, kind)
+    except msgspec.ValidationError as error:
+        # The problem may quote what was sent.
+        problem, _, path = str(error).removesuffix("`").rpartition(" - at `$.")
+        field = path.partition("[")[0].partition(".")[0]
+        raise InvalidInput(f"{path}: {problem[:_LONGEST_PROBLEM]}", field=field) from error
 
 
 def error_answer(error: ClusterError) -> Answer:

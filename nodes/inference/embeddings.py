@@ -1,11 +1,11 @@
-"""`POST /v1/embeddings`: what is accepted, how the engine is asked, what is answered."""
+"""`POST /v1/embeddings`: the body that is accepted, the calls to the engine, the answer."""
 
 import asyncio
 import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import orjson
@@ -19,13 +19,12 @@ from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
 from nodes.definitions import files
 from nodes.inference import gateway
-from nodes.inference.endpoint import Request
-from nodes.loading.wait import Asker
+from nodes.routing.request import InferenceRequest
 
 MAX_TEXTS = 2048
 MAX_TEXT_BYTES = 1024 * 1024
 AT_ONCE = 8
-"""Texts of one request that its replica works on at the same time."""
+"""How many texts of one request its replica works on at the same time."""
 
 
 class ModelNotFound(NotFound):
@@ -40,88 +39,67 @@ class WrongDimensions(InvalidInput):
     code = "invalid_dimensions"
 
 
-@dataclass(frozen=True, slots=True)
-class EmbeddingsRequest:
-    """A checked request."""
-
-    model: str
-    texts: Sequence[str]
-    as_base64: bool
-    dimensions: int | None
+Text = Annotated[str, msgspec.Meta(min_length=1)]
+Texts = Annotated[list[Text], msgspec.Meta(min_length=1, max_length=MAX_TEXTS)]
 
 
-def parse(body: Mapping[str, Any]) -> EmbeddingsRequest:
+class EmbeddingsBody(msgspec.Struct, kw_only=True, frozen=True):
+    """The body of a request. Its fields are checked in this order, and the API document shows them."""
+
+    encoding_format: Literal["float", "base64"] | None = "float"
+    user: str | None = None
+    model: Text
+    input: Annotated[
+        Text | Texts,
+        msgspec.Meta(
+            description=f"A text or up to {MAX_TEXTS} texts, none empty, "
+            f"each at most {MAX_TEXT_BYTES} bytes; the whole body at most {wire.MAX_BODY} bytes."
+        ),
+    ]
+    dimensions: Annotated[
+        Annotated[int, msgspec.Meta(ge=1)] | None,
+        msgspec.Meta(description="The model's own number or absent."),
+    ] = None
+
+    @property
+    def texts(self) -> list[str]:
+        """The input as a list."""
+        return [self.input] if isinstance(self.input, str) else self.input
+
+
+def parse(fields: Mapping[str, Any]) -> EmbeddingsBody:
     """Checks a request's fields; raises InvalidInput that names the first wrong one."""
-    encoding = body.get("encoding_format")
-    if encoding not in (None, "float", "base64"):
-        raise InvalidInput("encoding_format must be float or base64", field="encoding_format")
-    user = body.get("user")
-    if user is not None and not isinstance(user, str):
-        raise InvalidInput("user must be a text", field="user")
-    return EmbeddingsRequest(_model(body), _texts(body.get("input")), encoding == "base64", _dimensions(body))
-
-
-def _model(body: Mapping[str, Any]) -> str:
-    model = body.get("model")
-    if not isinstance(model, str) or not model:
-        raise InvalidInput("model must be the name of a model", field="model")
-    return model
-
-
-def _dimensions(body: Mapping[str, Any]) -> int | None:
-    value = body.get("dimensions")
-    if value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidInput("dimensions must be a positive number", field="dimensions")
-    return value
-
-
-def _texts(value: object) -> Sequence[str]:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise InvalidInput("input must be a text or a list of texts", field="input")
-    if not texts or not all(texts):
-        raise InvalidInput("input must not be empty", field="input")
-    if len(texts) > MAX_TEXTS:
-        raise InvalidInput(f"input must not hold more than {MAX_TEXTS} texts", field="input")
-    if any(len(text) > MAX_TEXT_BYTES // 4 and len(text.encode()) > MAX_TEXT_BYTES for text in texts):
+    body = wire.typed(fields, EmbeddingsBody)
+    if any(len(text) > MAX_TEXT_BYTES // 4 and len(text.encode()) > MAX_TEXT_BYTES for text in body.texts):
         raise InvalidInput(f"a text of input must not exceed {MAX_TEXT_BYTES} bytes", field="input")
-    return texts
+    return body
 
 
-async def embed(request: Request) -> Answer:
+async def embed(request: InferenceRequest) -> Answer:
     """Answers one request."""
-    wanted = parse(wire.json_object(request.body))
-    definition = files.find(wanted.model)
+    body = parse(wire.json_object(request.body))
+    definition = files.find(body.model)
     if definition is None:
         raise ModelNotFound(
-            f"The model {wanted.model[:100]!r} does not exist; GET /v1/models lists them", field="model"
+            f"The model {body.model[:100]!r} does not exist; GET /v1/models lists them", field="model"
         )
-    ask = gateway.Ask(
-        wanted.model,
-        Asker(request.claim.name, request.request_id, request.client_address),
-        request.claim.key_hash,
-        gateway.wait_until(),
-    )
-    # The pick confirms the key: whatever goes wrong after it needs no statement of its own.
-    request.claim.key_hash = ""
+    request.model = body.model
     options = PredictOptions(ModelIdentity=definition.model, CorrelationId=request.request_id)
-    results, replica = await gateway.current().run(
-        ask, lambda engine, deadline: _ask_engine(engine, options, wanted.texts, deadline)
+    results = await gateway.current().run(
+        request, lambda engine: _ask_engine(engine, options, body.texts, request.deadline)
     )
     for result in results:
-        _check(result, wanted.dimensions)
-    headers = (
-        ((b"x-localai-node", str(replica.node_id).encode()),) if conf.cluster().expose_node_header else ()
-    )
-    return Answer(render(wanted, results), headers=headers)
+        _check(result, body.dimensions)
+    headers = []
+    if conf.cluster().expose_node_header and request.replica is not None:
+        headers.append((b"x-localai-node", str(request.replica.node_id).encode()))
+    return Answer(render(body, results), headers=tuple(headers))
 
 
 async def _ask_engine(
     engine: BackendClient, options: PredictOptions, texts: Sequence[str], deadline: float
 ) -> Sequence[EmbeddingResult]:
-    """One call a text, a few at a time; the first failure ends the rest."""
+    """One call for each text, a few at a time; the first failure ends the rest."""
     if len(texts) == 1:
         return [await _call(engine, options, texts[0], deadline)]
     results: list[EmbeddingResult] = [EmbeddingResult()] * len(texts)
@@ -162,9 +140,9 @@ async def _call(
 
 
 def _check(result: EmbeddingResult, dimensions: int | None) -> None:
-    """Raises InvalidInput when the model gives something else than the one vector a text that was asked."""
+    """Raises InvalidInput unless the model gives one vector for each text, of the requested length."""
     if result.layout == EMBEDDING_LAYOUT_PER_TOKEN:
-        raise InvalidInput("this model gives a vector a token, not one a text", field="model")
+        raise InvalidInput("this model gives one vector for each token, not one for each text", field="model")
     if dimensions is not None and dimensions != len(result.embeddings):
         raise WrongDimensions(
             f"this model's vectors have {len(result.embeddings)} dimensions, not {dimensions}",
@@ -172,16 +150,16 @@ def _check(result: EmbeddingResult, dimensions: int | None) -> None:
         )
 
 
-def render(wanted: EmbeddingsRequest, results: Sequence[EmbeddingResult]) -> bytes:
+def render(body: EmbeddingsBody, results: Sequence[EmbeddingResult]) -> bytes:
     """The answer's body."""
     tokens = sum(result.prompt_tokens or result.tokens for result in results)
-    form: Callable[[Sequence[float]], object] = _base64 if wanted.as_base64 else _vector
+    form: Callable[[Sequence[float]], object] = _base64 if body.encoding_format == "base64" else _vector
     data = [
         {"object": "embedding", "index": index, "embedding": form(result.embeddings)}
         for index, result in enumerate(results)
     ]
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-    answer = {"object": "list", "data": data, "model": wanted.model, "usage": usage}
+    answer = {"object": "list", "data": data, "model": body.model, "usage": usage}
     return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
 
 

@@ -4,11 +4,12 @@ import orjson
 
 from localai_cluster.web.wire import Answer
 from nodes.definitions import files
-from nodes.inference.endpoint import Request, confirm
+from nodes.inference.endpoint import confirm
+from nodes.routing.request import InferenceRequest
 
 
-async def list_models(request: Request) -> Answer:
+async def list_models(request: InferenceRequest) -> Answer:
     """Answers the list."""
-    await confirm(request.claim)
+    await confirm(request)
     data = [{"id": definition.name, "object": "model"} for definition in files.every()]
     return Answer(orjson.dumps({"object": "list", "data": data}))

@@ -1,11 +1,7 @@
-"""OpenAPI descriptions of the inference routes; the generated document takes them in."""
+"""OpenAPI descriptions of the inference routes; the generated document includes them."""
 
-from typing import Any
-
-from localai_cluster.web.wire import MAX_BODY
-from nodes.inference.embeddings import MAX_TEXT_BYTES, MAX_TEXTS
-
-Operation = dict[str, Any]
+from localai_cluster.web.openapi import Operation, schema_of
+from nodes.inference.embeddings import EmbeddingsBody
 
 _SECURITY: list[dict[str, list[str]]] = [{"apiKey": []}]
 _LOADING: Operation = {
@@ -57,41 +53,6 @@ def _errors(*statuses: int) -> dict[str, Operation]:
     return {str(status): {"description": _MEANINGS[status], "content": _json(_ERROR)} for status in statuses}
 
 
-_EMBEDDINGS_BODY: Operation = {
-    "type": "object",
-    "required": ["model", "input"],
-    "properties": {
-        "model": {"type": "string", "minLength": 1},
-        "input": {
-            "description": (
-                f"A text or up to {MAX_TEXTS} texts, none empty, each at most {MAX_TEXT_BYTES} bytes; "
-                f"the whole body at most {MAX_BODY} bytes."
-            ),
-            "oneOf": [
-                {"type": "string", "minLength": 1},
-                {
-                    "type": "array",
-                    "minItems": 1,
-                    "maxItems": MAX_TEXTS,
-                    "items": {"type": "string", "minLength": 1},
-                },
-            ],
-        },
-        "encoding_format": {
-            "type": "string",
-            "enum": ["float", "base64", None],
-            "nullable": True,
-            "default": "float",
-        },
-        "dimensions": {
-            "type": "integer",
-            "minimum": 1,
-            "nullable": True,
-            "description": "The model's own number or absent.",
-        },
-        "user": {"type": "string", "nullable": True},
-    },
-}
 _EMBEDDINGS_ANSWER: Operation = {
     "type": "object",
     "required": ["object", "data", "model", "usage"],
@@ -143,7 +104,7 @@ def _embeddings(name: str) -> Operation:
         "tags": ["inference"],
         "summary": "One vector a text; loads the model when no replica of it runs.",
         "security": _SECURITY,
-        "requestBody": {"required": True, "content": _json(_EMBEDDINGS_BODY)},
+        "requestBody": {"required": True, "content": _json(schema_of(EmbeddingsBody))},
         "responses": {
             "200": {"description": "The vectors.", "content": _json(_EMBEDDINGS_ANSWER)},
             **_errors(400, 401, 404, 500, 503),

@@ -1,16 +1,16 @@
-"""How a request waits for a cold load: together with everyone else in this process who wants the same model.
+"""How a request waits for a cold load: together with all requests of this process for the same model.
 
 A request that finds no replica calls `Loads.wait`. The first one of a model admits the operation `model_load`
 (or joins the active one of another process), later ones attach. A hint or a look every two seconds ends a
-turn; everybody then picks again, because the rows decide and not the news. A failed load is an error for
-all of them and answers for itself for some seconds, so a broken model is not loaded again by every
-request. A client that leaves takes only itself away: the operation goes on for whoever still wants it.
+turn; then all of them pick again, because the rows decide and not the hint. A failed load is an error for all
+of them, and it stands as the answer for some seconds, so that not every request loads a broken model again. A
+client that leaves takes only itself away: the operation goes on for the requests that still wait.
 """
 
 import asyncio
 import logging
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from typing import Any, TypeVar
 from uuid import UUID
@@ -20,6 +20,7 @@ from django.db import DatabaseError
 from localai_cluster import clock, conf
 from localai_cluster.errors import ClusterError, Conflict, Unavailable
 from nodes.loading.load import KIND, LoadFailed, key
+from nodes.routing.request import InferenceRequest
 from operations.executor.waiting import Hints
 from operations.executor.work import in_thread
 from operations.ledger import admission
@@ -63,15 +64,6 @@ class Look:
 
 _COLUMNS = tuple(Look.__dataclass_fields__)
 _UNSEEN = Look(UUID(int=0), "pending", "", "", 0.0, 0, 0, "", "", None, None)
-
-
-@dataclass(frozen=True)
-class Asker:
-    """On whose behalf a load is admitted; goes into the operation's record."""
-
-    name: str
-    request_id: str = ""
-    client_address: str = ""
 
 
 def eta_seconds(look: Look, now: datetime) -> float | None:
@@ -151,13 +143,14 @@ class Loads:
         self._hints = hints
         self._loads: dict[str, _Load] = {}
 
-    async def wait(self, model: str, deadline: float, asker: Asker) -> bool:
-        """Waits until it is worth picking again; answers whether the load has ended (done, or unwanted).
+    async def wait(self, request: InferenceRequest) -> bool:
+        """Waits until the request should pick again; returns whether the load has ended (done or given up).
 
-        `deadline` is on the monotonic clock. Raises StillLoading when it has passed, LoadFailed when the load
-        failed now or a moment ago.
+        Raises StillLoading when the request may wait no longer, LoadFailed when the load failed now or a
+        moment ago.
         """
-        load = self._loads.get(model) or self._begin(model, deadline, asker)
+        model, deadline = request.model, request.wait_until
+        load = self._loads.get(model) or self._begin(request)
         load.deadlines.append(deadline)
         try:
             async with asyncio.timeout(_remaining(deadline)):
@@ -174,14 +167,25 @@ class Loads:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _begin(self, model: str, deadline: float, asker: Asker) -> _Load:
-        load = self._loads[model] = _Load(_new_turn())
-        load.task = asyncio.get_running_loop().create_task(self._watch(model, load, deadline, asker))
+    def _begin(self, request: InferenceRequest) -> _Load:
+        load = self._loads[request.model] = _Load(_new_turn())
+        # The watch gets no more than it needs: it may outlive the request, whose body is large.
+        wanted = admission.OperationRequest(
+            KIND,
+            key=key(request.model),
+            element=request.model,
+            payload={"model": request.model},
+            actor=request.principal.name,
+            request_id=request.request_id,
+            client_address=request.client_address,
+        )
+        watch = self._watch(load, wanted, request.wait_until)
+        load.task = asyncio.get_running_loop().create_task(watch)
         return load
 
-    async def _watch(self, model: str, load: _Load, deadline: float, asker: Asker) -> None:
+    async def _watch(self, load: _Load, wanted: admission.OperationRequest, deadline: float) -> None:
         try:
-            await self._follow(model, load, deadline, asker)
+            await self._follow(load, wanted, deadline)
         except asyncio.CancelledError:
             load.turn.set_exception(Unavailable("this web process is stopping", retry_after=1))
             raise
@@ -190,12 +194,12 @@ class Loads:
         else:
             load.turn.set_result(load.look.status in TERMINAL)
         finally:
-            self._loads.pop(model, None)
+            self._loads.pop(wanted.element, None)
 
-    async def _follow(self, model: str, load: _Load, deadline: float, asker: Asker) -> None:
-        """Returns when the operation has ended or nobody here waits any more; raises LoadFailed."""
+    async def _follow(self, load: _Load, wanted: admission.OperationRequest, deadline: float) -> None:
+        """Returns when the operation has ended or no request waits any more; raises LoadFailed."""
         load.wanted = min(deadline, clock.monotonic() + _HORIZON)
-        load.look = await in_thread(_admit, model, _instant(load.wanted), asker)
+        load.look = await in_thread(_admit, replace(wanted, needed_until=_instant(load.wanted)))
         with self._hints.watch(load.look.id) as watch:
             while (look := await in_thread(_look_again, load.look)).status not in TERMINAL:
                 load.look = look
@@ -207,7 +211,7 @@ class Loads:
         load.look = look
         # One that was cancelled had nobody left; whoever attached in that moment asks anew.
         if load.look.status == Status.FAILED:
-            raise failure(model, load.look, clock.now(), conf.cluster().load_failure_grace)
+            raise failure(wanted.element, load.look, clock.now(), conf.cluster().load_failure_grace)
 
     @staticmethod
     async def _keep_wanted(load: _Load) -> None:
@@ -251,27 +255,17 @@ def _instant(deadline: float) -> datetime:
     return clock.now() + timedelta(seconds=deadline - clock.monotonic())
 
 
-def _admit(model: str, needed_until: datetime, asker: Asker) -> Look:
-    """Joins or makes the load; raises LoadFailed while the last one still answers for itself."""
+def _admit(wanted: admission.OperationRequest) -> Look:
+    """Joins or makes the load; raises LoadFailed while the last one's failure still stands."""
     now = clock.now()
-    operations = Operation.objects.filter(key=key(model))
+    operations = Operation.objects.filter(key=wanted.key)
     if not operations.active().exists():
         grace = conf.cluster().load_failure_grace
         failed = operations.filter(kind=KIND, status=Status.FAILED, dismissed_at__isnull=True)
         recent = failed.filter(finished_at__gt=now - timedelta(seconds=grace)).first()
         if recent is not None:
-            raise failure(model, _look(recent), now, grace)
-    request = admission.OperationRequest(
-        KIND,
-        key=key(model),
-        element=model,
-        payload={"model": model},
-        actor=asker.name,
-        request_id=asker.request_id,
-        client_address=asker.client_address,
-        needed_until=needed_until,
-    )
-    return _look(admission.admit(request, now=now).operation)
+            raise failure(wanted.element, _look(recent), now, grace)
+    return _look(admission.admit(wanted, now=now).operation)
 
 
 def _look(operation: Operation) -> Look:

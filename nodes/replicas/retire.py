@@ -19,7 +19,7 @@ from nodes.replicas.slots import Slot
 class Runner(Protocol):
     """What the hot path's pool offers: statements in one transaction, and the rows of the last one."""
 
-    async def run_together(self, statements: list[tuple[str, Any]]) -> list[tuple[Any, ...]]:
+    async def run_in_transaction(self, statements: list[tuple[str, Any]]) -> list[tuple[Any, ...]]:
         """Runs them."""
 
 
@@ -62,7 +62,7 @@ async def retire_dead(pool: Runner, replica_id: UUID, address: str) -> bool:
     """
     values = {"replica": replica_id, "address": address}
     texts = (statements.LOCK_REPLICA, statements.DROP_USES, statements.DROP_REPLICA)
-    removed = await pool.run_together([(text, values) for text in texts])
+    removed = await pool.run_in_transaction([(text, values) for text in texts])
     hooks.announce(Removed(*row) for row in removed)
     return bool(removed)
 

@@ -1,28 +1,30 @@
 """The SQL of the hot path.
 
-One invariant keeps the counts exact and the locks free of cycles: whoever changes a `replica_uses` row
-holds the lock of its `node_models` row, and locks those in the order of their ids. `node_models.in_flight`
-is then the sum of its uses, whatever any number of web processes does at the same time.
+One invariant keeps the counts exact and the locks free of cycles: a transaction that changes a `replica_uses`
+row holds the lock of its `node_models` row, and takes these locks in the order of their ids.
+`node_models.in_flight` is then the sum of its uses, however many web processes work at the same time.
 """
 
-EXCHANGE = """
-WITH callers AS MATERIALIZED (
-    SELECT k.key_hash, u.id AS user_id, u.username, u.is_staff
+from localai_cluster.accounts.credentials import VALID_SQL
+
+EXCHANGE = f"""
+WITH owners AS MATERIALIZED (
+    SELECT k.key_hash, u.id AS user_id, u.username, u.is_staff OR u.is_superuser AS is_admin
       FROM api_keys k JOIN auth_user u ON u.id = k.user_id
      WHERE k.key_hash = ANY(ARRAY(SELECT jsonb_array_elements_text($3::jsonb -> 'keys')))
-       AND k.revoked_at IS NULL AND u.is_active
+       AND {VALID_SQL}
 ), asked AS MATERIALIZED (
     SELECT a.model, sum(a.n)::int AS n
-      FROM jsonb_to_recordset($3::jsonb -> 'asks') AS a(model text, owner text, n int)
-     WHERE a.owner = '' OR EXISTS (SELECT FROM callers c WHERE c.key_hash = a.owner)
+      FROM jsonb_to_recordset($3::jsonb -> 'picks') AS a(model text, key text, n int)
+     WHERE a.key = '' OR EXISTS (SELECT FROM owners o WHERE o.key_hash = a.key)
      GROUP BY a.model
-), given AS MATERIALIZED (
-    SELECT g.id, g.n FROM jsonb_to_recordset($3::jsonb -> 'gives') AS g(id uuid, n int)
+), released AS MATERIALIZED (
+    SELECT g.id, g.n FROM jsonb_to_recordset($3::jsonb -> 'releases') AS g(id uuid, n int)
 ), locked AS MATERIALIZED (
     SELECT r.id, r.model_name, r.in_flight, r.last_used, n.available_vram,
            r.state = 'loaded' AND n.status = 'healthy' AND n.node_type = 'backend' AS serving
       FROM node_models r JOIN backend_nodes n ON n.id = r.node_id
-     WHERE r.id = ANY(ARRAY(SELECT id FROM given))
+     WHERE r.id = ANY(ARRAY(SELECT id FROM released))
         OR (r.state = 'loaded' AND r.model_name = ANY(ARRAY(SELECT model FROM asked)))
      ORDER BY r.id
        FOR UPDATE OF r
@@ -30,7 +32,7 @@ WITH callers AS MATERIALIZED (
     SELECT l.*, COALESCE(u.count, 0) AS held, LEAST(COALESCE(u.count, 0), COALESCE(g.n, 0)) AS less
       FROM locked l
       LEFT JOIN replica_uses u ON u.replica_id = l.id AND u.process_id = $1
-      LEFT JOIN given g ON g.id = l.id
+      LEFT JOIN released g ON g.id = l.id
 ), places AS (
     SELECT c.id, a.n, row_number() OVER (
                PARTITION BY c.model_name
@@ -60,17 +62,18 @@ WITH callers AS MATERIALIZED (
 )
 SELECT id, node_id, model_name, address, more, NULL::boolean FROM moved WHERE more > 0
  UNION ALL
-SELECT NULL, NULL, key_hash, username, user_id, is_staff FROM callers
+SELECT NULL, NULL, key_hash, username, user_id, is_admin FROM owners
 """
-"""Everything a process wants of the counts, both ways at once: $1 this process, $2 now, $3 what it wants.
+"""All picks and releases that wait in a process, in one statement: $1 this process, $2 now, $3 the waiting
+ones.
 
-`gives` ({id, n}) are counted out, at most what the process's row still holds (R1.58): a process that was
-declared dead cannot subtract a second time. Then each of `asks` ({model, owner, n}) is spread over the
-model's loaded replicas by R1.78 and counted in. `keys` are API key hashes; `owner` is one of them or
-empty, and only asks of valid owners count. Counting out moves neither `last_used` nor `updated_at` (R1.60).
+`releases` ({id, n}) are counted out, at most what the process's row still holds (R1.58): a process that was
+declared dead cannot subtract a second time. Then each of `picks` ({model, key, n}) is spread over the model's
+loaded replicas by R1.78 and counted in. `keys` are API key hashes; `key` is one of them or empty, and only
+picks with a valid key or none count. Counting out moves neither `last_used` nor `updated_at` (R1.60).
 
-Answers one row a chosen replica (id, node, model, address, how many, null) and one a valid key (null,
-null, hash, user's name, user's id, whether staff).
+Returns one row for each chosen replica (id, node, model, address, how many, null) and one for each valid key
+(null, null, hash, user's name, user's id, whether an admin).
 
 `held` needs no lock of its own: only this process and the pass that declares it dead write that row, and
 after that pass the insert fails on the missing process."""
@@ -81,13 +84,13 @@ VALUES (%(process)s, %(host)s, %(pid)s, %(started)s, %(now)s, %(now)s)
     ON CONFLICT (id) DO UPDATE SET seen_at = EXCLUDED.seen_at
 """
 
-SEEN = """
+RENEW = """
 UPDATE web_processes
    SET seen_at = %(now)s,
        hearing_since = CASE WHEN seen_at < %(gap)s::timestamptz THEN %(now)s ELSE hearing_since END
  WHERE id = %(process)s
 """
-"""Says that this process lives; after a gap, longer than it may be silent, its hearing begins anew."""
+"""Says that this process lives. After a gap longer than it may be silent, `hearing_since` starts again."""
 
 LOCK_USED = """
 SELECT r.id FROM node_models r
@@ -95,34 +98,34 @@ SELECT r.id FROM node_models r
     OR r.id IN (SELECT u.replica_id FROM replica_uses u WHERE u.process_id = %(process)s)
  ORDER BY r.id FOR UPDATE OF r
 """
-"""Locks everything that `SETTLE` or `TAKE_BACK` may touch; must be a statement of its own before them, so
-that theirs sees what others committed while this one waited."""
+"""Locks everything that `SETTLE` or `RELEASE_ALL` may touch. It must be a statement of its own before them,
+so that they see what others committed while this one waited."""
 
 SETTLE = """
 WITH mine AS MATERIALIZED (
-    SELECT r.id, COALESCE(u.count, 0) AS was, COALESCE(h.n, 0) AS shall
+    SELECT r.id, COALESCE(u.count, 0) AS before, COALESCE(h.n, 0) AS after
       FROM node_models r
       LEFT JOIN replica_uses u ON u.replica_id = r.id AND u.process_id = %(process)s::uuid
       LEFT JOIN unnest(%(ids)s::uuid[], %(counts)s::int[]) AS h(id, n) ON h.id = r.id
      WHERE COALESCE(u.count, 0) <> COALESCE(h.n, 0)
 ), uses AS (
     INSERT INTO replica_uses (process_id, replica_id, count)
-    SELECT %(process)s::uuid, id, shall FROM mine
+    SELECT %(process)s::uuid, id, after FROM mine
         ON CONFLICT (replica_id, process_id) DO UPDATE SET count = EXCLUDED.count
 )
-UPDATE node_models r SET in_flight = GREATEST(r.in_flight + m.shall - m.was, 0)
+UPDATE node_models r SET in_flight = GREATEST(r.in_flight + m.after - m.before, 0)
   FROM mine m WHERE r.id = m.id
 """
 """Makes this process's counts what it holds in memory; repeating it changes nothing."""
 
-TAKE_BACK = """
+RELEASE_ALL = """
 WITH gone AS (
     DELETE FROM replica_uses WHERE process_id = %(process)s RETURNING replica_id, count
 )
 UPDATE node_models r SET in_flight = GREATEST(r.in_flight - g.count, 0) FROM gone g WHERE r.id = g.replica_id
 """
 
-FORGET = "DELETE FROM web_processes WHERE id = %(process)s"
+DELETE_PROCESS = "DELETE FROM web_processes WHERE id = %(process)s"
 
 LOCK_REPLICA = "SELECT id FROM node_models WHERE id = %(replica)s AND address = %(address)s FOR UPDATE"
 DROP_USES = """

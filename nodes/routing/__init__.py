@@ -1,7 +1,7 @@
 """Picking a loaded replica and counting what runs on it: the hot path, written by hand on an async pool.
 
-A request moves like this: `picks.Picker.take` -> (batched with everybody else's) one statement -> a `Replica`
-with its in-flight count raised -> the call -> `Picker.give_back` -> (batched) one statement. `statements`
-holds the SQL, `process` keeps the row that stands for this web process; the tests keep a pure twin of the
-statement's choice.
+A request moves like this: `picks.Picker.acquire` -> one statement, shared with all requests that wait at that
+moment -> a `Replica` with its in-flight count raised -> the call -> `Picker.release` -> one statement, shared
+again. `request` is the object that travels, `process` keeps the row that stands for this web process. The SQL
+is in `nodes/replicas/statements.py`; the tests keep a pure twin of its choice.
 """

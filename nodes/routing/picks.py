@@ -1,12 +1,11 @@
 """Micro-batched picks and releases: the counts of this process, in memory and in the database.
 
-One statement is under way at a time. What is asked meanwhile gathers, and the next statement serves it
-all, so a request costs at most one statement on the way in and one on the way out, and less the higher the
-load.
+One statement is under way at a time. Requests that arrive meanwhile wait, and the next statement serves all
+of them. So a request costs at most one statement on the way in and one on the way out, and less under load.
 
-`_held` is what runs in this process right now and is always right. The database follows it by deltas; when
+`_held` is what runs in this process right now and is always right. The database follows it by deltas. When
 the outcome of a statement is unknown (connection lost, this process taken for dead), the next step is a
-settlement that sets the rows to `_held` instead.
+settlement, which sets the rows to `_held` instead.
 """
 
 import asyncio
@@ -15,7 +14,6 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from uuid import UUID, uuid4
@@ -24,97 +22,76 @@ import orjson
 import psycopg
 
 from localai_cluster import clock, conf
+from localai_cluster.accounts.principals import Principal
 from localai_cluster.errors import ClusterError, NotAuthenticated, Unavailable
 from nodes.replicas import retire, statements
-from nodes.routing.pool import UNREACHABLE, Line, Parameters, Pool
+from nodes.routing.pool import UNREACHABLE, DedicatedConnection, Parameters, Pool
+from nodes.routing.request import InferenceRequest, Replica
 
 logger = logging.getLogger(__name__)
 
-# Deadlock and a process row that the liveness pass removed: the statement did nothing and may be sent again.
+# A deadlock, or a process row that the liveness pass removed: the statement did nothing and may run again.
 _REPEATABLE = (
     psycopg.errors.ForeignKeyViolation,
     psycopg.errors.DeadlockDetected,
     psycopg.errors.SerializationFailure,
 )
 _ATTEMPTS = 3
-LINGER = 0.005
-"""Seconds that a release waits for company."""
-
-
-@dataclass(frozen=True, slots=True)
-class Replica:
-    """A picked replica; it is counted as in flight until it is given back."""
-
-    id: UUID
-    node_id: UUID
-    model: str
-    address: str
-
-
-@dataclass(frozen=True, slots=True)
-class KeyOwner:
-    """The owner of a valid API key."""
-
-    user_id: int
-    name: str
-    is_staff: bool
-
-
-@dataclass(slots=True)
-class _Ask:
-    model: str
-    key_hash: str
-    answer: "asyncio.Future[tuple[KeyOwner | None, Replica | None]]"
-    attempts: int = 0
+RELEASE_DELAY = 0.005
+"""Seconds that a release waits for others to share its statement."""
 
 
 class Picker:
     """Picks and releases of one web process; lives on one event loop."""
 
-    def __init__(self, pool: Pool, line: Line) -> None:
+    def __init__(self, pool: Pool, connection: DedicatedConnection) -> None:
         self.process_id = uuid4()
         self._pool = pool
-        self._line = line
+        self._connection = connection
         self._identity = {
             "process": self.process_id,
             "host": socket.gethostname()[:255],
             "pid": os.getpid(),
             "started": clock.now(),
         }
-        self._asks: list[_Ask] = []
-        self._given: Counter[UUID] = Counter()
+        self._waiting: list[InferenceRequest] = []
+        self._released: Counter[UUID] = Counter()
         self._held: Counter[UUID] = Counter()
         self._unsettled = False
-        self._worker: asyncio.Task[None] | None = None
-        self._lingering: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._delayed: asyncio.TimerHandle | None = None
 
-    async def take(self, model: str, key_hash: str = "") -> tuple[KeyOwner | None, Replica | None]:
-        """The replica for one request of `model`, counted in, or None when no replica is loaded.
+    async def acquire(self, request: InferenceRequest) -> Replica | None:
+        """Picks a replica of the request's model and counts it in; None when no replica is loaded.
 
-        With `key_hash` the same statement says whose API key it is; raises NotAuthenticated when nobody's.
-        An empty `model` asks for the caller only. Raises Unavailable when the database is away.
+        The same statement confirms the request's API key and fills in its principal; raises NotAuthenticated
+        for a key that is not valid. Without a model it only does that. Raises Unavailable when the database
+        is unreachable.
         """
-        ask = _Ask(model, key_hash, asyncio.get_running_loop().create_future())
-        self._asks.append(ask)
+        picked = request.begin_pick()
+        self._waiting.append(request)
         self._wake()
         try:
-            return await ask.answer
+            await picked
         except asyncio.CancelledError:
-            self._take_back(ask)
+            # It may arrive in the same turn of the loop as a replica, which nothing else would count out.
+            replica, request.replica = request.replica, None
+            if replica is not None:
+                self.release(replica)
             raise
+        return request.replica
 
-    def give_back(self, replica: Replica) -> None:
-        """Counts one request out again. Never waits and never fails, so that every path can afford it
-        (R2.73)."""
+    def release(self, replica: Replica) -> None:
+        """Counts one request out. It never waits and never fails, so that every path can call it (R2.73)."""
         if self._held[replica.id] <= 1:
             del self._held[replica.id]
         else:
             self._held[replica.id] -= 1
-        self._given[replica.id] += 1
-        self._linger()
+        self._released[replica.id] += 1
+        self._wake_soon()
 
     async def settle(self) -> None:
-        """Creates or renews this process's row and makes its counts in the database what they are here."""
+        """Creates or renews this process's row and sets its counts in the database to those in memory."""
         self._unsettled = True
         self._wake()
         await self.idle()
@@ -122,31 +99,30 @@ class Picker:
             raise Unavailable("the database is not reachable", retry_after=2)
 
     async def remove(self, replica: Replica) -> bool:
-        """Takes a dead replica out of service: exactly the row that was picked, not one put in its place
-        since."""
+        """Takes a dead replica out of service: exactly the row that was picked, not one that replaced it."""
         return await retire.retire_dead(self._pool, replica.id, replica.address)
 
-    async def seen(self) -> bool:
+    async def renew(self) -> bool:
         """Says that this process lives; False when its row is gone."""
-        return await self._pool.run(statements.SEEN, self._about()) == 1
+        return await self._pool.run(statements.RENEW, self._about()) == 1
 
-    async def leave(self) -> None:
-        """Gives everything back and removes this process's row: a clean stop."""
+    async def sign_off(self) -> None:
+        """Releases everything and removes this process's row: a clean stop."""
         await self.idle()
-        self._stop_lingering()
-        self._given.clear()
-        await self._line.close()
+        self._cancel_delayed()
+        self._released.clear()
+        await self._connection.close()
         about = {**self._about(), "ids": []}
-        texts = (statements.LOCK_USED, statements.TAKE_BACK, statements.FORGET)
-        await self._pool.run_together([(text, about) for text in texts])
+        texts = (statements.LOCK_USED, statements.RELEASE_ALL, statements.DELETE_PROCESS)
+        await self._pool.run_in_transaction([(text, about) for text in texts])
 
     async def idle(self) -> None:
         """Returns when no statement is under way."""
-        while self._worker is not None:
-            await asyncio.wait([self._worker])
+        while self._task is not None:
+            await asyncio.wait([self._task])
 
     def in_flight(self) -> int:
-        """Requests that this process carries right now."""
+        """Requests that run in this process right now."""
         return self._held.total()
 
     def _about(self) -> Parameters:
@@ -154,31 +130,24 @@ class Picker:
         gap = now - timedelta(seconds=conf.cluster().web_stale_after)
         return {**self._identity, "now": now, "gap": gap}
 
-    def _take_back(self, ask: _Ask) -> None:
-        # A cancellation that meets the answer in one turn of the loop wins: nobody else would count it out.
-        if ask.answer.done() and not ask.answer.cancelled() and ask.answer.exception() is None:
-            _, replica = ask.answer.result()
-            if replica is not None:
-                self.give_back(replica)
+    def _wake_soon(self) -> None:
+        if self._released and self._task is None and self._delayed is None:
+            self._delayed = asyncio.get_running_loop().call_later(RELEASE_DELAY, self._wake)
 
-    def _linger(self) -> None:
-        if self._given and self._worker is None and self._lingering is None:
-            self._lingering = asyncio.get_running_loop().call_later(LINGER, self._wake)
-
-    def _stop_lingering(self) -> None:
-        if self._lingering is not None:
-            self._lingering.cancel()
-            self._lingering = None
+    def _cancel_delayed(self) -> None:
+        if self._delayed is not None:
+            self._delayed.cancel()
+            self._delayed = None
 
     def _wake(self) -> None:
-        self._stop_lingering()
-        if self._worker is None:
-            self._worker = asyncio.get_running_loop().create_task(self._work())
+        self._cancel_delayed()
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._run())
 
-    async def _work(self) -> None:
+    async def _run(self) -> None:
         try:
             await self._exchange()
-            while self._asks or self._unsettled:
+            while self._waiting or self._unsettled:
                 await self._exchange()
         except (*_REPEATABLE, *UNREACHABLE) as error:
             logger.warning("Cannot settle the counts of this process: %s", error)
@@ -188,84 +157,88 @@ class Picker:
             self._unsettled = True
             self._refuse(ClusterError())
         finally:
-            self._worker = None
-            self._linger()
+            self._task = None
+            self._wake_soon()
 
     def _refuse(self, error: Exception) -> None:
-        asks, self._asks = self._asks, []
-        for ask in asks:
-            _fail(ask, error)
+        waiting, self._waiting = self._waiting, []
+        for request in waiting:
+            _fail(request, error)
 
     async def _exchange(self) -> None:
         if self._unsettled:
             await self._settle()
-        asks, self._asks = [ask for ask in self._asks if not ask.answer.cancelled()], []
-        gives, self._given = self._given, Counter()
-        if not asks and not gives:
+        requests, self._waiting = [one for one in self._waiting if not one.picked.cancelled()], []
+        released, self._released = self._released, Counter()
+        if not requests and not released:
             return
-        values = (str(self.process_id), clock.now().isoformat(), _wants(asks, gives))
+        values = (str(self.process_id), clock.now().isoformat(), _exchanged(requests, released))
         try:
-            rows = await self._line.rows(statements.EXCHANGE, values)
+            rows = await self._connection.rows(statements.EXCHANGE, values)
         except (*_REPEATABLE, *UNREACHABLE) as error:
-            # Whether it was carried out is unknown: a settlement comes before the next exchange.
+            # It is unknown whether the statement took effect: a settlement comes before the next exchange.
             self._unsettled = True
-            self._asks = [*self._again(asks, error), *self._asks]
+            self._waiting = [*self._retried(requests, error), *self._waiting]
         else:
-            self._deal(asks, rows)
+            self._distribute(requests, rows)
 
-    def _again(self, asks: list[_Ask], error: Exception) -> list[_Ask]:
-        # A lost connection is worth exactly one more look: the pool may only have held a dead one.
+    def _retried(self, requests: list[InferenceRequest], error: Exception) -> list[InferenceRequest]:
+        # After a lost connection there is exactly one more attempt: perhaps only that connection was dead.
         limit = _ATTEMPTS if isinstance(error, _REPEATABLE) else 2
-        for ask in asks:
-            ask.attempts += 1
-            if ask.attempts >= limit:
-                _fail(ask, Unavailable("the database is not reachable", retry_after=2))
-        if asks and asks[0].attempts >= limit:
+        for request in requests:
+            request.pick_attempts += 1
+            if request.pick_attempts >= limit:
+                _fail(request, Unavailable("the database is not reachable", retry_after=2))
+        if requests and requests[0].pick_attempts >= limit:
             logger.warning("Cannot pick replicas: %s", error)
-        return [ask for ask in asks if not ask.answer.done()]
+        return [request for request in requests if not request.picked.done()]
 
-    def _deal(self, asks: list[_Ask], rows: list[tuple[Any, ...]]) -> None:
-        callers: dict[str, KeyOwner] = {}
+    def _distribute(self, requests: list[InferenceRequest], rows: list[tuple[Any, ...]]) -> None:
+        owners: dict[str, Principal] = {}
         replicas: dict[str, list[Replica]] = {}
-        for replica, node, name, text, number, staff in rows:
+        for replica, node, name, text, number, is_admin in rows:
             if replica is None:
-                callers[name] = KeyOwner(number, text, staff)
+                owners[name] = Principal("admin" if is_admin else "user", text, user_id=number)
             else:
                 self._held[replica] += number
                 replicas.setdefault(name, []).extend([Replica(replica, node, name, text)] * number)
-        for ask in asks:
-            caller = callers.get(ask.key_hash)
-            if ask.key_hash and caller is None:
-                _fail(ask, NotAuthenticated("this API key is not valid"))
+        for request in requests:
+            owner = owners.get(request.key_hash)
+            if request.key_hash and owner is None:
+                _fail(request, NotAuthenticated("this API key is not valid"))
                 continue
-            waiting = replicas.get(ask.model)
-            self._answer(ask, caller, waiting.pop() if waiting else None)
+            waiting = replicas.get(request.model)
+            self._answer(request, owner, waiting.pop() if waiting else None)
 
-    def _answer(self, ask: _Ask, caller: KeyOwner | None, replica: Replica | None) -> None:
-        if not ask.answer.done():
-            ask.answer.set_result((caller, replica))
-        elif replica is not None:
-            self.give_back(replica)
+    def _answer(self, request: InferenceRequest, owner: Principal | None, replica: Replica | None) -> None:
+        if request.picked.done():
+            if replica is not None:
+                self.release(replica)
+            return
+        if owner is not None:
+            request.principal, request.key_hash = owner, ""
+        request.replica = replica
+        request.picked.set_result(None)
 
     async def _settle(self) -> None:
-        await self._pool.heal()
-        held, self._given = dict(self._held), Counter()
+        await self._pool.check()
+        held, self._released = dict(self._held), Counter()
         about = {**self._about(), "ids": list(held), "counts": list(held.values())}
         texts = (statements.ANNOUNCE, statements.LOCK_USED, statements.SETTLE)
-        await self._pool.run_together([(text, about) for text in texts])
+        await self._pool.run_in_transaction([(text, about) for text in texts])
         self._unsettled = False
 
 
-def _fail(ask: _Ask, error: Exception) -> None:
-    if not ask.answer.done():
-        ask.answer.set_exception(error)
+def _fail(request: InferenceRequest, error: Exception) -> None:
+    if not request.picked.done():
+        request.picked.set_exception(error)
 
 
-def _wants(asks: Iterable[_Ask], gives: Counter[UUID]) -> str:
-    asked = Counter((ask.model, ask.key_hash) for ask in asks if ask.model)
-    wants = {
-        "keys": list({ask.key_hash for ask in asks if ask.key_hash}),
-        "asks": [{"model": model, "owner": owner, "n": n} for (model, owner), n in asked.items()],
-        "gives": [{"id": replica, "n": n} for replica, n in gives.items()],
+def _exchanged(requests: Iterable[InferenceRequest], released: Counter[UUID]) -> str:
+    picks = Counter((request.model, request.key_hash) for request in requests if request.model)
+    document = {
+        "keys": list({request.key_hash for request in requests if request.key_hash}),
+        "picks": [{"model": model, "key": key, "n": n} for (model, key), n in picks.items()],
+        "releases": [{"id": replica, "n": n} for replica, n in released.items()],
     }
-    return orjson.dumps(wants).decode()
+    return orjson.dumps(document).decode()

@@ -1,8 +1,8 @@
 """The web process's own connections to PostgreSQL, beside Django's: async, autocommit, prepared statements.
 
-One pool a process, opened in the loop that serves, for the hot path and the batched heartbeats. Durability is
-relaxed here: a count lost with a crashed server is put right by the next `Picker` settlement, so no request
-waits for a disk.
+Each process has one pool, opened in the loop that serves, for the hot path and the batched heartbeats.
+Durability is relaxed here: the next settlement of the `Picker` corrects a count that a crashed server lost,
+so no request waits for a disk.
 """
 
 import asyncio
@@ -24,16 +24,16 @@ Connection = psycopg.AsyncConnection[tuple[Any, ...]]
 Parameters = Mapping[str, Any]
 
 UNREACHABLE = (psycopg.OperationalError, psycopg.InterfaceError, PoolTimeout, OSError)
-"""What a statement raises when the database is away rather than the statement wrong."""
+"""What a statement raises when the database is unreachable, not the statement wrong."""
 
 MAX_CONNECTIONS = 6
 _IDLE_SECONDS = 15.0
 """The pool closes one unneeded connection in this time: each is a process of PostgreSQL's."""
 _WAIT_SECONDS = 5.0
 ANSWER_SECONDS = 12.0
-"""Longer than the session's own limits: who has said nothing by then hangs, or is cut off from us."""
-# One plan a statement for good: planning anew costs more than these statements do. No compilation for the
-# same reason. A statement that waits longer than its limit is stuck behind somebody's broken transaction.
+"""Longer than the session's own limits: a server that is still silent hangs or is cut off from us."""
+# Each statement is planned once: planning costs more than executing these statements. No compilation for the
+# same reason. A statement that waits longer than its limit is stuck behind a broken transaction.
 _SESSION = (
     "-c plan_cache_mode=force_generic_plan -c jit=off -c synchronous_commit=off"
     " -c statement_timeout=10s -c lock_timeout=8s -c idle_in_transaction_session_timeout=20s"
@@ -50,10 +50,10 @@ def conninfo(url: str) -> str:
 
 
 class _Bounded(psycopg.AsyncConnection[tuple[Any, ...]]):
-    """A connection on which no round trip waits for ever."""
+    """A connection whose round trips have a time limit."""
 
     async def wait(self, *arguments: Any, **options: Any) -> Any:
-        """What every round trip goes through; raises OperationalError, and is closed, when nothing comes."""
+        """Every round trip goes through here; without an answer it raises OperationalError and closes."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 return await super().wait(*arguments, **options)
@@ -78,31 +78,31 @@ class Pool:
         )
 
     async def open(self) -> None:
-        """Starts connecting; does not wait, so that a web process starts while its database is still away."""
+        """Starts connecting and does not wait, so that a web process can start before its database."""
         await self._pool.open(wait=False)
 
     async def close(self) -> None:
         """Closes every connection."""
         await self._pool.close(timeout=_WAIT_SECONDS)
 
-    async def heal(self) -> None:
-        """Replaces the connections that died while nobody used them."""
+    async def check(self) -> None:
+        """Replaces the connections that died while they were idle."""
         await self._pool.check()
 
     async def rows(self, statement: str, parameters: Parameters) -> list[tuple[Any, ...]]:
-        """Runs one statement in its own transaction and gives its rows."""
+        """Runs one statement in its own transaction and returns its rows."""
         async with self._pool.connection() as connection:
             return await (await connection.execute(statement, parameters)).fetchall()
 
     async def run(self, statement: str, parameters: Parameters) -> int:
-        """Runs one statement in its own transaction and gives the number of rows it touched."""
+        """Runs one statement in its own transaction and returns how many rows it touched."""
         async with self._pool.connection() as connection:
             return (await connection.execute(statement, parameters)).rowcount
 
-    async def run_together(self, statements: list[tuple[str, Parameters]]) -> list[tuple[Any, ...]]:
+    async def run_in_transaction(self, statements: list[tuple[str, Parameters]]) -> list[tuple[Any, ...]]:
         """Runs statements in one transaction, each seeing what others committed before it began.
 
-        Gives the rows of the last one, if it has any.
+        Returns the rows of the last one, if it has any.
         """
         async with self._pool.connection() as connection, connection.transaction():
             for text, values in statements:
@@ -110,10 +110,10 @@ class Pool:
             return await cursor.fetchall() if cursor.description else []
 
 
-class Line:
-    """One connection kept for one kind of statement, which is sent again and again, never two at a time.
+class DedicatedConnection:
+    """One connection kept for one statement that runs again and again, never two at a time.
 
-    A third of what the same costs through a pool. It connects when it is used and after it was lost.
+    It costs a third of the same through a pool. It connects when it is used first and after it was lost.
     """
 
     def __init__(self, url: str) -> None:
@@ -122,9 +122,9 @@ class Line:
         self._cursor: psycopg.AsyncRawCursor[tuple[Any, ...]] | None = None
 
     async def rows(self, statement: str, parameters: Sequence[str]) -> list[tuple[Any, ...]]:
-        """Runs one statement with `$1` marks in its own transaction and gives its rows.
+        """Runs one statement with `$1` placeholders in its own transaction and returns its rows.
 
-        Parameters are texts, because the driver's own conversions cost more than the statement.
+        Parameters are strings, because the driver's own conversions cost more than the statement.
         """
         cursor = self._cursor or await self._connect()
         try:
@@ -166,7 +166,7 @@ async def open_shared() -> Pool:
 
 
 async def close_shared() -> None:
-    """Closes it again."""
+    """Closes the pool of this web process."""
     global _shared
     pool, _shared = _shared, None
     if pool is not None:

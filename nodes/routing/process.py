@@ -1,7 +1,8 @@
 """The row that stands for this web process: made at start, renewed while it lives, removed on a clean stop.
 
-When it falls silent the liveness pass removes the row and subtracts what the process had counted in. A
-process that was only slow notices at its next look and announces itself again, with its counts.
+When the process falls silent, the liveness pass removes the row and subtracts the requests that the process
+had counted in. A process that was only slow notices this at its next heartbeat and announces itself again,
+with its counts.
 """
 
 import asyncio
@@ -14,49 +15,49 @@ from nodes.routing.pool import UNREACHABLE
 
 logger = logging.getLogger(__name__)
 
-BEATS_PER_LIMIT = 3
-"""How often within the silence limit a process says that it lives."""
-BEATS_PER_AUDIT = 12
-"""Every so many beats the counts are compared, against a statement that outlived its connection."""
+HEARTBEATS_PER_LIMIT = 3
+"""How often a process renews its row within the silence limit."""
+HEARTBEATS_PER_AUDIT = 12
+"""After so many heartbeats the counts are settled, in case a statement outlived its connection."""
 
 
-class Presence:
+class ProcessHeartbeat:
     """Keeps the row of one web process."""
 
     def __init__(self, picker: Picker, silence_limit: float) -> None:
         self._picker = picker
-        self._every = silence_limit / BEATS_PER_LIMIT
+        self._interval = silence_limit / HEARTBEATS_PER_LIMIT
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Announces the process; a database that is away only delays it."""
+        """Announces the process; an unreachable database only delays it."""
         await self._announce()
-        self._task = asyncio.create_task(self._keep())
+        self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Gives every count back and removes the row."""
+        """Releases every count and removes the row."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         try:
-            await self._picker.leave()
+            await self._picker.sign_off()
         except UNREACHABLE as error:
             logger.warning("Could not sign off, the liveness pass will: %s", error)
 
-    async def _keep(self) -> None:
-        beats = 0
+    async def _run(self) -> None:
+        heartbeats = 0
         while True:
-            await asyncio.sleep(self._every)
-            beats += 1
+            await asyncio.sleep(self._interval)
+            heartbeats += 1
             try:
-                alive = await self._picker.seen()
+                known = await self._picker.renew()
             except UNREACHABLE as error:
-                logger.warning("Cannot say that this process lives: %s", error)
+                logger.warning("Cannot renew the row of this process: %s", error)
                 continue
-            if not alive:
+            if not known:
                 logger.warning("This process was taken for dead; it announces itself again")
-            if not alive or beats % BEATS_PER_AUDIT == 0:
+            if not known or heartbeats % HEARTBEATS_PER_AUDIT == 0:
                 await self._announce()
 
     async def _announce(self) -> None:

@@ -8,8 +8,8 @@ import pytest
 from django.contrib.auth import get_user_model
 
 from localai_cluster import clock
+from localai_cluster.accounts.credentials import identify, principal_of
 from localai_cluster.accounts.models import ApiKey
-from localai_cluster.accounts.principals import by_credential
 from nodes.models import BackendNode, NodeEvent, NodeModel
 from nodes.registry import services
 from tests.support import api
@@ -82,7 +82,7 @@ def test_an_agent_gets_its_token_with_its_approval() -> None:
     node = pending("agent-1", node_type="agent", address="")
     token = do(node, "approve").json()["api_token"]
     assert token.startswith("lai-")
-    found = by_credential(token)
+    found = principal_of(identify(token))
     assert found is not None
     assert found.kind == "user"
     shown = api.admin().get(f"/api/nodes/{node.id}").content + api.admin().get("/api/nodes").content
@@ -305,7 +305,7 @@ def test_a_removed_agent_takes_its_user_and_key_along() -> None:
     token = do(node, "approve").json()["api_token"]
     users = get_user_model().objects.count()
     assert api.admin().delete(f"/api/nodes/{node.id}").status_code == 200
-    assert by_credential(token) is None
+    assert not principal_of(identify(token)).is_authenticated
     assert (get_user_model().objects.count(), ApiKey.objects.count()) == (users - 1, 0)
 
 

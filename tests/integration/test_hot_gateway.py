@@ -12,7 +12,7 @@ import pytest
 from pytest_django import Settings
 
 from localai_cluster import clock
-from localai_cluster.accounts.principals import KEY_PREFIX, hash_secret
+from localai_cluster.accounts.principals import AGENT_PREFIX, KEY_PREFIX, hash_secret
 from localai_cluster.asgi import application
 from localai_cluster.rpc.client import BackendClient
 from nodes.models import NodeModel, ReplicaUse
@@ -88,7 +88,7 @@ def test_answers_in_both_encodings() -> None:
         body = {"model": "echo", "input": texts[7], "encoding_format": "base64", "user": "u"}
         packed = await reply(client.post("/embeddings/", body))
         raw = base64.b64decode(packed.body["data"][0]["embedding"])
-        assert list(struct.unpack("<24f", raw)) == many.body["data"][7]["embedding"]
+        assert raw == struct.pack("<24f", *many.body["data"][7]["embedding"])
 
     with_engine(scenario, "dims:24")
 
@@ -156,6 +156,17 @@ def test_refusals_in_order() -> None:
     assert replies[11].body["error"]["param"] == "input"
 
 
+def test_an_agent_node_calls_models_with_its_own_key() -> None:
+    """§7: inference is open to agent nodes, by the key that their registration gave them."""
+
+    async def scenario(_: hot.Client, __: Any) -> hot.Reply:
+        key = AGENT_PREFIX + "c" * 64
+        await hot.in_thread(lambda: hot.api_key(hash_secret(key), user="agent-one"))
+        return await reply(hot.Client(application, key=key).post(PATH, {"model": "echo", "input": "a"}))
+
+    assert with_engine(scenario).status == 200
+
+
 def test_no_credential_means_no_body_is_read() -> None:
     """A request without any credential is refused before its body is asked for."""
 
@@ -187,11 +198,11 @@ def test_two_statements_with_a_database_held_key() -> None:
     async def scenario(_admin: hot.Client, picker: hot.CountedPicker) -> int:
         await hot.in_thread(lambda: hot.api_key(hash_secret(KEY)))
         client = hot.Client(application, key=KEY)
-        before = picker.line.executed
+        before = picker.connection.executed
         for _ in range(10):
             answered = await reply(client.post(PATH, {"model": "echo", "input": ["a", "b"]}))
             assert answered.status == 200
-        return picker.line.executed - before
+        return picker.connection.executed - before
 
     assert with_engine(scenario) <= 20
 

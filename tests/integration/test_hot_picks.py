@@ -18,13 +18,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localai_cluster import clock, procs
+from localai_cluster.accounts import credentials
+from localai_cluster.accounts.credentials import StoredKey
+from localai_cluster.accounts.principals import ANONYMOUS
 from localai_cluster.errors import NotAuthenticated
 from nodes.models import BackendNode, NodeModel, ReplicaUse
 from nodes.reconcilers import liveness
 from nodes.replicas import hooks, statements
 from nodes.replicas.hooks import Removed
 from nodes.routing import pool, process
-from nodes.routing.picks import Picker, Replica
+from nodes.routing.picks import Picker
+from nodes.routing.request import InferenceRequest, Replica
 from tests.support import hot
 from tests.support.effort import EFFORT
 from tests.support.policy import Candidate, spread
@@ -39,11 +43,11 @@ async def flushed(picker: Picker) -> None:
 
 async def nothing_waits(picker: Picker) -> bool:
     await picker.idle()
-    return not picker._given
+    return not picker._released
 
 
-async def take(picker: Picker, model: str = "echo") -> Replica:
-    _, replica = await picker.take(model)
+async def acquire(picker: Picker, model: str = "echo") -> Replica:
+    replica = await picker.acquire(InferenceRequest(model=model))
     assert replica is not None
     return replica
 
@@ -68,12 +72,12 @@ def test_fifty_at_once_over_three_replicas() -> None:
 
     async def scenario() -> tuple[Counter[str], int]:
         async with hot.picker() as picker:
-            taken = await asyncio.gather(*(take(picker) for _ in range(50)))
+            taken = await asyncio.gather(*(acquire(picker) for _ in range(50)))
             seen = Counter(replica.address for replica in taken)
             for replica in taken:
-                picker.give_back(replica)
+                picker.release(replica)
             await picker.settle()
-            return seen, picker.line.executed
+            return seen, picker.connection.executed
 
     seen, executed = asyncio.run(scenario())
     assert sorted(seen.values()) == [16, 17, 17]
@@ -90,13 +94,13 @@ def test_one_request_costs_two_statements() -> None:
     async def scenario() -> int:
         async with hot.picker() as picker:
             for _ in range(5):
-                caller, replica = await picker.take("echo", "h1")
-                assert caller is not None
+                request = InferenceRequest(model="echo", key_hash="h1")
+                replica = await picker.acquire(request)
                 assert replica is not None
-                assert caller.name == "someone"
-                picker.give_back(replica)
+                assert (request.principal.name, request.key_hash) == ("someone", "")
+                picker.release(replica)
                 await flushed(picker)
-            return picker.line.executed
+            return picker.connection.executed
 
     assert asyncio.run(scenario()) == 10
 
@@ -114,7 +118,7 @@ def test_only_loaded_replicas_on_healthy_backend_nodes() -> None:
 
     async def scenario() -> Replica | None:
         async with hot.picker() as picker:
-            return (await picker.take("echo"))[1]
+            return await picker.acquire(InferenceRequest(model="echo"))
 
     assert asyncio.run(scenario()) is None
 
@@ -125,19 +129,46 @@ def test_only_valid_keys_are_served_and_counted() -> None:
     hot.api_key("good", "a")
     hot.api_key("revoked", "b", revoked_at=clock.now())
     hot.api_key("asleep", "c", active=False)
-    User.objects.filter(username="a").update(is_staff=True)
+    keys = ("good", "revoked", "asleep", "unknown", "good")
+    requests = [InferenceRequest(model="echo", key_hash=key) for key in keys]
+    without_model = InferenceRequest(key_hash="good")
 
     async def scenario() -> list[Any]:
         async with hot.picker() as picker:
-            asks = [picker.take("echo", key) for key in ("good", "revoked", "asleep", "unknown", "good")]
-            return await asyncio.gather(*asks, picker.take("", "good"), return_exceptions=True)
+            asked = [picker.acquire(request) for request in (*requests, without_model)]
+            return await asyncio.gather(*asked, return_exceptions=True)
 
-    good, *bad, again, only_caller = asyncio.run(scenario())
-    assert good[0].is_staff
-    assert good[1] == again[1]
-    assert only_caller == (good[0], None)
+    good, *bad, again, nothing = asyncio.run(scenario())
+    assert good == again == requests[0].replica
+    assert nothing is None
     assert [type(error) for error in bad] == [NotAuthenticated] * 3
+    assert {request.principal.name for request in (requests[0], requests[4], without_model)} == {"a"}
+    assert {request.principal for request in requests[1:4]} == {ANONYMOUS}
     assert hot.counts() == {"127.0.0.1:50000": 2}
+
+
+def test_rest_and_the_hot_path_agree_on_every_stored_key() -> None:
+    """One rule says which keys are valid and whose they are, by ORM and by the hot path's statement."""
+    hot.api_key("user", "a")
+    hot.api_key("staff", "b")
+    hot.api_key("superuser", "c")
+    hot.api_key("revoked", "d", revoked_at=clock.now())
+    hot.api_key("asleep", "e", active=False)
+    User.objects.filter(username="b").update(is_staff=True)
+    User.objects.filter(username="c").update(is_superuser=True)
+    requests = {
+        key: InferenceRequest(key_hash=key) for key in ("user", "staff", "superuser", "revoked", "asleep")
+    }
+
+    async def scenario() -> None:
+        async with hot.picker() as picker:
+            asked = [picker.acquire(request) for request in requests.values()]
+            await asyncio.gather(*asked, return_exceptions=True)
+
+    asyncio.run(scenario())
+    by_orm = {key: credentials.principal_of(StoredKey(key)) for key in requests}
+    assert {key: request.principal for key, request in requests.items()} == by_orm
+    assert [who.kind for who in by_orm.values()] == ["user", "admin", "admin", "anonymous", "anonymous"]
 
 
 def test_two_processes_stay_exact() -> None:
@@ -149,14 +180,14 @@ def test_two_processes_stay_exact() -> None:
 
     async def client(picker: Picker, requests: int) -> None:
         for _ in range(requests):
-            replica = await take(picker)
+            replica = await acquire(picker)
             await asyncio.sleep(0)
-            picker.give_back(replica)
+            picker.release(replica)
 
     async def scenario() -> tuple[list[Replica], list[Replica]]:
         async with hot.picker() as one, hot.picker() as two:
             await asyncio.gather(*(client(picker, 20) for picker in (one, two) for _ in range(20)))
-            left = [await take(one) for _ in range(4)], [await take(two) for _ in range(3)]
+            left = [await acquire(one) for _ in range(4)], [await acquire(two) for _ in range(3)]
             await asyncio.gather(one.settle(), two.settle())
             return left
 
@@ -175,18 +206,18 @@ def test_a_process_taken_for_dead_cannot_subtract_twice() -> None:
 
     async def scenario() -> None:
         async with hot.picker() as dead, hot.picker() as alive:
-            first, _, _ = [await take(dead) for _ in range(3)]
-            await take(alive)
+            first, _, _ = [await acquire(dead) for _ in range(3)]
+            await acquire(alive)
             await asyncio.to_thread(check, 4)
             await asyncio.to_thread(forget, dead)
             await asyncio.to_thread(check, 1)
-            dead.give_back(first)
+            dead.release(first)
             await flushed(dead)
             await asyncio.to_thread(check, 1)
-            assert not await dead.seen()
+            assert not await dead.renew()
             await dead.settle()
             await asyncio.to_thread(check, 3)
-            assert await dead.seen()
+            assert await dead.renew()
 
     def forget(picker: Picker) -> None:
         declare_dead(picker)
@@ -207,8 +238,8 @@ def test_a_pick_after_being_taken_for_dead_announces_the_process() -> None:
     async def scenario() -> None:
         async with hot.picker() as picker:
             await asyncio.to_thread(removed, picker)
-            await take(picker)
-            await take(picker)
+            await acquire(picker)
+            await acquire(picker)
 
     def removed(picker: Picker) -> None:
         declare_dead(picker)
@@ -224,12 +255,12 @@ def test_lost_connections_lose_no_count() -> None:
 
     async def scenario() -> None:
         async with hot.picker() as picker:
-            held = [await take(picker) for _ in range(3)]
+            held = [await acquire(picker) for _ in range(3)]
             await asyncio.to_thread(cut_connections)
-            picker.give_back(held.pop())
-            await take(picker)
+            picker.release(held.pop())
+            await acquire(picker)
             await asyncio.to_thread(cut_connections)
-            picker.give_back(held.pop())
+            picker.release(held.pop())
             await picker.settle()
             assert picker.in_flight() == 2
 
@@ -243,10 +274,10 @@ def test_clean_stop_gives_everything_back() -> None:
 
     async def scenario() -> None:
         async with hot.picker() as picker:
-            presence = process.Presence(picker, silence_limit=15)
-            await presence.start()
-            await asyncio.gather(*(take(picker) for _ in range(5)))
-            await presence.stop()
+            heartbeat = process.ProcessHeartbeat(picker, silence_limit=15)
+            await heartbeat.start()
+            await asyncio.gather(*(acquire(picker) for _ in range(5)))
+            await heartbeat.stop()
 
     asyncio.run(scenario())
     assert list(hot.counts().values()) == [0]
@@ -259,7 +290,7 @@ def test_a_cancelled_caller_leaves_no_count() -> None:
 
     async def scenario() -> None:
         async with hot.picker() as picker:
-            tasks = [asyncio.create_task(take(picker)) for _ in range(10)]
+            tasks = [asyncio.create_task(acquire(picker)) for _ in range(10)]
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             for task in tasks[::2]:
@@ -281,10 +312,10 @@ def test_removal_is_by_id_and_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def scenario() -> tuple[bool, bool]:
         async with hot.picker() as picker:
-            replica = await take(picker)
+            replica = await acquire(picker)
             stale = Replica(replica.id, replica.node_id, replica.model, "127.0.0.1:9")
             kept, gone = await picker.remove(stale), await picker.remove(replica)
-            picker.give_back(replica)
+            picker.release(replica)
             await picker.settle()
             return kept, gone
 
@@ -302,14 +333,14 @@ def test_removal_races_with_picks() -> None:
 
     async def scenario() -> None:
         async with hot.picker() as one, hot.picker() as two:
-            dead = await take(one)
+            dead = await acquire(one)
 
             async def busy() -> None:
                 for _ in range(50):
-                    two.give_back(await take(two))
+                    two.release(await acquire(two))
 
             await asyncio.gather(busy(), busy(), one.remove(dead), busy())
-            one.give_back(dead)
+            one.release(dead)
             await asyncio.gather(one.settle(), two.settle())
 
     asyncio.run(scenario())
@@ -367,7 +398,9 @@ def test_orm_twin_agrees() -> None:
 
     async def scenario() -> Counter[UUID]:
         async with hot.picker() as picker:
-            return Counter(replica.id for replica in await asyncio.gather(*(take(picker) for _ in range(11))))
+            return Counter(
+                replica.id for replica in await asyncio.gather(*(acquire(picker) for _ in range(11)))
+            )
 
     assert asyncio.run(scenario()) == by_orm == spread(before, 11, now)
 
@@ -379,13 +412,13 @@ def test_a_database_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatc
 
     async def scenario() -> None:
         async with hot.picker() as picker:
-            picker.give_back(await take(picker))
+            picker.release(await acquire(picker))
             await flushed(picker)
-            assert picker.line._connection is not None
-            backend = picker.line._connection.info.backend_pid
+            assert picker.connection._connection is not None
+            backend = picker.connection._connection.info.backend_pid
             os.kill(backend, signal.SIGSTOP)
             try:
-                picker.give_back(await asyncio.wait_for(take(picker), 120))
+                picker.release(await asyncio.wait_for(acquire(picker), 120))
             finally:
                 os.kill(backend, signal.SIGCONT)
 
@@ -406,8 +439,8 @@ def about(owner: UUID, now: datetime) -> dict[str, Any]:
 
 
 def wanted(owner: UUID, requests: int, now: datetime) -> tuple[str, str, str]:
-    asks = [{"model": "echo", "owner": "", "n": requests}] if requests else []
-    return str(owner), now.isoformat(), json.dumps({"keys": [], "gives": [], "asks": asks})
+    picks = [{"model": "echo", "key": "", "n": requests}] if requests else []
+    return str(owner), now.isoformat(), json.dumps({"keys": [], "releases": [], "picks": picks})
 
 
 def insert(raw: psycopg.Connection[Any], number: int, candidate: Candidate, now: datetime) -> None:
@@ -453,7 +486,7 @@ def test_a_caller_who_leaves_in_the_very_turn_of_the_answer_is_counted_out() -> 
 
     async def scenario() -> int:
         async with hot.picker() as picker:
-            asking = asyncio.create_task(picker.take("echo"))
+            asking = asyncio.create_task(acquire(picker))
             answer = picker._answer
 
             def answer_and_leave(*values: Any) -> None:

@@ -148,7 +148,7 @@ async def test_a_web_process_hears_of_a_change(database: Counted, monkeypatch: p
     """The NOTIFY of a revoked secret reaches the memory of a process that listens, before its age does."""
     monkeypatch.setattr(known, "MAX_AGE", 600.0)
     node, memory = await made(), known.shared()
-    listening = asyncio.create_task(gateway._hear(Hints()))
+    listening = asyncio.create_task(gateway._listen(Hints()))
     try:
 
         async def remembered() -> bool:

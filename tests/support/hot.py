@@ -19,8 +19,8 @@ from nodes.inference import gateway
 from nodes.loading.wait import Loads
 from nodes.models import BackendNode, NodeModel, ReplicaState, WebProcess
 from nodes.routing.picks import Picker
-from nodes.routing.pool import Line, Pool
-from nodes.routing.process import Presence
+from nodes.routing.pool import DedicatedConnection, Pool
+from nodes.routing.process import ProcessHeartbeat
 from operations.executor.waiting import Hints
 from tests.support.backends import TOKEN
 from tests.support.environment import API_KEY
@@ -58,7 +58,7 @@ def api_key(key_hash: str, user: str = "someone", *, active: bool = True, **fiel
     return ApiKey.objects.create(user=owner, name="key", prefix="lac-", key_hash=key_hash, **fields)
 
 
-class CountingLine(Line):
+class CountingConnection(DedicatedConnection):
     """A connection that counts what it executes."""
 
     executed = 0
@@ -73,8 +73,8 @@ class CountedPicker(Picker):
     """A picker whose statements are counted."""
 
     def __init__(self, pool: Pool) -> None:
-        self.line = CountingLine(database_url())
-        super().__init__(pool, self.line)
+        self.connection = CountingConnection(database_url())
+        super().__init__(pool, self.connection)
 
 
 @asynccontextmanager
@@ -87,7 +87,7 @@ async def picker() -> AsyncIterator[CountedPicker]:
         await made.settle()
         yield made
     finally:
-        await made.line.close()
+        await made.connection.close()
         await pool.close()
 
 
@@ -107,17 +107,17 @@ async def serving(token: str = TOKEN) -> AsyncIterator[CountedPicker]:
     hints = Hints()
     clients, loads = ClientPool(token), Loads(hints)
     async with picker() as made:
-        hearing = asyncio.create_task(gateway._hear(hints))
-        presence = Presence(made, 15)
+        listener = asyncio.create_task(gateway._listen(hints))
+        heartbeat = ProcessHeartbeat(made, 15)
         gateway._running = gateway._Running(
-            gateway.Gateway(made, clients, loads), presence, clients, loads, hearing
+            gateway.Gateway(made, clients, loads), heartbeat, clients, loads, listener
         )
         try:
             yield made
         finally:
             gateway._running = None
-            hearing.cancel()
-            await asyncio.gather(hearing, return_exceptions=True)
+            listener.cancel()
+            await asyncio.gather(listener, return_exceptions=True)
             await loads.close()
             await made.settle()
             await clients.close()

@@ -21,23 +21,24 @@ from localai_cluster.rpc.errors import (
     Refused,
     Rejected,
 )
-from nodes.inference.gateway import MAX_REPLICAS, Ask, Gateway, wait_until
-from nodes.loading.wait import Asker, Loads
-from nodes.routing.picks import Picker, Replica
+from nodes.inference.gateway import MAX_REPLICAS, Gateway
+from nodes.loading.wait import Loads
+from nodes.routing.picks import Picker
+from nodes.routing.request import InferenceRequest, Replica
 
 
 class Replicas:
     """As many replicas as are asked for, all of them alive. Picker and clients in one."""
 
     def __init__(self) -> None:
-        self.taken = self.given_back = 0
+        self.acquired = self.released = 0
 
-    async def take(self, model: str, key_hash: str) -> tuple[None, Replica]:
-        self.taken += 1
-        return None, Replica(uuid4(), uuid4(), model, f"127.0.0.1:{self.taken}")
+    async def acquire(self, request: InferenceRequest) -> Replica:
+        self.acquired += 1
+        return Replica(uuid4(), uuid4(), request.model, f"127.0.0.1:{self.acquired}")
 
-    def give_back(self, replica: Replica) -> None:
-        self.given_back += 1
+    def release(self, replica: Replica) -> None:
+        self.released += 1
 
     async def remove(self, replica: Replica) -> bool:
         return True
@@ -55,11 +56,11 @@ class Played:
     def __init__(self, errors: Sequence[BackendError]) -> None:
         self.errors = list(errors)
         self.deadlines: list[float] = []
-        self.ask = Ask("echo", Asker("somebody"), "", wait_until())
+        self.request = InferenceRequest(model="echo")
         self.replicas = Replicas()
 
-    async def work(self, engine: Any, deadline: float) -> str:
-        self.deadlines.append(deadline)
+    async def work(self, engine: Any) -> str:
+        self.deadlines.append(self.request.deadline)
         if self.errors:
             raise self.errors.pop(0)
         return "answer"
@@ -68,10 +69,9 @@ class Played:
         """The answer, or the error that the caller gets."""
         picker, clients = cast(Picker, self.replicas), cast(ClientPool, self.replicas)
         try:
-            answer, _ = asyncio.run(Gateway(picker, clients, cast(Loads, None)).run(self.ask, self.work))
+            return asyncio.run(Gateway(picker, clients, cast(Loads, None)).run(self.request, self.work))
         finally:
-            assert self.replicas.taken == self.replicas.given_back
-        return answer
+            assert self.replicas.acquired == self.replicas.released
 
 
 @pytest.mark.parametrize("error", [Rejected, BackendFailed, DeadlineExceeded])
@@ -79,7 +79,7 @@ def test_after_one_loss_an_error_that_is_an_answer_ends_the_request(error: type[
     played = Played([Lost(), error(), Busy()])
     with pytest.raises(error):
         played.run()
-    assert played.replicas.taken == 2
+    assert played.replicas.acquired == 2
 
 
 @pytest.mark.parametrize(
@@ -88,21 +88,21 @@ def test_after_one_loss_an_error_that_is_an_answer_ends_the_request(error: type[
 def test_a_replica_that_did_no_work_is_replaced_and_a_lost_one_once(errors: list[BackendError]) -> None:
     played = Played(errors)
     assert played.run() == "answer"
-    assert played.replicas.taken == len(played.deadlines)
+    assert played.replicas.acquired == len(played.deadlines)
 
 
 def test_a_second_loss_ends_the_request() -> None:
     played = Played([Lost(), Busy(), Lost()])
     with pytest.raises(Lost):
         played.run()
-    assert played.replicas.taken == 3
+    assert played.replicas.acquired == 3
 
 
 def test_a_request_tries_so_many_replicas_and_no_more() -> None:
     played = Played([Busy() for _ in range(MAX_REPLICAS + 1)])
     with pytest.raises(Busy):
         played.run()
-    assert played.replicas.taken == MAX_REPLICAS
+    assert played.replicas.acquired == MAX_REPLICAS
 
 
 def test_the_time_limit_is_one_budget_over_all_attempts(settings: Settings) -> None:
@@ -112,5 +112,5 @@ def test_the_time_limit_is_one_budget_over_all_attempts(settings: Settings) -> N
     played = Played([Refused(), Lost(), Busy()])
     assert played.run() == "answer"
     assert len(played.deadlines) == 4
-    assert set(played.deadlines) == {played.ask.wait_until}
+    assert set(played.deadlines) == {played.request.wait_until}
     assert before + 30 <= played.deadlines[0] <= clock.monotonic() + 30

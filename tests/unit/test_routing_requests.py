@@ -54,11 +54,29 @@ def test_wrong_fields_are_named(change: dict[str, Any], field: str) -> None:
     assert refused.value.field == field
 
 
+def test_the_first_wrong_field_is_named_whatever_the_order_of_the_body() -> None:
+    """Fields are checked in one order; the message gives the path into a list."""
+    with pytest.raises(InvalidInput) as refused:
+        parse({"dimensions": 0, "input": 5, "model": 5, "user": 5, "encoding_format": "hex"})
+    assert refused.value.field == "encoding_format"
+    with pytest.raises(InvalidInput, match=r"^input\[1\]: ") as refused:
+        parse({"dimensions": 0, "input": ["a", 5], "model": "m"})
+    assert refused.value.field == "input"
+
+
+def test_a_refusal_quotes_little_and_is_not_misled_by_it() -> None:
+    """The value that is quoted may be of any length and may look like the library's own text."""
+    with pytest.raises(InvalidInput) as refused:
+        parse(GOOD | {"encoding_format": "hex" * 1000 + " - at `$.model`"})
+    assert refused.value.field == "encoding_format"
+    assert len(refused.value.message) < 300
+
+
 def test_what_clients_send_is_accepted() -> None:
     """A text or a list of texts; `user`, `encoding_format` and unknown fields are fine."""
     assert parse(GOOD).texts == ["a"]
     assert parse(GOOD | {"input": ["a", "b"]}).texts == ["a", "b"]
-    assert parse(GOOD | {"encoding_format": "base64", "user": "u", "new": 1}).as_base64
+    assert parse(GOOD | {"encoding_format": "base64", "user": "u", "new": 1}).encoding_format == "base64"
     assert parse(GOOD | {"encoding_format": None, "dimensions": 3}).dimensions == 3
     assert len(parse(GOOD | {"input": "a" * MAX_TEXT_BYTES}).texts[0]) == MAX_TEXT_BYTES
 

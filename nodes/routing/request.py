@@ -1,0 +1,52 @@
+"""One request of the inference edge: a single object that each station on its way fills in.
+
+The endpoint fills in the caller, where the request comes from, and the body; the surface the model and how
+long to wait; the gateway the time limit; the picker the confirmed caller and the replica.
+"""
+
+import asyncio
+import math
+from dataclasses import dataclass, field
+from uuid import UUID
+
+from localai_cluster.accounts.principals import ANONYMOUS, Principal
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A picked replica; it counts as in flight until it is released."""
+
+    id: UUID
+    node_id: UUID
+    model: str
+    address: str
+
+
+@dataclass(slots=True, eq=False)
+class InferenceRequest:
+    """One request and what is known of it so far."""
+
+    principal: Principal = ANONYMOUS
+    key_hash: str = ""
+    """Of a stored key that no statement has confirmed yet; until then `principal` is anonymous."""
+    client_address: str = ""
+    request_id: str = ""
+    body: bytes = b""
+    model: str = ""
+    """Empty until the surface has found its definition."""
+    wait_until: float = math.inf
+    """When it stops waiting for a load, on the monotonic clock; infinite without a limit."""
+    deadline: float = math.inf
+    """When the answer must be complete, on the monotonic clock; set with the first replica."""
+    replica: Replica | None = None
+    """The replica of the latest pick."""
+    picked: "asyncio.Future[None]" = field(init=False, repr=False)
+    """Done when the picker has decided; each pick makes a new one."""
+    pick_attempts: int = 0
+    """Statements that failed during the latest pick."""
+
+    def begin_pick(self) -> "asyncio.Future[None]":
+        """Starts a pick, the first one or another; what it returns is done when the picker has decided."""
+        self.replica, self.pick_attempts = None, 0
+        self.picked = asyncio.get_running_loop().create_future()
+        return self.picked
