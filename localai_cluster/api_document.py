@@ -31,7 +31,7 @@ def _component(serializer: str) -> Operation:
 OPERATIONS_SOCKET: Operation = {
     "operationId": "ws_operations",
     "tags": ["operations"],
-    "summary": "WebSocket: a snapshot of the operations, then every change by sequence number.",
+    "summary": "Subscribe to operations (WebSocket)",
     "description": (
         'The first message is `{"type":"snapshot","seq":N,"operations":[…]}`; every change follows as '
         '`{"type":"delta","seq":N,"operation":{…}}`, without gaps. With `?since=N` only what changed after N '
@@ -71,7 +71,7 @@ _READINESS = {
 HEALTHZ: Operation = {
     "operationId": "healthz",
     "tags": ["health"],
-    "summary": "Whether the web process answers.",
+    "summary": "Check that the web process is alive",
     "security": [],
     "responses": {"200": {"description": "It does.", "content": json_body({"type": "object"})}},
 }
@@ -80,7 +80,7 @@ HEALTHZ: Operation = {
 READYZ: Operation = {
     "operationId": "readyz",
     "tags": ["health"],
-    "summary": "Whether everything that a request needs is there; names each dependency.",
+    "summary": "Check that the web process is ready",
     "security": [],
     "responses": {
         "200": {"description": "Ready.", "content": json_body(_READINESS)},

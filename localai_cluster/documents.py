@@ -40,6 +40,7 @@ class SchemaView(APIView):
 
     @extend_schema(
         operation_id="schema",
+        summary="Download the OpenAPI document",
         tags=["documents"],
         responses={200: OpenApiResponse(OpenApiTypes.OBJECT, "This document."), **refusals(401)},
     )

@@ -131,6 +131,7 @@ AUTH_PASSWORD_VALIDATORS = [
 
 LANGUAGE_CODE = "en"
 USE_I18N = False
+FORMAT_MODULE_PATH = "localai_cluster.web.formats"
 USE_TZ = True
 TIME_ZONE = "UTC"
 STATIC_URL = "/static/"

@@ -20,12 +20,13 @@ class FeaturesView(APIView):
 
     @extend_schema(
         operation_id="features",
+        summary="List supported features",
         tags=["session"],
         responses={200: shapes.FeaturesSerializer, **refusals(401, 403)},
         examples=[shapes.FEATURES],
     )
     def get(self, request: Request) -> Response:
-        """Which parts of the reference's UI have something behind them: the cluster, and no other (§5.1)."""
+        """The features of the reference that this product supports (§5.1)."""
         names = shapes.FeaturesSerializer().fields.keys()
         return Response({**dict.fromkeys(names, False), "distributed": True})
 
@@ -38,13 +39,14 @@ class BrandingView(APIView):
 
     @extend_schema(
         operation_id="branding",
+        summary="Show name and logos",
         tags=["session"],
         auth=[],
         responses={200: OpenApiResponse(shapes.BrandingSerializer, "Everything built-in.")},
         examples=[shapes.BRANDING],
     )
     def get(self, request: Request) -> Response:
-        """The built-in name and pictures: an installation has none of its own."""
+        """The built-in name and logos; they cannot be customised."""
         return Response(dict.fromkeys(shapes.BrandingSerializer().fields, ""))
 
 
@@ -55,6 +57,7 @@ class VersionView(APIView):
 
     @extend_schema(
         operation_id="version",
+        summary="Show the version",
         tags=["session"],
         responses={200: shapes.VersionSerializer, **refusals(401, 403)},
         examples=[shapes.VERSION],

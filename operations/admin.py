@@ -1,10 +1,14 @@
-"""Operations in Django's admin: to look at, not to touch."""
+"""Operations in Django's admin: read-only."""
 
 from django.contrib import admin
 from django.http import HttpRequest
+from django_q.admin import ScheduleAdmin
 
 from localai_cluster.web.admin import Observed, TabularInline
 from operations.models import ControllerBeat, Operation, OperationTarget, Sequence
+
+# The library shows the method's name as the column's.
+setattr(ScheduleAdmin.get_last_run, "short_description", "last run")  # noqa: B010 - as Django reads it
 
 
 class TargetInline(TabularInline):
@@ -44,13 +48,13 @@ class OperationTargetAdmin(Observed):
 
 @admin.register(Sequence)
 class SequenceAdmin(Observed):
-    """The counter behind the numbers of changes."""
+    """The sequence behind the numbers of changes."""
 
     list_display = ("id", "value")
 
 
 @admin.register(ControllerBeat)
 class ControllerBeatAdmin(Observed):
-    """Which controllers there are."""
+    """Running controllers."""
 
     list_display = ("owner", "seen_at", "bus_connected")

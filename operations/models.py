@@ -181,7 +181,7 @@ class OperationTarget(models.Model):
 
     class Meta:
         db_table = "operation_targets"
-        verbose_name, verbose_name_plural = "operation target", "operation targets"
+        verbose_name, verbose_name_plural = "operation by node", "operations by node"
         ordering = ("node_name",)
         constraints = [
             models.UniqueConstraint(name="target_once", fields=["operation", "node_id"]),
@@ -204,7 +204,7 @@ class Sequence(models.Model):
 
     class Meta:
         db_table = "operation_sequence"
-        verbose_name, verbose_name_plural = "change counter", "change counter"
+        verbose_name, verbose_name_plural = "change sequence", "change sequence"
         constraints = [models.CheckConstraint(name="sequence_single_row", condition=Q(id=1))]
 
     def __str__(self) -> str:

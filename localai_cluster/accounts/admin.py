@@ -1,4 +1,4 @@
-"""Users' API keys: made here, shown once, revoked here; and who has not chosen a password yet."""
+"""Users' API keys, which are created and revoked here, and initial passwords that are still in use."""
 
 from typing import Any
 
@@ -30,18 +30,18 @@ class ApiKeyAdmin(ModelAdmin):
             return
         made, plain = principals.create_api_key(obj.user, obj.name)
         obj.pk, obj.prefix, obj.key_hash = made.pk, made.prefix, made.key_hash
-        self.message_user(request, f"The key, shown only now: {plain}", messages.WARNING)
+        self.message_user(request, f"API key, shown only once: {plain}", messages.WARNING)
 
 
 @admin.register(InitialPassword)
 class InitialPasswordAdmin(ModelAdmin):
-    """Users whose generated password was not changed yet; a row goes with its user, so it can be deleted."""
+    """Users who have not changed their generated password; a row is deleted with its user."""
 
     list_display = ("user", "created_at")
     list_select_related = ("user",)
 
     def has_add_permission(self, request: HttpRequest) -> bool:
-        """The cluster alone knows which passwords it has generated."""
+        """Only the cluster adds one, with the password that it generates."""
         return False
 
     def has_change_permission(self, request: HttpRequest, obj: InitialPassword | None = None) -> bool:

@@ -1,8 +1,9 @@
 """The admin's site: people come in by the product's own sign-in, whose failures are counted.
 
-What Django's own site does with a visitor it does not admit is to send him to its sign-in page. Here that one
-only finds out where he has to go. The module lies outside of `nodes.admin`, whose modules register with the
-site while they are imported.
+Django's own site sends visitors whom it does not admit to its sign-in page. Here that page only redirects
+to the right one. The index lists what an administrator works with first; tables that only help to look
+inside the cluster follow under one heading. The module lies outside of `nodes.admin`, whose modules
+register with the site while they are imported.
 """
 
 from typing import Any
@@ -17,24 +18,76 @@ from django.utils.http import url_has_allowed_host_and_scheme
 
 from localai_cluster.accounts import passwords
 
+APP_NAMES = {
+    "nodes": "Nodes and models",
+    "operations": "Operations",
+    "accounts": "API keys",
+    "auth": "Users and groups",
+    "django_q": "Schedules",
+}
+"""Apps by their label, in the order of the index."""
+INTERNAL = frozenset(
+    {
+        "ControllerBeat",
+        "Failure",
+        "InitialPassword",
+        "ModelLoadInfo",
+        "OperationTarget",
+        "OrmQ",
+        "PendingBackendOp",
+        "ReplicaUse",
+        "Sequence",
+        "Success",
+        "WebProcess",
+    }
+)
+"""Models whose tables are there to look inside the cluster."""
+
+
+def _rank(app: Any) -> int:
+    order = list(APP_NAMES)
+    return order.index(app["app_label"]) if app["app_label"] in order else len(order)
+
+
+def _internal_tables(models: list[Any]) -> dict[str, Any]:
+    return {
+        "name": "Internal tables",
+        "app_label": "internal",
+        "app_url": "",
+        "has_module_perms": True,
+        "models": sorted(models, key=lambda model: str(model["name"])),
+    }
+
 
 class Site(AdminSite):
-    """For staff whose password is their own."""
+    """For staff who have changed a generated password."""
 
     site_header = site_title = "LocalAI Cluster"
-    index_title = "Registry and operations"
+    index_title = "Administration"
     site_url = settings.LOGIN_REDIRECT_URL
 
     def get_urls(self) -> list[Any]:
         """Django's, without its way to an object's public page: no object has one, and odd ids break it."""
         return [url for url in super().get_urls() if getattr(url, "name", "") != "view_on_site"]
 
+    def get_app_list(self, request: HttpRequest, app_label: str | None = None) -> list[Any]:
+        """Django's list with names for people; internal tables come last, under a heading of their own."""
+        apps = super().get_app_list(request, app_label)
+        internal: list[Any] = []
+        for app in apps:
+            app["name"] = APP_NAMES.get(app["app_label"], app["name"])
+            if app_label is None:
+                internal += [model for model in app["models"] if model["object_name"] in INTERNAL]
+                app["models"] = [model for model in app["models"] if model["object_name"] not in INTERNAL]
+        groups = sorted((app for app in apps if app["models"]), key=_rank)
+        return [*groups, _internal_tables(internal)] if internal else groups
+
     def has_permission(self, request: HttpRequest) -> bool:
         """Whether the visitor may see the admin at all."""
         return super().has_permission(request) and not passwords.must_change(request.user)
 
     def login(self, request: HttpRequest, extra_context: Any = None) -> HttpResponseRedirect:
-        """Sends the visitor on: to sign in, to change a generated password, to what he wanted, or away."""
+        """Redirects: to sign in, to change a generated password, to the page asked for, or away."""
         wanted = request.GET.get(REDIRECT_FIELD_NAME, "")
         if not url_has_allowed_host_and_scheme(
             wanted, {request.get_host()}, require_https=request.is_secure()
@@ -49,7 +102,7 @@ class Site(AdminSite):
         return HttpResponseRedirect(settings.LOGIN_REDIRECT_URL)
 
     def password_change(self, request: HttpRequest, extra_context: Any = None) -> Any:
-        """Sends the visitor to the page, which counts guesses at the present password."""
+        """Redirects to the page, which limits guesses at the current password."""
         return HttpResponseRedirect(settings.PASSWORD_URL)
 
 

@@ -37,7 +37,7 @@ class InitialPassword(models.Model):
 
     class Meta:
         db_table = "initial_passwords"
-        verbose_name, verbose_name_plural = "initial password", "initial passwords"
+        verbose_name, verbose_name_plural = "unchanged initial password", "unchanged initial passwords"
 
     def __str__(self) -> str:
         return str(self.user)

@@ -4,6 +4,7 @@ Whose password was generated has a row (`InitialPassword`). It is read with the 
 same query, and goes with the next password, whoever sets it and wherever (`ChosenPassword`).
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from django.contrib.auth import get_user_model
@@ -24,11 +25,13 @@ class PasswordChangeRequired(errors.Forbidden):
     code_on_wire = True
 
 
-class WrongPassword(errors.InvalidInput):
-    """This is not the present password."""
+class PasswordRefused(errors.InvalidInput):
+    """A change of password that breaks rules: `problems` has one sentence per broken rule, by field."""
 
-    def __init__(self) -> None:
-        super().__init__(field="old")
+    def __init__(self, problems: Mapping[str, Sequence[str]]) -> None:
+        self.problems = problems
+        sentences = [sentence for found in problems.values() for sentence in found]
+        super().__init__(" ".join(sentences), field=next(iter(problems)))
 
 
 class SessionBackend(ModelBackend):
@@ -41,10 +44,10 @@ class SessionBackend(ModelBackend):
 
 
 class ChosenPassword:
-    """Django's hook for new passwords: one that somebody has set is a generated one no more."""
+    """Django's hook for new passwords: a password that a person has set no longer counts as generated."""
 
     def validate(self, password: str, user: AbstractBaseUser | None = None) -> None:
-        """Has nothing against any password; the other validators have."""
+        """Accepts every password; the other validators judge it."""
 
     def get_help_text(self) -> str:
         """For Django's own forms."""
@@ -56,6 +59,14 @@ class ChosenPassword:
             InitialPassword.objects.filter(user_id=user.pk).delete()
 
 
+_SENTENCES = {
+    "password_too_short": "Use at least {min_length} characters.",
+    "password_too_common": "This password is too common.",
+    "password_entirely_numeric": "Use at least one character that is not a digit.",
+}
+"""Django's rules by their codes, each as one sentence; another rule keeps its own words."""
+
+
 def must_change(user: AbstractBaseUser | AnonymousUser) -> bool:
     """Whether this signed-in user still has the password that was generated."""
     return user.pk is not None and hasattr(user, "initial_password")
@@ -64,19 +75,33 @@ def must_change(user: AbstractBaseUser | AnonymousUser) -> bool:
 def change(user_id: int, old: str, new: str) -> Any:
     """Gives a user another password and returns the user.
 
-    Raises WrongPassword if `old` is not the present one, InvalidInput if `new` is the same or the
-    validators refuse it.
+    Raises PasswordRefused with all that is wrong: `old` is not the current password, `new` is the same or
+    the validators refuse it.
     """
     with transaction.atomic():
         user = get_user_model().objects.select_for_update(no_key=True).get(pk=user_id)
+        problems: dict[str, list[str]] = {}
         if not user.check_password(old):
-            raise WrongPassword
-        if new == old:
-            raise errors.InvalidInput("The new password is the old one.", field="new")
-        try:
-            validate_password(new, user)
-        except ValidationError as error:
-            raise errors.InvalidInput(" ".join(error.messages), field="new") from error
+            problems["old"] = ["Current password is incorrect."]
+        if broken := _broken_rules(old, new, user):
+            problems["new"] = broken
+        if problems:
+            raise PasswordRefused(problems)
         user.set_password(new)
         user.save(update_fields=["password"])
     return user
+
+
+def _broken_rules(old: str, new: str, user: Any) -> list[str]:
+    if new == old:
+        return ["The new password must differ from the current one."]
+    try:
+        validate_password(new, user)
+    except ValidationError as error:
+        return [_sentence(one) for one in error.error_list]
+    return []
+
+
+def _sentence(error: ValidationError) -> str:
+    known = _SENTENCES.get(error.code or "")
+    return known.format(**(error.params or {})) if known else " ".join(error.messages)

@@ -61,7 +61,7 @@ class LoginSerializer(NullIsAbsent):
 
 
 class PasswordSerializer(NullIsAbsent):
-    """The present password and the next one."""
+    """The current password and the new one."""
 
     old = _password()
     new = _password()
@@ -72,6 +72,15 @@ class FieldRefusalSerializer(serializers.Serializer[Any]):
 
     error = serializers.CharField()
     field = serializers.CharField(required=False)
+
+
+class PasswordRefusalSerializer(FieldRefusalSerializer):
+    """A refused change of password; `fields` has one sentence per broken rule, by field."""
+
+    # DRF collects the field; the attribute of the same name stays its own.
+    fields = serializers.DictField(  # type: ignore[assignment]
+        child=serializers.ListField(child=serializers.CharField()), required=False
+    )
 
 
 class FeaturesSerializer(serializers.Serializer[Any]):
@@ -134,8 +143,15 @@ LOGIN = _sent({"username": "admin", "password": "correct horse battery staple"})
 PASSWORD = _sent({"old": "correct horse battery staple", "new": "another long sentence"})
 SIGNED_OUT = _answer({"message": "signed out"})
 NOT_SIGNED_IN = _answer({"error": "sign-in required"}, "401")
-WRONG_NAME = _answer({"error": "wrong name or password"}, "401")
-WRONG_OLD = _answer({"error": "This is not the present password.", "field": "old"}, "400")
+WRONG_NAME = _answer({"error": "incorrect username or password"}, "401")
+WRONG_OLD = _answer(
+    {
+        "error": "Current password is incorrect.",
+        "field": "old",
+        "fields": {"old": ["Current password is incorrect."]},
+    },
+    "400",
+)
 EMPTY_NAME = _answer({"error": "username: must not be empty", "field": "username"}, "400")
 NO_CSRF = _answer({"error": "CSRF Failed: CSRF token missing."}, "403")
 TOO_MANY = _answer({"error": "too many failed sign-ins from this address; try again later"}, "429")

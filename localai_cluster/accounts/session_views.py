@@ -18,15 +18,15 @@ from localai_cluster import clock, errors
 from localai_cluster.accounts import passwords, principals
 from localai_cluster.accounts import session_shapes as shapes
 from localai_cluster.accounts.authentication import SignInAuthentication, client_address
-from localai_cluster.web import fields, throttle
+from localai_cluster.web import envelopes, fields, throttle
 from localai_cluster.web.parsers import validated
 
 _MEANINGS = {
     400: "The request is not valid; `field` names what is wrong.",
-    401: "Wrong name or password, or nobody is signed in.",
+    401: "Incorrect username or password, or not signed in.",
     403: "The CSRF token is missing or wrong.",
-    429: "Too many wrong passwords from this address; Retry-After says when to come back.",
-    503: "Not possible right now; Retry-After says when to come back.",
+    429: "Too many wrong passwords from this address; see Retry-After.",
+    503: "Not possible right now; see Retry-After.",
 }
 
 
@@ -57,14 +57,14 @@ class StatusView(SessionView):
 
     @extend_schema(
         operation_id="auth_status",
+        summary="Show who is signed in",
         tags=["session"],
         auth=[],
         responses={200: shapes.StatusSerializer, **_refusals()},
         examples=[shapes.STATUS],
     )
     def get(self, request: Request) -> Response:
-        """Who is signed in, null for nobody; sets the CSRF cookie that signing in needs.
-
+        """`user` is null without a session. Sets the CSRF cookie that signing in needs.
         `staticApiKeyRequired` is always false: people sign in with name and password, the static key is for
         programs. `registrationMode` is `invite`: an admin makes accounts.
         """
@@ -87,6 +87,7 @@ class LoginView(SessionView):
 
     @extend_schema(
         operation_id="auth_login",
+        summary="Sign in",
         tags=["session"],
         auth=[],
         request=shapes.LoginSerializer,
@@ -101,14 +102,14 @@ class LoginView(SessionView):
         ],
     )
     def post(self, request: Request) -> Response:
-        """Signs in by name and password, under a new session and a new CSRF token (D-SIGN-IN)."""
+        """By username and password, with a new session and a new CSRF token (D-SIGN-IN)."""
         sent = validated(shapes.LoginSerializer, request)
         address, now = client_address(request), clock.now()
         throttle.sign_ins().begin(address, now)
         user: Any = authenticate(request._request, **sent)
         if user is None:
             throttle.sign_ins().tell(address, now)
-            raise errors.NotAuthenticated("wrong name or password")
+            raise errors.NotAuthenticated("incorrect username or password")
         throttle.sign_ins().forgive(address, now)
         login(request._request, user)
         return Response({"user": person(user)})
@@ -119,6 +120,7 @@ class LogoutView(SessionView):
 
     @extend_schema(
         operation_id="auth_logout",
+        summary="Sign out",
         tags=["session"],
         auth=[],
         request=None,
@@ -126,7 +128,7 @@ class LogoutView(SessionView):
         examples=[shapes.SIGNED_OUT, shapes.NO_CSRF],
     )
     def post(self, request: Request) -> Response:
-        """Ends this session; without one there is nothing to end."""
+        """Ends this session; without one, nothing happens."""
         logout(request._request)
         return Response({"message": "signed out"})
 
@@ -136,9 +138,14 @@ class PasswordView(SessionView):
 
     @extend_schema(
         operation_id="auth_password",
+        summary="Change your password",
         tags=["session"],
         request=shapes.PasswordSerializer,
-        responses={200: shapes.SignedInSerializer, **_refusals(400, 401, 403, 429)},
+        responses={
+            200: shapes.SignedInSerializer,
+            **_refusals(401, 403, 429),
+            400: OpenApiResponse(shapes.PasswordRefusalSerializer, _MEANINGS[400]),
+        },
         examples=[
             shapes.PASSWORD,
             shapes.SIGNED_IN,
@@ -149,9 +156,8 @@ class PasswordView(SessionView):
         ],
     )
     def post(self, request: Request) -> Response:
-        """Changes one's own password; this session goes on, the user's others end.
-
-        A wrong present password counts as a failed sign-in. A generated password is none any more.
+        """This session continues; the user's other sessions end. A wrong current password counts as a failed
+        sign-in. The refusal names every broken rule, by field.
         """
         user_id = getattr(request.user, "pk", None)
         if user_id is None:
@@ -161,12 +167,13 @@ class PasswordView(SessionView):
         throttle.sign_ins().begin(address, now)
         try:
             user = passwords.change(user_id, sent["old"], sent["new"])
-        except passwords.WrongPassword:
-            throttle.sign_ins().tell(address, now)
-            raise
-        except errors.InvalidInput:
-            throttle.sign_ins().forgive(address, now)
-            raise
+        except passwords.PasswordRefused as refused:
+            if "old" in refused.problems:
+                throttle.sign_ins().tell(address, now)
+            else:
+                throttle.sign_ins().forgive(address, now)
+            body = envelopes.flat(refused.message, refused.field) | {"fields": refused.problems}
+            return Response(body, status=refused.status)
         throttle.sign_ins().forgive(address, now)
         update_session_auth_hash(request._request, user)
         return Response({"user": person(user)})

@@ -13,16 +13,16 @@ else:
 
 
 class Observed(ModelAdmin):
-    """Rows that the cluster writes and people only look at."""
+    """Rows that the cluster writes: read-only in the admin."""
 
     def has_add_permission(self, request: HttpRequest) -> bool:
-        """Nobody adds one by hand."""
+        """Never by hand."""
         return False
 
     def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Nobody edits one by hand."""
+        """Never by hand."""
         return False
 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Nobody deletes one by hand."""
+        """Never by hand."""
         return False

@@ -74,7 +74,7 @@ def translated(exc: Exception) -> errors.ClusterError | None:
     if isinstance(exc, IntegrityError):
         # Two callers wrote what only one may; the verbs foresee what is known, this is what is not.
         log.exception("a constraint refused a write")
-        return errors.Conflict("somebody else has just changed the same; try again")
+        return errors.Conflict("changed by another request at the same time; try again")
     return next((make() for kind, make in _OTHERS if isinstance(exc, kind)), None)
 
 
@@ -92,8 +92,8 @@ _OTHERS: tuple[tuple[type[Exception], Callable[[], errors.ClusterError]], ...] =
     (PermissionDenied, errors.Forbidden),
     (RequestDataTooBig, lambda: _with_status(413, "the request body is too large")),
     (SuspiciousOperation, errors.InvalidInput),
-    (OperationalError, lambda: errors.Unavailable("the database does not answer")),
-    (InterfaceError, lambda: errors.Unavailable("the database does not answer")),
+    (OperationalError, lambda: errors.Unavailable("the database is unavailable")),
+    (InterfaceError, lambda: errors.Unavailable("the database is unavailable")),
 )
 
 

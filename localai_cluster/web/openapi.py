@@ -31,7 +31,7 @@ _SAID = {
     409: ("the node is pending", "node_error"),
     413: ("the request body is too large", "node_error"),
     429: ("too many wrong tokens from this address", "node_error"),
-    503: ("the database does not answer", "node_error"),
+    503: ("the database is unavailable", "node_error"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Carrying out what a confirmation page said, row by row, and what is to be told of it.
+"""Carrying out what a confirmation page said, row by row, and what to report.
 
 Each row has its own transaction, in which the node's row is locked at the revision that the page showed: a
 node that has changed since is left alone, and what is wrong with one row does not stop the others.
@@ -47,7 +47,7 @@ def read_tickets(text: str) -> list[Ticket]:
 
 @dataclass
 class Report:
-    """What became of the rows: names of nodes, sentences, and what else is to be said."""
+    """The outcome: names of nodes, sentences, and further notices."""
 
     done: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Carrier:
         for ticket in tickets:
             row = rows.get(ticket.pk)
             if row is None:
-                report.refused.append(f"{ticket.pk} is not there any more")
+                report.refused.append(f"{ticket.pk} no longer exists")
             else:
                 self._one(ticket, row, report)
         return report
@@ -97,5 +97,5 @@ class Carrier:
 
     def _told(self, refusal: errors.ClusterError, ticket: Ticket, node: BackendNode) -> str:
         if refusal.field != "revision":
-            return f"{refusal.message}. Nothing was done"
-        return f"{seen.since(node.pk, ticket.event)}. Nothing was done; look at it again"
+            return f"{refusal.message}. Nothing was changed"
+        return f"{seen.since(node.pk, ticket.event)}. Nothing was changed; review the node again"

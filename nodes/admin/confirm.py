@@ -1,8 +1,8 @@
 """From a button or a bulk action over a page that says what will happen to the service that does it.
 
 The page carries, for each row, the revision of its node as it was shown. A node that has changed since is
-left alone (`carry.py`) and the message says by what, so nobody decides on what he has not seen. Only a POST
-changes anything.
+left alone (`carry.py`), and the message names what changed: nobody decides on facts that the page did not
+show. Only a POST changes anything.
 """
 
 from collections.abc import Iterable
@@ -39,6 +39,7 @@ class Step:
     node: Any
     text: str
     """What will happen, or why nothing will."""
+    skipped: bool
 
 
 class VerbAdmin(ModelAdmin):
@@ -53,7 +54,7 @@ class VerbAdmin(ModelAdmin):
         return row
 
     def url_after(self, row: Any) -> str:
-        """The page on which somebody pressed the button for one row."""
+        """The page to return to after the button of one row."""
         return reverse("admin:nodes_backendnode_change", args=[self.node_of(row).pk])
 
     def allowed(self, request: HttpRequest, verb: Verb) -> bool:
@@ -73,12 +74,15 @@ class VerbAdmin(ModelAdmin):
         return ours + super().get_urls()
 
     def get_actions(self, request: HttpRequest) -> dict[str, Any]:
-        """The verbs that the user may use; removing rows without their service is none of them."""
+        """The verbs that the user may use; Django's own deletion is not among them."""
         return {
-            verb.name: (_bulk(verb), verb.name, f"{verb.title} the selected {self.opts.verbose_name_plural}")
+            verb.name: (_bulk(verb), verb.name, self._title(verb, one=False))
             for verb in self.verbs
             if self.allowed(request, verb)
         }
+
+    def _title(self, verb: Verb, *, one: bool) -> str:
+        return verb.title if one else f"{verb.many or verb.title} selected {self.opts.verbose_name_plural}"
 
     def _rows(self, request: HttpRequest, ids: Iterable[UUID]) -> QuerySet[Any]:
         rows = self.get_queryset(request).filter(pk__in=list(ids))
@@ -97,7 +101,7 @@ class VerbAdmin(ModelAdmin):
         """The page for the rows selected in a list."""
         ids = list(queryset.order_by().values_list("pk", flat=True)[: MOST_AT_ONCE + 1])
         if len(ids) > MOST_AT_ONCE:
-            self.message_user(request, f"Select at most {MOST_AT_ONCE} at once.", messages.ERROR)
+            self.message_user(request, f"Select at most {MOST_AT_ONCE} rows.", messages.ERROR)
             return None
         rows = list(self._rows(request, ids))
         return self._page(request, verb, rows, verb.form(), one=False, filters=request.GET.urlencode())
@@ -123,8 +127,8 @@ class VerbAdmin(ModelAdmin):
         return f"{url}?{filters}" if filters else url
 
     def gone(self, request: HttpRequest) -> HttpResponse:
-        """Back to the list, with a word about the row that is not there."""
-        self.message_user(request, f"There is no such {self.opts.verbose_name} any more.", messages.WARNING)
+        """Back to the list, with a message about the missing row."""
+        self.message_user(request, f"This {self.opts.verbose_name} no longer exists.", messages.WARNING)
         return HttpResponseRedirect(self._list_url(""))
 
     def _check(self, request: HttpRequest, verb: Verb) -> None:
@@ -141,26 +145,22 @@ class VerbAdmin(ModelAdmin):
         for text in report.refused[:_MOST_REFUSALS_TOLD]:
             self.message_user(request, f"{text}.", messages.ERROR)
         if (more := len(report.refused) - _MOST_REFUSALS_TOLD) > 0:
-            self.message_user(request, f"{more} more were left alone as well.", messages.ERROR)
+            self.message_user(request, f"{more} more were skipped.", messages.ERROR)
 
     def _page(
         self, request: HttpRequest, verb: Verb, rows: list[Any], form: forms.Form, *, one: bool, filters: str
     ) -> TemplateResponse:
-        steps: list[Step] = []
-        left: list[Step] = []
-        for row in rows:
-            refusal = verb.refusal(row)
-            (left if refusal else steps).append(self._step(row, refusal or verb.effect(row)))
+        lines = [self._step(verb, row) for row in rows]
+        steps = [line for line in lines if not line.skipped]
         tickets = [Ticket(step.row.pk, step.node.revision, step.row.newest_event) for step in steps]
         base = f"admin:{self.opts.app_label}_{self.opts.model_name}"
         context = {
             **self.admin_site.each_context(request),
-            "title": f"{verb.title}: are you sure?",
+            "title": f"Confirm: {self._title(verb, one=one)}",
             "opts": self.opts,
-            "media": self.media,
             "verb": verb,
-            "steps": steps,
-            "left": left,
+            "lines": [*steps, *(line for line in lines if line.skipped)],
+            "number": len(steps),
             "form": form,
             "items": " ".join(str(ticket) for ticket in tickets),
             "one": one,
@@ -171,9 +171,10 @@ class VerbAdmin(ModelAdmin):
         request.current_app = self.admin_site.name
         return TemplateResponse(request, "admin/nodes/confirm.html", context)
 
-    def _step(self, row: Any, text: str) -> Step:
-        node = self.node_of(row)
-        return Step(row, reverse("admin:nodes_backendnode_change", args=[node.pk]), node, text)
+    def _step(self, verb: Verb, row: Any) -> Step:
+        node, refusal = self.node_of(row), verb.refusal(row)
+        url = reverse("admin:nodes_backendnode_change", args=[node.pk])
+        return Step(row, url, node, refusal or verb.effect(row), skipped=bool(refusal))
 
 
 def _bulk(verb: Verb) -> Any:

@@ -32,29 +32,28 @@ else:
     LabelsOfNode = BaseInlineFormSet
 
 _ORIGIN = {
-    NodeLabel.Source.ADMIN: "an admin",
-    NodeLabel.Source.WORKER: "the worker",
-    NodeLabel.Source.AUTO: "the registry",
+    NodeLabel.Source.ADMIN: "administrator",
+    NodeLabel.Source.WORKER: "worker",
+    NodeLabel.Source.AUTO: "automatic",
 }
 
 
 class NodeForm(NodeModelForm):
     """Overrides of a node, and the revision on which they are decided."""
 
-    override_cap = forms.BooleanField(required=False, label="Set the replica cap here")
+    override_cap = forms.BooleanField(required=False, label="Override maximum replicas")
     cap = forms.IntegerField(
         required=False,
         min_value=1,
         max_value=LARGEST_CAP,
-        label="Replica cap",
-        help_text="At most so many replicas of one model.",
+        label="Maximum replicas per model",
     )
-    override_budget = forms.BooleanField(required=False, label="Set the VRAM budget here")
+    override_budget = forms.BooleanField(required=False, label="Override VRAM budget")
     budget = forms.CharField(
         required=False,
         max_length=LONGEST_BUDGET,
         label="VRAM budget",
-        help_text="80%, a size such as 20GiB, or bytes; empty for no limit.",
+        help_text="For example 80%, 20GiB or a number of bytes. Leave empty for unlimited.",
     )
     revision = forms.IntegerField(required=False, widget=forms.HiddenInput)
     seen = forms.IntegerField(required=False, widget=forms.HiddenInput)
@@ -82,12 +81,12 @@ class NodeForm(NodeModelForm):
         try:
             services.locked(self.instance.pk, -1 if revision is None else revision)
         except errors.NotFound:
-            raise ValidationError("The node has been removed meanwhile.") from None
+            raise ValidationError("The node was removed in the meantime.") from None
         except errors.Conflict:
             told = seen.since(self.instance.pk, asked.get("seen") or 0)
             raise ValidationError(
                 format_html(
-                    'Nothing was saved, because this page is out of date: {}. <a href="">Load it again</a>.',
+                    'Nothing was saved because this page is out of date: {}. <a href="">Reload</a>.',
                     told,
                 ),
                 code="outdated",
@@ -97,14 +96,14 @@ class NodeForm(NodeModelForm):
         return asked
 
     def asks_for_cap(self) -> bool:
-        """Whether the replica cap is to be set or handed back."""
+        """Whether to set or reset the replica cap."""
         asked = self.cleaned_data
         if asked["override_cap"] != self.instance.max_replicas_per_model_manually_set:
             return True
         return bool(asked["override_cap"] and asked["cap"] != self.instance.max_replicas_per_model)
 
     def asks_for_budget(self) -> bool:
-        """Whether the VRAM budget is to be set or handed back."""
+        """Whether to set or reset the VRAM budget."""
         asked = self.cleaned_data
         if asked["override_budget"] != self.instance.vram_budget_manually_set:
             return True
@@ -115,16 +114,16 @@ class NodeForm(NodeModelForm):
             return
         if asked["override_cap"]:
             if asked["cap"] is None:
-                self.add_error("cap", "A number from 1 up, or clear the tick.")
+                self.add_error("cap", "Enter a number from 1, or clear the checkbox.")
         elif asked["cap"] not in (None, self.instance.max_replicas_per_model):
-            self.add_error("cap", "Tick the box above to set this value.")
+            self.add_error("cap", "Select the checkbox above to set this value.")
 
     def _check_budget(self, asked: dict[str, Any]) -> None:
         if "budget" not in asked:
             return
         if not asked["override_budget"]:
             if asked["budget"] not in ("", self.instance.vram_budget):
-                self.add_error("budget", "Tick the box above to set this value.")
+                self.add_error("budget", "Select the checkbox above to set this value.")
             return
         try:
             budget.ceiling(asked["budget"], self.instance.total_vram)
@@ -186,10 +185,10 @@ class LabelFormSet(LabelsOfNode):
         except errors.InvalidInput as refusal:
             raise ValidationError(refusal.message) from None
         if self.wanted() and len(self._kept()) > 2 * MOST_LABELS:
-            raise ValidationError(f"A node has at most {2 * MOST_LABELS} labels.")
+            raise ValidationError(f"A node can have at most {2 * MOST_LABELS} labels.")
 
     def wanted(self) -> dict[str, str]:
-        """Labels that are new or were touched: they are the admin's from now on."""
+        """New and changed labels: they become the administrator's."""
         return {
             form.cleaned_data["key"]: form.cleaned_data["value"]
             for form in self._kept()
@@ -229,25 +228,25 @@ class LabelInline(TabularInline):
         """A request that claims more rows than a node can have is not built up row by row."""
         return super().get_formset(request, obj, absolute_max=2 * self.max_num, **kwargs)
 
-    @admin.display(description="says who")
+    @admin.display(description="source")
     def origin(self, label: NodeLabel) -> str:
-        """Who set it."""
+        """Where it comes from."""
         return _ORIGIN[NodeLabel.Source(label.source)] if label.pk else ""
 
     def has_view_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Whoever sees the node."""
+        """As for the node."""
         return request.user.has_perm("nodes.view_backendnode") or self.has_change_permission(request, obj)
 
     def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Whoever may change the node."""
+        """As for the node."""
         return request.user.has_perm("nodes.change_backendnode")
 
     def has_add_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Whoever may change the node."""
+        """As for the node."""
         return self.has_change_permission(request, obj)
 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
-        """Whoever may change the node."""
+        """As for the node."""
         return self.has_change_permission(request, obj)
 
 

@@ -25,59 +25,24 @@ class NodeDisplay:
 
     @admin.display(description="status", ordering="status")
     def state(self, node: BackendNode) -> Shown:
-        """The status, and what it does not say."""
+        """The status and its reason."""
         return format_html("{}{}", words.badge(node.status, node.status), _small(_because(node)))
 
     @admin.display(description="identity", ordering="weak_identity")
     def proof(self, node: Any) -> Shown:
-        """How the node proves who it is, and whether somebody else claims to be it."""
+        """How the node proves its identity, and open conflicts about it."""
         kind = "strong" if node.fingerprint else "weak" if node.weak_identity else "none"
         parts = [words.badge(f"identity-{kind}", kind)]
         if node.rotation_requested_at:
-            parts.append(words.badge("draining", "rotation asked"))
+            parts.append(words.badge("draining", "rotation requested"))
         if node.open_conflicts:
-            parts.append(words.badge("conflict", words.count(node.open_conflicts, "conflict") + " open"))
+            parts.append(words.badge("conflict", words.count(node.open_conflicts, "open conflict")))
         return format_html_join(" ", "{}", ((part,) for part in parts))
 
-    @admin.display(description="free VRAM", ordering="available_vram")
-    def vram(self, node: BackendNode) -> Shown:
-        """Free of total VRAM."""
-        return words.free_of(node.available_vram, node.total_vram)
-
-    @admin.display(description="replicas", ordering="model_count")
-    def loaded(self, node: Any) -> int:
-        """Loaded replicas."""
-        return int(node.model_count)
-
-    @admin.display(description="in flight", ordering="in_flight_count")
-    def in_flight(self, node: Any) -> int:
-        """Requests that run there."""
-        return int(node.in_flight_count)
-
-    @admin.display(description="heartbeat", ordering="last_heartbeat")
+    @admin.display(description="last heartbeat", ordering="last_heartbeat")
     def beat(self, node: BackendNode) -> Shown:
         """How long ago."""
         return words.age(node.last_heartbeat, clock.now())
-
-    @admin.display(description="RAM")
-    def ram(self, node: BackendNode) -> Shown:
-        """Free of total memory."""
-        return words.free_of(node.available_ram, node.total_ram)
-
-    @admin.display(description="disk")
-    def disk(self, node: BackendNode) -> Shown:
-        """Free of total disk."""
-        return words.free_of(node.available_disk, node.total_disk)
-
-    @admin.display(description="reserved VRAM")
-    def reserved(self, node: BackendNode) -> Shown:
-        """VRAM that is promised but not used yet."""
-        return words.size(node.reserved_vram)
-
-    @admin.display(description="GPU")
-    def gpu(self, node: BackendNode) -> Shown:
-        """Vendor, compute capability and what the worker can run."""
-        return " ".join(filter(None, (node.gpu_vendor, node.gpu_compute_capability))) or words.NOTHING
 
     @admin.display(description="work")
     def work(self, node: Any) -> Shown:
@@ -127,12 +92,12 @@ class NodeDisplay:
         """When a secret was bound first."""
         return words.moment(node.bound_at, clock.now())
 
-    @admin.display(description="rotation asked for")
+    @admin.display(description="rotation requested")
     def rotation(self, node: BackendNode) -> Shown:
         """Since when."""
         return words.moment(node.rotation_requested_at, clock.now())
 
-    @admin.display(description="heard last")
+    @admin.display(description="last heartbeat")
     def heard(self, node: BackendNode) -> Shown:
         """The last heartbeat."""
         return words.moment(node.last_heartbeat, clock.now())
@@ -142,20 +107,22 @@ class NodeDisplay:
         """When the record was made."""
         return words.moment(node.created_at, clock.now())
 
-    @admin.display(description="replica cap")
+    @admin.display(description="maximum replicas per model")
     def cap_shown(self, node: BackendNode) -> Shown:
-        """The cap and who decides it."""
-        return f"at most {node.max_replicas_per_model}, {_decided(node.max_replicas_per_model_manually_set)}"
+        """The cap and its source."""
+        return f"{node.max_replicas_per_model}, {_decided(node.max_replicas_per_model_manually_set)}"
 
     @admin.display(description="VRAM budget")
     def budget_shown(self, node: BackendNode) -> Shown:
-        """The budget, its bytes and who decides it."""
-        limit = f"{node.vram_budget} ({words.size(node.vram_budget_bytes)})" if node.vram_budget else "none"
+        """The budget, its bytes and its source."""
+        limit = (
+            f"{node.vram_budget} ({words.size(node.vram_budget_bytes)})" if node.vram_budget else "unlimited"
+        )
         return f"{limit}, {_decided(node.vram_budget_manually_set)}"
 
 
 def hardware(node: BackendNode) -> str:
-    """What a worker says it has, in a line."""
+    """The hardware that a worker reports, in a line."""
     gpu = " ".join(filter(None, (node.gpu_vendor, node.gpu_compute_capability))) or "no GPU"
     return f"{gpu}, VRAM {words.size(node.total_vram)}, RAM {words.size(node.total_ram)}, disk " + words.size(
         node.total_disk
@@ -163,7 +130,7 @@ def hardware(node: BackendNode) -> str:
 
 
 def _because(node: BackendNode) -> str:
-    """What the status alone leaves open."""
+    """The reason of the status."""
     if node.status == "pending":
         if node.rejected_at:
             return f"rejected: {node.reject_reason}" if node.reject_reason else "rejected"
@@ -177,7 +144,7 @@ def _because(node: BackendNode) -> str:
 
 
 def _decided(manually: bool) -> str:
-    return "set by an admin" if manually else "as the worker says"
+    return "set by an administrator" if manually else "worker default"
 
 
 def _small(text: str) -> Shown:
@@ -188,4 +155,4 @@ def _fact(at: datetime | None, by: str, why: str) -> Shown:
     if at is None:
         return words.NOTHING
     reason = f": {why}" if why else ""
-    return format_html("{} by {}{}", words.moment(at, clock.now()), by or "nobody known", reason)
+    return format_html("{} by {}{}", words.moment(at, clock.now()), by or "unknown", reason)

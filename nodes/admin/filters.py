@@ -93,24 +93,24 @@ class IdentityFilter(Choice):
     conditions = {
         "strong": ("strong: a secret of its own", ~Q(fingerprint="")),
         "weak": ("weak: the shared token", Q(weak_identity=True)),
-        "none": ("none: revoked", Q(fingerprint="", weak_identity=False)),
+        "none": ("none: secret revoked", Q(fingerprint="", weak_identity=False)),
     }
 
 
 class ConflictFilter(Choice):
-    """By whether somebody else claims to be the node."""
+    """By open identity conflicts."""
 
     title, parameter_name = "identity conflict", "conflict"
     conditions = {"open": ("open", Q(open_conflicts__gt=0)), "none": ("none open", Q(open_conflicts=0))}
 
 
 class DecisionFilter(Choice):
-    """By an admin's no."""
+    """By what an administrator decided about its approval."""
 
-    title, parameter_name = "decision", "decision"
+    title, parameter_name = "approval", "decision"
     conditions = {
         "waiting": (
-            "waiting for one",
+            "awaiting decision",
             Q(approved_at__isnull=True, rejected_at__isnull=True, revoked_at__isnull=True),
         ),
         "rejected": ("rejected", Q(rejected_at__isnull=False)),
@@ -156,9 +156,9 @@ class LabelFilter(Typed):
 
 
 class NodeFilter(Typed):
-    """By the name or the id of a node, which need not exist any more."""
+    """By the name or the id of a node, existing or removed."""
 
-    title, parameter_name, hint = "node", "node", "name or id"
+    title, parameter_name, hint = "node", "node", "name or ID"
 
     def chosen(self, queryset: QuerySet[Any], text: str) -> QuerySet[Any]:
         """Events of that node."""
@@ -176,7 +176,7 @@ class ActorFilter(Typed):
 
 
 class ConflictStateFilter(Choice):
-    """By what an admin said."""
+    """By an administrator's decision."""
 
     title, parameter_name = "state", "state"
     conditions = {state.value: (state.value, Q(state=state.value)) for state in NodeConflict.State}

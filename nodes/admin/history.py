@@ -1,12 +1,11 @@
-"""What happened to nodes, who claims to be one, which secrets are refused; the same for a node's page.
+"""Node events, identity conflicts and revoked secrets; also the conflicts of a node's page.
 
-Events and revoked secrets are to look at. A conflict is decided by a verb (`verbs.py`), never edited.
+Events and revoked secrets are read-only. A conflict is decided by a verb (`verbs.py`), never edited.
 """
 
 import json
 from dataclasses import dataclass
 from datetime import datetime
-from uuid import UUID
 
 from django.contrib import admin
 from django.db.models import QuerySet
@@ -24,22 +23,12 @@ from nodes.admin.verbs import CONFLICT_VERBS, Verb
 from nodes.admin.wide import Wide
 from nodes.models import BackendNode, NodeConflict, NodeEvent, RevokedSecret
 
-_MOST_EVENTS = 20
 _SECRETS = (NodeConflict.Mismatch.SECRET, NodeConflict.Mismatch.WEAK)
 
 
 @dataclass(frozen=True)
-class EventLine:
-    """An event on a node's page."""
-
-    event: NodeEvent
-    at: SafeString | str
-    detail: str
-
-
-@dataclass(frozen=True)
 class ConflictPanel:
-    """An open conflict on a node's page: what is claimed, and what may be said to it."""
+    """An open conflict on a node's page: the claim, and the possible answers."""
 
     conflict: NodeConflict
     claim: str
@@ -50,15 +39,8 @@ class ConflictPanel:
     """Why it cannot be accepted, "" if it can."""
 
 
-def event_lines(node_id: UUID) -> list[EventLine]:
-    """The newest events of a node."""
-    now = clock.now()
-    events = NodeEvent.objects.filter(node_id=node_id)[:_MOST_EVENTS]
-    return [EventLine(event, words.age(event.last_at, now), words.detail(event.detail)) for event in events]
-
-
 def open_conflicts(node: BackendNode, *, may_decide: bool) -> list[ConflictPanel]:
-    """The claims that nobody has decided about, newest first."""
+    """The open claims, newest first."""
     conflicts = NodeConflict.objects.filter(node=node, state=NodeConflict.State.OPEN)
     now = clock.now()
     return [_panel(conflict, may_decide, now) for conflict in conflicts]
@@ -90,7 +72,7 @@ class NodeEventAdmin(Wide, Observed):
     list_display_links = ("when",)
     list_filter = ("kind", filters.NodeFilter, filters.ActorFilter, "actor_kind")
     search_fields = ("node_name", "cause", "request_id")
-    search_help_text = "Name of a node, cause or request id"
+    search_help_text = "Node name, cause or request ID"
     date_hierarchy = "at"
     show_full_result_count = False
     ordering = ("-id",)
@@ -193,7 +175,7 @@ class NodeConflictAdmin(Wide, Observed, VerbAdmin):
         return words.plain_time(conflict.last_at)
 
     def has_decide_permission(self, request: HttpRequest) -> bool:
-        """Whoever may change conflicts decides about them; nobody edits one."""
+        """The permission to change conflicts is the one to decide them; editing one is impossible."""
         return request.user.has_perm("nodes.change_nodeconflict")
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[NodeConflict]:

@@ -1,4 +1,4 @@
-"""What the cluster remembers of models and owes to nodes; where models shall run."""
+"""Model load records, pending backend operations and scheduling rules."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ class ModelLoadInfoAdmin(Observed):
 
 @admin.register(PendingBackendOp)
 class PendingBackendOpAdmin(Observed):
-    """Intents."""
+    """Backend operations that wait for their node."""
 
     list_display = ("node", "backend", "op", "attempts", "next_retry_at", "last_error")
     list_filter = ("op",)
@@ -30,7 +30,7 @@ class PendingBackendOpAdmin(Observed):
 
 @admin.register(ModelSchedulingConfig)
 class ModelSchedulingConfigAdmin(ModelAdmin):
-    """Where and how often models shall run."""
+    """Where and how often models run."""
 
     list_display = ("model_name", "min_replicas", "max_replicas", "spread_all", "unsatisfiable_until")
     readonly_fields = ("unsatisfiable_until", "unsatisfiable_ticks", "created_at", "updated_at")

@@ -24,7 +24,7 @@ from nodes.admin import filters, words
 from nodes.admin.confirm import VerbAdmin
 from nodes.admin.editing import LabelFormSet, LabelInline, NodeForm
 from nodes.admin.facts import NodeDisplay, hardware
-from nodes.admin.history import event_lines, open_conflicts
+from nodes.admin.history import open_conflicts
 from nodes.admin.seen import newest_event
 from nodes.admin.verbs import NODE_VERBS, Verb
 from nodes.admin.wide import Wide
@@ -40,9 +40,9 @@ _IF_SO = {
     "absence": "offline_at",
     "health": "unhealthy_at",
 }
-"""Facts that are shown if they hold, and the column that says so."""
+"""NodeDisplay that are shown if they hold, and the column that says so."""
 _IDENTITY = ("proof", "secret", "bound", "rotation", "source_address", "instance")
-_MACHINE = ("kind", "address", "http_address", "gpu", "capability", "vram", "reserved", "ram", "disk")
+_MACHINE = ("kind", "address", "http_address", "capability")
 _RECORD = ("id", "first_seen", "revision_shown")
 _IN_OTHER_WORDS = {
     "id",
@@ -84,14 +84,14 @@ _OVERRIDES_SHOWN = ("cap_shown", "budget_shown")
 Button = tuple[Verb, str]
 """A verb and where its page is."""
 
-_HANDING_BACK = (
-    "What is set here counts, whatever the worker says, until it is handed back: clear the tick. The worker's"
-    " own value counts again from its next registration on."
+_OVERRIDING = (
+    "Overrides take precedence over the worker's values. Clear the checkbox to reset: the worker's own value"
+    " applies again from its next registration."
 )
 
 
 def _open_conflicts() -> Coalesce:
-    """Annotation: how many claims nobody has decided about."""
+    """Annotation: how many claims are open."""
     undecided = NodeConflict.objects.filter(node=OuterRef("pk"), state=NodeConflict.State.OPEN)
     count = undecided.order_by().values("node").annotate(count=Count("pk")).values("count")
     return Coalesce(Subquery(count), 0)
@@ -111,9 +111,6 @@ class BackendNodeAdmin(Wide, NodeDisplay, VerbAdmin):
         "state",
         "proof",
         "address",
-        "vram",
-        "loaded",
-        "in_flight",
         "beat",
         "approved_by",
     )
@@ -165,7 +162,7 @@ class BackendNodeAdmin(Wide, NodeDisplay, VerbAdmin):
             ("State", {"fields": (*_STATE, *holding)}),
             (
                 "Overrides",
-                {"fields": overrides, "description": _HANDING_BACK},
+                {"fields": overrides, "description": _OVERRIDING},
             ),
             ("Identity", {"fields": _IDENTITY}),
             ("Machine", {"fields": (*_MACHINE, *_ELSE)}),
@@ -190,7 +187,7 @@ class BackendNodeAdmin(Wide, NodeDisplay, VerbAdmin):
         form_url: str = "",
         obj: BackendNode | None = None,
     ) -> HttpResponse:
-        """Adds the panels: approval, conflicts, buttons, timeline."""
+        """Adds the panels: approval, conflicts, buttons."""
         if obj is not None:
             context.update(_panels(request, obj), **self._buttons(request, obj), show_delete=False)
         return super().render_change_form(request, context, add, change, form_url, obj)
@@ -251,7 +248,7 @@ def _panels(request: HttpRequest, node: Any) -> dict[str, Any]:
         "heard": words.moment(node.last_heartbeat, now),
         "fingerprint": grouped(node.fingerprint),
         "conflicts": open_conflicts(node, may_decide=request.user.has_perm("nodes.change_nodeconflict")),
-        "events": event_lines(node.pk),
+        "page_url": f"/app/nodes/{node.pk}",
         "events_url": reverse("admin:nodes_nodeevent_changelist") + f"?node={node.pk}",
     }
 

@@ -1,4 +1,4 @@
-"""Replicas, which web process carries their requests, installed backends: to look at, not to touch."""
+"""Replicas, their use by web processes, and installed backends: read-only."""
 
 from django.contrib import admin
 
@@ -25,7 +25,7 @@ class WebProcessAdmin(Observed):
 
 @admin.register(ReplicaUse)
 class ReplicaUseAdmin(Observed):
-    """Which web process carries how many requests of a replica."""
+    """Requests of each web process on each replica."""
 
     list_display = ("replica", "process", "count")
     list_select_related = ("replica", "process")
@@ -33,7 +33,7 @@ class ReplicaUseAdmin(Observed):
 
 @admin.register(NodeBackend)
 class NodeBackendAdmin(Observed):
-    """What the workers listed last."""
+    """What the workers reported last."""
 
     list_display = ("name", "node", "version", "is_system", "is_meta", "installed_at")
     list_filter = ("is_system", "is_meta")

@@ -1,7 +1,7 @@
 """What an admin saw when a page was made, and what has happened to the node since.
 
-A page carries the node's revision and its newest event. Whoever decides by an older revision than the row's
-is told what happened in between, and nothing is written.
+A page carries the node's revision and its newest event. A decision on an older revision
+than the row's writes nothing and names what happened in between.
 """
 
 from collections.abc import Sequence
@@ -33,8 +33,8 @@ def since(node_id: UUID, event_id: int) -> str:
     events = NodeEvent.objects.filter(node_id=node_id, id__gt=event_id).exclude(kind=claims).order_by("id")
     told = [_line(event) for event in events[: _MOST_TOLD + 1]]
     if not told:
-        return "somebody has changed it meanwhile"
-    return "meanwhile " + _joined(told)
+        return "the node was changed in the meantime"
+    return "changed in the meantime: " + _joined(told)
 
 
 def _joined(told: Sequence[str]) -> str:

@@ -25,18 +25,18 @@ LONGEST_REASON = 255
 
 
 class Nothing(forms.Form):
-    """A verb that asks for nothing but a yes."""
+    """A verb that needs only a confirmation."""
 
 
 class ReasonForm(forms.Form):
-    """Why; the node's page and its timeline show it."""
+    """The reason that the node's page and its timeline show."""
 
     reason = forms.CharField(
         required=False, max_length=LONGEST_REASON, help_text="Shown on the node's page and in its timeline."
     )
 
     def clean_reason(self) -> str:
-        """Refuses characters that nobody sees."""
+        """Refuses invisible characters."""
         reason = str(self.cleaned_data["reason"])
         try:
             names.check_text(reason, "The reason")
@@ -46,7 +46,7 @@ class ReasonForm(forms.Form):
 
 
 class NeededReason(ReasonForm):
-    """A no without a reason helps nobody."""
+    """A reason that must be given."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -54,7 +54,7 @@ class NeededReason(ReasonForm):
 
 
 class DrainTerms(ReasonForm):
-    """Why, and how long running requests may take."""
+    """The reason, and how long running requests may take."""
 
     deadline = forms.IntegerField(
         required=False, min_value=0, max_value=int(services.LONGEST_DEADLINE), label="Deadline in seconds"
@@ -63,9 +63,10 @@ class DrainTerms(ReasonForm):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         default = words.span(conf.cluster().drain_deadline)
-        self.fields[
-            "deadline"
-        ].help_text = f"After that the replicas go even if requests still run on them. Empty: {default}."
+        self.fields["deadline"].help_text = (
+            f"Replicas are stopped at the deadline, even with running requests. Leave empty for {default};"
+            " 0 = immediately."
+        )
 
 
 Asked = Mapping[str, Any]
@@ -90,7 +91,9 @@ class Verb:
     form: type[forms.Form] = Nothing
     permission: str = "change"
     grave: bool = False
-    """It cannot be taken back."""
+    """It cannot be undone."""
+    many: str = ""
+    """What to call it for several rows, if not by its title."""
 
 
 def _refused(event: Event) -> Callable[[BackendNode], str]:
@@ -116,8 +119,8 @@ def _approval(node: BackendNode) -> str:
 
 
 def _rejection(node: BackendNode) -> str:
-    again = " It is rejected already." if node.rejected_at else ""
-    return f"stays pending, and no registration approves it by itself.{again}"
+    again = " Already rejected." if node.rejected_at else ""
+    return f"stays pending, even if it re-registers.{again}"
 
 
 def remains(node: Any) -> str:
@@ -127,30 +130,30 @@ def remains(node: Any) -> str:
 
 
 def _drain(node: BackendNode) -> str:
-    again = "takes over the new reason and deadline; " if node.drained_at and not node.drain_is_own else ""
+    again = "updates reason and deadline; " if node.drained_at and not node.drain_is_own else ""
     return f"{_moves(Event.DRAINED, node)}; {again}{remains(node)}"
 
 
 def _revocation(node: BackendNode) -> str:
     secret = f"secret {grouped(node.fingerprint[:16])} …" if node.fingerprint else "weak identity"
-    return f"{_moves(Event.REVOKED, node)}; {secret} refused; {remains(node)}: all end"
+    return f"{_moves(Event.REVOKED, node)}; {secret} rejected; {remains(node)} stopped"
 
 
 def _removal(node: BackendNode) -> str:
-    return f"record, labels and conflicts go; {remains(node)}: all end"
+    return f"record, labels and conflicts deleted; {remains(node)} stopped"
 
 
 def _rotation_refused(node: BackendNode) -> str:
     if not node.fingerprint:
-        return "it has no secret of its own"
-    return "it has been asked already" if node.rotation_requested_at else ""
+        return "has no secret of its own"
+    return "rotation already requested" if node.rotation_requested_at else ""
 
 
 def _approve(node_id: UUID, actor: Actor, now: datetime, asked: Asked) -> str:
     approved = services.approve(node_id, actor=actor, now=now, reason=asked["reason"])
     if not approved.api_token:
         return ""
-    return f"The API token of the agent {approved.node.name}, shown only now: {approved.api_token}"
+    return f"API token of the agent {approved.node.name}, shown only once: {approved.api_token}"
 
 
 def _drain_now(node_id: UUID, actor: Actor, now: datetime, asked: Asked) -> None:
@@ -172,8 +175,8 @@ NODE_VERBS = (
         "approve",
         "Approve",
         "approved",
-        "A pending node is let in: from then on it gets work. An earlier no is taken back. Compare the"
-        " fingerprint with the one that the worker prints at its start.",
+        "Approved nodes receive work. Approving undoes an earlier rejection. First compare the fingerprint"
+        " with the one in the worker's log.",
         _refused(Event.APPROVED),
         _approval,
         _approve,
@@ -183,7 +186,7 @@ NODE_VERBS = (
         "reject",
         "Reject",
         "rejected",
-        "A pending node is told no. It stays pending, and registering again does not change that.",
+        "Rejected nodes stay pending and receive no work, even if they re-register. Approve them to undo.",
         _refused(Event.REJECTED),
         _rejection,
         _silent(lambda pk, actor, now, asked: services.reject(pk, actor=actor, now=now, **asked)),
@@ -193,8 +196,8 @@ NODE_VERBS = (
         "drain",
         "Drain",
         "drained",
-        "Nothing new goes to the node; what runs there goes on until it ends or the deadline passes. Only an"
-        " admin ends the drain.",
+        "No new requests are sent to the node. Running requests may finish until the deadline; then replicas"
+        " are stopped. Restarting the worker does not end the drain; Resume does.",
         _refused(Event.DRAINED),
         _drain,
         _silent(_drain_now),
@@ -204,7 +207,7 @@ NODE_VERBS = (
         "resume",
         "Resume",
         "resumed",
-        "The node gets work again: a drain and “unhealthy” end. An offline node waits for its heartbeat.",
+        "Ends a drain or the status “unhealthy”. An offline node receives work after its next heartbeat.",
         _refused(Event.RESUMED),
         lambda node: _moves(Event.RESUMED, node),
         _silent(lambda pk, actor, now, asked: services.resume(pk, actor=actor, now=now)),
@@ -212,30 +215,32 @@ NODE_VERBS = (
     Verb(
         "rotate",
         "Rotate secret",
-        "asked to rotate",
-        "The worker has to replace its secret at its next call; until then it can only register.",
+        "secret rotation requested",
+        "The worker replaces its secret at next contact; until then it can only register.",
         _rotation_refused,
         lambda node: f"replaces secret {grouped(node.fingerprint[:16])} …",
         _silent(lambda pk, actor, now, asked: services.request_rotation(pk, actor=actor, now=now)),
+        many="Rotate secrets of",
     ),
     Verb(
         "revoke",
         "Revoke secret",
         "revoked",
-        "The secret is refused for ever, under any name. The node is pending without an identity until a"
-        " worker registers under its name with another secret and an admin approves it.",
+        "Use if the secret has been compromised. It is permanently rejected, under any name. The node is"
+        " pending until a worker registers with a new secret and an administrator approves it.",
         _refused(Event.REVOKED),
         _revocation,
         _silent(lambda pk, actor, now, asked: services.revoke(pk, actor=actor, now=now, **asked)),
         ReasonForm,
         grave=True,
+        many="Revoke secrets of",
     ),
     Verb(
         "remove",
         "Remove",
         "removed",
-        "The node's record is deleted; its timeline stays for the retention. A worker that still runs comes"
-        " back as a new, pending node.",
+        "Deletes the node's record; its timeline stays for the retention period. A running worker"
+        " re-registers as a new, pending node.",
         _refused(Event.DEREGISTERED),
         _removal,
         _silent(lambda pk, actor, now, asked: services.deregister(pk, actor=actor, now=now)),
@@ -247,20 +252,18 @@ NODE_VERBS = (
 
 def _not_acceptable(conflict: NodeConflict) -> str:
     if conflict.state == NodeConflict.State.ACCEPTED:
-        return "it is accepted already"
+        return "already accepted"
     return services.NOT_ACCEPTABLE.get(NodeConflict.Mismatch(conflict.kind), "")
 
 
 def _not_refusable(conflict: NodeConflict) -> str:
-    return "" if conflict.state == NodeConflict.State.OPEN else f"it is {conflict.state} already"
+    return "" if conflict.state == NodeConflict.State.OPEN else f"already {conflict.state}"
 
 
 def _acceptance(conflict: NodeConflict) -> str:
     if conflict.kind == NodeConflict.Mismatch.NAME:
-        return f"the node is called {conflict.claimed_name} from now on"
-    return (
-        f"the worker at {conflict.source_address} is the node; the one that has been it is refused for ever"
-    )
+        return f"the node is renamed to {conflict.claimed_name}"
+    return f"the worker at {conflict.source_address} becomes the node; the current secret is rejected"
 
 
 CONFLICT_VERBS = (
@@ -268,8 +271,8 @@ CONFLICT_VERBS = (
         "accept",
         "Accept",
         "accepted",
-        "The node is handed over to the claimant: the former secret is refused for ever, and the node is"
-        " offline until its new worker registers. A claim to another name only renames the node.",
+        "The node takes over the claimant's secret; the previous secret is permanently rejected. The node is"
+        " offline until the new worker registers. Accepting a claim to another name only renames the node.",
         _not_acceptable,
         _acceptance,
         _silent(lambda pk, actor, now, asked: services.accept_conflict(pk, actor=actor, now=now)),
@@ -280,9 +283,9 @@ CONFLICT_VERBS = (
         "refuse",
         "Refuse",
         "refused",
-        "The node stays who it is; the claimant goes on being refused. It can still be accepted later.",
+        "The node keeps its identity; the claimant stays refused. It can still be accepted later.",
         _not_refusable,
-        lambda conflict: f"the worker at {conflict.source_address} stays out",
+        lambda conflict: f"the worker at {conflict.source_address} stays refused",
         _silent(lambda pk, actor, now, asked: services.refuse_conflict(pk, actor=actor, now=now)),
         permission="decide",
     ),

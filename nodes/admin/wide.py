@@ -13,10 +13,7 @@ else:
 
 
 class Wide(Base):
-    """A model admin whose list has the whole width, without the menu at its side, and our style sheet."""
-
-    class Media:
-        css = {"all": ("admin-nodes.css",)}
+    """A model admin whose list has the whole width, without the menu at its side."""
 
     def changelist_view(
         self, request: HttpRequest, extra_context: dict[str, Any] | None = None

@@ -20,15 +20,6 @@ def size(count: int) -> str:
     return f"{number} {_UNITS[power]}"
 
 
-def free_of(free: int, total: int) -> str:
-    """What is free of how much: `10 of 24 GiB`, `512 MiB of 24 GiB`; a dash if there is none."""
-    if total <= 0:
-        return NOTHING
-    whole = size(total)
-    part = size(free) if free > 0 else "0"
-    return f"{part.removesuffix(whole[whole.index(' ') :])} of {whole}"
-
-
 def span(seconds: float) -> str:
     """A length of time in its largest unit, rounded down: `12 s`, `5 min`, `3 h`, `2 d`."""
     whole = max(int(seconds), 0)

@@ -60,6 +60,7 @@ class NodeBackendsView(NodeView):
 
     @extend_schema(
         operation_id="nodes_backends",
+        summary="List a node's backends",
         tags=["backends"],
         parameters=_HEADERS,
         responses={200: NODE_BACKEND.many, **refusals(401, 403, 404)},

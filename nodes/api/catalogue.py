@@ -196,13 +196,14 @@ class BackendsView(APIView):
 
     @extend_schema(
         operation_id="backends_list",
+        summary="List available backends",
         tags=["backends"],
         parameters=_PARAMETERS,
         responses={200: CATALOGUE.ref, **_REFUSALS},
         examples=[_EXAMPLE],
     )
     def get(self, request: Request) -> Response:
-        """What the configured galleries offer, and on which nodes it is installed."""
+        """Backends of the configured galleries, with the nodes that have them installed."""
         wanted = wanted_of(request)
         configured = install.galleries()
         offer = catalogue.reader.read(configured)

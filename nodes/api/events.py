@@ -47,6 +47,7 @@ class EventsView(NodeView):
 
     @extend_schema(
         operation_id="nodes_events",
+        summary="Show a node's timeline",
         tags=["nodes"],
         parameters=[
             query("limit", whole(1, MOST_A_PAGE, USUAL_PAGE), "How many at most."),
@@ -57,7 +58,7 @@ class EventsView(NodeView):
         examples=[answered({"events": [_EXAMPLE], "next_cursor": 4711})],
     )
     def get(self, request: Request, node_id: str) -> Response:
-        """What happened to a node, also to one that was removed, for as long as events are kept."""
+        """Events of a node, also of a removed one, within the retention period."""
         node = _known(node_id)
         given = listing.Parameters(request.query_params, "limit", "cursor", "kind")
         limit = given.number("limit", 1, MOST_A_PAGE) or USUAL_PAGE

@@ -83,7 +83,7 @@ class Gate:
         self, asked: Mapping[heartbeats.Key, Beat]
     ) -> tuple[dict[heartbeats.Key, Verdict], Verdict]:
         """The verdicts, and the one for whoever has none."""
-        away = errors.Unavailable("the database does not answer")
+        away = errors.Unavailable("the database is unavailable")
         try:
             return await self._verdicts(asked), away
         except errors.ClusterError as error:

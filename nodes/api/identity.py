@@ -58,13 +58,14 @@ class ConflictsView(NodeView):
 
     @extend_schema(
         operation_id="conflicts_list",
+        summary="List open identity conflicts",
         tags=["identity"],
         parameters=[*PAGE_PARAMETERS, *PAGE_HEADERS],
         responses={200: CONFLICT.many, **refusals(400, 401, 403)},
         examples=[_EXAMPLE],
     )
     def get(self, request: Request) -> Response:
-        """What waits for a decision in the whole fleet, latest first."""
+        """Identity conflicts of all nodes that await a decision, latest first."""
         return page_of_conflicts(request, NodeConflict.objects.filter(state="open"))
 
 
@@ -75,13 +76,14 @@ class NodeConflictsView(NodeView):
 
     @extend_schema(
         operation_id="nodes_conflicts",
+        summary="List a node's identity conflicts",
         tags=["identity"],
         parameters=[*PAGE_PARAMETERS, *PAGE_HEADERS],
         responses={200: CONFLICT.many, **refusals(400, 401, 403, 404)},
         examples=[_EXAMPLE],
     )
     def get(self, request: Request, node_id: str) -> Response:
-        """Whoever has claimed to be this node, decided or not, latest first."""
+        """Claims to this node's identity, open and resolved, latest first."""
         return page_of_conflicts(request, NodeConflict.objects.filter(node=existing(node_id)))
 
 
@@ -97,13 +99,14 @@ class AcceptView(NodeView):
 
     @extend_schema(
         operation_id="conflicts_accept",
+        summary="Accept an identity conflict",
         tags=["identity"],
         request=None,
         responses={200: fields.MessageSerializer, **refusals(401, 403, 404, 409)},
         examples=[message("conflict accepted")],
     )
     def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
-        """The claimant is the node from now on; its former secret is refused for ever."""
+        """The claimant becomes the node; the node's previous secret is permanently rejected."""
         node, conflict = _decided(node_id, conflict_id)
         services.accept_conflict(conflict, node_id=node, actor=actor_of(request), now=clock.now())
         return Response({"message": "conflict accepted"})
@@ -114,13 +117,14 @@ class RefuseView(NodeView):
 
     @extend_schema(
         operation_id="conflicts_refuse",
+        summary="Refuse an identity conflict",
         tags=["identity"],
         request=None,
         responses={200: fields.MessageSerializer, **refusals(401, 403, 404, 409)},
         examples=[message("conflict refused")],
     )
     def post(self, request: Request, node_id: str, conflict_id: str) -> Response:
-        """The node stays who it is; the claimant goes on being refused."""
+        """The node keeps its identity; the claimant stays refused."""
         node, conflict = _decided(node_id, conflict_id)
         services.refuse_conflict(conflict, node_id=node, actor=actor_of(request), now=clock.now())
         return Response({"message": "conflict refused"})
@@ -138,13 +142,14 @@ class RotateView(NodeView):
 
     @extend_schema(
         operation_id="nodes_identity_rotate",
+        summary="Request a secret rotation",
         tags=["identity"],
         request=None,
         responses={200: fields.MessageSerializer, **refusals(401, 403, 404, 409)},
         examples=[message("rotation requested")],
     )
     def post(self, request: Request, node_id: str) -> Response:
-        """From now on the worker's secret is good for nothing but registering and replacing itself."""
+        """From now on the worker's secret is accepted only for registration and rotation."""
         services.request_rotation(existing(node_id), actor=actor_of(request), now=clock.now())
         return Response({"message": "rotation requested"})
 
@@ -154,13 +159,14 @@ class RevokeView(NodeView):
 
     @extend_schema(
         operation_id="nodes_identity_revoke",
+        summary="Revoke a node's secret",
         tags=["identity"],
         request=ReasonSerializer,
         responses={200: fields.MessageSerializer, **refusals(400, 401, 403, 404, 409, 413)},
         examples=[REASON, message("identity revoked")],
     )
     def post(self, request: Request, node_id: str) -> Response:
-        """Refuses the worker's secret for ever; the node is pending again and without an identity."""
+        """Permanently rejects the worker's secret; the node is pending again, without an identity."""
         found = existing(node_id)
         reason = validated(ReasonSerializer, request).get("reason", "")
         services.revoke(found, actor=actor_of(request), now=clock.now(), reason=reason)

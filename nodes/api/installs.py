@@ -104,6 +104,7 @@ class InstallView(NodeView):
 
     @extend_schema(
         operation_id="nodes_backends_install",
+        summary="Install a backend on a node",
         tags=["backends"],
         request=InstallSerializer,
         responses={
@@ -113,7 +114,7 @@ class InstallView(NodeView):
         examples=[sent({"backend": "local@minilm"}), answered(_ACCEPTED, status="202")],
     )
     def post(self, request: Request, node_id: str) -> Response:
-        """Installs a backend on one node. Asking again while it runs joins the running operation."""
+        """Installs a backend on one node. A repeated request joins the running operation."""
         fields = validated(InstallSerializer, request)
         node = install.find_node(existing(node_id))
         wanted = {name: fields.get(name, "") for name in ("backend", "uri", "name", "alias")}

@@ -34,6 +34,7 @@ class LabelsView(NodeView):
 
     @extend_schema(
         operation_id="nodes_labels",
+        summary="List a node's labels",
         tags=["nodes"],
         responses={(200, "application/json"): LABELS, **refusals(401, 403, 404)},
         examples=[_EXAMPLE],
@@ -45,6 +46,7 @@ class LabelsView(NodeView):
 
     @extend_schema(
         operation_id="nodes_labels_replace",
+        summary="Replace a node's labels",
         tags=["nodes"],
         parameters=[REVISION],
         request={"application/json": LABELS},
@@ -52,12 +54,13 @@ class LabelsView(NodeView):
         examples=[_SENT, _EXAMPLE],
     )
     def put(self, request: Request, node_id: str) -> Response:
-        """These and no others; the registry's own come back when the worker registers again."""
+        """Replaces all labels; automatic ones return when the worker registers again."""
         found = existing(node_id)
         return Response(services.set_labels(found, labels_in(request), **edit_of(request)))
 
     @extend_schema(
         operation_id="nodes_labels_merge",
+        summary="Add or change labels",
         tags=["nodes"],
         parameters=[REVISION],
         request={"application/json": LABELS},
@@ -65,7 +68,7 @@ class LabelsView(NodeView):
         examples=[_SENT, _EXAMPLE],
     )
     def patch(self, request: Request, node_id: str) -> Response:
-        """These, and the others stay; the answer is the whole set."""
+        """Other labels stay; the answer has all of them."""
         found = existing(node_id)
         return Response(services.merge_labels(found, labels_in(request), **edit_of(request)))
 
@@ -87,11 +90,12 @@ class LabelView(NodeView):
 
     @extend_schema(
         operation_id="nodes_labels_remove",
+        summary="Remove a label",
         tags=["nodes"],
         parameters=[LABEL_KEY, REVISION],
         responses={204: None, **refusals(400, 401, 403, 404, 409)},
     )
     def delete(self, request: Request, node_id: str, key: str) -> Response:
-        """Removes one label; there need not be one."""
+        """Succeeds also if the node does not have the label."""
         services.remove_label(existing(node_id), key, **edit_of(request))
         return Response(status=204)

@@ -126,6 +126,7 @@ class ApproveView(NodeView):
 
     @extend_schema(
         operation_id="nodes_approve",
+        summary="Approve a node",
         tags=["nodes"],
         request=ApproveSerializer,
         responses={200: outcomes.APPROVED.ref, **refusals(400, 401, 403, 404, 409, 413)},
@@ -136,7 +137,7 @@ class ApproveView(NodeView):
         ],
     )
     def post(self, request: Request, node_id: str) -> Response:
-        """Lets a pending node into the fleet; an agent's API token is shown this once.
+        """Approves a pending node; an agent's API token is shown only in this answer.
 
         With the `fingerprint` that the approver compared, 409 if the node has another one now.
         """
@@ -157,6 +158,7 @@ class ApproveManyView(NodeView):
 
     @extend_schema(
         operation_id="nodes_approve_many",
+        summary="Approve several nodes",
         tags=["nodes"],
         request=ApproveManySerializer,
         responses={200: outcomes.OUTCOMES.ref, **refusals(400, 401, 403, 413)},
@@ -174,7 +176,7 @@ class ApproveManyView(NodeView):
         ],
     )
     def post(self, request: Request) -> Response:
-        """Lets several nodes in, each on its own: what is wrong with one does not stop the others.
+        """Approves each node separately; one refusal does not affect the others.
 
         Agents get their API token by registering again.
         """
@@ -191,13 +193,14 @@ class RejectView(NodeView):
 
     @extend_schema(
         operation_id="nodes_reject",
+        summary="Reject a node",
         tags=["nodes"],
         request=RejectionSerializer,
         responses={200: fields.MessageSerializer, **refusals(400, 401, 403, 404, 409, 413)},
         examples=[sent({"reason": "no such machine was announced"}), message("node rejected")],
     )
     def post(self, request: Request, node_id: str) -> Response:
-        """Says no to a pending node, with the reason. Registering again does not change that."""
+        """Rejects a pending node with a reason. Re-registering does not change that."""
         found = existing(node_id)
         reason = validated(RejectionSerializer, request)["reason"]
         services.reject(found, actor=actor_of(request), now=clock.now(), reason=reason)
@@ -209,6 +212,7 @@ class DrainView(NodeView):
 
     @extend_schema(
         operation_id="nodes_drain",
+        summary="Drain a node",
         tags=["nodes"],
         request=DrainRequestSerializer,
         responses={200: fields.MessageSerializer, **refusals(400, 401, 403, 404, 413)},
@@ -218,7 +222,7 @@ class DrainView(NodeView):
         ],
     )
     def post(self, request: Request, node_id: str) -> Response:
-        """Sends nothing new there; what runs may go on until the deadline."""
+        """Sends no new requests to the node; running ones may finish until the deadline."""
         found = existing(node_id)
         fields = validated(DrainRequestSerializer, request)
         services.drain(
@@ -236,13 +240,14 @@ class ResumeView(NodeView):
 
     @extend_schema(
         operation_id="nodes_resume",
+        summary="Resume a node",
         tags=["nodes"],
         request=ReasonSerializer,
         responses={200: fields.MessageSerializer, **refusals(400, 401, 403, 404, 409, 413)},
         examples=[REASON, message("node resumed")],
     )
     def post(self, request: Request, node_id: str) -> Response:
-        """Takes the node into service again; one that is offline waits for its next heartbeat."""
+        """Returns the node to service; an offline node after its next heartbeat."""
         found = existing(node_id)
         reason = validated(ReasonSerializer, request).get("reason", "")
         services.resume(found, actor=actor_of(request), now=clock.now(), reason=reason)

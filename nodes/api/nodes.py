@@ -113,13 +113,14 @@ class NodesView(NodeView):
 
     @extend_schema(
         operation_id="nodes_list",
+        summary="List nodes",
         tags=["nodes"],
         parameters=[*_FILTERS, *PAGE_PARAMETERS, *PAGE_HEADERS],
         responses={200: NODE.many, **refusals(400, 401, 403)},
         examples=[answered([_LISTED])],
     )
     def get(self, request: Request) -> Response:
-        """All nodes, by name; or those that the parameters ask for."""
+        """All nodes by name, or those that match the parameters."""
         wanted = listing.wanted_nodes(request.query_params)
         whole = wanted.page.whole and not wanted.filtered
         rows = node_rows.elements(wanted.nodes[wanted.page.part], whole=whole)
@@ -134,12 +135,13 @@ class NodeDetailView(NodeView):
 
     @extend_schema(
         operation_id="nodes_read",
+        summary="Show a node",
         tags=["nodes"],
         responses={200: NODE_DETAIL.ref, **refusals(401, 403, 404)},
         examples=[answered(_LISTED | _BEHIND)],
     )
     def get(self, request: Request, node_id: str) -> Response:
-        """One node: as in the list, and what lies behind its status."""
+        """A node as in the list, with the facts behind its status."""
         found = parse_node_id(node_id)
         node = None if found is None else node_rows.detail(found)
         if node is None:
@@ -148,6 +150,7 @@ class NodeDetailView(NodeView):
 
     @extend_schema(
         operation_id="nodes_delete",
+        summary="Remove a node",
         tags=["nodes"],
         responses={200: fields.MessageSerializer, **refusals(401, 403, 404)},
         examples=[message("node deregistered")],

@@ -35,6 +35,7 @@ class ReplicaCapView(NodeView):
 
     @extend_schema(
         operation_id="nodes_cap",
+        summary="Set the maximum replicas per model",
         tags=["nodes"],
         parameters=[REVISION],
         request=CapRequestSerializer,
@@ -42,7 +43,7 @@ class ReplicaCapView(NodeView):
         examples=[sent({"value": 3}), answered({"max_replicas_per_model": 3})],
     )
     def put(self, request: Request, node_id: str) -> Response:
-        """At most so many replicas of one model, whatever the worker says (R1.45)."""
+        """Overrides the worker's own value (R1.45)."""
         found = existing(node_id)
         value = validated(CapRequestSerializer, request)["value"]
         node = services.set_replica_cap(found, value, **edit_of(request))
@@ -50,13 +51,14 @@ class ReplicaCapView(NodeView):
 
     @extend_schema(
         operation_id="nodes_cap_reset",
+        summary="Reset the maximum replicas per model",
         tags=["nodes"],
         parameters=[REVISION],
         responses={200: RESET.ref, **refusals(400, 401, 403, 404, 409)},
         examples=[_RESET],
     )
     def delete(self, request: Request, node_id: str) -> Response:
-        """The worker's own value counts again from its next registration on (R1.46)."""
+        """The worker's own value applies again from its next registration (R1.46)."""
         services.reset_replica_cap(existing(node_id), **edit_of(request))
         return Response(RESET.of(reset=True))
 
@@ -66,6 +68,7 @@ class VramBudgetView(NodeView):
 
     @extend_schema(
         operation_id="nodes_budget",
+        summary="Set the VRAM budget",
         tags=["nodes"],
         parameters=[REVISION],
         request=BudgetRequestSerializer,
@@ -73,7 +76,7 @@ class VramBudgetView(NodeView):
         examples=[sent({"value": "80%"}), answered({"vram_budget": "80%"})],
     )
     def put(self, request: Request, node_id: str) -> Response:
-        """A ceiling for the node's VRAM; an empty text means no cap, whatever the worker says (R1.47)."""
+        """Limits the node's VRAM, whatever the worker reports; an empty text means unlimited (R1.47)."""
         found = existing(node_id)
         value = validated(BudgetRequestSerializer, request)["value"]
         services.set_vram_budget(found, value, **edit_of(request))
@@ -81,12 +84,13 @@ class VramBudgetView(NodeView):
 
     @extend_schema(
         operation_id="nodes_budget_reset",
+        summary="Reset the VRAM budget",
         tags=["nodes"],
         parameters=[REVISION],
         responses={200: RESET.ref, **refusals(400, 401, 403, 404, 409)},
         examples=[_RESET],
     )
     def delete(self, request: Request, node_id: str) -> Response:
-        """No budget until the worker registers with one (R1.48)."""
+        """Unlimited until the worker registers with a budget (R1.48)."""
         services.reset_vram_budget(existing(node_id), **edit_of(request))
         return Response(RESET.of(reset=True))

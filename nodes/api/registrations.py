@@ -261,10 +261,11 @@ class RegistrationDescription(APIView):
 
     @extend_schema(
         operation_id="node_register",
+        summary="Register a worker",
         tags=["worker"],
         request=RegistrationSerializer,
         parameters=[SECRET, INSTANCE],
         responses=_registered(),
     )
     def post(self, request: Request) -> None:
-        """Makes a worker known, or refreshes it after a restart. A new one waits for approval."""
+        """Registers a worker, or refreshes it after a restart. A new worker awaits approval."""

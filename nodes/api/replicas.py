@@ -41,6 +41,7 @@ class NodeReplicasView(NodeView):
 
     @extend_schema(
         operation_id="nodes_models",
+        summary="List a node's replicas",
         tags=["nodes"],
         responses={200: REPLICA.many, **refusals(401, 403, 404)},
         examples=[_EXAMPLE],
@@ -57,6 +58,7 @@ class ReplicasView(NodeView):
 
     @extend_schema(
         operation_id="models_list",
+        summary="List loaded replicas",
         tags=["nodes"],
         responses={200: REPLICA.many, **refusals(401, 403)},
         examples=[_EXAMPLE],

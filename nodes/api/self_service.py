@@ -58,12 +58,13 @@ class SelfView(SelfServiceView):
 
     @extend_schema(
         operation_id="node_delete",
+        summary="Take the worker offline",
         tags=["worker"],
         parameters=[INSTANCE],
         responses=_done("node deregistered"),
     )
     def delete(self, request: Request, node_id: str) -> Response:
-        """The same as deregister: offline, replicas gone; the record and its approval stay."""
+        """Same as deregister: the node is offline without replicas; record and approval stay."""
         services.deactivate(_own_id(request), now=clock.now())
         return Response({"message": "node deregistered"})
 
@@ -73,13 +74,14 @@ class SelfDeregisterView(SelfServiceView):
 
     @extend_schema(
         operation_id="node_deregister",
+        summary="Take the worker offline on shutdown",
         tags=["worker"],
         request=None,
         parameters=[INSTANCE],
         responses=_done("node deregistered"),
     )
     def post(self, request: Request, node_id: str) -> Response:
-        """The worker has stopped: offline, replicas gone; the record and its approval stay."""
+        """The worker has stopped: the node is offline without replicas; record and approval stay."""
         services.deactivate(_own_id(request), now=clock.now())
         return Response({"message": "node deregistered"})
 
@@ -89,13 +91,14 @@ class SelfDrainView(SelfServiceView):
 
     @extend_schema(
         operation_id="node_drain",
+        summary="Start the worker's own drain",
         tags=["worker"],
         request=None,
         parameters=[INSTANCE],
         responses=_done("node set to draining"),
     )
     def post(self, request: Request, node_id: str) -> Response:
-        """The worker is stopping: nothing new goes there. The drain ends with its next registration."""
+        """The worker is stopping: it gets no new requests. The drain ends with its next registration."""
         services.drain_itself(_own_id(request), now=clock.now())
         return Response({"message": "node set to draining"})
 
@@ -105,13 +108,14 @@ class SelfResumeView(SelfServiceView):
 
     @extend_schema(
         operation_id="node_resume",
+        summary="End the worker's own drain",
         tags=["worker"],
         request=None,
         parameters=[INSTANCE],
         responses=_done("node resumed"),
     )
     def post(self, request: Request, node_id: str) -> Response:
-        """The worker takes its own drain back; 409 for anything else, an admin's drain above all."""
+        """Ends a drain that the worker started; 409 for any other, such as an administrator's."""
         services.resume_itself(_own_id(request), now=clock.now())
         return Response({"message": "node resumed"})
 
@@ -123,6 +127,7 @@ class SelfReplicasView(SelfServiceView):
 
     @extend_schema(
         operation_id="node_models",
+        summary="List the worker's replicas",
         tags=["worker"],
         parameters=[INSTANCE],
         responses=_self_service(REPLICA.many),
@@ -140,13 +145,14 @@ class SelfRotateView(SelfServiceView):
 
     @extend_schema(
         operation_id="node_rotate",
+        summary="Replace the worker's secret",
         tags=["worker"],
         request=None,
         parameters=[INSTANCE, NEW_SECRET],
         responses=_done("secret replaced"),
     )
     def post(self, request: Request, node_id: str) -> Response:
-        """Replaces the worker's secret, on its own account or because an admin asked; the old one is dead."""
+        """Replaces the worker's secret, by itself or on request; the old secret is rejected from then on."""
         new = request.headers.get(identity.NEW_SECRET_HEADER, "")
         identity.check_node_secret(new, identity.NEW_SECRET_HEADER)
         old = identity.node_fingerprint(principals.bearer(request.headers["authorization"]))

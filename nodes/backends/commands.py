@@ -113,7 +113,7 @@ class Worker:
                 subjects.backend_install(self.node_id),
                 request,
                 messages.InstallReply,
-                lambda reply: "" if reply.success else reply.error or "the worker gave no reason",
+                lambda reply: "" if reply.success else reply.error or "the worker reported no reason",
                 timeout,
             )
 
@@ -150,7 +150,7 @@ class Worker:
         try:
             reply = await carrier.ask(self.bus, subject, request, kind, timeout)
         except carrier.NoResponders:
-            return NoResponders(f"node {self.name} does not answer on the bus")
+            return NoResponders(f"node {self.name} is not responding")
         except carrier.RequestTimeout:
             return StillRunning(f"node {self.name} did not answer within {timeout:.0f} s")
         except carrier.BusError:

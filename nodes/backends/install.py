@@ -61,9 +61,9 @@ def find_node(node_id: UUID | None) -> BackendNode:
     """The node, if commands may be sent to it at all; NotFound or Conflict with the reason otherwise."""
     node = BackendNode.objects.filter(pk=node_id).first() if node_id else None
     if node is None:
-        raise errors.NotFound(f"node {node_id} is not registered any more")
+        raise errors.NotFound(f"node {node_id} is no longer registered")
     if node.node_type != "backend":
-        raise errors.Conflict(f"{node.name} is an agent node: it runs no backends")
+        raise errors.Conflict(f"{node.name} is an agent node, which does not run backends")
     if node.status == "pending":
         raise errors.Conflict(f"node {node.name} is pending approval")
     return node
@@ -99,7 +99,7 @@ class InstallBackend:
             if node.status == "offline":
                 reason = f"node {node.name} is offline"
                 raise await _later(work, reason, seconds=_LOOK_AT_ABSENT_NODE, waiting=True)
-            await work.report(Tick(phase="resolving", message=f"asking {node.name}", node_id=node.id))
+            await work.report(Tick(phase="resolving", message=f"contacting {node.name}", node_id=node.id))
             outcome = await self._install(work, node)
             match outcome:
                 case Done():

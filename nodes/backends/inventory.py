@@ -215,7 +215,7 @@ async def ask(bus: Bus, asked: Question, *, pause: float = _FIRST_PAUSE) -> bool
         case Refused(reason):
             problem = f"the worker cannot read its backends: {reason}"
         case NoResponders() | StillRunning():
-            problem = "the worker does not answer on the bus"
+            problem = "the worker is not responding"
         case BusDown(reason):
             problem = reason
         case Unreadable(reason):

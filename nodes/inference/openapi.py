@@ -102,7 +102,7 @@ def _embeddings(name: str) -> Operation:
     return {
         "operationId": name,
         "tags": ["inference"],
-        "summary": "One vector a text; loads the model when no replica of it runs.",
+        "summary": "Create embeddings",
         "security": _SECURITY,
         "requestBody": {"required": True, "content": _json(schema_of(EmbeddingsBody))},
         "responses": {
@@ -116,7 +116,7 @@ def _models(name: str) -> Operation:
     return {
         "operationId": name,
         "tags": ["inference"],
-        "summary": "The models that are defined, loaded or not.",
+        "summary": "List models",
         "security": _SECURITY,
         "responses": {
             "200": {"description": "The models.", "content": _json(_MODELS_ANSWER)},

@@ -1,7 +1,7 @@
-"""What an operator should know about the cluster itself, whatever page is open.
+"""What an operator should know about the cluster itself, on every page.
 
-Each notice has an id that stays, a text that says what is the matter, and a hint that says what to do about
-it. Pure: from facts to sentences.
+Each notice has a stable id, a text that names the problem, and a hint that says what to do about it.
+Pure: from facts to sentences.
 """
 
 from dataclasses import dataclass
@@ -43,13 +43,13 @@ def _notice(name: str, level: str, text: str, hint: str) -> Notice:
 
 
 def unreachable(as_of: datetime | None) -> Notice:
-    """The database cannot be read; what everybody sees is older than it looks."""
-    seen = f"what you see is as of {as_of:%H:%M:%S} UTC" if as_of else "nothing can be shown yet"
+    """The database cannot be read; the pages show old data."""
+    seen = f"data last updated at {as_of:%H:%M:%S} UTC" if as_of else "no data available yet"
     return _notice(
         "database-unreachable",
         "error",
-        f"The database cannot be reached; {seen}.",
-        "Look at PostgreSQL and DATABASE_URL; this goes by itself when it answers again.",
+        f"The database is unreachable; {seen}.",
+        "Check PostgreSQL and DATABASE_URL. This notice disappears when the database is back.",
     )
 
 
@@ -59,15 +59,15 @@ def notices(facts: ClusterFacts, told: Told, now: datetime) -> list[Notice]:
 
 
 def _engine(facts: ClusterFacts, now: datetime) -> list[Notice]:
-    """Whether anybody carries operations out and reaches the workers."""
+    """Whether a controller runs and reaches the workers."""
     seen = facts.controllers
     if _silent(seen.at, facts, now):
         return [
             _notice(
                 "no-controller",
                 "error",
-                "No controller runs: nothing will be carried out.",
-                "Start one: `manage.py controller`; what was asked for waits until then.",
+                "No controller is running; operations are paused.",
+                "Start one with `manage.py controller`. Requested operations wait until then.",
             )
         ]
     if _silent(seen.connected_at, facts, now):
@@ -75,8 +75,8 @@ def _engine(facts: ClusterFacts, now: datetime) -> list[Notice]:
             _notice(
                 "nats-unreachable",
                 "error",
-                "NATS cannot be reached: commands to workers wait.",
-                "Look at the NATS server and LOCALAI_NATS_URL of the controllers.",
+                "NATS is unreachable; commands to workers are paused.",
+                "Check the NATS server and LOCALAI_NATS_URL of the controllers.",
             )
         ]
     return []
@@ -91,15 +91,15 @@ def _identity(facts: ClusterFacts, told: Told) -> list[Notice]:
     found = []
     if facts.open_conflicts:
         number = facts.open_conflicts
-        what = "1 identity conflict is open" if number == 1 else f"{number} identity conflicts are open"
-        text = f"{what}: somebody claims to be a node that is known by another secret."
-        hint = "Decide on the Nodes page; until then the node goes on as it was."
+        what = "1 identity conflict" if number == 1 else f"{number} identity conflicts"
+        text = f"{what}: another machine is claiming a registered node's name."
+        hint = "Resolve it on the Nodes page. Until then the registered node keeps running."
         found.append(_notice("identity-conflicts", "warning", text, hint))
     if told.allow_shared_token_nodes:
         count = facts.weak_nodes
-        text = "Workers that know only the shared token are admitted"
-        text += f"; {count} {'node proves' if count == 1 else 'nodes prove'} no identity of their own."
-        hint = "Unset LOCALAI_ALLOW_SHARED_TOKEN_NODES once no stock worker is left."
+        text = "Workers that have only the shared token can register"
+        text += f"; {count} {'node has' if count == 1 else 'nodes have'} no identity of their own."
+        hint = "Unset LOCALAI_ALLOW_SHARED_TOKEN_NODES once all stock workers are upgraded."
         found.append(_notice("shared-token-nodes", "warning", text, hint))
     return found
 
@@ -113,8 +113,8 @@ def _secrets(told: Told) -> list[Notice]:
         _notice(
             name,
             "warning",
-            f"The {what} is weak: it is short or easily guessed.",
-            f"Set {setting} to a long random value, or leave it to `make run`.",
+            f"The {what} is weak: short or easy to guess.",
+            f"Set {setting} to a long random value, or let `make run` generate one.",
         )
         for name, what, setting, value in secrets
         if value and weak_secret(value)

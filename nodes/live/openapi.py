@@ -7,7 +7,7 @@ from localai_cluster.web.openapi import RawRoute, json_body
 _FEED: dict[str, Any] = {
     "operationId": "ws_feed",
     "tags": ["operations"],
-    "summary": "WebSocket: nodes, operations and notices, as they are and then as they change.",
+    "summary": "Subscribe to nodes, operations and notices (WebSocket)",
     "description": (
         "Every message is a `FeedMessage`; nothing is read from the client. `hello` comes first, then for"
         " operations and for nodes a snapshot, or with `?operations=` and `?nodes=` what changed since, if"

@@ -113,7 +113,7 @@ def why(node: LiveNode, behind: Mapping[str, str | None]) -> tuple[str, str | No
         return _why_pending(node)
     if status == "draining":
         drain = node["drain"]
-        return _said("drained by its worker" if drain["own"] else f"drained by {drain['by']}", drain), drain[
+        return _said("drained by the worker" if drain["own"] else f"drained by {drain['by']}", drain), drain[
             "since"
         ]
     if (known := behind.get(status)) is None:
@@ -124,13 +124,13 @@ def why(node: LiveNode, behind: Mapping[str, str | None]) -> tuple[str, str | No
 
 def _why_pending(node: LiveNode) -> tuple[str, str | None]:
     if (revoked := node["revoked"]) is not None:
-        return _said(f"its secret was revoked by {revoked['by']}", revoked), revoked["at"]
+        return _said(f"secret revoked by {revoked['by']}", revoked), revoked["at"]
     if (rejected := node["rejected"]) is not None:
         return _said(f"rejected by {rejected['by']}", rejected), rejected["at"]
     if conflicts := node["open_conflicts"]:
-        claims = "somebody else claims" if conflicts == 1 else f"{conflicts} others claim"
-        return f"waits for approval; {claims} to be this node", node["created_at"]
-    return "waits for approval", node["created_at"]
+        claims = "another machine claims" if conflicts == 1 else f"{conflicts} other machines claim"
+        return f"awaiting approval; {claims} to be this node", node["created_at"]
+    return "awaiting approval", node["created_at"]
 
 
 def _said(what: str, held: Row) -> str:

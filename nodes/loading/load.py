@@ -114,7 +114,7 @@ class LoadModel:
         await self._clear_up(work)
         definition = self._definitions.find(work.operation.element)
         if definition is None:
-            raise errors.NotFound(f"there is no definition of the model {work.operation.element}")
+            raise errors.NotFound(f"model {work.operation.element} is not defined")
         if await in_thread(snapshot.serving, definition.name):
             return {"already_loaded": True}
         attempt = await self._place(work, definition)
@@ -156,7 +156,7 @@ class LoadModel:
             now=clock.now(),
         )
         if not published:
-            raise Postpone(f"node {attempt.slot.node_name} started anew meanwhile", seconds=0.5)
+            raise Postpone(f"node {attempt.slot.node_name} restarted in the meantime", seconds=0.5)
         return {
             "node": attempt.slot.node_name,
             "address": address,
@@ -212,7 +212,7 @@ class LoadModel:
         await in_thread(engines.note, attempt.slot, attempt.definition.name, mark=attempt.mark, now=now)
         reply = await _started(attempt, request)
         if not reply.address:
-            raise LoadFailed(f"node {attempt.slot.node_name} named no address for {attempt.process_key}")
+            raise LoadFailed(f"node {attempt.slot.node_name} reported no address for {attempt.process_key}")
         await in_thread(engines.note_address, attempt.mark, reply.address)
         return reply.address
 
@@ -317,7 +317,7 @@ async def _slot_lost(attempt: Attempt) -> NoReturn:
         await asyncio.sleep(_LOOK_AT_SLOT)
         with contextlib.suppress(DatabaseError):
             if not await in_thread(snapshot.exists, attempt.slot):
-                raise WorkerGone(f"node {attempt.slot.node_name} went away or started anew")
+                raise WorkerGone(f"node {attempt.slot.node_name} disconnected or restarted")
 
 
 def _again(attempt: Attempt, operation: Operation, gone: errors.ClusterError) -> Exception:

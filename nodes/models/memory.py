@@ -20,7 +20,7 @@ class ModelLoadInfo(models.Model):
 
     class Meta:
         db_table = "model_load_infos"
-        verbose_name, verbose_name_plural = "load info", "load infos"
+        verbose_name, verbose_name_plural = "model load record", "model load records"
         constraints = [models.CheckConstraint(name="load_info_names_model", condition=~Q(model_name=""))]
 
     def __str__(self) -> str:

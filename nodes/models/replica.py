@@ -112,7 +112,7 @@ class ReplicaUse(models.Model):
 
     class Meta:
         db_table = "replica_uses"
-        verbose_name, verbose_name_plural = "replica in use", "replicas in use"
+        verbose_name, verbose_name_plural = "replica use count", "replica use counts"
         constraints = [
             models.UniqueConstraint(name="use_once", fields=["replica", "process"]),
             models.CheckConstraint(name="use_not_negative", condition=Q(count__gte=0)),

@@ -46,7 +46,7 @@ ALWAYS_TOLD = frozenset({Event.REGISTERED, Event.DRAIN_ENDED, Event.HANDED_OVER,
 ENGINES_UNKNOWN: Mapping[str, Any] = {"engines_gone_at": None, "engines_error": "", "engines_due_at": None}
 """Nothing is known of the engines of a drained node: a controller looks at once."""
 _REASON_LENGTH = 255
-_MOVED = "the node was changed by somebody else meanwhile"
+_MOVED = "the node was changed in the meantime"
 
 
 def kind_of(event: Event) -> NodeEvent.Kind:
@@ -203,7 +203,9 @@ def _write(nodes: Sequence[BackendNode], attributes: Collection[str]) -> None:
     except IntegrityError as error:
         if not isinstance(error.__cause__, UniqueViolation):
             raise
-        raise errors.Conflict("another node has got this name or secret meanwhile", field="name") from error
+        raise errors.Conflict(
+            "another node has taken this name or secret in the meantime", field="name"
+        ) from error
     if written != len(nodes):
         raise errors.Conflict(_MOVED, field="revision")
 

@@ -27,14 +27,14 @@ MOST_INSTANCES = 16
 
 Kind = NodeConflict.Mismatch
 _SAID = {
-    Kind.SECRET: "the name {name!r} belongs to a worker with another secret; an admin has to accept this one",
-    Kind.WEAK: "the name {name!r} is known by the shared token; an admin has to accept this worker's secret",
+    Kind.SECRET: "the name {name!r} belongs to a worker with another secret; an admin must accept this one",
+    Kind.WEAK: "the name {name!r} is known by the shared token; an admin must accept this secret",
     Kind.TOKEN: "the name {name!r} belongs to a worker with a secret; the shared token is not enough",
-    Kind.INSTANCE: "another process has registered with this secret since: is its data folder a copy?",
-    Kind.NAME: "this secret belongs to the node {name!r}: an admin has to accept the new name",
+    Kind.INSTANCE: "another process has since registered with this secret; its data folder may be a copy",
+    Kind.NAME: "this secret belongs to the node {name!r}: an administrator must accept the new name",
 }
 NOT_ACCEPTABLE = {
-    Kind.TOKEN: "a node with a secret never falls back to the shared token; deregister it instead",
+    Kind.TOKEN: "a node with a secret cannot fall back to the shared token; deregister it instead",
     Kind.INSTANCE: "stop one of the two processes, or revoke the secret",
 }
 """What an admin cannot answer with a yes, and what to do instead."""
@@ -175,7 +175,7 @@ def _decide(conflict: NodeConflict, state: NodeConflict.State, actor: Actor, now
         decidable.append(NodeConflict.State.REFUSED)
     undecided = NodeConflict.objects.filter(pk=conflict.pk, state__in=decidable)
     if not undecided.update(state=state, decided_at=now, decided_by=str(actor)):
-        raise errors.Conflict("the conflict is decided already", field="state")
+        raise errors.Conflict("the conflict is already resolved", field="state")
 
 
 def _rename(change: Change, name: str) -> None:
@@ -211,9 +211,9 @@ def check_free(fingerprint: str) -> None:
     In this order: it may be revoked between the two queries.
     """
     if BackendNode.objects.filter(fingerprint=fingerprint).exists():
-        raise errors.Conflict("this secret belongs to a node already", field="secret")
+        raise errors.Conflict("this secret already belongs to a node", field="secret")
     if is_revoked(fingerprint):
-        raise errors.Conflict("this secret was revoked: make a new one", field="secret")
+        raise errors.Conflict("this secret was revoked; generate a new one", field="secret")
 
 
 def is_revoked(fingerprint: str) -> bool:

@@ -29,7 +29,9 @@ def enrol(name: str, fingerprint: str, *, actor: Actor, now: datetime) -> Backen
         BackendNode.objects.bulk_create([_enrolled(name, fingerprint, actor, now)], ignore_conflicts=True)
         node = BackendNode.objects.select_for_update(no_key=True).filter(name=name).first()
         if node is None:
-            raise errors.Conflict(f"another node looks like {name!r} or has its secret", field="name")
+            raise errors.Conflict(
+                f"another node has a name similar to {name!r}, or the same secret", field="name"
+            )
         change = Change(node, now)
         _bind(change, fingerprint)
         if node.revision == 0 and node.approved_at is not None:

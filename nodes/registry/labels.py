@@ -42,7 +42,7 @@ def _check(key: str, value: str) -> None:
         raise errors.InvalidInput(f"labels: a key must have 1 to {LONGEST_KEY} characters", field="labels")
     # Clients resolve such a path before they send it: DELETE …/labels/../../<id> would be another route.
     if {".", ".."} & set(key.split("/")):
-        raise errors.InvalidInput("labels: no part of a key may be . or ..", field="labels")
+        raise errors.InvalidInput("labels: a key must not contain . or .. as a path segment", field="labels")
     if len(value) > LONGEST_VALUE:
         raise errors.InvalidInput(f"{field} exceeds {LONGEST_VALUE} characters", field=field)
     names.check_text(value, field)

@@ -19,7 +19,7 @@ from nodes.registry.cooldowns import clear_cooldowns
 from nodes.registry.fleet import happen_to_all, lock_in_order
 from nodes.registry.states import Event
 
-DEREGISTERED = "deregistered by its worker"
+DEREGISTERED = "deregistered by the worker"
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,7 @@ def approve(
     with transaction.atomic():
         change = Change(locked(node_id), now)
         if fingerprint is not None and fingerprint != change.node.fingerprint:
-            raise errors.Conflict(
-                "the fingerprint is another one now: look at the node again", field="fingerprint"
-            )
+            raise errors.Conflict("the fingerprint has changed; review the node again", field="fingerprint")
         try:
             change.happen(Event.APPROVED, actor, reason=reason)
         except errors.Conflict as refusal:
@@ -136,7 +134,7 @@ def fell_silent(node_ids: Collection[UUID], *, limit: float, actor: Actor, now: 
     if not node_ids:
         return 0
     silent = BackendNode.objects.silent(since=now - timedelta(seconds=limit)).filter(pk__in=node_ids)
-    reason = f"silent for more than {limit:.0f} s"
+    reason = f"no heartbeat for more than {limit:.0f} s"
     with transaction.atomic():
         nodes = lock_in_order(silent)
         return len(happen_to_all(nodes, Event.FELL_SILENT, actor, lambda node: (reason, {}), now=now))
@@ -153,5 +151,5 @@ def recovered(node_ids: Collection[UUID], *, actor: Actor, now: datetime) -> int
     with transaction.atomic():
         nodes = lock_in_order(heard)
         return len(
-            happen_to_all(nodes, Event.MARKED_HEALTHY, actor, lambda node: ("heard since", {}), now=now)
+            happen_to_all(nodes, Event.MARKED_HEALTHY, actor, lambda node: ("contact restored", {}), now=now)
         )

@@ -144,7 +144,9 @@ def register_all(
         held = _rows(made, now)
         # After the locks: whoever revokes a secret holds its node's.
         if claims.any_revoked(one.fingerprint for one in made):
-            raise errors.Forbidden("this secret was revoked: make a new one", field="X-LocalAI-Node-Secret")
+            raise errors.Forbidden(
+                "this secret was revoked; generate a new one", field="X-LocalAI-Node-Secret"
+            )
         judged = [_judged(rows, one) for rows, one in zip(held, made, strict=True)]
         fitting = [(node, one) for (node, kind), one in zip(judged, made, strict=True) if kind is None]
         admitted = {node.id: found for node, found in _admit_all(fitting, now, auto_approve)}
@@ -218,7 +220,7 @@ def _rows(made: Sequence[Claim], now: datetime) -> list[list[BackendNode]]:
         # In one order in every process, so that two that make the same nodes do not deadlock.
         fresh = sorted((_fresh(one, now) for one in missing), key=lambda node: node.name_key)
         BackendNode.objects.bulk_create(fresh, ignore_conflicts=True)
-    raise errors.Conflict("the node is being removed and made again: try again", field="name")
+    raise errors.Conflict("the node is being re-created; try again", field="name")
 
 
 def _held(made: Claim, found: Sequence[BackendNode]) -> list[BackendNode]:
@@ -228,9 +230,7 @@ def _held(made: Claim, found: Sequence[BackendNode]) -> list[BackendNode]:
         if row.name == made.told.name or (made.fingerprint and row.fingerprint == made.fingerprint)
     ]
     if not rows and any(row.name_key == names.key(made.told.name) for row in found):
-        raise errors.Conflict(
-            f"there is a node whose name cannot be told from {made.told.name!r}", field="name"
-        )
+        raise errors.Conflict(f"a node with a name too similar to {made.told.name!r} exists", field="name")
     return rows
 
 
@@ -280,13 +280,20 @@ def _admit(node: BackendNode, made: Claim, now: datetime, auto_approve: bool) ->
     if node.revision and node.node_type != told.node_type:
         # An agent gets a user's key: an approval as one thing is none as the other.
         raise errors.Conflict(
-            f"the node is registered as {node.node_type}: an admin has to remove it first", field="node_type"
+            f"the node is registered as {node.node_type}: an administrator must remove it first",
+            field="node_type",
         )
     change = Change(node, now, made.request_id)
     restarted = made.instance != node.instance or not made.instance
     claims.bind(change, made.fingerprint, made.instance)
     detail = {"source_address": made.source_address, "address": told.address}
-    cause = "first registration" if node.revision == 0 else "started anew" if restarted else "again"
+    cause = (
+        "first registration"
+        if node.revision == 0
+        else "worker restarted"
+        if restarted
+        else "registered again"
+    )
     change.happen(Event.REGISTERED, actors.WORKER, reason=cause, detail=detail)
     if auto_approve and not isinstance(states.apply(Event.AUTO_APPROVED, facts_of(node)), states.Refusal):
         change.happen(Event.AUTO_APPROVED, actors.AUTO_APPROVAL)

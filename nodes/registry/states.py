@@ -116,14 +116,14 @@ TRANSITIONS: Mapping[Event, Transition] = {
         frozenset({PENDING}),
         _set(approved=True),
         lambda facts: facts.identified and not facts.rejected and not facts.revoked,
-        "an admin has rejected it or revoked its secret",
+        "an administrator rejected it or revoked its secret",
     ),
     Event.APPROVED: Transition(
         "An admin approves a pending node; an earlier rejection is undone (R1.15).",
         frozenset({PENDING}),
         _set(approved=True, rejected=False, revoked=False),
         lambda facts: facts.identified,
-        "nobody has registered since its secret was revoked",
+        "no worker has registered since the secret was revoked",
     ),
     Event.REJECTED: Transition(
         "An admin rejects a pending node; registering again does not change that.",
@@ -158,7 +158,7 @@ TRANSITIONS: Mapping[Event, Transition] = {
         frozenset({DRAINING}),
         _set(drained=""),
         lambda facts: facts.drained == "own",
-        "an admin has drained it",
+        "drained by an administrator",
     ),
     Event.DEACTIVATED: Transition(
         "The worker shuts down: offline until it registers again, even if heartbeats still arrive (R1.20).",
@@ -177,7 +177,7 @@ TRANSITIONS: Mapping[Event, Transition] = {
         _ANY,
         _set(offline=""),
         lambda facts: facts.offline == "silent",
-        "it has not fallen silent",
+        "contact was not lost",
     ),
     Event.MARKED_UNHEALTHY: Transition(
         "It did not answer a command. Replicas stay, because the next pass may revert this (R1.17).",
@@ -189,14 +189,14 @@ TRANSITIONS: Mapping[Event, Transition] = {
         _ANY,
         _set(unhealthy=False),
         lambda facts: facts.unhealthy,
-        "it is not marked unhealthy",
+        "not marked unhealthy",
     ),
     Event.REVOKED: Transition(
         "An admin revokes the secret: permanently rejected, and the node is pending without identity.",
         _ANY,
         _set(approved=False, revoked=True, identified=False),
         lambda facts: facts.identified,
-        "it has no identity to revoke",
+        "has no identity to revoke",
         replicas="all",
     ),
     Event.HANDED_OVER: Transition(

@@ -35,11 +35,12 @@ class OperationsView(APIView):
 
     @extend_schema(
         operation_id="operations_list",
+        summary="List operations",
         tags=["operations"],
         responses={200: shapes.OperationListSerializer, **_REFUSED},
     )
     def get(self, request: Request) -> Response:
-        """What is waiting, running, or failed and not dismissed; least progress first."""
+        """Waiting and running operations, and failures not dismissed yet; least progress first."""
         operations = sorted(feed.snapshot().operations, key=lambda entry: (entry["progress"], entry["id"]))
         return Response({"operations": operations})
 
@@ -51,6 +52,7 @@ class DismissView(APIView):
 
     @extend_schema(
         operation_id="operations_dismiss",
+        summary="Dismiss a failed operation",
         tags=["operations"],
         request=None,
         responses={
@@ -61,7 +63,7 @@ class DismissView(APIView):
         },
     )
     def post(self, request: Request, job_id: str) -> Response:
-        """Acknowledges a failure: it leaves the live list of everybody and stays in the record (O52)."""
+        """Removes a failure from the live list for all users; its record stays (O52)."""
         job = _uuid(job_id)
         if job is None:
             raise errors.NotFound(admission.NO_SUCH_OPERATION)
@@ -77,6 +79,7 @@ class JobView(APIView):
 
     @extend_schema(
         operation_id="backends_job",
+        summary="Show an operation",
         tags=["operations"],
         responses={
             200: shapes.JobSerializer,
@@ -85,7 +88,7 @@ class JobView(APIView):
         },
     )
     def get(self, request: Request, uid: str) -> Response:
-        """How an operation goes; it can be asked for as long as the record exists."""
+        """The state of an operation, for as long as its record exists."""
         job = _uuid(uid)
         operation = Operation.objects.filter(pk=job).first() if job else None
         if operation is None:

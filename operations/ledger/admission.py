@@ -62,13 +62,13 @@ def admit(request: OperationRequest, *, now: datetime) -> Admission:
             if _ONE_ACTIVE not in str(error):
                 raise
             # Somebody was faster: join theirs, unless it has ended meanwhile.
-    raise errors.Unavailable(f"operations on {request.key} follow each other too fast", retry_after=1)
+    raise errors.Unavailable(f"operations on {request.key} are too frequent", retry_after=1)
 
 
 def _join(existing: Operation, request: OperationRequest) -> Admission:
     if existing.kind != request.kind:
         raise errors.Conflict(
-            f"{existing.kind} of {existing.element} is under way (operation {existing.id})",
+            f"{existing.kind} of {existing.element} is in progress (operation {existing.id})",
             operation=existing.id,
         )
     if request.needed_until is not None:

@@ -27,8 +27,8 @@ def test_a_server_that_answers_nothing_is_no_endless_waiting(
     dialog.get_by_role("button", name="Drain", exact=True).click()
     dialog.get_by_role("button", name="Stop").click()
     expect(dialog.get_by_role("button", name="Close").last).to_be_focused()
-    expect(dialog).to_contain_text("The server does not answer.", timeout=GIVEN_UP)
-    expect(dialog).to_contain_text("look before you try again")
+    expect(dialog).to_contain_text("The server is not responding.", timeout=GIVEN_UP)
+    expect(dialog).to_contain_text("Check before you try again")
     wire.restore()
     expect(page.get_by_test_id("connection")).to_have_text("Live", timeout=GIVEN_UP)
     # What was swallowed may come out again: then it was done, as the dialog said.

@@ -42,15 +42,15 @@ def busy(fleet: Fleet) -> Iterator[str]:
 def test_a_value_is_set_in_place_and_handed_back(screen: Screen, fleet: Fleet) -> None:
     page = screen.go(f"/app/nodes/{fleet.id('fine')}")
     panel = page.get_by_role("region", name="Capacity")
-    panel.get_by_role("button", name="Edit max replicas per model").click()
-    box = panel.get_by_role("textbox", name="max replicas per model")
+    panel.get_by_role("button", name="Edit maximum replicas per model").click()
+    box = panel.get_by_role("textbox", name="maximum replicas per model")
     box.fill("7")
     box.press("Enter")
     expect(box).to_have_count(0)
     expect(panel.get_by_text("override", exact=True)).to_be_visible()
     expect(panel).to_contain_text("admin")
     assert fleet.node("fine")["max_replicas_per_model"] == 7
-    panel.get_by_role("button", name="Hand back Max replicas per model").click()
+    panel.get_by_role("button", name="Reset Maximum replicas per model to worker default").click()
     expect(panel.get_by_text("override", exact=True)).to_have_count(0)
     assert not fleet.node("fine")["max_replicas_per_model_manually_set"]
 
@@ -74,8 +74,8 @@ def test_a_bad_value_is_refused_at_its_field_and_escape_cancels(screen: Screen, 
 def test_a_cap_is_a_whole_number_from_one(screen: Screen, fleet: Fleet) -> None:
     page = screen.go(f"/app/nodes/{fleet.id('fine')}")
     panel = page.get_by_role("region", name="Capacity")
-    panel.get_by_role("button", name="Edit max replicas per model").click()
-    box = panel.get_by_role("textbox", name="max replicas per model")
+    panel.get_by_role("button", name="Edit maximum replicas per model").click()
+    box = panel.get_by_role("textbox", name="maximum replicas per model")
     for wrong in ("0", "1.5", "many"):
         box.fill(wrong)
         box.press("Enter")
@@ -132,5 +132,5 @@ def test_an_unknown_node_is_said_to_be_unknown(screen: Screen) -> None:
     screen.expect(r"status of 404")
     page = screen.go("/app/nodes/00000000-0000-4000-8000-000000000000")
     expect(page.get_by_role("heading", name="Node not found")).to_be_visible()
-    page.get_by_role("link", name="Look at all nodes").click()
+    page.get_by_role("link", name="Show all nodes").click()
     expect(page).to_have_url(re.compile("/app/nodes$"))

@@ -116,7 +116,7 @@ def test_the_filter_is_in_the_address_and_comes_back_with_it(packed: Screen) -> 
     expect(page.get_by_role("searchbox", name="Filter nodes")).to_have_value("gpu-a100")
     expect(shown).to_have_attribute("aria-rowcount", str(count))
     filter_by(page, "nothing is called that")
-    expect(page.get_by_text("Nothing matches.")).to_be_visible()
+    expect(page.get_by_text("No matching nodes")).to_be_visible()
     page.get_by_role("button", name="Clear filters").first.click()
     expect(shown).to_have_attribute("aria-rowcount", "501")
 
@@ -140,16 +140,16 @@ def test_five_hundred_nodes_are_sorted_and_scrolled_with_few_rows_drawn(packed: 
 @pytest.mark.rule("UW18")
 def test_conflicts_are_on_top_and_decided_there(packed: Screen) -> None:
     page = packed.go("/app/nodes")
-    heading = page.get_by_role("heading", name="2 identity conflicts to decide")
+    heading = page.get_by_role("heading", name="2 identity conflicts to resolve")
     expect(heading).to_be_visible()
     first = page.locator('[data-testid^="conflict-"]').first
     expect(first).to_contain_text("192.0.2.66")
     expect(first).to_contain_text("another secret claims this name")
     first.get_by_role("button", name=re.compile("^Refuse the claim")).click()
     question = page.get_by_role("alertdialog")
-    expect(question).to_contain_text("The node stays who it is")
+    expect(question).to_contain_text("The node keeps its identity")
     question.get_by_role("button", name="Refuse").click()
-    expect(page.get_by_role("heading", name="1 identity conflict to decide")).to_be_visible()
+    expect(page.get_by_role("heading", name="1 identity conflict to resolve")).to_be_visible()
 
 
 @pytest.mark.rule("UI-9.12", "UI-9.10")

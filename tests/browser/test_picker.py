@@ -86,7 +86,7 @@ def test_what_is_there_already_is_said_before_anything_is_pressed(screen: Screen
     assert settled.ended(job)
     dialog = open_picker(page, "present")
     expect(line_of(dialog, "fine").get_by_role("checkbox")).to_be_disabled()
-    expect(line_of(dialog, "fine")).to_contain_text("Already there")
+    expect(line_of(dialog, "fine")).to_contain_text("Already installed")
     expect(dialog.get_by_role("button", name="Install", exact=True)).to_have_attribute(
         "aria-disabled", "true"
     )

@@ -165,9 +165,9 @@ def test_a_server_that_dies_during_an_action_leaves_no_spinner(
         dialog.get_by_label("Reason").fill("a restart in between")
         dying.child.send_signal(signal.SIGSTOP)
         dialog.get_by_role("button", name="Drain", exact=True).click()
-        expect(dialog).to_contain_text("asking…")
+        expect(dialog).to_contain_text("sending…")
         dying.kill()
-        expect(dialog).to_contain_text("The server cannot be reached.")
+        expect(dialog).to_contain_text("The server is unreachable.")
         wire.target = settled.cluster.web().port
         dialog.get_by_role("button", name="Retry").click()
         expect(dialog).to_have_count(0)

@@ -41,4 +41,4 @@ def test_what_is_nowhere_is_said_so(screen: Screen) -> None:
     page.keyboard.press("Control+k")
     expect(page.get_by_role("combobox", name="Search")).to_be_focused()
     page.keyboard.type("no such thing")
-    expect(page.get_by_text("Nothing is called that.")).to_be_visible()
+    expect(page.get_by_text("No results")).to_be_visible()

@@ -33,7 +33,7 @@ def test_a_look_for_the_session_that_fails_gives_a_screen_to_try_again(screen: S
     screen.expect("status of 500")
     screen.page.route("**/api/auth/status", lambda route: route.fulfill(status=500, json={"error": "broken"}))
     page = screen.go("/app/nodes")
-    expect(page.get_by_role("heading", name="Who are you?")).to_be_visible()
+    expect(page.get_by_role("heading", name="Cannot check your session")).to_be_visible()
     expect(page.get_by_role("navigation")).to_have_count(0)
     page.unroute("**/api/auth/status")
     page.get_by_role("button", name="Try again").click()
@@ -46,7 +46,7 @@ def test_the_navigation_counts_the_healthy_the_live_and_the_failed(screen: Scree
     links = page.get_by_role("navigation", name="Main")
     expect(links.get_by_role("link", name=re.compile("3 of 3 healthy"))).to_be_visible()
     settled.install("slow", "calm")
-    expect(links.get_by_role("link", name=re.compile("1 operation under way"))).to_be_visible()
+    expect(links.get_by_role("link", name=re.compile("1 operation running"))).to_be_visible()
     settled.install("failing", "doomed")
     expect(links.get_by_role("link", name=re.compile("1 failed operation"))).to_be_visible()
 
@@ -108,7 +108,7 @@ def test_a_page_without_a_feed_says_so_instead_of_waiting_for_ever(screen: Scree
     screen.expect("WebSocket")
     screen.page.route_web_socket(re.compile("/ws/feed"), lambda socket: socket.close(code=1012))
     page = screen.go("/app/nodes")
-    expect(page.get_by_text("The live feed cannot be reached.")).to_be_visible()
+    expect(page.get_by_text("The live feed is unreachable")).to_be_visible()
 
 
 @pytest.mark.rule("UI-3.5", "UI-3.10", "UI-3.12")
@@ -140,7 +140,7 @@ def test_a_node_shows_what_it_reported_runs_and_has(packed: Screen, crowd: Fleet
     expect(replicas.get_by_text("loaded")).to_have_count(busy["model_count"])
     expect(replicas).to_contain_text("in flight")
     expect(page.get_by_role("region", name="Memory")).to_contain_text("RAM used")
-    expect(page.get_by_role("region", name="Installed backends")).to_contain_text("As of")
+    expect(page.get_by_role("region", name="Installed backends")).to_contain_text("Reported by the worker")
 
 
 @pytest.mark.rule("UI-3.11", "UI-4.1")

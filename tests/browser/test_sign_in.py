@@ -14,7 +14,7 @@ REFUSED = r"status of (401|400|429)"
 
 def sign_in(page: Page, name: str, password: str) -> None:
     """Types both and presses Enter, as people do."""
-    page.get_by_label("Name", exact=True).fill(name)
+    page.get_by_label("Username", exact=True).fill(name)
     page.get_by_label("Password", exact=True).fill(password)
     page.keyboard.press("Enter")
 
@@ -55,8 +55,8 @@ def test_a_wrong_password_keeps_the_name_and_says_so(stranger: Screen) -> None:
     stranger.expect(REFUSED)
     page = stranger.go("/login")
     sign_in(page, USER, "wrong")
-    expect(page.get_by_role("alert")).to_contain_text("do not belong together")
-    expect(page.get_by_label("Name", exact=True)).to_have_value(USER)
+    expect(page.get_by_role("alert")).to_contain_text("Incorrect username or password")
+    expect(page.get_by_label("Username", exact=True)).to_have_value(USER)
     page.get_by_label("Password", exact=True).fill(PASSWORD)
     page.get_by_role("button", name="Sign in").click()
     expect(page).to_have_url(re.compile(r"/app/nodes$"))
@@ -69,9 +69,9 @@ def test_a_generated_password_is_good_for_nothing_but_its_change(stranger: Scree
     sign_in(page, "carla", "generated-once-7f31")
     expect(page.get_by_role("heading", name="Change password")).to_be_visible()
     expect(page.get_by_role("navigation", name="Main")).to_have_count(0)
-    page.get_by_label("Present password").fill("generated-once-7f31")
+    page.get_by_label("Current password").fill("generated-once-7f31")
     page.get_by_label("New password", exact=True).fill("chosen-by-carla-88")
-    page.get_by_label("New password again").fill("chosen-by-carla-88")
+    page.get_by_label("Confirm new password").fill("chosen-by-carla-88")
     page.get_by_role("button", name="Change password").click()
     expect(page).to_have_url(re.compile(r"/app/activity$"))
     expect(page.get_by_role("navigation", name="Main")).to_be_visible()
@@ -93,7 +93,7 @@ def test_one_who_is_no_admin_is_told_so(stranger: Screen, fleet: Fleet) -> None:
     make_user(fleet.cluster, "dora", "a-reader-only-51", admin=False)
     page = stranger.go("/login")
     sign_in(page, "dora", "a-reader-only-51")
-    expect(page.get_by_role("heading", name="For administrators")).to_be_visible()
+    expect(page.get_by_role("heading", name="Administrators only")).to_be_visible()
     expect(page.get_by_role("button", name="Sign out")).to_be_visible()
 
 
@@ -103,8 +103,8 @@ def test_the_admin_leads_back_over_a_generated_password(stranger: Screen, fleet:
     page = stranger.go("/admin/")
     sign_in(page, "emma", "generated-once-9a20")
     expect(page).to_have_url(re.compile(r"/app/password\?next=%2Fadmin%2F$"))
-    page.get_by_label("Present password").fill("generated-once-9a20")
+    page.get_by_label("Current password").fill("generated-once-9a20")
     page.get_by_label("New password", exact=True).fill("chosen-by-emma-41")
-    page.get_by_label("New password again").fill("chosen-by-emma-41")
+    page.get_by_label("Confirm new password").fill("chosen-by-emma-41")
     page.get_by_role("button", name="Change password").click()
     expect(page).to_have_url(stranger.url + "/admin/")

@@ -67,7 +67,7 @@ def test_every_verb_asks_and_then_does_it_by_the_service(root: Client, verb: str
     else:
         page = pages.select(root, verb, node.id)
     assert page.status_code == 200
-    assert [step.row.pk for step in page.context["steps"]] == [node.id]
+    assert [line.row.pk for line in page.context["lines"]] == [node.id]
     assert effect(node) == before, "asking changes nothing"
     typed = {"reason": "because"} if "reason" in page.context["form"].fields else {}
     answer = pages.confirm(root, page, **typed)
@@ -128,11 +128,9 @@ def test_a_bulk_page_says_what_it_does_not_apply_to(root: Client) -> None:
     """Each with the reason that the table gives; only the others are done."""
     new, known = api.make_node("new", approved=False), api.make_node("known")
     page = pages.select(root, "approve", new.id, known.id)
-    assert [(step.node.name, step.text.split(".")[0]) for step in page.context["steps"]] == [
-        ("new", "pending → healthy")
-    ]
-    assert [(step.node.name, step.text) for step in page.context["left"]] == [
-        ("known", "the node is healthy")
+    assert [(line.node.name, line.text.split(".")[0], line.skipped) for line in page.context["lines"]] == [
+        ("new", "pending → healthy", False),
+        ("known", "the node is healthy", True),
     ]
     assert pages.messages(pages.confirm(root, page)) == ["Node new: approved."]
 
@@ -141,8 +139,8 @@ def test_a_page_that_applies_to_nothing_has_no_button(root: Client) -> None:
     """There is nothing to confirm."""
     node = api.make_node()
     page = pages.select(root, "approve", node.id)
-    assert "There is nothing to do" in page.content.decode()
-    assert page.context["steps"] == []
+    assert "Not possible for any selected row" in page.content.decode()
+    assert page.context["number"] == 0
 
 
 def test_what_fails_for_one_does_not_stop_the_others(root: Client) -> None:
@@ -154,7 +152,7 @@ def test_what_fails_for_one_does_not_stop_the_others(root: Client) -> None:
     services.approve(rows[1].id, actor=other, now=clock.now(), reason="mine")
     said = pages.messages(pages.confirm(root, page))
     assert said[0] == "Node three: approved."
-    assert any(str(rows[0].id) in text and "not there any more" in text for text in said[1:])
+    assert any(str(rows[0].id) in text and "no longer exists" in text for text in said[1:])
     (told,) = [text for text in said if text.startswith("Node two")]
     assert "approved by ann" in told
     assert "(mine)" in told
@@ -235,7 +233,7 @@ def test_numbers_beyond_the_columns_are_no_crash() -> None:
     items = {"items": f"{node.id}:{2**70}:{2**70}"}
     page = browser.post(f"{pages.LIST}drain/", items, follow=True)
     assert page.status_code == 200
-    assert "Nothing was done" in pages.messages(page)[0]
+    assert "Nothing was changed" in pages.messages(page)[0]
     assert api.node(node.id).status == "healthy"
 
 
@@ -255,4 +253,4 @@ def test_at_most_five_hundred_at_once(root: Client) -> None:
     fields = pages.form_of(root.get(pages.LIST))[1]
     chosen = {**fields, "action": "drain", "select_across": "1", "_selected_action": str(uuid4())}
     page = root.post(pages.LIST, chosen, follow=True)
-    assert pages.messages(page) == ["Select at most 500 at once."]
+    assert pages.messages(page) == ["Select at most 500 rows."]

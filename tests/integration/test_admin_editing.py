@@ -304,7 +304,7 @@ def test_a_page_of_a_node_that_falls_silent_and_returns_is_out_of_date(root: Cli
     fields = pages.load(root, node.id)
     services.fell_silent([node.id], limit=-1, actor=Actor(ActorKind.TASK, "liveness"), now=clock.now())
     page = save(root, node, fields | {"override_cap": "on", "cap": "3"})
-    assert "fell silent by liveness" in page.content.decode()
+    assert "lost contact by liveness" in page.content.decode()
     assert not api.node(node.id).max_replicas_per_model_manually_set
 
 

@@ -166,7 +166,7 @@ def test_signing_in_changes_session_and_token(ann: Any) -> None:
 def test_a_wrong_name_looks_like_a_wrong_password(ann: Any, name: str, password: str) -> None:
     """§0.4, §5.4: 401 flat, the same for both."""
     refused = Browser().sign_in(name, password)
-    assert (refused.status_code, refused.json()) == (401, {"error": "wrong name or password"})
+    assert (refused.status_code, refused.json()) == (401, {"error": "incorrect username or password"})
 
 
 @pytest.mark.rule("http-5.4")
@@ -335,11 +335,11 @@ def test_another_password_keeps_this_session_and_ends_the_others(ann: Any) -> No
 @pytest.mark.parametrize(
     ("old", "new", "named", "said"),
     [
-        ("wrong", NEXT, "old", "This is not the present password."),
+        ("wrong", NEXT, "old", "Current password is incorrect."),
         (PASSWORD, "short1!", "new", "at least 8 characters"),
         (PASSWORD, "password", "new", "too common"),
-        (PASSWORD, "8273645190", "new", "entirely numeric"),
-        (PASSWORD, PASSWORD, "new", "The new password is the old one."),
+        (PASSWORD, "8273645190", "new", "not a digit"),
+        (PASSWORD, PASSWORD, "new", "The new password must differ from the current one."),
         (PASSWORD, "", "new", "at least 8 characters"),
         (PASSWORD, None, "new", "null"),
         (None, NEXT, "old", "null"),
@@ -357,6 +357,22 @@ def test_a_password_that_is_refused(newcomer: Any, old: Any, new: Any, named: st
     newcomer.refresh_from_db()
     assert newcomer.check_password(PASSWORD)
     assert InitialPassword.objects.exists()
+
+
+def test_a_refusal_names_every_broken_rule_at_once(ann: Any) -> None:
+    """One sentence per rule, by field: a person corrects all of it before the next try."""
+    browser = Browser()
+    browser.sign_in()
+    refused = browser.post("/api/auth/password", {"old": "wrong", "new": "1234567"}).json()
+    assert refused["fields"] == {
+        "old": ["Current password is incorrect."],
+        "new": [
+            "Use at least 8 characters.",
+            "This password is too common.",
+            "Use at least one character that is not a digit.",
+        ],
+    }
+    assert refused["field"] == "old"
 
 
 def test_guessing_the_present_password_is_guessing(ann: Any, minute: None) -> None:

@@ -38,7 +38,7 @@ def claimed(node: BackendNode, *, seconds_left: float) -> Work:
 
 @pytest.mark.parametrize(
     ("offline", "waiting", "reason"),
-    [(True, True, "node one is offline"), (False, False, "node one does not answer on the bus")],
+    [(True, True, "node one is offline"), (False, False, "node one is not responding")],
 )
 async def test_an_install_waits_for_its_node_and_fails_when_its_time_is_over(
     offline: bool, waiting: bool, reason: str

@@ -87,12 +87,12 @@ def silent(node: BackendNode) -> None:
 
 STORIES: dict[str, tuple[bool, Story, str, str, float | None]] = {
     "healthy": (True, lambda node: None, "healthy", "", None),
-    "pending": (False, lambda node: None, "pending", "waits for approval", 0),
+    "pending": (False, lambda node: None, "pending", "awaiting approval", 0),
     "claimed": (
         False,
         lambda node: [conflict(node, "x"), conflict(node, "y")],
         "pending",
-        "waits for approval; 2 others claim to be this node",
+        "awaiting approval; 2 other machines claim to be this node",
         0,
     ),
     "rejected": (
@@ -102,7 +102,7 @@ STORIES: dict[str, tuple[bool, Story, str, str, float | None]] = {
         "rejected by anna: unknown machine",
         5,
     ),
-    "revoked": (True, revoked, "pending", "its secret was revoked by anna: stolen", 0),
+    "revoked": (True, revoked, "pending", "secret revoked by anna: stolen", 0),
     "drained": (
         True,
         lambda node: services.drain(node.id, actor=ANNA, now=later(7), reason="disk"),
@@ -114,7 +114,7 @@ STORIES: dict[str, tuple[bool, Story, str, str, float | None]] = {
         True,
         lambda node: services.drain_itself(node.id, now=later(7)),
         "draining",
-        "drained by its worker: its worker is stopping",
+        "drained by the worker: its worker is stopping",
         7,
     ),
     "unhealthy": (
@@ -327,15 +327,15 @@ def test_who_carries_operations_out(
 
 
 def test_weak_secrets_and_weak_identities_are_named() -> None:
-    """With the setting that mends it."""
+    """With the setting that fixes it."""
     weak = notices.Told("changeme", "password", allow_shared_token_nodes=True)
     facts = notices.ClusterFacts(SOUND, open_conflicts=2, weak_nodes=1)
     assert told(facts, weak) == ["identity-conflicts", "shared-token-nodes", "weak-token", "weak-key"]
     hints = [one["hint"] for one in notices.notices(facts, weak, NOW)]
     assert "LOCALAI_REGISTRATION_TOKEN" in hints[2]
     texts = [one["text"] for one in notices.notices(facts, weak, NOW)]
-    assert texts[0].startswith("2 identity conflicts are open")
-    assert "1 node proves no identity" in texts[1]
+    assert texts[0].startswith("2 identity conflicts:")
+    assert "1 node has no identity" in texts[1]
 
 
 @pytest.mark.django_db

@@ -255,7 +255,7 @@ def test_hashed_files_are_kept_for_ever_and_sent_compressed(built: Path) -> None
 
 def test_other_files_are_asked_for_again(built: Path) -> None:
     """Their names stay when they change."""
-    for path in ("/static/favicon.svg", "/static/admin-nodes.css"):
+    for path in ("/static/favicon.svg", "/static/admin-pages.css"):
         status, headers, _ = fetch(path, Accept_Encoding="gzip")
         assert status == 200
         assert "cache-control" not in headers

@@ -143,7 +143,7 @@ def test_the_database_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every caller gets an answer."""
 
     def gone(*_: Any, **__: Any) -> None:
-        raise errors.Unavailable("the database does not answer")
+        raise errors.Unavailable("the database is unavailable")
 
     monkeypatch.setattr(services, "register_all", gone)
     monkeypatch.setattr(services, "register_one", gone)

@@ -245,7 +245,7 @@ def test_a_shutdown_that_flips_back_within_15_s() -> None:
     beat(beat_of(node, at=later(14)))
     services.recovered([node.pk], actor=ROOT, now=later(15))
     stored = row(node)
-    assert (stored.status, stored.offline_reason) == ("offline", "deregistered by its worker")
+    assert (stored.status, stored.offline_reason) == ("offline", "deregistered by the worker")
     assert stored.last_heartbeat == later(14)
 
 
@@ -344,7 +344,7 @@ def test_a_worker_takes_back_its_own_drain_only(busy: BackendNode) -> None:
     with pytest.raises(errors.Conflict, match="healthy"):
         services.resume_itself(busy.pk, now=NOW)
     drain(busy)
-    with pytest.raises(errors.Conflict, match="an admin has drained it"):
+    with pytest.raises(errors.Conflict, match="drained by an administrator"):
         services.resume_itself(busy.pk, now=NOW)
 
 

@@ -248,7 +248,7 @@ def test_an_outage_is_no_server_error(kind: type[Exception]) -> None:
     """A connection that ended in between: 503, come again; what the driver said stays inside."""
     answer = exception_handler(kind("the connection is closed"), {"view": None})
     assert answer is not None
-    assert (answer.status_code, answer.data["error"]["message"]) == (503, "the database does not answer")
+    assert (answer.status_code, answer.data["error"]["message"]) == (503, "the database is unavailable")
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(0.2, "1"), (59.001, "60"), (5.0, "5"), (-1.0, "1")])

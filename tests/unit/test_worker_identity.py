@@ -54,7 +54,9 @@ class Registry:
 
     def _register(self, secret: str) -> httpx.Response:
         if secret in self.revoked:
-            return httpx.Response(403, json={"error": {"message": "this secret was revoked: make a new one"}})
+            return httpx.Response(
+                403, json={"error": {"message": "this secret was revoked; generate a new one"}}
+            )
         if secret != self.secret:
             return httpx.Response(409, json={"error": {"message": "another secret"}})
         return httpx.Response(201, json={"id": "n", "status": "healthy"})

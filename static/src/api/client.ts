@@ -16,6 +16,8 @@ export class ApiError extends Error {
     readonly code = "",
     readonly retryAfter = 0,
     readonly requestId = "",
+    /** Sentences by field, of an answer that names all that is wrong. */
+    readonly fields: Readonly<Record<string, readonly string[]>> = {},
   ) {
     super(message);
     this.name = "ApiError";
@@ -51,7 +53,7 @@ async function patiently(request: Request): Promise<Response> {
     return await fetch(request, { signal: AbortSignal.any([request.signal, AbortSignal.timeout(PATIENCE_MS)]) });
   } catch (error) {
     if (!(error instanceof DOMException) || error.name !== "TimeoutError") throw error;
-    throw new ApiError("The server does not answer.", 0, "", request.method === "GET" ? "" : UNANSWERED);
+    throw new ApiError("The server is not responding.", 0, "", request.method === "GET" ? "" : UNANSWERED);
   }
 }
 
@@ -72,7 +74,7 @@ export async function call<Data>(request: Promise<Result<Data>>): Promise<Data> 
     result = await request;
   } catch (error) {
     if (error instanceof ApiError || (error instanceof DOMException && error.name === "AbortError")) throw error;
-    throw new ApiError("The server cannot be reached.", 0);
+    throw new ApiError("The server is unreachable.", 0);
   }
   const { data, error, response } = result;
   if (response.ok) return data as Data;
@@ -93,15 +95,21 @@ export function explain(body: unknown, response: Pick<Response, "status" | "head
     text(outer["code"]) || text(inner["code"]),
     Number(response.headers.get("Retry-After")) || 0,
     response.headers.get("X-Request-Id") ?? "",
+    sentences(record(outer["fields"])),
   );
 }
 
 function standard(status: number): string {
-  if (status === 403) return "You may not do this.";
-  if (status === 404) return "It is not there any more.";
+  if (status === 403) return "You do not have permission to do this.";
+  if (status === 404) return "It no longer exists.";
   if (status === 429) return "Too many requests.";
-  if (status >= 500) return "The server failed.";
+  if (status >= 500) return "Internal server error";
   return `The server answered ${status}.`;
+}
+
+function sentences(fields: Record<string, unknown>): Record<string, string[]> {
+  const lists = Object.entries(fields).map(([name, said]) => [name, Array.isArray(said) ? said.map(text) : []] as const);
+  return Object.fromEntries(lists);
 }
 
 function record(value: unknown): Record<string, unknown> {
@@ -114,13 +122,13 @@ function text(value: unknown): string {
 
 /** What a person can do about a failure: the sentence beside the error. */
 export function advice(error: ApiError): string {
-  if (error.code === UNANSWERED) return "It may have been done all the same: look before you try again.";
-  if (error.status === 0) return "Nothing was lost; try again when the connection is back.";
-  if (error.status === 401) return "Sign in again; what you typed stays.";
-  if (error.status === 403) return "Ask an administrator for the right to do it.";
-  if (error.status === 409) return "Look at what changed, then decide again.";
+  if (error.code === UNANSWERED) return "The request may have succeeded. Check before you try again.";
+  if (error.status === 0) return "Your input is kept. Try again when the connection is back.";
+  if (error.status === 401) return "Sign in again. Your input is kept.";
+  if (error.status === 403) return "Ask an administrator for permission.";
+  if (error.status === 409) return "Check what changed, then decide.";
   if (error.status === 429) return error.retryAfter ? `Try again in ${error.retryAfter} s.` : "Try again shortly.";
   if (error.status === 503) return error.retryAfter ? `Try again in ${error.retryAfter} s.` : "Try again shortly.";
-  if (error.status >= 500) return "Try again; the log of the web process has it under the request id.";
+  if (error.status >= 500) return "Try again. The server log has details under the request ID.";
   return "";
 }

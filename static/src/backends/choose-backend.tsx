@@ -21,8 +21,8 @@ export function ChooseBackend({ onChoose }: { onChoose: (name: string) => void }
       {catalogue.isPending && <Loading what="the catalogue" />}
       {catalogue.error !== null && <Problem error={catalogue.error} onRetry={() => void catalogue.refetch()} />}
       <Command label="Backends" shouldFilter={false} className="choose-backend">
-        <Command.Input className="input" value={term} onValueChange={setTerm} placeholder="Name of a backend" autoFocus />
-        <Command.List label="Backends of the catalogue">
+        <Command.Input className="input" value={term} onValueChange={setTerm} placeholder="Backend name" autoFocus />
+        <Command.List label="Backends in the catalogue">
           {found.map((entry) => (
             <Command.Item key={entry.id} value={entry.id} onSelect={() => onChoose(entry.name)}>
               <strong className="name">{entry.name}</strong>
@@ -32,8 +32,8 @@ export function ChooseBackend({ onChoose }: { onChoose: (name: string) => void }
           ))}
           {typed !== "" && !named && (
             <Command.Item value={` ${typed}`} onSelect={() => onChoose(typed)}>
-              Use the name <strong className="name">{typed}</strong>
-              <span className="muted">which no gallery here lists</span>
+              Use <strong className="name">{typed}</strong>
+              <span className="muted">not listed in any configured gallery</span>
             </Command.Item>
           )}
         </Command.List>

@@ -21,7 +21,7 @@ export function BackendsPage(): ReactNode {
   const [picked, setPicked] = useState<string | null>(null);
   return (
     <div className="backends">
-      <PageHead title="Backends" note="What the galleries offer, and on how many nodes it is installed.">
+      <PageHead title="Backends" note="Backends available from your galleries, and the number of nodes with each one.">
         <Button onClick={() => setPicked("")}>Install by name…</Button>
       </PageHead>
       {catalogue.isPending && <Loading what="the catalogue" />}
@@ -61,14 +61,14 @@ function Entries({ catalogue, onRetry, onInstall }: EntriesProps): ReactNode {
           value={term}
           onChange={(event) => setTerm(event.target.value)}
         />
-        <Box label="Builds for one hardware" on={builds} onChange={setBuilds} />
-        <Box label="Development" on={development} onChange={setDevelopment} />
+        <Box label="Hardware-specific builds" on={builds} onChange={setBuilds} />
+        <Box label="Pre-release builds" on={development} onChange={setDevelopment} />
         <span className="muted">
           {found.length} of {catalogue.backends.length} shown
         </span>
       </div>
       {found.length === 0 ? (
-        <Empty title="No backend matches">
+        <Empty title="No matching backends">
           <Button onClick={() => setTerm("")}>Show all</Button>
         </Empty>
       ) : (
@@ -131,7 +131,7 @@ function Line({ entry, on, running, onInstall }: LineProps): ReactNode {
           <strong className="name">{entry.name}</strong>
           {entry.version !== "" && <span className="muted">{entry.version}</span>}
           {entry.isAlias && <span className="tag">build</span>}
-          {entry.isDevelopment && <span className="tag">development</span>}
+          {entry.isDevelopment && <span className="tag">pre-release</span>}
         </div>
         <p className="name muted" title={summary(entry.description)}>
           {summary(entry.description)}
@@ -165,10 +165,9 @@ function NoGallery({ catalogue, onRetry }: { catalogue: Catalogue; onRetry: () =
   return (
     <>
       <GalleryTroubles catalogue={catalogue} onRetry={onRetry} />
-      <Empty title={catalogue.repositories.length === 0 ? "No gallery is configured" : "The galleries offer nothing"}>
+      <Empty title={catalogue.repositories.length === 0 ? "No gallery is configured" : "The galleries are empty"}>
         <p>
-          Workers bring galleries of their own: “Install by name…” asks them. To choose from a list here, set this for the
-          web process and the controllers, and start them again:
+          Workers have their own galleries, which “Install by name…” uses. To list backends here, set this variable for the web process and the controllers, and restart them:
         </p>
         <Command text={EXAMPLE} />
       </Empty>

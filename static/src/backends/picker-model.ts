@@ -51,16 +51,16 @@ export function underWayFor(backend: string, operations: Iterable<Operation>): M
 }
 
 export function outlook(node: LiveNode, backend: string, underWay: Operation | undefined): Outlook {
-  if (node.node_type === "agent") return { kind: "refused", text: "Agent node: it runs no backends" };
+  if (node.node_type === "agent") return { kind: "refused", text: "Agent nodes do not run backends" };
   if (node.status === "pending") return { kind: "refused", text: "Not approved yet" };
   if (underWay !== undefined && underWay.kind !== "backend_install") {
-    return { kind: "refused", text: "Another operation on it is under way" };
+    return { kind: "refused", text: "Another operation is in progress" };
   }
-  if (underWay !== undefined) return { kind: "joins", text: "Already being installed: joins that" };
-  if (has(node, backend)) return { kind: "there", text: "Already there: nothing to do" };
-  if (node.status === "offline") return { kind: "waits", text: "Offline: installs when it returns" };
-  if (node.status === "unhealthy") return { kind: "install", text: "Tries now, and again until the node answers" };
-  return { kind: "install", text: node.status === "draining" ? "Installs now; draining stops no installs" : "Installs now" };
+  if (underWay !== undefined) return { kind: "joins", text: "Installation already in progress" };
+  if (has(node, backend)) return { kind: "there", text: "Already installed" };
+  if (node.status === "offline") return { kind: "waits", text: "Offline: installs when the node is back" };
+  if (node.status === "unhealthy") return { kind: "install", text: "Retries until the node responds" };
+  return { kind: "install", text: node.status === "draining" ? "Installs now (draining does not stop installs)" : "Installs now" };
 }
 
 export function canInstall(expected: Outlook): boolean {
@@ -72,8 +72,8 @@ export function progressOf(sent: Sent, operation: Operation | undefined, asked: 
   if (sent.step === "sending") return { tone: "", word: "Sending", detail: "", value: null, ended: "no" };
   if (sent.step === "refused") return failed("Not sent", reasonOf(sent.error));
   if (operation !== undefined) return live(operation);
-  if (asked instanceof ApiError && asked.status === 404) return failed("Unknown", "The server has no record of it.");
-  if (asked === undefined || asked instanceof Error) return { tone: "", word: "Sent", detail: "waits for news of it", value: null, ended: "no" };
+  if (asked instanceof ApiError && asked.status === 404) return failed("Unknown", "The server has no record of this operation.");
+  if (asked === undefined || asked instanceof Error) return { tone: "", word: "Sent", detail: "Waiting for a status update", value: null, ended: "no" };
   if (asked.completed === true) return INSTALLED;
   if (asked.processed) return asked.error === undefined ? failed("Cancelled", "") : failed("Failed", asked.error);
   return { tone: "info", word: "Installing", detail: asked.message, value: Math.floor(asked.progress), ended: "no" };
@@ -97,7 +97,7 @@ function live(operation: Operation): Progress {
     case "completed":
       return INSTALLED;
     case "failed":
-      return failed("Failed", operation.error ?? "no reason given");
+      return failed("Failed", operation.error ?? "No reason given");
     case "cancelled":
       return failed("Cancelled", "");
     case "queued":

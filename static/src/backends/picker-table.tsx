@@ -37,7 +37,7 @@ export function NodeTable({ rows, selected, onToggle, onRetry }: TableProps): Re
             <th scope="col">Node</th>
             <th scope="col">State</th>
             <th scope="col">Hardware</th>
-            <th scope="col">What happens</th>
+            <th scope="col">Action</th>
           </tr>
         </thead>
         <tbody>
@@ -165,7 +165,7 @@ export function NotListed({ pending }: { pending: number }): ReactNode {
   if (pending === 0) return null;
   return (
     <p className="muted">
-      {count(pending, "node")} {pending === 1 ? "is" : "are"} not approved yet and not listed. <Link to="/app/nodes?state=pending">Review</Link>
+      {count(pending, "node")} {pending === 1 ? "is" : "are"} awaiting approval and not listed. <Link to="/app/nodes?state=pending">Review</Link>
     </p>
   );
 }

@@ -35,7 +35,7 @@ it("nodes that are not told yet are neither called none nor without a backend", 
   const button = await screen.findByRole("button", { name: "Install echo…" });
   expect(screen.queryByText("not installed")).toBeNull();
   fireEvent.click(button);
-  expect(screen.queryByText("No node to install on")).toBeNull();
+  expect(screen.queryByText("No nodes available")).toBeNull();
   show(store, node("a"));
   await screen.findByRole("checkbox", { name: "Select a" });
   fireEvent.click(screen.getAllByRole("button", { name: "Close" })[0] as HTMLElement);
@@ -46,7 +46,7 @@ it("a cluster without nodes is called so", async () => {
   const store = show(new LiveStore());
   open(store);
   fireEvent.click(await screen.findByRole("button", { name: "Install echo…" }));
-  expect(await screen.findByText("No node to install on")).toBeTruthy();
+  expect(await screen.findByText("No nodes available")).toBeTruthy();
 });
 
 it("no row moves under the pointer because somebody else installs there", async () => {

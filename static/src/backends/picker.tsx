@@ -50,9 +50,9 @@ function About({ backend, onChange }: { backend: string; onChange: () => void })
   const entry = catalogue.data?.backends.find((one) => one.name === plain(backend));
   return (
     <div className="row wrap">
-      {entry !== undefined && <span className="tag">{entry.isMeta ? "Chooses the build for each node" : "One build for all"}</span>}
+      {entry !== undefined && <span className="tag">{entry.isMeta ? "Selects the build for each node" : "Universal build"}</span>}
       {entry !== undefined && !entry.isMeta && entry.isAlias && (
-        <span className="hardware-warning">{entry.name} is built for one kind of hardware; on other nodes it may not run.</span>
+        <span className="hardware-warning">{entry.name} is a build for specific hardware. It may not run on other nodes.</span>
       )}
       <Button small onClick={onChange}>
         Choose another
@@ -108,15 +108,15 @@ function Pick({ backend, nodeIds, start, onClose, nodes }: PickNodesProps & { no
           value={filter}
           onChange={(event) => setFilter(event.target.value)}
         />
-        <Button small refusal={healthy.length === 0 ? "No healthy node here is without it" : ""} onClick={() => toggle(healthy, true)}>
+        <Button small refusal={healthy.length === 0 ? "Already installed on every healthy node" : ""} onClick={() => toggle(healthy, true)}>
           Select all healthy
         </Button>
-        <Button small refusal={selected.size === 0 ? "Nothing is selected" : ""} onClick={() => setSelected(new Set())}>
+        <Button small refusal={selected.size === 0 ? "No nodes selected" : ""} onClick={() => setSelected(new Set())}>
           Clear
         </Button>
         <DrainingBox rows={rows} on={draining} onChange={setDraining} />
       </div>
-      {listed.length === 0 ? <p className="muted">No node matches.</p> : <NodeTable rows={listed} selected={selected} onToggle={toggle} onRetry={(id) => send([id])} />}
+      {listed.length === 0 ? <p className="muted">No matching nodes.</p> : <NodeTable rows={listed} selected={selected} onToggle={toggle} onRetry={(id) => send([id])} />}
       <NotListed pending={rows.filter((row) => row.node.status === "pending" && !nodeIds.includes(row.node.id)).length} />
       <Footer rows={rows} chosen={chosen} hidden={hidden} onInstall={() => send(chosen.map((row) => row.node.id))} onRetry={send} onClose={onClose} />
     </>
@@ -142,8 +142,8 @@ function DrainingBox({ rows, on, onChange }: { rows: readonly Row[]; on: boolean
 
 function NoNodes(): ReactNode {
   return (
-    <Empty title="No node to install on">
-      <p>A backend runs on a worker. Start one with this cluster's address and token, then approve it.</p>
+    <Empty title="No nodes available">
+      <p>Backends run on workers. Start a worker with this cluster's address and token, then approve it.</p>
       <Link className="button" to="/app/nodes">
         Add a worker
       </Link>
@@ -173,21 +173,22 @@ function Footer({ rows, chosen, hidden, onInstall, onRetry, onClose }: FooterPro
       </div>
       {failed.length > 0 && <Button onClick={() => onRetry(failed)}>Retry failed ({failed.length})</Button>}
       <Button onClick={onClose}>{going ? "Continue in background" : "Close"}</Button>
-      <Button kind="primary" refusal={chosen.length === 0 ? "Select the nodes first" : ""} onClick={onInstall}>
+      <Button kind="primary" refusal={chosen.length === 0 ? "Select at least one node" : ""} onClick={onInstall}>
         {chosen.length === 0 ? "Install" : `Install on ${count(chosen.length, "node")}`}
       </Button>
     </div>
   );
 }
 
-/** "3 selected: 2 install now, 1 waits until it returns". */
+/** "2 selected", or "3 selected: 2 now, 1 when the node is back" if they differ. */
 function plan(chosen: readonly Row[]): string {
   const of = (kind: string) => chosen.filter((row) => row.expected.kind === kind).length;
   const parts = [
     [of("install"), "now"],
-    [of("joins"), "under way already"],
-    [of("waits"), of("waits") === 1 ? "when it returns" : "when they return"],
+    [of("joins"), "in progress already"],
+    [of("waits"), of("waits") === 1 ? "when the node is back" : "when the nodes are back"],
   ] as const;
+  if (of("install") === chosen.length) return `${chosen.length} selected`;
   const told = parts.filter(([number]) => number > 0).map(([number, words]) => `${number} ${words}`);
   return `${chosen.length} selected: ${told.join(", ")}`;
 }
@@ -198,5 +199,5 @@ function Stale(): ReactNode {
   const skew = useLive((state) => state.skew);
   const now = useNow(1000) - skew;
   if (since === null) return null;
-  return <p className="muted">The live feed is cut: this is as of {span(Math.max(0, now - since) / 1000)} ago. Installs go on.</p>;
+  return <p className="muted">Connection lost. Last update: {span(Math.max(0, now - since) / 1000)} ago. Installs continue.</p>;
 }

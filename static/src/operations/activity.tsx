@@ -47,7 +47,7 @@ function Tally({ work }: { work: Work }): ReactNode {
   const parts = [];
   if (active > 0) parts.push(`${active} in progress`);
   if (failed > 0) parts.push(`${failed} ${failed === 1 ? "needs" : "need"} attention`);
-  return parts.length === 0 ? "Nothing is under way." : parts.join(" · ");
+  return parts.length === 0 ? "No operations running" : parts.join(" · ");
 }
 
 /** The job that the address names; leads there once, when it is on the page. */
@@ -90,7 +90,7 @@ const Sections = memo(function Sections({ work, show, target, onAll }: SectionsP
       <Section title="In progress" number={sum(active, (group) => group.active.length)} items={active} sought={sought(active, target)}>
         {(group) => <ProgressCard key={group.id} {...of(group)} pace={work.paces.get(group.id)} />}
       </Section>
-      <Section title="Ended while you watched" number={ended.length} items={ended} sought={ended.findIndex((one) => one.jobID === target)} list>
+      <Section title="Recently finished" number={ended.length} items={ended} sought={ended.findIndex((one) => one.jobID === target)} list>
         {(operation) => <EndedLine key={operation.jobID} operation={operation} />}
       </Section>
     </>
@@ -147,8 +147,8 @@ function Section<Item>({ title, number, items, sought: place = -1, list = false,
 function NotYet({ waiting }: { waiting: boolean }): ReactNode {
   if (waiting) return <Loading what="operations" />;
   return (
-    <Empty title="Not known at the moment">
-      <p>The live feed is not connected. What runs shows here as soon as it is back; nothing stops meanwhile.</p>
+    <Empty title="Not connected">
+      <p>The live feed is disconnected. Operations keep running and appear here when it is back.</p>
     </Empty>
   );
 }
@@ -156,8 +156,8 @@ function NotYet({ waiting }: { waiting: boolean }): ReactNode {
 function Nothing({ show, onAll }: { show: Show; onAll: () => void }): ReactNode {
   if (show === "all") {
     return (
-      <Empty title="Nothing is under way">
-        <p>Installations, loads and removals show here while they run, and failures until somebody dismisses them.</p>
+      <Empty title="No operations running">
+        <p>Running installs, loads and removals appear here. Failures stay until dismissed.</p>
         <Link className="button" to="/app/backends">
           Install a backend
         </Link>
@@ -166,7 +166,7 @@ function Nothing({ show, onAll }: { show: Show; onAll: () => void }): ReactNode 
   }
   const label = SHOWS.find((choice) => choice.show === show)?.label.toLowerCase() ?? show;
   return (
-    <Empty title={`No operation matches “${label}”`}>
+    <Empty title={`No “${label}” operations`}>
       <Button onClick={onAll}>Show all</Button>
     </Empty>
   );

@@ -107,13 +107,13 @@ const Facts = memo(function Facts({ nodeID, node, actor, since, attempts, reques
     <div className="row wrap work-facts muted">
       {nodeID !== null ? <NodeLink nodeID={nodeID} name={node} /> : node !== "" && <span>{node}</span>}
       <span className="row">
-        asked for by <bdi className="name">{actor}</bdi>
+        requested by <bdi className="name">{actor}</bdi>
       </span>
       <span>
         <Ago at={since} />
       </span>
-      {attempts > 0 && <span>{count(attempts, "attempt")} before</span>}
-      {requestID !== "" && <CopyButton small text={requestID} label="Copy request id" />}
+      {attempts > 0 && <span>attempt {attempts + 1}</span>}
+      {requestID !== "" && <CopyButton small text={requestID} label="Copy request ID" />}
     </div>
   );
 });

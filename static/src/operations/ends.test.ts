@@ -59,7 +59,7 @@ describe("what is said aloud", () => {
   it("is one saying for one moment, and not a worker's whole log", () => {
     const end = (text: string) => ({ group: text, tone: "bad" as const, text });
     expect(spoken([end("one"), end("two")])).toBe("one. two");
-    expect(spoken(["a", "b", "c", "d", "e"].map(end))).toBe("a. b. c. 2 more ended");
+    expect(spoken(["a", "b", "c", "d", "e"].map(end))).toBe("a. b. c. 2 more finished");
     expect(spoken([end("x".repeat(5000))]).length).toBeLessThan(210);
   });
 });

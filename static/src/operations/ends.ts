@@ -49,7 +49,7 @@ function sentence(operations: readonly Operation[], first: Operation): string {
 
 function failure(operations: readonly Operation[], first: Operation): string {
   const where = place(first, names(operations));
-  return `${[phrase(first, "failed"), first.name, where].filter(Boolean).join(" ")}: ${first.error ?? "no reason given"}`;
+  return `${[phrase(first, "failed"), first.name, where].filter(Boolean).join(" ")}: ${first.error ?? "No reason given"}`;
 }
 
 function success(group: string, run: readonly Operation[]): End {
@@ -72,6 +72,6 @@ const LONGEST = 200;
 /** Ends of one moment in one saying: the page's region holds one, and nobody listens to a worker's whole log. */
 export function spoken(told: readonly End[]): string {
   const said = told.slice(0, SPOKEN).map(({ text }) => brief(text, LONGEST));
-  if (told.length > SPOKEN) said.push(`${told.length - SPOKEN} more ended`);
+  if (told.length > SPOKEN) said.push(`${told.length - SPOKEN} more finished`);
   return said.join(". ");
 }

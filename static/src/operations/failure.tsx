@@ -10,12 +10,12 @@ import { canRetry, dismiss, inTurn, retry } from "./calls";
 
 /** A worker may answer with a whole log. */
 const LONGEST_ERROR = 2_000;
-const ON_ITS_WAY = "Done: this line goes when the live feed says so";
+const ON_ITS_WAY = "Dismissed; waiting for the live feed";
 
 /** The reason in the worker's own words; a long one scrolls in its own place. */
-export function Reason({ error = "no reason given", name }: { error: string | undefined; name: string }): ReactNode {
+export function Reason({ error = "No reason given", name }: { error: string | undefined; name: string }): ReactNode {
   return (
-    <div className="reason" role="group" aria-label={`Why ${name} failed`} tabIndex={0}>
+    <div className="reason" role="group" aria-label={`Details of the failure of ${name}`} tabIndex={0}>
       <bdi>{brief(error, LONGEST_ERROR)}</bdi>
     </div>
   );
@@ -31,7 +31,7 @@ export function FailureActions({ operations, small = false }: { operations: read
   const [first] = operations;
   if (first === undefined) return null;
   const several = operations.length > 1;
-  const on = several ? `on ${count(operations.length, "node")}` : `on ${first.nodeName ?? "its node"}`;
+  const on = several ? `on ${count(operations.length, "node")}` : `on ${first.nodeName ?? "the node"}`;
   const refusal = left.length === 0 ? ON_ITS_WAY : "";
   const failed = again.error ?? away.error;
   return (

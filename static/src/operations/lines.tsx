@@ -36,7 +36,7 @@ export function NextLook({ operation }: { operation: Operation }): ReactNode {
   const end = operation.givesUpAt === undefined ? null : (Date.parse(operation.givesUpAt) - now) / 1000;
   return (
     <span className="next-look">
-      looks again in {span(seconds)}
+      retrying in {span(seconds)}
       {end !== null && end >= 1 && `, gives up in ${span(end)}`}
     </span>
   );

@@ -59,7 +59,7 @@ const PartLine = memo(function PartLine({ part, name }: { part: Part; name: stri
 }, equal);
 
 export function NodeLink({ nodeID, name }: { nodeID: string; name: string }): ReactNode {
-  if (nodeID === "") return <span className="muted">no node yet</span>;
+  if (nodeID === "") return <span className="muted">no node assigned</span>;
   return (
     <Link className="name part-node" to={`/app/nodes/${nodeID}`} title={name}>
       {name === "" ? nodeID : name}

@@ -21,7 +21,7 @@ export function where(group: Group): string {
 
 /** What it is at, or why it is not: the error, the reason of the wait, the phase. */
 export function what(group: Group): string {
-  if (group.state === "failed") return brief(group.speaker.error ?? "no reason given");
+  if (group.state === "failed") return brief(group.speaker.error ?? "No reason given");
   return phaseOf(group.speaker);
 }
 

@@ -23,6 +23,6 @@ it("the address leads to an operation that has ended, however many ended after i
       </Tooltip.Provider>
     </LiveContext.Provider>,
   );
-  await screen.findByRole("region", { name: "Ended while you watched" });
+  await screen.findByRole("region", { name: "Recently finished" });
   await waitFor(() => expect(document.activeElement?.id).toBe("job-job-n70"));
 });

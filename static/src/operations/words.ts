@@ -69,9 +69,9 @@ export function place(kind: Kind, names: readonly string[]): string {
 /** What a running or queued operation is at: its phase, else what it waits for. */
 export function phaseOf(operation: Operation): string {
   const state = stateOf(operation);
-  if (state === "queued") return "waits for a free controller";
+  if (state === "queued") return "Waiting for a controller";
   if (state === "waiting") return operation.message;
   // A phase of "queued" is what it had before it was taken up.
   if (operation.phase !== undefined && !["", "queued"].includes(operation.phase)) return operation.phase.replaceAll("_", " ");
-  return "waits for the installer";
+  return "Starting";
 }

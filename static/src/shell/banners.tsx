@@ -27,14 +27,14 @@ export function Banners({ failure, onRetry }: BannersProps): ReactNode {
     <section className="banners" aria-label="Notices">
       {failure !== null && <Problem error={failure} />}
       {forbidden && (
-        <Banner level="error" text="This account may not see the cluster any more." hint="Ask an administrator, or sign in as somebody else.">
+        <Banner level="error" text="This account no longer has access to the cluster." hint="Ask an administrator for access, or sign in with another account.">
           <Button small onClick={onRetry}>
             Try again
           </Button>
         </Banner>
       )}
       {outdated && (
-        <Banner level="info" text="A new version of this page is there." hint="What you typed is lost by loading it; finish first.">
+        <Banner level="info" text="A new version of this page is available." hint="Reloading discards unsaved input.">
           <Button small onClick={() => window.location.reload()}>
             Reload
           </Button>

@@ -48,5 +48,5 @@ export function AppError(): ReactNode {
 }
 
 function asError(failure: unknown): Error {
-  return failure instanceof Error ? failure : new Error("Something failed that says nothing about itself.");
+  return failure instanceof Error ? failure : new Error("Unknown error");
 }

@@ -71,7 +71,7 @@ export function clockTime(ms: number): string {
 /** Says once that the connection is lost, and once that it is back. */
 export function useConnectionNews(stale: Staleness | null): void {
   useChange(stale !== null, (before) => {
-    if (before) announce("The connection is back; everything shown is current.");
-    else announce("The connection is lost; what is shown may be old.");
+    if (before) announce("Connection restored. The page is up to date.");
+    else announce("Connection lost. The page may be out of date.");
   });
 }

@@ -43,8 +43,8 @@ describe("the gate (§2.0 access)", () => {
   it("shows nothing of a page while it is looked up who asks (UI-0.1)", () => {
     vi.stubGlobal("fetch", () => new Promise(() => undefined));
     enter(undefined);
-    expect(screen.getByRole("status").textContent).toBe("Checking who is signed in");
-    expect(document.body.textContent).toBe("Checking who is signed in");
+    expect(screen.getByRole("status").textContent).toBe("Checking your session");
+    expect(document.body.textContent).toBe("Checking your session");
   });
 
   it("shows nothing but a retry if it cannot be known who asks (UI-0.1)", async () => {
@@ -61,7 +61,7 @@ describe("the gate (§2.0 access)", () => {
 
   it("tells one who is no admin (UI-0.3)", () => {
     enter({ ...ADA, role: "user" });
-    expect(screen.getByRole("heading", { name: "For administrators" })).toBeTruthy();
+    expect(screen.getByRole("heading", { name: "Administrators only" })).toBeTruthy();
     expect(screen.queryByText(/secrets|a page/)).toBeNull();
   });
 

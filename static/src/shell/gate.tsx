@@ -16,8 +16,8 @@ export function Gate({ children }: { children: (user: Person) => ReactNode }): R
   if (session.data === undefined) {
     if (session.error === null || session.isFetching) return <Checking />;
     return (
-      <Lone title="Who are you?">
-        <p>Whether you are signed in could not be found out.</p>
+      <Lone title="Cannot check your session">
+        <p>The server did not say whether you are signed in.</p>
         <Problem error={session.error} onRetry={() => void session.refetch()} />
       </Lone>
     );
@@ -41,7 +41,7 @@ export function Checking(): ReactNode {
   return (
     <div className="checking" role="status">
       <span className="spinner" aria-hidden="true" />
-      <span className="visually-hidden">Checking who is signed in</span>
+      <span className="visually-hidden">Checking your session</span>
     </div>
   );
 }
@@ -49,10 +49,9 @@ export function Checking(): ReactNode {
 function NotAdmin({ user }: { user: Person }): ReactNode {
   const signOut = useSignOut();
   return (
-    <Lone title="For administrators">
+    <Lone title="Administrators only">
       <p>
-        You are signed in as <bdi>{user.name}</bdi>, who is no administrator. This page operates the cluster; ask an
-        administrator for the right, or sign in as somebody else.
+        You are signed in as <bdi>{user.name}</bdi>, which is not an administrator account. This page operates the cluster. Ask an administrator for access, or sign in with another account.
       </p>
       {signOut.error !== null && <Problem error={signOut.error} />}
       <Button busy={signOut.isPending} onClick={() => signOut.mutate()}>

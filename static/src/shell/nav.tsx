@@ -44,7 +44,7 @@ function ActivitySignal(): ReactNode {
   const running = useLive((state) => tally(state, isActive));
   const failed = useLive((state) => tally(state, needsAttention));
   if (failed > 0) return <Badge className="signal badge bad" number={failed} words={`, ${count(failed, "failed operation")}`} />;
-  if (running > 0) return <Badge className="signal badge" number={running} words={`, ${count(running, "operation")} under way`} />;
+  if (running > 0) return <Badge className="signal badge" number={running} words={`, ${count(running, "operation")} running`} />;
   return null;
 }
 

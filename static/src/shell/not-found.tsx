@@ -9,9 +9,9 @@ export function NotFound(): ReactNode {
   return (
     <>
       <PageHead title="Not found" />
-      <Empty title="There is no such page">
+      <Empty title="Page not found">
         <p className="anywhere">
-          Nothing is at <code>{pathname}</code>. It may have been removed, or the address is mistyped.
+          Nothing was found at <code>{pathname}</code>. It may have been removed, or the address may contain a typo.
         </p>
         <Link className="button" to="/app/nodes">
           Go to Nodes

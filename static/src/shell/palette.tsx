@@ -79,9 +79,9 @@ function Search({ onChoice, ...actions }: PaletteProps & { onChoice: (entry: Ent
         ))}
       </Command.List>
       <p className="palette-note" role="status">
-        {shown.length === 0 && <>Nothing is called that. </>}
-        {catalogue.isPending && <>Looking at the catalogue too…</>}
-        {catalogue.isError && <>The catalogue could not be read: only installed backends are found.</>}
+        {shown.length === 0 && <>No results. </>}
+        {catalogue.isPending && <>Searching backends…</>}
+        {catalogue.isError && <>The catalogue could not be loaded. Results include installed backends only.</>}
       </p>
     </Command>
   );
@@ -148,7 +148,7 @@ function places({ onShortcuts, onSignOut }: PaletteProps): Entry[] {
     { key: "page docs", kind: "Pages", icon: "docs", title: "API docs", detail: "/api/docs", run: () => window.location.assign("/api/docs") },
     { key: "light", kind: "Actions", icon: "light", title: "Light theme", detail: "Theme", run: () => choose("light") },
     { key: "dark", kind: "Actions", icon: "dark", title: "Dark theme", detail: "Theme", run: () => choose("dark") },
-    { key: "system", kind: "Actions", icon: "system", title: "Theme of the system", detail: "Theme", run: () => choose("system") },
+    { key: "system", kind: "Actions", icon: "system", title: "System theme", detail: "Theme", run: () => choose("system") },
     { key: "keys", kind: "Actions", icon: "keyboard", title: "Keyboard shortcuts", detail: "?", run: onShortcuts },
     { key: "leave", kind: "Actions", icon: "leave", title: "Sign out", detail: "Account", run: onSignOut },
   ];

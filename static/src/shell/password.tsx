@@ -1,12 +1,14 @@
 // Changing one's password: by choice, or because it was generated and is good for nothing else until it is changed.
 import { useId, useState, type ComponentProps, type ReactNode, type SubmitEvent } from "react";
 import { useLocation, useSearchParams } from "react-router";
-import { ApiError } from "../api/client";
 import { Button } from "../ui/button";
 import { Problem } from "../ui/problem";
 import { PageHead } from "../ui/title";
 import { useOnward } from "./onward";
+import { problems, refused, SHORTEST, type Entry, type Problems } from "./password-rules";
 import { useChangePassword, useSession, useSignOut } from "./session";
+
+const EMPTY: Entry = { old: "", next: "", repeat: "" };
 
 export function PasswordPage(): ReactNode {
   const { data: user } = useSession();
@@ -15,47 +17,52 @@ export function PasswordPage(): ReactNode {
   return (
     <>
       <PageHead title="Change password" />
-      {forced && <p>Your password was generated. Choose your own; until then there is nothing else you can do here.</p>}
+      {forced && <p>Your password was generated. Choose a new password to continue.</p>}
       <PasswordForm name={user.name} forced={forced} />
     </>
   );
 }
 
 function PasswordForm({ name, forced }: { name: string; forced: boolean }): ReactNode {
-  const [old, setOld] = useState("");
-  const [next, setNext] = useState("");
-  const [repeat, setRepeat] = useState("");
-  const [differ, setDiffer] = useState(false);
+  const [entry, setEntry] = useState<Entry>(EMPTY);
+  const [found, setFound] = useState<Problems>({});
   const change = useChangePassword();
   const onward = useOnward();
   const wanted = useWanted();
-  const said = fieldErrors(change.error);
+  const rules = useId();
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
-    setDiffer(next !== repeat);
-    if (next !== repeat || change.isPending) return;
+    if (change.isPending) return;
+    const wrong = problems(entry);
+    setFound(wrong);
+    change.reset();
+    if (Object.keys(wrong).length > 0) return;
     const done = () => {
-      for (const clear of [setOld, setNext, setRepeat]) clear("");
+      setEntry(EMPTY);
       // At once: the gate shows another page as soon as it knows.
       if (forced) onward(wanted);
     };
-    change.mutate({ old, new: next }, { onSuccess: done });
+    change.mutate({ old: entry.old, new: entry.next }, { onSuccess: done, onError: (error) => setFound(refused(error)) });
   };
+  const secret = (field: keyof Entry) => ({
+    value: entry[field],
+    problems: found[field] ?? [],
+    onText: (text: string) => {
+      setEntry({ ...entry, [field]: text });
+      setFound({ ...found, [field]: [] });
+    },
+  });
   return (
-    <form className="stack narrow" onSubmit={submit}>
+    <form className="stack narrow" noValidate onSubmit={submit}>
       {/* Tells a password manager whose password it is. */}
       <input hidden readOnly name="username" autoComplete="username" value={name} />
-      <Secret label="Present password" autoComplete="current-password" value={old} onText={setOld} error={said.old} />
-      <Secret label="New password" autoComplete="new-password" value={next} onText={setNext} error={said.new} />
-      <Secret
-        label="New password again"
-        autoComplete="new-password"
-        value={repeat}
-        onText={setRepeat}
-        error={differ && next !== repeat ? "This is not the same password." : ""}
-      />
-      {change.error !== null && said.elsewhere && <Problem error={change.error} />}
-      <p role="status">{change.isSuccess ? "The password is changed. Your other sessions have ended." : ""}</p>
+      <Secret label="Current password" autoComplete="current-password" {...secret("old")} />
+      <Secret label="New password" autoComplete="new-password" {...secret("next")} describedBy={rules}>
+        <Rules id={rules} />
+      </Secret>
+      <Secret label="Confirm new password" autoComplete="new-password" {...secret("repeat")} />
+      {change.error !== null && Object.keys(refused(change.error)).length === 0 && <Problem error={change.error} />}
+      <p role="status">{change.isSuccess ? "Password changed. You are signed out everywhere else." : ""}</p>
       <div className="row wrap">
         <Button type="submit" kind="primary" busy={change.isPending}>
           Change password
@@ -63,6 +70,17 @@ function PasswordForm({ name, forced }: { name: string; forced: boolean }): Reac
         {forced && <SignOutInstead />}
       </div>
     </form>
+  );
+}
+
+/** The rules as the server has them; it also knows the common passwords and decides in the end. */
+function Rules({ id }: { id: string }): ReactNode {
+  return (
+    <ul id={id} className="muted password-rules">
+      <li>At least {SHORTEST} characters, not only digits</li>
+      <li>Not a commonly used password</li>
+      <li>Different from the current password</li>
+    </ul>
   );
 }
 
@@ -85,25 +103,20 @@ function SignOutInstead(): ReactNode {
   );
 }
 
-function fieldErrors(error: Error | null): { old: string; new: string; elsewhere: boolean } {
-  const field = error instanceof ApiError ? error.field : "";
-  const message = error?.message ?? "";
-  return {
-    old: field === "old" ? message : "",
-    new: field === "new" ? message : "",
-    elsewhere: field !== "old" && field !== "new",
-  };
-}
-
 interface SecretProps extends Pick<ComponentProps<"input">, "autoComplete"> {
   label: string;
   value: string;
   onText: (text: string) => void;
-  error: string;
+  problems: readonly string[];
+  /** The id of what explains the field, shown below it. */
+  describedBy?: string;
+  children?: ReactNode;
 }
 
-function Secret({ label, value, onText, error, autoComplete }: SecretProps): ReactNode {
+function Secret({ label, value, onText, problems, describedBy = "", children, autoComplete }: SecretProps): ReactNode {
   const id = useId();
+  const wrong = problems.length > 0;
+  const description = [wrong ? `${id}-error` : "", describedBy].filter(Boolean).join(" ");
   return (
     <div className="field">
       <label htmlFor={id}>{label}</label>
@@ -114,15 +127,18 @@ function Secret({ label, value, onText, error, autoComplete }: SecretProps): Rea
         required
         autoComplete={autoComplete}
         value={value}
-        aria-invalid={error !== "" || undefined}
-        aria-describedby={error === "" ? undefined : `${id}-error`}
+        aria-invalid={wrong || undefined}
+        aria-describedby={description || undefined}
         onChange={(event) => onText(event.target.value)}
       />
-      {error !== "" && (
-        <span className="field-error" id={`${id}-error`} role="alert">
-          {error}
-        </span>
+      {wrong && (
+        <div className="field-error" id={`${id}-error`} role="alert">
+          {problems.map((one) => (
+            <div key={one}>{one}</div>
+          ))}
+        </div>
       )}
+      {children}
     </div>
   );
 }

@@ -32,7 +32,7 @@ export function SessionEnd({ user, onBack }: { user: Person; onBack: () => void 
   return (
     <>
       {aside && (
-        <Banner level="error" text="Your session has ended." hint="What is shown is old, and nothing can be changed.">
+        <Banner level="error" text="Your session has ended." hint="The page no longer updates, and changes are not possible.">
           <Button small onClick={() => setAside(false)}>
             Sign in
           </Button>
@@ -42,10 +42,10 @@ export function SessionEnd({ user, onBack }: { user: Person; onBack: () => void 
         open={!aside}
         onClose={() => setAside(true)}
         title="Your session has ended"
-        description="Sign in again; the page stays as it is, with everything you typed."
+        description="Sign in again. Your place and your input are kept."
       >
         <SignInForm name={user.name} onSignedIn={back} />
-        <p className="muted">Signing in as somebody else loads the page anew.</p>
+        <p className="muted">Signing in with another account reloads the page.</p>
       </Dialog>
     </>
   );

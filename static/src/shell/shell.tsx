@@ -80,7 +80,7 @@ function useKeys(open: (overlay: "search" | "shortcuts") => void): void {
   useEffect(keepFocus, []);
   useShortcut("mod+k", () => open("search"), "Search");
   useShortcut("/", () => open("search"), "Search");
-  useShortcut("?", () => open("shortcuts"), "Show these shortcuts");
+  useShortcut("?", () => open("shortcuts"), "Show keyboard shortcuts");
   useShortcut("g n", () => void navigate("/app/nodes"), "Go to Nodes");
   useShortcut("g b", () => void navigate("/app/backends"), "Go to Backends");
   useShortcut("g a", () => void navigate("/app/activity"), "Go to Activity");

@@ -25,7 +25,7 @@ export function ShortcutsDialog({ onClose }: { onClose: () => void }): ReactNode
       </dl>
       <label className="row">
         <input type="checkbox" checked={on} onChange={(event) => setSingleKeys(event.target.checked)} />
-        Single keys work outside of fields
+        Enable single-key shortcuts
       </label>
     </Dialog>
   );

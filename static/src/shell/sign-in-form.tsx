@@ -22,7 +22,7 @@ export function SignInForm({ name = "", onSignedIn }: SignInFormProps): ReactNod
     event.preventDefault();
     if (signIn.isPending || wait > 0) return;
     const failed = () => {
-      // Whoever has seen the mistake may be typing it anew already.
+      // The person may have started retyping already.
       if (passwordField.current?.value === password) passwordField.current.select();
     };
     signIn.mutate({ username, password }, { onError: failed });
@@ -32,7 +32,7 @@ export function SignInForm({ name = "", onSignedIn }: SignInFormProps): ReactNod
   return (
     <form className="stack" onSubmit={submit}>
       <label className="field">
-        <span>Name</span>
+        <span>Username</span>
         <input
           className="input"
           name="username"
@@ -67,7 +67,7 @@ export function SignInForm({ name = "", onSignedIn }: SignInFormProps): ReactNod
           {words(signIn.error)}
         </p>
       )}
-      <Button type="submit" kind="primary" busy={signIn.isPending} refusal={wait > 0 ? `Wait ${wait} s` : ""}>
+      <Button type="submit" kind="primary" busy={signIn.isPending} refusal={wait > 0 ? `Try again in ${wait} s` : ""}>
         {wait > 0 ? `Sign in (in ${wait} s)` : "Sign in"}
       </Button>
     </form>
@@ -76,9 +76,9 @@ export function SignInForm({ name = "", onSignedIn }: SignInFormProps): ReactNod
 
 function words(error: Error): string {
   if (!(error instanceof ApiError)) return error.message;
-  if (error.status === 401) return "This name and password do not belong together.";
-  if (error.status === 429) return "Too many wrong passwords came from here. Wait until the time is over.";
-  if (error.status === 0) return "The server cannot be reached. Nothing was lost; try again.";
+  if (error.status === 401) return "Incorrect username or password.";
+  if (error.status === 429) return "Too many failed sign-ins from this address. Try again later.";
+  if (error.status === 0) return "The server is unreachable. Your input is kept; try again.";
   return error.message;
 }
 

@@ -59,7 +59,7 @@ function ConnectionMark({ stale, onRetry }: { stale: Staleness | null; onRetry: 
         <span>
           Stale<span className="since"> since {clockTime(stale.since)}</span>, {stale.seconds}s
         </span>
-        <Button small kind="ghost" className="icon" aria-label="Connect now" onClick={onRetry}>
+        <Button small kind="ghost" className="icon" aria-label="Reconnect now" onClick={onRetry}>
           <Icon name="retry" size={14} />
         </Button>
       </span>
@@ -69,19 +69,19 @@ function ConnectionMark({ stale, onRetry }: { stale: Staleness | null; onRetry: 
   return (
     <Tip text={words(connection, readable)}>
       <span className={`connection ${live ? "good" : "warn"}`} data-testid="connection" tabIndex={0}>
-        {connection === "live" ? (live ? "Live" : "Not current") : connection === "connecting" ? "Connecting" : "Reconnecting"}
+        {connection === "live" ? (live ? "Live" : "Not up to date") : connection === "connecting" ? "Connecting" : "Reconnecting"}
       </span>
     </Tip>
   );
 }
 
 function words(connection: Connection, readable: boolean): string {
-  if (connection !== "live") return "The connection to the server is being made.";
-  return readable ? "What is shown follows the cluster as it changes." : "The server cannot read its database: what is shown may be old.";
+  if (connection !== "live") return "Connecting to the server.";
+  return readable ? "The page updates live." : "The server cannot read its database. The page may be out of date.";
 }
 
 const THEMES: readonly { theme: Theme; label: string; icon: IconName }[] = [
-  { theme: "system", label: "As the system", icon: "system" },
+  { theme: "system", label: "System", icon: "system" },
   { theme: "light", label: "Light", icon: "light" },
   { theme: "dark", label: "Dark", icon: "dark" },
 ];

@@ -9,7 +9,7 @@ export function CopyButton({ text, label = "Copy", small = false }: { text: stri
       await navigator.clipboard.writeText(text);
       setSaid("Copied");
     } catch {
-      setSaid("Select it and copy by hand");
+      setSaid("Select the text and copy it manually");
     }
     setTimeout(() => setSaid(""), 2000);
   };

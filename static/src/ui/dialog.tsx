@@ -115,7 +115,7 @@ function Answer(props: ConfirmProps & { first: RefObject<HTMLElement | null> }):
   };
   const [text, setText] = useState("");
   const id = useId();
-  const refusal = typed !== undefined && text !== typed ? `Type ${typed} first` : "";
+  const refusal = typed !== undefined && text !== typed ? `Type ${typed} to confirm` : "";
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
     if (refusal === "" && !busy) onConfirm();

@@ -5,12 +5,12 @@ import { Button } from "./button";
 import { Dialog } from "./dialog";
 import { PageHead } from "./title";
 
-const TITLE = "This part could not be loaded";
+const TITLE = "Could not load this part of the page";
 
 function Reload(): ReactNode {
   return (
     <>
-      <p>The server cannot be reached, or has a new version of this page. Loading the page anew helps in both cases.</p>
+      <p>The server is unreachable, or a new version of this page is available. Reloading the page helps in both cases.</p>
       <div>
         <Button kind="primary" onClick={() => window.location.reload()}>
           Reload

@@ -42,11 +42,11 @@ function AsOf({ node, problem }: { node: LiveNode; problem: string }): ReactNode
   return (
     <>
       <p className="muted">
-        {node.inventory_at === null ? "The worker has not listed them yet." : <>As of <Ago at={node.inventory_at} />, as its worker listed them.</>}
+        {node.inventory_at === null ? "Not reported yet" : <>Reported by the worker <Ago at={node.inventory_at} /></>}
       </p>
       {problem !== "" && (
         <p className="nd-warning" role="status">
-          Asking for a newer list failed: <bdi>{problem}</bdi>. It is asked again by itself.
+          Refresh failed: <bdi>{problem}</bdi>; retrying automatically.
         </p>
       )}
     </>
@@ -55,7 +55,7 @@ function AsOf({ node, problem }: { node: LiveNode; problem: string }): ReactNode
 
 function None({ node, add }: { node: LiveNode; add: ReactNode }): ReactNode {
   if (node.inventory_at === null) return null;
-  return <Empty title="No backend is installed.">{add}</Empty>;
+  return <Empty title="No backends installed">{add}</Empty>;
 }
 
 function List({ backends }: { backends: readonly NodeBackend[] }): ReactNode {

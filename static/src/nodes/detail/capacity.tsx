@@ -41,23 +41,23 @@ function ReplicaCap({ node, override }: { node: LiveNode; override: Override }):
   const set = useAction(
     node.id,
     (value: string) => call(client.PUT(path, { params, body: { value: Number(value) } })),
-    (_, value) => announce(`Max replicas per model is ${value}.`),
+    (_, value) => announce(`Maximum replicas per model set to ${value}.`),
   );
   const back = useAction<undefined, unknown>(
     node.id,
     () => call(client.DELETE(path, { params })),
-    () => announce("Max replicas per model is handed back to the worker."),
+    () => announce("Maximum replicas per model reset to the worker default."),
   );
   return (
     <Value
-      title="Max replicas per model"
+      title="Maximum replicas per model"
       manual={node.max_replicas_per_model_manually_set}
       override={override}
       back={back}
-      handed="Handed back: the worker's own value counts from its next registration."
+      handed="Reset. The worker's value applies from its next registration."
     >
       <InlineEdit
-        name="max replicas per model"
+        name="maximum replicas per model"
         value={String(node.max_replicas_per_model)}
         check={capProblem}
         action={set}
@@ -76,8 +76,7 @@ function belowWhatRuns(node: LiveNode, cap: number): ReactNode | null {
   if (most === null || cap >= most.count) return null;
   return (
     <p>
-      <bdi>{most.model}</bdi> has {count(most.count, "replica")} on this node, more than {cap}. Nothing is evicted now: what is
-      too many goes when it is idle.
+      <bdi>{most.model}</bdi> has {count(most.count, "replica")} on this node, more than {cap}. Running replicas stay until they are idle.
     </p>
   );
 }
@@ -88,16 +87,16 @@ function VramBudget({ node, override }: { node: LiveNode; override: Override }):
   const set = useAction(
     node.id,
     (value: string) => call(client.PUT(path, { params, body: { value } })),
-    (_, value) => announce(value === "" ? "The VRAM budget is removed." : `The VRAM budget is ${value}.`),
+    (_, value) => announce(value === "" ? "VRAM budget removed." : `VRAM budget set to ${value}.`),
   );
   const back = useAction<undefined, unknown>(
     node.id,
     () => call(client.DELETE(path, { params })),
-    () => announce("The VRAM budget is handed back to the worker."),
+    () => announce("VRAM budget reset to the worker default."),
   );
   const meaning = (text: string) => {
     const limit = ceiling(text, node.total_vram);
-    if (text.trim() === "") return "Empty: no cap.";
+    if (text.trim() === "") return "Leave empty for unlimited.";
     return limit === null || node.total_vram === 0 ? "" : `${bytes(limit)} of ${bytes(node.total_vram)}.`;
   };
   return (
@@ -106,7 +105,7 @@ function VramBudget({ node, override }: { node: LiveNode; override: Override }):
       manual={node.vram_budget_manually_set}
       override={override}
       back={back}
-      handed="Handed back: no budget until the worker registers with one."
+      handed="Reset. Unlimited until the worker registers with a budget."
     >
       <InlineEdit
         name="VRAM budget"
@@ -116,7 +115,7 @@ function VramBudget({ node, override }: { node: LiveNode; override: Override }):
         meaning={meaning}
         placeholder="80% or 12GiB"
       >
-        {node.vram_budget === "" ? <span className="muted">no cap</span> : <bdi>{node.vram_budget}</bdi>}
+        {node.vram_budget === "" ? <span className="muted">Unlimited</span> : <bdi>{node.vram_budget}</bdi>}
         {node.vram_budget_bytes > 0 && (
           <span className="muted">
             {" "}
@@ -125,7 +124,7 @@ function VramBudget({ node, override }: { node: LiveNode; override: Override }):
         )}
       </InlineEdit>
       {node.total_vram > 0 && (
-        <Meter name="VRAM that may be used" used={usedVram(node)} reserved={node.reserved_vram} total={vramLimit(node)} />
+        <Meter name="Usable VRAM" used={usedVram(node)} reserved={node.reserved_vram} total={vramLimit(node)} />
       )}
     </Value>
   );
@@ -163,8 +162,8 @@ function Value({ title, manual, override, back, handed, children }: ValueProps):
             )}
           </span>
           {manual && (
-            <Button small busy={back.busy} aria-label={`Hand back ${title}`} onClick={() => back.run(undefined)}>
-              Hand back
+            <Button small busy={back.busy} aria-label={`Reset ${title} to worker default`} onClick={() => back.run(undefined)}>
+              Reset to worker default
             </Button>
           )}
         </p>

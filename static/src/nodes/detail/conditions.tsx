@@ -32,12 +32,12 @@ export function Conditions({ node, detail }: Props): ReactNode {
           <li>
             <span className="pill bad">Identity conflict</span>
             <span>
-              {count(node.open_conflicts, "claim")} to be this node {node.open_conflicts === 1 ? "waits" : "wait"} for a decision
+              {count(node.open_conflicts, "claim")} to this node awaiting a decision
             </span>
           </li>
         )}
       </ul>
-      <Fetched query={detail} what="who decided what">
+      <Fetched query={detail} what="the node's history">
         {() => null}
       </Fetched>
     </Panel>
@@ -88,7 +88,7 @@ export function Identity({ node, detail }: Props): ReactNode {
         </Fact>
         {node.rotation_requested_at !== null && (
           <Fact name="Rotation">
-            asked for <Ago at={node.rotation_requested_at} />; the worker has not done it yet
+            requested <Ago at={node.rotation_requested_at} />; not completed by the worker yet
           </Fact>
         )}
         <Fact name="Node id">
@@ -105,7 +105,7 @@ export function Identity({ node, detail }: Props): ReactNode {
           </Fact>
         )}
       </dl>
-      <Fetched query={detail} what="its binding">
+      <Fetched query={detail} what="the identity">
         {() => null}
       </Fetched>
     </Panel>

@@ -53,23 +53,23 @@ function useActs(node: LiveNode, close: (verb: Danger) => void): readonly Act[] 
   });
   const { id, name } = node;
   const gone = useAction<string, unknown>(id, () => deregister(id), () => {
-    announce(`${name} is deregistered.`);
+    announce(`${name} deregistered.`);
     // Whoever has gone elsewhere meanwhile, or is on the way there, is not fetched away.
     if (way.current === "idle" && window.location.pathname.toLowerCase().endsWith(`/${id}`)) void navigate("/app/nodes");
     return false;
   });
   const refused = useAction<string, unknown>(id, (reason) => revoke(id, reason), () => {
-    announce(`The secret of ${name} is revoked.`);
+    announce(`Secret of ${name} revoked.`);
     close("revoke");
   });
   const renewed = useAction<string, unknown>(id, () => rotate(id), () => {
-    announce(`${name} is asked for a new secret.`);
+    announce(`Secret rotation requested for ${name}.`);
     close("rotate");
   });
   return [
-    { verb: "rotate", title: "Rotate secret", short: "The worker replaces its secret at its next call; it goes on working.", action: renewed },
-    { verb: "revoke", title: "Revoke secret", short: "For a secret in wrong hands: it is refused for ever.", action: refused },
-    { verb: "deregister", title: "Deregister", short: "Removes the record. A worker that still runs comes back as a new, pending node.", action: gone },
+    { verb: "rotate", title: "Rotate secret", short: "The worker replaces its secret at next contact; no interruption.", action: renewed },
+    { verb: "revoke", title: "Revoke secret", short: "Use if the secret has been compromised. It is permanently rejected.", action: refused },
+    { verb: "deregister", title: "Deregister", short: "Removes the record. A running worker re-registers as a new, pending node.", action: gone },
   ];
 }
 
@@ -105,7 +105,7 @@ function Ask({ act, node, operations, onClose }: AskProps): ReactNode {
     >
       <ul className="nd-effects">{effects(act.verb, node, operations)}</ul>
       {act.verb === "revoke" && <Reason value={reason} onChange={setReason} />}
-      {word !== node.name && <p className="muted">To confirm, the beginning of its id is typed: its name is hard to type.</p>}
+      {word !== node.name && <p className="muted">To confirm, type the first characters of the node ID, because the name is hard to type.</p>}
     </Confirm>
   );
 }
@@ -114,7 +114,7 @@ function Reason({ value, onChange }: { value: string; onChange: (value: string) 
   const id = useId();
   return (
     <label className="field" htmlFor={id}>
-      <span>Reason, for the timeline</span>
+      <span>Reason (shown in the timeline)</span>
       <input
         id={id}
         className="input"
@@ -132,30 +132,29 @@ function effects(verb: Danger, node: LiveNode, operations: number): ReactNode {
   if (verb === "rotate") {
     return (
       <>
-        <li>Until the worker has replaced it, its secret is good for registering and for replacing itself, for nothing else.</li>
-        <li>Id, approval and replicas stay. A worker that is not running replaces it when it comes back.</li>
+        <li>Until the worker has replaced its secret, the old one is accepted only for registration and rotation.</li>
+        <li>ID, approval and replicas stay. A stopped worker replaces its secret when it starts again.</li>
       </>
     );
   }
   const { length: replicas } = node.models;
   const lost =
     replicas === 0 ? (
-      <li>No replica runs here.</li>
+      <li>No replicas running</li>
     ) : (
       <li>
-        {count(replicas, "replica")} with {count(node.in_flight_count, "request")} in flight {replicas === 1 ? "goes" : "go"} out of
-        service at once, without a drain.
+        {count(replicas, "replica")} with {count(node.in_flight_count, "request")} in flight {replicas === 1 ? "stops" : "stop"} immediately, without a drain.
       </li>
     );
-  const pending = operations > 0 && <li>{count(operations, "operation")} under way here will fail unless it ends before.</li>;
+  const pending = operations > 0 && <li>{count(operations, "operation")} in progress on this node will fail unless completed first.</li>;
   if (verb === "revoke") {
     return (
       <>
         {lost}
         {pending}
-        <li>The secret is refused for ever, under any name, and the node waits for approval without an identity.</li>
-        <li>The worker goes on running and tries once a minute. Stop it, delete its file node-secret, start it, and approve it again.</li>
-        {node.weak_identity && <li>It is known by the shared token only, which stays good: whoever has it can claim this name again.</li>}
+        <li>The secret is permanently rejected, under any name. The node loses its identity and needs a new approval.</li>
+        <li>The worker keeps running and retries once a minute. Stop it, delete its file node-secret, start it, and approve it again.</li>
+        {node.weak_identity && <li>The node is known by the shared token only. The token stays valid: anyone who has it can claim this name again.</li>}
       </>
     );
   }
@@ -163,8 +162,8 @@ function effects(verb: Danger, node: LiveNode, operations: number): ReactNode {
     <>
       {lost}
       {pending}
-      <li>Labels, overrides and conflicts go with the record{node.node_type === "agent" ? ", and so does its API user" : ""}. The timeline stays.</li>
-      <li>A worker that still runs comes back as a new, pending node. To keep it out, stop it, or revoke its secret instead.</li>
+      <li>Labels, overrides and conflicts{node.node_type === "agent" ? ", and the API user," : ""} are deleted with the record. The timeline stays.</li>
+      <li>A running worker re-registers as a new, pending node. To keep it out, stop it, or revoke its secret instead.</li>
     </>
   );
 }

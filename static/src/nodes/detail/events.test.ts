@@ -41,13 +41,13 @@ describe("what an event says", () => {
       max_replicas_per_model: { from: 1, to: 3 },
       max_replicas_per_model_manually_set: { from: false, to: true },
     };
-    expect(changes({ detail })).toEqual(["max replicas per model: 1 → 3"]);
+    expect(changes({ detail })).toEqual(["maximum replicas per model: 1 → 3"]);
     expect(changes({ detail: { vram_budget: { from: "", to: "80%" } } })).toEqual(["VRAM budget: none → 80%"]);
   });
 
   it("names an override whose value stays when it changes hands", () => {
     const detail = { max_replicas_per_model_manually_set: { from: true, to: false } };
-    expect(changes({ detail })).toEqual(["max replicas per model"]);
+    expect(changes({ detail })).toEqual(["maximum replicas per model"]);
   });
 
   it("tells labels that came and went", () => {
@@ -64,8 +64,8 @@ describe("what an event says", () => {
     expect([who("user", "anna"), who("static_key", "admin"), who("task", "drains"), who("worker", "worker")]).toEqual([
       "anna",
       "admin (API key)",
-      "the task drains",
-      "its worker",
+      "task drains",
+      "worker",
     ]);
   });
 });

@@ -6,12 +6,12 @@ export const KINDS: Readonly<Record<EventKind, string>> = {
   registered: "Registered",
   approved: "Approved",
   rejected: "Rejected",
-  drained: "Drained",
+  drained: "Drain started",
   drain_ended: "Drain ended",
   resumed: "Resumed",
-  deactivated: "Left",
-  fell_silent: "Fell silent",
-  heard_again: "Heard again",
+  deactivated: "Shut down",
+  fell_silent: "Lost contact",
+  heard_again: "Back online",
   marked_unhealthy: "Marked unhealthy",
   marked_healthy: "Marked healthy",
   deregistered: "Deregistered",
@@ -20,7 +20,7 @@ export const KINDS: Readonly<Record<EventKind, string>> = {
   conflict: "Identity conflict",
   conflict_accepted: "Conflict accepted",
   conflict_refused: "Conflict refused",
-  rotation_requested: "Secret rotation asked for",
+  rotation_requested: "Secret rotation requested",
   rotated: "Secret rotated",
   revoked: "Secret revoked",
 };
@@ -59,21 +59,21 @@ export function withOlder(shown: Timeline | undefined, page: Page): Timeline {
 
 /** Who did it. */
 export function actorWords(event: Pick<NodeEvent, "actor" | "actor_kind">): string {
-  if (event.actor_kind === "worker") return "its worker";
-  if (event.actor_kind === "task") return `the task ${event.actor}`;
+  if (event.actor_kind === "worker") return "worker";
+  if (event.actor_kind === "task") return `task ${event.actor}`;
   if (event.actor_kind === "static_key") return `${event.actor} (API key)`;
   if (event.actor_kind === "command") return `${event.actor} (command line)`;
   return event.actor;
 }
 
 const OVERRIDES: Readonly<Record<string, string>> = {
-  max_replicas_per_model: "max replicas per model",
+  max_replicas_per_model: "maximum replicas per model",
   vram_budget: "VRAM budget",
 };
 /** Said by the text beside them already. */
 const IMPLIED = new Set(["vram_budget_bytes", "available_vram", "max_replicas_per_model_manually_set", "vram_budget_manually_set", "conflict"]);
 
-/** What changed, one line for each thing: `max replicas per model: 1 → 3`, `+ tier=fast`, `− zone`. */
+/** What changed, one line for each thing: `maximum replicas per model: 1 → 3`, `+ tier=fast`, `− zone`. */
 export function changes(event: Pick<NodeEvent, "detail">): string[] {
   const detail = event.detail ?? {};
   return Object.entries(detail).flatMap(([name, value]) => {

@@ -99,7 +99,7 @@ function Reason({ node }: { node: LiveNode }): ReactNode {
 function DrainProgress({ node, operations }: { node: LiveNode; operations: number }): ReactNode {
   const found = drainLeft(node, operations);
   useChange(found?.safe === true, (before) => {
-    if (!before && found?.safe === true) announce(`${node.name} is safe to power off.`);
+    if (!before && found?.safe === true) announce(`${node.name} can be powered off safely.`);
   });
   if (found === null) return null;
   return (
@@ -113,6 +113,6 @@ function DrainProgress({ node, operations }: { node: LiveNode; operations: numbe
 function TimeLeft({ until }: { until: string }): ReactNode {
   const now = useNow(1000);
   const seconds = (Date.parse(until) - now) / 1000;
-  if (seconds <= 0) return <span> · the deadline has passed: its replicas go now</span>;
-  return <span> · {left(seconds)} until its replicas go in any case</span>;
+  if (seconds <= 0) return <span> · deadline passed, stopping replicas</span>;
+  return <span> · {left(seconds)} until replicas are stopped</span>;
 }

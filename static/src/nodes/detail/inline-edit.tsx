@@ -10,7 +10,7 @@ import { decide, overtaken } from "./editing";
 import { Said } from "./panel";
 
 interface InlineEditProps {
-  /** What is edited, as in "Edit max replicas per model". */
+  /** What is edited, as in "Edit maximum replicas per model". */
   name: string;
   /** The present value, as it would be typed. */
   value: string;
@@ -82,7 +82,7 @@ function Editor(props: InlineEditProps & { onClose: () => void }): ReactNode {
         text={text}
         wrong={atField}
         busy={busy}
-        moved={overtaken(opened, value) ? `It has become ${value === "" ? "empty" : value} meanwhile.` : ""}
+        moved={overtaken(opened, value) ? `Changed meanwhile to ${value === "" ? "empty" : value}.` : ""}
         onChange={change}
         onSubmit={submit}
       />

@@ -19,9 +19,9 @@ type Source = Sources[string];
 const OF_CAPACITY = "node.replica-slots";
 
 const MEANING: Readonly<Record<Source, string>> = {
-  worker: "The worker set it, and sets it again when it registers.",
-  auto: "The registry keeps it, and sets it again when the worker registers.",
-  admin: "An administrator set it; the worker does not change it.",
+  worker: "Set by the worker, and again at each registration.",
+  auto: "Set automatically, and again at each registration.",
+  admin: "Set by an administrator; the worker does not change it.",
 };
 const MARK: Readonly<Record<Source, string>> = { worker: "worker", auto: "automatic", admin: "admin" };
 
@@ -36,13 +36,13 @@ export function Labels({ node, sources }: { node: LiveNode; sources: Sources | u
     node.id,
     (name: string) => removeLabel(node.id, name),
     (_, name) => {
-      announce(`Label ${name} is removed.`);
+      announce(`Label ${name} removed.`);
       goOnAt(key.current, list.current);
     },
   );
   return (
     <Panel title="Labels">
-      {labels.length === 0 && <p className="muted">No labels. Scheduling rules choose nodes by them.</p>}
+      {labels.length === 0 && <p className="muted">No labels. Scheduling rules select nodes by label.</p>}
       <ul ref={list} className="nd-labels">
         {labels.map(([name, value]) => (
           <Chip
@@ -123,7 +123,7 @@ function AddLabel({ node, draft, setDraft, keyInput }: AddProps): ReactNode {
     node.id,
     ({ key, value }: Draft) => mergeLabels(node.id, { [key]: value }),
     (_, { key, value }) => {
-      announce(`Label ${written(key, value)} is set.`);
+      announce(`Label ${written(key, value)} set.`);
       // The next one may be begun already.
       if (draft.key.trim() !== key || draft.value !== value) return;
       setDraft({ key: "", value: "" });
@@ -166,7 +166,7 @@ function AddLabel({ node, draft, setDraft, keyInput }: AddProps): ReactNode {
           {before === undefined ? "Add" : "Change"}
         </Button>
       </div>
-      <Said id={said} wrong={wrong} hint={before === undefined ? "" : `Now ${before === "" ? "empty" : before}.`} />
+      <Said id={said} wrong={wrong} hint={before === undefined ? "" : `Current value: ${before === "" ? "empty" : before}`} />
       {add.error !== null && refused === "" && <Problem error={add.error} onRetry={() => add.run(label)} />}
     </form>
   );

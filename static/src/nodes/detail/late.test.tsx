@@ -69,7 +69,7 @@ it("the next label, begun before the answer for the last one, stays as it is typ
   const key = type("Key", "zone");
   const value = type("Value", "w");
   answer();
-  await heard("Label tier=fast is set.");
+  await heard("Label tier=fast set.");
   expect([key, value].map((field) => (field as HTMLInputElement).value)).toEqual(["zone", "w"]);
   expect(document.activeElement).toBe(value);
 });
@@ -80,7 +80,7 @@ it("a label that is set leaves an empty form, and the focus at its key", async (
   fireEvent.submit(type("Value", "fast"));
   await vi.waitFor(() => expect(client.PATCH).toHaveBeenCalled());
   answer();
-  await heard("Label tier=fast is set.");
+  await heard("Label tier=fast set.");
   expect((key as HTMLInputElement).value).toBe("");
   expect(document.activeElement).toBe(key);
 });
@@ -93,18 +93,18 @@ it("a label whose removal is answered late takes the focus from nothing", async 
   await vi.waitFor(() => expect(client.DELETE).toHaveBeenCalled());
   const value = type("Value", "w");
   answer();
-  await heard("Label tier is removed.");
+  await heard("Label tier removed.");
   expect(document.activeElement).toBe(value);
 });
 
 it("a value that is handed back takes the focus from nothing that is typed in meanwhile", async () => {
   const { store } = await open({ max_replicas_per_model_manually_set: true });
-  const button = panel("Capacity").getByRole("button", { name: "Hand back Max replicas per model" });
+  const button = panel("Capacity").getByRole("button", { name: "Reset Maximum replicas per model to worker default" });
   button.focus();
   fireEvent.click(button);
   await vi.waitFor(() => expect(client.DELETE).toHaveBeenCalled());
   answer();
-  await heard("handed back");
+  await heard("reset to the worker default");
   const value = type("Value", "w");
   show(store, node("n1", { max_replicas_per_model_manually_set: false }));
   await panel("Capacity").findByText(/^Handed back/);
@@ -121,7 +121,7 @@ it("the answer to one question closes no other one", async () => {
   fireEvent.click(first.getByRole("button", { name: "Cancel" }));
   fireEvent.click(screen.getByRole("button", { name: "Revoke secret…" }));
   answer();
-  await heard("n1 is asked for a new secret.");
+  await heard("Secret rotation requested for n1.");
   expect(screen.queryByRole("alertdialog", { name: /Revoke secret/ })).not.toBeNull();
 });
 
@@ -133,7 +133,7 @@ it("the answer to a question closes it", async () => {
   fireEvent.click(question.getByRole("button", { name: "Rotate secret" }));
   await vi.waitFor(() => expect(client.POST).toHaveBeenCalled());
   answer();
-  await heard("n1 is asked for a new secret.");
+  await heard("Secret rotation requested for n1.");
   expect(screen.queryByRole("alertdialog")).toBeNull();
 });
 
@@ -151,7 +151,7 @@ it("a deregistration calls off no way that was begun to another page", async () 
   });
   expect(router.state.navigation.location?.pathname).toBe("/app/activity");
   answer();
-  await heard("n1 is deregistered.");
+  await heard("n1 deregistered.");
   expect(router.state.navigation.location?.pathname).toBe("/app/activity");
 });
 
@@ -166,7 +166,7 @@ it("older events that come after another kind was chosen are not put under that 
   const { queries } = await open();
   fireEvent.click(await panel("Timeline").findByRole("button", { name: "Older" }));
   fireEvent.change(panel("Timeline").getByRole("combobox"), { target: { value: "drained" } });
-  await waitFor(() => expect(panel("Timeline").getByRole("list").textContent).toContain("Drained"));
+  await waitFor(() => expect(panel("Timeline").getByRole("list").textContent).toContain("Drain started"));
   answer({ events: [event(3, "registered")] });
   await waitFor(() => expect(queries.isMutating()).toBe(0));
   expect(panel("Timeline").getByRole("list").textContent).not.toContain("Registered");

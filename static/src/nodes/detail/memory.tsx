@@ -15,7 +15,7 @@ export function Memory({ node }: { node: LiveNode }): ReactNode {
   const known = node.total_vram > 0 || node.total_ram > 0 || node.total_disk > 0;
   return (
     <Panel title="Memory" aside={<span className="muted">{sinceWhen(ring)}</span>}>
-      {!known && <p className="muted">The worker has not reported any. It comes with its next heartbeat.</p>}
+      {!known && <p className="muted">Not reported yet. Updated with the next heartbeat.</p>}
       {node.total_vram > 0 && (
         <Figure name="VRAM" now={usedVram(node)} total={vramLimit(node)} ring={ring} of="vram" />
       )}

@@ -71,7 +71,7 @@ describe("what a node has (UI-4.2)", () => {
 
   it("says so if nothing was", async () => {
     await open({});
-    expect(panel("Memory").getByText(/has not reported any/)).toBeTruthy();
+    expect(panel("Memory").getByText(/Not reported yet/)).toBeTruthy();
   });
 });
 
@@ -89,7 +89,7 @@ describe("the replica cap (UI-4.4)", () => {
   const runs = { models: [model("tiny", 0), model("tiny", 1)], max_replicas_per_model: 2 };
 
   function save(value: string): void {
-    fireEvent.click(panel("Capacity").getByRole("button", { name: "Edit max replicas per model" }));
+    fireEvent.click(panel("Capacity").getByRole("button", { name: "Edit maximum replicas per model" }));
     fireEvent.change(panel("Capacity").getByRole("textbox"), { target: { value } });
     fireEvent.click(panel("Capacity").getByRole("button", { name: "Save" }));
   }
@@ -98,7 +98,7 @@ describe("the replica cap (UI-4.4)", () => {
     await open(runs);
     save("1");
     const question = within(screen.getByRole("alertdialog"));
-    expect(question.getByText(/has 2 replicas on this node, more than 1. Nothing is evicted now/)).toBeTruthy();
+    expect(question.getByText(/has 2 replicas on this node, more than 1. Running replicas stay/)).toBeTruthy();
     expect(written).toEqual([]);
     fireEvent.click(question.getByRole("button", { name: "Save" }));
     await vi.waitFor(() => expect(written).toEqual([[CAP, { value: 1 }]]));
@@ -194,7 +194,7 @@ describe("a node that is deregistered", () => {
     await router.navigate("/app/activity");
     const led = vi.spyOn(router, "navigate");
     answer();
-    await vi.waitFor(() => expect(document.body.textContent).toContain("n1 is deregistered."));
+    await vi.waitFor(() => expect(document.body.textContent).toContain("n1 deregistered."));
     expect(led).not.toHaveBeenCalled();
   });
 });

@@ -91,7 +91,7 @@ function Waiting({ detail }: { detail: UseQueryResult<NodeDetail> }): ReactNode 
       <h1 tabIndex={-1}>{detail.data === undefined ? "Node" : <bdi>{detail.data.name}</bdi>}</h1>
       {error !== null && <Problem error={error} onRetry={() => void detail.refetch()} />}
       {cut ? (
-        <p role="status">The live feed cannot be reached. It is tried again by itself; the node shows as soon as it is there.</p>
+        <p role="status">The live feed is unreachable; reconnecting automatically.</p>
       ) : (
         error === null && <Loading what={known ? "the node" : "the live state of all nodes"} />
       )}
@@ -108,9 +108,9 @@ function NotFound(): ReactNode {
     <div className="nd">
       <BackLink />
       <h1 tabIndex={-1}>Node not found</h1>
-      <Empty title="There is no node with this id.">
-        <p>It may have been removed. A worker that registers anew gets another id.</p>
-        <Link to="/app/nodes">Look at all nodes</Link>
+      <Empty title="No node has this ID.">
+        <p>It may have been removed. A worker that registers again gets a new ID.</p>
+        <Link to="/app/nodes">Show all nodes</Link>
       </Empty>
     </div>
   );
@@ -126,10 +126,9 @@ function Removed({ id, name }: { id: string; name: string }): ReactNode {
       </h1>
       <div className="problem" role="alert">
         <span className="grow">
-          <strong>This node was removed.</strong> Nothing can be done with it any more. A worker that still runs comes back as a
-          new, pending node.
+          <strong>This node was removed.</strong> Actions are no longer possible. A running worker re-registers as a new, pending node.
         </span>
-        <Link to="/app/nodes">Look at all nodes</Link>
+        <Link to="/app/nodes">Show all nodes</Link>
       </div>
       <TimelinePanel id={id} />
     </div>

@@ -12,7 +12,7 @@ export function Replicas({ node }: { node: LiveNode }): ReactNode {
   return (
     <Panel title="Replicas" aside={<span className="muted">{node.in_flight_count} in flight</span>}>
       {models.length === 0 ? (
-        <Empty title="No replica runs here.">A model is loaded when a request asks for it.</Empty>
+        <Empty title="No replicas running">Models are loaded on request.</Empty>
       ) : (
         <div className="nd-scroll">
           <table className="nd-table">

@@ -26,7 +26,7 @@ function open(id: string): void {
 describe("an operation on several nodes, on the page of one of them", () => {
   it.each(["n1", "n3"])("says nothing of downloading once it has ended on %s", (id) => {
     open(id);
-    expect(screen.getByText("Nothing more happens here; it has ended on 2 of 3 nodes.")).toBeTruthy();
+    expect(screen.getByText("Finished on this node. 2 of 3 nodes finished.")).toBeTruthy();
     expect(screen.queryByRole("progressbar")).toBeNull();
     expect(screen.queryByText("downloading")).toBeNull();
   });

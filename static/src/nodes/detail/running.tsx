@@ -70,7 +70,7 @@ function Elsewhere({ parts }: { parts: readonly Part[] }): ReactNode {
   const ended = parts.filter(hasEnded).length;
   return (
     <p className="muted">
-      Nothing more happens here; it has ended on {ended} of {count(parts.length, "node")}.
+      Finished on this node. {ended} of {count(parts.length, "node")} finished.
     </p>
   );
 }

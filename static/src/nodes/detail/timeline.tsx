@@ -36,9 +36,9 @@ export function TimelinePanel({ id }: { id: string }): ReactNode {
 function KindFilter({ kind, onChange }: { kind: EventKind | ""; onChange: (kind: EventKind | "") => void }): ReactNode {
   return (
     <label className="row">
-      <span className="visually-hidden">Kind of event</span>
+      <span className="visually-hidden">Event type</span>
       <select className="input" value={kind} onChange={(event) => onChange(event.target.value as EventKind | "")}>
-        <option value="">All kinds</option>
+        <option value="">All types</option>
         {Object.entries(KINDS).map(([value, words]) => (
           <option key={value} value={value}>
             {words}
@@ -59,11 +59,11 @@ function Events({ events, kind, onAll }: { events: readonly NodeEvent[]; kind: E
       </ol>
     );
   }
-  if (kind === "") return <Empty title="Nothing has happened, or it is too long ago to be kept." />;
+  if (kind === "") return <Empty title="No events in the retention period" />;
   return (
-    <Empty title={`No event of the kind “${KINDS[kind]}”.`}>
+    <Empty title={`No “${KINDS[kind]}” events`}>
       <Button small onClick={onAll}>
-        Show all kinds
+        Show all types
       </Button>
     </Empty>
   );
@@ -86,7 +86,7 @@ function Row({ event }: { event: NodeEvent }): ReactNode {
         )}
         {event.count > 1 && (
           <span className="tag">
-            {event.count} times, last <Ago at={event.last_at} />
+            {event.count} times, most recently <Ago at={event.last_at} />
           </span>
         )}
         <span className="muted nd-when">

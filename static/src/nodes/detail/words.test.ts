@@ -12,13 +12,13 @@ function node(part: Partial<LiveNode> = {}): LiveNode {
 
 describe("provenance (UW14, UW17)", () => {
   it("tells the worker from a person", () => {
-    expect([by("worker"), by("anna"), by("")]).toEqual(["by its worker", "by anna", ""]);
+    expect([by("worker"), by("anna"), by("")]).toEqual(["by the worker", "by anna", ""]);
   });
 
   it("says whose value holds, also when the timeline has forgotten who set it", () => {
-    expect(provenance(undefined, false)).toBe("left to the worker");
-    expect(provenance({ by: "anna" }, true)).toBe("set by anna");
-    expect(provenance({ by: "" }, true)).toBe("set by an administrator");
+    expect(provenance(undefined, false)).toBe("Worker default");
+    expect(provenance({ by: "anna" }, true)).toBe("Set by anna");
+    expect(provenance({ by: "" }, true)).toBe("Set by an administrator");
   });
 
   it("lists what holds, worst first", () => {
@@ -35,7 +35,7 @@ describe("provenance (UW14, UW17)", () => {
   it("shows a pending node's no before that it waits", () => {
     const rejected = { at: AT, by: "anna", reason: "not ours" };
     const found = conditions(node({ status: "pending", rejected }), undefined);
-    expect(found.map((one) => one.title)).toEqual(["Rejected", "Waits for approval"]);
+    expect(found.map((one) => one.title)).toEqual(["Rejected", "Awaiting approval"]);
   });
 });
 

@@ -6,17 +6,17 @@ import type { NodeDetail } from "./data";
 
 const WORKER = "worker";
 
-/** "by anna", "by its worker"; "" if nobody is known. */
+/** "by anna", "by the worker"; "" if nobody is known. */
 export function by(actor: string): string {
   if (actor === "") return "";
-  return actor === WORKER ? "by its worker" : `by ${actor}`;
+  return actor === WORKER ? "by the worker" : `by ${actor}`;
 }
 
 /** Who gives a value its present form. */
 export function provenance(override: { by: string } | undefined, manuallySet: boolean): string {
   // Not "reported": between a hand-back and the next registration it is still what the administrator had set.
-  if (!manuallySet) return "left to the worker";
-  return override === undefined || override.by === "" ? "set by an administrator" : `set ${by(override.by)}`;
+  if (!manuallySet) return "Worker default";
+  return override === undefined || override.by === "" ? "Set by an administrator" : `Set ${by(override.by)}`;
 }
 
 export interface Condition {
@@ -47,7 +47,7 @@ export function conditions(node: LiveNode, detail: NodeDetail | undefined): Cond
   if (detail?.offline !== undefined) found.push(condition("offline", "bad", "Offline", detail.offline));
   if (detail?.unhealthy !== undefined) found.push(condition("unhealthy", "bad", "Unhealthy", detail.unhealthy));
   if (node.drain !== null) {
-    const title = node.drain.own ? "Draining, because its worker stops" : "Draining";
+    const title = node.drain.own ? "Draining (worker shutting down)" : "Draining";
     found.push(condition("drain", "warn", title, { ...node.drain, at: node.drain.since }));
   }
   return found;
@@ -55,7 +55,7 @@ export function conditions(node: LiveNode, detail: NodeDetail | undefined): Cond
 
 function approval(node: LiveNode, detail: NodeDetail | undefined): Condition {
   if (node.status === "pending") {
-    return condition("approval", "warn", "Waits for approval", { at: node.created_at, by: "", reason: "" });
+    return condition("approval", "warn", "Awaiting approval", { at: node.created_at, by: "", reason: "" });
   }
   if (detail?.approval === undefined) return { id: "approval", tone: "good", title: "Approved", at: null, by: "", reason: "" };
   return condition("approval", "good", "Approved", detail.approval);
@@ -67,13 +67,13 @@ export function drainLeft(node: LiveNode, operations: number): { safe: boolean; 
   if (node.in_flight_count > 0 || node.models.length > 0) {
     return { safe: false, text: `${count(node.in_flight_count, "request")} in flight, ${count(node.models.length, "replica")} left` };
   }
-  if (operations > 0) return { safe: false, text: `No replicas are left, but ${count(operations, "operation")} not done` };
+  if (operations > 0) return { safe: false, text: `No replicas left, ${count(operations, "operation")} in progress` };
   if (node.drain.engines_gone_at !== null) return { safe: true, text: "Safe to power off" };
-  if (node.status === "offline") return { safe: false, text: "No replicas are left; stop not confirmed: the node is offline" };
+  if (node.status === "offline") return { safe: false, text: "No replicas left; stop not confirmed: the node is offline" };
   if (node.drain.engines_error !== "") {
-    return { safe: false, text: `No replicas are left; stop not confirmed: ${node.drain.engines_error}` };
+    return { safe: false, text: `No replicas left; stop not confirmed: ${node.drain.engines_error}` };
   }
-  return { safe: false, text: "No replicas are left; its engines are being stopped" };
+  return { safe: false, text: "No replicas left; stopping engines" };
 }
 
 const TYPEABLE = /^[\x21-\x7e]+( [\x21-\x7e]+)*$/;

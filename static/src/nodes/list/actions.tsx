@@ -49,7 +49,7 @@ export function refusalOfAll(verb: ListVerb, nodes: readonly LiveNode[]): string
     reasons.add(reason);
   }
   const [only] = reasons;
-  return reasons.size === 1 && only !== undefined ? `Of each selected node: ${only}` : "It makes no sense for any selected node";
+  return reasons.size === 1 && only !== undefined ? `Not possible for any selected node: ${only}` : "Not possible for any selected node";
 }
 
 const DIALOGS: Readonly<Record<Exclude<ListVerb, "install">, (props: NodesDialogProps) => ReactNode>> = {

@@ -16,11 +16,11 @@ export function AddWorker({ id }: { id: string }): ReactNode {
   return (
     <section id={id} className="add-worker stack" aria-label="Add a worker">
       <h2>Add a worker</h2>
-      <p>On another machine, with the controller’s own NATS credentials and registration token in place of the capitals:</p>
+      <p>On another machine (replace the upper-case placeholders with the controller’s NATS credentials and registration token):</p>
       <Command text={command(window.location)} />
-      <p>On this machine, beside a cluster that <code>make run</code> has started:</p>
+      <p>On this machine, alongside a cluster started with <code>make run</code>:</p>
       <Command text="make worker NAME=two" />
-      <p className="muted">It appears here as pending, with the fingerprint that its log shows. Approve it, and it gets work.</p>
+      <p className="muted">The worker appears here as pending, with the fingerprint shown in its log. Approve it to send it work.</p>
     </section>
   );
 }

@@ -63,7 +63,7 @@ function Order({ sort, onSort }: { sort: Sort; onSort: (sort: Sort) => void }): 
         </select>
       </label>
       <IconButton
-        name={sort.descending ? "Descending; turn it round" : "Ascending; turn it round"}
+        name={sort.descending ? "Descending; reverse the order" : "Ascending; reverse the order"}
         glyph={sort.descending ? "↓" : "↑"}
         onClick={() => onSort({ ...sort, descending: !sort.descending })}
       />

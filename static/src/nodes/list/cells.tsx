@@ -43,14 +43,14 @@ export function Name({ node }: { node: LiveNode }): ReactNode {
       <span className="second name">
         {node.node_type === "agent" ? "agent" : node.gpu_vendor || "no GPU"}
         {node.open_conflicts > 0 && <span className="flag"> · identity conflict</span>}
-        {node.rotation_requested_at !== null && <span> · new secret asked for</span>}
+        {node.rotation_requested_at !== null && <span> · rotation requested</span>}
       </span>
     </>
   );
 }
 
 export function Address({ node }: { node: LiveNode }): ReactNode {
-  if (node.address === "") return <Dash why="no address" />;
+  if (node.address === "") return <Dash why="No address" />;
   return (
     <bdi className="mono name small-text" title={node.address}>
       {node.address}
@@ -59,7 +59,7 @@ export function Address({ node }: { node: LiveNode }): ReactNode {
 }
 
 export function Vram({ node }: { node: LiveNode }): ReactNode {
-  if (node.total_vram <= 0) return <Dash why={node.node_type === "agent" ? "agents run no models" : "no GPU memory"} />;
+  if (node.total_vram <= 0) return <Dash why={node.node_type === "agent" ? "agents do not run models" : "no GPU memory"} />;
   const used = node.total_vram - node.available_vram;
   return <Meter name="VRAM" used={used} reserved={node.reserved_vram} total={node.total_vram} />;
 }
@@ -86,7 +86,7 @@ function Pair({ first, total, word }: { first: number; total: number; word: stri
 }
 
 export function Models({ node, most = CHIPS }: { node: LiveNode; most?: number }): ReactNode {
-  if (node.node_type === "agent") return <Dash why="agents run no models" />;
+  if (node.node_type === "agent") return <Dash why="agents do not run models" />;
   if (node.models.length === 0) return <Dash why="no models" />;
   return <Chips items={node.models.map((model) => [model.id, <Model key={model.id} model={model} />])} most={most} what="models" />;
 }

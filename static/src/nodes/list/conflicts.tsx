@@ -45,8 +45,8 @@ function Open({ nodes, onAsk }: ConflictsProps & { onAsk: (asked: Asked) => void
   return (
     <Pinned
       id="conflicts"
-      title={`${count(total, "identity conflict")} to decide`}
-      risk="Until you decide, the node goes on as it was. Whoever you accept receives its models and prompts."
+      title={`${count(total, "identity conflict")} to resolve`}
+      risk="The node keeps running until you decide. An accepted claimant receives its models and prompts."
       first={OPEN_FIRST}
       cards={shown.map((conflict) => (
         <li key={conflict.id} className="pinned-card stack" data-testid={`conflict-${conflict.id}`}>

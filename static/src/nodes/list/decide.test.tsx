@@ -51,7 +51,7 @@ it("a claim that is decided is not offered while the list is fetched anew", asyn
   await open("b", "a");
   answers = new Promise(() => undefined);
   show(store, ...claimed("a"));
-  await screen.findByText("1 identity conflict to decide");
+  await screen.findByText("1 identity conflict to resolve");
   expect(screen.queryByRole("button", { name: "Accept the claim to b" })).toBeNull();
   expect(screen.queryByRole("button", { name: "Accept the claim to a" })).not.toBeNull();
 });

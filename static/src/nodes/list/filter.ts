@@ -18,7 +18,7 @@ export type SetFilter = (change: (before: Filter) => Filter) => void;
 
 export const NOTHING_CHOSEN: Filter["chosen"] = { state: [], type: [], vendor: [], label: [] };
 
-/** In the order of what needs an eye first. */
+/** In the order of "needs attention first". */
 export const STATES: readonly NodeStatus[] = ["pending", "offline", "unhealthy", "draining", "healthy"];
 
 /** How a node without a GPU is called among the vendors. */

@@ -43,7 +43,7 @@ function Box({ filter, onFilter }: Pick<FiltersProps, "filter" | "onFilter">): R
       className="input filter-box"
       aria-label="Filter nodes"
       placeholder="Filter: words, status:offline, zone=west"
-      title={`Words look in name, address, labels and models. Or: ${EXAMPLE}`}
+      title={`Words match name, address, labels and models. You can also use: ${EXAMPLE}`}
       value={filter.q}
       spellCheck={false}
       autoComplete="off"
@@ -144,7 +144,7 @@ function FacetValues({ counts, chosen, onToggle }: FacetValuesProps): ReactNode 
           </li>
         ))}
       </ul>
-      {found.length > LISTED && <p className="muted">and {found.length - LISTED} more: type to find them</p>}
+      {found.length > LISTED && <p className="muted">and {found.length - LISTED} more; type to search</p>}
       {found.length === 0 && <p className="muted">none</p>}
     </div>
   );

@@ -34,10 +34,10 @@ describe("what is offered", () => {
   });
 
   it("says why a verb makes sense for none of the selected nodes", () => {
-    expect(refusalOfAll("approve", [node("a"), node("b")])).toBe("Of each selected node: it is approved already");
+    expect(refusalOfAll("approve", [node("a"), node("b")])).toBe("Not possible for any selected node: already approved");
     expect(refusalOfAll("approve", [node("a"), node("b", { status: "pending" })])).toBe("");
     expect(refusalOfAll("install", [node("a", { status: "pending" }), node("b", { node_type: "agent" })])).toBe(
-      "It makes no sense for any selected node",
+      "Not possible for any selected node",
     );
   });
 });

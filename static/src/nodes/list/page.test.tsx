@@ -73,7 +73,7 @@ describe("waiting for the first nodes (UI-3.1)", () => {
   it("ends when there is no feed, with what happens next", () => {
     open();
     act(() => store.lost("stale"));
-    expect(screen.getByText("It is tried again by itself.")).toBeTruthy();
+    expect(screen.getByText("Reconnecting automatically.")).toBeTruthy();
     expect(screen.queryByText(/Loading/)).toBeNull();
   });
 });
@@ -82,7 +82,7 @@ describe("a cluster without nodes", () => {
   it("shows how one joins, by itself, and no screen of a cluster that is off (UI-3.2, UI-3.7)", async () => {
     open();
     show(store);
-    expect(await screen.findByText("No worker has registered yet.")).toBeTruthy();
+    expect(await screen.findByText("No workers registered yet")).toBeTruthy();
     expect(screen.getByText(/LOCALAI_REGISTER_TO=/).textContent).toContain(window.location.origin);
     expect(screen.queryByRole("button", { name: "Add a worker" })).toBeNull();
   });
@@ -108,7 +108,7 @@ it("Add a worker shows the command and hides it again (UI-3.7)", async () => {
 it("calls out what is unhealthy and offline beside what is pending, as filters (UI-3.5)", async () => {
   const search = open();
   show(store, ...FLEET);
-  expect(await screen.findByRole("heading", { name: "1 worker waits for an approval" })).toBeTruthy();
+  expect(await screen.findByRole("heading", { name: "1 worker awaiting approval" })).toBeTruthy();
   const states = within(screen.getByRole("group", { name: "State" }));
   expect(states.getAllByRole("button").map((button) => button.textContent)).toEqual([
     "pending1",
@@ -127,7 +127,7 @@ it("calls out what is unhealthy and offline beside what is pending, as filters (
 it("a pending node whose secret was revoked says why it cannot be approved (UI-3.4)", async () => {
   open();
   show(store, node("lost", { status: "pending", fingerprint: "", revoked: { at: "", by: "anna", reason: "" } }), node("new", { status: "pending" }));
-  const said = await screen.findAllByText(/^It cannot be approved yet: nobody has registered since/);
+  const said = await screen.findAllByText(/^Cannot be approved yet: no worker has registered since/);
   expect(said.map((one) => one.closest("li")?.dataset["testid"])).toEqual(["pending-lost"]);
 });
 

@@ -47,7 +47,7 @@ export function NodesPage(): ReactNode {
       </PageHead>
       {/* What follows behind has nothing yet: that is no empty cluster. */}
       {!empty && nodes.size === 0 && <Connecting />}
-      {empty && <Empty title="No worker has registered yet." />}
+      {empty && <Empty title="No workers registered yet" />}
       {(empty || adding) && <AddWorker id={id} />}
       {nodes.size > 0 && !empty && (
         <AfterPaint>
@@ -61,9 +61,9 @@ export function NodesPage(): ReactNode {
 /** Nothing has come yet: says whether it is on its way or why not. */
 function Connecting(): ReactNode {
   const connection = useLive((state) => state.connection);
-  if (connection === "stale") return <Empty title="The live feed cannot be reached.">It is tried again by itself.</Empty>;
-  if (connection === "forbidden") return <Empty title="Only administrators may see the nodes." />;
-  if (connection === "signed-out") return <Empty title="Nobody is signed in any more.">The nodes show as soon as you have signed in.</Empty>;
+  if (connection === "stale") return <Empty title="The live feed is unreachable">Reconnecting automatically.</Empty>;
+  if (connection === "forbidden") return <Empty title="Only administrators can see the nodes." />;
+  if (connection === "signed-out") return <Empty title="You are signed out.">Sign in to see the nodes.</Empty>;
   return <Loading what="nodes" />;
 }
 
@@ -138,7 +138,7 @@ const Listing = memo(function Listing({ nodes, found, sort, filtering, onFilter,
     <>
       <BulkBar shown={found} total={nodes.size} selection={selection} onAct={onAct} onClear={filtering ? clear : null} />
       {found.length === 0 && (
-        <Empty title="Nothing matches.">
+        <Empty title="No matching nodes">
           <Button onClick={clear}>Clear filters</Button>
         </Empty>
       )}

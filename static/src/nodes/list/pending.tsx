@@ -33,7 +33,7 @@ export const Pending = memo(function Pending({ nodes, onAct }: PendingProps): Re
   return (
     <Pinned
       id="pending"
-      title={`${count(found.length, "worker waits", "workers wait")} for an approval`}
+      title={`${count(found.length, "worker")} awaiting approval`}
       risk={RISK}
       first={OPEN_FIRST}
       actions={approveAll}
@@ -54,7 +54,7 @@ const PendingCard = memo(function PendingCard({ node, onAct }: { node: LiveNode;
       </h3>
       <IdentityFacts node={node} />
       {node.weak_identity && <p className="risk">{WEAK_RISK}</p>}
-      {not !== "" && <p className="muted">It cannot be approved yet: {not}.</p>}
+      {not !== "" && <p className="muted">Cannot be approved yet: {not}.</p>}
       <div className="row wrap">
         <Button
           kind="primary"

@@ -22,7 +22,7 @@ interface Column {
 }
 
 export const COLUMNS: readonly Column[] = [
-  { key: "state", title: "State", by: "what needs an eye first", cell: State },
+  { key: "state", title: "State", by: "needs attention first", cell: State },
   { key: "name", title: "Name", cell: Name },
   { key: "address", title: "Address", cell: Address },
   { key: "vram", title: "VRAM", by: "free VRAM", cell: Vram },

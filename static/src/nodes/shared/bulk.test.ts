@@ -37,7 +37,7 @@ describe("a verb over many nodes", () => {
     expect(seen.get("n0")).toEqual({ state: "done", note: "token" });
   });
 
-  it("leaves alone what was not asked when it is stopped", async () => {
+  it("leaves alone what was not sent when it is stopped", async () => {
     const { seen, tell } = collected();
     const control = new AbortController();
     const work = () => {

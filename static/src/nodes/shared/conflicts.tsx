@@ -24,38 +24,38 @@ interface Meaning {
   instead: string;
 }
 
-const HANDED = "Its secret is the node's from now on; the former one is refused for ever. The node is offline until its new worker registers.";
-const STAYS = "The node stays who it is, and the claimant goes on being refused. It can still be accepted later.";
-const CLOSED = "The node stays who it is, and the conflict is closed.";
+const HANDED = "The node takes over the claimant's secret; the previous secret is permanently rejected. The node is offline until the new worker registers.";
+const STAYS = "The node keeps its identity, and the claimant stays refused. You can still accept it later.";
+const CLOSED = "The node keeps its identity, and the conflict is closed.";
 
 /** What each kind means, in words. */
 export const MEANINGS: Readonly<Record<Kind, Meaning>> = {
   secret: {
-    happened: "A worker with another secret claims this name. Accept it if you have set the machine up anew; refuse a stranger.",
+    happened: "A worker with another secret claims this name. Accept it if you reinstalled this machine; otherwise refuse.",
     accept: HANDED,
     refuse: STAYS,
     instead: "",
   },
   weak: {
-    happened: "A worker with a secret of its own claims this node, which is known by the shared token only. Accept it if you have upgraded the worker.",
+    happened: "A worker with a secret of its own claims this node, which is known by the shared token only. Accept it if you upgraded the worker.",
     accept: HANDED,
     refuse: STAYS,
     instead: "",
   },
   name: {
-    happened: "The node's own secret came under another name. Accept it if you have renamed the worker.",
-    accept: "The node has the new name from now on.",
+    happened: "A worker presented this node's secret under another name. Accept it if you renamed the worker.",
+    accept: "The node takes the new name.",
     refuse: STAYS,
     instead: "",
   },
   token: {
-    happened: "A worker that knows the shared token only claims this node, which has a secret.",
+    happened: "A worker that has only the shared token claims this node, which has a secret.",
     accept: "",
     refuse: CLOSED,
-    instead: "A node with a secret never falls back to the shared token: give the worker another name, or remove the node",
+    instead: "A node with a secret cannot fall back to the shared token. Rename the worker, or remove the node",
   },
   instance: {
-    happened: "Two processes use this node's secret: its data folder was copied.",
+    happened: "Two processes use this node's secret, probably because its data folder was copied.",
     accept: "",
     refuse: CLOSED,
     instead: "Stop one of the two processes, or revoke the secret",
@@ -108,27 +108,27 @@ function ConflictFacts({ conflict, fingerprint }: { conflict: Conflict; fingerpr
       )}
       {offered !== "" && (
         <>
-          <Fact name="It offers">
+          <Fact name="Presented">
             <Fingerprint hex={offered} />
           </Fact>
-          <Fact name="The node has">
+          <Fact name="On record">
             <Fingerprint hex={fingerprint} />
           </Fact>
         </>
       )}
-      <Fact name="Came from">
+      <Fact name="Source address">
         <span className="mono">{conflict.source_address || "unknown"}</span>
         {advertised !== "" && (
           <>
-            {", says it is at "}
+            {" · Advertises "}
             <bdi className="mono">{advertised}</bdi>
           </>
         )}
       </Fact>
-      <Fact name="The node is at">
+      <Fact name="Node address">
         <span className="mono">{conflict.node_source_address || "unknown"}</span>
       </Fact>
-      <Fact name="Tried">
+      <Fact name="Attempts">
         {count(conflict.count, "time")}, first <Ago at={conflict.first_at} />, last <Ago at={conflict.last_at} />
       </Fact>
     </dl>

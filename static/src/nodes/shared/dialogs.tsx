@@ -41,7 +41,7 @@ function Risks({ nodes }: { nodes: readonly LiveNode[] }): ReactNode {
   return (
     <>
       {nodes.some((node) => !node.weak_identity) && <p className="risk">{RISK}</p>}
-      {nodes.some((node) => node.weak_identity) && <p className="risk">Marked “shared token only”: {WEAK_RISK}</p>}
+      {nodes.some((node) => node.weak_identity) && <p className="risk">Nodes marked “shared token only”: {WEAK_RISK}</p>}
     </>
   );
 }
@@ -57,10 +57,10 @@ export function RejectDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
       nodes={nodes}
       onClose={onClose}
       refuse={(node) => verbs.refusal("reject", node)}
-      problem={reason.trim() === "" ? "Give a reason: somebody will ask" : tooLong(reason)}
+      problem={reason.trim() === "" ? "Enter a reason" : tooLong(reason)}
       work={(node) => verbs.reject(node.id, reason)}
     >
-      <p>It stays pending and gets no work. Registering again does not change that; approving it takes this back.</p>
+      <p>The worker stays pending and receives no work, even if it re-registers. Approve it to undo.</p>
       <ReasonField value={reason} onChange={setReason} />
     </VerbDialog>
   );
@@ -85,8 +85,7 @@ export function DrainDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
       work={(node) => verbs.drain(node.id, reason, deadline)}
     >
       <p>
-        Nothing new is sent there. What runs may end until the deadline; then its replicas go in any case. Only Resume
-        ends it, not a restart.
+        No new requests are sent to the node. Running requests may finish until the deadline; then replicas are stopped. Restarting the worker does not end the drain; Resume does.
       </p>
       <ReasonField value={reason} onChange={setReason} />
       <MinutesField value={minutes} onChange={setMinutes} problem={wrong} />
@@ -95,7 +94,7 @@ export function DrainDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
 }
 
 function running(node: LiveNode): ReactNode {
-  if (node.model_count === 0) return <span className="muted">nothing loaded</span>;
+  if (node.model_count === 0) return <span className="muted">no models loaded</span>;
   return (
     <span className="muted">
       {count(node.model_count, "replica")}, {count(node.in_flight_count, "request")} in flight
@@ -107,11 +106,11 @@ function running(node: LiveNode): ReactNode {
 export function deadlineProblem(minutes: number | null): string {
   if (minutes === null) return "";
   const fits = minutes >= 0 && minutes <= verbs.LONGEST_DEADLINE_MINUTES;
-  return fits ? "" : `Give 0 to ${verbs.LONGEST_DEADLINE_MINUTES} minutes.`;
+  return fits ? "" : `Enter 0 to ${verbs.LONGEST_DEADLINE_MINUTES} minutes.`;
 }
 
 function tooLong(reason: string): string {
-  return reason.length > verbs.LONGEST_REASON ? `A reason has at most ${verbs.LONGEST_REASON} characters` : "";
+  return reason.length > verbs.LONGEST_REASON ? `At most ${verbs.LONGEST_REASON} characters` : "";
 }
 
 /** Takes nodes into service again. */
@@ -125,7 +124,7 @@ export function ResumeDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
       refuse={(node) => verbs.refusal("resume", node)}
       work={(node) => verbs.resume(node.id)}
     >
-      <p>It gets work again; one that is offline waits for its next heartbeat.</p>
+      <p>The node receives work again. An offline node does so after its next heartbeat.</p>
     </VerbDialog>
   );
 }
@@ -144,8 +143,7 @@ export function RemoveDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
       work={(node) => verbs.deregister(node.id)}
     >
       <p>
-        The record is deregistered with its labels and what waits for it; its timeline stays. A worker that still runs
-        comes back as a new, pending node: stop it first.
+        The record is removed with its labels and waiting operations; its timeline stays. A running worker re-registers as a new, pending node, so stop it first.
       </p>
     </VerbDialog>
   );
@@ -159,8 +157,8 @@ export function LabelDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
   const trimmed = key.trim();
   const wrong = keyProblem(trimmed) || (mode === "set" ? valueProblem(value) : "");
   const refuse = (node: LiveNode) => {
-    if (mode === "set") return node.labels[trimmed] === value && trimmed !== "" ? "it has this label" : "";
-    return trimmed === "" || Object.hasOwn(node.labels, trimmed) ? "" : "it has no such label";
+    if (mode === "set") return node.labels[trimmed] === value && trimmed !== "" ? "already has this label" : "";
+    return trimmed === "" || Object.hasOwn(node.labels, trimmed) ? "" : "does not have this label";
   };
   const work = (node: LiveNode): Promise<unknown> =>
     mode === "set" ? verbs.mergeLabels(node.id, { [trimmed]: value }) : verbs.removeLabel(node.id, trimmed);
@@ -180,7 +178,7 @@ export function LabelDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
       {trimmed !== "" && wrong === "" && (
         <p className="muted">
           {mode === "set" ? "Sets" : "Removes"} <bdi className="tag">{written(trimmed, mode === "set" ? value : "")}</bdi>
-          {isAutomatic(trimmed) && "; the registry writes its own value again when the worker registers"}
+          {isAutomatic(trimmed) && "; the automatic value returns when the worker registers"}
         </p>
       )}
     </VerbDialog>
@@ -191,7 +189,7 @@ function Modes({ mode, onChange }: { mode: "set" | "remove"; onChange: (mode: "s
   const name = useId();
   return (
     <fieldset className="row plain-fieldset">
-      <legend className="visually-hidden">What to do</legend>
+      <legend className="visually-hidden">Action</legend>
       <label className="row">
         <input type="radio" name={name} checked={mode === "set"} onChange={() => onChange("set")} /> Set a label
       </label>
@@ -242,11 +240,11 @@ function TextField({ label, value, onChange, hint = "", problem = "", list, nume
 }
 
 function ReasonField({ value, onChange }: Pick<FieldProps, "value" | "onChange">): ReactNode {
-  return <TextField label="Reason" value={value} onChange={onChange} hint="It goes into the timeline." problem={tooLong(value)} />;
+  return <TextField label="Reason" value={value} onChange={onChange} hint="Shown in the timeline." problem={tooLong(value)} />;
 }
 
 function MinutesField({ value, onChange, problem }: Pick<FieldProps, "value" | "onChange"> & { problem: string }): ReactNode {
-  const hint = "Empty: as the server is set, one hour unless somebody changed it. 0: at once.";
+  const hint = "Leave empty for the server default (1 h). 0 = immediately.";
   return <TextField label="Deadline in minutes" value={value} onChange={onChange} hint={hint} problem={problem} numeric />;
 }
 

@@ -8,12 +8,12 @@ import { isAutomatic, written } from "./labels";
 import "./shared.css";
 
 export const RISK =
-  "Whoever holds this worker's secret receives your models and prompts. " +
-  "Compare the fingerprint with the one its log shows.";
+  "Anyone who holds this worker's secret receives your models and prompts. " +
+  "Compare the fingerprint with the one in the worker's log.";
 
 export const WEAK_RISK =
-  "It has no secret of its own: whoever knows the registration token can be this node, " +
-  "and would receive your models and prompts.";
+  "This worker has no secret of its own. Anyone who knows the registration token can claim to be this node " +
+  "and receive your models and prompts.";
 
 /** The hardware in one line; what was not reported is left out. */
 export function hardware(node: LiveNode): string {
@@ -56,11 +56,11 @@ export function IdentityFacts({ node }: { node: LiveNode }): ReactNode {
       <Fact name="Fingerprint">
         {node.weak_identity ? <span className="pill warn">shared token only</span> : <Fingerprint hex={node.fingerprint} />}
       </Fact>
-      <Fact name="Came from">
+      <Fact name="Source address">
         <span className="mono">{node.source_address || "unknown"}</span>
         {node.address !== "" && (
           <>
-            {", says it is at "}
+            {" · Advertises "}
             <bdi className="mono">{node.address}</bdi>
           </>
         )}

@@ -5,15 +5,15 @@ const LONGEST_VALUE = 255;
 
 /** What is wrong with the key; "" if nothing is. */
 export function keyProblem(key: string): string {
-  if (key.trim() === "") return "Give a key.";
-  if (key.length > LONGEST_KEY) return `A key has at most ${LONGEST_KEY} characters.`;
-  if (key.split("/").some((part) => part === "." || part === "..")) return "No part of a key may be . or ..";
+  if (key.trim() === "") return "Enter a key.";
+  if (key.length > LONGEST_KEY) return `A key can have at most ${LONGEST_KEY} characters.`;
+  if (key.split("/").some((part) => part === "." || part === "..")) return "A key must not contain . or .. as a path segment";
   return "";
 }
 
 /** What is wrong with the value; "" if nothing is. An empty value is one. */
 export function valueProblem(value: string): string {
-  return value.length > LONGEST_VALUE ? `A value has at most ${LONGEST_VALUE} characters.` : "";
+  return value.length > LONGEST_VALUE ? `A value can have at most ${LONGEST_VALUE} characters.` : "";
 }
 
 /** The registry's own labels: it writes them again when the worker registers. */

@@ -40,11 +40,11 @@ describe("a verb's dialog (UW4, UW16, UW18)", () => {
     show(<ApproveDialog nodes={[node("n1", { status: "pending" })]} onClose={close} />, store);
     press("Approve");
     await screen.findByText("no 409");
-    await screen.findByText("Look at it again");
+    await screen.findByText("Review again");
     approve.mockResolvedValue({ id: "n1", name: "n1", node_type: "backend", status: "healthy", message: "" });
     store.push({ type: "nodes.snapshot", cursor: "e:1", nodes: [node("n1", { status: "pending", fingerprint: "bbbbcccc" })] });
     await vi.waitFor(() => expect(store.read().nodes.size).toBe(1));
-    press("Look at it again");
+    press("Review again");
     expect(screen.getByText("bbbb cccc")).toBeTruthy();
     press("Approve");
     await vi.waitFor(() => expect(close).toHaveBeenCalledOnce());
@@ -59,7 +59,7 @@ describe("a verb's dialog (UW4, UW16, UW18)", () => {
     const drain = vi.mocked(verbs.drain).mockImplementation((id) => (id === "n2" ? refused(503) : done));
     const nodes = [node("n1"), node("n2"), node("n3", { status: "pending" })];
     show(<DrainDialog nodes={nodes} onClose={vi.fn()} />);
-    expect(screen.getByText("it is pending and gets no work")).toBeTruthy();
+    expect(screen.getByText("pending: receives no work")).toBeTruthy();
     expect(document.activeElement?.textContent).toBe("Cancel");
     fireEvent.change(screen.getByLabelText(/Deadline/), { target: { value: "2" } });
     press("Drain 2 nodes");

@@ -99,7 +99,7 @@ function summary(outcomes: Outcomes, done: string): string {
   const stopped = tally(outcomes, "stopped");
   const parts = [`${count(tally(outcomes, "done"), "node")} ${done}`];
   if (failed > 0) parts.push(`${failed} failed`);
-  if (stopped > 0) parts.push(`${stopped} not asked`);
+  if (stopped > 0) parts.push(`${stopped} not sent`);
   return parts.join(", ");
 }
 
@@ -112,7 +112,7 @@ interface QuestionProps extends VerbDialogProps {
 function Question(props: QuestionProps): ReactNode {
   const { action, nodes, fit, cancel, danger = false, refuse, details, problem = "", onClose, onRun } = props;
   const left = nodes.filter((node) => refuse(node) !== "");
-  const why = fit.length === 0 ? "There is no node to do it to" : problem;
+  const why = fit.length === 0 ? "Not possible for any selected node" : problem;
   const submit = (event: SubmitEvent<HTMLFormElement>) => {
     event.preventDefault();
     if (why === "") onRun();
@@ -121,8 +121,8 @@ function Question(props: QuestionProps): ReactNode {
     <form className="stack" onSubmit={submit}>
       {(nodes.length > 1 || details !== undefined) && <Names nodes={fit} said={details} />}
       {left.length > 0 && (
-        <section className="stack" aria-label="Left out">
-          <h3>Left out: {count(left.length, "node")}</h3>
+        <section className="stack" aria-label="Skipped">
+          <h3>Skipped: {count(left.length, "node")}</h3>
           <Names nodes={left} said={(node) => <span className="muted">{refuse(node)}</span>} />
         </section>
       )}
@@ -184,7 +184,7 @@ function Results({ asked, bulk, done, onClose, onRun, onLook }: ResultsProps): R
   return (
     <div className="stack">
       <p>{running ? `${asked.length - pending(outcomes)} of ${asked.length} answered` : summary(outcomes, done)}</p>
-      <ul className="verb-nodes" tabIndex={0} aria-label="What became of each">
+      <ul className="verb-nodes" tabIndex={0} aria-label="Results">
         {ordered.map((node) => (
           <Result key={node.id} node={node} outcome={outcomes.get(node.id)} done={done} />
         ))}
@@ -196,7 +196,7 @@ function Results({ asked, bulk, done, onClose, onRun, onLook }: ResultsProps): R
             Retry {asked.length > 1 ? `failed (${failed.length})` : ""}
           </Button>
         )}
-        {!running && changed && <Button onClick={onLook}>Look at it again</Button>}
+        {!running && changed && <Button onClick={onLook}>Review again</Button>}
         {(!running || stopping) && (
           <Button autoFocus onClick={onClose}>
             Close
@@ -217,8 +217,8 @@ function isConflict(outcome: Outcome | undefined): boolean {
 
 const SAID: Readonly<Record<Exclude<Outcome["state"], "done" | "failed">, string>> = {
   waiting: "waiting",
-  running: "asking…",
-  stopped: "not asked",
+  running: "sending…",
+  stopped: "not sent",
 };
 
 interface ResultProps {
@@ -262,7 +262,7 @@ function Failure({ error }: { error: Error }): ReactNode {
 function Once({ text }: { text: string }): ReactNode {
   return (
     <div className="stack once">
-      <span>Its API token. It is shown this once: give it to the agent now.</span>
+      <span>The agent's API token. It is shown only once, so copy it now.</span>
       <span className="fingerprint">
         <code>{text}</code>
         <CopyButton small text={text} label="Copy token" />

@@ -28,9 +28,9 @@ describe("labels", () => {
   it.each([
     ["zone", ""],
     ["a/b", ""],
-    ["", "Give a key."],
-    ["a/../b", "No part of a key may be . or .."],
-    ["k".repeat(129), "A key has at most 128 characters."],
+    ["", "Enter a key."],
+    ["a/../b", "A key must not contain . or .. as a path segment"],
+    ["k".repeat(129), "A key can have at most 128 characters."],
   ])("the key %s: %s", (key, wanted) => expect(keyProblem(key)).toBe(wanted));
 
   it("writes them as one word", () => expect([written("a", "b"), written("a", "")]).toEqual(["a=b", "a"]));

@@ -49,7 +49,7 @@ export function removeLabel(id: string, key: string) {
   return call(client.DELETE("/api/nodes/{node_id}/labels/{key}", { params: { path: { node_id: id, key } } }));
 }
 
-/** Removes the record. A worker that still runs comes back as a new, pending node. */
+/** Removes the record. A running worker re-registers as a new, pending node. */
 export function deregister(id: string) {
   return call(client.DELETE("/api/nodes/{node_id}", { params: of(id) }));
 }
@@ -82,31 +82,31 @@ const RESUMABLE = new Set<LiveNode["status"]>(["offline", "draining", "unhealthy
 
 const REFUSALS: Readonly<Record<Verb, Refusal>> = {
   approve: (node) => {
-    if (node.status !== "pending") return "it is approved already";
-    return known(node) ? "" : "nobody has registered since its secret was revoked";
+    if (node.status !== "pending") return "already approved";
+    return known(node) ? "" : "no worker has registered since the secret was revoked";
   },
   reject: (node) => {
-    if (node.status !== "pending") return "only a pending node can be rejected";
-    return node.rejected === null ? "" : "it is rejected already";
+    if (node.status !== "pending") return "not pending";
+    return node.rejected === null ? "" : "already rejected";
   },
   drain: (node) => {
-    if (node.status === "pending") return "it is pending and gets no work";
-    return node.drain !== null && !node.drain.own ? "it is drained already" : "";
+    if (node.status === "pending") return "pending: receives no work";
+    return node.drain !== null && !node.drain.own ? "already draining" : "";
   },
   resume: (node) => {
-    if (node.status === "pending") return "it is pending: approve it";
-    return RESUMABLE.has(node.status) ? "" : "it is in service";
+    if (node.status === "pending") return "pending: approve it first";
+    return RESUMABLE.has(node.status) ? "" : "already in service";
   },
   label: () => "",
   install: (node) => {
-    if (node.node_type === "agent") return "an agent runs no backends";
-    return node.status === "pending" ? "it is pending: approve it first" : "";
+    if (node.node_type === "agent") return "agents do not run backends";
+    return node.status === "pending" ? "pending: approve it first" : "";
   },
   rotate: (node) => {
-    if (node.fingerprint === "") return "it has no secret of its own";
-    return node.rotation_requested_at === null ? "" : "it was asked to already";
+    if (node.fingerprint === "") return "has no secret of its own";
+    return node.rotation_requested_at === null ? "" : "rotation already requested";
   },
-  revoke: (node) => (known(node) ? "" : "it has no identity to revoke"),
+  revoke: (node) => (known(node) ? "" : "has no identity to revoke"),
   deregister: () => "",
 };
 

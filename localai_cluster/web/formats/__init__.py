@@ -1,0 +1,1 @@
+"""Formats of Django's own pages by language."""

@@ -1,0 +1,37 @@
+// What is wrong with a change of password, by field: what the browser can tell at once, and what the server says. Pure.
+import { ApiError } from "../api/client";
+
+/** What is typed. */
+export interface Entry {
+  old: string;
+  next: string;
+  repeat: string;
+}
+
+/** One sentence per broken rule, by field. */
+export type Problems = Partial<Record<keyof Entry, readonly string[]>>;
+
+export const SHORTEST = 8;
+
+/** Every rule that the browser can check. */
+export function problems(entry: Entry): Problems {
+  const found: Problems = {};
+  if (entry.old === "") found.old = ["Enter your current password."];
+  const next: string[] = [];
+  // The server counts characters, not UTF-16 units.
+  if (Array.from(entry.next).length < SHORTEST) next.push(`Use at least ${SHORTEST} characters.`);
+  if (/^\d+$/.test(entry.next)) next.push("Use at least one character that is not a digit.");
+  if (entry.next !== "" && entry.next === entry.old) next.push("The new password must differ from the current one.");
+  if (next.length > 0) found.next = next;
+  if (entry.next !== entry.repeat) found.repeat = ["Passwords do not match."];
+  return found;
+}
+
+/** What the server refused, at its fields; nothing if it failed for another reason. */
+export function refused(error: Error): Problems {
+  if (!(error instanceof ApiError)) return {};
+  const { old = [], new: next = [] } = error.fields;
+  if (old.length > 0 || next.length > 0) return { old, next };
+  if (error.field === "old") return { old: [error.message] };
+  return error.field === "new" ? { next: [error.message] } : {};
+}
