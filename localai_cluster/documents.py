@@ -7,6 +7,7 @@ from urllib.parse import urlencode
 
 from django.conf import settings
 from django.http import HttpResponseBase, HttpResponseRedirect, JsonResponse
+from django.templatetags.static import static
 from drf_spectacular.generators import SchemaGenerator
 from drf_spectacular.renderers import OpenApiJsonRenderer2
 from drf_spectacular.types import OpenApiTypes
@@ -59,11 +60,11 @@ class DocsView(SpectacularSwaggerView):
 
     @extend_schema(exclude=True)
     def get(self, request: Request, *args: Any, **kwargs: Any) -> Response:
-        """The library's page; the script that it writes into it carries the nonce of this answer."""
+        """The library's viewer in the product's own page; inline scripts carry the nonce of this answer."""
         library: Any = super()  # untyped
         answer: Response = library.get(request, *args, **kwargs)
         nonce = secrets.token_urlsafe(16)
-        answer.data["nonce"] = nonce
+        answer.data |= {"nonce": nonce, "css_href": static("docs.css"), "favicon_href": static("favicon.svg")}
         answer[CSP] = policy(scripts=nonce, styles=nonce)
         del answer["Cross-Origin-Opener-Policy"]  # it opens no window of others
         return answer

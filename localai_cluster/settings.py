@@ -192,8 +192,13 @@ SPECTACULAR_SETTINGS = {
         "TargetStatus": "operations.models.TargetStatus",
     },
     "SWAGGER_UI_DIST": "SIDECAR",
-    "SWAGGER_UI_FAVICON_HREF": "SIDECAR",
-    "REDOC_DIST": "SIDECAR",
+    # A deep link is an anchor inside of the button that opens its operation: two controls in one place.
+    "SWAGGER_UI_SETTINGS": {
+        "deepLinking": False,
+        "filter": True,
+        "defaultModelsExpandDepth": -1,
+        "docExpansion": "list",
+    },
     "PREPROCESSING_HOOKS": ["nodes.api.openapi.add_registration"],
     "POSTPROCESSING_HOOKS": [
         "drf_spectacular.hooks.postprocess_schema_enums",

@@ -134,8 +134,16 @@ class NodeForm(NodeModelForm):
 class LabelForm(LabelModelForm):
     """One label. The registry's own are shown and cannot be changed."""
 
-    key = forms.CharField(max_length=LONGEST_KEY, strip=False)
-    value = forms.CharField(max_length=LONGEST_VALUE, strip=False, required=False)
+    # In a table the column's heading is no label of the field.
+    key = forms.CharField(
+        max_length=LONGEST_KEY, strip=False, widget=forms.TextInput(attrs={"aria-label": "Key"})
+    )
+    value = forms.CharField(
+        max_length=LONGEST_VALUE,
+        strip=False,
+        required=False,
+        widget=forms.TextInput(attrs={"aria-label": "Value"}),
+    )
 
     class Meta:
         model = NodeLabel
@@ -170,10 +178,11 @@ class LabelFormSet(LabelsOfNode):
     """All labels of a node. Answers what was asked for; saves nothing."""
 
     def add_fields(self, form: Any, index: int | None) -> None:
-        """The registry's own labels cannot be deleted."""
+        """Automatic labels cannot be deleted."""
         super().add_fields(form, index)
-        if form.is_automatic() and "DELETE" in form.fields:
-            form.fields["DELETE"].disabled = True
+        if "DELETE" in form.fields:
+            form.fields["DELETE"].widget.attrs["aria-label"] = "Delete"
+            form.fields["DELETE"].disabled = form.is_automatic()
 
     def clean(self) -> None:
         """What the service would refuse, said on the page instead."""

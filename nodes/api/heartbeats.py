@@ -275,7 +275,7 @@ def _parameter(header: OpenApiParameter) -> Operation:
 HEARTBEAT: Operation = {
     "operationId": "node_heartbeat",
     "tags": ["worker"],
-    "summary": "A sign of life with the figures that are known; an empty body is valid.",
+    "summary": "Send a heartbeat",
     "description": (
         "A body that cannot be read is answered with 400 naming the field, and still counts as a sign of"
         " life. Figures count for approved nodes that are not offline."

@@ -76,7 +76,7 @@ def test_counts_of_a_node() -> None:
 @pytest.mark.parametrize("name", ["GPU-1", "gpu-1", "\uff47pu-1"])
 def test_a_name_that_looks_like_another_is_a_conflict(name: str) -> None:
     register("gPU-1")
-    with pytest.raises(errors.Conflict, match="cannot be told from"):
+    with pytest.raises(errors.Conflict, match="too similar to"):
         register(name, secret=OTHER_SECRET)
     assert BackendNode.objects.count() == 1
 

@@ -28,7 +28,7 @@ export function figures(current: number, total: number, pace: Pace | undefined):
   return parts.join(" · ");
 }
 
-/** "looks again in 12s, gives up in 23h", while that is still to come. */
+/** "retrying in 12s, gives up in 23h", while that is still to come. */
 export function NextLook({ operation }: { operation: Operation }): ReactNode {
   const now = useNow(1000);
   const seconds = (Date.parse(operation.nextLookAt) - now) / 1000;

@@ -31,11 +31,11 @@ it("the button of the list stays where it is, with its focus, when another opera
   expect(document.activeElement).toBe(list);
 });
 
-it("what waits says when it looks again and when it gives up", async () => {
+it("what waits says when it retries and when it gives up", async () => {
   const later = (seconds: number): string => new Date(Date.now() + seconds * 1000).toISOString();
   const waits = { status: "waiting_for_nodes", message: "node gpu-3 is offline", nextLookAt: later(3630) } as const;
   await open(install("a", { ...waits, givesUpAt: later(23.5 * 3600) }));
-  expect(screen.getByText("looks again in 1h, gives up in 23h")).toBeTruthy();
+  expect(screen.getByText("retrying in 1h, gives up in 23h")).toBeTruthy();
 });
 
 it("a press that was begun on one failure dismisses no other one", async () => {

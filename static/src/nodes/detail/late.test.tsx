@@ -107,7 +107,7 @@ it("a value that is handed back takes the focus from nothing that is typed in me
   await heard("reset to the worker default");
   const value = type("Value", "w");
   show(store, node("n1", { max_replicas_per_model_manually_set: false }));
-  await panel("Capacity").findByText(/^Handed back/);
+  await panel("Capacity").findByText(/^Reset\. The worker's value/);
   expect(document.activeElement).toBe(value);
 });
 

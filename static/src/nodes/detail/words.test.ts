@@ -52,12 +52,12 @@ describe("a drain (UW16)", () => {
     const asked = { ...drain, engines_gone_at: null };
     expect(drainLeft(node({ drain: asked }), 0)).toEqual({
       safe: false,
-      text: "No replicas are left; its engines are being stopped",
+      text: "No replicas left; stopping engines",
     });
     const stock = { ...asked, engines_error: "its worker cannot tell what runs there" };
     expect(drainLeft(node({ drain: stock }), 0)).toEqual({
       safe: false,
-      text: "No replicas are left; stop not confirmed: its worker cannot tell what runs there",
+      text: "No replicas left; stop not confirmed: its worker cannot tell what runs there",
     });
     expect(drainLeft(node({ drain: asked, status: "offline" }), 0)?.text).toContain("stop not confirmed: the node is offline");
   });

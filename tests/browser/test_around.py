@@ -1,0 +1,60 @@
+"""What Django and its libraries draw around the pages: the admin and the API documentation."""
+
+import re
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser import checks
+from tests.browser.conftest import Opener
+from tests.browser.fleet import Cookies, Fleet
+
+ADMIN = (
+    "/admin/",
+    "/admin/nodes/backendnode/",
+    "/admin/nodes/backendnode/{node}/change/",
+    "/admin/nodes/backendnode/{node}/drain/",
+    "/admin/nodes/nodeevent/",
+    "/admin/operations/operation/",
+)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_axe_finds_nothing_serious_in_the_admin(
+    window: Opener, fleet: Fleet, session: Cookies, dark: bool
+) -> None:
+    screen = window(fleet.webs[0].url, session, dark=dark)
+    found = {}
+    for path in ADMIN:
+        page = screen.go(path.format(node=fleet.id("fine")))
+        expect(page.get_by_role("heading", level=1)).to_be_visible()
+        found[path] = checks.violations(page)
+    assert [told for told in found.items() if told[1]] == []
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_axe_finds_nothing_serious_in_the_api_documentation(
+    window: Opener, fleet: Fleet, session: Cookies, dark: bool
+) -> None:
+    """Closed and with an operation open; the dark page is dark."""
+    page = window(fleet.webs[0].url, session, dark=dark).go("/api/docs")
+    expect(page.get_by_text("Drain a node", exact=True)).to_be_visible()
+    closed = checks.violations(page)
+    page.get_by_text("Drain a node", exact=True).click()
+    expect(page.get_by_role("button", name="Try it out")).to_be_visible()
+    assert (closed, checks.violations(page)) == ([], [])
+    expect(page.locator("body")).to_have_css(
+        "background-color", "rgb(18, 21, 27)" if dark else "rgb(255, 255, 255)"
+    )
+
+
+def test_the_api_documentation_follows_the_chosen_theme_and_leads_back(
+    window: Opener, fleet: Fleet, session: Cookies
+) -> None:
+    screen = window(fleet.webs[0].url, session)
+    page = screen.go("/app/nodes")
+    page.evaluate("localStorage.setItem('theme', 'dark')")
+    page = screen.go("/api/docs")
+    expect(page.locator("html")).to_have_class(re.compile("dark-mode"))
+    page.get_by_role("link", name="LocalAI Cluster").click()
+    expect(page.get_by_role("heading", name="Nodes", level=1)).to_be_visible()
