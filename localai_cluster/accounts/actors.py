@@ -41,7 +41,7 @@ def task(name: str) -> Actor:
 
 
 def command(user: str) -> Actor:
-    """Whoever runs a management command on the server: the name of the operating system's user."""
+    """The person who runs a management command on the server: the name of the operating system's user."""
     return Actor(ActorKind.COMMAND, user)
 
 

@@ -1,4 +1,4 @@
-"""Users' API keys, and who still has the password that was made for him."""
+"""Users' API keys, and users who still have a generated password."""
 
 from django.conf import settings
 from django.db import models
@@ -28,7 +28,7 @@ class ApiKey(models.Model):
 
 
 class InitialPassword(models.Model):
-    """A user whose password was generated; until it is changed, a session of his is good for that alone."""
+    """A user whose password was generated; until it is changed, a session of the user allows only that."""
 
     user = models.OneToOneField(
         settings.AUTH_USER_MODEL, on_delete=models.CASCADE, related_name="initial_password"

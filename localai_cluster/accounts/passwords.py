@@ -1,7 +1,7 @@
 """Passwords of people: the generated one that must be changed first, and how one is changed.
 
 Whose password was generated has a row (`InitialPassword`). It is read with the user of every session, in the
-same query, and goes with the next password, whoever sets it and wherever (`ChosenPassword`).
+same query, and goes with the next password, wherever it is set (`ChosenPassword`).
 """
 
 from collections.abc import Mapping, Sequence

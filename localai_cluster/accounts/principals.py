@@ -30,7 +30,7 @@ _SHOWN = 12
 
 @dataclass(frozen=True)
 class Principal:
-    """Who sends a request. `name` is what an operation records as its actor."""
+    """The caller of a request. `name` is what an operation records as its actor."""
 
     kind: Kind
     name: str = ""

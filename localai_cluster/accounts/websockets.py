@@ -42,6 +42,6 @@ async def principal_of(scope: Any) -> Principal:
 
 
 async def principal_again(scope: Any) -> Principal:
-    """The caller as of now: the session is read anew."""
+    """The caller as of now: the session is read again."""
     session = type(scope["session"]._wrapped)(scope["session"].session_key)
     return watcher(await principal_of({**scope, "session": session}))

@@ -45,7 +45,7 @@ function cookie(name: string): string {
   return found === undefined ? "" : decodeURIComponent(found.slice(name.length + 1));
 }
 
-/** How long an answer may take, in ms: a network that swallows everything leaves nothing waiting for ever. */
+/** How long an answer may take, in ms: a network that drops everything leaves nothing waiting without an end. */
 const PATIENCE_MS = 30_000;
 
 async function patiently(request: Request): Promise<Response> {

@@ -123,7 +123,7 @@ function Pick({ backend, nodeIds, start, onClose, nodes }: PickNodesProps & { no
   );
 }
 
-/** What ended well was seen when the dialog was closed; opened again it begins anew. */
+/** What ended well was seen when the dialog was closed; reopened, it starts over. */
 function useForgetDone(backend: string, rows: readonly Row[]): void {
   const [first] = useState(() => rows.filter((row) => row.progress?.ended === "well").map((row) => row.node.id));
   useEffect(() => runs.forget(backend, first), [backend, first]);

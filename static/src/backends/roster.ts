@@ -1,4 +1,4 @@
-// The nodes as of a moment ago: a table of five hundred is not drawn anew for every heartbeat.
+// The nodes as of a moment ago: a table of five hundred is not redrawn for every heartbeat.
 import { useContext, useEffect, useState } from "react";
 import { LiveContext } from "../live/hooks";
 import type { LiveNode } from "../live/messages";

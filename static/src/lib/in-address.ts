@@ -1,6 +1,6 @@
 // What a page shows of all it has (a filter, a search), kept in its address. What is typed counts at once: a box that
 // waited for the router would lose letters. The address follows at once as well, in place, so that Back leaves the
-// page: a later write would call off the way to a place that was chosen meanwhile. Whoever comes by a link or by Back
+// page: a later write would call off the way to a place that was chosen meanwhile. A visitor who comes by a link or by Back
 // gets what that address says.
 import { useEffect, useState, type Dispatch, type SetStateAction } from "react";
 import { NavigationType, useLocation, useNavigate, useNavigationType } from "react-router";

@@ -20,7 +20,7 @@ const DRAWN = 50;
 const AT_A_TIME = 10;
 
 export function ActivityPage(): ReactNode {
-  // Two hundred moving cards are drawn in the pauses: whoever types or presses comes first.
+  // Two hundred moving cards are drawn in the pauses: typing and pressing come first.
   const work = useDeferredValue(useWork());
   const [show, choose] = useInAddress(showIn, addressOf);
   const all = useCallback(() => choose("all"), [choose]);

@@ -5,7 +5,7 @@ import type { Operation } from "../live/messages";
 
 type Accepted = components["schemas"]["Accepted"];
 
-/** Puts a failure away for everybody. */
+/** Dismisses a failure for all users. */
 export function dismiss(operation: Operation): Promise<unknown> {
   return call(client.POST("/api/operations/{job_id}/dismiss", { params: { path: { job_id: operation.jobID } } }));
 }

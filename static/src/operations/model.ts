@@ -142,7 +142,7 @@ function endOf(operation: Operation): number {
   return Date.parse(operation.finishedAt ?? operation.createdAt);
 }
 
-/** The parts of a run, one a node: what was asked anew stands for what failed before. */
+/** The parts of a run, one a node: a retry replaces the failure before it. */
 export function latestParts(run: readonly Operation[]): Part[] {
   const parts = new Map<string, Part>();
   for (const operation of [...run].sort(byAge)) for (const part of partsOf(operation)) parts.set(part.id, part);

@@ -39,7 +39,7 @@ export function Parts({ parts, name, target }: { parts: readonly Part[]; name: s
 }
 
 function equal(left: { part: Part }, right: { part: Part }): boolean {
-  // Parts are made anew with their group; an operation that did not change keeps its identity.
+  // Parts are rebuilt with their group; an operation that did not change keeps its identity.
   return left.part.job === right.part.job && left.part.id === right.part.id;
 }
 

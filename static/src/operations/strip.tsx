@@ -106,7 +106,7 @@ interface LineProps {
 }
 
 function StripLine({ shown, group, pace, more, open, list, onToggle, onHide }: LineProps): ReactNode {
-  // Put away on the server: for everybody.
+  // Dismissed on the server, for all users.
   const { mutate, reset, variables, isPending, error } = useMutation({ mutationFn: (asked: Asked) => inTurn(asked.failed, dismiss) });
   const mine = variables?.shown === shown;
   const away = () => mutate({ shown, failed: group.failed });

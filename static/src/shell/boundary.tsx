@@ -1,5 +1,5 @@
 // A page that failed says so in its own place; the rest of the shell goes on. Code that is not there any more after
-// an update is no fault of the page: loading it anew helps.
+// an update is no fault of the page: reloading helps.
 import type { ReactNode } from "react";
 import { isRouteErrorResponse, useLocation, useNavigate, useRouteError } from "react-router";
 import { MissingPage } from "../ui/lazy";

@@ -7,7 +7,7 @@ import { FeedSocket } from "../live/socket";
 import type { LiveState } from "../live/store";
 import { announce } from "../ui/announce";
 
-/** Keeps the feed open; answers how to open it anew at once. */
+/** Keeps the feed open; returns how to reopen it at once. */
 export function useFeed(): () => void {
   const store = useContext(LiveContext);
   const socket = useMemo(() => new FeedSocket(store), [store]);

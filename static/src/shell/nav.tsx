@@ -141,7 +141,7 @@ export function Sidebar(): ReactNode {
 }
 
 /** The navigation of phones: a button, and a drawer over the page. Give it the page's path as its key: it closes when
- * the page changes, whoever changed it. */
+ * the page changes, by whatever cause. */
 export function Drawer(): ReactNode {
   const phone = useMedia(PHONE);
   const { pathname } = useLocation();

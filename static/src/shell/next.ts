@@ -1,5 +1,5 @@
 // Where to go after signing in or choosing a password: to a path of this page, or to one of the server's other pages,
-// which the browser loads anew. Never to another host, whatever the address says.
+// which the browser loads in full. Never to another host, whatever the address says.
 const HOME = "/app/nodes";
 
 export interface Target {

@@ -1,5 +1,5 @@
 // A session that ends under an open page: the person signs in again over it, so that nothing typed is lost, and the
-// feed and the failed questions start again. Somebody else gets the page anew.
+// feed and the failed questions start again. For another account the page is reloaded.
 import { useQueryClient } from "@tanstack/react-query";
 import { useContext, useEffect, useRef, useState, type ReactNode, type RefObject } from "react";
 import { whenSignedOut } from "../api/client";
@@ -102,7 +102,7 @@ function useEnd(back: Back, held: RefObject<number>, end: () => void): void {
   });
 }
 
-/** While the feed was cut somebody else may have signed in, in another tab: the feed is his then, and does not say so. */
+/** While the feed was cut another account may have signed in, in another tab: the feed is then that account's, and does not say so. */
 function useSomebodyElse(user: Person): void {
   const connection = useLive((state) => state.connection);
   useChange(connection, (before) => {
@@ -111,7 +111,7 @@ function useSomebodyElse(user: Person): void {
   });
 }
 
-/** Whoever signs in in another tab need not do it here again. */
+/** Signing in in another tab is enough. */
 function useReturn(over: boolean, back: Back): void {
   const latest = useRef(back);
   useEffect(() => {

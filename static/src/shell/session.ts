@@ -40,7 +40,7 @@ export function useSetSession(): (person: Person) => void {
   return (person) => queries.setQueryData(SESSION, person);
 }
 
-/** Ends the session. The page is loaded anew after it, so that nothing of it stays in memory. */
+/** Ends the session. The page is reloaded after it, so that nothing of it stays in memory. */
 export function useSignOut(): UseMutationResult<unknown, Error, void> {
   return useMutation({
     mutationFn: () => call(client.POST("/api/auth/logout")),

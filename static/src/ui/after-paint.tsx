@@ -1,5 +1,5 @@
-// What takes long to draw, drawn after the frame that answers a press: the page's head is seen at once. Whoever comes
-// by Back gets all of it at once, because the place to which he had scrolled is looked for at once.
+// What takes long to draw, drawn after the frame that answers a press: the page's head is seen at once. After Back all
+// of it is drawn at once, because the browser restores the scroll position at once.
 import { useEffect, useState, type ReactNode } from "react";
 import { NavigationType, useNavigationType } from "react-router";
 

@@ -1,4 +1,4 @@
-// Nothing to show: says so, and what to do next. Waiting: says for what, and never for ever.
+// Nothing to show: says so, and what to do next. Waiting: says for what, and never without an end.
 import type { ReactNode } from "react";
 
 export function Empty({ title, children }: { title: string; children?: ReactNode }): ReactNode {

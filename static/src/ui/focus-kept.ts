@@ -2,7 +2,7 @@
 // the nearest part of the page around it that is still there; left to the browser it would be nowhere.
 
 const AROUND = "section, article, li, main";
-/** Whoever takes something away may put the focus somewhere himself, a moment later. */
+/** What removes an element may set the focus itself, a moment later. */
 const MOMENT_MS = 50;
 
 /** Watches over the focus of the whole page; answers how to stop. */
@@ -13,7 +13,7 @@ export function keepFocus(): () => void {
   };
   const leaves = () => {
     const [left] = path;
-    // Somebody pressed beside it: he wanted it so. What is taken away is not there any more a moment later.
+    // A press beside it is on purpose. A removed element is gone a moment later.
     setTimeout(() => {
       if (path[0] === left && left?.isConnected === true && document.activeElement !== left) path = [];
     });

@@ -54,7 +54,7 @@ function useActs(node: LiveNode, close: (verb: Danger) => void): readonly Act[] 
   const { id, name } = node;
   const gone = useAction<string, unknown>(id, () => deregister(id), () => {
     announce(`${name} deregistered.`);
-    // Whoever has gone elsewhere meanwhile, or is on the way there, is not fetched away.
+    // A person who has opened another page in the meantime stays there.
     if (way.current === "idle" && window.location.pathname.toLowerCase().endsWith(`/${id}`)) void navigate("/app/nodes");
     return false;
   });

@@ -20,7 +20,7 @@ export type Conflict = Schemas["Conflict"];
 export type NodeEvent = Schemas["Event"];
 export type EventKind = Schemas["EventKindEnum"];
 
-/** How long an answer may take before it counts as none: no section may load for ever. */
+/** How long an answer may take before it counts as none: no section loads without an end. */
 const PATIENCE_MS = 10_000;
 
 const keys = {

@@ -15,7 +15,7 @@ export function decide(typed: string, present: string, check: (text: string) => 
   return why === "" ? { kind: "save", value } : { kind: "refuse", why };
 }
 
-/** Whether the value became another one while somebody typed, and not by what he typed. */
+/** Whether the value changed while a person was typing, by something else. */
 export function overtaken(opened: string, present: string): boolean {
   return opened.trim() !== present.trim();
 }

@@ -42,7 +42,7 @@ export function withNewest(shown: Timeline | undefined, page: Page): Timeline {
   const last = page.events.at(-1);
   const newestShown = shown?.events[0];
   if (shown === undefined || last === undefined || newestShown === undefined) return fresh;
-  // More happened than a page holds: what lies between is not known, so the older ones are asked for anew.
+  // More happened than a page holds: what lies between is not known, so the older ones are requested again.
   if (last.id > newestShown.id) return fresh;
   const older = shown.events.filter((event) => event.id < last.id);
   return { events: [...page.events, ...older], next: older.length > 0 ? shown.next : page.next_cursor };

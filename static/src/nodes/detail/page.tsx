@@ -47,7 +47,7 @@ function Shown({ node, detail }: { node: LiveNode; detail: UseQueryResult<NodeDe
   const active = operations.filter(isActive).length;
   // An agent loads no models and installs no backends.
   const worker = node.node_type === "backend";
-  // Whoever approves it needs to know first who it is.
+  // Its identity comes first: approving needs it.
   const pending = node.status === "pending";
   return (
     <div className="nd">

@@ -54,7 +54,7 @@ export function deregister(id: string) {
   return call(client.DELETE("/api/nodes/{node_id}", { params: of(id) }));
 }
 
-/** Refuses its secret for ever; the node is pending and without an identity. */
+/** Permanently rejects its secret; the node is pending, without an identity. */
 export function revoke(id: string, reason = "") {
   return call(client.POST("/api/nodes/{node_id}/identity/revoke", { params: of(id), body: because(reason) }));
 }
