@@ -41,7 +41,7 @@ def reset_replica_cap(
 ) -> BackendNode:
     """R1.46: the worker's own value counts again from its next registration on."""
     with changing(node_id, now, revision) as change:
-        _override(change, actor, "handed back", max_replicas_per_model_manually_set=False)
+        _override(change, actor, "reset to worker default", max_replicas_per_model_manually_set=False)
     return change.node
 
 
@@ -78,7 +78,12 @@ def reset_vram_budget(
     """R1.48: no budget until the worker registers with one; free VRAM shows at its next heartbeat."""
     with changing(node_id, now, revision) as change:
         _override(
-            change, actor, "handed back", vram_budget="", vram_budget_bytes=0, vram_budget_manually_set=False
+            change,
+            actor,
+            "reset to worker default",
+            vram_budget="",
+            vram_budget_bytes=0,
+            vram_budget_manually_set=False,
         )
     return change.node
 

@@ -71,7 +71,10 @@ def test_a_replica_cap_is_set_and_handed_back(root: Client) -> None:
     save(root, node, fields)
     assert not api.node(node.id).max_replicas_per_model_manually_set
     overrides = NodeEvent.objects.filter(node_id=node.id, kind="override")
-    assert [(event.actor, event.cause) for event in overrides] == [("root", "handed back"), ("root", "set")]
+    assert [(event.actor, event.cause) for event in overrides] == [
+        ("root", "reset to worker default"),
+        ("root", "set"),
+    ]
 
 
 @pytest.mark.rule("R1.47", "R1.48")

@@ -236,7 +236,7 @@ def test_every_override_is_an_event(what: str) -> None:
     events = list(NodeEvent.objects.filter(kind="override").order_by("id"))
     assert [(event.cause, event.actor) for event in events] == [
         ("set", "static-key"),
-        ("handed back", "static-key"),
+        ("reset to worker default", "static-key"),
     ]
     name = {CAP: "max_replicas_per_model", BUDGET: "vram_budget"}[what]
     assert events[0].detail[name]["from"] in (1, "")

@@ -272,7 +272,7 @@ def test_a_conflict_is_shown_and_accepted() -> None:
     assert run("accept", str(conflict.id)[:8]) == "w1: conflict accepted; it is offline\n"
     assert run("conflicts") == "no conflicts\n"
     assert api.register(api.registration(), api.OTHER_SECRET).status_code == 201
-    assert "decided already" in refused("accept", str(conflict.id))
+    assert "already resolved" in refused("accept", str(conflict.id))
 
 
 def test_a_conflict_is_refused() -> None:

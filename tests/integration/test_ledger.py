@@ -64,7 +64,7 @@ def test_simultaneous_requests_make_one_operation() -> None:
 def test_another_kind_on_an_active_key_is_a_conflict() -> None:
     """O34: a different kind on the same key is refused by name."""
     admit()
-    with pytest.raises(errors.Conflict, match="model_load of m is under way"):
+    with pytest.raises(errors.Conflict, match="model_load of m is in progress"):
         admit(kind="backend_install")
 
 

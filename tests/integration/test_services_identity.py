@@ -122,7 +122,7 @@ def test_a_node_that_claims_another_nodes_name_is_a_conflict_of_that_one() -> No
     target = approved("w2", secret=OTHER_SECRET)
     conflict = refused(name="w2", secret=SECRET, now=later(1))
     assert (conflict.node_id, conflict.kind, conflict.claim) == (target.pk, Kind.SECRET, hash_secret(SECRET))
-    with pytest.raises(errors.Conflict, match="belongs to a node already"):
+    with pytest.raises(errors.Conflict, match="already belongs to a node"):
         accept(conflict)
     assert NodeConflict.objects.get().state == "open"
 
@@ -158,7 +158,7 @@ def test_a_node_once_bound_never_falls_back_to_the_token() -> None:
     services.revoke(node.pk, actor=ROOT, now=later(2))
     conflict = refused(secret="", now=later(3))
     assert conflict.kind == Kind.TOKEN
-    with pytest.raises(errors.Conflict, match="never falls back"):
+    with pytest.raises(errors.Conflict, match="cannot fall back"):
         accept(conflict)
     assert row(node).fingerprint == ""
     assert not row(node).weak_identity
@@ -184,7 +184,7 @@ def test_a_process_that_registers_again_is_no_restart() -> None:
     node = approved(instance=ONE)
     register(instance=ONE, now=later(1))
     assert row(node).former_instances == []
-    assert [event.cause for event in told(node, "registered")] == ["first registration", "again"]
+    assert [event.cause for event in told(node, "registered")] == ["first registration", "registered again"]
 
 
 def test_former_processes_are_remembered_up_to_a_limit() -> None:
@@ -273,11 +273,11 @@ def test_a_refused_newcomer_goes_on_being_refused() -> None:
     again = refused(secret=OTHER_SECRET, now=later(61))
     assert (again.pk, again.state, again.count) == (conflict.pk, "refused", 2)
     assert (again.decided_by, again.decided_at) == ("anna", later(60))
-    with pytest.raises(errors.Conflict, match="decided already"):
+    with pytest.raises(errors.Conflict, match="already resolved"):
         refuse(conflict)
     accept(conflict, at=70)
     assert register(secret=OTHER_SECRET, now=later(71)).node.pk == node.pk
-    with pytest.raises(errors.Conflict, match="decided already"):
+    with pytest.raises(errors.Conflict, match="already resolved"):
         accept(conflict)
 
 
@@ -376,7 +376,7 @@ def test_a_revoked_secret_is_refused_under_any_name() -> None:
             register(name, now=later(2))
     assert not BackendNode.objects.filter(name="w2").exists()
     assert isinstance(next(iter(beat(beat_of(node)).values())), errors.NotAuthenticated)
-    with pytest.raises(errors.InvalidInput, match="nobody has registered"):
+    with pytest.raises(errors.InvalidInput, match="no worker has registered"):
         services.approve(node.pk, actor=ROOT, now=later(3))
     with pytest.raises(errors.Conflict, match="no identity"):
         services.revoke(node.pk, actor=ROOT, now=later(3))

@@ -324,11 +324,11 @@ def test_overrides_and_labels_are_told_once_each_and_only_if_something_changed(n
         ("override", "set"),
         ("labels", ""),
         ("labels", ""),
-        ("override", "handed back"),
-        ("override", "handed back"),
+        ("override", "reset to worker default"),
+        ("override", "reset to worker default"),
     ]
     again = [("override", "set"), ("override", "set"), ("labels", ""), ("labels", "")]
-    assert said == once + again + [("override", "handed back")] * 2
+    assert said == once + again + [("override", "reset to worker default")] * 2
     assert events[0].actor == "anna"
     assert events[0].detail == {
         "max_replicas_per_model": {"from": 1, "to": 4},

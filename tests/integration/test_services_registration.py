@@ -392,7 +392,7 @@ def test_agents_are_never_a_target(fields: dict[str, Any]) -> None:
     (view,) = fleet("m")
     assert refusal(view) == Reason.AGENT
     assert list(BackendNode.objects.matching({})) == []
-    with pytest.raises(errors.Conflict, match="runs no backends"):
+    with pytest.raises(errors.Conflict, match="does not run backends"):
         find_node(node.pk)
     assert not PendingBackendOp.objects.exists()
 

@@ -62,7 +62,7 @@ def test_a_whole_life_is_told_once_each_with_actor_and_statuses() -> None:
         ("marked_unhealthy", "task", "commands", "no answer", "healthy", "unhealthy"),
         ("marked_healthy", "task", "liveness", "contact restored", "unhealthy", "healthy"),
         ("drained", "static_key", "static-key", "disk", "healthy", "draining"),
-        ("fell_silent", "task", "liveness", "silent for more than 60 s", "draining", "offline"),
+        ("fell_silent", "task", "liveness", "no heartbeat for more than 60 s", "draining", "offline"),
         ("heard_again", "worker", "worker", "heartbeat", "offline", "draining"),
         ("resumed", "user", "root", "", "draining", "healthy"),
         ("drained", "worker", "worker", "its worker is stopping", "healthy", "draining"),

@@ -63,7 +63,7 @@ class Registry:
 
     def _rotate(self, secret: str) -> httpx.Response:
         if secret in self.revoked | {self.secret}:
-            return httpx.Response(409, json={"error": {"message": "belongs to a node already"}})
+            return httpx.Response(409, json={"error": {"message": "already belongs to a node"}})
         self.revoked.add(self.secret)
         self.secret, self.rotating = secret, False
         return httpx.Response(200, json={})
