@@ -5,7 +5,7 @@ from django.db import migrations
 
 class Migration(migrations.Migration):
     dependencies = [
-        ("operations", "0002_dismissals_and_controllers"),
+        ("operations", "0003_standard_names"),
     ]
 
     operations = [
