@@ -29,6 +29,7 @@ APP_NAMES = {
 INTERNAL = frozenset(
     {
         "ControllerBeat",
+        "EngineStart",
         "Failure",
         "InitialPassword",
         "ModelLoadInfo",

@@ -1,9 +1,9 @@
-"""Replicas, their use by web processes, and installed backends: read-only."""
+"""Replicas, their use by web processes, started engines and installed backends: read-only."""
 
 from django.contrib import admin
 
 from localai_cluster.web.admin import Observed
-from nodes.models import NodeBackend, NodeModel, ReplicaUse, WebProcess
+from nodes.models import EngineStart, NodeBackend, NodeModel, ReplicaUse, WebProcess
 
 
 @admin.register(NodeModel)
@@ -39,3 +39,10 @@ class NodeBackendAdmin(Observed):
     list_filter = ("is_system", "is_meta")
     list_select_related = ("node",)
     search_fields = ("name", "node__name")
+
+
+@admin.register(EngineStart)
+class EngineStartAdmin(Observed):
+    """Engines that a load started and that are neither a replica nor confirmed stopped."""
+
+    list_display = ("model_name", "replica_index", "node_id", "address", "stop_due_at", "stop_attempts")
