@@ -163,11 +163,11 @@ def test_a_decision_that_somebody_else_makes_impossible(kind: str) -> None:
         " unhealthy_reason, weak_identity, instance, former_instances, source_address, total_vram,"
         " available_vram, reserved_vram, total_ram, available_ram, total_disk, available_disk, gpu_vendor,"
         " gpu_compute_capability, capability, max_replicas_per_model, max_replicas_per_model_manually_set,"
-        " vram_budget, vram_budget_bytes, vram_budget_manually_set, inventory_error, revision,"
+        " vram_budget, vram_budget_bytes, vram_budget_manually_set, inventory_error, engines_error, revision,"
         " created_at, updated_at)"
         " VALUES (%s, %s, %s, 'backend', 'h:1', '', %s, '', '', '', '', '', '', '', '', false, '', '',"
         " false, '', '', false, '', '[]', '', 0, 0, 0, 0, 0, 0, 0, '', '', '', 1, false, '', 0, false, '',"
-        " 0, %s, %s)",
+        " '', 0, %s, %s)",
         uuid4(),
         "w2" if kind == "name" else "w3",
         "w2" if kind == "name" else "w3",
