@@ -104,6 +104,7 @@ PASSWORD_URL = "/app/password"
 AUTHENTICATION_BACKENDS = ["localai_cluster.accounts.passwords.SessionBackend"]
 SECURE_CONTENT_TYPE_NOSNIFF = True
 SECURE_REFERRER_POLICY = "same-origin"
+SESSION_ENGINE = "localai_cluster.accounts.session_store"
 SESSION_COOKIE_HTTPONLY = True
 SESSION_COOKIE_AGE = 30 * 24 * 3600
 SESSION_COOKIE_SAMESITE = "Lax"

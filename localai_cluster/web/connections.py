@@ -19,16 +19,15 @@ LARGEST_HEAD = 64 * 1024
 class BoundedHead(HttpToolsProtocol):
     """A connection whose requests have bounded headers."""
 
-    _in_head = True
     _unread = 0
-    """Bytes received since the head began; counted because the parser keeps them."""
+    """Bytes received since the parser last had something to pass on; it keeps an unfinished header."""
     _head = 0
 
     def data_received(self, data: bytes) -> None:
-        """Parses, then refuses a head that is too long and still has no end."""
+        """Parses, then refuses headers that are too long and have no end, also those after a chunked body."""
         self._unread += len(data)
         super().data_received(data)
-        if self._in_head and self._unread > LARGEST_HEAD and not self.transport.is_closing():
+        if self._unread > LARGEST_HEAD and not self.transport.is_closing():
             self.send_400_response("The headers are too large.")
 
     def on_url(self, url: bytes) -> None:
@@ -44,12 +43,17 @@ class BoundedHead(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """The head is whole."""
-        self._in_head = False
+        self._unread = 0
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body, which the parser does not keep."""
+        self._unread = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """What comes next is the head of another request."""
-        self._in_head, self._unread, self._head = True, 0, 0
+        self._unread, self._head = 0, 0
         super().on_message_complete()
 
     def _count(self, more: int) -> None:

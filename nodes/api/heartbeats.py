@@ -22,7 +22,7 @@ from drf_spectacular.utils import OpenApiParameter
 from localai_cluster import clock, errors
 from localai_cluster.accounts import principals
 from localai_cluster.web import throttle
-from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers
+from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers, translated
 from localai_cluster.web.openapi import Operation, json_body, refusals
 from localai_cluster.web.parsers import MALFORMED, is_json, parse_object
 from localai_cluster.web.shapes import reference
@@ -171,7 +171,10 @@ class HeartbeatApplication:
             status, body, headers = await self._answer(scope, receive)
         except Disconnected:
             return
-        except errors.ClusterError as error:
+        except Exception as raised:
+            error = translated(raised)
+            if error is None:
+                raise
             status, body, headers = error.status, _refusal(error), refusal_headers(error)
         await respond(send, status, body, headers)
 
