@@ -141,10 +141,14 @@ class Executor:
 
     def _lost(self, attempt: Attempt) -> None:
         """A report was refused: the operation is no longer this attempt's."""
-        current = self._tasks.get(attempt[0])
-        if current is not None and current[0] == attempt[1]:
+        if self._runs(attempt):
             log.warning("%s: the lease was lost; this attempt stops", attempt[0])
             self._let_go([attempt[0]])
+
+    def _runs(self, attempt: Attempt) -> bool:
+        """Whether this very attempt runs here: a later one of the same operation may have begun since."""
+        current = self._tasks.get(attempt[0])
+        return current is not None and current[0] == attempt[1]
 
     async def _lease_loop(self) -> None:
         keeper = LeaseKeeper(self._owner, self._lease)
@@ -166,7 +170,8 @@ class Executor:
                     self._let_go(list(self._tasks))
                 continue
             good_until = asked_at + self._lease
-            self._let_go([id for id, fence in asked.items() if held.get(id) != fence])
+            lost = [id for id, fence in asked.items() if held.get(id) != fence and self._runs((id, fence))]
+            self._let_go(lost)
 
     def _let_go(self, ids: list[UUID]) -> list[asyncio.Task[None]]:
         """Cancels these attempts and renews them no more.

@@ -184,6 +184,34 @@ async def test_an_operation_claimed_again_here_ends_its_former_attempt() -> None
         assert await clock.wait_until(renewed, timeout=60)
 
 
+async def test_a_renewal_under_way_does_not_end_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A renewal that was asked for one attempt says nothing of the next one, which begins meanwhile."""
+    attempts: list[int] = []
+    asked, second_begun, asked_again = threading.Event(), threading.Event(), threading.Event()
+    renew = lease.renew
+
+    def slow_renew(*arguments: Any, **options: Any) -> Any:
+        if second_begun.is_set():
+            asked_again.set()
+        asked.set()
+        second_begun.wait(60)
+        return renew(*arguments, **options)
+
+    async def handler(work: Work) -> None:
+        attempts.append(work.operation.fence)
+        if len(attempts) == 1:
+            await asyncio.to_thread(asked.wait, 60)
+            raise Postpone("another node is tried", seconds=0, waiting=True)
+        second_begun.set()
+        await asyncio.to_thread(asked_again.wait, 60)
+
+    monkeypatch.setattr(lease, "renew", slow_renew)
+    operation = await admit()
+    async with executor(handler, lease=8):
+        await until(operation, Status.COMPLETED)
+    assert attempts == [1, 2]
+
+
 async def test_a_stopped_executor_hands_back_at_once() -> None:
     """A clean stop of a controller costs no lease time."""
     started = asyncio.Event()
