@@ -50,6 +50,11 @@ def claim(limit: int, *, now: datetime) -> list[Drained]:
     return found
 
 
+def still(node: Drained) -> bool:
+    """Whether the same drain lasts: engines of a resumed node must not be stopped."""
+    return _under_the_same_drain(node).exists()
+
+
 def confirm(node: Drained, *, now: datetime) -> None:
     """Nothing runs there: it is safe to power off."""
     with transaction.atomic():

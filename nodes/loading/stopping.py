@@ -93,6 +93,8 @@ class Stopper:
             return
         worker = Worker(self._bus, str(node.id), node.name)
         answer = await worker.running()
+        if not await in_thread(drained.still, node):
+            return
         match answer:
             case Done(reply) if not reply.models:
                 log.info("node %s is drained and runs no engine", node.name)
@@ -101,7 +103,7 @@ class Stopper:
             case Done(reply):
                 error, pause = await _stop_all(worker, reply.models), _LOOK_AT_STOPS
             case NoResponders(reason):
-                error, pause = await _unasked(worker, reason)
+                error, pause = await _unasked(worker, node, reason)
             case Refused(reason) | StillRunning(reason) | Unreadable(reason) | BusDown(reason):
                 error, pause = reason, _LOOK_AT_SILENT
             case _:
@@ -169,11 +171,12 @@ async def _stop_one(worker: Worker, model: messages.RunningModel) -> str:
             assert_never(outcome)
 
 
-async def _unasked(worker: Worker, reason: str) -> tuple[str, float]:
+async def _unasked(worker: Worker, node: Drained, reason: str) -> tuple[str, float]:
     """What to say of a node whose worker does not answer `models.running`, and when to look again."""
     if isinstance(await worker.backends(PING_TIMEOUT), NoResponders | BusDown | StillRunning):
         return reason, _LOOK_AT_SILENT
-    await worker.stop("")
+    if await in_thread(drained.still, node):
+        await worker.stop("")
     return CANNOT_TELL, _LOOK_AT_STOCK
 
 

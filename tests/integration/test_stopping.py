@@ -235,6 +235,18 @@ class TestDrainedNode:
         await stage.look()
         assert (await in_thread(row, stage.node)).engines_gone_at is None
 
+    async def test_that_is_resumed_during_the_question_keeps_its_engines(self, stage: Stage) -> None:
+        """A load may have started them since."""
+
+        async def resumed() -> m.RunningReply:
+            await in_thread(services.resume, stage.node.id, actor=ADMIN, now=clock.now())
+            return m.RunningReply((m.RunningModel("echo", 0, "127.0.0.1:7001"),))
+
+        stage.answers(subjects.models_running, resumed)
+        stage.answers(subjects.model_stop, GONE)
+        await stage.look()
+        assert stage.stops() == []
+
     async def test_waits_for_its_replicas_and_for_loads(self, stage: Stage) -> None:
         """What a drain still waits for must not be stopped."""
 
