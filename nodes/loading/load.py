@@ -131,10 +131,11 @@ class LoadModel:
     async def _clear_up(self, work: Work) -> None:
         """Has the engines of earlier attempts stopped; their notes stay until that is confirmed."""
         model, mark = work.operation.element, mark_of(work)
+        # The rows first: an earlier attempt that still runs must not publish an engine that is being stopped.
+        await in_thread(retire.retire_leftovers, model, mark=mark)
         for engine in await in_thread(engines.of_earlier_attempts, model, mark=mark):
             log.info("clearing up %s on %s", engine.process_key, engine.node_id)
             await Worker(self._bus, str(engine.node_id), "").stop(engine.process_key)
-        await in_thread(retire.retire_leftovers, model, mark=mark)
 
     async def _place(self, work: Work, definition: Definition) -> Attempt:
         place = await placing.place(self._bus, work, definition, mark=mark_of(work))
