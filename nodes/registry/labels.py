@@ -37,7 +37,8 @@ def check_labels(labels: Mapping[str, str]) -> None:
 
 def _check(key: str, value: str) -> None:
     field = f"labels.{key[:LONGEST_KEY]}"
-    names.check_text(key, "labels: a key")
+    if found := names.unprintable(key):
+        raise errors.InvalidInput(f"labels: a key must not contain the character {found}", field="labels")
     if not key.strip() or len(key) > LONGEST_KEY:
         raise errors.InvalidInput(f"labels: a key must have 1 to {LONGEST_KEY} characters", field="labels")
     # Clients resolve such a path before they send it: DELETE …/labels/../../<id> would be another route.

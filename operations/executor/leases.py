@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from uuid import UUID
 
+import psycopg
 from django.db import close_old_connections, connection
 
 from localai_cluster import clock
@@ -61,7 +62,7 @@ class LeaseKeeper:
         link = self._link
         if link is None or link.closed:
             return
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(link.fileno())) as twin:
+        with contextlib.suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(link.fileno())) as twin:
             twin.shutdown(socket.SHUT_RDWR)
 
 

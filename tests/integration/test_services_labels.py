@@ -76,7 +76,7 @@ def test_the_registrys_own_labels_come_back_with_the_next_registration(node: Bac
         ({" ": "x"}, "labels"),
         ({"k" * 129: "x"}, "labels"),
         ({"k": "v" * 256}, "labels.k"),
-        ({"k\u200b": "v"}, "labels: a key"),
+        ({"k\u200b": "v"}, "labels"),
         ({"k": "v\u202e"}, "labels.k"),
         ({"k": "v\x00"}, "labels.k"),
         ({"k": "\ud800"}, "labels.k"),

@@ -206,7 +206,7 @@ class TestDrainedNode:
     @pytest.mark.parametrize(
         ("reply", "says"),
         [
-            (None, "does not answer"),
+            (None, "is not responding"),
             (RequestTimeout("late"), "did not answer within"),
             (NotConnected("lost"), "bus is not connected"),
             (b"[", "cannot be read"),
