@@ -1,12 +1,15 @@
 """What a page leaves alone: the network, rows that did not change, its width, the height of a row."""
 
+import functools
 import json
 import re
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 from playwright.sync_api import Page, WebSocket, WebSocketRoute, expect
 
+from localai_cluster import clock
 from tests.browser import checks
 from tests.browser.conftest import Opener
 from tests.browser.fleet import Cookies, Fleet
@@ -55,6 +58,12 @@ def live(page: Page) -> Page:
     return page
 
 
+def is_fresh(page: Page, backends: str) -> bool:
+    """Whether a node's list of backends is so new that a look at it asks no worker."""
+    as_of = page.request.get(backends).headers.get("x-as-of", "")
+    return bool(as_of) and clock.now() - datetime.fromisoformat(as_of) < timedelta(seconds=30)
+
+
 def two_beats(socket: WebSocket) -> None:
     """Waits until the feed has said twice that it is alive."""
     for _ in range(2):
@@ -66,8 +75,11 @@ def test_an_open_page_asks_for_nothing_while_its_feed_is_up(
     window: Opener, settled: Fleet, session: Cookies
 ) -> None:
     asked: list[str] = []
-    for path in (*_PAGES, f"/app/nodes/{settled.id('fine')}"):
-        page = window(settled.webs[0].url, session).page
+    fine, url = settled.id("fine"), settled.webs[0].url
+    for path in (*_PAGES, f"/app/nodes/{fine}"):
+        page = window(url, session).page
+        # A look at an old list has the worker asked, and the page shows what it answers.
+        eventually(functools.partial(is_fresh, page, f"{url}/api/nodes/{fine}/backends"))
         with page.expect_websocket() as opened:
             page.goto(settled.webs[0].url + path, wait_until="networkidle")
         live(page)

@@ -99,7 +99,7 @@ def test_a_session_that_ends_is_begun_again_over_the_page(window: Opener, fleet:
 REFUSALS = {
     403: ("not for you", "Ask an administrator"),
     429: ("slower, please", "Try again in 7 s"),
-    500: ("it broke", "the log of the web process"),
+    500: ("it broke", "The server log has details"),
 }
 
 

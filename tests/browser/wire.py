@@ -87,15 +87,19 @@ class Wire:
 
     async def _end(self) -> None:
         self._open.set()
-        await asyncio.gather(*self._carriers)
+        await asyncio.sleep(0.05)  # a connection that was accepted just before the server closed
+        while self._carriers:
+            for link in list(self._links):
+                link.transport.abort()
+            await asyncio.wait(self._carriers, timeout=0.1)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._links.add(writer)
         carrier = self._loop.create_task(self._carry(reader, writer))
         self._carriers.add(carrier)
         carrier.add_done_callback(self._carriers.discard)
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._links.add(writer)
         try:
             far_reader, far_writer = await asyncio.open_connection(HOST, self.target)
         except OSError:

@@ -78,7 +78,7 @@ def test_the_documents_run_only_their_own_script(ann: Any) -> None:
     first, second = browser.get("/api/docs"), browser.get("/api/docs")
     nonces = []
     for answer in (first, second):
-        (script,) = re.findall(r"<script nonce=\"([^\"]+)\">", answer.content.decode())
+        (script,) = set(re.findall(r"<script nonce=\"([^\"]+)\">", answer.content.decode()))
         assert directives(answer)["script-src"] == f"'self' 'nonce-{script}'"
         nonces.append(script)
         assert not re.search(r"<(script|style)>", answer.content.decode())

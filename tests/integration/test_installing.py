@@ -88,5 +88,5 @@ async def test_an_answer_that_is_no_success_fails_it(stage: Stage, reply: Any, s
 
 async def test_it_is_put_off_when_its_worker_is_gone(stage: Stage) -> None:
     stage.bus.replies.clear()
-    with pytest.raises(Postpone, match="does not answer"):
+    with pytest.raises(Postpone, match="is not responding"):
         await install.InstallBackend(stage.bus)(stage.work)

@@ -173,7 +173,7 @@ async def test_the_rows_become_what_the_worker_lists() -> None:
 @pytest.mark.parametrize(
     ("reply", "says"),
     [
-        (NoResponders("x"), "does not answer"),
+        (NoResponders("x"), "is not responding"),
         (NotConnected("x"), "message bus is not connected"),
         (b"{", "cannot be read"),
         (b'{"backends": "x"}', "cannot be read: backends: expected a list"),

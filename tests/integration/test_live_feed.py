@@ -301,7 +301,7 @@ async def test_an_outage_is_told_and_what_was_seen_stays(
     await page.until(lambda: "database-unreachable" in page.notices)
     (notice,) = [one for one in page.told("notices")[-1]["notices"] if one["id"] == "database-unreachable"]
     assert notice["level"] == "error"
-    assert "what you see is as of" in notice["text"]
+    assert "data last updated at" in notice["text"]
     late = await (await tab()).greeted()
     assert late.nodes == page.nodes
     assert "database-unreachable" in late.notices
@@ -347,7 +347,7 @@ async def test_a_defect_in_the_look_does_not_end_it(
     process._read = broken
     page = await tab()
     await page.until(lambda: page.told("notices"))
-    assert "nothing can be shown yet" in page.told("notices")[0]["notices"][0]["text"]
+    assert "no data available yet" in page.told("notices")[0]["notices"][0]["text"]
     await page.until(lambda: page.told("nodes.snapshot"))
     assert any("a look at the nodes failed" in line for line in caplog.messages)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,7 +51,9 @@ class Run:
 
     def wait_ready(self) -> None:
         """Waits for its announcement; fails with its output when it ends first."""
-        eventually(lambda: "ready in" in self.output or self.process.poll() is not None, seconds=90)
+        eventually(
+            lambda: re.search(r"\bready in \d", self.output) or self.process.poll() is not None, seconds=90
+        )
         assert self.process.poll() is None, self.output
 
     def works(self) -> bool:
