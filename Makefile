@@ -1,7 +1,7 @@
 # Two commands to know: `make run` and `make check`. Needs Python 3.11 or later with venv, and nothing else.
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help run check test test-browser sweep shots fuzz demo worker manage measure install install-test gallery ui types lock lint trace hooks clean
+.PHONY: help run check test test-browser sweep shots story fuzz demo worker manage measure install install-test gallery ui package types lock lint trace hooks clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -17,7 +17,7 @@ help:
 	@echo "make check            quick checks for daily work: lint, types, import contracts, unit tests"
 	@echo "make test             all checks and all tests"
 	@echo "make test-browser     only the browser tests; ARGS='-k sign_in' selects some of them"
-	@echo "make sweep            long tests: races, random inputs, kills, fuzzing; prints a table"
+	@echo "make sweep            long tests: races, random inputs, kills, two machines, fuzzing; prints a table"
 	@echo "make lint             only the checks of the source"
 	@echo "make trace            show which tests prove which rule; SECTION=\"1B http-1\" for a part; fails on a gap"
 	@echo "make fuzz             send generated requests as admin and as a node and compare the answers with the API document"
@@ -26,7 +26,9 @@ help:
 	@echo "make manage ARGS='nodes list'   run a management command on the running cluster"
 	@echo "make measure          measure all time limits and show which are exceeded"
 	@echo "make shots            take the screenshots in docs/pictures"
+	@echo "make story            play docs/operators-story.md on five workers and take its pictures; ARGS=drained plays one scene"
 	@echo "make ui               build the pages, if their sources have changed"
+	@echo "make package          build the wheel in dist/: the worker, and with the extra 'server' everything"
 	@echo "make types            generate the pages' types from the API document, if it may have changed"
 	@echo "make lock             update the lock files from requirements/*.in"
 	@echo "make hooks            run quick checks before each commit"
@@ -63,6 +65,9 @@ gallery: install
 ui: install
 	@$(BIN)/python -m localai_cluster.embedded.ui build
 
+package: install ui
+	@$(BIN)/python -m localai_cluster.embedded.package
+
 types: install
 	@$(BIN)/python -m localai_cluster.embedded.ui types
 
@@ -87,6 +92,10 @@ sweep: install-test gallery ui
 shots: install-test gallery ui
 	@$(BIN)/python -m tests.browser.install
 	@exec $(BIN)/python -m tests.browser.shots
+
+story: install-test gallery ui
+	@$(BIN)/python -m tests.browser.install
+	@exec $(BIN)/python -m tests.browser.story $(ARGS)
 
 trace: install-test
 	@exec $(BIN)/python -m tests.checks.trace $(SECTION)

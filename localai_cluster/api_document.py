@@ -8,6 +8,7 @@ compares the whole route table with the result.
 from copy import deepcopy
 from typing import Any
 
+from localai_cluster import system_health
 from localai_cluster.web.openapi import Operation, RawRoute, json_body
 from nodes.api import openapi as api
 from nodes.inference.openapi import ROUTES
@@ -17,6 +18,7 @@ from nodes.live import shapes as messages
 _COME_BACK: Operation = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "required": True}}
 
 
+_TOO_MANY_KEYS = "Too many wrong API keys from this address; Retry-After says when to come back."
 _HEADERS: dict[str, Operation] = {
     "401": {"WWW-Authenticate": {"schema": {"type": "string", "enum": ["Bearer"]}, "required": True}},
     "429": _COME_BACK,
@@ -34,8 +36,9 @@ OPERATIONS_SOCKET: Operation = {
     "summary": "Subscribe to operations (WebSocket)",
     "description": (
         'The first message is `{"type":"snapshot","seq":N,"operations":[…]}`; every change follows as '
-        '`{"type":"delta","seq":N,"operation":{…}}`, without gaps. With `?since=N` only what changed after N '
-        "is sent. Admins only; the handshake of anybody else is refused."
+        '`{"type":"delta","seq":N,"operation":{…}}`, without gaps. With `"partial":true` its `nodes` '
+        "has only the parts that changed, the others are as they were. With `?since=N` only what changed"
+        " after N is sent. Admins only; the handshake of anybody else is refused."
     ),
     "security": [{"apiKey": []}, {"session": []}],
     "parameters": [
@@ -108,20 +111,38 @@ def raw_routes() -> list[RawRoute]:
 def add_raw_routes(result: dict[str, Any], generator: Any, request: Any, public: bool) -> dict[str, Any]:
     """drf-spectacular's postprocessing hook: merges the raw routes and messages into the document."""
     known = result["components"]["schemas"]
-    for one in (*api.COMPONENTS, *messages.COMPONENTS):
+    for one in (*api.COMPONENTS, *messages.COMPONENTS, *system_health.COMPONENTS):
         known.setdefault(one.name, deepcopy(one.schema))
     result["components"]["schemas"] = dict(sorted(known.items()))
     for method, path, operation in raw_routes():
         result["paths"].setdefault(path, {})[method.lower()] = operation
     for methods in result["paths"].values():
         for operation in methods.values():
+            _add_wrong_keys(operation)
             _add_headers(operation["responses"])
     result["paths"] = dict(sorted(result["paths"].items()))
     return result
 
 
+def _add_wrong_keys(operation: Operation) -> None:
+    """The 429 of routes that take API keys, in the envelope of their 503."""
+    responses = operation["responses"]
+    if {"apiKey": []} in operation.get("security", ()) and "401" in responses and "429" not in responses:
+        media = responses["503"]["content"]["application/json"]
+        told: Operation = {"schema": media["schema"]}
+        for example in media.get("examples", {}).values():
+            told["examples"] = {"refused 429": {"value": _too_many(example["value"])}}
+        responses["429"] = {"description": _TOO_MANY_KEYS, "content": {"application/json": told}}
+
+
+def _too_many(refusal: Operation) -> Operation:
+    """An example of another refusal, as one of this."""
+    error, said = refusal["error"], "too many failed API keys from this address; try again later"
+    return {"error": {**error, "code": 429, "message": said} if isinstance(error, dict) else said}
+
+
 def _add_headers(responses: dict[str, Any]) -> None:
-    """Every 401 says how to authenticate, every 503 when to come back."""
+    """Every 401 says how to authenticate, every 429 and 503 when to come back."""
     for status, headers in _HEADERS.items():
         if status in responses:
             responses[status]["headers"] = headers

@@ -1,5 +1,7 @@
 """App configurations of the project package: its system checks, and the admin with our own site."""
 
+from importlib import import_module
+
 from django.apps import AppConfig
 from django.conf import settings
 from django.contrib.admin.apps import AdminConfig as DjangoAdminConfig
@@ -12,7 +14,7 @@ class ProjectConfig(AppConfig):
     name = "localai_cluster"
 
     def ready(self) -> None:
-        from localai_cluster import checks  # noqa: F401
+        import_module("localai_cluster.checks")
 
 
 class AdminConfig(DjangoAdminConfig):

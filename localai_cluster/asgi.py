@@ -1,132 +1,21 @@
-"""The ASGI application: raw routes in front, Django behind, websockets beside.
+"""The ASGI application that a web server loads: `edge.py`, once Django is set up."""
 
-Everything that comes in passes `Edge`: it gives the request its id, accepts a trailing slash without a
-redirect, and makes sure that an unexpected error leaves as a plain 500 with that id while the log has the
-cause.
-"""
-
-import logging
 import os
-from collections.abc import MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from django.core.asgi import get_asgi_application
 
+if TYPE_CHECKING:
+    from localai_cluster.edge import Edge
+
+
+def _application() -> "Edge":
+    django = get_asgi_application()
+    # It imports models, which need Django set up.
+    from localai_cluster.edge import Edge
+
+    return Edge(django)
+
+
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "localai_cluster.settings")
-_plain_django = get_asgi_application()
-
-from localai_cluster import logs, raw_routes  # noqa: E402 - these need Django set up
-from localai_cluster.errors import ClusterError, Unavailable  # noqa: E402
-from localai_cluster.web import wire  # noqa: E402
-from localai_cluster.web.middleware import BoundedBody, Utf8Only  # noqa: E402
-from localai_cluster.web.static_files import StaticFiles  # noqa: E402
-from localai_cluster.websockets import websocket_application  # noqa: E402
-from nodes.inference import gateway  # noqa: E402
-
-logger = logging.getLogger(__name__)
-
-_django = Utf8Only(BoundedBody(StaticFiles(_plain_django)))
-
-_SLASHED = (
-    "/api/",
-    "/v1/",
-    "/ws/",
-    "/app/",
-    "/browse/",
-    "/login/",
-    "/version/",
-    "/healthz/",
-    "/readyz/",
-    "/embeddings/",
-    "/models/",
-)
-_REQUEST_ID, _CORRELATION_ID = b"x-request-id", b"x-correlation-id"
-
-
-class Edge:
-    """The outermost application. `stopping` refuses what still arrives on open connections."""
-
-    def __init__(self) -> None:
-        self.stopping = False
-
-    async def __call__(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
-        """Answers one connection or request."""
-        if scope["type"] == "lifespan":
-            await _lifespan(receive, send)
-            return
-        identify(scope)
-        scope = without_slash(scope)
-        if scope["type"] == "websocket":
-            await websocket_application(scope, receive, send)  # type: ignore[arg-type]
-        else:
-            await self._http(scope, receive, send)
-
-    async def _http(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
-        answer = _Tagged(send, logs.request_id.get().encode())
-        try:
-            if self.stopping:
-                await wire.send_answer(answer, _STOPPING)
-                return
-            app: Any = raw_routes.find(scope["path"]) or _django
-            await app(scope, receive, answer)
-        except Exception:
-            logger.exception("%s %r failed", scope["method"], scope["path"])
-            if not answer.started:
-                await wire.send_answer(answer, _FAILED)
-
-
-_FAILED = wire.error_answer(ClusterError("internal error"))
-_STOPPING = wire.error_answer(Unavailable("this web process is stopping", retry_after=1))
-
-
-class _Tagged:
-    """`send` that puts the request's id on the answer and remembers whether one has begun."""
-
-    __slots__ = ("_id", "_send", "started")
-
-    def __init__(self, send: wire.Send, identifier: bytes) -> None:
-        self._send = send
-        self._id = identifier
-        self.started = False
-
-    async def __call__(self, message: MutableMapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            self.started = True
-            tags = ((_REQUEST_ID, self._id), (_CORRELATION_ID, self._id))
-            message = {**message, "headers": [*message.get("headers", ()), *tags]}
-        await self._send(message)
-
-
-def identify(scope: wire.Scope) -> None:
-    """Makes the request's id, the caller's own if it sent a harmless one, known to everything it causes."""
-    offered = b""
-    for name, value in scope["headers"]:
-        if name in (_REQUEST_ID, _CORRELATION_ID):
-            offered = value
-    logs.request_id.set(logs.new_request_id(offered.decode("latin-1")))
-
-
-def without_slash(scope: wire.Scope) -> wire.Scope:
-    """The same request without one trailing slash, where clients may send one (§0.1)."""
-    path: str = scope["path"]
-    raw: bytes = scope.get("raw_path") or path.encode()
-    # An escaped slash belongs to the name that it ends.
-    if not path.endswith("/") or not raw.endswith(b"/") or not path.startswith(_SLASHED):
-        return scope
-    return {**scope, "path": path[:-1], "raw_path": raw[:-1]}
-
-
-async def _lifespan(receive: wire.Receive, send: wire.Send) -> None:
-    """The process's own start and end, for servers that know it; daphne does not."""
-    while True:
-        message = await receive()
-        if message["type"] == "lifespan.startup":
-            await gateway.start()
-            await send({"type": "lifespan.startup.complete"})
-        elif message["type"] == "lifespan.shutdown":
-            await gateway.stop()
-            await send({"type": "lifespan.shutdown.complete"})
-            return
-
-
-application = Edge()
+application = _application()

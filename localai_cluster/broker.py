@@ -36,7 +36,7 @@ class PatientBroker(ORM):
         return OrmQ.objects.using(database)
 
     def dequeue(self) -> list[tuple[int, str]] | None:
-        """The next task, claimed for `retry` seconds; None when there is none or nobody can tell."""
+        """The next task, claimed for `retry` seconds; None when there is none or that is not known."""
         try:
             tasks: list[tuple[int, str]] | None = super().dequeue()
         except (OperationalError, InterfaceError) as error:

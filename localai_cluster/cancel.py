@@ -1,4 +1,4 @@
-"""Ending a task for certain: a library on its way may swallow a cancellation, and then nobody asks again."""
+"""Ending a task for certain: a library on its way may swallow a cancellation, and then no one asks again."""
 
 import asyncio
 from typing import Any

@@ -8,6 +8,7 @@ from django.core.checks import CheckMessage, Error, Tags, Warning, register
 
 from localai_cluster import conf
 from localai_cluster.env import weak_secret
+from localai_cluster.messaging.credentials import Credentials
 
 _LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
@@ -29,6 +30,7 @@ def check_required(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
         "DATABASE_URL": cluster.database_url,
         "REDIS_URL": cluster.redis_url,
         "LOCALAI_NATS_URL": cluster.nats_url,
+        "LOCALAI_NATS_ACCOUNT_SEED": cluster.nats_account_seed,
         "LOCALAI_REGISTRATION_TOKEN": cluster.registration_token,
         "SECRET_KEY": settings.SECRET_KEY if not settings.SECRET_KEY_IS_STAND_IN else "",
     }
@@ -51,6 +53,7 @@ def check_urls(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
         "DATABASE_URL": (cluster.database_url, ("postgresql", "postgres")),
         "REDIS_URL": (cluster.redis_url, ("redis", "rediss", "unix")),
         "LOCALAI_NATS_URL": (cluster.nats_url, ("nats", "tls")),
+        "CLUSTER_WORKER_NATS_URL": (cluster.worker_nats_url, ("nats", "tls")),
     }
     wrong = {name: _what_is_wrong(url, schemes) for name, (url, schemes) in known.items() if url}
     return [
@@ -108,3 +111,38 @@ def check_weak_identity(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
             id="cluster.W001",
         )
     ]
+
+
+@register(Tags.security)
+def check_bus_credentials(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
+    """cluster.E005, W003: credentials of the bus that do not belong together, a switch without effect."""
+    cluster = conf.cluster()
+    found: list[CheckMessage] = []
+    if not cluster.require_auth:
+        found.append(
+            Warning(
+                "LOCALAI_DISTRIBUTED_REQUIRE_AUTH and LOCALAI_NATS_REQUIRE_AUTH cannot be switched off.",
+                hint="Remove them: this cluster always needs a registration token and NATS credentials.",
+                id="cluster.W003",
+            )
+        )
+    if bool(cluster.nats_service_jwt) != bool(cluster.nats_service_seed):
+        found.append(
+            Error(
+                "LOCALAI_NATS_SERVICE_JWT and LOCALAI_NATS_SERVICE_SEED must be set together.",
+                hint="Set both, or neither: the server processes then mint their own credentials.",
+                id="cluster.E005",
+            )
+        )
+    elif cluster.nats_service_jwt:
+        try:
+            Credentials.of(cluster.nats_service_jwt, cluster.nats_service_seed)
+        except ValueError as error:
+            found.append(
+                Error(
+                    f"LOCALAI_NATS_SERVICE_JWT: {error}.",
+                    hint="Use the JWT and the seed of one NATS user.",
+                    id="cluster.E005",
+                )
+            )
+    return found

@@ -10,12 +10,19 @@ traceback after another. A secret may be given as `NAME` or as `NAME_FILE`, the 
 import json
 import os
 import re
+import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from localai_cluster import addresses, clock
+from localai_cluster.messaging import nkeys
+from localai_cluster.tls import TlsFiles, WrongFile
 
 T = TypeVar("T")
+_ROOT = Path(__file__).resolve().parents[1]
 
 _GO_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _GO_PART = re.compile(r"(\d+(?:\.\d+)?)(ns|us|µs|ms|s|m|h)")
@@ -30,7 +37,10 @@ WELL_KNOWN_SECRETS = {
     "password",
     "secret",
 }
+LONGEST_URL = 512
 SERVERS = ("uvicorn", "daphne")
+_TLS_HINT = "Name readable PEM files that belong together."
+REQUIRE_AUTH = ("LOCALAI_DISTRIBUTED_REQUIRE_AUTH", "LOCALAI_NATS_REQUIRE_AUTH")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _TRUE, _FALSE = {"1", "true", "yes", "on", "t"}, {"0", "false", "no", "off", "f", ""}
 
@@ -87,6 +97,19 @@ def parse_count(text: str) -> int:
     return int(text)
 
 
+def parse_base_url(text: str) -> str:
+    """The base URL of a web server, without a slash at its end; raises ValueError."""
+    plain = text.isascii() and text.isprintable() and " " not in text and len(text) <= LONGEST_URL
+    try:
+        parts = urlsplit(text if plain else "")
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable or parts.username is not None or parts.query or parts.fragment:
+        raise ValueError("not a base URL such as http://192.0.2.10:8080")
+    return text.rstrip("/")
+
+
 def parse_log_level(text: str) -> str:
     """One of logging's levels, in capitals; raises ValueError."""
     level = text.strip().upper()
@@ -111,6 +134,24 @@ def parse_galleries(text: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(g, dict) and g.get("url") for g in value):
         raise ValueError('not a JSON list of {"name": …, "url": …}')
     return value
+
+
+def parse_node_hosts(text: str) -> dict[str, frozenset[str]]:
+    """A JSON object of lists: further hosts by a node's name; raises ValueError."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError("not JSON") from None
+    if not isinstance(value, dict) or not all(isinstance(hosts, list) for hosts in value.values()):
+        raise ValueError('not a JSON object such as {"gpu-1": ["10.0.0.5"]}')
+    return {name: frozenset(_host(one, name) for one in hosts) for name, hosts in value.items()}
+
+
+def _host(value: Any, node: str) -> str:
+    try:
+        return addresses.host(value if isinstance(value, str) else "")
+    except ValueError:
+        raise ValueError(f"wrong at {node!r}: {value!r} is neither a host name nor an IP address") from None
 
 
 @dataclass
@@ -165,6 +206,39 @@ class Environment:
 
         return self.parsed(name, parse, default, "Use a duration such as 60s or 5m.")
 
+    def seed(self, name: str, role: nkeys.Role) -> str:
+        """The seed of a NATS key of this role, read as `secret`; a problem never quotes it."""
+        text = self.secret(name)
+        try:
+            return nkeys.from_seed(text, role).seed if text else ""
+        except ValueError as error:
+            self.refuse(name, f"is {error}", f"Use the NKEY seed of the {role}.")
+            return ""
+
+    def tls_files(self, prefix: str) -> TlsFiles:
+        """The files that `<prefix>_CA`, `_CERT` and `_KEY` name."""
+        return TlsFiles(*(self.text(f"{prefix}_{part}") for part in ("CA", "CERT", "KEY")))
+
+    def tls(self, prefix: str) -> ssl.SSLContext | None:
+        """A context of those files for connections that we open; None without files."""
+        files = self.tls_files(prefix)
+        try:
+            return files.client(clock.now()) if files else None
+        except WrongFile as error:
+            self.refuse(f"{prefix}_{error.part}", str(error), _TLS_HINT)
+            return None
+
+    def tls_server(self, prefix: str) -> TlsFiles:
+        """The files of a server of ours, checked."""
+        files = self.tls_files(prefix)
+        try:
+            if files:
+                files.server(clock.now())
+        except WrongFile as error:
+            self.refuse(f"{prefix}_{error.part}", str(error), _TLS_HINT)
+            return TlsFiles()
+        return files
+
     def refuse(self, setting: str, message: str, hint: str) -> None:
         """Adds a problem."""
         self.problems.append(Problem(setting, message, hint))
@@ -179,21 +253,49 @@ class ClusterSettings:
     host: str
     server: str
     port: int
+    public_url: str
+    """Base URL under which other machines reach the web server; "" if the operator did not say."""
+    wheel_dir: Path
+    """Folder with the package that joining machines install."""
     database_url: str
     redis_url: str
     nats_url: str
+    nats_account_seed: str = field(repr=False)
+    """The account key of the bus: it mints the credentials of nodes and of our own processes."""
+    nats_operator_seed: str = field(repr=False)
+    """With the next one, revokes credentials at once; without them they work until they expire."""
+    nats_system_seed: str = field(repr=False)
+    """The key of the bus's system account."""
+    nats_service_jwt: str = field(repr=False)
+    nats_service_seed: str = field(repr=False)
+    """Credentials of the server processes; without them they mint their own."""
+    nats_worker_jwt_ttl: float
+    worker_nats_url: str
+    """The bus as workers dial it."""
+    nats_tls: ssl.SSLContext | None
+    """With it the connections to the bus are encrypted or not made."""
+    web_tls: TlsFiles
+    """Certificate and key with which the web process serves HTTPS; none = HTTP."""
+    require_auth: bool
+    """The reference's switch; ours never goes without, and says so when it is set to false."""
     registration_token: str
     api_key: str
     auto_approve_nodes: bool
     allow_shared_token_nodes: bool
     expose_node_header: bool
+    node_hosts: Mapping[str, frozenset[str]]
+    """By a node's name: hosts that its addresses may have besides the one it registers."""
     galleries: list[dict[str, Any]]
+    gallery_dir: Path | None
+    """The folder of the gallery that we serve to our workers: `cluster:` URLs."""
     model_load_wait: float
     """How long a request waits for a running load (C32); 0 = without limit."""
     install_timeout: float
     """Reply limit of `backend.install` (C21)."""
+    upgrade_timeout: float
+    """Reply limit of `backend.upgrade` (C22)."""
     install_wait: float
-    """How long an install waits for a node that is offline before it fails."""
+    """How long an install, upgrade or deletion waits for a node that is offline before it fails."""
     model_load_timeout: float
     """Limit of one gRPC LoadModel (C28)."""
     load_failure_grace: float
@@ -203,15 +305,43 @@ class ClusterSettings:
     web_stale_after: float
     """Silence after which a web process is dead and its in-flight counts are dropped."""
     failed_tokens: int
-    """Failed registration tokens and node secrets allowed per address and minute."""
+    """Failed registration tokens and node secrets allowed per address and minute, and as many API keys."""
     drain_deadline: float
     """How long a node drained by an admin keeps replicas with running requests."""
+    unload_grace: float
+    """How long running requests may take before an unloaded replica's engine is stopped."""
+    auto_upgrade_backends: bool
+    """Whether controllers upgrade backends by themselves when a check has found something newer (O103)."""
+    upgrade_drain: float
+    """How long an upgrade in waves waits for running requests before it stops a node's engines."""
     event_retention: float
+    operation_retention: float
     """How long the timelines of nodes are kept, also of deregistered ones."""
     operation_lease: float
     """How long a controller keeps a claimed operation without renewing the claim."""
     request_timeout: float
     """Limit of one inference call to a backend process."""
+
+
+_DURATIONS: dict[str, tuple[str, float, float]] = {
+    "nats_worker_jwt_ttl": ("LOCALAI_NATS_WORKER_JWT_TTL", 86400.0, 10.0),
+    "model_load_wait": ("LOCALAI_MODEL_LOAD_WAIT", 60.0, 0.0),
+    "install_timeout": ("LOCALAI_NATS_BACKEND_INSTALL_TIMEOUT", 900.0, 1.0),
+    "upgrade_timeout": ("LOCALAI_NATS_BACKEND_UPGRADE_TIMEOUT", 900.0, 1.0),
+    "install_wait": ("CLUSTER_INSTALL_WAIT", 900.0, 1.0),
+    "model_load_timeout": ("LOCALAI_NATS_MODEL_LOAD_TIMEOUT", 300.0, 1.0),
+    "load_failure_grace": ("CLUSTER_LOAD_FAILURE_GRACE", 15.0, 0.0),
+    "node_stale_after": ("CLUSTER_NODE_STALE_AFTER", 60.0, 1.0),
+    "web_stale_after": ("CLUSTER_WEB_STALE_AFTER", 15.0, 1.0),
+    "drain_deadline": ("CLUSTER_DRAIN_DEADLINE", 3600.0, 1.0),
+    "unload_grace": ("CLUSTER_UNLOAD_GRACE", 30.0, 0.0),
+    "upgrade_drain": ("CLUSTER_UPGRADE_DRAIN", 120.0, 0.0),
+    "event_retention": ("CLUSTER_EVENT_RETENTION", 30 * 86400.0, 3600.0),
+    "operation_retention": ("CLUSTER_OPERATION_RETENTION", 90 * 86400.0, 3600.0),
+    "operation_lease": ("CLUSTER_OPERATION_LEASE", 10.0, 1.0),
+    "request_timeout": ("CLUSTER_REQUEST_TIMEOUT", 600.0, 1.0),
+}
+"""By their field: the variable of each duration, its default and the shortest one, in seconds."""
 
 
 def load(values: Mapping[str, str] = os.environ) -> tuple[ClusterSettings, Environment]:
@@ -224,30 +354,51 @@ def load(values: Mapping[str, str] = os.environ) -> tuple[ClusterSettings, Envir
         host=env.text("HOST", "127.0.0.1"),
         port=env.parsed("PORT", parse_port, 8080, "Use a port between 1 and 65535."),
         server=env.parsed("CLUSTER_SERVER", parse_server, "uvicorn", "Use uvicorn or daphne."),
+        public_url=env.parsed(
+            "CLUSTER_PUBLIC_URL", parse_base_url, "", "Use a URL such as http://192.0.2.10:8080."
+        ),
+        wheel_dir=Path(env.text("CLUSTER_WHEEL_DIR", str(_ROOT / "dist"))).absolute(),
         database_url=env.secret("DATABASE_URL"),
         redis_url=env.secret("REDIS_URL"),
         nats_url=env.secret("LOCALAI_NATS_URL"),
+        nats_account_seed=env.seed("LOCALAI_NATS_ACCOUNT_SEED", "account"),
+        nats_operator_seed=env.seed("CLUSTER_NATS_OPERATOR_SEED", "operator"),
+        nats_system_seed=env.seed("CLUSTER_NATS_SYSTEM_SEED", "account"),
+        nats_service_jwt=env.secret("LOCALAI_NATS_SERVICE_JWT"),
+        nats_service_seed=env.seed("LOCALAI_NATS_SERVICE_SEED", "user"),
+        worker_nats_url=env.text("CLUSTER_WORKER_NATS_URL"),
+        nats_tls=env.tls("LOCALAI_NATS_TLS"),
+        web_tls=env.tls_server("CLUSTER_TLS"),
+        require_auth=all(env.boolean(name, True) for name in REQUIRE_AUTH),
         registration_token=env.secret("LOCALAI_REGISTRATION_TOKEN"),
         api_key=env.secret("LOCALAI_API_KEY"),
         auto_approve_nodes=env.boolean("LOCALAI_AUTO_APPROVE_NODES"),
         allow_shared_token_nodes=env.boolean("LOCALAI_ALLOW_SHARED_TOKEN_NODES"),
+        auto_upgrade_backends=env.boolean("LOCALAI_AUTO_UPGRADE_BACKENDS"),
         expose_node_header=env.boolean("LOCALAI_EXPOSE_NODE_HEADER"),
+        node_hosts=env.parsed(
+            "CLUSTER_NODE_HOSTS",
+            parse_node_hosts,
+            {},
+            'Use a JSON object: {"gpu-1": ["10.0.0.5", "gpu-1.lan"]}, hosts without ports.',
+        ),
         galleries=env.parsed(
             "LOCALAI_BACKEND_GALLERIES", parse_galleries, [], 'Use a JSON list: [{"name": …, "url": …}].'
         ),
-        model_load_wait=env.seconds("LOCALAI_MODEL_LOAD_WAIT", 60.0, minimum=0.0),
-        install_timeout=env.seconds("LOCALAI_NATS_BACKEND_INSTALL_TIMEOUT", 900.0),
-        install_wait=env.seconds("CLUSTER_INSTALL_WAIT", 86400.0),
-        model_load_timeout=env.seconds("LOCALAI_NATS_MODEL_LOAD_TIMEOUT", 300.0),
-        load_failure_grace=env.seconds("CLUSTER_LOAD_FAILURE_GRACE", 15.0, minimum=0.0),
-        node_stale_after=env.seconds("CLUSTER_NODE_STALE_AFTER", 60.0),
-        web_stale_after=env.seconds("CLUSTER_WEB_STALE_AFTER", 15.0),
+        gallery_dir=Path(served).absolute() if (served := env.text("CLUSTER_GALLERY_DIR")) else None,
         failed_tokens=env.parsed(
             "CLUSTER_FAILED_TOKENS", parse_count, 30, "Use a whole number such as 30, or 3000 behind a proxy."
         ),
-        drain_deadline=env.seconds("CLUSTER_DRAIN_DEADLINE", 3600.0),
-        event_retention=env.seconds("CLUSTER_EVENT_RETENTION", 30 * 86400.0, minimum=3600.0),
-        operation_lease=env.seconds("CLUSTER_OPERATION_LEASE", 10.0),
-        request_timeout=env.seconds("CLUSTER_REQUEST_TIMEOUT", 600.0),
+        **{name: env.seconds(*setting) for name, setting in _DURATIONS.items()},
     )
+    _check_galleries(cluster, env)
     return cluster, env
+
+
+def _check_galleries(cluster: ClusterSettings, env: Environment) -> None:
+    if cluster.gallery_dir is None and any(str(g["url"]).startswith("cluster:") for g in cluster.galleries):
+        env.refuse(
+            "LOCALAI_BACKEND_GALLERIES",
+            "has a cluster: URL, but CLUSTER_GALLERY_DIR is not set",
+            "Set CLUSTER_GALLERY_DIR to the folder of that gallery.",
+        )

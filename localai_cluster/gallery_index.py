@@ -2,20 +2,24 @@
 
 Workers read it for every install, the catalogue of the web process once a minute. Entries are parsed
 leniently: a field of the wrong type is ignored, an entry without a name is skipped, and long values are cut.
-`parse` is pure; only `fetch` uses disk or network.
+`parse` is pure; only `fetch` uses disk or network. `cluster:NAME` is a file of the gallery that the control
+plane serves: it reads it from its folder, a worker over HTTP with its own secret.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
-from urllib.parse import unquote, urlsplit
+from typing import Any, BinaryIO
+from urllib.parse import unquote, urljoin, urlsplit
 
 import httpx
 import yaml
+from yaml.composer import Composer
 
+from localai_cluster import nesting, regular_files
 from localai_cluster.errors import ClusterError
 from localai_cluster.messaging.messages import Gallery
 
@@ -23,10 +27,20 @@ FETCH_TIMEOUT = 120.0
 INDEX_LIMIT = 16 * 1024 * 1024
 MOST_ENTRIES, MOST_TEXTS, LONGEST_TEXT = 10_000, 100, 16 * 1024
 """Limits on entries per index, texts per field and characters per text: YAML aliases can multiply data."""
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+MOST_MERGED = 1_000_000
+"""Entries that all merges (`<<`) of one index may copy; a real index has a few thousand."""
+
+CLUSTER = "cluster:"
+"""What a URL of the control plane's own gallery begins with."""
+SUFFIXES = (".tar", ".tar.gz", ".tgz")
+"""What the name of an archive ends with."""
+_SERVED = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,199}")
 
 ResolvePath = Callable[[Path], Path]
 """Resolves a local path; raises ValueError for one that must not be read."""
+
+ReadServed = Callable[[str], Awaitable[bytes]]
+"""Reads a file of the control plane's own gallery, at most `INDEX_LIMIT` bytes. ValueError, OSError."""
 
 
 class GalleryUnreadable(ClusterError):
@@ -45,6 +59,7 @@ class GalleryEntry:
     uri: str = ""
     mirrors: tuple[str, ...] = ()
     capabilities: Mapping[str, str] | None = None
+    sha256: str = ""
     version: str = ""
     description: str = ""
     icon: str = ""
@@ -67,7 +82,7 @@ def folded(name: str) -> str:
 def parse(text: bytes, gallery: Gallery) -> list[GalleryEntry]:
     """The entries of an index; anything else in it is skipped. GalleryUnreadable."""
     try:
-        listed = yaml.load(text, Loader=_LOADER)
+        listed = yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise GalleryUnreadable(
             f"the index of gallery {gallery.name or gallery.url} is not YAML: {error}"
@@ -78,23 +93,68 @@ def parse(text: bytes, gallery: Gallery) -> list[GalleryEntry]:
     return [_build(item, gallery) for item in islice(named, MOST_ENTRIES)]
 
 
+_FAST: tuple[Any, ...] = (Composer, yaml.CSafeLoader) if yaml.__with_libyaml__ else (yaml.SafeLoader,)
+
+
+class _Loader(*_FAST):  # type: ignore[misc]
+    """Safe YAML of bounded depth and size.
+
+    libyaml splits the text, Python composes it: libyaml's own composer goes down on the stack of the process,
+    and a deep text ends that.
+    """
+
+    def __init__(self, stream: bytes) -> None:
+        super().__init__()
+        _FAST[-1].__init__(self, stream)
+        self._level, self._left = 0, MOST_MERGED
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Composes one node; YAMLError below the last level that is accepted."""
+        self._level += 1
+        if self._level > nesting.LEVELS:
+            raise yaml.YAMLError(nesting.TOO_DEEP)
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        return node
+
+    def flatten_mapping(self, node: Any) -> None:
+        """Carries merges out; YAMLError for those that multiply."""
+        for merged in _merged(node):
+            self.flatten_mapping(merged)
+            self._left -= len(merged.value)
+            if self._left < 0:
+                raise yaml.YAMLError(f"its merges copy more than {MOST_MERGED} entries")
+        super().flatten_mapping(node)
+
+
+def _merged(node: Any) -> list[Any]:
+    """The mappings that are merged into this one."""
+    named = [value for key, value in node.value if key.tag == "tag:yaml.org,2002:merge"]
+    parts = [part for value in named for part in (value.value if value.id == "sequence" else [value])]
+    return [part for part in parts if getattr(part, "id", "") == "mapping"]
+
+
 async def fetch(
     gallery: Gallery,
     client: httpx.AsyncClient,
     *,
+    served: ReadServed,
     resolve: ResolvePath = Path.resolve,
     timeout: float = FETCH_TIMEOUT,
 ) -> list[GalleryEntry]:
     """The entries of a gallery from its URL or the first mirror that answers. GalleryUnreadable.
 
-    `resolve` decides which files may be read; `timeout` is in seconds per address.
+    `served` reads `cluster:` URLs, `resolve` decides which files may be read; `timeout` is in seconds per
+    address.
     """
     reasons = []
     for url in (gallery.url, *gallery.mirrors):
         try:
-            text = await _read(url, client, resolve, timeout)
+            name = served_name(url)
+            async with asyncio.timeout(timeout):
+                text = await (_read(url, client, resolve) if name is None else served(name))
             return await asyncio.to_thread(parse, text, gallery)
-        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, GalleryUnreadable) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, ClusterError) as error:
             reasons.append(f"{public_url(url)}: {error or type(error).__name__}")
     raise GalleryUnreadable(f"gallery {gallery.name} cannot be read: {'; '.join(reasons)}")
 
@@ -119,33 +179,95 @@ def public_url(url: str) -> str:
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="", fragment="").geturl()
 
 
-async def _read(url: str, client: httpx.AsyncClient, resolve: ResolvePath, timeout: float) -> bytes:
+def stem(name: str) -> str | None:
+    """The name of an archive without its suffix; None if it is not the name of one."""
+    suffix = next((suffix for suffix in reversed(SUFFIXES) if name.lower().endswith(suffix)), None)
+    return name[: -len(suffix)] if suffix else None
+
+
+def name_of(uri: str) -> str:
+    """What a backend from this address is called if the request gives no name: the last part of its path.
+
+    Without the suffix of an archive, or the tag or digest of an image. "" if there is no such part.
+    """
+    last = uri.partition("?")[0].partition("#")[0].rstrip("/").rpartition("/")[2].removeprefix(CLUSTER)
+    if archive := stem(last):
+        return archive
+    scheme = uri.partition(":")[0] if "://" in uri else ""
+    if uri.startswith("/") or scheme in ("file", "http", "https"):
+        return last
+    return last.partition("@")[0].partition(":")[0]
+
+
+def served_name(url: str) -> str | None:
+    """The file that a `cluster:` URL names, None for any other URL. ValueError for what cannot be one."""
+    if not url.startswith(CLUSTER):
+        return None
+    name = url.removeprefix(CLUSTER)
+    if not is_served_name(name):
+        raise ValueError("only letters, digits and . _ + - may follow cluster:")
+    return name
+
+
+def is_served_name(name: str) -> bool:
+    """Whether this can be a file directly in the folder of the control plane's gallery."""
+    return _SERVED.fullmatch(name) is not None
+
+
+def open_served(folder: Path, name: str) -> BinaryIO:
+    """Opens a file directly in the gallery's folder, no link and no pipe. ValueError, OSError."""
+    if not is_served_name(name):
+        raise ValueError("not the name of a file of the gallery")
+    return regular_files.open_file(folder / name, follow_links=False)
+
+
+def read_served(folder: Path, name: str) -> bytes:
+    """A whole file of the gallery's folder, at most `INDEX_LIMIT` bytes. ValueError, OSError."""
+    with open_served(folder, name) as file:
+        return _bounded(file.read(INDEX_LIMIT + 1))
+
+
+def located(uri: str, index: str) -> str:
+    """Where the source of an entry is: relative to the index that lists it, unless it stands for itself."""
+    if not uri or urlsplit(uri).scheme or uri.startswith("/"):
+        return uri
+    if index.startswith(CLUSTER):
+        return CLUSTER + uri.removeprefix("./")
+    path = local_path(index)
+    return str(path.parent / uri) if path is not None else urljoin(index, uri)
+
+
+async def body_bounded(answer: httpx.Response) -> bytes:
+    """The body of an open answer with status 200. ValueError for another one, or a longer body."""
+    if answer.status_code != 200:
+        raise ValueError(f"HTTP status {answer.status_code}")
+    text = bytearray()
+    async for part in answer.aiter_bytes():
+        text += part
+        if len(text) > INDEX_LIMIT:
+            break
+    return _bounded(bytes(text))
+
+
+async def _read(url: str, client: httpx.AsyncClient, resolve: ResolvePath) -> bytes:
     path = local_path(url)
     if path is not None:
-        return await asyncio.to_thread(_read_file, resolve(path))
+        return await asyncio.to_thread(lambda: _read_file(resolve(path)))
     if not url.startswith(("http://", "https://")):
-        raise ValueError("only file://, http:// and https:// URLs are supported")
-    urlsplit(url).port  # noqa: B018 - reading it raises ValueError for a port that cannot be
-    text = bytearray()
-    async with asyncio.timeout(timeout), client.stream("GET", url, follow_redirects=True) as answer:
-        if answer.status_code != 200:
-            raise ValueError(f"HTTP status {answer.status_code}")
-        async for part in answer.aiter_bytes():
-            text += part
-            _bounded(len(text))
-    return bytes(text)
+        raise ValueError("only cluster:, file://, http:// and https:// URLs are supported")
+    _ = urlsplit(url).port  # ValueError for a port that cannot be
+    async with client.stream("GET", url, follow_redirects=True) as answer:
+        return await body_bounded(answer)
 
 
 def _read_file(path: Path) -> bytes:
-    with open(path, "rb") as file:
-        text = file.read(INDEX_LIMIT + 1)
-    _bounded(len(text))
-    return text
+    return _bounded(regular_files.read(path, INDEX_LIMIT))
 
 
-def _bounded(size: int) -> None:
-    if size > INDEX_LIMIT:
+def _bounded(text: bytes) -> bytes:
+    if len(text) > INDEX_LIMIT:
         raise ValueError(f"longer than {INDEX_LIMIT} bytes")
+    return text
 
 
 def _build(item: Mapping[str, Any], gallery: Gallery) -> GalleryEntry:
@@ -156,6 +278,7 @@ def _build(item: Mapping[str, Any], gallery: Gallery) -> GalleryEntry:
         uri=_text(item.get("uri")),
         mirrors=_texts(item.get("mirrors")),
         capabilities=_choices(capabilities) if isinstance(capabilities, dict) else None,
+        sha256=_text(item.get("sha256")).strip().lower(),
         version=_text(item.get("version")),
         description=_text(item.get("description")),
         icon=_text(item.get("icon")),

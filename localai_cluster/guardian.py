@@ -2,7 +2,7 @@
 
 The owner (`localai_cluster.procs.Guardian`) runs this file as a script with a pipe on its standard input and
 tells it which groups it has started. The pipe closes when the owner ends, however it ends; then the guardian
-stops the groups still named, the highest rank first, and whatever else carries the owner's mark in its
+stops the groups still named, the highest rank first, and all else that carries the owner's mark in its
 environment. Lines: `+<pgid> <start> <signal> <seconds> <leader|group> <rank>` and `-<pgid>`. The mark is
 its argument.
 
@@ -98,7 +98,7 @@ def marked(mark: str) -> Iterator[Stat]:
 
 
 def family(group: Group) -> set[Stat]:
-    """The members of `group` and all their descendants, whatever sessions those have made for themselves.
+    """The members of `group` and all their descendants, in sessions of their own too.
 
     Another guardian among them is left out: it has its own work to do when its owner ends.
     """
@@ -159,13 +159,13 @@ def end(group: Group, hurry: Callable[[], bool] = lambda: False) -> bool:
     ask(group, group.polite)
     looks, orphaned = round(group.seconds / POLL_SECONDS), False
     while looks > 0 and not hurry():
-        # Looked at anew each time: a member may have started others since.
+        # Looked at again each time: a member may have started others since.
         seen |= family(group)
         seen = {one for one in seen if same(one)}
         if not seen:
             return True
         if not orphaned and group.pgid not in {one.pid for one in seen}:
-            # Nobody is left who would pass the wish on.
+            # No process is left that would pass the wish on.
             orphaned = True
             looks = min(looks, round(ORPHAN_SECONDS / POLL_SECONDS))
             kill(seen, signal.SIGTERM)

@@ -6,10 +6,11 @@ process ready: warm requests need none, and a balancer that took every web proce
 """
 
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as OutOfTime
 from datetime import timedelta
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import redis
@@ -20,7 +21,9 @@ from django.views.decorators.http import require_safe
 from django_q.models import Schedule
 
 from localai_cluster import clock, conf
-from localai_cluster.messaging.nats import parse_url
+from localai_cluster.messaging.servers import parse_url
+
+T = TypeVar("T")
 
 LIMIT = 1.0
 OVERDUE = timedelta(seconds=30)
@@ -30,7 +33,7 @@ _threads = ThreadPoolExecutor(max_workers=12, thread_name_prefix="readyz")
 
 
 class NotReady(Exception):
-    """A dependency is not as it should be; the text is for everybody."""
+    """A dependency is not as it should be; the text may be shown to anyone."""
 
 
 @csrf_exempt
@@ -52,9 +55,10 @@ def readyz(request: HttpRequest) -> JsonResponse:
     return JsonResponse(body, status=503, headers={"Retry-After": f"{2 * LIMIT:.0f}"})
 
 
-def look() -> dict[str, str]:
-    """Each dependency with `ok` or what is wrong with it."""
-    started = {name: _threads.submit(check) for name, check in CHECKS.items()}
+def look(names: Collection[str] | None = None) -> dict[str, str]:
+    """Each dependency, or each of these, with `ok` or what is wrong with it."""
+    wanted = {name: check for name, check in CHECKS.items() if names is None or name in names}
+    started = {name: _threads.submit(check) for name, check in wanted.items()}
     deadline = clock.monotonic() + LIMIT
     found: dict[str, str] = {}
     for name, future in started.items():
@@ -66,9 +70,17 @@ def look() -> dict[str, str]:
         except NotReady as reason:
             found[name] = str(reason)
         except Exception as error:
-            # Whatever a client library raises, the answer is the same: this dependency does not work.
+            # Any error of a client library means the same: this dependency does not work.
             found[name] = f"not reachable ({type(error).__name__})"
     return found
+
+
+def within_limit(question: Callable[[], T]) -> T | None:
+    """The answer, if it comes in time and is no error of the system."""
+    try:
+        return _threads.submit(question).result(timeout=LIMIT)
+    except (OutOfTime, OSError):
+        return None
 
 
 def _database() -> None:

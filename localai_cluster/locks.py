@@ -1,8 +1,8 @@
-"""Numbered try-locks for work that only one process may do at a time.
+"""Numbered try-locks for work that only one process may do at a time, and one line to stand in by name.
 
 They are PostgreSQL advisory locks bound to a transaction: a crash releases them, losing returns at once. Only
-who makes the schema waits (R1.9). The numbers are the reference's (`contract/scheduling.md` §0), so both can
-share a database without meeting.
+who makes the schema waits (R1.9), and who stands in line. The numbers are the reference's
+(`contract/scheduling.md` §0), so both can share a database without meeting.
 """
 
 from collections.abc import Iterator
@@ -11,16 +11,22 @@ from enum import IntEnum
 
 from django.db import connection, transaction
 
+_LINES = 1
+"""Locks of two numbers never meet those of one."""
+
 
 class Lock(IntEnum):
     """Who may run alone."""
 
     LIVENESS = 104
     SCHEMA = 105
+    UPGRADE_CHECK = 106
     OPERATION_REAPER = 0x1_0000_0001
     SCHEDULES = 0x1_0000_0002
     DRAINS = 0x1_0000_0003
     TIMELINE = 0x1_0000_0004
+    INTENT_REAPER = 0x1_0000_0005
+    STALE_INTENTS = 0x1_0000_0006
 
 
 @contextmanager
@@ -32,9 +38,18 @@ def try_lock(lock: Lock) -> Iterator[bool]:
         yield bool(taken)
 
 
+def stand_in_line(name: str) -> None:
+    """Waits until no other transaction that stands in this line is left; the place ends with the transaction.
+
+    Names that share a hash share a line, which costs no more than a wait.
+    """
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_advisory_xact_lock(%s, hashtext(%s))", [_LINES, name])
+
+
 @contextmanager
 def wait_for_lock(lock: Lock) -> Iterator[None]:
-    """Holds `lock` on this connection across transactions; waits until whoever has it is done or dead."""
+    """Holds `lock` on this connection across transactions; waits until its holder is done or dead."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_advisory_lock(%s)", [int(lock)])
         try:

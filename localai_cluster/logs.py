@@ -37,7 +37,7 @@ def new_request_id(offered: str = "") -> str:
 
 
 class NoExpectedRefusals(logging.Filter):
-    """Drops the framework's own line for a 503: whoever answers one has said why, where it matters."""
+    """Drops the framework's own line for a 503: the code that answers one has said why, where it matters."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return getattr(record, "status_code", 0) != 503

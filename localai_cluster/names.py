@@ -1,10 +1,15 @@
 """Names and labels as strangers send them: which characters they may have, and when two look alike."""
 
 import unicodedata
+from functools import cache
+
+from confusable_homoglyphs.utils import load  # type: ignore[import-untyped]
 
 from localai_cluster import errors
 
 LONGEST_NAME = 255
+LONGEST_TEXT = 4000
+"""Characters kept of what a worker or an engine says went wrong."""
 _REFUSED = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories: control, format (bidi, zero width), surrogate, private, unassigned, separators."""
 _BLANKS = frozenset("\u115f\u1160\u2800\u3164\uffa0\U0001d159")
@@ -19,8 +24,36 @@ _UNPRINTABLE = _BLANKS | _UNSEEN_MARKS
 
 
 def key(name: str) -> str:
-    """What two names have in common that a person cannot tell apart: NFKC, then case folding."""
+    """What two names have in common that a person cannot tell apart.
+
+    NFKC, case folding, and for each character outside ASCII the ASCII that it looks like, if any (Unicode TS
+    39): a Cyrillic "\u0430" counts as "a". Characters of ASCII are never taken for each other. `gpu-l` and
+    `gpu-1`, `m` and `rn` are different names, because operators number their machines.
+    """
+    folded = _folded(name)
+    # A letter that was replaced may join an accent that follows it.
+    while not folded.isascii():
+        seen = _folded(unicodedata.normalize("NFD", folded).translate(_look_alikes()))
+        if seen == folded:
+            break
+        folded = seen
+    return folded
+
+
+def _folded(name: str) -> str:
     return unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
+
+
+@cache
+def _look_alikes() -> dict[int, str]:
+    """Characters outside ASCII -> the ASCII that they look like. Read once it is needed: that takes time."""
+    found = {}
+    for character, others in load("confusables.json").items():
+        if len(character) == 1 and not character.isascii():
+            seen = [other["c"] for other in others if other["c"].isascii()]
+            if seen:
+                found[ord(character)] = min(seen)
+    return found
 
 
 def unprintable(text: str) -> str:
@@ -34,6 +67,16 @@ def unprintable(text: str) -> str:
 def plain(text: str) -> str:
     """The text as it may stand in a record: one line, nothing that cannot be seen."""
     return "".join(" " if unprintable(character) else character for character in text).strip()
+
+
+def readable(text: str) -> str:
+    """A stranger's text of several lines as it may be stored and shown, cut in its middle.
+
+    Its beginning says what happened, its end is an engine's last words.
+    """
+    if len(text) > LONGEST_TEXT:
+        text = f"{text[: LONGEST_TEXT // 4]} … {text[-3 * LONGEST_TEXT // 4 :]}"
+    return "".join(" " if one not in "\n\t" and unprintable(one) else one for one in text)
 
 
 def check_text(text: str, field: str) -> None:

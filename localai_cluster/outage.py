@@ -1,6 +1,6 @@
 """While the database cannot be reached: how an error tells it, and how little is said about it.
 
-An outage is expected and ends by itself: whoever needs the database tries again, and the rows decide what
+An outage is expected and ends by itself: code that needs the database tries again, and the rows decide what
 goes on. Its tracebacks would only hide what else happened, so `OneLineOutages` makes each of them a warning
 of one line, and recurring tasks leave a run out.
 """
@@ -22,7 +22,7 @@ _KINDS = (
     psycopg.InterfaceError,
 )
 _VALKEY_AWAY = (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError)
-"""It carries hints and counts; whoever needs it goes on without, and its library logs that at length."""
+"""It carries hints and counts; code that needs it goes on without, and its library logs that at length."""
 _SERVER_ENDS = frozenset({"57P01", "57P02", "57P03"})
 """Shut down by an administrator, by a crash, or not yet up."""
 

@@ -6,13 +6,17 @@ The controller calls `tick` every second, because django-q2's own loop looks onl
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import datetime
 
+from django.db.models import Min
 from django_q.brokers import get_broker
 from django_q.models import OrmQ, Schedule
 from django_q.scheduler import scheduler
 
 from localai_cluster.locks import Lock, try_lock
 
+SILENT_AFTER = 30.0
+"""Seconds that a task may wait before nobody is thought to carry tasks out."""
 BACKLOG = 20
 """Waiting tasks at which the ticker holds back."""
 
@@ -47,7 +51,14 @@ def ensure(recurring: Iterable[Recurring]) -> None:
 def tick() -> None:
     """Enqueues every schedule that is due; several tickers never fire one twice (row locks).
 
-    While nobody takes tasks off the queue nothing is added: a backlog of the same pass helps nobody.
+    While no one takes tasks off the queue nothing is added: a backlog of the same pass is of no use.
     """
     if OrmQ.objects.count() < BACKLOG:
         scheduler(broker=get_broker())
+
+
+def waiting_since(*, now: datetime) -> datetime | None:
+    """Since when a task has been on the queue that nobody has taken; None if there is none. One query."""
+    # A task that somebody has taken may be given to another one at a later time only.
+    found: datetime | None = OrmQ.objects.filter(lock__lte=now).aggregate(oldest=Min("lock"))["oldest"]
+    return found

@@ -1,7 +1,7 @@
-"""Child processes that end with their owner, whatever ends the owner. Without Django: the worker uses it too.
+"""Child processes that end with their owner, however that ends. Without Django: the worker uses it too.
 
 `spawn` starts a child in a session of its own, so that a Ctrl-C meant for the owner does not reach it and one
-signal reaches all of it. A `Guardian` is told of every child and, should the owner die without a word
+signal reaches all of it. A `Guardian` knows every child and, should the owner die without a word
 (`kill -9`), ends them in order. Asking the kernel for a signal at the parent's death is not enough: a
 `run.sh` that forks, a pool's children and `unshare` all lose that wish. `localai_cluster.guardian` is the
 other end.

@@ -1,12 +1,13 @@
 """The raw route table: what is answered in front of Django, by which application.
 
-`asgi.py` routes by it, the OpenAPI document and the tests that walk every route read it.
+`edge.py` routes by it, the OpenAPI document and the tests that walk every route read it.
 """
 
 import re
 from dataclasses import dataclass
 from typing import Any
 
+from nodes.api.gallery import GalleryApplication
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.api.registrations import RegistrationApplication
 from nodes.inference.embeddings import embed
@@ -36,6 +37,7 @@ ROUTES: tuple[RawRoute, ...] = (
     RawRoute("GET", "/v1/models", _models),
     RawRoute("GET", "/models", _models),
     RawRoute("POST", "/api/node/register", RegistrationApplication()),
+    RawRoute("GET", "/api/node/{node_id}/gallery/{file}", GalleryApplication()),
     RawRoute("POST", "/api/node/{node_id}/heartbeat", HeartbeatApplication(pool.shared, known.shared())),
 )
 

@@ -15,7 +15,9 @@ from psycopg.errors import ProgrammingError
 from localai_cluster import __version__, logs
 from localai_cluster import env as _env
 
-BASE_DIR = Path(__file__).resolve().parent.parent
+_BUNDLED = Path(__file__).resolve().parent / "bundled"
+FILES = _BUNDLED if _BUNDLED.is_dir() else _BUNDLED.parent.parent
+"""Where templates and pages are: inside of an installed wheel, or at the top of a working copy."""
 CLUSTER, _environment = _env.load()
 
 SECRET_KEY = _environment.secret("SECRET_KEY")
@@ -92,6 +94,7 @@ MIDDLEWARE = [
     "django.middleware.common.CommonMiddleware",
     "django.middleware.csrf.CsrfViewMiddleware",
     "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "localai_cluster.accounts.audit.OfRequest",
     "django.contrib.messages.middleware.MessageMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
 ]
@@ -108,13 +111,14 @@ SESSION_ENGINE = "localai_cluster.accounts.session_store"
 SESSION_COOKIE_HTTPONLY = True
 SESSION_COOKIE_AGE = 30 * 24 * 3600
 SESSION_COOKIE_SAMESITE = "Lax"
+SESSION_COOKIE_SECURE = CSRF_COOKIE_SECURE = bool(CLUSTER.web_tls)
 X_FRAME_OPTIONS = "DENY"
 DATA_UPLOAD_MAX_MEMORY_SIZE = 1024 * 1024
 
 TEMPLATES = [
     {
         "BACKEND": "django.template.backends.django.DjangoTemplates",
-        "DIRS": [BASE_DIR / "templates"],
+        "DIRS": [FILES / "templates"],
         "APP_DIRS": True,
         "OPTIONS": {
             "context_processors": [
@@ -136,11 +140,11 @@ FORMAT_MODULE_PATH = "localai_cluster.web.formats"
 USE_TZ = True
 TIME_ZONE = "UTC"
 STATIC_URL = "/static/"
-UI_DIST = BASE_DIR / "static" / "dist"
-STATICFILES_DIRS = [BASE_DIR / "static" / "site", ("ui", UI_DIST)]
+UI_DIST = FILES / "static" / "dist"
+STATICFILES_DIRS = [FILES / "static" / "site", ("ui", UI_DIST)]
 # The page's folder is there after the first `make ui`; until then the page itself says what to do.
 SILENCED_SYSTEM_CHECKS = ["staticfiles.W004"]
-STATIC_ROOT = BASE_DIR / "static" / "collected"
+STATIC_ROOT = FILES / "static" / "collected"
 
 # The core layer of channels-redis closes idle websockets with redis-py 8; the pubsub layer does not.
 CHANNEL_LAYERS = {
@@ -161,7 +165,9 @@ Q_CLUSTER = {
     "max_attempts": 2,
     "poll": 0.2,
     "bulk": 1,
-    "save_limit": 100,
+    # Of each function, so that the last run of a rare one stays known.
+    "save_limit": 20,
+    "save_limit_per": "func",
     "catch_up": False,
     "scheduler": False,
     "label": "Tasks",
@@ -240,7 +246,7 @@ LOGGING = {
             for mistake in ("DisallowedHost", "DisallowedRedirect", "TooManyFieldsSent")
         },
         "daphne": {"level": "WARNING"},
-        # Below that it tells of what clients do: connect, leave, send nonsense.
+        # Below that it reports what clients do: connect, leave, send nonsense.
         "uvicorn": {"level": "ERROR"},
         "httpx": {"level": "WARNING"},
         "django-q": {"level": "WARNING"},

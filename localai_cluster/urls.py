@@ -12,7 +12,10 @@ from django.views.generic import RedirectView
 from localai_cluster import health
 from localai_cluster.documents import DocsView, SchemaView
 from localai_cluster.shell import BrandingView, FeaturesView, VersionView
+from localai_cluster.system_health import SystemHealthView
 from localai_cluster.web.page import page
+from nodes.api import engines, gallery_lists, installed, join, plain_commands
+from operations.api import jobs
 
 handler400 = "localai_cluster.web.envelopes.bad_request"
 handler404 = "localai_cluster.web.page.not_found"
@@ -32,14 +35,35 @@ urlpatterns: list[URLPattern | URLResolver] = [
     path("app", page),
     path("app/<path:path>", page),
     path("login", page),
+    path("join", join.ScriptView.as_view()),
+    path("join/wheel", join.WheelView.as_view()),
     path("version", VersionView.as_view()),
     path("healthz", health.healthz),
     path("readyz", health.readyz),
+    # The reference's other names (§3.9, §4.3, §4.5).
+    path("backends", installed.InstalledView.as_view()),
+    path("backends/upgrades", installed.OtherUpgradesView.as_view()),
+    path("backends/upgrades/check", installed.OtherUpgradeCheckView.as_view()),
+    path("backends/available", gallery_lists.AvailableView.as_view()),
+    path("backends/known", gallery_lists.KnownView.as_view()),
+    path("backends/galleries", gallery_lists.GalleriesView.as_view()),
+    path("backends/apply", plain_commands.ApplyView.as_view()),
+    path("backends/upgrade/<str:name>", plain_commands.PlainUpgradeView.as_view()),
+    path("backends/delete/<str:name>", plain_commands.PlainDeleteView.as_view()),
+    path("backends/jobs", jobs.BackendJobsView.as_view()),
+    path("backends/jobs/<str:uid>", jobs.JobStatusView.as_view()),
+    path("models/jobs", jobs.ModelJobsView.as_view()),
+    path("models/jobs/<str:uid>", jobs.ModelJobStatusView.as_view()),
     path("api/auth/", include("localai_cluster.accounts.urls")),
     path("api/features", FeaturesView.as_view()),
     path("api/branding", BrandingView.as_view()),
-    path("api/", include("nodes.api.urls")),
+    # Its words, such as `operations/history`, come before the ids of the others.
     path("api/", include("operations.api.urls")),
+    path("api/", include("nodes.api.urls")),
+    path("backend/load", engines.LoadView.as_view()),
+    path("backend/shutdown", engines.ShutdownView.as_view()),
+    path("backend/monitor", engines.MonitorView.as_view()),
+    path("api/system/health", SystemHealthView.as_view()),
     path("api/schema", SchemaView.as_view(), name="schema"),
     path("api/docs", DocsView.as_view(url_name="schema")),
     path("admin/", admin.site.urls),

@@ -1,40 +1,58 @@
-"""Operations in Django's admin: read-only."""
+"""What stands around operations in Django's admin: read-only. Operations: `nodes/admin/operations.py`."""
+
+from typing import Any, ClassVar
 
 from django.contrib import admin
+from django.db import transaction
+from django.db.models import QuerySet
 from django.http import HttpRequest
 from django_q.admin import ScheduleAdmin
+from django_q.models import Schedule
 
-from localai_cluster.web.admin import Observed, TabularInline
-from operations.models import ControllerBeat, Operation, OperationTarget, Sequence
+from localai_cluster import clock
+from localai_cluster.accounts import audit
+from localai_cluster.accounts.audit import Change
+from localai_cluster.web.admin import ModelAdmin, Observed
+from operations.models import ControllerBeat, OperationTarget, Sequence
 
 # The library shows the method's name as the column's.
 setattr(ScheduleAdmin.get_last_run, "short_description", "last run")  # noqa: B010 - as Django reads it
+admin.site.unregister(Schedule)
 
 
-class TargetInline(TabularInline):
-    """An operation's progress per node."""
+@admin.register(Schedule)
+class PausableScheduleAdmin(ModelAdmin, ScheduleAdmin):
+    """The schedules; the library knows a pause only as "0 repeats"."""
 
-    model = OperationTarget
-    extra = 0
-    can_delete = False
+    list_display: Any = ("name", "cron", "running", "next_run", "get_last_run", "get_success")
+    list_display_links: Any = ("name",)
+    list_filter: ClassVar[Any] = ("next_run",)
+    actions = ("pause", "resume")
 
-    def has_add_permission(self, request: HttpRequest, obj: Operation | None = None) -> bool:
-        """Targets come with the operation."""
-        return False
+    @admin.display(boolean=True, description="running")
+    def running(self, row: Schedule) -> bool:
+        """Whether it is not paused."""
+        return bool(row.repeats)
 
-    def has_change_permission(self, request: HttpRequest, obj: Operation | None = None) -> bool:
-        """Progress is reported by workers."""
-        return False
+    @admin.action(description="Pause the selected schedules", permissions=["change"])
+    def pause(self, request: HttpRequest, queryset: "QuerySet[Schedule]") -> None:
+        """Until someone resumes them."""
+        self.message_user(request, f"Paused: {_changed('paused', queryset.exclude(repeats=0), repeats=0)}")
+
+    @admin.action(description="Resume the selected schedules", permissions=["change"])
+    def resume(self, request: HttpRequest, queryset: "QuerySet[Schedule]") -> None:
+        """They run now and then as planned."""
+        rows = queryset.filter(repeats=0)
+        self.message_user(request, f"Resumed: {_changed('resumed', rows, repeats=-1, next_run=clock.now())}")
 
 
-@admin.register(Operation)
-class OperationAdmin(Observed):
-    """The ledger, newest first."""
-
-    list_display = ("kind", "element", "node_name", "status", "progress", "message", "actor", "created_at")
-    list_filter = ("status", "kind")
-    search_fields = ("element", "node_name", "request_id", "key")
-    inlines = (TargetInline,)
+def _changed(did: str, rows: "QuerySet[Schedule]", **columns: Any) -> int:
+    """Changes the rows, which the audit tells; answers how many."""
+    with transaction.atomic():
+        found = list(rows.select_for_update(of=("self",)).order_by("pk"))
+        Schedule.objects.filter(pk__in=[row.pk for row in found]).update(**columns)
+        audit.record(*(Change(f"schedule.{did}", f"schedule {row.name}", str(row.pk)) for row in found))
+    return len(found)
 
 
 @admin.register(OperationTarget)
@@ -57,4 +75,4 @@ class SequenceAdmin(Observed):
 class ControllerBeatAdmin(Observed):
     """Running controllers."""
 
-    list_display = ("owner", "seen_at", "bus_connected")
+    list_display = ("owner", "version", "started_at", "seen_at", "bus_connected")

@@ -16,7 +16,7 @@ from django.db.models import Q
 from localai_cluster import clock
 
 QUEUED = "queued"
-"""O4: the phase of what nobody works on yet, or nobody at the moment."""
+"""O4: the phase of what no controller works on now."""
 
 
 class Status(models.TextChoices):
@@ -45,6 +45,23 @@ class TargetStatus(models.TextChoices):
     RUNNING_ON_WORKER = "running_on_worker"
     SUCCESS = "success"
     ERROR = "error"
+    CANCELLED = "cancelled"
+    SUPERSEDED = "superseded"
+    """A newer operation took its place on this node before it began; `reason` names it."""
+
+
+class Waves(models.TextChoices):
+    """How an operation stands that goes over its nodes in waves; the last two are an operator's choice."""
+
+    RUNNING = "running"
+    ASKS = "asks"
+    """A part of the open wave failed: the rest waits until an operator says what becomes of it."""
+    CONTINUED = "continued"
+    STOPPED = "stopped"
+
+
+GOING_ON = (Waves.RUNNING, Waves.CONTINUED)
+"""The next wave opens when the open one has ended."""
 
 
 class OperationQuerySet(models.QuerySet["Operation"]):
@@ -55,12 +72,14 @@ class OperationQuerySet(models.QuerySet["Operation"]):
         return self.filter(status__in=("pending", "processing", "waiting_for_nodes"))
 
     def due(self, *, at: datetime) -> Self:
-        """Unclaimed and to be looked at by `at`."""
-        return self.filter(status__in=("pending", "waiting_for_nodes"), next_attempt_at__lte=at)
+        """Unclaimed and to be looked at by `at`; what is carried out by its parts is never claimed itself."""
+        return self.filter(
+            status__in=("pending", "waiting_for_nodes"), next_attempt_at__lte=at, by_parts=False
+        )
 
     def orphaned(self, *, at: datetime) -> Self:
         """Claimed by somebody whose lease ran out."""
-        return self.filter(status="processing", lease_until__lt=at)
+        return self.filter(status="processing", lease_until__lt=at, by_parts=False)
 
     def listed(self) -> Self:
         """What the live list shows: active ones, and failures until dismissed (O32)."""
@@ -87,6 +106,12 @@ class Operation(models.Model):
     )
     payload = models.JSONField(default=dict)
     result = models.JSONField(default=dict)
+    by_parts = models.BooleanField(default=False)
+    """Its parts are carried out on their own, each under the lease of its intent; its state is theirs."""
+    waves = models.CharField(max_length=16, choices=Waves, blank=True, default="")
+    """Empty: all parts at once."""
+    open_wave = models.SmallIntegerField(null=True, blank=True)
+    """The `wave` of the parts that are carried out now, or that ended last."""
 
     status = models.CharField(max_length=24, choices=Status, default=Status.PENDING)
     phase = models.CharField(max_length=32, blank=True, default="")
@@ -121,7 +146,8 @@ class Operation(models.Model):
     finished_at = models.DateTimeField(null=True, editable=False)
     dismissed_at = models.DateTimeField(null=True, blank=True)
     dismissed_by = models.CharField(max_length=150, blank=True, default="")
-    """Who acknowledged the failure, or asked for the same anew."""
+    """Who acknowledged the failure, or asked for the same again."""
+    dismissed_comment = models.CharField(max_length=500, blank=True, default="")
     updated_at = models.DateTimeField(default=clock.now, editable=False)
 
     objects = OperationQuerySet.as_manager()
@@ -138,13 +164,19 @@ class Operation(models.Model):
             ),
             models.CheckConstraint(
                 name="operation_leased_while_processing",
-                condition=Q(status="processing", lease_until__isnull=False, fence__gt=0)
-                | (~Q(status="processing") & Q(lease_until__isnull=True)),
+                condition=Q(status="processing", by_parts=False, lease_until__isnull=False, fence__gt=0)
+                | (~Q(status="processing") & Q(lease_until__isnull=True))
+                | Q(by_parts=True, lease_until__isnull=True),
             ),
             models.CheckConstraint(
                 name="operation_finished_when_terminal",
                 condition=Q(status__in=[s.value for s in TERMINAL], finished_at__isnull=False)
                 | (~Q(status__in=[s.value for s in TERMINAL]) & Q(finished_at__isnull=True)),
+            ),
+            models.CheckConstraint(
+                name="operation_waves_known",
+                condition=Q(waves="", open_wave__isnull=True)
+                | Q(waves__in=Waves.values, open_wave__isnull=False, by_parts=True),
             ),
             models.CheckConstraint(
                 name="operation_figures_valid",
@@ -155,9 +187,15 @@ class Operation(models.Model):
             models.Index(
                 fields=["next_attempt_at"],
                 name="operation_due",
-                condition=Q(status__in=["pending", "waiting_for_nodes"]),
+                condition=Q(status__in=["pending", "waiting_for_nodes"], by_parts=False),
             ),
+            models.Index(fields=["-finished_at", "-id"], name="operation_history"),
             models.Index(fields=["seq"], name="operation_seq"),
+            models.Index(
+                fields=["waves"],
+                name="operation_in_waves",
+                condition=Q(waves__gt="", status__in=[s.value for s in ACTIVE]),
+            ),
             models.Index(fields=["key", "-finished_at"], name="operation_last_of_key"),
         ]
 
@@ -178,6 +216,20 @@ class OperationTarget(models.Model):
     total_bytes = models.BigIntegerField(default=0)
     file_name = models.CharField(max_length=512, blank=True, default="")
     error = models.TextField(blank=True, default="")
+    reason = models.TextField(blank=True, default="")
+    """What it waits for, or what there is to say of its end."""
+    intent_id = models.UUIDField(null=True, blank=True)
+    """What carries it out on its node; several operations may share one."""
+    wave = models.SmallIntegerField(null=True, blank=True)
+    """When its turn is: 0 = the canary. Until then it has no intent; null = at once."""
+    attempts = models.IntegerField(default=0)
+    """Attempts that failed; the next one is at `next_look_at`."""
+    next_look_at = models.DateTimeField(null=True, blank=True)
+    waits_for_node = models.BooleanField(default=False)
+    overdue_since = models.DateTimeField(null=True, blank=True)
+    """Since when its time limit is over while the worker may still be busy with it (O19)."""
+    started_at = models.DateTimeField(null=True, blank=True)
+    finished_at = models.DateTimeField(null=True, blank=True)
 
     class Meta:
         db_table = "operation_targets"
@@ -191,13 +243,22 @@ class OperationTarget(models.Model):
                 condition=Q(percentage__gte=0, percentage__lte=100, current_bytes__gte=0, total_bytes__gte=0),
             ),
         ]
+        indexes = [
+            models.Index(
+                fields=["intent_id"],
+                name="target_of_intent",
+                condition=Q(
+                    intent_id__isnull=False, status__in=["queued", "downloading", "running_on_worker"]
+                ),
+            ),
+        ]
 
     def __str__(self) -> str:
         return self.node_name
 
 
 class Sequence(models.Model):
-    """The one counter behind `Operation.seq`: a single row, locked by whoever writes until that commit."""
+    """The one counter behind `Operation.seq`: a single row, locked by the writer until its commit."""
 
     id = models.SmallIntegerField(primary_key=True, default=1)
     value = models.BigIntegerField(default=0)
@@ -216,6 +277,8 @@ class ControllerBeat(models.Model):
 
     owner = models.CharField(primary_key=True, max_length=64)
     seen_at = models.DateTimeField()
+    started_at = models.DateTimeField(default=clock.now)
+    version = models.CharField(max_length=64, blank=True, db_default="")
     bus_connected = models.BooleanField(default=False)
 
     class Meta:

@@ -70,7 +70,7 @@ TRANSITIONS: dict[Event, Transition] = {
     Event.CANCEL: Transition(
         _from(Status.PROCESSING),
         Status.CANCELLED,
-        "Nobody wants it any more.",
+        "No request needs it any more.",
     ),
 }
 

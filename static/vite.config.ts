@@ -21,5 +21,8 @@ export default defineConfig({
     pool: "vmThreads",
     include: ["src/**/*.test.{ts,tsx}"],
     restoreMocks: true,
+    // For a test that hangs; on a busy machine everything takes its time.
+    testTimeout: 120_000,
+    setupFiles: ["src/test-setup.ts"],
   },
 });

@@ -74,6 +74,16 @@ def failed_tokens(monkeypatch: pytest.MonkeyPatch) -> throttle.Failures:
 
 
 @pytest.fixture(autouse=True)
+def failed_keys(monkeypatch: pytest.MonkeyPatch) -> throttle.Failures:
+    """And failed API keys likewise."""
+    own = throttle.process_counts("test-failed-keys", throttle.MOST_ADDRESSES)
+    own.clear()
+    counts = throttle.Failures(None, own, throttle.LIMIT, "API keys")
+    monkeypatch.setattr(throttle, "api_keys", lambda: counts)
+    return counts
+
+
+@pytest.fixture(autouse=True)
 def failed_sign_ins(monkeypatch: pytest.MonkeyPatch) -> throttle.Failures:
     """And failed sign-ins likewise."""
     own = throttle.process_counts("test-sign-ins", throttle.MOST_ADDRESSES)

@@ -20,6 +20,8 @@ OUTPUT = ROOT / "build" / "sweep"
 EFFORT = int(os.environ.get("TEST_EFFORT", "10"))
 KILLS = 5
 """How often the kills are repeated; each time is some minutes."""
+CUTS = 3
+"""How often the cable between two machines is pulled."""
 PATIENCE = 7_200
 """Seconds that one test may take with so many rounds."""
 
@@ -46,6 +48,8 @@ class Result:
     part: Part
     failures: int
     seconds: float
+    skipped: tuple[str, ...] = ()
+    """Why tests of it did not run."""
 
 
 def using(word: str, folder: str = "tests/integration") -> tuple[str, ...]:
@@ -66,7 +70,13 @@ def parts() -> tuple[Part, ...]:
         Part("stateful", tests(*using("run_state_machine_as_test")), EFFORT),
         Part("properties of rooms", tests(*using("@given(")), EFFORT),
         Part("properties of rules", tests(*using("@given(", "tests/unit")), EFFORT),
+        Part("rotation", tests("tests/acceptance/test_rotation.py"), 10),
+        Part("two machines", tests("tests/acceptance/test_two_machines.py"), CUTS),
         Part("kills", tests("tests/acceptance/test_kills.py"), times=KILLS),
+        Part("faults", tests("tests/acceptance/test_faults.py"), 10),
+        Part("kill sweep", tests("tests/acceptance/test_kill_sweep.py", "-s"), EFFORT),
+        Part("bus credentials", tests("tests/acceptance/test_bus_credentials.py")),
+        Part("pages in the dark", tests(*using("swept", "tests/browser"))),
         Part("fuzz", ("-m", "tests.fuzz")),
     )
 
@@ -74,6 +84,7 @@ def parts() -> tuple[Part, ...]:
 def run(part: Part) -> Result:
     """Runs a part to its end; every test of it that failed is one failure, each time it did."""
     begin, failures = clock.monotonic(), 0
+    skipped: set[str] = set()
     for number in range(1, part.times + 1):
         stem = OUTPUT / f"{part.name.replace(' ', '-')}-{number}"
         report = stem.with_suffix(".xml")
@@ -89,7 +100,8 @@ def run(part: Part) -> Result:
                 check=False,
             ).returncode
         failures += counted(report) or bool(code)
-    return Result(part, failures, clock.monotonic() - begin)
+        skipped |= reasons(report)
+    return Result(part, failures, clock.monotonic() - begin, tuple(sorted(skipped)))
 
 
 def counted(report: Path) -> int:
@@ -100,12 +112,20 @@ def counted(report: Path) -> int:
     return sum(int(suite.get("failures", 0)) + int(suite.get("errors", 0)) for suite in suites)
 
 
+def reasons(report: Path) -> set[str]:
+    """Why tests were skipped, as pytest wrote it down."""
+    if not report.exists():
+        return set()
+    return {one.get("message", "") for one in ElementTree.parse(report).getroot().iter("skipped")}
+
+
 def table(results: Sequence[Result]) -> list[str]:
     """The lines to print at the end."""
     lines = [f"{'what':<22}{'rounds':>8}{'failures':>10}{'seconds':>9}"]
-    return lines + [
+    lines += [
         f"{one.part.name:<22}{one.part.rounds:>8}{one.failures:>10}{one.seconds:>9.0f}" for one in results
     ]
+    return lines + [f"skipped in {one.part.name}: {reason}" for one in results for reason in one.skipped]
 
 
 def main(words: Sequence[str]) -> int:

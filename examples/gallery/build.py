@@ -1,8 +1,9 @@
-"""Assembles the gallery's engine folders from locked wheels: `python examples/gallery/build.py [target]`.
+"""Assembles the gallery's engines from locked wheels: `python examples/gallery/build.py [target]`.
 
 Each folder under build/gallery/ is complete: run.sh, the engine, its stubs and its own wheels, and runs
-without the product's virtual environment. A folder is built beside its place and renamed into it; one whose
-stamp fits is left alone, so the second time needs no network. Simultaneous builds take turns by a lock file.
+without the product's virtual environment. Beside it is the archive of the same files, which workers install;
+the index names it with its hash. A folder is built beside its place and renamed into it; one whose stamp fits
+is left alone, so the second time needs no network. Simultaneous builds take turns by a lock file.
 """
 
 import compileall
@@ -13,6 +14,7 @@ import py_compile
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,7 +61,9 @@ def assemble_index(index: str, target: Path) -> list[str]:
     entries = yaml.safe_load((SOURCES / index).read_text())
     built = [entry["name"] for entry in entries if refresh(SOURCES / entry["uri"], target / entry["uri"])]
     for entry in entries:
-        entry["uri"] = str(target / entry["uri"])
+        archive = f"{entry['uri']}.tar"
+        entry["sha256"] = pack(target / entry["uri"], target / archive)
+        entry["uri"] = archive
     write_if_changed(target / index, yaml.safe_dump(entries, sort_keys=False))
     return built
 
@@ -97,6 +101,38 @@ def refresh(source: Path, place: Path) -> bool:
     return True
 
 
+def pack(folder: Path, archive: Path) -> str:
+    """Brings the archive of an engine folder up to date; its SHA-256.
+
+    The same files give the same archive: no times, no owners, one order. The hash is kept beside the archive
+    with the stamp of the folder that it was made from.
+    """
+    stamp, note = (folder / STAMP).read_text(), archive.with_name(f".{archive.name}.sha256")
+    if archive.exists() and note.exists():
+        kept, _, sha256 = note.read_text().partition(" ")
+        if kept == stamp:
+            return sha256
+    fresh = archive.with_name(f".{archive.name}.tmp")
+    with tarfile.open(fresh, "w", format=tarfile.PAX_FORMAT) as tar:
+        for path in sorted(folder.rglob("*")):
+            if path.name != STAMP:
+                tar.add(path, str(path.relative_to(folder)), recursive=False, filter=anonymous)
+    with fresh.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    os.replace(fresh, archive)
+    write_if_changed(note, f"{stamp} {sha256}")
+    return sha256
+
+
+def anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    """The entry without what differs from one build to the next."""
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    entry.mtime = 0
+    entry.mode = 0o755 if entry.isdir() or entry.mode & 0o100 else 0o644
+    return entry
+
+
 def requirements(source: Path) -> Path:
     """The locked wheels of an engine; an engine without any has no Python code."""
     return ROOT / "requirements" / f"{source.name}.txt"
@@ -129,7 +165,7 @@ def fill(source: Path, folder: Path) -> None:
         (folder / "python-path").write_text(f"{PYTHON}\n")
     shutil.copytree(source, folder, dirs_exist_ok=True, ignore=ignored)
     (folder / "run.sh").chmod(0o755)
-    # Checked by nobody, so that a copy with other times stays fast to start.
+    # Not checked, so that a copy with other times stays fast to start.
     mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
     compileall.compile_dir(folder, quiet=2, invalidation_mode=mode, stripdir=str(folder))
 

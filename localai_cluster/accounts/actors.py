@@ -32,6 +32,7 @@ class Actor:
 STATIC_KEY = Actor(ActorKind.STATIC_KEY, STATIC_ADMIN.name)
 WORKER = Actor(ActorKind.WORKER, "worker")
 MAKE_RUN = Actor(ActorKind.MAKE_RUN, "make run")
+CONTROLLER = Actor(ActorKind.SYSTEM, "controller")
 AUTO_APPROVAL = Actor(ActorKind.SYSTEM, "auto-approval")
 
 

@@ -1,4 +1,4 @@
-"""Users' API keys, which are created and revoked here, and initial passwords that are still in use."""
+"""Users' API keys, which are created and revoked here, initial passwords in use, and what people changed."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from django.contrib import admin, messages
 from django.http import HttpRequest
 
 from localai_cluster.accounts import principals
-from localai_cluster.accounts.models import ApiKey, InitialPassword
-from localai_cluster.web.admin import ModelAdmin
+from localai_cluster.accounts.models import ApiKey, AuditEntry, InitialPassword
+from localai_cluster.web.admin import ModelAdmin, Observed
 
 
 @admin.register(ApiKey)
@@ -47,3 +47,16 @@ class InitialPasswordAdmin(ModelAdmin):
     def has_change_permission(self, request: HttpRequest, obj: InitialPassword | None = None) -> bool:
         """There is nothing to change."""
         return False
+
+
+@admin.register(AuditEntry)
+class AuditEntryAdmin(Observed):
+    """What people changed: who, what, when, from where."""
+
+    list_display = ("at", "actor", "kind", "subject", "detail", "address")
+    list_filter = ("kind", "actor_kind")
+    search_fields = ("actor", "subject", "subject_id", "request_id", "address")
+    search_help_text = "Actor, subject, ID, request ID or address"
+    date_hierarchy = "at"
+    show_full_result_count = False
+    ordering = ("-id",)

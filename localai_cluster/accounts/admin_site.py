@@ -6,22 +6,27 @@ inside the cluster follow under one heading. The module lies outside of `nodes.a
 register with the site while they are imported.
 """
 
+from functools import wraps
 from typing import Any
 from urllib.parse import urlencode
 
 from django.conf import settings
 from django.contrib.admin import AdminSite
+from django.contrib.admin.actions import delete_selected
 from django.contrib.auth import REDIRECT_FIELD_NAME
-from django.http import HttpRequest, HttpResponseRedirect
+from django.db import transaction
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.urls import reverse
 from django.utils.http import url_has_allowed_host_and_scheme
 
-from localai_cluster.accounts import passwords
+from localai_cluster.accounts import audit, passwords
+from localai_cluster.accounts.audit import Change
 
 APP_NAMES = {
     "nodes": "Nodes and models",
     "operations": "Operations",
-    "accounts": "API keys",
+    "accounts": "API keys and audit",
     "auth": "Users and groups",
     "django_q": "Schedules",
 }
@@ -60,12 +65,29 @@ def _internal_tables(models: list[Any]) -> dict[str, Any]:
     }
 
 
+@wraps(delete_selected)
+def _delete_selected(admin: Any, request: HttpRequest, queryset: QuerySet[Any]) -> HttpResponse | None:
+    """Django's, and an entry for each row in the audit: Django sends no signal for several."""
+    name = admin.opts.verbose_name
+    rows = [Change("admin.deleted", f"{name} {row}", str(row.pk)) for row in queryset]
+    with transaction.atomic():
+        answer = delete_selected(admin, request, queryset)
+        if answer is None and len(rows) > 1:
+            audit.record(*rows)
+    return answer
+
+
 class Site(AdminSite):
     """For staff who have changed a generated password."""
 
     site_header = site_title = "LocalAI Cluster"
     index_title = "Administration"
     site_url = settings.LOGIN_REDIRECT_URL
+
+    def __init__(self, name: str = "admin") -> None:
+        super().__init__(name)
+        self.disable_action("delete_selected")
+        self.add_action(_delete_selected, "delete_selected")
 
     def get_urls(self) -> list[Any]:
         """Django's, without its way to an object's public page: no object has one, and odd ids break it."""

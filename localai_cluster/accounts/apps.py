@@ -1,9 +1,18 @@
 """App configuration of users, keys and sessions."""
 
 from django.apps import AppConfig
+from django.db.models.signals import post_save
 
 
 class AccountsConfig(AppConfig):
     """People and programs that call. The tables keep the names that they had in the app `nodes`."""
 
     name = "localai_cluster.accounts"
+
+    def ready(self) -> None:
+        """Edits in the admin are changes by people."""
+        from django.contrib.admin.models import LogEntry
+
+        from localai_cluster.accounts import audit
+
+        post_save.connect(audit.of_admin, sender=LogEntry, dispatch_uid="audit")

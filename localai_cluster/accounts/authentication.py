@@ -5,15 +5,19 @@ yield a `Principal` as `request.user`. Views are open to admins unless they say 
 routes use `nodes/api/worker_auth.py`.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from django.http import HttpRequest
 from rest_framework.authentication import BaseAuthentication, SessionAuthentication
 from rest_framework.exceptions import AuthenticationFailed
 from rest_framework.permissions import BasePermission
 from rest_framework.request import Request
 
+from localai_cluster import clock
 from localai_cluster.accounts import credentials, passwords, principals
 from localai_cluster.accounts.principals import ANONYMOUS, Principal
+from localai_cluster.web import throttle
 
 if TYPE_CHECKING:  # the framework's views import this module while they are being imported
     from rest_framework.views import APIView
@@ -28,14 +32,18 @@ def principal(request: Request) -> Principal:
     return user if isinstance(user, Principal) else ANONYMOUS
 
 
-def client_address(request: Request) -> str:
+def client_address(request: HttpRequest | Request) -> str:
     """Where the request came from, as far as the socket tells; "" if it does not."""
     return str(request.META.get("REMOTE_ADDR") or "")[:64]
 
 
+def _header_of(request: Request) -> Callable[[str], str]:
+    return lambda name: request.headers.get(name, "")
+
+
 def _of_headers(request: Request) -> Principal | None:
     """Who the credential in the headers belongs to, in at most one query; None without a credential."""
-    credential = credentials.read(lambda name: request.headers.get(name, ""))
+    credential = credentials.read(_header_of(request))
     return None if credential is None else credentials.principal_of(credential)
 
 
@@ -43,11 +51,16 @@ class BearerAuthentication(BaseAuthentication):
     """The static admin key or an API key in `Authorization: Bearer`, `x-api-key`, `xi-api-key`: one query."""
 
     def authenticate(self, request: Request) -> tuple[Any, None] | None:
-        """The principal; None without such a header; 401 for a credential that is nobody's."""
+        """The principal; None without such a header.
+
+        401 for an unknown credential, 429 after too many of them from one address.
+        """
         found = _of_headers(request)
         if found is None:
             return None
         if not found.is_authenticated:
+            if credentials.offered(_header_of(request)):
+                throttle.api_keys().note(client_address(request), clock.now())
             raise AuthenticationFailed("invalid API key")
         return found, None
 
@@ -78,7 +91,7 @@ class CookieAuthentication(SessionAuthentication):
 
 
 class SignInAuthentication(CookieAuthentication):
-    """For the routes of signing in themselves: a session as it is, and the CSRF token from everybody.
+    """For the routes of signing in themselves: a session as it is, and the CSRF token from everyone.
 
     Without that another site could sign a browser in as somebody else, or out.
     """
@@ -91,7 +104,7 @@ class SignInAuthentication(CookieAuthentication):
 
 
 def person(request: Request) -> Principal:
-    """The user behind a key or a browser's session, whatever the route asks for."""
+    """The user behind a key or a browser's session, without the checks of the route."""
     found = _of_headers(request)
     return found if found and found.is_authenticated else principals.of_user(request._request.user)
 

@@ -1,5 +1,5 @@
 """What a credential can be, for REST, websockets and inference alike: none, the static key, a stored key, or
-something that is nobody's.
+an unknown one.
 
 `read` finds the credential in a request's headers and says what it is, without the database. A stored key is
 only a claim until its row confirms it: `principal_of` asks for the row with one query, and the hot path asks
@@ -9,7 +9,7 @@ for it in the statement that picks a replica (`nodes/replicas/statements.py`), b
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from localai_cluster import conf
+from localai_cluster import conf, errors
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.models import ApiKey
 from localai_cluster.accounts.principals import ANONYMOUS, STATIC_ADMIN, Principal
@@ -17,6 +17,10 @@ from localai_cluster.accounts.principals import ANONYMOUS, STATIC_ADMIN, Princip
 _VALID = {"revoked_at__isnull": True, "user__is_active": True}
 VALID_SQL = "k.revoked_at IS NULL AND u.is_active"
 """The same condition for the hot path: `k` is a row of `api_keys`, `u` its row of `auth_user`."""
+
+
+class WrongKey(errors.NotAuthenticated):
+    """This API key is not valid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ def read(header: Callable[[str], str]) -> Principal | StoredKey | None:
 
 
 def principal_of(credential: Principal | StoredKey) -> Principal:
-    """Who offers this credential, in at most one query; `ANONYMOUS` if it is nobody's."""
+    """Who offers this credential, in at most one query; `ANONYMOUS` if it is unknown."""
     if isinstance(credential, Principal):
         return credential
     key = ApiKey.objects.select_related("user").filter(key_hash=credential.hash, **_VALID).first()

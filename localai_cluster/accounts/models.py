@@ -1,4 +1,6 @@
-"""Users' API keys, and users who still have a generated password."""
+"""Users' API keys, users who still have a generated password, and what people changed."""
+
+from typing import ClassVar
 
 from django.conf import settings
 from django.db import models
@@ -41,3 +43,36 @@ class InitialPassword(models.Model):
 
     def __str__(self) -> str:
         return str(self.user)
+
+
+class AuditEntry(models.Model):
+    """One change that a person made; append-only, `audit.py` is the only writer."""
+
+    id = models.BigAutoField(primary_key=True)
+    at = models.DateTimeField()
+    kind = models.CharField(max_length=64)
+    """What was done, as `operation.cancelled`: the part before the dot names the sort of thing."""
+    actor_kind = models.CharField(max_length=16)
+    actor = models.CharField(max_length=150)
+    address = models.CharField(max_length=64, blank=True, default="")
+    """Where the request came from; empty at the command line of the server."""
+    request_id = models.CharField(max_length=64, blank=True, default="")
+    subject = models.CharField(max_length=255)
+    """What was changed, in words."""
+    subject_id = models.CharField(max_length=64, blank=True, default="")
+    detail = models.CharField(max_length=255, blank=True, default="")
+
+    objects: ClassVar[models.Manager["AuditEntry"]] = models.Manager()
+
+    class Meta:
+        db_table = "audit_entries"
+        verbose_name, verbose_name_plural = "change by a person", "changes by people"
+        ordering = ("-id",)
+        indexes = [
+            models.Index(fields=["at"], name="audit_at"),
+            models.Index(fields=["actor", "-id"], name="audit_by"),
+            models.Index(fields=["subject_id", "-id"], name="audit_of"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.subject}"

@@ -19,8 +19,9 @@ from localai_cluster import conf
 from localai_cluster.accounts import passwords
 from localai_cluster.accounts.models import ApiKey
 
-Kind = Literal["anonymous", "user", "admin", "node", "newcomer"]
-"""A newcomer has signed in with a generated password and must change it before anything else."""
+Kind = Literal["anonymous", "user", "admin", "node", "newcomer", "joining"]
+"""A newcomer has signed in with a generated password and must change it before anything else. A joining
+machine holds a token to register with, and may fetch what it needs for that."""
 
 KEY_PREFIX = "lac-"
 AGENT_PREFIX = "lai-"
@@ -54,6 +55,7 @@ class Principal:
 
 
 ANONYMOUS = Principal("anonymous")
+JOINING = Principal("joining")
 STATIC_ADMIN = Principal("admin", "static-key")
 
 
@@ -73,7 +75,7 @@ def is_registration_token(credential: str) -> bool:
 
 
 def of_user(user: AbstractBaseUser | AnonymousUser | None) -> Principal:
-    """The principal of a Django user; staff and superusers are admins, an inactive user is nobody."""
+    """The principal of a Django user; staff and superusers are admins, an inactive user is anonymous."""
     if user is None or not user.is_authenticated or not user.is_active:
         return ANONYMOUS
     admin = getattr(user, "is_staff", False) or getattr(user, "is_superuser", False)

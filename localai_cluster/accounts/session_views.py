@@ -8,6 +8,7 @@ and nothing else until it is changed.
 from typing import Any
 
 from django.contrib.auth import authenticate, get_user_model, login, logout, update_session_auth_hash
+from django.db import transaction
 from django.middleware.csrf import get_token
 from drf_spectacular.utils import OpenApiResponse, extend_schema
 from rest_framework.request import Request
@@ -15,7 +16,7 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from localai_cluster import clock, errors
-from localai_cluster.accounts import passwords, principals
+from localai_cluster.accounts import audit, passwords, principals
 from localai_cluster.accounts import session_shapes as shapes
 from localai_cluster.accounts.authentication import SignInAuthentication, client_address
 from localai_cluster.web import envelopes, fields, throttle
@@ -38,7 +39,7 @@ def _refusals(*statuses: int) -> dict[int, OpenApiResponse]:
 
 
 class SessionView(APIView):
-    """A route of signing in: open to everybody, errors flat."""
+    """A route of signing in: open to everyone, errors flat."""
 
     envelope = "flat"
     flat_auth = True
@@ -166,7 +167,9 @@ class PasswordView(SessionView):
         address, now = client_address(request), clock.now()
         throttle.sign_ins().begin(address, now)
         try:
-            user = passwords.change(user_id, sent["old"], sent["new"])
+            with transaction.atomic():
+                user = passwords.change(user_id, sent["old"], sent["new"])
+                audit.record(audit.Change("user.password_changed", f"user {user}", str(user.pk)))
         except passwords.PasswordRefused as refused:
             if "old" in refused.problems:
                 throttle.sign_ins().tell(address, now)

@@ -3,8 +3,13 @@
 A caller proves itself by the same headers as over REST, or by the session cookie of a signed-in browser. The
 principal goes into the scope, and each consumer decides before it accepts. A session whose generated password
 was not changed is known and may open nothing.
+
+The database tells whose access may have ended (`ACCESS`, by triggers on users, keys and sessions). The web
+process passes that on to its open sockets, which then find out again; they also do so from time to time.
 """
 
+import hashlib
+from collections.abc import Callable
 from typing import Any
 
 from channels.auth import get_user
@@ -12,6 +17,10 @@ from channels.db import database_sync_to_async
 
 from localai_cluster.accounts import credentials, principals
 from localai_cluster.accounts.principals import ANONYMOUS, Principal
+from localai_cluster.web import throttle, wire
+
+ACCESS = "cluster_access"
+"""NOTIFY channel: `user <id>` or `session <MD5 of its key>`, as in `known_as`."""
 
 
 class PrincipalMiddleware:
@@ -21,24 +30,41 @@ class PrincipalMiddleware:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
-        """Finds out who is calling, in at most two queries."""
+        """Finds out who is calling, in at most two queries; counts a wrong key like one over REST."""
         who = watcher(await principal_of(scope))
-        known = {"principal": who, "principal_again": lambda: principal_again(scope)}
+        if not who.is_authenticated and credentials.offered(_header_of(scope)):
+            await throttle.api_keys().noted(credentials.WrongKey(), wire.client_of(scope))
+        known = {
+            "principal": who,
+            "principal_again": lambda: principal_again(scope),
+            "known_as": known_as(scope, who),
+        }
         return await self._app({**scope, **known}, receive, send)
 
 
+def known_as(scope: Any, who: Principal) -> frozenset[str]:
+    """What the database calls the caller when it tells that an access may have ended."""
+    key = scope["session"].session_key or ""
+    session = hashlib.md5(key.encode(), usedforsecurity=False).hexdigest()
+    return frozenset({f"user {who.user_id}", f"session {session}"})
+
+
 def watcher(who: Principal) -> Principal:
-    """The caller as sockets know it: nobody, until a generated password is changed on the sign-in page."""
+    """The caller as sockets know it: anonymous, until a generated password is changed on the sign-in page."""
     return ANONYMOUS if who.kind == "newcomer" else who
 
 
 async def principal_of(scope: Any) -> Principal:
-    """The caller; a wrong credential is nobody, even beside a valid session."""
-    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-    credential = credentials.read(lambda name: headers.get(name, ""))
+    """The caller; a wrong credential is anonymous, even beside a valid session."""
+    credential = credentials.read(_header_of(scope))
     if credential is not None:
         return await database_sync_to_async(credentials.principal_of)(credential)
     return principals.of_session(await get_user(scope))
+
+
+def _header_of(scope: Any) -> Callable[[str], str]:
+    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+    return lambda name: headers.get(name, "")
 
 
 async def principal_again(scope: Any) -> Principal:

@@ -3,15 +3,20 @@
 Messages never contain URLs, since URLs contain credentials.
 """
 
-import json
-import socket
+import asyncio
+import ssl
 from collections.abc import Callable
-from urllib.parse import unquote, urlsplit
+from dataclasses import replace
 
 import psycopg
 import redis
 
+from localai_cluster import clock
 from localai_cluster.embedded.resources import SetupError
+from localai_cluster.errors import InvalidInput
+from localai_cluster.messaging import nats, nkeys
+from localai_cluster.messaging.credentials import mint_service
+from localai_cluster.messaging.servers import parse_url
 
 SECONDS = 5
 
@@ -39,51 +44,29 @@ def check_redis(url: str) -> None:
         ) from None
 
 
-def check_nats(url: str) -> None:
-    """Raises `SetupError` unless one of the servers answers and accepts the credentials."""
-    complaint = "the URL names no server"
-    for part in url.split(","):
-        try:
-            complaint = _connect(part.strip())
-        except (OSError, ValueError) as error:
-            complaint = _one_line(error)
-        if not complaint:
-            return
-    raise SetupError(
-        f"LOCALAI_NATS_URL: cannot connect to NATS: {complaint}.",
-        "Start it or fix the URL, or unset LOCALAI_NATS_URL to use the bundled NATS.",
-    )
-
-
-def _connect(url: str) -> str:
-    """Opens a NATS connection; returns what is wrong, or an empty text."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("nats", "tls") or not parts.hostname:
-        return "the URL must have the form nats://user:password@host:4222"
-    with socket.create_connection((parts.hostname, parts.port or 4222), timeout=SECONDS) as link:
-        stream = link.makefile("rwb")
-        greeting = stream.readline()
-        if not greeting.startswith(b"INFO "):
-            return "the server there is not NATS"
-        if parts.scheme == "tls" or json.loads(greeting[5:]).get("tls_required"):
-            return ""  # a server is there; clients do the TLS handshake
-        user, password = unquote(parts.username or ""), parts.password
-        login = {"auth_token": user} if password is None else {"user": user, "pass": unquote(password)}
-        hello = json.dumps({"verbose": False, "pedantic": False, **login})
-        stream.write(f"CONNECT {hello}\r\nPING\r\n".encode())
-        stream.flush()
-        answer = stream.readline().decode(errors="replace").strip()
-        return (
-            ""
-            if answer.startswith("PONG")
-            else answer.removeprefix("-ERR ").strip("'") or "it closed the connection"
+def check_nats(url: str, account_seed: str, tls: ssl.SSLContext | None) -> None:
+    """Raises `SetupError` unless one of the servers takes a user of the account."""
+    problem = "LOCALAI_NATS_URL"
+    try:
+        credentials = mint_service(
+            nkeys.from_seed(account_seed, "account"), "check", now=clock.now().timestamp()
+        )
+        complaint = asyncio.run(nats.complaint(replace(parse_url(url), credentials=credentials, tls=tls)))
+    except InvalidInput as error:
+        complaint = error.message
+    except ValueError as error:
+        problem, complaint = "LOCALAI_NATS_ACCOUNT_SEED", str(error)
+    if complaint:
+        raise SetupError(
+            f"{problem}: cannot connect to NATS: {complaint}.",
+            "Start it, fix the URL and set LOCALAI_NATS_ACCOUNT_SEED to a key of its account, or unset "
+            "LOCALAI_NATS_URL to use the bundled NATS.",
         )
 
 
 CHECKS: dict[str, Callable[[str], None]] = {
     "DATABASE_URL": check_database,
     "REDIS_URL": check_redis,
-    "LOCALAI_NATS_URL": check_nats,
 }
 
 

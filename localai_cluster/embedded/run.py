@@ -21,23 +21,21 @@ from typing import Any
 
 import httpx
 
-from localai_cluster import clock, procs
-from localai_cluster.embedded import external
+from localai_cluster import clock, join_script, procs
+from localai_cluster import env as environment
+from localai_cluster.embedded import external, package
 from localai_cluster.embedded.layout import (
     EXAMPLES,
     GALLERY,
     LOCAL_WORKER,
     WORKER_COMMAND,
     Layout,
-    address_for_others,
-    command_for_others,
     free_bytes,
     manage,
 )
 from localai_cluster.embedded.lock import DataLock, end_leftovers
 from localai_cluster.embedded.log import Log
 from localai_cluster.embedded.manage import SERVER_URLS
-from localai_cluster.embedded.nats import EmbeddedNats
 from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.resources import SetupError, write_private
 from localai_cluster.embedded.server import EmbeddedServer, wait_for
@@ -86,6 +84,7 @@ class Cluster:
         urls = {name: server.url for name, server in self.servers.items()}
         write_private(self.layout.secrets.directory / SERVER_URLS, json.dumps(urls) + "\n")
         self._prepare_product(product)
+        self._offer_package()
         *programs, worker = self._programs(product)
         for program in programs:
             supervisor.launch(program)
@@ -153,8 +152,24 @@ class Cluster:
         for name, check in external.CHECKS.items():
             if self.layout.given(name):
                 check(self._given(name))
+        if self.layout.given("LOCALAI_NATS_URL"):
+            external.check_nats(
+                self._given("LOCALAI_NATS_URL"),
+                self._given("LOCALAI_NATS_ACCOUNT_SEED"),
+                environment.load(self.layout.environ)[0].nats_tls,
+            )
         if not (GALLERY / "index.yaml").exists():
             raise SetupError(f"The example gallery is missing from {GALLERY}.", "Run `make gallery`.")
+
+    def _offer_package(self) -> None:
+        """Builds the wheel for other machines if it is missing or of other sources; goes on without it."""
+        if not self.layout.open_to_others or self.layout.given("CLUSTER_WHEEL_DIR"):
+            return
+        try:
+            if package.build():
+                self.log.say("run", "built the worker package for other machines")
+        except (SetupError, OSError) as error:
+            self.log.say("run", f"other machines cannot install the worker: {error}")
 
     def _given(self, name: str) -> str:
         path = self.layout.environ.get(f"{name}_FILE")
@@ -188,9 +203,7 @@ class Cluster:
     def _programs(self, product: Mapping[str, str]) -> list[Program]:
         """Web, controller, tasks and worker in start order; the highest rank stops first."""
         layout, health = self.layout, f"{self.layout.base_url}/healthz"
-        nats_url = self.worker_nats_url()
-        write_private(layout.secrets.directory / "worker_nats_url", nats_url + "\n")
-        worker = layout.worker_environment(LOCAL_WORKER, layout.data_dir / "worker", nats_url)
+        worker = layout.worker_environment(LOCAL_WORKER, layout.data_dir / "worker")
         wait = self._wait_for_servers
         return [
             Program("web", manage("serve"), product, rank=12, prepare=wait, ready=lambda: answers(health)),
@@ -208,13 +221,6 @@ class Cluster:
         """Whether django-q2's guard, pusher, monitor and workers are running."""
         first = self.pids().get("tasks", 0)
         return sum(one.session == first for one in procs.processes()) > _TASK_PROCESSES
-
-    def worker_nats_url(self) -> str:
-        """The NATS URL for a worker on this machine, with the worker's credentials if NATS is bundled."""
-        nats = self.servers.get("LOCALAI_NATS_URL")
-        if isinstance(nats, EmbeddedNats):
-            return nats.url_for("worker", nats.dial_host)
-        return self._given("LOCALAI_NATS_URL")
 
     def _last_heartbeat(self) -> str:
         """The last heartbeat of the local worker in the registry; it changes with each registration."""
@@ -284,15 +290,17 @@ def _initial_password(cluster: Cluster) -> str:
 
 
 def _announce_worker(cluster: Cluster) -> None:
-    layout, nats = cluster.layout, cluster.servers.get("LOCALAI_NATS_URL")
-    url = cluster.worker_nats_url()
-    if isinstance(nats, EmbeddedNats):
-        url = nats.url_for("worker", address_for_others(layout.host))
-    command = command_for_others(layout, url)
-    path = layout.secrets.directory / "worker_command"
-    write_private(path, command + "\n")
-    shown = command if cluster.log.terminal else f"the command in {path}"
-    cluster.log.say("run", f"to add a worker on another machine, fill in its address and run there: {shown}")
+    """The line that adds a machine, with a join token of this run; it is never in a log."""
+    layout, log = cluster.layout, cluster.log
+    (layout.secrets.directory / "worker_command").unlink(missing_ok=True)  # what earlier versions wrote
+    path = layout.join_command
+    if not path.exists():
+        log.say("run", "to add a worker on another machine, press Add a node on the Nodes page")
+        return
+    if join_script.find_wheel(layout.wheel_dir) is None:
+        log.say("run", f"other machines cannot install the worker: {layout.wheel_dir} has no package of it")
+    shown = path.read_text(encoding="utf-8").strip() if log.terminal else f"the line in {path}"
+    log.say("run", f"to add a worker on another machine, run there within 1 h: {shown}")
 
 
 def example_request(layout: Layout) -> str:

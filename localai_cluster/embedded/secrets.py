@@ -12,17 +12,28 @@ from pathlib import Path
 
 from localai_cluster.embedded.resources import SetupError, private_directory
 from localai_cluster.env import weak_secret
+from localai_cluster.messaging import nkeys
 
 GIVEN_BY = {
     "secret_key": "SECRET_KEY",
     "admin_password": "CLUSTER_ADMIN_PASSWORD",
     "admin_api_key": "LOCALAI_API_KEY",
     "registration_token": "LOCALAI_REGISTRATION_TOKEN",
+    "nats_account": "LOCALAI_NATS_ACCOUNT_SEED",
+    "nats_operator": "CLUSTER_NATS_OPERATOR_SEED",
+    "nats_system": "CLUSTER_NATS_SYSTEM_SEED",
 }
 """The variable that replaces each secret."""
 
-INTERNAL = ("nats_controller", "nats_worker", "valkey")
+INTERNAL = ("valkey",)
 """Secrets between the bundled servers and us; they cannot be set."""
+
+_KEYS: dict[str, nkeys.Role] = {
+    "nats_account": "account",
+    "nats_operator": "operator",
+    "nats_system": "account",
+}
+"""Seeds of NATS keys; the others are 256 random bits. Keys of an operator's own NATS are never generated."""
 
 
 class Secrets:
@@ -31,9 +42,10 @@ class Secrets:
     def __init__(self, directory: Path, environ: Mapping[str, str]) -> None:
         self.directory = private_directory(directory)
         self._environ = environ
+        own_nats = bool(environ.get("LOCALAI_NATS_URL") or environ.get("LOCALAI_NATS_URL_FILE"))
         for name in (*GIVEN_BY, *INTERNAL):
-            if not self.given(name):
-                ensure(self.directory / name)
+            if not self.given(name) and not (own_nats and name in _KEYS):
+                ensure(self.directory / name, _KEYS.get(name))
 
     def given(self, name: str) -> bool:
         """Whether the operator has set this secret."""
@@ -67,21 +79,28 @@ class Secrets:
         return {
             f"{variable}_FILE": str(self.directory / name)
             for name, variable in GIVEN_BY.items()
-            if not self.given(name)
+            if not self.given(name) and (self.directory / name).exists()
         }
 
     def weak(self) -> list[str]:
         """The variables whose secrets are too weak for a cluster that other machines can reach."""
-        given = {variable: self.value(name) for name, variable in GIVEN_BY.items() if self.given(name)}
+        given = {
+            variable: self.value(name)
+            for name, variable in GIVEN_BY.items()
+            if name not in _KEYS and self.given(name)
+        }
         return [variable for variable, value in given.items() if weak_secret(value)]
 
 
-def ensure(path: Path) -> str:
-    """The secret in `path`, generated atomically if it does not exist: mode 0600, the first writer wins."""
+def ensure(path: Path, role: nkeys.Role | None = None) -> str:
+    """The secret in `path`, generated atomically if it does not exist: mode 0600, the first writer wins.
+
+    With a `role` it is the seed of a NATS key.
+    """
     if not path.exists():
         draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-            file.write(secrets.token_hex(32) + "\n")
+            file.write((nkeys.generate(role).seed if role else secrets.token_hex(32)) + "\n")
         try:
             os.link(draft, path)
         except FileExistsError:

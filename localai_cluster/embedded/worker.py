@@ -27,8 +27,7 @@ def environment(environ: Mapping[str, str], name: str) -> dict[str, str]:
     if not holder:
         raise SetupError(f"No cluster is running on {layout.data_dir}.", "Start one with `make run`.")
     running = replace(layout, host=str(holder["host"]), port=int(holder["port"]))
-    nats_url = (layout.secrets.directory / "worker_nats_url").read_text(encoding="utf-8").strip()
-    return running.worker_environment(name, layout.data_dir / "workers" / name, nats_url)
+    return running.worker_environment(name, layout.data_dir / "workers" / name)
 
 
 def main() -> int:

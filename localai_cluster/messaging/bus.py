@@ -21,7 +21,7 @@ class BusError(Unavailable):
 
 
 class NoResponders(BusError):
-    """Nobody listens on that subject."""
+    """No worker listens on that subject."""
 
     code = "no_responders"
 
@@ -87,12 +87,13 @@ class Bus(Protocol):
     async def publish(self, subject: str, payload: bytes) -> None:
         """Sends and forgets. NotConnected, PayloadTooLarge."""
 
-    async def request(self, subject: str, payload: bytes, timeout: float) -> bytes:
-        """The reply within `timeout` seconds. NoResponders, RequestTimeout, NotConnected, PayloadTooLarge."""
+    async def request(self, subject: str, payload: bytes, timeout: float, *, inbox: str) -> bytes:
+        """The reply within `timeout` seconds, accepted only below `inbox` (`subjects.inbox`).
 
-    async def subscribe(
-        self, subject: str, handler: Handler, *, limit: int = 64, queue: str = ""
-    ) -> Subscription:
+        NoResponders, RequestTimeout, NotConnected, PayloadTooLarge.
+        """
+
+    async def subscribe(self, subject: str, handler: Handler, *, limit: int = 64) -> Subscription:
         """Calls `handler` for each message, at most `limit` at a time (1 = one after the other, in order).
 
         Further messages wait. A handler's exception is logged and answers nothing.
@@ -102,6 +103,6 @@ class Bus(Protocol):
         """Takes no new messages, lets running handlers finish for a while, then disconnects."""
 
 
-async def ask(bus: Bus, subject: str, request: Any, reply: type[R], timeout: float) -> R:
+async def ask(bus: Bus, subject: str, request: Any, reply: type[R], timeout: float, *, inbox: str) -> R:
     """Sends the message `request`, decodes the reply. The bus's errors, and DecodeError for a bad reply."""
-    return decode(await bus.request(subject, encode(request), timeout), reply)
+    return decode(await bus.request(subject, encode(request), timeout, inbox=inbox), reply)

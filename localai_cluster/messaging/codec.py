@@ -1,7 +1,7 @@
 """Messages to bytes and back: pure, strict about types, tolerant about everything else.
 
-Decoding follows the peers on the other side of the wire: unknown fields are ignored, names match whatever
-their case, a missing field or `null` is the zero value, an empty body or `null` is the message of zero
+Decoding follows the peers on the other side of the wire: unknown fields are ignored, names match in any
+case, a missing field or `null` is the zero value, an empty body or `null` is the message of zero
 values, and a wrong JSON type is an error that names the field. Encoding leaves out what the message says to
 omit.
 """
@@ -14,6 +14,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from localai_cluster import nesting
 from localai_cluster.errors import ClusterError
 from localai_cluster.messaging.messages import OMIT, Gallery
 
@@ -43,7 +44,7 @@ def decode(payload: bytes, kind: type[M]) -> M:
         raise DecodeError(f"message of {len(payload)} bytes; at most {MAX_BYTES} are read")
     if not payload.strip():
         return kind()
-    built: M = _build(_parse(payload.decode("utf-8", "replace")), kind, "")
+    built: M = _build(_parse(payload), kind, "")
     return built
 
 
@@ -54,7 +55,7 @@ def encode_galleries(galleries: Sequence[Gallery]) -> str:
 
 def decode_galleries(text: str) -> tuple[Gallery, ...]:
     """The galleries in such a text; `null` is none of them. DecodeError names what is wrong."""
-    value = _parse(text)
+    value = _parse(text.encode("utf-8", "replace"))
     return tuple(_list(value, Gallery, "backend_galleries"))
 
 
@@ -76,12 +77,13 @@ def _plain_value(value: Any) -> Any:
     return value
 
 
-def _parse(text: str) -> Any:
+def _parse(text: bytes) -> Any:
+    if problem := nesting.problem(text):
+        raise DecodeError(f"the message is {problem}")
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return json.loads(text.decode("utf-8", "replace"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise DecodeError(f"not JSON: {reason}") from error
+        raise DecodeError(f"not JSON: {error}") from error
 
 
 def _refuse_constant(name: str) -> Any:

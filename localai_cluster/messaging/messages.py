@@ -98,6 +98,22 @@ class DeleteReply(UpgradeReply):
 
 
 @dataclass(frozen=True)
+class CancelRequest:
+    """`backend.cancel`, an extension: end the install or upgrade that carries this operation's id."""
+
+    op_id: str = ""
+
+
+@dataclass(frozen=True)
+class CancelReply:
+    """Done once nothing of the operation runs any more; `found`: whether it was still running."""
+
+    success: bool = False
+    error: str = omitted("")
+    found: bool = False
+
+
+@dataclass(frozen=True)
 class StopBackend:
     """`backend.stop`: a backend name, a model id or a process key; empty means everything."""
 

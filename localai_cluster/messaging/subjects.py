@@ -18,6 +18,11 @@ def node_prefix(node_id: str) -> str:
     return f"nodes.{token(node_id)}"
 
 
+def inbox(node_id: str) -> str:
+    """Replies of one node lie below this prefix: its credentials allow no other inbox (§9.2, *Build*)."""
+    return f"_INBOX.{token(node_id)}"
+
+
 def backend_install(node_id: str) -> str:
     """Request: have the backend's files there and, unless only those are asked for, a process running."""
     return f"{node_prefix(node_id)}.backend.install"
@@ -28,9 +33,24 @@ def backend_upgrade(node_id: str) -> str:
     return f"{node_prefix(node_id)}.backend.upgrade"
 
 
+def backend_cancel(node_id: str) -> str:
+    """Request, an extension of ours: end the install or upgrade of one operation."""
+    return f"{node_prefix(node_id)}.backend.cancel"
+
+
 def install_progress(node_id: str, op_id: str) -> str:
     """Published by the worker while an install or upgrade with this operation id runs."""
     return f"{backend_install(node_id)}.{token(op_id)}.progress"
+
+
+def install_progress_everywhere(op_id: str) -> str:
+    """The progress of one operation on every node."""
+    return f"nodes.*.backend.install.{token(op_id)}.progress"
+
+
+def install_progress_of_all(node_id: str) -> str:
+    """The progress of every operation on one node."""
+    return f"{backend_install(node_id)}.*.progress"
 
 
 def backend_stop(node_id: str) -> str:

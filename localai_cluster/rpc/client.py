@@ -1,4 +1,4 @@
-"""The client of one inference engine, and the pool that keeps one client an address.
+"""The client of one inference engine, and the pool that keeps one client an address and token.
 
 Calls run on the event loop that made the client; nothing here may be shared between loops. A call costs one
 coroutine and no set-up: the channel, its methods and the metadata are made once. Errors arrive as
@@ -7,13 +7,14 @@ coroutine and no set-up: the channel, its methods and the metadata are made once
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable
 from typing import TypeVar
 
 import grpc
 import grpc.aio
 
-from localai_cluster.rpc.errors import BackendError, translate
+from localai_cluster.addresses import parse
+from localai_cluster.rpc.errors import BackendError, Lost, Refused, translate
 from localai_cluster.rpc.generated.backend_pb2_grpc import BackendStub
 from localai_cluster.rpc.messages import (
     EmbeddingResult,
@@ -28,7 +29,7 @@ from localai_cluster.rpc.messages import (
 
 MESSAGE_LIMIT = 50 * 1024 * 1024
 HEALTHY = b"OK"
-# Seconds that calls under way on a channel nobody gets any more may still take.
+# Seconds that calls under way on a replaced channel may still take.
 DRAIN_SECONDS = 600.0
 
 _OPTIONS = (
@@ -52,17 +53,21 @@ _NOTHING = HealthMessage()
 class BackendClient:
     """Calls one engine at `address` (`host:port`), proving itself by `token` when there is one.
 
-    Timeouts are seconds. Every method raises BackendError types.
+    Timeouts are seconds. Every method raises BackendError types. An `address` that is anything else raises
+    Refused: gRPC would read a scheme in it.
     """
 
     def __init__(self, address: str, token: str = "") -> None:
-        self.address = address
+        try:
+            self._target = parse(address).target
+        except ValueError as error:
+            raise Refused(f"the engine's address {error}") from None
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._retired: set[asyncio.Task[None]] = set()
         self._open()
 
     def _open(self) -> None:
-        self._channel = grpc.aio.insecure_channel(self.address, options=_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(self._target, options=_OPTIONS)
         self._stub = BackendStub(self._channel)
 
     async def health(self, timeout: float) -> bool:
@@ -82,7 +87,7 @@ class BackendClient:
         """The whole answer to a prompt."""
         return await self._ask(self._stub.Predict(options, timeout=timeout, metadata=self._metadata))
 
-    async def predict_stream(self, options: PredictOptions, timeout: float) -> AsyncIterator[Reply]:
+    async def predict_stream(self, options: PredictOptions, timeout: float) -> AsyncGenerator[Reply, None]:
         """The answer piece by piece; leaving the loop early cancels the call at the engine."""
         channel = self._channel
         call = self._stub.PredictStream(options, timeout=timeout, metadata=self._metadata)
@@ -118,6 +123,12 @@ class BackendClient:
             return await call
         except grpc.aio.AioRpcError as error:
             raise self._translated(error, channel) from error
+        except asyncio.CancelledError:
+            # The library says the same of a call whose channel was closed: the caller goes on.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise Lost("the connection to the engine was closed") from None
 
     def _translated(self, error: grpc.aio.AioRpcError, channel: grpc.aio.Channel) -> BackendError:
         translated = translate(error.code(), error.details() or "")
@@ -137,28 +148,28 @@ class BackendClient:
 
 
 class ClientPool:
-    """One client an address, the least recently used ones closed beyond `limit`."""
+    """One client an address and token, the least recently used ones closed beyond `limit`."""
 
-    def __init__(self, token: str = "", *, limit: int = 1024) -> None:
-        self._token = token
+    def __init__(self, *, limit: int = 1024) -> None:
         self._limit = limit
-        self._clients: OrderedDict[str, BackendClient] = OrderedDict()
+        self._clients: OrderedDict[tuple[str, str], BackendClient] = OrderedDict()
         self._closing: set[asyncio.Task[None]] = set()
 
-    def get(self, address: str) -> BackendClient:
-        """The client of `address` (`host:port`)."""
-        client = self._clients.get(address)
+    def get(self, address: str, token: str = "") -> BackendClient:
+        """The client of `address` (`host:port`) with this bearer; Refused for anything else."""
+        key = (address, token)
+        client = self._clients.get(key)
         if client is None:
-            client = self._clients[address] = BackendClient(address, self._token)
+            client = self._clients[key] = BackendClient(address, token)
             if len(self._clients) > self._limit:
-                self.forget(next(iter(self._clients)))
+                self.forget(*next(iter(self._clients)))
         else:
-            self._clients.move_to_end(address)
+            self._clients.move_to_end(key)
         return client
 
-    def forget(self, address: str) -> None:
+    def forget(self, address: str, token: str = "") -> None:
         """Drops the client of an address that is out of service; its calls under way may finish."""
-        client = self._clients.pop(address, None)
+        client = self._clients.pop((address, token), None)
         if client is not None:
             task = asyncio.get_running_loop().create_task(client.close(DRAIN_SECONDS))
             self._closing.add(task)

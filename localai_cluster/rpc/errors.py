@@ -91,7 +91,7 @@ class Cancelled(BackendError, Unavailable):
 
 
 class Unauthenticated(BackendError, Unavailable):
-    """The engine refused the registration token; worker and controller must share it."""
+    """The engine refused its node's token; its worker must register again."""
 
     code = "backend_unauthenticated"
     permanent = True

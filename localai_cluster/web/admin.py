@@ -3,13 +3,31 @@
 from typing import TYPE_CHECKING, Any
 
 from django.contrib import admin
-from django.http import HttpRequest
+from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.core.exceptions import BadRequest, ValidationError
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse
 
 if TYPE_CHECKING:  # generic for the type checker only
-    ModelAdmin = admin.ModelAdmin[Any]
+    _ModelAdmin = admin.ModelAdmin[Any]
     TabularInline = admin.TabularInline[Any, Any]
 else:
-    ModelAdmin, TabularInline = admin.ModelAdmin, admin.TabularInline
+    _ModelAdmin, TabularInline = admin.ModelAdmin, admin.TabularInline
+
+
+class ModelAdmin(_ModelAdmin):
+    """Django's, which fails on selected ids that cannot be."""
+
+    def response_action(
+        self, request: HttpRequest, queryset: QuerySet[Any], *more: Any, **named: Any
+    ) -> HttpResponse | None:
+        """Raises BadRequest for such an id."""
+        try:
+            for id in request.POST.getlist(ACTION_CHECKBOX_NAME):
+                self.opts.pk.run_validators(self.opts.pk.to_python(id))
+        except ValidationError:
+            raise BadRequest("no row of this list has this id") from None
+        return super().response_action(request, queryset, *more, **named)
 
 
 class Observed(ModelAdmin):

@@ -59,14 +59,14 @@ def exception_handler(exc: Exception, context: Mapping[str, Any]) -> Response | 
     set_rollback()
     view = context.get("view")
     answer = Response(body_of(error, view), status=error.status, headers=refusal_headers(error))
-    if error.status in (401, 429) and getattr(view, "flat_auth", False):
+    if error.status == 429 or (error.status == 401 and getattr(view, "flat_auth", False)):
         # Django's own line for every refusal would be one for every guess; `throttle` logs one a minute.
         setattr(answer, "_has_been_logged", True)  # noqa: B010 - Django's mark, unknown to the stubs
     return answer
 
 
 def translated(exc: Exception) -> errors.ClusterError | None:
-    """What went wrong as the wire tells it; None for what nobody foresaw."""
+    """What went wrong as the wire tells it; None for an unexpected error."""
     if isinstance(exc, errors.ClusterError):
         return exc
     if isinstance(exc, exceptions.APIException):
@@ -133,10 +133,12 @@ def body_of(error: errors.ClusterError, view: Any) -> Body:
         code = error.code if error.code_on_wire else error.status
         return nested(code, error.message, _REFUSALS[error.status])
     if getattr(view, "envelope", "nested") == "flat":
-        return flat(error.message, error.field)
+        return flat(error.message, error.field) | {key: error.data[key] for key in _TOLD if key in error.data}
     return nested(error.status, error.message, getattr(view, "error_type", ""), error.field)
 
 
+_TOLD = ("code", "meta_alternative", "last_replicas")
+"""What a refusal in the flat envelope says beside its message, if the error has it."""
 _REFUSALS = {401: "invalid_request_error", 403: "authorization_error"}
 
 

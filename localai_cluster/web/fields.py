@@ -8,7 +8,7 @@ from rest_framework import serializers
 class Strict:
     """Refuses values that DRF would convert: a number is not a text, a text or a bool is not a number."""
 
-    accepts: type
+    accepts: type | tuple[type, ...]
     complaint: str
 
     def to_internal_value(self, data: Any) -> Any:
@@ -33,6 +33,33 @@ class Whole(Strict, serializers.IntegerField):
 
     accepts = int
     complaint = "must be a whole number"
+
+
+class Number(Strict, serializers.FloatField):
+    """A JSON number."""
+
+    accepts = (int, float)
+    complaint = "must be a number"
+
+    def to_internal_value(self, data: Any) -> Any:
+        """The number, if a float can be that large."""
+        try:
+            return super().to_internal_value(data)
+        except OverflowError:
+            raise serializers.ValidationError("is too large") from None
+
+
+class Flag(Strict, serializers.BooleanField):
+    """A JSON boolean."""
+
+    accepts = bool
+    complaint = "must be true or false"
+
+    def to_internal_value(self, data: Any) -> bool:
+        """The value itself."""
+        if not isinstance(data, bool):
+            raise serializers.ValidationError(self.complaint)
+        return data
 
 
 class NullIsAbsent(serializers.Serializer[Any]):

@@ -21,7 +21,9 @@ _MEANINGS = {
     409: "The present state does not allow that; the message says why.",
     413: "The request body is too large.",
     429: "Too many wrong tokens or secrets from this address; Retry-After says when to come back.",
+    502: "A worker did not do it, or cannot be called; the message names nodes and reasons.",
     503: "Not possible right now; Retry-After says when to come back.",
+    504: "The node's worker has not answered in time.",
 }
 _SAID = {
     400: ("invalid request body", "node_error"),
@@ -31,7 +33,9 @@ _SAID = {
     409: ("the node is pending", "node_error"),
     413: ("the request body is too large", "node_error"),
     429: ("too many wrong tokens from this address", "node_error"),
+    502: ("gpu-a: minilm#0 may still run: node gpu-a is not responding", "node_error"),
     503: ("the database is unavailable", "node_error"),
+    504: ("node gpu-a: its worker has not answered within 15 s", "node_error"),
 }
 
 
@@ -57,6 +61,13 @@ class FlatRefusalSerializer(serializers.Serializer[Any]):
 
     error = serializers.CharField()
     field = serializers.CharField(required=False, help_text="What is wrong.")
+    code = serializers.CharField(required=False)
+    meta_alternative = serializers.CharField(required=False, help_text="What to install in its place.")
+    last_replicas = serializers.ListField(
+        child=serializers.CharField(),
+        required=False,
+        help_text="Models whose last replica would stop; send them in `last_replicas` to confirm.",
+    )
 
 
 def refusals(*statuses: int) -> dict[int, OpenApiResponse]:
@@ -65,6 +76,12 @@ def refusals(*statuses: int) -> dict[int, OpenApiResponse]:
         status: OpenApiResponse(RefusalSerializer, _MEANINGS[status], [_refusal(status)])
         for status in (*statuses, 503)
     }
+
+
+def flat_refusals(*statuses: int) -> dict[int, OpenApiResponse]:
+    """The same in the flat envelope; who may not ask at all gets the nested one on every route."""
+    flat = {status: OpenApiResponse(FlatRefusalSerializer, _MEANINGS[status]) for status in (*statuses, 503)}
+    return {**refusals(401, 403), **flat}
 
 
 def _refusal(status: int) -> OpenApiExample:

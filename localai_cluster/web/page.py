@@ -1,6 +1,6 @@
 """The page: one document for every path that a person can open; what it shows it asks for itself.
 
-It holds no data and is the same for everybody, so it needs no session. Its policy lets it load what this host
+It holds no data and is the same for everyone, so it needs no session. Its policy lets it load what this host
 serves and nothing else; styles that the page makes while it runs carry the nonce of its own response.
 """
 

@@ -1,4 +1,4 @@
-"""Request bodies as JSON, strictly: whatever a client sends ends in a value or in one 400, never in a 500."""
+"""Request bodies as JSON, strictly: what a client sends ends in a value or in one 400, never in a 500."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -12,7 +12,7 @@ from rest_framework.parsers import BaseParser
 from rest_framework.renderers import BaseRenderer
 from rest_framework.request import Request
 
-from localai_cluster import errors
+from localai_cluster import errors, nesting
 
 MALFORMED = "invalid request body"
 
@@ -21,6 +21,8 @@ def parse_json(raw: bytes) -> Any:
     """The JSON value of `raw`; an empty body is an empty object (§0.1). Raises InvalidInput."""
     if not raw.strip():
         return {}
+    if problem := nesting.problem(raw):
+        raise errors.InvalidInput(f"the request body is {problem}")
     try:
         return json.loads(raw.decode("utf-8"), parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
@@ -45,7 +47,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 class StrictJSONParser(BaseParser):
-    """UTF-8 JSON, whatever character set the client announces."""
+    """UTF-8 JSON; the character set that the client announces is ignored."""
 
     media_type = "application/json"
 

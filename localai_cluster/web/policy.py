@@ -28,7 +28,7 @@ def _nonce(value: str) -> str:
 
 
 class SafeAnswers(SecurityMiddleware):
-    """Django's, and what an answer does not say itself: its policy, and that nobody keeps it."""
+    """Django's, and what an answer does not say itself: its policy, and that it is not kept."""
 
     def process_response(self, request: HttpRequest, response: HttpResponse) -> HttpResponse:
         """Adds the headers that are missing."""
@@ -43,7 +43,7 @@ class Sessions(SessionMiddleware):
     """Django's, with a cookie that is Secure if the page that signed in came by https (§5.4).
 
     TLS ends in front of this process, and what a proxy says of it anybody could say. A browser tells the
-    origin of the page with every change; whoever lies about it harms only himself.
+    origin of the page with every change; a client that lies about it harms only itself.
     """
 
     def process_response(self, request: HttpRequest, response: HttpResponse) -> HttpResponse:

@@ -1,14 +1,15 @@
 """The base of every websocket of ours: who may open one, how long, and which topics it carries.
 
 The application around the socket says who calls in `scope["principal"]` and finds out again when
-`scope["principal_again"]` is called; only admins pass. A topic is an endless stream of messages. A socket
+`scope["principal_again"]` is called; only admins pass. An open socket finds out from time to time, and at
+once when `look_again` names one of `scope["known_as"]`. A topic is an endless stream of messages. A socket
 sends those of all its topics, in the order in which they come, and reads nothing from its client.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -19,6 +20,7 @@ from django.db import Error as DatabaseError
 from django.utils.http import is_same_domain
 
 from localai_cluster import cancel
+from localai_cluster.web import envelopes
 
 log = logging.getLogger(__name__)
 
@@ -28,13 +30,36 @@ Topic = Callable[[Scope], AsyncGenerator[str, None]]
 
 UNAUTHENTICATED, NOT_ALLOWED, NOT_FOUND, FAILED = 4401, 4403, 4404, 1011
 CHECK_EVERY = 15.0
-"""Seconds between two checks of who an open socket belongs to."""
+"""Seconds between two checks of who an open socket belongs to; a hint that is lost costs no more."""
+
+LONGEST_REASON = 120
+"""Bytes of a close frame's reason."""
+
+_open: set["LiveSocket"] = set()
+
+
+class Ended(Exception):
+    """Raised by a topic that has no more to say: the socket is closed with this code and reason."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.reason = reason.encode()[:LONGEST_REASON].decode(errors="ignore")
+
+
+def look_again(whose: str = "") -> None:
+    """Has the open sockets of this caller find out at once whether they may stay; "" means all."""
+    for one in tuple(_open):
+        scope: Scope = one.scope
+        if not whose or whose in scope.get("known_as", ()):
+            one.looks.set()
 
 
 class LiveSocket(AsyncWebsocketConsumer):
     """One client that watches `topics`.
 
-    With `greeting` its message comes first. With `explains` a refused page of ours may read the close code:
+    `admit` may raise a refusal that is known before the handshake is answered, such as NotFound. With
+    `greeting` its message comes first. With `explains` a refused page of ours may read the close code:
     browsers show it only for a socket that was opened.
     """
 
@@ -44,35 +69,65 @@ class LiveSocket(AsyncWebsocketConsumer):
         self,
         *args: Any,
         topics: Sequence[Topic] = (),
+        admit: Callable[[Scope], Awaitable[None]] | None = None,
         greeting: Callable[[Scope], str] | None = None,
         explains: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._topics, self._greeting, self._explains = topics, greeting, explains
+        self._topics, self._admit, self._greeting, self._explains = topics, admit, greeting, explains
         self._work: asyncio.Task[None] | None = None
+        self.looks = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
         """However the connection ends, its tasks end with it."""
         try:
             return await super().__call__(scope, receive, send)
         finally:
+            _open.discard(self)
             if self._work is not None:
                 await cancel.end(self._work)
 
     async def connect(self) -> None:
         """Refuses or accepts; then the topics begin."""
         scope: Scope = self.scope
+        _open.add(self)
         refusal = refusal_of(scope)
         if refusal:
             if self._explains and origin_of(scope) is not None and same_origin(scope):
                 await self.accept()
             await self.close(code=refusal)
             return
+        if self._admit is not None and not await self._admitted(self._admit, scope):
+            return
+        # The access may have ended since it was read, and before this socket was among the open ones.
+        self.looks.set()
         await self.accept()
         if self._greeting is not None:
             await self.send(text_data=self._greeting(scope))
         self._work = asyncio.create_task(self._watch())
+
+    async def _admitted(self, admit: Callable[[Scope], Awaitable[None]], scope: Scope) -> bool:
+        """Whether `admit` lets the client in; otherwise the handshake is answered with its refusal."""
+        try:
+            await admit(scope)
+            return True
+        except Exception as raised:
+            error = envelopes.translated(raised)
+            if error is None:
+                raise
+        if "websocket.http.response" not in scope.get("extensions", {}):
+            await self.close(code=4000 + error.status)
+            return False
+        body = encoded(envelopes.envelope_of(error)).encode()
+        headers = [(b"content-type", b"application/json"), (b"x-content-type-options", b"nosniff")]
+        answer: tuple[Any, ...] = (
+            {"type": "websocket.http.response.start", "status": error.status, "headers": headers},
+            {"type": "websocket.http.response.body", "body": body},
+        )
+        for message in answer:
+            await self.base_send(message)
+        return False
 
     async def receive(self, text_data: str | None = None, bytes_data: bytes | None = None) -> None:
         """Ignores what the client sends."""
@@ -83,6 +138,10 @@ class LiveSocket(AsyncWebsocketConsumer):
                 group.create_task(self._check_principal())
                 for topic in self._topics:
                     group.create_task(self._carry(topic))
+        except* Ended as endings:
+            ended = endings.exceptions[0]
+            assert isinstance(ended, Ended)
+            await self.close(code=ended.code, reason=ended.reason)
         except* Exception as failures:
             log.exception("a socket's task failed; the socket is closed", exc_info=failures)
             await self.close(code=FAILED)
@@ -90,13 +149,18 @@ class LiveSocket(AsyncWebsocketConsumer):
     async def _carry(self, topic: Topic) -> None:
         async with contextlib.aclosing(topic(self.scope)) as messages:
             async for message in messages:
-                await self.send(text_data=message)
+                try:
+                    await self.send(text_data=message)
+                except OSError:
+                    return  # the client is gone; the connection ends this socket in a moment
 
     async def _check_principal(self) -> None:
         """Closes the socket of a client that may watch no more: signed out, deactivated, key revoked."""
         scope: Scope = self.scope
         while True:
-            await asyncio.sleep(CHECK_EVERY)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.looks.wait(), CHECK_EVERY)
+            self.looks.clear()
             try:
                 principal = await scope["principal_again"]()
             except DatabaseError as error:

@@ -1,6 +1,6 @@
 """Static files, served by the web process itself.
 
-What the build of the page gives a hashed name never changes, so a browser keeps it for ever; and it is sent
+What the build of the page gives a hashed name never changes, so a browser keeps it forever; and it is sent
 compressed if the build has left a `.gz` beside it.
 """
 

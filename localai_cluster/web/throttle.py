@@ -1,16 +1,18 @@
-"""Failures counted for each address: tokens and node secrets (D-FAILED-TOKENS), and sign-ins (D-SIGN-IN).
+"""Failures for each address: tokens, node secrets, API keys (D-FAILED-TOKENS), sign-ins (D-SIGN-IN).
 
-Over the limit an address may not try another token until the minute is over, whatever it offers. What names a
-node goes on being looked at, so that nobody locks it out: its own secret, 256 random bits, and the shared
-token of a node that has nothing better. Everything else is answered 429, also the shared token for a node
-that is not known by it: a right guess must look like a wrong one. Passwords are fewer and looked at slowly,
-so their tries are counted before they are looked at, and those that were right are taken back.
+Over the limit an address may not try another token until the minute is over, not even the right one. What
+names a node is still looked at, so that it cannot be locked out: its own secret, 256 random bits, and the
+shared token of a node that has nothing better. Everything else is answered 429, also the shared token for a
+node that is not known by it: a right guess must look like a wrong one. A right API key too goes on working
+beside wrong ones, and its way costs nothing: only what was refused is counted. Passwords are fewer and looked
+at slowly, so their tries are counted before they are looked at, and those that were right are taken back.
 
 The counts lie in Valkey, so that all web processes share them; while it is away each process counts for
-itself, so nobody is locked out for that and nothing fails. A count lives for two minutes, and a process keeps
+itself: that locks no address out, and nothing fails. A count lives for two minutes, and a process keeps
 those of at most `MOST_ADDRESSES`.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,7 +28,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from localai_cluster import conf, errors
+from localai_cluster import clock, conf, errors
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ LIMIT = 30
 SIGN_INS = 5
 """Wrong passwords that an address has in one window (§5.4)."""
 WINDOW = 60
-"""Seconds; windows follow each other without a gap, the same for everybody."""
+"""Seconds; windows follow each other without a gap, the same for all addresses."""
 MOST_ADDRESSES = 10_000
 _PAUSE = 5
 """Seconds for which a Valkey that did not answer is left alone."""
@@ -94,10 +96,18 @@ class Failures:
         self.tell(address, now)
         self._judge(count, now)
 
+    async def noted(self, refusal: errors.ClusterError, address: str) -> errors.ClusterError:
+        """Counts one failure off the event loop; the refusal that the caller gets, `refusal` or 429."""
+        try:
+            await asyncio.to_thread(self.note, address, clock.now())
+        except TooManyFailures as over:
+            return over
+        return refusal
+
     def begin(self, address: str, now: datetime) -> None:
         """Counts a try before it is looked at; raises TooManyFailures if it must not be.
 
-        Whoever tries many at once gets no more of them than one after the other. A right one is taken back
+        Many tries at once are no more than as many one after the other. A right one is taken back
         (`forgive`), a wrong one is told (`tell`).
         """
         self._judge(self._add(address, now), now)
@@ -168,6 +178,12 @@ def process_counts(name: str, addresses: int) -> LocMemCache:
 def shared() -> Failures:
     """The counts of tokens and secrets of this cluster."""
     return Failures(*_places("failures"), conf.cluster().failed_tokens)
+
+
+@cache
+def api_keys() -> Failures:
+    """The counts of API keys of this cluster: apart, so that a stale key locks no worker out."""
+    return Failures(*_places("failed-keys"), conf.cluster().failed_tokens, "API keys")
 
 
 @cache

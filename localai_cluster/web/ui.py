@@ -41,7 +41,7 @@ def current() -> PageBuild | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        log.error("%s cannot be read: %s; build anew", manifest, type(error).__name__)
+        log.error("%s cannot be read: %s; build again", manifest, type(error).__name__)
         return None
 
 

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import msgspec
 import orjson
 
-from localai_cluster.errors import ClusterError, InvalidInput, Unavailable
+from localai_cluster import nesting
+from localai_cluster.errors import ClusterError, InvalidInput
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -35,6 +36,11 @@ class Answer:
     body: bytes
     status: int = 200
     headers: tuple[tuple[bytes, bytes], ...] = ()
+
+
+def client_of(scope: Scope) -> str:
+    """The address from which the request came, as far as the socket tells; "" if it does not."""
+    return str((scope.get("client") or [""])[0])
 
 
 async def read_body(receive: Receive, limit: int = MAX_BODY, too_large: ClusterError | None = None) -> bytes:
@@ -70,6 +76,8 @@ async def send_answer(send: Send, answer: Answer) -> None:
 
 def json_object(body: bytes) -> Mapping[str, Any]:
     """The body as a JSON object; an empty one counts as `{}` (§0.1). Raises InvalidInput."""
+    if problem := nesting.problem(body):
+        raise InvalidInput(f"the request body is {problem}")
     try:
         value = orjson.loads(body) if body.strip() else {}
     except orjson.JSONDecodeError as error:
@@ -113,6 +121,6 @@ def error_answer(error: ClusterError) -> Answer:
 def _headers(error: ClusterError) -> list[tuple[bytes, bytes]]:
     if error.status == 401:
         return [(b"www-authenticate", b"Bearer")]
-    if isinstance(error, Unavailable):
-        return [(b"retry-after", str(max(math.ceil(error.retry_after), 1)).encode())]
+    if (seconds := getattr(error, "retry_after", None)) is not None:
+        return [(b"retry-after", str(max(math.ceil(seconds), 1)).encode())]
     return []

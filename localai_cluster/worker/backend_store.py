@@ -13,16 +13,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from localai_cluster import clock
 from localai_cluster.errors import ClusterError, Conflict, InvalidInput, NotFound
 from localai_cluster.messaging.codec import decode
 from localai_cluster.messaging.messages import omitted
 from localai_cluster.worker.hardware import preferred_tokens
-from localai_cluster.worker.names import BACKUP, LEAVING, STAGED, folder_name
+from localai_cluster.worker.names import BACKUP, LEAVING, PARTIAL, STAGED, folder_name
 
 log = logging.getLogger(__name__)
 
 START_FILE = "run.sh"
 METADATA_FILE = "metadata.json"
+PARTIAL_KEPT_FOR = 86400.0
+"""Seconds for which the part of a download waits for the install that goes on with it."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,11 @@ class BackendStore:
             discard(folder)
 
     def recover(self) -> None:
-        """Cleans up after a killed worker: removes unfinished installs, restores an old version."""
+        """Cleans up after a killed worker: removes unfinished installs, restores an old version.
+
+        The part of a download stays for a day: the next install goes on with it.
+        """
+        remove_old_partials(self.backends)
         for path in list(self.backends.iterdir()):
             if path.name.startswith(LEAVING) or path.name.endswith(STAGED):
                 log.info("removing unfinished install %s", path.name)
@@ -164,6 +171,15 @@ class BackendStore:
         tokens = preferred_tokens(self._capability)
         folder = entry.folder.name.lower()
         return next((rank for rank, token in enumerate(tokens) if token in folder), len(tokens))
+
+
+def remove_old_partials(folder: Path) -> None:
+    """Removes the parts of downloads that no install has continued for a day. OSError."""
+    oldest = clock.now().timestamp() - PARTIAL_KEPT_FOR
+    for path in folder.glob(f"{PARTIAL}*"):
+        if path.lstat().st_mtime < oldest:
+            log.info("removing an old part of a download: %s", path.name)
+            path.unlink(missing_ok=True)
 
 
 def read_metadata(folder: Path) -> Metadata:

@@ -76,9 +76,11 @@ def compatible(build: GalleryEntry, capability: str) -> bool:
     return True
 
 
-async def fetch(gallery: Gallery, roots: Sequence[Path], client: httpx.AsyncClient) -> list[GalleryEntry]:
+async def fetch(
+    gallery: Gallery, roots: Sequence[Path], client: httpx.AsyncClient, served: gallery_index.ReadServed
+) -> list[GalleryEntry]:
     """The entries of a gallery; local files must be in one of `roots`. GalleryUnreadable."""
-    return await gallery_index.fetch(gallery, client, resolve=lambda path: within(path, roots))
+    return await gallery_index.fetch(gallery, client, served=served, resolve=lambda path: within(path, roots))
 
 
 def within(path: Path, roots: Sequence[Path]) -> Path:

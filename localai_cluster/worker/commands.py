@@ -1,7 +1,7 @@
-"""The ten subjects a worker subscribes to, and how it handles each message (nats.md §3, §4).
+"""The eleven subjects a worker subscribes to, and how it handles each message (nats.md §3, §4).
 
-Installs and upgrades run concurrently; every other subject handles one message at a time. A request that
-cannot be decoded gets an error reply; a publish that cannot be decoded is ignored.
+Installs, upgrades and their cancels run concurrently; every other subject handles one message at a time. A
+request that cannot be decoded gets an error reply; a publish that cannot be decoded is ignored.
 """
 
 import asyncio
@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from localai_cluster import points
 from localai_cluster.errors import ClusterError, Conflict, InvalidInput
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
@@ -80,6 +81,7 @@ class Commands:
         install = answers(m.InstallRequest, self._install, lambda text: m.InstallReply(error=text))
         upgrade = answers(m.UpgradeRequest, self._upgrade, lambda text: m.UpgradeReply(error=text))
         delete = answers(m.DeleteRequest, self._delete, lambda text: m.DeleteReply(error=text))
+        cancel = answers(m.CancelRequest, self._cancel, lambda text: m.CancelReply(error=text))
         listing = answers(m.Nothing, self._list, lambda text: m.ListReply(error=text), ignore_body=True)
         running = answers(m.Nothing, self._running, lambda text: m.RunningReply(error=text), ignore_body=True)
         unload = answers(m.UnloadRequest, self._unload, lambda text: m.UnloadReply(error=text))
@@ -90,6 +92,7 @@ class Commands:
         return [
             (subjects.backend_install(node_id), install, CONCURRENT),
             (subjects.backend_upgrade(node_id), upgrade, CONCURRENT),
+            (subjects.backend_cancel(node_id), cancel, CONCURRENT),
             (subjects.backend_stop(node_id), self._stop_backend, 1),
             (subjects.backend_delete(node_id), delete, 1),
             (subjects.backend_list(node_id), listing, 1),
@@ -132,6 +135,9 @@ class Commands:
         self._refuse_when_shutting_down()
         return await self._install_commands.upgrade(request)
 
+    async def _cancel(self, request: m.CancelRequest) -> m.CancelReply:
+        return m.CancelReply(True, found=await self._install_commands.cancel(request.op_id))
+
     def _refuse_when_shutting_down(self) -> None:
         if self._shutting_down:
             raise Conflict("the worker is shutting down")
@@ -142,7 +148,13 @@ class Commands:
         stopped: list[str] = []
         try:
             stopped += await self._supervisor.ensure_stopped(self._supervisor.of_backend(names), force=False)
+            points.passed("worker.delete:stopped")
             await asyncio.to_thread(self._store.remove, name)
+            points.passed("worker.delete:removed")
+            # An install that waited may have started one from these files meanwhile.
+            engines = self._supervisor.engines()
+            late = [each.key for each in engines if each.backend in names and not each.same_folder()]
+            stopped += await self._supervisor.ensure_stopped(late, force=True)
         except (ClusterError, OSError) as error:
             return report_stopped(stopped, error)
         return report_stopped(stopped)
@@ -180,7 +192,7 @@ class Commands:
         engines = [engine for key in keys if (engine := self._supervisor.get(key))]
         if request.address:
             engines = [e for e in self._supervisor.engines() if self._at(e, request.address)]
-        problems = [problem for engine in engines if (problem := await self._supervisor.free(engine))]
+        problems = [problem for engine in engines if (problem := await self._supervisor.unload(engine))]
         return m.UnloadReply(not problems, "; ".join(problems))
 
     async def _stop_model(self, request: m.StopModelRequest) -> m.StopModelReply:

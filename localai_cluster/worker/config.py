@@ -4,10 +4,12 @@
 line each, with its name and how to fix it. Nothing is guessed.
 """
 
+import contextlib
 import os
 import socket
+import ssl
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn, TypeVar
 from urllib.parse import urlsplit
@@ -15,8 +17,10 @@ from urllib.parse import urlsplit
 from localai_cluster.env import Environment, Problem, parse_bool, parse_duration
 from localai_cluster.errors import ClusterError
 from localai_cluster.messaging.codec import decode_galleries
+from localai_cluster.messaging.credentials import Credentials
 from localai_cluster.messaging.messages import Gallery
-from localai_cluster.messaging.nats import parse_url
+from localai_cluster.messaging.servers import Servers, parse_url
+from localai_cluster.worker.log_rings import BYTES, LINES
 
 T = TypeVar("T")
 
@@ -24,6 +28,9 @@ DEFAULT_HEARTBEAT = 10.0
 HIGHEST_PORT = 65535
 NAME_LIMIT = 255
 ADDRESS_LIMIT = 512
+MOST_LINES = 10_000
+LEAST_BYTES, MOST_BYTES = 64 * 1024, 2 * 1024 * 1024
+"""Of the output of one engine; escaped as JSON it stays below what web processes accept (16 MiB)."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +70,34 @@ SETTINGS = (
     Setting(
         "nats_url",
         ("LOCALAI_NATS_URL",),
-        "URL of the message bus, credentials included. Required.",
-        "Use nats://user:password@host:4222.",
+        "URL of the message bus. Default: what the control plane says at registration.",
+        "Use nats://host:4222.",
+    ),
+    Setting(
+        "nats_jwt",
+        ("LOCALAI_NATS_JWT",),
+        "JWT for the message bus, in place of the one that registrations bring; with --nats-user-seed.",
+        "Set both, or neither to have the control plane give them.",
+    ),
+    Setting(
+        "nats_user_seed",
+        ("LOCALAI_NATS_USER_SEED",),
+        "Seed of the user that --nats-jwt names.",
+        "Set both, or neither to have the control plane give them.",
+    ),
+    *(
+        Setting(f"nats_tls_{part.lower()}", (f"LOCALAI_NATS_TLS_{part}",), text, "Name a readable PEM file.")
+        for part, text in (
+            ("CA", "CA certificates that verify the message bus. Any of the three files forces TLS."),
+            ("CERT", "Certificate of this worker, for mutual TLS with the message bus."),
+            ("KEY", "Private key of that certificate."),
+        )
+    ),
+    Setting(
+        "tls_ca",
+        ("LOCALAI_WORKER_TLS_CA",),
+        "CA certificates that verify an https:// control plane. Default: those of the system.",
+        "Name a readable PEM file.",
     ),
     Setting(
         "registration_token",
@@ -96,7 +129,8 @@ SETTINGS = (
     Setting(
         "advertise_addr",
         ("LOCALAI_ADVERTISE_ADDR",),
-        "host:port to advertise to the control plane. Default: --addr, else the host name.",
+        "host:port to advertise to the control plane. Default: --addr, else this machine's address on the "
+        "way to the control plane.",
         _HOST_PORT,
     ),
     Setting(
@@ -109,7 +143,7 @@ SETTINGS = (
     Setting(
         "http_addr",
         ("LOCALAI_HTTP_ADDR",),
-        "host:port of the health probes. Default: 0.0.0.0, one port below the engines.",
+        "host:port of health probes and logs. Default: 0.0.0.0, one port below the engines.",
         "Use a free host:port, such as 0.0.0.0:50050.",
     ),
     Setting(
@@ -172,6 +206,18 @@ SETTINGS = (
         "Use bytes per second as a whole number. 0 = unlimited.",
     ),
     Setting(
+        "log_lines",
+        ("LOCALAI_WORKER_LOG_LINES",),
+        f"Lines of output kept of each engine. Default: {LINES}.",
+        f"Use a whole number from 1 to {MOST_LINES}.",
+    ),
+    Setting(
+        "log_bytes",
+        ("LOCALAI_WORKER_LOG_BYTES",),
+        f"Bytes of output kept of each engine. Default: {BYTES}.",
+        f"Use bytes as a whole number from {LEAST_BYTES} to {MOST_BYTES}.",
+    ),
+    Setting(
         "source_roots",
         ("LOCALAI_WORKER_SOURCE_ROOTS",),
         f"Folders that backends and file:// galleries may be read from, separated by {os.pathsep!r}. "
@@ -212,7 +258,11 @@ class Config:
     """Everything the worker was told. Times in seconds, sizes in bytes; secrets stay out of `repr`."""
 
     register_to: str
-    nats_url: str = field(repr=False)
+    nats: Servers | None = field(repr=False)
+    """The bus as the settings have it; None: the control plane says where it is."""
+    nats_tls: ssl.SSLContext | None
+    tls: ssl.SSLContext | None
+    """What verifies the control plane; None = the CAs of the system."""
     registration_token: str = field(repr=False)
     node_name: str
     base_port: int
@@ -230,6 +280,8 @@ class Config:
     max_replicas_per_model: int
     vram_budget: str
     download_rate: int
+    log_lines: int
+    log_bytes: int
     source_roots: tuple[Path, ...]
     data_dir: Path
     capability: str
@@ -254,7 +306,9 @@ def build(given: Mapping[str, str | None], environment: Mapping[str, str] = os.e
     roots = tuple(_path(part) for part in read.text("source_roots").split(os.pathsep) if part.strip())
     config = Config(
         register_to=read.parsed("register_to", _base_url, ""),
-        nats_url=_nats_url(read),
+        nats=_nats(read),
+        nats_tls=read.environment.tls("LOCALAI_NATS_TLS"),
+        tls=read.environment.tls("LOCALAI_WORKER_TLS"),
         registration_token=read.secret("registration_token"),
         node_name=read.parsed("node_name", _name, socket.gethostname() or f"node-{os.getpid()}"),
         base_port=base,
@@ -272,6 +326,8 @@ def build(given: Mapping[str, str | None], environment: Mapping[str, str] = os.e
         max_replicas_per_model=max(1, read.parsed("max_replicas_per_model", _integer, 1)),
         vram_budget=read.text("vram_budget"),
         download_rate=read.parsed("download_rate", _natural, 0),
+        log_lines=read.parsed("log_lines", lambda text: _between(text, 1, MOST_LINES), LINES),
+        log_bytes=read.parsed("log_bytes", lambda text: _between(text, LEAST_BYTES, MOST_BYTES), BYTES),
         source_roots=roots or (backends,),
         data_dir=read.path("data_dir", backends.parent),
         capability=read.text("capability"),
@@ -286,25 +342,25 @@ class _Reader:
     """The shared reader, asked by a setting's key; hints come from the table."""
 
     def __init__(self, environment: Environment) -> None:
-        self._environment = environment
+        self.environment = environment
         self.problems = environment.problems
 
     def text(self, key: str) -> str:
-        return self._environment.text(_BY_KEY[key].name)
+        return self.environment.text(_BY_KEY[key].name)
 
     def secret(self, key: str) -> str:
-        return self._environment.secret(_BY_KEY[key].name)
+        return self.environment.secret(_BY_KEY[key].name)
 
     def path(self, key: str, default: Path) -> Path:
         return _path(self.text(key)) if self.text(key) else default.absolute()
 
     def parsed(self, key: str, parse: Callable[[str], T], default: T) -> T:
         setting = _BY_KEY[key]
-        return self._environment.parsed(setting.name, parse, default, setting.hint)
+        return self.environment.parsed(setting.name, parse, default, setting.hint)
 
     def refuse(self, key: str, message: str) -> None:
         setting = _BY_KEY[key]
-        self._environment.refuse(setting.name, message, setting.hint)
+        self.environment.refuse(setting.name, message, setting.hint)
 
 
 def host_port(text: str) -> tuple[str, int]:
@@ -332,17 +388,25 @@ def _require_what_is_needed(read: _Reader, config: Config) -> None:
         read.refuse("registration_token", "is not set, but authentication is required")
 
 
-def _nats_url(read: _Reader) -> str:
-    url = read.secret("nats_url")
+def _nats(read: _Reader) -> Servers | None:
+    url, jwt, seed = (read.secret(key) for key in ("nats_url", "nats_jwt", "nats_user_seed"))
+    if bool(jwt) != bool(seed):
+        read.refuse("nats_user_seed" if jwt else "nats_jwt", "is not set")
+    if jwt and seed and not url:
+        read.refuse("nats_url", "is not set, but credentials for it are")
     if not url:
-        read.refuse("nats_url", "is not set")
-        return ""
+        return None
     try:
-        parse_url(url)
-    except (ValueError, ClusterError):
-        # Neither the value nor the parser's own words, which may quote it: it holds a password.
+        servers = parse_url(url)
+    except ClusterError:
+        # Neither the value nor the parser's own words, which may quote it: it may hold a password.
         read.refuse("nats_url", "is not the URL of a NATS server")
-    return url
+        return None
+    try:
+        return replace(servers, credentials=Credentials.of(jwt, seed)) if jwt and seed else servers
+    except ValueError as error:
+        read.refuse("nats_jwt", f"cannot be used: {error}")
+        return None
 
 
 def _addresses(read: _Reader) -> tuple[int, str]:
@@ -352,8 +416,25 @@ def _addresses(read: _Reader) -> tuple[int, str]:
     base = host_port(own)[1] if own else served
     if base < 2:
         read.refuse("addr", "port 1 leaves no room for the probes, one below it")
-    default = own or f"{socket.gethostname() or 'localhost'}:{base}"
-    return base, read.parsed("advertise_addr", _address, default)
+    told = read.parsed("advertise_addr", _address, own)
+    return base, told or f"{local_address(read.text('register_to'))}:{base}"
+
+
+def local_address(url: str) -> str:
+    """This machine's address on the way to the server of `url`, an IPv6 one in brackets.
+
+    Nothing is sent: connecting a UDP socket only chooses the route. Without a route or a name server it is
+    the host name.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        parts = urlsplit(url)
+        target = (parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80))
+        for family, _, _, _, address in socket.getaddrinfo(*target, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                found = str(probe.getsockname()[0]).partition("%")[0]
+                return f"[{found}]" if ":" in found else found
+    return socket.gethostname() or "localhost"
 
 
 def _address(text: str) -> str:
@@ -398,6 +479,13 @@ def _natural(text: str) -> int:
     number = _integer(text)
     if number < 0:
         raise ValueError("negative")
+    return number
+
+
+def _between(text: str, least: int, most: int) -> int:
+    number = _integer(text)
+    if not least <= number <= most:
+        raise ValueError(f"not between {least} and {most}")
     return number
 
 

@@ -12,12 +12,13 @@ control plane may have accepted it without the worker receiving the answer.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 
+from localai_cluster import nesting
 from localai_cluster.errors import ClusterError
 from localai_cluster.fingerprints import grouped
 from localai_cluster.worker.identity import IdentityError, NodeIdentity
@@ -25,6 +26,8 @@ from localai_cluster.worker.identity import IdentityError, NodeIdentity
 log = logging.getLogger(__name__)
 
 CALL_LIMIT = 10.0
+OPEN_LIMIT = 120.0
+"""Seconds until the headers of a file must have come (worker.md §18.6)."""
 LONGEST_WAIT = 30.0
 SECRET_HEADER = "X-LocalAI-Node-Secret"
 NEW_SECRET_HEADER = "X-LocalAI-Node-New-Secret"
@@ -56,10 +59,13 @@ class CallFailed(ClusterError):
 
 @dataclass(frozen=True)
 class Registered:
-    """The answer to a registration."""
+    """The answer to a registration; an approved node gets credentials for the bus, `nats_url` says where."""
 
     node_id: str
     status: str
+    nats_jwt: str = field(default="", repr=False)
+    nats_user_seed: str = field(default="", repr=False)
+    nats_url: str = ""
 
 
 class ControlPlane:
@@ -83,7 +89,8 @@ class ControlPlane:
         )
         if not isinstance(answer, dict) or not isinstance(answer.get("id"), str) or not answer["id"]:
             raise CallFailed("the control plane answered the registration without a node id")
-        return Registered(answer["id"], str(answer.get("status", "")))
+        bus = {name: _text(answer.get(name)) for name in ("nats_jwt", "nats_user_seed", "nats_url")}
+        return Registered(answer["id"], _text(answer.get("status")), **bus)
 
     async def heartbeat(self, node_id: str, body: Mapping[str, int]) -> None:
         """Reports that this node is alive, with its figures. CallFailed."""
@@ -105,10 +112,27 @@ class ControlPlane:
         """Reports that this node shuts down. CallFailed."""
         await self._call_node("POST", node_id, "deregister", {})
 
+    async def open_gallery(self, node_id: str, file: str, headers: Mapping[str, str]) -> httpx.Response:
+        """An open answer with a file of the control plane's gallery; the caller closes it. CallFailed.
+
+        Its status is 200, 206 or 416. `headers` ask for a part of the file.
+        """
+        path = _path(node_id, f"gallery/{quote(file, safe='')}")
+
+        async def call(secret: str) -> httpx.Response:
+            return await self._open(path, {**headers, **_bearer(secret)})
+
+        answer: httpx.Response = await self._for_node(node_id, call)
+        return answer
+
     async def _call_node(self, method: str, node_id: str, what: str, body: Any) -> Any:
         async def call(secret: str) -> Any:
             return await self._call(method, _path(node_id, what), _bearer(secret), body)
 
+        return await self._for_node(node_id, call)
+
+    async def _for_node(self, node_id: str, call: Callable[[str], Awaitable[Any]]) -> Any:
+        """Calls with the node's secret, and replaces it first if the control plane wants that."""
         try:
             return await self._authenticated(call)
         except CallFailed as refusal:
@@ -156,18 +180,33 @@ class ControlPlane:
             async with asyncio.timeout(CALL_LIMIT):
                 answer = await self._client.request(method, self._base + path, headers=headers, json=body)
         except (httpx.HTTPError, TimeoutError) as error:
-            raise CallFailed(f"no answer from {self._base}: {error or type(error).__name__}") from error
-        content = _json(answer)
+            raise self._silent(error) from error
         if not answer.is_success:
-            raise CallFailed(
-                f"{method} {path}: {answer.status_code} {_reason(answer, content)}",
-                answer.status_code,
-                rotate=answer.status_code == 401
-                and isinstance(content, dict)
-                and content.get("rotate") is True,
-                wait=_wait(answer) if answer.status_code == 429 else 0.0,
-            )
-        return content
+            raise _refused(answer)
+        return _json(answer)
+
+    async def _open(self, path: str, headers: Mapping[str, str]) -> httpx.Response:
+        headers = {**headers, INSTANCE_HEADER: self._instance}
+        request = self._client.build_request("GET", self._base + path, headers=headers, timeout=None)
+        try:
+            async with asyncio.timeout(OPEN_LIMIT):
+                answer = await self._client.send(request, stream=True, follow_redirects=False)
+                if answer.status_code in (200, 206, 416):
+                    return answer
+                try:
+                    await answer.aread()
+                    raise _refused(answer)
+                finally:
+                    await answer.aclose()
+        except (httpx.HTTPError, TimeoutError) as error:
+            raise self._silent(error) from error
+
+    def _silent(self, error: Exception) -> CallFailed:
+        return CallFailed(f"no answer from {self._base}: {error or type(error).__name__}")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
 
 
 def _path(node_id: str, what: str) -> str:
@@ -180,9 +219,20 @@ def _bearer(secret: str) -> dict[str, str]:
 
 def _json(answer: httpx.Response) -> Any:
     try:
-        return answer.json()
+        return None if nesting.problem(answer.content) else answer.json()
     except ValueError:
         return None
+
+
+def _refused(answer: httpx.Response) -> CallFailed:
+    """The error that a refusal means."""
+    content, status = _json(answer), answer.status_code
+    return CallFailed(
+        f"{answer.request.method} {answer.request.url.path}: {status} {_reason(answer, content)}",
+        status,
+        rotate=status == 401 and isinstance(content, dict) and content.get("rotate") is True,
+        wait=_wait(answer) if status == 429 else 0.0,
+    )
 
 
 def _reason(answer: httpx.Response, content: Any) -> str:

@@ -1,7 +1,7 @@
 """Engine processes: start, watch, stop, and the table of running ones (worker.md §7, §8.5, §10).
 
 The table belongs to the event loop and changes without awaiting, so it needs no lock. One task per process
-waits until it ends, whatever the cause; only that task removes it from the table and releases its port.
+waits until it ends, from any cause; only that task removes it from the table and releases its port.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from pathlib import Path
 from localai_cluster import clock, procs
 from localai_cluster.errors import ClusterError
 from localai_cluster.rpc.client import BackendClient
-from localai_cluster.rpc.errors import BackendError
+from localai_cluster.rpc.errors import BackendError, Unimplemented
 from localai_cluster.worker.log_rings import LINE_LIMIT, LogLine, LogRings
 from localai_cluster.worker.port_allocator import PortAllocator
 
@@ -34,6 +34,9 @@ GRACE = 15.0
 LAST_LINES = 20
 PLAIN_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TOKEN_VARIABLE = "LOCALAI_GRPC_AUTH_TOKEN"
+_KEPT_OF_A_LINE = 2 * LINE_LIMIT
+"""Bytes of a line that are looked at."""
+_CUT = " [cut]"
 
 
 class StartFailed(ClusterError):
@@ -109,7 +112,7 @@ class StopOutcome:
 
 
 class EngineSupervisor:
-    """Starts and stops the engines of one worker."""
+    """Starts and stops the engines of one worker, which accept calls with `token` only."""
 
     def __init__(self, ports: PortAllocator, token: str, guardian: procs.Guardian, rings: LogRings) -> None:
         self._ports = ports
@@ -196,9 +199,12 @@ class EngineSupervisor:
             ended.append(key)
         return ended
 
-    async def free(self, engine: Engine) -> str:
-        """Frees the engine's memory; returns the error, or an empty text."""
-        return (await self._free(engine))[1]
+    async def unload(self, engine: Engine) -> str:
+        """Frees the engine's memory; returns the error, or an empty text.
+
+        An engine that does not offer `Free` has nothing to free until it stops (nats.md §4.9).
+        """
+        return (await self._free(engine, must=False))[1]
 
     def hurry(self) -> None:
         """Skips graceful stops from now on."""
@@ -229,7 +235,7 @@ class EngineSupervisor:
             "--addr",
             f"0.0.0.0:{port}",
             cwd=folder,
-            env=environment(self._token) | self._guardian.env,
+            env=environment(self._token) | vulkan_drivers(folder) | self._guardian.env,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -262,10 +268,12 @@ class EngineSupervisor:
                     return
         raise StartFailed(_with_output(engine, f"was not ready within {READY_LIMIT:g} s"))
 
-    async def _free(self, engine: Engine) -> tuple[bool, str]:
+    async def _free(self, engine: Engine, *, must: bool = True) -> tuple[bool, str]:
         try:
             result = await engine.client.free(FREE_LIMIT)
         except BackendError as error:
+            if isinstance(error, Unimplemented) and not must:
+                return False, ""
             log.warning("Free failed key=%s: %s", engine.key, error)
             return False, f"Free: {error.message}"
         return result.success, "" if result.success else f"Free: {result.message or 'refused'}"
@@ -296,6 +304,8 @@ class EngineSupervisor:
         for pump in pumps:
             pump.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
+        self._note(engine, f"[engine ended: {_ending(engine)}]")
+        self._rings.ended(engine.key)
         self._guardian.discard(process.pid)
         self._ports.release(engine.port, clock.monotonic())
         del self._engines[engine.key]
@@ -305,12 +315,15 @@ class EngineSupervisor:
 
     async def _pump(self, engine: Engine, stream: asyncio.StreamReader, name: str) -> None:
         async for line in _lines(stream):
-            # The last output goes into operations and replies, and an engine may print its environment.
-            text = line.replace(self._token, "***") if self._token else line
+            text = shown(line, self._token)
             if name == "stderr":
                 engine.errors.append(text)
             self._rings.append(engine.key, LogLine(clock.now(), name, text))
             log.debug("%s %s: %s", engine.key, name, text)
+
+    def _note(self, engine: Engine, text: str) -> None:
+        """A line of the worker's own in the engine's output: what no engine can say itself."""
+        self._rings.append(engine.key, LogLine(clock.now(), "stderr", text))
 
 
 def environment(token: str) -> dict[str, str]:
@@ -318,6 +331,12 @@ def environment(token: str) -> dict[str, str]:
     home = os.environ.get("HOME", "/")
     plain = {"PATH": PLAIN_PATH, "HOME": home, "LANG": os.environ.get("LANG", "C.UTF-8")}
     return plain | ({TOKEN_VARIABLE: token} if token else {})
+
+
+def vulkan_drivers(folder: Path) -> dict[str, str]:
+    """The variables by which an engine finds the Vulkan drivers that came with it (worker.md §10.2)."""
+    drivers = os.pathsep.join(sorted(str(path) for path in folder.glob("vulkan/icd.d/*.json")))
+    return {"VK_DRIVER_FILES": drivers, "VK_ICD_FILENAMES": drivers} if drivers else {}
 
 
 def folder_identity(folder: Path) -> tuple[int, int] | None:
@@ -329,17 +348,30 @@ def folder_identity(folder: Path) -> tuple[int, int] | None:
     return info.st_dev, info.st_ino
 
 
-async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[str]:
-    """The lines of a stream, cut at 8 KiB so that an endless line cannot fill the memory."""
+def shown(line: bytes, token: str) -> str:
+    """A line as it is kept: without the token, what a terminal would overwrite, and what is over the limit.
+
+    Output goes into operations, replies and logs, and an engine may print its environment.
+    """
+    text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
+    text = text.replace(token, "***") if token else text
+    if len(line) >= _KEPT_OF_A_LINE:
+        text = text[: -len(token)] if token else text  # half a token may be left at the end
+    return text if len(text) <= LINE_LIMIT else text[: LINE_LIMIT - len(_CUT)] + _CUT
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """The lines of a stream, each cut so that an endless one cannot fill the memory."""
     rest = b""
     while piece := await stream.read(64 * 1024):
         *whole, rest = (rest + piece).split(b"\n")
-        if len(rest) > LINE_LIMIT:
-            whole, rest = [*whole, rest], b""
         for line in whole:
-            yield line[:LINE_LIMIT].decode(errors="replace").rstrip("\r")
+            yield line[:_KEPT_OF_A_LINE]
+        if len(rest) > _KEPT_OF_A_LINE:
+            # Of a progress bar only its last state counts.
+            rest = rest.rpartition(b"\r")[2][:_KEPT_OF_A_LINE]
     if rest:
-        yield rest.decode(errors="replace")
+        yield rest
 
 
 def _with_output(engine: Engine, what: str) -> str:

@@ -17,13 +17,14 @@ from localai_cluster.errors import ClusterError
 CHUNK = 1024 * 1024
 RATE_STEPS = 20  # pieces per second under a limit, so that progress moves evenly
 HEADROOM = 64 * 1024 * 1024
+ENDED = "the worker is shutting down; the install was cancelled"
 
 OnBytes = Callable[[int, int, str], None]
 """Called with the bytes copied, the total bytes, and the current file."""
 
 
 class Stopped(ClusterError):
-    """The worker is shutting down."""
+    """The install was told to end, because the worker shuts down or it was cancelled (`halting.py`)."""
 
     code = "stopped"
     permanent = False
@@ -105,7 +106,7 @@ class _Copy:
         with os.fdopen(descriptor, "rb") as reader, open(target, "xb") as writer:
             while piece := reader.read(self._throttle.piece):
                 if self._stopped.wait(self._throttle.pause(len(piece))):
-                    raise Stopped("the worker is shutting down; the install was cancelled")
+                    raise Stopped(ENDED)
                 writer.write(piece)
                 self._done += len(piece)
                 self.show(name)
@@ -117,7 +118,7 @@ def _survey(source: Path, stopped: threading.Event) -> _Plan:
     waiting = [Path()]
     while waiting:
         if stopped.is_set():
-            raise Stopped("the worker is shutting down; the install was cancelled")
+            raise Stopped(ENDED)
         here = waiting.pop()
         plan.folders.append((here, stat.S_IMODE(os.lstat(source / here).st_mode) & 0o777))
         with os.scandir(source / here) as found:

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from localai_cluster import clock
-from localai_cluster.messaging.bus import Bus
 from localai_cluster.worker import hardware
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane
 from localai_cluster.worker.registration import GaveUp, hint
@@ -22,7 +21,7 @@ COPIED = (
 
 
 async def figures(models: Path) -> dict[str, int]:
-    """The body of a heartbeat: whatever can be measured now."""
+    """The body of a heartbeat: what can be measured now."""
     measured = hardware.figures(models).known("available_ram", "total_disk", "available_disk")
     gpus = await hardware.gpus()
     return measured | ({"available_vram": gpus.free} if gpus.total else {})
@@ -31,15 +30,16 @@ async def figures(models: Path) -> dict[str, int]:
 class HeartbeatLoop:
     """Sends heartbeats until it is cancelled.
 
-    `register` registers again, as often as it takes, when the control plane no longer knows the node.
-    `register_once` tries it once (CallFailed), when the secret is refused. `unsubscribe` stops answering
-    commands, when another process has become the node. `problem` says what an admin must resolve.
+    `off_bus` says why this worker is not on the bus. `register` registers again, as often as it takes, when
+    the control plane no longer knows the node. `register_once` tries it once (CallFailed), when the secret is
+    refused. `unsubscribe` stops answering commands, when another process has become the node. `problem` says
+    what an admin must resolve.
     """
 
     def __init__(
         self,
         control_plane: ControlPlane,
-        bus: Bus,
+        off_bus: Callable[[], str],
         interval: float,
         node_id: Callable[[], str],
         measure: Callable[[], Awaitable[dict[str, int]]],
@@ -48,7 +48,7 @@ class HeartbeatLoop:
         unsubscribe: Callable[[], Awaitable[None]],
     ) -> None:
         self._control_plane = control_plane
-        self._bus = bus
+        self._off_bus = off_bus
         self._interval = interval
         self._node_id = node_id
         self._measure = measure
@@ -73,8 +73,8 @@ class HeartbeatLoop:
 
     async def send(self) -> None:
         """Sends one heartbeat, or logs why not. Without the bus a node must go stale, so it sends none."""
-        if not self._bus.connected:
-            self._remind("bus", "no heartbeat: the message bus is not connected")
+        if reason := self._off_bus():
+            self._remind("bus", f"no heartbeat: {reason}")
             return
         if clock.monotonic() < self._paused_until:
             return

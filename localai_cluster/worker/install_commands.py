@@ -1,16 +1,20 @@
 """Install and upgrade: the two long commands, run as tasks, possibly sent twice (worker.md §8.1, §8.2).
 
 Commands for one backend run one at a time. A command that is sent again while it runs joins the running one.
+A cancel ends it wherever it is: waiting, downloading, unpacking or starting the engine (`halting.py`).
 """
 
 import asyncio
+import contextlib
 import logging
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from localai_cluster.errors import ClusterError, InvalidInput
+from localai_cluster import clock, points
+from localai_cluster.errors import ClusterError, Conflict, InvalidInput
+from localai_cluster.gallery_index import name_of
 from localai_cluster.messaging.codec import decode_galleries
 from localai_cluster.messaging.messages import (
     Gallery,
@@ -24,11 +28,16 @@ from localai_cluster.worker.backend_store import BackendStore
 from localai_cluster.worker.config import Config
 from localai_cluster.worker.engines import Engine, EngineSupervisor, StartInterrupted, StopFailed
 from localai_cluster.worker.file_copy import Stopped
+from localai_cluster.worker.halting import Command
 from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource
 from localai_cluster.worker.names import folder_name, model_name, printable, strip_gallery
 from localai_cluster.worker.progress import ProgressStream, Report, Tick, ignore
 
 log = logging.getLogger(__name__)
+
+CANCEL_LIMIT = 4.0
+"""Seconds within which a cancelled command must have ended; a controller waits 5 s for the answer."""
+_LOOK_AGAIN = 0.25
 
 OpenProgress = Callable[[str, str], ProgressStream]
 """Opens the progress stream of an operation (its id) for a backend."""
@@ -50,58 +59,90 @@ class InstallCommands:
         self._installer = installer
         self._supervisor = supervisor
         self._progress = progress
-        self._running: dict[Any, asyncio.Task[Any]] = {}
+        self._running: dict[Any, Command] = {}
+        self._stops: set[asyncio.Task[Any]] = set()
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
     async def install(self, request: InstallRequest) -> InstallReply:
         """`backend.install`; the reply carries errors. Stopped if the worker shuts down first."""
-        reply: InstallReply = await self._joined(request, lambda: self._install(request))
+        reply: InstallReply = await self._joined(request, lambda command: self._install(request, command))
         return reply
 
     async def upgrade(self, request: UpgradeRequest) -> UpgradeReply:
         """`backend.upgrade`; the reply carries errors. Stopped if the worker shuts down first."""
-        reply: UpgradeReply = await self._joined(request, lambda: self._upgrade(request))
+        reply: UpgradeReply = await self._joined(request, lambda command: self._upgrade(request, command))
         return reply
+
+    async def cancel(self, op_id: str) -> bool:
+        """`backend.cancel`: ends the commands of this operation; whether there was one that ended by it.
+
+        False also when the files were in place already: the command then succeeds. Conflict if a command has
+        not ended in time; it will end.
+        """
+        found = [command for command in self._running.values() if op_id and command.op_id == op_id]
+        ended = await asyncio.gather(*(self._cancel(command) for command in found))
+        return any(ended)
+
+    async def _cancel(self, command: Command) -> bool:
+        log.info("op=%s cancelled", printable(command.op_id))
+        command.cancel()
+        task, deadline = command.task, clock.monotonic() + CANCEL_LIMIT
+        assert task is not None
+        while not task.done():
+            if clock.monotonic() > deadline:
+                raise Conflict("the engine of the cancelled command is still being stopped")
+            engine = self._supervisor.get(command.key)
+            if engine is not None and not engine.stopping:
+                stop = asyncio.create_task(self._supervisor.stop(command.key, force=True))
+                self._stops.add(stop)
+                stop.add_done_callback(self._stops.discard)
+            await asyncio.wait({task}, timeout=_LOOK_AGAIN)
+        return not task.cancelled() and task.exception() is None and not task.result().success
 
     async def close(self) -> None:
         """Cancels what is running."""
         self._installer.close()
-        for task in self._running.values():
+        tasks = [command.task for command in self._running.values() if command.task is not None]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _joined(self, request: Any, run: Callable[[], Awaitable[Any]]) -> Any:
-        task = self._running.get(request)
-        if task is None:
-            task = asyncio.create_task(self._logged(request, run), name=f"command {request.backend}")
-            self._running[request] = task
+    async def _joined(self, request: Any, run: Callable[[Command], Coroutine[Any, Any, Any]]) -> Any:
+        command = self._running.get(request)
+        if command is None:
+            command = self._running[request] = Command(request.op_id)
+            task = asyncio.create_task(self._logged(request, run(command)), name=f"command {request.backend}")
             task.add_done_callback(lambda _: self._running.pop(request, None))
+            command.task = task
         else:
             log.info(
                 "op=%s backend=%s joins the running command",
                 printable(request.op_id),
                 printable(request.backend),
             )
+        assert command.task is not None
         try:
-            return await asyncio.shield(task)
+            return await asyncio.shield(command.task)
         except asyncio.CancelledError:
-            if task.cancelled():
+            if command.task.cancelled():
                 raise Stopped("the worker is shutting down") from None
             raise
 
-    async def _logged(self, request: Any, run: Callable[[], Awaitable[Any]]) -> Any:
+    async def _logged(self, request: Any, work: Coroutine[Any, Any, Any]) -> Any:
         what = _what(request)
         operation, backend = printable(request.op_id), printable(request.backend or request.uri)
         log.info("op=%s backend=%s %s started", operation, backend, what)
-        reply = await run()
+        reply = await work
         outcome = "done" if reply.success else f"failed: {reply.error}"
         log.info("op=%s backend=%s %s %s", operation, backend, what, outcome)
+        points.passed("worker.command:done")
         return reply
 
-    async def _install(self, request: InstallRequest) -> InstallReply:
+    async def _install(self, request: InstallRequest, command: Command) -> InstallReply:
         stream = self._progress(request.op_id, request.backend) if request.op_id else None
         try:
-            return await self._ensure(request, stream.report if stream else ignore)
+            with command.breakable():
+                return await self._ensure(request, command, stream.report if stream else ignore)
         except Stopped:
             raise
         except (ClusterError, OSError) as error:
@@ -110,28 +151,36 @@ class InstallCommands:
             if stream is not None:
                 await stream.finish()
 
-    async def _ensure(self, request: InstallRequest, report: Report) -> InstallReply:
+    async def _ensure(self, request: InstallRequest, command: Command, report: Report) -> InstallReply:
         name = requested_name(request)
         key = process_key(model_name(request.model_id) or name, _slot(request.replica_index))
-        async with self._lock(name):
+        async with self._alone(name):
             if request.force:
                 keys = await self._keys(name)
-                await self._supervisor.ensure_stopped([*keys, key], force=True)
-            elif not request.install_only and (engine := await self._current(key, name)):
+                with command.whole():
+                    await self._supervisor.ensure_stopped([*keys, key], force=True)
+            elif not request.install_only and (engine := await self._current(key, name, command)):
                 return self._address(engine)
-            start_file = await self._files(request, name, report)
+            start_file = await self._files(request, name, command, report)
             if request.install_only:
                 return InstallReply(True)
             report(Tick("starting"))
             # Another name of the same backend has its own lock, but may use the same key.
-            async with self._lock(f"#{key}"):
-                engine = await self._current(key, name)
+            async with self._lock(f"\0{key}"):  # no name of a backend has a NUL
+                engine = await self._current(key, name, command)
                 if engine is None:
                     entry = await asyncio.to_thread(self._store.find, name)
-                    engine = await self._supervisor.start(key, entry.name if entry else name, start_file)
+                    engine = await self._start(command, key, entry.name if entry else name, start_file)
                 return self._address(engine)
 
-    async def _current(self, key: str, name: str) -> Engine | None:
+    async def _start(self, command: Command, key: str, backend: str, start_file: Path) -> Engine:
+        with command.whole(key):
+            engine = await self._supervisor.start(key, backend, start_file)
+            if command.halt.cancelled:
+                await self._supervisor.stop(key, force=True)
+        return engine
+
+    async def _current(self, key: str, name: str, command: Command) -> Engine | None:
         """The ready engine under `key` if it can serve `name`; any other engine there is stopped."""
         engine = self._supervisor.get(key)
         if engine is None:
@@ -141,31 +190,35 @@ class InstallCommands:
             return None
         names = await asyncio.to_thread(self._store.identity, name)
         if engine.backend not in names or not engine.same_folder():
-            await self._supervisor.ensure_stopped([key], force=False)
+            with command.whole():
+                await self._supervisor.ensure_stopped([key], force=False)
             return None
         return engine if await engine.settled() else None
 
-    async def _files(self, request: InstallRequest, name: str, report: Report) -> Path:
+    async def _files(self, request: InstallRequest, name: str, command: Command, report: Report) -> Path:
         start_file = await asyncio.to_thread(self._store.start_file, name)
         if start_file is not None and not request.force:
             return start_file
-        installed = await self._installer.install(self._source(request, name), report)
+        installed = await self._installer.install(self._source(request, name), report, command.halt)
         for known in (name, installed):
             start_file = await asyncio.to_thread(self._store.start_file, known)
             if start_file is not None:
                 return start_file
         raise InstallFailed(f'backend "{name}" not found after install attempt')
 
-    async def _upgrade(self, request: UpgradeRequest) -> UpgradeReply:
+    async def _upgrade(self, request: UpgradeRequest, command: Command) -> UpgradeReply:
         stream = self._progress(request.op_id, request.backend) if request.op_id else None
         stopped: list[str] = []
         try:
             name = requested_name(request)
-            async with self._lock(name):
-                keys = [*await self._keys(name), process_key(name, _slot(request.replica_index))]
-                stopped += await self._supervisor.ensure_stopped(keys, force=True)
-                source = self._source(request, name)
-                await self._installer.install(source, stream.report if stream else ignore)
+            with command.breakable():
+                async with self._alone(name):
+                    keys = [*await self._keys(name), process_key(name, _slot(request.replica_index))]
+                    with command.whole():
+                        stopped += await self._supervisor.ensure_stopped(keys, force=True)
+                    source = self._source(request, name)
+                    report = stream.report if stream else ignore
+                    await self._installer.install(source, report, command.halt)
             return report_stopped(stopped)
         except Stopped:
             raise
@@ -189,6 +242,21 @@ class InstallCommands:
     def _address(self, engine: Engine) -> InstallReply:
         return InstallReply(True, address=f"{self._config.advertise_host}:{engine.port}")
 
+    @contextlib.asynccontextmanager
+    async def _alone(self, name: str) -> AsyncIterator[None]:
+        """Commands for one build run one after the other, by whichever of its names.
+
+        The name's lock comes first, the build's second. A build is called like its folder, and that name
+        means no other build, so two commands never wait for each other.
+        """
+        async with contextlib.AsyncExitStack() as held:
+            await held.enter_async_context(self._lock(name))
+            start_file = await asyncio.to_thread(self._store.start_file, name)
+            build = start_file.parent.name if start_file else folder_name(name)
+            if build.lower() != name.lower():
+                await held.enter_async_context(self._lock(build))
+            yield
+
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name.lower(), asyncio.Lock())
 
@@ -202,7 +270,8 @@ def _what(request: InstallRequest | UpgradeRequest) -> str:
 def requested_name(request: InstallRequest | UpgradeRequest) -> str:
     """The backend that a command names: by `backend`, `name`, or the last part of `uri`. InvalidInput."""
     name = strip_gallery(request.backend) or strip_gallery(request.name)
-    name = name or request.uri.rstrip("/").rpartition("/")[2]
+    if not name:
+        name = name_of(request.uri)
     folder_name(name)
     return name
 

@@ -16,13 +16,15 @@ from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import encode
 from localai_cluster.messaging.messages import ProgressEvent
 from localai_cluster.messaging.nats import NatsBus
-from localai_cluster.worker import hardware, probes, registration, shutdown
+from localai_cluster.worker import hardware, registration, shutdown
 from localai_cluster.worker.backend_store import BackendStore
+from localai_cluster.worker.bus_credentials import BusCredentials
 from localai_cluster.worker.commands import Commands
 from localai_cluster.worker.config import Config
 from localai_cluster.worker.control_plane import CALL_LIMIT, ControlPlane, Registered
 from localai_cluster.worker.engines import EngineSupervisor
 from localai_cluster.worker.heartbeats import HeartbeatLoop, figures
+from localai_cluster.worker.http_server import WorkerApplication, serving
 from localai_cluster.worker.identity import NodeIdentity
 from localai_cluster.worker.install_commands import InstallCommands
 from localai_cluster.worker.installer import Installer
@@ -43,6 +45,7 @@ class Worker:
         identity: NodeIdentity,
         capability: str,
         client: httpx.AsyncClient,
+        downloads: httpx.AsyncClient,
         guardian: procs.Guardian,
         listener: socket.socket,
     ) -> None:
@@ -52,24 +55,28 @@ class Worker:
         self._node_id = ""
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._bus = NatsBus(config.nats_url, name=f"worker {config.node_name}")
+        self._status = ""
+        self._registering = asyncio.Lock()
+        self._bus = NatsBus(
+            None, name=f"worker {config.node_name}", on_refused=lambda: self._bus_credentials.refused()
+        )
+        self._bus_credentials = BusCredentials(self._bus, config.nats, config.nats_tls, self._register_once)
         instance = secrets.token_hex(16)
         self._control_plane = ControlPlane(
             config.register_to, config.registration_token, identity, instance, client
         )
         store = BackendStore(config.backends_path, config.backends_system_path, capability)
         ports = PortAllocator(config.base_port, config.max_port)
-        self._supervisor = EngineSupervisor(ports, config.registration_token, guardian, LogRings())
-        installer = Installer(store, config.source_roots, config.download_rate, capability, client)
-        self._install_commands = InstallCommands(
-            config, store, installer, self._supervisor, self._open_progress
-        )
+        self._engine_token = secrets.token_hex(32)
+        self._rings = LogRings(config.log_lines, config.log_bytes)
+        self._supervisor = EngineSupervisor(ports, self._engine_token, guardian, self._rings)
+        self._install_commands = self._installs(store, downloads)
         self._commands = Commands(
             config, self._bus, store, self._supervisor, self._install_commands, instance, self._stop.set
         )
         self._heartbeats = HeartbeatLoop(
             self._control_plane,
-            self._bus,
+            self._off_bus,
             config.heartbeat_interval,
             lambda: self._node_id,
             lambda: figures(config.models_path),
@@ -78,21 +85,34 @@ class Worker:
             self._commands.unsubscribe,
         )
 
+    def _installs(self, store: BackendStore, downloads: httpx.AsyncClient) -> InstallCommands:
+        config = self._config
+        installer = Installer(
+            store,
+            config.source_roots,
+            config.download_rate,
+            self._capability,
+            downloads,
+            lambda file, headers: self._control_plane.open_gallery(self._node_id, file, headers),
+        )
+        return InstallCommands(config, store, installer, self._supervisor, self._open_progress)
+
     async def run(self) -> None:
-        """Runs until a signal, a `stop` message or a failure. GaveUp, and whatever else failed."""
+        """Runs until a signal, a `stop` message or a failure. GaveUp, and other failures."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        server = await probes.serve(self._listener, self._problem)
-        try:
-            await self._until_stopped(self._register())
-            if not self._stop.is_set():
-                self._bus.start()
-                await self._commands.subscribe(self._node_id)
-                await self._until_stopped(self._heartbeats.run())
-        finally:
-            await self._shut_down()
-            server.close()
-            await self._bus.close()
+        async with serving(self._listener, WorkerApplication(self._problem, self._rings, self._engine_token)):
+            try:
+                await self._until_stopped(self._register())
+                if not self._stop.is_set():
+                    self._bus.start()
+                    await self._commands.subscribe(self._node_id)
+                    await self._until_stopped(
+                        asyncio.gather(self._heartbeats.run(), self._bus_credentials.run())
+                    )
+            finally:
+                await self._shut_down()
+                await self._bus.close()
         log.info("stopped")
 
     async def _shut_down(self) -> None:
@@ -116,14 +136,20 @@ class Worker:
             await asyncio.gather(task, stop, return_exceptions=True)
 
     async def _register(self) -> None:
-        await self._adopt(await registration.register(self._control_plane, self._registration_body))
+        async with self._registering:
+            await self._adopt(await registration.register(self._control_plane, self._registration_body))
 
     async def _register_once(self) -> None:
-        await self._adopt(await registration.register_once(self._control_plane, self._registration_body))
+        async with self._registering:
+            await self._adopt(await registration.register_once(self._control_plane, self._registration_body))
 
     async def _adopt(self, registered: Registered) -> None:
-        """Takes the node id that the registration gave, and subscribes to its commands."""
+        """Takes the node id that the registration gave, its credentials, and subscribes to its commands."""
         former, self._node_id = self._node_id, registered.node_id
+        if (former, self._status) != (self._node_id, registered.status):
+            self._status = registered.status
+            log.info("registered id=%s status=%s", registered.node_id, registered.status)
+        self._bus_credentials.adopt(registered)
         if former and (former != self._node_id or not self._commands.subscribed):
             log.warning("subscribing to the commands of node %s", self._node_id)
             await self._commands.subscribe(self._node_id)
@@ -131,8 +157,10 @@ class Worker:
     async def _registration_body(self) -> dict[str, Any]:
         gpus = await hardware.gpus()
         measured = hardware.figures(self._config.models_path)
-        body = registration.body(self._config, self._capability, gpus, measured)
+        body = registration.body(self._config, self._capability, gpus, measured, self._engine_token)
         # Last, with no await before the request is sent: the list must not be out of date.
+        if self._supervisor.running() and gpus.total:
+            body["available_vram"] = gpus.free
         running = registration.running_processes(self._supervisor.running(), self._config.advertise_host)
         return body | {"running_processes": running}
 
@@ -147,9 +175,13 @@ class Worker:
     def _problem(self) -> str:
         if not self._node_id:
             return "not registered yet"
-        if not self._bus.connected:
-            return "the message bus is not connected"
-        return self._heartbeats.problem
+        return self._off_bus() or self._heartbeats.problem
+
+    def _off_bus(self) -> str:
+        """Why this worker is not on the bus; "" if it is."""
+        if self._bus.connected:
+            return ""
+        return self._bus_credentials.problem or "the message bus is not connected"
 
     def _on_signal(self) -> None:
         if self._stop.is_set():
@@ -170,7 +202,11 @@ async def run(config: Config, identity: NodeIdentity) -> None:
         stack.enter_context(listener)
         guardian = await asyncio.to_thread(procs.Guardian)
         stack.push_async_callback(asyncio.to_thread, guardian.close)
-        client = await stack.enter_async_context(httpx.AsyncClient(timeout=CALL_LIMIT))
+        # Galleries of others are verified by the system's CAs, not by those for the control plane.
+        downloads = await stack.enter_async_context(httpx.AsyncClient(timeout=CALL_LIMIT))
+        client = await stack.enter_async_context(
+            httpx.AsyncClient(timeout=CALL_LIMIT, verify=config.tls or True)
+        )
         log.info(
             "starting node=%s capability=%s address=%s fingerprint=%s",
             config.node_name,
@@ -178,4 +214,4 @@ async def run(config: Config, identity: NodeIdentity) -> None:
             config.advertise_addr,
             grouped(identity.fingerprint),
         )
-        await Worker(config, identity, capability, client, guardian, listener).run()
+        await Worker(config, identity, capability, client, downloads, guardian, listener).run()

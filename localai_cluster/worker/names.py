@@ -2,7 +2,7 @@
 
 from localai_cluster.errors import InvalidInput
 
-STAGED, BACKUP, LEAVING = ".install-tmp", ".install-backup", ".leaving-"
+STAGED, BACKUP, LEAVING, PARTIAL = ".install-tmp", ".install-backup", ".leaving-", ".partial-"
 LIMIT = 200
 
 

@@ -86,6 +86,10 @@ class ProgressStream:
             await self._send(event(tick, self._seq, *self._ids))
         except ClusterError as error:
             log.debug("progress event not sent: %s", error)
+        except asyncio.CancelledError:
+            # `finish` sends it, unless there is a later one.
+            self._slot = self._slot or tick
+            raise
 
 
 def event(tick: Tick, seq: int, op_id: str, node_id: str, backend: str) -> ProgressEvent:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
+from localai_cluster import __version__
 from localai_cluster.errors import ClusterError
 from localai_cluster.worker.config import Config
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane, Registered
@@ -24,8 +25,11 @@ class GaveUp(ClusterError):
     code = "registration_failed"
 
 
-def body(config: Config, capability: str, gpus: Gpus, measured: Figures) -> dict[str, Any]:
-    """The registration of a backend worker (worker.md §5.1), without the token."""
+def body(config: Config, capability: str, gpus: Gpus, measured: Figures, engine_token: str) -> dict[str, Any]:
+    """The registration of a backend worker (worker.md §5.1), without the registration token.
+
+    Its engines accept calls with `engine_token` only.
+    """
     slots = config.max_replicas_per_model
     values: dict[str, Any] = {
         "name": config.node_name,
@@ -36,8 +40,10 @@ def body(config: Config, capability: str, gpus: Gpus, measured: Figures) -> dict
         "gpu_vendor": gpus.vendor,
         "gpu_compute_capability": gpus.compute_capability,
         "capability": capability,
+        "engine_token": engine_token,
         "max_replicas_per_model": slots,
         "labels": {**config.labels, SLOTS_LABEL: str(slots)},
+        "version": __version__,
         **measured.known("total_disk", "available_disk", "total_ram", "available_ram"),
     }
     if config.vram_budget:
@@ -63,7 +69,7 @@ async def register(
     body: Callable[[], Awaitable[dict[str, Any]]],
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> Registered:
-    """Registers, with up to 100 attempts, whatever the error. GaveUp."""
+    """Registers, with up to 100 attempts, after any error. GaveUp."""
     waits = pauses()
     while True:
         try:
@@ -83,15 +89,11 @@ async def register_once(
     control_plane: ControlPlane, body: Callable[[], Awaitable[dict[str, Any]]]
 ) -> Registered:
     """Registers without trying again. CallFailed."""
-    registered = await control_plane.register(await body())
-    log.info("registered id=%s status=%s", registered.node_id, registered.status)
-    if registered.status == "pending":
-        log.info("this node is awaiting approval by an administrator")
-    return registered
+    return await control_plane.register(await body())
 
 
 _HINTS = {
-    401: "Check LOCALAI_REGISTRATION_TOKEN.",
+    401: "Check LOCALAI_REGISTRATION_TOKEN; for a new join token, press Add a node on the Nodes page.",
     403: "If this node's secret was revoked, give the node a new identity: stop the worker, delete the file "
     "node-secret in its data folder (and node-secret.next, if it exists), start the worker, and have an "
     "administrator approve it.",

@@ -1,7 +1,7 @@
 """From a button or a bulk action over a page that says what will happen to the service that does it.
 
 The page carries, for each row, the revision of its node as it was shown. A node that has changed since is
-left alone (`carry.py`), and the message names what changed: nobody decides on facts that the page did not
+left alone (`carry.py`), and the message names what changed: no one decides on facts that the page did not
 show. Only a POST changes anything.
 """
 

@@ -11,6 +11,7 @@ from localai_cluster import clock
 from nodes.admin import words
 from nodes.admin.verbs import remains
 from nodes.models import BackendNode
+from nodes.registry import versions
 
 Shown = SafeString | str
 
@@ -96,6 +97,20 @@ class NodeDisplay:
     def rotation(self, node: BackendNode) -> Shown:
         """Since when."""
         return words.moment(node.rotation_requested_at, clock.now())
+
+    @admin.display(description="joined with")
+    def joined(self, node: BackendNode) -> Shown:
+        """The join token that it registered with."""
+        if node.joined_with is None:
+            return words.NOTHING
+        return f"join token “{node.joined_note or str(node.joined_with)[:8]}”, made by {node.joined_by}"
+
+    @admin.display(description="worker version")
+    def version(self, node: BackendNode) -> Shown:
+        """What the worker said, and what is odd about it."""
+        skew = versions.skew(node.node_type, node.worker_version, weak=node.weak_identity)
+        shown = node.worker_version or words.NOTHING
+        return format_html("{} {}", shown, words.badge("conflict", skew)) if skew else shown
 
     @admin.display(description="last heartbeat")
     def heard(self, node: BackendNode) -> Shown:

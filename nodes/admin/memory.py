@@ -1,13 +1,34 @@
-"""Model load records, pending backend operations and scheduling rules."""
+"""Model load records and scheduling rules."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from django import forms
 from django.contrib import admin
+from django.db.models import QuerySet
 from django.http import HttpRequest
 
-from localai_cluster import clock
+from localai_cluster import clock, errors
 from localai_cluster.web.admin import ModelAdmin, Observed
-from nodes.models import ModelLoadInfo, ModelSchedulingConfig, PendingBackendOp
+from nodes.models import ModelLoadInfo, ModelSchedulingConfig
+from nodes.scheduling import store
+from nodes.scheduling.rules import Rule, check
+
+if TYPE_CHECKING:  # generic for the type checker only
+    RuleModelForm = forms.ModelForm[ModelSchedulingConfig]
+else:
+    RuleModelForm = forms.ModelForm
+
+_FIELDS = (
+    "model_name",
+    "node_selector",
+    "min_replicas",
+    "max_replicas",
+    "spread_all",
+    "route_policy",
+    "balance_abs_threshold",
+    "balance_rel_threshold",
+    "min_prefix_match",
+)
 
 
 @admin.register(ModelLoadInfo)
@@ -19,24 +40,51 @@ class ModelLoadInfoAdmin(Observed):
     search_fields = ("model_name",)
 
 
-@admin.register(PendingBackendOp)
-class PendingBackendOpAdmin(Observed):
-    """Backend operations that wait for their node."""
+class RuleForm(RuleModelForm):
+    """A rule as REST would take it."""
 
-    list_display = ("node", "backend", "op", "attempts", "next_retry_at", "last_error")
-    list_filter = ("op",)
-    list_select_related = ("node",)
+    def clean_node_selector(self) -> Any:
+        """Nothing typed in means no selector."""
+        selector = self.cleaned_data["node_selector"]
+        return {} if selector is None else selector
+
+    def clean(self) -> dict[str, Any]:
+        """The judge of all rules."""
+        told = {name: getattr(self.instance, name) for name in _FIELDS} | self.cleaned_data
+        if not self.errors:
+            try:
+                check(Rule(**told))
+            except errors.InvalidInput as refusal:
+                self.add_error(refusal.field if refusal.field in self.fields else None, refusal.message)
+        return self.cleaned_data
 
 
 @admin.register(ModelSchedulingConfig)
 class ModelSchedulingConfigAdmin(ModelAdmin):
-    """Where and how often models run."""
+    """Where and how often models shall run; written by the service that REST calls."""
 
+    form = RuleForm
     list_display = ("model_name", "min_replicas", "max_replicas", "spread_all", "unsatisfiable_until")
-    readonly_fields = ("unsatisfiable_until", "unsatisfiable_ticks", "created_at", "updated_at")
+    flags = ("unsatisfiable_until", "unsatisfiable_ticks", "created_at", "updated_at")
+    fields = (*_FIELDS, *flags)
     search_fields = ("model_name",)
 
+    def get_readonly_fields(
+        self, request: HttpRequest, obj: ModelSchedulingConfig | None = None
+    ) -> tuple[str, ...]:
+        """The model of a rule stays: another one has a rule of its own."""
+        return self.flags if obj is None else ("model_name", *self.flags)
+
     def save_model(self, request: HttpRequest, obj: ModelSchedulingConfig, form: Any, change: bool) -> None:
-        """Stamps the change."""
-        obj.updated_at = clock.now()
-        super().save_model(request, obj, form, change)
+        """Sets the rule."""
+        rule = Rule(**{name: getattr(obj, name) for name in _FIELDS})
+        obj.pk = store.set_rule(rule, clock.now())["id"]
+
+    def delete_model(self, request: HttpRequest, obj: ModelSchedulingConfig) -> None:
+        """Deletes the rule."""
+        store.delete_rule(obj.model_name, clock.now())
+
+    def delete_queryset(self, request: HttpRequest, queryset: QuerySet[ModelSchedulingConfig]) -> None:
+        """Deletes those rules."""
+        for name in queryset.order_by("model_name").values_list("model_name", flat=True):
+            store.delete_rule(name, clock.now())

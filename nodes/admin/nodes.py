@@ -2,7 +2,7 @@
 
 The list counts replicas and requests in the statement that reads the nodes. On the page everything that
 workers and the registry write is read-only; overrides and labels go through the services (`editing.py`), so
-that a save writes the columns it means and never the row; whatever changes a node's state is a verb with a
+that a save writes the columns it means and never the row; what changes a node's state is a verb with a
 page of its own (`verbs.py`, `confirm.py`).
 """
 
@@ -41,8 +41,8 @@ _IF_SO = {
     "health": "unhealthy_at",
 }
 """NodeDisplay that are shown if they hold, and the column that says so."""
-_IDENTITY = ("proof", "secret", "bound", "rotation", "source_address", "instance")
-_MACHINE = ("kind", "address", "http_address", "capability")
+_IDENTITY = ("proof", "secret", "bound", "rotation", "joined", "source_address", "instance")
+_MACHINE = ("kind", "address", "http_address", "version", "capability")
 _RECORD = ("id", "first_seen", "revision_shown")
 _IN_OTHER_WORDS = {
     "id",
@@ -73,6 +73,7 @@ _IN_OTHER_WORDS = {
     "inventory_at",
     "fingerprint",
     "rotation_requested_at",
+    "worker_version",
 }
 """Keys of a node's shape that the page shows in its own words."""
 _ELSE = tuple(

@@ -1,9 +1,17 @@
-"""Replicas, their use by web processes, started engines and installed backends: read-only."""
+"""Replicas and their use, started engines, installed backends and the upgrade check: read-only."""
 
 from django.contrib import admin
 
 from localai_cluster.web.admin import Observed
-from nodes.models import EngineStart, NodeBackend, NodeModel, ReplicaUse, WebProcess
+from nodes.models import (
+    BackendOffer,
+    EngineStart,
+    NodeBackend,
+    NodeModel,
+    ReplicaUse,
+    UpgradeCheck,
+    WebProcess,
+)
 
 
 @admin.register(NodeModel)
@@ -20,7 +28,7 @@ class NodeModelAdmin(Observed):
 class WebProcessAdmin(Observed):
     """Running web processes."""
 
-    list_display = ("host", "pid", "started_at", "seen_at")
+    list_display = ("host", "pid", "version", "started_at", "seen_at")
 
 
 @admin.register(ReplicaUse)
@@ -39,6 +47,21 @@ class NodeBackendAdmin(Observed):
     list_filter = ("is_system", "is_meta")
     list_select_related = ("node",)
     search_fields = ("name", "node__name")
+
+
+@admin.register(BackendOffer)
+class BackendOfferAdmin(Observed):
+    """What the galleries offer for installed backends, as of the last upgrade check."""
+
+    list_display = ("name", "version", "uri", "digest", "automatic_to")
+    search_fields = ("name",)
+
+
+@admin.register(UpgradeCheck)
+class UpgradeCheckAdmin(Observed):
+    """How the upgrade check stands."""
+
+    list_display = ("id", "checked_at", "asked", "answered", "claimed_by", "claimed_until", "revision")
 
 
 @admin.register(EngineStart)

@@ -1,21 +1,24 @@
 """What the registry's routes for admins share: the envelope, ids that exist, who asks, pages, examples."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 from uuid import UUID
 
 from drf_spectacular.types import OpenApiTypes
-from drf_spectacular.utils import OpenApiExample, OpenApiParameter
+from drf_spectacular.utils import OpenApiExample, OpenApiParameter, extend_schema
 from rest_framework.request import Request
 from rest_framework.views import APIView
 
 from localai_cluster import clock, errors
 from localai_cluster.accounts.actors import Actor, of_principal
 from localai_cluster.accounts.authentication import principal
+from localai_cluster.web.openapi import refusals
 from nodes.api.worker_auth import parse_node_id
 from nodes.models import BackendNode
 from nodes.registry import listing
 
 Schema = dict[str, Any]
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 MOST_REVISION = 2**31 - 1
 NODE_ID = "5b1d1f1e-8a58-4f2f-9d0b-2f1f6a9f7c11"
 MOMENT = "2026-08-22T09:15:04.120394Z"
@@ -78,11 +81,11 @@ def header(name: str, kind: Any, meaning: str, **options: Any) -> OpenApiParamet
     )
 
 
-PAGE_PARAMETERS = [
+_PAGE_PARAMETERS = [
     query("limit", whole(1, listing.MOST_A_PAGE), "How many at most."),
     query("offset", whole(0, listing.FARTHEST), "How many to leave out at the beginning."),
 ]
-PAGE_HEADERS = [
+_PAGE_HEADERS = [
     header("X-Total-Count", OpenApiTypes.INT, "How many there are on all pages.", required=True),
     header("Link", OpenApiTypes.STR, "The first, previous, next and last page (RFC 8288)."),
 ]
@@ -106,3 +109,24 @@ def sent(value: Any) -> OpenApiExample:
 def message(text: str) -> OpenApiExample:
     """The answer of a route that only says what it did."""
     return answered({"message": text})
+
+
+def page_schema(
+    operation_id: str,
+    summary: str,
+    *,
+    tag: str,
+    rows: Any,
+    example: OpenApiExample,
+    filters: Sequence[OpenApiParameter] = (),
+    refused: Sequence[int] = (400, 401, 403),
+) -> Callable[[_Call], _Call]:
+    """What the API document says of a list that comes in pages."""
+    return extend_schema(
+        operation_id=operation_id,
+        summary=summary,
+        tags=[tag],
+        parameters=[*filters, *_PAGE_PARAMETERS, *_PAGE_HEADERS],
+        responses={200: rows, **refusals(*refused)},
+        examples=[example],
+    )

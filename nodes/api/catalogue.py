@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from drf_spectacular.utils import OpenApiResponse, extend_schema
+from drf_spectacular.utils import extend_schema
 from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from localai_cluster import clock, errors, gallery_index
-from localai_cluster.web.openapi import FlatRefusalSerializer, refusals
+from localai_cluster.web.openapi import flat_refusals
 from localai_cluster.web.renderers import FastJSONRenderer
 from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, UUID, Shape, count, field, mapping
 from nodes.api.base import NODE_ID, answered, one_of, query
-from nodes.backends import catalogue, install, inventory
+from nodes.backends import catalogue, install, inventory, upgrade_state
 from nodes.registry.listing import FARTHEST, LONGEST_SEARCH, Parameters
 
 CATALOGUE_OLD = 300.0
@@ -70,15 +70,6 @@ _PARAMETERS = [
     query("sort", {"type": "string", "enum": list(SORTS)}, "The order; `status` has installed ones first."),
     query("order", {"type": "string", "enum": list(DIRECTIONS), "default": "asc"}, "Or turned round."),
 ]
-_ADMINS = refusals(401, 403)
-_REFUSALS = {
-    400: OpenApiResponse(FlatRefusalSerializer, "A parameter is not valid; the message names it."),
-    401: _ADMINS[401],
-    403: _ADMINS[403],
-    503: OpenApiResponse(
-        FlatRefusalSerializer, "No gallery can be read; Retry-After says when to come back."
-    ),
-}
 _JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
 _EXAMPLE = answered(
     {
@@ -188,6 +179,35 @@ def wanted_of(request: Request) -> CatalogueQuery:
     )
 
 
+_asked_about = ""
+"""The fingerprint that this process has asked a check for: it asks once, whatever comes of it."""
+
+
+def _gallery_changed(fingerprint: str) -> None:
+    """The galleries are not those of the last upgrade check."""
+    global _asked_about
+    if fingerprint != _asked_about:
+        _asked_about = fingerprint
+        upgrade_state.ask()
+
+
+def read_galleries() -> catalogue.Offer:
+    """What the galleries offer; one query. Raises Unavailable if none of them can be read."""
+    configured = install.galleries()
+    standing = upgrade_state.standing()
+    offer = catalogue.reader.read(configured, standing.answered)
+    if not offer.problems and offer.fingerprint != standing.galleries:
+        _gallery_changed(offer.fingerprint)
+    if configured and len(offer.problems) == len(configured):
+        raise errors.Unavailable("; ".join(offer.problems.values()))
+    return offer
+
+
+def repositories() -> list[Entry]:
+    """The configured galleries, without credentials."""
+    return [REPOSITORY.of(url=gallery_index.public_url(g.url), name=g.name) for g in install.galleries()]
+
+
 class BackendsView(APIView):
     """`/api/backends`."""
 
@@ -199,25 +219,23 @@ class BackendsView(APIView):
         summary="List available backends",
         tags=["backends"],
         parameters=_PARAMETERS,
-        responses={200: CATALOGUE.ref, **_REFUSALS},
+        responses={200: CATALOGUE.ref, **flat_refusals(400)},
         examples=[_EXAMPLE],
     )
     def get(self, request: Request) -> Response:
-        """Backends of the configured galleries, with the nodes that have them installed."""
+        """Backends of the configured galleries, with the nodes that have them installed.
+
+        503 if no gallery can be read.
+        """
         wanted = wanted_of(request)
-        configured = install.galleries()
-        offer = catalogue.reader.read(configured)
-        if configured and len(offer.problems) == len(configured):
-            raise errors.Unavailable("; ".join(offer.problems.values()))
+        offer = read_galleries()
         inventory.wake(older_than=CATALOGUE_OLD, now=clock.now())
         installed, running = catalogue.installed(), catalogue.running()
         chosen = wanted.chosen(catalogue.entries(offer.builds, installed, running))
         return Response(
             CATALOGUE.of(
                 **wanted.page_of(chosen),
-                repositories=[
-                    REPOSITORY.of(url=gallery_index.public_url(g.url), name=g.name) for g in configured
-                ],
+                repositories=repositories(),
                 allTags=sorted({tag for build in offer.builds for tag in build.tags}),
                 processingBackends={one.key: str(one.id) for one in running},
                 taskTypes={one.key: one.task_type for one in running},

@@ -17,26 +17,17 @@ from uuid import UUID
 
 from channels.db import database_sync_to_async
 from django.db import DatabaseError
-from drf_spectacular.utils import OpenApiParameter
 
 from localai_cluster import clock, errors
 from localai_cluster.accounts import principals
 from localai_cluster.web import throttle
 from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers, translated
-from localai_cluster.web.openapi import Operation, json_body, refusals
+from localai_cluster.web.openapi import Operation, json_body
 from localai_cluster.web.parsers import MALFORMED, is_json, parse_object
 from localai_cluster.web.shapes import reference
 from localai_cluster.web.wire import Disconnected
-from nodes.api.raw import (
-    Scope,
-    body_of,
-    client_of,
-    followed_up,
-    headers_of,
-    method_not_allowed,
-    respond,
-)
-from nodes.api.worker_auth import INSTANCE, NO_CREDENTIAL, WORKER_REFUSAL, WRONG, parse_node_id
+from nodes.api import raw
+from nodes.api.worker_auth import NO_CREDENTIAL, parse_node_id
 from nodes.registry import heartbeats, identity, services
 from nodes.registry.heartbeats import Beat
 from nodes.registry.known import KnownNodes
@@ -82,7 +73,7 @@ class Gate:
     async def _look(
         self, asked: Mapping[heartbeats.Key, Beat]
     ) -> tuple[dict[heartbeats.Key, Verdict], Verdict]:
-        """The verdicts, and the one for whoever has none."""
+        """The verdicts, and the one for beats that have none."""
         away = errors.Unavailable("the database is unavailable")
         try:
             return await self._verdicts(asked), away
@@ -91,7 +82,7 @@ class Gate:
         except UNREACHABLE as error:
             log.warning("%d heartbeats not proved: %s", len(asked), type(error).__name__)
         except Exception:
-            # Every caller gets an answer, whatever happened to the look.
+            # Every caller gets an answer, also if the look fails.
             log.exception("%d heartbeats not proved", len(asked))
         return {}, away
 
@@ -165,7 +156,7 @@ class HeartbeatApplication:
         """Returns when every beat that was answered has been written or lost."""
         await self._writer.settled()
 
-    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+    async def __call__(self, scope: raw.Scope, receive: Any, send: Any) -> None:
         """Answers one request."""
         try:
             status, body, headers = await self._answer(scope, receive)
@@ -176,36 +167,36 @@ class HeartbeatApplication:
             if error is None:
                 raise
             status, body, headers = error.status, _refusal(error), refusal_headers(error)
-        await respond(send, status, body, headers)
+        await raw.respond(send, status, body, headers)
 
-    async def _answer(self, scope: Scope, receive: Any) -> tuple[int, dict[str, Any], dict[str, str]]:
+    async def _answer(self, scope: raw.Scope, receive: Any) -> tuple[int, dict[str, Any], dict[str, str]]:
         if scope["method"] != "POST":
-            return 405, _refusal(method_not_allowed(scope["method"])), {"Allow": "POST"}
+            return 405, _refusal(raw.method_not_allowed(scope["method"])), {"Allow": "POST"}
         try:
             call = await _read(scope, receive)
             refusal = await self._gate.prove(call.beat)
         except errors.NotAuthenticated as error:
-            raise await followed_up(error, scope) from error
+            raise await raw.followed_up(error, scope) from error
         if refusal is not None:
             if isinstance(refusal, identity.OtherProcess):
-                await _note_copy(call.beat, client_of(scope))
+                await _note_copy(call.beat, raw.client_of(scope))
             if not call.beat.fingerprint:
                 # Over the limit a right guess at the shared token must not look different from a wrong one.
-                await asyncio.to_thread(throttle.shared().check, client_of(scope), clock.now())
-            raise await followed_up(refusal, scope)
+                await asyncio.to_thread(throttle.shared().check, raw.client_of(scope), clock.now())
+            raise await raw.followed_up(refusal, scope)
         self._writer.keep(call.beat)
         if call.problem is not None:
             raise call.problem
         return 200, {"message": "heartbeat recorded"}, {}
 
 
-async def _read(scope: Scope, receive: Any) -> _Call:
+async def _read(scope: raw.Scope, receive: Any) -> _Call:
     """The beat of a request; raises NotAuthenticated for what cannot be a node's credential."""
-    headers = headers_of(scope)
+    headers = raw.headers_of(scope)
     secret = principals.bearer(headers.get(b"authorization", ""))
     if not secret:
         raise errors.NotAuthenticated(NO_CREDENTIAL)
-    if (fingerprint := identity.node_fingerprint(secret)) == identity.NOBODY:
+    if (fingerprint := identity.node_fingerprint(secret)) == identity.UNKNOWN:
         raise identity.WrongCredential("invalid node credential")
     figures, problem = await _figures(headers.get(b"content-type", ""), receive)
     beat = Beat(_node_in(scope["path"]), fingerprint, clock.now(), _instance(headers), **figures)
@@ -215,10 +206,10 @@ async def _read(scope: Scope, receive: Any) -> _Call:
 async def _figures(content_type: str, receive: Any) -> tuple[dict[str, Any], errors.ClusterError | None]:
     """What was reported, or why that cannot be read."""
     try:
-        raw = await body_of(receive, LIMIT)
-        if raw and not is_json(content_type):
+        text = await raw.body_of(receive, LIMIT)
+        if text and not is_json(content_type):
             raise errors.InvalidInput(MALFORMED)
-        return heartbeats.read(parse_object(raw)), None
+        return heartbeats.read(parse_object(text)), None
     except errors.ClusterError as problem:
         return {}, problem
 
@@ -228,7 +219,7 @@ def _instance(headers: Mapping[bytes, str]) -> str:
     try:
         return identity.check_instance(headers.get(b"x-localai-node-instance", ""))
     except errors.InvalidInput:
-        return identity.NOBODY
+        return identity.UNKNOWN
 
 
 async def _note_copy(beat: Beat, source: str) -> None:
@@ -242,7 +233,7 @@ async def _note_copy(beat: Beat, source: str) -> None:
 
 
 def _node_in(path: str) -> UUID:
-    """The node of the URL. A text that is no id gets one that nobody has: it is refused like any other."""
+    """The node of the URL. A text that is no id gets one that no node has: it is refused like any other."""
     found = _PATH.match(path)
     return (parse_node_id(found["node_id"]) if found else None) or UUID(int=0)
 
@@ -257,37 +248,14 @@ def _figure(meaning: str) -> Operation:
     return {"type": "integer", "format": "int64", "minimum": 0, "nullable": True, "description": meaning}
 
 
-def _refused(*statuses: int) -> dict[str, Operation]:
-    meanings = {status: answer.description for status, answer in refusals(*statuses).items()}
-    return {
-        str(status): {"description": meaning, "content": json_body(reference("Refusal"))}
-        for status, meaning in meanings.items()
-    }
-
-
-def _parameter(header: OpenApiParameter) -> Operation:
-    return {
-        "name": header.name,
-        "in": "header",
-        "required": header.required,
-        "schema": header.type,
-        "description": header.description,
-    }
-
-
 HEARTBEAT: Operation = {
-    "operationId": "node_heartbeat",
-    "tags": ["worker"],
-    "summary": "Send a heartbeat",
-    "description": (
+    **raw.node_route(
+        "node_heartbeat",
+        "Send a heartbeat",
         "A body that cannot be read is answered with 400 naming the field, and still counts as a sign of"
-        " life. Figures count for approved nodes that are not offline."
+        " life. Figures count for approved nodes that are not offline.",
+        "node_id",
     ),
-    "security": [{"nodeSecret": []}],
-    "parameters": [
-        {"name": "node_id", "in": "path", "required": True, "schema": {"type": "string"}},
-        _parameter(INSTANCE),
-    ],
     "requestBody": {
         "content": json_body(
             {
@@ -309,10 +277,7 @@ HEARTBEAT: Operation = {
             "description": "Recorded.",
             "content": json_body(reference("Message"), {"message": "heartbeat recorded"}),
         },
-        "401": {
-            "description": WRONG,
-            "content": json_body(WORKER_REFUSAL.ref, {"error": "invalid node credential"}),
-        },
-        **_refused(400, 403, 404, 409, 413, 429),
+        **raw.WRONG_SECRET,
+        **raw.refused(400, 403, 404, 409, 413, 429),
     },
 }

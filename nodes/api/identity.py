@@ -16,13 +16,12 @@ from nodes.api.base import (
     FINGERPRINT,
     MOMENT,
     NODE_ID,
-    PAGE_HEADERS,
-    PAGE_PARAMETERS,
     NodeView,
     actor_of,
     answered,
     existing,
     message,
+    page_schema,
 )
 from nodes.api.lifecycle import REASON, ReasonSerializer
 from nodes.api.worker_auth import parse_node_id
@@ -56,13 +55,8 @@ class ConflictsView(NodeView):
 
     renderer_classes = [FastJSONRenderer]
 
-    @extend_schema(
-        operation_id="conflicts_list",
-        summary="List open identity conflicts",
-        tags=["identity"],
-        parameters=[*PAGE_PARAMETERS, *PAGE_HEADERS],
-        responses={200: CONFLICT.many, **refusals(400, 401, 403)},
-        examples=[_EXAMPLE],
+    @page_schema(
+        "conflicts_list", "List open identity conflicts", tag="identity", rows=CONFLICT.many, example=_EXAMPLE
     )
     def get(self, request: Request) -> Response:
         """Identity conflicts of all nodes that await a decision, latest first."""
@@ -74,13 +68,13 @@ class NodeConflictsView(NodeView):
 
     renderer_classes = [FastJSONRenderer]
 
-    @extend_schema(
-        operation_id="nodes_conflicts",
-        summary="List a node's identity conflicts",
-        tags=["identity"],
-        parameters=[*PAGE_PARAMETERS, *PAGE_HEADERS],
-        responses={200: CONFLICT.many, **refusals(400, 401, 403, 404)},
-        examples=[_EXAMPLE],
+    @page_schema(
+        "nodes_conflicts",
+        "List a node's identity conflicts",
+        tag="identity",
+        rows=CONFLICT.many,
+        example=_EXAMPLE,
+        refused=(400, 401, 403, 404),
     )
     def get(self, request: Request, node_id: str) -> Response:
         """Claims to this node's identity, open and resolved, latest first."""

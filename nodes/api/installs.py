@@ -1,27 +1,27 @@
-"""Backends on a node (`contract/http-api.md` §2.10)."""
+"""Commands on the backends of a node (`contract/http-api.md` §2.10): each is an operation, a 202."""
 
-import json
-import re
-from typing import Any
-from urllib.parse import urlsplit
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from drf_spectacular.utils import OpenApiResponse, extend_schema
-from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from localai_cluster import clock, errors
+from localai_cluster import clock
 from localai_cluster.accounts.authentication import client_address, principal
 from localai_cluster.logs import request_id
-from localai_cluster.web.fields import Described, NullIsAbsent, Text
+from localai_cluster.web.fields import Described
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.parsers import validated
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, field
+from nodes.api.backend_bodies import BackendSerializer, InstallSerializer, install_wish
 from nodes.api.base import NodeView, answered, existing, sent
-from nodes.backends import install
-from operations.ledger.admission import OperationRequest, admit
+from nodes.backends import one_node
+from nodes.backends.admission import DELETE, INSTALL, UPGRADE, Asked, Wish, ask
+from nodes.models import BackendNode
+from operations.ledger.admission import Admission
 
-_BACKEND_NAME = r"(?:[A-Za-z0-9][A-Za-z0-9._-]*@)?[A-Za-z0-9][A-Za-z0-9._-]*"
 ACCEPTED = Shape(
     "Accepted",
     "An operation was admitted; `statusUrl` tells how it goes.",
@@ -33,114 +33,110 @@ ACCEPTED = Shape(
     ],
 )
 _JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
-_ACCEPTED = {
-    "jobID": _JOB,
-    "statusUrl": f"/api/backends/job/{_JOB}",
-    "message": "backend installation started",
+
+
+@dataclass(frozen=True)
+class Said:
+    """What an answer says: of a new operation, and of the one that was under way."""
+
+    started: str
+    joined: str
+
+
+SAID = {
+    INSTALL: Said("backend installation started", "already being installed"),
+    UPGRADE: Said("backend upgrade started", "already being upgraded"),
+    DELETE: Said("backend deletion started", "already being deleted"),
+}
+"""By kind of operation."""
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def _accepted(said: Said) -> dict[str, Any]:
+    return {"jobID": _JOB, "statusUrl": f"/api/backends/job/{_JOB}", "message": said.started}
+
+
+_RESPONSES = {
+    202: OpenApiResponse(ACCEPTED.ref, "The operation is recorded and will be carried out."),
+    **refusals(400, 401, 403, 404, 409, 413),
 }
 
 
-def _text(length: int) -> Text:
-    return Text(required=False, allow_null=True, max_length=length)
+def _schema(
+    name: str, summary: str, body: type[Described], backend: str, said: Said
+) -> Callable[[_Call], _Call]:
+    """What the API document says of one command."""
+    return extend_schema(
+        operation_id=f"nodes_backends_{name}",
+        summary=summary,
+        tags=["backends"],
+        request=body,
+        responses=_RESPONSES,
+        examples=[sent({"backend": backend}), answered(_accepted(said), status="202")],
+    )
 
 
-class InstallSerializer(Described, NullIsAbsent):
-    """What to install on a node (§2.10)."""
-
-    backend = _text(255)
-    uri = _text(1024)
-    name = _text(255)
-    alias = _text(255)
-    backend_galleries = _text(64 * 1024)
-
-    @classmethod
-    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
-        """With the form of names, and that one of three must be there."""
-        for name in ("backend", "name", "alias"):
-            schema["properties"][name]["pattern"] = f"^({_BACKEND_NAME})?$"
-        return schema | {"anyOf": [{"required": [name]} for name in ("backend", "name", "uri")]}
-
-    def validate_backend(self, value: str | None) -> str | None:
-        """A gallery's name, with an optional `gallery@` before it."""
-        return _checked_name(value)
-
-    validate_name = validate_backend
-    validate_alias = validate_backend
-
-    def validate_uri(self, value: str | None) -> str | None:
-        """An address without control characters, and without a password: operations show it."""
-        if value and not value.isprintable():
-            raise serializers.ValidationError("must not contain control characters")
-        if value and "@" in _authority(value):
-            raise serializers.ValidationError("must not contain a user or password")
-        return value
-
-    def validate_backend_galleries(self, value: str | None) -> str:
-        """O37: anything but a list with galleries in it means the configured ones."""
-        try:
-            galleries = json.loads(value or "[]")
-        except (ValueError, RecursionError):
-            return ""
-        return value or "" if isinstance(galleries, list) and galleries else ""
+def asked_by(request: Request, nodes: list[BackendNode], *, all_nodes: bool = False) -> Asked:
+    """Who asks, and for which nodes."""
+    return Asked(
+        nodes,
+        actor=principal(request).name,
+        all_nodes=all_nodes,
+        request_id=request_id.get(),
+        client_address=client_address(request),
+    )
 
 
-def _authority(uri: str) -> str:
-    try:
-        return urlsplit(uri).netloc
-    except ValueError:
-        raise serializers.ValidationError("must be an address") from None
+def accepted(admission: Admission, kind: str) -> dict[str, Any]:
+    """What an answer says of the operation that was made, or of the one that is under way."""
+    job, said = str(admission.operation.id), SAID[kind]
+    return ACCEPTED.of(
+        jobID=job,
+        statusUrl=f"/api/backends/job/{job}",
+        message=said.started if admission.created else said.joined,
+        deduplicated=not admission.created,
+    )
 
 
-def _checked_name(value: str | None) -> str | None:
-    if value and not re.fullmatch(_BACKEND_NAME, value, re.ASCII):
-        raise serializers.ValidationError(
-            "must be letters, digits, dots, dashes and underscores, with an optional gallery@ before it"
-        )
-    return value
+def _on_one(request: Request, node: BackendNode, wish: Wish) -> Response:
+    admission = ask(wish, asked_by(request, [node]), now=clock.now())
+    return Response(accepted(admission, wish.kind), status=202)
+
+
+def _on_installed(request: Request, node_id: str, kind: str) -> Response:
+    backend = validated(BackendSerializer, request)["backend"]
+    return _on_one(request, one_node.find_node(existing(node_id)), Wish(kind, backend))
 
 
 class InstallView(NodeView):
     """`/api/nodes/:id/backends/install`."""
 
-    @extend_schema(
-        operation_id="nodes_backends_install",
-        summary="Install a backend on a node",
-        tags=["backends"],
-        request=InstallSerializer,
-        responses={
-            202: OpenApiResponse(ACCEPTED.ref, "The operation is recorded and will be carried out."),
-            **refusals(400, 401, 403, 404, 409, 413),
-        },
-        examples=[sent({"backend": "local@minilm"}), answered(_ACCEPTED, status="202")],
-    )
+    @_schema("install", "Install a backend on a node", InstallSerializer, "local@minilm", SAID[INSTALL])
     def post(self, request: Request, node_id: str) -> Response:
         """Installs a backend on one node. A repeated request joins the running operation."""
-        fields = validated(InstallSerializer, request)
-        node = install.find_node(existing(node_id))
-        wanted = {name: fields.get(name, "") for name in ("backend", "uri", "name", "alias")}
-        wanted["backend"] = wanted["backend"] or wanted["name"]
-        element = wanted["backend"] or wanted["uri"]
-        if not element:
-            raise errors.InvalidInput("backend name or uri required", field="backend")
-        now = clock.now()
-        asked = OperationRequest(
-            install.KIND,
-            key=install.key(node.id, element.rpartition("@")[2] if wanted["backend"] else element),
-            element=element[:255],
-            payload=wanted | {"backend_galleries": fields.get("backend_galleries", "")},
-            actor=principal(request).name,
-            node=(node.id, node.name),
-            targets=[(node.id, node.name)],
-            request_id=request_id.get(),
-            client_address=client_address(request),
-            needed_until=install.gives_up_at(now),
-        )
-        admission = admit(asked, now=now)
-        job = str(admission.operation.id)
-        body = ACCEPTED.of(
-            jobID=job,
-            statusUrl=f"/api/backends/job/{job}",
-            message="backend installation started" if admission.created else "already being installed",
-            deduplicated=not admission.created,
-        )
-        return Response(body, status=202)
+        wish = install_wish(validated(InstallSerializer, request))
+        return _on_one(request, one_node.find_node(existing(node_id)), wish)
+
+
+class UpgradeView(NodeView):
+    """`/api/nodes/:id/backends/upgrade`."""
+
+    @_schema("upgrade", "Upgrade a backend on a node", BackendSerializer, "minilm", SAID[UPGRADE])
+    def post(self, request: Request, node_id: str) -> Response:
+        """Stops the backend's engines on the node and installs it again from the galleries (A39).
+
+        A repeated request joins the running operation.
+        """
+        return _on_installed(request, node_id, UPGRADE)
+
+
+class DeleteView(NodeView):
+    """`/api/nodes/:id/backends/delete`."""
+
+    @_schema("delete", "Delete a backend from a node", BackendSerializer, "minilm", SAID[DELETE])
+    def post(self, request: Request, node_id: str) -> Response:
+        """Stops the backend's engines on the node and removes its files (O38).
+
+        A repeated request joins the running operation.
+        """
+        return _on_installed(request, node_id, DELETE)

@@ -12,8 +12,6 @@ from nodes.api.base import (
     FINGERPRINT,
     MOMENT,
     NODE_ID,
-    PAGE_HEADERS,
-    PAGE_PARAMETERS,
     NodeView,
     Schema,
     actor_of,
@@ -21,6 +19,7 @@ from nodes.api.base import (
     existing,
     message,
     one_of,
+    page_schema,
     query,
     text,
 )
@@ -111,13 +110,13 @@ class NodesView(NodeView):
 
     renderer_classes = [FastJSONRenderer]
 
-    @extend_schema(
-        operation_id="nodes_list",
-        summary="List nodes",
-        tags=["nodes"],
-        parameters=[*_FILTERS, *PAGE_PARAMETERS, *PAGE_HEADERS],
-        responses={200: NODE.many, **refusals(400, 401, 403)},
-        examples=[answered([_LISTED])],
+    @page_schema(
+        "nodes_list",
+        "List nodes",
+        tag="nodes",
+        rows=NODE.many,
+        example=answered([_LISTED]),
+        filters=_FILTERS,
     )
     def get(self, request: Request) -> Response:
         """All nodes by name, or those that match the parameters."""

@@ -1,16 +1,35 @@
-"""What this room adds to the API document: its shapes, the raw route of heartbeats, and registration."""
+"""What this room adds to the API document: its shapes, the raw routes of workers, and registration."""
 
 from typing import Any
 
 from localai_cluster.web.openapi import RawRoute
 from localai_cluster.web.shapes import Named
-from nodes.api import backends, catalogue, events, installs, overrides, registrations
+from nodes.api import (
+    backends,
+    catalogue,
+    cluster_backends,
+    engines,
+    events,
+    gallery_lists,
+    installed,
+    installs,
+    join_tokens,
+    overrides,
+    plain_commands,
+    registrations,
+    worker_logs,
+)
+from nodes.api.gallery import GALLERY
 from nodes.api.heartbeats import HEARTBEAT
 from nodes.api.worker_auth import WORKER_REFUSAL
 from nodes.backends.catalogue import ENTRY, WHERE
 from nodes.registry import outcomes, shape
+from nodes.scheduling.shape import RULE
 
-ROUTES: list[RawRoute] = [("POST", "/api/node/{node_id}/heartbeat", HEARTBEAT)]
+ROUTES: list[RawRoute] = [
+    ("POST", "/api/node/{node_id}/heartbeat", HEARTBEAT),
+    ("GET", "/api/node/{node_id}/gallery/{file}", GALLERY),
+]
 COMPONENTS: tuple[Named, ...] = (
     *shape.COMPONENTS,
     outcomes.APPROVED,
@@ -21,12 +40,20 @@ COMPONENTS: tuple[Named, ...] = (
     overrides.RESET,
     events.EVENTS,
     installs.ACCEPTED,
+    cluster_backends.STARTED,
     backends.NODE_BACKEND,
     WHERE,
     ENTRY,
     catalogue.REPOSITORY,
     catalogue.GALLERY_ERROR,
     catalogue.CATALOGUE,
+    *installed.COMPONENTS,
+    *gallery_lists.COMPONENTS,
+    *plain_commands.COMPONENTS,
+    *engines.COMPONENTS,
+    *join_tokens.COMPONENTS,
+    worker_logs.LOG_LINE,
+    RULE,
     WORKER_REFUSAL,
     registrations.REGISTERED,
     registrations.REGISTRATION_REFUSAL,

@@ -76,7 +76,7 @@ class VramBudgetView(NodeView):
         examples=[sent({"value": "80%"}), answered({"vram_budget": "80%"})],
     )
     def put(self, request: Request, node_id: str) -> Response:
-        """Limits the node's VRAM, whatever the worker reports; an empty text means unlimited (R1.47)."""
+        """Limits the node's VRAM against the worker's reports; an empty text means unlimited (R1.47)."""
         found = existing(node_id)
         value = validated(BudgetRequestSerializer, request)["value"]
         services.set_vram_budget(found, value, **edit_of(request))

@@ -1,17 +1,19 @@
-"""What the raw ASGI routes of workers share: bodies, answers, and what follows a wrong credential."""
+"""What the raw ASGI routes of workers share: bodies, answers, their description, and what follows a wrong
+credential."""
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 import orjson
 from channels.sessions import CookieMiddleware, SessionMiddleware
 
-from localai_cluster import clock, errors
+from localai_cluster import errors
 from localai_cluster.accounts.principals import Principal
 from localai_cluster.accounts.websockets import principal_of
 from localai_cluster.web import throttle, wire
-from nodes.api.worker_auth import WORKERS_ONLY
+from localai_cluster.web.openapi import Operation, json_body, refusals
+from localai_cluster.web.shapes import reference
+from nodes.api.worker_auth import INSTANCE, WORKER_REFUSAL, WORKERS_ONLY, WRONG
 from nodes.registry import identity
 
 Scope = dict[str, Any]
@@ -23,8 +25,8 @@ def headers_of(scope: Scope) -> dict[bytes, str]:
 
 
 def client_of(scope: Scope) -> str:
-    """Where the request came from, as far as the socket tells; "" if it does not."""
-    return str((scope.get("client") or [""])[0])[:64]
+    """The same as `wire.client_of`, short enough for a column."""
+    return wire.client_of(scope)[:64]
 
 
 async def followed_up(refusal: errors.ClusterError, scope: Scope) -> errors.ClusterError:
@@ -34,10 +36,7 @@ async def followed_up(refusal: errors.ClusterError, scope: Scope) -> errors.Clus
     if await _from_a_person(scope):
         return errors.Forbidden(WORKERS_ONLY)
     if isinstance(refusal, identity.WrongCredential):
-        try:
-            await asyncio.to_thread(throttle.shared().note, client_of(scope), clock.now())
-        except throttle.TooManyFailures as over:
-            return over
+        return await throttle.shared().noted(refusal, client_of(scope))
     return refusal
 
 
@@ -71,3 +70,45 @@ async def respond(send: Any, status: int, body: Mapping[str, Any], headers: Mapp
     """Sends one JSON answer."""
     lines = tuple((name.lower().encode(), value.encode()) for name, value in headers.items())
     await wire.send_answer(send, wire.Answer(orjson.dumps(body, option=orjson.OPT_UTC_Z), status, lines))
+
+
+def refused(*statuses: int) -> dict[str, Operation]:
+    """Refusals with these statuses, as the API document describes them."""
+    meanings = {status: answer.description for status, answer in refusals(*statuses).items()}
+    return {
+        str(status): {"description": meaning, "content": json_body(reference("Refusal"))}
+        for status, meaning in meanings.items()
+    }
+
+
+def node_route(operation_id: str, summary: str, description: str, *in_path: str) -> Operation:
+    """What the API document says of every route that a node calls with its own secret."""
+    return {
+        "operationId": operation_id,
+        "tags": ["worker"],
+        "summary": summary,
+        "description": description,
+        "security": [{"nodeSecret": []}],
+        "parameters": [
+            *(
+                {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+                for name in in_path
+            ),
+            {
+                "name": INSTANCE.name,
+                "in": "header",
+                "required": INSTANCE.required,
+                "schema": INSTANCE.type,
+                "description": INSTANCE.description,
+            },
+        ],
+    }
+
+
+WRONG_SECRET: Operation = {
+    "401": {
+        "description": WRONG,
+        "content": json_body(WORKER_REFUSAL.ref, {"error": "invalid node credential"}),
+    }
+}
+"""The refusal of a credential, as the API document describes it."""

@@ -4,6 +4,7 @@
 token is checked by `registration`, in the order of §1.1. Unknown fields are ignored.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from drf_spectacular.utils import OpenApiExample, extend_schema_serializer
 from rest_framework import serializers
 
 from localai_cluster import errors, names
+from localai_cluster.addresses import EXPECTED
 from localai_cluster.web.fields import Described, NullIsAbsent, Text, Whole
 from nodes.models import NodeType
 from nodes.registry.heartbeats import LARGEST
@@ -26,10 +28,12 @@ LENGTHS = {
     "gpu_compute_capability": 16,
     "capability": 64,
     "vram_budget": 32,
+    "version": 64,
 }
 """Most characters of the texts a worker tells; those of §1.1 come first."""
 MOST_PROCESSES = 1024
 LONGEST_PROCESS_KEY = 300
+_ENGINE_TOKEN = re.compile(r"([0-9a-f]{64})?\Z")
 _ANY_LENGTH = 2**20
 """Bodies are bounded; `registration` knows the real limits, because the token comes before them."""
 
@@ -84,7 +88,11 @@ REGISTRATION = {
         OpenApiExample("A worker without a GPU", REGISTRATION, request_only=True),
         OpenApiExample(
             "Our worker, with what it runs",
-            REGISTRATION | {"running_processes": [{"process_key": "qwen3#0", "address": "127.0.0.1:51101"}]},
+            REGISTRATION
+            | {
+                "version": "0.1.0",
+                "running_processes": [{"process_key": "qwen3#0", "address": "127.0.0.1:51101"}],
+            },
             request_only=True,
         ),
         OpenApiExample(
@@ -100,6 +108,7 @@ class RegistrationSerializer(Described, NullIsAbsent):
     total_ram, available_ram = _bytes(), _bytes()
     total_disk, available_disk = _bytes(), _bytes()
     gpu_vendor, gpu_compute_capability, capability, vram_budget = _text(), _text(), _text(), _text()
+    engine_token, version = _text(), _text()
     labels = _Labels(child=Text(max_length=_ANY_LENGTH), required=False, allow_null=True)
     max_replicas_per_model = Whole(required=False, allow_null=True, min_value=-(2**63), max_value=LARGEST_CAP)
     running_processes: serializers.ListSerializer[Any] = serializers.ListSerializer(
@@ -112,6 +121,14 @@ class RegistrationSerializer(Described, NullIsAbsent):
         properties = schema["properties"]
         for name, longest in LENGTHS.items():
             properties[name]["maxLength"] = longest
+        properties["address"]["description"] = f"Where its engines are reached, {EXPECTED}."
+        properties["http_address"]["description"] = (
+            "The same for its probes; its host is that of `address`, or one of CLUSTER_NODE_HOSTS."
+        )
+        properties["engine_token"] |= {
+            "pattern": "^([0-9a-f]{64})?$",
+            "description": "What its engines expect as a bearer. Empty: they expect the registration token.",
+        }
         for name in ("name", "token"):
             properties[name]["minLength"] = 1
             del properties[name]["nullable"]
@@ -136,6 +153,8 @@ def registration(fields: Mapping[str, Any]) -> Registration:
     _check_presence(told)
     for field, longest in LENGTHS.items():
         _check_text(told.get(field, ""), field, longest)
+    if not _ENGINE_TOKEN.match(told.get("engine_token", "")):
+        raise errors.InvalidInput("engine_token must be 64 lower-case hex digits", field="engine_token")
     if (running := told.get("running_processes")) is not None:
         told["running_processes"] = [_process(one, number) for number, one in enumerate(running)]
     return Registration(**told)

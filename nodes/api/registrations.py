@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from asgiref.sync import ThreadSensitiveContext
 from channels.db import database_sync_to_async
@@ -17,7 +18,7 @@ from drf_spectacular.utils import OpenApiResponse, extend_schema
 from rest_framework.request import Request
 from rest_framework.views import APIView
 
-from localai_cluster import clock, conf, errors, names
+from localai_cluster import bus_access, clock, conf, errors, names
 from localai_cluster.accounts import principals
 from localai_cluster.web import throttle
 from localai_cluster.web.envelopes import body_of, refusal_headers, translated
@@ -43,7 +44,7 @@ from nodes.api.worker_auth import (
     WORKER_REFUSAL,
     RegistrationAuthentication,
 )
-from nodes.registry import identity, services
+from nodes.registry import identity, joining, services
 from nodes.registry.services import Claim, Registered
 from nodes.registry.shape import NODE_STATUS, NODE_TYPE
 
@@ -57,7 +58,8 @@ _PRIVATE = {"Cache-Control": "private, no-store"}
 _BODY = RegistrationSerializer()
 REGISTERED = Shape(
     "Registered",
-    "The answer to a registration; `api_token` goes to an approved agent, this once.",
+    "The answer to a registration. Only an approved node gets credentials for the message bus, new ones each "
+    "time; `nats_url` is where they are good. `api_token` goes to an approved agent, this once.",
     [
         field("id", UUID),
         field("name", TEXT),
@@ -65,6 +67,9 @@ REGISTERED = Shape(
         field("status", NODE_STATUS.ref),
         field("created_at", TIME),
         field("api_token", {"type": "string", "pattern": "^lai-[0-9a-f]{64}$"}, optional=True),
+        field("nats_jwt", TEXT, optional=True),
+        field("nats_user_seed", {"type": "string", "pattern": "^SU[A-Z2-7]{56}$"}, optional=True),
+        field("nats_url", TEXT, optional=True),
     ],
 )
 REGISTRATION_REFUSAL = Named("RegistrationRefusal", {"oneOf": [WORKER_REFUSAL.ref, reference("Refusal")]})
@@ -116,7 +121,7 @@ class Registrar:
                 lambda: services.register_all(claims, **_circumstances(), patience=PATIENCE)
             )
         except Exception as error:
-            # Whatever it was: each caller finds out for itself, and gets its own answer.
+            # On any failure each caller finds out for itself, and gets its own answer.
             if len(claims) > 1:
                 log.info("%d registrations are tried one by one: %s", len(claims), type(error).__name__)
             return [None] * len(claims)
@@ -170,20 +175,21 @@ class RegistrationApplication:
 
     async def _register(self, scope: Scope, receive: Any) -> dict[str, Any]:
         headers, address = headers_of(scope), client_of(scope)
-        await _authenticate(scope, headers, address)
+        offered, ticket = await _authenticate(scope, headers, address)
         if scope["method"] != "POST":
             raise method_not_allowed(scope["method"])
         fields = await _fields(headers, receive)
-        await _check_token(fields.pop("token", ""), address)
+        await _check_token(fields.pop("token", ""), offered, address)
         registered = await self._registrar.register(
             services.claim(
                 registration(fields),
                 secret=headers.get(b"x-localai-node-secret", ""),
                 instance=identity.check_instance(headers.get(b"x-localai-node-instance", "")),
                 source_address=address,
+                ticket=ticket,
             )
         )
-        node = registered.node
+        node, credentials = registered.node, registered.credentials
         return REGISTERED.of(
             id=node.id,
             name=node.name,
@@ -191,18 +197,41 @@ class RegistrationApplication:
             status=node.status,
             created_at=node.created_at,
             api_token=registered.api_token,
+            nats_jwt=credentials.jwt if credentials else "",
+            nats_user_seed=credentials.seed if credentials else "",
+            nats_url=bus_access.worker_url(_own_host(headers)) if credentials else "",
         )
 
 
-async def _authenticate(scope: Scope, headers: dict[bytes, str], address: str) -> None:
-    """The shared token of the header. 401 with a wrong one, 429 unseen after too many failures."""
+def _own_host(headers: dict[bytes, str]) -> str:
+    """The host under which the worker has reached this server; "" for what is none."""
+    try:
+        return urlsplit(f"//{headers.get(b'host', '')[:255]}").hostname or ""
+    except ValueError:
+        return ""
+
+
+async def _authenticate(
+    scope: Scope, headers: dict[bytes, str], address: str
+) -> tuple[str, joining.JoinTicket | None]:
+    """The token of the header, and the ticket if it is a join token.
+
+    401 with a wrong one, 429 unseen after too many failures.
+    """
     offered = principals.bearer(headers.get(b"authorization", ""))
     try:
         if not offered:
             raise errors.NotAuthenticated(NO_CREDENTIAL)
         await asyncio.to_thread(throttle.shared().check, address, clock.now())
-        if not principals.is_registration_token(offered):
+        if principals.is_registration_token(offered):
+            return offered, None
+        fingerprint = identity.node_fingerprint(headers.get(b"x-localai-node-secret", ""))
+        if not joining.is_join_token(offered):
+            # A known worker proves itself by its secret: it goes on when the registration token is replaced.
+            if await _in_thread(lambda: identity.is_bound(fingerprint)):
+                return offered, None
             raise identity.WrongCredential("invalid registration token")
+        return offered, await _in_thread(lambda: joining.recognise(offered, fingerprint, clock.now()))
     except errors.NotAuthenticated as refusal:
         raise await followed_up(refusal, scope) from refusal
 
@@ -216,11 +245,11 @@ async def _fields(headers: dict[bytes, str], receive: Any) -> dict[str, Any]:
     return fields
 
 
-async def _check_token(token: str, address: str) -> None:
-    """The body carries the token too, and its refusal is nested where the header's is flat."""
+async def _check_token(token: str, offered: str, address: str) -> None:
+    """The body carries the same token, and its refusal is nested where the header's is flat."""
     if not token:
         raise errors.NotAuthenticated("registration token required", field="token", nested=True)
-    if not principals.is_registration_token(token):
+    if not principals.same(token, offered):
         await asyncio.to_thread(throttle.shared().note, address, clock.now())
         raise identity.WrongCredential("invalid registration token", field="token", nested=True)
 
@@ -247,7 +276,8 @@ def _registered() -> dict[int, Any]:
         **refusals(400, 403, 409, 413, 429),
         401: OpenApiResponse(
             REGISTRATION_REFUSAL.ref,
-            "A missing or wrong token: flat for the header's, nested for the body's.",
+            "A missing or wrong token, or a join token that is revoked, expired or used up: flat for the "
+            "header's, nested for the body's.",
             [answered(nested, status="401")],
         ),
     }

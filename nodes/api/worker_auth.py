@@ -54,7 +54,7 @@ class WorkerAuthentication(BaseAuthentication):
             raise
 
     def prove(self, request: Request, offered: str) -> Principal:
-        """Who offers this; raises NotAuthenticated for nobody."""
+        """Who offers this; raises NotAuthenticated without a known credential."""
         raise NotImplementedError
 
     def authenticate_header(self, request: Request) -> str:
@@ -130,7 +130,11 @@ class RegistrationScheme(OpenApiAuthenticationExtension):  # type: ignore[no-unt
 
     def get_security_definition(self, auto_schema: Any) -> Operation:
         """`Authorization: Bearer …`."""
-        return {"type": "http", "scheme": "bearer", "description": "LOCALAI_REGISTRATION_TOKEN."}
+        return {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "Registration or join token.",
+        }
 
 
 WORKER_REFUSAL = Shape(

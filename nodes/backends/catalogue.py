@@ -2,15 +2,17 @@
 
 Galleries are read at most once a minute in each process, all at once, by one caller; the others get what was
 known before, and wait for it only if there is nothing. Who waits for a gallery holds no database connection.
-Where backends are installed comes from rows (`inventory.py`), so nobody waits for a worker. A gallery that
+Where backends are installed comes from rows (`inventory.py`), so no page waits for a worker. A gallery that
 cannot be read is named beside what the others offer. `entries` is pure.
 """
 
 import asyncio
+import hashlib
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 from uuid import UUID
 
@@ -18,7 +20,7 @@ import httpx
 from django.db import connection
 from django.db.models import F
 
-from localai_cluster import clock, gallery_index
+from localai_cluster import clock, conf, gallery_index
 from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, folded
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.web import shapes
@@ -82,6 +84,12 @@ class Offer:
     builds: Sequence[GalleryEntry] = ()
     problems: Mapping[str, str] = field(default_factory=dict)
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """The same as long as names, versions and sources are the same."""
+        told = "\n".join(f"{one.name}\t{one.version}\t{one.uri}" for one in self.builds)
+        return hashlib.sha256(told.encode()).hexdigest()
+
 
 @dataclass(frozen=True)
 class Installed:
@@ -115,9 +123,10 @@ class _Known:
     asked: Sequence[Gallery] = ()
     found: Offer = field(default_factory=Offer)
     good_until: float = 0.0
+    check: int = 0
 
-    def is_good(self, listed: Sequence[Gallery]) -> bool:
-        return listed == self.asked and clock.monotonic() < self.good_until
+    def is_good(self, listed: Sequence[Gallery], check: int) -> bool:
+        return listed == self.asked and self.check == check and clock.monotonic() < self.good_until
 
 
 class Reader:
@@ -127,25 +136,29 @@ class Reader:
         self._lock = threading.Lock()
         self._known = _Known()
 
-    def read(self, listed: Sequence[Gallery]) -> Offer:
-        """What they offer, as of at most a minute ago; older while somebody else is reading them anew."""
+    def read(self, listed: Sequence[Gallery], check: int = 0) -> Offer:
+        """What they offer, as of at most a minute ago; older while another request is reading them.
+
+        `check` is the number of the last upgrade check: what was kept before that is old.
+        """
         known = self._known
-        if known.is_good(listed) or (listed == known.asked and self._lock.locked()):
+        if known.is_good(listed, check) or (listed == known.asked and self._lock.locked()):
             return known.found
         if not connection.in_atomic_block:
             connection.close()  # a few who wait for a slow gallery would hold all of a process
         with self._lock:
-            if not self._known.is_good(listed):
-                found = asyncio.run(_read_all(listed))
+            if not self._known.is_good(listed, check):
+                found = asyncio.run(read_all(listed))
                 kept = TROUBLE_KEPT_FOR if found.problems else KEPT_FOR
-                self._known = _Known(listed, found, clock.monotonic() + kept)
+                self._known = _Known(listed, found, clock.monotonic() + kept, check)
             return self._known.found
 
 
 reader = Reader()
 
 
-async def _read_all(listed: Sequence[Gallery]) -> Offer:
+async def read_all(listed: Sequence[Gallery]) -> Offer:
+    """What they offer at this moment, read at once and each within `READ_WITHIN`."""
     async with httpx.AsyncClient(timeout=READ_WITHIN) as client:
         found = await asyncio.gather(*(_read(gallery, client) for gallery in listed))
     builds = [build for part in found if not isinstance(part, str) for build in part]
@@ -157,11 +170,18 @@ async def _read(gallery: Gallery, client: httpx.AsyncClient) -> list[GalleryEntr
     """The entries, or why there are none."""
     try:
         async with asyncio.timeout(READ_WITHIN):
-            return await gallery_index.fetch(gallery, client)
+            return await gallery_index.fetch(gallery, client, served=_served)
     except GalleryUnreadable as error:
         return error.message
     except TimeoutError:
         return f"gallery {gallery.name} cannot be read: no answer within {READ_WITHIN:.0f} s"
+
+
+async def _served(name: str) -> bytes:
+    folder = conf.cluster().gallery_dir
+    if folder is None:
+        raise ValueError("CLUSTER_GALLERY_DIR is not set")
+    return await asyncio.to_thread(gallery_index.read_served, folder, name)
 
 
 def installed() -> list[Installed]:
@@ -192,20 +212,26 @@ def entries(
     for one in installed:
         where[folded(one.name)].append(one.node)
     busy = {(one.gallery.lower(), folded(one.name)): one for one in running}
-    parents: dict[str, str] = {}
-    for build in builds:
-        if build.is_meta:
-            for concrete in (build.capabilities or {}).values():
-                parents.setdefault(folded(concrete), build.name)
+    resolved_by = parents(builds)
     return [
         _entry(
             build,
             where.get(folded(build.name), []),
             _job(build, busy),
-            "" if build.is_meta else parents.get(folded(build.name), ""),
+            "" if build.is_meta else resolved_by.get(folded(build.name), ""),
         )
         for build in builds
     ]
+
+
+def parents(builds: Sequence[GalleryEntry]) -> dict[str, str]:
+    """The entry that resolves to a build, by the build's folded name."""
+    found: dict[str, str] = {}
+    for build in builds:
+        if build.is_meta:
+            for concrete in (build.capabilities or {}).values():
+                found.setdefault(folded(concrete), build.name)
+    return found
 
 
 def _job(build: GalleryEntry, busy: Mapping[tuple[str, str], ActiveOperation]) -> ActiveOperation | None:

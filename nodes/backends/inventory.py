@@ -1,6 +1,6 @@
 """What is installed on each node: a worker is asked for its list, the rows keep the last one with its age.
 
-Nobody waits for a worker to answer a page. A row says when its node is to be asked again
+No page waits for a worker. A row says when its node is to be asked again
 (`inventory_due_at`; null = as soon as somebody looks). Any number of controllers look at what is due: the
 claim moves that time forward and skips rows that another one holds, so a node is asked by one of them. No
 lock is held over the question, and an answer never overwrites one to a later question (`inventory_at` is
@@ -10,7 +10,7 @@ when the question left). Pages that show an old list make it due and wake a cont
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, assert_never
@@ -22,13 +22,17 @@ from django.db.models import Case, DateTimeField, F, Q, Value, When
 
 from localai_cluster import clock, names
 from localai_cluster.messaging.bus import Bus
-from localai_cluster.messaging.messages import InstalledBackend
+from localai_cluster.messaging.messages import InstalledBackend, process_key
+from nodes.backends import upgrade_state
 from nodes.backends.commands import LIST_TIMEOUT, Worker
 from nodes.backends.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
+from nodes.backends.together import Together
 from nodes.models import BackendNode, NodeBackend
 from nodes.models.node import BackendNodeQuerySet
+from nodes.replicas.retire import retire_unlisted
 from operations.changes import events
 from operations.executor.work import in_thread
+from operations.ledger.progress import update
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +71,17 @@ class Question:
     id: UUID
     name: str
     instance: str
+    stock: bool
     due_at: datetime | None
+
+
+@dataclass(frozen=True)
+class Listed:
+    """What a worker listed, and when the question left."""
+
+    asked: Question
+    listed: Sequence[InstalledBackend]
+    asked_at: datetime
 
 
 def askable() -> BackendNodeQuerySet:
@@ -75,10 +89,12 @@ def askable() -> BackendNodeQuerySet:
     return BackendNode.objects.filter(node_type="backend", status__in=("healthy", "draining", "unhealthy"))
 
 
-def question(node_id: UUID) -> Question | None:
-    """What is to be asked of one node out of turn; None if it is gone."""
-    row = BackendNode.objects.filter(pk=node_id).values_list("name", "instance", "inventory_due_at").first()
-    return Question(node_id, *row) if row else None
+def question(node: BackendNode) -> Question:
+    """What is to be asked of one node out of turn.
+
+    A due time that was moved since the node was read stays: then it is asked once more.
+    """
+    return Question(node.id, node.name, node.instance, node.weak_identity, node.inventory_due_at)
 
 
 def claim(limit: int, *, now: datetime) -> list[Question]:
@@ -89,7 +105,7 @@ def claim(limit: int, *, now: datetime) -> list[Question]:
         # Rows that somebody holds are skipped, so the order of the locks does not matter.
         order = F("inventory_due_at").asc(nulls_first=True)
         rows = due.order_by(order).select_for_update(no_key=True, skip_locked=True, of=("self",))
-        found = list(rows.values_list("id", "name", "instance")[:limit])
+        found = list(rows.values_list("id", "name", "instance", "weak_identity")[:limit])
         if found:
             BackendNode.objects.filter(pk__in=[row[0] for row in found]).update(inventory_due_at=until)
     return [Question(*row, until) for row in found]
@@ -127,29 +143,46 @@ def wake(node_ids: Sequence[UUID] | None = None, *, older_than: float, now: date
 _TIME: "DateTimeField[Any, Any]" = DateTimeField()
 
 
-def store(asked: Question, listed: Sequence[InstalledBackend], *, asked_at: datetime) -> bool:
-    """Makes the rows what the worker listed; answers False for an answer that a later one has overtaken."""
+def store(answers: Sequence[Listed]) -> set[UUID]:
+    """Makes the rows of these nodes what their workers listed; a constant number of statements.
+
+    Answers the nodes for which it did: not those that are gone, nor one whose later answer came first.
+    """
     with transaction.atomic():
-        node = _locked(asked.id)
-        if node is None or (node.inventory_at is not None and node.inventory_at > asked_at):
-            return False
-        changed = _replace(node, _rows(listed))
-        if changed or node.inventory_at is None or node.inventory_error:
-            events.notify(events.NODES, str(node.id))
-        _write(asked, asked_at + timedelta(seconds=EVERY), inventory_at=asked_at, inventory_error="")
-    return True
+        nodes = _locked([answer.asked.id for answer in answers])
+        taken: dict[UUID, Listed] = {}
+        for answer in sorted(answers, key=lambda one: one.asked_at):
+            node = nodes.get(answer.asked.id)
+            if node is not None and not _overtaken(node, answer.asked_at):
+                taken[node.id] = answer
+        if not taken:
+            return set()
+        changed = _replace({id: _rows(answer.listed) for id, answer in taken.items()})
+        if changed:
+            upgrade_state.installed_changed()
+        first = {id for id in taken if nodes[id].inventory_at is None or nodes[id].inventory_error}
+        if told := changed | first:
+            events.notify(events.NODES, *map(str, told))
+        for id, answer in taken.items():
+            node, at = nodes[id], answer.asked_at
+            _next_look(node, answer.asked, at + timedelta(seconds=EVERY))
+            node.inventory_at, node.inventory_error = at, ""
+        update([nodes[id] for id in taken], ["inventory_at", "inventory_error", "inventory_due_at"])
+    return set(taken)
 
 
 def store_error(asked: Question, error: str, *, asked_at: datetime, pause: float) -> bool:
     """Notes why there was no answer, unless there was one to a later question; the rows stay as they are."""
-    error = names.plain(error)[:_ERROR_LENGTH]
+    error = names.plain(error[:_ERROR_LENGTH])
     with transaction.atomic():
-        node = _locked(asked.id)
-        if node is None or (node.inventory_at is not None and node.inventory_at > asked_at):
+        node = _locked([asked.id]).get(asked.id)
+        if node is None or _overtaken(node, asked_at):
             return False
         if node.inventory_error != error:
             events.notify(events.NODES, str(node.id))
-        _write(asked, asked_at + timedelta(seconds=pause), inventory_error=error)
+        _next_look(node, asked, asked_at + timedelta(seconds=pause))
+        node.inventory_error = error
+        update([node], ["inventory_error", "inventory_due_at"])
     return True
 
 
@@ -160,16 +193,20 @@ def make_due(node_id: UUID, *, now: datetime) -> None:
             events.notify(CHANNEL, "")
 
 
-def _locked(node_id: UUID) -> BackendNode | None:
-    nodes = BackendNode.objects.select_for_update(no_key=True, of=("self",))
-    return nodes.only("id", "inventory_at", "inventory_error").filter(pk=node_id).first()
+def _locked(ids: Collection[UUID]) -> dict[UUID, BackendNode]:
+    rows = BackendNode.objects.filter(pk__in=ids).order_by("id")
+    found = rows.select_for_update(no_key=True, of=("self",))
+    return {node.id: node for node in found.only("id", "inventory_at", "inventory_error", "inventory_due_at")}
 
 
-def _write(asked: Question, due_at: datetime, **columns: Any) -> None:
-    """Writes the columns; a due time that somebody has set since the question counts."""
-    mine = Q(inventory_due_at=asked.due_at) if asked.due_at else Q(inventory_due_at__isnull=True)
-    when = Case(When(mine, then=Value(due_at)), default=F("inventory_due_at"), output_field=_TIME)
-    BackendNode.objects.filter(pk=asked.id).update(inventory_due_at=when, **columns)
+def _overtaken(node: BackendNode, asked_at: datetime) -> bool:
+    return node.inventory_at is not None and node.inventory_at > asked_at
+
+
+def _next_look(node: BackendNode, asked: Question, due_at: datetime) -> None:
+    """A due time that somebody has set since the question counts."""
+    if node.inventory_due_at == asked.due_at:
+        node.inventory_due_at = due_at
 
 
 def _rows(listed: Sequence[InstalledBackend]) -> dict[str, dict[str, Any]]:
@@ -187,18 +224,33 @@ def _kept(text: str) -> str:
     return text.replace("\x00", "\ufffd")
 
 
-def _replace(node: BackendNode, wanted: dict[str, dict[str, Any]]) -> bool:
-    """Brings the node's rows to `wanted`; answers whether anything changed."""
-    known = {row["name"]: row for row in NodeBackend.objects.filter(node=node).values(*COLUMNS)}
-    gone = [name for name in known if name not in wanted]
-    changed = [NodeBackend(node=node, **row) for name, row in wanted.items() if known.get(name) != row]
+def _replace(wanted: Mapping[UUID, dict[str, dict[str, Any]]]) -> set[UUID]:
+    """Brings the rows of these nodes to `wanted`; answers the nodes where anything changed."""
+    known: dict[UUID, dict[str, dict[str, Any]]] = {id: {} for id in wanted}
+    pks: dict[tuple[UUID, str], Any] = {}
+    for pk, node, *row in NodeBackend.objects.filter(node__in=wanted).values_list("pk", "node_id", *COLUMNS):
+        known[node][row[0]], pks[node, row[0]] = dict(zip(COLUMNS, row, strict=True)), pk
+    gone = [(id, name) for id, rows in known.items() for name in rows if name not in wanted[id]]
+    changed = [
+        NodeBackend(node_id=id, **row)
+        for id, rows in wanted.items()
+        for name, row in rows.items()
+        if known[id].get(name) != row
+    ]
     if gone:
-        NodeBackend.objects.filter(node=node, name__in=gone).delete()
+        NodeBackend.objects.filter(pk__in=[pks[one] for one in gone]).delete()
     if changed:
         NodeBackend.objects.bulk_create(
             changed, update_conflicts=True, unique_fields=["node", "name"], update_fields=list(COLUMNS[1:])
         )
-    return bool(gone or changed)
+    return {id for id, _ in gone} | {row.node_id for row in changed}
+
+
+async def _store_together(answers: Sequence[Listed]) -> None:
+    await in_thread(store, answers)
+
+
+_answers = Together(_store_together)
 
 
 async def ask(bus: Bus, asked: Question, *, pause: float = _FIRST_PAUSE) -> bool:
@@ -210,7 +262,9 @@ async def ask(bus: Bus, asked: Question, *, pause: float = _FIRST_PAUSE) -> bool
     answer = await Worker(bus, str(asked.id), asked.name).backends()
     match answer:
         case Done(reply):
-            await in_thread(store, asked, reply.backends, asked_at=asked_at)
+            await _answers.put(Listed(asked, reply.backends, asked_at))
+            if asked.stock:
+                await compare_replicas(bus, asked.id, asked.name)
             return True
         case Refused(reason):
             problem = f"the worker cannot read its backends: {reason}"
@@ -226,20 +280,37 @@ async def ask(bus: Bus, asked: Question, *, pause: float = _FIRST_PAUSE) -> bool
     return False
 
 
-async def refresh(bus: Bus, node_id: UUID) -> None:
+async def compare_replicas(bus: Bus, node_id: UUID, node_name: str) -> None:
+    """Removes replicas that a worker no longer runs, by its own word (`models.running`).
+
+    Registrations of stock workers do not say (nats.md §9.3), and the report of a command may be lost. A
+    worker that does not know the question keeps its replicas; requests find out which of them are dead.
+    """
+    asked_at = clock.now()
+    answer = await Worker(bus, str(node_id), node_name).running()
+    if not isinstance(answer, Done):
+        return
+    running = {
+        (process_key(model.model_id, model.replica_index), model.address.rpartition(":")[2])
+        for model in answer.reply.models
+    }
+    gone = await in_thread(retire_unlisted, node_id, running, before=asked_at)
+    if gone:
+        log.info("node %s does not run these any more: %s", node_name, ", ".join(gone))
+
+
+async def refresh(bus: Bus, node: BackendNode) -> bool:
     """Brings one node's list up to date after something was done there; never fails, never takes long.
 
-    What could not be done now is due at once.
+    Answers whether it did. What could not be done now is due at once.
     """
     with contextlib.suppress(DatabaseError):
-        asked = await in_thread(question, node_id)
-        if asked is None:
-            return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(QUICK):
-                if await ask(bus, asked):
-                    return
-        await in_thread(make_due, node_id, now=clock.now())
+                if await ask(bus, question(node)):
+                    return True
+        await in_thread(make_due, node.id, now=clock.now())
+    return False
 
 
 class Inventory:

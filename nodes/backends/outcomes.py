@@ -33,10 +33,25 @@ class StillRunning:
 
 
 @dataclass(frozen=True)
+class NotSent(StillRunning):
+    """The worker did not answer the question before the command, so the command was not sent."""
+
+
+@dataclass(frozen=True)
 class NoResponders:
     """The worker is gone: nothing listens, although our own connection is good, or it was restarted."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class Restarted(NoResponders):
+    """The worker is there again as another process: the command died with the former one."""
+
+
+@dataclass(frozen=True)
+class Unheard(NoResponders):
+    """The worker answered other questions, but nothing listens for this command: it may not know it."""
 
 
 @dataclass(frozen=True)

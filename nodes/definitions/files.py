@@ -1,37 +1,23 @@
-"""Model definitions: YAML files in LocalAI's form, one model a file, in the models folder.
+"""Model definitions: YAML files in LocalAI's form, one model a file.
 
 A definition moves like this: file -> parsed and checked -> `Definition` with its load options and revision.
 The options are computed once, here, from the file alone; no function of this module takes a request, so a
-request cannot change what is loaded. The folder is looked at no more than once a second and only files whose
-size or time changed are read again. A file that cannot be used is logged once with its reason and does not
-take the others down.
+request cannot change what is loaded. `folder` keeps those of the models folder.
 """
 
 import hashlib
 import json
-import logging
-import os
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from localai_cluster import clock, conf
+from localai_cluster import names, regular_files
 
-logger = logging.getLogger(__name__)
-
-LOOK_EVERY = 1.0
-"""Seconds between two looks at the folder."""
-LOOK_AFTER_MISS = 0.05
-"""The same when a name is not found: a definition that was added a moment ago should serve at once."""
 MAX_FILE_BYTES = 256 * 1024
-MAX_FILES = 4096
 MAX_NAME = 255
-_SUFFIXES = (".yaml", ".yml")
 
 # What the reference sends when the file is silent (`contract/grpc.md`), without its random seed.
 _DEFAULTS: dict[str, Any] = {"NBatch": 512, "MMap": True, "NGPULayers": 99999999, "FlashAttention": "auto"}
@@ -119,6 +105,7 @@ def parse(document: object, source: str) -> Definition:
         raise Unusable("has no `parameters` section")
     name = _text(document, "name")
     backend = _text(document, "backend")
+    _check_paths(name, backend)
     model = _text(parameters, "model", "parameters.model")
     options = {**_DEFAULTS, "Model": model, **_options_of({**parameters, **document})}
     return Definition(name, backend, model, source, options, _fingerprint(backend, options))
@@ -128,9 +115,22 @@ def _text(section: Mapping[Any, Any], key: str, shown: str = "") -> str:
     value = section.get(key)
     if not isinstance(value, str) or not value.strip():
         raise Unusable(f"does not say `{shown or key}`")
-    if len(value) > MAX_NAME or any(ord(sign) < 32 for sign in value):
-        raise Unusable(f"has a `{shown or key}` that is too long or holds control characters")
+    if len(value) > MAX_NAME:
+        raise Unusable(f"has a `{shown or key}` of more than {MAX_NAME} characters")
+    if found := names.unprintable(value):
+        raise Unusable(f"has a `{shown or key}` with the character {found}")
     return value.strip()
+
+
+def _check_paths(name: str, backend: str) -> None:
+    """Refuses what would lead out of the folder that a worker makes for it.
+
+    `/` may divide a model's name, as in `org/model`; an engine's is one folder, of any gallery.
+    """
+    if "\\" in name or not {"", ".", ".."}.isdisjoint(name.split("/")):
+        raise Unusable("has a `name` that is a path; only names such as `model` or `org/model` are accepted")
+    if "/" in backend or "\\" in backend or backend.rpartition("@")[2].strip().startswith("."):
+        raise Unusable("has a `backend` that is a path; only an engine's name is accepted")
 
 
 def _options_of(settings: Mapping[Any, Any]) -> dict[str, Any]:
@@ -172,11 +172,10 @@ def _fingerprint(backend: str, options: Mapping[str, Any]) -> str:
 def read(path: Path) -> Definition:
     """Reads and checks one file; raises Unusable."""
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
+        content = regular_files.read(path, MAX_FILE_BYTES)
         if len(content) > MAX_FILE_BYTES:
             raise Unusable(f"is larger than {MAX_FILE_BYTES} bytes")
-        return parse(yaml.load(content.decode("utf-8"), Loader=_PlainLoader), path.name)
+        return parse(yaml.load(content.decode("utf-8"), Loader=PlainLoader), path.name)
     except OSError as error:
         raise Unusable(f"cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -187,7 +186,7 @@ def read(path: Path) -> Definition:
         raise Unusable("is nested too deeply") from error
 
 
-class _PlainLoader(yaml.SafeLoader):
+class PlainLoader(yaml.SafeLoader):
     """Safe YAML without aliases: a few hundred bytes of them can stand for gigabytes."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -195,111 +194,3 @@ class _PlainLoader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("aliases are not accepted")
         return super().compose_node(parent, index)
-
-
-_Stamp = tuple[int, int, int]
-
-
-class Folder:
-    """The definitions of one folder, re-read when a file changed. Safe to use from several threads."""
-
-    def __init__(self, path: Path, monotonic: Callable[[], float] = clock.monotonic) -> None:
-        self._path = path
-        self._monotonic = monotonic
-        self._lock = threading.Lock()
-        self._looked_at = float("-inf")
-        self._files: dict[str, tuple[_Stamp, Definition | Unusable]] = {}
-        self._by_name: dict[str, Definition] = {}
-        self._reported: set[tuple[str, str]] = set()
-
-    def find(self, name: str) -> Definition | None:
-        """The definition that clients know as `name`."""
-        return self._current().get(name) or self._current(LOOK_AFTER_MISS).get(name)
-
-    def all(self) -> list[Definition]:
-        """Every usable definition, by name."""
-        return sorted(self._current().values(), key=lambda definition: definition.name)
-
-    def _current(self, every: float = LOOK_EVERY) -> dict[str, Definition]:
-        if self._monotonic() - self._looked_at < every:
-            return self._by_name
-        with self._lock:
-            now = self._monotonic()
-            if now - self._looked_at >= every:
-                if self._refresh():
-                    self._by_name = self._index()
-                self._looked_at = now
-            return self._by_name
-
-    def _refresh(self) -> bool:
-        stamps = self._stamps()
-        if {name: stamp for name, (stamp, _) in self._files.items()} == stamps:
-            return False
-        known = self._files
-        self._files = {
-            name: known[name] if name in known and known[name][0] == stamp else (stamp, self._try(name))
-            for name, stamp in sorted(stamps.items())
-        }
-        return True
-
-    def _stamps(self) -> dict[str, _Stamp]:
-        try:
-            with os.scandir(self._path) as entries:
-                names = sorted(entry.name for entry in entries if entry.name.endswith(_SUFFIXES))
-        except OSError as error:
-            self._report(self._path.name, f"cannot be listed: {error.strerror}")
-            return {}
-        if len(names) > MAX_FILES:
-            self._report(self._path.name, f"holds more than {MAX_FILES} definitions; the rest is ignored")
-        return {name: stamp for name in names[:MAX_FILES] if (stamp := self._stamp(name)) is not None}
-
-    def _stamp(self, name: str) -> _Stamp | None:
-        try:
-            status = (self._path / name).stat()
-        except OSError:
-            return None
-        return (status.st_mtime_ns, status.st_size, status.st_ino)
-
-    def _try(self, name: str) -> Definition | Unusable:
-        try:
-            return read(self._path / name)
-        except Unusable as error:
-            return error
-
-    def _index(self) -> dict[str, Definition]:
-        by_name: dict[str, Definition] = {}
-        for name, (_, found) in self._files.items():
-            if isinstance(found, Unusable):
-                self._report(name, str(found))
-            elif found.name in by_name:
-                self._report(
-                    name, f"defines {found.name!r} again; {by_name[found.name].source} stays in force"
-                )
-            else:
-                by_name[found.name] = found
-        return by_name
-
-    def _report(self, name: str, reason: str) -> None:
-        if (name, reason) not in self._reported:
-            self._reported.add((name, reason))
-            logger.warning("Model definition %s %s", name, reason)
-
-
-@lru_cache(maxsize=8)
-def _folder(path: Path) -> Folder:
-    return Folder(path)
-
-
-def folder() -> Folder:
-    """The models folder of this process's settings."""
-    return _folder(conf.cluster().models_path)
-
-
-def find(name: str) -> Definition | None:
-    """The definition that clients know as `name`."""
-    return folder().find(name)
-
-
-def every() -> list[Definition]:
-    """Every usable definition, by name."""
-    return folder().all()

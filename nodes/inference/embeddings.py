@@ -17,7 +17,7 @@ from localai_cluster.rpc.errors import DeadlineExceeded
 from localai_cluster.rpc.messages import EMBEDDING_LAYOUT_PER_TOKEN, EmbeddingResult, PredictOptions
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
-from nodes.definitions import files
+from nodes.definitions import folder
 from nodes.inference import gateway
 from nodes.routing.request import InferenceRequest
 
@@ -78,7 +78,7 @@ def parse(fields: Mapping[str, Any]) -> EmbeddingsBody:
 async def embed(request: InferenceRequest) -> Answer:
     """Answers one request."""
     body = parse(wire.json_object(request.body))
-    definition = files.find(body.model)
+    definition = await folder.find(body.model)
     if definition is None:
         raise ModelNotFound(
             f"The model {body.model[:100]!r} does not exist; GET /v1/models lists them", field="model"

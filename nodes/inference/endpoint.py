@@ -2,7 +2,7 @@
 
 Errors of authentication come before errors of content, and a request without any credential is refused
 before its body is read. The statement that picks the replica checks a stored key; a request that ends before
-its pick has the key checked by a statement of its own.
+its pick has the key checked by a statement of its own. A wrong key is counted for its address after that.
 """
 
 import asyncio
@@ -12,10 +12,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from localai_cluster.accounts import credentials
-from localai_cluster.accounts.credentials import StoredKey
+from localai_cluster.accounts.credentials import StoredKey, WrongKey
 from localai_cluster.errors import ClusterError, NotAuthenticated
 from localai_cluster.logs import request_id
-from localai_cluster.web import wire
+from localai_cluster.web import throttle, wire
 from localai_cluster.web.wire import Answer, Receive, Scope, Send
 from nodes.inference import gateway
 from nodes.routing.request import InferenceRequest
@@ -55,6 +55,8 @@ class Endpoint:
             answer = wire.error_answer(error)
             return Answer(answer.body, answer.status, ((b"allow", self.method.encode()),))
         except ClusterError as error:
+            if isinstance(error, WrongKey):
+                error = await throttle.api_keys().noted(error, wire.client_of(scope))
             if error.status >= 500:
                 logger.warning("%s %s: %s", scope["method"], scope["path"], error.message.partition("\n")[0])
             return wire.error_answer(error)
@@ -82,16 +84,21 @@ _CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"xi-api-key"})
 
 def identified(scope: Scope) -> InferenceRequest:
     """A request with its caller, or with a stored key to confirm; raises NotAuthenticated without either."""
-    headers = {name: value for name, value in scope["headers"] if name in _CREDENTIALS}
-    credential = credentials.read(lambda name: headers.get(name.encode(), b"").decode("latin-1"))
-    client = scope.get("client")
-    request = InferenceRequest(client_address=client[0] if client else "", request_id=request_id.get())
+    headers: dict[bytes, bytes] = {name: value for name, value in scope["headers"] if name in _CREDENTIALS}
+
+    def header(name: str) -> str:
+        return headers.get(name.encode(), b"").decode("latin-1")
+
+    credential = credentials.read(header)
+    request = InferenceRequest(client_address=wire.client_of(scope), request_id=request_id.get())
     if isinstance(credential, StoredKey):
         request.key_hash = credential.hash
     elif credential is None:
         raise NotAuthenticated("a valid API key is required")
     elif not credential.is_authenticated:
-        raise NotAuthenticated("this API key is not valid")
+        if credentials.offered(header):
+            raise WrongKey("this API key is not valid")
+        raise NotAuthenticated("a valid API key is required")
     else:
         request.principal = credential
     return request

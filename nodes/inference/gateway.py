@@ -2,7 +2,7 @@
 replica is dead.
 
 Each web process has one `Gateway`, on the loop that serves; `manage.py serve` (or ASGI's lifespan) calls
-`start` and `stop`. Whatever a request counts in, it counts out in a `finally`, so success, error, disconnect
+`start` and `stop`. What a request counts in, it counts out in a `finally`, so success, error, disconnect
 and cancellation end alike.
 """
 
@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from localai_cluster import clock, conf
+from localai_cluster.accounts.websockets import ACCESS
 from localai_cluster.errors import Unavailable
 from localai_cluster.rpc.client import BackendClient, ClientPool
 from localai_cluster.rpc.errors import BackendError, IdentityMismatch, Lost, ModelNotLoaded, Refused
+from localai_cluster.web import sockets
 from nodes.loading.wait import Loads
 from nodes.registry import known
 from nodes.routing import pool
@@ -71,7 +73,7 @@ class Gateway:
             request.deadline = min(request.deadline, clock.monotonic() + conf.cluster().request_timeout)
             request.wait_until = min(request.wait_until, request.deadline)
             try:
-                return await work(self._clients.get(replica.address))
+                return await work(self._clients.get(replica.address, replica.token))
             except BackendError as error:
                 await self._check(replica, error)
                 lost = isinstance(error, Lost)
@@ -106,11 +108,11 @@ class Gateway:
                 "Removed the replica of %s at %s: %s", replica.model, replica.address, error.message
             )
         if dead:
-            self._clients.forget(replica.address)
+            self._clients.forget(replica.address, replica.token)
 
     async def _answers(self, replica: Replica) -> bool:
         try:
-            return await self._clients.get(replica.address).health(PROBE_SECONDS)
+            return await self._clients.get(replica.address, replica.token).health(PROBE_SECONDS)
         except BackendError:
             return False
 
@@ -134,13 +136,18 @@ def current() -> Gateway:
     return _running.gateway
 
 
+def hints() -> Hints:
+    """Wakes who waits for an operation in this process; before the gateway is started nothing does."""
+    return _running.loads.hints if _running is not None else Hints()
+
+
 async def start() -> None:
     """Opens the pool, announces this process, and makes it able to serve."""
     global _running
     shared = await pool.open_shared()
     picker = Picker(shared, pool.DedicatedConnection(conf.cluster().database_url))
     hints = Hints()
-    clients, loads = ClientPool(conf.cluster().registration_token), Loads(hints)
+    clients, loads = ClientPool(), Loads(hints)
     heartbeat = ProcessHeartbeat(picker, conf.cluster().web_stale_after)
     await heartbeat.start()
     listener = asyncio.create_task(_listen(hints))
@@ -169,8 +176,11 @@ async def stop() -> None:
 
 
 async def _listen(hints: Hints) -> None:
-    async for channel, payload in listen(OPERATIONS, NODES):
-        if channel != OPERATIONS:
+    async for channel, payload in listen(OPERATIONS, NODES, ACCESS):
+        # After a reconnect, "", all of them.
+        if channel in (NODES, ""):
             known.shared().forget(payload)
-        if channel != NODES:
+        if channel in (OPERATIONS, ""):
             hints.notify(payload.partition(" ")[0])
+        if channel in (ACCESS, ""):
+            sockets.look_again(payload)

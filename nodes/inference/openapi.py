@@ -40,6 +40,7 @@ _MEANINGS = {
     400: "The request is not valid; `param` names the field.",
     401: "A valid API key is required.",
     404: "No model of that name is defined.",
+    429: "Too many wrong API keys from this address; Retry-After says when to come back.",
     500: "An error inside the cluster; its log has the cause under the request id.",
     503: "Not possible right now; Retry-After says when to come back.",
 }
@@ -107,7 +108,7 @@ def _embeddings(name: str) -> Operation:
         "requestBody": {"required": True, "content": _json(schema_of(EmbeddingsBody))},
         "responses": {
             "200": {"description": "The vectors.", "content": _json(_EMBEDDINGS_ANSWER)},
-            **_errors(400, 401, 404, 500, 503),
+            **_errors(400, 401, 404, 429, 500, 503),
         },
     }
 
@@ -120,7 +121,7 @@ def _models(name: str) -> Operation:
         "security": _SECURITY,
         "responses": {
             "200": {"description": "The models.", "content": _json(_MODELS_ANSWER)},
-            **_errors(401, 500, 503),
+            **_errors(401, 429, 500, 503),
         },
     }
 

@@ -1,6 +1,6 @@
 """What changed from one look to the next, numbered, and kept for a while for those who come back.
 
-A reader's place is a cursor, `<epoch>:<number>`. The epoch is made anew with every process: its numbers mean
+A reader's place is a cursor, `<epoch>:<number>`. The epoch is new with every process: its numbers mean
 nothing elsewhere. Several changes that a reader missed are told as one. Nothing here waits or reads a clock.
 """
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
+from localai_cluster import __version__, periodic
 from localai_cluster.env import weak_secret
 from nodes.live.shapes import NOTICE
 from operations.executor.controllers import SILENT_AFTER, Seen
@@ -27,6 +28,11 @@ class ClusterFacts:
     open_conflicts: int
     weak_nodes: int
     readable_since: datetime | None = None
+    skewed_nodes: int = 0
+    """Nodes whose worker is not of this version, stock workers among them."""
+    tasks_wait_since: datetime | None = None
+    """Since when nobody has taken the oldest scheduled task."""
+    redis_away: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +61,13 @@ def unreachable(as_of: datetime | None) -> Notice:
 
 def notices(facts: ClusterFacts, told: Told, now: datetime) -> list[Notice]:
     """All that holds, the worst first."""
-    return [*_engine(facts, now), *_identity(facts, told), *_secrets(told)]
+    return [
+        *_engine(facts, now),
+        *_helpers(facts, now),
+        *_identity(facts, told),
+        *_versions(facts),
+        *_secrets(told),
+    ]
 
 
 def _engine(facts: ClusterFacts, now: datetime) -> list[Notice]:
@@ -82,6 +94,22 @@ def _engine(facts: ClusterFacts, now: datetime) -> list[Notice]:
     return []
 
 
+def _helpers(facts: ClusterFacts, now: datetime) -> list[Notice]:
+    """Whether schedules are carried out, and whether changes reach the pages at once."""
+    found = []
+    waits = facts.tasks_wait_since
+    if waits is not None:
+        waits = max(one for one in (waits, facts.readable_since) if one is not None)
+        if now - waits > timedelta(seconds=periodic.SILENT_AFTER):
+            text = "No task process is running; nodes that fall silent and expired leases go unnoticed."
+            hint = "Start one with `manage.py qcluster`. The page System health shows the schedules."
+            found.append(_notice("no-tasks", "error", text, hint))
+    if facts.redis_away:
+        text = "Redis or Valkey is unreachable; pages hear of operations later."
+        found.append(_notice("redis-unreachable", "error", text, "Check the server and REDIS_URL."))
+    return found
+
+
 def _silent(at: datetime | None, facts: ClusterFacts, now: datetime) -> bool:
     heard = max((one for one in (at, facts.readable_since) if one is not None), default=None)
     return heard is None or now - heard > _SILENCE
@@ -102,6 +130,16 @@ def _identity(facts: ClusterFacts, told: Told) -> list[Notice]:
         hint = "Unset LOCALAI_ALLOW_SHARED_TOKEN_NODES once all stock workers are upgraded."
         found.append(_notice("shared-token-nodes", "warning", text, hint))
     return found
+
+
+def _versions(facts: ClusterFacts) -> list[Notice]:
+    number = facts.skewed_nodes
+    if not number:
+        return []
+    runs = "1 node runs" if number == 1 else f"{number} nodes run"
+    text = f"{runs} another version than this server ({__version__}), or a stock worker."
+    hint = "The Nodes page shows which. To upgrade a worker, run the line of Add a node there again."
+    return [_notice("worker-versions", "warning", text, hint)]
 
 
 def _secrets(told: Told) -> list[Notice]:

@@ -16,7 +16,7 @@ from django.db.models.expressions import Combinable
 from localai_cluster.web.shapes import Row, text
 from nodes.models import BackendNode, NodeBackend, NodeConflict, NodeLabel, NodeModel
 from nodes.models.node import COUNTED_IN_FLIGHT
-from nodes.registry.node_rows import LabelsOf
+from nodes.registry.node_rows import LabelsOf, skew_of
 from nodes.registry.shape import LIVE_MODEL, LIVE_NODE, fact_column
 
 LiveNode = dict[str, Any]
@@ -93,9 +93,10 @@ def shown(raw: Raw) -> LiveNode:
     """The node as it leaves."""
     node: LiveNode = LIVE_NODE.row(raw.columns)
     behind = dict(zip(_BEHIND, raw.columns[len(LIVE_NODE.columns) :], strict=True))
-    models = orjson.loads(raw.replicas) if raw.replicas else []
+    models = [LIVE_MODEL.trimmed(one) for one in orjson.loads(raw.replicas or "[]")]
     node["open_conflicts"] = raw.open_conflicts
     node["reason"], node["since"] = why(node, behind)
+    node["version_skew"] = skew_of(node)
     return LIVE_NODE.of(
         **node,
         labels=orjson.loads(raw.labels) if raw.labels else {},

@@ -1,6 +1,7 @@
 """The messages of `/ws/feed`: these shapes make them and describe them for the pages' types."""
 
 from localai_cluster.web.shapes import (
+    FLAG,
     TEXT,
     TIME,
     UUID,
@@ -11,13 +12,14 @@ from localai_cluster.web.shapes import (
     Shape,
     count,
     field,
+    mapping,
     reference,
 )
 from nodes.registry.shape import LIVE_NODE, LIVE_NODE_PATCH
 
 NOTICE = Shape(
     "Notice",
-    "Something that an operator should know, whatever page is open.",
+    "Something that an operator should know on every page.",
     [
         field("id", TEXT, "Stays the same while it holds."),
         field("level", {"type": "string", "enum": ["warning", "error"]}),
@@ -57,7 +59,7 @@ HELLO = Message(
 OPERATIONS_SNAPSHOT = Message(
     "FeedOperationsSnapshot",
     "operations.snapshot",
-    "The live list as it is: whatever is not in it has ended or was dismissed.",
+    "The live list as it is: what is not in it has ended or was dismissed.",
     field("seq", count(), "Where the reader stands."),
     field("operations", _OPERATIONS),
 )
@@ -67,6 +69,13 @@ OPERATIONS_DELTA = Message(
     "Operations that changed, in the order of their last change; ended and dismissed ones too.",
     field("seq", count(), "Where the reader stands afterwards."),
     field("operations", _OPERATIONS),
+    field(
+        "partial",
+        {"type": "array", "items": UUID},
+        "The `jobID` of those whose `nodes` has only the parts that changed: the others are as they were. One"
+        " that the reader does not know had ended before, and may be left out.",
+        optional=True,
+    ),
 )
 NODES_SNAPSHOT = Message(
     "FeedNodesSnapshot",
@@ -89,6 +98,17 @@ NOTICES = Message(
     "All notices that hold, the worst first; the list before is void.",
     field("notices", NOTICE.many),
 )
+BACKENDS_TOLD = Message(
+    "FeedBackends",
+    "backends",
+    "Whether what is installed or offered has changed, and how the check for upgrades stands.",
+    field("revision", count(), "Moves with every change: read the lists again."),
+    field(
+        "checked_at", TIME, "When the galleries were compared last; null if they never were.", nullable=True
+    ),
+    field("checking", FLAG, "A check is under way."),
+    field("problems", mapping(TEXT), "Galleries that the check could not read, and why."),
+)
 ALIVE = Message("FeedAlive", "alive", "A sign of life, every five seconds.", field("at", TIME))
 
 MESSAGES = (
@@ -98,6 +118,7 @@ MESSAGES = (
     NODES_SNAPSHOT,
     NODES_DELTA,
     NOTICES,
+    BACKENDS_TOLD,
     ALIVE,
 )
 FEED_MESSAGE = Named(
@@ -110,4 +131,30 @@ FEED_MESSAGE = Named(
         },
     },
 )
-COMPONENTS: tuple[Named, ...] = (NOTICE, FEED_USER, *MESSAGES, FEED_MESSAGE)
+_LOG_LINE: Schema = reference("LogLine")
+LOG_INITIAL = Message(
+    "LogInitial",
+    "initial",
+    "The first message of a log: the lines there are.",
+    field("lines", {"type": "array", "items": _LOG_LINE}),
+)
+LOG_NEW_LINE = Message("LogNewLine", "line", "One more line of a log.", field("line", _LOG_LINE))
+LOG_MESSAGE = Named(
+    "LogMessage",
+    {
+        "oneOf": [LOG_INITIAL.ref, LOG_NEW_LINE.ref],
+        "discriminator": {
+            "propertyName": "type",
+            "mapping": {one.kind: one.ref["$ref"] for one in (LOG_INITIAL, LOG_NEW_LINE)},
+        },
+    },
+)
+COMPONENTS: tuple[Named, ...] = (
+    NOTICE,
+    FEED_USER,
+    *MESSAGES,
+    FEED_MESSAGE,
+    LOG_INITIAL,
+    LOG_NEW_LINE,
+    LOG_MESSAGE,
+)

@@ -1,25 +1,27 @@
-"""The shared look of a web process: one reader of the rows for everybody who watches nodes.
+"""The shared look of a web process: one reader of the rows for all who watch nodes.
 
 It runs only while somebody watches. A NOTIFY wakes it, and it looks every second without one, because beats
-and in-flight counts announce nothing. A watcher is no queue but a place in the history: whoever is slow gets
-what he missed as one change, or everything anew, so that nobody's slowness costs memory. While the database
-cannot be read everybody keeps what he has and is told since when it is old.
+and in-flight counts announce nothing. A watcher is no queue but a place in the history: a slow one gets
+what it missed as one change, or everything again, so that its slowness costs no memory. While the database
+cannot be read all keep what they have and are told since when it is old.
 """
 
 import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import orjson
+import redis.asyncio
 from channels.db import database_sync_to_async
 from django.db import Error as DatabaseError
 
-from localai_cluster import cancel, clock, conf
+from localai_cluster import cancel, clock, conf, periodic
+from nodes.backends import upgrade_state
 from nodes.live import rows, shapes
 from nodes.live.history import Difference, History
 from nodes.live.notices import ClusterFacts, Notice, Told, notices, unreachable
@@ -34,6 +36,8 @@ GATHER = 0.2
 """Seconds for which wakes are gathered."""
 REST = 4.0
 """A look that took t seconds is followed by at least t times this without one, unless it failed."""
+PING_EVERY, PING_LIMIT = 5.0, 2.0
+"""Seconds between two questions to Redis, and for the answer."""
 PATIENCE = 5.0
 """Seconds after which a look without an answer counts as failed; it is still waited for."""
 
@@ -44,21 +48,42 @@ class Snapshot:
 
     nodes: dict[str, rows.Raw]
     controllers: controllers.Seen
+    backends: upgrade_state.Standing
+    tasks_wait_since: datetime | None = None
 
 
 def look() -> Snapshot:
     """Reads everything, in one view of the database and a constant number of queries."""
     with feed.one_view():
-        return Snapshot(rows.read(), controllers.seen())
+        tasks = periodic.waiting_since(now=clock.now())
+        return Snapshot(rows.read(), controllers.seen(), upgrade_state.standing(), tasks)
+
+
+async def reach_redis() -> bool:
+    """Whether Redis or Valkey answers."""
+    client = redis.asyncio.Redis.from_url(
+        conf.cluster().redis_url, socket_timeout=PING_LIMIT, socket_connect_timeout=PING_LIMIT
+    )
+    try:
+        return bool(await client.ping())
+    except (redis.RedisError, OSError, ValueError):
+        return False
+    finally:
+        await client.aclose()
 
 
 class NodeFeed:
     """Looks while somebody watches, and tells every watcher what he does not know yet."""
 
-    def __init__(self, read: Callable[[], Snapshot] = look) -> None:
-        self._read = read
+    def __init__(
+        self, read: Callable[[], Snapshot] = look, ping: Callable[[], Awaitable[bool]] | None = None
+    ) -> None:
+        self._read, self._ping = read, ping
+        self._unanswered = 0
+        """Questions to Redis in a row without an answer."""
         self.history = History(secrets.token_hex(6))
         self.notices: list[Notice] = []
+        self.backends: dict[str, Any] | None = None
         self.looks = 0
         self.watchers = 0
         self._running: asyncio.Task[None] | None = None
@@ -71,19 +96,23 @@ class NodeFeed:
         self._texts: dict[int | None, str] = {}
 
     async def follow(self, cursor: str = "") -> AsyncGenerator[str, None]:
-        """The messages for one watcher who stands at `cursor`, for ever.
+        """The messages for one watcher who stands at `cursor`, forever.
 
         The first one about nodes comes even if nothing was missed. Close the iterator to stop watching.
         """
         async with self._watched():
             place = self.history.place(cursor) if cursor else None
             told: list[Notice] | None = None
+            backends: dict[str, Any] | None = None
             greeted = False
             while True:
                 turn = self._turn
                 if self._looked and told is not self.notices:
                     told = self.notices
                     yield _text(shapes.NOTICES.of(notices=told))
+                if self._looked and self.backends is not None and backends != self.backends:
+                    backends = self.backends
+                    yield _text(backends)
                 if self._as_of is not None and self._looked and (not greeted or place != self.history.number):
                     place = place if place is not None and self.history.knows(place) else None
                     message, place, greeted = self._message(place), self.history.number, True
@@ -121,6 +150,7 @@ class NodeFeed:
     async def _run(self) -> None:
         woken = asyncio.Event()
         hearing = asyncio.create_task(self._hear(woken), name="node feed hears")
+        pinging = asyncio.create_task(self._keep_pinging(), name="node feed pings")
         try:
             while True:
                 began = clock.monotonic()
@@ -134,10 +164,17 @@ class NodeFeed:
                         await asyncio.sleep(max(GATHER, rest))
         finally:
             await cancel.end(hearing)
+            await cancel.end(pinging)
+
+    async def _keep_pinging(self) -> None:
+        self._unanswered = 0
+        while self._ping is not None:
+            self._unanswered = 0 if await self._ping() else self._unanswered + 1
+            await asyncio.sleep(PING_EVERY)
 
     @staticmethod
     async def _hear(woken: asyncio.Event) -> None:
-        async for _ in events.listen(events.NODES):
+        async for _ in events.listen(events.NODES, upgrade_state.CHANNEL):
             woken.set()
 
     async def _look(self) -> None:
@@ -150,7 +187,7 @@ class NodeFeed:
         except DatabaseError as error:
             self._fail(type(error).__name__)
         except Exception:
-            # A defect; to stop looking would hide it from everybody who watches.
+            # A defect; to stop looking would hide it from everyone who watches.
             log.exception("a look at the nodes failed")
             self._fail("internal error")
         finally:
@@ -169,14 +206,18 @@ class NodeFeed:
         self.looks += 1
         self._as_of = now
         moved = self.history.accept(difference, clock.monotonic())
-        self._tell(notices(self._facts(found), _told(), now), moved)
+        before, self.backends = self.backends, _backends(found.backends)
+        self._tell(notices(self._facts(found), _told(), now), moved, self.backends != before)
 
     def _facts(self, found: Snapshot) -> ClusterFacts:
         return ClusterFacts(
             controllers=found.controllers,
             open_conflicts=sum(raw.open_conflicts for raw in found.nodes.values()),
             weak_nodes=sum(node["weak_identity"] for node in self.history.nodes.values()),
+            skewed_nodes=sum(bool(node["version_skew"]) for node in self.history.nodes.values()),
             readable_since=self._readable_since,
+            tasks_wait_since=found.tasks_wait_since,
+            redis_away=self._unanswered > 1,
         )
 
     def _fail(self, why: str) -> None:
@@ -186,9 +227,9 @@ class NodeFeed:
         known = [one for one in self.notices if one["id"] != "database-unreachable"]
         self._tell([unreachable(self._as_of), *known], False)
 
-    def _tell(self, found: list[Notice], moved: bool) -> None:
+    def _tell(self, found: list[Notice], moved: bool, more: bool = False) -> None:
         """Wakes the watchers if there is anything new."""
-        news = moved or not self._looked or found != self.notices
+        news = moved or more or not self._looked or found != self.notices
         if found != self.notices:
             self.notices = found
         if moved:
@@ -197,6 +238,15 @@ class NodeFeed:
         if news:
             turn, self._turn = self._turn, asyncio.Event()
             turn.set()
+
+
+def _backends(standing: upgrade_state.Standing) -> dict[str, Any]:
+    return shapes.BACKENDS_TOLD.of(
+        revision=standing.revision,
+        checked_at=standing.checked_at.isoformat() if standing.checked_at else None,
+        checking=standing.checking,
+        problems=dict(standing.problems),
+    )
 
 
 def _told() -> Told:
@@ -215,5 +265,5 @@ def shared() -> NodeFeed:
     """The one feed of this process."""
     global _shared
     if _shared is None:
-        _shared = NodeFeed()
+        _shared = NodeFeed(ping=reach_redis)
     return _shared

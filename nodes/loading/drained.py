@@ -64,7 +64,7 @@ def confirm(node: Drained, *, now: datetime) -> None:
 
 def look_again(node: Drained, error: str, *, due_at: datetime) -> None:
     """Something may still run there; `error` says why that is not known, empty while engines are stopping."""
-    error = names.plain(error)[:_ERROR_LENGTH]
+    error = names.plain(error[:_ERROR_LENGTH])
     rows = _under_the_same_drain(node)
     with transaction.atomic():
         if rows.exclude(engines_error=error).update(engines_error=error):

@@ -8,14 +8,17 @@ attempt whose place was taken over stops nothing.
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 from uuid import UUID
 
 from django.db import transaction
-from django.db.models import CharField, Exists, F, OuterRef, Value
+from django.db.models import CharField, Exists, F, OuterRef, QuerySet, Value
 from django.db.models.functions import Cast, Concat
 
+from localai_cluster.commits import committed
 from localai_cluster.messaging.messages import process_key
 from nodes.models import BackendNode, EngineStart
+from nodes.replicas import slots
 from nodes.replicas.slots import Slot
 from operations.models import Operation, Status
 
@@ -42,14 +45,21 @@ class Engine:
         return not self.address and now < self.started_at + _STARTS_WITHIN
 
 
-def note(slot: Slot, model_name: str, *, mark: str, now: datetime) -> None:
-    """The attempt is about to have this engine started; it takes the place over from earlier attempts."""
-    EngineStart.objects.update_or_create(
-        node_id=slot.node_id,
-        model_name=model_name,
-        replica_index=slot.replica_index,
-        defaults={"mark": mark, "address": "", "started_at": now, "stop_due_at": now, "stop_attempts": 0},
-    )
+def note(slot: Slot, model_name: str, *, mark: str, now: datetime) -> bool:
+    """The attempt is about to have this engine started; it takes the place over from earlier attempts.
+
+    False when the place is no longer the attempt's: then it must not start an engine.
+    """
+    with committed("load.note"):
+        if not slots.still_reserved(slot, mark=mark):
+            return False
+        EngineStart.objects.update_or_create(
+            node_id=slot.node_id,
+            model_name=model_name,
+            replica_index=slot.replica_index,
+            defaults={"mark": mark, "address": "", "started_at": now, "stop_due_at": now, "stop_attempts": 0},
+        )
+    return True
 
 
 def note_address(mark: str, address: str) -> None:
@@ -67,12 +77,16 @@ def of_earlier_attempts(model_name: str, *, mark: str) -> list[Engine]:
     return [_engine(row) for row in EngineStart.objects.filter(model_name=model_name).exclude(mark=mark)]
 
 
+def running_attempts() -> QuerySet[Any]:
+    """The operations that are being carried out, each with the `mark` of its present attempt."""
+    mark = Concat(Cast("id", CharField()), Value(":"), Cast("fence", CharField()), output_field=CharField())
+    return Operation.objects.filter(status=Status.PROCESSING).annotate(mark=mark)
+
+
 def claim(limit: int, *, now: datetime) -> list[Engine]:
     """Engines of attempts that are over, due, for this caller alone; the longest waiting first."""
-    mark = Concat(Cast("id", CharField()), Value(":"), Cast("fence", CharField()), output_field=CharField())
-    running = Operation.objects.filter(status=Status.PROCESSING).annotate(mark=mark)
     over = EngineStart.objects.filter(stop_due_at__lte=now).exclude(
-        Exists(running.filter(mark=OuterRef("mark")))
+        Exists(running_attempts().filter(mark=OuterRef("mark")))
     )
     with transaction.atomic():
         due = over.order_by("stop_due_at").select_for_update(no_key=True, skip_locked=True, of=("self",))

@@ -1,4 +1,4 @@
-"""The operation `model_load`: from "nobody serves this model" to one replica that does.
+"""The operation `model_load`: from "no node serves this model" to one replica that does.
 
 Steps: clear what an earlier attempt left, place on a node whose worker answers, bring the backend if the
 worker lacks it (an operation of its own, which others may join), have the process started, `LoadModel`,
@@ -19,30 +19,33 @@ from uuid import UUID
 
 from django.db import Error as DatabaseError
 
-from localai_cluster import clock, conf, errors
+from localai_cluster import clock, conf, errors, names
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError, Busy, DeadlineExceeded, Lost, Refused
 from localai_cluster.rpc.messages import options_from_mapping
-from nodes.backends import install
+from nodes.backends import admission, install
 from nodes.backends.commands import Worker, unless
 from nodes.backends.outcomes import BusDown, Done, NoResponders, StillRunning, Unreadable
 from nodes.backends.outcomes import Refused as WorkerRefused
-from nodes.definitions.files import Definition, Folder, load_options, revision
+from nodes.definitions.files import Definition, load_options, revision
+from nodes.definitions.folder import Folder, FolderHangs
 from nodes.loading import engines, placing
+from nodes.models import BackendNode
 from nodes.placement.setbacks import Setbacks, after_failure, into_payload
+from nodes.registry import dialling
 from nodes.replicas import retire, slots, snapshot
 from nodes.replicas.slots import Slot
 from operations.executor.waiting import Hints
 from operations.executor.work import Abandoned, Postpone, Work, in_thread, retry_delay
-from operations.ledger import admission
 from operations.ledger.progress import Tick
 from operations.models import TERMINAL, Operation, Status
 
 log = logging.getLogger(__name__)
 
 KIND = "model_load"
+BESIDES = "besides"
 _LOOK_AT_CHILD = 2.0
 _LOOK_AT_SLOT = 2.0
 _SHARE_OF_INSTALL = 0.9
@@ -66,6 +69,11 @@ class WorkerGone(errors.Unavailable):
 def key(model_name: str) -> str:
     """What a load owns: one active load a model."""
     return f"model:{model_name}"
+
+
+def besides(operation: Operation) -> frozenset[UUID]:
+    """The nodes whose replicas are about to stop: the load is for another node."""
+    return frozenset(map(UUID, operation.payload.get(BESIDES, ())))
 
 
 @dataclass(frozen=True)
@@ -112,17 +120,20 @@ class LoadModel:
     async def __call__(self, work: Work) -> Mapping[str, Any]:
         """Carries the load out, or says what it waits for."""
         await self._clear_up(work)
-        definition = self._definitions.find(work.operation.element)
+        try:
+            definition = await self._definitions.find(work.operation.element)
+        except FolderHangs as hangs:
+            raise Postpone(hangs.message, seconds=hangs.retry_after) from hangs
         if definition is None:
             raise errors.NotFound(f"model {work.operation.element} is not defined")
-        if await in_thread(snapshot.serving, definition.name):
+        if await in_thread(snapshot.serving, definition.name, besides=besides(work.operation)):
             return {"already_loaded": True}
         attempt = await self._place(work, definition)
         try:
             return await unless(_slot_lost(attempt), self._carry_out(attempt))
         except (WorkerGone, Lost, Refused, Busy) as gone:
             await _give_up(attempt)
-            # Read anew: requests that came while the attempt ran have moved the wish.
+            # Read again: requests that came while the attempt ran have moved the wish.
             raise _again(attempt, await in_thread(Operation.objects.get, pk=work.id), gone) from gone
         except Exception:
             await _give_up(attempt)
@@ -138,19 +149,21 @@ class LoadModel:
             await Worker(self._bus, str(engine.node_id), "").stop(engine.process_key)
 
     async def _place(self, work: Work, definition: Definition) -> Attempt:
-        place = await placing.place(self._bus, work, definition, mark=mark_of(work))
+        place = await placing.place(
+            self._bus, work, definition, mark=mark_of(work), besides=besides(work.operation)
+        )
         worker = Worker(self._bus, str(place.slot.node_id), place.slot.node_name)
         return Attempt(work, definition, place.slot, worker, place.setbacks)
 
     async def _carry_out(self, attempt: Attempt) -> Mapping[str, Any]:
         await self._bring_backend(attempt)
-        address = await self._start_engine(attempt)
-        await self._load(attempt, address)
+        engine = await self._start_engine(attempt)
+        await self._load(attempt, engine)
         published = await in_thread(
             slots.publish,
             attempt.slot,
             mark=attempt.mark,
-            address=address,
+            address=engine.address,
             backend=attempt.definition.backend,
             options=load_options(attempt.definition),
             revision=revision(attempt.definition),
@@ -160,7 +173,7 @@ class LoadModel:
             raise Postpone(f"node {attempt.slot.node_name} restarted in the meantime", seconds=0.5)
         return {
             "node": attempt.slot.node_name,
-            "address": address,
+            "address": engine.address,
             "replica_index": attempt.slot.replica_index,
         }
 
@@ -171,7 +184,12 @@ class LoadModel:
         listed = await _listed(attempt)
         if any(entry.name.lower() == backend.lower() for entry in listed.backends):
             return
-        state = await self._follow_install(attempt, await in_thread(_admit_install, attempt))
+        try:
+            child = await in_thread(_admit_install, attempt)
+        except errors.Conflict as busy:
+            # It is being upgraded or deleted there: another node may be ready sooner.
+            raise WorkerGone(busy.message) from busy
+        state = await self._follow_install(attempt, child)
         if state.status == Status.FAILED:
             raise LoadFailed(f"installing {backend} on {attempt.slot.node_name} failed: {state.error}")
         if state.status == Status.CANCELLED:
@@ -200,27 +218,41 @@ class LoadModel:
                 await watch.changed(timeout=_LOOK_AT_CHILD)
         return state
 
-    async def _start_engine(self, attempt: Attempt) -> str:
+    async def _start_engine(self, attempt: Attempt) -> dialling.Contact:
         await attempt.report("loading", f"starting {attempt.definition.backend} on {attempt.slot.node_name}")
+        node = await in_thread(BackendNode.objects.filter(pk=attempt.slot.node_id).first)
+        if node is None:
+            raise WorkerGone(f"node {attempt.slot.node_name} is no longer registered")
+        offered = install.offered_to(node)
         request = messages.InstallRequest(
             backend=attempt.definition.backend,
             model_id=attempt.definition.name,
-            backend_galleries=install.configured_galleries(),
+            backend_galleries=offered.encoded,
             replica_index=attempt.slot.replica_index,
             op_id=str(attempt.work.id),
         )
         now = clock.now()
-        await in_thread(engines.note, attempt.slot, attempt.definition.name, mark=attempt.mark, now=now)
-        reply = await _started(attempt, request)
+        if not await in_thread(
+            engines.note, attempt.slot, attempt.definition.name, mark=attempt.mark, now=now
+        ):
+            raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
+        reply = await _started(attempt, request, offered)
         if not reply.address:
             raise LoadFailed(f"node {attempt.slot.node_name} reported no address for {attempt.process_key}")
-        await in_thread(engines.note_address, attempt.mark, reply.address)
-        return reply.address
+        try:
+            engine = await in_thread(dialling.accept, attempt.slot.node_id, reply.address, now=clock.now())
+        except dialling.AddressRefused as refused:
+            raise LoadFailed(refused.message) from refused
+        await in_thread(engines.note_address, attempt.mark, engine.address)
+        # Before it loads: a request for a former engine of this address would reach the new one.
+        if gone := await in_thread(retire.retire_at, engine.address, attempt.slot):
+            log.info("%s on %s took the address of %s", attempt.process_key, node.name, ", ".join(gone))
+        return engine
 
-    async def _load(self, attempt: Attempt, address: str) -> None:
+    async def _load(self, attempt: Attempt, engine: dialling.Contact) -> None:
         limit = conf.cluster().model_load_timeout
         await attempt.report("loading", f"loading {attempt.definition.name} on {attempt.slot.node_name}")
-        client = BackendClient(address, conf.cluster().registration_token)
+        client = BackendClient(engine.address, engine.token)
         try:
             result = await client.load_model(
                 options_from_mapping(load_options(attempt.definition)), timeout=limit
@@ -239,7 +271,8 @@ class LoadModel:
                 await client.close()
         if not result.success:
             raise LoadFailed(
-                f"{attempt.definition.backend} refused to load: {result.message or 'no reason given'}"
+                f"{attempt.definition.backend} refused to load:"
+                f" {names.readable(result.message) or 'no reason given'}"
             )
 
 
@@ -258,7 +291,9 @@ async def _listed(attempt: Attempt) -> messages.ListReply:
                 assert_never(answer)
 
 
-async def _started(attempt: Attempt, request: messages.InstallRequest) -> messages.InstallReply:
+async def _started(
+    attempt: Attempt, request: messages.InstallRequest, offered: install.GalleryOffer
+) -> messages.InstallReply:
     """The worker's answer to the start, waited for as long as the worker is there and the load is wanted."""
     backend, node_name = attempt.definition.backend, attempt.slot.node_name
     while True:
@@ -268,7 +303,9 @@ async def _started(attempt: Attempt, request: messages.InstallRequest) -> messag
                 return reply
             case WorkerRefused(_, reply) if reply.interrupted:
                 raise Postpone(f"{attempt.process_key} was stopped while it started", seconds=1.0)
-            case WorkerRefused(reason) | Unreadable(reason):
+            case WorkerRefused(reason):
+                raise LoadFailed(f"{backend} on {node_name}: {offered.explained(reason)}")
+            case Unreadable(reason):
                 raise LoadFailed(f"{backend} on {node_name}: {reason}")
             case NoResponders(reason):
                 raise WorkerGone(reason)
@@ -294,22 +331,13 @@ async def _give_up(attempt: Attempt) -> None:
 
 
 def _admit_install(attempt: Attempt) -> UUID:
-    operation, backend = attempt.work.operation, attempt.definition.backend
-    node = (attempt.slot.node_id, attempt.slot.node_name)
-    now = clock.now()
-    request = admission.OperationRequest(
-        install.KIND,
-        key=install.key(attempt.slot.node_id, backend),
-        element=backend,
-        payload={"backend": backend},
-        node=node,
-        targets=[node],
-        actor=operation.actor,
-        request_id=operation.request_id,
-        needed_until=install.gives_up_at(now),
-        parent=operation,
-    )
-    return admission.admit(request, now=now).operation.id
+    node = BackendNode.objects.filter(pk=attempt.slot.node_id).first()
+    if node is None:
+        raise WorkerGone(f"node {attempt.slot.node_name} is no longer registered")
+    operation = attempt.work.operation
+    asked = admission.Asked([node], actor=operation.actor, request_id=operation.request_id, parent=operation)
+    wish = admission.Wish(admission.INSTALL, attempt.definition.backend)
+    return admission.ask(wish, asked, now=clock.now()).operation.id
 
 
 async def _slot_lost(attempt: Attempt) -> NoReturn:

@@ -4,7 +4,7 @@ The choice itself is pure (`nodes/placement`). Here the rows are read, workers a
 and the choice is made again whenever one of these says no: the next node is tried at once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -40,12 +40,17 @@ class Place:
     setbacks: Setbacks
 
 
-async def place(bus: Bus, work: Work, definition: Definition, *, mark: str) -> Place:
-    """Takes a slot on the best node whose worker answers; raises what follows when there is none."""
+async def place(
+    bus: Bus, work: Work, definition: Definition, *, mark: str, besides: Set[UUID] = frozenset()
+) -> Place:
+    """Takes a slot on the best node whose worker answers, and on none of `besides`.
+
+    Raises what follows when there is none.
+    """
     setbacks = from_payload(work.operation.payload)
     rest, answered = resting(setbacks, clock.now()), set[UUID]()
     while True:
-        fleet = await in_thread(snapshot.fleet, definition.name)
+        fleet = await in_thread(snapshot.fleet, definition.name, besides=besides)
         decision = choose(fleet, setbacks=setbacks, resting=rest)
         if decision.node is None:
             raise await _no_node(work, decision.why_none(), setbacks)

@@ -1,4 +1,5 @@
-"""Has engines stopped that nothing accounts for: those of ended load attempts, and all of a drained node.
+"""Has engines stopped that nothing else stops: those of ended load attempts, those that an unload has left,
+and all of a drained node.
 
 One `Stopper` lives in every controller. It looks when a node changed and every `LOOK_EVERY` seconds. Looks
 are claimed, so one controller at a time asks a worker. An engine counts as gone only when its worker says so;
@@ -22,7 +23,10 @@ from nodes.backends.outcomes import BusDown, Done, NoResponders, Refused, StillR
 from nodes.loading import drained, engines
 from nodes.loading.drained import Drained
 from nodes.loading.engines import Engine
+from nodes.loading.exact_stop import stop_exactly
 from nodes.models import NodeType
+from nodes.replicas import leaving, retire
+from nodes.replicas.leaving import Leaving
 from operations.executor.work import in_thread
 
 log = logging.getLogger(__name__)
@@ -30,6 +34,8 @@ log = logging.getLogger(__name__)
 LOOK_EVERY = 5.0
 """Seconds between two looks when no hint arrives."""
 AT_ONCE = 16
+_MOST_STOPS = 256
+"""Engines of one node that a look has stopped; what a worker lists beyond that is for the next look."""
 _GATHER = 1.0
 """Hints of so many seconds are one look: nodes change more often than drains end."""
 _LONGEST_PAUSE = 300.0
@@ -65,9 +71,14 @@ class Stopper:
 
     async def look_once(self) -> int:
         """Carries out what is due; answers how much that was."""
+        for slot in await in_thread(retire.retire_slots_of_ended, engines.running_attempts()):
+            log.info("place %d on %s given up: its load has ended", slot.replica_index, slot.node_name)
+        for replica in await in_thread(leaving.put_back):
+            log.info("%s serves again: its unload ended before it was stopped", replica.process_key)
         now = clock.now()
         left: list[Coroutine[Any, Any, None]] = [
             *(self._stop(engine) for engine in await in_thread(engines.claim, AT_ONCE, now=now)),
+            *(self._unload(replica) for replica in await in_thread(leaving.claim, AT_ONCE, now=now)),
             *(self._empty(node) for node in await in_thread(drained.claim, AT_ONCE, now=now)),
         ]
         for failure in await asyncio.gather(*left, return_exceptions=True):
@@ -79,13 +90,31 @@ class Stopper:
     async def _stop(self, engine: Engine) -> None:
         name = await in_thread(engines.node_name, engine.node_id)
         worker = Worker(self._bus, str(engine.node_id), name or "")
-        gone = await _gone(worker, engine)
-        if name is None or (gone and not engine.may_still_start(clock.now())):
+        stopped = await stop_exactly(
+            worker, engine.process_key, engine.address, lambda: in_thread(engines.still, engine)
+        )
+        if name is None or (stopped.gone and not engine.may_still_start(clock.now())):
             log.info("engine %s of an ended load on %s: gone", engine.process_key, name)
             await in_thread(engines.gone, engine)
             return
+        if stopped.reason:
+            log.info("engine %s on %s: %s", engine.process_key, name, stopped.reason)
         pause = min(2.0 ** min(engine.attempts, 10), _LONGEST_PAUSE)
         await in_thread(engines.look_again, engine, clock.now() + timedelta(seconds=pause))
+
+    async def _unload(self, replica: Leaving) -> None:
+        """Another stop of an engine that its worker has not confirmed gone while the operation lasted."""
+        name = await in_thread(engines.node_name, replica.node_id)
+        worker = Worker(self._bus, str(replica.node_id), name or "")
+        if not await in_thread(leaving.stop_sent, replica):
+            return
+        stopped = await stop_exactly(
+            worker, replica.process_key, replica.address, lambda: in_thread(leaving.still, replica)
+        )
+        if stopped.gone:
+            await in_thread(retire.retire_unloaded, replica.id)
+        else:
+            await in_thread(leaving.not_gone, replica, stopped.reason, now=clock.now())
 
     async def _empty(self, node: Drained) -> None:
         if node.node_type == NodeType.AGENT:
@@ -101,7 +130,7 @@ class Stopper:
                 await in_thread(drained.confirm, node, now=clock.now())
                 return
             case Done(reply):
-                error, pause = await _stop_all(worker, reply.models), _LOOK_AT_STOPS
+                error, pause = await _stop_all(worker, reply.models[:_MOST_STOPS]), _LOOK_AT_STOPS
             case NoResponders(reason):
                 error, pause = await _unasked(worker, node, reason)
             case Refused(reason) | StillRunning(reason) | Unreadable(reason) | BusDown(reason):
@@ -110,44 +139,6 @@ class Stopper:
                 assert_never(answer)
         due_at = clock.now() + timedelta(seconds=pause)
         await in_thread(drained.look_again, node, error, due_at=due_at)
-
-
-async def _gone(worker: Worker, engine: Engine) -> bool:
-    """Has the engine stopped; answers whether it certainly does not run any more."""
-    outcome = await worker.stop_model(engine.process_key, engine.address)
-    if isinstance(outcome, Refused) and outcome.reply.matched and outcome.reply.address:
-        recorded = outcome.reply.address
-        if engine.address and _port(recorded) != _port(engine.address):
-            return True  # another process has the key now, so this one has gone
-        if recorded != engine.address and await in_thread(engines.still, engine):
-            # A stock worker compares with its own form of the address (nats.md §4.5).
-            outcome = await worker.stop_model(engine.process_key, recorded)
-    match outcome:
-        case Done():
-            return True
-        case NoResponders():
-            return await in_thread(engines.still, engine) and await _gone_by_key(worker, engine.process_key)
-        case Refused(reason) | StillRunning(reason) | Unreadable(reason) | BusDown(reason):
-            log.info("engine %s on %s: %s", engine.process_key, worker.name, reason)
-            return False
-        case _:
-            assert_never(outcome)
-
-
-async def _gone_by_key(worker: Worker, process_key: str) -> bool:
-    """The same with a worker that has no `model.stop`, or is not there."""
-    await worker.stop(process_key)
-    answer = await worker.running()
-    match answer:
-        case Done(reply):
-            return all(messages.process_key(m.model_id, m.replica_index) != process_key for m in reply.models)
-        case NoResponders():
-            # One that answers elsewhere cannot tell: it was asked to stop, no more can be done.
-            return isinstance(await worker.backends(PING_TIMEOUT), Done)
-        case Refused() | StillRunning() | Unreadable() | BusDown():
-            return False
-        case _:
-            assert_never(answer)
 
 
 async def _stop_all(worker: Worker, models: tuple[messages.RunningModel, ...]) -> str:
@@ -178,7 +169,3 @@ async def _unasked(worker: Worker, node: Drained, reason: str) -> tuple[str, flo
     if await in_thread(drained.still, node):
         await worker.stop("")
     return CANNOT_TELL, _LOOK_AT_STOCK
-
-
-def _port(address: str) -> str:
-    return address.rpartition(":")[2]

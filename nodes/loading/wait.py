@@ -60,6 +60,8 @@ class Look:
     error: str
     started_at: datetime | None
     finished_at: datetime | None
+    kind: str = KIND
+    """Another one is an unload or a deletion, which must end before the model can be loaded."""
 
 
 _COLUMNS = tuple(Look.__dataclass_fields__)
@@ -102,6 +104,8 @@ def still_loading(model: str, look: Look, budget: float, now: datetime) -> Still
     message += f" on node {look.node_name}" if look.node_name else ""
     message += f" ({', '.join(details)})" if details else ""
     message += f": {look.message}" if look.message else ""
+    if look.kind != KIND:
+        message = f"model {model} is not loaded while its {look.kind} is in progress (operation {look.id})"
     retry_after = min(max(budget if eta is None else eta, RETRY_MIN), RETRY_MAX)
     return StillLoading(message, retry_after=retry_after, loading=loading_body(model, look, now))
 
@@ -140,7 +144,7 @@ class Loads:
     """The cold loads that requests of this process wait for."""
 
     def __init__(self, hints: Hints) -> None:
-        self._hints = hints
+        self.hints = hints
         self._loads: dict[str, _Load] = {}
 
     async def wait(self, request: InferenceRequest) -> bool:
@@ -200,7 +204,7 @@ class Loads:
         """Returns when the operation has ended or no request waits any more; raises LoadFailed."""
         load.wanted = min(deadline, clock.monotonic() + _HORIZON)
         load.look = await in_thread(_admit, replace(wanted, needed_until=_instant(load.wanted)))
-        with self._hints.watch(load.look.id) as watch:
+        with self.hints.watch(load.look.id) as watch:
             while (look := await in_thread(_look_again, load.look)).status not in TERMINAL:
                 load.look = look
                 if not load.deadlines:
@@ -209,14 +213,14 @@ class Loads:
                 _end_turn(load)
                 await watch.changed(timeout=LOOK_EVERY)
         load.look = look
-        # One that was cancelled had nobody left; whoever attached in that moment asks anew.
-        if load.look.status == Status.FAILED:
+        # One that was cancelled had no one left; a request that attached in that moment asks again.
+        if load.look.status == Status.FAILED and load.look.kind == KIND:
             raise failure(wanted.element, load.look, clock.now(), conf.cluster().load_failure_grace)
 
     @staticmethod
     async def _keep_wanted(load: _Load) -> None:
         until = load.needed_until()
-        if until > load.wanted + 1:
+        if until > load.wanted + 1 and load.look.kind == KIND:
             load.wanted = until
             await in_thread(admission.need_until, load.look.id, _instant(until))
 
@@ -236,7 +240,7 @@ def _as_answer(error: Exception) -> ClusterError:
 
 def _new_turn() -> "asyncio.Future[bool]":
     turn = asyncio.get_running_loop().create_future()
-    # Everyone may have left when a load fails; that is not an error nobody looked at.
+    # Everyone may have left when a load fails; that is not an error that went unseen.
     turn.add_done_callback(lambda done: done.cancelled() or done.exception())
     return turn
 
@@ -256,7 +260,10 @@ def _instant(deadline: float) -> datetime:
 
 
 def _admit(wanted: admission.OperationRequest) -> Look:
-    """Joins or makes the load; raises LoadFailed while the last one's failure still stands."""
+    """Joins or makes the load, or answers what keeps it from being made: the model is being unloaded.
+
+    Raises LoadFailed while the last one's failure still stands.
+    """
     now = clock.now()
     operations = Operation.objects.filter(key=wanted.key)
     if not operations.active().exists():
@@ -265,7 +272,10 @@ def _admit(wanted: admission.OperationRequest) -> Look:
         recent = failed.filter(finished_at__gt=now - timedelta(seconds=grace)).first()
         if recent is not None:
             raise failure(wanted.element, _look(recent), now, grace)
-    return _look(admission.admit(wanted, now=now).operation)
+    try:
+        return _look(admission.admit(wanted, now=now).operation)
+    except Conflict as busy:
+        return _look(Operation.objects.get(pk=busy.data["operation"]))
 
 
 def _look(operation: Operation) -> Look:

@@ -1,1 +1,1 @@
-"""The registry at the command line, for machines without a browser: `manage.py nodes`."""
+"""The command line, for machines without a browser: `manage.py nodes`, `operations` and `backends`."""

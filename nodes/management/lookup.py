@@ -1,4 +1,4 @@
-"""Finds nodes and conflicts by what an operator types, and adds hints to refused commands."""
+"""Finds nodes, conflicts and operations by what an operator types, and adds hints to refused commands."""
 
 import os
 import pwd
@@ -14,8 +14,9 @@ from django.db.models.functions import Cast
 from localai_cluster import errors, names
 from localai_cluster.accounts import actors
 from localai_cluster.accounts.actors import Actor
-from nodes.models import BackendNode, NodeConflict
+from nodes.models import BackendNode, JoinToken, NodeConflict
 from nodes.registry.states import DRAINING, HEALTHY, OFFLINE, PENDING, UNHEALTHY
+from operations.models import Operation
 
 _Row = TypeVar("_Row", bound=Model)
 _SHOWN = 5
@@ -57,6 +58,30 @@ def conflict(text: str) -> NodeConflict:
         raise CommandError(f"there is no conflict {text!r}; `manage.py nodes conflicts` lists the open ones")
     if len(found) > 1:
         raise CommandError(f"{text!r} is an id prefix of several conflicts; use a longer prefix")
+    return found[0]
+
+
+def join_token(text: str) -> JoinToken:
+    """The join token with that id or id prefix; raises CommandError unless exactly one matches."""
+    found = _by_prefix(JoinToken.objects.all(), text)
+    if not found:
+        raise CommandError(
+            f"there is no join token {text[:36]!r}; `manage.py nodes join-token list` lists their ids"
+        )
+    if len(found) > 1:
+        raise CommandError(f"{text!r} is an id prefix of several join tokens; use a longer prefix")
+    return found[0]
+
+
+def operation(text: str) -> Operation:
+    """The operation with that id or id prefix; raises CommandError unless exactly one matches."""
+    found = _by_prefix(Operation.objects.order_by("-created_at"), text)
+    if not found:
+        raise CommandError(
+            f"there is no operation {text[:36]!r}; `manage.py operations list` and `inbox` list their ids"
+        )
+    if len(found) > 1:
+        raise CommandError(f"{text!r} is an id prefix of several operations; use a longer prefix")
     return found[0]
 
 

@@ -61,7 +61,7 @@ def as_json(value: Any) -> str:
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Aligned columns without trailing blanks."""
-    lines = [list(heads), *([_printable(cell) or NOTHING for cell in row] for row in rows)]
+    lines = [list(heads), *([printable(cell) or NOTHING for cell in row] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(heads))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
@@ -69,7 +69,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Without control characters, since some texts come from untrusted sources."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
@@ -100,6 +100,8 @@ def _notes(row: Mapping[str, Any]) -> Iterator[str]:
     yield from (word for word in ("rejected", "revoked") if word in row)
     if row.get("weak_identity"):
         yield "shared token"
+    if skew := row.get("version_skew"):
+        yield skew
     if claims := row.get("open_conflicts"):
         yield f"conflicts: {claims}"
 
@@ -127,7 +129,7 @@ def detail(row: Mapping[str, Any], events: Sequence[NodeEvent]) -> str:
     facts = [(name, text) for name, text in _flat(others, "") if text]
     facts += [(f"label {key}", text or NOTHING) for key, text in labels]
     width = max(len(name) for name, _ in facts)
-    lines = [f"{name.ljust(width)}  {_printable(text)}" for name, text in facts]
+    lines = [f"{name.ljust(width)}  {printable(text)}" for name, text in facts]
     return "\n".join([*lines, "", _events(events)])
 
 

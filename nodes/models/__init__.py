@@ -1,15 +1,22 @@
 """The rows of the registry: nodes and labels, history, replicas, what is installed and remembered."""
 
+from nodes.models.credential import BusCredential
 from nodes.models.engine import EngineStart
 from nodes.models.history import NodeConflict, NodeEvent, RevokedSecret
+from nodes.models.intent import PendingBackendOp
 from nodes.models.inventory import NodeBackend
-from nodes.models.memory import ModelLoadInfo, ModelSchedulingConfig, PendingBackendOp
+from nodes.models.joining import JoinToken
+from nodes.models.memory import ModelLoadInfo, ModelSchedulingConfig, RoutePolicy
 from nodes.models.node import BackendNode, NodeLabel, NodeStatus, NodeType
 from nodes.models.replica import NodeModel, ReplicaState, ReplicaUse, WebProcess
+from nodes.models.upgrades import BackendOffer, UpgradeCheck
 
 __all__ = [
     "BackendNode",
+    "BackendOffer",
+    "BusCredential",
     "EngineStart",
+    "JoinToken",
     "ModelLoadInfo",
     "ModelSchedulingConfig",
     "NodeBackend",
@@ -23,5 +30,7 @@ __all__ = [
     "ReplicaState",
     "ReplicaUse",
     "RevokedSecret",
+    "RoutePolicy",
+    "UpgradeCheck",
     "WebProcess",
 ]

@@ -1,4 +1,4 @@
-"""What happened to nodes, who claims to be one of them, and which secrets are refused for ever.
+"""What happened to nodes, who claims to be one of them, and which secrets are refused forever.
 
 `NodeEvent` is append-only and has no foreign key: it outlives its node by the retention. Events are written
 by the transaction that makes the change, so a change and its event exist together or not at all.
@@ -39,6 +39,7 @@ class NodeEvent(models.Model):
         ROTATION_REQUESTED = "rotation_requested"
         ROTATED = "rotated"
         REVOKED = "revoked"
+        ADDRESS_REFUSED = "address_refused"
 
     id = models.BigAutoField(primary_key=True)
     node_id = models.UUIDField()

@@ -1,7 +1,7 @@
 """What is installed where: the last list that each worker gave of its backends.
 
-Kept so that a page about five hundred nodes asks nobody. `BackendNode.inventory_at` says as of when a node's
-rows are true; `nodes/backends/inventory.py` brings them up to date.
+Kept so that a page about five hundred nodes asks no worker. `BackendNode.inventory_at` says as of when a
+node's rows are true; `nodes/backends/inventory.py` brings them up to date.
 """
 
 from django.db import models

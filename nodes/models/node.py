@@ -1,7 +1,7 @@
 """A node and its labels: the rows of the registry itself.
 
 Column and JSON names are the reference's (`contract/scheduling.md` §1A, `contract/http-api.md` §2.1). What
-must never be false is a constraint here, not a habit of the callers. A row holds facts; whatever changes one
+must never be false is a constraint here, not a habit of the callers. A row holds facts; what changes one
 with a meaning is a verb in `services`. `BackendNode.status` is a generated column: approval, drain and
 liveness are separate facts, so no code path can bypass approval or forget a drain.
 """
@@ -117,7 +117,7 @@ class BackendNode(models.Model):
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
     name = models.CharField(max_length=255, unique=True)
     name_key = models.CharField(max_length=255, default="", editable=False)
-    """The name after NFKC and case folding: no two nodes look alike."""
+    """What the name looks like (`names.key`): no two nodes look alike."""
     node_type = models.CharField(max_length=16, choices=NodeType, default=NodeType.BACKEND)
     address = models.CharField(max_length=512, blank=True, default="")
     http_address = models.CharField(max_length=512, blank=True, default="")
@@ -159,6 +159,18 @@ class BackendNode(models.Model):
     former_instances = models.JSONField(default=list, blank=True, editable=False)
     """Ids of earlier processes, newest first; a call under one of them means a copied data folder."""
     source_address = models.CharField(max_length=64, blank=True, default="", editable=False)
+    engine_token = models.CharField(max_length=64, blank=True, default="", db_default="", editable=False)
+    """What its engines expect as a bearer; its worker makes it at each start. A secret: no shape has it.
+
+    Empty for a stock worker, whose engines expect the registration token (`registry/dialling.py`).
+    """
+    joined_with = models.UUIDField(null=True, blank=True, editable=False)
+    """Id of the join token that admitted it; null for the registration token and for enrolled nodes."""
+    joined_note = models.CharField(max_length=200, blank=True, default="", db_default="", editable=False)
+    joined_by = models.CharField(max_length=150, blank=True, default="", db_default="", editable=False)
+    """The token's note and who made it; they outlive the token's row."""
+    worker_version = models.CharField(max_length=64, blank=True, default="", db_default="", editable=False)
+    """What its worker said at its last registration; stock workers say nothing."""
 
     total_vram, available_vram, reserved_vram = _bytes(), _bytes(), _bytes()
     total_ram, available_ram = _bytes(), _bytes()

@@ -48,7 +48,9 @@ class NodeModel(models.Model):
     in_flight = models.IntegerField(default=0)
     last_used = models.DateTimeField(default=clock.now)
     loading_by = models.CharField(max_length=64, blank=True, default="")
-    """Operation id and fence that own a row in `loading`; empty once loaded."""
+    """Operation id and fence that own a row in `loading`; of one in `unloading` the operation's id."""
+    withdrawn_for = models.UUIDField(null=True, blank=True)
+    """The upgrade (its intent) that took it out of the picks: `unloading` until the upgrade is over."""
     backend_type = models.CharField(max_length=255, blank=True, default="")
     model_options = models.JSONField(default=dict, blank=True)
     config_revision = models.CharField(max_length=64, blank=True, default="")
@@ -75,7 +77,12 @@ class NodeModel(models.Model):
                 name="replica_loaded_has_address", condition=~Q(state=ReplicaState.LOADED) | ~Q(address="")
             ),
         ]
-        indexes = [models.Index(fields=["model_name"], name="replica_model", condition=Q(state="loaded"))]
+        indexes = [
+            models.Index(fields=["model_name"], name="replica_model", condition=Q(state="loaded")),
+            models.Index(
+                fields=["withdrawn_for"], name="replica_withdrawn", condition=Q(withdrawn_for__isnull=False)
+            ),
+        ]
 
     def __str__(self) -> str:
         return f"{self.model_name}#{self.replica_index}"
@@ -90,7 +97,8 @@ class WebProcess(models.Model):
     started_at = models.DateTimeField(default=clock.now)
     seen_at = models.DateTimeField(default=clock.now)
     hearing_since = models.DateTimeField(default=clock.now)
-    """Since when it has been there without a gap: what was silent before that, nobody could have heard."""
+    """Since when it has been there without a gap: its silence before that says nothing."""
+    version = models.CharField(max_length=64, blank=True, db_default="")
 
     class Meta:
         db_table = "web_processes"

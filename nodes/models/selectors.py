@@ -23,11 +23,11 @@ def readable(selector: Any) -> dict[str, str] | None:
 def check(selector: Any) -> dict[str, str]:
     """The selector; raises InvalidInput that names what is wrong with it."""
     if not isinstance(selector, dict):
-        raise errors.InvalidInput("selector must be an object of strings", field="selector")
+        raise errors.InvalidInput("node_selector must be an object of strings", field="node_selector")
     if len(selector) > MOST_KEYS:
-        raise errors.InvalidInput(f"selector must have at most {MOST_KEYS} keys", field="selector")
+        raise errors.InvalidInput(f"node_selector must have at most {MOST_KEYS} keys", field="node_selector")
     for key, value in selector.items():
-        check_label(key, value, "selector")
+        check_label(key, value, "node_selector")
     return selector
 
 
@@ -35,11 +35,16 @@ def check_label(key: Any, value: Any, field: str) -> None:
     """Raises InvalidInput naming `field` unless a label can have this key and value."""
     if not isinstance(key, str) or not 1 <= len(key) <= LONGEST_KEY:
         raise errors.InvalidInput(f"{field}: a key must have 1 to {LONGEST_KEY} characters", field=field)
-    names.check_text(key, f"{field}: a key")
+    _check_text(key, "a key", field)
     if not isinstance(value, str):
         raise errors.InvalidInput(f"{field}: the value of {key!r} must be a string", field=field)
     if len(value) > LONGEST_VALUE:
         raise errors.InvalidInput(
             f"{field}: the value of {key!r} exceeds {LONGEST_VALUE} characters", field=field
         )
-    names.check_text(value, f"{field}: the value of {key!r}")
+    _check_text(value, f"the value of {key!r}", field)
+
+
+def _check_text(text: str, what: str, field: str) -> None:
+    if found := names.unprintable(text):
+        raise errors.InvalidInput(f"{field}: {what} must not contain the character {found}", field=field)

@@ -1,7 +1,7 @@
 """The liveness pass: observe, plan (pure), apply.
 
 R5.2 to R5.8 with their "Port:" lines: heartbeat age alone decides; pending nodes are left alone; a silent
-node goes offline whatever else is said about it, draining and unhealthy ones too; its replicas stop counting.
+node goes offline, draining and unhealthy ones too; its replicas stop counting.
 A node that was heard after it fell silent comes back by its own heartbeat, not here; one that was heard after
 it had been marked unhealthy is healthy again. A web process that stopped refreshing its row is dead; what it
 carried is subtracted from the replicas.

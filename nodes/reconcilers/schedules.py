@@ -7,4 +7,7 @@ SCHEDULES = [
     Recurring("nodes: liveness", "nodes.reconcilers.tasks.liveness", "* * * * * */5"),
     Recurring("nodes: ended drains", "nodes.reconcilers.tasks.finish_drains", "* * * * * */5"),
     Recurring("nodes: timeline", "nodes.reconcilers.tasks.prune_timeline", "17 * * * * 0"),
+    Recurring("nodes: stale intents", "nodes.reconcilers.tasks.clean_intents", "* * * * * */15"),
+    # Every six hours (C47); the first one is a controller's, ten seconds after it starts.
+    Recurring("backends: upgrade check", "nodes.reconcilers.tasks.check_upgrades", "23 */6 * * * 0"),
 ]

@@ -1,13 +1,17 @@
 """Short, idempotent tasks that django-q2 runs for the fleet."""
 
 import logging
+from collections.abc import Callable
 from datetime import datetime, timedelta
 
 from localai_cluster import clock, conf
+from localai_cluster.accounts import audit
 from localai_cluster.locks import Lock, try_lock
 from localai_cluster.outage import left_out_in_an_outage
+from nodes.backends import upgrade_state
+from nodes.reconcilers import intents
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness
-from nodes.registry import services, timeline
+from nodes.registry import bus_credentials, joining, services, timeline
 
 PRUNED_AT_ONCE = 5000
 
@@ -38,12 +42,31 @@ def finish_drains() -> None:
 
 @left_out_in_an_outage
 def prune_timeline() -> None:
-    """Deletes events past the retention, a chunk a transaction; at once if another process is at it."""
+    """Deletes events, join tokens and the audit of changes past the retention, a chunk a transaction.
+
+    At once if another process is at it. Expired credentials for the bus go with them.
+    """
     before = clock.now() - timedelta(seconds=conf.cluster().event_retention)
-    while _prune(before) == PRUNED_AT_ONCE:
-        pass
+    for prune in (timeline.prune, joining.prune, audit.prune):
+        while _chunk(prune, before) == PRUNED_AT_ONCE:
+            pass
+    bus_credentials.prune(clock.now())
 
 
-def _prune(before: datetime) -> int:
+@left_out_in_an_outage
+def check_upgrades() -> None:
+    """Asks a controller for a check (R6.35); one that is asked for already is the same one."""
+    with try_lock(Lock.UPGRADE_CHECK) as mine:
+        if mine:
+            upgrade_state.ask()
+
+
+def _chunk(prune: Callable[..., int], before: datetime) -> int:
     with try_lock(Lock.TIMELINE) as mine:
-        return timeline.prune(before=before, limit=PRUNED_AT_ONCE) if mine else 0
+        return prune(before=before, limit=PRUNED_AT_ONCE) if mine else 0
+
+
+@left_out_in_an_outage
+def clean_intents() -> None:
+    """Ends work on backends whose node cannot take it; at once if another process is at it."""
+    intents.clean(now=clock.now())

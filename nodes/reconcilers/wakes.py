@@ -1,24 +1,23 @@
-"""Which waiting operations a change of nodes wakes.
+"""What a change of nodes wakes: loads that one of them could take, and work on backends that waits for them.
 
-An install waits for its own node, a load for any node that could take it. `Wakes` gathers the node ids of
-NOTIFYs for a moment and looks at the rows once for all of them, so a burst costs a bounded number of looks.
-The state of the node wakes an operation, not the fact that it changed: a label of an absent node wakes
-nothing. A wake that is lost costs time only: every waiting operation also looks again by itself.
+`Wakes` gathers the node ids of NOTIFYs for a moment and looks at the rows once for all of them, so a burst
+costs a bounded number of looks. The state of the node wakes an operation, not the fact that it changed: a
+label of an absent node wakes nothing. A wake that is lost costs time only: every waiting operation also
+looks again by itself.
 """
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 from uuid import UUID
 
 from django.db import Error as DatabaseError
 
 from localai_cluster import clock
-from nodes.backends import install
 from nodes.loading import load
-from nodes.models import BackendNode
 from nodes.placement.choose import refusal
 from nodes.placement.setbacks import from_payload, resting
+from nodes.reconcilers import intents
 from nodes.replicas import snapshot
 from operations.executor.work import in_thread
 from operations.ledger import lease
@@ -27,6 +26,8 @@ from operations.models import Operation, Status
 log = logging.getLogger(__name__)
 
 GATHER = 0.2
+CLEAN_EVERY = 30.0
+"""Seconds between two looks for intents that have no future."""
 """Seconds for which changes are gathered into one look."""
 
 Changed = Collection[UUID] | None
@@ -34,19 +35,13 @@ Changed = Collection[UUID] | None
 
 
 def wake(changed: Changed) -> int:
-    """Wakes what waits for one of these nodes and could go on now; answers how many operations."""
-    return lease.wake([*_installs(changed), *_loads(changed)], now=clock.now())
+    """Wakes what waits for one of these nodes and could go on now; answers how many loads.
 
-
-def _installs(changed: Changed) -> list[UUID]:
-    """Installs whose node is not offline any more, or is gone: they go on, or end and say why."""
-    waiting = Operation.objects.filter(kind=install.KIND, status=Status.WAITING)
-    if changed is not None:
-        waiting = waiting.filter(node_id__in=changed)
-    node_of = dict(waiting.values_list("id", "node_id"))
-    absent = BackendNode.objects.filter(pk__in=set(node_of.values()), status="offline")
-    offline = set(absent.values_list("id", flat=True))
-    return [id for id, node_id in node_of.items() if node_id not in offline]
+    Intents that wait for a node are due when it is healthy; what they say of their node is brought up to
+    date.
+    """
+    intents.explain(changed, now=clock.now())
+    return lease.wake(_loads(changed), now=clock.now())
 
 
 def _loads(changed: Changed) -> list[UUID]:
@@ -67,7 +62,8 @@ def _could_take(operation: Operation, changed: Changed) -> bool:
 class Wakes:
     """A controller's part: one look for all changes of a moment."""
 
-    def __init__(self) -> None:
+    def __init__(self, then: Callable[[], Awaitable[None]]) -> None:
+        self._then = then
         self._changed: set[UUID] = set()
         self._any = False
         self._heard = asyncio.Event()
@@ -82,13 +78,27 @@ class Wakes:
 
     async def run(self) -> None:
         """Looks after each gathered change, until cancelled."""
+        clean_at = clock.monotonic()
         while True:
-            await self._heard.wait()
+            try:
+                if clock.monotonic() >= clean_at:
+                    # A schedule does the same, but nothing must wait for one process to be there.
+                    clean_at = clock.monotonic() + CLEAN_EVERY
+                    await in_thread(intents.clean, now=clock.now())
+                async with asyncio.timeout(CLEAN_EVERY):
+                    await self._heard.wait()
+            except TimeoutError:
+                continue
+            except DatabaseError as error:
+                log.warning("cannot look for work that has no future: %s", error)
+                await asyncio.sleep(GATHER)
+                continue
             await asyncio.sleep(GATHER)
             self._heard.clear()
             changed = None if self._any else frozenset(self._changed)
             self._changed, self._any = set(), False
             try:
                 await in_thread(wake, changed)
+                await self._then()
             except DatabaseError as error:
                 log.warning("cannot see what a change of nodes wakes: %s", error)

@@ -19,7 +19,7 @@ from psycopg.errors import UniqueViolation
 from localai_cluster import errors, logs, names
 from localai_cluster.accounts.actors import Actor
 from nodes.models import BackendNode, NodeEvent
-from nodes.registry import states, timeline
+from nodes.registry import bus_credentials, states, timeline
 from nodes.registry.states import Event, Facts
 from nodes.registry.timeline import Entry
 from nodes.replicas import retire, snapshot
@@ -80,7 +80,7 @@ def columns(before: Facts, after: Facts, actor: Actor, reason: str, now: datetim
     if after.drained != before.drained:
         changed |= {"drain_is_own": after.drained == "own", "drain_deadline": None, **ENGINES_UNKNOWN}
     if after.offline != before.offline:
-        # Nobody asks an absent worker for its backends: it is due when it is back.
+        # An absent worker is not asked for its backends: it is due when it is back.
         changed |= {"offline_recovers": after.offline == "silent", "inventory_due_at": None}
     return changed
 
@@ -95,15 +95,24 @@ class Change:
         self._entries: list[Entry] = []
 
     def happen(
-        self, event: Event, actor: Actor, *, reason: str = "", detail: Mapping[str, Any] | None = None
+        self,
+        event: Event,
+        actor: Actor,
+        *,
+        reason: str = "",
+        detail: Mapping[str, Any] | None = None,
+        routine: bool = False,
     ) -> bool:
-        """Lets `event` happen; answers whether a fact changed. Raises Conflict where the table says no."""
+        """Lets `event` happen; answers whether a fact changed. Raises Conflict where the table says no.
+
+        A `routine` event is news only if a fact changes.
+        """
         before, reason = facts_of(self.node), names.plain(reason)
         after = states.apply(event, before)
         if isinstance(after, states.Refusal):
             raise errors.Conflict(after.reason, field="status")
         self.set(**columns(before, after, actor, reason, self.now))
-        if after != before or event in ALWAYS_TOLD:
+        if after != before or (event in ALWAYS_TOLD and not routine):
             statuses = {"before": states.status_of(before), "after": states.status_of(after)}
             self.tell(kind_of(event), actor, reason, detail, **statuses)
         self._end_replicas(states.TRANSITIONS[event].replicas)
@@ -150,6 +159,15 @@ class Change:
         """Whether there is anything to write."""
         return bool(self._columns or self._entries)
 
+    @property
+    def ends_credentials(self) -> bool:
+        """Whether credentials for the bus must not outlive this: other identity, no approval, the end."""
+        return (
+            "fingerprint" in self._columns
+            or ("approved_at" in self._columns and self.node.approved_at is None)
+            or any(entry.kind == NodeEvent.Kind.DEREGISTERED for entry in self._entries)
+        )
+
     def close(self) -> tuple[frozenset[str], list[Entry]]:
         """The columns that were set, the new revision among them, and what to tell; then starts over."""
         self.set(revision=self.node.revision + 1, updated_at=self.now)
@@ -167,6 +185,8 @@ def save_all(changes: Sequence[Change]) -> None:
     changes = [change for change in changes if change.is_news]
     if not changes:
         return
+    if refused := [change.node.id for change in changes if change.ends_credentials]:
+        bus_credentials.revoke(refused, changes[0].now)
     closed = [change.close() for change in changes]
     nodes = [change.node for change in changes]
     entries = [entry for _, told in closed for entry in told]

@@ -1,6 +1,6 @@
 """Who may speak for a node: claims, conflicts, rotation and revocation of secrets.
 
-The first registration binds a secret to a name. Whoever comes with another one is refused and becomes a
+The first registration binds a secret to a name. A worker with another one is refused and becomes a
 conflict that an admin sees; the node itself goes on. A conflict is decided by an admin only.
 """
 
@@ -169,7 +169,7 @@ def _conflict(conflict_id: UUID, node_id: UUID | None) -> NodeConflict:
 
 
 def _decide(conflict: NodeConflict, state: NodeConflict.State, actor: Actor, now: datetime) -> None:
-    """Decides it as `state`, for one caller alone; the node is locked before it, as by whoever claims."""
+    """Decides it as `state`, for one caller alone; the node is locked before it, as for a claim."""
     decidable = [NodeConflict.State.OPEN]
     if state == NodeConflict.State.ACCEPTED:
         decidable.append(NodeConflict.State.REFUSED)
@@ -188,13 +188,13 @@ def _rename(change: Change, name: str) -> None:
 def _hand_over(change: Change, conflict: NodeConflict, actor: Actor) -> None:
     """The claimant's secret is the node's; nothing of the former worker counts until that one registers."""
     _replace_secret(change, conflict.claim, actor)
-    change.set(instance="", former_instances=[])
+    change.set(instance="", former_instances=[], engine_token="")
     agents.revoke(change)
     change.happen(Event.HANDED_OVER, actor, reason=Kind(conflict.kind).label, detail=_detail(conflict))
 
 
 def _replace_secret(change: Change, fingerprint: str, actor: Actor) -> None:
-    """The new secret; the former one is refused for ever."""
+    """The new secret; the former one is refused forever."""
     check_free(fingerprint)
     _refuse_for_ever(change, actor)
     change.set(
@@ -217,12 +217,12 @@ def check_free(fingerprint: str) -> None:
 
 
 def is_revoked(fingerprint: str) -> bool:
-    """Whether the secret is refused for ever; "" is none."""
+    """Whether the secret is refused forever; "" is none."""
     return any_revoked([fingerprint])
 
 
 def any_revoked(fingerprints: Iterable[str]) -> bool:
-    """Whether one of the secrets is refused for ever; "" is none."""
+    """Whether one of the secrets is refused forever; "" is none."""
     secrets = [fingerprint for fingerprint in fingerprints if fingerprint]
     return bool(secrets) and RevokedSecret.objects.filter(pk__in=secrets).exists()
 
@@ -239,7 +239,7 @@ def request_rotation(node_id: UUID, *, actor: Actor, now: datetime) -> BackendNo
 
 
 def rotate(node_id: UUID, *, old_fingerprint: str, new_secret: str, now: datetime) -> BackendNode:
-    """The worker replaces its secret; the old one is refused for ever. Raises NotAuthenticated if it lost."""
+    """The worker replaces its secret; the old one is refused forever. Raises NotAuthenticated if it lost."""
     fingerprint = identity.check_node_secret(new_secret)
     with changing(node_id, now) as change:
         if not principals.same(old_fingerprint, change.node.fingerprint):
@@ -261,6 +261,7 @@ def revoke(node_id: UUID, *, actor: Actor, now: datetime, reason: str = "") -> B
             rotation_requested_at=None,
             instance="",
             former_instances=[],
+            engine_token="",
         )
     return change.node
 

@@ -21,7 +21,7 @@ def enrol(name: str, fingerprint: str, *, actor: Actor, now: datetime) -> Backen
     """Approves the worker of that name and fingerprint; until it registers, the row is offline.
 
     Repeating it changes nothing, and an admin's no stays: a revoked secret is not bound again, a node that
-    was rejected or revoked not approved. Another fingerprint replaces the old one, because whoever enrols
+    was rejected or revoked not approved. Another fingerprint replaces the old one, because the caller
     already rules the database. Raises Conflict for a name or a secret of another node.
     """
     names.check_name(name)

@@ -1,7 +1,7 @@
 """The same event for many nodes at once, in a constant number of statements.
 
 The nodes are locked in the order of their ids before anything else, as heartbeats do it, and their replicas
-after them, so that a pass over the fleet waits for nobody who waits for it.
+after them, so that a pass over the fleet never waits for a transaction that waits for it.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -19,7 +19,7 @@ from nodes.models import BackendNode
 SECRET_HEADER = "X-LocalAI-Node-Secret"
 NEW_SECRET_HEADER = "X-LocalAI-Node-New-Secret"
 INSTANCE_HEADER = "X-LocalAI-Node-Instance"
-NOBODY = "-"
+UNKNOWN = "-"
 """Stands for the fingerprint of what cannot be a node's secret; no row ever carries it."""
 _NODE_SECRET = re.compile(r"[0-9a-f]{64}\Z")
 _INSTANCE = re.compile(r"([0-9a-f]{32})?\Z")
@@ -44,11 +44,16 @@ def check_instance(instance: str) -> str:
 def node_fingerprint(credential: str) -> str:
     """What a node's row must carry for this credential.
 
-    The hash of a node's secret, "" for an admitted shared token, NOBODY for any other text.
+    The hash of a node's secret, "" for an admitted shared token, UNKNOWN for any other text.
     """
     if conf.cluster().allow_shared_token_nodes and is_registration_token(credential):
         return ""
-    return hash_secret(credential) if _NODE_SECRET.match(credential) else NOBODY
+    return hash_secret(credential) if _NODE_SECRET.match(credential) else UNKNOWN
+
+
+def is_bound(fingerprint: str) -> bool:
+    """Whether this is the fingerprint of a node's own secret."""
+    return fingerprint not in ("", UNKNOWN) and BackendNode.objects.filter(fingerprint=fingerprint).exists()
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class NodeFacts:
 
 
 class WrongCredential(errors.NotAuthenticated):
-    """A token or secret that is nobody's, or not this node's: perhaps a guess, so it is counted."""
+    """A token or secret that is unknown, or not this node's: perhaps a guess, so it is counted."""
 
 
 class OtherProcess(errors.Conflict):
@@ -103,7 +108,7 @@ def judge(
             check_instance(instance)
             raise OtherProcess("another process has registered with this secret: is its data folder a copy?")
         return Principal("node", str(target.id), node_id=target.id)
-    if fingerprint == NOBODY:
+    if fingerprint == UNKNOWN:
         raise WrongCredential("invalid node credential")
     if target is None:
         raise errors.NotFound("node not found")
@@ -123,7 +128,7 @@ def prove_node(
 ) -> Principal:
     """The node behind `credential` if it is `node_id`, in one query; raises like `judge`."""
     fingerprint = node_fingerprint(credential)
-    rows = [] if fingerprint == NOBODY else _rows(node_id, fingerprint)
+    rows = [] if fingerprint == UNKNOWN else _rows(node_id, fingerprint)
     return judge(node_id, fingerprint, instance, rows, rotating=rotating)
 
 

@@ -16,7 +16,7 @@ from localai_cluster import errors, names
 from localai_cluster.accounts.actors import Actor
 from nodes.models import BackendNode, NodeEvent, NodeLabel
 from nodes.registry.change import Change, locked
-from nodes.registry.cooldowns import clear_cooldowns
+from nodes.scheduling.cooldowns import clear_cooldowns
 
 MOST_LABELS = 64
 LONGEST_KEY, LONGEST_VALUE = 128, 255
@@ -88,7 +88,7 @@ def _edit(
     now: datetime,
     revision: int | None = None,
 ) -> dict[str, str]:
-    """Writes `wanted` as the admin's and removes `drop`; None removes whatever is not wanted."""
+    """Writes `wanted` as the admin's and removes `drop`; None removes what is not wanted."""
     with transaction.atomic():
         change = Change(locked(node_id, revision), now)
         before = _labels(change.node)

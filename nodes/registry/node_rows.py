@@ -13,7 +13,7 @@ from django.db.models import Aggregate, Case, Count, F, Q, QuerySet, Sum, TextFi
 from localai_cluster.web.shapes import Row, Shape, Time, text
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeLabel, NodeModel
 from nodes.models.node import COUNTED_IN_FLIGHT, BackendNodeQuerySet
-from nodes.registry import shape
+from nodes.registry import shape, versions
 
 
 class LabelsOf(Aggregate):
@@ -35,7 +35,15 @@ def elements(nodes: BackendNodeQuerySet, *, whole: bool = False, of: Shape = sha
             row["labels"] = orjson.loads(labels[node])
         if node in conflicts:
             row["open_conflicts"] = conflicts[node]
+        if said := skew_of(row):
+            row["version_skew"] = said
     return rows
+
+
+def skew_of(row: Row) -> str:
+    """What is odd about the version of a node in any of its shapes."""
+    weak = bool(row.get("weak_identity"))
+    return versions.skew(row["node_type"], row.get("worker_version", ""), weak=weak)
 
 
 def _of(rows: QuerySet[Any], among: Collection[str] | None) -> QuerySet[Any]:

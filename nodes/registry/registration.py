@@ -5,8 +5,8 @@ that does not fit is recorded and refused after the commit, so that the conflict
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -14,17 +14,19 @@ from uuid import UUID
 from django.db import connection, transaction
 from django.db.models import Q
 
-from localai_cluster import conf, errors, logs, names
+from localai_cluster import addresses, errors, logs, names
 from localai_cluster.accounts import actors, principals
+from localai_cluster.messaging.credentials import Credentials
 from localai_cluster.messaging.messages import process_key
 from nodes.models import BackendNode, NodeConflict, NodeModel, NodeType
-from nodes.registry import agents, budget, claims, identity, states
+from nodes.registry import agents, budget, bus_credentials, claims, dialling, joining, states
 from nodes.registry.change import ENGINES_UNKNOWN, Change, facts_of, save_all
-from nodes.registry.cooldowns import clear_cooldowns
 from nodes.registry.fleet import lock_in_order
-from nodes.registry.labels import check_labels, reported_labels
+from nodes.registry.labels import reported_labels
+from nodes.registry.registration_claim import Claim, Registration, claim
 from nodes.registry.states import Event
 from nodes.replicas.retire import retire_of_nodes
+from nodes.scheduling.cooldowns import clear_cooldowns
 
 _TRIES = 3
 """Somebody may remove the node between two looks."""
@@ -43,69 +45,19 @@ _KEPT_IF_EMPTY = (
 
 
 @dataclass(frozen=True)
-class Running:
-    """One engine process that a worker says it runs; `address` may be empty."""
-
-    process_key: str
-    address: str = ""
-
-
-@dataclass(frozen=True)
-class Registration:
-    """What a worker says of itself (`contract/http-api.md` §1.1); sizes in bytes."""
-
-    name: str = ""
-    node_type: str = NodeType.BACKEND.value
-    address: str = ""
-    http_address: str = ""
-    total_vram: int = 0
-    available_vram: int = 0
-    total_ram: int = 0
-    available_ram: int = 0
-    total_disk: int = 0
-    available_disk: int = 0
-    gpu_vendor: str = ""
-    gpu_compute_capability: str = ""
-    capability: str = ""
-    max_replicas_per_model: int = 1
-    vram_budget: str = ""
-    labels: Mapping[str, str] = field(default_factory=dict)
-    running_processes: Collection[Running] | None = None
-    """None: it does not say, so all replicas go (R1.12 to R1.14)."""
-
-
-@dataclass(frozen=True)
 class Registered:
-    """A registered node; an approved agent's API token, which exists nowhere else, "" for the others."""
+    """A registered node, an approved one with its credentials for the bus; an approved agent's API token.
+
+    Token and credentials exist nowhere else.
+    """
 
     node: BackendNode
     api_token: str = ""
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A registration and who sends it: fingerprint of its secret ("" = shared token), process, address."""
-
-    told: Registration
-    fingerprint: str
-    instance: str
-    source_address: str
-    request_id: str = field(default_factory=logs.request_id.get)
+    credentials: Credentials | None = None
 
 
 RegistrationOutcome = Registered | errors.Conflict
 """What became of a claim. A Conflict was recorded for an admin."""
-
-
-def claim(registration: Registration, *, secret: str, instance: str = "", source_address: str) -> Claim:
-    """A claim that is well formed.
-
-    Raises InvalidInput for a name or label that cannot be, Forbidden without a secret (unless shared-token
-    nodes are admitted).
-    """
-    names.check_name(registration.name)
-    check_labels(registration.labels)
-    return Claim(registration, _fingerprint(secret), instance, source_address)
 
 
 def register(
@@ -135,20 +87,22 @@ def register_all(
 ) -> list[RegistrationOutcome]:
     """Registers claims, no two of one name or secret, in one transaction and a constant number of statements.
 
-    Raises Forbidden for a revoked secret and Conflict for what cannot be recorded; then none of them counts.
+    Raises Forbidden for a revoked secret, TokenRefused for a join token that was spent meanwhile and Conflict
+    for what cannot be recorded; then none of them counts. A join token costs one statement more.
     With `patience` it gives up (OperationalError) when another transaction holds a row for so many seconds.
     """
     with transaction.atomic():
         if patience:
             _be_patient(patience)
         held = _rows(made, now)
-        # After the locks: whoever revokes a secret holds its node's.
+        # After the locks: a revocation holds the lock of its node.
         if claims.any_revoked(one.fingerprint for one in made):
             raise errors.Forbidden(
                 "this secret was revoked; generate a new one", field="X-LocalAI-Node-Secret"
             )
         judged = [_judged(rows, one) for rows, one in zip(held, made, strict=True)]
         fitting = [(node, one) for (node, kind), one in zip(judged, made, strict=True) if kind is None]
+        joining.spend(_newcomers(fitting), now)
         admitted = {node.id: found for node, found in _admit_all(fitting, now, auto_approve)}
         return [
             admitted[node.id] if kind is None else _note(node, kind, one, now)
@@ -161,16 +115,17 @@ def _be_patient(seconds: float) -> None:
         cursor.execute("SELECT set_config('lock_timeout', %s, true)", [f"{round(1000 * seconds)}ms"])
 
 
-def _fingerprint(secret: str) -> str:
-    if secret:
-        return identity.check_node_secret(secret)
-    if conf.cluster().allow_shared_token_nodes:
-        return ""
-    raise errors.Forbidden(
-        "a worker must prove an identity of its own: send X-LocalAI-Node-Secret, or admit stock workers by "
-        "LOCALAI_ALLOW_SHARED_TOKEN_NODES=true",
-        field="X-LocalAI-Node-Secret",
-    )
+def _newcomers(fitting: Iterable[tuple[BackendNode, Claim]]) -> list[tuple[joining.JoinTicket, str]]:
+    """The join tokens to spend: of those whose secret is not bound to their node yet."""
+    return [
+        (one.ticket, one.told.name)
+        for node, one in fitting
+        if one.ticket is not None and not _is_bound(node, one)
+    ]
+
+
+def _is_bound(node: BackendNode, made: Claim) -> bool:
+    return node.revision > 0 and principals.same(made.fingerprint, node.fingerprint)
 
 
 def _note(node: BackendNode, kind: NodeConflict.Mismatch, made: Claim, now: datetime) -> errors.Conflict:
@@ -263,19 +218,36 @@ def _admit_all(
 ) -> list[tuple[BackendNode, Registered]]:
     if not fitting:
         return []
-    changes = [_admit(node, made, now, auto_approve) for node, made in fitting]
+    routine = {node.id for node, made in fitting if _is_routine(node, made)}
+    changes = [_admit(node, made, now, auto_approve, node.id in routine) for node, made in fitting]
     reports = [(change, made.told.labels) for change, (_, made) in zip(changes, fitting, strict=True)]
     reported_labels(reports, actors.WORKER)
-    _drop_absent([(node, made.told) for node, made in fitting])
+    news = [(node, made.told) for node, made in fitting if node.id not in routine]
+    _drop_absent(news)
     tokens = [_agent_token(change) for change in changes]
     save_all(changes)
-    clear_cooldowns(now)
+    issued = bus_credentials.issue([change.node for change in changes], now)
+    if news:
+        clear_cooldowns(now)
     return [
-        (change.node, Registered(change.node, token)) for change, token in zip(changes, tokens, strict=True)
+        (change.node, Registered(change.node, token, issued.get(change.node.id)))
+        for change, token in zip(changes, tokens, strict=True)
     ]
 
 
-def _admit(node: BackendNode, made: Claim, now: datetime, auto_approve: bool) -> Change:
+def _is_routine(node: BackendNode, made: Claim) -> bool:
+    """Whether the same process is there once more: it wants new credentials, or waits for its approval.
+
+    That is no news. It says nothing about replicas either: its list was made before loads that have ended
+    since, and does not name engines that are still to be started.
+    """
+    same = made.instance == node.instance and made.fingerprint == node.fingerprint
+    told = made.told
+    moved = (told.address, told.http_address) != (node.address, node.http_address)
+    return node.revision > 0 and bool(made.instance) and same and not moved
+
+
+def _admit(node: BackendNode, made: Claim, now: datetime, auto_approve: bool, routine: bool) -> Change:
     told = made.told
     if node.revision and node.node_type != told.node_type:
         # An agent gets a user's key: an approval as one thing is none as the other.
@@ -285,8 +257,12 @@ def _admit(node: BackendNode, made: Claim, now: datetime, auto_approve: bool) ->
         )
     change = Change(node, now, made.request_id)
     restarted = made.instance != node.instance or not made.instance
+    if made.ticket is not None or not _is_bound(node, made):
+        change.set(**_joined(made.ticket))
     claims.bind(change, made.fingerprint, made.instance)
     detail = {"source_address": made.source_address, "address": told.address}
+    if made.ticket is not None:
+        detail |= {"join_token": str(made.ticket.id), "join_note": made.ticket.note}
     cause = (
         "first registration"
         if node.revision == 0
@@ -294,14 +270,27 @@ def _admit(node: BackendNode, made: Claim, now: datetime, auto_approve: bool) ->
         if restarted
         else "registered again"
     )
-    change.happen(Event.REGISTERED, actors.WORKER, reason=cause, detail=detail)
+    change.happen(Event.REGISTERED, actors.WORKER, reason=cause, detail=detail, routine=routine)
     if auto_approve and not isinstance(states.apply(Event.AUTO_APPROVED, facts_of(node)), states.Refusal):
         change.happen(Event.AUTO_APPROVED, actors.AUTO_APPROVAL)
     if node.drained_at is not None and restarted:
         change.set(**ENGINES_UNKNOWN)
     change.set(last_heartbeat=now, source_address=made.source_address, node_type=told.node_type)
-    change.set(inventory_due_at=now + timedelta(seconds=LISTS_AFTER), **_figures(node, told))
+    figures = _figures(node, told)
+    if routine:
+        # A registration tells the memory of a machine without engines; heartbeats know better.
+        del figures["available_vram"]
+    change.set(engine_token=told.engine_token, **figures)
+    if not routine:
+        change.set(inventory_due_at=now + timedelta(seconds=LISTS_AFTER))
     return change
+
+
+def _joined(ticket: joining.JoinTicket | None) -> dict[str, Any]:
+    """How the node came in: the ticket, and what is still known of it when its row is gone."""
+    if ticket is None:
+        return {"joined_with": None, "joined_note": "", "joined_by": ""}
+    return {"joined_with": ticket.id, "joined_note": ticket.note, "joined_by": ticket.created_by}
 
 
 def _agent_token(change: Change) -> str:
@@ -312,23 +301,33 @@ def _agent_token(change: Change) -> str:
 
 
 def _drop_absent(registered: Sequence[tuple[BackendNode, Registration]]) -> None:
-    """Replicas that a worker does not list go; a listed one at another address is another process."""
+    """Replicas that a worker does not list go; a listed one at another address is another process.
+
+    A stock worker lists nothing, and registers again for new credentials while its engines run on: a
+    controller asks it for them (`nodes/backends/inventory.py`).
+    """
     old = [node.id for node, _ in registered if node.revision > 0]
     rows: dict[UUID, list[NodeModel]] = defaultdict(list)
     for row in NodeModel.objects.filter(node_id__in=old) if old else ():
         rows[row.node_id].append(row)
     for node, told in registered:
-        keep = [row.pk for row in rows[node.id] if _still_runs(row, told)]
+        keep = [row.pk for row in rows[node.id] if _still_runs(row, told, node.weak_identity)]
         if len(keep) < len(rows[node.id]):
             retire_of_nodes(node.id, keep=keep)
 
 
-def _still_runs(row: NodeModel, told: Registration) -> bool:
-    if told.running_processes is None or told.node_type == NodeType.AGENT:
+def _still_runs(row: NodeModel, told: Registration, weak: bool) -> bool:
+    if told.node_type == NodeType.AGENT:
         return False
+    if row.address and not dialling.permitted(
+        row.address, name=told.name, registered=(told.address, told.http_address)
+    ):
+        return False
+    if told.running_processes is None:
+        return weak
     listed = {one.process_key: one.address for one in told.running_processes}
     address = listed.get(process_key(row.model_name, row.replica_index))
-    return address is not None and (not address or not row.address or address == row.address)
+    return address is not None and (not address or not row.address or addresses.same(address, row.address))
 
 
 def _figures(node: BackendNode, reported: Registration) -> dict[str, Any]:
@@ -337,6 +336,7 @@ def _figures(node: BackendNode, reported: Registration) -> dict[str, Any]:
         name: getattr(reported, name) or getattr(node, name) for name in _KEPT_IF_EMPTY
     }
     columns |= {"total_disk": reported.total_disk, "available_disk": reported.available_disk}
+    columns["worker_version"] = reported.version
     if not node.max_replicas_per_model_manually_set:
         columns["max_replicas_per_model"] = max(reported.max_replicas_per_model, 1)
     text = node.vram_budget if node.vram_budget_manually_set else reported.vram_budget

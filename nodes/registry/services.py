@@ -42,16 +42,13 @@ from nodes.registry.lifecycle import (
 )
 from nodes.registry.overrides import reset_replica_cap, reset_vram_budget, set_replica_cap, set_vram_budget
 from nodes.registry.registration import (
-    Claim,
     Registered,
-    Registration,
     RegistrationOutcome,
-    Running,
-    claim,
     register,
     register_all,
     register_one,
 )
+from nodes.registry.registration_claim import Claim, Registration, Running, claim
 
 __all__ = [
     "LONGEST_DEADLINE",

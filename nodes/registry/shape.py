@@ -28,6 +28,7 @@ from localai_cluster.web.shapes import (
     enum,
     field,
     mapping,
+    text,
 )
 from nodes.models import NodeConflict, NodeEvent, NodeLabel, NodeModel, NodeStatus, NodeType, ReplicaState
 
@@ -159,6 +160,16 @@ _REPLICA = [
     _IN_FLIGHT,
     column("last_used", TIME),
 ]
+_LEAVING = [
+    column("cleanup_error", TEXT, "Why the last stop of an unloading replica failed.", optional=True),
+    column(
+        "cleanup_next_retry_at",
+        TIME,
+        "When an unloading replica is stopped at the latest, or again.",
+        optional=True,
+        nullable=True,
+    ),
+]
 REPLICA = Shape(
     "Replica",
     "One replica (§2.3).",
@@ -170,15 +181,22 @@ REPLICA = Shape(
         column("backend_type", TEXT, optional=True),
         column("config_revision", TEXT, optional=True),
         column("effective_options_hash", TEXT, optional=True),
-        column("cleanup_error", TEXT, optional=True),
+        *_LEAVING,
         column("cleanup_attempts", count(), optional=True),
-        column("cleanup_next_retry_at", TIME, optional=True, nullable=True),
         column("created_at", TIME),
         column("updated_at", TIME),
     ],
 )
 LIVE_MODEL = Shape(
-    "LiveModel", "One replica on a node, in any state.", [*_REPLICA, column("backend_type", TEXT)]
+    "LiveModel",
+    "One replica on a node, in any state.",
+    [*_REPLICA, column("backend_type", TEXT), *_LEAVING],
+)
+
+JOINED = Shape(
+    "Joined",
+    "The join token that the node registered with.",
+    [field("token", UUID, "Its id."), field("note", TEXT), field("by", TEXT, "Who made it.")],
 )
 
 LIST, DETAIL, LIVE = "list", "detail", "live"
@@ -258,6 +276,24 @@ FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
             inner=LIVE_DRAIN,
         ),
     ),
+    (
+        (DETAIL, LIVE),
+        column(
+            "joined",
+            JOINED.ref,
+            "Null if it came with the registration token or was enrolled.",
+            source=JOINED.read(
+                unless_null="joined_with", token=text("joined_with"), note=F("joined_note"), by=F("joined_by")
+            ),
+            nullable=True,
+            inner=JOINED,
+        ),
+    ),
+    (EVERYWHERE, column("worker_version", TEXT, "Of our worker, from its last registration.", optional=True)),
+    (
+        EVERYWHERE,
+        field("version_skew", TEXT, "What is odd about its version.", optional=True),
+    ),
     ((DETAIL,), column("identity", IDENTITY.ref, source=IDENTITY.read(), inner=IDENTITY)),
     ((DETAIL, LIVE), column("revision", count(), "Moves with every change but heartbeats.")),
     ((DETAIL,), field("overrides", OVERRIDES.ref)),
@@ -274,6 +310,7 @@ FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
             "inventory_at", TIME, "As of when `backends` is true; null if it was never asked.", nullable=True
         ),
     ),
+    ((LIVE,), column("inventory_error", TEXT, "Why there is no newer one.")),
     ((LIVE,), column("fingerprint", TEXT, "SHA-256 of the worker's own secret.")),
     ((LIVE,), column("source_address", TEXT, "Where it registered from.")),
     ((LIVE,), column("rotation_requested_at", TIME, nullable=True)),
@@ -381,6 +418,7 @@ COMPONENTS: tuple[Named, ...] = (
     OVERRIDE,
     OVERRIDES,
     INVENTORY,
+    JOINED,
     REPLICA,
     LIVE_MODEL,
     NODE,

@@ -9,7 +9,7 @@ in a sentence; the diagram in `docs/node-states.md` is made from it. Nothing her
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
 PENDING, OFFLINE, DRAINING, UNHEALTHY, HEALTHY = "pending", "offline", "draining", "unhealthy", "healthy"
 STATUSES = (PENDING, OFFLINE, DRAINING, UNHEALTHY, HEALTHY)
@@ -90,8 +90,8 @@ class Refusal:
     reason: str
 
 
-def _set(**changes: object) -> Callable[[Facts], Facts]:
-    return lambda facts: replace(facts, **changes)  # type: ignore[arg-type]
+def _set(**changes: Any) -> Callable[[Facts], Facts]:
+    return lambda facts: replace(facts, **changes)
 
 
 def _registered(facts: Facts) -> Facts:

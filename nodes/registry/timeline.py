@@ -14,7 +14,9 @@ from uuid import UUID
 from django.db.models import F
 from django.db.models.functions import Greatest
 
+from localai_cluster.accounts import audit
 from localai_cluster.accounts.actors import Actor
+from localai_cluster.accounts.audit import Change
 from localai_cluster.logs import request_id
 from nodes.models import NodeEvent
 
@@ -39,6 +41,10 @@ class Entry:
 def record(*entries: Entry, at: datetime) -> None:
     """Writes the events; the caller's transaction makes them true."""
     NodeEvent.objects.bulk_create(_row(entry, at) for entry in entries)
+    by_people = [entry for entry in entries if entry.actor.kind in audit.PEOPLE]
+    audit.record(
+        *(Change(f"node.{one.kind}", one.node_name, str(one.node_id), one.cause) for one in by_people), at=at
+    )
 
 
 def record_repeated(entry: Entry, *, at: datetime) -> None:

@@ -4,16 +4,21 @@ Rows are locked in the order of their ids, as the hot path does it (`statements.
 would wait for each other.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from datetime import datetime
 from typing import Any, Protocol
 from uuid import UUID
 
 from django.db import transaction
+from django.db.models import Exists, OuterRef, Q, QuerySet
 
+from localai_cluster.commits import committed
+from localai_cluster.messaging.messages import process_key, split_process_key
 from nodes.models import NodeModel
 from nodes.replicas import hooks, statements
 from nodes.replicas.hooks import ALL_REPLICAS, Removed
 from nodes.replicas.slots import Slot
+from operations.changes import events
 
 
 class Runner(Protocol):
@@ -36,14 +41,63 @@ def retire_of_nodes(*node_ids: UUID, keep: Collection[UUID] = ()) -> int:
 
 def retire_leftovers(model_name: str, *, mark: str) -> list[Slot]:
     """Removes and answers the slots of earlier attempts: only one load of a model is active at a time."""
-    stale = NodeModel.objects.of(model_name).filter(state="loading").exclude(loading_by=mark)
+    return _retire_slots(NodeModel.objects.of(model_name).exclude(loading_by=mark))
+
+
+def retire_slots_of_ended(running: QuerySet[Any]) -> list[Slot]:
+    """Removes and answers the slots whose attempt is none of `running`, which have a `mark`.
+
+    A killed attempt leaves its slot, and nothing else frees it if the model is not loaded again.
+    """
+    return _retire_slots(NodeModel.objects.exclude(Exists(running.filter(mark=OuterRef("loading_by")))))
+
+
+def retire_unlisted(node_id: UUID, running: Collection[tuple[str, str]], *, before: datetime) -> list[str]:
+    """Removes the loaded replicas of a node that its worker does not run, and answers their keys.
+
+    Those that an upgrade has taken out of the picks count as loaded.
+
+    `running` are key and port ("": not said) of the worker's engines, as it listed them after `before`.
+    """
+    held = Q(state="loaded") | Q(withdrawn_for__isnull=False)
+    loaded = NodeModel.objects.filter(held, node_id=node_id, updated_at__lt=before)
     with transaction.atomic():
-        rows = list(stale.order_by("id").select_for_update(of=("self",)).select_related("node"))
-        _delete(
-            [row.pk for row in rows],
-            [Removed(row.model_name, row.node_id, row.replica_index) for row in rows],
-        )
-    return [Slot(row.id, row.node_id, row.node.name, row.replica_index) for row in rows]
+        rows = list(loaded.order_by("id").select_for_update(of=("self",)))
+        gone = [row for row in rows if not _runs(row, running)]
+        _delete_rows(gone)
+    return [str(row) for row in gone]
+
+
+def of_node(node_id: UUID) -> frozenset[UUID]:
+    """The replicas of a node as they are now, in every state."""
+    return frozenset(NodeModel.objects.filter(node_id=node_id).values_list("pk", flat=True))
+
+
+def retire_stopped(node_id: UUID, keys: Collection[str], *, among: Collection[UUID]) -> list[str]:
+    """Removes the replicas whose engines a worker reports as stopped, and answers their keys (nats.md §6.2).
+
+    `among` are the rows from before the command: a row that was made since stands for another engine under
+    the same key. What is no key is ignored.
+    """
+    slots = {slot for key in keys if (slot := split_process_key(key)) is not None}
+    with transaction.atomic():
+        rows = NodeModel.objects.filter(node_id=node_id, pk__in=among).order_by("id")
+        known = rows.select_for_update(of=("self",))
+        gone = [row for row in known if (row.model_name, row.replica_index) in slots]
+        _delete_rows(gone)
+    return [str(row) for row in gone]
+
+
+def retire_at(address: str, slot: Slot) -> list[str]:
+    """Removes every replica at an address that a new engine has, that of `slot`; answers their keys.
+
+    A stock worker that restarted gives its ports again before it was asked what still runs there.
+    """
+    former = NodeModel.objects.filter(node_id=slot.node_id, address=address).exclude(pk=slot.id)
+    with transaction.atomic():
+        gone = list(former.order_by("id").select_for_update(of=("self",)))
+        _delete_rows(gone)
+    return [str(row) for row in gone]
 
 
 def retire_slot(slot: Slot, *, mark: str) -> None:
@@ -52,7 +106,19 @@ def retire_slot(slot: Slot, *, mark: str) -> None:
     with transaction.atomic():
         row = mine.select_for_update(of=("self",)).first()
         if row is not None:
-            _delete([row.pk], [Removed(row.model_name, row.node_id, row.replica_index)])
+            _delete_rows([row])
+
+
+def retire_unloaded(replica_id: UUID) -> bool:
+    """Removes a replica in `unloading` whose engine is gone; False when the row was gone already."""
+    with committed("unload.gone"):
+        rows = NodeModel.objects.filter(pk=replica_id, state="unloading")
+        row = rows.select_for_update(of=("self",)).first()
+        if row is None:
+            return False
+        _delete([row.pk], [Removed(row.model_name, row.node_id, row.replica_index)])
+        events.notify(events.NODES, str(row.node_id))
+    return True
 
 
 async def retire_dead(pool: Runner, replica_id: UUID, address: str) -> bool:
@@ -65,6 +131,24 @@ async def retire_dead(pool: Runner, replica_id: UUID, address: str) -> bool:
     removed = await pool.run_in_transaction([(text, values) for text in texts])
     hooks.announce(Removed(*row) for row in removed)
     return bool(removed)
+
+
+def _runs(row: NodeModel, running: Collection[tuple[str, str]]) -> bool:
+    key, port = process_key(row.model_name, row.replica_index), row.address.rpartition(":")[2]
+    return (key, port) in running or (key, "") in running
+
+
+def _retire_slots(stale: QuerySet[NodeModel]) -> list[Slot]:
+    with transaction.atomic():
+        loading = stale.filter(state="loading").order_by("id")
+        rows = list(loading.select_for_update(of=("self",)).select_related("node"))
+        _delete_rows(rows)
+    return [Slot(row.id, row.node_id, row.node.name, row.replica_index) for row in rows]
+
+
+def _delete_rows(gone: Sequence[NodeModel]) -> None:
+    announced = [Removed(row.model_name, row.node_id, row.replica_index) for row in gone]
+    _delete([row.pk for row in gone], announced)
 
 
 def _delete(ids: list[UUID], removed: Iterable[Removed]) -> None:

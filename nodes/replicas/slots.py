@@ -9,8 +9,9 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from django.db import IntegrityError, transaction
+from django.db import IntegrityError
 
+from localai_cluster.commits import committed
 from nodes.models import BackendNode, EngineStart, ModelLoadInfo, NodeModel
 from nodes.placement.choose import Candidate
 
@@ -30,7 +31,7 @@ def reserve(
 ) -> Slot | None:
     """Takes the slot; None when somebody else has it, or the node went away or is not healthy any more."""
     try:
-        with transaction.atomic():
+        with committed("load.reserve"):
             # Under the node's lock: a drain either sees this slot or keeps it from being taken.
             healthy = BackendNode.objects.filter(pk=view.id, status="healthy")
             if healthy.select_for_update(no_key=True).first() is None:
@@ -51,6 +52,12 @@ def reserve(
     return Slot(row.id, view.id, view.name, index)
 
 
+def still_reserved(slot: Slot, *, mark: str) -> bool:
+    """Whether the slot is this attempt's; it stays so until the transaction ends."""
+    mine = NodeModel.objects.filter(pk=slot.id, loading_by=mark, state="loading")
+    return mine.select_for_update(no_key=True, of=("self",)).first() is not None
+
+
 def publish(
     slot: Slot,
     *,
@@ -62,7 +69,7 @@ def publish(
     now: datetime,
 ) -> bool:
     """Makes the slot a replica that receives traffic; False when the slot is no longer this attempt's."""
-    with transaction.atomic():
+    with committed("load.publish"):
         published = NodeModel.objects.filter(pk=slot.id, loading_by=mark, state="loading").update(
             state="loaded",
             loading_by="",

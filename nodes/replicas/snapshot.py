@@ -12,18 +12,20 @@ from nodes.placement.choose import Candidate
 from nodes.replicas.slots import Slot
 
 
-def serving(model_name: str) -> bool:
-    """Whether a replica exists that a request could be sent to now."""
-    return bool(NodeModel.objects.of(model_name).serving().exists())
+def serving(model_name: str, *, besides: Collection[UUID] = ()) -> bool:
+    """Whether a replica exists that a request could be sent to now, on another node than these."""
+    return bool(NodeModel.objects.of(model_name).serving().exclude(node__in=besides).exists())
 
 
-def fleet(model_name: str, *, only: Collection[UUID] | None = None) -> list[Candidate]:
-    """Every node, or only these, as placement sees them; two queries for any number."""
+def fleet(
+    model_name: str, *, only: Collection[UUID] | None = None, besides: Collection[UUID] = ()
+) -> list[Candidate]:
+    """Every node, or only these, and not `besides`, as placement sees them; two queries for any number."""
     taken: dict[UUID, set[int]] = {}
     for node_id, index in NodeModel.objects.of(model_name).values_list("node_id", "replica_index"):
         taken.setdefault(node_id, set()).add(index)
     asked = BackendNode.objects.all() if only is None else BackendNode.objects.filter(pk__in=only)
-    nodes = asked.annotate(
+    nodes = asked.exclude(pk__in=besides).annotate(
         loaded=Count("replicas", filter=Q(replicas__state="loaded")),
         busy=Coalesce(Sum("replicas__in_flight"), 0),
         free_vram=F("available_vram") - F("reserved_vram"),
@@ -46,7 +48,7 @@ def fleet(model_name: str, *, only: Collection[UUID] | None = None) -> list[Cand
 
 
 def exists(slot: Slot) -> bool:
-    """Whether the slot's row is still there: it goes when its node falls silent, leaves or starts anew."""
+    """Whether the slot's row is still there: it goes when its node falls silent, leaves or starts again."""
     return NodeModel.objects.filter(pk=slot.id).exists()
 
 

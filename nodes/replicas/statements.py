@@ -21,7 +21,7 @@ WITH owners AS MATERIALIZED (
 ), released AS MATERIALIZED (
     SELECT g.id, g.n FROM jsonb_to_recordset($3::jsonb -> 'releases') AS g(id uuid, n int)
 ), locked AS MATERIALIZED (
-    SELECT r.id, r.model_name, r.in_flight, r.last_used, n.available_vram,
+    SELECT r.id, r.model_name, r.in_flight, r.last_used, n.available_vram, n.weak_identity, n.engine_token,
            r.state = 'loaded' AND n.status = 'healthy' AND n.node_type = 'backend' AS serving
       FROM node_models r JOIN backend_nodes n ON n.id = r.node_id
      WHERE r.id = ANY(ARRAY(SELECT id FROM released))
@@ -45,7 +45,7 @@ WITH owners AS MATERIALIZED (
 ), chosen AS MATERIALIZED (
     SELECT id, count(*)::int AS n FROM places WHERE place <= n GROUP BY id
 ), moves AS MATERIALIZED (
-    SELECT c.id, c.held, c.less, COALESCE(h.n, 0) AS more
+    SELECT c.id, c.held, c.less, COALESCE(h.n, 0) AS more, c.weak_identity, c.engine_token
       FROM counted c LEFT JOIN chosen h ON h.id = c.id
      WHERE c.less > 0 OR h.n > 0
 ), used AS (
@@ -58,11 +58,11 @@ WITH owners AS MATERIALIZED (
            last_used = CASE WHEN m.more > 0 THEN $2::timestamptz ELSE r.last_used END,
            updated_at = CASE WHEN m.more > 0 THEN $2::timestamptz ELSE r.updated_at END
       FROM moves m WHERE r.id = m.id
-    RETURNING r.id, r.node_id, r.model_name, r.address, m.more
+    RETURNING r.id, r.node_id, r.model_name, r.address, m.more, m.weak_identity, m.engine_token
 )
-SELECT id, node_id, model_name, address, more, NULL::boolean FROM moved WHERE more > 0
+SELECT id, node_id, model_name, address, more, weak_identity, engine_token FROM moved WHERE more > 0
  UNION ALL
-SELECT NULL, NULL, key_hash, username, user_id, is_admin FROM owners
+SELECT NULL, NULL, key_hash, username, user_id, is_admin, NULL FROM owners
 """
 """All picks and releases that wait in a process, in one statement: $1 this process, $2 now, $3 the waiting
 ones.
@@ -72,15 +72,15 @@ declared dead cannot subtract a second time. Then each of `picks` ({model, key, 
 loaded replicas by R1.78 and counted in. `keys` are API key hashes; `key` is one of them or empty, and only
 picks with a valid key or none count. Counting out moves neither `last_used` nor `updated_at` (R1.60).
 
-Returns one row for each chosen replica (id, node, model, address, how many, null) and one for each valid key
-(null, null, hash, user's name, user's id, whether an admin).
+Returns one row for each chosen replica (id, node, model, address, how many, its node's `weak_identity` and
+`engine_token`) and one for each valid key (null, null, hash, user's name, user's id, whether an admin, null).
 
 `held` needs no lock of its own: only this process and the pass that declares it dead write that row, and
 after that pass the insert fails on the missing process."""
 
 ANNOUNCE = """
-INSERT INTO web_processes (id, host, pid, started_at, seen_at, hearing_since)
-VALUES (%(process)s, %(host)s, %(pid)s, %(started)s, %(now)s, %(now)s)
+INSERT INTO web_processes (id, host, pid, started_at, seen_at, hearing_since, version)
+VALUES (%(process)s, %(host)s, %(pid)s, %(started)s, %(now)s, %(now)s, %(version)s)
     ON CONFLICT (id) DO UPDATE SET seen_at = EXCLUDED.seen_at
 """
 

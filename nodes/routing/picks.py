@@ -21,9 +21,11 @@ from uuid import UUID, uuid4
 import orjson
 import psycopg
 
-from localai_cluster import clock, conf
+from localai_cluster import __version__, clock, conf
+from localai_cluster.accounts.credentials import WrongKey
 from localai_cluster.accounts.principals import Principal
-from localai_cluster.errors import ClusterError, NotAuthenticated, Unavailable
+from localai_cluster.errors import ClusterError, Unavailable
+from nodes.registry import dialling
 from nodes.replicas import retire, statements
 from nodes.routing.pool import UNREACHABLE, DedicatedConnection, Parameters, Pool
 from nodes.routing.request import InferenceRequest, Replica
@@ -53,6 +55,7 @@ class Picker:
             "host": socket.gethostname()[:255],
             "pid": os.getpid(),
             "started": clock.now(),
+            "version": __version__,
         }
         self._waiting: list[InferenceRequest] = []
         self._released: Counter[UUID] = Counter()
@@ -64,7 +67,7 @@ class Picker:
     async def acquire(self, request: InferenceRequest) -> Replica | None:
         """Picks a replica of the request's model and counts it in; None when no replica is loaded.
 
-        The same statement confirms the request's API key and fills in its principal; raises NotAuthenticated
+        The same statement confirms the request's API key and fills in its principal; raises WrongKey
         for a key that is not valid. Without a model it only does that. Raises Unavailable when the database
         is unreachable.
         """
@@ -196,16 +199,17 @@ class Picker:
     def _distribute(self, requests: list[InferenceRequest], rows: list[tuple[Any, ...]]) -> None:
         owners: dict[str, Principal] = {}
         replicas: dict[str, list[Replica]] = {}
-        for replica, node, name, text, number, is_admin in rows:
+        for replica, node, name, text, number, flag, token in rows:
             if replica is None:
-                owners[name] = Principal("admin" if is_admin else "user", text, user_id=number)
+                owners[name] = Principal("admin" if flag else "user", text, user_id=number)
             else:
                 self._held[replica] += number
-                replicas.setdefault(name, []).extend([Replica(replica, node, name, text)] * number)
+                picked = Replica(replica, node, name, text, dialling.bearer(token, flag))
+                replicas.setdefault(name, []).extend([picked] * number)
         for request in requests:
             owner = owners.get(request.key_hash)
             if request.key_hash and owner is None:
-                _fail(request, NotAuthenticated("this API key is not valid"))
+                _fail(request, WrongKey("this API key is not valid"))
                 continue
             waiting = replicas.get(request.model)
             self._answer(request, owner, waiting.pop() if waiting else None)

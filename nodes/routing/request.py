@@ -20,6 +20,8 @@ class Replica:
     node_id: UUID
     model: str
     address: str
+    token: str = field(default="", repr=False)
+    """The bearer for calls to it."""
 
 
 @dataclass(slots=True, eq=False)

@@ -4,11 +4,22 @@ from typing import Any
 
 from rest_framework import serializers
 
+from localai_cluster.web.fields import NullIsAbsent, Text
 from operations.changes import feed
-from operations.models import Status, TargetStatus
+from operations.models import Status, TargetStatus, Waves
 
 
-class OperationTargetSerializer(serializers.Serializer[Any]):
+class WaitSerializer(serializers.Serializer[Any]):
+    """What waiting work waits for, in the lists and in one operation; the live feed does not say it."""
+
+    waitsFor = serializers.CharField(required=False, help_text="What it waits for at this moment.")
+    waitsSince = serializers.DateTimeField(required=False, help_text="Since when its node is not healthy.")
+    queuePlace = serializers.IntegerField(
+        required=False, min_value=1, help_text="Its place in the queue of its node, or of the controllers."
+    )
+
+
+class OperationTargetSerializer(WaitSerializer):
     """One node's part of an operation."""
 
     node_id = serializers.UUIDField()
@@ -22,9 +33,37 @@ class OperationTargetSerializer(serializers.Serializer[Any]):
     total = serializers.CharField(required=False)
     current_bytes = serializers.IntegerField(required=False)
     total_bytes = serializers.IntegerField(required=False)
+    reason = serializers.CharField(
+        required=False, help_text="What it waits for, or what there is to say of its end."
+    )
+    attempts = serializers.IntegerField(required=False, help_text="Attempts that failed.")
+    nextLookAt = serializers.DateTimeField(required=False)
+    overdueSince = serializers.DateTimeField(
+        required=False, help_text="Since when its time limit is over; the worker may still be busy with it."
+    )
+    startedAt = serializers.DateTimeField(required=False)
+    finishedAt = serializers.DateTimeField(required=False)
+    wave = serializers.IntegerField(
+        required=False, min_value=0, help_text="When its turn is, in an upgrade in waves; 0 = the canary."
+    )
 
 
-class OperationSerializer(serializers.Serializer[Any]):
+class WavesSerializer(serializers.Serializer[Any]):
+    """An upgrade in waves: the plan, how far it is, and what was chosen. Parts say in which wave they are."""
+
+    state = serializers.ChoiceField(
+        choices=Waves.choices, help_text="`asks`: a wave failed; continue or stop (`…/waves`)."
+    )
+    open = serializers.IntegerField(min_value=0, help_text="The wave that is carried out, or ended last.")
+    count = serializers.IntegerField(min_value=0, help_text="How many waves there are.")
+    maxUnavailable = serializers.IntegerField(min_value=1)
+    canary = serializers.BooleanField()
+    lastReplicas = serializers.ListField(
+        child=serializers.CharField(), help_text="Models whose last replica may stop."
+    )
+
+
+class OperationSerializer(WaitSerializer):
     """One operation (`contract/http-api.md` §3.2), with its kind, status, sequence and next look."""
 
     id = serializers.CharField()
@@ -59,6 +98,12 @@ class OperationSerializer(serializers.Serializer[Any]):
     error = serializers.CharField(required=False)
     dismissedAt = serializers.DateTimeField(required=False, help_text="Since when it is off the live list.")
     dismissedBy = serializers.CharField(required=False)
+    dismissedComment = serializers.CharField(required=False)
+    allNodes = serializers.BooleanField(
+        required=False, help_text="It was asked for all nodes that there were for it."
+    )
+    clientAddress = serializers.CharField(required=False)
+    waves = WavesSerializer(required=False)
     nodes = OperationTargetSerializer(many=True, required=False)
 
 
@@ -68,11 +113,47 @@ class OperationListSerializer(serializers.Serializer[Any]):
     operations = OperationSerializer(many=True)
 
 
+class InboxSerializer(OperationListSerializer):
+    """A page of the inbox."""
+
+    nextCursor = serializers.CharField(required=False, help_text="Leads to the older ones.")
+
+
 class DoneSerializer(serializers.Serializer[Any]):
     """It was done (§3.5)."""
 
     success = serializers.BooleanField()
     message = serializers.CharField()
+
+
+class HistoryEntrySerializer(OperationSerializer):
+    """An operation that has ended (§3.6)."""
+
+    outcome = serializers.ChoiceField(choices=("completed", "failed", "cancelled"))
+    taskType = serializers.ChoiceField(choices=("installation", "deletion"))
+
+
+class HistorySerializer(serializers.Serializer[Any]):
+    """A page of the record."""
+
+    operations = HistoryEntrySerializer(many=True)
+    nextCursor = serializers.CharField(required=False, help_text="Leads to the older ones.")
+
+
+class SuccessSerializer(serializers.Serializer[Any]):
+    """It was done."""
+
+    success = serializers.BooleanField()
+
+
+class DismissSerializer(NullIsAbsent):
+    """Why the failure needs no more attention."""
+
+    comment = Text(required=False, allow_null=True, max_length=500)
+
+
+STATES = ("queued", "running", "verifying", "waiting_for_nodes", "completed", "failed", "cancelled")
+"""O62."""
 
 
 class JobSerializer(serializers.Serializer[Any]):
@@ -86,3 +167,25 @@ class JobSerializer(serializers.Serializer[Any]):
     queued = serializers.BooleanField()
     error = serializers.CharField(required=False)
     completed = serializers.BooleanField(required=False)
+    state = serializers.ChoiceField(choices=STATES)
+    nodes = OperationTargetSerializer(many=True, required=False)
+
+
+class JobStatusSerializer(serializers.Serializer[Any]):
+    """How one operation goes, in the words of the reference's status (§3.9)."""
+
+    deletion = serializers.BooleanField()
+    file_name = serializers.CharField(allow_blank=True)
+    processed = serializers.BooleanField()
+    message = serializers.CharField(allow_blank=True)
+    progress = serializers.FloatField(min_value=0, max_value=100)
+    file_size = serializers.CharField(allow_blank=True, help_text="For people, such as `1.2 GiB`.")
+    downloaded_size = serializers.CharField(allow_blank=True)
+    gallery_element_name = serializers.CharField(allow_blank=True)
+    cancelled = serializers.BooleanField()
+    cancellable = serializers.BooleanField()
+    error = serializers.CharField(required=False)
+    phase = serializers.CharField(required=False)
+    current_bytes = serializers.IntegerField(required=False)
+    total_bytes = serializers.IntegerField(required=False)
+    nodes = OperationTargetSerializer(many=True, required=False)

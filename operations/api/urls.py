@@ -2,10 +2,19 @@
 
 from django.urls import path
 
-from operations.api.views import DismissView, JobView, OperationsView
+from operations.api.audit import AuditView
+from operations.api.export import ExportView
+from operations.api.history import HistoryView, InboxView
+from operations.api.jobs import JobView, ModelJobView
+from operations.api.views import DismissView
 
 urlpatterns = [
-    path("operations", OperationsView.as_view()),
+    path("audit", AuditView.as_view()),
+    # Words before ids: an id is never one of these.
+    path("operations/history", HistoryView.as_view()),
+    path("operations/history/export", ExportView.as_view()),
+    path("operations/inbox", InboxView.as_view()),
     path("operations/<str:job_id>/dismiss", DismissView.as_view()),
     path("backends/job/<str:uid>", JobView.as_view()),
+    path("models/job/<str:uid>", ModelJobView.as_view()),
 ]

@@ -11,27 +11,45 @@ from uuid import UUID
 from django.db import connection, transaction
 
 from operations import targets
-from operations.changes import events, feed
+from operations.changes import events, partial
 from operations.models import Operation, OperationTarget
 
 
 def announce(
-    operations: Iterable[Operation], parts: Mapping[UUID, Sequence[OperationTarget]] | None = None
+    operations: Iterable[Operation],
+    parts: Mapping[UUID, Sequence[OperationTarget]] | None = None,
+    moved: Iterable[OperationTarget] | None = None,
 ) -> None:
     """Numbers the changes of these rows, which are saved already, and lets the news leave at commit.
 
-    `parts` are those of the rows if the caller has read them.
+    `parts` are those of the rows if the caller has read them, `moved` all that have changed among them. An
+    upgrade in waves is always told whole: a wave that opens moves more parts.
     """
     rows = list(operations)
     if not rows:
         return
     found = targets.of(rows) if parts is None else parts
     events.notify(events.OPERATIONS, *(f"{operation.id} {operation.status}" for operation in rows))
-    changes = [feed.as_dict(operation, found.get(operation.id, ())) for operation in rows]
+    told = None if moved is None else _by_operation(moved)
+    changes = [
+        partial.change_of(
+            operation,
+            found.get(operation.id, ()),
+            None if told is None or operation.waves else told.get(operation.id, ()),
+        )
+        for operation in rows
+    ]
     _number(rows)
     for operation, change in zip(rows, changes, strict=True):
         change["seq"] = operation.seq
     transaction.on_commit(lambda: events.publish(changes))
+
+
+def _by_operation(parts: Iterable[OperationTarget]) -> dict[UUID, list[OperationTarget]]:
+    found: dict[UUID, list[OperationTarget]] = {}
+    for part in parts:
+        found.setdefault(part.operation_id, []).append(part)
+    return found
 
 
 def _number(rows: list[Operation]) -> None:

@@ -32,11 +32,15 @@ MOST_RECEIVED = 1000
 
 @dataclass(frozen=True)
 class Update:
-    """What the reader is told: everything (`whole`), or what changed, in order; `seq` = where it stands."""
+    """What the reader is told: everything (`whole`), or what changed, in order; `seq` = where it stands.
+
+    All who go from `after` to `seq` are told the same; None: the rows were read for this reader.
+    """
 
     whole: bool
     seq: int
     operations: list[dict[str, Any]]
+    after: int | None = None
 
 
 def read(since: int | None) -> Update:
@@ -96,8 +100,8 @@ class Cursor:
         if received and not fresh:
             return None
         if fresh and fresh[-1] - self._seq == len(fresh):
-            self._seq = fresh[-1]
-            return Update(False, self._seq, [received[seq] for seq in fresh])
+            before, self._seq = self._seq, fresh[-1]
+            return Update(False, self._seq, [received[seq] for seq in fresh], after=before)
         before = self._seq
         update = await self._read(before)
         return update if update.whole or update.seq > before else None

@@ -2,7 +2,7 @@
 
 Two hints go out for a change. `notify` puts a PostgreSQL NOTIFY into the transaction itself; controllers and
 waiting requests LISTEN (`listen`). `publish` hands the change to the channel layer after commit, for
-browsers. Both may be lost: whoever hears them looks at the rows, and looks again from time to time without
+browsers. Both may be lost: a listener looks at the rows, and looks again from time to time without
 being told.
 
 Code here runs in threads without an event loop, in forked task workers and in async processes alike, so the
@@ -59,7 +59,7 @@ def conninfo() -> str:
 
 
 async def listen(*channels: str) -> AsyncIterator[tuple[str, str]]:
-    """Yields (channel, payload) for ever.
+    """Yields (channel, payload) forever.
 
     ("", "") after each (re)connect, because news may have been missed.
     """
@@ -81,7 +81,7 @@ async def listen(*channels: str) -> AsyncIterator[tuple[str, str]]:
 
 
 class _Bridge:
-    """A loop in a daemon thread, made anew after a fork."""
+    """A loop in a daemon thread; a fork gets a new one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

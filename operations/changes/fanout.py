@@ -8,7 +8,7 @@ the changes in the rows a little later.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from channels.layers import get_channel_layer
@@ -19,6 +19,8 @@ from operations.changes.events import GROUP
 
 log = logging.getLogger(__name__)
 
+TEXTS = 8
+"""Texts kept: readers stand at the same place, or a moment behind."""
 RETRY_AFTER = 1.0
 """Seconds before the next try to subscribe."""
 
@@ -29,6 +31,16 @@ class FanOut:
     def __init__(self) -> None:
         self._cursors: set[Cursor] = set()
         self._task: asyncio.Task[None] | None = None
+        self._texts: dict[tuple[int, int], str] = {}
+
+    def text(self, span: tuple[int, int], made: Callable[[], str]) -> str:
+        """What is told of the changes from one number to another, made once for all who stand there."""
+        found = self._texts.get(span)
+        if found is None:
+            if len(self._texts) >= TEXTS:
+                del self._texts[next(iter(self._texts))]
+            found = self._texts[span] = made()
+        return found
 
     @contextlib.asynccontextmanager
     async def subscribe(self, cursor: Cursor) -> AsyncIterator[None]:
@@ -40,6 +52,8 @@ class FanOut:
             yield
         finally:
             self._cursors.discard(cursor)
+            if not self._cursors:
+                self._texts.clear()
             if not self._cursors and self._task is not None:
                 task, self._task = self._task, None
                 await cancel.end(task)
@@ -58,7 +72,7 @@ class FanOut:
                             for change in message["operations"]:
                                 cursor.receive(int(change["seq"]), change)
             except Exception as error:
-                # Whatever the layer's client raises: without it, rows are read from time to time.
+                # Any error of the layer's client: without it, rows are read from time to time.
                 if not failing:
                     log.warning("changes of operations are not received: %r; retrying", error)
                 failing = True

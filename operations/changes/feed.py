@@ -8,15 +8,16 @@ entry.
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from django.db import connection, transaction
 
 from localai_cluster.messaging.messages import human_bytes
-from operations.models import Operation, OperationTarget, Sequence, Status
+from operations.models import Operation, OperationTarget, Sequence, Status, TargetStatus
 
 TASK_TYPES = ("installation", "upgrade", "deletion", "staging")
-_DELETIONS, _UPGRADES = "_delete", "_upgrade"
+_DELETIONS, _UPGRADES, _UNLOADS = "_delete", "_upgrade", "_unload"
 _LOADS = ("model_load", "model_stage")
 _RESTING = (Status.PENDING, Status.WAITING)
 _BACKENDS = "backend_"
@@ -30,11 +31,20 @@ class Feed:
     operations: list[dict[str, Any]]
 
 
-def _target(target: OperationTarget) -> dict[str, Any]:
+def part_as_dict(target: OperationTarget) -> dict[str, Any]:
+    """One node's part for the wire. A stock page reads the reason of a wait from `error` (§3.2)."""
+    waits = target.status in (TargetStatus.QUEUED, TargetStatus.RUNNING_ON_WORKER)
+    explained = target.waits_for_node or target.attempts or target.overdue_since
     optional = {
         "file_name": target.file_name,
         "phase": target.phase,
-        "error": target.error,
+        "error": target.error or (target.reason if waits and explained else ""),
+        "reason": target.reason,
+        "attempts": target.attempts,
+        "nextLookAt": _moment(target.next_look_at),
+        "overdueSince": _moment(target.overdue_since),
+        "startedAt": _moment(target.started_at),
+        "finishedAt": _moment(target.finished_at),
         "current": human_bytes(target.current_bytes) if target.current_bytes else "",
         "total": human_bytes(target.total_bytes) if target.total_bytes else "",
         "current_bytes": target.current_bytes,
@@ -45,13 +55,33 @@ def _target(target: OperationTarget) -> dict[str, Any]:
         "node_name": target.node_name,
         "status": target.status,
         "percentage": target.percentage,
+        **({} if target.wave is None else {"wave": target.wave}),
         **{key: value for key, value in optional.items() if value},
     }
 
 
+def _waves(operation: Operation, targets: Iterable[OperationTarget]) -> dict[str, Any] | None:
+    """How an upgrade in waves stands; None for other operations."""
+    if not operation.waves:
+        return None
+    asked = operation.payload["waves"]
+    return {
+        "state": operation.waves,
+        "open": operation.open_wave,
+        "count": len({target.wave for target in targets}),
+        "maxUnavailable": asked["max_unavailable"],
+        "canary": asked["canary"],
+        "lastReplicas": asked["last_replicas"],
+    }
+
+
+def _moment(at: datetime | None) -> str:
+    return at.isoformat() if at is not None else ""
+
+
 def _task_type(operation: Operation) -> str:
     """O44."""
-    if operation.kind.endswith(_DELETIONS):
+    if operation.kind.endswith((_DELETIONS, _UNLOADS)):
         return "deletion"
     if operation.kind.endswith(_UPGRADES):
         return "upgrade"
@@ -67,6 +97,7 @@ def _gives_up_at(operation: Operation) -> str:
 def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> dict[str, Any]:
     """One operation for the wire."""
     name = operation.element.rpartition("@")[2]
+    targets = list(targets)
     optional: dict[str, Any] = {
         "nodeID": str(operation.node_id) if operation.node_id else "",
         "nodeName": operation.node_name,
@@ -74,12 +105,16 @@ def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> di
         "currentBytes": operation.current_bytes,
         "totalBytes": operation.total_bytes,
         "error": operation.error,
-        "nodes": [_target(target) for target in targets],
+        "nodes": [part_as_dict(target) for target in targets],
         "startedAt": operation.started_at and operation.started_at.isoformat(),
         "finishedAt": operation.finished_at and operation.finished_at.isoformat(),
         "dismissedAt": operation.dismissed_at and operation.dismissed_at.isoformat(),
         "dismissedBy": operation.dismissed_by,
+        "dismissedComment": operation.dismissed_comment,
+        "allNodes": bool(operation.payload.get("all_nodes")),
+        "clientAddress": operation.client_address,
         "givesUpAt": _gives_up_at(operation),
+        "waves": _waves(operation, targets),
     }
     return {
         "id": operation.element,

@@ -6,11 +6,13 @@ The row is for people only. Who carries an operation out is decided by leases, n
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
+from localai_cluster import __version__
+from localai_cluster.commits import committed
 from operations.models import ControllerBeat
 
 BEAT_EVERY = 3.0
 SILENT_AFTER = 15.0
-"""Seconds without a beat after which nobody is thought to be there."""
+"""Seconds without a beat after which no controller is thought to run."""
 _FORGOTTEN_AFTER = timedelta(minutes=5)
 
 
@@ -24,15 +26,18 @@ class Seen:
 
 def beat(owner: str, *, bus_connected: bool, now: datetime) -> None:
     """Controller `owner` lives; rows of those that went without a word are cleared away."""
-    ControllerBeat.objects.update_or_create(
-        owner=owner, defaults={"seen_at": now, "bus_connected": bus_connected}
-    )
-    ControllerBeat.objects.filter(seen_at__lt=now - _FORGOTTEN_AFTER).delete()
+    with committed("controllers.beat"):
+        ControllerBeat.objects.update_or_create(
+            owner=owner,
+            defaults={"seen_at": now, "bus_connected": bus_connected, "version": __version__},
+        )
+        ControllerBeat.objects.filter(seen_at__lt=now - _FORGOTTEN_AFTER).delete()
 
 
 def sign_off(owner: str) -> None:
     """Controller `owner` is about to end."""
-    ControllerBeat.objects.filter(owner=owner).delete()
+    with committed("controllers.sign_off"):
+        ControllerBeat.objects.filter(owner=owner).delete()
 
 
 def seen() -> Seen:

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from uuid import UUID
@@ -17,19 +17,18 @@ import psycopg
 from django.db import close_old_connections, connection
 
 from localai_cluster import clock
-from operations.ledger import lease
 
 
 class LeaseKeeper:
     """Renews the leases of one owner, one call after the other."""
 
-    def __init__(self, owner: str, lease: float) -> None:
-        self._owner, self._lease = owner, lease
+    def __init__(self, owner: str, lease: float, renew: Callable[..., dict[UUID, int]]) -> None:
+        self._owner, self._lease, self._renew_rows = owner, lease, renew
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="leases")
         self._link: Any = None
 
     async def renew(self, asked: Mapping[UUID, int]) -> dict[UUID, int]:
-        """Extends the leases on these operations; answers id and fence of those that are still the owner's.
+        """Extends the leases on these; answers id and fence of those that are still the owner's.
 
         Raises TimeoutError after half a lease.
         """
@@ -44,17 +43,21 @@ class LeaseKeeper:
     async def close(self) -> None:
         """Closes the connection and ends the thread."""
         self._cut()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._lease / 2):
-                await asyncio.get_running_loop().run_in_executor(self._thread, _disconnect)
-        self._thread.shutdown(wait=False)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._lease / 2):
+                    await asyncio.get_running_loop().run_in_executor(self._thread, _disconnect)
+        finally:
+            # Who waits may have given up before the thread was free, and that call with them.
+            self._thread.submit(_disconnect)
+            self._thread.shutdown(wait=False)
 
     def _renew(self, ids: list[UUID]) -> dict[UUID, int]:
         close_old_connections()  # one that an outage has broken, or an old one; Django opens the next
         connection.ensure_connection()
         self._link = connection.connection
         try:
-            return lease.renew(self._owner, ids, now=clock.now(), lease=self._lease)
+            return self._renew_rows(self._owner, ids, now=clock.now(), lease=self._lease)
         finally:
             self._link = None
 

@@ -43,7 +43,7 @@ class Postpone(Exception):
 
 
 class Abandoned(Exception):
-    """Nobody waits for the outcome any more; the operation ends as cancelled with this reason."""
+    """No request waits for the outcome any more; the operation ends as cancelled with this reason."""
 
 
 @dataclass(frozen=True)

@@ -1,22 +1,29 @@
-"""How an operation comes to be: asked for, joined, needed for longer, or dismissed after it failed."""
+"""What people do with operations: ask, join, need for longer, cancel, dismiss after a failure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
-from django.db import IntegrityError, transaction
+from django.db import IntegrityError
 from django.db.models import Q
 
 from localai_cluster import errors
+from localai_cluster.accounts import audit
+from localai_cluster.accounts.audit import Change
+from localai_cluster.commits import committed
+from localai_cluster.gallery_index import public_url
+from operations import targets
 from operations.changes.announce import announce
-from operations.models import QUEUED, Operation, OperationTarget, Status
+from operations.ledger.progress import update
+from operations.models import ACTIVE, QUEUED, Operation, OperationTarget, Status, TargetStatus
 
 NO_SUCH_OPERATION = "no operation has this id"
 
 
 _LONGEST_ACTOR = 150
+LONGEST_COMMENT = 500
 
 
 _ONE_ACTIVE = "operation_one_active_a_key"
@@ -68,8 +75,11 @@ def admit(request: OperationRequest, *, now: datetime) -> Admission:
 def _join(existing: Operation, request: OperationRequest) -> Admission:
     if existing.kind != request.kind:
         raise errors.Conflict(
-            f"{existing.kind} of {existing.element} is in progress (operation {existing.id})",
+            f"{existing.kind} of {existing.element} is in progress"
+            f" (operation {existing.id}, {existing.status})",
             operation=existing.id,
+            kind=existing.kind,
+            state=existing.status,
         )
     if request.needed_until is not None:
         need_until(existing.id, request.needed_until)
@@ -77,69 +87,138 @@ def _join(existing: Operation, request: OperationRequest) -> Admission:
 
 
 def _create(request: OperationRequest, now: datetime) -> Operation:
-    with transaction.atomic():
-        operation = Operation.objects.create(
-            kind=request.kind,
-            key=request.key,
-            element=request.element,
-            payload=dict(request.payload),
-            node_id=request.node[0] if request.node else None,
-            node_name=request.node[1] if request.node else "",
-            parent=request.parent,
-            actor=request.actor,
-            request_id=request.request_id,
-            client_address=request.client_address,
-            needed_until=request.needed_until,
-            message=QUEUED,
-            phase=QUEUED,
-            next_attempt_at=now,
-            created_at=now,
-            updated_at=now,
-        )
+    with committed("ledger.admit"):
+        operation, superseded = made(request, now)
         OperationTarget.objects.bulk_create(
             OperationTarget(operation=operation, node_id=node_id, node_name=name)
             for node_id, name in request.targets
         )
-        # A new request supersedes the failures of the same key: they stay in the record, not on the list.
-        _supersede_failures(request, now)
-        announce([operation])
+        announce([*superseded, operation])
     return operation
 
 
-def _supersede_failures(request: OperationRequest, now: datetime) -> None:
-    failed = list(
-        Operation.objects.select_for_update(no_key=True).filter(
-            key=request.key, status=Status.FAILED, dismissed_at__isnull=True
-        )
+def made(
+    request: OperationRequest, now: datetime, *, by_parts: bool = False, id: UUID | None = None
+) -> tuple[Operation, list[Operation]]:
+    """A step of the caller's transaction: the operation, and the failures of the same key that it supersedes.
+
+    They stay in the record, not on the list. The caller announces all of them. `by_parts`: see `Operation`.
+    """
+    operation = Operation.objects.create(
+        id=id or uuid4(),
+        kind=request.kind,
+        key=request.key,
+        element=request.element,
+        payload=dict(request.payload),
+        node_id=request.node[0] if request.node else None,
+        node_name=request.node[1] if request.node else "",
+        parent=request.parent,
+        actor=request.actor,
+        request_id=request.request_id,
+        client_address=request.client_address,
+        needed_until=request.needed_until,
+        message=QUEUED,
+        phase=QUEUED,
+        by_parts=by_parts,
+        next_attempt_at=now,
+        created_at=now,
+        updated_at=now,
     )
-    for operation in failed:
-        operation.dismissed_at, operation.dismissed_by = now, request.actor
-    Operation.objects.bulk_update(failed, ["dismissed_at", "dismissed_by"])
-    announce(failed)
+    failures = Operation.objects.filter(key=request.key, status=Status.FAILED, dismissed_at__isnull=True)
+    superseded = list(failures.order_by("pk").select_for_update(no_key=True))
+    for failure in superseded:
+        failure.dismissed_at, failure.dismissed_by = now, request.actor
+        failure.dismissed_comment = f"tried again as operation {operation.id}"
+    Operation.objects.bulk_update(superseded, ["dismissed_at", "dismissed_by", "dismissed_comment"])
+    audit.record(changed("asked", operation), at=now)
+    return operation, superseded
 
 
-def dismiss(operation_id: UUID, *, actor: str, now: datetime) -> Operation:
+def changed(did: str, operation: Operation, detail: str = "") -> Change:
+    """What a person did about an operation, for the audit."""
+    where = f" on {operation.node_name}" if operation.node_name else ""
+    # The query of an address may be a signature, and the audit outlives the record.
+    element = public_url(operation.element) if "://" in operation.element else operation.element
+    subject = f"{operation.kind.replace('_', ' ')} of {element}{where}"
+    return Change(f"operation.{did}", subject, str(operation.id), detail)
+
+
+def dismiss(operation_id: UUID, *, actor: str, now: datetime, comment: str = "") -> Operation:
     """O52: acknowledges a failure, which leaves every live list; a failure dismissed before stays as it is.
 
     Raises NotFound, and Conflict naming the status of an operation that has not failed.
     """
-    with transaction.atomic():
-        operation = Operation.objects.select_for_update(no_key=True).filter(pk=operation_id).first()
-        if operation is None:
-            raise errors.NotFound(NO_SUCH_OPERATION)
+    with committed("ledger.dismiss"):
+        operation = locked(operation_id)
         if operation.status != Status.FAILED:
             raise errors.Conflict(
                 f"the operation is {operation.status}: only a failure can be dismissed", field="status"
             )
         if operation.dismissed_at is None:
             operation.dismissed_at, operation.dismissed_by = now, actor[:_LONGEST_ACTOR]
-            operation.save(update_fields=["dismissed_at", "dismissed_by"])
+            operation.dismissed_comment = comment[:LONGEST_COMMENT]
+            operation.save(update_fields=["dismissed_at", "dismissed_by", "dismissed_comment"])
+            audit.record(changed("dismissed", operation, comment), at=now)
             announce([operation])
     return operation
 
 
+def locked(operation_id: UUID) -> Operation:
+    """The operation, locked until commit; raises NotFound."""
+    operation = Operation.objects.select_for_update(no_key=True).filter(pk=operation_id).first()
+    if operation is None:
+        raise errors.NotFound(NO_SUCH_OPERATION)
+    return operation
+
+
+def cancel(
+    operation_id: UUID, *, actor: str, now: datetime, notes: Mapping[UUID, str] | None = None
+) -> Operation:
+    """O54, A67: ends the operation and its parts for good; an attempt that runs finds its fence gone.
+
+    `notes` say of intents what becomes of them. Raises NotFound, and Conflict for what cannot be cancelled.
+    """
+    with committed("ledger.cancel"):
+        operation = locked(operation_id)
+        if operation.status not in ACTIVE:
+            raise errors.Conflict(f"the operation is {operation.status} already", field="status")
+        if not cancellable(operation):
+            raise errors.Conflict("a deletion that has begun cannot be cancelled", field="status")
+        message = f"cancelled by {actor}"[:_LONGEST_ACTOR]
+        parts = list(OperationTarget.objects.filter(operation=operation).exclude(status__in=targets.ENDED))
+        for part in parts:
+            said = (notes or {}).get(part.intent_id) if part.intent_id else None
+            part.status, part.phase, part.finished_at = TargetStatus.CANCELLED, "", now
+            part.reason, part.next_look_at, part.waits_for_node = said or message, None, False
+            part.overdue_since = None
+        columns = [
+            "status",
+            "phase",
+            "finished_at",
+            "reason",
+            "next_look_at",
+            "waits_for_node",
+            "overdue_since",
+        ]
+        update(parts, columns)
+        operation.status, operation.message, operation.phase = Status.CANCELLED, message, ""
+        operation.lease_owner, operation.lease_until, operation.cancellable = "", None, False
+        operation.finished_at = operation.updated_at = now
+        operation.save()
+        audit.record(changed("cancelled", operation), at=now)
+        announce([operation])
+    return operation
+
+
+def cancellable(operation: Operation) -> bool:
+    """O57: whatever is active, but a deletion that a worker has begun."""
+    return operation.status in ACTIVE and not (
+        operation.kind.endswith("_delete") and operation.status == Status.PROCESSING
+    )
+
+
 def need_until(operation_id: UUID, until: datetime) -> None:
     """Somebody waits for it until `until`; only ever moves forward."""
-    Operation.objects.active().filter(pk=operation_id).filter(
-        Q(needed_until__isnull=True) | Q(needed_until__lt=until)
-    ).update(needed_until=until)
+    sooner = Q(needed_until__isnull=True) | Q(needed_until__lt=until)
+    with committed("ledger.need"):
+        Operation.objects.active().filter(sooner, pk=operation_id).update(needed_until=until)

@@ -6,7 +6,7 @@ from operations.models import Operation, Status
 
 
 class LeaseLost(Exception):
-    """Somebody else owns the operation now, or it has ended; whatever was about to be written is void."""
+    """Somebody else owns the operation now, or it has ended; what was about to be written is void."""
 
 
 def owned(operation_id: UUID, fence: int) -> Operation:

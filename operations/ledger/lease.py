@@ -4,13 +4,13 @@ from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
 from uuid import UUID
 
-from django.db import transaction
-
+from localai_cluster.commits import committed
 from operations import targets
 from operations.changes import events
 from operations.changes.announce import announce
 from operations.ledger.fence import LeaseLost
 from operations.ledger.outcome import finish
+from operations.ledger.progress import update
 from operations.models import QUEUED, Operation, Status
 from operations.states import Event, after
 
@@ -21,19 +21,17 @@ _CLAIMED = [
     "status", "lease_owner", "lease_until", "fence", "started_at", "updated_at",
     "phase", "message", "progress", "current_bytes", "total_bytes",
 ]  # fmt: skip
+_HANDED_BACK = [
+    "status", "lease_owner", "lease_until", "next_attempt_at", "updated_at", "message", "phase",
+    "lost_leases",
+]  # fmt: skip
 
 
-def claim(
-    owner: str, *, now: datetime, lease: float, limit: int, children_only: bool = False
-) -> list[Operation]:
-    """Takes up to `limit` due operations under a lease of `lease` seconds; nobody waits for anybody's rows.
-
-    `children_only` leaves those without a parent alone: their parents are being worked on and wait for them.
-    """
-    with transaction.atomic():
-        eligible = Operation.objects.due(at=now)
+def claim(owner: str, *, now: datetime, lease: float, limit: int) -> list[Operation]:
+    """Takes up to `limit` due operations under a lease of `lease` seconds, and waits for no row."""
+    with committed("ledger.claim"):
         due = list(
-            (eligible.filter(parent__isnull=False) if children_only else eligible)
+            Operation.objects.due(at=now)
             .select_for_update(skip_locked=True, no_key=True)
             .order_by("next_attempt_at")[:limit]
         )
@@ -46,7 +44,7 @@ def claim(
             operation.phase, operation.message = "", "starting"
             operation.progress = operation.current_bytes = operation.total_bytes = 0
         targets.restart_parts(operation for operation in due if operation.fence > 1)
-        Operation.objects.bulk_update(due, _CLAIMED)
+        update(due, _CLAIMED)
         announce(due)
     return due
 
@@ -56,10 +54,10 @@ def renew(owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> di
 
     Only what is really being worked on may be named: the others must run out. A row that is locked, because
     its progress or outcome is being written, is left out this time: one that hangs must not cost all others
-    their leases. It stays the owner's, since whoever takes leases back leaves locked rows out too.
+    their leases. It stays the owner's, since taking leases back leaves locked rows out too.
     """
     mine = Operation.objects.filter(pk__in=ids, status=Status.PROCESSING, lease_owner=owner)
-    with transaction.atomic():
+    with committed("ledger.renew"):
         free = list(mine.select_for_update(skip_locked=True, no_key=True).values_list("pk", flat=True))
         Operation.objects.filter(pk__in=free).update(lease_until=now + timedelta(seconds=lease))
     return dict(mine.values_list("id", "fence"))
@@ -73,7 +71,7 @@ def confirm(operation_id: UUID, fence: int) -> None:
 
 def release(owner: str, *, now: datetime) -> int:
     """Hands back everything `owner` holds, at once: it is stopping. Answers how many."""
-    with transaction.atomic():
+    with committed("ledger.release"):
         mine = list(
             Operation.objects.select_for_update(no_key=True)
             .filter(status=Status.PROCESSING, lease_owner=owner)
@@ -88,7 +86,7 @@ def reap(*, now: datetime) -> tuple[int, int]:
 
     Answers (requeued, failed).
     """
-    with transaction.atomic():
+    with committed("ledger.reap"):
         lost = list(Operation.objects.orphaned(at=now).select_for_update(skip_locked=True, no_key=True))
         hopeless = [operation for operation in lost if operation.lost_leases >= MAX_LOST_LEASES]
         again = [operation for operation in lost if operation.lost_leases < MAX_LOST_LEASES]
@@ -112,19 +110,7 @@ def _hand_back(operations: list[Operation], event: Event, now: datetime, reason:
         operation.lease_owner, operation.lease_until = "", None
         operation.next_attempt_at = operation.updated_at = now
         operation.message, operation.phase = reason, QUEUED
-    Operation.objects.bulk_update(
-        operations,
-        [
-            "status",
-            "lease_owner",
-            "lease_until",
-            "next_attempt_at",
-            "updated_at",
-            "message",
-            "phase",
-            "lost_leases",
-        ],
-    )
+    update(operations, _HANDED_BACK)
     announce(operations)
 
 
@@ -136,7 +122,7 @@ def wake(ids: Collection[UUID], *, now: datetime) -> int:
     """
     if not ids:
         return 0
-    with transaction.atomic():
+    with committed("ledger.wake"):
         waiting = Operation.objects.filter(pk__in=ids, status=Status.WAITING, next_attempt_at__gt=now)
         found = list(waiting.order_by("id").select_for_update(no_key=True).values_list("id", flat=True))
         if found:

@@ -12,9 +12,8 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from django.db import transaction
-
 from localai_cluster import errors
+from localai_cluster.commits import committed
 from operations import targets
 from operations.changes.announce import announce
 from operations.ledger.fence import LeaseLost, owned
@@ -39,7 +38,7 @@ def target_done(
     """
     if status not in targets.ENDED:
         raise ValueError(f"{status} is no end")
-    with transaction.atomic():
+    with committed("ledger.target_done"):
         operation = owned(operation_id, fence)
         parts = list(OperationTarget.objects.filter(operation_id=operation_id))
         part = next((one for one in parts if one.node_id == node_id), None)
@@ -72,7 +71,7 @@ def finish(
 
     Parts that have ended by themselves stay as they ended. `ticks` are reports that are not written yet.
     """
-    with transaction.atomic():
+    with committed("ledger.finish"):
         operation, error = owned(operation_id, fence), storable(error)
         catch_up(operation, ticks)
         ok = event is Event.COMPLETE
@@ -109,7 +108,7 @@ def put_back(
 
     The next look comes at the latest when the operation is to be given up.
     """
-    with transaction.atomic():
+    with committed("ledger.put_back"):
         operation = owned(operation_id, fence)
         catch_up(operation, ticks)
         operation.status = after(event, operation.status)

@@ -11,8 +11,9 @@ from datetime import datetime
 from typing import Self
 from uuid import UUID
 
-from django.db import connection, models, transaction
+from django.db import connection, models
 
+from localai_cluster.commits import committed
 from operations import targets
 from operations.changes.announce import announce
 from operations.models import Operation, OperationTarget, Status, TargetStatus, storable
@@ -64,7 +65,7 @@ def record(
 
     Raises OperationalError when a lock takes longer than `lock_timeout`; 0 waits for as long as it takes.
     """
-    with transaction.atomic():
+    with committed("ledger.progress"):
         with connection.cursor() as cursor:
             cursor.execute("SELECT set_config('lock_timeout', %s, true)", [lock_timeout])
         named = Operation.objects.filter(pk__in={id for id, _ in reports}, status=Status.PROCESSING)
@@ -76,9 +77,9 @@ def record(
             ticks = reports[operation.id, operation.fence]
             moved += _move(operation, parts.get(operation.id, ()), ticks)
             operation.updated_at = now
-        _update(mine, REPORTED)
-        _update(moved, _PART)
-        announce(mine, parts)
+        update(mine, REPORTED)
+        update(moved, _PART)
+        announce(mine, parts, moved)
     return reports.keys() - rows.keys()
 
 
@@ -86,7 +87,7 @@ def catch_up(operation: Operation, ticks: Collection[Tick]) -> None:
     """Takes the last reports of an attempt into its operation, which is about to be saved."""
     if not ticks:
         return
-    _update(_move(operation, targets.of([operation]).get(operation.id, ()), ticks), _PART)
+    update(_move(operation, targets.of([operation]).get(operation.id, ()), ticks), _PART)
 
 
 def _move(
@@ -102,7 +103,7 @@ def _move(
         operation.phase = storable(tick.phase, 32) or operation.phase
         if tick.node_id in running:
             part = moved[tick.node_id] = running[tick.node_id]
-            _move_part(part, tick)
+            move_part(part, tick)
         if len(parts) <= 1:
             _move_whole(operation, tick)
         if tick.node_id is not None and not parts:
@@ -119,7 +120,8 @@ def _move_whole(operation: Operation, tick: Tick) -> None:
     targets.reach(operation, tick.percentage)
 
 
-def _move_part(part: OperationTarget, tick: Tick) -> None:
+def move_part(part: OperationTarget, tick: Tick) -> None:
+    """Moves one part forward by a report."""
     part.status = TargetStatus.DOWNLOADING if tick.total_bytes else TargetStatus.RUNNING_ON_WORKER
     part.phase = storable(tick.phase, 32)
     # O69: reports may come out of order.
@@ -130,8 +132,8 @@ def _move_part(part: OperationTarget, tick: Tick) -> None:
     part.total_bytes = tick.total_bytes
 
 
-def _update(rows: Sequence[models.Model], columns: Sequence[str]) -> None:
-    """One UPDATE that joins arrays of values.
+def update(rows: Sequence[models.Model], columns: Sequence[str]) -> None:
+    """Writes these columns of the rows: one UPDATE that joins arrays of values.
 
     Django's `bulk_update` writes a CASE with a branch for each row into each column: its cost grows with the
     square of the rows.

@@ -5,5 +5,6 @@ from localai_cluster.periodic import Recurring
 SCHEDULES = [
     Recurring(
         "operations: expired leases", "operations.reconcilers.tasks.reap_expired_leases", "* * * * * */5"
-    )
+    ),
+    Recurring("operations: record", "operations.reconcilers.tasks.prune_record", "23 4 * * * 0"),
 ]

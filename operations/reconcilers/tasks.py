@@ -1,11 +1,12 @@
 """Short, idempotent tasks for the ledger, run by django-q2 and by every controller's executor."""
 
 import logging
+from datetime import timedelta
 
-from localai_cluster import clock
+from localai_cluster import clock, conf
 from localai_cluster.locks import Lock, try_lock
 from localai_cluster.outage import left_out_in_an_outage
-from operations.ledger import lease
+from operations.ledger import lease, retention
 
 log = logging.getLogger(__name__)
 
@@ -24,3 +25,11 @@ def reap() -> None:
         requeued, failed = lease.reap(now=clock.now())
     if requeued or failed:
         log.warning("expired operation leases: %d requeued, %d given up", requeued, failed)
+
+
+@left_out_in_an_outage
+def prune_record() -> None:
+    """Deletes operations that ended before the retention (O100)."""
+    before = clock.now() - timedelta(seconds=conf.cluster().operation_retention)
+    if pruned := retention.clear(before=before):
+        log.info("record of operations: %d deleted", pruned)

@@ -34,8 +34,13 @@ const pages: RouteObject[] = [
   { index: true, element: <Navigate to="nodes" replace /> },
   { path: "nodes", lazy: lazyPage(async () => (await import("./nodes/list/page")).NodesPage) },
   { path: "nodes/:id", lazy: lazyPage(async () => (await import("./nodes/detail/page")).NodePage) },
+  { path: "nodes/:id/logs", lazy: lazyPage(async () => (await import("./nodes/logs/page")).LogsPage) },
+  { path: "operations/:id", lazy: lazyPage(async () => (await import("./operations/one")).OperationPage) },
   { path: "activity", lazy: lazyPage(async () => (await import("./operations/activity")).ActivityPage) },
+  { path: "activity/inbox", lazy: lazyPage(async () => (await import("./operations/inbox")).InboxPage) },
+  { path: "activity/history", lazy: lazyPage(async () => (await import("./operations/history")).HistoryPage) },
   { path: "backends", lazy: lazyPage(async () => (await import("./backends/page")).BackendsPage) },
+  { path: "health", lazy: lazyPage(async () => (await import("./system/page")).HealthPage) },
   { path: "password", lazy: lazyPage(async () => (await import("./shell/password")).PasswordPage) },
   { path: "*", element: <NotFound /> },
 ];
@@ -58,7 +63,7 @@ export function App(): ReactNode {
     <QueryClientProvider client={queries}>
       <LiveContext.Provider value={store}>
         <Tooltip.Provider delayDuration={300}>
-          {/* Not as a transition: the feed's changes would begin the drawing of the next page anew, for up to five seconds. */}
+          {/* Not as a transition: the feed's changes would begin the drawing of the next page again, for up to five seconds. */}
           <RouterProvider router={router} useTransitions={false} />
           <Announcer />
         </Tooltip.Provider>

@@ -14,7 +14,7 @@ from localai_cluster.messaging.messages import process_key
 from localai_cluster.rpc.client import BackendClient
 from tests.acceptance.conftest import Shared
 from tests.conftest import eventually
-from tests.support.cluster import ADMIN, ADMIN_KEY, ROOT, TOKEN, Cluster, Process, engines_of
+from tests.support.cluster import ADMIN, ADMIN_KEY, ROOT, Cluster, Process, engines_of
 
 DEMO = json.loads((ROOT / "examples" / "demo.json").read_text())
 
@@ -49,10 +49,14 @@ async def many(web: Process, count: int, model: str) -> list[httpx.Response]:
 
 def engine_calls(cluster: Cluster, model: str) -> int:
     """How often LoadModel was called at the replica, told by the engine itself."""
-    ((address,),) = cluster.rows("SELECT address FROM node_models WHERE model_name = %s", model)
+    ((address, token),) = cluster.rows(
+        "SELECT r.address, n.engine_token FROM node_models r JOIN backend_nodes n ON n.id = r.node_id"
+        " WHERE r.model_name = %s",
+        model,
+    )
 
     async def ask() -> int:
-        client = BackendClient(address, TOKEN)
+        client = BackendClient(address, token)
         try:
             return int((await client.status(timeout=5)).memory.breakdown["load_calls"])
         finally:

@@ -13,6 +13,7 @@ from localai_cluster import procs
 from localai_cluster.embedded.resources import free_port
 from localai_cluster.embedded.run import find_node
 from tests.conftest import eventually
+from tests.support.effort import swept
 from tests.support.run import CHILDREN, Run
 
 
@@ -73,6 +74,7 @@ def test_a_cluster_survives_its_processes_and_leaves_nothing_behind(data: Path) 
         assert secret.stat().st_mode & 0o077 == 0
 
 
+@swept
 @pytest.mark.timeout(240)
 def test_a_cluster_whose_own_worker_is_drained_stays_up(data: Path) -> None:
     """An admin's drain outlives a restart. That is no reason to end a cluster that serves others."""

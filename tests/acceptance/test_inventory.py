@@ -24,7 +24,7 @@ OLDER = "UPDATE backend_nodes SET inventory_at = inventory_at - interval '2 minu
 
 @pytest.mark.rule("http-2.10", "http-4.1")
 def test_what_is_installed_where(empty: Cluster) -> None:
-    """Two controllers and two web processes: everyone sees the same, and nobody waits for a worker."""
+    """Two controllers and two web processes: everyone sees the same, and no one waits for a worker."""
     web, other = empty.web(), empty.web()
     for _ in range(2):
         empty.controller()

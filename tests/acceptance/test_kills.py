@@ -12,6 +12,7 @@ from localai_cluster import clock
 from tests.acceptance.test_cold_load import write_model
 from tests.conftest import eventually
 from tests.support.cluster import Cluster, Process, engines_of, running_cluster
+from tests.support.effort import swept
 
 DEADLINE = 60.0
 """LOCALAI_MODEL_LOAD_WAIT of these clusters, plus what the answer itself takes."""
@@ -83,7 +84,16 @@ class Stage:
         setattr(self, name, again[name]())
 
 
-@pytest.mark.parametrize("victim", ["web", "controller", "tasks", "worker", "postgres", "nats", "valkey"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "controller",
+        *(
+            pytest.param(name, marks=swept)
+            for name in ("web", "tasks", "worker", "postgres", "nats", "valkey")
+        ),
+    ],
+)
 def test_a_cold_load_survives_the_kill_of(victim: str) -> None:
     """Every surviving request ends in time by success or 503 with Retry-After.
 
@@ -105,6 +115,7 @@ def test_a_cold_load_survives_the_kill_of(victim: str) -> None:
         nothing_left_behind(cluster)
 
 
+@swept
 def test_a_load_cut_by_the_database_goes_on_without_tasks() -> None:
     """Nothing waits for one process: a controller takes back what an outage made it let go of."""
     with running_cluster(LOCALAI_MODEL_LOAD_WAIT=f"{DEADLINE:.0f}s") as cluster:
@@ -119,6 +130,8 @@ def test_a_load_cut_by_the_database_goes_on_without_tasks() -> None:
         eventually(lambda: ok(cluster, stage.web), seconds=60, what="the load goes on")
 
 
+@swept
+@pytest.mark.rule("O88")
 def test_tasks_outlive_outages_from_their_start_on() -> None:
     """The task cluster may start before its database and loses no process when that goes away."""
     done = "SELECT count(*) FROM django_q_task WHERE success"
@@ -156,6 +169,14 @@ def nothing_left_behind(cluster: Cluster) -> None:
     eventually(
         lambda: cluster.rows(active, clock.now(), clock.now()) == [], seconds=30, what="no orphaned operation"
     )
+    stuck = (
+        "SELECT i.op, i.backend FROM pending_backend_ops i JOIN backend_nodes n ON n.id = i.node_id"
+        " WHERE i.lease_until < %s OR i.lease_until IS NULL AND n.status = 'healthy'"
+        " AND i.next_retry_at < %s - interval '30 seconds'"
+    )
+    eventually(
+        lambda: cluster.rows(stuck, clock.now(), clock.now()) == [], seconds=30, what="no orphaned intent"
+    )
     eventually(lambda: len(engines_of(cluster.home / "worker-one")) == 1, seconds=30, what="one engine")
 
 
@@ -182,7 +203,7 @@ def test_in_flight_is_true_again_after_a_web_process_died() -> None:
 
 
 def test_a_killed_engine_is_removed_and_the_request_goes_on() -> None:
-    """A replica that refuses the connection is removed; the same request loads anew and is answered."""
+    """A replica that refuses the connection is removed; the same request loads again and is answered."""
     with running_cluster() as cluster:
         web = cluster.web()
         cluster.controller()
@@ -197,6 +218,7 @@ def test_a_killed_engine_is_removed_and_the_request_goes_on() -> None:
         assert again != engine
 
 
+@swept
 def test_a_killed_worker_leaves_no_engine() -> None:
     """No orphan in /proc: the guardian ends what the worker started."""
     with running_cluster() as cluster:

@@ -132,7 +132,7 @@ def kill_during_a_load(run: Run, victim: str) -> None:
     asked.ended_well(cut=victim == "web")
     again = r"restarted" if victim == "guardian" else r"restarting in \d+ s"
     said = re.compile(rf"\b{victim} ended \(signal SIGKILL\), {again}")
-    eventually(lambda: said.search(run.output), seconds=10, what=f"the log tells of {victim}")
+    eventually(lambda: said.search(run.output), seconds=10, what=f"the log names {victim}")
     eventually(run.works, seconds=40, what=f"ready again without {victim}")
     eventually(lambda: answered(run, body), seconds=40, what=f"{victim}: a repeated request succeeds")
 

@@ -91,6 +91,7 @@ _ROWS: dict[str, dict[str, str]] = {
     "backend_nodes": {
         "id": "%(node)s", "name": "'bench'", "node_type": "'backend'", "address": "%(address)s",
         "approved_at": "%(now)s", "last_heartbeat": "%(now)s", "max_replicas_per_model": "1",
+        "engine_token": f"'{TOKEN}'",
     },
     "node_models": {
         "id": "gen_random_uuid()", "node_id": "%(node)s", "model_name": "%(model)s", "address": "%(address)s",

@@ -1,7 +1,7 @@
 """A listener between the web process and PostgreSQL that counts statements where they pass: at the
 connection.
 
-Every Execute and every simple Query message is one statement, whoever sends it and however it is prepared.
+Every Execute and every simple Query message is one statement, from any sender and however prepared.
 """
 
 import asyncio

@@ -80,7 +80,7 @@ def walk(page: Page) -> list[dict[str, Any]]:
         if stop is None or stop["number"] < len(stops):
             return stops
         stops.append(stop)
-    raise AssertionError(f"Tab goes on for ever: {[stop['name'] for stop in stops[-10:]]}")
+    raise AssertionError(f"Tab goes on forever: {[stop['name'] for stop in stops[-10:]]}")
 
 
 def sideways(page: Page) -> list[str]:

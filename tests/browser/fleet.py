@@ -1,7 +1,7 @@
 """The cluster that browsers look at: two web processes, three real workers, backends small enough to watch.
 
 Worker `fine` copies as fast as it can, `slow` at a set rate, `failing` has no access to the backends until
-`mend` gives it. Nodes are approved by hand, so that a test can do it in the browser.
+`repair` gives it. Nodes are approved by hand, so that a test can do it in the browser.
 """
 
 import json
@@ -24,7 +24,8 @@ BACKEND_BYTES = 12_000_000
 SLOW_RATE = 4_000_000
 """Bytes a second: an install takes the slow worker three seconds."""
 BACKENDS = (
-    "rolling", "closing", "cutting", "striped", "doomed", "quick", "present", "calm",
+    "rolling", "closing", "cutting", "striped", "doomed", "quick", "present", "calm", "renewed",
+    "aged", "parted", "byhand", "batch",
 )  # fmt: skip
 """One for each test that installs something, so that none meets another's."""
 PICTURED = ("llama-cpp", "vllm", "whisper", "piper")
@@ -70,17 +71,27 @@ class Fleet:
 
     @cached_property
     def _locked(self) -> Path:
-        """Where the failing worker may read: a link to nothing much, until it is mended."""
+        """Where the failing worker may read: a link to nothing much, until it is repaired."""
         link, nothing = self.cluster.home / "sources-of-failing", self.cluster.home / "nothing"
         nothing.mkdir()
         link.symlink_to(nothing)
         return link
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Gives the failing worker what it lacked."""
         self._point(self.sources)
 
-    def unmend(self) -> None:
+    def publish(self, backend: str, version: str) -> None:
+        """The gallery has this version of a backend from now on."""
+        entries = yaml.safe_load(self.gallery.read_text())
+        for entry in entries:
+            if entry["name"] == backend:
+                entry["version"] = version
+        written = self.gallery.with_suffix(".new")
+        written.write_text(yaml.safe_dump(entries, sort_keys=False))
+        written.rename(self.gallery)
+
+    def break_again(self) -> None:
         """And takes it away again."""
         self._point(self.cluster.home / "nothing")
 
@@ -122,7 +133,7 @@ class Fleet:
         assert httpx.delete(url, headers=ADMIN, timeout=120).is_success
 
     def resume_all(self) -> None:
-        """Puts the workers into service again, whatever a test has done to them."""
+        """Puts the workers into service again, no matter what a test has done to them."""
         for name in self.workers:
             if self.node(name)["status"] == "draining":
                 assert self.post(f"/api/nodes/{self.id(name)}/resume").is_success
@@ -181,6 +192,11 @@ def running_fleet(
         fleet.start(webs, workers)
         if tasks:
             cluster.tasks()
+        else:
+            # Nobody takes them, and every page would say so.
+            pause = "UPDATE django_q_schedule SET repeats = 0 RETURNING id"
+            eventually(lambda: cluster.rows(pause), what="the schedules are there")
+            cluster.rows("DELETE FROM django_q_ormq RETURNING id")
         yield fleet
 
 

@@ -27,7 +27,7 @@ NEXT_PAINT, GROWTH = 200.0, 10.0
 WARM_UP_SECONDS = 120.0
 """Until the page remembers as many ended operations as it ever will."""
 TOLD_FROM = 16
-"""Milliseconds from which Chromium tells of an interaction."""
+"""Milliseconds from which Chromium reports an interaction."""
 PATIENCE = 30_000
 
 _OBSERVE = """
@@ -75,7 +75,7 @@ class Person:
         )
 
     def durations(self) -> list[float]:
-        """Of everything done, longest first, in ms; what the browser does not tell of took less than 16."""
+        """Of everything done, longest first, in ms; what the browser does not report took less than 16."""
         told = sorted(self.page.evaluate(_TOLD), reverse=True)[: self.done]
         return told + [float(TOLD_FROM)] * (self.done - len(told))
 

@@ -1,4 +1,4 @@
-"""Pages under watch: whatever a person with open developer tools would frown at is written down.
+"""Pages under watch: what a person with open developer tools would notice is written down.
 
 Console errors and warnings, uncaught errors, requests to another host. A test that provokes some says so
 beforehand with `Screen.expect`.
@@ -43,7 +43,7 @@ class Screen:
 
     @property
     def problems(self) -> list[str]:
-        """What nobody expected."""
+        """What the test did not announce."""
         return [told for told in self.seen if not any(one.search(told) for one in self.expected)]
 
     def _watch(self, page: Page) -> None:

@@ -153,8 +153,11 @@ def main() -> int:
         taken = [path for narrow, dark in HOW for path in take(browser, fleet, cookies, narrow, dark)]
         browser.close()
     sizes = {path.name: path.stat().st_size for path in taken}
-    shutil.rmtree(PICTURES, ignore_errors=True)
-    shutil.move(TAKEN, PICTURES)
+    # Those of the story, in a folder of their own, stay.
+    for path in PICTURES.glob("*.png"):
+        path.unlink()
+    for path in taken:
+        shutil.move(path, PICTURES)
     for name, size in sizes.items():
         print(f"{name} {size // 1024} kB{' TOO LARGE' if size > LARGEST else ''}")
     return int(max(sizes.values()) > LARGEST)

@@ -1,4 +1,4 @@
-"""Every page for everybody: axe, the keyboard, reduced motion, narrow screens, what is announced."""
+"""Every page for everyone: axe, the keyboard, reduced motion, narrow screens, what is announced."""
 
 import re
 from itertools import pairwise
@@ -10,8 +10,9 @@ from tests.browser import checks
 from tests.browser.conftest import Opener
 from tests.browser.fleet import Cookies, Fleet
 from tests.browser.screen import Screen
+from tests.support.effort import swept
 
-PAGES = ("login", "nodes", "node", "activity", "backends", "password", "nowhere")
+PAGES = ("login", "nodes", "node", "activity", "backends", "health", "password", "nowhere")
 _MOVING = """() => document.getAnimations().filter((one) => one.playState === "running"
   && (one.effect?.getComputedTiming().duration ?? 0) > 10).length"""
 _LISTEN = """() => {
@@ -33,12 +34,13 @@ def opened(window: Opener, crowd: Fleet, cookies: Cookies, which: str, **how: bo
     expect(page.get_by_role("heading", level=1)).to_be_visible()
     if which not in ("login", "nowhere"):
         expect(page.get_by_test_id("connection")).to_have_text("Live")
-    expect(page.get_by_text(re.compile(r"^\s*Loading .*…$"))).to_have_count(0)
+    waiting = page.get_by_role("status").filter(has_text=re.compile(r"^\s*Loading .*…$"))
+    expect(waiting).to_have_count(0)
     return page
 
 
 @pytest.mark.rule("UI-9.7", "UI-9.11", "E67")
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=swept)], ids=["light", "dark"])
 @pytest.mark.parametrize("which", PAGES)
 def test_axe_finds_nothing_serious(
     window: Opener, crowd: Fleet, crowd_session: Cookies, which: str, dark: bool
@@ -58,7 +60,9 @@ def test_nothing_scrolls_sideways_on_a_phone(
 
 
 @pytest.mark.rule("UI-9.8")
-@pytest.mark.parametrize("which", ["nodes", "node", "activity", "backends"])
+@pytest.mark.parametrize(
+    "which", ["nodes", "activity", *(pytest.param(name, marks=swept) for name in ("node", "backends"))]
+)
 def test_tab_reaches_everything_in_order_with_the_focus_seen(
     window: Opener, crowd: Fleet, crowd_session: Cookies, which: str
 ) -> None:

@@ -8,6 +8,7 @@ from playwright.sync_api import expect
 from tests.browser import checks
 from tests.browser.conftest import Opener
 from tests.browser.fleet import Cookies, Fleet
+from tests.support.effort import swept
 
 ADMIN = (
     "/admin/",
@@ -19,7 +20,7 @@ ADMIN = (
 )
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=swept)], ids=["light", "dark"])
 def test_axe_finds_nothing_serious_in_the_admin(
     window: Opener, fleet: Fleet, session: Cookies, dark: bool
 ) -> None:
@@ -34,7 +35,8 @@ def test_axe_finds_nothing_serious_in_the_admin(
     assert [told for told in found.items() if told[1]] == []
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@swept
+@pytest.mark.parametrize("dark", [False, pytest.param(True, marks=swept)], ids=["light", "dark"])
 def test_axe_finds_nothing_serious_in_the_api_documentation(
     window: Opener, fleet: Fleet, session: Cookies, dark: bool
 ) -> None:
@@ -60,3 +62,15 @@ def test_the_api_documentation_follows_the_chosen_theme_and_leads_back(
     expect(page.locator("html")).to_have_class(re.compile("dark-mode"))
     page.get_by_role("link", name="LocalAI Cluster").click()
     expect(page.get_by_role("heading", name="Nodes", level=1)).to_be_visible()
+
+
+def test_system_health_has_every_schedule_and_leads_to_their_pause(
+    window: Opener, fleet: Fleet, session: Cookies
+) -> None:
+    page = window(fleet.webs[0].url, session).go("/app/nodes")
+    page.get_by_role("navigation", name="Main").get_by_role("link", name=re.compile("^System health")).click()
+    parts = page.get_by_role("list", name="Parts")
+    expect(parts.get_by_role("listitem").filter(has_text="Database")).to_contain_text("OK")
+    expect(page.get_by_role("list", name="Schedules")).to_contain_text("nodes: liveness")
+    page.get_by_role("link", name="Pause or resume schedules").click()
+    expect(page.get_by_role("link", name="nodes: liveness")).to_be_visible()

@@ -9,6 +9,7 @@ from playwright.sync_api import expect
 from localai_cluster import clock
 from tests.browser.fleet import Fleet
 from tests.browser.screen import Screen
+from tests.conftest import eventually
 
 _REPLICA = """
 INSERT INTO node_models (id, node_id, model_name, replica_index, address, state, in_flight, last_used,
@@ -112,6 +113,65 @@ def test_a_drain_counts_down_to_safe(screen: Screen, fleet: Fleet, busy: str) ->
     page.get_by_role("button", name="Resume…").click()
     page.get_by_role("dialog").get_by_role("button", name="Resume", exact=True).click()
     expect(page.get_by_text("Safe to power off", exact=True)).to_have_count(0)
+
+
+@pytest.mark.rule("UI-4.9")
+def test_a_replica_is_unloaded_from_its_row_and_shown_while_it_leaves(
+    screen: Screen, fleet: Fleet, busy: str
+) -> None:
+    page = screen.go(f"/app/nodes/{fleet.id('fine')}")
+    panel = page.get_by_role("region", name="Replicas")
+    row = panel.get_by_role("row").filter(has=page.get_by_role("rowheader", name="busy-model"))
+    row.get_by_role("button", name="Unload busy-model, replica 0").press("Enter")
+    question = page.get_by_role("alertdialog", name="Unload busy-model, replica 0, from fine")
+    expect(question).to_contain_text("3 requests in flight may finish before it stops")
+    expect(question.get_by_role("button", name="Cancel")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(question).to_have_count(0)
+    expect(row).to_contain_text("loaded")
+    row.get_by_role("button", name="Unload busy-model, replica 0").click()
+    question.get_by_role("button", name="Unload", exact=True).click()
+    expect(row).to_contain_text("unloading")
+    expect(row).to_contain_text("Waiting for 3 requests")
+    expect(row.get_by_role("button", name="Unload busy-model")).to_have_attribute("aria-disabled", "true")
+    fleet.cluster.rows(_RUNNING, 1, busy)
+    expect(row).to_contain_text("Waiting for 1 request")
+    fleet.cluster.rows(_RUNNING, 0, busy)
+    expect(row).to_have_count(0)
+
+
+@pytest.mark.rule("UI-4.10", "UI-4.11", "A39", "A52")
+def test_a_backend_is_upgraded_and_deleted_from_its_row(screen: Screen, settled: Fleet) -> None:
+    job = settled.install("slow", "renewed")
+    eventually(lambda: settled.ended(job), what="renewed is installed")
+    replica = _REPLICA.replace("'echo'", "'renewed'")
+    settled.cluster.rows(replica, settled.id("slow"), *(clock.now(),) * 3)
+    page = screen.go(f"/app/nodes/{settled.id('slow')}")
+    panel = page.get_by_role("region", name="Installed backends")
+    row = panel.get_by_role("row").filter(has=page.get_by_role("rowheader", name="renewed"))
+    row.get_by_role("button", name="Upgrade renewed").click()
+    question = page.get_by_role("alertdialog", name="Upgrade backend renewed on slow")
+    expect(question).to_contain_text("1 replica with 3 requests in flight stops immediately")
+    expect(question).to_contain_text("busy-model, replica 0")
+    question.get_by_role("button", name="Upgrade", exact=True).press("Enter")
+    expect(row.get_by_role("progressbar", name="Upgrading backend renewed")).to_be_visible()
+    expect(row.get_by_role("button", name="Delete renewed")).to_have_attribute("aria-disabled", "true")
+    expect(row.get_by_role("progressbar")).to_have_count(0)
+    expect(page.get_by_role("region", name="Replicas")).not_to_contain_text("busy-model")
+
+    row.get_by_role("button", name="Delete renewed").press("Enter")
+    question = page.get_by_role("alertdialog", name="Delete backend renewed on slow")
+    expect(question.get_by_role("button", name="Cancel")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(question).to_have_count(0)
+    expect(row.get_by_role("button", name="Delete renewed")).to_be_focused()
+    page.keyboard.press("Enter")
+    question.get_by_role("button", name="Delete", exact=True).click()
+    # While the question is open, nothing behind it has a role.
+    expect(question).to_have_count(0)
+    expect(row).to_have_count(0)
+    left = settled.get(f"/api/nodes/{settled.id('slow')}/backends").json()
+    assert "renewed" not in [backend["name"] for backend in left]
 
 
 @pytest.mark.rule("UI-4.1", "UW19")

@@ -30,7 +30,7 @@ def filter_by(page: Page, text: str) -> None:
 
 @pytest.fixture
 def newcomer(fleet: Fleet) -> Iterator[str]:
-    """A fourth worker that nobody has approved."""
+    """A fourth worker that no one has approved."""
     process = fleet.worker("newcomer")
     yield "newcomer"
     process.child.terminate()

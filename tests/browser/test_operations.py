@@ -36,7 +36,7 @@ def only_slow(settled: Fleet) -> Iterator[Fleet]:
     settled.resume_all()
 
 
-@pytest.mark.rule("UI-1.1", "UI-1.3", "UI-1.7", "E20", "E25")
+@pytest.mark.rule("UI-1.1", "UI-1.3", "UI-1.7", "E20", "E25", "A27")
 def test_an_install_is_one_named_line_with_bytes_and_a_bar(screen: Screen, settled: Fleet) -> None:
     page = screen.go("/app/activity")
     expect(page.get_by_test_id("connection")).to_have_text("Live")
@@ -53,7 +53,7 @@ def test_an_install_is_one_named_line_with_bytes_and_a_bar(screen: Screen, settl
     expect(strip).to_have_count(0)
 
 
-@pytest.mark.rule("UI-1.2", "UI-1.5", "UI-1.9", "UI-9.1", "E16", "E26", "O52")
+@pytest.mark.rule("UI-1.2", "UI-1.5", "UI-1.9", "UI-9.1", "E16", "E26", "O52", "O48")
 def test_a_failure_stays_until_it_is_dismissed_and_then_goes_everywhere(
     window: Opener, settled: Fleet, session: Cookies
 ) -> None:

@@ -28,15 +28,15 @@ def line_of(dialog: Locator, name: str) -> Locator:
 
 
 @pytest.fixture
-def mendable(settled: Fleet) -> Iterator[Fleet]:
+def repairable(settled: Fleet) -> Iterator[Fleet]:
     """The cluster; the failing worker fails again afterwards."""
     yield settled
-    settled.unmend()
+    settled.break_again()
 
 
 @pytest.mark.rule("UI-9.14", "A29", "A30", "A31", "A32", "A33", "UW25")
 def test_three_nodes_are_watched_to_the_end_and_what_failed_is_tried_again(
-    screen: Screen, mendable: Fleet
+    screen: Screen, repairable: Fleet
 ) -> None:
     page = screen.go("/app/backends")
     dialog = open_picker(page, "rolling", "fine", "slow", "failing")
@@ -47,7 +47,7 @@ def test_three_nodes_are_watched_to_the_end_and_what_failed_is_tried_again(
     expect(line_of(dialog, "failing")).to_contain_text("LOCALAI_WORKER_SOURCE_ROOTS")
     expect(line_of(dialog, "slow")).to_contain_text("Installed", timeout=INSTALLED)
     expect(dialog.get_by_test_id("picker-tally")).to_have_text("2 of 3 done, 1 failed")
-    mendable.mend()
+    repairable.repair()
     dialog.get_by_role("button", name="Retry failed (1)").click()
     expect(dialog.get_by_test_id("picker-tally")).to_have_text("3 of 3 done", timeout=INSTALLED)
     expect(line_of(dialog, "failing")).to_contain_text("Installed")

@@ -4,7 +4,7 @@ import re
 import signal
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page, Route, expect
 
 from tests.browser.conftest import Opener
 from tests.browser.fleet import PASSWORD, Cookies, Fleet, sign_in
@@ -140,7 +140,13 @@ def test_a_session_that_ended_unseen_is_begun_again_and_the_form_is_as_it_was(
     panel = page.get_by_role("region", name="Labels")
     panel.get_by_label("Key").fill("typed")
     panel.get_by_label("Value").fill("before the end")
-    fleet.sign_out_everywhere(cookies)
+
+    def send_after_the_end(route: Route) -> None:
+        # The form is sent before the feed can tell the page that its session has ended.
+        fleet.sign_out_everywhere(cookies)
+        route.continue_()
+
+    page.route("**/labels", send_after_the_end, times=1)
     panel.get_by_label("Value").press("Enter")
     dialog = page.get_by_role("dialog", name="Your session has ended")
     dialog.get_by_label("Password").fill(PASSWORD)

@@ -23,6 +23,27 @@ def test_a_node_is_found_and_opened_without_a_mouse(screen: Screen, fleet: Fleet
     expect(page.get_by_role("heading", level=1)).to_have_text("slow")
 
 
+@pytest.mark.rule("UI-9.16", "UW37")
+def test_a_verb_leads_to_the_question_that_the_page_asks(screen: Screen, fleet: Fleet) -> None:
+    page = screen.go("/app/activity")
+    expect(page.get_by_test_id("connection")).to_have_text("Live")
+    page.keyboard.press("Control+k")
+    expect(page.get_by_role("combobox", name="Search")).to_be_focused()
+    page.keyboard.type("drain slow")
+    expect(page.get_by_role("option", name="Drain slow…")).to_have_attribute("aria-selected", "true")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog", name="Drain slow")).to_be_visible()
+    # The address is the node's own: a reload asks nothing.
+    expect(page).to_have_url(re.compile(f"/app/nodes/{fleet.id('slow')}$"))
+    page.keyboard.press("Escape")
+    page.keyboard.press("Control+k")
+    expect(page.get_by_role("combobox", name="Search")).to_be_focused()
+    page.keyboard.type("install striped")
+    expect(page.get_by_role("option", name="Install striped…")).to_have_attribute("aria-selected", "true")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("dialog")).to_contain_text("striped")
+
+
 @pytest.mark.rule("UI-9.16", "UI-0.13")
 def test_escape_closes_the_search_and_gives_the_focus_back(screen: Screen) -> None:
     page = screen.go("/app/nodes")

@@ -124,13 +124,6 @@ def test_rows_say_in_words_how_a_node_is_and_what_it_has(packed: Screen) -> None
         expect(counts.get_by_role("button", name=re.compile(rf"^{word} \d+$"))).to_be_visible()
 
 
-@pytest.mark.rule("UI-3.7")
-def test_add_a_worker_shows_the_command(screen: Screen) -> None:
-    page = live(screen.go("/app/nodes"))
-    page.get_by_role("button", name="Add a worker").click()
-    expect(page.get_by_text("LOCALAI_REGISTER_TO").first).to_be_visible()
-
-
 @pytest.mark.rule("UI-4.2", "UI-4.7", "UI-4.10", "E34")
 def test_a_node_shows_what_it_reported_runs_and_has(packed: Screen, crowd: Fleet) -> None:
     found = [node for node in crowd.get("/api/nodes").json() if node["status"] == "healthy"]

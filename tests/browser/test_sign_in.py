@@ -44,7 +44,7 @@ def test_leads_back_to_the_other_pages_of_the_server(stranger: Screen, path: str
     expect(page.locator("#swagger-ui .opblock, #result_list").first).to_be_visible()
 
 
-def test_leads_nobody_to_another_host(stranger: Screen) -> None:
+def test_leads_no_one_to_another_host(stranger: Screen) -> None:
     page = stranger.go("/login?next=//evil.example/admin/")
     sign_in(page, USER, PASSWORD)
     expect(page).to_have_url(stranger.url + "/app/nodes")

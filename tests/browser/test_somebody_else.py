@@ -30,7 +30,7 @@ def signed_in_as(page: Page) -> str:
 
 
 def in_another_tab(context: BrowserContext, url: str) -> None:
-    """Olga signs in there, over whoever was signed in; her tab is closed again."""
+    """Olga signs in there, over the session that was there; her tab is closed again."""
     tab = context.new_page()
     context.clear_cookies(name="sessionid")
     tab.goto(f"{url}/login")

@@ -1,6 +1,6 @@
 """A TCP proxy in front of a web process that can be cut, stilled, slowed and restored.
 
-So that a cut socket is a real one: the browser's own connections end or fall silent, whatever it holds open.
+So that a cut socket is a real one: the browser's own connections end or fall silent, all that it holds open.
 It runs in a thread of its own, because the test's thread belongs to Playwright's loop.
 """
 

@@ -58,6 +58,7 @@ LINT = (
     Step("import contracts", ("lint-imports",)),
     Step("house", module("tests.checks.house")),
     Step("clock", module("tests.checks.clock")),
+    Step("points", module("tests.checks.points")),
     Step("format", ("ruff", "format", "--check", ".")),
     Step("lint", ("ruff", "check", ".")),
 )

@@ -1,16 +1,20 @@
 """A real bus, a stub control plane and a worker process for the conformance tests."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
-from localai_cluster.messaging.bus import BusError, ask
+from localai_cluster.messaging.bus import BusError
 from localai_cluster.messaging.nats import NatsBus
-from tests.conformance.worker_support import NatsServer, StubControlPlane, Worker, eventually
+from localai_cluster.messaging.servers import parse_url
+from tests.conformance.worker_support import NatsServer, Registry, StubControlPlane, Worker, ask, eventually
+from tests.support.simulator import Fleet, Script, fleet
 
 
 @pytest.fixture
@@ -23,7 +27,7 @@ async def nats(tmp_path: Path) -> AsyncIterator[NatsServer]:
 
 @pytest.fixture
 async def bus(nats: NatsServer) -> AsyncIterator[NatsBus]:
-    bus = NatsBus(nats.url, name="test")
+    bus = NatsBus(parse_url(nats.url), name="test")
     bus.start()
     await asyncio.wait_for(bus.wait_connected(), 30)
     yield bus
@@ -60,3 +64,41 @@ async def running(worker: Worker, bus: NatsBus) -> Worker:
 
     await eventually(answers, 15, "the worker answers")
     return worker
+
+
+Play = Callable[..., AbstractAsyncContextManager[Fleet]]
+"""`play(count, stock=…, knows=…, backend_install=Act(…))`: simulated workers, and what each does."""
+
+
+@pytest.fixture
+async def registry() -> AsyncIterator[Registry]:
+    """The control plane of many workers."""
+    made = Registry()
+    await made.start()
+    yield made
+    await made.stop()
+
+
+@pytest.fixture
+def play(registry: Registry, nats: NatsServer) -> Play:
+    """Opens a fleet of simulated workers on one connection."""
+
+    def opened(
+        count: int = 1,
+        *,
+        stock: bool = False,
+        knows: frozenset[str] = frozenset(),
+        beat_every: float = 0.1,
+        **acts: Any,
+    ) -> AbstractAsyncContextManager[Fleet]:
+        named = {verb.replace("_", "."): act for verb, act in acts.items()}
+        return fleet(
+            f"http://127.0.0.1:{registry.port}",
+            "token",
+            count,
+            bus=parse_url(nats.url),
+            script=lambda number: Script(named, stock, knows),
+            beat_every=beat_every,
+        )
+
+    return opened

@@ -11,25 +11,26 @@ from localai_cluster.messaging.bus import (
     NotConnected,
     PayloadTooLarge,
     RequestTimeout,
-    ask,
 )
 from localai_cluster.messaging.codec import DecodeError, encode
-from localai_cluster.messaging.nats import NatsBus, parse_url
-from tests.conformance.worker_support import NatsServer, eventually
+from localai_cluster.messaging.nats import NatsBus
+from localai_cluster.messaging.servers import parse_url
+from tests.conformance.worker_support import INBOX, NatsServer, ask, eventually
 
 
 async def echo(message: Message) -> bytes:
     return message.payload
 
 
+@pytest.mark.rule("nats-1")
 async def test_request_and_its_failures(bus: NatsBus) -> None:
     """docs/architecture.md, bus protocol: each way to get no answer is its own error."""
     await bus.subscribe("echo", echo)
-    assert await bus.request("echo", b"hi", 2) == b"hi"
+    assert await bus.request("echo", b"hi", 2, inbox=INBOX) == b"hi"
     with pytest.raises(NoResponders):
-        await bus.request("nobody", b"", 2)
+        await bus.request("unheard", b"", 2, inbox=INBOX)
     with pytest.raises(PayloadTooLarge):
-        await bus.request("echo", b"x" * (1024 * 1024 + 1), 2)
+        await bus.request("echo", b"x" * (1024 * 1024 + 1), 2, inbox=INBOX)
     release = asyncio.Event()
 
     async def slow(message: Message) -> None:
@@ -37,7 +38,7 @@ async def test_request_and_its_failures(bus: NatsBus) -> None:
 
     await bus.subscribe("slow", slow)
     with pytest.raises(RequestTimeout):
-        await bus.request("slow", b"", 0.1)
+        await bus.request("slow", b"", 0.1, inbox=INBOX)
     release.set()
 
 
@@ -57,6 +58,7 @@ async def test_ask_encodes_decodes_and_names_a_bad_reply(bus: NatsBus) -> None:
         await ask(bus, "broken", m.Nothing(), m.RunningReply, 2)
 
 
+@pytest.mark.rule("nats-1", "nats-10")
 async def test_limit_one_keeps_the_order_and_more_runs_side_by_side(bus: NatsBus) -> None:
     """nats.md §3: inline handling is one message at a time per subject."""
     running, most, seen = 0, 0, []
@@ -87,8 +89,8 @@ async def test_a_failing_handler_is_logged_and_the_next_message_served(
 
     await bus.subscribe("fragile", fragile, limit=1)
     with pytest.raises(RequestTimeout):
-        await bus.request("fragile", b"bad", 0.2)
-    assert await bus.request("fragile", b"good", 2) == b"ok"
+        await bus.request("fragile", b"bad", 0.2, inbox=INBOX)
+    assert await bus.request("fragile", b"good", 2, inbox=INBOX) == b"ok"
     assert "handler of fragile failed" in caplog.text
 
 
@@ -103,7 +105,7 @@ async def test_loss_fails_at_once_and_everything_returns(bus: NatsBus, nats: Nat
     await bus.subscribe("never", never)
     await bus.subscribe("echo", echo)
     generation = bus.generation
-    hanging = asyncio.create_task(bus.request("never", b"", 60))
+    hanging = asyncio.create_task(bus.request("never", b"", 60, inbox=INBOX))
     await asyncio.wait_for(waiting.wait(), 30)
     nats.stop()
     with pytest.raises(NotConnected):
@@ -115,8 +117,8 @@ async def test_loss_fails_at_once_and_everything_returns(bus: NatsBus, nats: Nat
     await bus.subscribe("later", echo)
     await nats.start()
     assert await asyncio.wait_for(bus.wait_connected(after=generation), 90) == generation + 1
-    assert await bus.request("echo", b"again", 2) == b"again"
-    assert await bus.request("later", b"new", 2) == b"new"
+    assert await bus.request("echo", b"again", 2, inbox=INBOX) == b"again"
+    assert await bus.request("later", b"new", 2, inbox=INBOX) == b"new"
 
 
 async def test_refused_credentials_never_end_the_dialling(
@@ -126,7 +128,7 @@ async def test_refused_credentials_never_end_the_dialling(
     nats.stop()
     nats.password = "another"
     await nats.start()
-    bus = NatsBus(nats.url, name="refused")
+    bus = NatsBus(parse_url(nats.url), name="refused")
     bus.start()
     await eventually(lambda: "Authorization Violation" in caplog.text)
     nats.stop()
@@ -139,7 +141,7 @@ async def test_refused_credentials_never_end_the_dialling(
 
 
 async def test_closing_lets_a_running_handler_answer(nats: NatsServer, bus: NatsBus) -> None:
-    leaving = NatsBus(nats.url, name="leaving")
+    leaving = NatsBus(parse_url(nats.url), name="leaving")
     leaving.start()
     await asyncio.wait_for(leaving.wait_connected(), 30)
     taken, finish = asyncio.Event(), asyncio.Event()
@@ -150,14 +152,14 @@ async def test_closing_lets_a_running_handler_answer(nats: NatsServer, bus: Nats
         return b"done"
 
     await leaving.subscribe("long", long)
-    reply = asyncio.create_task(bus.request("long", b"", 60))
+    reply = asyncio.create_task(bus.request("long", b"", 60, inbox=INBOX))
     await asyncio.wait_for(taken.wait(), 30)
     closing = asyncio.create_task(leaving.close())
     finish.set()
     assert await reply == b"done"
     await closing
     with pytest.raises(NoResponders):
-        await bus.request("long", b"", 2)
+        await bus.request("long", b"", 2, inbox=INBOX)
 
 
 def test_credentials_leave_the_url() -> None:
@@ -166,3 +168,16 @@ def test_credentials_leave_the_url() -> None:
     assert (servers.user, servers.password) == ("us:er", "p@ss")
     assert "p@ss" not in repr(servers)
     assert parse_url("tls://tok@h:4").token == "tok"
+
+
+async def test_a_requester_that_gives_up_first_spoils_nothing_for_the_others(nats: NatsServer) -> None:
+    """The subscription to replies is made with the first request and shared by all."""
+    other = NatsBus(parse_url(nats.url), name="other")
+    other.start()
+    await asyncio.wait_for(other.wait_connected(), 30)
+    await other.subscribe("echo", echo)
+    first = asyncio.create_task(other.request("echo", b"1", 30, inbox=INBOX))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert await other.request("echo", b"2", 30, inbox=INBOX) == b"2"
+    await other.close()

@@ -59,7 +59,8 @@ NOT_COMPARED = frozenset({"message", "available_ram", "available_disk"})
 """Wording is ours; of the heartbeats that carried these figures the recordings keep only two."""
 ADDED = frozenset(
     {"weak_identity", "approval", "drain", "identity", "revision", "overrides", "label_sources", "inventory"}
-    | {"field"}
+    | {"worker_version", "version_skew", "joined"}
+    | {"field", "nats_jwt", "nats_user_seed", "nats_url"}
 )
 """Keys that only ours has (D-MORE-FIELDS)."""
 
@@ -253,7 +254,7 @@ async def web_process() -> AsyncIterator[None]:
 
 async def replay() -> list[str]:
     """Plays the story; answers one line for every difference that is not expected, or expected and gone."""
-    transport = httpx.ASGITransport(app=application, client=("192.0.2.44", 1234))
+    transport = httpx.ASGITransport(app=application, client=("127.0.0.44", 1234))
     unexpected = []
     async with web_process(), httpx.AsyncClient(transport=transport, base_url="http://ours") as client:
         story = Story(client)

@@ -1,22 +1,29 @@
 """The commands of the bus against a real worker with small real engines."""
 
 import asyncio
+import functools
 import json
 import os
 import signal
+import tarfile
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from localai_cluster import clock, procs
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
-from localai_cluster.messaging.bus import Message, NotConnected, ask
+from localai_cluster.messaging.bus import Message, NotConnected
 from localai_cluster.messaging.codec import decode, encode
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import Unauthenticated
-from tests.conformance.worker_support import TOKEN, Worker, engines_of, eventually
+from nodes.backends import commands
+from nodes.backends.outcomes import Done, Refused
+from tests.conformance.worker_support import INBOX, TOKEN, Worker, ask, engines_of, eventually
 
 
 class Node:
@@ -27,12 +34,12 @@ class Node:
         self.worker = worker
         self.id = worker.control_plane.node_id
 
-    async def install(self, backend: str, uri: Path | str = "", **more: object) -> m.InstallReply:
-        request = m.InstallRequest(backend, uri=str(uri), **more)  # type: ignore[arg-type]
+    async def install(self, backend: str, uri: Path | str = "", **more: Any) -> m.InstallReply:
+        request = m.InstallRequest(backend, uri=str(uri), **more)
         return await ask(self.bus, subjects.backend_install(self.id), request, m.InstallReply, 60)
 
-    async def upgrade(self, backend: str, **more: object) -> m.UpgradeReply:
-        request = m.UpgradeRequest(backend, **more)  # type: ignore[arg-type]
+    async def upgrade(self, backend: str, **more: Any) -> m.UpgradeReply:
+        request = m.UpgradeRequest(backend, **more)
         return await ask(self.bus, subjects.backend_upgrade(self.id), request, m.UpgradeReply, 60)
 
     async def delete(self, backend: str) -> m.DeleteReply:
@@ -40,11 +47,11 @@ class Node:
             self.bus, subjects.backend_delete(self.id), m.DeleteRequest(backend), m.DeleteReply, 60
         )
 
-    async def stop(self, target: str, **more: bool) -> None:
+    async def stop(self, target: str, **more: Any) -> None:
         await self.bus.publish(subjects.backend_stop(self.id), encode(m.StopBackend(target, **more)))
 
-    async def stop_model(self, key: str, address: str, **more: bool) -> m.StopModelReply:
-        request = m.StopModelRequest(process_key=key, expected_address=address, **more)  # type: ignore[arg-type]
+    async def stop_model(self, key: str, address: str, **more: Any) -> m.StopModelReply:
+        request = m.StopModelRequest(process_key=key, expected_address=address, **more)
         return await ask(self.bus, subjects.model_stop(self.id), request, m.StopModelReply, 60)
 
     async def list(self) -> m.ListReply:
@@ -68,7 +75,11 @@ def node(bus: NatsBus, running: Worker) -> Node:
     return Node(bus, running)
 
 
-async def healthy(address: str, token: str = TOKEN) -> bool:
+def environment_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
+async def healthy(address: str, token: str) -> bool:
     client = BackendClient(address, token)
     try:
         return await client.health(5)
@@ -76,6 +87,7 @@ async def healthy(address: str, token: str = TOKEN) -> bool:
         await client.close()
 
 
+@pytest.mark.rule("worker-8.6", "T-UNL-36", "W10")
 async def test_an_unknown_backend_is_a_failure_without_process(node: Node) -> None:
     """W10, and that no name reaches the file system as a path."""
     galleries = node.worker.gallery({"name": "other", "uri": "other"})
@@ -92,17 +104,22 @@ async def test_an_unknown_backend_is_a_failure_without_process(node: Node) -> No
     assert list(node.worker.backends.iterdir()) == []
 
 
+@pytest.mark.rule("worker-8.1", "worker-10.2", "worker-10.4", "T-UNL-35", "W11", "W12", "W26")
 async def test_install_starts_once_with_a_plain_environment(node: Node) -> None:
-    """W11, W12, W26: address, the same process again, argv, cwd, token, nothing of the worker's secrets."""
+    """W11, W12, W26: address, the same process again, argv, cwd, token, nothing of the worker's secrets.
+
+    D-ENGINE-TOKEN: the token is the worker's own; the engine neither gets nor accepts the registration token.
+    """
     source = node.worker.source("engine")
     reply = await node.install("engine", source, model_id="org/m")
     assert reply.success, reply.error
     host, _, port = reply.address.partition(":")
     assert host == "localhost"
     assert int(port) >= node.worker.base + 1
-    assert await healthy(reply.address)
-    with pytest.raises(Unauthenticated):
-        await healthy(reply.address, "wrong")
+    assert await healthy(reply.address, node.worker.engine_token)
+    for other in ("wrong", "", TOKEN):
+        with pytest.raises(Unauthenticated):
+            await healthy(reply.address, other)
     begin = clock.monotonic()
     again = await node.install("engine", source, model_id="org/m")
     assert again == reply
@@ -111,13 +128,15 @@ async def test_install_starts_once_with_a_plain_environment(node: Node) -> None:
     facts = node.worker.started("engine", reply.address)
     assert facts["argv"] == ["--addr", f"0.0.0.0:{port}"]
     assert facts["cwd"] == str(node.worker.backends / "engine")
-    assert facts["env"]["LOCALAI_GRPC_AUTH_TOKEN"] == TOKEN
+    assert facts["env"]["LOCALAI_GRPC_AUTH_TOKEN"] == node.worker.engine_token
+    assert TOKEN.encode() not in environment_of(facts["pid"])
     allowed = {"LOCALAI_GRPC_AUTH_TOKEN", "LOCALAI_CLUSTER_GUARD", "PATH", "HOME", "LANG", "PWD", "LC_CTYPE"}
     assert set(facts["env"]) <= allowed
     assert ".venv" not in facts["env"]["PATH"]
     assert await node.running() == {"org/m#0"}
 
 
+@pytest.mark.rule("worker-8.4", "worker-9", "W13", "W19", "W25")
 async def test_replicas_stops_and_ports(node: Node) -> None:
     """W13, W19, W25: two replicas; stop one, a model, a backend, everything; ports rest."""
     source = node.worker.source("engine")
@@ -147,6 +166,7 @@ async def test_replicas_stops_and_ports(node: Node) -> None:
     await node.runs()
 
 
+@pytest.mark.rule("worker-8.1", "W14")
 async def test_another_backend_in_the_same_slot_replaces_it(node: Node) -> None:
     """W14."""
     old = await node.install("one", node.worker.source("one"), model_id="m")
@@ -154,9 +174,10 @@ async def test_another_backend_in_the_same_slot_replaces_it(node: Node) -> None:
     assert new.success, new.error
     assert new.address != old.address
     assert len(engines_of(node.worker.folder)) == 1
-    assert await healthy(new.address)
+    assert await healthy(new.address, node.worker.engine_token)
 
 
+@pytest.mark.rule("worker-8.1", "worker-9", "W15")
 async def test_a_process_killed_from_outside_comes_back_elsewhere(node: Node) -> None:
     """W15: the old port is in quarantine."""
     source = node.worker.source("engine")
@@ -170,6 +191,7 @@ async def test_a_process_killed_from_outside_comes_back_elsewhere(node: Node) ->
     assert second.address != first.address
 
 
+@pytest.mark.rule("worker-8.6", "worker-10.3", "W16")
 async def test_an_engine_that_exits_tells_its_last_words(node: Node) -> None:
     """W16: stderr in the error, port released, the files stay."""
     words = "\n".join(f"line {number}" for number in range(30))
@@ -182,7 +204,7 @@ async def test_an_engine_that_exits_tells_its_last_words(node: Node) -> None:
     assert [b.name for b in (await node.list()).backends] == ["broken"]
 
 
-async def test_a_slow_install_delays_nobody_and_the_same_command_joins(bus: NatsBus, worker: Worker) -> None:
+async def test_a_slow_install_delays_no_other_and_the_same_one_joins(bus: NatsBus, worker: Worker) -> None:
     """W18, W24, F3: real rising bytes, other work goes on, the same request again joins."""
     node = await capped(bus, worker)
     slow, quick = worker.source("slow", size=5_000_000), worker.source("quick")
@@ -228,6 +250,22 @@ async def capped(bus: NatsBus, worker: Worker) -> Node:
     return Node(bus, worker)
 
 
+@pytest.mark.rule("T-UNL-36")
+async def test_the_control_plane_cancels_an_install_and_hears_of_both(bus: NatsBus, worker: Worker) -> None:
+    """Its own command ends with the worker's refusal, and nothing of the backend remains."""
+    node = await capped(bus, worker)
+    control = commands.Worker(bus, node.id, "one")
+    source = worker.source("slow", size=150_000_000)
+    request = m.InstallRequest("slow", uri=str(source), op_id="op.1", install_only=True)
+    installing = asyncio.create_task(control.install(request, timeout=600))
+    await eventually(lambda: list(worker.backends.glob("slow.install-tmp/*")), what="the copy begins")
+    assert await control.cancel("op.1") == Done(m.CancelReply(True, found=True))
+    assert await installing == Refused("cancelled", m.InstallReply(error="cancelled"))
+    assert list(worker.backends.iterdir()) == []
+    assert await control.cancel("op.1") == Done(m.CancelReply(True, found=False))
+    assert "Traceback" not in worker.log.read_text()
+
+
 async def test_a_command_sent_again_after_the_bus_was_lost_joins(bus: NatsBus, worker: Worker) -> None:
     """The install goes on while the bus is away; the same command, sent again, gets its one reply."""
     node = await capped(bus, worker)
@@ -270,6 +308,7 @@ async def test_a_copy_cut_by_a_kill_is_tidied_at_the_next_start(bus: NatsBus, wo
     await eventually(lambda: not list(worker.backends.iterdir()))
 
 
+@pytest.mark.rule("nats-3", "W18")
 async def test_two_installs_of_one_backend_run_one_after_the_other(node: Node) -> None:
     """W18: the second finds the first's work done."""
     source = node.worker.source("engine", size=3_000_000)
@@ -285,6 +324,7 @@ def worker_log(node: Node) -> str:
     return node.worker.log.read_text()
 
 
+@pytest.mark.rule("nats-4.5", "W21")
 async def test_exact_stops(node: Node) -> None:
     """W21: unknown key, wrong address, right address in both forms."""
     reply = await node.install("engine", node.worker.source("engine"), model_id="m")
@@ -316,6 +356,7 @@ async def test_install_waits_for_a_stop_under_way(node: Node) -> None:
     assert second.address != first.address
 
 
+@pytest.mark.rule("worker-8.6", "worker-10.3")
 async def test_a_stop_during_start_ends_the_start(node: Node) -> None:
     """worker.md §10.3: before answering, check that the process is still wanted; the reply says why not."""
     source = node.worker.source("engine", mute=True)
@@ -327,6 +368,7 @@ async def test_a_stop_during_start_ends_the_start(node: Node) -> None:
     assert engines_of(node.worker.folder) == []
 
 
+@pytest.mark.rule("worker-8.3", "W22")
 async def test_delete_stops_and_removes(node: Node) -> None:
     """W22: keys reported, folder gone; not installed and system backends are failures."""
     reply = await node.install("engine", node.worker.source("engine"), model_id="m")
@@ -349,6 +391,7 @@ async def test_delete_stops_and_removes(node: Node) -> None:
         assert not (await node.delete(name)).success
 
 
+@pytest.mark.rule("worker-8.2", "W23")
 async def test_gallery_install_and_upgrade(node: Node) -> None:
     """W23, worker.md §18.3: meta entry, prefix stripped, any case; upgrade replaces files, starts nothing."""
     source = node.worker.source("cpu-engine-v1")
@@ -372,6 +415,30 @@ async def test_gallery_install_and_upgrade(node: Node) -> None:
     assert "capability" in wrong.error
 
 
+@pytest.mark.rule("worker-18.5")
+async def test_an_archive_by_its_address_is_installed_and_started(node: Node) -> None:
+    """Ours: downloaded over HTTP, unpacked and started under the name of the archive."""
+    source = node.worker.source("engine")
+    served = node.worker.sources.parent / "served"
+    served.mkdir()
+    with tarfile.open(served / "engine.tgz", "w:gz") as archive:
+        archive.add(source, ".")
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=served)) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        uri = f"http://127.0.0.1:{server.server_port}/engine.tgz"
+        request = m.InstallRequest("", uri=uri, model_id="m")
+        reply = await ask(node.bus, subjects.backend_install(node.id), request, m.InstallReply, 60)
+        await asyncio.to_thread(server.shutdown)
+    assert reply.success, reply.error
+    assert [(b.name, b.uri) for b in (await node.list()).backends] == [("engine", uri)]
+    assert await node.running() == {"m#0"}
+
+
 async def test_a_failed_upgrade_still_reports_and_keeps_the_files(node: Node) -> None:
     """nats.md §4.2: both stop fields on failures too."""
     reply = await node.install("engine", node.worker.source("engine"), model_id="m")
@@ -383,6 +450,7 @@ async def test_a_failed_upgrade_still_reports_and_keeps_the_files(node: Node) ->
     assert (node.worker.backends / "engine" / "run.sh").exists()
 
 
+@pytest.mark.rule("O10", "worker-8.1", "nats-4.1")
 async def test_install_only_starts_nothing_and_force_reinstalls(node: Node) -> None:
     """Our `install_only`; nats.md §6.3: `force` = stop, reinstall, start."""
     source = node.worker.source("engine")
@@ -397,6 +465,7 @@ async def test_install_only_starts_nothing_and_force_reinstalls(node: Node) -> N
     assert node.worker.events("engine", first.address) == []
 
 
+@pytest.mark.rule("nats-4.9", "nats-4.10", "W31")
 async def test_unload_frees_and_model_delete_stays_inside(node: Node) -> None:
     """nats.md §4.9, §4.10, W31."""
     reply = await node.install("engine", node.worker.source("engine"), model_id="m")
@@ -417,6 +486,7 @@ async def test_unload_frees_and_model_delete_stays_inside(node: Node) -> None:
     assert [path.name for path in node.worker.models.iterdir()] == ["org"]
 
 
+@pytest.mark.rule("R6.9", "nats-4.3", "W24")
 async def test_no_progress_without_operation_and_instance_is_told(node: Node) -> None:
     """W24; our extension `instance`."""
     seen: list[Message] = []
@@ -427,7 +497,7 @@ async def test_no_progress_without_operation_and_instance_is_told(node: Node) ->
     await node.bus.subscribe(f"{subjects.backend_install(node.id)}.*.progress", collect)
     reply = await node.install("engine", node.worker.source("engine"), install_only=True)
     assert reply.success
-    listed = json.loads(await node.bus.request(subjects.backend_list(node.id), b"{}", 5))
-    running = json.loads(await node.bus.request(subjects.models_running(node.id), b"null", 5))
+    listed = json.loads(await node.bus.request(subjects.backend_list(node.id), b"{}", 5, inbox=INBOX))
+    running = json.loads(await node.bus.request(subjects.models_running(node.id), b"null", 5, inbox=INBOX))
     assert listed["instance"] == running["instance"] != ""
     assert seen == []

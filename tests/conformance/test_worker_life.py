@@ -5,6 +5,7 @@ import hashlib
 import re
 import signal
 import stat
+from functools import partial
 
 import pytest
 
@@ -12,13 +13,14 @@ from localai_cluster import clock
 from localai_cluster.fingerprints import grouped
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
-from localai_cluster.messaging.bus import ask
 from localai_cluster.messaging.nats import NatsBus
 from tests.conformance.worker_support import (
+    INBOX,
     TOKEN,
     NatsServer,
     StubControlPlane,
     Worker,
+    ask,
     engines_of,
     eventually,
 )
@@ -26,6 +28,7 @@ from tests.conformance.worker_support import (
 ENDINGS = (
     "backend.install",
     "backend.upgrade",
+    "backend.cancel",
     "backend.stop",
     "backend.delete",
     "backend.list",
@@ -38,7 +41,7 @@ ENDINGS = (
 
 
 async def probe(port: int, path: str) -> int:
-    """Status of a GET; 0 when nobody listens."""
+    """Status of a GET; 0 when no one listens."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
     except OSError:
@@ -69,6 +72,7 @@ async def test_registration_tells_what_the_contract_says(
     assert body["labels"] == {"tier": "t1", "node.replica-slots": "1"}
     assert "node_type" not in body
     assert body["running_processes"] == []
+    assert re.fullmatch("[0-9a-f]{64}", body["engine_token"])
     assert re.fullmatch("[0-9a-f]{32}", call.headers["x-localai-node-instance"])
     assert body["total_ram"] > body["available_ram"] > 0
     assert body["total_disk"] > 0
@@ -83,8 +87,26 @@ async def test_registration_tells_what_the_contract_says(
     assert f"fingerprint={grouped(hashlib.sha256(secret.encode()).hexdigest())}" in text
     assert TOKEN not in text
     assert secret not in text
+    assert body["engine_token"] not in text
     assert "p%40ss" not in text
     assert "p@ss" not in text
+
+
+def registered_since(control_plane: StubControlPlane, before: int) -> bool:
+    return len(control_plane.seen("/register")) > before
+
+
+async def test_each_process_makes_another_token_for_its_engines(
+    worker: Worker, control_plane: StubControlPlane
+) -> None:
+    """What one process told is worth nothing after its end."""
+    for _ in range(2):
+        before = len(control_plane.seen("/register"))
+        worker.launch()
+        await eventually(partial(registered_since, control_plane, before))
+        worker.kill()
+    first, second = (call.body["engine_token"] for call in control_plane.seen("/register"))
+    assert first != second
 
 
 @pytest.mark.rule("W3", "worker-5.2")
@@ -139,26 +161,27 @@ async def test_a_silent_bus_silences_the_heartbeat(
     assert await probe(worker.base, "/readyz") == 200
 
 
-@pytest.mark.rule("W7", "W8", "W9")
+@pytest.mark.rule("W7", "W8", "W9", "R6.1", "nats-2.1", "nats-3")
 async def test_every_subject_has_a_listener_and_no_other_node(
     running: Worker, bus: NatsBus, control_plane: StubControlPlane
 ) -> None:
     """And that a broken body is answered in that subject's error shape."""
     node = control_plane.node_id
     assert (await ask(bus, subjects.backend_list(node), m.Nothing(), m.ListReply, 30)).backends == ()
-    listed = await bus.request(subjects.models_running(node), b"", 5)
+    listed = await bus.request(subjects.models_running(node), b"", 5, inbox=INBOX)
     assert b'"models":[]' in listed
     assert m.RunningReply().models == ()
     for subject, kind in (
         (subjects.backend_install(node), m.InstallReply),
         (subjects.backend_upgrade(node), m.UpgradeReply),
         (subjects.backend_delete(node), m.DeleteReply),
+        (subjects.backend_cancel(node), m.CancelReply),
         (subjects.model_unload(node), m.UnloadReply),
         (subjects.model_delete(node), m.DeleteModelReply),
     ):
-        reply = await bus.request(subject, b"{broken", 5)
+        reply = await bus.request(subject, b"{broken", 5, inbox=INBOX)
         assert b'"success":false' in reply, kind
-    assert b'"terminated":false' in await bus.request(subjects.model_stop(node), b"{", 5)
+    assert b'"terminated":false' in await bus.request(subjects.model_stop(node), b"{", 5, inbox=INBOX)
     prefix = subjects.node_prefix(node)
     assert prefix == "nodes.node-a-1-b"
     listening = [subject for subject in await running.nats.subscriptions() if subject.startswith("nodes.")]
@@ -330,7 +353,7 @@ async def test_one_data_folder_has_one_worker(running: Worker) -> None:
     ("setting", "value", "words"),
     [
         ("LOCALAI_ADDR", "nonsense", "--addr"),
-        ("LOCALAI_NATS_URL", "http://user:hush@x", "nats://user:password@host:4222"),
+        ("LOCALAI_NATS_URL", "http://user:hush@x", "nats://host:4222"),
         ("LOCALAI_REGISTER_TO", "", "Use the URL of the control plane"),
         ("LOCALAI_WORKER_DOWNLOAD_RATE", "-1", "bytes per second"),
         ("LOCALAI_BACKEND_GALLERIES", "{", "JSON list"),

@@ -5,17 +5,21 @@ import json
 import os
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from uuid import NAMESPACE_DNS, uuid5
 
 import httpx
 
 from localai_cluster import clock
 from localai_cluster.embedded.nats import binary as nats_binary
+from localai_cluster.messaging import bus as carrier
+from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.codec import encode_galleries
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.rpc.build import build as build_stubs
@@ -23,6 +27,8 @@ from tests.conftest import BUSY
 
 ROOT = Path(__file__).parent.parent.parent
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
+INBOX = "_INBOX.test"
+R = TypeVar("R")
 USER, PASSWORD = "tester", "p@ss:w/rd"
 
 
@@ -124,11 +130,14 @@ class StubControlPlane:
         self.heartbeat_status = 200
         self.rotating = False
         self.in_flight: list[int] = []
+        self.credentials: Callable[[], dict[str, str]] = dict
+        """What an answer to a registration says of the bus."""
+        self.tls: ssl.SSLContext | None = None
         self._server: asyncio.Server | None = None
         self._links: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, ssl=self.tls)
 
     async def stop(self) -> None:
         assert self._server
@@ -167,7 +176,9 @@ class StubControlPlane:
         if call.path.endswith("/register"):
             if self.refusals:
                 return self.refusals.pop(0), {"error": {"message": "not now"}}
-            return 201, {"id": self.node_id, "name": call.body["name"], "status": self.status}
+            return 201, {"id": self.node_id, "name": call.body["name"], "status": self.status} | (
+                self.credentials()
+            )
         if call.path.endswith("/heartbeat"):
             if self.rotating:
                 return 401, {"error": "an admin wants this secret replaced", "rotate": True}
@@ -178,6 +189,15 @@ class StubControlPlane:
         if call.path.endswith("/models"):
             return 200, [{"in_flight": self.in_flight.pop(0) if self.in_flight else 0}]
         return 200, {"message": "ok"}
+
+
+class Registry(StubControlPlane):
+    """Gives every name an id of its own."""
+
+    def _answer(self, call: Call) -> tuple[int, Any]:
+        if call.path.endswith("/register"):
+            self.node_id = str(uuid5(NAMESPACE_DNS, call.body["name"]))
+        return super()._answer(call)
 
 
 TOKEN = "tok-en"
@@ -261,6 +281,11 @@ class Worker:
         facts: dict[str, Any] = json.loads((self.backends / backend / f"started-{port}.json").read_text())
         return facts
 
+    @property
+    def engine_token(self) -> str:
+        """The token for its engines that it has told the control plane."""
+        return str(self.control_plane.seen("/register")[-1].body["engine_token"])
+
     def events(self, backend: str, address: str) -> list[str]:
         path = self.backends / backend / f"events-{address.rpartition(':')[2]}"
         return path.read_text().split() if path.exists() else []
@@ -278,3 +303,8 @@ def engines_of(folder: Path) -> list[int]:
             if os.fsencode(folder) in line and b"fake_engine" in line:
                 found.append(int(entry.name))
     return found
+
+
+async def ask(bus: Bus, subject: str, request: Any, reply: type[R], timeout: float) -> R:
+    """One question, with replies in an inbox that every user of this server may use."""
+    return await carrier.ask(bus, subject, request, reply, timeout, inbox=INBOX)

@@ -70,6 +70,8 @@ class Stage:
     pending: str
     job: str
     failure: str
+    join_token: str
+    """The id of one to revoke."""
     own: dict[str, str]
     """Nodes and conflicts that single operations have to themselves, by the name of their dictionary."""
 
@@ -86,13 +88,14 @@ class Stage:
             "failures": [self.failure],
             "secrets": [SECRET, OTHER_SECRET],
             "tokens": [TOKEN],
+            "join_tokens": [self.join_token],
             **{name: [value] for name, value in self.own.items()},
         }.items():
             (folder / f"{name}.dict").write_text("".join(f'"{value}"\n' for value in values))
 
 
 def register(web: Process, name: str, secret: str) -> str:
-    """A node of the fuzz alone: nobody listens behind it, so the cluster's own work goes elsewhere."""
+    """A node of the fuzz alone: no one listens behind it, so the cluster's own work goes elsewhere."""
     return str(knock(web, name, secret).raise_for_status().json()["id"])
 
 
@@ -111,6 +114,7 @@ def knock(web: Process, name: str, secret: str) -> httpx.Response:
 
 def prepare(cluster: Cluster) -> Stage:
     """Everything up, one worker with both models loaded, one approved and one pending node to play with."""
+    offer_package(cluster)
     web = cluster.web()
     cluster.controller()
     cluster.tasks()
@@ -123,11 +127,20 @@ def prepare(cluster: Cluster) -> Stage:
         cluster.embed(web, model=model).raise_for_status()
     job = cluster.post(web, f"/api/nodes/{worker}/backends/install", {"backend": "echo"}).json()["jobID"]
     failure = failed_install(cluster, web, worker)
-    return Stage(cluster, web, worker, node, pending, job, failure, own_ids(cluster, web))
+    token = cluster.post(web, "/api/join-tokens").raise_for_status().json()["id"]
+    return Stage(cluster, web, worker, node, pending, job, failure, token, own_ids(cluster, web))
+
+
+def offer_package(cluster: Cluster) -> None:
+    """Something for machines to fetch that join; no one installs it here."""
+    folder = cluster.home / "dist"
+    folder.mkdir()
+    (folder / "localai_cluster-0.1.0-py3-none-any.whl").write_bytes(b"a wheel")
+    cluster.extra = {**cluster.extra, "CLUSTER_WHEEL_DIR": str(folder)}
 
 
 def failed_install(cluster: Cluster, web: Process, worker: str) -> str:
-    """An operation to dismiss: nobody has this backend."""
+    """An operation to dismiss: no one has this backend."""
     path = f"/api/nodes/{worker}/backends/install"
     job = str(cluster.post(web, path, {"backend": "nobody-has-it"}).json()["jobID"])
     eventually(lambda: "error" in cluster.get(web, f"/api/backends/job/{job}").json(), what="the failure")
@@ -233,7 +246,7 @@ SETTINGS = {
     "CLUSTER_FAILED_TOKENS": "1000000",
     "CLUSTER_NODE_STALE_AFTER": "1h",
 }
-"""Nobody is locked out for wrong guesses, and the nodes without a worker stay as they are."""
+"""No one is locked out for wrong guesses, and the nodes without a worker stay as they are."""
 
 
 def main() -> int:

@@ -160,7 +160,7 @@ def test_what_fails_for_one_does_not_stop_the_others(root: Client) -> None:
 
 
 @pytest.mark.rule("R1.15")
-def test_nobody_approves_a_secret_he_has_not_seen(root: Client) -> None:
+def test_no_one_approves_a_secret_he_has_not_seen(root: Client) -> None:
     """Between page and "yes" the node was revoked and another worker came: nothing is approved."""
     node = api.make_node(approved=False)
     page = root.get(pages.url(node.id, "approve"))

@@ -12,7 +12,7 @@ from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.fingerprints import grouped
 from nodes.models import BackendNode, NodeConflict, NodeEvent, RevokedSecret
 from nodes.registry import services
-from tests.support import api, pages
+from tests.support import api, intents, pages
 
 pytestmark = pytest.mark.django_db
 
@@ -69,7 +69,7 @@ def test_the_timeline_is_filtered(root: Client, query: str, kinds: set[str]) -> 
     assert {event.kind for event in rows(page)} == kinds
 
 
-def test_the_timeline_outlives_the_node_and_nobody_edits_it(root: Client) -> None:
+def test_the_timeline_outlives_the_node_and_no_one_edits_it(root: Client) -> None:
     """By the id of a node that is gone; no adding, no changing, no deleting."""
     node = api.make_node()
     services.deregister(node.id, actor=ROOT, now=clock.now())
@@ -132,7 +132,7 @@ def test_a_claim_that_cannot_be_accepted_says_what_to_do(root: Client) -> None:
 @pytest.mark.parametrize("verb", ["accept", "refuse"])
 @pytest.mark.parametrize("way", ["button", "list"])
 def test_a_conflict_is_decided(root: Client, verb: str, way: str) -> None:
-    """Accepting makes the claimant the node and refuses the former secret for ever."""
+    """Accepting makes the claimant the node and refuses the former secret forever."""
     node, done = api.make_node(), {"accept": "accepted", "refuse": "refused"}[verb]
     conflict = claimed()
     if way == "button":
@@ -188,10 +188,22 @@ def test_who_may_only_look_decides_nothing() -> None:
 
 
 def test_revoked_secrets_are_listed_and_stay(root: Client) -> None:
-    """Fingerprint, node, who, when; nobody takes one back by hand."""
+    """Fingerprint, node, who, when; no one takes one back by hand."""
     node = api.make_node()
     services.revoke(node.id, actor=ROOT, now=clock.now())
     page = root.get("/admin/nodes/revokedsecret/")
     assert [secret.pk for secret in rows(page)] == [node.fingerprint]
     assert root.get(f"/admin/nodes/revokedsecret/{node.fingerprint}/delete/").status_code == 403
     assert BackendNode.objects.get().status == "pending"
+
+
+@pytest.mark.rule("R1.110")
+def test_what_waits_for_its_node_is_listed_and_counted_by_backend(root: Client) -> None:
+    """By backend, the oldest first; a search counts those of one backend on all nodes."""
+    one, two = api.make_node("w1"), api.make_node("w2", secret=api.OTHER_SECRET)
+    for node, backend in ((two, "echo"), (one, "whisper"), (one, "echo"), (one, "bark")):
+        intents.ask(intents.INSTALL, node, backend=backend)
+    page = root.get("/admin/nodes/pendingbackendop/")
+    wanted = [("bark", "w1"), ("echo", "w2"), ("echo", "w1"), ("whisper", "w1")]
+    assert [(row.backend, row.node.name) for row in rows(page)] == wanted
+    assert root.get("/admin/nodes/pendingbackendop/?q=echo").context["cl"].result_count == 2

@@ -72,7 +72,7 @@ def test_the_list_costs_the_same_for_one_node_and_for_a_hundred(root: Client) ->
     assert (one, queries(root, pages.LIST)) == (LIST_QUERIES, LIST_QUERIES)
 
 
-def test_a_page_costs_the_same_whatever_has_happened(root: Client) -> None:
+def test_a_page_costs_the_same_after_many_events(root: Client) -> None:
     """Twenty events, two conflicts and forty labels cost no statement more than none."""
     bare, full = api.make_node("bare"), api.make_node("full", labels={f"k{i}": "v" for i in range(40)})
     for index in range(30):
@@ -166,7 +166,7 @@ def test_the_approval_panel_shows_what_to_compare(root: Client) -> None:
 
 @pytest.mark.usefixtures("stock_workers")
 def test_a_weak_or_rejected_node_says_so(root: Client) -> None:
-    """Whoever approves is warned, and sees an earlier no."""
+    """Anyone who approves is warned, and sees an earlier no."""
     node = api.make_node(secret="", approved=False)
     services.reject(node.id, actor=ROOT, now=clock.now(), reason="who is that?")
     page = root.get(pages.url(node.id)).content.decode()
@@ -257,7 +257,7 @@ def test_who_may_change_may_not_remove() -> None:
 @pytest.mark.parametrize("key", ["7d9f0c9e-0000-4000-8000-000000000000", "nonsense", "%00", "1"])
 @pytest.mark.parametrize("page", ["change", "delete", "history", "approve"])
 def test_a_node_that_is_not_there_is_no_crash(root: Client, key: str, page: str) -> None:
-    """Back to the list or the start page; a path of nobody is 404."""
+    """Back to the list or the start page; an unknown path is 404."""
     assert root.get(f"{pages.LIST}{key}/{page}/").status_code in (302, 404)
 
 
@@ -268,7 +268,7 @@ def test_an_object_has_no_public_page(root: Client, key: str) -> None:
 
 
 def test_the_stock_deletion_leads_to_the_verb(root: Client) -> None:
-    """Nobody deletes a row past the service."""
+    """No one deletes a row past the service."""
     node = api.make_node()
     assert root.get(pages.url(node.id, "delete"))["Location"] == pages.url(node.id, "remove")
     page = root.get(pages.LIST)

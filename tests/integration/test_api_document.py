@@ -17,12 +17,16 @@ from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
 from localai_cluster import clock
 from localai_cluster.documents import SchemaView
-from nodes.models import BackendNode, NodeConflict, NodeLabel
+from nodes.backends import worker_logs
+from nodes.models import BackendNode, ModelSchedulingConfig, NodeConflict, NodeLabel
 from nodes.registry import node_rows
-from tests.support import api
+from tests.support import api, worker_http
+from tests.support.worker_http import ENGINE_TOKEN, answers, silent
 
 pytestmark = pytest.mark.django_db
 METHODS = ("get", "put", "patch", "post", "delete")
+_ASKED_OF_WORKERS = re.compile("/backends|/models/(unload|delete)$")
+"""What a worker has a part in; the tests of those routes compare their answers."""
 
 
 @cache
@@ -70,7 +74,9 @@ def template_of(path: str) -> str:
     """The document's path for a concrete one."""
     path = path.partition("?")[0]
     for template in sorted((path for _, path, _ in operations()), key=lambda t: (t.count("{"), -len(t))):
-        pattern = re.sub(r"\{(\w+)\}", lambda name: ".+" if name[1] == "key" else "[^/]+", template)
+        pattern = re.sub(
+            r"\{(\w+)\}", lambda name: ".+" if name[1] in ("key", "model") else "[^/]+", template
+        )
         if re.fullmatch(pattern, path):
             return template
     raise AssertionError(f"the document does not know {path}")
@@ -128,6 +134,24 @@ def edit(read: Reader) -> None:
         for revision in ("0", "x"):
             read("DELETE", f"{at}/{what}?revision={revision}")
         read("DELETE", f"{at}/{what}")
+
+
+def rule(read: Reader) -> None:
+    """Rules of scheduling, one with everything and one with nothing."""
+    at = "/api/nodes/scheduling"
+    whole = {
+        "model_name": "org/m",
+        "node_selector": {"a": "b"},
+        "min_replicas": 1,
+        "route_policy": "prefix_cache",
+    }
+    thresholds = {"balance_abs_threshold": 3, "balance_rel_threshold": 1.5, "min_prefix_match": 0.4}
+    for body in (whole | thresholds, {"model_name": "plain"}, {"model_name": "all", "spread_all": True}, {}):
+        read("POST", at, body)
+    ModelSchedulingConfig.objects.update(unsatisfiable_until=clock.now(), unsatisfiable_ticks=3)
+    for path in (at, f"{at}/org/m", f"{at}/none"):
+        read("GET", path)
+    read("DELETE", f"{at}/org/m")
 
 
 def let_in(read: Reader) -> None:
@@ -192,25 +216,43 @@ def dispute(read: Reader) -> None:
     read("GET", f"{at}/events")
 
 
-@pytest.mark.rule("http-2.1", "http-2.3", "http-2.4", "http-2.5")
+def ask_workers(read: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logs, of workers that answer, refuse, keep silent, and of a node that may not be asked yet."""
+    kinds = {"real": None, "refusing": answers("401 Unauthorized", b"no"), "silent": silent}
+    for name, script in kinds.items():
+        if name == "silent":
+            monkeypatch.setattr(worker_logs, "ANSWER_LIMIT", 0.2)
+        with worker_http.worker(script) as served:
+            where: dict[str, Any] = {"http_address": served.address, "engine_token": ENGINE_TOKEN}
+            node = api.make_node(name, **where)
+            served.prints("m#0", "hello")
+            for path in ("", "/m", "/" + "m" * 513):
+                read("GET", f"/api/nodes/{node.id}/backend-logs{path}")
+            pending = api.make_node(f"{name}-pending", approved=False, **where)
+            for path in ("", "/m"):
+                read("GET", f"/api/nodes/{pending.id}/backend-logs{path}")
+
+
+@pytest.mark.rule("http-2.1", "http-2.3", "http-2.4", "http-2.5", "http-2.13")
 @pytest.mark.rule("http-2.6", "http-2.7", "http-2.8", "http-2.9")
-def test_every_answer_fits_the_document() -> None:
+def test_every_answer_fits_the_document(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each route answers with success, and with each refusal that the document lists for it."""
     read = Reader()
-    for story in (edit, let_in, come_and_go, dispute):
+    for story in (edit, rule, let_in, come_and_go, dispute):
         story(read)
+    ask_workers(read, monkeypatch)
     known = {
         (method, path, int(status))
         for method, path, what in operations()
         for status in what["responses"]
-        if int(status) not in BY_OTHER_TESTS and "backends" not in path
+        if int(status) not in BY_OTHER_TESTS and not _ASKED_OF_WORKERS.search(path)
     }
     for method, path, status in sorted(known - read.seen):
         refuse(read, method, path, status)
     assert known - read.seen == set()
 
 
-BY_OTHER_TESTS = (401, 403, 413, 503)
+BY_OTHER_TESTS = (401, 403, 413, 429, 503)
 """What the caller or the machine is refused for, not the request."""
 
 
@@ -267,7 +309,7 @@ def test_examples_have_the_recorded_shapes(file: str, name: str, operation: str)
 def test_the_document_and_the_rows_name_the_same_fields() -> None:
     """What the list answers has the keys of its shape."""
     node = api.make_node(
-        "full", total_vram=8, available_vram=8, capability="x", vram_budget="50%", approved=False
+        "full", total_vram=8, available_vram=8, capability="x", vram_budget="50%", version="0", approved=False
     )
     BackendNode.objects.update(
         fingerprint="",
@@ -289,6 +331,7 @@ def test_the_document_and_the_rows_name_the_same_fields() -> None:
         rejected_at=None,
         revoked_at=None,
         capability="",
+        worker_version="",
         vram_budget="",
         vram_budget_bytes=0,
     )

@@ -158,7 +158,7 @@ async def test_pending_and_offline_nodes_store_the_time_only(
 
 @pytest.mark.rule("R1.16")
 async def test_a_silent_node_comes_back_by_its_beat(application: HeartbeatApplication) -> None:
-    """R5.5: at once, without waiting for a pass, and whoever waits for a node is told."""
+    """R5.5: at once, without waiting for a pass, and anyone who waits for a node is told."""
     node = await made()
     await BackendNode.objects.filter(pk=node.pk).aupdate(offline_at=clock.now(), offline_recovers=True)
     async with await psycopg.AsyncConnection.connect(
@@ -307,7 +307,7 @@ NAMES = st.sampled_from(["available_vram", "total_vram", "available_ram", "total
 
 @given(st.dictionaries(NAMES, VALUES))
 def test_reading_ends_in_storable_values_or_names_a_field(body: dict[str, Any]) -> None:
-    """One bad beat must never spoil the batch of everybody else."""
+    """One bad beat must never spoil the batch of everyone else."""
     refusal, figures = None, {}
     try:
         figures = heartbeats.read(body)

@@ -70,7 +70,7 @@ def test_a_conflict_shows_both_addresses() -> None:
 
 
 def test_accepting_makes_the_claimant_the_node() -> None:
-    """From then on the former secret is refused, and the conflict waits for nobody."""
+    """From then on the former secret is refused, and the conflict is closed."""
     node = api.make_node()
     claim()
     accepted = decide(node.id, conflicts()[0]["id"], "accept")
@@ -95,7 +95,7 @@ def test_refusing_leaves_the_node_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("verdict", ["accept", "refuse"])
-def test_conflicts_of_nobody_and_of_others_are_404(verdict: str) -> None:
+def test_unknown_conflicts_and_those_of_others_are_404(verdict: str) -> None:
     """Unknown node, unknown conflict, another node's conflict."""
     node, other = api.make_node(), api.make_node("w2")
     claim()
@@ -179,7 +179,7 @@ def test_there_is_nothing_to_rotate_without_a_secret() -> None:
     assert identity(node, "rotate").status_code == 409
 
 
-def test_a_revoked_node_is_pending_and_nobody() -> None:
+def test_a_revoked_node_is_pending_and_has_no_identity() -> None:
     """At once: the secret is refused everywhere; the detail says who revoked it, when and why."""
     node = api.make_node()
     api.replica(node)

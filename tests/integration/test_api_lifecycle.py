@@ -228,7 +228,7 @@ def test_bulk_approval_does_what_it_can() -> None:
 
 @pytest.mark.rule("R1.15", "http-2.6")
 def test_an_approval_holds_for_the_fingerprint_that_was_compared() -> None:
-    """Another one by now is 409, and nothing happens; without one, whoever is there is let in."""
+    """Another one by now is 409, and nothing happens; without one, the present one is let in."""
     node = pending()
     shown = api.node(node.id).fingerprint
     for other in ("f" * 64, ""):

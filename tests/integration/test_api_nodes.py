@@ -249,7 +249,7 @@ def test_lists_of_replicas_and_operations_cost_the_same_for_any_number() -> None
 
 @pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)
 def test_who_may_call_admin_routes(method: str, path: str) -> None:
-    """§0.2: 401 with a challenge for nobody, 403 for a user who is no admin; nodes are neither."""
+    """§0.2: 401 with a challenge without a credential, 403 for a user who is no admin; nodes are neither."""
     node = api.make_node(approved=False)
     path = path.format(id=node.id)
     key = user_key()

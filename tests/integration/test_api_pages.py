@@ -111,7 +111,7 @@ def test_every_model_has_pages_and_facts_cannot_be_typed_in(root: Client) -> Non
     for path in ("nodes/backendnode", "nodes/nodemodel", "operations/operation", "nodes/webprocess"):
         assert root.get(f"/admin/{path}/add/").status_code == 403
     page = root.get(f"/admin/nodes/backendnode/{node.id}/change/").content.decode()
-    assert node.fingerprint in page, "whoever approves compares it"
+    assert node.fingerprint in page, "anyone who approves compares it"
     assert not set(re.findall(r'<(?:input|select|textarea)[^>]* name="(\w+)"', page)) & {
         "status",
         "last_heartbeat",
@@ -187,6 +187,7 @@ def test_every_route_is_in_the_document(root: Client) -> None:
     expected = {(route.method, route.path) for route in raw_routes.ROUTES} | {
         ("GET", "/ws/operations"),
         ("GET", "/ws/feed"),
+        ("GET", "/ws/nodes/{node_id}/backend-logs/{model}"),
     }
     for path, view in django_routes(get_resolver()):
         if path in PAGES:
@@ -215,8 +216,9 @@ def test_the_document_says_which_keys_may_be_absent(root: Client) -> None:
         for name in ("Node", "NodeDetail", "Replica", "Registration")
     }
     theirs = {"capability", "vram_budget", "vram_budget_bytes", "labels"}
-    assert optional["Node"] == theirs | {"weak_identity", "rejected", "revoked", "open_conflicts"}
-    facts = {"approval", "revoked", "drain", "offline", "unhealthy"}
+    ours = {"weak_identity", "rejected", "revoked", "open_conflicts", "worker_version", "version_skew"}
+    assert optional["Node"] == theirs | ours
+    facts = {"joined", "approval", "revoked", "drain", "offline", "unhealthy"}
     assert optional["NodeDetail"] == optional["Node"] - {"labels"} | facts
     assert "cleanup_error" in optional["Replica"]
     assert set(schemas["Registration"]["properties"]) - optional["Registration"] == {"name", "token"}
@@ -242,7 +244,7 @@ def test_parameters_of_the_document_lead_nowhere(root: Client) -> None:
 
 
 def test_documents_are_for_signed_in_users(root: Client) -> None:
-    """Users read them, a browser without a session is sent to sign in, nobody else gets anything."""
+    """Users read them, a browser without a session is sent to sign in, no one else gets anything."""
     user = get_user_model().objects.create_user("ann", password="x")
     key = principals.create_api_key(user, "k")[1]
     for path in ("/api/schema", "/api/docs"):

@@ -99,10 +99,20 @@ def test_reregistration_lifts_offline_but_keeps_an_admins_drain() -> None:
 def test_zero_and_empty_keep_the_stored_value_but_for_disk() -> None:
     """R1.23, R1.24."""
     api.make_node(
-        total_ram=5, available_ram=4, total_disk=9, available_disk=8, gpu_vendor="nvidia", http_address="a:1"
+        total_ram=5,
+        available_ram=4,
+        total_disk=9,
+        available_disk=8,
+        gpu_vendor="nvidia",
+        http_address="127.0.0.1:1",
     )
     node = api.make_node(address="127.0.0.1:7")
-    assert (node.total_ram, node.available_ram, node.gpu_vendor, node.http_address) == (5, 4, "nvidia", "a:1")
+    assert (node.total_ram, node.available_ram, node.gpu_vendor, node.http_address) == (
+        5,
+        4,
+        "nvidia",
+        "127.0.0.1:1",
+    )
     assert (node.total_disk, node.available_disk, node.address) == (0, 0, "127.0.0.1:7")
 
 
@@ -143,6 +153,16 @@ def test_a_workers_budget_caps_and_goes_with_its_setting() -> None:
 @pytest.mark.rule("R1.27", "R1.28", "http-1.1")
 @pytest.mark.rule("R1.22", "http-1.1")
 @pytest.mark.rule("http-1.1")
+def test_a_known_worker_goes_on_when_the_registration_token_is_replaced() -> None:
+    """Its secret proves more than the token; a stranger with the old token is refused."""
+    assert api.register(api.registration()).status_code == 201
+    old = {"Authorization": "Bearer the-former-token-of-this-cluster", "X-LocalAI-Node-Secret": api.SECRET}
+    body = api.registration() | {"token": "the-former-token-of-this-cluster"}
+    assert api.Caller(**old).post(api.REGISTER, body).status_code == 201
+    stranger = old | {"X-LocalAI-Node-Secret": api.OTHER_SECRET}
+    assert api.Caller(**stranger).post(api.REGISTER, body).status_code == 401
+
+
 @pytest.mark.rule("T-REG-4", "R1.14")
 def test_an_unhealthy_node_that_registers_again_is_healthy() -> None:
     """Without auto-approval: the approval it has is enough."""
@@ -222,7 +242,8 @@ def test_the_answer_tells_when_the_node_was_made() -> None:
     """D-CREATED-AT: the reference answers the year 1 to a worker that comes back."""
     made = api.make_node().created_at
     answer = api.register(api.registration()).json()
-    assert set(answer) == {"id", "name", "node_type", "status", "created_at"}
+    told = {"id", "name", "node_type", "status", "created_at"}
+    assert set(answer) == told | {"nats_jwt", "nats_user_seed", "nats_url"}
     assert parse_datetime(answer["created_at"]) == made
 
 
@@ -275,7 +296,7 @@ def test_stock_workers_are_admitted_on_demand_and_marked(monkeypatch: pytest.Mon
     assert api.admin().get(f"/api/nodes/{node_id}").json()["weak_identity"] is True
     assert api.bearer(REGISTRATION_TOKEN).get(f"/api/node/{node_id}/models").status_code == 200
     assert api.register(api.registration(), "").json()["status"] == "healthy"
-    # Whoever comes with a secret of its own may be somebody else: an admin decides.
+    # Anyone who comes with a secret of its own may be somebody else: an admin decides.
     assert api.register(api.registration()).status_code == 409
     assert api.register(api.registration(), "").json()["status"] == "healthy"
     allow(monkeypatch, allow_shared_token_nodes=False)

@@ -83,7 +83,7 @@ def minute(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.rule("http-5.4")
-def test_nobody_is_signed_in(ann: Any) -> None:
+def test_no_one_is_signed_in(ann: Any) -> None:
     """§5.4: `user` is null; the answer brings the CSRF cookie. People sign in, not the static key."""
     browser = Browser()
     assert browser.get("/api/auth/status").json() == {
@@ -99,7 +99,7 @@ def test_nobody_is_signed_in(ann: Any) -> None:
 
 @pytest.mark.rule("http-5.4", "UI-0.4")
 def test_an_installation_without_people_says_so() -> None:
-    """The page can tell whoever opens it what to run; it is open to nobody."""
+    """The page can say what to run; nothing else is open."""
     browser = Browser()
     status = browser.get("/api/auth/status").json()
     assert (status["hasUsers"], status["authEnabled"], status["user"]) == (False, True, None)
@@ -170,7 +170,7 @@ def test_a_wrong_name_looks_like_a_wrong_password(ann: Any, name: str, password:
 
 
 @pytest.mark.rule("http-5.4")
-def test_an_inactive_person_is_nobody(ann: Any) -> None:
+def test_an_inactive_person_is_anonymous(ann: Any) -> None:
     """D-SIGN-IN: 401 like a wrong password; a session that was open ends."""
     browser = Browser()
     browser.sign_in()
@@ -210,14 +210,21 @@ def test_a_body_that_is_none(ann: Any, body: Any, named: str) -> None:
     assert browser.sign_in().status_code == 200
 
 
-@pytest.mark.parametrize("raw", [b"[]", b"{", b'"x"', b"\xff", b"[" * 100_000])
-def test_a_body_that_is_no_object(raw: bytes) -> None:
+NO_BODY = "invalid request body"
+DEEP = "the request body is nested more than 64 levels deep"
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [(b"[]", NO_BODY), (b"{", NO_BODY), (b'"x"', NO_BODY), (b"\xff", NO_BODY), (b"[" * 100_000, DEEP)],
+)
+def test_a_body_that_is_no_object(raw: bytes, said: str) -> None:
     """400, never a 500."""
     browser = Browser()
     browser.get("/api/auth/status")
     token = browser.client.cookies["csrftoken"].value
     refused = browser.client.post("/api/auth/login", raw, "application/json", headers={"X-CSRFToken": token})
-    assert (refused.status_code, refused.json()) == (400, {"error": "invalid request body"})
+    assert (refused.status_code, refused.json()) == (400, {"error": said})
 
 
 @pytest.mark.rule("http-0.4")
@@ -282,7 +289,7 @@ def test_five_failures_a_minute(
 def test_tries_at_the_same_time_are_counted_before_they_are_looked_at(
     ann: Any, minute: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever sends many at once gets no more of them than one after the other."""
+    """Many at once are no more than as many one after the other."""
     looked: list[int] = []
 
     def check(self: Any, raw: str) -> bool:
@@ -306,7 +313,7 @@ def test_right_passwords_are_never_too_many(ann: Any, minute: None) -> None:
 def test_failed_tokens_and_failed_sign_ins_are_counted_apart(
     ann: Any, failed_tokens: throttle.Failures
 ) -> None:
-    """A worker with a wrong token locks nobody out of the pages."""
+    """A worker with a wrong token locks no one out of the pages."""
     for at in (clock.now(), clock.now() + timedelta(seconds=throttle.WINDOW)):
         for _ in range(throttle.LIMIT):
             failed_tokens.note(HERE, at)
@@ -317,7 +324,7 @@ def test_failed_tokens_and_failed_sign_ins_are_counted_apart(
 
 
 def test_another_password_keeps_this_session_and_ends_the_others(ann: Any) -> None:
-    """The old one is good for nothing; nobody stays in elsewhere."""
+    """The old one is good for nothing; sessions elsewhere end."""
     here, elsewhere = Browser(), Browser()
     here.sign_in()
     elsewhere.sign_in()
@@ -376,7 +383,7 @@ def test_a_refusal_names_every_broken_rule_at_once(ann: Any) -> None:
 
 
 def test_guessing_the_present_password_is_guessing(ann: Any, minute: None) -> None:
-    """Whoever finds an open browser gets five tries a minute, too; refused new ones are no guesses."""
+    """Anyone who finds an open browser gets five tries a minute, too; refused new ones are no guesses."""
     browser = Browser()
     browser.sign_in()
     for _ in range(throttle.SIGN_INS + 1):
@@ -419,7 +426,7 @@ def test_bootstrap_knows_which_password_was_generated(
     assert not passwords.must_change(bootstrapped(monkeypatch, **settings))
 
 
-def test_bootstrap_makes_nobody_while_a_setting_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bootstrap_makes_no_user_while_a_setting_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the password must be changed is never guessed."""
     with pytest.raises(CommandError, match="CLUSTER_ADMIN_PASSWORD_GENERATED"):
         bootstrapped(monkeypatch, CLUSTER_ADMIN_PASSWORD=PASSWORD, CLUSTER_ADMIN_PASSWORD_GENERATED="perhaps")
@@ -467,7 +474,7 @@ def test_keys_are_not_affected(newcomer: Any) -> None:
 
 @pytest.mark.django_db(transaction=True)
 def test_sockets_know_a_newcomer_and_open_nothing(newcomer: Any) -> None:
-    """Refused like somebody without the right (4403), not like nobody: signing in again would not help."""
+    """Refused like a user without the right (4403), not like a stranger: signing in again does not help."""
     browser = Browser()
     browser.sign_in()
 
@@ -484,7 +491,7 @@ def test_sockets_know_a_newcomer_and_open_nothing(newcomer: Any) -> None:
 def test_a_password_set_elsewhere_is_none_that_was_generated(
     newcomer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever sets one by hand has chosen it."""
+    """One that is set by hand was chosen."""
     monkeypatch.setattr("getpass.getpass", lambda prompt="": NEXT)
     call_command("changepassword", "ann", stdout=io.StringIO())
     assert Browser().sign_in(password=NEXT).json()["user"]["mustChangePassword"] is False
@@ -520,7 +527,7 @@ def test_the_admin_is_entered_through_the_page(ann: Any) -> None:
 @pytest.mark.parametrize(
     "evil", ["//evil.example", "https://evil.example/", "/\\evil.example", "javascript:x"]
 )
-def test_nobody_is_sent_to_another_host(ann: Any, evil: str) -> None:
+def test_no_one_is_sent_to_another_host(ann: Any, evil: str) -> None:
     """`next` is a path of this host or nothing."""
     browser = Browser()
     assert browser.client.get("/admin/login/", {"next": evil})["Location"] == "/login?next=%2Fadmin%2F"
@@ -541,7 +548,7 @@ def test_who_is_no_admin_is_sent_to_the_page(ann: Any) -> None:
 
 @pytest.mark.rule("http-5.4", "http-5.1", "http-0.3", "UI-0.26")
 def test_features_branding_version(ann: Any) -> None:
-    """§5.4: the cluster is on and nothing else; branding for everybody, the other two for users."""
+    """§5.4: the cluster is on and nothing else; branding for everyone, the other two for users."""
     assert api.admin().get("/api/features").json() == {
         "agents": False,
         "mcp": False,

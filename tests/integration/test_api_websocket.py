@@ -62,7 +62,7 @@ def admit(name: str = "mock") -> Operation:
 
 @sync_to_async
 def finish(operation: Operation) -> None:
-    """Claims and completes whatever is due first."""
+    """Claims and completes what is due first."""
     (work,) = lease.claim("t", now=clock.now(), lease=30, limit=1)
     outcome.finish(work.id, work.fence, Event.COMPLETE, now=clock.now())
 
@@ -88,7 +88,7 @@ async def opened(socket: WebsocketCommunicator) -> Any:
 
 
 async def test_only_admins_may_watch(watch: Watch) -> None:
-    """Decided before the socket is accepted: 4401 for nobody, 4403 for a user; nodes are nobody here."""
+    """Before the socket is accepted: 4401 without a credential, 4403 for a user; a node is a stranger."""
     user = await sync_to_async(get_user_model().objects.create_user)("ann", password="x")
     _, plain = await sync_to_async(principals.create_api_key)(user, "k")
     node_secret = f"Bearer {api.SECRET}".encode()

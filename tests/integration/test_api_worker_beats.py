@@ -114,7 +114,7 @@ async def test_the_content_type_of_a_beat(application: HeartbeatApplication) -> 
 
 @pytest.mark.rule("http-1.2")
 async def test_a_stranger_learns_nothing_of_a_body(application: HeartbeatApplication) -> None:
-    """Who is not the node gets 401, 403 or 404, whatever the body; nothing is written."""
+    """Who is not the node gets 401, 403 or 404, no matter the body; nothing is written."""
     node, other = await made(), await made(name="w2", secret=api.OTHER_SECRET)
     cases = [
         (node.id, None, 401),

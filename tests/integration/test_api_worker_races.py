@@ -1,4 +1,4 @@
-"""Many workers at once, by real transactions: one row a name, no lost conflict, nobody gets a 500.
+"""Many workers at once, by real transactions: one row a name, no lost conflict, no one gets a 500.
 
 And what the calls of a worker cost in statements.
 """
@@ -107,7 +107,7 @@ def test_twenty_names_that_look_alike_at_once() -> None:
     assert statuses == {201: 1, 409: OTHERS - 1}
     node = BackendNode.objects.get()
     assert node.name_key == "gpu-a1"
-    # Whoever has the very name of the node is a conflict; who only looks like it is told so.
+    # Anyone who has the very name of the node is a conflict; who only looks like it is told so.
     assert NodeConflict.objects.count() == alike.count(node.name) - 1
 
 
@@ -194,7 +194,7 @@ COSTS = {
 
 @pytest.mark.rule("http-1.1")
 def test_what_the_calls_of_a_worker_cost() -> None:
-    """Statements are counted, so that nobody adds one without seeing it."""
+    """Statements are counted, so that no one adds one without seeing it."""
     spent = {}
 
     def cost(what: str, call: Callable[[], Any]) -> Any:

@@ -146,7 +146,7 @@ def test_a_whole_life_from_start_to_stop() -> None:
 @pytest.mark.rule("http-1.3", "http-1.4", "http-1.5", "http-1.6")
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_route_proves_the_node_in_its_url(verb: str) -> None:
-    """D-IDENTITY: 401 flat for nobody, 403 for another node or a person, 404 for an unknown id."""
+    """D-IDENTITY: 401 for a wrong credential, 403 for another node or a person, 404 for an unknown id."""
     node = api.make_node()
     api.make_node("w2", secret=api.OTHER_SECRET)
     expected = [
@@ -171,7 +171,7 @@ def test_every_route_proves_the_node_in_its_url(verb: str) -> None:
 
 @pytest.mark.rule("http-1.2", "http-1.5")
 def test_a_worker_whose_node_was_removed_is_told_so() -> None:
-    """D-AGAIN-ON-404: its secret is nobody's any more, and 404 is what makes it register again."""
+    """D-AGAIN-ON-404: its secret is unknown by now, and 404 is what makes it register again."""
     node = api.make_node()
     services.deregister(node.id, actor=ROOT, now=clock.now())
     assert call(node.id, "models").status_code == 404
@@ -261,7 +261,7 @@ def test_a_requested_rotation_leaves_one_thing_to_do() -> None:
     ("new", "status"),
     [(None, 400), ("", 400), ("C" * 64, 400), ("c" * 63, 400), (api.SECRET, 409), (api.OTHER_SECRET, 409)],
 )
-def test_a_new_secret_must_be_one_and_nobodys(new: str | None, status: int) -> None:
+def test_a_new_secret_must_be_well_formed_and_unused(new: str | None, status: int) -> None:
     """400 naming the header; 409 for a secret that is some node's already."""
     node_id = started()
     api.make_node("w2", secret=api.OTHER_SECRET)

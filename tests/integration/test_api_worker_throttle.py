@@ -73,12 +73,12 @@ def test_the_limit_holds_for_one_address_and_one_minute(own: LocMemCache) -> Non
     ],
 )
 def test_whose_failures_count_together(address: str, who: str) -> None:
-    """An IPv6 host has a whole /64 to come from; what is no address is nobody."""
+    """An IPv6 host has a whole /64 to come from; what is no address has no count."""
     assert throttle.source(address) == who
 
 
 def test_an_unknown_address_is_not_limited(own: LocMemCache) -> None:
-    """Behind a proxy on a socket everybody would be locked out together."""
+    """Behind a proxy on a socket everyone would be locked out together."""
     failures = Failures(None, own)
     fail(failures, 2 * LIMIT, address="")
     failures.check("", START)
@@ -144,7 +144,7 @@ def test_web_processes_count_together(valkey: EmbeddedValkey, own: LocMemCache) 
     assert all(0 < seconds <= 2 * WINDOW for seconds in lifetimes)
 
 
-def test_nobody_is_locked_out_while_valkey_is_away(
+def test_no_one_is_locked_out_while_valkey_is_away(
     own: LocMemCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each process counts for itself; it asks again after a pause, and says so once."""
@@ -179,7 +179,7 @@ def register_from(address: str, token: str, body_token: str = REGISTRATION_TOKEN
     caller.client = Client(REMOTE_ADDR=address)
     return caller.post(
         "/api/node/register",
-        api.registration(**body) | {"token": body_token},
+        api.registration(**{"address": "gpu-1:51100", **body}) | {"token": body_token},
         **{"X-LocalAI-Node-Secret": api.SECRET},
     )
 
@@ -238,7 +238,7 @@ def test_what_is_no_guess_does_not_count(failed_tokens: Failures) -> None:
 @pytest.mark.django_db
 @pytest.mark.rule("http-1.3", "http-1.6")
 def test_a_right_secret_always_passes_and_a_wrong_one_does_not_say_so(exhausted: None) -> None:
-    """Nobody can lock a node out by guessing from its address."""
+    """No one can lock a node out by guessing from its address."""
     node = api.make_node()
     right, wrong = api.worker(), api.worker("f" * 64)
     right.client = wrong.client = Client(REMOTE_ADDR=HERE)
@@ -268,7 +268,7 @@ def test_the_right_shared_token_looks_like_a_wrong_one(exhausted: None, settings
 
 @pytest.mark.django_db
 def test_a_requested_rotation_is_no_failure(failed_tokens: Failures) -> None:
-    """The secret is right: a worker that asks until it has changed locks nobody out."""
+    """The secret is right: a worker that asks until it has changed locks no one out."""
     node = api.make_node()
     services.request_rotation(node.id, actor=Actor(ActorKind.USER, "root"), now=clock.now())
     caller = api.worker()
@@ -298,9 +298,9 @@ async def test_heartbeats_do_not_tell_the_right_token(
 ) -> None:
     """D-FAILED-TOKENS: from an exhausted address 429 like a wrong one, from another the node is unknown."""
     settings.CLUSTER = replace(settings.CLUSTER, allow_shared_token_nodes=True)
-    token, nobody = REGISTRATION_TOKEN, str(uuid4())
+    token, unknown = REGISTRATION_TOKEN, str(uuid4())
     (here, _), (there, _) = await asyncio.gather(
-        beat_from(HERE, application, token, nobody), beat_from("192.0.2.8", application, token, nobody)
+        beat_from(HERE, application, token, unknown), beat_from("192.0.2.8", application, token, unknown)
     )
     assert (here, there) == (429, 404)
 

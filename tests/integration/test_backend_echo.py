@@ -72,6 +72,7 @@ async def test_completions(client: BackendClient) -> None:
 
 
 @pytest.mark.parametrize("token", ["", "wrong", TOKEN[:-1], TOKEN + "x"])
+@pytest.mark.rule("worker-10.4")
 async def test_every_method_needs_the_token(backend: Backend, token: str) -> None:
     """A process started with a token rejects calls without it, Health included."""
     stranger = BackendClient(backend.address, token)
@@ -105,6 +106,7 @@ async def test_a_refused_load_is_an_answer(client: BackendClient) -> None:
         await client.embedding(text("a cat"), LIMIT)
 
 
+@pytest.mark.rule("worker-10.4")
 async def test_a_long_text_passes(client: BackendClient) -> None:
     """The message limit is 50 MB both ways, not the library's 4 MB."""
     await client.load_model(ModelOptions(Model="m"), LIMIT)
@@ -144,17 +146,38 @@ async def test_a_killed_engine_is_told_from_an_absent_one(backend: Backend, clie
 
 
 async def test_a_pool_keeps_one_client_an_address(backend: Backend) -> None:
-    """The least recently used client goes first; a forgotten one is made anew."""
-    pool = ClientPool(TOKEN, limit=2)
-    first = pool.get(backend.address)
-    assert pool.get("127.0.0.1:1") is not first
-    assert pool.get(backend.address) is first
-    pool.get("127.0.0.1:2")
-    assert pool.get(backend.address) is first
-    pool.forget(backend.address)
-    assert pool.get(backend.address) is not first
-    assert await pool.get(backend.address).health(LIMIT)
+    """The least recently used client goes first; a forgotten one is made again."""
+    pool = ClientPool(limit=2)
+    first = pool.get(backend.address, TOKEN)
+    assert pool.get("127.0.0.1:1", TOKEN) is not first
+    assert pool.get(backend.address, TOKEN) is first
+    pool.get("127.0.0.1:2", TOKEN)
+    assert pool.get(backend.address, TOKEN) is first
+    pool.forget(backend.address, TOKEN)
+    assert pool.get(backend.address, TOKEN) is not first
+    assert await pool.get(backend.address, TOKEN).health(LIMIT)
     await pool.close()
+
+
+async def test_a_pool_keeps_one_client_a_token(backend: Backend) -> None:
+    """Two nodes may claim one address: neither calls with the other's token, nor loses its own client."""
+    pool = ClientPool()
+    mine = pool.get(backend.address, TOKEN)
+    with pytest.raises(errors.Unauthenticated):
+        await pool.get(backend.address, "another").health(LIMIT)
+    with pytest.raises(errors.Unauthenticated):
+        await pool.get(backend.address).health(LIMIT)
+    pool.forget(backend.address, "another")
+    assert pool.get(backend.address, TOKEN) is mine
+    assert await mine.health(LIMIT)
+    await pool.close()
+
+
+@pytest.mark.parametrize("address", ["unix:/tmp/x", "dns:///127.0.0.1:1", "127.0.0.1", ""])
+def test_a_client_reads_no_scheme_in_an_address(address: str) -> None:
+    """A row of an earlier version may hold anything: the replica at no address is refused, and so goes."""
+    with pytest.raises(errors.Refused, match="host:port"):
+        ClientPool().get(address, TOKEN)
 
 
 async def test_leaving_a_stream_cancels_it(backend: Backend, client: BackendClient) -> None:
@@ -162,7 +185,7 @@ async def test_leaving_a_stream_cancels_it(backend: Backend, client: BackendClie
     await load(backend, "m", "delay_ms:20")
     stream = client.predict_stream(PredictOptions(Prompt="word " * 10_000), LIMIT)
     assert (await anext(stream)).message == b"word"
-    await stream.aclose()  # type: ignore[attr-defined]
+    await stream.aclose()
 
     async def over() -> bool:
         return (await client.status(LIMIT)).memory.breakdown["streams_open"] == 0
@@ -239,7 +262,7 @@ def test_a_wrong_interpreter_is_named(tmp_path: Path) -> None:
 
 
 def test_the_broken_engine_says_why(tmp_path: Path) -> None:
-    """Thirty lines on stderr and status 3, for everybody who reports failures."""
+    """Thirty lines on stderr and status 3, for all who report failures."""
     backend = start("broken", free_port(), tmp_path / "log")
     assert backend.process.wait(timeout=LIMIT) == 3
     assert backend.log.read_text().splitlines()[-1] == "broken: line 30 of 30"

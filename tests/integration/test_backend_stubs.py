@@ -27,7 +27,7 @@ def test_a_lost_file_comes_back(tmp_path: Path) -> None:
 
 
 def test_builds_side_by_side_leave_importable_modules(tmp_path: Path) -> None:
-    """Two processes may build at once; nobody ever imports half a file, nothing is left behind."""
+    """Two processes may build at once; no one ever imports half a file, nothing is left behind."""
     command = [sys.executable, "-m", "localai_cluster.rpc.build", str(tmp_path)]
     builds = [subprocess.Popen(command, cwd=ROOT) for _ in range(3)]
     assert [process.wait(timeout=360) for process in builds] == [0, 0, 0]

@@ -1,4 +1,4 @@
-"""What a browser is told of every answer: what a page may load, what is kept, over which line cookies go."""
+"""What every answer tells a browser: what a page may load, what is kept, over which line cookies go."""
 
 import re
 from typing import Any
@@ -121,7 +121,7 @@ def test_the_root_of_an_api_is_no_page(path: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["/?" + "a" * 17_000, "/admin/login/?" + "a=1&" * 1_100])
-def test_nobody_fills_the_log_with_long_addresses(address: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_one_fills_the_log_with_long_addresses(address: str, caplog: pytest.LogCaptureFixture) -> None:
     """400, and no traceback for each."""
     assert Client().get(address).status_code == 400
     assert [line for line in caplog.records if line.exc_info] == []
@@ -135,7 +135,7 @@ def test_nobody_fills_the_log_with_long_addresses(address: str, caplog: pytest.L
 def test_the_session_goes_over_the_line_on_which_it_began(
     ann: Any, settings: Any, origin: str, secure: bool
 ) -> None:
-    """§5.4: Secure on https, by the page's own origin: whatever ends TLS need not rewrite cookies."""
+    """§5.4: Secure on https, by the page's own origin: a proxy that ends TLS need not rewrite cookies."""
     settings.CSRF_TRUSTED_ORIGINS = [SITE]
     browser = Client(enforce_csrf_checks=True)
     browser.get("/api/auth/status")
@@ -156,7 +156,7 @@ def test_the_session_goes_over_the_line_on_which_it_began(
     assert not browser.cookies["sessionid"].value
 
 
-def test_nobody_has_a_session_for_looking(ann: Any) -> None:
+def test_no_one_has_a_session_for_looking(ann: Any) -> None:
     """Nor for trying in vain."""
     browser = Client(headers={"Origin": SITE})
     browser.get("/api/auth/status")

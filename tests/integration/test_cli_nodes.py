@@ -1,4 +1,4 @@
-"""`manage.py nodes`: what it prints, what it does, and what it says to whoever asks for what cannot be."""
+"""`manage.py nodes`: what it prints, what it does, and what it says to anyone who asks for what cannot be."""
 
 import json
 import os
@@ -109,7 +109,7 @@ def test_a_node_is_found_by_name_id_and_beginning_of_the_id() -> None:
 
 
 def test_a_name_does_not_pass_for_the_id_of_another_node() -> None:
-    """A worker chooses its name; whoever approves by id means the node with that id."""
+    """A worker chooses its name; anyone who approves by id means the node with that id."""
     meant = api.make_node("w1", approved=False)
     other = api.make_node(str(meant.id)[:8], approved=False)
     assert "use the full id" in refused("approve", other.name)

@@ -12,10 +12,12 @@ from django.db import OperationalError
 
 from localai_cluster import clock, errors
 from operations.executor.executor import Executor
+from operations.executor.operation_queue import OperationQueue
 from operations.executor.work import Abandoned, Postpone, Work, in_thread, retry_delay
 from operations.ledger import admission, lease
 from operations.ledger.progress import Tick
 from operations.models import Operation, Status
+from operations.reconcilers.schedules import SCHEDULES
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -23,9 +25,9 @@ pytestmark = pytest.mark.django_db(transaction=True)
 @asynccontextmanager
 async def executor(
     handler: Callable[[Work], Awaitable[Any]], *, lease: float = 5.0
-) -> AsyncIterator[Executor]:
+) -> AsyncIterator[Executor[Any]]:
     """A running executor whose only handler is `handler`."""
-    running = Executor("test-owner", {"probe": handler}, lease=lease)
+    running: Executor[Any] = Executor("test-owner", OperationQueue({"probe": handler}), lease=lease)
     task = asyncio.create_task(running.run())
     try:
         yield running
@@ -54,6 +56,7 @@ async def until(operation: Operation, *states: Status) -> Operation:
     return await row(operation)
 
 
+@pytest.mark.rule("O7")
 async def test_a_result_completes_the_operation() -> None:
     """The handler's result is kept; progress is 100 only now."""
 
@@ -76,10 +79,11 @@ async def test_a_result_completes_the_operation() -> None:
     ("raised", "status", "text"),
     [
         (errors.Conflict("the disk is full"), Status.FAILED, "the disk is full"),
-        (Abandoned("nobody waits"), Status.CANCELLED, ""),
+        (Abandoned("no request waits"), Status.CANCELLED, ""),
         (RuntimeError("secret detail"), Status.FAILED, "internal error"),
     ],
 )
+@pytest.mark.rule("O7", "O8")
 async def test_errors_end_the_operation_with_a_reason(raised: Exception, status: Status, text: str) -> None:
     """A stated error is shown, an unexpected one is logged and only named by its request id."""
 
@@ -228,7 +232,7 @@ async def test_a_stopped_executor_hands_back_at_once() -> None:
 
 
 async def test_a_claim_under_way_is_handed_back_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A claim that commits while the controller stops must not leave a lease that nobody keeps."""
+    """A claim that commits while the controller stops must not leave a lease that no one keeps."""
     asked, go_on, claimed, claim = threading.Event(), threading.Event(), threading.Event(), lease.claim
 
     def slow_claim(*arguments: Any, **options: Any) -> list[Operation]:
@@ -292,6 +296,25 @@ async def test_an_attempt_cut_by_an_outage_is_made_again_by_the_executor_alone()
     async with executor(handler, lease=0.4):
         await until(operation, Status.COMPLETED)
     assert attempts == [1, 2]
+
+
+@pytest.mark.rule("A70", "O88", "H5")
+async def test_what_a_dead_controller_left_is_taken_up_at_the_start() -> None:
+    """Not at the next turn only, and without the schedule, which does the same every few seconds."""
+    fences: list[int] = []
+
+    async def handler(work: Work) -> None:
+        fences.append(work.operation.fence)
+
+    operation = await admit()
+    assert len(await in_thread(lease.claim, "dead", now=clock.now(), lease=-60.0, limit=1)) == 1
+    async with executor(handler, lease=600.0):
+        await until(operation, Status.COMPLETED)
+    assert fences == [2]
+    reaping = {one.function: one.cron for one in SCHEDULES}[
+        "operations.reconcilers.tasks.reap_expired_leases"
+    ]
+    assert reaping == "* * * * * */5"
 
 
 async def test_an_attempt_that_does_not_end_keeps_no_other_lease_from_being_renewed() -> None:
@@ -363,26 +386,3 @@ async def test_a_text_that_the_database_cannot_hold_does_not_lose_the_outcome() 
         ended = await until(operation, Status.FAILED)
     assert ended.error == "Last stderr:\n\ufffd\ufffdcore dumped"
     assert ended.phase == ""
-
-
-async def test_a_child_finds_a_slot_although_its_parents_hold_all_of_them() -> None:
-    """Loads that wait for their installations must not keep those from being claimed."""
-
-    async def parent(work: Work) -> None:
-        request = admission.OperationRequest(
-            "child", key="child", element="x", actor="t", parent=work.operation
-        )
-        admitted = await in_thread(admission.admit, request, now=clock.now())
-        await until(admitted.operation, Status.COMPLETED)
-
-    async def child(work: Work) -> None: ...
-
-    operation = await admit()
-    running = Executor("test-owner", {"probe": parent, "child": child}, lease=5.0, slots=1)
-    task = asyncio.create_task(running.run())
-    try:
-        await until(operation, Status.COMPLETED)
-    finally:
-        await running.stop()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)

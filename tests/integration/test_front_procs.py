@@ -102,7 +102,7 @@ def test_guardian_is_deaf_to_the_terminal_and_replaced_when_killed(mark: str) ->
 
 
 def test_guardians_that_keep_ending_are_replaced_more_slowly(mark: str) -> None:
-    """The first at once, the next after a while; each is told of, and closing waits for none of it."""
+    """The first at once, the next after a while; each is reported, and closing waits for none of it."""
     codes: list[int] = []
     with procs.Guardian(mark, replaced=codes.append) as guardian:
         os.kill(guardian.pid, signal.SIGKILL)

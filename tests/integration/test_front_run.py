@@ -11,14 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 
 from localai_cluster import clock, procs
-from localai_cluster.embedded import lock, manage, prepare, run, worker
-from localai_cluster.embedded.layout import Layout
+from localai_cluster.embedded import lock, manage, package, prepare, run, worker
+from localai_cluster.embedded.layout import Layout, address_for_others
 from localai_cluster.embedded.log import Log
 from localai_cluster.embedded.resources import SetupError, free_port, runtime_directory
+from localai_cluster.messaging import nkeys
 
 ROOT = Path(run.__file__).resolve().parents[2]
 
@@ -89,10 +93,17 @@ def test_a_stale_lock_is_taken_over_and_its_leftovers_end(tmp_path: Path) -> Non
     ],
 )
 def test_an_external_service_that_is_away(tmp_path: Path, setting: str, url: str) -> None:
-    (line,) = attempt(tmp_path, **{setting: url.format(port=free_port())})
+    seed = {"LOCALAI_NATS_ACCOUNT_SEED": nkeys.generate("account").seed}
+    (line,) = attempt(tmp_path, **{setting: url.format(port=free_port())}, **seed)
     assert line.startswith(f"{setting}: ")
     assert f"or unset {setting} to use the bundled " in line
     assert "hidden-word" not in line
+
+
+def test_an_external_nats_without_a_key(tmp_path: Path) -> None:
+    """No worker is ever let onto a bus without credentials: the cluster must be able to mint them."""
+    (line,) = attempt(tmp_path, LOCALAI_NATS_URL=f"nats://127.0.0.1:{free_port()}")
+    assert "LOCALAI_NATS_ACCOUNT_SEED" in line
 
 
 def test_a_wrong_setting(tmp_path: Path) -> None:
@@ -181,16 +192,13 @@ def test_another_worker_gets_its_own_folders_and_no_admin_secret(tmp_path: Path)
     settings = {"CLUSTER_DATA_DIR": str(tmp_path), "LOCALAI_API_KEY": "k" * 32, "SECRET_KEY": "s" * 50}
     held = lock.DataLock(tmp_path)
     held.note(port=4711, host="127.0.0.1", mark="m")
-    (tmp_path / "secrets").mkdir(mode=0o700)
-    (tmp_path / "secrets" / "worker_nats_url").write_text("nats://worker:pw@127.0.0.1:4222\n")
     env = worker.environment(settings, "two")
     held.release()
     assert env["LOCALAI_REGISTER_TO"] == "http://127.0.0.1:4711"
     assert env["LOCALAI_NODE_NAME"] == "two"
     assert env["LOCALAI_WORKER_FIND_PORTS"] == "true"
     assert env["LOCALAI_WORKER_DATA_DIR"] == str(tmp_path / "workers" / "two")
-    assert env["LOCALAI_NATS_URL"] == "nats://worker:pw@127.0.0.1:4222"
-    assert not {"LOCALAI_API_KEY", "SECRET_KEY", "DATABASE_URL"} & set(env)
+    assert not {"LOCALAI_API_KEY", "SECRET_KEY", "DATABASE_URL", "LOCALAI_NATS_ACCOUNT_SEED"} & set(env)
 
 
 def test_the_runtime_directory_is_refused_when_somebody_else_made_it(
@@ -226,7 +234,7 @@ def test_a_checks_finding_is_told_in_one_line() -> None:
         ({"CLUSTER_ADMIN_PASSWORD_FILE": "/some/file"}, "false", "the initial password is in /some/file"),
     ],
 )
-def test_a_password_that_nobody_chose_is_only_the_first(
+def test_a_password_that_no_one_chose_is_only_the_first(
     tmp_path: Path, environ: dict[str, str], generated: str, told: str
 ) -> None:
     """The announcement leads to the page and never prints the operator's own; `bootstrap` learns of it."""
@@ -241,6 +249,101 @@ def test_a_password_that_nobody_chose_is_only_the_first(
     cluster.stop()
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("T=join-1; curl …", "run there within 1 h: the line in {path}"),
+        (None, "press Add a node on the Nodes page"),
+    ],
+    ids=["a line", "no line"],
+)
+def test_the_line_that_adds_a_machine_is_in_a_file_and_never_in_a_log(
+    tmp_path: Path, line: str | None, told: str
+) -> None:
+    """`bootstrap` writes the file at each start; what an earlier start wrote has expired."""
+    said = io.StringIO()
+    cluster = run.Cluster({"CLUSTER_DATA_DIR": str(tmp_path), "HOST": "0.0.0.0", "PORT": "8123"}, Log(said))
+    path = cluster.layout.join_command
+    path.write_text("of an earlier start")
+    given = cluster.layout.bootstrap_environment()["CLUSTER_JOIN_COMMAND_FILE"]
+    assert (Path(given), path.exists()) == (path, False)
+    if line:
+        path.write_text(line + "\n")
+    run.announce(cluster, 1)
+    cluster.stop()
+    assert told.format(path=path) in said.getvalue()
+    assert "join-1" not in said.getvalue()
+
+
+def test_a_cluster_of_this_machine_only_needs_no_line(tmp_path: Path) -> None:
+    layout = Layout.of({"CLUSTER_DATA_DIR": str(tmp_path)})
+    assert "CLUSTER_JOIN_COMMAND_FILE" not in layout.bootstrap_environment()
+
+
+@pytest.mark.parametrize(
+    ("settings", "url"),
+    [
+        ({}, ""),
+        ({"HOST": "192.0.2.10"}, "http://192.0.2.10:8123"),
+        ({"HOST": "2001:db8::1"}, "http://[2001:db8::1]:8123"),
+        ({"HOST": "192.0.2.10", "CLUSTER_PUBLIC_URL": "https://ai.example"}, "https://ai.example"),
+    ],
+)
+def test_the_servers_know_their_url_for_others(tmp_path: Path, settings: dict[str, str], url: str) -> None:
+    layout = Layout.of({"CLUSTER_DATA_DIR": str(tmp_path), "PORT": "8123", **settings})
+    assert layout.product_environment({})["CLUSTER_PUBLIC_URL"] == url
+
+
+def test_without_a_way_out_the_address_of_a_device_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: Any) -> Any:
+        raise OSError("Network is unreachable")
+
+    def address(text: str, family: int = socket.AF_INET) -> Any:
+        return SimpleNamespace(address=text, family=family)
+
+    devices = {
+        "lo": [address("127.0.0.1")],
+        "wlan": [address("169.254.3.4"), address("fe80::1", socket.AF_INET6)],
+        "lan": [address("10.9.8.7")],
+    }
+    monkeypatch.setattr(socket, "socket", unreachable)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: devices)
+    assert address_for_others("0.0.0.0") == "10.9.8.7"
+    del devices["lan"]
+    assert address_for_others("0.0.0.0") == socket.gethostname()
+
+
+@pytest.mark.parametrize(
+    ("settings", "builds"),
+    [({"HOST": "0.0.0.0"}, 1), ({}, 0), ({"HOST": "0.0.0.0", "CLUSTER_WHEEL_DIR": "/srv/wheels"}, 0)],
+    ids=["open", "this machine only", "the operator's folder"],
+)
+def test_the_worker_package_is_built_for_other_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], builds: int
+) -> None:
+    """A package that cannot be built is one line, and the cluster starts without it."""
+    calls: list[int] = []
+
+    def build() -> bool:
+        calls.append(1)
+        if len(calls) == 2:
+            raise SetupError("The worker package cannot be built: no space.", "Run `make install ui`.")
+        return True
+
+    monkeypatch.setattr(package, "build", build)
+    said = io.StringIO()
+    cluster = run.Cluster({"CLUSTER_DATA_DIR": str(tmp_path), **settings}, Log(said))
+    cluster._offer_package()
+    assert len(calls) == builds
+    assert said.getvalue().count("built the worker package") == builds
+    if builds:
+        cluster._offer_package()
+        assert "other machines cannot install the worker: The worker package cannot be built: no space" in (
+            said.getvalue()
+        )
+    cluster.stop()
+
+
 @pytest.mark.parametrize(("began", "least", "most"), [("", 0, 0), ("x", 0, 0), (-100, 100, 160), (60, 0, 0)])
 def test_ready_in_counts_from_make_run(began: str | int, least: float, most: float) -> None:
     """What was installed before is part of the wait; without make, or with a clock set back, it is not."""
@@ -249,7 +352,7 @@ def test_ready_in_counts_from_make_run(began: str | int, least: float, most: flo
 
 
 def test_the_printed_request_works_from_any_folder(tmp_path: Path) -> None:
-    """What is pasted into another terminal finds its key there too, whatever the folders are called."""
+    """What is pasted into another terminal finds its key there too, no matter what the folders are called."""
     data = tmp_path / "my data"
     layout = Layout.of({"CLUSTER_DATA_DIR": str(data), "PORT": str(free_port())})
     request = run.example_request(layout)

@@ -13,7 +13,9 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import nats
 import psycopg
@@ -23,11 +25,17 @@ from nats.aio.client import Client
 
 from localai_cluster import clock, procs
 from localai_cluster.embedded import secrets as secret_files
-from localai_cluster.embedded.nats import EmbeddedNats
+from localai_cluster.embedded.nats import BusKeys, EmbeddedNats, binary
 from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.resources import SetupError, free_port, runtime_directory
 from localai_cluster.embedded.server import wait_for
 from localai_cluster.embedded.valkey import EmbeddedValkey
+from localai_cluster.env import load
+from localai_cluster.messaging import nkeys
+from localai_cluster.messaging.credentials import Credentials, mint_service, mint_worker
+from localai_cluster.messaging.nats import complaint
+from localai_cluster.messaging.servers import parse_url
+from localai_cluster.settings import FILES
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +46,7 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostgres]:
 
 @pytest.fixture
 def nats_server(tmp_path: Path) -> Iterator[EmbeddedNats]:
-    with EmbeddedNats(
-        tmp_path, port=free_port(), controller_password="controller-pass", worker_password="worker-pass"
-    ) as server:
+    with EmbeddedNats(tmp_path, port=free_port(), keys=BusKeys.generate()) as server:
         yield server
 
 
@@ -150,11 +156,11 @@ def test_postgres_starts_as_an_ordinary_user(uid: int) -> None:
         {"user": "worker"},
     ],
 )
-async def test_nats_lets_nobody_in_without_a_credential(
+async def test_nats_lets_no_one_in_without_a_credential(
     nats_server: EmbeddedNats, credential: dict[str, str]
 ) -> None:
     """Without the credential nothing can be published (issue 3, "It must hold")."""
-    controller = await nats.connect(nats_server.url)
+    controller = await connected(nats_server, service_of(nats_server))
     heard = await controller.subscribe("nodes.>")
     await controller.flush()
     answer = await asyncio.to_thread(publish_raw, nats_server.port, credential)
@@ -181,18 +187,43 @@ def publish_raw(port: int, credential: dict[str, str]) -> bytes:
         return heard
 
 
+def worker_of(server: EmbeddedNats, node_id: str) -> Credentials:
+    return mint_worker(
+        server.keys.account,
+        nkeys.generate("user"),
+        "backend",
+        node_id,
+        now=clock.now().timestamp(),
+        lifetime=600,
+    )
+
+
+def service_of(server: EmbeddedNats) -> Credentials:
+    return mint_service(server.keys.account, "controller", now=clock.now().timestamp())
+
+
+async def connected(server: EmbeddedNats, credentials: Credentials, **more: Any) -> Any:
+    """The library's own client, with these credentials."""
+    return await nats.connect(
+        server.url,
+        user_jwt_cb=lambda: bytearray(credentials.jwt.encode()),
+        signature_cb=credentials.sign,
+        **more,
+    )
+
+
 async def test_a_workers_credential_cannot_command_another_worker(nats_server: EmbeddedNats) -> None:
     refused: list[str] = []
 
     async def note(error: Exception) -> None:
         refused.append(str(error).lower())
 
-    worker = await nats.connect(nats_server.url_for("worker", "127.0.0.1"), error_cb=note)
-    controller = await nats.connect(nats_server.url)
+    worker = await connected(nats_server, worker_of(nats_server, "one"), error_cb=note)
+    controller = await connected(nats_server, service_of(nats_server))
     commands: list[str] = []
 
-    async def command(message: object) -> None:
-        commands.append(message.subject)  # type: ignore[attr-defined]
+    async def command(message: Any) -> None:
+        commands.append(message.subject)
 
     await controller.subscribe("nodes.>", cb=command)
     await controller.flush()
@@ -211,16 +242,22 @@ async def test_a_workers_credential_cannot_command_another_worker(nats_server: E
 
 
 async def test_a_worker_answers_what_it_is_asked(nats_server: EmbeddedNats) -> None:
-    worker = await nats.connect(nats_server.url_for("worker", "127.0.0.1"))
-    controller = await nats.connect(nats_server.url)
+    worker = await connected(nats_server, worker_of(nats_server, "one"))
+    controller = await connected(nats_server, service_of(nats_server))
 
-    async def answer(message: object) -> None:
-        await message.respond(b"yes")  # type: ignore[attr-defined]
+    async def answer(message: Any) -> None:
+        await message.respond(b"yes")
 
     await worker.subscribe("nodes.one.backend.list", cb=answer)
     await worker.flush()
-    reply = await controller.request("nodes.one.backend.list", b"", timeout=5)
-    assert reply.data == b"yes"
+    replies = await controller.subscribe("_INBOX.one.>")
+
+    async def answered() -> bool:
+        await controller.publish("nodes.one.backend.list", b"", reply="_INBOX.one.1")
+        return bool((await replies.next_msg(timeout=30)).data == b"yes")
+
+    # On a busy machine a connection may be made again, and nobody listens meanwhile.
+    assert await clock.wait_until(answered, timeout=60)
     await hang_up(worker)
     await hang_up(controller)
 
@@ -280,7 +317,7 @@ def test_secrets_are_made_once_and_closed_to_others(tmp_path: Path) -> None:
     for name in (*secret_files.GIVEN_BY, *secret_files.INTERNAL):
         assert first.value(name) == again.value(name)
         assert stat.S_IMODE((tmp_path / "secrets" / name).stat().st_mode) == 0o600
-    assert len({first.value(name) for name in (*secret_files.GIVEN_BY, *secret_files.INTERNAL)}) == 7
+    assert len({first.value(name) for name in (*secret_files.GIVEN_BY, *secret_files.INTERNAL)}) == 8
 
 
 def test_what_the_operator_gives_wins(tmp_path: Path) -> None:
@@ -294,3 +331,39 @@ def test_what_the_operator_gives_wins(tmp_path: Path) -> None:
     assert "LOCALAI_API_KEY_FILE" not in kept.environment()
     assert not (tmp_path / "secrets" / "admin_api_key").exists()
     assert set(kept.weak()) == {"LOCALAI_API_KEY", "LOCALAI_REGISTRATION_TOKEN"}
+
+
+@pytest.mark.rule("nats-9.1", "nats-9.2")
+def test_a_server_of_your_own_runs_with_what_nats_config_writes(tmp_path: Path) -> None:
+    """The keys are made once; a second run keeps them, and the accounts with their revocations."""
+    folder, port = tmp_path / "bus", free_port()
+    command = [sys.executable, "manage.py", "nats_config", str(folder), "--host=127.0.0.1", f"--port={port}"]
+
+    def run() -> dict[str, str]:
+        bare = {"PATH": os.environ["PATH"]}
+        done = subprocess.run(command, cwd=FILES, env=bare, capture_output=True, text=True, check=True)
+        first, *settings = done.stdout.splitlines()
+        assert first == f"nats-server --config {folder / 'nats.conf'}"
+        return dict(line.split("=", 1) for line in settings)
+
+    settings = run()
+    account = next((folder / "accounts").iterdir())
+    written = account.stat().st_mtime_ns
+    seeds = {name: Path(path).read_text() for name, path in settings.items()}
+    assert run() == settings
+    assert {name: Path(path).read_text() for name, path in settings.items()} == seeds
+    assert account.stat().st_mtime_ns == written
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in folder.rglob("*") if file.is_file())
+    found = load({**settings, "LOCALAI_NATS_URL": f"nats://127.0.0.1:{port}"})[0]
+    keys = BusKeys.of(found.nats_operator_seed, found.nats_system_seed, found.nats_account_seed)
+    server = EmbeddedNats(folder, port=port, keys=keys)
+    command = [str(binary()), "--config", str(folder / "nats.conf")]
+    child = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        assert wait_for(server.ready, 30)
+        servers = parse_url(server.url)
+        assert asyncio.run(complaint(servers))
+        assert asyncio.run(complaint(replace(servers, credentials=service_of(server)))) == ""
+    finally:
+        child.kill()
+        child.wait()

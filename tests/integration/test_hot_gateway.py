@@ -235,7 +235,7 @@ def test_a_cancelled_application_is_counted_out() -> None:
 
 
 def test_a_slow_engine_ends_in_a_503(settings: Settings) -> None:
-    """*Build* of the engine sheet: a call has a deadline; a stuck engine holds no count for ever."""
+    """*Build* of the engine sheet: a call has a deadline; a stuck engine holds no count forever."""
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, request_timeout=0.3)
 
     async def scenario(client: hot.Client, _: Any) -> hot.Reply:

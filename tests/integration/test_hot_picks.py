@@ -1,4 +1,4 @@
-"""Picks and releases against a real PostgreSQL: exact counts, whoever does what at the same time."""
+"""Picks and releases against a real PostgreSQL: exact counts, also when all happens at once."""
 
 import asyncio
 import json
@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 from localai_cluster import clock, procs
 from localai_cluster.accounts import credentials
-from localai_cluster.accounts.credentials import StoredKey
+from localai_cluster.accounts.credentials import StoredKey, WrongKey
 from localai_cluster.accounts.principals import ANONYMOUS
-from localai_cluster.errors import NotAuthenticated
 from nodes.models import BackendNode, NodeModel, ReplicaUse
 from nodes.reconcilers import liveness
 from nodes.replicas import hooks, statements
@@ -141,7 +140,7 @@ def test_only_valid_keys_are_served_and_counted() -> None:
     good, *bad, again, nothing = asyncio.run(scenario())
     assert good == again == requests[0].replica
     assert nothing is None
-    assert [type(error) for error in bad] == [NotAuthenticated] * 3
+    assert [type(error) for error in bad] == [WrongKey] * 3
     assert {request.principal.name for request in (requests[0], requests[4], without_model)} == {"a"}
     assert {request.principal for request in requests[1:4]} == {ANONYMOUS}
     assert hot.counts() == {"127.0.0.1:50000": 2}
@@ -435,7 +434,7 @@ def test_a_database_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatc
 
 
 def about(owner: UUID, now: datetime) -> dict[str, Any]:
-    return {"process": owner, "host": "h", "pid": 1, "started": now, "now": now}
+    return {"process": owner, "host": "h", "pid": 1, "started": now, "now": now, "version": "1"}
 
 
 def wanted(owner: UUID, requests: int, now: datetime) -> tuple[str, str, str]:

@@ -38,7 +38,6 @@ def environment(port: int, models: Path) -> dict[str, str]:
         "DATABASE_URL": url,
         "PORT": str(port),
         "LOCALAI_MODELS_PATH": str(models),
-        "LOCALAI_REGISTRATION_TOKEN": backends.TOKEN,
     }
 
 
@@ -133,7 +132,7 @@ def test_a_stop_answers_who_waits_for_a_load(tmp_path: Path) -> None:
 
 
 def test_a_huge_body_is_refused_without_being_kept(tmp_path: Path) -> None:
-    """An oversized body is a 400 that names the limit, whatever its size; the process goes on."""
+    """An oversized body is a 400 that names the limit, no matter its size; the process goes on."""
     with serving(tmp_path) as (_, url), httpx.Client(base_url=url, headers=ADMIN, timeout=360) as client:
         huge = json.dumps({"model": "echo", "input": "x" * 20_000_000}).encode()
         answered = client.post("/v1/embeddings", content=huge)

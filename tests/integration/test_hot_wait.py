@@ -101,7 +101,7 @@ def test_one_load_for_everyone() -> None:
 
 
 def test_a_replica_that_appears_otherwise_ends_the_wait() -> None:
-    """R2.19: the rows decide, not the news: a look every two seconds finds a replica nobody told of."""
+    """R2.19: the rows decide, not the news: a look every two seconds finds a replica without a notice."""
 
     async def scenario(client: hot.Client) -> list[hot.Reply]:
         asked = asyncio.create_task(ask_many(client, 3))
@@ -207,7 +207,7 @@ def test_a_leaving_client_takes_only_itself_away() -> None:
     assert [answered.status for answered in run(scenario)] == [200, 200]
 
 
-def test_whoever_attaches_moves_the_wish_forward(cluster: Callable[..., None]) -> None:
+def test_each_request_that_attaches_moves_the_wish_forward(cluster: Callable[..., None]) -> None:
     """An operation says until when it is wanted; a later request extends that, an earlier end does not cut
     it."""
     cluster(model_load_wait=1.0)
@@ -262,12 +262,12 @@ def test_loads_that_end_without_a_replica_are_not_repeated_for_ever() -> None:
 
 
 def test_a_load_given_up_as_unwanted_is_asked_for_again() -> None:
-    """C34: whoever attached in the moment of its cancelling is no failed load's waiter, but asks anew."""
+    """C34: a request that attached while it was being cancelled does not fail with it, but asks again."""
 
     async def scenario(client: hot.Client) -> hot.Reply:
         asked = asyncio.create_task(ask_many(client, 1))
         unwanted = await claimed()
-        await hot.in_thread(lambda: end(unwanted, Event.CANCEL, message="nobody waits for it any more"))
+        await hot.in_thread(lambda: end(unwanted, Event.CANCEL, message="no request waits for it any more"))
         operation = await claimed()
         async with backends.running_backend("echo", model="echo") as engine:
             await hot.in_thread(lambda: hot.replica(hot.node(), address=engine.address))

@@ -1,5 +1,6 @@
 """Secrets, conflicts and decisions that meet: real transactions in threads. One wins, the other is told."""
 
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -47,12 +48,12 @@ def test_two_decisions_on_one_conflict() -> None:
     node = approved()
     at_once(lambda: register(secret=OTHER_SECRET))
     conflict = NodeConflict.objects.get()
-    decide = {"actor": ROOT, "now": later(1)}
+    decide: dict[str, Any] = {"actor": ROOT, "now": later(1)}
     results = after(
         held(node),
-        lambda: services.accept_conflict(conflict.pk, **decide),  # type: ignore[arg-type]
-        lambda: services.refuse_conflict(conflict.pk, **decide),  # type: ignore[arg-type]
-        lambda: services.accept_conflict(conflict.pk, **decide),  # type: ignore[arg-type]
+        lambda: services.accept_conflict(conflict.pk, **decide),
+        lambda: services.refuse_conflict(conflict.pk, **decide),
+        lambda: services.accept_conflict(conflict.pk, **decide),
     )
     assert unexpected(results) == []
     assert kinds(node).count("conflict_accepted") == 1
@@ -99,7 +100,7 @@ def test_a_conflict_against_deregistration() -> None:
 
 @repeated
 def test_rotate_against_revoke() -> None:
-    """Whoever is second, the old secret is refused, and a revoked node ends without identity."""
+    """Either order: the old secret is refused, and a revoked node ends without identity."""
     node = approved()
     rotation, revocation = after(
         held(node),
@@ -152,8 +153,8 @@ def test_rotate_to_a_secret_that_somebody_registers_meanwhile() -> None:
 def test_a_decision_that_somebody_else_makes_impossible(kind: str) -> None:
     """The claimed name or secret is taken by a transaction that has not ended yet: a conflict, not a 500."""
     node = approved()
-    claimed = {"secret": OTHER_SECRET} if kind == "secret" else {"name": "w2"}
-    at_once(lambda: register(**claimed))  # type: ignore[arg-type]
+    claimed: dict[str, Any] = {"secret": OTHER_SECRET} if kind == "secret" else {"name": "w2"}
+    at_once(lambda: register(**claimed))
     conflict = NodeConflict.objects.get()
     assert conflict.kind == kind
     taking = holding(

@@ -1,90 +1,197 @@
-"""An install that waits for its node: when it looks again, and when it gives up."""
+"""Work on a backend that waits for its node: what it says meanwhile, and when it is given up."""
 
-from datetime import timedelta
-from uuid import uuid4
+import logging
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Any
 
 import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
 
 from localai_cluster import clock, conf
-from nodes.backends import install
-from nodes.models import BackendNode
-from operations.executor.executor import write_batch
-from operations.executor.recorder import Recorder
-from operations.executor.work import Postpone, Work
-from operations.ledger import admission, lease
-from operations.models import Operation
-from tests.support import api, hot
-from tests.support.bus import PlayedBus
+from nodes.models import BackendNode, PendingBackendOp
+from nodes.reconcilers import intents
+from operations.models import Operation, TargetStatus
+from tests.support import hot
+from tests.support.fleet import at_once
+from tests.support.intents import INSTALL, KINDS, ask, claim, part
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = pytest.mark.django_db
+NOW = clock.now()
 
 
-def claimed(node: BackendNode, *, seconds_left: float) -> Work:
-    """A running install of `echo` that may wait for so long."""
-    now = clock.now()
-    request = admission.OperationRequest(
-        install.KIND,
-        key=f"{uuid4()}",
-        element="echo",
-        payload={"backend": "echo"},
-        actor="test",
-        node=(node.id, node.name),
-        needed_until=now + timedelta(seconds=seconds_left),
-    )
-    admission.admit(request, now=now)
-    (operation,) = lease.claim("controller", now=now, lease=60, limit=1)
-    return Work(operation, Recorder(write_batch))
+def ago(minutes: float) -> datetime:
+    return NOW - timedelta(minutes=minutes)
+
+
+def asked(kind: str = INSTALL, **fields: Any) -> Operation:
+    """An operation on a node that is healthy when it is asked for, and then becomes this."""
+    node = hot.node("one", last_heartbeat=NOW)
+    operation = ask(kind, node)
+    BackendNode.objects.filter(pk=node.pk).update(**fields)
+    return operation
+
+
+HOPELESS = ("A65", "A66", "A74", "A75", "A78", "O78", "O79", "O80", "R1.118", "R1.120", "H6")
+KEPT = [
+    ("A61 T-REG-137", {"offline_at": NOW, "last_heartbeat": ago(1)}),
+    ("A61", {"offline_at": NOW, "last_heartbeat": ago(14.9)}),
+    ("A63 T-REG-136", {"unhealthy_at": ago(60), "last_heartbeat": NOW}),
+    ("A61", {"drained_at": NOW, "drain_is_own": True, "offline_at": NOW, "last_heartbeat": ago(1)}),
+    ("A12", {}),
+    ("A64 T-REG-138", {}),
+    ("A64", {"last_heartbeat": ago(60)}),
+]
+ENDED = [
+    ("A59 T-REG-134", {"drained_at": NOW}, "node one is draining"),
+    ("A59", {"drained_at": NOW, "offline_at": NOW, "last_heartbeat": ago(1)}, "node one is draining"),
+    (
+        "A60 T-REG-133",
+        {"offline_at": NOW, "last_heartbeat": ago(15.1)},
+        "node one is offline; its last heartbeat was at",
+    ),
+    ("A60", {"offline_at": NOW, "last_heartbeat": None}, "node one is offline (CLUSTER_INSTALL_WAIT)"),
+    ("A62 T-REG-135", {"unhealthy_at": NOW, "last_heartbeat": ago(15.1)}, "node one is unhealthy"),
+    ("A9", {"node_type": "agent"}, "is an agent node"),
+    ("A9", {"approved_at": None}, "is pending approval"),
+]
 
 
 @pytest.mark.parametrize(
-    ("offline", "waiting", "reason"),
-    [(True, True, "node one is offline"), (False, False, "node one is not responding")],
+    "fields",
+    [
+        pytest.param(fields, marks=pytest.mark.rule(*rules.split(), "O78", "O79", "R1.118", "R1.119"))
+        for rules, fields in KEPT
+    ],
 )
-async def test_an_install_waits_for_its_node_and_fails_when_its_time_is_over(
-    offline: bool, waiting: bool, reason: str
+@pytest.mark.rule("C13", "R4.25", "T-REC-27")
+def test_what_may_still_be_done_is_kept(fields: dict[str, Any]) -> None:
+    operation = asked(**fields)
+    assert intents.clean(now=NOW) == 0
+    operation.refresh_from_db()
+    assert operation.status == "pending"
+    assert PendingBackendOp.objects.count() == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        pytest.param(fields, reason, marks=pytest.mark.rule(*rules.split(), *HOPELESS))
+        for rules, fields, reason in ENDED
+    ],
+)
+@pytest.mark.rule("C13", "R4.25", "T-REC-27")
+def test_what_has_no_future_ends_with_a_reason_that_names_the_node(
+    kind: str, fields: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Absence is a wait, which the node's return ends; silence is a back-off. Neither lasts for ever."""
-
-    def prepared() -> tuple[Work, Work]:
-        node = hot.node("one")
-        if offline:
-            BackendNode.objects.update(offline_at=clock.now())
-        return claimed(node, seconds_left=60), claimed(node, seconds_left=-1)
-
-    patient, late = await hot.in_thread(prepared)
-    handler = install.InstallBackend(PlayedBus())
-    with pytest.raises(Postpone, match=reason) as pause:
-        await handler(patient)
-    assert pause.value.waiting is waiting
-    with pytest.raises(install.InstallFailed, match=f"given up, because {reason}"):
-        await handler(late)
+    operation = asked(kind, **fields)
+    with caplog.at_level(logging.WARNING):
+        assert intents.clean(now=NOW) == 1
+    assert "1 ended" in caplog.text
+    operation.refresh_from_db()
+    assert (operation.status, part(operation).status) == ("failed", "error")
+    assert operation.error == part(operation).error
+    assert operation.error.startswith("given up: ")
+    assert reason in operation.error
+    assert not PendingBackendOp.objects.exists()
+    assert intents.clean(now=NOW) == 0
 
 
-async def test_an_install_that_is_asked_for_again_meanwhile_waits_on() -> None:
-    """The time is read when the attempt ends, not when it began."""
-
-    def prepared() -> Work:
-        work = claimed(hot.node("one", offline_at=clock.now()), seconds_left=-1)
-        admission.need_until(work.id, clock.now() + timedelta(seconds=60))
-        return work
-
-    with pytest.raises(Postpone):
-        await install.InstallBackend(PlayedBus())(await hot.in_thread(prepared))
+@pytest.mark.rule("R1.118")
+def test_work_under_way_is_left_to_its_attempt() -> None:
+    """A controller holds the lease; how the attempt ends says what follows."""
+    operation = asked()
+    claim()
+    BackendNode.objects.update(drained_at=NOW)
+    assert intents.clean(now=NOW) == 0
+    assert part(operation).status == "running_on_worker"
 
 
-def test_an_install_by_rest_says_when_it_gives_up_and_asking_again_moves_that() -> None:
-    """CLUSTER_INSTALL_WAIT, from the last request on."""
-    node = api.make_node()
-    limit = timedelta(seconds=conf.cluster().install_wait)
-    path = f"/api/nodes/{node.id}/backends/install"
-    before = clock.now()
-    assert api.admin().post(path, {"backend": "echo"}).status_code == 202
-    first = Operation.objects.get().needed_until
-    assert first is not None
-    assert before + limit <= first <= clock.now() + limit
-    (listed,) = api.admin().get("/api/operations").json()["operations"]
-    assert listed["givesUpAt"] == first.isoformat()
-    assert api.admin().post(path, {"backend": "echo"}).status_code == 202
-    second = Operation.objects.get().needed_until
-    assert second is not None
-    assert second > first
+@pytest.mark.rule("A10", "A66", "R1.39", "A78", "O80")
+def test_a_part_whose_node_was_removed_ends_with_that_reason() -> None:
+    """The other nodes' parts go on; the operation fails when they are through."""
+    one, two = hot.node("one"), hot.node("two")
+    operation = ask(INSTALL, one, two)
+    node_id = two.id
+    two.delete()
+    assert intents.clean(now=NOW) == 1
+    found = operation.targets.get(node_id=node_id)
+    assert (found.status, found.error) == ("error", "node two was removed")
+    assert part(operation, one).status == "queued"
+    operation.refresh_from_db()
+    assert operation.status == "pending"
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.rule("A13", "O73", "O79")
+def test_two_passes_at_once_end_everything_once() -> None:
+    """Of two that start together one does it, under the lock; the other leaves it alone."""
+    operation = ask(INSTALL, *(hot.node(f"n{number}") for number in range(20)))
+    BackendNode.objects.update(drained_at=NOW)
+    found = at_once(*[partial(intents.clean, now=NOW)] * 4)
+    assert sorted(found) == [0, 0, 0, 20]
+    operation.refresh_from_db()
+    assert (operation.status, PendingBackendOp.objects.count()) == ("failed", 0)
+
+
+@pytest.mark.rule("A65")
+def test_a_pass_costs_the_same_for_any_number_of_intents() -> None:
+    counts = []
+    for total in (2, 40):
+        nodes = [hot.node(f"{total}-{number}") for number in range(total)]
+        operation = ask(INSTALL, *nodes)
+        BackendNode.objects.update(offline_at=NOW, last_heartbeat=ago(20))
+        with CaptureQueriesContext(connection) as queries:
+            assert intents.clean(now=NOW) == total
+        counts.append(len(queries))
+        operation.refresh_from_db()
+        assert operation.status == "failed"
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "status"),
+    [({"offline_at": NOW}, "offline"), ({"unhealthy_at": NOW}, "unhealthy")],
+)
+@pytest.mark.rule("R6.18")
+def test_what_waits_for_its_node_says_so_and_until_when(fields: dict[str, Any], status: str) -> None:
+    operation = asked(last_heartbeat=ago(1), **fields)
+    intents.explain(None, now=NOW)
+    given_up = ago(1) + timedelta(seconds=conf.cluster().install_wait)
+    waits = part(operation)
+    assert waits.waits_for_node
+    assert waits.next_look_at is None
+    assert waits.reason == f"node one is {status}; it waits until {given_up:%Y-%m-%d %H:%M:%S} UTC"
+    operation.refresh_from_db()
+    assert (operation.status, operation.message) == ("waiting_for_nodes", waits.reason)
+    with CaptureQueriesContext(connection) as queries:
+        intents.explain(None, now=NOW)
+    assert not [query for query in queries if query["sql"].startswith("UPDATE")], "nothing is new"
+
+
+@pytest.mark.rule("R6.18")
+def test_what_waits_no_more_for_its_node_says_what_it_waits_for_then() -> None:
+    operation = asked(offline_at=NOW)
+    intents.explain(None, now=NOW)
+    BackendNode.objects.update(offline_at=None)
+    PendingBackendOp.objects.update(last_error="node one is not responding")
+    intents.explain([BackendNode.objects.get().id], now=NOW)
+    found = part(operation)
+    assert (found.waits_for_node, found.reason) == (False, "node one is not responding")
+    assert found.next_look_at == PendingBackendOp.objects.get().next_retry_at
+    operation.refresh_from_db()
+    assert operation.status == "pending"
+
+
+def test_what_is_said_of_other_nodes_and_of_running_work_stays() -> None:
+    operation = asked(offline_at=NOW)
+    before = part(operation).reason
+    intents.explain([hot.node("other").id], now=NOW)
+    assert part(operation).reason == before
+    BackendNode.objects.update(offline_at=None)
+    claim()
+    BackendNode.objects.update(offline_at=NOW)
+    intents.explain(None, now=NOW)
+    assert part(operation).status == TargetStatus.RUNNING_ON_WORKER

@@ -13,7 +13,8 @@ from typing import Any
 
 import psycopg
 import pytest
-from django.db import transaction
+from django.db import connection, transaction
+from django.test.utils import CaptureQueriesContext
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,15 +24,14 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NoResponders, NotConnected
 from localai_cluster.messaging.codec import encode
-from nodes.backends import install, inventory
+from nodes.backends import inventory, upgrade_state
+from nodes.backends.intent_queue import IntentQueue
+from nodes.loading.elsewhere import load_elsewhere
 from nodes.models import BackendNode, NodeBackend
 from nodes.registry import services
 from operations.changes import events
-from operations.executor.executor import write_batch
-from operations.executor.recorder import Recorder
-from operations.executor.work import Work
-from operations.ledger import admission, lease
 from tests.support import api, hot
+from tests.support import intents as wished
 from tests.support.effort import EFFORT
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -66,9 +66,9 @@ class Bus:
         return self.generation
 
     async def publish(self, subject: str, payload: bytes) -> None:
-        """Nobody takes it amiss."""
+        """No one takes it amiss."""
 
-    async def request(self, subject: str, payload: bytes, timeout: float) -> bytes:
+    async def request(self, subject: str, payload: bytes, timeout: float, *, inbox: str) -> bytes:
         self.asked.append(subject)
         reply = self.replies.get(subject, NoResponders(subject))
         self._now += 1
@@ -82,7 +82,7 @@ class Bus:
         found: bytes = reply
         return found
 
-    async def subscribe(self, subject: str, handler: Any, *, limit: int = 64, queue: str = "") -> Closed:
+    async def subscribe(self, subject: str, handler: Any, *, limit: int = 64) -> Closed:
         return Closed()
 
     async def close(self) -> None:
@@ -90,9 +90,7 @@ class Bus:
 
 
 def question(node: BackendNode) -> inventory.Question:
-    found = inventory.question(node.id)
-    assert found is not None
-    return found
+    return inventory.question(api.node(node.id))
 
 
 def listed(node: BackendNode) -> list[str]:
@@ -127,7 +125,7 @@ def wait_of(node: BackendNode, now: datetime | None = None) -> float:
 
 
 def keep(node: BackendNode, *backends: m.InstalledBackend, at: datetime | None = None) -> bool:
-    return inventory.store(question(node), backends, asked_at=at or clock.now())
+    return bool(inventory.store([inventory.Listed(question(node), backends, at or clock.now())]))
 
 
 @asynccontextmanager
@@ -154,7 +152,7 @@ async def ask(bus: Bus, node: BackendNode) -> bool:
     return await inventory.ask(bus, await hot.in_thread(question, node))
 
 
-@pytest.mark.rule("http-2.10")
+@pytest.mark.rule("http-2.10", "nats-4.7")
 async def test_the_rows_become_what_the_worker_lists() -> None:
     """Added, changed and removed; every column is kept; the next question is due after five minutes."""
     bus, node = Bus(), await hot.in_thread(hot.node)
@@ -181,6 +179,7 @@ async def test_the_rows_become_what_the_worker_lists() -> None:
         (b'{"error": "disk \\u0000 gone"}', "cannot read its backends: disk   gone"),
     ],
 )
+@pytest.mark.rule("R6.31", "nats-6.1")
 async def test_without_an_answer_the_rows_stay_and_the_reason_is_kept(reply: Any, says: str) -> None:
     """A list that could not be had is unknown, not empty."""
     bus, node = Bus(), await hot.in_thread(hot.node)
@@ -251,8 +250,31 @@ def test_a_late_answer_does_not_overwrite_a_newer_one() -> None:
     assert (listed(node), api.node(node.id).inventory_error) == (["minilm"], "")
     asked = question(node)
     services.deregister(node.id, actor=actors.task("test"), now=now)
-    assert not inventory.store(asked, [ECHO], asked_at=clock.now())
+    assert not inventory.store([inventory.Listed(asked, [ECHO], clock.now())])
     assert not NodeBackend.objects.exists()
+
+
+def test_many_lists_are_kept_at_the_cost_of_one() -> None:
+    upgrade_state.ask()  # the first one makes the row
+    counts = []
+    for total in (1, 50):
+        nodes = [hot.node(f"{total}-{number}") for number in range(total)]
+        for backends in ([MINILM], [ECHO]):
+            now = clock.now()
+            answers = [inventory.Listed(question(node), backends, now) for node in nodes]
+            with CaptureQueriesContext(connection) as queries:
+                assert inventory.store(answers) == {node.id for node in nodes}
+            counts.append(len(queries))
+        assert {tuple(listed(node)) for node in nodes} == {("echo",)}
+    assert counts[:2] == counts[2:]
+
+
+def test_of_two_answers_of_one_node_the_later_question_counts() -> None:
+    node, now = hot.node(), clock.now()
+    asked = question(node)
+    late = inventory.Listed(asked, [ECHO], now)
+    assert inventory.store([late, inventory.Listed(asked, [MINILM], now - timedelta(seconds=1))]) == {node.id}
+    assert listed(node) == ["echo"]
 
 
 def test_a_due_time_set_during_the_question_counts() -> None:
@@ -261,9 +283,9 @@ def test_a_due_time_set_during_the_question_counts() -> None:
     due(node, 60)
     asked = question(node)
     due(node, 1)
-    assert inventory.store(asked, [ECHO], asked_at=clock.now())
+    assert inventory.store([inventory.Listed(asked, [ECHO], clock.now())])
     assert wait_of(node) < 2
-    assert inventory.store(question(node), [ECHO], asked_at=clock.now())
+    assert keep(node, ECHO)
     assert wait_of(node) > inventory.EVERY - 60
 
 
@@ -328,7 +350,7 @@ async def test_the_loop_asks_sixteen_at_once_and_all_in_the_end() -> None:
 
 
 async def test_a_node_that_does_not_answer_is_asked_ever_less_often() -> None:
-    """5, 10, 20 … 900 seconds; a new process or an answer begins anew. The others are not kept waiting."""
+    """5, 10, 20 … 900 seconds; a new process or an answer begins again. The others are not kept waiting."""
     bus = Bus()
     mute, other = await hot.in_thread(hot.node, "mute"), await hot.in_thread(hot.node, "other")
     bus.lists(other, ECHO)
@@ -345,7 +367,7 @@ async def test_a_node_that_does_not_answer_is_asked_ever_less_often() -> None:
         await until(lambda: listed(other) == ["echo"])
 
 
-async def test_nobody_is_asked_while_the_bus_is_down() -> None:
+async def test_no_one_is_asked_while_the_bus_is_down() -> None:
     """No worker is blamed for it; the loop goes on when it is back."""
     bus, node = Bus(), await hot.in_thread(hot.node)
     bus.connected = False
@@ -395,40 +417,36 @@ class Stage:
         self.bus, self.node = Bus(), hot.node()
         self.bus.lists(self.node, ECHO, MINILM)
         self.bus.replies[subjects.backend_install(str(self.node.id))] = encode(m.InstallReply(success=True))
-        asked = admission.OperationRequest(
-            install.KIND,
-            key=install.key(self.node.id, "echo"),
-            element="echo",
-            payload={"backend": "echo"},
-            actor="test",
-            node=(self.node.id, self.node.name),
-            targets=[(self.node.id, self.node.name)],
-        )
-        admission.admit(asked, now=clock.now())
-        (operation,) = lease.claim("controller", now=clock.now(), lease=60, limit=1)
-        self.work = Work(operation, Recorder(write_batch))
+        self.operation = wished.ask(wished.INSTALL, self.node)
+        (self.intent,) = wished.claim()
+
+    async def ends(self) -> str:
+        """Carries it out; how its operation ended."""
+        await IntentQueue(self.bus, load_elsewhere).carry_out(self.intent)
+        await hot.in_thread(self.operation.refresh_from_db)
+        return self.operation.status
 
 
 async def test_an_installation_ends_with_the_list_up_to_date() -> None:
     """Who hears of its end finds the backend in the node's rows."""
     stage = await hot.in_thread(Stage)
-    await install.InstallBackend(stage.bus)(stage.work)
+    assert await stage.ends() == "completed"
     assert await hot.in_thread(listed, stage.node) == ["echo", "minilm"]
 
 
 async def test_an_installation_does_not_fail_for_the_lists_sake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that does not say what it has is asked again at once; nobody waits for it long."""
+    """A worker that does not say what it has is asked again at once; no one waits for it long."""
     stage = await hot.in_thread(Stage)
     monkeypatch.setattr(inventory, "QUICK", 0.05)
     subject = subjects.backend_list(str(stage.node.id))
     await hot.in_thread(due, stage.node, 200)
     stage.bus.replies[subject] = encode(m.ListReply(error="disk"))
-    assert await install.InstallBackend(stage.bus)(stage.work) == {"node": "one"}
+    assert await stage.ends() == "completed"
     assert await hot.in_thread(wait_of, stage.node) <= 0
     await hot.in_thread(due, stage.node, 200)
     stage.bus.gate.clear()
     notes = await asyncio.to_thread(
-        told, inventory.CHANNEL, lambda: asyncio.run(inventory.refresh(stage.bus, stage.node.id))
+        told, inventory.CHANNEL, lambda: asyncio.run(inventory.refresh(stage.bus, stage.node))
     )
     assert notes == [""]
     assert await hot.in_thread(wait_of, stage.node) <= 0

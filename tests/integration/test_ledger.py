@@ -54,6 +54,7 @@ def at_once(count: int, work: Callable[[], Any]) -> list[Any]:
     return results
 
 
+@pytest.mark.rule("O34", "O93", "H9", "H11")
 def test_simultaneous_requests_make_one_operation() -> None:
     """O34: a key has one active operation; everyone else joins it."""
     admissions = at_once(12, admit)
@@ -61,6 +62,7 @@ def test_simultaneous_requests_make_one_operation() -> None:
     assert len({admission.operation.id for admission in admissions}) == 1
 
 
+@pytest.mark.rule("O34", "O93")
 def test_another_kind_on_an_active_key_is_a_conflict() -> None:
     """O34: a different kind on the same key is refused by name."""
     admit()
@@ -68,6 +70,7 @@ def test_another_kind_on_an_active_key_is_a_conflict() -> None:
         admit(kind="backend_install")
 
 
+@pytest.mark.rule("O5")
 def test_two_claimers_never_share_an_operation() -> None:
     """Rule 2: claims skip what others lock; each operation goes to exactly one owner."""
     for number in range(8):
@@ -77,6 +80,7 @@ def test_two_claimers_never_share_an_operation() -> None:
     assert len(claimed) == len(set(claimed)) == 8
 
 
+@pytest.mark.rule("I3", "H15", "O85")
 def test_a_late_report_of_an_old_fence_changes_nothing() -> None:
     """I3, H15: after the lease was lost and taken again, the first owner's writes are refused."""
     admit()
@@ -91,6 +95,7 @@ def test_a_late_report_of_an_old_fence_changes_nothing() -> None:
     assert Operation.objects.get(pk=first.id).status == Status.PROCESSING
 
 
+@pytest.mark.rule("A71", "O90", "H5")
 def test_a_live_lease_is_not_reaped() -> None:
     """H5: only leases that ran out are taken back."""
     admit()
@@ -99,17 +104,35 @@ def test_a_live_lease_is_not_reaped() -> None:
     assert lease.reap(now=NOW + timedelta(seconds=LEASE + 1)) == (0, 0)
 
 
+@pytest.mark.rule("I4", "A37", "A69", "A70", "A75", "O90", "O91", "H5")
 def test_an_operation_that_kills_its_controllers_is_given_up() -> None:
-    """I4: it ends with a reason instead of going round for ever."""
+    """I4: it ends with a reason instead of going round forever."""
     admit()
     at = NOW
-    for _ in range(lease.MAX_LOST_LEASES + 1):
+    for number in range(lease.MAX_LOST_LEASES + 1):
         claim_one(now=at)
         at += timedelta(seconds=LEASE + 1)
-        lease.reap(now=at)
+        assert lease.reap(now=at) == ((1, 0) if number < lease.MAX_LOST_LEASES else (0, 1))
     ended = Operation.objects.get()
     assert ended.status == Status.FAILED
     assert "controllers fell silent" in ended.error
+    assert [entry["error"] for entry in feed.snapshot().operations] == [ended.error]
+    admission.dismiss(ended.id, actor="ann", now=at)
+    assert feed.snapshot().operations == []
+
+
+@pytest.mark.rule("O88", "O89", "O90", "O92")
+def test_what_only_waits_is_never_reaped_however_old() -> None:
+    """The owner's lease counts, not the age; and of two reapers at once one does the work."""
+    admit("model:a")
+    admit("model:b")
+    first = claim_one()
+    later = NOW + timedelta(days=365)
+    outcome.put_back(first.id, first.fence, Event.WAIT, now=NOW, until=later, reason="no node")
+    assert lease.reap(now=later) == (0, 0)
+    assert {entry["status"] for entry in feed.snapshot().operations} == {"pending", "waiting_for_nodes"}
+    claim_one()
+    assert sorted(at_once(2, lambda: lease.reap(now=later))) == [(0, 0), (1, 0)]
 
 
 def test_postponed_attempts_are_no_lost_leases() -> None:
@@ -124,6 +147,7 @@ def test_postponed_attempts_are_no_lost_leases() -> None:
     assert lease.reap(now=at + timedelta(seconds=LEASE + 1)) == (1, 0)
 
 
+@pytest.mark.rule("H10")
 def test_parent_and_child_report_at_once_without_a_deadlock() -> None:
     """A child's foreign key must not make it wait for its parent while it holds the counter."""
     parent = admit("model:parent").operation
@@ -142,6 +166,7 @@ def test_parent_and_child_report_at_once_without_a_deadlock() -> None:
     assert at_once(6, report) == [None] * 6
 
 
+@pytest.mark.rule("H5")
 def test_only_named_leases_are_renewed() -> None:
     """H5: an operation whose attempt ended without an outcome must run out, though its owner lives on."""
     admit("model:a")
@@ -152,6 +177,7 @@ def test_only_named_leases_are_renewed() -> None:
     assert lease.reap(now=NOW + timedelta(seconds=LEASE + 1)) == (1, 0)
 
 
+@pytest.mark.rule("I6")
 def test_progress_never_goes_back() -> None:
     """I6: bytes and percentage only rise within an attempt; 100 % is for the end."""
     admit()
@@ -163,8 +189,9 @@ def test_progress_never_goes_back() -> None:
     assert (row.current_bytes, row.progress) == (100, 99)
 
 
+@pytest.mark.rule("O81", "O85")
 def test_sequence_numbers_are_dense_and_the_feed_resumes() -> None:
-    """Every change takes the next number, whoever writes; since(n) answers what came after n."""
+    """Every change takes the next number, no matter who writes; since(n) answers what came after n."""
     start = feed.current_seq()
     at_once(6, lambda: admit(f"model:{uuid4()}"))
     assert sorted(Operation.objects.values_list("seq", flat=True)) == list(range(start + 1, start + 7))
@@ -173,6 +200,7 @@ def test_sequence_numbers_are_dense_and_the_feed_resumes() -> None:
     assert seen.seq == start + 6
 
 
+@pytest.mark.rule("O32", "O34", "H9", "R6.37")
 def test_failures_stay_listed_until_a_new_request_supersedes_them() -> None:
     """O32, O34: a failed operation stays on the list; the next one of its key takes its place."""
     admit()
@@ -236,6 +264,7 @@ def test_a_stopping_controller_hands_back_at_once() -> None:
     assert claim_one("b").lease_owner == "b"
 
 
+@pytest.mark.rule("O32", "O85", "H8")
 def test_the_table_knows_every_state_and_terminal_is_sticky() -> None:
     """O32: no event leads out of completed or cancelled; every state is reached by some event."""
     for event in Event:
@@ -244,6 +273,7 @@ def test_the_table_knows_every_state_and_terminal_is_sticky() -> None:
     assert {transition.target for transition in TRANSITIONS.values()} == set(Status)
 
 
+@pytest.mark.rule("O30", "O32")
 def test_the_database_refuses_what_must_never_be() -> None:
     """A processing row without lease, a second active row of a key, a negative byte count."""
     admit()

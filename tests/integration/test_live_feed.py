@@ -3,28 +3,37 @@
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
+from unittest.mock import AsyncMock
+from uuid import uuid4
 
 import pytest
 from asgiref.sync import sync_to_async
 from channels.testing import WebsocketCommunicator
 from django.contrib.auth import get_user_model
-from django.db import OperationalError, connections
+from django.contrib.sessions.models import Session
+from django.db import OperationalError, connections, transaction
 from django.test import Client
 
-from localai_cluster import clock
-from localai_cluster.accounts import actors, principals
+from localai_cluster import cancel, clock
+from localai_cluster.accounts import actors, passwords, principals
 from localai_cluster.accounts.models import ApiKey, InitialPassword
 from localai_cluster.embedded.valkey import EmbeddedValkey
 from localai_cluster.web import sockets
 from localai_cluster.websockets import websocket_application
+from nodes.backends import upgrade_state
+from nodes.backends.upgrade_rules import Offered
+from nodes.inference import gateway
 from nodes.live import topics
 from nodes.live import watch as watching
 from nodes.models import BackendNode
 from nodes.registry import services
 from operations.changes import cursor, fanout, feed
 from operations.executor import controllers
+from operations.executor.waiting import Hints
 from operations.ledger import admission, lease, outcome
+from operations.ledger.progress import Tick
 from operations.models import Operation
 from operations.states import Event
 from tests.support import api, live
@@ -67,13 +76,27 @@ def shown(page: Tab, node: BackendNode) -> dict[str, Any]:
     return page.nodes[str(node.id)]
 
 
+async def sees(page: Tab, condition: Callable[[Tab], Any]) -> None:
+    """Waits until it holds of what the page has."""
+    await page.until(lambda: condition(page))
+
+
 make_node = sync_to_async(api.make_node)
 
 
-@sync_to_async
-def admit(name: str = "mock") -> Operation:
+def admitted(name: str = "mock") -> Operation:
     request = admission.OperationRequest("backend_install", key=name, element=name, actor="x")
     return admission.admit(request, now=clock.now()).operation
+
+
+admit = sync_to_async(admitted)
+
+
+@sync_to_async
+def admit_many(count: int) -> list[Operation]:
+    """In one transaction, so their changes are told at the same time however busy the machine is."""
+    with transaction.atomic():
+        return [admitted(f"m{number}") for number in range(count)]
 
 
 @sync_to_async
@@ -131,7 +154,7 @@ async def test_two_tabs_see_a_change_at_once(tab: Open, monkeypatch: pytest.Monk
     began = clock.monotonic()
     await drain(node)
     for page in pages:
-        await page.until(lambda: shown(page, node)["status"] == "draining")  # noqa: B023 - called at once
+        await sees(page, lambda tab: shown(tab, node)["status"] == "draining")
     assert clock.monotonic() - began < 60
     (patch,) = pages[0].told("nodes.delta")[-1]["changed"]
     assert set(patch) == {"id", "status", "reason", "since", "drain", "revision"}
@@ -151,17 +174,17 @@ async def test_nodes_come_and_go(tab: Open) -> None:
     assert page.told("nodes.delta")[-1]["removed"] == [str(node.id)]
 
 
-@pytest.mark.rule("O52")
+@pytest.mark.rule("O52", "O48", "O81", "O83")
 async def test_a_failure_stays_until_anybody_dismisses_it(tab: Open) -> None:
     """Every tab sees the failure and who dismissed it, by the numbers of the ledger."""
     operation = await admit()
     pages = [await (await tab()).greeted() for _ in range(2)]
     await end()
     for page in pages:
-        await page.until(lambda: page.operations[str(operation.id)]["status"] == "failed")  # noqa: B023
+        await sees(page, lambda tab: tab.operations[str(operation.id)]["status"] == "failed")
     await sync_to_async(api.admin().post)(f"/api/operations/{operation.id}/dismiss")
     for page in pages:
-        await page.until(lambda: "dismissedAt" in page.operations[str(operation.id)])  # noqa: B023
+        await sees(page, lambda tab: "dismissedAt" in tab.operations[str(operation.id)])
         assert page.operations[str(operation.id)]["dismissedBy"] == "static-key"
         assert page.seq == await sync_to_async(feed.current_seq)()
 
@@ -169,7 +192,7 @@ async def test_a_failure_stays_until_anybody_dismisses_it(tab: Open) -> None:
 async def test_changes_at_the_same_time_are_one_message(tab: Open) -> None:
     """Ten thousand a minute are no ten thousand messages; of one operation only the last state counts."""
     page = await (await tab()).greeted()
-    operations = [await admit(f"m{number}") for number in range(40)]
+    operations = await admit_many(40)
     await page.until(lambda: len(page.operations) == 40)
     deltas = page.told("operations.delta")
     assert len(deltas) < 40
@@ -179,6 +202,32 @@ async def test_changes_at_the_same_time_are_one_message(tab: Open) -> None:
         assert len({one["jobID"] for one in message["operations"]}) == len(numbers)
         assert message["seq"] >= numbers[-1]
     assert page.seq == operations[-1].seq
+
+
+async def test_a_part_that_moves_is_told_alone(tab: Open) -> None:
+    """A page that was there and one that opens late show what the rows say."""
+    nodes = [(uuid4(), f"n{number}") for number in range(3)]
+    asked = admission.OperationRequest("backend_install", key="k", element="e", actor="x", targets=nodes)
+    admitted = await sync_to_async(admission.admit)(asked, now=clock.now())
+    id = str(admitted.operation.id)
+    page = await (await tab()).greeted()
+    (work,) = await sync_to_async(lease.claim)("t", now=clock.now(), lease=30, limit=1)
+    tick = Tick("downloading", current_bytes=3, total_bytes=12, percentage=25, node_id=nodes[1][0])
+    await sync_to_async(outcome.progress)(work.id, work.fence, tick, now=clock.now())
+
+    def moved(tab: Tab) -> list[float]:
+        return [part["percentage"] for part in tab.operations[id]["nodes"]]
+
+    await sees(page, lambda tab: moved(tab) == [0, 25, 0])
+    late = await (await tab()).greeted()
+    assert page.operations[id] == late.operations[id]
+    await sync_to_async(outcome.progress)(work.id, work.fence, replace(tick, percentage=50), now=clock.now())
+    for one in (page, late):
+        await sees(one, lambda tab: moved(tab) == [0, 50, 0])
+        (last,) = one.told("operations.delta")[-1]["operations"]
+        whole = id not in one.told("operations.delta")[-1].get("partial", ())
+        assert len(last["nodes"]) == (3 if whole else 1)
+    assert any(message.get("partial") == [id] for message in page.told("operations.delta"))
 
 
 async def test_coming_back_brings_what_was_missed(tab: Open) -> None:
@@ -252,9 +301,9 @@ async def test_nothing_is_lost_while_everything_changes(tab: Open) -> None:
 
     changing = asyncio.create_task(unrest())
     page = await (await tab()).greeted()
+    kinds = ("nodes.delta", "operations.delta")
     for _ in range(5):
-        kinds = ("nodes.delta", "operations.delta")
-        await page.until(lambda: all(page.told(kind) for kind in kinds))  # noqa: B023 - called at once
+        await sees(page, lambda tab: all(tab.told(kind) for kind in kinds))
         await page.socket.disconnect()
         again = await tab(page.place)
         again.nodes, again.operations = page.nodes, page.operations
@@ -268,8 +317,8 @@ async def test_nothing_is_lost_while_everything_changes(tab: Open) -> None:
     assert not [message for message in page.seen if message["type"].endswith("snapshot")]
 
 
-async def test_the_look_rests_while_nobody_watches(tab: Open, process: watching.NodeFeed) -> None:
-    """One look for all; none for nobody; whoever comes then sees the present."""
+async def test_the_look_rests_while_no_one_watches(tab: Open, process: watching.NodeFeed) -> None:
+    """One look for all; none without a tab; the next tab sees the present."""
     node = await make_node()
     pages = [await (await tab()).greeted() for _ in range(3)]
     assert process.watchers == 3
@@ -352,6 +401,7 @@ async def test_a_defect_in_the_look_does_not_end_it(
     assert any("a look at the nodes failed" in line for line in caplog.messages)
 
 
+@pytest.mark.rule("O87")
 async def test_without_the_channel_layer_changes_come_from_the_rows(
     tab: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -437,6 +487,107 @@ def _sign_out(key: str) -> None:
     SessionStore(key).flush()
 
 
+@pytest.fixture
+async def told(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """What a web process hears from the database; nothing is looked at without that."""
+    plain, heard = sockets.look_again, asyncio.Event()
+
+    def look_again(whose: str = "") -> None:
+        heard.set()
+        plain(whose)
+
+    monkeypatch.setattr(sockets, "look_again", look_again)
+    monkeypatch.setattr(sockets, "CHECK_EVERY", 3600)
+    listening = asyncio.create_task(gateway._listen(Hints()))
+    await asyncio.wait_for(heard.wait(), 60)
+    yield
+    await cancel.end(listening)
+
+
+async def test_an_access_that_ends_while_the_socket_opens_closes_it_at_once(
+    tab: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it is among the open sockets no hint can reach it, and no timer does."""
+    monkeypatch.setattr(sockets, "CHECK_EVERY", 3600)
+    _, headers = await signed_in()
+    key = headers[-1][1].decode().removeprefix("sessionid=")
+    plain = sockets.LiveSocket.connect
+
+    async def late(socket: sockets.LiveSocket) -> None:
+        await sync_to_async(_sign_out)(key)
+        await plain(socket)
+
+    monkeypatch.setattr(sockets.LiveSocket, "connect", late)
+    assert await (await tab(headers=headers)).closed() == 4401
+
+
+ACCESS_ENDS: dict[str, Callable[[Any, str], Any]] = {
+    "signed out": lambda user, key: _sign_out(key),
+    "password changed": lambda user, key: passwords.change(user.pk, "x", "a-longer-sentence-9"),
+    "password set in the admin": lambda user, key: (user.set_password("y"), user.save()),
+    "deactivated": lambda user, key: get_user_model().objects.filter(pk=user.pk).update(is_active=False),
+    "deleted": lambda user, key: get_user_model().objects.filter(pk=user.pk).delete(),
+    "no admin any more": lambda user, key: (
+        get_user_model().objects.filter(pk=user.pk).update(is_staff=False, is_superuser=False)
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ACCESS_ENDS)
+async def test_the_end_of_an_access_closes_its_sockets_at_once(tab: Open, told: None, how: str) -> None:
+    """Join, the edge: the database tells; somebody else's sockets stay open and are not even looked at."""
+    user, headers = await signed_in()
+    page = await (await tab(headers=headers)).greeted()
+    await (await tab(headers=live.ADMIN)).greeted()
+    scopes: list[Any] = [one.scope for one in sockets._open]
+    (other,) = [scope for scope in scopes if scope["principal"] == principals.STATIC_ADMIN]
+    other["principal_again"] = AsyncMock()
+    key = headers[-1][1].decode().removeprefix("sessionid=")
+    await sync_to_async(ACCESS_ENDS[how])(user, key)
+    assert await page.closed() == (4403 if how == "no admin any more" else 4401)
+    other["principal_again"].assert_not_awaited()
+
+
+@pytest.mark.parametrize("how", ["revoked", "deleted"])
+async def test_the_end_of_a_key_closes_its_sockets_at_once(tab: Open, told: None, how: str) -> None:
+    """A program's socket is its key's."""
+    user, _ = await signed_in()
+    key, plain = await sync_to_async(principals.create_api_key)(user, "k")
+    program = await (await tab(headers=[(b"x-api-key", plain.encode())])).greeted()
+    keys = ApiKey.objects.filter(pk=key.pk)
+    if how == "revoked":
+        await sync_to_async(keys.update)(revoked_at=clock.now())
+    else:
+        await sync_to_async(keys.delete)()
+    assert await program.closed() == 4401
+
+
+async def test_many_sessions_that_end_at_once_are_one_notice(tab: Open, told: None) -> None:
+    """Of thousands no one wants to be told one by one."""
+    _, headers = await signed_in()
+    page = await (await tab(headers=headers)).greeted()
+    rows = [
+        Session(session_key=f"{number:032}", session_data="", expire_date=clock.now())
+        for number in range(101)
+    ]
+    await sync_to_async(Session.objects.bulk_create)(rows)
+    await sync_to_async(Session.objects.all().delete)()
+    assert await page.closed() == 4401
+
+
+async def test_what_was_missed_while_no_one_listened_is_looked_at(
+    tab: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection that hears the database may be cut: after each new one all sockets find out again."""
+    monkeypatch.setattr(sockets, "CHECK_EVERY", 3600)
+    user, headers = await signed_in()
+    page = await (await tab(headers=headers)).greeted()
+    await sync_to_async(get_user_model().objects.filter(pk=user.pk).update)(is_active=False)
+    heard = asyncio.create_task(gateway._listen(Hints()))
+    assert await page.closed() == 4401
+    await cancel.end(heard)
+
+
 async def test_a_revoked_key_and_a_lost_role_close_the_socket(
     tab: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -451,3 +602,27 @@ async def test_a_revoked_key_and_a_lost_role_close_the_socket(
     users = get_user_model().objects.filter(pk=user.pk)
     await sync_to_async(users.update)(is_staff=False, is_superuser=False)
     assert await page.closed() == 4403
+
+
+@pytest.mark.rule("A51", "O101")
+async def test_a_tab_hears_that_lists_have_changed_and_how_the_check_stands(
+    tab: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, by a NOTIFY; the revision says when to read the lists again."""
+    monkeypatch.setattr(watching, "LOOK_EVERY", 120.0)
+    page = await (await tab()).greeted()
+    await page.until(lambda: page.told("backends"))
+    first = page.told("backends")[-1]
+    assert (first["checked_at"], first["checking"], first["problems"]) == (None, False, {})
+    await sync_to_async(upgrade_state.installed_changed)()
+    await page.until(lambda: page.told("backends")[-1]["checking"])
+    assert page.told("backends")[-1]["revision"] == first["revision"] + 1
+    now = clock.now()
+    mine = await sync_to_async(upgrade_state.claim)("x", now=now)
+    assert mine is not None
+    finish = sync_to_async(upgrade_state.finish)
+    await finish(mine, {"minilm": Offered("2")}, problems={"local": "gone"}, galleries="", now=now)
+    await page.until(lambda: not page.told("backends")[-1]["checking"])
+    last = page.told("backends")[-1]
+    assert (last["revision"], last["problems"]) == (first["revision"] + 2, {"local": "gone"})
+    assert live.wrong_with(last) == []

@@ -1,4 +1,4 @@
-"""What a websocket's client sends is for nobody: a flood of it costs a web process no memory."""
+"""What a websocket's client sends is never read: a flood of it costs a web process no memory."""
 
 import base64
 import os
@@ -68,7 +68,7 @@ def most_memory(process: "subprocess.Popen[bytes]") -> float:
 
 @pytest.mark.parametrize("kind", FLOODS)
 def test_a_flood_of_frames_costs_no_memory(tmp_path: Path, kind: str) -> None:
-    """Nobody reads messages, so none are kept; pings are not answered to who does not read."""
+    """Messages are not read, so none are kept; pings are not answered to who does not read."""
     with serving(tmp_path) as (process, url), opened(url, "/ws/feed") as link:
         before = most_memory(process)
         link.sendall(FLOODS[kind] + CLOSE)

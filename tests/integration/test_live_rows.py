@@ -10,7 +10,7 @@ from django.test.utils import CaptureQueriesContext
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster import names
+from localai_cluster import __version__, names
 from nodes.live import history, notices, rows, watch
 from nodes.live.history import History
 from nodes.models import BackendNode, NodeBackend, NodeConflict, NodeLabel, NodeModel
@@ -169,14 +169,14 @@ def grow(size: int) -> None:
 
 @pytest.mark.django_db(transaction=True)
 def test_a_look_costs_the_same_few_queries_for_any_number_of_nodes() -> None:
-    """At 1, 20 and 200 nodes: five for nodes, one for controllers, in one view."""
+    """At 1, 20 and 200 nodes: five for nodes, one each for controllers, the check and tasks."""
     seen = set()
     for size in (1, 20, 200):
         grow(size)
         with CaptureQueriesContext(connection) as queries:
             assert len(watch.look().nodes) == size
         seen.add(tuple(query["sql"].split(" ", 1)[0] for query in queries))
-    assert seen == {("BEGIN", "SET", *["SELECT"] * 6, "COMMIT")}
+    assert seen == {("BEGIN", "SET", *["SELECT"] * 8, "COMMIT")}
 
 
 @pytest.mark.django_db(transaction=True)
@@ -219,7 +219,7 @@ def _shown(raw: rows.Raw) -> dict[str, Any]:
 
 
 def test_a_patch_names_what_changed_and_several_are_one(plain: History) -> None:
-    """From one look to the next; merged for whoever missed some."""
+    """From one look to the next; merged for a tab that missed some."""
     assert plain.take(raws(a=1, b=1), 0)
     assert not plain.take(raws(a=1, b=1), 1)
     assert plain.take(raws(a=2, b=1), 2)
@@ -255,7 +255,7 @@ def test_a_look_that_fails_half_way_loses_nothing(plain: History, monkeypatch: p
 
 
 def test_changes_are_kept_for_a_while_and_in_bounds(plain: History, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By age, by number, and by what they hold together; who stands before that starts anew."""
+    """By age, by number, and by what they hold together; who stands before that starts again."""
     monkeypatch.setattr(history, "KEPT_CHANGES", 3)
     monkeypatch.setattr(history, "KEPT_PATCHES", 5)
     for turn in range(6):
@@ -274,7 +274,7 @@ STATES = st.dictionaries(st.sampled_from("abcd"), st.integers(0, 3))
 
 @given(states=st.lists(STATES, min_size=1, max_size=12), from_number=st.integers(0, 12))
 def test_a_reader_ends_where_the_nodes_are(states: list[dict[str, int]], from_number: int) -> None:
-    """Whatever he missed: what he had, with the change since then, is what there is."""
+    """After any gap: what a tab had, with the change since then, is what there is."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(history, "shown", _shown)
         kept = History("e")
@@ -324,6 +324,32 @@ def test_who_carries_operations_out(
 ) -> None:
     """A controller that wrote nothing while the database was away is not silent."""
     assert told(notices.ClusterFacts(seen, 0, 0, readable_since)) == expected
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (notices.ClusterFacts(SOUND, 0, 0, tasks_wait_since=NOW - timedelta(seconds=20)), []),
+        (notices.ClusterFacts(SOUND, 0, 0, tasks_wait_since=NOW - timedelta(seconds=40)), ["no-tasks"]),
+        (
+            notices.ClusterFacts(
+                SOUND, 0, 0, NOW - timedelta(seconds=5), tasks_wait_since=NOW - timedelta(seconds=40)
+            ),
+            [],
+        ),
+        (notices.ClusterFacts(SOUND, 0, 0, redis_away=True), ["redis-unreachable"]),
+    ],
+)
+def test_who_carries_schedules_out_and_brings_news(facts: notices.ClusterFacts, expected: list[str]) -> None:
+    """Tasks that waited for the database are not late."""
+    assert told(facts) == expected
+
+
+def test_workers_of_another_version_are_counted() -> None:
+    facts = notices.ClusterFacts(SOUND, 0, 0, skewed_nodes=2)
+    assert told(facts) == ["worker-versions"]
+    (found,) = notices.notices(facts, STRONG, NOW)
+    assert found["text"].startswith(f"2 nodes run another version than this server ({__version__})")
 
 
 def test_weak_secrets_and_weak_identities_are_named() -> None:

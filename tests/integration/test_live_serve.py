@@ -7,15 +7,20 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from django.contrib.auth import BACKEND_SESSION_KEY, HASH_SESSION_KEY, SESSION_KEY, get_user_model
 from django.db import connection
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
 from localai_cluster import clock, names
+from localai_cluster.accounts.session_store import SessionStore
+from nodes.backends.intents import Ended, settle
 from nodes.models import BackendNode, NodeLabel
 from tests.integration.test_hot_serve import ADMIN, serving
 from tests.support import hot
+from tests.support.intents import INSTALL, ask, claim
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -53,6 +58,68 @@ def test_a_stopping_process_sends_its_watchers_away(tmp_path: Path) -> None:
         assert process.wait(timeout=90) == 0
     assert (code, seconds < 10) == (1012, True)
     assert b"Traceback" not in (tmp_path / "log").read_bytes()
+
+
+@pytest.mark.rule("A42", "A80", "O48", "O81", "O95", "H2")
+def test_two_processes_show_the_same_and_signing_out_of_one_closes_the_sockets_of_the_other(
+    tmp_path: Path,
+) -> None:
+    """Sockets: long before the next look after 15 s, with the code that sends a page to sign in; others stay.
+
+    Operations: whichever process is asked, what runs is listed, and what has ended is not.
+    """
+    user = get_user_model().objects.create_superuser("root", password="a-long-sentence-9")
+    session = SessionStore()
+    login_of(user, session)
+
+    async def scenario(here: str, there: str) -> tuple[int, float]:
+        cookie = {"Cookie": f"sessionid={session.session_key}; csrftoken={CSRF}"}
+        mine = connect(feed_of(there), additional_headers=cookie, proxy=None)
+        other = connect(feed_of(there), additional_headers=ADMIN, proxy=None)
+        async with mine as link, other as stays, httpx.AsyncClient(base_url=here) as client:
+            await until(link, "nodes.snapshot")
+            began = clock.monotonic()
+            answer = await client.post("/api/auth/logout", headers={**cookie, "X-CSRFToken": CSRF})
+            assert answer.status_code == 200
+            with pytest.raises(ConnectionClosed) as closed:
+                await until(link, "a message that never comes")
+            seconds = clock.monotonic() - began
+            await until(stays, "alive")
+            assert closed.value.rcvd is not None
+            return closed.value.rcvd.code, seconds
+
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with serving(tmp_path / "a") as (_, here), serving(tmp_path / "b") as (_, there):
+        lists_agree(here, there)
+        code, seconds = asyncio.run(scenario(here, there))
+    assert (code, seconds < 10) == (4401, True), seconds
+
+
+def lists_agree(here: str, there: str) -> None:
+    """A hundred looks by turns during an install; one after its end at each of the processes."""
+    job = str(ask(INSTALL, hot.node("one")).id)
+    (intent,) = claim()
+
+    def jobs(url: str, path: str = "") -> list[str]:
+        entries = client.get(f"{url}/api/operations{path}").json()["operations"]
+        return [entry["jobID"] for entry in entries]
+
+    with httpx.Client(headers=ADMIN) as client:
+        assert [jobs(url) for url in (here, there) * 50] == [[job]] * 100
+        settle({(intent.id, intent.fence): (Ended(), ())}, now=clock.now())
+        assert [jobs(url) for url in (here, there)] == [[], []]
+        assert [jobs(url, "/history") for url in (here, there)] == [[job], [job]]
+
+
+CSRF = "c" * 32
+
+
+def login_of(user: Any, session: SessionStore) -> None:
+    """A session of the user, as signing in makes it."""
+    session[SESSION_KEY], session[HASH_SESSION_KEY] = str(user.pk), user.get_session_auth_hash()
+    session[BACKEND_SESSION_KEY] = "localai_cluster.accounts.passwords.SessionBackend"
+    session.save()
 
 
 def seed() -> None:

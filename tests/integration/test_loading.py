@@ -2,8 +2,12 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -14,28 +18,29 @@ from uuid import uuid4
 import psycopg
 import pytest
 from django.db import connection, transaction
+from pytest_django import Settings
 
-from localai_cluster import clock
+from localai_cluster import clock, names
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NoResponders, NotConnected, RequestTimeout
 from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost
-from nodes.backends import commands, install
-from nodes.definitions.files import Folder
+from nodes.backends import commands, intents
+from nodes.definitions.folder import Folder
 from nodes.loading import asking, engines, load
-from nodes.models import BackendNode, EngineStart, NodeModel
+from nodes.models import BackendNode, EngineStart, NodeEvent, NodeModel
 from nodes.placement.setbacks import from_payload
 from nodes.replicas import retire
 from nodes.replicas.slots import Slot
-from operations.executor.executor import write_batch
+from operations.executor.operation_queue import write_batch
 from operations.executor.recorder import Recorder
 from operations.executor.waiting import Hints
 from operations.executor.work import Abandoned, Postpone, Work, in_thread
-from operations.ledger import admission, lease, outcome
+from operations.ledger import admission, lease
 from operations.models import Operation
-from operations.states import Event
 from tests.conftest import eventually
-from tests.support import hot
+from tests.support import backends, hot
+from tests.support import intents as wished
 from tests.support.bus import NEVER, PlayedBus
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -48,7 +53,7 @@ class Stage:
 
     def __init__(self, folder: Path) -> None:
         (folder / "echo.yaml").write_text("name: echo\nbackend: echo\nparameters: {model: echo}\n")
-        self.bus = PlayedBus()
+        self.bus, self.folder = PlayedBus(), folder
         self.one, self.two = hot.node("one"), hot.node("two")
         now = clock.now()
         request = admission.OperationRequest(
@@ -84,7 +89,7 @@ class Stage:
             assert await clock.wait_until(happened, timeout=60)
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(asyncio.shield(attempt), 60)
-            assert attempt.done(), "the attempt goes on for ever"
+            assert attempt.done(), "the attempt goes on forever"
             error = attempt.exception()
             assert error is not None
             return error
@@ -100,13 +105,11 @@ def stage(tmp_path: Path) -> Stage:
 
 def vanishes_while_installing(stage: Stage) -> Callable[[], bool]:
     def happens() -> bool:
-        child = Operation.objects.filter(kind=install.KIND).first()
-        if child is None:
-            return False
-        now = clock.now()
-        (held,) = lease.claim("controller", now=now, lease=60, limit=1)
-        outcome.put_back(held.id, held.fence, Event.POSTPONE, now=now, until=now, reason="worker gone")
-        return True
+        for held in wished.claim():
+            failed = {(held.id, held.fence): (intents.Failed("worker gone"), ())}
+            assert not intents.settle(failed, now=clock.now())
+            return True
+        return False
 
     return happens
 
@@ -124,8 +127,61 @@ async def test_a_load_leaves_a_worker_that_vanished_while_it_installed(stage: St
     assert await hot.in_thread(NodeModel.objects.count) == 0
 
 
+@pytest.mark.parametrize("begun", [True, False], ids=["begun", "waiting"])
+@pytest.mark.parametrize("kind", [wished.UPGRADE, wished.DELETE])
+@pytest.mark.rule("O34")
+async def test_a_load_tries_elsewhere_while_its_backend_is_being_deleted(
+    stage: Stage, kind: str, begun: bool
+) -> None:
+    """Another command on the backend keeps it from being installed; that is no failure of the load.
+
+    A deletion that has not begun stands too: a load never takes the place of what somebody asked for.
+    """
+    asked: list[Operation] = []
+
+    def busy() -> None:
+        asked.append(wished.ask(kind, stage.one))
+        if begun:
+            wished.claim()
+        stage.need_until()
+
+    stage.lists(stage.one)
+    stage.lists(stage.two, BACKEND)
+    await hot.in_thread(busy)
+    ended = await stage.play()
+    assert isinstance(ended, Postpone), ended
+    verb, state = kind.removeprefix("backend_"), "in progress" if begun else "waiting"
+    assert ended.reason.startswith(f"{verb} echo on one is {state}")
+    assert str(asked[0].id) in ended.reason
+    await hot.in_thread(asked[0].refresh_from_db)
+    assert asked[0].status == ("processing" if begun else "pending")
+    assert ended.payload is not None
+    assert list(from_payload(ended.payload)) == [stage.one.id]
+    assert await hot.in_thread(NodeModel.objects.count) == 0
+
+
+async def test_a_load_waits_while_the_models_folder_hangs(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule 4: the operation says why it waits and looks again; the controller goes on."""
+    goes_on, plain = threading.Event(), os.scandir
+
+    def hanging(path: Any) -> Any:
+        goes_on.wait()
+        return plain(path)
+
+    monkeypatch.setattr("nodes.definitions.folder.os.scandir", hanging)
+    stage.handler = load.LoadModel(stage.bus, Folder(stage.folder, limit=0.05), Hints())
+    try:
+        ended = await stage.play()
+    finally:
+        goes_on.set()
+    assert isinstance(ended, Postpone), ended
+    assert ("does not answer" in ended.reason, ended.seconds) == (True, 5.0)
+
+
 async def test_a_load_ends_when_its_slot_is_gone(stage: Stage) -> None:
-    """A node that fell silent, left or started anew takes its rows away; whoever waits for it stops waiting.
+    """A node that fell silent, left or started again takes its rows away; those who wait for it stop.
 
     The worker here is a stock one: it does not name its process, so nothing else tells that it was restarted.
     """
@@ -134,6 +190,8 @@ async def test_a_load_ends_when_its_slot_is_gone(stage: Stage) -> None:
     await hot.in_thread(stage.need_until)
 
     def silent() -> bool:
+        if not stage.bus.asked[subjects.backend_install(str(stage.one.id))]:
+            return False
         return NodeModel.objects.filter(state="loading").delete()[0] > 0
 
     ended = await stage.play(silent)
@@ -141,7 +199,7 @@ async def test_a_load_ends_when_its_slot_is_gone(stage: Stage) -> None:
     assert stage.bus.stops(stage.one.id) == ["echo#0"], "its engine may live on"
 
 
-async def test_whoever_came_later_keeps_the_load_alive(stage: Stage) -> None:
+async def test_anyone_who_came_later_keeps_the_load_alive(stage: Stage) -> None:
     """The wish is read when the attempt ends, not when it began."""
     stage.lists(stage.one, BACKEND)
     await hot.in_thread(stage.need_until)
@@ -157,7 +215,7 @@ async def test_an_engine_stopped_while_it_started_is_started_again(stage: Stage)
     assert isinstance(ended, Postpone), ended
 
 
-@pytest.mark.parametrize("silence", ["nobody listens", "no answer"])
+@pytest.mark.parametrize("silence", ["no listener", "no answer"])
 async def test_twelve_dead_nodes_cost_one_attempt_a_short_wait(
     stage: Stage, silence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,7 +274,7 @@ async def test_without_the_bus_no_node_is_blamed(stage: Stage) -> None:
     assert "message bus" in ended.reason
 
 
-async def test_a_load_that_nobody_wants_any_more_says_so_at_its_next_look(stage: Stage) -> None:
+async def test_a_load_that_no_one_wants_any_more_says_so_at_its_next_look(stage: Stage) -> None:
     """Its end is the one that the pages tell beforehand."""
     ended = await stage.play()
     assert isinstance(ended, Abandoned), ended
@@ -230,7 +288,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     class Client:
         def __init__(self, address: str, token: str) -> None:
-            self.address = address
+            assert (address, token) == (STARTED.address, backends.TOKEN)
 
         async def load_model(self, options: Any, timeout: float) -> Any:
             what = script.pop(0) if script else None
@@ -273,6 +331,31 @@ async def test_a_lost_bus_and_an_early_lack_of_a_listener_move_no_load(
     assert (await stage.handler(stage.work))["node"] == "one"
     assert stage.bus.stops(stage.one.id) == []
     assert await hot.in_thread(left) == [], "the replica accounts for the engine"
+
+
+async def test_an_address_belongs_to_the_engine_that_was_started_there_last(
+    stage: Stage, loads: list[Any]
+) -> None:
+    """A stock worker that restarted gives its ports again; rows of its former engines survive until asked."""
+
+    def rows() -> list[tuple[str, str]]:
+        return sorted((str(row), row.node.name) for row in NodeModel.objects.select_related("node"))
+
+    def former() -> None:
+        hot.replica(stage.one, "other", address=STARTED.address)
+        hot.replica(stage.one, "echo", 1, address=STARTED.address, state="unloading")
+        hot.replica(stage.one, "third", address="127.0.0.1:8")
+        hot.replica(stage.two, "other", address=STARTED.address)
+
+    seen: list[Any] = []
+    stage.lists(stage.one, BACKEND)
+    stage.installs(stage.one, STARTED)
+    await hot.in_thread(former)
+    loads.append(lambda: seen.append(rows()))
+    assert (await stage.handler(stage.work))["node"] == "one"
+    expected = [("echo#0", "one"), ("other#0", "two"), ("third#0", "one")]
+    assert seen == [expected], "before the engine loads: a request must not reach it as the former one"
+    assert await hot.in_thread(rows) == expected
 
 
 async def test_a_start_that_takes_long_is_waited_for(stage: Stage, loads: list[Any]) -> None:
@@ -328,14 +411,106 @@ async def test_an_attempt_whose_place_was_taken_over_stops_nothing(stage: Stage,
 
     def taken_over() -> None:
         slot = Slot(NodeModel.objects.get().pk, stage.one.id, "one", 0)
-        engines.note(slot, "echo", mark="later:2", now=clock.now())
         NodeModel.objects.update(loading_by="later:2")
+        assert engines.note(slot, "echo", mark="later:2", now=clock.now())
 
     loads.append(taken_over)
     ended = await stage.play()
     assert isinstance(ended, Postpone), ended
     assert stage.bus.stops(stage.one.id) == []
     assert await hot.in_thread(left) == [("echo#0", "")]
+
+
+@pytest.fixture
+def listening() -> Iterator[socket.socket]:
+    """A host of this machine that no node has registered."""
+    with socket.create_server(("127.0.0.2", 0)) as server:
+        server.setblocking(False)
+        yield server
+
+
+def met(server: socket.socket) -> bool:
+    """Whether somebody has connected."""
+    try:
+        server.accept()[0].close()
+    except BlockingIOError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.2:{port}",
+        "ipv4:127.0.0.2:{port}",
+        "ipv4:127.0.0.1:1,127.0.0.2:{port}",
+        "dns:///127.0.0.2:{port}",
+        "127.0.0.1:1,127.0.0.2:{port}",
+        "127.0.0.1@127.0.0.2:{port}",
+        "http://127.0.0.2:{port}",
+        "0177.0.0.2:{port}",
+        "127.0.0.2:{port}/",
+        "unix:{path}",
+        "unix://{path}",
+        "127.0.0.1:1" + "\x00" * 9,
+        "127.0.0.1",
+        "127.0.0.1:0",
+    ],
+)
+async def test_an_engine_is_dialled_on_its_own_host_only(
+    stage: Stage, listening: socket.socket, tmp_path: Path, address: str
+) -> None:
+    """The operation names both values, the timeline keeps it, and no one is connected to."""
+    with socket.socket(socket.AF_UNIX) as local:
+        local.bind(str(tmp_path / "engine.sock"))
+        local.listen()
+        local.setblocking(False)
+        said = address.format(port=listening.getsockname()[1], path=tmp_path / "engine.sock")
+        stage.lists(stage.one, BACKEND)
+        stage.installs(stage.one, m.InstallReply(True, said))
+        await hot.in_thread(stage.need_until)
+        ended = await stage.play()
+        assert isinstance(ended, load.LoadFailed), ended
+        assert "127.0.0.1:1'" in ended.message
+        assert names.plain(said) in ended.message
+        assert not met(listening)
+        assert not met(local)
+    told = await hot.in_thread(NodeEvent.objects.get)
+    assert (told.node_id, told.kind) == (stage.one.id, "address_refused")
+    assert told.detail == {"replied": names.plain(said), "registered": "127.0.0.1:1"}
+    assert stage.bus.stops(stage.one.id) == ["echo#0"], "its engine is stopped all the same"
+
+
+async def test_an_engine_is_dialled_on_a_host_that_the_operator_lists(
+    stage: Stage, listening: socket.socket, settings: Settings
+) -> None:
+    """And the test above would see a connection."""
+    settings.CLUSTER = replace(settings.CLUSTER, node_hosts={"one": frozenset({"127.0.0.2"})})
+    stage.lists(stage.one, BACKEND)
+    stage.installs(stage.one, m.InstallReply(True, f"127.0.0.2:{listening.getsockname()[1]}"))
+    await hot.in_thread(stage.need_until)
+    playing = asyncio.create_task(stage.play())
+    assert await clock.wait_until(lambda: asyncio.to_thread(met, listening), timeout=60)
+    playing.cancel()
+    await asyncio.gather(playing, return_exceptions=True)
+    assert not await hot.in_thread(NodeEvent.objects.exists)
+
+
+async def test_an_attempt_whose_place_is_lost_starts_nothing(stage: Stage) -> None:
+    """Its row went between the look at the backends and the start."""
+    await hot.in_thread(stage.need_until)
+
+    async def lost() -> m.ListReply:
+        if await hot.in_thread(NodeModel.objects.exists):
+            await hot.in_thread(NodeModel.objects.all().delete)
+        return m.ListReply((BACKEND,))
+
+    stage.bus.replies[subjects.backend_list(str(stage.one.id))] = lost
+    stage.installs(stage.one, STARTED)
+    ended = await stage.play()
+    assert isinstance(ended, Postpone), ended
+    assert stage.bus.asked[subjects.backend_install(str(stage.one.id))] == []
+    assert await hot.in_thread(left) == []
 
 
 async def test_an_attempt_before_the_start_stops_nothing(stage: Stage) -> None:
@@ -348,8 +523,14 @@ async def test_an_attempt_before_the_start_stops_nothing(stage: Stage) -> None:
 
 async def test_the_next_attempt_stops_what_a_killed_one_has_left(stage: Stage, loads: list[Any]) -> None:
     """Also when the model has no definition any more, or its row has gone."""
-    slot = Slot(uuid4(), stage.two.id, "two", 0)
-    await in_thread(engines.note, slot, "echo", mark=f"{stage.work.id}:0", now=clock.now())
+    killed = f"{stage.work.id}:0"
+
+    def left_behind() -> None:
+        row = NodeModel.objects.create(node=stage.two, model_name="echo", state="loading", loading_by=killed)
+        assert engines.note(Slot(row.pk, stage.two.id, "two", 0), "echo", mark=killed, now=clock.now())
+        row.delete()
+
+    await in_thread(left_behind)
     stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, STARTED)
     assert (await stage.handler(stage.work))["node"] == "one"
@@ -376,7 +557,7 @@ async def test_only_deaths_of_the_engine_count_as_deaths(stage: Stage, loads: li
 
 
 def test_leftovers_are_locked_in_the_order_of_their_ids() -> None:
-    """Whoever ends replicas of several nodes may hold an earlier one: nothing is held while it waits."""
+    """Anyone who ends replicas of several nodes may hold an earlier one: nothing is held while it waits."""
     early, late = sorted((uuid4(), uuid4()))
     for number, pk in enumerate((late, early)):
         NodeModel.objects.create(

@@ -63,8 +63,8 @@ def dismiss(operation_id: Any) -> Any:
     return api.admin().post(f"/api/operations/{operation_id}/dismiss")
 
 
-@pytest.mark.rule("O52", "O53", "http-3.5")
-def test_a_dismissed_failure_leaves_every_list_and_tells_everybody() -> None:
+@pytest.mark.rule("O52", "O53", "http-3.5", "A37", "A45", "O81")
+def test_a_dismissed_failure_leaves_every_list_and_tells_everyone() -> None:
     """D-DISMISS: by job id; who and when are stored, a restart does not bring it back; again is fine."""
     operation = failed()
     assert [entry["jobID"] for entry in listed()] == [str(operation.id)]
@@ -100,9 +100,9 @@ def test_only_failures_are_dismissed() -> None:
     assert len(listed()) == 2
 
 
-@pytest.mark.rule("O52", "http-3.5")
+@pytest.mark.rule("O52", "http-3.5", "O107")
 def test_dismissing_is_for_admins_and_needs_the_csrf_token() -> None:
-    """Nobody's call and a page's without the token change nothing."""
+    """An anonymous call and a page's without the token change nothing."""
     operation = failed()
     path = f"/api/operations/{operation.id}/dismiss"
     assert api.Caller().post(path).status_code == 401
@@ -112,14 +112,14 @@ def test_dismissing_is_for_admins_and_needs_the_csrf_token() -> None:
 
 @pytest.mark.rule("O34", "O52")
 def test_a_new_request_dismisses_the_failure_before_it() -> None:
-    """O34: it stays in the record, under the name of who asked anew."""
+    """O34: it stays in the record, under the name of who asked again."""
     operation = failed()
     again = admit()
     assert row(operation).dismissed_by == "ann"
     assert [entry["jobID"] for entry in listed()] == [str(again.id)]
 
 
-@pytest.mark.rule("O70")
+@pytest.mark.rule("O70", "O25", "O65")
 def test_several_nodes_add_up_to_one_progress() -> None:
     """D-AGGREGATE: the mean over all targets, never back, no 100 before the last ends; counts in words."""
     targets = nodes(4)
@@ -137,11 +137,11 @@ def test_several_nodes_add_up_to_one_progress() -> None:
 
     assert tell(first, 80) == (20, "0 of 4 nodes done")
     assert tell(second, 40) == (30, "0 of 4 nodes done")
-    assert tell(first, 10) == (30, "0 of 4 nodes done")  # late or begun anew: the whole does not go back
+    assert tell(first, 10) == (30, "0 of 4 nodes done")  # late or begun again: the whole does not go back
     assert end(first, TargetStatus.SUCCESS) == (35, "1 of 4 nodes done")
-    assert end(second, TargetStatus.ERROR, "disk full") == (35, "2 of 4 nodes done, 1 failed")
-    assert tell(second, 99) == (35, "2 of 4 nodes done, 1 failed")  # it has ended
-    assert end(third, TargetStatus.SUCCESS) == (60, "3 of 4 nodes done, 1 failed")
+    assert end(second, TargetStatus.ERROR, "disk full") == (35, "1 of 4 nodes done, 1 failed")
+    assert tell(second, 99) == (35, "1 of 4 nodes done, 1 failed")  # it has ended
+    assert end(third, TargetStatus.SUCCESS) == (60, "2 of 4 nodes done, 1 failed")
     (entry,) = listed()
     assert [(part["node_name"], part["status"], part["percentage"]) for part in entry["nodes"]] == [
         ("gpu-0", "success", 100),
@@ -241,14 +241,14 @@ def test_a_new_attempt_goes_on_where_the_ended_nodes_left_it() -> None:
     assert parts == [("success", 100, 0), ("queued", 0, 0), ("queued", 0, 0), ("queued", 0, 0)]
 
 
-@pytest.mark.rule("O39", "O40", "O42", "O43", "http-3.2")
+@pytest.mark.rule("O39", "O40", "O42", "O43", "http-3.2", "A26", "O46", "O65", "R6.37")
 def test_the_live_list_has_the_keys_of_the_reference() -> None:
     """D-LIST-PURE, D-MORE-OF-OPERATIONS: what is always there, what only when known; order; nothing clean."""
     node = (uuid4(), "gpu-0")
     running = claimed(key="a", node=node, targets=[node])
     outcome.progress(running.id, running.fence, Tick("downloading", "f", 5, 10, 50.5, "f", node[0]), now=NOW)
     gone = claimed(key="b")
-    outcome.finish(gone.id, gone.fence, Event.CANCEL, now=NOW, message="nobody wants it")
+    outcome.finish(gone.id, gone.fence, Event.CANCEL, now=NOW, message="no request needs it")
     clean = claimed(key="c")
     outcome.finish(clean.id, clean.fence, Event.COMPLETE, now=NOW)
     waiting = admit(key="d")
@@ -272,7 +272,7 @@ def test_the_live_list_has_the_keys_of_the_reference() -> None:
     assert optional & set(entries[1]) == optional - {"error"}
 
 
-@pytest.mark.rule("O44", "http-3.2")
+@pytest.mark.rule("O44", "http-3.2", "O31", "O45")
 @pytest.mark.parametrize(
     ("kind", "task"),
     [
@@ -286,7 +286,12 @@ def test_the_live_list_has_the_keys_of_the_reference() -> None:
 def test_task_types_are_four_words_in_lower_case(kind: str, task: str) -> None:
     """D-TASK-TYPES; a cold load is `staging` in every phase (D-LOADS-LISTED)."""
     admit(kind=kind)
-    assert [entry["taskType"] for entry in listed()] == [task]
+    (entry,) = listed()
+    assert entry["taskType"] == task
+    assert (entry["isDeletion"], entry["isBackend"]) == (
+        kind.endswith("_delete"),
+        kind.startswith("backend_"),
+    )
 
 
 @pytest.mark.rule("O4", "http-3.2")
@@ -312,7 +317,7 @@ def test_what_waits_is_listed_as_queued_with_its_reason(event: Event, status: st
 
 @pytest.mark.rule("O41")
 def test_parts_are_listed_by_the_name_of_the_node() -> None:
-    """Whatever the order in which they were given."""
+    """In any order."""
     targets = nodes(3)
     admit(targets=targets[::-1])
     assert [part["node_name"] for part in listed()[0]["nodes"]] == ["gpu-0", "gpu-1", "gpu-2"]

@@ -14,7 +14,8 @@ from django.conf import settings as django_settings
 from django.contrib.staticfiles import finders
 from django.test import Client
 
-from localai_cluster.asgi import application, without_slash
+from localai_cluster.asgi import application
+from localai_cluster.edge import without_slash
 from localai_cluster.web import ui
 from localai_cluster.web.static_files import accepts_gzip
 
@@ -39,7 +40,7 @@ def no_build(settings: Any, tmp_path: Path) -> Iterator[Path]:
     """A folder for a build that is not there yet."""
     dist = tmp_path / "dist"
     settings.UI_DIST = dist
-    settings.STATICFILES_DIRS = [django_settings.BASE_DIR / "static" / "site", ("ui", dist)]
+    settings.STATICFILES_DIRS = [django_settings.FILES / "static" / "site", ("ui", dist)]
     kept: Any = finders.get_finder
     kept.cache_clear()
     yield dist
@@ -71,7 +72,7 @@ def get(path: str, **headers: str) -> Any:
 @pytest.mark.rule("http-5.2", "http-0.3")
 @pytest.mark.parametrize("path", PAGES)
 def test_one_document_for_every_path(built: Path, path: str) -> None:
-    """§5.2: for everybody, never kept without asking; it brings the CSRF cookie."""
+    """§5.2: for everyone, never kept without asking; it brings the CSRF cookie."""
     answer = get(path)
     assert (answer.status_code, answer["Content-Type"]) == (200, "text/html; charset=utf-8")
     assert answer["Cache-Control"] == "no-cache"
@@ -158,7 +159,7 @@ def test_a_manifest_that_cannot_be_read_is_none(
     """503 and a line in the log, never a 500."""
     (built / "manifest.json").write_text(text)
     assert get("/app").status_code == 503
-    assert "build anew" in caplog.text
+    assert "build again" in caplog.text
 
 
 # Where it is found
@@ -237,7 +238,7 @@ def fetch(path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
 
 @pytest.mark.rule("http-5.2", "http-0.1")
 def test_hashed_files_are_kept_for_ever_and_sent_compressed(built: Path) -> None:
-    """§5.2, §0.1: gzip for whoever accepts it, plain for others; both say that it depends."""
+    """§5.2, §0.1: gzip for anyone who accepts it, plain for others; both say that it depends."""
     status, headers, body = fetch("/static/ui/assets/main-abc.js", Accept_Encoding="br, gzip")
     assert (status, gzip.decompress(body).decode()) == (200, SCRIPT)
     assert headers["content-encoding"] == "gzip"

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import pytest
 from django.db import IntegrityError, transaction
@@ -71,7 +71,7 @@ def test_nothing_new_refers_to_a_node_between_its_last_look_and_its_end() -> Non
 
     def insert() -> None:
         try:
-            PendingBackendOp.objects.create(node=node, backend="b", op="install")
+            PendingBackendOp.objects.create(node=node, backend="b", op="install", operation_id=uuid4())
         except Exception:
             failed.append(True)
 
@@ -124,7 +124,7 @@ def picks(process: UUID, replicas: list[UUID]) -> Callable[[], None]:
 
 
 def test_no_deadlock_between_hot_path_beats_passes_and_verbs() -> None:
-    """Nodes by id before replicas by id, whoever is at it; a deadlock would be an exception here."""
+    """Nodes by id before replicas by id, no matter who is at it; a deadlock would be an exception here."""
     nodes = [approved(f"w{n}", secret=own_secret(f"w{n}")) for n in range(4)]
     alive, slow = (WebProcess.objects.create(host="h", pid=n, seen_at=NOW).pk for n in range(2))
     listed = [Running(f"m#{index}") for index in range(3)]
@@ -204,7 +204,7 @@ def test_two_passes_at_once_end_a_drain_once_and_a_silence_once() -> None:
     services.drain(node.pk, actor=ROOT, now=NOW, deadline=1)
     ended = after(held(node), *[lambda: services.finish_drains(now=later(5))] * 3)
     assert sorted(ended) == [0, 0, 1]
-    silence = {"limit": 60, "actor": actors.task("liveness"), "now": later(99)}
-    gone = after(held(node), *[lambda: services.fell_silent([node.pk], **silence)] * 3)  # type: ignore[arg-type]
+    silence: dict[str, Any] = {"limit": 60, "actor": actors.task("liveness"), "now": later(99)}
+    gone = after(held(node), *[lambda: services.fell_silent([node.pk], **silence)] * 3)
     assert sorted(gone) == [0, 0, 1]
     assert [kinds(node).count(kind) for kind in ("drain_ended", "fell_silent")] == [1, 1]

@@ -17,6 +17,7 @@ from localai_cluster import clock, errors
 from operations.changes import events, feed
 from operations.executor.executor import Executor
 from operations.executor.leases import LeaseKeeper
+from operations.executor.operation_queue import OperationQueue
 from operations.executor.work import Work, in_thread
 from operations.ledger import admission, lease, outcome, progress
 from operations.ledger.fence import LeaseLost
@@ -221,7 +222,7 @@ async def test_leases_are_renewed_while_every_shared_thread_is_blocked() -> None
 
     threads = min(32, (os.cpu_count() or 1) + 4)
     operation = await in_thread(admit)
-    running = Executor("test-owner", {"probe": handler}, lease=3)
+    running: Executor[Any] = Executor("test-owner", OperationQueue({"probe": handler}), lease=3)
     loops = asyncio.create_task(running.run())
     with psycopg.connect(events.conninfo(), autocommit=True) as look:
 
@@ -255,9 +256,9 @@ async def test_leases_are_renewed_while_every_shared_thread_is_blocked() -> None
 
 
 async def test_a_renewal_that_hangs_is_cut_and_the_thread_connects_again() -> None:
-    """The thread is the only one that keeps leases: a connection that hangs must not keep it for ever."""
+    """The thread is the only one that keeps leases: a connection that hangs must not keep it forever."""
     (operation,) = await in_thread(claimed, 1)
-    keeper = LeaseKeeper("a", lease=2)
+    keeper = LeaseKeeper("a", 2, lease.renew)
     held: dict[UUID, int] = {}
 
     async def renewed() -> bool:
@@ -287,3 +288,31 @@ async def test_a_renewal_that_hangs_is_cut_and_the_thread_connects_again() -> No
         return not any(thread.name.startswith("leases") for thread in threading.enumerate())
 
     assert await clock.wait_until(ended, timeout=30)
+
+
+async def test_a_keeper_that_is_closed_while_a_renewal_hangs_leaves_no_connection() -> None:
+    """Who closes it may be cancelled meanwhile: the thread still closes its own when it is free."""
+    links: list[Any] = []
+    gate = threading.Event()
+
+    def renew(*_: Any, **__: Any) -> dict[UUID, int]:
+        links.append(connection.connection)
+        gate.wait(60)
+        return {}
+
+    async def begun() -> bool:
+        return bool(links)
+
+    async def closed() -> bool:
+        return bool(links[0].closed)
+
+    keeper = LeaseKeeper("a", 600, renew)
+    renewing = asyncio.create_task(keeper.renew({}))
+    assert await clock.wait_until(begun, timeout=60)
+    closing = asyncio.create_task(keeper.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.gather(closing, return_exceptions=True)
+    gate.set()
+    await asyncio.gather(renewing, return_exceptions=True)
+    assert await clock.wait_until(closed, timeout=30)

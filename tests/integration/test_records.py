@@ -1,6 +1,7 @@
 """What the rows of the registry can and cannot say, held by the database itself (R1.4 to R1.8)."""
 
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from django.db import IntegrityError, transaction
@@ -88,17 +89,21 @@ def test_load_info_outlives_replicas_and_nodes() -> None:
     assert refused(ModelLoadInfo, model_name="", backend_type="echo")
 
 
-@pytest.mark.rule("R1.7")
-def test_an_intent_is_unique_for_node_backend_and_operation() -> None:
-    """R1.7: install and delete of one backend are two intents, two installs are one."""
+@pytest.mark.rule("R1.7", "R1.114", "R1.115", "A11", "O23", "O72", "O79", "T-REC-27")
+def test_an_intent_is_unique_for_node_and_backend() -> None:
+    """Opposite wishes never wait side by side: a worker is told to do one thing with a backend at a time."""
     node = api.make_node()
-    intent = PendingBackendOp.objects.create(node=node, backend="echo", op="install", galleries="[]")
+    asked = {"node": node, "operation_id": uuid4()}
+    intent = PendingBackendOp.objects.create(backend="echo", op="install", galleries="[]", **asked)
     assert (intent.attempts, intent.last_error) == (0, "")
     assert intent.next_retry_at <= clock.now()
-    assert not refused(PendingBackendOp, node=node, backend="echo", op="delete")
-    assert refused(PendingBackendOp, node=node, backend="echo", op="install")
-    assert refused(PendingBackendOp, node=node, backend="echo", op="polish")
-    assert refused(PendingBackendOp, node=node, backend="", op="install")
+    assert refused(PendingBackendOp, backend="echo", op="install", **asked)
+    assert refused(PendingBackendOp, backend="echo", op="delete", **asked)
+    assert not refused(PendingBackendOp, backend="other", op="delete", **asked)
+    assert refused(PendingBackendOp, backend="third", op="polish", **asked)
+    assert refused(PendingBackendOp, backend="", op="install", **asked)
+    leased = {"lease_until": clock.now(), "fence": 1}
+    assert refused(PendingBackendOp, backend="third", op="install", **asked, **leased)
 
 
 @pytest.mark.rule("R1.8", "T-REG-62")

@@ -31,7 +31,7 @@ def no_connection_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 def claim(name: str, secret: str | None = None, **fields: Any) -> Claim:
     told = Registration(name=name, address="127.0.0.1:1", labels={"tier": name}, **fields)
     secret = api.secret_of(name) if secret is None else secret
-    return services.claim(told, secret=secret, source_address="192.0.2.1")
+    return services.claim(told, secret=secret, source_address="127.0.0.1")
 
 
 def together(*claims: Claim) -> list[Any]:
@@ -96,8 +96,10 @@ def test_each_loses_the_replicas_that_it_does_not_list() -> None:
     """One lists its process, one does not say, one is new."""
     kept, lost = api.make_node("w1"), api.make_node("w2")
     for node in (kept, lost):
-        NodeModel.objects.create(node=node, model_name="m", state="loaded", address="a:1")
-    together(claim("w1", running_processes=[services.Running("m#0", "a:1")]), claim("w2"), claim("w3"))
+        NodeModel.objects.create(node=node, model_name="m", state="loaded", address="127.0.0.1:1")
+    together(
+        claim("w1", running_processes=[services.Running("m#0", "127.0.0.1:1")]), claim("w2"), claim("w3")
+    )
     assert list(NodeModel.objects.values_list("node__name", flat=True)) == ["w1"]
 
 

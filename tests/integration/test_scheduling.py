@@ -46,7 +46,7 @@ def test_every_due_schedule_is_enqueued() -> None:
     assert OrmQ.objects.count() == len(EVERY)
 
 
-def test_nothing_piles_up_while_nobody_takes_tasks() -> None:
+def test_nothing_piles_up_while_no_one_takes_tasks() -> None:
     """A task cluster that was away for an hour does not come back to a thousand identical passes."""
     periodic.ensure([Recurring("probe", "nodes.reconcilers.tasks.liveness", "* * * * * */5")])
     for _ in range(periodic.BACKLOG + 10):

@@ -48,7 +48,7 @@ def test_a_selector_with_no_match_returns_nothing() -> None:
 @pytest.mark.rule("T-REG-42", "R1.68")
 @pytest.mark.parametrize("selector", [{}, {"tier": "fast"}])
 def test_a_selector_ignores_nodes_that_are_not_healthy(selector: dict[str, str]) -> None:
-    """Pending, unhealthy, draining and offline ones, and agents, whatever labels they have."""
+    """Pending, unhealthy, draining and offline ones, and agents, no matter what labels they have."""
     labels = {"tier": "fast"}
     node("well", labels)
     node("new", labels, approved=False)

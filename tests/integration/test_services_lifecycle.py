@@ -434,7 +434,7 @@ def test_deregistration_takes_labels_intents_and_replicas_along() -> None:
     """The timeline stays; the name is free again, for anybody."""
     node = approved(labels={"tier": "fast"})
     replica(node)
-    PendingBackendOp.objects.create(node=node, backend="llama-cpp", op="install")
+    PendingBackendOp.objects.create(node=node, backend="llama-cpp", op="install", operation_id=uuid4())
     services.deregister(node.pk, actor=ANNA, now=later(1))
     assert not BackendNode.objects.exists()
     assert not NodeLabel.objects.exists()

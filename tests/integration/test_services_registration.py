@@ -10,7 +10,7 @@ from django.contrib.auth import get_user_model
 from localai_cluster import errors
 from localai_cluster.accounts.credentials import identify, principal_of
 from localai_cluster.accounts.models import ApiKey
-from nodes.backends.install import find_node
+from nodes.backends.one_node import find_node
 from nodes.models import BackendNode, NodeLabel, NodeModel, PendingBackendOp
 from nodes.placement.choose import Reason, refusal
 from nodes.registry import services
@@ -110,7 +110,7 @@ def test_zero_and_empty_keep_what_is_stored() -> None:
         gpu_vendor="nvidia",
         gpu_compute_capability="8.9",
         capability="nvidia-cuda-12",
-        http_address="h:2",
+        http_address="10.0.0.1:2",
         vram_budget="50%",
     )
     assert (node.vram_budget_bytes, node.available_vram) == (50, 50)
@@ -123,7 +123,7 @@ def test_zero_and_empty_keep_what_is_stored() -> None:
         "8.9",
         "nvidia-cuda-12",
     )
-    assert (stored.address, stored.http_address, stored.reserved_vram) == ("10.0.0.1:50051", "h:2", 7)
+    assert (stored.address, stored.http_address, stored.reserved_vram) == ("10.0.0.1:50051", "10.0.0.1:2", 7)
     assert (stored.total_disk, stored.available_disk) == (0, 0)
     assert (stored.vram_budget, stored.vram_budget_bytes, stored.available_vram) == ("", 0, 0)
 
@@ -159,8 +159,9 @@ def test_an_admins_cap_survives_until_it_is_handed_back() -> None:
 def test_an_admins_budget_survives_and_caps_again() -> None:
     node = approved(total_vram=1000, available_vram=1000)
     services.set_vram_budget(node.pk, "50%", actor=ROOT, now=NOW)
-    for said in ({"vram_budget": "90%"}, {}):
-        register(total_vram=2000, available_vram=1800, now=later(1), **said)  # type: ignore[arg-type]
+    reports: tuple[dict[str, Any], ...] = ({"vram_budget": "90%"}, {})
+    for said in reports:
+        register(total_vram=2000, available_vram=1800, now=later(1), **said)
         stored = row(node)
         assert (stored.vram_budget, stored.vram_budget_bytes, stored.available_vram) == ("50%", 1000, 1000)
         assert stored.vram_budget_manually_set
@@ -219,7 +220,7 @@ def test_a_refused_registration_takes_nothing(running: BackendNode) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_what_stays_is_what_is_there_and_listed(seed: int) -> None:
-    """Whatever is there, and whatever is listed."""
+    """With any replicas, and any list."""
     choose = random.Random(seed)
     places = [(model, index) for model in ("m", "n", "m#0") for index in range(3)]
     node = approved()
@@ -398,7 +399,7 @@ def test_agents_are_never_a_target(fields: dict[str, Any]) -> None:
 
 
 def test_a_backend_does_not_become_an_agent_by_itself() -> None:
-    """An agent gets a user's key, for which nobody has approved a backend."""
+    """An agent gets a user's key, for which no one has approved a backend."""
     node = approved()
     with pytest.raises(errors.Conflict, match="registered as backend") as refused:
         register(node_type="agent", now=later(1))
@@ -409,7 +410,7 @@ def test_a_backend_does_not_become_an_agent_by_itself() -> None:
 # --- without a secret
 
 
-def test_without_a_secret_nobody_registers(settings: Any) -> None:
+def test_without_a_secret_no_one_registers(settings: Any) -> None:
     """Unless stock workers are admitted; then the node is marked weak."""
     with pytest.raises(errors.Forbidden) as refused:
         register(secret="")

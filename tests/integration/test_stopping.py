@@ -19,7 +19,7 @@ from localai_cluster.messaging.bus import NotConnected, RequestTimeout
 from localai_cluster.messaging.codec import decode
 from nodes.loading import drained, engines, load
 from nodes.loading.stopping import CANNOT_TELL, Stopper
-from nodes.models import BackendNode, EngineStart
+from nodes.models import BackendNode, EngineStart, NodeModel
 from nodes.registry import services
 from nodes.replicas.slots import Slot
 from operations.executor.work import in_thread
@@ -46,9 +46,26 @@ class Stage:
 
     def note(self, mark: str | None = None, address: str = ADDRESS, at: datetime | None = None) -> None:
         """An attempt that has ended, by default, had this engine started."""
-        mark, slot = mark or f"{uuid4()}:1", Slot(uuid4(), self.node.id, "one", 0)
-        engines.note(slot, "echo", mark=mark, now=at or clock.now())
+        mark = mark or f"{uuid4()}:1"
+        slot = self.slot(mark)
+        assert engines.note(slot, "echo", mark=mark, now=at or clock.now())
         engines.note_address(mark, address)
+        NodeModel.objects.filter(pk=slot.id).delete()
+
+    def slot(self, mark: str) -> Slot:
+        """The place of an attempt."""
+        row = NodeModel.objects.create(
+            node=self.node, model_name="echo", replica_index=0, state="loading", loading_by=mark
+        )
+        return Slot(row.pk, self.node.id, "one", 0)
+
+    def attempt(self) -> str:
+        """The mark of an attempt that runs."""
+        now = clock.now()
+        request = admission.OperationRequest(load.KIND, key=load.key("echo"), element="echo", actor="test")
+        admission.admit(request, now=now)
+        (operation,) = lease.claim("controller", now=now, lease=60, limit=1)
+        return f"{operation.id}:{operation.fence}"
 
     async def look(self) -> int:
         return await Stopper(self.bus).look_once()
@@ -83,16 +100,7 @@ class TestEngineOfAnEndedAttempt:
         assert not await in_thread(noted)
 
     async def test_is_left_alone_while_the_attempt_runs(self, stage: Stage) -> None:
-        def running() -> None:
-            now = clock.now()
-            request = admission.OperationRequest(
-                load.KIND, key=load.key("echo"), element="echo", actor="test"
-            )
-            admission.admit(request, now=now)
-            (operation,) = lease.claim("controller", now=now, lease=60, limit=1)
-            stage.note(mark=f"{operation.id}:{operation.fence}")
-
-        await in_thread(running)
+        await in_thread(lambda: stage.note(mark=stage.attempt()))
         assert await stage.look() == 0
 
     async def test_is_stopped_under_the_address_that_a_stock_worker_records(self, stage: Stage) -> None:
@@ -169,6 +177,43 @@ class TestEngineOfAnEndedAttempt:
         await in_thread(BackendNode.objects.all().delete)
         await stage.look()
         assert stage.bus.stops(stage.node.id) == [KEY]
+        assert not await in_thread(noted)
+
+
+class TestPlaceOfAnEndedAttempt:
+    async def test_gives_its_place_up(self, stage: Stage) -> None:
+        """The controller was killed, and no request asks for the model again."""
+        await in_thread(stage.slot, f"{uuid4()}:1")
+        await stage.look()
+        assert not await in_thread(NodeModel.objects.exists)
+
+    async def test_of_an_earlier_attempt_is_given_up_too(self, stage: Stage) -> None:
+        """The operation runs, under a later fence."""
+        operation, _, fence = (await in_thread(stage.attempt)).partition(":")
+        await in_thread(stage.slot, f"{operation}:{int(fence) - 1}")
+        await stage.look()
+        assert not await in_thread(NodeModel.objects.exists)
+
+    async def test_is_kept_while_the_attempt_runs(self, stage: Stage) -> None:
+        await in_thread(lambda: stage.slot(stage.attempt()))
+        await stage.look()
+        assert await in_thread(NodeModel.objects.exists)
+
+    async def test_is_kept_once_it_is_a_replica(self, stage: Stage) -> None:
+        await in_thread(hot.replica, stage.node)
+        await stage.look()
+        assert await in_thread(NodeModel.objects.exists)
+
+    async def test_is_not_noted_once_its_place_is_lost(self, stage: Stage) -> None:
+        """An attempt that was overtaken must not have an engine started."""
+
+        def lost() -> bool:
+            mark = stage.attempt()
+            slot = stage.slot(mark)
+            NodeModel.objects.update(loading_by="later:2")
+            return engines.note(slot, "echo", mark=mark, now=clock.now())
+
+        assert not await in_thread(lost)
         assert not await in_thread(noted)
 
 

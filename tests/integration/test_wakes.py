@@ -9,17 +9,18 @@ import pytest
 from localai_cluster import clock
 from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.management.commands import controller
-from nodes.backends import install
+from nodes.backends.intents import Failed, settle
 from nodes.loading import load
 from nodes.models import BackendNode
 from nodes.placement.setbacks import after_failure, into_payload
-from nodes.reconcilers import wakes
+from nodes.reconcilers import intents, wakes
 from nodes.registry import services as registry
 from operations.executor.waiting import Hints
 from operations.ledger import admission, lease, outcome
 from operations.models import Operation
 from operations.states import Event
 from tests.support import hot
+from tests.support import intents as wished
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -62,25 +63,38 @@ def label(node: BackendNode, rack: str) -> None:
     registry.merge_labels(node.id, {"rack": rack}, actor=ANNA, now=clock.now())
 
 
-def test_an_install_waits_for_its_own_node_alone() -> None:
+def said(operation: Operation) -> tuple[bool, str]:
+    """Whether the operation's part waits for its node, and what it says."""
+    found = wished.part(operation)
+    return found.waits_for_node, found.reason
+
+
+@pytest.mark.parametrize("kind", wished.KINDS)
+@pytest.mark.rule("R1.109", "A4")
+def test_work_on_a_backend_waits_for_its_own_node_alone(kind: str) -> None:
     """Neither another node's change nor its own that does not bring it back ends the wait."""
     mine, other = offline("mine"), hot.node("other")
-    operation = waiting(install.KIND, "echo", mine)
-    assert wakes.wake([other.id]) == 0
-    assert wakes.wake([mine.id]) == 0
+    operation = wished.ask(kind, mine)
+    for changed in ([other.id], [mine.id]):
+        wakes.wake(changed)
+        assert said(operation)[0]
+        assert not wished.claim()
     back(mine)
-    assert wakes.wake([other.id]) == 0
-    assert wakes.wake([other.id, mine.id]) == 1
-    assert is_due(operation)
+    wakes.wake([other.id])
+    assert said(operation)[0]
+    wakes.wake([other.id, mine.id])
+    assert said(operation) == (False, "queued")
+    assert [intent.row.operation_id for intent in wished.claim()] == [operation.id]
 
 
-def test_an_install_whose_node_was_removed_is_woken_to_say_so() -> None:
+@pytest.mark.rule("A66")
+def test_an_install_whose_node_was_removed_says_so() -> None:
     mine = offline("mine")
-    operation = waiting(install.KIND, "echo", mine)
-    node_id = mine.id
+    operation = wished.ask(wished.INSTALL, mine)
     mine.delete()
-    assert wakes.wake([node_id]) == 1
-    assert is_due(operation)
+    intents.clean(now=clock.now())
+    operation.refresh_from_db()
+    assert (operation.status, operation.error) == ("failed", "node mine was removed")
 
 
 @pytest.mark.parametrize(
@@ -125,20 +139,26 @@ def test_a_node_that_rests_after_a_failure_does_not_wake_the_load_that_it_failed
 
 def test_a_back_off_is_not_cut_short() -> None:
     node = hot.node("one")
-    waiting(install.KIND, "echo", node, Event.POSTPONE)
+    wished.ask(wished.INSTALL, node)
+    (intent,) = wished.claim()
+    failed = {(intent.id, intent.fence): (Failed("worker gone"), ())}
+    assert not settle(failed, now=clock.now())
     waiting(load.KIND, "echo", None, Event.POSTPONE)
-    assert wakes.wake([node.id]) == 0
-    assert wakes.wake(None) == 0
+    for changed in ([node.id], None):
+        assert wakes.wake(changed) == 0
+        assert not wished.claim()
 
 
 def test_after_a_gap_in_the_news_everything_is_looked_at() -> None:
-    """What came while nobody listened is found in the rows."""
+    """What came while no one listened is found in the rows."""
     mine = offline("mine")
-    operations = [waiting(install.KIND, "echo", mine), waiting(load.KIND, "echo")]
+    operation, load_of_it = wished.ask(wished.INSTALL, mine), waiting(load.KIND, "echo")
     assert wakes.wake(None) == 0
+    assert said(operation)[0]
     back(mine)
-    assert wakes.wake(None) == 2
-    assert all(is_due(operation) for operation in operations)
+    assert wakes.wake(None) == 1
+    assert is_due(load_of_it)
+    assert said(operation) == (False, "queued")
 
 
 async def test_a_burst_of_changes_is_one_look(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +166,12 @@ async def test_a_burst_of_changes_is_one_look(monkeypatch: pytest.MonkeyPatch) -
     looks: list[Any] = []
     monkeypatch.setattr(wakes, "wake", looks.append)
     nodes = [await hot.in_thread(hot.node, f"n{number}") for number in range(3)]
-    heard = wakes.Wakes()
+    told: list[int] = []
+
+    async def then() -> None:
+        told.append(len(looks))
+
+    heard = wakes.Wakes(then)
     for _ in range(500):
         for node in nodes:
             heard.changed(str(node.id))
@@ -158,12 +183,16 @@ async def test_a_burst_of_changes_is_one_look(monkeypatch: pytest.MonkeyPatch) -
     async def looked_again() -> bool:
         return len(looks) > 1
 
+    async def told_again() -> bool:
+        return told == [1, 2]
+
     try:
         assert await clock.wait_until(looked, timeout=20)
         assert looks == [{node.id for node in nodes}]
         heard.changed("")
         assert await clock.wait_until(looked_again, timeout=20)
         assert looks[1:] == [None]
+        assert await clock.wait_until(told_again, timeout=20), "the queue hears of it after each look"
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -174,16 +203,12 @@ class Listener:
 
     hints = 0
 
-    def hint(self) -> None:
+    def hint(self, *, cancelled: bool = False) -> None:
         self.hints += 1
 
 
-async def test_a_controller_leaves_a_waiting_install_alone_while_labels_change(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Seen before: one waiting install tried 4 to 18 times a second while another node's labels changed."""
-    mine, other = await hot.in_thread(offline, "mine"), await hot.in_thread(hot.node, "other")
-    operation = await hot.in_thread(waiting, install.KIND, "echo", mine)
+def counted_wakes(monkeypatch: pytest.MonkeyPatch) -> list[datetime]:
+    """When operations are woken from now on, once for each."""
     woken: list[datetime] = []
     really = lease.wake
 
@@ -193,7 +218,21 @@ async def test_a_controller_leaves_a_waiting_install_alone_while_labels_change(
         return found
 
     monkeypatch.setattr(lease, "wake", wake)
-    executor, lists, heard, listening = Listener(), Listener(), wakes.Wakes(), asyncio.Event()
+    return woken
+
+
+async def test_a_controller_leaves_a_waiting_load_alone_while_labels_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seen before: one waiting operation tried 4 to 18 times a second while another node's labels changed."""
+    mine, other = await hot.in_thread(offline, "mine"), await hot.in_thread(offline, "other")
+    operation = await hot.in_thread(waiting, load.KIND, "echo")
+    woken = counted_wakes(monkeypatch)
+
+    async def then() -> None:
+        """No intent waits."""
+
+    executor, lists, heard, listening = Listener(), Listener(), wakes.Wakes(then), asyncio.Event()
     hear = heard.changed
 
     def told(node_id: str) -> None:
@@ -201,9 +240,11 @@ async def test_a_controller_leaves_a_waiting_install_alone_while_labels_change(
         hear(node_id)
 
     monkeypatch.setattr(heard, "changed", told)
+    others: Any = (*(Listener() for _ in range(3)), Hints())
+    executors: Any = [executor]
     tasks = [
         asyncio.create_task(heard.run()),
-        asyncio.create_task(controller.listen_for_changes(executor, lists, heard, Listener(), Hints())),  # type: ignore[arg-type]
+        asyncio.create_task(controller.listen_for_changes(executors, lists, heard, *others)),  # type: ignore[arg-type]
     ]
 
     async def due() -> bool:

@@ -32,7 +32,7 @@ def gallery() -> Path:
 
 
 def free_port() -> int:
-    """A TCP port nobody listens on right now."""
+    """A TCP port no one listens on right now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

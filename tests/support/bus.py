@@ -3,6 +3,7 @@
 import asyncio
 import math
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any
 
 from localai_cluster.messaging import messages as m
@@ -14,25 +15,33 @@ NEVER = object()
 """The reply that does not come."""
 
 
-class Closed:
-    """A subscription that nothing arrives on."""
+@dataclass
+class Listening:
+    """A subscription that only the test publishes to."""
+
+    handlers: dict[str, Handler]
+    subject: str
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """Nobody listens any more."""
+        self.handlers.pop(self.subject, None)
 
 
 class PlayedBus:
     """Workers by subject; no other subject has a listener.
 
     A reply is a message, bytes, an exception to raise, `NEVER`, or a function that makes one of them. Of a
-    list each is given once, the last one for ever.
+    list each is given once, the last one forever.
     """
 
     def __init__(self) -> None:
         self.connected, self.generation, self.connected_since = True, 1, -math.inf
         self.replies: dict[str, Any] = {}
         self.asked: dict[str, list[bytes]] = defaultdict(list)
+        self.waits: dict[str, list[float]] = defaultdict(list)
+        """For how many seconds each request would have waited."""
         self.published: list[tuple[str, bytes]] = []
+        self.handlers: dict[str, Handler] = {}
 
     async def wait_connected(self, *, after: int = 0) -> int:
         """It is connected."""
@@ -42,9 +51,11 @@ class PlayedBus:
         """Kept for the test to see."""
         self.published.append((subject, payload))
 
-    async def request(self, subject: str, payload: bytes, timeout: float) -> bytes:
-        """What the test has put there."""
+    async def request(self, subject: str, payload: bytes, timeout: float, *, inbox: str) -> bytes:
+        """What the test has put there; W35: every request to a node asks for replies in its own inbox."""
+        assert subject.startswith(f"nodes.{inbox.removeprefix('_INBOX.')}.")
         self.asked[subject].append(payload)
+        self.waits[subject].append(timeout)
         await asyncio.sleep(0)
         reply = self.replies.get(subject, NoResponders(subject))
         if isinstance(reply, list):
@@ -59,11 +70,10 @@ class PlayedBus:
             raise reply
         return reply if isinstance(reply, bytes) else encode(reply)
 
-    async def subscribe(
-        self, subject: str, handler: Handler, *, limit: int = 64, queue: str = ""
-    ) -> Subscription:
-        """Nothing is ever published to it."""
-        return Closed()
+    async def subscribe(self, subject: str, handler: Handler, *, limit: int = 64) -> Subscription:
+        """Only the test publishes to it."""
+        self.handlers[subject] = handler
+        return Listening(self.handlers, subject)
 
     async def close(self) -> None:
         """Nothing to end."""

@@ -22,7 +22,7 @@ import httpx
 import psycopg
 
 from localai_cluster import clock, procs
-from localai_cluster.embedded.nats import EmbeddedNats
+from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
 from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.resources import free_port
 from localai_cluster.embedded.valkey import EmbeddedValkey
@@ -94,8 +94,7 @@ class Cluster:
         self.nats = EmbeddedNats(
             self.home / "nats",
             port=free_port(),
-            controller_password="controller-password-of-tests",
-            worker_password="worker-password-of-the-tests",
+            keys=BusKeys.generate(),
         )
         self.gallery = ROOT / "build" / "gallery"
         self.models = self.home / "models"
@@ -111,12 +110,16 @@ class Cluster:
             "DATABASE_URL": self.postgres.url,
             "REDIS_URL": self.valkey.url,
             "LOCALAI_NATS_URL": self.nats.url,
+            "LOCALAI_NATS_ACCOUNT_SEED": self.nats.keys.account.seed,
+            "CLUSTER_NATS_OPERATOR_SEED": self.nats.keys.operator.seed,
+            "CLUSTER_NATS_SYSTEM_SEED": self.nats.keys.system.seed,
             "LOCALAI_REGISTRATION_TOKEN": TOKEN,
             "LOCALAI_API_KEY": ADMIN_KEY,
             "LOCALAI_MODELS_PATH": str(self.models),
+            "CLUSTER_GALLERY_DIR": str(self.gallery),
             "LOCALAI_BACKEND_GALLERIES": json.dumps(
                 [
-                    {"name": "local", "url": (self.gallery / "index.yaml").as_uri()},
+                    {"name": "local", "url": "cluster:index.yaml"},
                     {"name": "tests", "url": (self.gallery / "tests.yaml").as_uri()},
                 ]
             ),
@@ -197,7 +200,6 @@ class Cluster:
             env={
                 "LOCALAI_NODE_NAME": name,
                 "LOCALAI_REGISTER_TO": web.url,
-                "LOCALAI_NATS_URL": self.nats.url_for("worker", "127.0.0.1"),
                 "LOCALAI_ADDR": f"127.0.0.1:{free_port()}",
                 "LOCALAI_HTTP_ADDR": f"127.0.0.1:{free_port()}",
                 "LOCALAI_BACKENDS_PATH": str(home / "backends"),

@@ -19,6 +19,7 @@ VALKEY_PASSWORD = "test-valkey-password"
 def _prepare() -> None:
     from localai_cluster.embedded.postgres import EmbeddedPostgres
     from localai_cluster.embedded.valkey import EmbeddedValkey
+    from localai_cluster.messaging import nkeys
 
     models = HOME / "models"
     models.mkdir()
@@ -26,6 +27,9 @@ def _prepare() -> None:
         DATABASE_URL=EmbeddedPostgres(HOME / "pg").url,
         REDIS_URL=EmbeddedValkey(HOME / "vk", password=VALKEY_PASSWORD).url,
         LOCALAI_NATS_URL="nats://127.0.0.1:1",
+        LOCALAI_NATS_ACCOUNT_SEED=nkeys.generate("account").seed,
+        CLUSTER_NATS_OPERATOR_SEED=nkeys.generate("operator").seed,
+        CLUSTER_NATS_SYSTEM_SEED=nkeys.generate("account").seed,
         LOCALAI_REGISTRATION_TOKEN=REGISTRATION_TOKEN,
         LOCALAI_API_KEY=API_KEY,
         LOCALAI_MODELS_PATH=str(models),

@@ -37,7 +37,14 @@ def database_url() -> str:
 
 def node(name: str = "one", **fields: Any) -> BackendNode:
     """An approved, live backend node."""
-    values = {"address": "127.0.0.1:1", "approved_at": clock.now(), "last_heartbeat": clock.now(), **fields}
+    now = clock.now()
+    values = {
+        "address": "127.0.0.1:1",
+        "approved_at": now,
+        "last_heartbeat": now,
+        "engine_token": TOKEN,
+        **fields,
+    }
     return BackendNode.objects.create(name=name, **values)
 
 
@@ -102,10 +109,10 @@ def processes() -> int:
 
 
 @asynccontextmanager
-async def serving(token: str = TOKEN) -> AsyncIterator[CountedPicker]:
+async def serving() -> AsyncIterator[CountedPicker]:
     """This process as a web process: what `manage.py serve` starts, on the test database."""
     hints = Hints()
-    clients, loads = ClientPool(token), Loads(hints)
+    clients, loads = ClientPool(), Loads(hints)
     async with picker() as made:
         listener = asyncio.create_task(gateway._listen(hints))
         heartbeat = ProcessHeartbeat(made, 15)

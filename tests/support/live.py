@@ -102,7 +102,12 @@ class Tab:
         self.seq = message["seq"]
         if message["type"] == "operations.snapshot":
             self.operations = {}
-        self.operations |= {one["jobID"]: one for one in message["operations"]}
+        for one in message["operations"]:
+            if one["jobID"] in message.get("partial", ()):
+                known = self.operations[one["jobID"]]["nodes"]
+                moved = {part["node_id"]: part for part in one["nodes"]}
+                one = {**one, "nodes": [moved.get(part["node_id"], part) for part in known]}
+            self.operations[one["jobID"]] = one
 
     async def until(self, holds: Callable[[], Any]) -> None:
         """Reads until it holds."""

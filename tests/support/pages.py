@@ -90,7 +90,7 @@ def confirm(browser: Client, page: Any, **typed: str) -> Any:
     return browser.post(action, fields | typed, follow=True)
 
 
-def select(browser: Client, verb: str, *ids: UUID, at: str = LIST) -> Any:
+def select(browser: Client, verb: str, *ids: UUID | int, at: str = LIST) -> Any:
     """Chooses a bulk action for rows of a list; answers the confirmation page."""
     fields = form_of(browser.get(at))[1]
     fields = {name: value for name, value in fields.items() if name != "_selected_action"}

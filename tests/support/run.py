@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from examples.demo.client import Target
@@ -17,14 +18,14 @@ CHILDREN = ("postgres", "nats", "valkey", "web", "controller", "tasks", "worker"
 
 
 class Run:
-    """One run over a data directory, its output in a file."""
+    """One run over a data directory, its output in a file; `prefix` goes before its command."""
 
-    def __init__(self, data: Path, port: int, **more: str) -> None:
+    def __init__(self, data: Path, port: int, prefix: Sequence[str] = (), /, **more: str) -> None:
         self.data, self.port = data, port
         self.log = data.parent / f"run-{len(list(data.parent.glob('run-*')))}.log"
         with self.log.open("wb") as file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "localai_cluster.embedded.run"],
+                [*prefix, sys.executable, "-m", "localai_cluster.embedded.run"],
                 cwd=ROOT,
                 env={"PATH": os.environ["PATH"], "CLUSTER_DATA_DIR": str(data), "PORT": str(port), **more},
                 stdin=subprocess.DEVNULL,
@@ -44,10 +45,14 @@ class Run:
         return str(json.loads((self.data / "run.lock").read_text())["mark"])
 
     @property
+    def key(self) -> str:
+        """The admin's API key."""
+        return (self.data / "secrets" / "admin_api_key").read_text().strip()
+
+    @property
     def target(self) -> Target:
         """Where it listens, and the admin's key."""
-        key = (self.data / "secrets" / "admin_api_key").read_text().strip()
-        return Target(f"http://127.0.0.1:{self.port}", key)
+        return Target(f"http://127.0.0.1:{self.port}", self.key)
 
     def wait_ready(self) -> None:
         """Waits for its announcement; fails with its output when it ends first."""

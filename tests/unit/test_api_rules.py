@@ -17,7 +17,7 @@ from localai_cluster.web.parsers import is_json, parse_json
 from localai_cluster.web.throttle import TooManyFailures
 from nodes.registry import budget
 from nodes.registry.identity import (
-    NOBODY,
+    UNKNOWN,
     MustRotate,
     NodeFacts,
     OtherProcess,
@@ -52,7 +52,7 @@ def test_budget_grammar(text: str, limit: int) -> None:
 @pytest.mark.rule("R1.49", "http-1.1")
 @pytest.mark.parametrize("text", ["101%", "-1", "1.5", "x", "5 apples", "%", "1e9", "-5GiB"])
 def test_unreadable_budgets(text: str) -> None:
-    """R1.49: an error for whoever types it, no cap where a worker sends it."""
+    """R1.49: an error for anyone who types it, no cap where a worker sends it."""
     with pytest.raises(ValueError, match="budget"):
         budget.ceiling(text, 1000)
     assert budget.ceiling_or_none(text, 1000) == 0
@@ -84,7 +84,7 @@ Refusal = type[errors.ClusterError] | None
         (STRONG, OWN, None),
         (STRONG, OTHERS, errors.Forbidden),
         (STRONG, STRANGERS, WrongCredential),
-        (STRONG, NOBODY, WrongCredential),
+        (STRONG, UNKNOWN, WrongCredential),
         (STRONG, "", errors.Forbidden),
         (WEAK, "", None),
         (WEAK, OTHERS, errors.Forbidden),
@@ -94,13 +94,13 @@ Refusal = type[errors.ClusterError] | None
         (None, OTHERS, errors.NotFound),
         (None, STRANGERS, errors.NotFound),
         (None, "", errors.NotFound),
-        (None, NOBODY, WrongCredential),
+        (None, UNKNOWN, WrongCredential),
     ],
 )
 def test_a_credential_opens_its_own_node_only(
     target: NodeFacts | None, fingerprint: str, refusal: Refusal
 ) -> None:
-    """D-IDENTITY: 401 for nobody's credential, 403 for another node's, 404 for an unknown id.
+    """D-IDENTITY: 401 for an unknown credential, 403 for another node's, 404 for an unknown id.
 
     An empty fingerprint is the shared token, where it is admitted.
     """
@@ -140,7 +140,7 @@ def test_the_process_counts_where_it_is_told(target: NodeFacts, instance: str, r
         )
 
 
-FINGERPRINTS = st.sampled_from([OWN, OTHERS, "", NOBODY])
+FINGERPRINTS = st.sampled_from([OWN, OTHERS, "", UNKNOWN])
 ROWS = st.lists(
     st.builds(
         NodeFacts,
@@ -156,7 +156,7 @@ ROWS = st.lists(
 
 @given(fingerprint=FINGERPRINTS, rows=ROWS, instance=st.sampled_from(["", PROCESS, FORMER, "?"]))
 def test_there_is_no_wrong_yes(fingerprint: str, rows: list[NodeFacts], instance: str) -> None:
-    """Whatever else is known: only the holder of the row's own secret, in its process, is the node."""
+    """In all cases only the holder of the row's own secret, in its process, is the node."""
     if _judged(rows, fingerprint, instance) is None:
         (row,) = (row for row in rows if row.id == ID)
         assert row.fingerprint == fingerprint
@@ -167,9 +167,9 @@ def test_there_is_no_wrong_yes(fingerprint: str, rows: list[NodeFacts], instance
 
 @given(text=st.text(max_size=70) | st.from_regex(r"[0-9a-fA-F]{64}", fullmatch=True))
 def test_what_can_be_a_nodes_secret(text: str) -> None:
-    """64 lower-case hex digits; anything else stands for nobody and costs no query."""
+    """64 lower-case hex digits; anything else is unknown and costs no query."""
     secret = len(text) == 64 and set(text) <= set("0123456789abcdef")
-    assert node_fingerprint(text) == (hash_secret(text) if secret else NOBODY)
+    assert node_fingerprint(text) == (hash_secret(text) if secret else UNKNOWN)
 
 
 def test_nothing_matches_an_unset_secret() -> None:
@@ -231,7 +231,7 @@ def test_json_content_types(kind: str) -> None:
     assert not is_json("text/" + str(uuid4()))
 
 
-def test_a_collision_that_nobody_foresaw_is_a_conflict(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_collision_that_no_one_foresaw_is_a_conflict(caplog: pytest.LogCaptureFixture) -> None:
     """A constraint has the last word between two callers; that is no 500, and the log has the cause."""
     try:
         raise IntegrityError("duplicate key value violates unique constraint")

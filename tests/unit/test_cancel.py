@@ -1,4 +1,4 @@
-"""A task ends, whatever its libraries do with a cancellation."""
+"""A task ends, even if a library swallows the cancellation."""
 
 import asyncio
 
@@ -27,7 +27,7 @@ async def test_a_swallowed_cancellation_is_repeated(monkeypatch: pytest.MonkeyPa
     assert (task.cancelled(), swallowed) == (True, 3)
 
 
-async def test_how_it_ended_is_nobodys_error() -> None:
+async def test_how_it_ended_is_no_error() -> None:
     """A task that failed on its way out, and one that had ended before."""
 
     async def failing() -> None:

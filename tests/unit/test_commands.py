@@ -6,14 +6,25 @@ from typing import Any
 
 import pytest
 
-from localai_cluster import clock
+from localai_cluster import clock, names
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
-from localai_cluster.messaging.bus import BusError, NotConnected, RequestTimeout
-from localai_cluster.messaging.bus import NoResponders as NobodyListens
+from localai_cluster.messaging.bus import BusError, Message, NotConnected, RequestTimeout
+from localai_cluster.messaging.bus import NoResponders as NoListener
+from localai_cluster.messaging.codec import encode
 from nodes.backends import commands
 from nodes.backends.commands import Worker
-from nodes.backends.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
+from nodes.backends.outcomes import (
+    BusDown,
+    Done,
+    NoResponders,
+    NotSent,
+    Refused,
+    Restarted,
+    StillRunning,
+    Unheard,
+    Unreadable,
+)
 from tests.support.bus import NEVER, PlayedBus
 
 LIST, INSTALL = subjects.backend_list("n"), subjects.backend_install("n")
@@ -50,22 +61,128 @@ async def install(bus: PlayedBus) -> Any:
         (HERE, Done),
         (m.ListReply(error="disk gone"), Refused),
         (RequestTimeout("late"), StillRunning),
-        (NobodyListens("nobody"), NoResponders),
+        (NoListener("m"), NoResponders),
         (b"[", Unreadable),
         (NotConnected("lost"), BusDown),
         (BusError("slow consumer"), BusDown),
     ],
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
+@pytest.mark.rule("nats-6.1")
 async def test_a_question_has_one_of_six_outcomes(bus: PlayedBus, reply: Any, outcome: type) -> None:
     bus.replies[LIST] = reply
     assert type(await Worker(bus, "n", "one").backends()) is outcome
 
 
+@pytest.mark.rule("R6.6", "T-UNL-17")
 async def test_a_refusal_carries_its_reason_and_the_reply(bus: PlayedBus) -> None:
     bus.replies |= {LIST: HERE, INSTALL: m.InstallReply(error="no such backend", interrupted=True)}
     refused = await install(bus)
     assert (refused.reason, refused.reply.interrupted) == ("no such backend", True)
+
+
+@pytest.mark.parametrize(
+    ("more", "heard"),
+    [
+        ({}, True),
+        ({"op_id": "another"}, False),
+        ({"op_id": ""}, False),
+        ({"node_id": "another"}, False),
+        ({"node_id": ""}, False),
+        ({"file_name": "x" * 16_384}, False),
+    ],
+    ids=["mine", "another operation", "no operation", "another node", "no node", "too large"],
+)
+@pytest.mark.rule("nats-4.3")
+async def test_progress_counts_only_for_its_own_operation_and_node(
+    bus: PlayedBus, more: dict[str, Any], heard: bool
+) -> None:
+    """Anyone who may publish on one subject reports for no one else, and no novels."""
+    events: list[m.ProgressEvent] = []
+
+    def on_progress(event: m.ProgressEvent) -> None:
+        events.append(event)
+
+    async def published() -> m.InstallReply:
+        subject = subjects.install_progress("n", "op")
+        fields = {"op_id": "op", "node_id": "n", "backend": "echo"} | more
+        heard_on = subjects.install_progress_everywhere("op")
+        await bus.handlers[heard_on](Message(subject, encode(m.ProgressEvent(**fields)), False))
+        return STARTED
+
+    bus.replies |= {LIST: HERE, INSTALL: published}
+    request = m.InstallRequest("echo", op_id="op")
+    await Worker(bus, "n", "one").install(request, timeout=30, on_progress=on_progress)
+    assert bool(events) is heard
+
+
+@pytest.mark.rule("A54", "A57", "O66")
+@pytest.mark.parametrize("command", ["install", "upgrade"])
+@pytest.mark.parametrize(("op_id", "listens"), [("op", True), ("op", False), ("", True)])
+async def test_progress_is_listened_to_while_the_command_runs_and_only_if_someone_wants_it(
+    bus: PlayedBus, command: str, op_id: str, listens: bool
+) -> None:
+    """D-RETRY-PROGRESS: without an operation or a listener nothing is subscribed."""
+    during: list[list[str]] = []
+
+    def on_progress(event: m.ProgressEvent) -> None: ...
+
+    async def running() -> m.UpgradeReply:
+        during.append(list(bus.handlers))
+        return m.UpgradeReply(True)
+
+    bus.replies |= {LIST: HERE, INSTALL: running, subjects.backend_upgrade("n"): running}
+    request = (m.InstallRequest if command == "install" else m.UpgradeRequest)("echo", op_id=op_id)
+    send: Any = getattr(Worker(bus, "n", "one"), command)
+    await send(request, timeout=30, on_progress=on_progress if listens else None)
+    assert during == [[subjects.install_progress_everywhere("op")] if op_id and listens else []]
+    assert bus.handlers == {}
+
+
+@pytest.mark.parametrize(
+    ("op_id", "listens"), [("op", True), ("", True), ("op", False)], ids=["heard", "no operation", "no one"]
+)
+@pytest.mark.rule("R6.9", "R6.27", "nats-4.3", "T-UNL-18", "T-UNL-19", "T-MGR-12", "T-MGR-13")
+async def test_progress_is_heard_while_a_command_with_an_operation_runs_and_somebody_listens(
+    bus: PlayedBus, op_id: str, listens: bool
+) -> None:
+    """Each report once, in order; what cannot be read is left out. A silent worker succeeds as well."""
+    shares: list[float] = []
+
+    def on_progress(event: m.ProgressEvent) -> None:
+        shares.append(event.percentage)
+
+    async def published() -> m.InstallReply:
+        subject = subjects.install_progress("n", op_id or "-")
+        for handler in list(bus.handlers.values()):
+            for share in (10.0, 100.0):
+                event = m.ProgressEvent(op_id, "n", "echo", percentage=share, seq=1)
+                await handler(Message(subject, encode(event), False))
+            await handler(Message(subject, b"[", False))
+        return STARTED
+
+    bus.replies |= {LIST: HERE, INSTALL: published}
+    request = m.InstallRequest("echo", op_id=op_id)
+    listener = on_progress if listens else None
+    outcome = await Worker(bus, "n", "one").install(request, timeout=30, on_progress=listener)
+    assert outcome == Done(STARTED)
+    assert shares == ([10.0, 100.0] if op_id and listens else [])
+    assert bus.handlers == {}, "nobody listens any more"
+
+
+async def test_a_refusal_is_cut_and_made_readable(bus: PlayedBus) -> None:
+    """Its beginning and its end stay: what happened, and the engine's last words."""
+    said = "died\n\x1b[2J\u202e" + "x" * 500_000 + "\nKeyError: 'y'"
+    bus.replies |= {LIST: HERE, INSTALL: m.InstallReply(error=said)}
+    reason = (await install(bus)).reason
+    assert len(reason) <= names.LONGEST_TEXT + 3
+    assert (reason[:8], reason[-14:]) == ("died\n [2", "\nKeyError: 'y'")
+    assert not {"\x1b", "\u202e"} & set(reason)
+
+
+async def test_a_reply_larger_than_a_message_may_be_is_not_read(bus: PlayedBus) -> None:
+    bus.replies |= {LIST: HERE, INSTALL: b'{"success": true, "address": "' + b"x" * 2**20 + b'"}'}
+    assert isinstance(await install(bus), Unreadable)
 
 
 async def test_our_own_lost_connection_does_not_end_a_command(bus: PlayedBus) -> None:
@@ -75,7 +192,7 @@ async def test_our_own_lost_connection_does_not_end_a_command(bus: PlayedBus) ->
         reconnected(bus)
         return NotConnected("lost")
 
-    bus.replies |= {LIST: [HERE, NobodyListens("early"), HERE], INSTALL: [lost, STARTED]}
+    bus.replies |= {LIST: [HERE, NoListener("early"), HERE], INSTALL: [lost, STARTED]}
     assert await install(bus) == Done(STARTED)
     assert len(bus.asked[INSTALL]) == 2
 
@@ -95,7 +212,7 @@ async def test_a_reply_that_was_lost_with_a_connection_is_asked_for_again(bus: P
 async def test_an_early_lack_of_a_listener_proves_nothing(bus: PlayedBus) -> None:
     """After a restart of NATS the workers come back some seconds after us."""
     reconnected(bus)
-    absent = NobodyListens("early")
+    absent = NoListener("early")
     bus.replies |= {LIST: [absent] * 5 + [HERE], INSTALL: [absent] * 5 + [STARTED]}
     assert await install(bus) == Done(STARTED)
 
@@ -107,7 +224,7 @@ async def test_a_worker_may_be_away_for_a_moment_while_a_command_runs(bus: Playe
         asked = len(bus.asked[LIST])
         if asked > 6:
             done.set()
-        return NobodyListens("a moment") if asked % 2 == 0 else HERE
+        return NoListener("a moment") if asked % 2 == 0 else HERE
 
     async def reply() -> m.InstallReply:
         await done.wait()
@@ -117,6 +234,7 @@ async def test_a_worker_may_be_away_for_a_moment_while_a_command_runs(bus: Playe
     assert await install(bus) == Done(STARTED)
 
 
+@pytest.mark.rule("R6.3", "T-UNL-17", "nats-6.1")
 async def test_a_worker_that_is_not_there_is_told_at_once(bus: PlayedBus) -> None:
     """One question is enough while nothing was sent and our connection is old."""
     assert type(await install(bus)) is NoResponders
@@ -124,7 +242,7 @@ async def test_a_worker_that_is_not_there_is_told_at_once(bus: PlayedBus) -> Non
 
 
 async def test_a_worker_that_vanishes_ends_the_command(bus: PlayedBus) -> None:
-    bus.replies |= {LIST: [HERE, HERE, NobodyListens("gone")], INSTALL: NEVER}
+    bus.replies |= {LIST: [HERE, HERE, NoListener("gone")], INSTALL: NEVER}
     assert await install(bus) == NoResponders("node one stopped answering on the bus")
 
 
@@ -139,26 +257,211 @@ async def test_a_worker_that_never_comes_back_after_a_restart_of_the_bus(
 
 async def test_a_restarted_worker_has_forgotten_the_command(bus: PlayedBus) -> None:
     bus.replies |= {LIST: [HERE, m.ListReply((), instance="second")], INSTALL: NEVER}
-    assert await install(bus) == NoResponders("the worker of node one was restarted")
+    assert await install(bus) == Restarted("the worker of node one was restarted")
 
 
 async def test_a_worker_without_this_command_does_not_respond(bus: PlayedBus) -> None:
     """It lists its backends, but nothing listens for the command, twice."""
     bus.replies[LIST] = HERE
-    assert type(await install(bus)) is NoResponders
+    assert type(await install(bus)) is Unheard
     assert len(bus.asked[INSTALL]) == 2
 
 
-@pytest.mark.parametrize("pending", [NEVER, RequestTimeout("late")], ids=["no reply", "library"])
-async def test_no_reply_in_time_is_no_failure(bus: PlayedBus, pending: Any) -> None:
-    if pending is NEVER:
-        bus.replies[LIST] = RequestTimeout("a frozen worker")
-    else:
-        bus.replies |= {LIST: HERE, INSTALL: pending}
+UPGRADE, DELETE = subjects.backend_upgrade("n"), subjects.backend_delete("n")
+STOCK = m.ListReply()
+STOPPED = m.UpgradeReply(True, "", ("m#0",), True)
+
+
+async def upgrade(bus: PlayedBus) -> Any:
+    request = m.UpgradeRequest("echo", backend_galleries="[]", op_id="op")
+    return await asyncio.wait_for(Worker(bus, "n", "one").upgrade(request, timeout=30), 30)
+
+
+async def delete(bus: PlayedBus) -> Any:
+    return await asyncio.wait_for(Worker(bus, "n", "one").delete("echo"), 30)
+
+
+@pytest.mark.parametrize(
+    ("reply", "outcome"),
+    [
+        (STOPPED, Done),
+        (m.UpgradeReply(False, "no room", ("m#0",), True), Refused),
+        (m.UpgradeReply(), Refused),
+        (RequestTimeout("late"), StillRunning),
+        (b"[", Unreadable),
+    ],
+    ids=["done", "refused", "without a word", "late", "unreadable"],
+)
+@pytest.mark.parametrize(("send", "subject"), [(upgrade, UPGRADE), (delete, DELETE)])
+@pytest.mark.rule("R6.3", "nats-6.1")
+async def test_an_upgrade_and_a_deletion_have_the_same_outcomes(
+    bus: PlayedBus, send: Any, subject: str, reply: Any, outcome: type
+) -> None:
+    """A refusal carries its report too."""
+    bus.replies |= {LIST: HERE, subject: reply}
+    found = await send(bus)
+    assert type(found) is outcome
+    if isinstance(found, Done | Refused):
+        assert found.reply.stopped_process_keys == reply.stopped_process_keys
+        assert found.reply.reports_stopped_processes == reply.reports_stopped_processes
+
+
+@pytest.mark.rule("nats-6.3", "R6.3", "R6.8", "R6.29")
+@pytest.mark.parametrize(
+    ("reply", "outcome"),
+    [
+        (m.InstallReply(True, "127.0.0.1:7"), Done(m.UpgradeReply(True))),
+        (m.InstallReply(error="no room"), Refused("no room", m.UpgradeReply(error="no room"))),
+        (RequestTimeout("late"), StillRunning("node one did not answer within 30 s")),
+    ],
+    ids=["done", "refused", "late"],
+)
+async def test_an_old_worker_gets_a_forced_install_in_place_of_an_upgrade(
+    bus: PlayedBus, reply: Any, outcome: Any
+) -> None:
+    """What it has stopped is not known then."""
+    bus.replies |= {LIST: STOCK, INSTALL: reply}
+    assert await upgrade(bus) == outcome
+    (sent,) = bus.asked[INSTALL]
+    wanted = m.InstallRequest("echo", backend_galleries="[]", force=True, op_id="op", install_only=True)
+    assert sent == encode(wanted)
+
+
+async def test_an_old_worker_that_vanished_during_an_upgrade_gets_no_forced_install(bus: PlayedBus) -> None:
+    """It has heard the command: what it knows is no question."""
+    gone = NoListener("gone")
+    bus.replies |= {LIST: [STOCK, gone, gone, STOCK], UPGRADE: NEVER, INSTALL: STARTED}
+    assert type(await upgrade(bus)) is NoResponders
+    assert not bus.asked[INSTALL]
+
+
+@pytest.mark.rule("R6.3", "T-UNL-16", "nats-6.1")
+async def test_no_reply_in_time_is_no_failure(bus: PlayedBus) -> None:
+    bus.replies |= {LIST: HERE, INSTALL: RequestTimeout("late")}
     assert type(await install(bus)) is StillRunning
 
 
+async def test_a_frozen_worker_is_sent_no_command(bus: PlayedBus) -> None:
+    """It does not answer the question before: nothing was begun, so nothing may still be running."""
+    bus.replies |= {LIST: RequestTimeout("a frozen worker"), INSTALL: STARTED}
+    assert type(await install(bus)) is NotSent
+    assert not bus.asked[INSTALL]
+
+
+@pytest.mark.rule("T-UNL-17")
 async def test_a_bus_that_stays_away_is_told(bus: PlayedBus) -> None:
     bus.connected_since = -math.inf
     bus.replies[LIST] = NotConnected("lost")
     assert type(await install(bus)) is BusDown
+
+
+@pytest.mark.parametrize(
+    ("send", "verb", "seconds"),
+    [
+        (lambda worker: worker.backends(), "backend.list", 30),
+        (lambda worker: worker.running(), "models.running", 10),
+        (lambda worker: worker.stop_model("echo#0", "h:1"), "model.stop", 10),
+        (lambda worker: worker.unload_model("echo", "h:1"), "model.unload", 30),
+        (lambda worker: worker.delete_model("echo"), "model.delete", 30),
+        (lambda worker: worker.delete("echo"), "backend.delete", 120),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.rule("C23", "C24", "C25", "C26", "C27", "R6.4", "nats-2.1")
+async def test_a_worker_has_as_long_to_answer_as_the_contract_says(
+    bus: PlayedBus, send: Any, verb: str, seconds: int
+) -> None:
+    """A deletion has asked for the list before, which took a moment of its time."""
+    bus.replies |= {LIST: HERE, f"nodes.n.{verb}": RequestTimeout("late")} if verb != "backend.list" else {}
+    await send(Worker(bus, "n", "one"))
+    assert seconds / 2 < bus.waits[f"nodes.n.{verb}"][0] <= seconds
+
+
+CANCEL = subjects.backend_cancel("n")
+
+
+@pytest.mark.parametrize(
+    ("replies", "outcome"),
+    [
+        ({CANCEL: m.CancelReply(True, found=True)}, Done),
+        ({CANCEL: m.CancelReply(error="still being stopped")}, Refused),
+        ({CANCEL: RequestTimeout("late")}, StillRunning),
+        ({CANCEL: NotConnected("lost")}, BusDown),
+        ({LIST: m.ListReply()}, Unheard),
+        ({LIST: HERE}, Unheard),
+        ({}, NoResponders),
+    ],
+    ids=["done", "refused", "late", "no bus", "stock worker", "older worker of ours", "gone"],
+)
+async def test_a_cancel_is_asked_once_and_says_where_it_cannot_be(
+    bus: PlayedBus, replies: dict[str, Any], outcome: type
+) -> None:
+    """A stock worker has no subject for it (contract/README.md)."""
+    bus.replies |= replies
+    found = await Worker(bus, "n", "one").cancel("op")
+    assert type(found) is outcome
+    assert bus.asked[CANCEL] == [b'{"op_id":"op"}']
+    if isinstance(found, Unheard):
+        assert found.reason == "the worker of node one cannot cancel; what it has begun goes on"
+
+
+class TestStops:
+    """Subjects and payloads of the commands on engines and models (`contract/nats.md` §4)."""
+
+    @pytest.mark.parametrize(
+        ("target", "force", "payload"),
+        [
+            ("", False, b"null"),
+            ("", True, b'{"backend":"","force":true}'),
+            ("echo", False, b'{"backend":"echo"}'),
+            ("echo#1", True, b'{"backend":"echo#1","force":true}'),
+        ],
+    )
+    @pytest.mark.rule("R6.5", "T-UNL-7", "T-UNL-8", "T-UNL-9", "nats-4.4")
+    async def test_a_stop_is_published_with_what_there_is_to_say(
+        self, bus: PlayedBus, target: str, force: bool, payload: bytes
+    ) -> None:
+        await Worker(bus, "n", "one").stop(target, force=force)
+        assert bus.published == [("nodes.n.backend.stop", payload)]
+
+    @pytest.mark.rule("T-UNL-11", "T-UNL-40", "T-UNL-41", "R6.4", "nats-4.11")
+    async def test_a_node_is_asked_to_stop_without_a_reply(self, bus: PlayedBus) -> None:
+        await Worker(bus, "a.b", "one").stop_node()
+        assert bus.published == [("nodes.a-b.stop", b"null")]
+
+    @pytest.mark.parametrize(
+        ("reply", "outcome"),
+        [
+            (m.UnloadReply(True), Done),
+            (m.UnloadReply(error="engine busy"), Refused),
+            (b'{"success":"yes"}', Unreadable),
+            (RequestTimeout("late"), StillRunning),
+            (NoListener("no one"), NoResponders),
+            (NotConnected("lost"), BusDown),
+        ],
+        ids=lambda value: getattr(value, "__name__", type(value).__name__),
+    )
+    @pytest.mark.rule("R6.13", "C25", "nats-4.9", "nats-4.10")
+    async def test_unload_and_delete_of_a_model_have_the_six_outcomes(
+        self, bus: PlayedBus, reply: Any, outcome: type
+    ) -> None:
+        bus.replies |= {"nodes.n.model.unload": reply, "nodes.n.model.delete": reply}
+        worker = Worker(bus, "n", "one")
+        unloaded, deleted = await worker.unload_model("echo", "h:1"), await worker.delete_model("echo")
+        assert (type(unloaded), type(deleted)) == (outcome, outcome)
+        assert bus.asked["nodes.n.model.unload"] == [b'{"model_name":"echo","address":"h:1"}']
+        assert bus.asked["nodes.n.model.delete"] == [b'{"model_name":"echo"}']
+
+    @pytest.mark.rule("T-UNL-10", "nats-4.5")
+    async def test_an_exact_stop_names_model_key_and_address(self, bus: PlayedBus) -> None:
+        """D-UNLOAD-HONEST: ours has no use for what else the message may say."""
+        await Worker(bus, "n", "one").stop_model("org/llama#2", "h:1")
+        sent = m.StopModelRequest("org/llama", "org/llama#2", "h:1")
+        assert bus.asked["nodes.n.model.stop"] == [encode(sent)]
+        whole = encode(m.StopModelRequest("org/llama", "org/llama#2", "h:1", True, "r7"))
+        assert whole.endswith(b',"expected_address":"h:1","force":true,"config_revision":"r7"}')
+
+    @pytest.mark.rule("nats-4.9")
+    async def test_an_address_that_is_not_known_is_left_out(self, bus: PlayedBus) -> None:
+        await Worker(bus, "n", "one").unload_model("echo", "")
+        assert bus.asked["nodes.n.model.unload"] == [b'{"model_name":"echo"}']

@@ -20,7 +20,7 @@ ANSWER: dict[str, Any] = {
 }
 
 
-def test_a_right_answer_holds_whatever_its_order() -> None:
+def test_a_right_answer_holds_in_any_order() -> None:
     figures = compare(ANSWER, ["a", "b"], EXPECT)
     assert all(figure.holds for figure in figures)
     assert {"cos(a, b)", "prompt tokens", "'a' [0]", "dimensions of 'b'"} <= {one.name for one in figures}

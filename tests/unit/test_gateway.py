@@ -43,7 +43,7 @@ class Replicas:
     async def remove(self, replica: Replica) -> bool:
         return True
 
-    def get(self, address: str) -> "Replicas":
+    def get(self, address: str, token: str) -> "Replicas":
         return self
 
     async def health(self, timeout: float) -> bool:

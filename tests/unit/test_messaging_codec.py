@@ -68,7 +68,7 @@ def test_no_payload_is_the_message_of_zero_values(kind: type, body: bytes) -> No
     assert codec.decode(body, kind) == kind()
 
 
-def test_names_match_whatever_their_case_and_the_exact_one_wins() -> None:
+def test_names_match_in_any_case_and_the_exact_one_wins() -> None:
     """nats.md §1: field names are matched case-insensitively."""
     assert codec.decode(b'{"Backend":"a","MODEL_ID":"b"}', m.InstallRequest).model_id == "b"
     assert codec.decode(b'{"Backend":"a","backend":"b","BACKEND":"c"}', m.InstallRequest).backend == "b"
@@ -175,6 +175,7 @@ def test_galleries_travel_as_json_inside_a_string() -> None:
 
 
 @given(st.text(max_size=20))
+@pytest.mark.rule("O82")
 def test_subject_tokens_follow_the_rule(value: str) -> None:
     """nats.md §1.1: six characters become a dash, one for one; nothing else changes."""
     token = subjects.token(value)
@@ -183,10 +184,12 @@ def test_subject_tokens_follow_the_rule(value: str) -> None:
         assert after == ("-" if before in ".*> \t\n" else before)
 
 
+@pytest.mark.rule("R6.1", "nats-2.1")
 def test_subjects() -> None:
     """nats.md §1.1, §2.1."""
     assert subjects.node_prefix("host.a 1*b") == "nodes.host-a-1-b"
     assert subjects.install_progress("n", "o.p") == "nodes.n.backend.install.o-p.progress"
+    assert subjects.backend_cancel("n") == "nodes.n.backend.cancel"
     assert subjects.models_running("n") == "nodes.n.models.running"
     assert subjects.stop("n") == "nodes.n.stop"
 

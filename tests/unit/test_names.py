@@ -35,6 +35,14 @@ PAIRS = [
     ("a\u00a0b", "a b"),
     ("ς", "Σ"),
     ("①", "1"),
+    ("gpu-\u0430", "gpu-a"),
+    ("\u0455\u0435r\u0475er", "server"),
+    ("\u0420\u0410\u0423", "pay"),
+    ("gpu\u20131", "gpu-1"),
+    ("\u03bfne", "one"),
+    ("caf\u0435\u0301", "caf\u00e9"),
+    ("\u0451", "\u00eb"),
+    ("\u0153uvre", "oeuvre"),
 ]
 
 
@@ -87,8 +95,27 @@ def test_these_look_alike(one: str, other: str) -> None:
 
 
 def test_these_do_not() -> None:
-    distinct = ["gpu-1", "gpu-2", "gpu_1", "gpu 1", "gpü-1", "gpu-l"]
+    distinct = [
+        "gpu-1",
+        "gpu-2",
+        "gpu_1",
+        "gpu 1",
+        "gpü-1",
+        "gpu-l",
+        "gpu-i",
+        "gpu-0",
+        "gpu-o",
+        "m-1",
+        "rn-1",
+    ]
+    distinct += ["сервер", "сервис", "服务器一", "服务器二", "gpu.1", "gpu,1", "vv", "w", "d", "cl"]
     assert len({names.key(name) for name in distinct}) == len(distinct)
+
+
+@given(st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=20))
+def test_ascii_is_only_folded(name: str) -> None:
+    """Operators number their machines: `l` and `1`, `o` and `0`, `m` and `rn` are different names."""
+    assert names.key(name) == name.lower()
 
 
 @given(st.text(VISIBLE, max_size=20))
@@ -103,7 +130,7 @@ def test_every_spelling_has_the_key_of_the_name(name: str) -> None:
 
 @given(st.text(max_size=60))
 def test_a_record_is_one_line_that_can_be_seen(text: str) -> None:
-    """What a person wrote as a reason is kept, but for what nobody could see."""
+    """What a person wrote as a reason is kept, but for what no one could see."""
     plain = names.plain(text)
     assert names.unprintable(plain) == ""
     assert plain.split() == "".join(" " if names.unprintable(c) else c for c in text).split()

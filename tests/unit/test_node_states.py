@@ -2,6 +2,7 @@
 
 from dataclasses import fields, replace
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -208,14 +209,15 @@ def test_only_these_events_change_a_fact(
 
 
 def test_a_no_of_an_admin_is_not_overruled_by_auto_approval() -> None:
-    for said in ({"rejected": True}, {"revoked": True}, {"identified": False}):
-        facts = replace(PENDING_NODE, **said)  # type: ignore[arg-type]
+    cases: tuple[dict[str, Any], ...] = ({"rejected": True}, {"revoked": True}, {"identified": False})
+    for said in cases:
+        facts = replace(PENDING_NODE, **said)
         assert isinstance(apply(Event.AUTO_APPROVED, facts), Refusal)
 
 
 @pytest.mark.rule("R5.6", "R1.18")
 def test_pending_offline_healthy() -> None:
-    """Impossible: whatever happens without an approval, the node stays pending."""
+    """Impossible: without an approval the node always stays pending."""
     approving = {Event.APPROVED, Event.AUTO_APPROVED}
     found, waiting = {PENDING_NODE}, [PENDING_NODE]
     while waiting:
@@ -231,7 +233,7 @@ def test_pending_offline_healthy() -> None:
 
 @pytest.mark.rule("R1.18")
 def test_resume_on_a_pending_node() -> None:
-    """Impossible: refused, whatever else is said of the node."""
+    """Impossible: refused, in every other state."""
     for facts in EVERYTHING:
         if not facts.approved:
             for event in (Event.RESUMED, Event.RESUMED_ITSELF):

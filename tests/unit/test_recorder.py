@@ -45,6 +45,7 @@ class Writer:
         return await clock.wait_until(there, timeout=30)
 
 
+@pytest.mark.rule("O27", "O71")
 async def test_the_first_report_is_written_at_once_and_what_comes_meanwhile_together() -> None:
     """While a batch is under way, each part keeps its latest report; all of them are the next batch."""
     writer = Writer()
@@ -67,6 +68,7 @@ async def test_the_first_report_is_written_at_once_and_what_comes_meanwhile_toge
     }
 
 
+@pytest.mark.rule("O27", "O71")
 async def test_at_most_five_batches_a_second_begin() -> None:
     """However many reports come, a batch begins a fifth of a second after the one before at the earliest."""
     writer = Writer()
@@ -149,7 +151,7 @@ async def test_an_outcome_waits_for_the_batch_with_its_own_reports_only() -> Non
     assert writer.batches == [{ONE: [Tick("downloading", percentage=1)]}]
 
 
-@pytest.mark.rule("I6", "O69")
+@pytest.mark.rule("I6", "O69", "O65", "O71")
 @pytest.mark.parametrize(
     ("former", "later", "both"),
     [

@@ -1,6 +1,5 @@
 """Model definitions from files: what is accepted, what is loaded, what happens to a broken one."""
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster.rpc.messages import options_from_mapping
-from nodes.definitions.files import Folder, Unusable, load_options, parse, read, revision
+from nodes.definitions.files import Unusable, load_options, parse, read, revision
 
-PLAIN = {"name": "mini", "backend": "numpy", "parameters": {"model": "mini.bin"}, "embeddings": True}
-
-
-class Clock:
-    """A monotonic clock that stands until it is moved."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+PLAIN: dict[str, Any] = {
+    "name": "mini",
+    "backend": "numpy",
+    "parameters": {"model": "mini.bin"},
+    "embeddings": True,
+}
 
 
 @pytest.fixture
@@ -85,6 +80,43 @@ def test_unusable_files_say_why(write: Callable[..., Path], content: str, reason
         read(write("x.yaml", content))
 
 
+@pytest.mark.parametrize("field", ["name", "backend"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "..",
+        ".",
+        "../x",
+        "x/..",
+        "a/../b",
+        "/etc/x",
+        "a//b",
+        "x/",
+        "a\\b",
+        "C:\\x",
+        "x\0",
+        "a\x7fb",
+        "a\u202eb",
+        "./x",
+    ],
+)
+def test_no_name_leads_out_of_a_folder(field: str, value: str) -> None:
+    """worker.md 15: names become folders of workers (`models/<name>/…`) and keys; none may leave its own."""
+    with pytest.raises(Unusable, match=f"`{field}`"):
+        parse(PLAIN | {field: value}, "x.yaml")
+
+
+def test_a_slash_is_part_of_a_name_but_of_no_engine(write: Callable[..., Path], tmp_path: Path) -> None:
+    """`org/model` is a usual name; an engine is found by a bare name, with its gallery before it or not."""
+    for name in ("org/model", "a.b", "..x", "Qwen/Qwen3-0.6B-GGUF", "\u6a21\u578b"):
+        assert parse(PLAIN | {"name": name}, "x.yaml").name == name
+    for backend in ("llama-cpp", "localai@cuda12-llama-cpp", "my backend"):
+        assert parse(PLAIN | {"backend": backend}, "x.yaml").backend == backend
+    for backend in ("org/engine", ".hidden", "gallery@../x", "gallery@.x"):
+        with pytest.raises(Unusable, match="`backend` that is a path"):
+            parse(PLAIN | {"backend": backend}, "x.yaml")
+
+
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 DOCUMENTS = (
     SCALARS | st.lists(SCALARS, max_size=3) | st.dictionaries(st.text(max_size=8), SCALARS, max_size=4)
@@ -93,50 +125,9 @@ DOCUMENTS = (
 
 @given(DOCUMENTS)
 def test_no_document_breaks_the_loader(document: Any) -> None:
-    """Whatever YAML may give, it is a definition or `Unusable`."""
+    """All that YAML may give is a definition or `Unusable`."""
     for candidate in (document, PLAIN | {"options": document}, PLAIN | {"threads": document}):
         try:
             options_from_mapping(load_options(parse(candidate, "x.yaml")))
         except Unusable:
             continue
-
-
-def test_one_broken_file_does_not_take_the_others_down(
-    write: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A broken file and a second file of the same name are logged once, by file name and reason."""
-    write("a.yaml", PLAIN)
-    write("b.yaml", PLAIN | {"backend": "second"})
-    write("c.yml", "name: [")
-    write("d.txt", "not looked at")
-    clock = Clock()
-    folder = Folder(tmp_path, clock)
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            assert [(d.name, d.backend, d.source) for d in folder.all()] == [("mini", "numpy", "a.yaml")]
-            clock.now += 2
-    assert sorted(str(record.args[0]) for record in caplog.records if isinstance(record.args, tuple)) == [
-        "b.yaml",
-        "c.yml",
-    ]
-
-
-def test_changes_are_seen_within_a_second(write: Callable[..., Path], tmp_path: Path) -> None:
-    """The folder is looked at once a second; new, changed and removed files are noticed then."""
-    clock = Clock()
-    folder = Folder(tmp_path / "later", clock)
-    assert folder.find("mini") is None
-    (tmp_path / "later").mkdir()
-    path = write("later/a.yaml", PLAIN)
-    assert folder.find("mini") is None, "looked at less than a second ago"
-    clock.now += 1
-    first = folder.find("mini")
-    assert first is not None
-    path.write_text(yaml.safe_dump(PLAIN | {"context_size": 7}))
-    clock.now += 1
-    second = folder.find("mini")
-    assert second is not None
-    assert load_options(second)["ContextSize"] == 7
-    path.unlink()
-    clock.now += 1
-    assert folder.find("mini") is None

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster.asgi import without_slash
+from localai_cluster.edge import without_slash
 from localai_cluster.errors import InvalidInput
 from localai_cluster.rpc.messages import EmbeddingResult
 from localai_cluster.web import wire
@@ -54,7 +54,7 @@ def test_wrong_fields_are_named(change: dict[str, Any], field: str) -> None:
     assert refused.value.field == field
 
 
-def test_the_first_wrong_field_is_named_whatever_the_order_of_the_body() -> None:
+def test_the_first_wrong_field_is_named_in_any_order_of_the_body() -> None:
     """Fields are checked in one order; the message gives the path into a list."""
     with pytest.raises(InvalidInput) as refused:
         parse({"dimensions": 0, "input": 5, "model": 5, "user": 5, "encoding_format": "hex"})

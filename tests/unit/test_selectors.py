@@ -41,5 +41,5 @@ def test_any_key_and_value_that_a_label_can_have_is_read(selector: dict[str, str
 
 @given(value=st.recursive(st.none() | st.booleans() | st.integers() | st.text(), st.lists, max_leaves=3))
 def test_anything_else_is_not_readable(value: Any) -> None:
-    """Only an object is a selector, whatever JSON it came from."""
+    """Only an object is a selector, from any JSON."""
     assert selectors.readable(json.loads(json.dumps(value))) is None

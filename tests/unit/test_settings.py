@@ -18,6 +18,8 @@ WRONG = {
     "LOCALAI_MODEL_LOAD_WAIT": "-1s",
     "LOCALAI_AUTO_APPROVE_NODES": "perhaps",
     "LOCALAI_BACKEND_GALLERIES": "xx",
+    "CLUSTER_NODE_HOSTS": '{"gpu-1": ["10.0.0.5:7001"]}',
+    "CLUSTER_PUBLIC_URL": "cluster.example:8080",
     "SECRET_KEY_FILE": "/nowhere/at/all",
 }
 
@@ -31,6 +33,28 @@ def test_a_wrong_value_becomes_a_problem_that_names_it(name: str) -> None:
     assert problem.hint
     assert "invalid literal" not in problem.message
     assert "Expecting" not in problem.message
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("gpu-1=10.0.0.5", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ('["gpu-1"]', "not a JSON object"),
+        ('{"gpu-1": "10.0.0.5"}', "not a JSON object"),
+        ('{"gpu-1": ["unix:/x"]}', "'gpu-1': 'unix:/x' is neither"),
+        ('{"gpu-1": [7]}', "'gpu-1': 7 is neither"),
+    ],
+)
+def test_further_hosts_of_nodes_are_checked(text: str, says: str) -> None:
+    """The message names the node and the host."""
+    with pytest.raises(ValueError, match=says):
+        env.parse_node_hosts(text)
+
+
+def test_further_hosts_of_nodes_are_read_in_one_spelling() -> None:
+    found, _ = env.load({"CLUSTER_NODE_HOSTS": '{"gpu-1": ["GPU-1.lan.", "[0::1]", "10.0.0.5"], "b": []}'})
+    assert found.node_hosts == {"gpu-1": {"gpu-1.lan", "::1", "10.0.0.5"}, "b": set()}
 
 
 def test_other_readers_name_their_setting_too() -> None:
@@ -75,3 +99,32 @@ def test_good_settings_pass(settings: Any) -> None:
 def test_what_a_weak_secret_is(value: str, weak: bool) -> None:
     """Short, repeated or well known."""
     assert weak_secret(value) is weak
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "h:1",
+        "ftp://h",
+        "http://",
+        "http://u:p@h",
+        "http://h?q=1",
+        "http://h#f",
+        "http://h:99999",
+        "http://h:0",
+        "http://h\n",
+        "http://h x",
+        "http://[::1",
+        "http://" + "h" * 512,
+        "http://h\u00e4",
+    ],
+)
+def test_what_is_no_base_url(text: str) -> None:
+    with pytest.raises(ValueError, match="not a base URL"):
+        env.parse_base_url(text)
+
+
+@pytest.mark.parametrize("text", ["http://h", "https://h:1/", "http://[::1]:8080", "https://h/under/"])
+def test_a_base_url_has_no_slash_at_its_end(text: str) -> None:
+    assert env.parse_base_url(text) == text.rstrip("/")

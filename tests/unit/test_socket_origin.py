@@ -46,7 +46,7 @@ def test_an_address_in_brackets() -> None:
     ],
 )
 def test_pages_of_others(origin: str) -> None:
-    """Another port is another origin; whatever stands before an @ is no host."""
+    """Another port is another origin; what stands before an @ is no host."""
     assert not opened_by(origin)
 
 

@@ -17,12 +17,25 @@ def test_failures_are_those_of_the_report(tmp_path: Path) -> None:
     assert sweep.counted(report) == 3
 
 
+def test_what_was_skipped_is_told_with_the_reason(tmp_path: Path) -> None:
+    report = tmp_path / "report.xml"
+    assert sweep.reasons(report) == set()
+    report.write_text(
+        '<testsuites><testcase><skipped type="x" message="not allowed"/></testcase></testsuites>'
+    )
+    assert sweep.reasons(report) == {"not allowed"}
+
+
 def test_the_table_says_what_came_of_each_part() -> None:
-    results = [Result(Part("races", (), effort=10), 0, 61.4), Result(Part("kills", (), times=5), 2, 300)]
+    results = [
+        Result(Part("races", (), effort=10), 0, 61.4),
+        Result(Part("kills", (), times=5), 2, 300, ("not allowed",)),
+    ]
     assert sweep.table(results) == [
         "what                    rounds  failures  seconds",
         "races                       10         0       61",
         "kills                        5         2      300",
+        "skipped in kills: not allowed",
     ]
 
 

@@ -18,7 +18,7 @@ async def test_a_hint_between_look_and_wait_is_kept() -> None:
 
 
 async def test_news_that_may_have_been_missed_wakes_everyone() -> None:
-    """After a reconnect nobody knows what was said meanwhile, so everyone looks."""
+    """After a reconnect no one knows what was said meanwhile, so everyone looks."""
     hints = Hints()
     with hints.watch(uuid4()) as one, hints.watch(uuid4()) as other:
         hints.notify("")

@@ -32,6 +32,7 @@ def script(folder: Path, text: str) -> Path:
     return start
 
 
+@pytest.mark.rule("worker-10", "worker-10.3", "W17")
 async def test_never_healthy_is_given_up_and_killed(
     supervisor: EngineSupervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -54,6 +55,7 @@ async def test_last_words_do_not_tell_the_token(supervisor: EngineSupervisor, tm
     assert TOKEN not in caught.value.message
 
 
+@pytest.mark.rule("worker-8.5", "W20")
 async def test_a_stubborn_engine_is_killed_after_the_grace(
     supervisor: EngineSupervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,9 +88,21 @@ async def test_an_endless_line_and_a_failing_start_are_bounded(
         await supervisor.start("m#0", "b", script(tmp_path, "").with_name("none"))
 
 
+@pytest.mark.rule("worker-10.2", "W26")
 def test_the_environment_of_an_engine_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """W26, worker.md §21: backends must not inherit the worker's secrets."""
     monkeypatch.setenv("LOCALAI_NATS_URL", "nats://u:p@h")
     told = engines.environment("tok")
     assert set(told) == {"PATH", "HOME", "LANG", "LOCALAI_GRPC_AUTH_TOKEN"}
     assert "LOCALAI_GRPC_AUTH_TOKEN" not in engines.environment("")
+
+
+@pytest.mark.rule("worker-10", "worker-10.2")
+def test_an_engine_finds_the_drivers_that_came_with_it(tmp_path: Path) -> None:
+    assert engines.vulkan_drivers(tmp_path) == {}
+    drivers = tmp_path / "vulkan" / "icd.d"
+    drivers.mkdir(parents=True)
+    for name in ("b.json", "a.json", "README"):
+        (drivers / name).touch()
+    found = f"{drivers}/a.json:{drivers}/b.json"
+    assert engines.vulkan_drivers(tmp_path) == {"VK_DRIVER_FILES": found, "VK_ICD_FILENAMES": found}

@@ -20,11 +20,11 @@ INSTANCE = "1f" * 16
 
 
 class Crash(BaseException):
-    """The worker's end, at whatever line."""
+    """The worker's end, at any line."""
 
 
 class Registry:
-    """What a control plane knows of one node: its secret, those refused for ever, whether one shall go."""
+    """What a control plane knows of one node: its secret, those refused forever, whether one shall go."""
 
     def __init__(self, secret: str) -> None:
         self.secret = secret
@@ -217,7 +217,7 @@ async def ends_at(step: int, doom: Doom, folder: Path, registry: Registry) -> bo
 async def test_no_two_crashes_lose_the_identity(
     tmp_path: Path, registry: Registry, doom: Doom, second: int
 ) -> None:
-    """Whatever the first and the second step at which a worker ends, the third life is the node."""
+    """A worker may end at any two steps: its third life is the node."""
     first = 0
     crashed = True
     while crashed:

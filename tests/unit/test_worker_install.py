@@ -4,7 +4,7 @@ version."""
 import os
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import httpx
@@ -16,11 +16,13 @@ from localai_cluster import gallery_index
 from localai_cluster.errors import ClusterError, InvalidInput
 from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable
 from localai_cluster.messaging.codec import encode
-from localai_cluster.messaging.messages import Gallery
+from localai_cluster.messaging.messages import Gallery, InstallRequest
 from localai_cluster.worker import file_copy
 from localai_cluster.worker.backend_store import BackendStore, Metadata, discard, read_metadata
 from localai_cluster.worker.build_selection import choose
+from localai_cluster.worker.control_plane import CallFailed
 from localai_cluster.worker.file_copy import SourceError, Stopped, Throttle, copy_tree
+from localai_cluster.worker.install_commands import requested_name
 from localai_cluster.worker.installer import Installer, InstallFailed, InstallSource, swap
 from localai_cluster.worker.names import folder_name, strip_gallery
 from localai_cluster.worker.progress import Tick, ignore
@@ -41,8 +43,13 @@ def store(tmp_path: Path) -> BackendStore:
     return BackendStore(tmp_path / "backends", tmp_path / "system", "default")
 
 
+async def unserved(file: str, headers: Mapping[str, str]) -> httpx.Response:
+    """A control plane without a gallery."""
+    raise CallFailed("no gallery", 404)
+
+
 def installer(store: BackendStore, *roots: Path, rate: int = 0) -> Installer:
-    return Installer(store, roots, rate, "default", httpx.AsyncClient())
+    return Installer(store, roots, rate, "default", httpx.AsyncClient(), unserved)
 
 
 @given(st.text(max_size=30))
@@ -68,6 +75,23 @@ def test_a_gallery_prefix_is_stripped_and_a_slash_flattened() -> None:
     """nats.md §4.1, worker.md §18.3."""
     assert strip_gallery("local@mock") == "mock"
     assert folder_name("org/mock") == "org__mock"
+
+
+@pytest.mark.parametrize(
+    ("uri", "name"),
+    [
+        ("/srv/engine", "engine"),
+        ("/srv/engine.tar", "engine"),
+        ("https://example.com/g/engine.tar.gz?key=1#x", "engine"),
+        ("https://example.com/g/engine.TGZ", "engine"),
+        ("cluster:engine.tar", "engine"),
+        ("file:///srv/engine/", "engine"),
+    ],
+)
+def test_a_backend_without_a_name_is_called_like_its_source(uri: str, name: str) -> None:
+    """worker.md §18.5: the last part of the path, of an archive without its suffix."""
+    assert requested_name(InstallRequest("", uri=uri)) == name
+    assert requested_name(InstallRequest("", uri=uri, name="local@other")) == "other"
 
 
 def test_copying_keeps_modes_links_and_bytes(tmp_path: Path) -> None:
@@ -153,7 +177,7 @@ def test_a_swap_that_fails_leaves_the_old_version(tmp_path: Path, failing: int) 
 
 
 @pytest.mark.parametrize("cut_after", range(4))
-def test_whatever_the_moment_of_death_a_whole_version_comes_back(store: BackendStore, cut_after: int) -> None:
+def test_after_a_kill_at_any_moment_a_whole_version_comes_back(store: BackendStore, cut_after: int) -> None:
     """Killed between any two steps of a swap: `recover` gives the old or the new version, whole, and no
     leftovers."""
     base = store.backends
@@ -220,7 +244,7 @@ async def test_what_is_no_backend_is_not_put_in_place(tmp_path: Path, store: Bac
 async def test_malformed_sources_are_named_not_crashed_on(
     url: str, tmp_path: Path, store: BackendStore
 ) -> None:
-    """O37: galleries and sources come from whoever asks for the install."""
+    """O37: galleries and sources come with the command to install."""
     with pytest.raises(InstallFailed, match="gallery odd cannot be read"):
         await installer(store, tmp_path).install(InstallSource("d", [Gallery(url, "odd")]), ignore)
     with pytest.raises(InstallFailed):
@@ -284,6 +308,24 @@ def test_what_is_no_index(text: bytes) -> None:
         gallery_index.parse(text, Gallery())
 
 
+@pytest.mark.rule("worker-10.1")
+def test_the_file_that_starts_a_backend(store: BackendStore) -> None:
+    """The listed one; else a file called like its folder, the user's before the system's."""
+    base, system = store.backends, store.backends.parent / "system"
+    listed = backend(base / "listed") / "run.sh"
+    (base / "meta").mkdir()
+    (base / "meta" / "metadata.json").write_bytes(encode(Metadata(name="meta", meta_backend_for="listed")))
+    assert store.start_file("listed") == store.start_file("meta") == listed
+    assert store.start_file("given") is None
+    for file in (system / "given" / "given", base / "given" / "given"):
+        file.parent.mkdir(parents=True)
+        file.touch()
+        assert store.start_file("given") == file
+    (base / "alone").touch()
+    assert store.start_file("alone") is None, "D-WORKER-START: a backend is a folder"
+
+
+@pytest.mark.rule("worker-18.1", "worker-18.2")
 def test_the_listing(store: BackendStore) -> None:
     """worker.md §18.2: concrete, system, meta and alias rows; broken metadata is just a name."""
     base = store.backends

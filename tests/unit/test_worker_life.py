@@ -1,6 +1,7 @@
 """Small parts of the worker, without process or network: settings, identity, progress, figures."""
 
 import asyncio
+import socket
 import stat
 import threading
 from pathlib import Path
@@ -10,13 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localai_cluster import clock
+from localai_cluster import __version__
 from localai_cluster.messaging.messages import ProgressEvent, human_bytes
-from localai_cluster.worker import hardware, identity, probes
+from localai_cluster.worker import hardware, identity
 from localai_cluster.worker.config import Config, InvalidSettings, build, host_port
 from localai_cluster.worker.control_plane import CallFailed, Registered
 from localai_cluster.worker.hardware import Figures, Gpus
-from localai_cluster.worker.log_rings import LINES, LogLine, LogRings
 from localai_cluster.worker.progress import ProgressStream, Tick, event
 from localai_cluster.worker.registration import GaveUp, body, pauses, register, running_processes
 
@@ -44,6 +44,35 @@ def test_addresses_follow_the_rules() -> None:
     assert config(backends_path="/a/b").data_dir == Path("/a")
 
 
+@pytest.mark.parametrize(
+    ("url", "advertised"),
+    [
+        ("http://127.0.0.1:8080", "127.0.0.1:50051"),
+        ("http://localhost:8080", "127.0.0.1:50051"),
+        ("https://[::1]", "[::1]:50051"),
+        ("http://no-such-host.invalid:8080", f"{socket.gethostname()}:50051"),
+    ],
+)
+def test_without_an_address_the_one_on_the_way_to_the_control_plane_is_advertised(
+    url: str, advertised: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other machines often cannot resolve the host name; it is the last resort."""
+    real = socket.getaddrinfo
+
+    def looked_up(host: str, *rest: Any, **more: Any) -> Any:
+        if host.endswith(".invalid"):
+            raise socket.gaierror("no such host")
+        return real("127.0.0.1" if host == "localhost" else host, *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", looked_up)
+    assert config(register_to=url).advertise_addr == advertised
+
+
+def test_an_address_that_was_given_is_never_replaced() -> None:
+    assert config(register_to="http://127.0.0.1:1", addr="h:6000").advertise_addr == "h:6000"
+    assert config(register_to="http://127.0.0.1:1", advertise_addr="n:7").advertise_addr == "n:7"
+
+
 @pytest.mark.parametrize("text", ["", "h", "h:", "h:0", "h:65536", "h:x", "::1:5", "h:²"])
 def test_what_is_not_host_and_port(text: str) -> None:
     with pytest.raises(ValueError, match="not host:port"):
@@ -57,7 +86,8 @@ def test_secrets_from_files_and_never_in_repr(tmp_path: Path) -> None:
     url.write_text("nats://u:hush2@h:1\n")
     environment = {"LOCALAI_REGISTRATION_TOKEN_FILE": str(secret), "LOCALAI_NATS_URL_FILE": str(url)}
     made = build({"register_to": "http://c"}, environment)
-    assert (made.registration_token, made.nats_url) == ("hush", "nats://u:hush2@h:1")
+    assert made.nats is not None
+    assert (made.registration_token, made.nats.password) == ("hush", "hush2")
     assert "hush" not in repr(made)
 
 
@@ -115,7 +145,7 @@ def test_the_secret_is_made_once_with_mode_0600(tmp_path: Path) -> None:
 def test_registration_body() -> None:
     """worker.md §5.1: what is always sent, what only when known."""
     made = config(node_labels="a=b, c = d ,odd", max_replicas_per_model="2", node_name="n", addr="h:2")
-    told = body(made, "nvidia", Gpus(8, 4, "nvidia", "8.9"), Figures(10, 5, None, None))
+    told = body(made, "nvidia", Gpus(8, 4, "nvidia", "8.9"), Figures(10, 5, None, None), "5" * 64)
     assert told == {
         "name": "n",
         "address": "h:2",
@@ -125,12 +155,14 @@ def test_registration_body() -> None:
         "gpu_vendor": "nvidia",
         "gpu_compute_capability": "8.9",
         "capability": "nvidia",
+        "engine_token": "5" * 64,
         "max_replicas_per_model": 2,
         "labels": {"a": "b", "c": "d", "node.replica-slots": "2"},
+        "version": __version__,
         "total_ram": 10,
         "available_ram": 5,
     }
-    assert body(config(vram_budget="80%"), "default", Gpus(), Figures(1, 1, 0, 0))["available_disk"] == 0
+    assert body(config(vram_budget="80%"), "default", Gpus(), Figures(1, 1, 0, 0), "")["available_disk"] == 0
 
 
 @pytest.mark.rule("worker-5.1")
@@ -186,6 +218,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.rule("A56", "O68", "W24", "R6.10", "C45", "T-UNL-33", "T-UNL-34", "nats-4.3")
 async def test_progress_leaves_first_at_once_then_once_a_window_and_last_before_the_end() -> None:
     """nats.md §4.3, W24: leading edge, one slot, flush."""
     sent: list[ProgressEvent] = []
@@ -219,6 +252,26 @@ async def test_progress_leaves_first_at_once_then_once_a_window_and_last_before_
     assert [one.seq for one in sent] == [1, 2, 3, 4]
     await progress.finish()
     assert len(sent) == 4
+
+
+@pytest.mark.rule("W24", "O68")
+async def test_the_last_tick_is_sent_even_if_the_end_meets_it_on_its_way() -> None:
+    """A bus that holds up a publish must not cost the operation its last figure."""
+    begun: list[int] = []
+    sent: list[int] = []
+
+    async def send(progress: ProgressEvent) -> None:
+        begun.append(progress.current_bytes)
+        if len(begun) == 1:
+            await asyncio.Event().wait()
+        sent.append(progress.current_bytes)
+
+    progress = ProgressStream(send, "op", "node", "b")
+    progress.report(Tick("downloading", 10, 10))
+    await settle()
+    assert (begun, sent) == ([10], [])
+    await progress.finish()
+    assert sent == [10]
 
 
 @given(st.integers(0, 10**15), st.integers(1, 10**15))
@@ -257,32 +310,3 @@ def test_capability(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hardware.detect_capability("", big, noted).startswith("nvidia")
     noted.write_text(" metal\n")
     assert hardware.detect_capability("", big, noted) == "metal"
-
-
-def test_log_rings_hold_the_last_lines_and_merge_replicas() -> None:
-    """worker.md §11."""
-    rings, now = LogRings(), clock.now()
-    for number in range(LINES + 5):
-        rings.append("m#0", LogLine(now, "stdout", str(number)))
-    rings.append("m#1", LogLine(now, "stderr", "x"))
-    assert len(rings.lines("m#0")) == LINES
-    assert rings.lines("m#0")[0].text == "5"
-    assert len(rings.lines("m")) == LINES + 1
-    assert rings.lines("nobody") == []
-
-
-@pytest.mark.parametrize(
-    ("request_line", "problem", "status"),
-    [
-        ("GET /healthz HTTP/1.1", "bus down", b"200"),
-        ("GET /readyz?x=1 HTTP/1.1", "bus down", b"503"),
-        ("HEAD /readyz HTTP/1.1", "", b"200"),
-        ("POST /healthz HTTP/1.1", "", b"405"),
-        ("GET /v1/files/x HTTP/1.1", "", b"404"),
-        ("\x00", "", b"404"),
-    ],
-)
-def test_probes(request_line: str, problem: str, status: bytes) -> None:
-    """worker.md §12: probes need no token."""
-    answer = probes.respond(request_line.encode() + b"\r\n\r\n", problem)
-    assert answer.split(b" ")[1] == status

@@ -52,6 +52,7 @@ class Ports(RuleBasedStateMachine):
 TestPorts = Ports.TestCase
 
 
+@pytest.mark.rule("worker-9")
 def test_the_first_gets_the_base_port_and_a_key_its_own_again() -> None:
     """worker.md §9: base port first; after the quarantine the key's own last port wins."""
     ports = PortAllocator(50051, 50060)
@@ -65,6 +66,7 @@ def test_the_first_gets_the_base_port_and_a_key_its_own_again() -> None:
     assert ports.allocate("e#0", RESERVATION) == 50051
 
 
+@pytest.mark.rule("worker-9", "W25")
 def test_a_reserved_port_is_used_before_nothing_is() -> None:
     """worker.md §9 steps 4 and 5 (W25)."""
     ports = PortAllocator(1, 1)

@@ -84,9 +84,7 @@ class Beating:
         monkeypatch.setattr(clock, "monotonic", lambda: self.now)
         heart: Any = HeartbeatLoop
         callbacks = (self.measure, self.rejoin, self.knock, self.give_way)
-        self.heart: HeartbeatLoop = heart(self, self, 10.0, lambda: "n", *callbacks)
-
-    connected = True
+        self.heart: HeartbeatLoop = heart(self, lambda: "", 10.0, lambda: "n", *callbacks)
 
     async def measure(self) -> dict[str, int]:
         return {}
@@ -123,7 +121,7 @@ def said(caplog: pytest.LogCaptureFixture, words: str) -> list[int]:
     return [record.levelno for record in caplog.records if words in record.getMessage()]
 
 
-async def test_a_copied_folder_is_told_once_a_minute_and_nobody_fights(
+async def test_a_copied_folder_is_told_once_a_minute_and_no_one_fights(
     beating: Beating, caplog: pytest.LogCaptureFixture
 ) -> None:
     beating.error = CallFailed("another process", 409)
@@ -153,7 +151,7 @@ async def test_a_revoked_secret_is_tried_once_a_minute(
 
 
 async def test_a_removed_node_registers_again(beating: Beating) -> None:
-    """Its secret is nobody's, so it is told 401 and not 404; at most once a minute."""
+    """Its secret is unknown, so it is told 401 and not 404; at most once a minute."""
     beating.error = CallFailed("invalid node credential", 401)
     await beating.live(50)
     assert (beating.beats, beating.knocks) == (5, 1)

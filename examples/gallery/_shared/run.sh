@@ -1,7 +1,7 @@
 #!/bin/sh
 # Starts this engine: run.sh --addr HOST:PORT
 # Needs no environment but LOCALAI_GRPC_AUTH_TOKEN and a plain PATH. The wheels in lib/ fit one Python version
-# only: the interpreter they were installed with is tried first, then whatever PATH offers of that version.
+# only: the interpreter they were installed with is tried first, then what PATH offers of that version.
 here=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd -P) || exit 1
 version=$(cat "$here/python-version") || exit 1
 

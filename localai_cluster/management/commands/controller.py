@@ -1,9 +1,10 @@
 """`manage.py controller`: the process that runs operations.
 
-Seven tasks in one event loop: the executor, the inventory of backends, the wakes of operations that wait for
-nodes, the stopper of engines that nothing accounts for, the LISTEN task whose hints trigger those four, the
-ticker of django-q2's schedules, and the heartbeat that tells pages that a controller is running. Any
-number may run: they claim operations, inventory questions and stops, and lock schedules.
+Ten tasks in one event loop: the executors of operations and of intents on nodes, the inventory of backends,
+the wakes of what waits for nodes, the stopper of engines that nothing accounts for, the revocations of
+credentials for the bus, the check for upgrades, the LISTEN task whose hints trigger those seven, the ticker
+of django-q2's schedules, and the heartbeat that tells pages that a controller is running. Any number may
+run: they claim operations, intents, inventory questions, stops and checks, and lock schedules.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ import os
 import signal
 import socket
 import uuid
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,21 +22,29 @@ from django.core.checks import Tags
 from django.core.management.base import BaseCommand
 from django.db import Error as DatabaseError
 
-from localai_cluster import clock, conf, periodic
+from localai_cluster import bus_access, clock, conf, periodic
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.nats import NatsBus
-from nodes.backends import install, inventory
+from nodes.backends import inventory, upgrade_state
+from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.inventory import Inventory
-from nodes.definitions.files import Folder
+from nodes.backends.upgrade_check import UpgradeChecker
+from nodes.definitions.folder import Folder
 from nodes.loading import load
+from nodes.loading.elsewhere import load_elsewhere
 from nodes.loading.stopping import Stopper
 from nodes.reconcilers import schedules
+from nodes.reconcilers.revocations import Revocations
 from nodes.reconcilers.wakes import Wakes
+from nodes.registry import bus_credentials
+from nodes.unloading import asking, carry_out
 from operations.changes.events import NODES, OPERATIONS, listen
 from operations.executor import controllers
 from operations.executor.executor import Executor
+from operations.executor.operation_queue import OperationQueue
 from operations.executor.waiting import Hints
 from operations.executor.work import Handler, in_thread
+from operations.models import Status
 from operations.reconcilers import schedules as ledger_schedules
 
 log = logging.getLogger(__name__)
@@ -59,26 +69,43 @@ async def run() -> None:
     """Runs until a signal; releases all leases before it returns."""
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "database"))
     owner = f"{socket.gethostname()[:20]}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
-    bus, hints = NatsBus(conf.cluster().nats_url, name="controller"), Hints()
+    bus, hints = NatsBus(bus_access.service("controller"), name="controller"), Hints()
     bus.start()
     table: dict[str, Handler] = {
-        install.KIND: install.InstallBackend(bus),
+        asking.UNLOAD: carry_out.UnloadModel(bus),
+        asking.DELETE: carry_out.DeleteModel(bus),
         load.KIND: load.LoadModel(bus, Folder(conf.cluster().models_path), hints),
     }
-    executor = Executor(owner, table, lease=conf.cluster().operation_lease)
-    lists, wakes, stopper = Inventory(bus), Wakes(), Stopper(bus)
+    lease, queue = conf.cluster().operation_lease, IntentQueue(bus, load_elsewhere)
+    operations, on_nodes = (
+        Executor(owner, OperationQueue(table), lease=lease),
+        Executor(owner, queue, lease=lease),
+    )
+    executors: dict[str, Executor[Any]] = {"operations": operations, "intents": on_nodes}
+
+    async def nodes_changed() -> None:
+        await queue.nodes_changed()
+        on_nodes.hint()
+
+    lists, wakes, stopper, revocations = Inventory(bus), Wakes(nodes_changed), Stopper(bus), Revocations()
+    checker = UpgradeChecker(owner)
     loops = [
-        asyncio.create_task(executor.run(), name="executor"),
+        *(asyncio.create_task(executor.run(), name=name) for name, executor in executors.items()),
         asyncio.create_task(lists.run(), name="inventory"),
         asyncio.create_task(wakes.run(), name="wakes"),
         asyncio.create_task(stopper.run(), name="stopper"),
-        asyncio.create_task(listen_for_changes(executor, lists, wakes, stopper, hints), name="hints"),
+        asyncio.create_task(revocations.run(), name="revocations"),
+        asyncio.create_task(checker.run(), name="upgrade check"),
+        asyncio.create_task(
+            listen_for_changes(list(executors.values()), lists, wakes, stopper, revocations, checker, hints),
+            name="hints",
+        ),
         asyncio.create_task(tick(), name="schedules"),
         asyncio.create_task(beat(owner, bus), name="beat"),
     ]
     log.info("controller %s is ready", owner)
     await _until_signal_or_failure(loops)
-    await executor.stop()
+    await asyncio.gather(*(executor.stop() for executor in executors.values()))
     for loop in loops:
         loop.cancel()
     await asyncio.gather(*loops, return_exceptions=True)
@@ -100,18 +127,32 @@ async def _until_signal_or_failure(loops: list[asyncio.Task[None]]) -> None:
 
 
 async def listen_for_changes(
-    executor: Executor, lists: Inventory, wakes: Wakes, stopper: Stopper, hints: Hints
+    executors: Sequence[Executor[Any]],
+    lists: Inventory,
+    wakes: Wakes,
+    stopper: Stopper,
+    revocations: Revocations,
+    checker: UpgradeChecker,
+    hints: Hints,
 ) -> None:
     """Turns notifications into checks; after each (re)connect everything is checked."""
-    async for channel, payload in listen(OPERATIONS, NODES, inventory.CHANNEL):
-        if channel != OPERATIONS:
+    async for channel, payload in listen(
+        OPERATIONS, NODES, inventory.CHANNEL, bus_credentials.CHANNEL, upgrade_state.CHANNEL
+    ):
+        if channel in (bus_credentials.CHANNEL, ""):
+            revocations.hint()
+        if channel in (upgrade_state.CHANNEL, ""):
+            checker.hint()
+        if channel in (NODES, inventory.CHANNEL, ""):
             lists.hint()
         if channel in (NODES, ""):
             wakes.changed(payload)
             stopper.hint()
         if channel in (OPERATIONS, ""):
-            hints.notify(payload.split(" ", 1)[0])
-            executor.hint()
+            operation, _, status = payload.partition(" ")
+            hints.notify(operation)
+            for executor in executors:
+                executor.hint(cancelled=status == Status.CANCELLED)
 
 
 async def tick() -> None:

@@ -26,8 +26,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import uvicorn
 
-from localai_cluster.asgi import Edge, application
-from localai_cluster.web.connections import BoundedHead, WatchingSocket
+from localai_cluster.asgi import application
+from localai_cluster.connections import BoundedHead, WatchingSocket
+from localai_cluster.edge import Edge
+from localai_cluster.tls import TlsFiles
 from nodes.inference import gateway
 
 logger = logging.getLogger(__name__)
@@ -48,8 +50,9 @@ _BACKLOG = 1024
 class OrderedServer(uvicorn.Server):
     """uvicorn with a stop in our order."""
 
-    def __init__(self, edge: Edge) -> None:
+    def __init__(self, edge: Edge, tls: TlsFiles) -> None:
         self._edge = edge
+        self._scheme = "https" if tls else "http"
         super().__init__(
             uvicorn.Config(
                 edge,
@@ -66,6 +69,8 @@ class OrderedServer(uvicorn.Server):
                 proxy_headers=False,
                 server_header=False,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+                ssl_certfile=tls.certificate or None,
+                ssl_keyfile=tls.key or None,
             )
         )
 
@@ -76,7 +81,7 @@ class OrderedServer(uvicorn.Server):
         gc.collect()
         gc.freeze()
         for listening in sockets or ():
-            logger.info("Listening on http://%s:%s", *listening.getsockname()[:2])
+            logger.info("Listening on %s://%s:%s", self._scheme, *listening.getsockname()[:2])
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Lets requests end, within limits; uvicorn waits for them and ends the lifespan last."""
@@ -112,6 +117,10 @@ class Command(BaseCommand):
         """Serves; raises CommandError when it cannot listen or start."""
         cluster = conf.cluster()
         listening = listen(cluster.host, cluster.port)
+        if cluster.server == "daphne" and cluster.web_tls:
+            raise CommandError(
+                "daphne does not serve HTTPS here: unset CLUSTER_TLS_CERT, or use CLUSTER_SERVER=uvicorn"
+            )
         if cluster.server == "daphne":
             listening.close()
             serve_with_daphne(cluster.host, cluster.port)
@@ -120,7 +129,7 @@ class Command(BaseCommand):
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: None)
         try:
-            OrderedServer(application).run([listening])
+            OrderedServer(application, cluster.web_tls).run([listening])
         except SystemExit as ended:
             raise CommandError("the web process could not start; the lines above say why") from ended
 

@@ -13,8 +13,9 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.http import QueryDict
 
 from localai_cluster import clock, errors
+from localai_cluster.accounts import audit
 from localai_cluster.env import parse_duration
-from nodes.management import lookup, rendering
+from nodes.management import join_tokens, lookup, rendering
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeStatus, NodeType
 from nodes.registry import listing, node_rows, outcomes, services
 from nodes.registry.shape import CONFLICT
@@ -48,11 +49,13 @@ class Command(BaseCommand):
         _reading(add)
         _deciding(add)
         _identity(add)
+        join_tokens.add_to(add)
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Runs the verb and prints the result; CommandError if it is refused."""
         try:
-            self.stdout.write(options["act"](options))
+            with audit.at_command_line(lookup.actor()):
+                self.stdout.write(options["act"](options))
         except PartlyDone as partly:
             self.stdout.write(partly.done)
             raise

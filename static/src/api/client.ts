@@ -4,7 +4,7 @@
 import createClient from "openapi-fetch";
 import type { paths } from "./schema";
 
-/** The code of what was sent and not answered: nobody knows whether it was done. */
+/** The code of what was sent and not answered: no one knows whether it was done. */
 const UNANSWERED = "unanswered";
 
 /** What a request failed with. `status` 0: the server could not be reached. */
@@ -18,6 +18,8 @@ export class ApiError extends Error {
     readonly requestId = "",
     /** Sentences by field, of an answer that names all that is wrong. */
     readonly fields: Readonly<Record<string, readonly string[]>> = {},
+    /** Models whose last replica would stop: the same request goes through when it confirms them. */
+    readonly lastReplicas: readonly string[] = [],
   ) {
     super(message);
     this.name = "ApiError";
@@ -34,7 +36,7 @@ type Refused = (sentAt: number) => void;
 
 const listeners = new Set<Refused>();
 
-/** Calls `listener` when an answer says that nobody is signed in, with when it was asked (ms of this page); returns how to stop that. */
+/** Calls `listener` when an answer says that no one is signed in, with when it was asked (ms of this page); returns how to stop that. */
 export function whenSignedOut(listener: Refused): () => void {
   listeners.add(listener);
   return () => listeners.delete(listener);
@@ -96,6 +98,7 @@ export function explain(body: unknown, response: Pick<Response, "status" | "head
     Number(response.headers.get("Retry-After")) || 0,
     response.headers.get("X-Request-Id") ?? "",
     sentences(record(outer["fields"])),
+    texts(outer["last_replicas"]),
   );
 }
 
@@ -108,12 +111,16 @@ function standard(status: number): string {
 }
 
 function sentences(fields: Record<string, unknown>): Record<string, string[]> {
-  const lists = Object.entries(fields).map(([name, said]) => [name, Array.isArray(said) ? said.map(text) : []] as const);
+  const lists = Object.entries(fields).map(([name, said]) => [name, texts(said)] as const);
   return Object.fromEntries(lists);
 }
 
 function record(value: unknown): Record<string, unknown> {
   return typeof value === "object" && value !== null ? (value as Record<string, unknown>) : {};
+}
+
+function texts(value: unknown): string[] {
+  return Array.isArray(value) ? value.map(text) : [];
 }
 
 function text(value: unknown): string {

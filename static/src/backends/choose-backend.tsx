@@ -2,13 +2,38 @@
 // workers may have galleries of their own.
 import { Command } from "cmdk";
 import { useState, type ReactNode } from "react";
+import { Button } from "../ui/button";
 import { Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
+import type { Address } from "./address";
+import { AddressForm } from "./address-form";
 import { search, summary, useCatalogue } from "./catalogue";
 
 const SHOWN = 60;
 
-export function ChooseBackend({ onChoose }: { onChoose: (name: string) => void }): ReactNode {
+interface ChooseProps {
+  onChoose: (name: string) => void;
+  onAddress: (address: Address) => void;
+}
+
+export function ChooseBackend({ onChoose, onAddress }: ChooseProps): ReactNode {
+  const [from, setFrom] = useState(false);
+  return (
+    <div className="stack">
+      <div className="row wrap" role="group" aria-label="Source">
+        <Button small className="chip" aria-pressed={!from} onClick={() => setFrom(false)}>
+          By name
+        </Button>
+        <Button small className="chip" aria-pressed={from} onClick={() => setFrom(true)}>
+          By address
+        </Button>
+      </div>
+      {from ? <AddressForm onChoose={onAddress} /> : <ByName onChoose={onChoose} />}
+    </div>
+  );
+}
+
+function ByName({ onChoose }: Pick<ChooseProps, "onChoose">): ReactNode {
   const catalogue = useCatalogue();
   const [term, setTerm] = useState("");
   const entries = catalogue.data?.backends ?? [];

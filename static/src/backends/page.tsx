@@ -1,6 +1,7 @@
-// The catalogue of backends: what the galleries offer, on how many nodes each is installed, and the way to install.
-import { useDeferredValue, useMemo, useState, type ReactNode } from "react";
-import { Link } from "react-router";
+// The page of backends, in two views: the catalogue, which is what the galleries offer, on how many nodes each is
+// installed and the way to install; and what is installed (`installed.tsx`).
+import { useDeferredValue, useEffect, useMemo, useState, type ReactNode } from "react";
+import { Link, useLocation } from "react-router";
 import { count } from "../lib/format";
 import { useInAddress } from "../lib/in-address";
 import { useWork } from "../operations/watch";
@@ -11,25 +12,67 @@ import { Problem } from "../ui/problem";
 import { PageHead } from "../ui/title";
 import "./backends.css";
 import { addressOf, installedOn, search, summary, termIn, useCatalogue, type Catalogue, type Entry } from "./catalogue";
+import { InstalledView } from "./installed";
 import { InstallPicker } from "./picker";
 import { isTold, useRoster } from "./roster";
+import { byName } from "./runs";
 
 const DRAWN = 60;
 
 export function BackendsPage(): ReactNode {
-  const catalogue = useCatalogue();
-  const [picked, setPicked] = useState<string | null>(null);
+  const [picked, setPicked] = usePicked();
+  const installed = new URLSearchParams(useLocation().search).get("view") === "installed";
+  const note = installed ? "Backends on your nodes, their versions, and available updates." : "Backends available from your galleries, and the number of nodes with each one.";
   return (
     <div className="backends">
-      <PageHead title="Backends" note="Backends available from your galleries, and the number of nodes with each one.">
-        <Button onClick={() => setPicked("")}>Install by name…</Button>
+      <PageHead title="Backends" note={note}>
+        <Button onClick={() => setPicked("")}>Install a backend…</Button>
       </PageHead>
-      {catalogue.isPending && <Loading what="the catalogue" />}
-      {catalogue.error !== null && <Problem error={catalogue.error} onRetry={() => void catalogue.refetch()} />}
-      {catalogue.data !== undefined && <Entries catalogue={catalogue.data} onRetry={() => void catalogue.refetch()} onInstall={setPicked} />}
+      <nav className="row wrap" aria-label="Views of backends">
+        <View to="/app/backends" label="Catalogue" here={!installed} />
+        <View to="/app/backends?view=installed" label="Installed" here={installed} />
+      </nav>
+      {installed ? <InstalledView /> : <CatalogueView onInstall={(name) => setPicked(byName(name))} />}
       <InstallPicker open={picked !== null} onClose={() => setPicked(null)} {...(picked === null ? {} : { backend: picked })} />
     </div>
   );
+}
+
+function View({ to, label, here }: { to: string; label: string; here: boolean }): ReactNode {
+  return (
+    <Link className="button small chip" to={to} {...(here ? { "aria-current": "page" as const } : {})}>
+      {label}
+    </Link>
+  );
+}
+
+function CatalogueView({ onInstall }: { onInstall: (name: string) => void }): ReactNode {
+  const catalogue = useCatalogue();
+  return (
+    <>
+      {catalogue.isPending && <Loading what="the catalogue" />}
+      {catalogue.error !== null && <Problem error={catalogue.error} onRetry={() => void catalogue.refetch()} />}
+      {catalogue.data !== undefined && <Entries catalogue={catalogue.data} onRetry={() => void catalogue.refetch()} onInstall={onInstall} />}
+    </>
+  );
+}
+
+const LONGEST_NAME = 255;
+
+/** What the picker is open for, null while it is closed. An address with `install=name` opens it. */
+function usePicked(): [string | null, (name: string | null) => void] {
+  const { search, key } = useLocation();
+  const wanted = new URLSearchParams(search).get("install");
+  const [picked, setPicked] = useState<string | null>(null);
+  const [adopted, setAdopted] = useState("");
+  if (wanted !== null && adopted !== key) {
+    setAdopted(key);
+    setPicked(wanted.slice(0, LONGEST_NAME));
+  }
+  useEffect(() => {
+    if (wanted !== null) byName(wanted.slice(0, LONGEST_NAME));
+  }, [wanted]);
+  return [picked, setPicked];
 }
 
 interface EntriesProps {
@@ -124,6 +167,7 @@ interface LineProps {
 }
 
 function Line({ entry, on, running, onInstall }: LineProps): ReactNode {
+  const said = summary(entry.description);
   return (
     <li className="catalogue-line">
       <div className="catalogue-text">
@@ -133,9 +177,11 @@ function Line({ entry, on, running, onInstall }: LineProps): ReactNode {
           {entry.isAlias && <span className="tag">build</span>}
           {entry.isDevelopment && <span className="tag">pre-release</span>}
         </div>
-        <p className="name muted" title={summary(entry.description)}>
-          {summary(entry.description)}
-        </p>
+        {said !== "" && (
+          <p className="name muted" title={said}>
+            {said}
+          </p>
+        )}
       </div>
       <div className="catalogue-state">
         {running > 0 && (
@@ -167,7 +213,7 @@ function NoGallery({ catalogue, onRetry }: { catalogue: Catalogue; onRetry: () =
       <GalleryTroubles catalogue={catalogue} onRetry={onRetry} />
       <Empty title={catalogue.repositories.length === 0 ? "No gallery is configured" : "The galleries are empty"}>
         <p>
-          Workers have their own galleries, which “Install by name…” uses. To list backends here, set this variable for the web process and the controllers, and restart them:
+          Workers have their own galleries, which “Install a backend…” uses. To list backends here, set this variable for the web process and the controllers, and restart them:
         </p>
         <Command text={EXAMPLE} />
       </Empty>

@@ -13,7 +13,7 @@ const ACCEPTED = { step: "accepted", jobID: "job-gpu-1", at: 0 } as const;
 describe("before the press", () => {
   it.each([
     [{}, "install"],
-    [{ status: "draining" }, "install"],
+    [{ status: "draining" }, "refused"],
     [{ status: "unhealthy" }, "install"],
     [{ status: "offline" }, "waits"],
     [{ status: "pending" }, "refused"],
@@ -46,7 +46,14 @@ describe("before the press", () => {
 });
 
 describe("after the press", () => {
-  it("a row turns by the server's word only", () => {
+  it("what was cancelled is neither installed nor still under way (A34)", () => {
+    const cancelled = progressOf(ACCEPTED, install("gpu-1", { status: "cancelled" }), undefined);
+    expect(cancelled).toMatchObject({ word: "Cancelled", ended: "badly", value: null });
+  });
+
+  it("a row turns by the server's word only, however long ago it was sent (A36, H13)", () => {
+    expect(progressOf({ ...ACCEPTED, at: -1e12 }, install("gpu-1", { progress: 1 }), undefined).ended).toBe("no");
+    expect(progressOf({ ...ACCEPTED, at: -1e12 }, undefined, new ApiError("", 504)).ended).toBe("no");
     expect(progressOf({ step: "sending" }, undefined, undefined)).toMatchObject({ word: "Sending", ended: "no" });
     expect(progressOf(ACCEPTED, undefined, undefined)).toMatchObject({ word: "Sent", ended: "no" });
     expect(progressOf(ACCEPTED, install("gpu-1", { progress: 42 }), undefined)).toMatchObject({ word: "Installing", value: 42 });
@@ -65,8 +72,8 @@ describe("after the press", () => {
     expect(progressOf({ step: "refused", error }, undefined, undefined).detail).toBe("too many requests. Try again in 30 s.");
   });
 
-  it("believes the record when the feed no longer tells of a job", () => {
-    const job = { progress: 100, message: "", galleryElementName: "echo", processed: true, deletion: false, queued: false };
+  it("believes the record when the feed no longer names a job (A34)", () => {
+    const job = { progress: 100, message: "", state: "running" as const, galleryElementName: "echo", processed: true, deletion: false, queued: false };
     expect(progressOf(ACCEPTED, undefined, { ...job, completed: true }).ended).toBe("well");
     expect(progressOf(ACCEPTED, undefined, { ...job, error: "disk" })).toMatchObject({ word: "Failed", detail: "disk" });
     expect(progressOf(ACCEPTED, undefined, job).word).toBe("Cancelled");

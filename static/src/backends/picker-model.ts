@@ -60,14 +60,15 @@ export function outlook(node: LiveNode, backend: string, underWay: Operation | u
   if (has(node, backend)) return { kind: "there", text: "Already installed" };
   if (node.status === "offline") return { kind: "waits", text: "Offline: installs when the node is back" };
   if (node.status === "unhealthy") return { kind: "install", text: "Retries until the node responds" };
-  return { kind: "install", text: node.status === "draining" ? "Installs now (draining does not stop installs)" : "Installs now" };
+  if (node.status === "draining") return { kind: "refused", text: "Draining; resume the node first" };
+  return { kind: "install", text: "Installs now" };
 }
 
 export function canInstall(expected: Outlook): boolean {
   return expected.kind === "install" || expected.kind === "joins" || expected.kind === "waits";
 }
 
-/** How a request goes. `asked`: what the server said of a job that the feed no longer tells of. */
+/** How a request goes. `asked`: what the server said of a job that the feed no longer names. */
 export function progressOf(sent: Sent, operation: Operation | undefined, asked: Job | Error | undefined): Progress {
   if (sent.step === "sending") return { tone: "", word: "Sending", detail: "", value: null, ended: "no" };
   if (sent.step === "refused") return failed("Not sent", reasonOf(sent.error));
@@ -104,6 +105,10 @@ function live(operation: Operation): Progress {
       return { tone: "", word: "Queued", detail, value: null, ended: "no" };
     case "waiting":
       return { tone: "warn", word: "Waiting", detail, value: null, ended: "no" };
+    case "retrying":
+      return { tone: "warn", word: "Retrying", detail, value: null, ended: "no" };
+    case "overdue":
+      return { tone: "warn", word: "Running on the worker", detail, value: null, ended: "no" };
     case "running":
       return { tone: "info", word: "Installing", detail, value: operation.progress, ended: "no" };
   }

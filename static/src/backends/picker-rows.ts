@@ -1,5 +1,5 @@
 // The rows of the picker: which nodes it lists, and what each says now. Brings together the feed, what was sent from
-// here, and what the server says of jobs that the feed no longer tells of.
+// here, and what the server says of jobs that the feed no longer names.
 import { useQueries } from "@tanstack/react-query";
 import { useEffect, useMemo } from "react";
 import { ApiError, call, client } from "../api/client";
@@ -64,7 +64,7 @@ function rowOf(
 }
 
 interface Listing {
-  /** Chosen outside: listed whatever they are. */
+  /** Chosen outside: always listed. */
   asked: ReadonlySet<string>;
   selected: ReadonlySet<string>;
   /** Draining ones too. */
@@ -87,12 +87,12 @@ export function listedRows(rows: readonly Row[], { asked, selected, draining }: 
   return [...listed.filter(first), ...listed.filter((row) => !first(row))];
 }
 
-/** An end is asked for once, and so is what nobody knows; what still runs is heard of by the feed, or asked for again. */
+/** An end is asked for once, and so is what no one knows; what still runs is heard of by the feed, or asked for again. */
 function isLast(said: Job | Error | null): boolean {
   return said instanceof Error ? said instanceof ApiError && said.status === 404 : said?.processed === true;
 }
 
-/** Asks for the jobs that the feed does not tell of, though it is live: they ended while it was cut. */
+/** Asks for the jobs that the feed does not name, though it is live: they ended while it was cut. */
 function useAsked(run: Run, operations: ReadonlyMap<string, Operation>): ReadonlyMap<string, Job | Error> {
   const live = useLive((state) => state.connection === "live");
   const skew = useLive((state) => state.skew);

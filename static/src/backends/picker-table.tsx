@@ -4,11 +4,11 @@ import { Link } from "react-router";
 import { bytes, count } from "../lib/format";
 import type { LiveNode } from "../live/messages";
 import { NextLook } from "../operations/lines";
-import { stateOf } from "../operations/words";
+import { pageOf, rests, stateOf } from "../operations/words";
 import { ProgressBar } from "../ui/bars";
 import { Button } from "../ui/button";
+import { NodeStatus } from "../nodes/shared/node-status";
 import { isAutomatic } from "../nodes/shared/labels";
-import { StatusPill } from "../ui/status";
 import type { Progress } from "./picker-model";
 import type { Row } from "./picker-rows";
 
@@ -107,7 +107,7 @@ const NodeRow = memo(function NodeRow({ row, checked, onToggle, onRetry }: NodeR
         <Labels node={node} />
       </td>
       <td>
-        <StatusPill status={node.status} />
+        <NodeStatus node={node} />
       </td>
       <td className="muted picker-hardware">{hardware(node)}</td>
       <td className="picker-what">
@@ -145,7 +145,7 @@ function How({ row, progress, onRetry }: { row: Row; progress: Progress; onRetry
         <span className={`pill ${progress.tone}`}>{progress.word}</span>
         {progress.value !== null && <span className="how-percent">{progress.value}%</span>}
         {progress.detail !== "" && <bdi className={progress.ended === "badly" ? "how-reason" : "muted"}>{progress.detail}</bdi>}
-        {operation !== undefined && progress.ended === "no" && stateOf(operation) === "waiting" && <NextLook operation={operation} />}
+        {operation !== undefined && progress.ended === "no" && rests(stateOf(operation)) && <NextLook operation={operation} />}
       </div>
       {progress.value !== null && <ProgressBar value={progress.value} name={`Installing on ${node.name}`} />}
       {progress.ended === "badly" && (
@@ -153,7 +153,7 @@ function How({ row, progress, onRetry }: { row: Row; progress: Progress; onRetry
           <Button small aria-label={`Retry ${node.name}`} onClick={() => onRetry(node.id)}>
             Retry
           </Button>
-          {operation !== undefined && <Link to={`/app/activity#job-${operation.jobID}`}>Details</Link>}
+          {operation !== undefined && <Link to={pageOf(operation)}>Details</Link>}
         </div>
       )}
     </div>

@@ -14,7 +14,7 @@ import { matches, plain, tally } from "./picker-model";
 import { listedRows, useRows, type Row } from "./picker-rows";
 import { NodeTable, NotListed } from "./picker-table";
 import { isTold, useRoster, type Roster } from "./roster";
-import { runs } from "./runs";
+import { addressOf, byAddress, byName, runs } from "./runs";
 
 export interface InstallPickerProps {
   open?: boolean;
@@ -36,7 +36,7 @@ export function InstallPicker({ open = true, onClose, backend = "", nodeIds = []
   return (
     <Dialog open={open} onClose={close} wide title={title} description={<About backend={name} onChange={() => setChosen("")} />}>
       {name === "" ? (
-        <ChooseBackend onChoose={setChosen} />
+        <ChooseBackend onChoose={(one) => setChosen(byName(one))} onAddress={(address) => setChosen(byAddress(address))} />
       ) : (
         <PickNodes key={name} backend={name} nodeIds={nodeIds} start={chosen !== null} onClose={close} />
       )}
@@ -47,11 +47,17 @@ export function InstallPicker({ open = true, onClose, backend = "", nodeIds = []
 function About({ backend, onChange }: { backend: string; onChange: () => void }): ReactNode {
   const catalogue = useCatalogue();
   if (backend === "") return "Choose a backend, then the nodes.";
+  const from = addressOf(backend);
   const entry = catalogue.data?.backends.find((one) => one.name === plain(backend));
   return (
     <div className="row wrap">
-      {entry !== undefined && <span className="tag">{entry.isMeta ? "Selects the build for each node" : "Universal build"}</span>}
-      {entry !== undefined && !entry.isMeta && entry.isAlias && (
+      {from !== undefined && (
+        <span>
+          from <bdi>{from.uri}</bdi>
+        </span>
+      )}
+      {from === undefined && entry !== undefined && <span className="tag">{entry.isMeta ? "Selects the build for each node" : "Universal build"}</span>}
+      {from === undefined && entry !== undefined && !entry.isMeta && entry.isAlias && (
         <span className="hardware-warning">{entry.name} is a build for specific hardware. It may not run on other nodes.</span>
       )}
       <Button small onClick={onChange}>
@@ -143,9 +149,9 @@ function DrainingBox({ rows, on, onChange }: { rows: readonly Row[]; on: boolean
 function NoNodes(): ReactNode {
   return (
     <Empty title="No nodes available">
-      <p>Backends run on workers. Start a worker with this cluster's address and token, then approve it.</p>
+      <p>Backends run on workers. Add a machine, then approve its worker.</p>
       <Link className="button" to="/app/nodes">
-        Add a worker
+        Add a node
       </Link>
     </Empty>
   );
@@ -173,8 +179,8 @@ function Footer({ rows, chosen, hidden, onInstall, onRetry, onClose }: FooterPro
       </div>
       {failed.length > 0 && <Button onClick={() => onRetry(failed)}>Retry failed ({failed.length})</Button>}
       <Button onClick={onClose}>{going ? "Continue in background" : "Close"}</Button>
-      <Button kind="primary" refusal={chosen.length === 0 ? "Select at least one node" : ""} onClick={onInstall}>
-        {chosen.length === 0 ? "Install" : `Install on ${count(chosen.length, "node")}`}
+      <Button kind={going && chosen.length === 0 ? "plain" : "primary"} refusal={chosen.length === 0 ? "Select at least one node" : ""} onClick={onInstall}>
+        {chosen.length === 0 ? (going ? "Install on more nodes" : "Install") : `Install on ${count(chosen.length, "node")}`}
       </Button>
     </div>
   );

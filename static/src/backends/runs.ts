@@ -1,7 +1,8 @@
 // Requests that a person has sent from the picker, by backend and node. They live outside it: closing the dialog
 // stops nothing and forgets nothing, and opening it again for the same backend shows how they went.
 import { useSyncExternalStore } from "react";
-import { installOn } from "../operations/calls";
+import { installFrom, installOn } from "../operations/calls";
+import { keyOf, type Address } from "./address";
 import type { Sent } from "./picker-model";
 
 export type Run = ReadonlyMap<string, Sent>;
@@ -78,7 +79,30 @@ export class Runs {
   }
 }
 
-export const runs = new Runs(installOn);
+/** What was chosen by its address, by what it is known by. */
+const addresses = new Map<string, Address>();
+
+/** From now on a run of this backend asks for what is at the address; answers what it is known by. */
+export function byAddress(address: Address): string {
+  const key = keyOf(address);
+  addresses.set(key, address);
+  return key;
+}
+
+/** From now on a run of this backend asks the galleries. */
+export function byName(backend: string): string {
+  addresses.delete(backend);
+  return backend;
+}
+
+export function addressOf(backend: string): Address | undefined {
+  return addresses.get(backend);
+}
+
+export const runs = new Runs((nodeID, backend) => {
+  const from = addresses.get(backend);
+  return from === undefined ? installOn(nodeID, backend) : installFrom(nodeID, from);
+});
 
 export function useRun(backend: string): Run {
   return useSyncExternalStore(runs.subscribe, () => runs.of(backend));

@@ -70,7 +70,7 @@ export function count(number: number, one: string, many = `${one}s`): string {
   return `${number} ${number === 1 ? one : many}`;
 }
 
-/** The beginning of a text that has one line to show in: nobody reads a worker's whole log there. */
+/** The beginning of a text that has one line to show in: no one reads a worker's whole log there. */
 export function brief(text: string, most = 300): string {
   return text.length > most ? `${text.slice(0, most)}…` : text;
 }

@@ -1,5 +1,5 @@
 import { describe, expect, it } from "vitest";
-import type { FeedMessage, LiveNode, Operation } from "./messages";
+import type { FeedMessage, LiveNode, Operation, OperationTarget } from "./messages";
 import { apply, EMPTY, isActive } from "./store";
 
 function operation(jobID: string, seq: number, status: Operation["status"], more: Partial<Operation> = {}): Operation {
@@ -17,7 +17,7 @@ function after(...messages: FeedMessage[]): typeof EMPTY {
 }
 
 describe("the live state", () => {
-  it("is a snapshot and then changes; an older change of an operation does not undo a newer one", () => {
+  it("is a snapshot and then changes; an older change of an operation does not undo a newer one (O85)", () => {
     const state = after(
       { type: "operations.snapshot", seq: 5, operations: [operation("a", 5, "processing")] },
       { type: "operations.delta", seq: 9, operations: [operation("a", 9, "completed")] },
@@ -25,6 +25,23 @@ describe("the live state", () => {
     );
     expect(state.operations.get("a")?.status).toBe("completed");
     expect(state.operationsSeq).toBe(9);
+  });
+
+  it("takes over the parts that moved and keeps the others; an operation it does not know has ended", () => {
+    const parts = (...values: number[]) =>
+      values.map((percentage, index) => ({ node_id: `n${String(index)}`, percentage })) as OperationTarget[];
+    const whole = operation("a", 5, "processing", { error: "gone by then", nodes: parts(1, 1, 1) });
+    const moved = operation("a", 6, "processing", { nodes: parts(0, 9).slice(1) });
+    const state = after(
+      { type: "operations.snapshot", seq: 5, operations: [whole] },
+      { type: "operations.delta", seq: 7, operations: [moved, operation("b", 7, "cancelled", { nodes: [] })], partial: ["a", "b"] },
+      { type: "operations.delta", seq: 7, operations: [operation("a", 4, "pending", { nodes: parts(0) })], partial: ["a"] },
+    );
+    expect(state.operations.get("a")?.nodes?.map((part) => part.percentage)).toEqual([1, 9, 1]);
+    expect(state.operations.get("a")).toMatchObject({ seq: 6, status: "processing" });
+    expect(state.operations.get("a")).not.toHaveProperty("error");
+    expect(state.operations.has("b")).toBe(false);
+    expect(whole.nodes?.[1]?.percentage).toBe(1);
   });
 
   it("patches nodes by key and drops those that went", () => {
@@ -37,7 +54,7 @@ describe("the live state", () => {
     expect(state.nodesCursor).toBe("e:2");
   });
 
-  it("leaves the maps of what did not change alone, so that nobody is drawn again for it (E66)", () => {
+  it("leaves the maps of what did not change alone, so that no one is drawn again for it (E66)", () => {
     const first = after({ type: "nodes.snapshot", cursor: "e:1", nodes: [node("n1")] });
     const second = apply(first, [{ type: "alive", at: "2026-08-22T10:00:05Z" }], NOW);
     expect(second.nodes).toBe(first.nodes);
@@ -50,7 +67,7 @@ describe("the live state", () => {
     expect(first.nodes.get("n1")?.status).toBe("healthy");
   });
 
-  it("forgets what ended long ago, never what runs or failed", () => {
+  it("forgets what ended long ago, never what runs or failed (O29)", () => {
     const ended = Array.from({ length: 1000 }, (_, n) => operation(`done-${n}`, n + 10, "completed"));
     const kept = [operation("runs", 1, "processing"), operation("failed", 2, "failed")];
     const state = after({ type: "operations.delta", seq: 2000, operations: [...kept, ...ended] });

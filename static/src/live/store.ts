@@ -1,6 +1,6 @@
 // What the page knows: one state, changed by the messages of the feed and by nothing else. `apply` is pure; the
 // store gathers messages and applies them once a frame, so that a burst of ten thousand costs as much as one.
-import type { FeedMessage, LiveNode, LiveNodePatch, Notice, Operation } from "./messages";
+import type { BackendsTold, FeedMessage, LiveNode, LiveNodePatch, Notice, Operation } from "./messages";
 
 /** How the feed is: `live`, or why what is shown may be old. */
 export type Connection = "connecting" | "live" | "stale" | "signed-out" | "forbidden";
@@ -12,6 +12,8 @@ export interface LiveState {
   /** Server time minus this browser's, in ms. */
   skew: number;
   build: string;
+  /** The server's version; "" as long as it is not known. */
+  version: string;
   /** The build changed while the page was open. */
   outdated: boolean;
   operations: ReadonlyMap<string, Operation>;
@@ -19,6 +21,10 @@ export interface LiveState {
   nodes: ReadonlyMap<string, LiveNode>;
   nodesCursor: string | null;
   notices: readonly Notice[];
+  /** Signs of life since the page was opened, one every few seconds. */
+  beats: number;
+  /** Whether lists of backends have changed, and how the check for upgrades stands; null until it is told. */
+  backends: BackendsTold | null;
 }
 
 export const EMPTY: LiveState = {
@@ -26,12 +32,15 @@ export const EMPTY: LiveState = {
   staleSince: null,
   skew: 0,
   build: "",
+  version: "",
   outdated: false,
   operations: new Map(),
   operationsSeq: null,
   nodes: new Map(),
   nodesCursor: null,
   notices: [],
+  beats: 0,
+  backends: null,
 };
 
 /** Operations that ended well are remembered for groups and for the word of success, up to this many. */
@@ -44,7 +53,7 @@ export function isActive(operation: Operation): boolean {
   return ACTIVE.has(operation.status);
 }
 
-/** Whether it failed and nobody has put that away. */
+/** Whether it failed and no one has put that away. */
 export function needsAttention(operation: Operation): boolean {
   return operation.status === "failed" && operation.dismissedAt === undefined;
 }
@@ -63,13 +72,14 @@ function step(next: LiveState, before: LiveState, message: FeedMessage, now: num
       next.skew = Date.parse(message.at) - now;
       next.outdated = next.outdated || (next.build !== "" && next.build !== message.build);
       next.build = next.build || message.build;
+      next.version = message.version;
       break;
     case "operations.snapshot":
       next.operations = new Map(message.operations.map((operation) => [operation.jobID, operation]));
       next.operationsSeq = message.seq;
       break;
     case "operations.delta":
-      next.operations = withChanges(own(next.operations, before.operations), message.operations);
+      next.operations = withChanges(own(next.operations, before.operations), message.operations, new Set(message.partial));
       next.operationsSeq = Math.max(next.operationsSeq ?? 0, message.seq);
       break;
     case "nodes.snapshot":
@@ -83,7 +93,11 @@ function step(next: LiveState, before: LiveState, message: FeedMessage, now: num
     case "notices":
       next.notices = message.notices;
       break;
+    case "backends":
+      next.backends = message;
+      break;
     case "alive":
+      next.beats += 1;
       break;
   }
 }
@@ -93,13 +107,27 @@ function own<Value>(current: ReadonlyMap<string, Value>, before: ReadonlyMap<str
   return current === before ? new Map(current) : (current as Map<string, Value>);
 }
 
-function withChanges(operations: Map<string, Operation>, changed: readonly Operation[]): Map<string, Operation> {
+/** `partial`: of these `nodes` has only the parts that changed. */
+function withChanges(
+  operations: Map<string, Operation>,
+  changed: readonly Operation[],
+  partial: ReadonlySet<string>,
+): Map<string, Operation> {
   for (const operation of changed) {
     const known = operations.get(operation.jobID);
-    if (known === undefined || known.seq <= operation.seq) operations.set(operation.jobID, operation);
+    if (known !== undefined && known.seq > operation.seq) continue;
+    if (!partial.has(operation.jobID)) operations.set(operation.jobID, operation);
+    else if (known !== undefined) operations.set(operation.jobID, withParts(known, operation));
   }
   forget(operations);
   return operations;
+}
+
+/** The parts of an operation stay the same ones from its beginning. */
+function withParts(known: Operation, change: Operation): Operation {
+  const moved = new Map(change.nodes?.map((part) => [part.node_id, part]));
+  const nodes = known.nodes?.map((part) => moved.get(part.node_id) ?? part);
+  return nodes === undefined ? change : { ...change, nodes };
 }
 
 /** Drops the oldest of what is only remembered: it may not grow while the page stays open. */

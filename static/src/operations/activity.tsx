@@ -7,40 +7,50 @@ import { useLive } from "../live/hooks";
 import { isActive, needsAttention } from "../live/store";
 import { Button } from "../ui/button";
 import { Empty, Loading } from "../ui/empty";
-import { PageHead } from "../ui/title";
 import "./activity.css";
 import { FailureCard, ProgressCard } from "./card";
 import { EndedLine } from "./ended";
-import { addressOf, endedOf, showIn, shows, SHOWS, type Show } from "./filter";
+import { addressOf, choiceIn, endedOf, EVERYTHING, finds, shows, SHOWS, type Choice } from "./filter";
 import type { Group } from "./model";
+import { ActivityHead } from "./tabs";
 import { useWork, type Work } from "./watch";
 
 const DRAWN = 50;
-/** At first, and with each frame: opening the page is begun anew by whatever changes meanwhile, so it must be short. */
+/** At first, and with each frame: opening the page is begun again by every change meanwhile, so it must be short. */
 const AT_A_TIME = 10;
 
 export function ActivityPage(): ReactNode {
   // Two hundred moving cards are drawn in the pauses: typing and pressing come first.
   const work = useDeferredValue(useWork());
-  const [show, choose] = useInAddress(showIn, addressOf);
-  const all = useCallback(() => choose("all"), [choose]);
+  const [choice, choose] = useInAddress(choiceIn, addressOf);
+  const all = useCallback(() => choose(EVERYTHING), [choose]);
   const target = useTarget(work);
+  // What is typed comes before what it finds.
+  const shown = useDeferredValue(choice);
   return (
     <div className="activity">
-      <PageHead title="Activity" note={work.known && <Tally work={work} />} />
+      <ActivityHead title="Activity" note={work.known && <Tally work={work} />} />
       <div className="row wrap" role="group" aria-label="Show">
-        {SHOWS.map((choice) => (
-          <Button key={choice.show} small className="chip" aria-pressed={choice.show === show} onClick={() => choose(choice.show)}>
-            {choice.label}
+        {SHOWS.map(({ show, label }) => (
+          <Button key={show} small className="chip" aria-pressed={choice.show === show} onClick={() => choose((before) => ({ ...before, show }))}>
+            {label}
           </Button>
         ))}
+        <input
+          type="search"
+          className="input grow"
+          aria-label="Find operations"
+          placeholder="Name, node, who asked, error or id"
+          value={choice.q}
+          onChange={(event) => choose((before) => ({ ...before, q: event.target.value }))}
+        />
       </div>
-      <Sections work={work} show={show} target={target} onAll={all} />
+      <Sections work={work} choice={shown} target={target} onAll={all} />
     </div>
   );
 }
 
-/** Over everything, whatever the filter; a clause with zero is dropped. */
+/** Over everything, filtered or not; a clause with zero is dropped. */
 function Tally({ work }: { work: Work }): ReactNode {
   const all = [...work.operations.values()];
   const [active, failed] = [all.filter(isActive).length, all.filter(needsAttention).length];
@@ -65,20 +75,20 @@ function useTarget(work: Work): string {
 
 interface SectionsProps {
   work: Work;
-  show: Show;
+  choice: Choice;
   target: string;
   onAll: () => void;
 }
 
-const Sections = memo(function Sections({ work, show, target, onAll }: SectionsProps): ReactNode {
+const Sections = memo(function Sections({ work, choice, target, onAll }: SectionsProps): ReactNode {
   const connection = useLive((state) => state.connection);
-  const wanted = useMemo(() => work.groups.filter((group) => shows(show, group.speaker)), [work.groups, show]);
+  const wanted = useMemo(() => work.groups.filter((group) => isWanted(choice, group)), [work.groups, choice]);
   const ended = useMemo(() => {
     const elsewhere = new Set(work.groups.flatMap((group) => group.parts.map((part) => part.job.jobID)));
-    return endedOf(work.operations.values(), elsewhere).filter((one) => shows(show, one));
-  }, [work, show]);
+    return endedOf(work.operations.values(), elsewhere).filter((one) => shows(choice.show, one) && finds(choice.q, one));
+  }, [work, choice]);
   if (!work.known) return <NotYet waiting={connection === "connecting" || connection === "live"} />;
-  if (wanted.length === 0 && ended.length === 0) return <Nothing show={show} onAll={onAll} />;
+  if (wanted.length === 0 && ended.length === 0) return <Nothing choice={choice} onAll={onAll} />;
   const active = wanted.filter((group) => group.active.length > 0);
   const failed = wanted.filter((group) => group.failed.length > 0);
   const of = (group: Group) => ({ group, target: holds(group, target) ? target : "" });
@@ -96,6 +106,10 @@ const Sections = memo(function Sections({ work, show, target, onAll }: SectionsP
     </>
   );
 });
+
+function isWanted({ show, q }: Choice, group: Group): boolean {
+  return shows(show, group.speaker) && (finds(q, group.speaker) || [...group.failed, ...group.parts.map((part) => part.job)].some((job) => finds(q, job)));
+}
 
 function sum(groups: readonly Group[], of: (group: Group) => number): number {
   return groups.reduce((total, group) => total + of(group), 0);
@@ -153,8 +167,8 @@ function NotYet({ waiting }: { waiting: boolean }): ReactNode {
   );
 }
 
-function Nothing({ show, onAll }: { show: Show; onAll: () => void }): ReactNode {
-  if (show === "all") {
+function Nothing({ choice: { show, q }, onAll }: { choice: Choice; onAll: () => void }): ReactNode {
+  if (show === "all" && q === "") {
     return (
       <Empty title="No operations running">
         <p>Running installs, loads and removals appear here. Failures stay until dismissed.</p>
@@ -166,7 +180,7 @@ function Nothing({ show, onAll }: { show: Show; onAll: () => void }): ReactNode 
   }
   const label = SHOWS.find((choice) => choice.show === show)?.label.toLowerCase() ?? show;
   return (
-    <Empty title={`No “${label}” operations`}>
+    <Empty title={q === "" ? `No “${label}” operations` : "No matching operations"}>
       <Button onClick={onAll}>Show all</Button>
     </Empty>
   );

@@ -5,9 +5,30 @@ import type { Operation } from "../live/messages";
 
 type Accepted = components["schemas"]["Accepted"];
 
+type Started = components["schemas"]["Started"];
+
 /** Dismisses a failure for all users. */
-export function dismiss(operation: Operation): Promise<unknown> {
-  return call(client.POST("/api/operations/{job_id}/dismiss", { params: { path: { job_id: operation.jobID } } }));
+export function dismiss(operation: Pick<Operation, "jobID">, comment = ""): Promise<unknown> {
+  const path = { job_id: operation.jobID };
+  return call(client.POST("/api/operations/{job_id}/dismiss", { params: { path }, body: { comment } }));
+}
+
+/** Ends an operation for good. */
+export function cancel(operation: Pick<Operation, "jobID">): Promise<unknown> {
+  return call(client.POST("/api/operations/{job_id}/cancel", { params: { path: { job_id: operation.jobID } } }));
+}
+
+/** Ends an operation for good on one of its nodes; the others go on. */
+export function cancelOn(operation: Pick<Operation, "jobID">, nodeID: string): Promise<unknown> {
+  const path = { job_id: operation.jobID, node_id: nodeID };
+  return call(client.POST("/api/operations/{job_id}/nodes/{node_id}/cancel", { params: { path } }));
+}
+
+/** Asks again for the same, on these nodes or wherever it did not succeed; what still waits is tried at once. */
+export function retry(operation: Pick<Operation, "jobID">, nodes: readonly string[] = []): Promise<Started> {
+  const path = { job_id: operation.jobID };
+  const body = nodes.length === 0 ? {} : { nodes: [...nodes] };
+  return call(client.POST("/api/operations/{job_id}/retry", { params: { path }, body }));
 }
 
 /** Asks one node for a backend; joins what is under way there. */
@@ -18,14 +39,34 @@ export function installOn(nodeID: string, backend: string): Promise<Accepted> {
   return call(client.POST("/api/nodes/{node_id}/backends/install", { params: { path }, body }));
 }
 
-/** Whether it can be asked for again; removals and loads cannot (a load comes again with its request). */
-export function canRetry(operation: Operation): boolean {
-  return operation.kind === "backend_install" && operation.status === "failed" && (operation.nodeID ?? "") !== "";
+/** Asks one node for a backend from an address; the name may be empty. */
+export function installFrom(nodeID: string, from: { uri: string; name: string; alias: string }): Promise<Accepted> {
+  const path = { node_id: nodeID };
+  return call(client.POST("/api/nodes/{node_id}/backends/install", { params: { path }, body: from }));
 }
 
-/** Asks for the same again on its own node; the server puts the failure away for it. */
-export function retry(operation: Operation): Promise<Accepted> {
-  return installOn(operation.nodeID ?? "", operation.fullName);
+/** Stops the backend's engines on one node and installs it again; joins an upgrade under way there. */
+export function upgradeOn(nodeID: string, backend: string): Promise<Accepted> {
+  const path = { node_id: nodeID };
+  return call(client.POST("/api/nodes/{node_id}/backends/upgrade", { params: { path }, body: { backend } }));
+}
+
+/** Stops the backend's engines on one node and removes its files; joins a deletion under way there. */
+export function deleteOn(nodeID: string, backend: string): Promise<Accepted> {
+  const path = { node_id: nodeID };
+  return call(client.POST("/api/nodes/{node_id}/backends/delete", { params: { path }, body: { backend } }));
+}
+
+/** Lets an upgrade in waves go on after a wave that failed, or ends what has not begun; these models may lose their last replica. */
+export function chooseWaves(operation: Pick<Operation, "jobID">, choice: "continue" | "stop", lastReplicas: readonly string[] = []): Promise<unknown> {
+  const body = { choice, ...(lastReplicas.length === 0 ? {} : { last_replicas: [...lastReplicas] }) };
+  return call(client.POST("/api/operations/{job_id}/waves", { params: { path: { job_id: operation.jobID } }, body }));
+}
+
+/** Whether what failed or was cancelled can be asked for again; a load cannot, because it comes again with its request. */
+export function canRetry({ kind, status, nodes = [] }: Pick<Operation, "kind" | "status" | "nodes">): boolean {
+  const leftOut = status === "completed" && nodes.some((part) => part.status === "cancelled");
+  return kind.startsWith("backend_") && (status === "failed" || status === "cancelled" || leftOut);
 }
 
 /** Runs `work` on every item, at most eight at a time, all of them; raises what the first that failed says. */

@@ -1,17 +1,20 @@
 // A card of the Activity page: one piece of work, under way or failed, with its nodes.
 import { memo, type ReactNode } from "react";
+import { Link } from "react-router";
 import { count } from "../lib/format";
 import type { Operation } from "../live/messages";
 import { ProgressBar } from "../ui/bars";
 import { CopyButton } from "../ui/copy";
 import { Ago } from "../ui/time";
-import { FailureActions, Reason } from "./failure";
+import { CancelButton } from "./cancel";
+import { FailureActions, PartRetry, Reason } from "./failure";
 import { figures, NextLook, WorkGlyph } from "./lines";
 import { latestParts, underWay, type Group, type Part } from "./model";
 import type { Pace } from "./pace";
 import { NodeLink, Parts } from "./parts";
 import { hasBar, headline, looksAgain, what, where } from "./summary";
-import { phrase, type State } from "./words";
+import { Waves } from "./waves-panel";
+import { pageOf, phrase, rests, type State } from "./words";
 
 interface CardProps {
   group: Group;
@@ -22,20 +25,28 @@ interface CardProps {
 /** Work under way. */
 export const ProgressCard = memo(function ProgressCard({ group, pace, target }: CardProps & { pace: Pace | undefined }): ReactNode {
   const work = underWay(group);
+  // An operation is in one section: what failed as a whole is among the failures.
   const failures = new Set(group.failed);
   const parts = work.parts.filter((part) => !failures.has(part.job));
   const numbers = figures(work.current, work.total, pace);
   const percent = Math.floor(work.progress);
   return (
-    <Card state={work.state} title={headline(work)} speaker={work.speaker} parts={parts} jobs={work.active} where={where(work)}>
+    <Card state={work.state} title={headline(work)} speaker={work.speaker} parts={parts} jobs={work.active} where={where({ ...work, parts })}>
       <div className="row wrap work-now">
-        <bdi className={work.state === "waiting" ? "waits" : ""}>{what(work)}</bdi>
+        <bdi className={rests(work.state) ? "waits" : ""}>{what(work)}</bdi>
         {looksAgain(work) && <NextLook operation={work.speaker} />}
         {parts.length === 1 && parts[0] !== undefined && parts[0].file !== "" && <bdi className="name muted">{parts[0].file}</bdi>}
         {numbers !== "" && <span className="work-figures">{numbers}</span>}
         {hasBar(work) && <span className="work-percent">{percent}%</span>}
       </div>
       {hasBar(work) && <ProgressBar value={percent} name={`${headline(work)} ${work.name}`} />}
+      {work.active.map((job) => (
+        <Waves key={job.jobID} operation={job} />
+      ))}
+      <div className="row wrap">
+        {work.active.length > 0 && <CancelButton operations={work.active} />}
+        {parts.length === 1 && parts[0]?.status === "retrying" && <PartRetry part={parts[0]} name={work.name} />}
+      </div>
       {parts.length > 1 && <Parts parts={parts} name={work.name} target={target} />}
     </Card>
   );
@@ -44,13 +55,12 @@ export const ProgressCard = memo(function ProgressCard({ group, pace, target }: 
 /** What failed: one failure with its reason, or several, a line each. */
 export const FailureCard = memo(function FailureCard({ group, target }: CardProps): ReactNode {
   const parts = latestParts(group.failed);
-  const one = group.failed.length === 1;
   const title = phrase(group.speaker, "failed");
   return (
     <Card state="failed" title={title} speaker={group.speaker} parts={parts} jobs={group.failed} where="">
-      {one && <Reason error={group.speaker.error} name={group.speaker.name} />}
+      {parts.length === 1 && <Reason error={group.speaker.error} name={group.speaker.name} />}
       <FailureActions operations={group.failed} />
-      {!one && <Parts parts={parts} name={group.name} target={target} />}
+      {parts.length > 1 && <Parts parts={parts} name={group.name} target={target} />}
     </Card>
   );
 });
@@ -68,15 +78,24 @@ interface ShellProps {
 function Card({ state, title, speaker, parts, jobs, where: at, children }: ShellProps): ReactNode {
   const [part] = parts;
   const alone = parts.length === 1 && part !== undefined;
+  const anchored = jobs.length === 1 || alone ? { id: `job-${jobs[0]?.jobID ?? ""}`, tabIndex: -1 } : {};
   return (
-    // A card of several nodes has the anchors on their lines.
-    <article className={`work-card ${state}`} {...(alone ? { id: `job-${part.job.jobID}`, tabIndex: -1 } : {})}>
+    // A card of several operations has the anchors on their lines.
+    <article className={`work-card ${state}`} {...anchored}>
       <div className="row">
         <WorkGlyph state={state} />
         <h3 className="name" title={speaker.fullName}>
-          {title} <bdi>{speaker.name}</bdi>
+          {jobs.length === 1 ? (
+            <Link to={pageOf(speaker)}>
+              {title} <bdi>{speaker.name}</bdi>
+            </Link>
+          ) : (
+            <>
+              {title} <bdi>{speaker.name}</bdi>
+            </>
+          )}
         </h3>
-        {!alone && parts.length > 1 && <span className="tag">{count(parts.length, "node")}</span>}
+        {parts.length > 1 && <NodesTag number={parts.length} all={jobs.some((job) => job.allNodes)} />}
       </div>
       <Facts
         nodeID={alone ? part.nodeID : null}
@@ -89,6 +108,10 @@ function Card({ state, title, speaker, parts, jobs, where: at, children }: Shell
       {children}
     </article>
   );
+}
+
+function NodesTag({ number, all }: { number: number; all: boolean }): ReactNode {
+  return <span className="tag">{all ? `all ${count(number, "node")}` : count(number, "node")}</span>;
 }
 
 interface FactsProps {

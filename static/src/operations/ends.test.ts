@@ -14,7 +14,7 @@ describe("ends", () => {
     expect(ends(byJob(), byJob(removed))[0]?.text).toBe("Removed backend echo on gpu-1");
   });
 
-  it("are not told of what is merely gone, nor of what had ended when the page was opened (E22)", () => {
+  it("are not announced for what is merely gone, nor for what had ended when the page was opened (E22)", () => {
     expect(ends(byJob(running), byJob())).toEqual([]);
     expect(ends(null, byJob(completed))).toEqual([]);
   });

@@ -3,7 +3,7 @@
 import { brief, count } from "../lib/format";
 import type { Operation } from "../live/messages";
 import { isActive, needsAttention } from "../live/store";
-import { groupID, latestParts, runOf } from "./model";
+import { failedNodes, groupID, latestParts, runOf } from "./model";
 import { phrase, place } from "./words";
 
 type Operations = ReadonlyMap<string, Operation>;
@@ -48,7 +48,7 @@ function sentence(operations: readonly Operation[], first: Operation): string {
 }
 
 function failure(operations: readonly Operation[], first: Operation): string {
-  const where = place(first, names(operations));
+  const where = place(first, failedNodes(operations));
   return `${[phrase(first, "failed"), first.name, where].filter(Boolean).join(" ")}: ${first.error ?? "No reason given"}`;
 }
 
@@ -69,7 +69,7 @@ function success(group: string, run: readonly Operation[]): End {
 const SPOKEN = 3;
 const LONGEST = 200;
 
-/** Ends of one moment in one saying: the page's region holds one, and nobody listens to a worker's whole log. */
+/** Ends of one moment in one saying: the page's region holds one, and no one listens to a worker's whole log. */
 export function spoken(told: readonly End[]): string {
   const said = told.slice(0, SPOKEN).map(({ text }) => brief(text, LONGEST));
   if (told.length > SPOKEN) said.push(`${told.length - SPOKEN} more finished`);

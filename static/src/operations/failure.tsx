@@ -7,6 +7,8 @@ import { Button } from "../ui/button";
 import { CopyButton } from "../ui/copy";
 import { Problem } from "../ui/problem";
 import { canRetry, dismiss, inTurn, retry } from "./calls";
+import { failedNodes, hasFailed, type Part } from "./model";
+import { placeOf } from "./words";
 
 /** A worker may answer with a whole log. */
 const LONGEST_ERROR = 2_000;
@@ -23,23 +25,25 @@ export function Reason({ error = "No reason given", name }: { error: string | un
 
 /** Buttons for one failed operation, or for several of the same kind; each acts on its own jobs. */
 export function FailureActions({ operations, small = false }: { operations: readonly Operation[]; small?: boolean }): ReactNode {
-  const again = useMutation({ mutationFn: (some: readonly Operation[]) => inTurn(some, retry) });
-  const away = useMutation({ mutationFn: (some: readonly Operation[]) => inTurn(some, dismiss) });
+  const again = useMutation({ mutationFn: (some: readonly Operation[]) => inTurn(some, (one) => retry(one)) });
+  const away = useMutation({ mutationFn: (some: readonly Operation[]) => inTurn(some, (one) => dismiss(one)) });
   // What was asked for and has come to pass is no answer for a failure that came after it.
   const settled = new Set([...asked(again), ...asked(away)]);
   const left = operations.filter((one) => !settled.has(one.jobID));
   const [first] = operations;
   if (first === undefined) return null;
   const several = operations.length > 1;
-  const on = several ? `on ${count(operations.length, "node")}` : `on ${first.nodeName ?? "the node"}`;
+  const nodes = failedNodes(operations);
+  const on = nodes.length > 1 ? `on ${count(nodes.length, "node")}` : `on ${first.nodeName ?? nodes[0] ?? "the node"}`;
+  const word = retryWord(operations.length, nodes.length);
   const refusal = left.length === 0 ? ON_ITS_WAY : "";
   const failed = again.error ?? away.error;
   return (
     <>
       <div className="row wrap failure-actions">
         {operations.some(canRetry) && (
-          <Button small={small} busy={again.isPending} refusal={refusal} aria-label={`Retry ${first.name} ${on}`} onClick={() => again.mutate(left.filter(canRetry))}>
-            {several ? "Retry all" : "Retry"}
+          <Button small={small} busy={again.isPending} refusal={refusal} aria-label={retryName(first.name, on, word)} onClick={() => again.mutate(left.filter(canRetry))}>
+            {word}
           </Button>
         )}
         <Button small={small} busy={away.isPending} refusal={refusal} aria-label={`Dismiss ${first.name} ${on}`} onClick={() => away.mutate(left)}>
@@ -60,12 +64,38 @@ export function FailureActions({ operations, small = false }: { operations: read
   );
 }
 
+function retryWord(operations: number, nodes: number): string {
+  if (operations > 1) return "Retry all";
+  return nodes > 1 ? `Retry all failed (${nodes})` : "Retry";
+}
+
+/** Begins with what the button shows, so that it can be called by that. */
+function retryName(name: string, on: string, word: string): string {
+  return word === "Retry" ? `Retry ${name} ${on}` : `${word}: ${name} ${on}`;
+}
+
+/** Asks again for one node's part: a failed one of an operation that has ended, or at once for one that waits. */
+export function PartRetry({ part, name }: { part: Part; name: string }): ReactNode {
+  const again = useMutation({ mutationFn: () => retry(part.job, part.nodeID === "" ? [] : [part.nodeID]) });
+  const failed = hasFailed(part.status) || part.status === "cancelled";
+  const word = failed ? "Retry" : "Retry now";
+  return (
+    <>
+      <Button small busy={again.isPending} aria-label={`${word} ${name} on ${part.name}`} onClick={() => again.mutate()}>
+        {word}
+      </Button>
+      {again.error !== null && <Problem error={again.error} onDismiss={() => again.reset()} />}
+    </>
+  );
+}
+
 /** The jobs of a request that succeeded. */
 function asked({ isSuccess, variables }: { isSuccess: boolean; variables: readonly Operation[] | undefined }): string[] {
   return isSuccess ? (variables ?? []).map((one) => one.jobID) : [];
 }
 
-function quote(operation: Operation): string {
+/** A failure to paste into a report: what, where, why, and the ids. */
+export function quote(operation: Operation): string {
   const request = operation.requestID === "" ? "" : `, request ${operation.requestID}`;
-  return `${operation.name} on ${operation.nodeName ?? "?"}: ${operation.error ?? ""} (operation ${operation.jobID}${request})`;
+  return `${[operation.name, placeOf(operation)].filter(Boolean).join(" ")}: ${operation.error ?? ""} (operation ${operation.jobID}${request})`;
 }

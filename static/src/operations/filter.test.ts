@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 import { duration } from "../lib/format";
-import { endedOf, showIn, shows, tookOf } from "./filter";
+import { addressOf, choiceIn, endedOf, EVERYTHING, finds, showIn, shows, tookOf } from "./filter";
 import { at, install } from "./fixtures";
 import { outcome } from "./words";
 
@@ -8,6 +8,15 @@ describe("the filter", () => {
   it("is in the address, and everything for a word that is none", () => {
     expect(showIn(new URLSearchParams("show=backends"))).toBe("backends");
     expect(showIn(new URLSearchParams("show=<b>"))).toBe("all");
+  });
+
+  it("finds by name, node, actor and error: every word, in any case", () => {
+    const failed = install("gpu-1", { name: "whisper", actor: "ann", error: "no space left" });
+    for (const q of ["", "  ", "WHISPER gpu", "ann space"]) expect(finds(q, failed)).toBe(true);
+    expect(finds("whisper gpu-2", failed)).toBe(false);
+    const choice = { show: "models", q: "gpu 1" } as const;
+    expect(choiceIn(addressOf(choice))).toEqual(choice);
+    expect(addressOf(EVERYTHING).toString()).toBe("");
   });
 
   it("tells models, backends and what happens on nodes apart (E13)", () => {

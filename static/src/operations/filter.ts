@@ -16,12 +16,35 @@ export function showIn(query: URLSearchParams): Show {
   return SHOWS.find((choice) => choice.show === wanted)?.show ?? "all";
 }
 
-/** The address of that choice. */
-export function addressOf(show: Show): URLSearchParams {
-  return new URLSearchParams(show === "all" ? {} : { show });
+/** What the page shows: a sort of operations, and those that a search finds. */
+export interface Choice {
+  show: Show;
+  q: string;
 }
 
-/** Cluster: whatever happens on a node of its own, the loading of models too. */
+export const EVERYTHING: Choice = { show: "all", q: "" };
+
+/** What the address asks for. */
+export function choiceIn(query: URLSearchParams): Choice {
+  return { show: showIn(query), q: query.get("q") ?? "" };
+}
+
+/** The address of that choice. */
+export function addressOf({ show, q }: Choice): URLSearchParams {
+  return new URLSearchParams({ ...(show === "all" ? {} : { show }), ...(q === "" ? {} : { q }) });
+}
+
+/** Whether every word of a search is in what people know of the operation. */
+export function finds(q: string, operation: Operation): boolean {
+  const words = q.normalize("NFKC").toLowerCase().split(/\s+/).filter(Boolean);
+  if (words.length === 0) return true;
+  const { name, kind, nodeName, nodes, actor, status, message, error, jobID } = operation;
+  const places = (nodes ?? []).map((node) => node.node_name);
+  const text = [name, kind, nodeName, ...places, actor, status, message, error, jobID].join(" ").normalize("NFKC").toLowerCase();
+  return words.every((word) => text.includes(word));
+}
+
+/** Cluster: what happens on a node of its own, the loading of models too. */
 export function shows(show: Show, operation: Operation): boolean {
   if (show === "models") return !operation.isBackend;
   if (show === "backends") return operation.isBackend;

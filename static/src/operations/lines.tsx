@@ -1,6 +1,6 @@
 // The small parts that the strip, its list and the cards share: glyph, figures, what is waited for.
 import type { ReactNode } from "react";
-import { bytes, left, rate, span } from "../lib/format";
+import { bytes, exact, left, rate, span } from "../lib/format";
 import type { Operation } from "../live/messages";
 import { useNow } from "../live/hooks";
 import { Icon, type IconName } from "../ui/icons";
@@ -14,7 +14,7 @@ export function WorkGlyph({ state }: { state: State }): ReactNode {
   const icon = GLYPHS[state];
   return (
     <span className={`work-glyph ${state}`} aria-hidden="true">
-      {icon !== undefined ? <Icon name={icon} /> : <span className={state === "running" ? "spinner" : "work-dot"} />}
+      {icon !== undefined ? <Icon name={icon} /> : <span className={state === "running" || state === "overdue" ? "spinner" : "work-dot"} />}
     </span>
   );
 }
@@ -28,14 +28,14 @@ export function figures(current: number, total: number, pace: Pace | undefined):
   return parts.join(" · ");
 }
 
-/** "retrying in 12s, gives up in 23h", while that is still to come. */
-export function NextLook({ operation }: { operation: Operation }): ReactNode {
+/** "retrying in 12s, gives up in 23h", while that is still to come; the exact time on hover. */
+export function NextLook({ operation }: { operation: Pick<Operation, "nextLookAt" | "givesUpAt"> }): ReactNode {
   const now = useNow(1000);
   const seconds = (Date.parse(operation.nextLookAt) - now) / 1000;
   if (!(seconds >= 1)) return null;
   const end = operation.givesUpAt === undefined ? null : (Date.parse(operation.givesUpAt) - now) / 1000;
   return (
-    <span className="next-look">
+    <span className="next-look" title={exact(operation.nextLookAt)}>
       retrying in {span(seconds)}
       {end !== null && end >= 1 && `, gives up in ${span(end)}`}
     </span>

@@ -45,7 +45,7 @@ describe("a group", () => {
     expect([group.parts.length, group.progress]).toEqual([1, 10]);
   });
 
-  it("does not go back when an attempt starts anew, but says so when nodes come in", () => {
+  it("does not go back when an attempt starts again, but says so when nodes come in", () => {
     const first = grouped([install("a", { progress: 60 })]);
     const again = grouped([install("a", { progress: 0, attempts: 1 })], first);
     expect(again[0]?.progress).toBe(60);
@@ -58,7 +58,7 @@ describe("a group", () => {
     expect(grouped(operations, first)[0]).toBe(first[0]);
   });
 
-  it("stands for what was asked anew, not for what failed before on that node", () => {
+  it("stands for what was asked again, not for what failed before on that node", () => {
     const failed = install("a", { jobID: "first", status: "failed", dismissedAt: at(3), createdAt: at(0), finishedAt: at(2) });
     const group = only([failed, install("a", { jobID: "second", createdAt: at(3), progress: 5 })]);
     expect(group.parts.map((part) => [part.job.jobID, part.status])).toEqual([["second", "downloading"]]);
@@ -108,14 +108,14 @@ describe("words", () => {
     expect(headline(only([install("a", { status: "pending" })]))).toBe("Queued to install backend");
     const waits = only([install("a", { status: "waiting_for_nodes", message: "node gpu-3 is offline" })]);
     expect([headline(waits), what(waits)]).toEqual(["Waiting to install backend", "node gpu-3 is offline"]);
-    expect(stateOf(install("a", { status: "pending", message: "its controller stopped", attempts: 1 }))).toBe("waiting");
+    expect(stateOf(install("a", { status: "pending", message: "its controller stopped", attempts: 1 }))).toBe("retrying");
   });
 
   it.each<[Partial<Operation>, string]>([
     [{ isDeletion: true, kind: "backend_delete" }, "Could not remove backend"],
     [{ taskType: "staging", kind: "model_load", isBackend: false }, "Could not load model"],
     [{}, "Could not install backend"],
-  ])("have a phrase of its own for each kind that fails (UI-1.4) %#", (more, text) => {
+  ])("have a phrase of its own for each kind that fails (UI-1.4, E12) %#", (more, text) => {
     expect(phrase(install("a", more), "failed")).toBe(text);
   });
 

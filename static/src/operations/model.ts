@@ -3,7 +3,7 @@
 // progress does not go back and what has not changed keeps its identity.
 import type { Operation, OperationTarget } from "../live/messages";
 import { isActive, needsAttention } from "../live/store";
-import { stateOf, type State } from "./words";
+import { ENDED, ownState, stateOf, type PartState, type State } from "./words";
 
 /** One node's part of the work, or the work itself while no node is known. */
 export interface Part {
@@ -12,23 +12,33 @@ export interface Part {
   nodeID: string;
   name: string;
   job: Operation;
-  /** A target's status, or how its operation is when that says more. */
-  status: OperationTarget["status"] | Exclude<State, "running">;
+  /** How the target is, or its operation when that says more. */
+  status: PartState;
   /** 0 to 100. */
   value: number;
   file: string;
   phase: string;
+  /** Of a part that failed. */
   error: string;
+  /** What it waits for, or what there is to say of its end. */
+  reason: string;
   current: number;
   /** 0 if not known. */
   total: number;
+  /** Attempts that failed. */
+  attempts: number;
+  /** Times; "" if there is none. */
+  nextLookAt: string;
+  overdueSince: string;
+  startedAt: string;
+  finishedAt: string;
 }
 
 export interface Group {
   id: string;
   kind: string;
   name: string;
-  state: "failed" | "running" | "waiting" | "queued";
+  state: Exclude<State, "completed" | "cancelled">;
   active: readonly Operation[];
   failed: readonly Operation[];
   /** The nodes of the run under way, or of the failures if nothing is. */
@@ -104,8 +114,8 @@ function groupOf(id: string, members: readonly Operation[], before: Group | unde
 
 function stateOfAll(active: readonly Operation[]): Group["state"] {
   const states = new Set(active.map(stateOf));
-  if (states.has("running")) return "running";
-  return states.has("waiting") ? "waiting" : "queued";
+  for (const state of ["running", "overdue", "retrying", "waiting"] as const) if (states.has(state)) return state;
+  return "queued";
 }
 
 function byAge(left: Operation, right: Operation): number {
@@ -152,56 +162,92 @@ export function latestParts(run: readonly Operation[]): Part[] {
 /** An operation's parts. */
 export function partsOf(operation: Operation): Part[] {
   const state = stateOf(operation);
-  if (operation.nodes === undefined || operation.nodes.length === 0) return [wholePart(operation, state)];
-  const alone = operation.nodes.length === 1 ? operation : undefined;
-  return operation.nodes.map((target) => ({
-    id: target.node_id,
-    nodeID: target.node_id,
-    name: target.node_name,
-    job: operation,
-    status: statusOf(state, target.status),
-    value: valueOf(state, target.status, target.percentage),
-    file: target.file_name ?? "",
-    phase: target.phase ?? "",
-    error: target.error ?? "",
-    current: target.current_bytes ?? alone?.currentBytes ?? 0,
-    total: target.total_bytes ?? alone?.totalBytes ?? 0,
-  }));
+  const { nodes = [] } = operation;
+  if (nodes.length === 0) return [wholePart(operation, state)];
+  return nodes.map((target) => partOf(operation, state, target, nodes.length === 1));
+}
+
+const UNSAID = { file: "", phase: "", error: "", reason: "", current: 0, total: 0, attempts: 0, nextLookAt: "", overdueSince: "", startedAt: "", finishedAt: "" };
+
+/** What is there of these values. */
+function told<Values extends object>(values: Values): { [Key in keyof Values]?: Exclude<Values[Key], undefined> } {
+  return Object.fromEntries(Object.entries(values).filter(([, value]) => value !== undefined)) as ReturnType<typeof told<Values>>;
+}
+
+function partOf(operation: Operation, state: State, target: OperationTarget, alone: boolean): Part {
+  const status = statusOf(state, target);
+  // The only part has what its operation says, where it says nothing itself.
+  const otherwise = alone ? wholePart(operation, state) : UNSAID;
+  const own = told({
+    file: target.file_name,
+    phase: target.phase,
+    error: target.error,
+    reason: target.reason,
+    current: target.current_bytes,
+    total: target.total_bytes,
+    attempts: target.attempts,
+    nextLookAt: target.nextLookAt,
+    overdueSince: target.overdueSince,
+    startedAt: target.startedAt,
+    finishedAt: target.finishedAt,
+  });
+  const part = { ...otherwise, phase: "", ...own, id: target.node_id, nodeID: target.node_id, name: target.node_name, job: operation, status };
+  // Until its end, what stands there is the reason of a wait.
+  return { ...part, value: valueOf(status, target.percentage), error: hasFailed(status) ? part.error : "" };
 }
 
 function wholePart(operation: Operation, state: State): Part {
   const nodeID = operation.nodeID ?? "";
+  const status = state === "completed" ? "success" : state;
   return {
     id: nodeID === "" ? operation.jobID : nodeID,
     nodeID,
     name: operation.nodeName ?? "",
     job: operation,
-    status: statusOf(state, "running_on_worker"),
-    value: valueOf(state, "running_on_worker", operation.progress),
+    status,
+    value: valueOf(status, operation.progress),
     file: "",
     phase: operation.phase ?? "",
     error: operation.error ?? "",
+    reason: ENDED.has(status) ? "" : operation.message,
     current: operation.currentBytes ?? 0,
     total: operation.totalBytes ?? 0,
+    attempts: operation.attempts,
+    nextLookAt: operation.nextLookAt,
+    overdueSince: "",
+    startedAt: operation.startedAt ?? "",
+    finishedAt: operation.finishedAt ?? "",
   };
 }
 
-function statusOf(state: State, target: OperationTarget["status"]): Part["status"] {
-  if (state === "completed") return "success";
-  // A target that is done is done, whatever the rest of its operation waits for.
-  if (state === "running" || target === "success" || (state === "failed" && target === "error")) return target;
-  return state;
+/** Whether a part ended badly. */
+export function hasFailed(status: PartState): boolean {
+  return status === "error" || status === "failed";
 }
 
-function valueOf(state: State, target: OperationTarget["status"], percentage: number): number {
-  if (state === "completed" || target === "success") return 100;
-  if (state === "queued" || target === "queued") return 0;
+/** The names of the nodes on which these operations failed. */
+export function failedNodes(operations: readonly Operation[]): string[] {
+  return latestParts(operations).filter((part) => hasFailed(part.status)).map((part) => part.name);
+}
+
+function statusOf(state: State, target: OperationTarget): PartState {
+  const own = ownState(target);
+  if (state === "completed") return own === "cancelled" || own === "superseded" ? own : "success";
+  // A part that is done is done, no matter what the rest of its operation waits for.
+  if (ENDED.has(own) || state === "running" || state === "overdue") return own;
+  // A part that says nothing of itself is as its operation is.
+  return own === "waiting" || own === "retrying" || own === "overdue" ? own : state;
+}
+
+function valueOf(status: PartState, percentage: number): number {
+  if (status === "success") return 100;
+  if (status === "queued") return 0;
   return Math.min(Math.max(percentage, 0), 100);
 }
 
 /** The mean of what has not failed, never 100, and never less than a moment ago unless work came in: then there is more to do. */
 function advanced(parts: readonly Part[], active: readonly Operation[], before: Group | undefined): number {
-  const going = parts.filter((part) => part.job.status !== "failed");
+  const going = parts.filter((part) => !hasFailed(part.status));
   const mean = going.reduce((sum, part) => sum + part.value, 0) / Math.max(going.length, 1);
   const now = Math.min(mean, 99);
   if (before === undefined || before.active.length === 0) return now;
@@ -218,7 +264,7 @@ function bytesOf(parts: readonly Part[]): { current: number; total: number } {
     if (part.status === "success") {
       current += part.total;
       total += part.total;
-    } else {
+    } else if (!ENDED.has(part.status)) {
       current += part.current;
       total += part.total;
       known = known && part.total > 0;

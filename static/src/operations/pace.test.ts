@@ -22,7 +22,7 @@ describe("the rate", () => {
     expect(pace(steady(3, 100), 0, 3000)).toBe(UNKNOWN);
   });
 
-  it("starts anew when bytes go back, and is never negative (UI-0.18)", () => {
+  it("starts again when bytes go back, and is never negative (UI-0.18)", () => {
     const paces = new Paces();
     for (const [second, currentBytes] of [[0, 1000], [1, 2000], [2, 10], [3, 60]] as const) {
       paces.observe(byJob(install("a", { currentBytes })), 1000 * second);

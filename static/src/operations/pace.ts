@@ -1,6 +1,6 @@
 // How fast, and how long still: from the bytes of the last five seconds. Pure but for `Paces`, which remembers the
 // samples. Rather nothing than a wrong figure.
-import type { Operation } from "../live/messages";
+import type { Operation, OperationTarget } from "../live/messages";
 import type { Group } from "./model";
 
 export interface Sample {
@@ -58,9 +58,22 @@ export function together(paces: readonly Pace[]): Pace {
   };
 }
 
+/** The key of one node's part of an operation on several. */
+export function partKey(operation: Pick<Operation, "jobID">, nodeID: string): string {
+  return `${operation.jobID} ${nodeID}`;
+}
+
+/** The parts of an operation on several nodes that move; of any other, none. */
+function moving(operation: Operation): OperationTarget[] {
+  const { nodes = [] } = operation;
+  if (nodes.length < 2) return [];
+  return nodes.filter((node) => node.status === "downloading" || node.status === "running_on_worker");
+}
+
 /** The samples of what is under way. */
 export class Paces {
   private readonly jobs = new Map<string, { seen: Operation; samples: Sample[] }>();
+  private readonly parts = new Map<string, Sample[]>();
 
   /** Takes the operations as they are at `now` (ms). */
   observe(operations: ReadonlyMap<string, Operation>, now: number): void {
@@ -68,8 +81,30 @@ export class Paces {
       if (operations.get(jobID)?.status !== "processing") this.jobs.delete(jobID);
     }
     for (const operation of operations.values()) {
-      if (operation.status === "processing" && (operation.currentBytes ?? 0) > 0) this.sample(operation, now);
+      if (operation.status !== "processing" || (operation.currentBytes ?? 0) === 0) continue;
+      if (this.jobs.get(operation.jobID)?.seen !== operation) this.sampleParts(operation, now);
+      this.sample(operation, now);
     }
+    for (const [key, samples] of this.parts) if ((samples.at(-1)?.at ?? 0) <= now - WINDOW_MS) this.parts.delete(key);
+  }
+
+  private sampleParts(operation: Operation, at: number): void {
+    for (const part of moving(operation)) {
+      const bytes = part.current_bytes ?? 0;
+      const known = this.parts.get(partKey(operation, part.node_id));
+      if (bytes === 0 || known?.at(-1)?.bytes === bytes) continue;
+      const kept = bytes < (known?.at(-1)?.bytes ?? 0) ? [] : (known ?? []).filter((sample) => sample.at > at - WINDOW_MS);
+      this.parts.set(partKey(operation, part.node_id), [...kept, { at, bytes }]);
+    }
+  }
+
+  /** The pace of each part of an operation on several nodes, by its key. */
+  ofParts(operation: Operation, now: number): [string, Pace][] {
+    return moving(operation).map((part) => {
+      const key = partKey(operation, part.node_id);
+      const total = part.total_bytes ?? 0;
+      return [key, pace(this.parts.get(key) ?? [], total > 0 ? total - (part.current_bytes ?? 0) : null, now)];
+    });
   }
 
   private sample(operation: Operation, at: number): void {
@@ -84,8 +119,16 @@ export class Paces {
   of(operation: Operation, now: number): Pace {
     const known = this.jobs.get(operation.jobID);
     if (known === undefined) return UNKNOWN;
+    if ((operation.nodes ?? []).length > 1) return this.ofSeveral(operation, now);
     const total = operation.totalBytes ?? 0;
     return pace(known.samples, total > 0 ? total - (operation.currentBytes ?? 0) : null, now);
+  }
+
+  /** Rates add up; it ends with its slowest part, and that is known only once every part has begun. */
+  private ofSeveral(operation: Operation, now: number): Pace {
+    const paces = this.ofParts(operation, now).map(([, one]) => one);
+    const waiting = (operation.nodes ?? []).some((node) => node.status === "queued");
+    return together(waiting ? [...paces, UNKNOWN] : paces);
   }
 
   ofGroup(group: Group, now: number): Pace {

@@ -1,62 +1,123 @@
-// The nodes of a piece of work, a line each: open by default while they are few, else behind a button.
-import { memo, useId, useState, type ReactNode } from "react";
+// The nodes of a piece of work, a line each: open by default while they are few, else behind a button, with counts by
+// state and a filter for those that failed. Of a thousand, fifty are drawn until all are asked for.
+import { memo, useId, useMemo, useState, type ReactNode } from "react";
 import { Link } from "react-router";
-import { bytes, count } from "../lib/format";
+import { bytes, count, left as timeLeft } from "../lib/format";
 import { ProgressBar } from "../ui/bars";
 import { Button } from "../ui/button";
 import { StatusPill } from "../ui/status";
-import { FailureActions, Reason } from "./failure";
+import { Ago } from "../ui/time";
+import { CancelButton, canCancelPart, PartCancel } from "./cancel";
+import { canRetry } from "./calls";
+import { FailureActions, PartRetry, Reason } from "./failure";
 import { NextLook } from "./lines";
-import type { Part } from "./model";
-import { stateOf } from "./words";
+import { hasFailed, type Part } from "./model";
+import { partKey, type Pace } from "./pace";
+import { tally } from "./tally";
+import { useWork } from "./watch";
+import { pageOf } from "./words";
 
 const FEW = 4;
 const AT_ONCE = 50;
 
-export function Parts({ parts, name, target }: { parts: readonly Part[]; name: string; target: string }): ReactNode {
-  const sought = parts.findIndex((part) => part.job.jobID === target);
-  // What a person chose holds, whatever the number of nodes becomes.
+interface PartsProps {
+  parts: readonly Part[];
+  name: string;
+  target: string;
+}
+
+export function Parts({ parts, name, target }: PartsProps): ReactNode {
+  const { paces } = useWork();
+  const failed = useMemo(() => parts.filter((part) => hasFailed(part.status)), [parts]);
+  // What a person chose holds, also when the number of nodes changes.
   const [chosen, setChosen] = useState<boolean | null>(null);
-  const [limit, setLimit] = useState(AT_ONCE);
+  const [only, setOnly] = useState(false);
+  const [all, setAll] = useState(false);
   const id = useId();
+  const filtered = only && failed.length > 0 ? failed : parts;
+  const sought = filtered.findIndex((part) => part.job.jobID === target);
   const open = chosen ?? (parts.length <= FEW || sought >= 0);
-  const shown = Math.max(limit, sought + 1);
+  const shown = all ? filtered.length : Math.max(AT_ONCE, sought + 1);
   return (
     <div className="parts">
-      <Button small kind="ghost" aria-expanded={open} aria-controls={id} onClick={() => setChosen(!open)}>
-        {open ? "Hide nodes" : `Show ${count(parts.length, "node")}`}
-      </Button>
+      <div className="row wrap">
+        <Button small kind="ghost" aria-expanded={open} aria-controls={id} onClick={() => setChosen(!open)}>
+          {open ? "Hide nodes" : `Show ${count(parts.length, "node")}`}
+        </Button>
+        {parts.length > FEW && <span className="muted">{tally(parts)}</span>}
+        {open && parts.length > FEW && failed.length > 0 && (
+          <Button small className="chip" aria-pressed={only} onClick={() => setOnly(!only)}>
+            Failed only ({failed.length})
+          </Button>
+        )}
+      </div>
       <ul id={id} hidden={!open} aria-label={`Nodes of ${name}`}>
-        {open && parts.slice(0, shown).map((part) => <PartLine key={part.id} part={part} name={name} />)}
+        {open && filtered.slice(0, shown).map((part) => <PartLine key={part.id} part={part} name={name} pace={paces.get(partKey(part.job, part.nodeID))} />)}
       </ul>
-      {open && parts.length > shown && (
-        <Button small onClick={() => setLimit(shown + AT_ONCE)}>
-          Show more ({parts.length - shown})
+      {open && filtered.length > shown && (
+        <Button small onClick={() => setAll(true)}>
+          Show all ({filtered.length})
         </Button>
       )}
     </div>
   );
 }
 
-function equal(left: { part: Part }, right: { part: Part }): boolean {
-  // Parts are rebuilt with their group; an operation that did not change keeps its identity.
-  return left.part.job === right.part.job && left.part.id === right.part.id;
+interface LineProps {
+  part: Part;
+  name: string;
+  pace: Pace | undefined;
 }
 
-const PartLine = memo(function PartLine({ part, name }: { part: Part; name: string }): ReactNode {
-  const failed = part.job.status === "failed";
+/** Parts are rebuilt with their group, and one report changes one of a thousand: the others are not drawn again. */
+function equal(left: LineProps, right: LineProps): boolean {
+  if (left.part === right.part) return left.pace === right.pace;
+  const { job: before, ...was } = left.part;
+  const { job: after, ...is } = right.part;
+  const same = (Object.keys(is) as (keyof typeof is)[]).every((key) => was[key] === is[key]);
+  return same && left.pace === right.pace && before.jobID === after.jobID && before.status === after.status && before.cancellable === after.cancellable;
+}
+
+const PartLine = memo(function PartLine({ part, name, pace }: LineProps): ReactNode {
+  const failed = hasFailed(part.status);
+  const alone = (part.job.nodes ?? []).length <= 1;
   return (
-    <li id={`job-${part.job.jobID}`} tabIndex={-1} className="part">
+    <li {...(alone ? { id: `job-${part.job.jobID}`, tabIndex: -1 } : {})} className="part">
       <div className="part-line">
-        {part.status === "waiting" ? <span className="pill warn">waiting</span> : <StatusPill status={part.status} />}
+        <StatusPill status={part.status} />
         <NodeLink nodeID={part.nodeID} name={part.name} />
-        {failed ? <FailureActions operations={[part.job]} small /> : <PartFile part={part} />}
-        <PartFigures part={part} name={name} />
+        {!failed && <PartFile part={part} />}
+        <PartFigures part={part} name={name} pace={pace} />
+        {alone ? <OnlyPartActions part={part} name={name} /> : <PartActions part={part} name={name} />}
       </div>
-      {failed && <Reason error={part.job.error} name={part.job.name} />}
+      {failed && <Reason error={part.error === "" ? undefined : part.error} name={`${name} on ${part.name}`} />}
     </li>
   );
 }, equal);
+
+/** Of an operation with one part: what can be done about the operation. */
+function OnlyPartActions({ part, name }: { part: Part; name: string }): ReactNode {
+  return (
+    <>
+      {hasFailed(part.status) && <FailureActions operations={[part.job]} small />}
+      {part.status === "retrying" && <PartRetry part={part} name={name} />}
+      {part.job.cancellable && <CancelButton operations={[part.job]} />}
+      <Link to={pageOf(part.job)} aria-label={`Details of ${name} on ${part.name}`}>
+        Details
+      </Link>
+    </>
+  );
+}
+
+function PartActions({ part, name }: { part: Part; name: string }): ReactNode {
+  const again = (hasFailed(part.status) || part.status === "cancelled") && canRetry(part.job);
+  return (
+    <>
+      {(again || part.status === "retrying") && <PartRetry part={part} name={name} />}
+      {canCancelPart(part) && <PartCancel part={part} name={name} />}
+    </>
+  );
+}
 
 export function NodeLink({ nodeID, name }: { nodeID: string; name: string }): ReactNode {
   if (nodeID === "") return <span className="muted">no node assigned</span>;
@@ -67,25 +128,39 @@ export function NodeLink({ nodeID, name }: { nodeID: string; name: string }): Re
   );
 }
 
+const RESTING: ReadonlySet<Part["status"]> = new Set(["waiting", "retrying", "overdue", "cancelled", "superseded"]);
+
+/** What it is at: the file, or in words why it is not, or what its end has to say. */
 function PartFile({ part }: { part: Part }): ReactNode {
-  const waiting = stateOf(part.job) === "waiting";
+  const done = part.status === "success" || part.status === "completed";
+  const text = done || RESTING.has(part.status) ? part.reason : part.status === "queued" ? "" : part.file || part.phase;
   return (
-    <span className="row grow">
-      <bdi className="name muted" title={part.file}>
-        {waiting ? part.job.message : part.file || part.phase}
+    <span className="row wrap grow">
+      <bdi className={RESTING.has(part.status) ? "part-reason" : "name muted"} title={text}>
+        {text}
       </bdi>
-      {waiting && <NextLook operation={part.job} />}
+      {part.status === "overdue" && (
+        <span className="muted">
+          time limit passed <Ago at={part.overdueSince} />
+        </span>
+      )}
+      {part.attempts > 0 && part.status !== "success" && <span className="muted">attempt {part.attempts + 1}</span>}
+      {(part.status === "waiting" || part.status === "retrying") && <NextLook operation={{ nextLookAt: part.nextLookAt }} />}
     </span>
   );
 }
 
-function PartFigures({ part, name }: { part: Part; name: string }): ReactNode {
-  const running = part.job.status === "processing" && part.value > 0 && part.value < 100;
+const MOVING: ReadonlySet<Part["status"]> = new Set(["running", "downloading", "overdue"]);
+
+function PartFigures({ part, name, pace }: LineProps): ReactNode {
+  const moving = MOVING.has(part.status);
+  const running = moving && part.value > 0 && part.value < 100;
   return (
     <>
-      {part.current > 0 && part.status !== "success" && (
+      {part.current > 0 && moving && (
         <span className="part-bytes">{part.total > 0 ? `${bytes(part.current)} / ${bytes(part.total)}` : bytes(part.current)}</span>
       )}
+      {running && pace?.left !== null && pace !== undefined && <span className="part-bytes">{timeLeft(pace.left)} left</span>}
       {running && (
         <span className="part-progress">
           <span aria-hidden="true">{Math.floor(part.value)}%</span>

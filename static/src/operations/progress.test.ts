@@ -12,7 +12,7 @@ describe("the progress of a group", () => {
     expect(after(before, install("a", { progress: 40 }))[0]?.progress).toBe(60);
   });
 
-  it("begins anew with new work on the same node", () => {
+  it("begins again with new work on the same node", () => {
     const before = after([], install("a", { progress: 90 }));
     const done = install("a", { status: "completed", createdAt: at(0), finishedAt: at(4) });
     const [group] = after(before, done, install("a", { jobID: "next", createdAt: at(5), progress: 3 }));

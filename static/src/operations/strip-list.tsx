@@ -6,7 +6,7 @@ import type { Operation } from "../live/messages";
 import { ProgressBar } from "../ui/bars";
 import { figures, NextLook, WorkGlyph } from "./lines";
 import type { Pace } from "./pace";
-import { phaseOf, phrase, place, stateOf } from "./words";
+import { pageOf, phaseOf, phrase, placeOf, rests, stateOf } from "./words";
 import type { Work } from "./watch";
 
 const SHOWN = 30;
@@ -32,11 +32,11 @@ const Line = memo(function Line({ operation, pace }: { operation: Operation; pac
   return (
     <li className={`strip-row ${state}`}>
       <WorkGlyph state={state} />
-      <Link className="name strip-row-name" to={`/app/activity#job-${operation.jobID}`} title={title}>
-        {phrase(operation, state)} <bdi>{operation.name}</bdi> {place(operation, [operation.nodeName ?? ""])}
+      <Link className="name strip-row-name" to={pageOf(operation)} title={title}>
+        {phrase(operation, state)} <bdi>{operation.name}</bdi> {placeOf(operation)}
       </Link>
       <bdi className="name grow muted">{state === "failed" ? brief(operation.error ?? "") : phaseOf(operation)}</bdi>
-      {state === "waiting" && <NextLook operation={operation} />}
+      {rests(state) && <NextLook operation={operation} />}
       {numbers !== "" && <span className="strip-figures">{numbers}</span>}
       {state === "running" && operation.progress >= 1 && (
         <span className="strip-progress">

@@ -31,7 +31,19 @@ it("the button of the list stays where it is, with its focus, when another opera
   expect(document.activeElement).toBe(list);
 });
 
-it("what waits says when it retries and when it gives up", async () => {
+it("what was hidden comes back when the same job fails, and can be dismissed then (E18, A50)", async () => {
+  await open(install("a", { name: "first", progress: 10 }));
+  fireEvent.click(screen.getByRole("button", { name: "Hide first" }));
+  expect(screen.queryByTestId("operations-strip")).toBeNull();
+  news(install("a", { name: "first", progress: 20 }));
+  await vi.waitFor(() => expect(store.read().operations.get("job-a")?.progress).toBe(20));
+  expect(screen.queryByTestId("operations-strip")).toBeNull();
+  news(install("a", { name: "first", status: "failed", error: "no image", finishedAt: "2026-08-22T10:00:05Z" }));
+  expect((await screen.findByTestId("operations-strip")).textContent).toContain("no image");
+  expect(screen.getByRole("button", { name: "Dismiss the failure of first" })).toBeTruthy();
+});
+
+it("what waits says when it retries and when it gives up (UW23)", async () => {
   const later = (seconds: number): string => new Date(Date.now() + seconds * 1000).toISOString();
   const waits = { status: "waiting_for_nodes", message: "node gpu-3 is offline", nextLookAt: later(3630) } as const;
   await open(install("a", { ...waits, givesUpAt: later(23.5 * 3600) }));

@@ -16,7 +16,7 @@ import "./operations.css";
 import type { Pace } from "./pace";
 import { StripList } from "./strip-list";
 import { hasBar, headline, looksAgain, what, where } from "./summary";
-import { useWatch, useWork } from "./watch";
+import { useWatch, useWork, type Work } from "./watch";
 
 const SUCCESS_MS = 4_000;
 
@@ -64,7 +64,7 @@ export function OperationsStrip(): ReactNode {
         shown={shown}
         group={first}
         pace={work.paces.get(first.id)}
-        more={work.groups.length - 1}
+        more={othersThan(first, work)}
         open={open}
         list={list}
         onToggle={() => setOpen(!open)}
@@ -75,6 +75,11 @@ export function OperationsStrip(): ReactNode {
       </div>
     </section>
   );
+}
+
+/** Operations that the line does not stand for: with its own, as many as the navigation counts. */
+function othersThan(first: Group, { groups }: Work): number {
+  return groups.reduce((sum, group) => sum + (group === first ? 0 : group.active.length + group.failed.length), 0);
 }
 
 function Success({ text }: { text: string }): ReactNode {

@@ -1,7 +1,8 @@
 // A group in one line of words, the same on the strip and on its card. Pure.
 import { brief, count } from "../lib/format";
-import type { Group } from "./model";
-import { phaseOf, phrase, place, stateOf } from "./words";
+import { failedNodes, hasFailed, type Group } from "./model";
+import { tally } from "./tally";
+import { ENDED, phaseOf, phrase, place, rests, stateOf, type PartState } from "./words";
 
 /** "Installing backend": what comes before the name. */
 export function headline(group: Group): string {
@@ -10,18 +11,25 @@ export function headline(group: Group): string {
 
 /** Where: "7 of 13 nodes", "on gpu-1"; of a failure the nodes that failed. */
 export function where(group: Group): string {
-  if (group.state === "failed" && group.failed.length > 1) return `on ${count(group.failed.length, "node")}`;
-  if (group.state === "failed") return place(group.speaker, [group.speaker.nodeName ?? ""]);
+  if (group.state === "failed") return place(group.speaker, failedNodes(group.failed));
   if (group.parts.length > 1) {
-    const failed = group.parts.filter((part) => part.job.status === "failed").length;
+    const failed = group.parts.filter((part) => hasFailed(part.status)).length;
     return `${group.done} of ${count(group.parts.length, "node")}${failed > 0 ? `, ${failed} failed` : ""}`;
   }
   return place(group.speaker, [group.parts[0]?.name ?? ""]);
 }
 
+const MOVING: ReadonlySet<PartState> = new Set(["running", "downloading"]);
+
 /** What it is at, or why it is not: the error, the reason of the wait, the phase. */
 export function what(group: Group): string {
   if (group.state === "failed") return brief(group.speaker.error ?? "No reason given");
+  // Of several parts: how those are that have not ended; `where` counts the others.
+  const left = group.parts.filter((part) => !ENDED.has(part.status));
+  const [last] = left;
+  const several = (group.speaker.nodes ?? []).length > 1;
+  if (several && left.length > 1) return tally(left);
+  if (several && last !== undefined && MOVING.has(last.status)) return last.phase || last.status;
   return phaseOf(group.speaker);
 }
 
@@ -32,5 +40,5 @@ export function hasBar(group: Group): boolean {
 
 /** Whether the speaker says when it looks again. */
 export function looksAgain(group: Group): boolean {
-  return group.state === "waiting" && stateOf(group.speaker) === "waiting";
+  return group.state !== "failed" && rests(stateOf(group.speaker));
 }

@@ -1,5 +1,5 @@
 // What the strip and the Activity page look at: groups with their pace, made from the store a few times a second
-// (nobody reads sixty figures a second), once for all who look. It also notices what ends.
+// (no one reads sixty figures a second), once for all who look. It also notices what ends.
 import { useContext, useSyncExternalStore } from "react";
 import { LiveContext } from "../live/hooks";
 import type { Operation } from "../live/messages";
@@ -13,7 +13,7 @@ export interface Work {
   known: boolean;
   operations: ReadonlyMap<string, Operation>;
   groups: readonly Group[];
-  /** By group and by job; what is not here has no pace. */
+  /** By group, by job, and by part (`partKey`); what is not here has no pace. */
   paces: ReadonlyMap<string, Pace>;
 }
 
@@ -90,6 +90,7 @@ export class Watch {
       for (const operation of group.active) {
         const one = this.paces.of(operation, now);
         if (one !== UNKNOWN) paces.set(operation.jobID, one);
+        for (const [key, part] of this.paces.ofParts(operation, now)) if (part !== UNKNOWN) paces.set(key, part);
       }
     }
     return paces;

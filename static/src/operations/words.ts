@@ -1,24 +1,52 @@
 // How operations are put into words: what is done, what was done, what could not be done, what is waited for.
 // Pure. One place, so that the strip, the cards and the announcements say the same.
 import { count } from "../lib/format";
-import type { Operation } from "../live/messages";
+import type { Operation, OperationTarget } from "../live/messages";
 
-/** How an operation is, for people: `waiting` is queued with a reason. */
-export type State = "queued" | "waiting" | "running" | "failed" | "completed" | "cancelled";
+/**
+ * How an operation is, for people. `waiting`: queued with a reason, such as its node. `retrying`: an attempt failed, the
+ * next one has its time. `overdue`: the time limit has passed, and the worker may still be busy with it.
+ */
+export type State = "queued" | "waiting" | "retrying" | "running" | "overdue" | "failed" | "completed" | "cancelled";
 
 type Kind = Pick<Operation, "kind" | "isBackend" | "isDeletion" | "taskType">;
 
+const PLAINLY_QUEUED = ["", "queued"];
+
+/** How a part is; `waiting`, `retrying` and `overdue` as of an operation. */
+export type PartState = Exclude<OperationTarget["status"], "running_on_worker"> | State;
+
+export const ENDED: ReadonlySet<PartState> = new Set(["success", "error", "failed", "completed", "cancelled", "superseded"]);
+
+/** What the part says of itself, apart from the rest of its operation. */
+export function ownState(target: OperationTarget): PartState {
+  if (ENDED.has(target.status as PartState)) return target.status as PartState;
+  if (target.overdueSince !== undefined) return "overdue";
+  if (target.status !== "queued") return target.status === "running_on_worker" ? "running" : target.status;
+  // Without a time for its next attempt it waits for its node, however many attempts there were.
+  if ((target.attempts ?? 0) > 0 && target.nextLookAt !== undefined) return "retrying";
+  return PLAINLY_QUEUED.includes(target.reason ?? "") ? "queued" : "waiting";
+}
+
 export function stateOf(operation: Operation): State {
-  switch (operation.status) {
-    case "waiting_for_nodes":
-      return "waiting";
-    case "pending":
-      return ["", "queued"].includes(operation.message) ? "queued" : "waiting";
-    case "processing":
-      return "running";
-    default:
-      return operation.status;
-  }
+  if (!["pending", "processing", "waiting_for_nodes"].includes(operation.status)) return operation.status as State;
+  const left = (operation.nodes ?? []).map(ownState).filter((state) => !ENDED.has(state));
+  if (left.length > 0 && left.every((state) => state === "overdue")) return "overdue";
+  if (operation.status === "processing") return "running";
+  if (operation.status === "waiting_for_nodes") return "waiting";
+  if (left.length > 1) return left.includes("queued") ? "queued" : left.includes("retrying") ? "retrying" : "waiting";
+  if (PLAINLY_QUEUED.includes(operation.message)) return "queued";
+  return operation.attempts > 0 ? "retrying" : "waiting";
+}
+
+/** The address of its page, which holds also after its end. */
+export function pageOf({ jobID }: Pick<Operation, "jobID">): string {
+  return `/app/operations/${jobID}`;
+}
+
+/** Whether it rests for a reason that people can read. */
+export function rests(state: State): boolean {
+  return state === "waiting" || state === "retrying" || state === "overdue";
 }
 
 export function noun(kind: Pick<Kind, "isBackend">): string {
@@ -31,11 +59,19 @@ interface Verb {
   done: string;
 }
 
-function verb(kind: Kind): Verb {
-  if (kind.isDeletion) return { do: "remove", doing: "Removing", done: "Removed" };
-  if (kind.taskType === "staging") return { do: "load", doing: "Loading", done: "Loaded" };
-  if (kind.taskType === "upgrade") return { do: "upgrade", doing: "Upgrading", done: "Upgraded" };
+function verb({ kind, isDeletion, taskType }: Kind): Verb {
+  if (isDeletion || kind.endsWith("_delete")) return { do: "remove", doing: "Removing", done: "Removed" };
+  if (kind === "model_unload") return { do: "unload", doing: "Unloading", done: "Unloaded" };
+  // The record knows two types of task; the kind says more.
+  if (taskType === "staging" || kind === "model_load") return { do: "load", doing: "Loading", done: "Loaded" };
+  if (taskType === "upgrade" || kind.endsWith("_upgrade")) return { do: "upgrade", doing: "Upgrading", done: "Upgraded" };
   return { do: "install", doing: "Installing", done: "Installed" };
+}
+
+/** What was asked for, without a name: "Install backend". */
+export function request(kind: Kind): string {
+  const words = verb(kind).do;
+  return `${words.slice(0, 1).toUpperCase()}${words.slice(1)} ${noun(kind)}`;
 }
 
 /** What comes before the name: "Installing backend", "Queued to load model", "Could not remove backend". */
@@ -44,6 +80,7 @@ export function phrase(kind: Kind, state: State): string {
   const what = noun(kind);
   if (state === "queued") return `Queued to ${words.do} ${what}`;
   if (state === "waiting") return `Waiting to ${words.do} ${what}`;
+  if (state === "retrying") return `Retrying to ${words.do} ${what}`;
   if (state === "failed") return `Could not ${words.do} ${what}`;
   if (state === "cancelled") return `Cancelled: ${words.do} ${what}`;
   if (state === "completed") return `${words.done} ${what}`;
@@ -66,11 +103,17 @@ export function place(kind: Kind, names: readonly string[]): string {
   return `${kind.taskType === "staging" ? "to" : "on"} ${name}`;
 }
 
+/** Where an operation is for: its nodes. */
+export function placeOf(operation: Operation): string {
+  const names = (operation.nodes ?? []).map((node) => node.node_name);
+  return place(operation, names.length > 0 ? names : [operation.nodeName ?? ""]);
+}
+
 /** What a running or queued operation is at: its phase, else what it waits for. */
 export function phaseOf(operation: Operation): string {
   const state = stateOf(operation);
   if (state === "queued") return "Waiting for a controller";
-  if (state === "waiting") return operation.message;
+  if (rests(state)) return operation.message;
   // A phase of "queued" is what it had before it was taken up.
   if (operation.phase !== undefined && !["", "queued"].includes(operation.phase)) return operation.phase.replaceAll("_", " ");
   return "Starting";

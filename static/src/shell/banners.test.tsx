@@ -31,3 +31,17 @@ it("leads nowhere on that page itself", async () => {
   await open("/app/nodes");
   expect(screen.queryByRole("link")).toBeNull();
 });
+
+it("leads to the system's health from what is missing", async () => {
+  const store = new LiveStore();
+  store.push({ type: "notices", notices: [{ id: "no-tasks", level: "error", text: "No task process is running.", hint: "" }] });
+  render(
+    <LiveContext.Provider value={store}>
+      <MemoryRouter initialEntries={["/app/nodes"]}>
+        <Banners failure={null} onRetry={() => undefined} />
+      </MemoryRouter>
+    </LiveContext.Provider>,
+  );
+  const link = await screen.findByRole("link", { name: "System health" });
+  expect(link.getAttribute("href")).toBe("/app/health");
+});

@@ -11,6 +11,10 @@ import { Problem } from "../ui/problem";
 /** Where identity conflicts are decided. */
 const CONFLICTS = "/app/nodes";
 
+/** Where the parts of the system are shown, and the notices about them. */
+const HEALTH = "/app/health";
+const OF_THE_SYSTEM: ReadonlySet<string> = new Set(["database-unreachable", "no-controller", "nats-unreachable", "no-tasks", "redis-unreachable"]);
+
 interface BannersProps {
   failure: Error | null;
   onRetry: () => void;
@@ -43,6 +47,7 @@ export function Banners({ failure, onRetry }: BannersProps): ReactNode {
       {notices.map((notice) => (
         <Banner key={notice.id} {...notice}>
           {notice.id === "identity-conflicts" && place !== CONFLICTS && <Link to={CONFLICTS}>Decide</Link>}
+          {OF_THE_SYSTEM.has(notice.id) && place !== HEALTH && <Link to={HEALTH}>System health</Link>}
         </Banner>
       ))}
     </section>

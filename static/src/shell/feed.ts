@@ -53,7 +53,7 @@ export function useReadable(): boolean {
   return useLive(isReadable);
 }
 
-/** Asks again for what failed while the server or its database was away; nobody has to press for it. */
+/** Asks again for what failed while the server or its database was away; no one has to press for it. */
 export function useCatchUp(): void {
   const queries = useQueryClient();
   const well = useLive((state) => state.connection === "live" && isReadable(state));

@@ -54,7 +54,7 @@ describe("the gate (§2.0 access)", () => {
     expect(screen.queryByText(/secrets|a page/)).toBeNull();
   });
 
-  it("takes nobody for an admin, but to the sign-in page, which leads back (UI-0.2, UI-0.4)", () => {
+  it("takes no one for an admin, but to the sign-in page, which leads back (UI-0.2, UI-0.4)", () => {
     const place = enter(null, "/app/activity?x=1");
     expect([place.pathname(), place.search()]).toEqual(["/login", "?next=%2Fapp%2Factivity%3Fx%3D1"]);
   });

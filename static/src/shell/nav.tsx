@@ -48,6 +48,15 @@ function ActivitySignal(): ReactNode {
   return null;
 }
 
+function errors(state: LiveState): number {
+  return state.notices.filter((notice) => notice.level === "error").length;
+}
+
+function HealthSignal(): ReactNode {
+  const wrong = useLive(errors);
+  return wrong === 0 ? null : <Badge className="signal badge bad" number={wrong} words={`, ${count(wrong, "problem")}`} />;
+}
+
 function Badge({ className, number, words }: { className: string; number: number; words: string }): ReactNode {
   return (
     <span className={className}>
@@ -68,6 +77,7 @@ const PLACES: readonly Place[] = [
   { to: "/app/nodes", label: "Nodes", icon: "nodes", signal: <NodesSignal /> },
   { to: "/app/backends", label: "Backends", icon: "backends" },
   { to: "/app/activity", label: "Activity", icon: "activity", signal: <ActivitySignal /> },
+  { to: "/app/health", label: "System health", icon: "health", signal: <HealthSignal /> },
 ];
 
 /** Pages of the server's own. */
@@ -107,8 +117,14 @@ function Links({ rail }: { rail: boolean }): ReactNode {
           </li>
         ))}
       </ul>
+      <Version />
     </>
   );
+}
+
+function Version(): ReactNode {
+  const version = useLive((state) => state.version);
+  return version === "" ? null : <p className="nav-version nav-label">Version {version}</p>;
 }
 
 function RailTip({ rail, text, children }: { rail: boolean; text: string; children: ReactElement }): ReactNode {
@@ -141,7 +157,7 @@ export function Sidebar(): ReactNode {
 }
 
 /** The navigation of phones: a button, and a drawer over the page. Give it the page's path as its key: it closes when
- * the page changes, by whatever cause. */
+ * the page changes, from any cause. */
 export function Drawer(): ReactNode {
   const phone = useMedia(PHONE);
   const { pathname } = useLocation();

@@ -9,7 +9,7 @@ describe("where signing in leads", () => {
   });
 
   it.each(["/admin/", "/admin/nodes/backendnode/?status=pending#x", "/api/docs", "/api/docs?a=b"])(
-    "is loaded anew for %s, a page of the server",
+    "is loaded again for %s, a page of the server",
     (path) => {
       expect(safeNext(path, ORIGIN)).toEqual({ path, load: true });
     },

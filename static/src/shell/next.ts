@@ -1,5 +1,5 @@
 // Where to go after signing in or choosing a password: to a path of this page, or to one of the server's other pages,
-// which the browser loads in full. Never to another host, whatever the address says.
+// which the browser loads in full. Never to another host, no matter what the address says.
 const HOME = "/app/nodes";
 
 export interface Target {
@@ -14,7 +14,7 @@ export function safeNext(wanted: string | null, origin: string): Target {
   if (url === null) return { path: HOME, load: false };
   const path = `${url.pathname}${url.search}${url.hash}`;
   if (url.pathname === "/app" || url.pathname.startsWith("/app/")) return { path, load: false };
-  // A generated password is asked for there too: the server leads on from whatever it may not show yet.
+  // A generated password is asked for there too: the server leads on from what it may not show yet.
   if (url.pathname === "/api/docs" || url.pathname.startsWith("/admin/")) return { path, load: true };
   return { path: HOME, load: false };
 }

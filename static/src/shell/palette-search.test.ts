@@ -1,7 +1,7 @@
 import { describe, expect, it } from "vitest";
 import type { components } from "../api/schema";
 import type { LiveNode, Operation } from "../live/messages";
-import { atFirst, backendEntries, find, index, modelEntries, nodeEntries, operationEntries, type Entry } from "./palette-search";
+import { atFirst, backendEntries, find, index, modelEntries, nodeEntries, operationEntries, verbEntries, withVerbs, type Entry } from "./palette-search";
 
 function node(name: string, more: Partial<LiveNode> = {}): LiveNode {
   const none = { status: "healthy", address: "", http_address: "", gpu_vendor: "", labels: {}, models: [], backends: [] };
@@ -59,7 +59,7 @@ describe("the search (UW37)", () => {
       ({ jobID: name, name, status, seq, kind: "installation", actor: "admin", message: "" }) as Operation;
     const entries = operationEntries([one("old", "completed", 9), one("runs", "processing", 3), one("bad", "failed", 1)]);
     expect(entries.map((entry) => entry.title)).toEqual(["bad", "runs", "old"]);
-    expect(atFirst(entries, 2).get("Operations")?.map((entry) => entry.to)).toEqual(["/app/activity#job-bad", "/app/activity#job-runs"]);
+    expect(atFirst(entries, 2).get("Operations")?.map((entry) => entry.to)).toEqual(["/app/operations/bad", "/app/operations/runs"]);
   });
 
   it("does not shift operations under the pointer while they move", () => {
@@ -74,5 +74,29 @@ describe("the search (UW37)", () => {
   it("answers no more of a kind than fit", () => {
     const many = Array.from({ length: 500 }, (_, number) => node(`node-${number}`));
     expect(titles(nodeEntries(many), "node")).toHaveLength(8);
+  });
+});
+
+describe("verbs in the search (UW37)", () => {
+  const nodes = [node("two", { drain: null }), node("gpu-two", { drain: null }), node("three", { drain: null, status: "offline" })];
+  const backends = backendEntries(nodes, [{ name: "llama-cpp", tags: [] }] as unknown as components["schemas"]["CatalogueEntry"][]);
+  const said = (query: string) => verbEntries(query, nodes, backends).map(({ title, to }) => [title, to]);
+
+  it("lead to the question of what is named, and only where it makes sense", () => {
+    expect(said("drain two")).toEqual([["Drain gpu-two…", "/app/nodes/id-gpu-two?do=drain"], ["Drain two…", "/app/nodes/id-two?do=drain"]]);
+    expect(said("resu")).toEqual([["Resume three…", "/app/nodes/id-three?do=resume"]]);
+    expect(said("approve two")).toEqual([]);
+  });
+
+  it("install by backend or on a node", () => {
+    expect(said("install")).toEqual([["Install llama-cpp…", "/app/backends?install=llama-cpp"]]);
+    expect(said("inst thr")).toEqual([["Install a backend on three…", "/app/nodes/id-three?do=install"]]);
+  });
+
+  it("come first once it is said to what: a verb alone may be the beginning of a name", () => {
+    const order = (query: string) => [...withVerbs(query, verbEntries(query, nodes, backends), find(index(nodeEntries([node("drainer")])), query, 8), 8).keys()];
+    expect(order("drain")).toEqual(["Nodes", "Actions"]);
+    expect(order("drain two")).toEqual(["Actions"]);
+    expect(order("dr")).toEqual(["Nodes"]);
   });
 });

@@ -4,7 +4,9 @@ import type { components } from "../api/schema";
 import { count } from "../lib/format";
 import type { LiveNode, Operation } from "../live/messages";
 import { isActive, needsAttention } from "../live/store";
+import { refusal } from "../nodes/shared/verbs";
 import type { IconName } from "../ui/icons";
+import { pageOf } from "../operations/words";
 
 export const KINDS = ["Operations", "Nodes", "Models", "Backends", "Pages", "Actions"] as const;
 export type Kind = (typeof KINDS)[number];
@@ -86,6 +88,50 @@ export function nodeEntries(nodes: Iterable<LiveNode>): Entry[] {
   return byTitle(entries);
 }
 
+const VERBS = [
+  ["approve", "Approve"],
+  ["reject", "Reject"],
+  ["drain", "Drain"],
+  ["resume", "Resume"],
+] as const;
+/** "in" is more often the beginning of a name. */
+const LEAST_OF_A_VERB = 3;
+
+/**
+ * What the query asks to do: "drain two", "install llama". A verb and the beginning of it are known; each entry leads to
+ * the question that the page asks before anything happens.
+ */
+export function verbEntries(query: string, nodes: Iterable<LiveNode>, backends: readonly Entry[]): Entry[] {
+  const [first = "", ...rest] = plain(query.trim()).split(/\s+/);
+  if (first.length < LEAST_OF_A_VERB) return [];
+  const fits = (name: string) => rest.every((word) => plain(name).includes(word));
+  const found: Entry[] = [];
+  const meant = VERBS.filter(([verb]) => verb.startsWith(first));
+  const installs = "install".startsWith(first);
+  for (const node of meant.length > 0 || installs ? nodes : []) {
+    if (!fits(node.name)) continue;
+    for (const [verb, label] of meant) {
+      if (refusal(verb, node) === "") found.push(onNode(node, verb, `${label} ${node.name}…`));
+    }
+    if (installs && rest.length > 0 && refusal("install", node) === "") found.push(onNode(node, "install", `Install a backend on ${node.name}…`));
+  }
+  const offered = installs ? backends.filter(({ title }) => fits(title)) : [];
+  const asked = offered.map(({ title, detail }): Entry => ({ key: `install ${title}`, kind: "Actions", icon: "backends", title: `Install ${title}…`, detail, to: `/app/backends?install=${encodeURIComponent(title)}` }));
+  return [...byTitle(asked), ...byTitle(found)];
+}
+
+function onNode(node: LiveNode, verb: string, title: string): Entry {
+  return { key: `${verb} ${node.id}`, kind: "Actions", icon: "nodes", title, detail: node.status, to: `/app/nodes/${node.id}?do=${verb}` };
+}
+
+/** The results with what is asked to do: on top once it is said to what, because a verb alone may be a name. */
+export function withVerbs(query: string, verbs: readonly Entry[], found: Map<Kind, Entry[]>, limit: number): Map<Kind, Entry[]> {
+  if (verbs.length === 0) return found;
+  const actions: [Kind, Entry[]] = ["Actions", [...verbs.slice(0, limit), ...(found.get("Actions") ?? [])]];
+  const others = [...found].filter(([kind]) => kind !== "Actions");
+  return new Map<Kind, Entry[]>(/\S\s+\S/.test(query) ? [actions, ...others] : [...others, actions]);
+}
+
 /** Each model with the nodes that have it. */
 export function modelEntries(nodes: Iterable<LiveNode>): Entry[] {
   const places = gathered(nodes, (node) => node.models.map((model) => model.model_name));
@@ -128,7 +174,7 @@ export function operationEntries(operations: Iterable<Operation>): Entry[] {
     title: one.name,
     detail: [one.kind, one.status.replaceAll("_", " "), one.nodeName ?? ""].filter(Boolean).join(" · "),
     words: `${one.jobID} ${one.actor} ${one.message} ${one.error ?? ""}`,
-    to: `/app/activity#job-${one.jobID}`,
+    to: pageOf(one),
   }));
 }
 

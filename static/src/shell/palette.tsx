@@ -19,6 +19,8 @@ import {
   modelEntries,
   nodeEntries,
   operationEntries,
+  verbEntries,
+  withVerbs,
   type Entry,
   type Kind,
 } from "./palette-search";
@@ -70,7 +72,7 @@ function Search({ onChoice, ...actions }: PaletteProps & { onChoice: (entry: Ent
     <Command shouldFilter={false} loop label="Search" value={value} onValueChange={setChosen}>
       <div className="palette-field">
         <Icon name="search" />
-        <Command.Input value={query} onValueChange={type} placeholder="Search nodes, models, backends, operations…" />
+        <Command.Input value={query} onValueChange={type} placeholder="Search, or type what to do: drain gpu-1" />
         <kbd>Esc</kbd>
       </div>
       <Command.List className="palette-list">
@@ -132,10 +134,12 @@ function useResults(query: string, present: Entry[]): Map<Kind, Entry[]> {
   // The cluster moves many times a second and may follow behind; what is typed may not: Enter takes what is on top.
   const entries = useDeferredValue(present);
   const known = useMemo(() => index(entries), [entries]);
-  return useMemo(
-    () => (query.trim() === "" ? atFirst(entries, LIMIT) : find(known, query, LIMIT)),
-    [entries, known, query],
-  );
+  const backends = useMemo(() => entries.filter((entry) => entry.kind === "Backends"), [entries]);
+  const nodes = useDeferredValue(useLive((state) => state.nodes));
+  return useMemo(() => {
+    if (query.trim() === "") return atFirst(entries, LIMIT);
+    return withVerbs(query, verbEntries(query, nodes.values(), backends), find(known, query, LIMIT), LIMIT);
+  }, [entries, known, query, nodes, backends]);
 }
 
 function places({ onShortcuts, onSignOut }: PaletteProps): Entry[] {
@@ -143,6 +147,9 @@ function places({ onShortcuts, onSignOut }: PaletteProps): Entry[] {
     { key: "page nodes", kind: "Pages", icon: "nodes", title: "Nodes", detail: "g n", to: "/app/nodes" },
     { key: "page backends", kind: "Pages", icon: "backends", title: "Backends", detail: "g b", to: "/app/backends" },
     { key: "page activity", kind: "Pages", icon: "activity", title: "Activity", detail: "g a", to: "/app/activity" },
+    { key: "page inbox", kind: "Pages", icon: "warning", title: "Inbox", detail: "Failures", to: "/app/activity/inbox" },
+    { key: "page history", kind: "Pages", icon: "activity", title: "History", detail: "What has ended", to: "/app/activity/history" },
+    { key: "page health", kind: "Pages", icon: "health", title: "System health", detail: "g h", words: "schedules processes disk versions", to: "/app/health" },
     { key: "page password", kind: "Pages", icon: "key", title: "Change password", detail: "Account", to: "/app/password" },
     { key: "page admin", kind: "Pages", icon: "admin", title: "Admin", detail: "/admin/", run: () => window.location.assign("/admin/") },
     { key: "page docs", kind: "Pages", icon: "docs", title: "API docs", detail: "/api/docs", run: () => window.location.assign("/api/docs") },

@@ -58,7 +58,7 @@ it("a session that is refused again though it was found to hold is over", async 
   expect(await screen.findByRole("dialog", { name: "Your session has ended" })).toBeTruthy();
 });
 
-it("a session that nobody has is over", async () => {
+it("a session that no one has is over", async () => {
   signedIn = null;
   await sent()();
   expect(await screen.findByRole("dialog", { name: "Your session has ended" })).toBeTruthy();

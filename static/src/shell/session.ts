@@ -11,7 +11,7 @@ async function ask(): Promise<Person | null> {
   return (await call(client.GET("/api/auth/status"))).user;
 }
 
-/** Who is signed in; null for nobody, undefined as long as it is not known. */
+/** Who is signed in; null for a visitor, undefined as long as it is not known. */
 export function useSession(): UseQueryResult<Person | null> {
   return useQuery({ queryKey: SESSION, queryFn: ask, staleTime: Infinity, gcTime: Infinity });
 }

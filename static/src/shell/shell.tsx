@@ -84,6 +84,7 @@ function useKeys(open: (overlay: "search" | "shortcuts") => void): void {
   useShortcut("g n", () => void navigate("/app/nodes"), "Go to Nodes");
   useShortcut("g b", () => void navigate("/app/backends"), "Go to Backends");
   useShortcut("g a", () => void navigate("/app/activity"), "Go to Activity");
+  useShortcut("g h", () => void navigate("/app/health"), "Go to System health");
 }
 
 /** Puts the focus on the heading of a page that was opened; the first page keeps the browser's own order. */

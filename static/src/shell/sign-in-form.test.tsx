@@ -33,7 +33,7 @@ it("a wrong password is selected, to be typed over", async () => {
   expect([field.selectionStart, field.selectionEnd]).toEqual([0, "mistyped".length]);
 });
 
-it("one that is typed anew before the answer is not", async () => {
+it("one that is typed again before the answer is not", async () => {
   const { field, refuse } = await refused();
   fireEvent.change(field, { target: { value: "rig" } });
   field.setSelectionRange(3, 3);

@@ -39,7 +39,7 @@ it("draws the body after the frame in which the head is seen", async () => {
   expect(screen.getByText("Body")).toBeTruthy();
 });
 
-it("draws it at once for whoever comes back", async () => {
+it("draws it at once for anyone who comes back", async () => {
   const router = open();
   await act(() => router.navigate("/one"));
   await act(() => router.navigate("/list"));

@@ -68,6 +68,8 @@ interface ConfirmProps {
   danger?: boolean;
   /** A word that has to be typed first. */
   typed?: string;
+  /** The label of the safe answer, where "Cancel" could be taken for the action. */
+  back?: string;
   busy?: boolean;
   error?: Error | null;
   onConfirm: () => void;
@@ -108,7 +110,7 @@ export function Confirm(props: ConfirmProps): ReactNode {
 
 /** The buttons, and the word to type. `first` is where the focus starts: the field, else the safe answer. */
 function Answer(props: ConfirmProps & { first: RefObject<HTMLElement | null> }): ReactNode {
-  const { typed, danger = false, busy = false, action, onConfirm, onClose, first } = props;
+  const { typed, danger = false, busy = false, action, back = "Cancel", onConfirm, onClose, first } = props;
   const start = typed !== undefined ? "field" : danger ? "cancel" : "action";
   const hold = (part: typeof start) => (element: HTMLElement | null) => {
     if (part === start) first.current = element;
@@ -135,7 +137,7 @@ function Answer(props: ConfirmProps & { first: RefObject<HTMLElement | null> }):
           {action}
         </Button>
         <Button ref={hold("cancel")} onClick={onClose}>
-          Cancel
+          {back}
         </Button>
       </div>
     </form>

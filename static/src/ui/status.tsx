@@ -24,10 +24,16 @@ const TONES: Readonly<Record<string, Tone>> = {
   completed: "good",
   failed: "bad",
   cancelled: "",
+  superseded: "",
+  waiting: "warn",
+  retrying: "warn",
+  running: "info",
+  overdue: "warn",
 };
 
 const WORDS: Readonly<Record<string, string>> = {
-  running_on_worker: "worker busy",
+  running_on_worker: "running on the worker",
+  overdue: "running on the worker",
   waiting_for_nodes: "waiting for nodes",
   success: "done",
   error: "failed",

@@ -30,7 +30,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Runs it; 1 if the database holds nodes and nobody said `--force`."""
+    """Runs it; 1 if the database holds nodes and no one said `--force`."""
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "localai_cluster.settings")
     django.setup()
     from localai_cluster import clock

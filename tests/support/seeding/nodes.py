@@ -1,7 +1,7 @@
 """Seeded nodes: rows in every state, with the hardware and the labels of a mixed fleet, and their beats.
 
 Rows are made in bulk; what an admin or a task would have done to some of them goes through the verbs, so that
-their timelines tell of it.
+their timelines say so.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +24,7 @@ from tests.support.seeding import hostile
 GIB = 1024**3
 ANNA = Actor(ActorKind.USER, "anna")
 FAR = timedelta(days=30)
-"""Nobody asks a worker that does not exist for its backends."""
+"""No one asks a worker that does not exist for its backends."""
 BEAT_EVERY = 10
 """Seconds between two beats of one node."""
 OTHER_SECRET = "c" * 64

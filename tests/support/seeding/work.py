@@ -1,6 +1,6 @@
 """Seeded operations: installs on one node and on many, loads, some that wait and some that fail.
 
-They move by the ledger's own verbs, so that events flow as in life. Each lane has one key for ever: when its
+They move by the ledger's own verbs, so that events flow as in life. Each lane has one key forever: when its
 operation ends, the next one follows, and a failure is superseded as in life. A controller that runs beside
 never gets one: what is admitted is claimed in the same transaction.
 """

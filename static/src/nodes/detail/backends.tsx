@@ -1,12 +1,13 @@
 // What is installed on the node, as its worker listed it, with the age of that list and why there is no newer one.
 import type { UseQueryResult } from "@tanstack/react-query";
 import { useState, type ReactNode } from "react";
-import type { LiveNode } from "../../live/messages";
+import type { LiveNode, Operation } from "../../live/messages";
 import { Button } from "../../ui/button";
 import { Empty } from "../../ui/empty";
 import { Ago } from "../../ui/time";
 import { Tip } from "../../ui/tip";
 import { refusal } from "../shared/verbs";
+import { BackendActions } from "./backend-actions";
 import { useBackends, type NodeBackend, type NodeDetail } from "./data";
 import { InstallDialog } from "./install";
 import { Fetched, Panel } from "./panel";
@@ -14,9 +15,11 @@ import { Fetched, Panel } from "./panel";
 interface BackendsProps {
   node: LiveNode;
   detail: UseQueryResult<NodeDetail>;
+  /** Those of this node that are under way or have failed. */
+  operations: readonly Operation[];
 }
 
-export function Backends({ node, detail }: BackendsProps): ReactNode {
+export function Backends({ node, detail, operations }: BackendsProps): ReactNode {
   const [adding, setAdding] = useState(false);
   const listed = useBackends(node.id);
   const problem = detail.data?.inventory.error ?? "";
@@ -30,7 +33,7 @@ export function Backends({ node, detail }: BackendsProps): ReactNode {
       <AsOf node={node} problem={problem} />
       <Fetched query={listed} what="the backends">
         {(backends) =>
-          backends.length > 0 ? <List backends={backends} /> : <None node={node} add={add} />
+          backends.length > 0 ? <List node={node} backends={backends} operations={operations} /> : <None node={node} add={add} />
         }
       </Fetched>
       {adding && <InstallDialog id={node.id} onClose={() => setAdding(false)} />}
@@ -58,7 +61,13 @@ function None({ node, add }: { node: LiveNode; add: ReactNode }): ReactNode {
   return <Empty title="No backends installed">{add}</Empty>;
 }
 
-function List({ backends }: { backends: readonly NodeBackend[] }): ReactNode {
+interface ListProps {
+  node: LiveNode;
+  backends: readonly NodeBackend[];
+  operations: readonly Operation[];
+}
+
+function List({ node, backends, operations }: ListProps): ReactNode {
   return (
     <div className="nd-scroll">
       <table className="nd-table">
@@ -68,6 +77,7 @@ function List({ backends }: { backends: readonly NodeBackend[] }): ReactNode {
             <th scope="col">Version</th>
             <th scope="col">Type</th>
             <th scope="col">Installed</th>
+            <th scope="col">Actions</th>
           </tr>
         </thead>
         <tbody>
@@ -83,6 +93,7 @@ function List({ backends }: { backends: readonly NodeBackend[] }): ReactNode {
                 <span className="tag">{backend.is_system ? "system" : "gallery"}</span> {backend.is_meta && <span className="tag">meta</span>}
               </td>
               <td data-label="Installed">{backend.installed_at === undefined ? <span className="muted">unknown</span> : <Ago at={backend.installed_at} />}</td>
+              <td data-label="Actions">{!backend.is_system && <BackendActions node={node} name={backend.name} operations={operations} />}</td>
             </tr>
           ))}
         </tbody>

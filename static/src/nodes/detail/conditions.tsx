@@ -4,7 +4,7 @@ import type { ReactNode } from "react";
 import { bytes, count } from "../../lib/format";
 import type { LiveNode } from "../../live/messages";
 import { Ago } from "../../ui/time";
-import { Fact, Fingerprint, Risk } from "../shared/identity";
+import { Fact, Fingerprint, JoinedWith, Risk, Version } from "../shared/identity";
 import type { NodeDetail } from "./data";
 import { Fetched, Panel } from "./panel";
 import { conditions, type Condition } from "./words";
@@ -78,6 +78,8 @@ export function Identity({ node, detail }: Props): ReactNode {
         <Fact name="Registered from">
           <span className="mono">{node.source_address || "unknown"}</span>
         </Fact>
+        <JoinedWith node={node} />
+        <Version node={node} />
         {node.http_address !== "" && (
           <Fact name="HTTP">
             <bdi className="mono">{node.http_address}</bdi>

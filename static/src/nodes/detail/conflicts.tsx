@@ -1,4 +1,4 @@
-// Who claims to be this node, as long as nobody has decided.
+// Who claims to be this node, as long as no one has decided.
 import { useState, type ReactNode } from "react";
 import type { LiveNode } from "../../live/messages";
 import { ConflictCard, Decide, type Asked } from "../shared/conflicts";

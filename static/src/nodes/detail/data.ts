@@ -44,7 +44,7 @@ export function useDetail(id: string): UseQueryResult<NodeDetail> {
   });
 }
 
-/** Fetches whatever is shown of the node again; of one that is gone, what has happened to it. */
+/** Fetches what is shown of the node again; of one that is gone, what has happened to it. */
 export function useRefresh(id: string): () => void {
   const queries = useQueryClient();
   const store = useContext(LiveContext);

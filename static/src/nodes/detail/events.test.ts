@@ -24,7 +24,7 @@ describe("pages of the timeline (UW15)", () => {
     expect(moved.events[1]?.count).toBe(2);
   });
 
-  it("begins anew when more has happened than a page holds", () => {
+  it("begins again when more has happened than a page holds", () => {
     const moved = withNewest(shown, page([9, 8], 8));
     expect([ids(moved), moved.next]).toEqual([[9, 8], 8]);
   });

@@ -23,6 +23,7 @@ export const KINDS: Readonly<Record<EventKind, string>> = {
   rotation_requested: "Secret rotation requested",
   rotated: "Secret rotated",
   revoked: "Secret revoked",
+  address_refused: "Address refused",
 };
 
 /** What the timeline shows: newest first, and where the older ones begin, if there are any. */

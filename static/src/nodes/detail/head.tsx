@@ -1,14 +1,14 @@
 // The top of the page: which node, how it is and why, and what can be done with it now.
-import { useState, type ReactNode } from "react";
-import { Link } from "react-router";
+import { useEffect, useState, type ReactNode } from "react";
+import { Link, useLocation, useNavigate } from "react-router";
 import { left } from "../../lib/format";
 import { useChange, useNow } from "../../live/hooks";
 import type { LiveNode } from "../../live/messages";
 import { announce } from "../../ui/announce";
 import { Button } from "../../ui/button";
-import { StatusPill } from "../../ui/status";
 import { Ago } from "../../ui/time";
 import { ApproveDialog, DrainDialog, RejectDialog, ResumeDialog } from "../shared/dialogs";
+import { NodeStatus } from "../shared/node-status";
 import { refusal } from "../shared/verbs";
 import { keptFilter } from "./back";
 import { InstallDialog } from "./install";
@@ -28,8 +28,28 @@ export function BackLink(): ReactNode {
 
 type Asked = "" | "approve" | "reject" | "drain" | "resume" | "install";
 
-export function Head({ node, operations }: { node: LiveNode; operations: number }): ReactNode {
+const ASKED: readonly Asked[] = ["approve", "reject", "drain", "resume", "install"];
+
+/** Which dialog is open. An address with `do=drain` opens it once, and is the node's own again. */
+function useAsked(): [Asked, (asked: Asked) => void] {
+  const { search, key } = useLocation();
+  const navigate = useNavigate();
+  const named = new URLSearchParams(search).get("do");
+  const wanted = ASKED.find((verb) => verb === named) ?? "";
   const [asked, setAsked] = useState<Asked>("");
+  const [adopted, setAdopted] = useState("");
+  if (wanted !== "" && adopted !== key) {
+    setAdopted(key);
+    setAsked(wanted);
+  }
+  useEffect(() => {
+    if (wanted !== "") void navigate({ search: "" }, { replace: true, preventScrollReset: true });
+  }, [wanted, navigate]);
+  return [asked, setAsked];
+}
+
+export function Head({ node, operations }: { node: LiveNode; operations: number }): ReactNode {
+  const [asked, setAsked] = useAsked();
   const close = () => setAsked("");
   const dialog = { nodes: [node], onClose: close };
   return (
@@ -37,7 +57,7 @@ export function Head({ node, operations }: { node: LiveNode; operations: number 
       <BackLink />
       <div className="row wrap spread">
         <div className="row wrap grow">
-          <StatusPill status={node.status} />
+          <NodeStatus node={node} />
           <h1 tabIndex={-1}>
             <bdi>{node.name}</bdi>
           </h1>

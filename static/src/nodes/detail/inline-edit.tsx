@@ -1,5 +1,5 @@
 // A value that is edited where it stands: the pencil opens it, Enter saves, Escape cancels, an unchanged value only
-// closes. What is typed stays until it is saved or cancelled, whatever the server says.
+// closes. What is typed stays until it is saved or cancelled, no matter what the server says.
 import { useEffect, useId, useRef, useState, type KeyboardEvent, type ReactNode, type SubmitEvent } from "react";
 import { ApiError } from "../../api/client";
 import { Button, IconButton } from "../../ui/button";

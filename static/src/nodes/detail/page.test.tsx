@@ -136,8 +136,8 @@ it("installed backends have name, type and age of the installation (UI-4.10)", a
   const rows = panel("Installed backends").getAllByRole("row").slice(1);
   const said = rows.map((row) => [row.querySelector("th"), ...row.querySelectorAll("td")].map((cell) => cell?.textContent.trim()));
   expect(said).toEqual([
-    ["llama-cpp", "–", "gallery meta", "3h ago"],
-    ["piper", "–", "system", "unknown"],
+    ["llama-cpp", "–", "gallery meta", "3h ago", "Upgrade…Delete…"],
+    ["piper", "–", "system", "unknown", ""],
   ]);
 });
 
@@ -189,7 +189,7 @@ describe("a node that is deregistered", () => {
     await vi.waitFor(() => expect(router.state.location.pathname).toBe("/app/nodes"));
   });
 
-  it("fetches nobody back who has gone elsewhere before the answer", async () => {
+  it("fetches no one back who has gone elsewhere before the answer", async () => {
     const router = await deregister();
     await router.navigate("/app/activity");
     const led = vi.spyOn(router, "navigate");

@@ -60,7 +60,7 @@ function Shown({ node, detail }: { node: LiveNode; detail: UseQueryResult<NodeDe
             {pending && <Identity node={node} detail={detail} />}
             <Running id={node.id} operations={operations} />
             {worker && <Replicas node={node} />}
-            {worker && <Backends node={node} detail={detail} />}
+            {worker && <Backends node={node} detail={detail} operations={operations} />}
           </div>
           <div className="nd-column">
             <Memory node={node} />

@@ -1,16 +1,27 @@
 // What runs on the node: its replicas, in every state, as the feed has them.
 import type { ReactNode } from "react";
+import { Link } from "react-router";
 import type { LiveModel, LiveNode } from "../../live/messages";
 import { Empty } from "../../ui/empty";
 import { StatusPill } from "../../ui/status";
 import { Ago } from "../../ui/time";
+import { logAddress } from "../logs/lines";
 import { Panel } from "./panel";
+import { Leaving, Unload } from "./unload";
 
 export function Replicas({ node }: { node: LiveNode }): ReactNode {
   const models = [...node.models].sort(byModel);
   const several = new Set(models.filter((model, at) => models[at - 1]?.model_name === model.model_name).map(({ model_name }) => model_name));
   return (
-    <Panel title="Replicas" aside={<span className="muted">{node.in_flight_count} in flight</span>}>
+    <Panel
+      title="Replicas"
+      aside={
+        <span className="row wrap">
+          <span className="muted">{node.in_flight_count} in flight</span>
+          {node.status !== "pending" && <Link to={logAddress(node.id)}>Logs</Link>}
+        </span>
+      }
+    >
       {models.length === 0 ? (
         <Empty title="No replicas running">Models are loaded on request.</Empty>
       ) : (
@@ -25,11 +36,13 @@ export function Replicas({ node }: { node: LiveNode }): ReactNode {
                 </th>
                 <th scope="col">Last used</th>
                 <th scope="col">Backend</th>
+                <th scope="col">Logs</th>
+                <th scope="col">Action</th>
               </tr>
             </thead>
             <tbody>
               {models.map((model) => (
-                <Row key={model.id} model={model} several={several.has(model.model_name)} />
+                <Row key={model.id} node={node} model={model} several={several.has(model.model_name)} />
               ))}
             </tbody>
           </table>
@@ -43,7 +56,7 @@ function byModel(left: LiveModel, right: LiveModel): number {
   return left.model_name.localeCompare(right.model_name) || left.replica_index - right.replica_index;
 }
 
-function Row({ model, several }: { model: LiveModel; several: boolean }): ReactNode {
+function Row({ node, model, several }: { node: LiveNode; model: LiveModel; several: boolean }): ReactNode {
   return (
     <tr>
       <th scope="row">
@@ -51,6 +64,7 @@ function Row({ model, several }: { model: LiveModel; several: boolean }): ReactN
       </th>
       <td data-label="State">
         <StatusPill status={model.state} />
+        <Leaving model={model} />
       </td>
       <td data-label="In flight" className="nd-number">
         {model.in_flight}
@@ -60,6 +74,14 @@ function Row({ model, several }: { model: LiveModel; several: boolean }): ReactN
       </td>
       <td data-label="Backend">
         <bdi>{model.backend_type || "unknown"}</bdi>
+      </td>
+      <td data-label="Logs">
+        <Link to={logAddress(node.id, `${model.model_name}#${model.replica_index}`)} aria-label={`Logs of ${model.model_name}, replica ${model.replica_index}`}>
+          Logs
+        </Link>
+      </td>
+      <td data-label="Action">
+        <Unload node={node} model={model} />
       </td>
     </tr>
   );

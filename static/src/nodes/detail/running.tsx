@@ -8,7 +8,7 @@ import { isActive, needsAttention } from "../../live/store";
 import { Reason } from "../../operations/failure";
 import { figures, NextLook, WorkGlyph } from "../../operations/lines";
 import { partsOf, type Part } from "../../operations/model";
-import { phaseOf, phrase, stateOf } from "../../operations/words";
+import { pageOf, phaseOf, phrase, stateOf } from "../../operations/words";
 import { ProgressBar } from "../../ui/bars";
 import { StatusPill } from "../../ui/status";
 import { Panel } from "./panel";
@@ -46,7 +46,9 @@ function Row({ id, operation }: { id: string; operation: Operation }): ReactNode
       <div className="row wrap">
         <WorkGlyph state={state} />
         <span className="grow">
-          {phrase(operation, state)} <bdi>{operation.name}</bdi>
+          <Link to={pageOf(operation)}>
+            {phrase(operation, state)} <bdi>{operation.name}</bdi>
+          </Link>
           <span className="muted">
             {" "}
             by <bdi>{operation.actor}</bdi>

@@ -1,12 +1,12 @@
 // Who says what of a node, in words: provenance of facts, the node's conditions, and the word that a dangerous
 // action wants typed. Pure.
 import { count } from "../../lib/format";
-import type { LiveNode, Operation } from "../../live/messages";
+import type { LiveModel, LiveNode, Operation } from "../../live/messages";
 import type { NodeDetail } from "./data";
 
 const WORKER = "worker";
 
-/** "by anna", "by the worker"; "" if nobody is known. */
+/** "by anna", "by the worker"; "" if that is not known. */
 export function by(actor: string): string {
   if (actor === "") return "";
   return actor === WORKER ? "by the worker" : `by ${actor}`;
@@ -87,4 +87,19 @@ export function confirmationWord(node: { id: string; name: string }): string {
 /** Whether the operation is about this node, alone or among others. */
 export function concerns(operation: Operation, id: string): boolean {
   return operation.nodeID === id || (operation.nodes ?? []).some((target) => target.node_id === id);
+}
+
+/** A backend's name without the gallery that it came from, as names are compared. */
+function plainName(name: string): string {
+  return name.slice(name.lastIndexOf("@") + 1).toLowerCase();
+}
+
+/** Whether the operation is about this backend. */
+export function onBackend(operation: Operation, name: string): boolean {
+  return operation.isBackend && plainName(operation.name) === plainName(name);
+}
+
+/** The node's replicas that run on this backend, as far as their own word for it says so. */
+export function usersOf(node: LiveNode, name: string): LiveModel[] {
+  return node.models.filter((model) => plainName(model.backend_type) === plainName(name));
 }

@@ -4,9 +4,9 @@ import { Link } from "react-router";
 import { ago, bytes, count, exact } from "../../lib/format";
 import type { LiveModel, LiveNode } from "../../live/messages";
 import { Meter } from "../../ui/bars";
-import { StatusPill } from "../../ui/status";
 import { isAutomatic, written } from "../shared/labels";
-import { useClock } from "./clock";
+import { useClock } from "../shared/clock";
+import { NodeStatus } from "../shared/node-status";
 
 const CHIPS = 2;
 
@@ -24,7 +24,7 @@ export function State({ node }: { node: LiveNode }): ReactNode {
   const reason = node.rejected === null ? node.reason : `rejected: ${node.rejected.reason}`;
   return (
     <>
-      <StatusPill status={node.status} />
+      <NodeStatus node={node} />
       {reason !== "" && (
         <bdi className="name second" title={reason}>
           {reason}
@@ -44,6 +44,7 @@ export function Name({ node }: { node: LiveNode }): ReactNode {
         {node.node_type === "agent" ? "agent" : node.gpu_vendor || "no GPU"}
         {node.open_conflicts > 0 && <span className="flag"> · identity conflict</span>}
         {node.rotation_requested_at !== null && <span> · rotation requested</span>}
+        {node.version_skew !== "" && <span className="flag"> · {node.version_skew}</span>}
       </span>
     </>
   );
@@ -52,9 +53,16 @@ export function Name({ node }: { node: LiveNode }): ReactNode {
 export function Address({ node }: { node: LiveNode }): ReactNode {
   if (node.address === "") return <Dash why="No address" />;
   return (
-    <bdi className="mono name small-text" title={node.address}>
-      {node.address}
-    </bdi>
+    <>
+      <bdi className="mono name small-text" title={node.address}>
+        {node.address}
+      </bdi>
+      {node.worker_version !== "" && (
+        <bdi className="second name" title={`Worker version ${node.worker_version}`}>
+          v{node.worker_version}
+        </bdi>
+      )}
+    </>
   );
 }
 

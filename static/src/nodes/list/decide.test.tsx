@@ -47,7 +47,7 @@ it("a question stays while newer claims push its card out of sight", async () =>
   expect(screen.queryByRole("alertdialog", { name: /Accept the claim to a/ })).not.toBeNull();
 });
 
-it("a claim that is decided is not offered while the list is fetched anew", async () => {
+it("a claim that is decided is not offered while the list is fetched again", async () => {
   await open("b", "a");
   answers = new Promise(() => undefined);
   show(store, ...claimed("a"));

@@ -2,6 +2,7 @@ import { act, cleanup, fireEvent, screen, within } from "@testing-library/react"
 import { createMemoryRouter, useNavigate, type RouteObject } from "react-router";
 import type { ReactNode } from "react";
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
+import { client } from "../../api/client";
 import { GIB, model, node, show } from "../../live/fixtures";
 import { stage } from "../../live/stage";
 import { LiveStore } from "../../live/store";
@@ -33,6 +34,7 @@ afterEach(() => {
   cleanup();
   vi.useRealTimers();
   vi.unstubAllGlobals();
+  vi.restoreAllMocks();
 });
 
 function open(path = "/app/nodes", others: RouteObject[] = []): () => string {
@@ -61,6 +63,33 @@ function rows(): string[] {
     .map((link) => link.textContent);
 }
 
+describe("a machine that joins (UI-3.8)", () => {
+  const joined = { token: "t1", note: "rack 4", by: "root" };
+
+  it("waits for its approval in one place: in the steps while they are open, then with the others", async () => {
+    const made = {
+      id: "t1", state: "usable", note: "rack 4", created_at: "2026-08-22T10:00:00Z", created_by: "root", max_uses: 2, uses: 0,
+      expires_at: new Date(Date.now() + 3_600_000).toISOString(), token: "join-0", command: "T=join-0; curl", url: "http://h:1", url_is_set: true,
+    };
+    vi.spyOn(client, "GET").mockImplementation(() => Promise.resolve({ data: [], response: new Response() }) as never);
+    vi.spyOn(client, "POST").mockImplementation(() => Promise.resolve({ data: made, response: new Response() }) as never);
+    open();
+    show(store, node("well"), node("waits", { status: "pending" }));
+    fireEvent.click(await screen.findByRole("button", { name: "Add a node" }));
+    fireEvent.click(screen.getByRole("button", { name: "Show the line" }));
+    await screen.findByText(made.command);
+    show(store, node("well"), node("waits", { status: "pending" }), node("joins", { status: "pending", joined }));
+    expect(await screen.findByTestId("joined-joins")).toBeTruthy();
+    expect(await screen.findByTestId("pending-waits")).toBeTruthy();
+    expect(screen.queryByTestId("pending-joins")).toBeNull();
+    fireEvent.click(screen.getByRole("button", { name: "Add a node" }));
+    expect(await screen.findByTestId("pending-joins")).toBeTruthy();
+    expect(screen.queryByTestId("joined-joins")).toBeNull();
+    fireEvent.click(screen.getByRole("button", { name: "Add a node" }));
+    expect(screen.queryByText(made.command)).toBeNull();
+  });
+});
+
 describe("waiting for the first nodes (UI-3.1)", () => {
   it("is shown, and ends with them", async () => {
     open();
@@ -83,26 +112,26 @@ describe("a cluster without nodes", () => {
     open();
     show(store);
     expect(await screen.findByText("No workers registered yet")).toBeTruthy();
-    expect(screen.getByText(/LOCALAI_REGISTER_TO=/).textContent).toContain(window.location.origin);
-    expect(screen.queryByRole("button", { name: "Add a worker" })).toBeNull();
+    expect(screen.getByRole("region", { name: "Add a node" })).toBeTruthy();
+    expect(screen.queryByRole("button", { name: "Add a node" })).toBeNull();
   });
 
   it("is not what one sees while there is no feed (UI-3.2)", () => {
     open();
     act(() => store.lost("stale"));
-    expect(screen.queryByText(/No worker|LOCALAI_REGISTER_TO/)).toBeNull();
+    expect(screen.queryByText(/No worker|Add a node/)).toBeNull();
   });
 });
 
-it("Add a worker shows the command and hides it again (UI-3.7)", async () => {
+it("Add a node opens the panel and closes it again (UI-3.7)", async () => {
   open();
   show(store, ...FLEET);
-  const button = await screen.findByRole("button", { name: "Add a worker" });
-  expect(screen.queryByText(/LOCALAI_REGISTER_TO=/)).toBeNull();
+  const button = await screen.findByRole("button", { name: "Add a node" });
+  expect(screen.queryByRole("region", { name: "Add a node" })).toBeNull();
   fireEvent.click(button);
-  expect(screen.getByText(/LOCALAI_REGISTER_TO=/)).toBeTruthy();
+  expect(screen.getByRole("region", { name: "Add a node" })).toBeTruthy();
   fireEvent.click(button);
-  expect(screen.queryByText(/LOCALAI_REGISTER_TO=/)).toBeNull();
+  expect(screen.queryByRole("region", { name: "Add a node" })).toBeNull();
 });
 
 it("calls out what is unhealthy and offline beside what is pending, as filters (UI-3.5)", async () => {

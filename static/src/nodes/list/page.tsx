@@ -14,7 +14,8 @@ import { PageHead } from "../../ui/title";
 import { count } from "../../lib/format";
 import { useInAddress } from "../../lib/in-address";
 import { ActionDialog, type Action } from "./actions";
-import { AddWorker } from "./add-worker";
+import { AddNode } from "./add-node";
+import type { MadeJoinToken } from "./joining";
 import { BulkBar } from "./bulk-bar";
 import { NodeCards } from "./cards";
 import { Conflicts } from "./conflicts";
@@ -33,29 +34,43 @@ export function NodesPage(): ReactNode {
   const present = useLive((state) => state.nodes);
   const nodes = useDeferredValue(present);
   const known = useLive((state) => state.nodesCursor !== null);
-  const [adding, setAdding] = useState(false);
   const id = useId();
   const empty = known && present.size === 0;
+  const [adding, setAdding] = useAdding(empty);
+  const [token, setToken] = useState<MadeJoinToken | null>(null);
+  const toggle = () => {
+    // Only the one line that is shown holds the token: it is not shown again.
+    setToken(null);
+    setAdding(!adding);
+  };
   return (
     <div className="nodes-page stack">
       <PageHead title="Nodes" note={nodes.size > 0 && !empty ? <Pulse nodes={nodes} /> : undefined}>
         {known && !empty && (
-          <Button aria-expanded={adding} aria-controls={id} onClick={() => setAdding(!adding)}>
-            Add a worker
+          <Button aria-expanded={adding} aria-controls={id} onClick={toggle}>
+            Add a node
           </Button>
         )}
       </PageHead>
       {/* What follows behind has nothing yet: that is no empty cluster. */}
       {!empty && nodes.size === 0 && <Connecting />}
       {empty && <Empty title="No workers registered yet" />}
-      {(empty || adding) && <AddWorker id={id} />}
+      {adding && <AddNode id={id} token={token} onToken={setToken} />}
       {nodes.size > 0 && !empty && (
         <AfterPaint>
-          <Fleet nodes={nodes} />
+          <Fleet nodes={nodes} joining={token?.id ?? ""} />
         </AfterPaint>
       )}
     </div>
   );
+}
+
+/** Whether the steps of joining are open: by themselves while there is no node, and still when the first one comes. */
+function useAdding(empty: boolean): [boolean, (adding: boolean) => void] {
+  const [wanted, setWanted] = useState<boolean | null>(null);
+  const [began, setBegan] = useState(false);
+  if (empty && !began) setBegan(true);
+  return [empty || (wanted ?? began), setWanted];
 }
 
 /** Nothing has come yet: says whether it is on its way or why not. */
@@ -67,14 +82,20 @@ function Connecting(): ReactNode {
   return <Loading what="nodes" />;
 }
 
-const Fleet = memo(function Fleet({ nodes }: { nodes: ReadonlyMap<string, LiveNode> }): ReactNode {
+interface FleetProps {
+  nodes: ReadonlyMap<string, LiveNode>;
+  /** The token whose machines wait for their approval in the steps of joining. */
+  joining: string;
+}
+
+const Fleet = memo(function Fleet({ nodes, joining }: FleetProps): ReactNode {
   const [action, setAction] = useState<Action | null>(null);
   const close = useCallback(() => setAction(null), []);
   return (
     <>
       <div className="decisions">
         <Conflicts nodes={nodes} />
-        <Pending nodes={nodes} onAct={setAction} />
+        <Pending nodes={nodes} except={joining} onAct={setAction} />
       </div>
       <Roster nodes={nodes} onAct={setAction} />
       {action !== null && action.verb !== "install" && <ActionDialog action={action} onClose={close} />}

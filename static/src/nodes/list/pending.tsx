@@ -12,18 +12,20 @@ const OPEN_FIRST = 3;
 
 interface PendingProps {
   nodes: ReadonlyMap<string, LiveNode>;
+  /** A join token whose machines are shown elsewhere on the page. */
+  except: string;
   onAct: (action: Action) => void;
 }
 
 /** Those that somebody has to decide about: a rejected one was decided. The longest waiting first. */
-export function waiting(nodes: Iterable<LiveNode>): LiveNode[] {
+export function waiting(nodes: Iterable<LiveNode>, except = ""): LiveNode[] {
   return [...nodes]
-    .filter((node) => node.status === "pending" && node.rejected === null)
+    .filter((node) => node.status === "pending" && node.rejected === null && (except === "" || node.joined?.token !== except))
     .sort((left, right) => (left.created_at < right.created_at ? -1 : 1));
 }
 
-export const Pending = memo(function Pending({ nodes, onAct }: PendingProps): ReactNode {
-  const found = useMemo(() => waiting(nodes.values()), [nodes]);
+export const Pending = memo(function Pending({ nodes, except, onAct }: PendingProps): ReactNode {
+  const found = useMemo(() => waiting(nodes.values(), except), [nodes, except]);
   if (found.length === 0) return null;
   const approveAll = found.length > 1 && (
     <Button small onClick={() => onAct({ verb: "approve", nodes: found })}>

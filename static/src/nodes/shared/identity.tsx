@@ -65,6 +65,8 @@ export function IdentityFacts({ node }: { node: LiveNode }): ReactNode {
           </>
         )}
       </Fact>
+      <JoinedWith node={node} />
+      <Version node={node} />
       <Fact name="Hardware">{node.node_type === "agent" ? "agent" : hardware(node)}</Fact>
       <Fact name="First seen">
         <Ago at={node.created_at} />
@@ -96,6 +98,26 @@ export function IdentityFacts({ node }: { node: LiveNode }): ReactNode {
         </Fact>
       )}
     </dl>
+  );
+}
+
+/** The join token that it registered with, if it was one. */
+export function JoinedWith({ node }: { node: LiveNode }): ReactNode {
+  if (node.joined === null) return null;
+  return (
+    <Fact name="Joined with">
+      token <bdi>{node.joined.note || node.joined.token.slice(0, 8)}</bdi>, made by <bdi>{node.joined.by}</bdi>
+    </Fact>
+  );
+}
+
+/** The worker's version, and what is odd about it. */
+export function Version({ node }: { node: LiveNode }): ReactNode {
+  return (
+    <Fact name="Version">
+      {node.worker_version === "" ? <span className="muted">unknown</span> : <bdi>{node.worker_version}</bdi>}{" "}
+      {node.version_skew !== "" && <span className="pill warn">{node.version_skew}</span>}
+    </Fact>
   );
 }
 

@@ -13,7 +13,7 @@ vi.mock("./verbs", { spy: true });
 afterEach(cleanup);
 
 function node(id: string, more: Partial<LiveNode> = {}): LiveNode {
-  const empty = { labels: {}, models: [], model_count: 0, in_flight_count: 0, drain: null, rejected: null, revoked: null };
+  const empty = { labels: {}, models: [], model_count: 0, in_flight_count: 0, drain: null, rejected: null, revoked: null, joined: null, worker_version: "", version_skew: "" };
   const facts = { node_type: "backend", weak_identity: false, fingerprint: "aaaa", source_address: "", address: "", gpu_vendor: "" };
   return { id, name: id, status: "healthy", gpu_compute_capability: "", created_at: "", ...empty, ...facts, ...more } as LiveNode;
 }

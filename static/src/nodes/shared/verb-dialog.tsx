@@ -22,6 +22,8 @@ export interface NodesDialogProps {
 interface VerbDialogProps extends NodesDialogProps {
   /** As on the button: "Drain". */
   action: string;
+  /** What on the node it is done to, such as a backend; the node itself unless given. */
+  what?: string;
   /** As in the sentence afterwards: "drained". */
   done: string;
   /** Something stops or is lost. */
@@ -63,7 +65,7 @@ export function VerbDialog(props: VerbDialogProps): ReactNode {
   };
   const title = (
     <>
-      {action} {nodes.length === 1 ? <bdi>{nodes[0]?.name}</bdi> : count(fit.length, "node")}
+      {action} {props.what !== undefined && <><bdi>{props.what}</bdi> on </>}{nodes.length === 1 ? <bdi>{nodes[0]?.name}</bdi> : count(fit.length, "node")}
     </>
   );
   return (
@@ -178,7 +180,7 @@ function Results({ asked, bulk, done, onClose, onRun, onLook }: ResultsProps): R
   const { outcomes, running, stopping, stop } = bulk;
   const failed = asked.filter((node) => outcomes.get(node.id)?.state === "failed");
   const changed = failed.some((node) => isConflict(outcomes.get(node.id)));
-  // The failed ones first: nobody should have to look for them among five hundred.
+  // The failed ones first: no one should have to look for them among five hundred.
   const rank = (node: LiveNode) => (outcomes.get(node.id)?.state === "failed" ? 0 : 1);
   const ordered = running ? asked : asked.toSorted((left, right) => rank(left) - rank(right));
   return (

@@ -1,0 +1,87 @@
+"""Addresses as strangers send them: `host:port` and nothing else, compared by their host.
+
+A worker says where it and its engines listen, and the product dials that. What is no `host:port` is
+refused here: a socket's path (`unix:…`), another scheme (`dns:…`), a path, a list. Spellings of one host are
+equal: case, a trailing dot, the forms of an IPv6 address. Nothing here looks a name up.
+"""
+
+import ipaddress
+import re
+from dataclasses import dataclass
+
+LONGEST_HOST = 253
+"""A name cannot be longer and still be looked up."""
+EXPECTED = "host:port: a host name or IP address (an IPv6 address in brackets), and a port from 1 to 65535"
+_LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?\Z", re.ASCII)
+_PORT = re.compile(r"[1-9][0-9]{0,4}\Z", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where something listens; equal for every spelling of it."""
+
+    host: str
+    """As `host` answers it: an IPv6 address has no brackets."""
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def target(self) -> str:
+        """The same for gRPC, its scheme given: no text of a stranger's can name one."""
+        if ":" in self.host:
+            return f"ipv6:{self}"
+        return f"ipv4:{self}" if _is_number(self.host) else f"dns:///{self}"
+
+
+def parse(text: str) -> Address:
+    """The address in `text`; raises ValueError, whose message is the end of a sentence."""
+    name, colon, number = text.rpartition(":")
+    if not colon or not _PORT.match(number) or int(number) > 65535:
+        raise ValueError(f"is not {EXPECTED}")
+    if ":" in name and not (name.startswith("[") and name.endswith("]")):
+        raise ValueError(f"is not {EXPECTED}")
+    try:
+        return Address(host(name), int(number))
+    except ValueError:
+        raise ValueError(f"is not {EXPECTED}") from None
+
+
+def host(text: str) -> str:
+    """The one spelling of a host name or IP address; an IPv6 address may have brackets. Raises ValueError."""
+    if text.startswith("[") or ":" in text:
+        number = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+        if "%" in number:
+            raise ValueError("is an address of one link only")
+        address = ipaddress.IPv6Address(number)
+        return str(address.ipv4_mapped or address)
+    name = text.lower().removesuffix(".")
+    labels = name.split(".")
+    if not text.isascii() or len(name) > LONGEST_HOST or not all(_LABEL.match(label) for label in labels):
+        raise ValueError("is neither a host name nor an IP address")
+    # Name resolution reads numbers in more ways than one (`127.1`, `0x7f.1`): only the plain one is admitted.
+    if labels[-1].isdigit() or labels[-1].startswith("0x"):
+        return str(ipaddress.IPv4Address(name))
+    return name
+
+
+def is_local(host: str) -> bool:
+    """Whether this host names the machine of the one who dials it: loopback, or all of its addresses."""
+    try:
+        number = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+    return number.is_loopback or number.is_unspecified
+
+
+def same(one: str, other: str) -> bool:
+    """Whether both mean one address; texts that are no addresses only if they are equal."""
+    try:
+        return parse(one) == parse(other)
+    except ValueError:
+        return one == other
+
+
+def _is_number(name: str) -> bool:
+    return name.rpartition(".")[2].isdigit()

@@ -1,0 +1,16 @@
+"""The command `localai-cluster-manage`, also `manage.py`: Django's command line for this project."""
+
+import os
+import sys
+
+
+def main() -> None:
+    """Runs the command named in the arguments."""
+    os.environ.setdefault("DJANGO_SETTINGS_MODULE", "localai_cluster.settings")
+    try:
+        from django.core.management import execute_from_command_line
+    except ModuleNotFoundError as error:
+        if error.name != "django":
+            raise
+        sys.exit("error: only the worker is installed. For the rest: pip install 'localai-cluster[server]'")
+    execute_from_command_line(sys.argv)

@@ -1,0 +1,156 @@
+"""One connection to a NATS server, from dialling to its loss; never dialled twice.
+
+Requests go out with a reply subject of our own making, `<inbox>.<connection>.<number>`: the inbox belongs to
+the node that is asked, and its credentials allow it no other. One wildcard subscription a connection receives
+all replies; a reply to a request that has ended is dropped.
+"""
+
+import asyncio
+import itertools
+import logging
+import secrets
+import ssl
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from localai_cluster import points
+from localai_cluster.messaging.servers import Servers
+
+log = logging.getLogger(__name__)
+
+DIAL_TIMEOUT = 5.0
+FLUSH_TIMEOUT = 5
+_NO_RESPONDERS = "503"
+
+
+class _Client(Client):
+    """The library's client, which would go on unencrypted with a server that does not ask for TLS."""
+
+    must_encrypt = False
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        if self.must_encrypt:
+            info["tls_required"] = True
+        await super()._process_info(info, initial_connection)
+
+
+class Link:
+    """One connection; `complain` receives what the server says of it later."""
+
+    def __init__(self, complain: Callable[[str], None]) -> None:
+        self.client = _Client()
+        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._complain = complain
+        self._id = secrets.token_hex(11)
+        self._numbers = itertools.count()
+        self._waiting: dict[str, asyncio.Future[Msg]] = {}
+        self._listening: asyncio.Future[Any] | None = None
+
+    async def dial(self, servers: Servers, name: str) -> None:
+        """Connects within 5 s. nats.errors.Error, OSError."""
+        credentials, tls = servers.credentials, servers.tls
+        if tls is None and any(url.startswith("tls:") for url in servers.urls):
+            tls = ssl.create_default_context()
+        self.client.must_encrypt = tls is not None
+        async with asyncio.timeout(DIAL_TIMEOUT):
+            await self.client.connect(
+                servers=list(servers.urls),
+                name=name,
+                user=servers.user or None,
+                password=servers.password if servers.user else None,
+                token=servers.token or None,
+                user_jwt_cb=(lambda: bytearray(credentials.jwt.encode())) if credentials else None,
+                signature_cb=credentials.sign if credentials else None,
+                tls=tls,
+                allow_reconnect=False,
+                max_reconnect_attempts=1,
+                reconnect_time_wait=0,
+                connect_timeout=int(DIAL_TIMEOUT),
+                pending_size=0,
+                ping_interval=10,
+                max_outstanding_pings=2,
+                error_cb=self._on_error,
+                closed_cb=self._on_closed,
+            )
+
+    @property
+    def alive(self) -> bool:
+        """Whether a publish would leave now."""
+        return not self.gone.done() and self.client.is_connected
+
+    async def request(self, subject: str, payload: bytes, inbox: str, timeout: float) -> bytes | None:
+        """The reply within `timeout` seconds; None when this connection was lost first. nats.errors.Error."""
+        inbox = f"{inbox}.{self._id}.{next(self._numbers)}"
+        reply: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        self._waiting[inbox] = reply
+        ends: set[asyncio.Future[Any]] = {reply, self.gone}
+        try:
+            if self._listening is None or (self._listening.done() and self._listening.exception()):
+                # With the first request: a worker makes none and may not subscribe to this.
+                replies = self.client.subscribe(f"_INBOX.*.{self._id}.*", cb=self._on_reply)
+                self._listening = asyncio.ensure_future(replies)
+            await asyncio.shield(self._listening)  # all requests wait for it; none may cancel it
+            await self.client.publish(subject, payload, reply=inbox)
+            await points.left(self.client.flush)
+            await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            del self._waiting[inbox]
+        if not reply.done():
+            if self.gone.done():
+                return None
+            raise nats.errors.TimeoutError
+        message = reply.result()
+        if message.headers and message.headers.get("Status") == _NO_RESPONDERS:
+            raise nats.errors.NoRespondersError
+        return bytes(message.data)
+
+    async def lost(self) -> None:
+        """Returns when the connection is gone; looks every second, as the library may hang while closing."""
+        while self.alive:
+            await asyncio.wait({self.gone}, timeout=1.0)
+
+    async def discard(self) -> None:
+        """Ends it."""
+        await self._on_closed()
+        try:
+            async with asyncio.timeout(2.0):
+                await self.client.close()
+        except Exception as error:
+            log.debug("closing a lost connection: %s", error)
+
+    async def _on_reply(self, message: Msg) -> None:
+        waiting = self._waiting.get(message.subject)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(message)
+
+    async def _on_closed(self) -> None:
+        if not self.gone.done():
+            self.gone.set_result(None)
+
+    async def _on_error(self, error: Exception) -> None:
+        if self.client.is_connected:
+            self._complain(f"message bus: {error}")
+
+
+def refused(error: Exception) -> bool:
+    """Whether the server would not take the credentials."""
+    text = str(error).lower()
+    return isinstance(error, nats.errors.AuthorizationError) or any(
+        part in text
+        for part in ("authorization violation", "authentication expired", "authentication revoked")
+    )
+
+
+async def quietly(step: Coroutine[Any, Any, object]) -> None:
+    """Runs one step on a connection that may just be dying: the next connection repeats it."""
+    try:
+        async with asyncio.timeout(FLUSH_TIMEOUT):
+            await step
+    except nats.errors.BadSubjectError as error:
+        log.warning("message bus: %s", error)
+    except (nats.errors.Error, OSError) as error:
+        log.debug("message bus: %s", error)

@@ -1,0 +1,123 @@
+"""NATS keys and the tokens that they sign (`contract/nats.md` §9.2).
+
+A key is an Ed25519 pair written as text: base32 of a prefix that tells its role, the bytes, and a checksum.
+`O…` is an operator, `A…` an account, `U…` a user; a seed begins with `S` and the role's letter. A token is a
+JWT of version 2 whose algorithm is `ed25519-nkey`. The NATS server checks all of it; we only sign.
+"""
+
+import base64
+import binascii
+import hashlib
+import hmac
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+Role = Literal["operator", "account", "user"]
+
+_PREFIX: dict[Role, int] = {"operator": 14 << 3, "account": 0, "user": 20 << 3}
+_SEED = 18 << 3
+LONGEST_TOKEN = 64 * 1024
+LONGEST_ACCOUNT = 4 * 1024 * 1024
+"""An account's token holds its revocations; a NATS server takes less than this."""
+
+
+@dataclass(frozen=True)
+class KeyPair:
+    """One key pair; `seed` is the secret."""
+
+    role: Role
+    public_key: str
+    seed: str = field(repr=False)
+
+    def sign(self, data: bytes) -> bytes:
+        """The signature of `data`, 64 bytes."""
+        return _private(_raw_seed(self.seed)[1]).sign(data)
+
+
+def generate(role: Role) -> KeyPair:
+    """A new key pair."""
+    return _pair(role, os.urandom(32))
+
+
+def from_seed(seed: str, role: Role) -> KeyPair:
+    """The key pair of a seed; ValueError, which never quotes it, unless it is a seed of that role."""
+    found, raw = _raw_seed(seed)
+    if found != role:
+        raise ValueError(f"a seed of the role {found}, not {role}")
+    return _pair(role, raw)
+
+
+def derive(parent: KeyPair, role: Role, purpose: str) -> KeyPair:
+    """The key pair of `role` that belongs to `parent` and this purpose: always the same one."""
+    message = f"localai-cluster {role} {purpose}".encode()
+    return _pair(role, hmac.digest(_raw_seed(parent.seed)[1], message, "sha256"))
+
+
+def sign_token(claims: Mapping[str, Any], issuer: KeyPair) -> str:
+    """The JWT of these claims, signed by `issuer`; adds `iss` and `jti`."""
+    body = {**claims, "iss": issuer.public_key}
+    digest = hashlib.new("sha512_256", _json(body)).digest()
+    body["jti"] = base64.b32encode(digest).decode().rstrip("=")
+    text = f"{_encode(_json({'typ': 'JWT', 'alg': 'ed25519-nkey'}))}.{_encode(_json(body))}"
+    return f"{text}.{_encode(issuer.sign(text.encode()))}"
+
+
+def claims_of(token: str, longest: int = LONGEST_TOKEN) -> dict[str, Any]:
+    """The claims of a JWT, unverified: for tokens of our own. ValueError for what is none, or longer."""
+    parts = token.strip().split(".")
+    if len(parts) != 3 or len(token) > longest:
+        raise ValueError("not a JWT")
+    try:
+        claims = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
+    except (ValueError, binascii.Error, RecursionError):
+        raise ValueError("not a JWT") from None
+    if not isinstance(claims, dict):
+        raise ValueError("not a JWT")
+    return claims
+
+
+def _pair(role: Role, raw: bytes) -> KeyPair:
+    prefix = _PREFIX[role]
+    public = _private(raw).public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+    seed_prefix = bytes([_SEED | prefix >> 5, (prefix & 31) << 3])
+    return KeyPair(role, _text(bytes([prefix]) + public), _text(seed_prefix + raw))
+
+
+def _private(raw: bytes) -> Ed25519PrivateKey:
+    return Ed25519PrivateKey.from_private_bytes(raw)
+
+
+def _raw_seed(seed: str) -> tuple[Role, bytes]:
+    try:
+        data = base64.b32decode(seed + "=" * (-len(seed) % 8))
+    except (ValueError, binascii.Error):
+        raise ValueError("not an NKEY seed") from None
+    if len(data) != 36 or _checksum(data[:-2]) != data[-2:] or data[0] & 0xF8 != _SEED:
+        raise ValueError("not an NKEY seed")
+    prefix = (data[0] & 7) << 5 | data[1] >> 3
+    role = next((role for role, known in _PREFIX.items() if known == prefix), None)
+    if role is None:
+        raise ValueError("not the seed of an operator, an account or a user")
+    return role, data[2:-2]
+
+
+def _text(data: bytes) -> str:
+    return base64.b32encode(data + _checksum(data)).decode().rstrip("=")
+
+
+def _checksum(data: bytes) -> bytes:
+    return binascii.crc_hqx(data, 0).to_bytes(2, "little")
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _encode(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).decode().rstrip("=")

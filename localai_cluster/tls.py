@@ -1,0 +1,90 @@
+"""TLS from files: contexts for the connections that we open, and a check of those that we offer.
+
+Everything is loaded once, at start, so that a wrong file is a wrong setting and not a connection that fails
+an hour later. A context of ours always verifies the other side and its name.
+"""
+
+import ssl
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from cryptography import x509
+
+_MISMATCH = "KEY_VALUES_MISMATCH"
+
+
+class WrongFile(ValueError):
+    """A file cannot be used; `part` is `CA`, `CERT` or `KEY`."""
+
+    def __init__(self, part: str, message: str) -> None:
+        super().__init__(message)
+        self.part = part
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """PEM files; "" for none. `ca` verifies the other side (default: the system's), the others prove us."""
+
+    ca: str = ""
+    certificate: str = ""
+    key: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.ca or self.certificate or self.key)
+
+    def client(self, now: datetime) -> ssl.SSLContext:
+        """A context for connections that we open. WrongFile."""
+        self._check(now)
+        try:
+            context = ssl.create_default_context(cafile=self.ca or None)
+        except ssl.SSLError:
+            raise WrongFile("CA", f"{self.ca} holds no CA certificate in PEM form") from None
+        if self.certificate:
+            self._show_ourselves(context)
+        return context
+
+    def server(self, now: datetime) -> None:
+        """Checks what a server is to offer. WrongFile."""
+        self._check(now)
+        if not self.certificate:
+            raise WrongFile("CERT", "is not set, although the key is")
+        self._show_ourselves(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+
+    def _show_ourselves(self, context: ssl.SSLContext) -> None:
+        try:
+            # Without a password callback an encrypted key would ask on the terminal and hold up the start.
+            context.load_cert_chain(self.certificate, self.key, password=lambda: "")
+        except ssl.SSLError as error:
+            if error.reason == _MISMATCH:
+                message = f"{self.key} is not the key of the certificate in {self.certificate}"
+            else:
+                message = (
+                    f"{self.key} holds no usable private key in PEM form (encrypted keys are not supported)"
+                )
+            raise WrongFile("KEY", message) from None
+
+    def _check(self, now: datetime) -> None:
+        if bool(self.certificate) != bool(self.key):
+            raise WrongFile("KEY" if self.certificate else "CERT", "is not set; set both or neither")
+        for part, name in (("CA", self.ca), ("CERT", self.certificate), ("KEY", self.key)):
+            if name:
+                _read(part, name)
+        if self.certificate:
+            _check_certificate(self.certificate, now)
+
+
+def _read(part: str, name: str) -> bytes:
+    try:
+        return Path(name).read_bytes()
+    except OSError as error:
+        raise WrongFile(part, f"cannot read {name}: {error.strerror}") from None
+
+
+def _check_certificate(name: str, now: datetime) -> None:
+    try:
+        found = x509.load_pem_x509_certificates(_read("CERT", name))[0]
+    except (ValueError, IndexError):
+        raise WrongFile("CERT", f"{name} holds no certificate in PEM form") from None
+    if found.not_valid_after_utc < now:
+        raise WrongFile("CERT", f"the certificate in {name} expired on {found.not_valid_after_utc:%Y-%m-%d}")

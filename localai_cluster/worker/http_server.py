@@ -1,0 +1,206 @@
+"""The worker's HTTP server: open probes, the engines' output for the control plane (worker.md §12).
+
+An ASGI application on uvicorn's connections, without uvicorn's server: the worker has its own signals and its
+own end. The output is read with the token that this worker tells the control plane in its registration, never
+with the registration token, which every machine that wants to join knows.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import socket
+from collections.abc import AsyncIterator, Callable, Iterable
+from datetime import UTC
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import uvicorn
+from uvicorn.server import ServerState
+
+from localai_cluster.connections import BoundedHead, WatchingSocket
+from localai_cluster.worker.log_rings import LogLine, LogRings
+
+Scope = dict[str, Any]
+LOGS = "/v1/backend-logs"
+READERS = 64
+"""How many may follow the output at once."""
+CONNECTIONS = 256
+WRITE_LIMIT = 30.0
+"""Seconds within which a reader takes a message (§12.7)."""
+PING_EVERY, PONG_WITHIN = 30.0, 90.0
+FAREWELL = 1.0
+"""Seconds that readers get to learn of the end."""
+LARGEST_MESSAGE = 4096
+"""Bytes of a reader's message, whose content is ignored."""
+
+
+class WorkerApplication:
+    """The routes. `problem` says why the worker is not ready, "" if it is."""
+
+    def __init__(self, problem: Callable[[], str], rings: LogRings, token: str) -> None:
+        self._problem = problem
+        self._rings = rings
+        self._token = token.encode()
+        self._readers = 0
+
+    async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
+        """Answers one request or websocket."""
+        if scope["type"] == "websocket":
+            await self._socket(scope, receive, send)
+            return
+        status, text, kind = self._answer(scope)
+        headers = {"content-type": kind, "cache-control": "no-store", "x-content-type-options": "nosniff"}
+        await _respond(send, "http", status, text, headers)
+
+    def _answer(self, scope: Scope) -> tuple[int, str, str]:
+        """Status, body and content type."""
+        path, method = scope["path"], scope["method"]
+        plain = "text/plain; charset=utf-8"
+        if path in ("/healthz", "/readyz"):
+            problem = self._problem() if path == "/readyz" else ""
+            if method not in ("GET", "HEAD"):
+                return 405, "method not allowed", plain
+            return (503, f"not ready: {problem}", plain) if problem else (200, "ok", plain)
+        name = _log_name(scope)
+        if name is None:
+            return 404, "not found", plain
+        if method != "GET":
+            return 405, "method not allowed", plain
+        if not self._authorized(scope):
+            return 401, "unauthorized", plain
+        found = _json_lines(self._rings.lines(name)) if name else json.dumps(self._rings.models())
+        return 200, found, "application/json"
+
+    async def _socket(self, scope: Scope, receive: Any, send: Any) -> None:
+        refusal = self._refusal(scope)
+        if refusal:
+            await _respond(send, "websocket.http", *refusal, {"content-type": "text/plain; charset=utf-8"})
+            return
+        name = (_log_name(scope) or "").removesuffix("/ws")
+        await receive()
+        await send({"type": "websocket.accept"})
+        self._readers += 1
+        tail = asyncio.create_task(self._tail(name, send))
+        gone = asyncio.create_task(_disconnected(receive))
+        try:
+            await asyncio.wait({tail, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._readers -= 1
+            for task in (tail, gone):
+                task.cancel()
+            await asyncio.gather(tail, gone, return_exceptions=True)
+        if not tail.cancelled():
+            tail.result()  # uvicorn logs an error that is not handled here
+
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
+        name = _log_name(scope)
+        if not name or not name.endswith("/ws"):
+            return 404, "not found"
+        if not self._authorized(scope):
+            return 401, "unauthorized"
+        origin = _header(scope, b"origin")
+        if origin and urlsplit(origin).netloc.lower() != _header(scope, b"host").lower():
+            return 403, "origin not allowed"
+        if self._readers >= READERS:
+            return 503, f"{READERS} readers follow logs of this worker already"
+        return None
+
+    async def _tail(self, name: str, send: Any) -> None:
+        """What there is, then what comes, until the reader stops reading."""
+        with contextlib.suppress(TimeoutError), self._rings.follow(name) as place:
+            lines, _ = place.take()
+            await _write(send, f'{{"type":"initial","lines":{_json_lines(lines)}}}')
+            while True:
+                await place.news.wait()
+                await asyncio.sleep(0)  # a wait for what is there does not let others run
+                lines, lost = place.take()
+                if lost:
+                    text = f"[{lost} lines are missing here: they came faster than they were read]"
+                    at = lines[0].timestamp
+                    lines.insert(0, LogLine(at, "stderr", text))
+                for line in lines:
+                    await _write(send, f'{{"type":"line","line":{_json(line)}}}')
+
+    def _authorized(self, scope: Scope) -> bool:
+        scheme, _, given = _header(scope, b"authorization").partition(" ")
+        right = hmac.compare_digest(given.strip().encode("latin-1"), self._token)
+        return right and scheme.lower() == "bearer"
+
+
+@contextlib.asynccontextmanager
+async def serving(listener: socket.socket, application: WorkerApplication) -> AsyncIterator[None]:
+    """Serves on `listener` until the end of the block, then ends all connections."""
+    config = uvicorn.Config(
+        application,
+        http=BoundedHead,
+        ws=WatchingSocket,
+        ws_max_size=LARGEST_MESSAGE,
+        ws_ping_interval=PING_EVERY,
+        ws_ping_timeout=PONG_WITHIN,
+        ws_per_message_deflate=False,
+        lifespan="off",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        limit_concurrency=CONNECTIONS,
+    )
+    config.load()
+    state = ServerState()
+    server = await asyncio.get_running_loop().create_server(
+        lambda: BoundedHead(config=config, server_state=state, app_state={}), sock=listener
+    )
+    try:
+        yield
+    finally:
+        server.close()
+        for connection in list(state.connections):
+            connection.shutdown()
+        if state.tasks:
+            await asyncio.wait(state.tasks, timeout=FAREWELL)
+        for task in list(state.tasks):
+            task.cancel()
+        for connection in list(state.connections):
+            connection.transport.abort()
+
+
+def _log_name(scope: Scope) -> str | None:
+    """What follows `/v1/backend-logs/`, decoded once: "" for the list itself, None for another route."""
+    raw: bytes = scope.get("raw_path") or scope["path"].encode()
+    path = raw.decode("latin-1").partition("?")[0]
+    if path == LOGS:
+        return ""
+    head, rest = path[: len(LOGS) + 1], path[len(LOGS) + 1 :]
+    return unquote(rest) if head == LOGS + "/" and rest else None
+
+
+def _header(scope: Scope, wanted: bytes) -> str:
+    return next((value.decode("latin-1") for name, value in scope["headers"] if name.lower() == wanted), "")
+
+
+def _json(line: LogLine) -> str:
+    at = line.timestamp.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    return json.dumps({"timestamp": at, "stream": line.stream, "text": line.text}, ensure_ascii=False)
+
+
+def _json_lines(lines: Iterable[LogLine]) -> str:
+    return f"[{','.join(map(_json, lines))}]"
+
+
+async def _write(send: Any, message: str) -> None:
+    async with asyncio.timeout(WRITE_LIMIT):
+        await send({"type": "websocket.send", "text": message})
+
+
+async def _disconnected(receive: Any) -> None:
+    while (await receive())["type"] != "websocket.disconnect":
+        pass
+
+
+async def _respond(send: Any, kind: str, status: int, text: str, headers: dict[str, str]) -> None:
+    body = text.encode()
+    lines = {**headers, "content-length": str(len(body))}
+    encoded = [(name.encode(), value.encode()) for name, value in lines.items()]
+    await send({"type": f"{kind}.response.start", "status": status, "headers": encoded})
+    await send({"type": f"{kind}.response.body", "body": body})

@@ -1,0 +1,246 @@
+"""Commands on a backend of the whole cluster, or of chosen nodes (`contract/http-api.md` §4.2).
+
+Each is one operation with a part a node. Which nodes "all" means is decided when it is asked for.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from drf_spectacular.utils import OpenApiResponse, extend_schema
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from localai_cluster import clock, errors
+from localai_cluster.gallery_index import folded
+from localai_cluster.web.fields import NullIsAbsent, Text, Whole
+from localai_cluster.web.openapi import flat_refusals
+from localai_cluster.web.parsers import validated
+from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, field
+from nodes.api.backend_bodies import InstallSerializer, bare_name, install_wish
+from nodes.api.installs import SAID, Said, asked_by
+from nodes.backends import catalogue, install, one_node, wave_requests
+from nodes.backends.admission import DELETE, INSTALL, UPGRADE, Asked, Wish, ask, everywhere
+from nodes.backends.wave_plan import Options
+from nodes.models import BackendNode
+from operations.ledger.admission import Admission
+
+MOST_NODES = 2000
+STARTED = Shape(
+    "Started",
+    "An operation was admitted; `statusUrl` tells how it goes.",
+    [
+        field("jobID", UUID),
+        field("uuid", UUID, "The same."),
+        field("statusUrl", TEXT),
+        field("message", TEXT),
+        field("deduplicated", FLAG, optional=True),
+    ],
+)
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def command(
+    name: str, summary: str, body: type[serializers.Serializer[Any]] | None, answer: Shape = STARTED
+) -> Callable[[_Call], _Call]:
+    """What the API document says of one command."""
+    return extend_schema(
+        operation_id=f"backends_{name}",
+        summary=summary,
+        tags=["backends"],
+        request=body,
+        responses={
+            200: OpenApiResponse(answer.ref, "The operation is recorded and will be carried out."),
+            **flat_refusals(400, 404, 409, 413),
+        },
+    )
+
+
+class NodesSerializer(NullIsAbsent):
+    """For which nodes; without the field, for all that it concerns."""
+
+    nodes = serializers.ListField(
+        child=serializers.UUIDField(),
+        required=False,
+        allow_null=True,
+        allow_empty=False,
+        max_length=MOST_NODES,
+    )
+
+
+class WaveOptionsSerializer(NullIsAbsent):
+    """How an upgrade goes over its nodes."""
+
+    max_unavailable = Whole(
+        required=False,
+        allow_null=True,
+        min_value=1,
+        max_value=MOST_NODES,
+        default=1,
+        help_text="Nodes upgraded at a time.",
+    )
+    canary = serializers.BooleanField(
+        required=False, allow_null=True, default=True, help_text="One node goes first, alone."
+    )
+
+
+def confirmations() -> serializers.ListField:
+    """The field in which last replicas are confirmed."""
+    return serializers.ListField(
+        child=Text(max_length=255),
+        required=False,
+        allow_null=True,
+        max_length=MOST_NODES,
+        help_text="Models whose last replica may stop.",
+    )
+
+
+class UpgradeSerializer(NodesSerializer):
+    """For which nodes, and whether in waves; without `waves` on all nodes at once."""
+
+    waves = WaveOptionsSerializer(required=False, allow_null=True)
+    last_replicas = confirmations()
+
+    def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
+        """Confirmations are for waves: without them an upgrade asks nothing."""
+        if attrs.get("last_replicas") and attrs.get("waves") is None:
+            raise serializers.ValidationError({"last_replicas": ["needs waves"]})
+        return attrs
+
+
+class ExternalSerializer(InstallSerializer, NodesSerializer):
+    """What to install from an address, and where."""
+
+
+def _chosen(wish: Wish, fields: dict[str, Any]) -> tuple[list[BackendNode], bool]:
+    """The nodes, and whether they are all. Raises NotFound and Conflict, which name the node."""
+    if not (ids := fields.get("nodes")):
+        return everywhere(wish), True
+    found = BackendNode.objects.in_bulk(set(ids))
+    for id in ids:
+        if id not in found:
+            raise errors.NotFound(f"node {id} is not registered", field="nodes")
+        if reason := one_node.refusal(found[id]):
+            raise errors.Conflict(reason, field="nodes")
+    return sorted(found.values(), key=lambda node: node.name), False
+
+
+def started(by: Asked, wish: Wish, fields: dict[str, Any]) -> Admission:
+    """Makes the operation for the nodes of `fields`, or joins the one that does the same."""
+    nodes, all_nodes = _chosen(wish, fields)
+    if all_nodes and wish.kind == INSTALL and not wish.uri:
+        refuse_concrete(wish)
+    asked = replace(by, nodes=nodes, all_nodes=all_nodes)
+    if (waves := fields.get("waves")) is not None:
+        confirmed = sorted(set(fields.get("last_replicas", ())))
+        asked = replace(asked, waves=Options(**waves), last_replicas=confirmed)
+        wave_requests.refuse_last_replicas(wish.backend, nodes, confirmed)
+    return ask(wish, asked, now=clock.now())
+
+
+def refuse_concrete(wish: Wish) -> None:
+    """O11: a build for one kind of hardware must not go to all nodes; Conflict names what to install instead.
+
+    A gallery that cannot be read now is no reason to refuse.
+    """
+    builds = catalogue.reader.read(install.galleries()).builds
+    name = folded(wish.backend)
+    parent = catalogue.parents(builds).get(name)
+    meta = any(one.is_meta and folded(one.name) == name for one in builds)
+    if parent is not None and not meta:
+        raise errors.Conflict(
+            f"{wish.backend} is a hardware-specific build; choose its nodes, or install {parent} on all",
+            field="nodes",
+            code="concrete_backend_requires_target",
+            meta_alternative=parent,
+        )
+
+
+def body_of(admission: Admission, said: Said) -> dict[str, Any]:
+    """What the answer says."""
+    job = str(admission.operation.id)
+    return STARTED.of(
+        jobID=job,
+        uuid=job,
+        statusUrl=f"/api/backends/job/{job}",
+        message=said.started if admission.created else said.joined,
+        deduplicated=not admission.created,
+    )
+
+
+class _Everywhere(APIView):
+    """A command on a backend that is named in the path."""
+
+    envelope = "flat"
+    kind: str
+    body: type[NodesSerializer] = NodesSerializer
+
+    def _answer(self, request: Request, name: str) -> Response:
+        fields = validated(self.body, request)
+        return Response(body_of(started(asked_by(request, []), self.wish(name), fields), SAID[self.kind]))
+
+    def wish(self, name: str) -> Wish:
+        """What is asked for."""
+        return Wish(self.kind, bare_name(name))
+
+
+class InstallEverywhereView(_Everywhere):
+    """`/api/backends/install/:id`."""
+
+    kind = INSTALL
+
+    @command("install", "Install a backend on all nodes, or on some", NodesSerializer)
+    def post(self, request: Request, name: str) -> Response:
+        """Installs the backend, also again where it is (O10). `nodes` limits it to these."""
+        return self._answer(request, name)
+
+    def wish(self, name: str) -> Wish:
+        """Force: files that are there are replaced."""
+        bare = bare_name(name)
+        return Wish(INSTALL, bare, gallery=name.rpartition("@")[0], force=True)
+
+
+class InstallExternalView(APIView):
+    """`/api/backends/install-external`."""
+
+    envelope = "flat"
+
+    @command("install_external", "Install a backend from an address", ExternalSerializer)
+    def post(self, request: Request) -> Response:
+        """Installs an image, archive or folder under `name` on all nodes, or on `nodes`."""
+        fields = validated(ExternalSerializer, request)
+        if not fields.get("uri"):
+            raise errors.InvalidInput("uri is required", field="uri")
+        wish = install_wish({name: fields.get(name, "") for name in ("uri", "name", "alias")}, force=True)
+        return Response(body_of(started(asked_by(request, []), wish, fields), SAID[INSTALL]))
+
+
+class UpgradeEverywhereView(_Everywhere):
+    """`/api/backends/upgrade/:name`."""
+
+    kind = UPGRADE
+    body = UpgradeSerializer
+
+    @command("upgrade", "Upgrade a backend where it is installed", UpgradeSerializer)
+    def post(self, request: Request, name: str) -> Response:
+        """Stops its engines and installs it again from the galleries, on the nodes that have it (O17).
+
+        With `waves` a canary goes first, then `max_unavailable` nodes at a time. Each gets no new requests
+        and is upgraded when those that run have ended. A wave that fails stops the rest until you choose. A
+        model's last replica stops only if `last_replicas` names the model; otherwise the answer is 409 and
+        names it.
+        """
+        return self._answer(request, name)
+
+
+class DeleteEverywhereView(_Everywhere):
+    """`/api/backends/delete/:id`."""
+
+    kind = DELETE
+
+    @command("delete", "Delete a backend where it is installed", NodesSerializer)
+    def post(self, request: Request, name: str) -> Response:
+        """Stops its engines and removes its files, on the nodes that have it (O18, A83)."""
+        return self._answer(request, name)

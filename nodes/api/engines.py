@@ -1,0 +1,256 @@
+"""Loading, stopping and watching a model by its name alone (`contract/http-api.md` §6): `/backend/…`.
+
+The reference's names for what the cluster does with all replicas of a model.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+from asgiref.sync import async_to_sync
+from drf_spectacular.utils import OpenApiResponse, extend_schema
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from localai_cluster import clock, conf, errors
+from localai_cluster.accounts.authentication import client_address, principal
+from localai_cluster.logs import request_id
+from localai_cluster.rpc.client import BackendClient
+from localai_cluster.rpc.errors import BackendError
+from localai_cluster.web.envelopes import nested
+from localai_cluster.web.fields import Text
+from localai_cluster.web.openapi import refusals
+from localai_cluster.web.parsers import validated
+from localai_cluster.web.shapes import BYTES, TEXT, TEXTS, Shape, count, field, mapping
+from localai_cluster.web.shapes import UUID as UUID_SCHEMA
+from nodes.api.base import NODE_ID, answered, query, sent, text
+from nodes.api.models import (
+    DONE,
+    HOLD,
+    LONGEST_MODEL,
+    UNLOADED,
+    UnloadModelSerializer,
+    carried_out,
+    checked_model,
+    described,
+    ended,
+)
+from nodes.backends.one_node import CommandFailed
+from nodes.definitions import folder
+from nodes.loading import load
+from nodes.loading.load import LoadFailed
+from nodes.models import NodeModel
+from nodes.registry.listing import Parameters
+from nodes.replicas import snapshot
+from nodes.unloading import asking
+from operations.ledger.admission import OperationRequest, admit
+from operations.models import Status
+
+STATUS_WITHIN = 5.0
+"""Seconds that an engine has to say how it is."""
+MOST_REPLICAS = 256
+"""Engines that one request asks; more of one model are not shown."""
+LOADED = Shape(
+    "ModelLoaded",
+    "Which model is loaded; `jobID` is the operation that loads it, if one was needed.",
+    [field("loaded", TEXTS), field("message", TEXT), field("jobID", UUID_SCHEMA, optional=True)],
+)
+MEMORY = Shape(
+    "EngineMemory",
+    "What an engine says of its memory.",
+    [field("total", BYTES), field("breakdown", mapping(BYTES))],
+)
+_STATE = count(-1, maximum=2) | {"description": "-1 error, 0 not initialised, 1 busy, 2 ready."}
+ENGINE_STATUS = Shape(
+    "EngineStatus",
+    "One replica, and what its engine says of itself, or why it says nothing.",
+    [
+        field("node_id", UUID_SCHEMA),
+        field("node_name", TEXT),
+        field("replica_index", count()),
+        field("in_flight", count()),
+        field("state", _STATE, nullable=True),
+        field("memory", MEMORY.ref, nullable=True),
+        field("error", TEXT, optional=True),
+    ],
+)
+MONITOR = Shape(
+    "ModelMonitor",
+    "State and memory of the first replica that answers, and all of them.",
+    [field("state", _STATE), field("memory", MEMORY.ref), field("replicas", ENGINE_STATUS.many)],
+)
+COMPONENTS = (DONE, LOADED, MEMORY, ENGINE_STATUS, MONITOR)
+_JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
+_SENT = sent({"model": "minilm"})
+_MEMORY = {"total": 4831838208, "breakdown": {"gpu": 4831838208}}
+_MONITORED = {
+    "state": 2,
+    "memory": _MEMORY,
+    "replicas": [
+        {
+            "node_id": NODE_ID,
+            "node_name": "gpu-a",
+            "replica_index": 0,
+            "in_flight": 1,
+            "state": 2,
+            "memory": _MEMORY,
+        }
+    ],
+}
+
+
+class BackendModelSerializer(UnloadModelSerializer):
+    """Which model, by the reference's name for the field."""
+
+    model_name = None  # type: ignore[assignment]
+    model = Text(max_length=LONGEST_MODEL)
+
+    @classmethod
+    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        """With something in it."""
+        schema["properties"]["model"] |= {"minLength": 1}
+        return schema
+
+    def validate_model(self, name: str) -> str:
+        """Something that is a name."""
+        return checked_model(name)
+
+
+class LoadView(APIView):
+    """`/backend/load`."""
+
+    @extend_schema(
+        operation_id="backend_load",
+        summary="Load a model",
+        tags=["nodes"],
+        request=BackendModelSerializer,
+        responses={
+            200: OpenApiResponse(LOADED.ref, "A replica serves."),
+            202: OpenApiResponse(LOADED.ref, "The load is recorded and goes on."),
+            **refusals(400, 401, 403, 404, 409, 413),
+        },
+        examples=[
+            _SENT,
+            answered({"loaded": ["minilm"], "message": "model minilm is loaded", "jobID": _JOB}),
+        ],
+    )
+    def post(self, request: Request) -> Response:
+        """Loads one replica of the model unless one serves; errors carry `loaded` and `message` as well."""
+        try:
+            return self._load(request)
+        except errors.ClusterError as error:
+            body = nested(error.status, error.message, field=error.field)
+            return Response({"loaded": [], "message": error.message} | body, status=error.status)
+
+    def _load(self, request: Request) -> Response:
+        fields = validated(BackendModelSerializer, request)
+        model: str = fields["model"]
+        if async_to_sync(folder.find)(model) is None:
+            raise errors.NotFound(f"model {model} is not defined")
+        if snapshot.serving(model):
+            return Response(LOADED.of(loaded=[model], message=f"model {model} is loaded"))
+        now = clock.now()
+        wanted = OperationRequest(
+            load.KIND,
+            key=load.key(model),
+            element=model,
+            payload={"model": model},
+            actor=principal(request).name,
+            request_id=request_id.get(),
+            client_address=client_address(request),
+            needed_until=now + timedelta(seconds=conf.cluster().install_timeout),
+        )
+        operation = admit(wanted, now=now).operation
+        if fields.get("wait", True):
+            operation = ended(operation, HOLD)
+        if operation.status in (Status.FAILED, Status.CANCELLED):
+            raise LoadFailed(f"loading model {model} failed: {operation.error or operation.message}")
+        finished = operation.status == Status.COMPLETED
+        body = LOADED.of(
+            loaded=[model] if finished else [],
+            message=f"model {model} is {'loaded' if finished else 'being loaded'}",
+            jobID=str(operation.id),
+        )
+        return Response(body, status=200 if finished else 202)
+
+
+class ShutdownView(APIView):
+    """`/backend/shutdown`."""
+
+    @described("backend_shutdown", "Stop a model", BackendModelSerializer, _SENT, UNLOADED)
+    def post(self, request: Request) -> Response:
+        """Unloads the model from every node (R6.11); 404 if it is loaded nowhere, 502 naming the failures."""
+        fields = validated(BackendModelSerializer, request)
+        return carried_out(request, asking.unload, fields | {"model_name": fields["model"]}, UNLOADED)
+
+
+class MonitorView(APIView):
+    """`/backend/monitor`."""
+
+    @extend_schema(
+        operation_id="backend_monitor",
+        summary="Show a model's engines",
+        tags=["nodes"],
+        parameters=[query("model", text(LONGEST_MODEL), "Which model.", required=True)],
+        responses={200: MONITOR.ref, **refusals(400, 401, 403, 404, 502)},
+        examples=[answered(_MONITORED)],
+    )
+    def get(self, request: Request) -> Response:
+        """Asks the engines of the model's loaded replicas; 404 if it is loaded nowhere."""
+        model = Parameters(request.query_params, "model").text("model", LONGEST_MODEL)
+        if not model:
+            raise errors.InvalidInput("model is required", field="model")
+        engines = _engines(model)
+        if not engines:
+            raise errors.NotFound(f"model {model} is not loaded on any node")
+        found = async_to_sync(_statuses)(engines)
+        first = next((one for one in found if one["state"] is not None), None)
+        if first is None:
+            raise CommandFailed(f"no engine of model {model} answers: {found[0]['error']}")
+        return Response(MONITOR.of(state=first["state"], memory=first["memory"], replicas=found))
+
+
+@dataclass(frozen=True)
+class _Engine:
+    node_id: UUID
+    node_name: str
+    replica_index: int
+    in_flight: int
+    address: str
+    token: str
+
+
+def _engines(model: str) -> list[_Engine]:
+    rows = NodeModel.objects.of(model).loaded().order_by("node__name", "replica_index")
+    columns = ("node_id", "node__name", "replica_index", "in_flight", "address", "node__engine_token")
+    return [_Engine(*row) for row in rows.values_list(*columns)[:MOST_REPLICAS]]
+
+
+async def _statuses(engines: Sequence[_Engine]) -> list[dict[str, Any]]:
+    return list(await asyncio.gather(*(_status(engine) for engine in engines)))
+
+
+async def _status(engine: _Engine) -> dict[str, Any]:
+    client = BackendClient(engine.address, engine.token)
+    state, memory, problem = None, None, ""
+    try:
+        said = await client.status(STATUS_WITHIN)
+        state = int(said.state)
+        memory = MEMORY.of(total=said.memory.total, breakdown=dict(said.memory.breakdown))
+    except BackendError as error:
+        problem = error.message
+    finally:
+        await client.close()
+    return ENGINE_STATUS.of(
+        node_id=str(engine.node_id),
+        node_name=engine.node_name,
+        replica_index=engine.replica_index,
+        in_flight=engine.in_flight,
+        state=state,
+        memory=memory,
+        error=problem,
+    )

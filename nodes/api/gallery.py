@@ -1,0 +1,202 @@
+"""`GET /api/node/:id/gallery/:file`: a file of the gallery that this server offers to its workers.
+
+A raw ASGI application in front of Django: it proves the node by its own secret, opens the file and sends it
+in pieces that threads read, so a long archive costs no more memory than a short one and never holds the event
+loop. Only regular files directly in `CLUSTER_GALLERY_DIR` exist; pending nodes and nodes that are known by
+the shared token only get none. A part is sent for one range, so that a broken download goes on.
+"""
+
+import asyncio
+import re
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+from uuid import UUID
+
+from channels.db import database_sync_to_async
+
+from localai_cluster import clock, conf, errors, gallery_index
+from localai_cluster.accounts import principals
+from localai_cluster.web import throttle, wire
+from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers, translated
+from localai_cluster.web.openapi import Operation, json_body
+from localai_cluster.web.shapes import reference
+from nodes.api import raw
+from nodes.api.worker_auth import NO_CREDENTIAL, parse_node_id
+from nodes.models import BackendNode
+from nodes.registry import identity, services
+
+PIECE = 256 * 1024
+STALL_LIMIT = 60.0
+"""Seconds that a client may take for one piece."""
+_PATH = re.compile(r"/api/node/(?P<node_id>[^/]+)/gallery/(?P<file>[^/]+)\Z")
+_RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})?")
+_UNKNOWN = "there is no such file in the gallery"
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """An open file and the part of it to send: `length` bytes from `start`."""
+
+    file: BinaryIO
+    size: int
+    start: int
+    length: int
+    partial: bool
+
+    @property
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        lines = {
+            "content-type": "application/octet-stream",
+            "content-length": str(self.length),
+            "accept-ranges": "bytes",
+            "cache-control": "no-store",
+            "x-content-type-options": "nosniff",
+        }
+        if self.partial:
+            last = self.start + self.length - 1
+            lines["content-range"] = f"bytes {self.start}-{last}/{self.size}"
+        return [(name.encode(), value.encode()) for name, value in lines.items()]
+
+
+class NoSuchRange(errors.InvalidInput):
+    """The file has no such part."""
+
+    status = 416
+
+    def __init__(self, size: int) -> None:
+        super().__init__(f"the file has {size} bytes")
+        self.size = size
+
+
+class GalleryApplication:
+    """The ASGI application."""
+
+    async def __call__(self, scope: raw.Scope, receive: Any, send: Any) -> None:
+        """Answers one request."""
+        try:
+            opened = await self._opened(scope)
+        except Exception as raised:
+            error = translated(raised)
+            if error is None:
+                raise
+            body = flat_refusal(error) if error.status == 401 else envelope_of(error, "node_error")
+            await raw.respond(send, error.status, body, _headers(error))
+            return
+        with opened.file:
+            await _send(opened, receive, send)
+
+    async def _opened(self, scope: raw.Scope) -> _Opened:
+        if scope["method"] != "GET":
+            raise raw.method_not_allowed(scope["method"])
+        headers = raw.headers_of(scope)
+        found = _PATH.match(scope["path"])
+        try:
+            await _prove(parse_node_id(found["node_id"]) if found else None, headers, raw.client_of(scope))
+        except errors.NotAuthenticated as refusal:
+            raise await raw.followed_up(refusal, scope) from refusal
+        folder = conf.cluster().gallery_dir
+        if folder is None or found is None:
+            raise errors.NotFound("this server has no gallery of its own (CLUSTER_GALLERY_DIR)")
+        try:
+            file = await asyncio.to_thread(gallery_index.open_served, folder, found["file"])
+        except (ValueError, OSError) as error:
+            raise errors.NotFound(_UNKNOWN) from error
+        return await asyncio.to_thread(_part, file, headers.get(b"range", ""))
+
+
+async def _prove(node_id: UUID | None, headers: dict[bytes, str], source: str) -> None:
+    """Raises unless the bearer is this node, approved and with a secret of its own."""
+    secret = principals.bearer(headers.get(b"authorization", ""))
+    if not secret:
+        raise errors.NotAuthenticated(NO_CREDENTIAL)
+    instance = headers.get(b"x-localai-node-instance", "")
+    try:
+        await database_sync_to_async(_prove_row)(node_id, secret, instance)
+    except identity.OtherProcess:
+        assert node_id is not None  # it was found
+        await database_sync_to_async(services.note_other_process)(
+            node_id, instance, source_address=source, now=clock.now()
+        )
+        raise
+    except (errors.NotFound, errors.Forbidden):
+        if principals.is_registration_token(secret):
+            # Over the limit a right guess must not look different from a wrong one.
+            await asyncio.to_thread(throttle.shared().check, source, clock.now())
+        raise
+
+
+def _prove_row(node_id: UUID | None, secret: str, instance: str) -> None:
+    identity.prove_node(node_id, secret, instance)
+    assert node_id is not None  # a node without an id is unknown
+    node = BackendNode.objects.only("approved_at", "weak_identity").filter(pk=node_id).first()
+    if node is None or node.approved_at is None:
+        raise errors.Forbidden("this node is not approved")
+    if node.weak_identity:
+        raise errors.Forbidden("only a node with a secret of its own may read the gallery")
+
+
+def _part(file: BinaryIO, asked: str) -> _Opened:
+    """The part that a Range header asks for, the whole file without one or with one that we do not know."""
+    size = file.seek(0, 2)
+    found = _RANGE.fullmatch(asked)
+    if found is None:
+        file.seek(0)
+        return _Opened(file, size, 0, size, partial=False)
+    start = int(found[1])
+    end = min(int(found[2]) + 1 if found[2] else size, size)
+    if start >= end:
+        file.close()
+        raise NoSuchRange(size)
+    file.seek(start)
+    return _Opened(file, size, start, end - start, partial=True)
+
+
+async def _send(opened: _Opened, receive: Any, send: Any) -> None:
+    """Sends the file, at the client's pace, until all is sent, the client leaves, or it stops reading."""
+    gone = asyncio.create_task(wire.disconnected(receive))
+    try:
+        status = 206 if opened.partial else 200
+        await send({"type": "http.response.start", "status": status, "headers": opened.headers})
+        left = opened.length
+        while left and not gone.done():
+            piece = await asyncio.to_thread(opened.file.read, min(PIECE, left))
+            if not piece:
+                raise OSError("a file of the gallery became shorter while it was sent")
+            left -= len(piece)
+            async with asyncio.timeout(STALL_LIMIT):
+                await send({"type": "http.response.body", "body": piece, "more_body": left > 0})
+        if not opened.length:
+            await send({"type": "http.response.body", "body": b""})
+    except TimeoutError:
+        pass  # the answer ends early, which the client sees by its length
+    finally:
+        gone.cancel()
+
+
+def _headers(error: errors.ClusterError) -> dict[str, str]:
+    if isinstance(error, NoSuchRange):
+        return {"Content-Range": f"bytes */{error.size}"}
+    return {**refusal_headers(error), **({"Allow": "GET"} if error.status == 405 else {})}
+
+
+_BYTES: Operation = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+GALLERY: Operation = {
+    **raw.node_route(
+        "node_gallery",
+        "Download a file of the server's gallery",
+        "The index or an archive of the gallery in CLUSTER_GALLERY_DIR, for an approved node with a secret of"
+        " its own. A Range header with one range gives that part.",
+        "node_id",
+        "file",
+    ),
+    "responses": {
+        "200": {"description": "The file.", "content": _BYTES},
+        "206": {"description": "A part of the file.", "content": _BYTES},
+        **raw.WRONG_SECRET,
+        "416": {
+            "description": "The file is shorter than the range.",
+            "content": json_body(reference("Refusal")),
+        },
+        **raw.refused(400, 403, 404, 409, 429),
+    },
+}

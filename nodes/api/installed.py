@@ -1,0 +1,215 @@
+"""What is installed in the cluster and which upgrades there are (`contract/http-api.md` §4.2 to §4.5).
+
+Both are answered from rows: no worker and no gallery is waited for. A check is made by a controller; asking
+for one answers what is known now, and pages hear of its end over the feed.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from drf_spectacular.utils import extend_schema, extend_schema_view
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from localai_cluster import clock
+from localai_cluster.web.openapi import flat_refusals
+from localai_cluster.web.renderers import FastJSONRenderer
+from localai_cluster.web.shapes import FLAG, TEXT, UUID, Row, Shape, field, mapping
+from nodes.api.base import NODE_ID, answered
+from nodes.api.catalogue import CATALOGUE_OLD
+from nodes.backends import installed, inventory, upgrade_check, upgrade_state
+from nodes.backends.catalogue import WHERE
+from nodes.backends.upgrade_rules import Upgrade
+
+METADATA = Shape(
+    "BackendMetadata",
+    "What the first node that says so tells of an install (§4.3).",
+    [
+        field("name", TEXT),
+        *(
+            field(name, TEXT, optional=True)
+            for name in ("gallery_url", "installed_at", "version", "uri", "digest")
+        ),
+    ],
+)
+INSTALLED = Shape(
+    "InstalledBackend",
+    "A backend and the nodes that have it (§4.3).",
+    [
+        field("Name", TEXT),
+        field("RunFile", TEXT, "Empty: it is on workers."),
+        field("IsMeta", FLAG),
+        field("IsSystem", FLAG, "It came with the machines and is not removed."),
+        field("Metadata", METADATA.ref, nullable=True),
+        field("upgrade_available", FLAG, optional=True),
+        field("available_version", TEXT, optional=True),
+        field("nodes", WHERE.many),
+    ],
+)
+DRIFT = Shape(
+    "NodeDrift",
+    "A node with another build than most.",
+    [
+        field("node_id", UUID),
+        field("node_name", TEXT),
+        field("version", TEXT, optional=True),
+        field("digest", TEXT, optional=True),
+    ],
+)
+UPGRADE = Shape(
+    "UpgradeInfo",
+    "An upgrade that would change something (§4.4).",
+    [
+        field("backend_name", TEXT),
+        field("installed_version", TEXT, "Of most nodes."),
+        field("available_version", TEXT, "The gallery's; empty if it names none."),
+        field("installed_digest", TEXT, optional=True),
+        field("available_digest", TEXT, optional=True),
+        field("node_drift", DRIFT.many, optional=True),
+    ],
+)
+COMPONENTS = (METADATA, INSTALLED, DRIFT, UPGRADE)
+
+_UPGRADES = {200: mapping(UPGRADE.ref), **flat_refusals()}
+_NODE = {"node_id": NODE_ID, "node_name": "gpu-a"}
+_UPGRADE_EXAMPLE = answered(
+    {
+        "minilm": {
+            "backend_name": "minilm",
+            "installed_version": "1.0.0",
+            "available_version": "1.1.0",
+            "node_drift": [{**_NODE, "version": "0.9.0"}],
+        }
+    }
+)
+_LIST_EXAMPLE = answered(
+    [
+        {
+            "Name": "minilm",
+            "RunFile": "",
+            "IsMeta": False,
+            "IsSystem": False,
+            "Metadata": {"name": "minilm", "version": "1.0.0", "installed_at": "2026-08-20T09:12:44Z"},
+            "upgrade_available": True,
+            "available_version": "1.1.0",
+            "nodes": [
+                {
+                    **_NODE,
+                    "node_status": "healthy",
+                    "version": "1.0.0",
+                    "installed_at": "2026-08-20T09:12:44Z",
+                }
+            ],
+        }
+    ]
+)
+
+
+def upgrade_map(found: Iterable[Upgrade]) -> dict[str, Row]:
+    """The upgrades by backend, as §4.4 has them."""
+    return {one.backend.name: _upgrade(one) for one in found}
+
+
+def installed_list(picture: upgrade_check.Picture) -> list[Row]:
+    """The backends by name, as §4.3 has them."""
+    return [_installed(one, picture.upgrades.get(one.name)) for one in picture.backends]
+
+
+def _upgrade(found: Upgrade) -> Row:
+    build = found.backend.majority
+    return UPGRADE.of(
+        backend_name=found.backend.name,
+        installed_version=build.version,
+        available_version=found.available_version,
+        installed_digest=build.digest,
+        available_digest=found.available_digest,
+        node_drift=[
+            DRIFT.of(**{name: place.node[name] for name in DRIFT.fields if name in place.node})
+            for place in found.drifted
+        ],
+    )
+
+
+def _installed(backend: installed.InstalledBackend, upgrade: Upgrade | None) -> Row:
+    metadata = backend.metadata
+    return INSTALLED.of(
+        Name=backend.name,
+        RunFile="",
+        IsMeta=any(place.is_meta for place in backend.places),
+        IsSystem=backend.is_system,
+        Metadata=METADATA.of(name=backend.name, **metadata) if metadata else None,
+        upgrade_available=upgrade is not None,
+        available_version=upgrade.available_version if upgrade else "",
+        nodes=[dict(place.node) for place in backend.places],
+    )
+
+
+class _Flat(APIView):
+    envelope = "flat"
+    renderer_classes = [FastJSONRenderer]
+
+
+class InstalledView(_Flat):
+    """`/backends`."""
+
+    @extend_schema(
+        operation_id="backends_installed",
+        summary="List installed backends",
+        tags=["backends"],
+        responses={200: INSTALLED.many, **flat_refusals()},
+        examples=[_LIST_EXAMPLE],
+    )
+    def get(self, request: Request) -> Response:
+        """The backends of all approved nodes by name, where each is, and whether there is an upgrade.
+
+        Old lists are asked for again meanwhile.
+        """
+        inventory.wake(older_than=CATALOGUE_OLD, now=clock.now())
+        return Response(installed_list(upgrade_check.picture()))
+
+
+class UpgradesView(_Flat):
+    """`/api/backends/upgrades`."""
+
+    @extend_schema(
+        operation_id="backends_upgrades",
+        summary="List available upgrades",
+        tags=["backends"],
+        responses=_UPGRADES,
+        examples=[_UPGRADE_EXAMPLE],
+    )
+    def get(self, request: Request) -> Response:
+        """By backend, what the galleries offered at the last check compared with what is installed now."""
+        return Response(upgrade_map(upgrade_check.picture().upgrades.values()))
+
+
+class UpgradeCheckView(_Flat):
+    """`/api/backends/upgrades/check`."""
+
+    @extend_schema(
+        operation_id="backends_upgrades_check",
+        summary="Check for upgrades",
+        tags=["backends"],
+        request=None,
+        responses=_UPGRADES,
+        examples=[_UPGRADE_EXAMPLE],
+    )
+    def post(self, request: Request) -> Response:
+        """Has a controller read the galleries again, and answers what was known before.
+
+        A request while a check waits is the same one. The list shows the outcome when the check has ended.
+        """
+        known: dict[str, Any] = upgrade_map(upgrade_check.picture().upgrades.values())
+        upgrade_state.ask()
+        return Response(known)
+
+
+@extend_schema_view(get=extend_schema(operation_id="backends_upgrades_other_name"))
+class OtherUpgradesView(UpgradesView):
+    """`/backends/upgrades` (§4.5)."""
+
+
+@extend_schema_view(post=extend_schema(operation_id="backends_upgrades_check_other_name"))
+class OtherUpgradeCheckView(UpgradeCheckView):
+    """`/backends/upgrades/check` (§4.5)."""

@@ -1,0 +1,257 @@
+"""Unloading models and deleting their files, on a node and in the cluster (`contract/http-api.md` §2.11).
+
+Each request is an operation. The answer waits for its end, as clients of the reference expect, for `HOLD`
+seconds at most: then, or with `"wait": false`, it is a 202.
+"""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+from uuid import UUID
+
+from asgiref.sync import async_to_sync
+from django.db import connection
+from drf_spectacular.utils import OpenApiResponse, extend_schema
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from localai_cluster import clock, names
+from localai_cluster.accounts.authentication import client_address, principal
+from localai_cluster.logs import request_id
+from localai_cluster.web.fields import Described, Flag, NullIsAbsent, Text, Whole
+from localai_cluster.web.openapi import refusals
+from localai_cluster.web.parsers import validated
+from localai_cluster.web.shapes import FLAG, TEXT, Shape, field
+from localai_cluster.web.shapes import UUID as UUID_SCHEMA
+from nodes.api.base import NodeView, answered, existing, sent
+from nodes.backends import one_node
+from nodes.inference import gateway
+from nodes.models import BackendNode
+from nodes.unloading import asking
+from nodes.unloading.asking import UnloadWish
+from operations.executor.work import in_thread
+from operations.ledger.admission import Admission
+from operations.models import TERMINAL, Operation, Status
+
+HOLD = 90.0
+"""Seconds that a request waits for the end of its operation: the usual grace and a worker's stop fit in."""
+LOOK_EVERY = 2.0
+LONGEST_MODEL = 255
+MOST_REPLICAS = 10_000
+_MODEL_NAME = r"^[^\x00-\x1f\x7f]+$"
+
+DONE = Shape(
+    "ModelDone",
+    "What was done, by which operation; `statusUrl` tells how it went.",
+    [
+        field("message", TEXT),
+        field("jobID", UUID_SCHEMA),
+        field("statusUrl", TEXT),
+        field("deduplicated", FLAG, optional=True),
+    ],
+)
+_JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
+_SENT = sent({"model_name": "minilm"})
+UNLOAD_HERE = "model unloaded from node", "the model is being unloaded from the node"
+DELETE_HERE = "model deleted from node", "the model is being deleted from the node"
+UNLOADED = "model unloaded", "the model is being unloaded"
+DELETED = "model deleted", "the model is being deleted"
+"""What an answer says at the end, and while it goes on."""
+
+Ask = Callable[..., Admission]
+
+
+def _done(text: str, goes_on: str) -> list[Any]:
+    """The examples of both answers."""
+    job = {"jobID": _JOB, "statusUrl": f"/api/backends/job/{_JOB}"}
+    return [
+        answered({"message": text} | job),
+        answered({"message": goes_on} | job, "accepted", "202"),
+    ]
+
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def described(
+    operation_id: str,
+    summary: str,
+    body: type[serializers.Serializer[Any]],
+    example: Any,
+    said: tuple[str, str],
+) -> Callable[[_Call], _Call]:
+    """What the API document says of a command that waits."""
+    return extend_schema(
+        operation_id=operation_id,
+        summary=summary,
+        tags=["nodes"],
+        request=body,
+        responses={
+            200: OpenApiResponse(DONE.ref, "It is done."),
+            202: OpenApiResponse(DONE.ref, "The operation is recorded and goes on."),
+            **refusals(400, 401, 403, 404, 409, 413, 502),
+        },
+        examples=[example, *_done(*said)],
+    )
+
+
+class UnloadModelSerializer(Described, NullIsAbsent):
+    """Which model, how long its running requests may take, and whether the answer waits."""
+
+    model_name = Text(max_length=LONGEST_MODEL)
+    deadline_seconds = Whole(required=False, allow_null=True, min_value=0, max_value=asking.LONGEST_GRACE)
+    wait = Flag(required=False, allow_null=True)
+
+    @classmethod
+    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        """With the form of names."""
+        schema["properties"]["model_name"] |= {"pattern": _MODEL_NAME, "minLength": 1}
+        return schema
+
+    def validate_model_name(self, name: str) -> str:
+        """Something that is a name."""
+        return checked_model(name)
+
+
+class UnloadReplicaSerializer(UnloadModelSerializer):
+    """The same, for one replica of the model or all of them."""
+
+    replica_index = Whole(required=False, allow_null=True, min_value=0, max_value=MOST_REPLICAS)
+
+
+class DeleteModelSerializer(UnloadModelSerializer):
+    """The same; the name becomes a path on the worker."""
+
+    def validate_model_name(self, name: str) -> str:
+        """A name that stays inside the models folder of a worker."""
+        checked = checked_model(name)
+        if any(part in ("", ".", "..") for part in checked.split("/")):
+            raise serializers.ValidationError("must be a path inside the models folder")
+        return checked
+
+
+def checked_model(name: str) -> str:
+    """The name; ValidationError for what cannot be one."""
+    if not name or name != name.strip():
+        raise serializers.ValidationError("must be a name without blanks around it")
+    if any(names.unprintable(character) for character in name):
+        raise serializers.ValidationError("must not contain control characters")
+    return name
+
+
+class _ModelView(NodeView):
+    """What the four routes share: admit, wait, answer."""
+
+    def carry_out(
+        self,
+        request: Request,
+        ask: Callable[..., Admission],
+        shape: type[UnloadModelSerializer],
+        said: tuple[str, str],
+        node_id: str | None = None,
+    ) -> Response:
+        """The answer after `ask` has made the operation; `said` is for its end and for its beginning."""
+        fields = validated(shape, request)
+        node = one_node.find_node(existing(node_id)) if node_id is not None else None
+        return carried_out(request, ask, fields, said, node)
+
+
+def carried_out(
+    request: Request,
+    ask: Callable[..., Admission],
+    fields: dict[str, Any],
+    said: tuple[str, str],
+    node: BackendNode | None = None,
+) -> Response:
+    """Admits and waits: 200 after the end, 202 while it goes on, CommandFailed with the reasons."""
+    wish = UnloadWish(
+        fields["model_name"],
+        principal(request).name,
+        request_id.get(),
+        client_address(request),
+        node,
+        fields.get("replica_index"),
+        fields.get("deadline_seconds"),
+    )
+    admission = ask(wish, now=clock.now())
+    operation = ended(admission.operation, HOLD) if fields.get("wait", True) else admission.operation
+    if operation.status == Status.FAILED:
+        raise one_node.CommandFailed(operation.error)
+    if operation.status == Status.CANCELLED:
+        raise one_node.CommandFailed(f"cancelled: {operation.message}")
+    job, finished = str(operation.id), operation.status == Status.COMPLETED
+    body = DONE.of(
+        message=said[0] if finished else said[1],
+        jobID=job,
+        statusUrl=f"/api/backends/job/{job}",
+        deduplicated=not admission.created,
+    )
+    return Response(body, status=200 if finished else 202)
+
+
+def ended(operation: Operation, seconds: float) -> Operation:
+    """The operation when it has ended, or as it is after `seconds`.
+
+    Raises CommandFailed if its record was cleared before that was seen.
+    """
+    if not connection.in_atomic_block:
+        connection.close()  # the wait needs none, and there are fewer than requests
+    return async_to_sync(_ended)(operation.id, seconds)
+
+
+async def _ended(operation_id: UUID, seconds: float) -> Operation:
+    until = clock.monotonic() + seconds
+    with gateway.hints().watch(operation_id) as watch:
+        while True:
+            operation = await in_thread(Operation.objects.filter(pk=operation_id).first)
+            if operation is None:
+                raise one_node.CommandFailed("the record of the operation was cleared")
+            left = until - clock.monotonic()
+            if operation.status in TERMINAL or left <= 0:
+                return operation
+            await watch.changed(timeout=min(left, LOOK_EVERY))
+
+
+class NodeUnloadView(_ModelView):
+    """`/api/nodes/:id/models/unload`."""
+
+    @described(
+        "nodes_models_unload", "Unload a model from a node", UnloadReplicaSerializer, _SENT, UNLOAD_HERE
+    )
+    def post(self, request: Request, node_id: str) -> Response:
+        """Stops the model's engines on the node, or one of them.
+
+        Their requests may run on until the deadline; new ones go elsewhere at once. 502 says what failed.
+        """
+        return self.carry_out(request, asking.unload, UnloadReplicaSerializer, UNLOAD_HERE, node_id)
+
+
+class NodeDeleteView(_ModelView):
+    """`/api/nodes/:id/models/delete`."""
+
+    @described(
+        "nodes_models_delete", "Delete a model's files from a node", DeleteModelSerializer, _SENT, DELETE_HERE
+    )
+    def post(self, request: Request, node_id: str) -> Response:
+        """Unloads the model from the node and removes its files there; a success where there are none."""
+        return self.carry_out(request, asking.delete, DeleteModelSerializer, DELETE_HERE, node_id)
+
+
+class ModelUnloadView(_ModelView):
+    """`/api/nodes/models/unload`."""
+
+    @described("models_unload", "Unload a model from all nodes", UnloadModelSerializer, _SENT, UNLOADED)
+    def post(self, request: Request) -> Response:
+        """Stops all engines of the model (R6.11); the operation has a part for each node that has one."""
+        return self.carry_out(request, asking.unload, UnloadModelSerializer, UNLOADED)
+
+
+class ModelDeleteView(_ModelView):
+    """`/api/nodes/models/delete`."""
+
+    @described(
+        "models_delete", "Delete a model's files from all nodes", DeleteModelSerializer, _SENT, DELETED
+    )
+    def post(self, request: Request) -> Response:
+        """Unloads the model and removes its files from every approved node (R6.13); its definition stays."""
+        return self.carry_out(request, asking.delete, DeleteModelSerializer, DELETED)

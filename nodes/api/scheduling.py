@@ -1,0 +1,145 @@
+"""Scheduling rules: list, show, set, delete (`contract/http-api.md` §2.12).
+
+A model's name may contain slashes and is decoded once, as everywhere. `nodes.scheduling` writes the rows.
+"""
+
+from typing import Any
+
+from drf_spectacular.types import OpenApiTypes
+from drf_spectacular.utils import OpenApiParameter, extend_schema
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from localai_cluster import clock, errors
+from localai_cluster.web.fields import Described, Flag, NullIsAbsent, Number, Text, Whole
+from localai_cluster.web.openapi import refusals
+from localai_cluster.web.parsers import validated
+from nodes.api.base import MOMENT, NodeView, answered, sent
+from nodes.models import ModelSchedulingConfig, selectors
+from nodes.scheduling import shape, store
+from nodes.scheduling.rules import LARGEST_THRESHOLD, LONGEST_MODEL, MOST_REPLICAS, POLICIES, Rule
+
+_EXAMPLE = {
+    "id": "5f0f5b3e-52a4-4a47-8d52-0c9a3c1d7e11",
+    "model_name": "minilm",
+    "node_selector": '{"tier":"fast"}',
+    "min_replicas": 1,
+    "max_replicas": 2,
+    "unsatisfiable_ticks": 0,
+    "created_at": MOMENT,
+    "updated_at": MOMENT,
+}
+_MODEL = OpenApiParameter(
+    "model", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
+)
+_OPTIONAL: dict[str, Any] = {"required": False, "allow_null": True}
+_BOUNDS: dict[str, dict[str, Any]] = {
+    "model_name": {"minLength": 1},
+    "min_replicas": {"minimum": 0, "maximum": MOST_REPLICAS, "default": 0},
+    "max_replicas": {"minimum": 0, "maximum": MOST_REPLICAS, "default": 0},
+    "spread_all": {"default": False},
+    "route_policy": {"enum": [*POLICIES, None]},
+    "balance_abs_threshold": {"minimum": 0, "maximum": LARGEST_THRESHOLD},
+    "balance_rel_threshold": {"minimum": 0, "maximum": LARGEST_THRESHOLD},
+    "min_prefix_match": {"minimum": 0, "maximum": 1},
+}
+"""What `rules.check` wants of each field, for the API document."""
+
+
+class SchedulingRuleRequestSerializer(Described, NullIsAbsent):
+    """A model's rule, whole.
+
+    A routing field (the last four) that is left out keeps its stored value; any other one is cleared.
+    """
+
+    model_name = Text(max_length=LONGEST_MODEL, **_OPTIONAL)
+    node_selector = serializers.DictField(
+        child=Text(max_length=selectors.LONGEST_VALUE), help_text="Labels that a node must have.", **_OPTIONAL
+    )
+    min_replicas = Whole(**_OPTIONAL)
+    max_replicas = Whole(help_text="0 means no limit.", **_OPTIONAL)
+    spread_all = Flag(
+        help_text="One replica on every node that matches; excludes the two counts.", **_OPTIONAL
+    )
+    route_policy = Text(max_length=32, help_text="Empty means as the cluster does.", **_OPTIONAL)
+    balance_abs_threshold = Whole(help_text="0 means as the cluster does.", **_OPTIONAL)
+    balance_rel_threshold = Number(help_text="0, as the cluster does, or at least 1.", **_OPTIONAL)
+    min_prefix_match = Number(help_text="0 means as the cluster does.", **_OPTIONAL)
+
+    @classmethod
+    def described(cls, schema: dict[str, Any]) -> dict[str, Any]:
+        """With the bounds, which `nodes.scheduling.rules` checks in its own order."""
+        for name, bounds in _BOUNDS.items():
+            schema["properties"][name] |= bounds
+        schema["required"] = ["model_name"]
+        return schema
+
+
+class SchedulingRulesView(NodeView):
+    """`/api/nodes/scheduling`."""
+
+    @extend_schema(
+        operation_id="scheduling_rules",
+        summary="List scheduling rules",
+        tags=["scheduling"],
+        responses={(200, "application/json"): shape.RULE.many, **refusals(401, 403)},
+        examples=[answered([_EXAMPLE])],
+    )
+    def get(self, request: Request) -> Response:
+        """All of them, by model name."""
+        return Response(shape.rows(ModelSchedulingConfig.objects.all()))
+
+    @extend_schema(
+        operation_id="scheduling_rules_set",
+        summary="Set a model's scheduling rule",
+        tags=["scheduling"],
+        request=SchedulingRuleRequestSerializer,
+        responses={200: shape.RULE.ref, **refusals(400, 401, 403, 413)},
+        examples=[
+            sent(
+                {
+                    "model_name": "minilm",
+                    "node_selector": {"tier": "fast"},
+                    "min_replicas": 1,
+                    "max_replicas": 2,
+                }
+            ),
+            answered(_EXAMPLE),
+        ],
+    )
+    def post(self, request: Request) -> Response:
+        """Makes the rule or replaces it; answers it as stored. A cooldown goes on."""
+        told = validated(SchedulingRuleRequestSerializer, request)
+        return Response(store.set_rule(Rule(**({"model_name": ""} | told)), clock.now()))
+
+
+class SchedulingRuleView(NodeView):
+    """`/api/nodes/scheduling/:model`."""
+
+    @extend_schema(
+        operation_id="scheduling_rules_show",
+        summary="Show a model's scheduling rule",
+        tags=["scheduling"],
+        parameters=[_MODEL],
+        responses={200: shape.RULE.ref, **refusals(401, 403, 404)},
+        examples=[answered(_EXAMPLE)],
+    )
+    def get(self, request: Request, model: str) -> Response:
+        """404 if the model has none."""
+        found = store.find(model)
+        if not found:
+            raise errors.NotFound("there is no scheduling rule for this model")
+        return Response(found)
+
+    @extend_schema(
+        operation_id="scheduling_rules_delete",
+        summary="Delete a model's scheduling rule",
+        tags=["scheduling"],
+        parameters=[_MODEL],
+        responses={204: None, **refusals(401, 403)},
+    )
+    def delete(self, request: Request, model: str) -> Response:
+        """Succeeds also if the model has none."""
+        store.delete_rule(model, clock.now())
+        return Response(status=204)

@@ -1,0 +1,470 @@
+"""How operations on backends come to be: one operation, one part a node, one intent a part.
+
+`ask` is one transaction: it looks at the intents of the nodes concerned, joins what is the same, puts the
+newer wish in the place of one that has not begun, refuses what contradicts work under way, and writes
+operation, parts and intents. `cancel` is its counterpart. Which nodes an operation is for is decided here,
+once.
+"""
+
+import contextlib
+import hashlib
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from typing import Any
+from uuid import UUID, uuid4
+
+from django.db import IntegrityError, connection
+
+from localai_cluster import errors
+from localai_cluster.accounts import audit
+from localai_cluster.commits import committed
+from localai_cluster.locks import stand_in_line
+from nodes.backends import intents, one_node, one_part, wave_requests, waves
+from nodes.backends.wave_plan import Options
+from nodes.models import BackendNode, NodeBackend, PendingBackendOp
+from operations import targets
+from operations.changes.announce import announce
+from operations.ledger import admission, parts
+from operations.models import ACTIVE, Operation, OperationTarget, Status, TargetStatus, Waves
+
+INSTALL, UPGRADE, DELETE = "backend_install", "backend_upgrade", "backend_delete"
+KINDS = {
+    INSTALL: PendingBackendOp.Op.INSTALL,
+    UPGRADE: PendingBackendOp.Op.UPGRADE,
+    DELETE: PendingBackendOp.Op.DELETE,
+}
+"""What each kind of operation wants on its nodes."""
+_RACES = ("operation_one_active_a_key", "intent_once")
+_TRIES = 5
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked about one backend, the same for all nodes."""
+
+    kind: str
+    backend: str
+    gallery: str = ""
+    uri: str = ""
+    name: str = ""
+    alias: str = ""
+    galleries: str = ""
+    force: bool = False
+
+    @property
+    def element(self) -> str:
+        """What people call it."""
+        if self.uri and self.backend == one_node.subject(self.uri):
+            return self.uri
+        return f"{self.gallery}@{self.backend}" if self.gallery else self.backend
+
+    def columns(self) -> dict[str, Any]:
+        """As an intent keeps it."""
+        return {name: value for name, value in asdict(self).items() if name != "kind"} | {
+            "op": KINDS[self.kind]
+        }
+
+    def is_that_of(self, intent: PendingBackendOp) -> bool:
+        """Whether an intent does what is wished. Galleries are refreshed, they are no wish (R1.108)."""
+        return self._is_met_by({name: getattr(intent, name) for name in self.columns()})
+
+    def is_that_of_operation(self, operation: Operation) -> bool:
+        """Whether an operation was asked for the same."""
+        return operation.kind == self.kind and self._is_met_by(Wish.of(operation).columns())
+
+    def _is_met_by(self, other: Mapping[str, Any]) -> bool:
+        mine = self.columns()
+        if not self.gallery:  # any will do
+            mine["gallery"] = other["gallery"]
+        if not self.force:  # files that are replaced are there as well
+            mine["force"] = other["force"]
+        return all(other[name] == mine[name] for name in mine if name != "galleries")
+
+    @classmethod
+    def of(cls, operation: Operation) -> "Wish":
+        """What this operation was asked for."""
+        stored = {
+            name: operation.payload[name] for name in cls.__dataclass_fields__ if name in operation.payload
+        }
+        return cls(**stored | {"kind": operation.kind})
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A node that an operation does not touch, and says so; `fails`: somebody has to decide about it."""
+
+    node: BackendNode
+    reason: str
+    fails: bool = False
+
+    def part(self, operation: Operation, now: datetime) -> OperationTarget:
+        """Its part has ended before it began."""
+        part = OperationTarget(operation=operation, node_id=self.node.id, node_name=self.node.name)
+        end = (
+            parts.end(TargetStatus.ERROR, error=self.reason)
+            if self.fails
+            else parts.end(TargetStatus.CANCELLED, reason=self.reason)
+        )
+        end(part, now)
+        return part
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Who asks, and for which nodes."""
+
+    nodes: Sequence[BackendNode]
+    actor: str
+    all_nodes: bool = False
+    """Whether the nodes are all that there are for it at this moment."""
+    request_id: str = ""
+    client_address: str = ""
+    parent: Operation | None = None
+    waves: Options | None = None
+    """None: on all nodes at once."""
+    last_replicas: Sequence[str] = ()
+    """Models whose last replica an upgrade in waves may stop."""
+    left_out: Sequence[LeftOut] = ()
+
+    @property
+    def concerned(self) -> list[BackendNode]:
+        """All that have a part."""
+        return [*self.nodes, *(one.node for one in self.left_out)]
+
+    def payload(self) -> dict[str, Any]:
+        """What the operation keeps of it."""
+        waves = asdict(self.waves) | {"last_replicas": list(self.last_replicas)} if self.waves else None
+        return {"all_nodes": self.all_nodes} | ({"waves": waves} if waves else {})
+
+
+def everywhere(wish: Wish) -> list[BackendNode]:
+    """The nodes that "all nodes" means now: for an install all that may get it, else those that list it."""
+    nodes = BackendNode.objects.filter(node_type="backend").exclude(status__in=("pending", "draining"))
+    if wish.kind != INSTALL:
+        listed = NodeBackend.objects.filter(name__iexact=wish.backend)
+        nodes = nodes.filter(pk__in=listed.values("node_id"))
+    return list(nodes.order_by("name"))
+
+
+class _Raced(Exception):
+    """A wave has opened for one of the nodes; its intent is to be seen, and locked, before operations are."""
+
+
+def ask(wish: Wish, asked: Asked, *, now: datetime) -> admission.Admission:
+    """Makes the operation, or joins the active one that wants the same on the same nodes (A38, O34).
+
+    Raises Conflict, which names the operation, when another wish for one of the backends is under way, and
+    NotFound when a node was removed meanwhile.
+    """
+    for _ in range(_TRIES):
+        try:
+            with committed("backends.ask"):
+                return _ask(wish, asked, now)
+        except IntegrityError as error:
+            # Somebody was faster: what they made is seen at the next try.
+            if not any(race in str(error) for race in _RACES):
+                raise
+        except _Raced:
+            continue
+    raise errors.Unavailable(f"operations on {wish.backend} are too frequent", retry_after=1)
+
+
+def _key(wish: Wish, nodes: Sequence[BackendNode]) -> str:
+    if len(nodes) == 1:
+        return one_node.key(nodes[0].id, wish.backend)
+    ids = hashlib.sha256(b"".join(sorted(node.id.bytes for node in nodes))).hexdigest()
+    return f"nodes:{ids[:32]}:{one_node.subject(wish.backend)}"
+
+
+def _ask(wish: Wish, asked: Asked, now: datetime) -> admission.Admission:
+    # Requests for overlapping sets of nodes would wait for each other's keys and intents in a circle.
+    stand_in_line(wish.backend)
+    ids = [node.id for node in asked.nodes]
+    _keep(asked.nodes)
+    found = PendingBackendOp.objects.filter(node__in=ids, backend=wish.backend).order_by("id")
+    there = {intent.node_id: intent for intent in found.select_for_update(no_key=True)}
+    known = [intent.id for intent in there.values()]
+    names = {node.id: node.name for node in asked.nodes}
+    # A load never takes the place of what somebody asked for.
+    may_replace = asked.parent is None
+    shared = [one for one in there.values() if _shares(wish, one, names, may_replace=may_replace)]
+    sharing = {intent.id for intent in shared}
+    in_the_way = [intent for intent in there.values() if intent.id not in sharing]
+    key = _key(wish, asked.nodes or asked.concerned)
+    active = Operation.objects.active().filter(key=key).first() if asked.nodes else None
+    if active is not None and not in_the_way and wish.is_that_of_operation(active):
+        _refuse_other_waves(active, asked)
+        _refresh(wish, shared, now)
+        return admission.Admission(active, created=False)
+    id = uuid4()
+    # Parts and intents that give way end first: what they own is free then. The news leaves last.
+    reason = f"superseded by {wish.kind} of {wish.element} (operation {id})"
+    end = parts.end(TargetStatus.SUPERSEDED, reason=reason)
+    replaced = _replace(in_the_way, _held(wish, ids, active), end, _taken_over(active, shared, end), now)
+    if PendingBackendOp.objects.filter(node__in=ids, backend=wish.backend).exclude(pk__in=known).exists():
+        raise _Raced
+    if active is not None and Operation.objects.active().filter(pk=active.pk).exists():
+        raise errors.Conflict(
+            f"{active.kind} of {active.element} on these nodes has not ended (operation {active.id})",
+            operation=active.id,
+            kind=active.kind,
+            state=active.status,
+        )
+    operation, superseded = admission.made(_request(wish, asked, key), now, by_parts=True, id=id)
+    _refresh(wish, shared, now)
+    turns = wave_requests.plan_for(wish.backend, asked.nodes, asked.waves) if asked.waves else {}
+    if turns:
+        operation.waves, operation.open_wave = Waves.RUNNING, min(turns.values())
+    beginning = {id for id in ids if turns.get(id) == operation.open_wave}
+    carried_by = _carriers(operation, wish, shared, beginning, now)
+    made = [_part(operation, node, carried_by.get(node.id), turns.get(node.id), now) for node in asked.nodes]
+    made += [one.part(operation, now) for one in asked.left_out]
+    wave_requests.wait_for_turns(list(filter(targets.held, made)), made, now)
+    OperationTarget.objects.bulk_create(made)
+    targets.adopt(operation, made, now)
+    operation.save()
+    announce([*replaced.operations, *superseded, operation])
+    return admission.Admission(operation, created=True)
+
+
+def _refuse_other_waves(active: Operation, asked: Asked) -> None:
+    if wave_requests.options_of(active) != asked.waves:
+        raise errors.Conflict(
+            f"the same is in progress with other waves (operation {active.id})", operation=active.id
+        )
+
+
+def _request(wish: Wish, asked: Asked, key: str) -> admission.OperationRequest:
+    alone = asked.concerned[0] if len(asked.concerned) == 1 and not asked.all_nodes else None
+    return admission.OperationRequest(
+        wish.kind,
+        key=key,
+        element=wish.element[:255],
+        payload=asdict(wish) | asked.payload(),
+        actor=asked.actor,
+        node=(alone.id, alone.name) if alone else None,
+        request_id=asked.request_id,
+        client_address=asked.client_address,
+        parent=asked.parent,
+    )
+
+
+def _carriers(
+    operation: Operation,
+    wish: Wish,
+    shared: Sequence[PendingBackendOp],
+    node_ids: Set[UUID],
+    now: datetime,
+) -> dict[UUID, PendingBackendOp]:
+    """The intents of these nodes: those that do the same already, and new ones for the others."""
+    found = {intent.node_id: intent for intent in shared if intent.node_id in node_ids}
+    if operation.waves:
+        waiting = PendingBackendOp.objects.resting().filter(pk__in=[intent.id for intent in found.values()])
+        waiting.filter(unanswered_since__isnull=True).update(spares_requests=True)
+    new = [
+        PendingBackendOp(
+            node_id=id,
+            operation_id=operation.id,
+            spares_requests=bool(operation.waves),
+            next_retry_at=now,
+            created_at=now,
+            **wish.columns(),
+        )
+        for id in sorted(node_ids - found.keys())
+    ]
+    PendingBackendOp.objects.bulk_create(new)
+    return found | {intent.node_id: intent for intent in new}
+
+
+def _keep(nodes: Sequence[BackendNode]) -> None:
+    """Keeps the nodes from being removed until the request is recorded; raises NotFound for one that is gone.
+
+    A removal locks the node before its intents, so this does too. Nothing but a removal waits for it.
+    """
+    with connection.cursor() as cursor:
+        cursor.execute(
+            "SELECT id FROM backend_nodes WHERE id = ANY(%s) ORDER BY id FOR KEY SHARE",
+            [[node.id for node in nodes]],
+        )
+        there = {id for (id,) in cursor.fetchall()}
+    if gone := [node.name for node in nodes if node.id not in there]:
+        raise errors.NotFound(f"node {', '.join(gone)} is no longer registered")
+
+
+def _part(
+    operation: Operation,
+    node: BackendNode,
+    intent: PendingBackendOp | None,
+    wave: int | None,
+    now: datetime,
+) -> OperationTarget:
+    part = OperationTarget(operation=operation, node_id=node.id, node_name=node.name, wave=wave)
+    if intent is None:
+        return part
+    part.intent_id = intent.id
+    if intent.lease_until is not None:
+        parts.begin(part, now)
+    elif node.status != "healthy":
+        parts.rest(f"node {node.name} is {node.status}", until=None, node=True)(part, now)
+    else:
+        parts.rest(intent.last_error or "queued", until=intent.next_retry_at, attempts=intent.attempts)(
+            part, now
+        )
+    return part
+
+
+def _shares(wish: Wish, intent: PendingBackendOp, names: Mapping[UUID, str], *, may_replace: bool) -> bool:
+    """Whether the intent does what is wished; False for one that gives way; raises Conflict otherwise."""
+    node = names[intent.node_id]
+    if intent.cancelled_at is not None:
+        raise errors.Conflict(
+            f"{intent} on {node} is being cancelled; ask again in a few seconds",
+            operation=intent.operation_id,
+        )
+    if wish.is_that_of(intent):
+        return True
+    begun = intent.lease_until is not None or intent.unanswered_since is not None
+    opposite = (intent.op == PendingBackendOp.Op.DELETE) != (wish.kind == DELETE)
+    if begun or not opposite or not may_replace:
+        state = "in progress" if begun else "waiting, and asks for something else"
+        raise errors.Conflict(
+            f"{intent} on {node} is {state} (operation {intent.operation_id})",
+            operation=intent.operation_id,
+            kind=f"backend_{intent.op}",
+            state="processing" if begun else "pending",
+        )
+    return False
+
+
+def _held(wish: Wish, node_ids: Sequence[UUID], active: Operation | None) -> list[int]:
+    """Parts whose wave has not opened: those that a deletion takes over, and those of `active`."""
+    upgrades = Operation.objects.active().filter(waves__gt="", payload__backend=wish.backend)
+    if wish.kind != DELETE:
+        upgrades = upgrades.filter(pk__in=[active.pk] if active else [])
+    held = OperationTarget.objects.filter(operation__in=upgrades, intent_id__isnull=True)
+    left = held.filter(node_id__in=node_ids).exclude(status__in=targets.ENDED)
+    return list(left.values_list("pk", flat=True))
+
+
+def _replace(
+    replaced: Sequence[PendingBackendOp],
+    held: Sequence[int],
+    end: parts.Change,
+    also: Mapping[UUID, parts.Change],
+    now: datetime,
+) -> parts.Changed:
+    """What has not begun gives way to the newer wish; its parts name that."""
+    ended = [intent.id for intent in replaced]
+    changes = dict.fromkeys(ended, end) | dict(also)
+    changed = parts.change(changes, held=dict.fromkeys(held, end), now=now)
+    PendingBackendOp.objects.filter(pk__in=ended).delete()
+    waves.go_on(changed, now=now)
+    return changed
+
+
+def _taken_over(
+    active: Operation | None, shared: Sequence[PendingBackendOp], end: parts.Change
+) -> dict[UUID, parts.Change]:
+    """What is left of an operation on the same nodes that has lost some to another wish: it owns the key.
+
+    Its intents go on for the newer operation.
+    """
+    if active is None:
+        return {}
+
+    def happens(part: OperationTarget, now: datetime) -> None:
+        if part.operation_id == active.id:
+            end(part, now)
+
+    return {intent.id: happens for intent in shared}
+
+
+def _refresh(wish: Wish, shared: Sequence[PendingBackendOp], now: datetime) -> None:
+    intents.nudge([intent.id for intent in shared], now=now, galleries=wish.galleries)
+
+
+def cancel(operation_id: UUID, *, actor: str, now: datetime, node_id: UUID | None = None) -> Operation:
+    """Ends an operation on backends for good, and every intent that no other active operation shares.
+
+    With `node_id` only its part on that node. A controller calls off what a worker may have begun.
+    Raises NotFound and Conflict.
+    """
+    for _ in range(_TRIES):
+        with contextlib.suppress(_Raced):
+            return _cancel(operation_id, node_id, actor, now)
+    raise errors.Unavailable("the operation changes too often; try again", retry_after=1)
+
+
+def _running(operation_id: UUID, node_id: UUID | None) -> set[UUID]:
+    """The intents of the parts that have not ended, or of the one on this node."""
+    carried = OperationTarget.objects.filter(operation_id=operation_id, intent_id__isnull=False)
+    carried = carried.filter(node_id=node_id) if node_id else carried
+    left = carried.exclude(status__in=targets.ENDED).values_list("intent_id", flat=True)
+    return {id for id in left if id is not None}
+
+
+def _cancel(operation_id: UUID, node_id: UUID | None, actor: str, now: datetime) -> Operation:
+    with committed("backends.cancel"):
+        wanted = _running(operation_id, node_id)
+        found = PendingBackendOp.objects.filter(pk__in=wanted).order_by("id").select_for_update(no_key=True)
+        held = {intent.id: intent for intent in found}
+        operation = admission.locked(operation_id)
+        if not _running(operation_id, node_id) <= wanted:
+            raise _Raced  # a wave has opened meanwhile: its intents are not locked
+        others = OperationTarget.objects.filter(intent_id__in=held, operation__status__in=ACTIVE)
+        others = others.exclude(operation_id=operation_id).exclude(status__in=targets.ENDED)
+        shared = {id for id in others.values_list("intent_id", flat=True) if id is not None}
+        mine = [intent for intent in held.values() if intent.id not in shared]
+        begun = {one.id for one in mine if one.lease_until is not None or one.unanswered_since is not None}
+        notes = dict.fromkeys(begun, "the worker is asked to stop")
+        notes |= dict.fromkeys(shared, "another operation wants the same and goes on")
+        PendingBackendOp.objects.filter(pk__in=begun).update(
+            cancelled_at=now, next_retry_at=now, lease_owner="", lease_until=None
+        )
+        PendingBackendOp.objects.filter(pk__in={one.id for one in mine} - begun).delete()
+        if node_id is not None:
+            note = next(iter(notes.values()), "")
+            return one_part.cancel(operation, node_id, note=note, actor=actor, now=now)
+        return admission.cancel(operation_id, actor=actor, now=now, notes=notes)
+
+
+def retry(
+    operation_id: UUID, *, only: Sequence[UUID] = (), asked_by: Asked, now: datetime
+) -> admission.Admission:
+    """Asks again for what failed or was cancelled, on those nodes or on all whose part did not succeed.
+
+    An operation that still waits is tried at once instead. The failure is dismissed and names its successor,
+    unless it stays the failure of nodes that are not tried again.
+    Raises NotFound, and Conflict where there is nothing to ask again.
+    """
+    operation = Operation.objects.filter(pk=operation_id, kind__in=KINDS).first()
+    if operation is None:
+        raise errors.NotFound(admission.NO_SUCH_OPERATION)
+    chosen = OperationTarget.objects.filter(operation=operation).exclude(status=TargetStatus.SUCCESS)
+    # Without a choice, a newer wish has its way where it took a part over.
+    chosen = chosen.filter(node_id__in=only) if only else chosen.exclude(status=TargetStatus.SUPERSEDED)
+    ids = {part.intent_id for part in chosen if part.intent_id and part.status not in targets.ENDED}
+    if operation.status in ACTIVE and ids:
+        with committed("backends.retry"):
+            intents.nudge(ids, now=now)
+            audit.record(admission.changed("tried_at_once", operation), at=now)
+        return admission.Admission(operation, created=False)
+    nodes = BackendNode.objects.filter(pk__in=[part.node_id for part in chosen]).order_by("name")
+    possible = [node for node in nodes if not one_node.refusal(node)]
+    if operation.status in ACTIVE or not possible:
+        raise errors.Conflict("no part of this operation can be tried again", field="nodes")
+    asked = replace(
+        asked_by,
+        nodes=possible,
+        waves=wave_requests.options_of(operation),
+        last_replicas=wave_requests.confirmed_in(operation),
+    )
+    result = ask(Wish.of(operation), asked, now=now)
+    failed = OperationTarget.objects.filter(operation=operation, status=TargetStatus.ERROR)
+    # A failure on another node still waits for a decision.
+    left = failed.exclude(node_id__in=[node.id for node in possible])
+    if operation.status == Status.FAILED and not left.exists():
+        said = f"tried again as operation {result.operation.id}"
+        admission.dismiss(operation.id, actor=asked_by.actor, now=now, comment=said)
+    return result

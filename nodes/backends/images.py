@@ -1,0 +1,158 @@
+"""Digests of images as their registries tell them, to see whether a tag has moved (R6.34).
+
+Only manifests are asked for, never layers; without credentials, as a worker pulls. Every look is bounded: its
+time, the bytes of an answer, how many run at once and how many there are. A registry that does not answer
+costs its own backends their verdict and nothing else.
+"""
+
+import asyncio
+import logging
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+import httpx
+import orjson
+
+from nodes.backends.upgrade_rules import OCI
+
+log = logging.getLogger(__name__)
+
+WITHIN = 10.0
+"""Seconds for one image, its token included."""
+ALL_WITHIN = 30.0
+AT_ONCE, MOST = 8, 200
+MANIFEST_LIMIT = 4 * 1024 * 1024
+_MOST_BUILDS = 50
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_REFERENCE = re.compile(
+    r"(?P<host>[A-Za-z0-9.-]+(?::\d{1,5})?)/(?P<path>[a-z0-9]+(?:[._/-]+[a-z0-9]+)*)"
+    r"(?::(?P<tag>\w[\w.-]{0,127}))?(?:@(?P<digest>sha256:[0-9a-f]{64}))?",
+    re.ASCII,
+)
+_CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
+_ACCEPTED = ", ".join(
+    (
+        "application/vnd.oci.image.index.v1+json",
+        "application/vnd.docker.distribution.manifest.list.v2+json",
+        "application/vnd.oci.image.manifest.v1+json",
+        "application/vnd.docker.distribution.manifest.v2+json",
+    )
+)
+
+
+@dataclass(frozen=True)
+class Image:
+    """Where an image is: a registry's address, its path there, and what is asked for: a tag or a digest."""
+
+    registry: str
+    path: str
+    wanted: str
+
+    @property
+    def manifest(self) -> str:
+        """The URL of its manifest."""
+        return f"{self.registry}/v2/{self.path}/manifests/{self.wanted}"
+
+
+def parse(uri: str) -> Image | None:
+    """The image that a gallery names; None for what cannot be one. A host is always named."""
+    found = _REFERENCE.fullmatch(uri.removeprefix(OCI))
+    if found is None:
+        return None
+    host = found["host"]
+    local = host.partition(":")[0] in ("localhost", "127.0.0.1")
+    return Image(
+        f"{'http' if local else 'https'}://{host}", found["path"], found["digest"] or found["tag"] or "latest"
+    )
+
+
+async def digests(uris: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """By URI: the image's digest, then those of its builds for single platforms, which workers record.
+
+    What could not be found out is left out and logged; never raises, never takes longer than `ALL_WITHIN`.
+    """
+    wanted = sorted(set(uris))
+    if len(wanted) > MOST:
+        log.warning("upgrade check: the digests of %d images are left out", len(wanted) - MOST)
+    found: dict[str, tuple[str, ...]] = {}
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def one(uri: str, client: httpx.AsyncClient) -> None:
+        async with places:
+            try:
+                async with asyncio.timeout(WITHIN):
+                    found[uri] = await _digests(uri, client)
+            except (httpx.HTTPError, httpx.InvalidURL, ValueError, TimeoutError) as error:
+                log.warning("upgrade check: image %s: %s", uri, str(error) or type(error).__name__)
+
+    try:
+        async with (
+            asyncio.timeout(ALL_WITHIN),
+            httpx.AsyncClient(timeout=WITHIN, follow_redirects=True) as client,
+        ):
+            await asyncio.gather(*(one(uri, client) for uri in wanted[:MOST]))
+    except TimeoutError:
+        log.warning("upgrade check: %d images were not looked at in time", len(wanted[:MOST]) - len(found))
+    return found
+
+
+async def _digests(uri: str, client: httpx.AsyncClient) -> tuple[str, ...]:
+    image = parse(uri)
+    if image is None:
+        raise ValueError("not the name of an image")
+    status, headers, body = await _get(client, image.manifest, {"Accept": _ACCEPTED})
+    if status == 401:
+        token = await _token(client, image, headers.get("WWW-Authenticate", ""))
+        status, headers, body = await _get(
+            client, image.manifest, {"Accept": _ACCEPTED, "Authorization": f"Bearer {token}"}
+        )
+    if status != 200:
+        raise ValueError(f"HTTP status {status}")
+    # Of the bytes, not of the header: that is what a worker checks, too.
+    return (f"sha256:{sha256(body).hexdigest()}", *_builds(orjson.loads(body)))
+
+
+def _builds(manifest: Any) -> list[str]:
+    listed = manifest.get("manifests") if isinstance(manifest, dict) else None
+    found = (
+        [one.get("digest") for one in listed or () if isinstance(one, dict)]
+        if isinstance(listed, list)
+        else []
+    )
+    return [digest for digest in found if isinstance(digest, str) and _DIGEST.fullmatch(digest)][
+        :_MOST_BUILDS
+    ]
+
+
+async def _token(client: httpx.AsyncClient, image: Image, challenge: str) -> str:
+    """A token to read this image with, from where the registry says; ValueError if there is none."""
+    said = dict(_CHALLENGE.findall(challenge))
+    realm = said.get("realm", "")
+    secure = urlsplit(realm).scheme == "https" or realm.startswith(f"{image.registry}/")
+    if not challenge.lower().startswith("bearer ") or not secure:
+        raise ValueError("the registry asks for a credential")
+    asked = {"scope": f"repository:{image.path}:pull"} | (
+        {"service": said["service"]} if "service" in said else {}
+    )
+    status, _, body = await _get(client, f"{realm}?{urlencode(asked)}", {})
+    answer = orjson.loads(body) if status == 200 else None
+    token = (answer.get("token") or answer.get("access_token")) if isinstance(answer, dict) else None
+    if not isinstance(token, str) or not token.isascii() or not token.isprintable():
+        raise ValueError("the registry gives no token")
+    return token
+
+
+async def _get(
+    client: httpx.AsyncClient, url: str, headers: dict[str, str]
+) -> tuple[int, httpx.Headers, bytes]:
+    async with client.stream("GET", url, headers=headers) as answer:
+        body = bytearray()
+        async for part in answer.aiter_bytes():
+            body += part
+            if len(body) > MANIFEST_LIMIT:
+                raise ValueError(f"longer than {MANIFEST_LIMIT} bytes")
+        return answer.status_code, answer.headers, bytes(body)

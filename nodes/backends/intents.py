@@ -1,0 +1,355 @@
+"""The rows of intents: claimed under leases, settled, put back, called off.
+
+Every verb is one short transaction with a constant number of statements for any number of intents. It locks
+intents in the order of their ids, then lets the same happen to the parts that share them (`ledger/parts.py`),
+and what ends goes with them (`waves.conclude`).
+An intent is claimed while its node is healthy; one that was called off is claimed anyway, so that its worker
+is asked to stop. An intent that ends leaves a part with an outcome or a reason: nothing ends in silence.
+"""
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+from django.db import connection
+
+from localai_cluster import conf
+from localai_cluster.commits import committed
+from localai_cluster.locks import Lock, try_lock
+from nodes.backends import waves
+from nodes.models import BackendNode, NodeBackend, PendingBackendOp
+from nodes.models.intent import PendingBackendOpQuerySet
+from operations.changes import events
+from operations.changes.announce import announce
+from operations.ledger import parts
+from operations.ledger.fence import LeaseLost
+from operations.ledger.progress import BATCH_LOCK_TIMEOUT, Attempt, Tick, update
+from operations.models import Status, TargetStatus, storable
+
+log = logging.getLogger(__name__)
+
+MOST_ATTEMPTS = 10
+"""R4.30, O76: an intent whose 10th attempt fails ends."""
+MOST_LOST_LEASES = 10
+PER_NODE = 4
+"""How many intents of one node are carried out at a time."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 30.0, 900.0
+_PUT_BACK = [
+    "lease_owner", "lease_until", "next_retry_at", "attempts", "last_error", "drain_until",
+    "unanswered_since",
+]  # fmt: skip
+_LOOKED_AT = 64
+"""How many due intents are looked at beside four for each that is wanted.
+
+Those of a node that has its fill are left out, so it hides no other one for longer than a look.
+"""
+
+_DUE = f"""
+    WITH busy AS (
+        SELECT node_id, count(*) AS number FROM pending_backend_ops
+        WHERE lease_until IS NOT NULL GROUP BY node_id
+    )
+    SELECT id FROM (
+        SELECT due.id, due.next_retry_at,
+            row_number() OVER (PARTITION BY due.node_id ORDER BY due.next_retry_at, due.id)
+            + coalesce(busy.number, 0) AS place
+        FROM (
+            SELECT i.id, i.node_id, i.next_retry_at
+            FROM pending_backend_ops i JOIN backend_nodes n ON n.id = i.node_id
+            WHERE i.lease_until IS NULL AND i.next_retry_at <= %(now)s
+                AND (i.cancelled_at IS NOT NULL OR (n.status = 'healthy' AND n.node_type = 'backend'))
+                AND i.node_id <> ALL (ARRAY(SELECT node_id FROM busy WHERE number >= {PER_NODE}))
+            ORDER BY i.next_retry_at LIMIT %(looked_at)s
+        ) due LEFT JOIN busy ON busy.node_id = due.node_id
+    ) placed WHERE place <= {PER_NODE} ORDER BY next_retry_at LIMIT %(limit)s"""
+
+
+@dataclass(frozen=True)
+class Known:
+    """A backend as its node listed it last."""
+
+    version: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class Intent:
+    """One claimed intent, with what is needed to carry it out."""
+
+    row: PendingBackendOp
+    node: BackendNode
+    known: Known | None
+    """What the node listed of this backend before."""
+
+    @property
+    def id(self) -> UUID:
+        """The intent's id."""
+        return self.row.id
+
+    @property
+    def fence(self) -> int:
+        """The attempt's number."""
+        return self.row.fence
+
+    def __str__(self) -> str:
+        return f"{self.row} on {self.node.name}"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The intent's end: done, or failed for good; `reason` is what else there is to say."""
+
+    error: str = ""
+    reason: str = ""
+    attempts: int | None = None
+
+    @property
+    def change(self) -> parts.Change:
+        """What happens to the parts."""
+        status = TargetStatus.ERROR if self.error else TargetStatus.SUCCESS
+        return parts.end(status, error=self.error, reason=self.reason, attempts=self.attempts)
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The attempt failed and counts; another one follows, unless it was the last (R1.112, R4.30)."""
+
+    error: str
+
+
+@dataclass(frozen=True)
+class PutBack:
+    """The attempt ended without an answer; it does not count (R1.113)."""
+
+    reason: str
+    seconds: float = 0.0
+    busy: bool = False
+    """Whether the worker may still be at it."""
+
+
+Settlement = Ended | Failed | PutBack
+
+
+def backoff(failures: int) -> float:
+    """R1.116: seconds before the next attempt after so many failures."""
+    return float(min(_FIRST_PAUSE * 2.0 ** min(failures - 1, 10), _LONGEST_PAUSE))
+
+
+def claim(owner: str, *, now: datetime, lease: float, limit: int) -> list[Intent]:
+    """Takes up to `limit` intents that are due, few of each node, under a lease of `lease` seconds."""
+    with committed("intents.claim"):
+        with connection.cursor() as cursor:
+            cursor.execute(_DUE, {"now": now, "limit": limit, "looked_at": _LOOKED_AT + 4 * limit})
+            due = [id for (id,) in cursor.fetchall()]
+        if not due:
+            return []
+        free = PendingBackendOp.objects.filter(pk__in=due, lease_until__isnull=True).order_by("id")
+        rows = list(free.select_for_update(no_key=True, skip_locked=True))
+        until = now + timedelta(seconds=lease)
+        for row in rows:
+            row.lease_owner, row.lease_until, row.fence = owner, until, row.fence + 1
+        update(rows, ["lease_owner", "lease_until", "fence"])
+        beginning = {row.id: parts.begin for row in rows if row.cancelled_at is None}
+        changed = parts.change(beginning, now=now)
+        announce(changed.operations, changed.parts, changed.moved)
+    return _with_nodes(rows)
+
+
+def _with_nodes(rows: Sequence[PendingBackendOp]) -> list[Intent]:
+    nodes = BackendNode.objects.in_bulk({row.node_id for row in rows})
+    listed = NodeBackend.objects.filter(node_id__in=nodes, name__in={row.backend for row in rows})
+    known = {
+        (node_id, name): Known(version, digest)
+        for node_id, name, version, digest in listed.values_list("node_id", "name", "version", "digest")
+    }
+    return [
+        Intent(row, nodes[row.node_id], known.get((row.node_id, row.backend)))
+        for row in rows
+        if row.node_id in nodes
+    ]
+
+
+def renew(owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> dict[UUID, int]:
+    """Extends leases as `operations.ledger.lease.renew` does; rows that are locked are left out this time."""
+    mine = PendingBackendOp.objects.filter(pk__in=ids, lease_owner=owner, lease_until__isnull=False)
+    with committed("intents.renew"):
+        free = list(mine.select_for_update(skip_locked=True, no_key=True).values_list("pk", flat=True))
+        PendingBackendOp.objects.filter(pk__in=free).update(lease_until=now + timedelta(seconds=lease))
+    return dict(mine.values_list("id", "fence"))
+
+
+def release(owner: str, *, now: datetime) -> int:
+    """Hands back everything that `owner` holds. Its workers go on, and the next controller joins them."""
+    with committed("intents.release"):
+        mine = PendingBackendOp.objects.filter(lease_owner=owner, lease_until__isnull=False)
+        rows = list(mine.order_by("id").select_for_update(no_key=True))
+        _hand_back(rows, now, "its controller stopped; another one takes over")
+    return len(rows)
+
+
+def reap(*, now: datetime) -> tuple[int, int]:
+    """Takes back intents whose lease ran out, or ends them after too many. Answers (taken back, ended)."""
+    with committed("intents.reap"), try_lock(Lock.INTENT_REAPER) as mine:
+        if not mine:
+            return 0, 0
+        lost = PendingBackendOp.objects.orphaned(at=now).order_by("id")
+        rows = list(lost.select_for_update(no_key=True, skip_locked=True))
+        hopeless = [row for row in rows if row.lost_leases >= MOST_LOST_LEASES]
+        again = [row for row in rows if row.lost_leases < MOST_LOST_LEASES]
+        for row in again:
+            row.lost_leases += 1
+        error = f"given up: {MOST_LOST_LEASES} controllers fell silent while working on it"
+        given_up = {row.id: Ended(error=error).change for row in hopeless}
+        _hand_back(again, now, "its controller fell silent; another one takes over", also=given_up)
+    return len(again), len(hopeless)
+
+
+def _hand_back(
+    rows: Sequence[PendingBackendOp],
+    now: datetime,
+    reason: str,
+    *,
+    also: Mapping[UUID, parts.Change] | None = None,
+) -> None:
+    for row in rows:
+        row.lease_owner, row.lease_until, row.next_retry_at = "", None, now
+    update(rows, ["lease_owner", "lease_until", "next_retry_at", "lost_leases"])
+    changes = {row.id: parts.rest(reason, until=now) for row in rows}
+    waves.conclude(changes | dict(also or {}), ended=also or (), now=now)
+
+
+def record(reports: Mapping[Attempt, Collection[Tick]], *, now: datetime) -> set[Attempt]:
+    """Writes reports of progress; answers the attempts whose intent is no longer theirs."""
+    held = PendingBackendOp.objects.filter(pk__in={id for id, _ in reports}, lease_until__isnull=False)
+    mine = {(id, fence) for id, fence in held.values_list("id", "fence")}
+    changes = {id: parts.report(ticks) for (id, fence), ticks in reports.items() if (id, fence) in mine}
+    parts.happen(changes, now=now, lock_timeout=BATCH_LOCK_TIMEOUT)
+    return reports.keys() - mine
+
+
+def overdue(intent: Intent, reason: str, *, now: datetime) -> datetime:
+    """The time limit of this attempt is over; the worker may still be at it. Answers since when (O19)."""
+    with committed("intents.overdue"):
+        row = _owned([(intent.id, intent.fence)]).get(intent.id)
+        since = (row or intent.row).unanswered_since or now
+        if row is not None:
+            PendingBackendOp.objects.filter(pk=row.id).update(unanswered_since=since, last_error=reason)
+            parts.happen({row.id: parts.overdue(reason, since)}, now=now)
+    return since
+
+
+def confirm(intent: Intent) -> None:
+    """Raises LeaseLost when the intent is no longer this attempt's; locks and writes nothing."""
+    if not _of_attempt(intent).exists():
+        raise LeaseLost(str(intent.id))
+
+
+def drain_until(intent: Intent, *, now: datetime) -> datetime:
+    """Until when this attempt may wait for requests in flight; raises LeaseLost if it is over.
+
+    The time starts at the first call, and goes on in the next attempt if a controller dies.
+    """
+    until = now + timedelta(seconds=conf.cluster().upgrade_drain)
+    with committed("intents.drain"):
+        _of_attempt(intent).filter(drain_until__isnull=True).update(drain_until=until)
+    found = _of_attempt(intent).values_list("drain_until", flat=True).first()
+    if found is None:
+        raise LeaseLost(str(intent.id))
+    return found
+
+
+def _of_attempt(intent: Intent) -> PendingBackendOpQuerySet:
+    mine = PendingBackendOp.objects.filter(pk=intent.id, fence=intent.fence, cancelled_at__isnull=True)
+    return mine.filter(lease_until__isnull=False)
+
+
+def _owned(attempts: Collection[Attempt]) -> dict[UUID, PendingBackendOp]:
+    """The rows of those attempts that still have their lease, locked in the order of their ids."""
+    rows = PendingBackendOp.objects.filter(pk__in={id for id, _ in attempts}, lease_until__isnull=False)
+    held = rows.order_by("id").select_for_update(no_key=True).select_related(None)
+    return {row.id: row for row in held if (row.id, row.fence) in attempts}
+
+
+def settle(outcomes: Mapping[Attempt, tuple[Settlement, Collection[Tick]]], *, now: datetime) -> set[Attempt]:
+    """Writes what became of attempts, with their last reports; answers those that were no longer theirs."""
+    with committed("intents.settle"):
+        rows = _owned(outcomes)
+        changes: dict[UUID, parts.Change] = {}
+        ended: list[PendingBackendOp] = []
+        back: list[PendingBackendOp] = []
+        for row in rows.values():
+            outcome, ticks = outcomes[row.id, row.fence]
+            change, ends = _settled(row, outcome, now)
+            changes[row.id] = parts.both(parts.report(ticks), change)
+            (ended if ends else back).append(row)
+        update(back, _PUT_BACK)
+        waves.conclude(changes, ended=[row.id for row in ended], now=now)
+    return outcomes.keys() - {(row.id, row.fence) for row in rows.values()}
+
+
+def _settled(row: PendingBackendOp, outcome: Settlement, now: datetime) -> tuple[parts.Change, bool]:
+    """What happens to the parts, and whether the intent ends; one that does not is brought up to date."""
+    match outcome:
+        case Ended():
+            return outcome.change, True
+        case Failed(error) if row.attempts + 1 >= MOST_ATTEMPTS:
+            return _dead_letter(row, error).change, True
+        case Failed(error):
+            row.attempts, pause, reason = row.attempts + 1, backoff(row.attempts + 1), error
+            row.unanswered_since = None  # the command died with its worker
+        case PutBack(reason, pause):
+            pass
+    if not (isinstance(outcome, PutBack) and outcome.busy):
+        row.drain_until = None
+    row.lease_owner, row.lease_until, row.last_error = "", None, storable(reason)
+    row.next_retry_at = now + timedelta(seconds=pause)
+    gone = isinstance(outcome, Failed)
+    return parts.rest(reason, until=row.next_retry_at, attempts=row.attempts, worker_gone=gone), False
+
+
+def _dead_letter(row: PendingBackendOp, error: str) -> Ended:
+    """A7: said once, where an operator looks for errors."""
+    attempts = row.attempts + 1
+    log.error(
+        "%s %s on node %s: given up after %d attempts: %s", row.op, row.backend, row.node_id, attempts, error
+    )
+    return Ended(error=f"given up after {attempts} attempts: {error}", attempts=attempts)
+
+
+def called_off(notes: Mapping[Attempt, str], *, now: datetime) -> None:
+    """The workers of these intents were asked to stop: the intents go, their parts say what came of it."""
+    with committed("intents.called_off"):
+        rows = _owned(notes)
+        PendingBackendOp.objects.filter(pk__in=rows).delete()
+        parts.note({id: notes[id, row.fence] for id, row in rows.items()}, now=now)
+
+
+def call_off_later(intent: Intent, *, seconds: float, now: datetime) -> None:
+    """The worker of a cancelled intent could not be asked to stop yet: it is asked again."""
+    with committed("intents.call_off_later"):
+        for row in _owned([(intent.id, intent.fence)]).values():
+            row.lease_owner, row.lease_until = "", None
+            row.next_retry_at = now + timedelta(seconds=seconds)
+            update([row], ["lease_owner", "lease_until", "next_retry_at"])
+
+
+def end(outcomes: Mapping[UUID, Ended], *, now: datetime) -> int:
+    """Ends intents that no controller works on, with what their parts say; answers how many."""
+    with committed("intents.end"):
+        resting = PendingBackendOp.objects.resting().filter(pk__in=outcomes).order_by("id")
+        free = list(resting.select_for_update(no_key=True).values_list("id", flat=True))
+        waves.conclude({id: outcomes[id].change for id in free}, ended=free, now=now)
+    return len(free)
+
+
+def nudge(ids: Collection[UUID], *, now: datetime, **columns: Any) -> None:
+    """Has these intents looked at now; attempts and the last error stay (R1.108, A14)."""
+    asked = PendingBackendOp.objects.filter(pk__in=ids, cancelled_at__isnull=True)
+    resting = asked.filter(lease_until__isnull=True).order_by("id").select_for_update(no_key=True)
+    found = list(resting.values_list("id", flat=True))
+    PendingBackendOp.objects.filter(pk__in=found).update(next_retry_at=now, **columns)
+    if found:
+        events.notify(events.OPERATIONS, f"* {Status.PENDING}")

@@ -1,0 +1,41 @@
+"""One rising percentage from a stock worker's reports, which begin again with each layer of an image. Pure.
+
+Its `total` is that of all layers and its `current` that of the present one (contract/nats.md §4.3). What the
+earlier layers had reached is added.
+"""
+
+import re
+from dataclasses import dataclass, replace
+
+from localai_cluster.messaging.messages import ProgressEvent
+
+_LAYER = re.compile(r"Downloading (\d{1,4})/(\d{1,4}) ")
+_EXTRACTING = "Extracting "
+
+
+@dataclass
+class Layers:
+    """The reports of one command, in the order of their arrival."""
+
+    _before: float = 0.0
+    _layer: int = 0
+    _reached: float = 0.0
+    _shown: float = 0.0
+
+    def whole(self, event: ProgressEvent) -> ProgressEvent:
+        """The event with the percentage of all layers, which never falls. Ours are as they should be."""
+        if event.seq:
+            return event
+        reported = min(max(event.percentage, 0.0), 100.0)
+        if event.file_name.startswith(_EXTRACTING):
+            # It counts from 0 again, after everything has come.
+            self._shown = max(self._shown, reported)
+            return replace(event, phase="extracting", percentage=self._shown)
+        found = _LAYER.match(event.file_name)
+        layer = int(found[1]) if found else self._layer
+        if layer > self._layer:
+            self._before, self._reached, self._layer = self._before + self._reached, 0.0, layer
+        if layer == self._layer:
+            self._reached = max(self._reached, reported)
+        self._shown = max(self._shown, min(self._before + self._reached, 100.0))
+        return replace(event, percentage=self._shown)

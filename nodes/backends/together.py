@@ -1,0 +1,71 @@
+"""Writes that come at the same moment as one: while one batch is written, the next one gathers."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Generic, TypeVar
+
+from django.db import Error as DatabaseError
+
+T = TypeVar("T")
+
+
+MOST = 256
+"""Items of one batch: what a transaction locks and holds in memory has a bound."""
+
+
+class Together(Generic[T]):
+    """Hands items to `write` in batches; a caller that hands one in waits until it is written."""
+
+    def __init__(self, write: Callable[[Sequence[T]], Awaitable[None]]) -> None:
+        self._write = write
+        self._waiting: list[tuple[T, asyncio.Future[None]]] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def put(self, item: T) -> None:
+        """Returns when the item is written; raises what kept it from being written."""
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((item, written))
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run(), name="writes")
+        await written
+
+    async def _run(self) -> None:
+        while self._waiting:
+            batch, self._waiting = self._waiting[:MOST], self._waiting[MOST:]
+            try:
+                await self._write([item for item, _ in batch])
+            except DatabaseError as error:
+                if len(batch) == 1:
+                    _tell(batch[0][1], error)
+                else:
+                    await self._one_by_one(batch)
+            except asyncio.CancelledError as error:
+                for _, written in (*batch, *self._waiting):
+                    _tell(written, error)
+                self._waiting = []
+                raise
+            except Exception as error:  # those that come next must find a writer all the same
+                for _, written in batch:
+                    _tell(written, error)
+            else:
+                for _, written in batch:
+                    _tell(written, None)
+
+    async def _one_by_one(self, batch: Sequence[tuple[T, "asyncio.Future[None]"]]) -> None:
+        """What the database refuses of one item must not keep the others of its batch from being written."""
+        for item, written in batch:
+            try:
+                await self._write([item])
+            except DatabaseError as error:
+                _tell(written, error)
+            else:
+                _tell(written, None)
+
+
+def _tell(written: "asyncio.Future[None]", error: BaseException | None) -> None:
+    if written.done():
+        return  # the caller that waited was cancelled
+    if error is None:
+        written.set_result(None)
+    else:
+        written.set_exception(error)

@@ -1,0 +1,77 @@
+"""Which installed backends have an upgrade: a pure comparison of what is installed with what galleries offer.
+
+The rules are R6.34's. An alias never gets here: workers leave it out of their lists (`contract/nats.md`
+§4.7), and names are compared with the entries' own.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from localai_cluster.gallery_index import folded
+from nodes.backends.catalogue import DEVELOPMENT
+from nodes.backends.installed import Build, InstalledBackend, InstalledOn
+
+OCI = "oci://"
+_BARE_IMAGE = re.compile(
+    r"(?:[a-z0-9-]+\.)+[a-z]+(?::\d+)?/[a-z0-9._/-]+(?::[\w][\w.-]*|@sha256:[0-9a-f]{64})", re.ASCII
+)
+
+
+@dataclass(frozen=True)
+class Offered:
+    """What the galleries offer for a backend. `digests`: those of the image, empty if unknown."""
+
+    version: str = ""
+    uri: str = ""
+    digests: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Upgrade:
+    """A backend for which an upgrade would change something; `drifted` differ from the majority."""
+
+    backend: InstalledBackend
+    available_version: str = ""
+    available_digest: str = ""
+    drifted: tuple[InstalledOn, ...] = field(default=())
+
+
+def is_image(uri: str) -> bool:
+    """Whether this is an image in a registry: `oci://…`, or a host, a path and a tag or digest."""
+    return uri.startswith(OCI) or _BARE_IMAGE.fullmatch(uri) is not None
+
+
+def upgrades(installed: Iterable[InstalledBackend], offered: Mapping[str, Offered]) -> list[Upgrade]:
+    """Those with an upgrade, in their order; `offered` is by folded name.
+
+    Left out are system backends, those without metadata, a stable build whose development twin is installed,
+    and names that no gallery knows.
+    """
+    found = [(folded(backend.name), backend) for backend in installed]
+    names = {name for name, _ in found}
+    candidates = (
+        (backend, offered[name])
+        for name, backend in found
+        if name in offered and not backend.is_system and backend.metadata and name + DEVELOPMENT not in names
+    )
+    verdicts = (_verdict(backend, offer) for backend, offer in candidates)
+    return [verdict for verdict in verdicts if verdict is not None]
+
+
+def behind(build: Build, offer: Offered) -> bool:
+    """Whether the galleries offer another build than this one; what cannot be compared is not behind."""
+    if offer.version:
+        return build.version != offer.version
+    return bool(offer.digests) and build.digest not in offer.digests
+
+
+def _verdict(backend: InstalledBackend, offer: Offered) -> Upgrade | None:
+    build, drifted = backend.majority, backend.drifted
+    digest = ""
+    if not offer.version and is_image(offer.uri):
+        if not offer.digests:
+            return None
+        digest = offer.digests[0]
+    newer = behind(build, offer)
+    return Upgrade(backend, offer.version, digest, drifted) if newer or drifted else None

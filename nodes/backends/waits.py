@@ -1,0 +1,149 @@
+"""What waiting work waits for, and its place in the queue, as of the moment of the question.
+
+A place changes whenever other work moves, so it is no column: what shows operations asks here. Two
+statements answer for any number of operations.
+
+A node carries out `intents.PER_NODE` intents at a time, those that are due longest first; the rest of its due
+intents has a place in its queue. What is leased as a whole (loads, unloads) stands in one queue for all
+controllers.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from django.db import connection
+
+from nodes.backends.intents import PER_NODE
+from operations.models import ACTIVE
+
+_PARTS = """
+    WITH asked AS (
+        SELECT t.operation_id, t.node_id, t.node_name, t.intent_id, o.payload->>'backend' AS backend
+        FROM operation_targets t JOIN operations o ON o.id = t.operation_id
+        WHERE t.operation_id = ANY(%(ids)s) AND t.status = 'queued'
+            AND (t.intent_id IS NOT NULL OR t.wave = o.open_wave) AND o.by_parts
+    ), due AS (
+        SELECT id, row_number() OVER (PARTITION BY node_id ORDER BY next_retry_at, id) AS place
+        FROM pending_backend_ops
+        WHERE node_id IN (SELECT node_id FROM asked) AND lease_until IS NULL AND next_retry_at <= %(now)s
+    ), running AS (
+        SELECT node_id, count(*) AS number FROM pending_backend_ops
+        WHERE node_id IN (SELECT node_id FROM asked) AND lease_until IS NOT NULL GROUP BY node_id
+    )
+    SELECT asked.operation_id, asked.node_id, asked.node_name, n.status,
+        CASE n.status WHEN 'offline' THEN n.offline_at WHEN 'unhealthy' THEN n.unhealthy_at
+            WHEN 'draining' THEN n.drained_at END,
+        due.place, coalesce(running.number, 0), other.op, other.backend, first.actor
+    FROM asked
+    JOIN backend_nodes n ON n.id = asked.node_id
+    LEFT JOIN due ON due.id = asked.intent_id
+    LEFT JOIN running ON running.node_id = asked.node_id
+    LEFT JOIN pending_backend_ops other ON asked.intent_id IS NULL
+        AND other.node_id = asked.node_id AND other.backend = asked.backend
+    LEFT JOIN operations first ON first.id = other.operation_id"""
+
+_WHOLES = """
+    WITH due AS (
+        SELECT id, row_number() OVER (ORDER BY next_attempt_at, id) AS place FROM operations
+        WHERE status = 'pending' AND next_attempt_at <= %(now)s AND NOT by_parts
+    )
+    SELECT o.id, due.place, child.kind, child.element, child.node_name, child.actor
+    FROM operations o
+    LEFT JOIN due ON due.id = o.id
+    LEFT JOIN operations child ON child.parent_id = o.id
+        AND child.status IN ('pending', 'processing', 'waiting_for_nodes')
+    WHERE o.id = ANY(%(ids)s) AND NOT o.by_parts AND (due.id IS NOT NULL OR child.id IS NOT NULL)"""
+
+_WORDS = {"install": "install", "upgrade": "upgrade", "delete": "removal"}
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What something waits for."""
+
+    text: str
+    since: datetime | None = None
+    place: int | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """As the API says it."""
+        told = {"waitsFor": self.text, "waitsSince": self.since and self.since.isoformat()}
+        return {name: value for name, value in told.items() if value} | (
+            {"queuePlace": self.place} if self.place else {}
+        )
+
+
+def ordinal(number: int) -> str:
+    """`1st`, `2nd`, `11th`, `23rd`."""
+    teens = 10 <= number % 100 <= 20
+    return f"{number}{'th' if teens else {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th')}"
+
+
+def of_part(
+    name: str,
+    status: str,
+    since: datetime | None,
+    place: int | None,
+    running: int,
+    other: tuple[str, str, str] | None,
+) -> Wait | None:
+    """What a queued part waits for; None where its own reason says it, such as a pause after a failure.
+
+    `other`: what the node is busy with on the same backend, the backend, and who asked.
+    """
+    if status != "healthy":
+        return Wait(f"waits for node {name}, which is {status}", since=since)
+    if other is not None:
+        op, backend, actor = other
+        return Wait(f"waits for the {_WORDS.get(op, op)} of {backend} by {actor} on {name}")
+    if place is None:
+        return None
+    if place + running <= PER_NODE:
+        return Wait("waits for a controller")
+    busy = f"{running} of {PER_NODE} running" if running else f"{PER_NODE} at a time"
+    return Wait(f"{ordinal(place)} in the queue of node {name} ({busy})", place=place)
+
+
+def annotate(entries: Sequence[dict[str, Any]], *, now: datetime) -> None:
+    """Adds to operations as the API shows them, and to their parts, what they wait for."""
+    ids = [entry["jobID"] for entry in entries if entry["status"] in ACTIVE]
+    if not ids:
+        return
+    parts = {(str(row[0]), str(row[1])): _part(row) for row in _rows(_PARTS, ids, now)}
+    wholes = {str(row[0]): _whole(row) for row in _rows(_WHOLES, ids, now)}
+    for entry in entries:
+        _add(entry, wholes.get(entry["jobID"]))
+        nodes = entry.get("nodes", ())
+        for part in nodes:
+            wait = parts.get((entry["jobID"], part["node_id"]))
+            _add(part, wait)
+            if len(nodes) == 1:
+                _add(entry, wait)
+
+
+def _rows(statement: str, ids: Iterable[str], now: datetime) -> list[tuple[Any, ...]]:
+    with connection.cursor() as cursor:
+        cursor.execute(statement, {"ids": list(ids), "now": now})
+        found: list[tuple[Any, ...]] = cursor.fetchall()
+    return found
+
+
+def _part(row: tuple[Any, ...]) -> Wait | None:
+    _, _, name, status, since, place, running, op, backend, actor = row
+    return of_part(name, status, since, place, running, (op, backend, actor or "somebody") if op else None)
+
+
+def _whole(row: tuple[Any, ...]) -> Wait:
+    _, place, kind, element, node, actor = row
+    if kind is None:
+        return Wait(f"{ordinal(place)} in the queue of the controllers", place=place)
+    where = f" on {node}" if node else ""
+    word = kind.removeprefix("backend_")
+    return Wait(f"waits for the {_WORDS.get(word, kind)} of {element} by {actor}{where}")
+
+
+def _add(entry: dict[str, Any], wait: Wait | None) -> None:
+    if wait is not None:
+        entry.update(wait.fields())

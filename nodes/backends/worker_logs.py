@@ -1,0 +1,230 @@
+"""The output of a worker's engines, read and followed over its HTTP server (http-api §2.13).
+
+Only the registered address is dialled (`registry/dialling.py`): no redirect is followed and no proxy of the
+environment is used. What comes back is a stranger's: it is bounded in size and time, and only what has the
+right shape is passed on.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import quote
+
+import httpx
+import msgspec
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+
+from localai_cluster import errors
+from nodes.registry.dialling import Contact, HttpServer, NotReachable
+
+ANSWER_LIMIT = 15.0
+"""Seconds for a whole answer (operations-and-ui.md 1.19)."""
+HANDSHAKE_LIMIT = 10.0
+LARGEST = 16 * 1024 * 1024
+"""Bytes of an answer or a message; our workers keep less (`worker/config.py`)."""
+QUEUE = 4
+"""Messages that are read ahead of a slow reader."""
+PING_EVERY, PONG_WITHIN = 30.0, 90.0
+LONGEST_NAME = 512
+_ROUTE = "/v1/backend-logs"
+T = TypeVar("T")
+_TIME = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{1,9})?(Z|[+-][0-9]{2}:[0-9]{2})$"
+_Time = Annotated[str, msgspec.Meta(pattern=_TIME, max_length=40)]
+
+
+class Late(errors.ClusterError):
+    """A worker has not answered in time."""
+
+    status = 504
+    code = "worker_late"
+    permanent = False
+
+
+class LogLine(msgspec.Struct):
+    """One line of `stdout` or `stderr`."""
+
+    timestamp: _Time
+    stream: Literal["stdout", "stderr"]
+    text: str
+
+
+class _Initial(msgspec.Struct, tag_field="type", tag="initial"):
+    lines: list[LogLine]
+
+
+class _Line(msgspec.Struct, tag_field="type", tag="line"):
+    line: LogLine
+
+
+_NAMES = msgspec.json.Decoder(list[str])
+_LINES = msgspec.json.Decoder(list[LogLine])
+_MESSAGE = msgspec.json.Decoder(_Initial | _Line)
+
+
+class _Places:
+    """So many at once in this process; who comes then is sent away."""
+
+    def __init__(self, most: int, what: str) -> None:
+        self.most = most
+        self._what = what
+        self._taken = 0
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """Takes a place for the block. Unavailable."""
+        if self._taken >= self.most:
+            raise errors.Unavailable(f"too many logs are being {self._what}", retry_after=5.0)
+        self._taken += 1
+        try:
+            yield
+        finally:
+            self._taken -= 1
+
+
+READERS, FOLLOWERS = _Places(8, "read"), _Places(64, "followed")
+
+
+async def models(server: HttpServer) -> list[str]:
+    """The model ids that have output on the worker. NotReachable, Late, Unavailable."""
+    return _decoded(server, _NAMES, await _get(server, _ROUTE))
+
+
+async def lines(server: HttpServer, name: str) -> list[Any]:
+    """The output of a model's engines, of one replica for `model#n`. NotReachable, Late, Unavailable."""
+    found = _decoded(server, _LINES, await _get(server, _path(name)))
+    return [msgspec.to_builtins(line) for line in found]
+
+
+async def follow(server: HttpServer, name: str) -> AsyncGenerator[str, None]:
+    """The worker's messages as they come: the lines there are, then each new one.
+
+    Ends with NotReachable or Late, whichever side closes. Unavailable if too many are followed already.
+    """
+    url = f"ws://{server.contact.address}{_path(name)}/ws"
+    with FOLLOWERS.one():
+        try:
+            async with (
+                _Dialled(
+                    url,
+                    additional_headers=_bearer(server.contact),
+                    open_timeout=HANDSHAKE_LIMIT,
+                    close_timeout=1.0,
+                    ping_interval=PING_EVERY,
+                    ping_timeout=PONG_WITHIN,
+                    max_size=LARGEST,
+                    max_queue=QUEUE,
+                    compression=None,
+                    proxy=None,
+                    user_agent_header=None,
+                ) as socket,
+                contextlib.aclosing(_messages(server, socket)) as messages,
+            ):
+                async for message in messages:
+                    yield message
+        except InvalidStatus as error:
+            raise _refused(server, error.response.status_code) from error
+        except ConnectionClosed as error:
+            raise NotReachable(f"node {server.node}: its worker has ended the stream") from error
+        except TimeoutError as error:
+            raise _late(server, HANDSHAKE_LIMIT) from error
+        except (OSError, InvalidHandshake) as error:
+            raise _silent(server, error) from error
+
+
+class _Dialled(connect):
+    """A connection to the address that is given, and to no other."""
+
+    def process_redirect(self, exc: Exception) -> Exception | str:
+        """Follows none."""
+        return exc
+
+
+async def _messages(server: HttpServer, socket: ClientConnection) -> AsyncGenerator[str, None]:
+    while True:
+        message = await socket.recv()
+        if not isinstance(message, str):
+            raise _unreadable(server)
+        _decoded(server, _MESSAGE, message.encode())
+        yield message
+
+
+async def _get(server: HttpServer, path: str) -> bytes:
+    """The body of a 200."""
+    url = f"http://{server.contact.address}{path}"
+    headers = {**_bearer(server.contact), "Accept-Encoding": "identity"}
+    with READERS.one():
+        try:
+            async with (
+                asyncio.timeout(ANSWER_LIMIT),
+                httpx.AsyncClient(timeout=None, trust_env=False, follow_redirects=False) as client,
+                client.stream("GET", url, headers=headers) as answer,
+            ):
+                if answer.status_code != 200:
+                    raise _refused(server, answer.status_code)
+                return await _bounded(server, answer.aiter_raw())
+        except TimeoutError as error:
+            raise _late(server, ANSWER_LIMIT) from error
+        except httpx.HTTPError as error:
+            raise _silent(server, error) from error
+
+
+async def _bounded(server: HttpServer, pieces: AsyncIterator[bytes]) -> bytes:
+    body = bytearray()
+    async for piece in pieces:
+        body += piece
+        if len(body) > LARGEST:
+            raise NotReachable(f"node {server.node}: its worker's answer is over {LARGEST // 2**20} MiB")
+    return bytes(body)
+
+
+def _path(name: str) -> str:
+    return f"{_ROUTE}/{quote(name, safe='')}"
+
+
+def _bearer(contact: Contact) -> dict[str, str]:
+    return {"Authorization": f"Bearer {contact.token}"} if contact.token else {}
+
+
+def _decoded(server: HttpServer, decoder: "msgspec.json.Decoder[T]", body: bytes) -> T:
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        raise _unreadable(server) from None
+
+
+def _unreadable(server: HttpServer) -> errors.ClusterError:
+    return NotReachable(f"node {server.node}: its worker's answer is no log")
+
+
+def _silent(server: HttpServer, error: Exception) -> errors.ClusterError:
+    off = " The node is offline." if server.status == "offline" else ""
+    return NotReachable(
+        f"node {server.node}: its worker does not answer at {server.contact.address} ({_reason(error)}).{off}"
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """What the system says of it, else what the library does."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno:
+            return os.strerror(cause.errno).lower() if cause.errno > 0 else str(cause.strerror)
+        cause = cause.__cause__ or cause.__context__
+    return (str(error) or type(error).__name__)[:200]
+
+
+def _late(server: HttpServer, limit: float) -> errors.ClusterError:
+    return Late(f"node {server.node}: its worker has not answered within {limit:g} s")
+
+
+def _refused(server: HttpServer, status: int) -> errors.ClusterError:
+    meaning = {
+        401: "it refuses our token; if it has just started, it registers a new one in a moment",
+        404: "it is of a version that has no logs",
+        503: "too many read its logs already",
+    }
+    reason = meaning.get(status, f"it answers {status}")
+    return NotReachable(f"node {server.node}: its worker cannot be read: {reason}")

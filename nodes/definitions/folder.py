@@ -1,0 +1,222 @@
+"""The models folder: every usable definition in it, by name, re-read when a file changed.
+
+The folder is looked at no more than once a second and only files whose size or time changed are read again. A
+file that cannot be used is logged once with its reason and does not take the others down.
+
+Looks have a thread of their own, so a folder that hangs (a mount whose server is gone) stops neither the
+event loop nor the process: what was read before goes on serving, everything else is 503 until the folder
+answers.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+from localai_cluster import clock, conf
+from localai_cluster.errors import Unavailable
+from nodes.definitions.files import Definition, Unusable, read
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY = 1.0
+"""Seconds between two looks at the folder."""
+LOOK_AFTER_MISS = 0.05
+"""The same when a name is not found: a definition that was added a moment ago should serve at once."""
+LOOK_LIMIT = 5.0
+"""Seconds that requests wait for one look; after that the folder counts as one that hangs."""
+MAX_FILES = 4096
+_SUFFIXES = (".yaml", ".yml")
+
+_Stamp = tuple[int, int, int]
+_Files = dict[str, tuple[_Stamp, Definition | Unusable]]
+
+
+class FolderHangs(Unavailable):
+    """The models folder does not answer."""
+
+
+@dataclass(frozen=True)
+class _Look:
+    """One look that is under way; `done` when its thread has ended."""
+
+    began: float
+    done: "Future[None]" = field(default_factory=Future)
+
+
+class Folder:
+    """The definitions of one folder. Safe to use from several threads and loops."""
+
+    def __init__(
+        self,
+        path: Path,
+        monotonic: Callable[[], float] = clock.monotonic,
+        *,
+        limit: float = LOOK_LIMIT,
+    ) -> None:
+        self._path = path
+        self._monotonic = monotonic
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._look: _Look | None = None
+        self._looked_at = float("-inf")
+        self._files: _Files = {}
+        self._by_name: Mapping[str, Definition] | None = None
+        self._reported: set[tuple[str, str]] = set()
+        self._hangs = False
+
+    async def find(self, name: str) -> Definition | None:
+        """The definition that clients know as `name`.
+
+        Raises FolderHangs when it is not known and the folder does not answer.
+        """
+        found = (await self._current()).get(name) or (await self._current(LOOK_AFTER_MISS)).get(name)
+        if found is None and self._hangs:
+            raise self._hanging()
+        return found
+
+    async def all(self) -> list[Definition]:
+        """Every usable definition, by name; FolderHangs if the folder has never answered."""
+        return sorted((await self._current()).values(), key=lambda definition: definition.name)
+
+    async def _current(self, every: float = LOOK_EVERY) -> Mapping[str, Definition]:
+        look = self._begin(every)
+        if look is not None and not await self._ended(look):
+            self._report_hanging()
+        if self._by_name is None:
+            raise self._hanging()
+        return self._by_name
+
+    def _begin(self, every: float) -> _Look | None:
+        """The look to wait for, a new one unless one is under way; None if the last one is recent enough."""
+        with self._lock:
+            now = self._monotonic()
+            if now - self._looked_at < every:
+                return None
+            if self._look is not None:
+                return self._look
+            look = self._look = _Look(now)
+        look.done.set_running_or_notify_cancel()  # a request that leaves must not cancel it
+        threading.Thread(target=self._carry_out, args=(look,), name="definitions", daemon=True).start()
+        return look
+
+    async def _ended(self, look: _Look) -> bool:
+        """Waits for the look; False when its time is over."""
+        left = look.began + self._limit - self._monotonic()
+        if look.done.done() or left <= 0:
+            return look.done.done()
+        waiting = asyncio.wrap_future(look.done)
+        try:
+            await asyncio.wait([waiting], timeout=left)
+        finally:
+            waiting.cancel()
+        return look.done.done()
+
+    def _carry_out(self, look: _Look) -> None:
+        """One look, on a thread of its own."""
+        try:
+            files = self._read_files()
+            changed = self._by_name is None or files is not self._files
+            by_name = self._index(files) if changed else self._by_name
+            with self._lock:
+                self._files, self._by_name = files, by_name
+                self._looked_at, self._look = look.began, None
+            if self._hangs:
+                self._hangs = False
+                logger.warning("The models folder %s answers again", self._path)
+        except Exception:
+            logger.exception("The models folder %s cannot be read", self._path)
+            with self._lock:
+                self._by_name = self._by_name or {}
+                self._looked_at, self._look = look.began, None
+        finally:
+            look.done.set_result(None)
+
+    def _report_hanging(self) -> None:
+        if not self._hangs:
+            self._hangs = True
+            logger.warning(
+                "The models folder %s has not answered for %g s; definitions that are known go on serving",
+                self._path,
+                self._limit,
+            )
+
+    def _hanging(self) -> FolderHangs:
+        return FolderHangs(f"the models folder {self._path.name!r} of the control plane does not answer")
+
+    def _read_files(self) -> _Files:
+        """The files as they are now; the same object if nothing changed."""
+        stamps, known = self._stamps(), self._files
+        if {name: stamp for name, (stamp, _) in known.items()} == stamps:
+            return known
+        return {
+            name: known[name] if name in known and known[name][0] == stamp else (stamp, self._try(name))
+            for name, stamp in sorted(stamps.items())
+        }
+
+    def _stamps(self) -> dict[str, _Stamp]:
+        try:
+            with os.scandir(self._path) as entries:
+                listed = sorted(entry.name for entry in entries if entry.name.endswith(_SUFFIXES))
+        except OSError as error:
+            self._report(self._path.name, f"cannot be listed: {error.strerror}")
+            return {}
+        if len(listed) > MAX_FILES:
+            self._report(self._path.name, f"holds more than {MAX_FILES} definitions; the rest is ignored")
+        return {name: stamp for name in listed[:MAX_FILES] if (stamp := self._stamp(name)) is not None}
+
+    def _stamp(self, name: str) -> _Stamp | None:
+        try:
+            status = (self._path / name).stat()
+        except OSError:
+            return None
+        return (status.st_mtime_ns, status.st_size, status.st_ino)
+
+    def _try(self, name: str) -> Definition | Unusable:
+        try:
+            return read(self._path / name)
+        except Unusable as error:
+            return error
+
+    def _index(self, files: _Files) -> dict[str, Definition]:
+        by_name: dict[str, Definition] = {}
+        for name, (_, found) in files.items():
+            if isinstance(found, Unusable):
+                self._report(name, str(found))
+            elif found.name in by_name:
+                self._report(
+                    name, f"defines {found.name!r} again; {by_name[found.name].source} stays in force"
+                )
+            else:
+                by_name[found.name] = found
+        return by_name
+
+    def _report(self, name: str, reason: str) -> None:
+        if (name, reason) not in self._reported:
+            self._reported.add((name, reason))
+            logger.warning("Model definition %s %s", name, reason)
+
+
+@lru_cache(maxsize=8)
+def _folder(path: Path) -> Folder:
+    return Folder(path)
+
+
+def folder() -> Folder:
+    """The models folder of this process's settings."""
+    return _folder(conf.cluster().models_path)
+
+
+async def find(name: str) -> Definition | None:
+    """The definition that clients know as `name`; FolderHangs if that cannot be told now."""
+    return await folder().find(name)
+
+
+async def every() -> list[Definition]:
+    """Every usable definition, by name; FolderHangs if that cannot be told now."""
+    return await folder().all()

@@ -1,0 +1,225 @@
+"""`manage.py backends`: what is installed in the cluster, and install, upgrade, delete, at the command line.
+
+Each command asks for an operation as the REST API does, and follows it to its end. `--json` prints what REST
+answers: of the operation as it ended, or with `--detach` of the request. A refused command ends with exit
+code 1 and one line, an operation that failed with the reasons by node.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser, OutputWrapper
+from rest_framework import serializers
+
+from localai_cluster import errors
+from localai_cluster.accounts import audit
+from nodes.api.backend_bodies import bare_name, install_wish
+from nodes.api.cluster_backends import (
+    ExternalSerializer,
+    NodesSerializer,
+    UpgradeSerializer,
+    body_of,
+    started,
+)
+from nodes.api.installed import installed_list
+from nodes.api.installs import SAID
+from nodes.backends import upgrade_check
+from nodes.backends.admission import DELETE, UPGRADE, Asked, Wish, everywhere
+from nodes.backends.installed import InstalledBackend
+from nodes.backends.upgrade_rules import Upgrade
+from nodes.management import following, lookup, rendering
+from nodes.models import BackendNode, NodeModel
+
+Options = Mapping[str, Any]
+_LIST = ("NAME", "VERSION", "DIGEST", "NODES", "OTHER BUILD ON", "UPGRADE")
+_DIGEST_SHOWN = len("sha256:") + 12
+
+
+class Command(BaseCommand):
+    """One subcommand per verb."""
+
+    help = "Shows the backends of the cluster, installs, upgrades and deletes them."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+        def add(name: str, act: Callable[[Options, OutputWrapper], str], description: str) -> CommandParser:
+            found: CommandParser = verbs.add_parser(name, help=description, description=description)
+            found.set_defaults(act=act)
+            found.add_argument("--json", action="store_true", help="print the answer of the REST API")
+            return found
+
+        listed = add(
+            "list", list_backends, "List installed backends, the nodes that have them, and upgrades."
+        )
+        listed.add_argument("--upgrades", action="store_true", help="only those with an upgrade")
+        _changing(add)
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        """Runs the verb and prints the result; CommandError if it is refused."""
+        try:
+            with audit.at_command_line(lookup.actor()):
+                if text := options["act"](options, self.stdout):
+                    self.stdout.write(text)
+        except errors.ClusterError as refusal:
+            raise CommandError(_explained(refusal)) from refusal
+
+
+def _changing(add: Callable[..., CommandParser]) -> None:
+    made = _on_nodes(add("install", install, "Install a backend on all nodes, or on some."))
+    made.add_argument("name", nargs="?", default="", metavar="NAME", help="of a gallery, or gallery@name")
+    made.add_argument("--uri", default="", help="address of an image, archive or folder instead of a gallery")
+    made.add_argument("--name", dest="called", default="", metavar="N", help="its name, with --uri")
+    made.add_argument("--force", action="store_true", help="replace the files where it is installed")
+    newer = _on_nodes(add("upgrade", upgrade, "Upgrade a backend where it is; several nodes go in waves."))
+    newer.add_argument("name", metavar="NAME")
+    pace = newer.add_mutually_exclusive_group()
+    pace.add_argument("--at-once", action="store_true", help="on all nodes at once: running requests end")
+    pace.add_argument("--max-unavailable", type=int, metavar="N", help="nodes at a time after the canary")
+    newer.add_argument(
+        "--confirm-last",
+        action="append",
+        default=[],
+        metavar="MODEL",
+        help="the last replica of this model may stop; repeatable",
+    )
+    gone = _on_nodes(add("delete", delete, "Delete a backend where it is; its engines stop."))
+    gone.add_argument("name", metavar="NAME")
+    gone.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _on_nodes(parser: CommandParser) -> CommandParser:
+    parser.add_argument(
+        "--node", action="append", default=[], metavar="NODE", help="only there: name or id; repeatable"
+    )
+    parser.add_argument("--detach", action="store_true", help="do not wait for its end")
+    return parser
+
+
+def _explained(refusal: errors.ClusterError) -> str:
+    """The message; where REST names a field of a body, the option instead."""
+    if refusal.field == "last_replicas" and (models := refusal.data.get("last_replicas")):
+        options = " ".join(f"--confirm-last {model}" for model in models)
+        said = f"the upgrade would stop the last replica of {', '.join(models)}; confirm with {options}"
+        return rendering.printable(said)
+    if refusal.data.get("code") == "concrete_backend_requires_target":
+        return f"{refusal.message} (--node chooses them)"
+    return refusal.message
+
+
+def list_backends(options: Options, _: OutputWrapper) -> str:
+    """The list, as `GET /backends` has it."""
+    picture = upgrade_check.picture()
+    backends = [one for one in picture.backends if not options["upgrades"] or one.name in picture.upgrades]
+    if options["json"]:
+        return rendering.as_json(installed_list(upgrade_check.Picture(backends, picture.upgrades)))
+    rows = [_line(one, picture.upgrades.get(one.name)) for one in backends]
+    return rendering.table(_LIST, rows) if rows else "no backends"
+
+
+def _line(backend: InstalledBackend, upgrade: Upgrade | None) -> tuple[str, ...]:
+    build = backend.majority
+    return (
+        backend.name,
+        "system" if backend.is_system else build.version,
+        build.digest[:_DIGEST_SHOWN],
+        str(len(backend.places)),
+        ", ".join(str(place.node["node_name"]) for place in backend.drifted),
+        _upgrade(upgrade) if upgrade else "",
+    )
+
+
+def _upgrade(upgrade: Upgrade) -> str:
+    """The version; where the galleries name none, its digest or that nodes differ."""
+    return upgrade.available_version or upgrade.available_digest[:_DIGEST_SHOWN] or "available"
+
+
+def install(options: Options, out: OutputWrapper) -> str:
+    """From the galleries, or from an address."""
+    name, called, uri = options["name"], options["called"], options["uri"]
+    if called and not uri:
+        raise CommandError("--name is for --uri; the name of a gallery's backend is the argument NAME")
+    if called and name:
+        raise CommandError("give the name once: as NAME or with --name")
+    asked = {"uri": uri, "name": called or name} if uri else {"backend": name}
+    fields = _checked(ExternalSerializer, asked | _nodes_field(_nodes(options)))
+    if not (name or uri):
+        raise CommandError(
+            "give the NAME of a backend, or --uri; `GET /api/backends` lists what galleries offer"
+        )
+    return _ask(options, out, install_wish(fields, force=options["force"]), fields)
+
+
+def upgrade(options: Options, out: OutputWrapper) -> str:
+    """Several nodes go in waves, one alone only if an option of waves is given."""
+    wish = Wish(UPGRADE, bare_name(options["name"]))
+    nodes = _nodes(options)
+    most, confirmed = options["max_unavailable"], options["confirm_last"]
+    several = len(nodes or everywhere(wish)) > 1
+    asked: dict[str, Any] = {"last_replicas": confirmed} if confirmed else {}
+    if not options["at_once"] and (several or most is not None or confirmed):
+        asked["waves"] = {} if most is None else {"max_unavailable": most}
+    elif confirmed:
+        raise CommandError("--confirm-last is for waves: --at-once asks nothing")
+    return _ask(options, out, wish, _checked(UpgradeSerializer, asked | _nodes_field(nodes)))
+
+
+def delete(options: Options, out: OutputWrapper) -> str:
+    """Asks first: which nodes, and the replicas that stop."""
+    wish = Wish(DELETE, bare_name(options["name"]))
+    nodes = _nodes(options)
+    if not options["yes"]:
+        _confirm(wish, nodes or everywhere(wish))
+    return _ask(options, out, wish, _checked(NodesSerializer, _nodes_field(nodes)))
+
+
+def _confirm(wish: Wish, nodes: Sequence[BackendNode]) -> None:
+    if not sys.stdin.isatty():
+        raise CommandError(f"give --yes to delete {wish.backend} without a question")
+    names = ", ".join(node.name for node in nodes) or "no node"
+    stops = NodeModel.objects.loaded().filter(node__in=nodes, backend_type__iexact=wish.backend)
+    found = stops.order_by("model_name", "node__name").values_list("model_name", "node__name")
+    replicas = ", ".join(f"{model} on {node}" for model, node in found)
+    said = f"Delete {wish.backend} from {names}." + (f" This stops {replicas}." if replicas else "")
+    if input(f"{rendering.printable(said)} Go on? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise CommandError("nothing was deleted")
+
+
+def _nodes(options: Options) -> list[BackendNode]:
+    return [lookup.node(text) for text in options["node"]]
+
+
+def _nodes_field(nodes: Sequence[BackendNode]) -> dict[str, Any]:
+    return {"nodes": [str(node.id) for node in nodes]} if nodes else {}
+
+
+def _checked(shape: type[serializers.Serializer[Any]], asked: dict[str, Any]) -> dict[str, Any]:
+    """The body of a request, checked as REST does; CommandError names the field."""
+    serializer = shape(data=asked)
+    if not serializer.is_valid():
+        raise CommandError(_problem(serializer.errors))
+    fields: dict[str, Any] = serializer.validated_data
+    return fields
+
+
+def _problem(found: Any) -> str:
+    """The first one: `max_unavailable: …`."""
+    if isinstance(found, Mapping):
+        name, inner = next(iter(found.items()))
+        said = _problem(inner)
+        return said if isinstance(inner, Mapping) else f"{name}: {said}"
+    return str(found[0])
+
+
+def _ask(options: Options, out: OutputWrapper, wish: Wish, fields: dict[str, Any]) -> str:
+    """Makes the operation, or joins it, and follows it."""
+    result = started(Asked((), actor=str(lookup.actor())), wish, fields)
+    body, id = body_of(result, SAID[wish.kind]), result.operation.id
+    if not options["detach"]:
+        if not options["json"]:
+            out.write(f"{body['message']}: operation {id}")
+        return following.to_its_end(id, out, as_json=options["json"])
+    if options["json"]:
+        return rendering.as_json(body)
+    return f"{body['message']}: operation {id}; `manage.py operations show {id} --follow` shows it"

@@ -1,0 +1,198 @@
+"""`manage.py operations`: what is done in the cluster, and what failed, at the command line.
+
+Each command calls what the REST API calls; `--json` prints what REST answers. An operation is given by its id
+or the beginning of it. A refused command ends with exit code 1 and one line.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+from uuid import UUID
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser, OutputWrapper
+
+from localai_cluster import clock, errors
+from localai_cluster.accounts import audit
+from nodes.api import operation_verbs
+from nodes.api.cluster_backends import body_of
+from nodes.api.operations import entry_of, live
+from nodes.backends import wave_requests
+from nodes.backends.admission import Asked
+from nodes.management import following, lookup, operation_texts, rendering
+from operations.api.history import record, undecided
+from operations.ledger import admission
+from operations.models import Operation
+
+Options = Mapping[str, Any]
+FILTERS = {
+    "node": ("NODE", "for this node: name or id"),
+    "backend": ("NAME", "of this backend or model"),
+    "kind": ("KIND", "such as backend_install or model_load"),
+    "outcome": ("OUTCOME", "completed, failed or cancelled"),
+    "actor": ("NAME", "asked for by this user"),
+    "from": ("TIME", "ended at this time or later, such as 2026-08-22T09:00:00Z"),
+    "to": ("TIME", "ended at this time or earlier"),
+    "limit": ("N", "how many; 50 unless given"),
+    "cursor": ("CURSOR", "goes on where a list ended that printed it"),
+}
+"""Options of `history`: those of the REST API."""
+
+
+class Command(BaseCommand):
+    """One subcommand per verb."""
+
+    help = "Shows operations, ends them, and tries them again."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+        def add(
+            name: str, act: Callable[[Options, OutputWrapper], str], description: str, *, one: bool = True
+        ) -> CommandParser:
+            found: CommandParser = verbs.add_parser(name, help=description, description=description)
+            found.set_defaults(act=act)
+            found.add_argument("--json", action="store_true", help="print the answer of the REST API")
+            if one:
+                found.add_argument("operation", metavar="ID", help="id or id prefix")
+            return found
+
+        add("list", list_operations, "List what waits and runs, and failures not dismissed.", one=False)
+        add("inbox", inbox, "List failures that no one has dismissed.", one=False)
+        ended = add("history", history, "List what has ended, the latest first.", one=False)
+        for name, (metavar, what) in FILTERS.items():
+            ended.add_argument(f"--{name}", metavar=metavar, help=what)
+        shown = add("show", show, "Show one operation and its part on each node.")
+        shown.add_argument(
+            "--follow", action="store_true", help="until it has ended; exit code 1 if it failed"
+        )
+        add("cancel", cancel, "End an operation for good.").add_argument(
+            "--node", action="append", default=[], metavar="NODE", help="only there; repeatable"
+        )
+        tried = add("retry", retry, "Ask again for what failed; what still waits is tried at once.")
+        tried.add_argument(
+            "--node", action="append", default=[], metavar="NODE", help="only there; repeatable"
+        )
+        add("dismiss", dismiss, "Take a failure out of the inbox; its record stays.").add_argument(
+            "--comment", default="", help="why it needs no more attention"
+        )
+        continued = add("continue", go_on, "Open the next wave of an upgrade after one that failed.")
+        continued.add_argument(
+            "--confirm-last",
+            action="append",
+            default=[],
+            metavar="MODEL",
+            help="the last replica of this model may stop; repeatable",
+        )
+        add("stop", stop, "End an upgrade in waves after the open wave.")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        """Runs the verb and prints the result; CommandError if it is refused."""
+        try:
+            with audit.at_command_line(lookup.actor()):
+                if text := options["act"](options, self.stdout):
+                    self.stdout.write(text)
+        except errors.ClusterError as refusal:
+            raise CommandError(refusal.message) from refusal
+
+
+def list_operations(options: Options, _: OutputWrapper) -> str:
+    """The list, as `GET /api/operations` has it."""
+    return _listed(options, live(), "no operations")
+
+
+def inbox(options: Options, _: OutputWrapper) -> str:
+    """The failures, as `GET /api/operations/inbox` has them."""
+    return _listed(options, undecided(), "the inbox is empty")
+
+
+def _listed(options: Options, entries: list[dict[str, Any]], none: str) -> str:
+    if options["json"]:
+        return rendering.as_json({"operations": entries})
+    return operation_texts.operations(entries, clock.now(), none=none)
+
+
+def history(options: Options, _: OutputWrapper) -> str:
+    """A page of the record, as `GET /api/operations/history` has it."""
+    given = {name: options[name] for name in FILTERS if options[name] is not None}
+    if "node" in given:
+        given["node"] = _node_id(given["node"])
+    page = record(given)
+    if options["json"]:
+        return rendering.as_json(page)
+    return operation_texts.record(page["operations"], page.get("nextCursor", ""))
+
+
+def _node_id(text: str) -> str:
+    """A whole id may be that of a node that was removed."""
+    try:
+        return str(UUID(text))
+    except ValueError:
+        return str(lookup.node(text).id)
+
+
+def show(options: Options, out: OutputWrapper) -> str:
+    """One operation, as the list has it."""
+    id = lookup.operation(options["operation"]).id
+    if options["follow"]:
+        return following.to_its_end(id, out, as_json=options["json"])
+    entry = entry_of(id)
+    if entry is None:
+        raise errors.NotFound(f"the record of operation {id} has just been cleared")
+    return rendering.as_json(entry) if options["json"] else operation_texts.detail(entry)
+
+
+def cancel(options: Options, _: OutputWrapper) -> str:
+    """Final, in every process; workers that are at it are asked to stop."""
+    operation, actor = lookup.operation(options["operation"]), str(lookup.actor())
+    nodes = [lookup.node(text).id for text in options["node"]]
+    if not nodes:
+        operation_verbs.cancelled(operation, actor=actor)
+        return _done(options, operation, "operation cancelled")
+    names = [operation_verbs.part_cancelled(operation, node, actor=actor) for node in nodes]
+    return _done(options, operation, f"cancelled on {', '.join(names)}")
+
+
+def retry(options: Options, _: OutputWrapper) -> str:
+    """Says which operation does it now."""
+    operation = lookup.operation(options["operation"])
+    nodes = [lookup.node(text).id for text in options["node"]]
+    result = operation_verbs.again(operation, nodes, Asked((), actor=str(lookup.actor())))
+    if options["json"]:
+        return rendering.as_json(body_of(result, operation_verbs.AGAIN))
+    if result.operation.id == operation.id:
+        return f"operation {operation.id}: {operation_verbs.AGAIN.joined}"
+    now = result.operation.id
+    return f"started again as operation {now}; `manage.py operations show {now} --follow` shows it"
+
+
+def dismiss(options: Options, _: OutputWrapper) -> str:
+    """The comment is in the record."""
+    operation = lookup.operation(options["operation"])
+    comment = options["comment"]
+    if len(comment) > admission.LONGEST_COMMENT:
+        raise CommandError(f"--comment must be at most {admission.LONGEST_COMMENT} characters long")
+    admission.dismiss(operation.id, actor=str(lookup.actor()), now=clock.now(), comment=comment)
+    return _done(options, operation, "operation dismissed")
+
+
+def go_on(options: Options, _: OutputWrapper) -> str:
+    """Also lets a part go on that waits for the confirmation of a last replica."""
+    return _choose(options, wave_requests.CONTINUE, options["confirm_last"], "goes on")
+
+
+def stop(options: Options, _: OutputWrapper) -> str:
+    """Also while nothing has failed."""
+    return _choose(options, wave_requests.STOP, [], "stopped")
+
+
+def _choose(options: Options, choice: str, confirmed: list[str], message: str) -> str:
+    operation = lookup.operation(options["operation"])
+    wave_requests.choose(
+        operation.id, choice, last_replicas=confirmed, actor=str(lookup.actor()), now=clock.now()
+    )
+    return _done(options, operation, message)
+
+
+def _done(options: Options, operation: Operation, message: str) -> str:
+    if options["json"]:
+        return rendering.as_json({"success": True, "message": message})
+    return f"operation {operation.id}: {message}"

@@ -1,0 +1,197 @@
+"""The output of `manage.py operations`, and what is said of parts while an operation is followed.
+
+Pure functions over operations as REST shows them (`operations.changes.feed`); nothing here reads the
+database. Names, reasons and errors come from workers, so nothing unprintable reaches a terminal.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from nodes.management.rendering import NOTHING, SHORT_ID, age, moment, printable, table
+from operations.models import Status, TargetStatus
+
+Entry = Mapping[str, Any]
+"""An operation as `GET /api/operations` lists it."""
+Part = Mapping[str, Any]
+"""One of its `nodes`."""
+
+_LIST = ("ID", "WHAT", "OF", "WHERE", "STATE", "DONE", "BY", "AGE", "SAYS")
+_RECORD = ("ID", "WHAT", "OF", "WHERE", "OUTCOME", "BY", "ENDED", "SAYS")
+_PARTS = ("NODE", "STATE", "DONE", "BYTES", "ATTEMPTS", "SAYS")
+_LONGEST = 80
+_STATES = {
+    Status.PENDING: "queued",
+    Status.PROCESSING: "running",
+    Status.WAITING: "waiting for nodes",
+}
+_PART_STATES = {TargetStatus.SUCCESS: "done", TargetStatus.ERROR: "failed"}
+
+
+def short(entry: Entry) -> str:
+    """The beginning of its id."""
+    return str(entry["jobID"])[:SHORT_ID]
+
+
+def state(part: Part) -> str:
+    """A part's state in an operator's words."""
+    if part.get("overdueSince"):
+        return "running on the worker"
+    if part["status"] == TargetStatus.QUEUED:
+        if part.get("attempts") and part.get("nextLookAt"):
+            return "trying again"
+        return "waiting" if part.get("reason", "queued") != "queued" else "queued"
+    if part["status"] == TargetStatus.RUNNING_ON_WORKER:
+        return part.get("phase") or "running"
+    return _PART_STATES.get(part["status"]) or str(part["status"])
+
+
+def reason(part: Part) -> str:
+    """Why it failed, what it waits for, or what it does; one line."""
+    file = part.get("file_name") if part["status"] == TargetStatus.DOWNLOADING else ""
+    waits = "" if part.get("attempts") else wait(part)
+    said = part.get("error") or waits or part.get("reason") or file or ""
+    at = part.get("nextLookAt") if part["status"] == TargetStatus.QUEUED and part.get("attempts") else None
+    return printable(f"{said} (next attempt {moment(datetime.fromisoformat(at))})" if at else said)
+
+
+def wait(entry: Entry | Part) -> str:
+    """What it waits for and since when; "" if that is not known."""
+    since = entry.get("waitsSince")
+    said = str(entry.get("waitsFor", ""))
+    return f"{said} since {moment(datetime.fromisoformat(since))}" if since else said
+
+
+def size(part: Part) -> str:
+    """Bytes so far and in all."""
+    if "total" in part:
+        return f"{part.get('current', '0 B')} of {part['total']}"
+    return str(part.get("current", ""))
+
+
+def line(part: Part) -> str:
+    """One part in one line."""
+    done = f" {part['percentage']:.0f} %" if part["status"] == TargetStatus.DOWNLOADING else ""
+    measured = f" ({size(part)})" if done and size(part) else ""
+    said = f": {reason(part)}" if reason(part) else ""
+    return f"{printable(part['node_name'])}: {state(part)}{done}{measured}{said}"
+
+
+def operations(entries: Sequence[Entry], now: datetime, *, none: str) -> str:
+    """The list, one operation per line."""
+    return table(_LIST, [_operation(entry, now) for entry in entries]) if entries else none
+
+
+def record(entries: Sequence[Entry], cursor: str) -> str:
+    """What has ended, one operation per line, and how to see what ended before."""
+    if not entries:
+        return "nothing has ended that matches"
+    listed = table(_RECORD, [_ended(entry) for entry in entries])
+    return f"{listed}\nolder ones: --cursor {cursor}" if cursor else listed
+
+
+def _ended(entry: Entry) -> tuple[str, ...]:
+    return (
+        short(entry),
+        what(entry),
+        entry["fullName"],
+        where(entry),
+        entry["outcome"],
+        entry["actor"],
+        moment(datetime.fromisoformat(entry["finishedAt"])),
+        _said(entry),
+    )
+
+
+def _said(entry: Entry) -> str:
+    said = str(entry.get("error") or wait(entry) or entry["message"])
+    return said if len(said) <= _LONGEST else f"{said[: _LONGEST - 1]}…"
+
+
+def _operation(entry: Entry, now: datetime) -> tuple[str, ...]:
+    return (
+        short(entry),
+        what(entry),
+        entry["id"],
+        where(entry),
+        _status(entry),
+        f"{entry['progress']} %",
+        entry["actor"],
+        age(entry["createdAt"], now),
+        _said(entry),
+    )
+
+
+def _status(entry: Entry) -> str:
+    return _STATES.get(entry["status"]) or str(entry["status"])
+
+
+def what(entry: Entry) -> str:
+    """Its kind in words: `backend install`."""
+    return str(entry["kind"]).replace("_", " ")
+
+
+def where(entry: Entry) -> str:
+    """Its node, or how many nodes it is for."""
+    names = [part["node_name"] for part in entry.get("nodes", ())]
+    if len(names) > 1 or entry.get("allNodes"):
+        nodes = "1 node" if len(names) == 1 else f"{len(names)} nodes"
+        return f"all ({nodes})" if entry.get("allNodes") else nodes
+    return str(entry.get("nodeName") or next(iter(names), ""))
+
+
+def detail(entry: Entry) -> str:
+    """One operation: its facts, then its parts."""
+    facts = [(name, text) for name, text in _facts(entry) if text]
+    width = max(len(name) for name, _ in facts)
+    lines = [f"{name.ljust(width)}  {printable(text)}" for name, text in facts]
+    parts = [
+        (
+            part["node_name"],
+            state(part),
+            f"{part['percentage']:.0f} %",
+            size(part),
+            str(part.get("attempts", "")),
+            reason(part),
+        )
+        for part in entry.get("nodes", ())
+    ]
+    return "\n".join([*lines, "", table(_PARTS, parts)] if parts else lines)
+
+
+def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
+    yield "id", entry["jobID"]
+    yield "what", f"{what(entry)} of {entry['id']}"
+    yield "where", where(entry)
+    yield "state", _status(entry)
+    yield "done", f"{entry['progress']} %"
+    yield "says", entry["message"]
+    yield "waits", wait(entry)
+    if entry.get("error") and entry["error"] not in entry["message"]:
+        yield "error", entry["error"]
+    if waves := entry.get("waves"):
+        yield (
+            "waves",
+            str(waves["count"]) if entry.get("finishedAt") else f"{waves['count']}, {waves['state']}",
+        )
+        yield "last replicas confirmed", ", ".join(waves["lastReplicas"])
+    yield "asked by", entry["actor"]
+    yield "from", entry.get("clientAddress", "")
+    for name, key in (
+        ("asked", "createdAt"),
+        ("began", "startedAt"),
+        ("ended", "finishedAt"),
+        ("gives up", "givesUpAt"),
+        ("dismissed", "dismissedAt"),
+    ):
+        yield name, moment(datetime.fromisoformat(entry[key])) if entry.get(key) else ""
+    yield "dismissed by", entry.get("dismissedBy", "")
+    yield "comment", entry.get("dismissedComment", "")
+
+
+def counts(parts: Sequence[Part]) -> str:
+    """How many parts are in which state: `3 queued, 2 done`."""
+    found: dict[str, int] = {}
+    for part in parts:
+        found[state(part)] = found.get(state(part), 0) + 1
+    return ", ".join(f"{count} {name}" for name, count in found.items()) or NOTHING

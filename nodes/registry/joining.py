@@ -1,0 +1,178 @@
+"""Join tokens: made by an admin, shown once, spent by the machines that register with them.
+
+A token works where the registration token does, for a while and for a number of new nodes. It proves nothing
+about a node: that does the worker's own secret, and an admin approves it. A worker whose secret is bound to a
+node holds its token in its environment, so it may register again even after the token has ended.
+This is the only writer of `join_tokens`.
+"""
+
+import logging
+import re
+import secrets
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import StrEnum
+from uuid import UUID
+
+from django.db import transaction
+from django.db.models import Exists, F, OuterRef
+
+from localai_cluster import errors, names
+from localai_cluster.accounts import audit
+from localai_cluster.accounts.actors import Actor
+from localai_cluster.accounts.audit import Change
+from localai_cluster.accounts.principals import hash_secret
+from nodes.models import BackendNode, JoinToken
+from nodes.registry.identity import WrongCredential, is_bound
+
+log = logging.getLogger(__name__)
+
+PREFIX = "join-"
+SHORTEST, LONGEST, USUAL = 60, 7 * 86400, 3600
+"""Seconds for which a token may be valid, and is by default."""
+MOST_USES = 1000
+LONGEST_NOTE = 200
+_TOKEN = re.compile(PREFIX + r"[0-9a-f]{64}\Z")
+
+
+class TokenState(StrEnum):
+    """What a token is good for."""
+
+    USABLE = "usable"
+    REVOKED = "revoked"
+    EXPIRED = "expired"
+    USED_UP = "used_up"
+
+
+@dataclass(frozen=True)
+class JoinTicket:
+    """A token that was recognised: what a registration and the timeline may know of it."""
+
+    id: UUID
+    note: str
+    created_by: str
+
+
+class TokenRefused(errors.NotAuthenticated):
+    """The join token exists, but admits no new node any more."""
+
+
+def is_join_token(credential: str) -> bool:
+    """Whether it has the form of one."""
+    return _TOKEN.match(credential) is not None
+
+
+def state(token: JoinToken, now: datetime) -> TokenState:
+    """What the token is good for at `now`."""
+    if token.revoked_at is not None:
+        return TokenState.REVOKED
+    if token.expires_at <= now:
+        return TokenState.EXPIRED
+    return TokenState.USED_UP if token.uses >= token.max_uses else TokenState.USABLE
+
+
+def make(
+    *, actor: Actor, now: datetime, note: str = "", lifetime: int = USUAL, uses: int = 1
+) -> tuple[JoinToken, str]:
+    """Makes a token valid for `lifetime` seconds; returns the row and the token, which exists nowhere else.
+
+    Raises InvalidInput naming the field that is out of bounds.
+    """
+    if not SHORTEST <= lifetime <= LONGEST:
+        _refuse("lifetime_seconds", f"must be a whole number from {SHORTEST} to {LONGEST}")
+    if not 1 <= uses <= MOST_USES:
+        _refuse("uses", f"must be a whole number from 1 to {MOST_USES}")
+    if len(note) > LONGEST_NOTE:
+        _refuse("note", f"exceeds {LONGEST_NOTE} characters")
+    names.check_text(note, "note")
+    plain = PREFIX + secrets.token_hex(32)
+    with transaction.atomic():
+        row = JoinToken.objects.create(
+            token_hash=hash_secret(plain),
+            note=note.strip(),
+            created_at=now,
+            created_by=str(actor),
+            expires_at=now + timedelta(seconds=lifetime),
+            max_uses=uses,
+        )
+        detail = f"for {lifetime} s and {uses} nodes"
+        audit.record(Change("join_token.made", f"join token {row}", str(row.pk), detail), at=now)
+    log.info("join token %s made by %s for %d s and %d nodes", row.pk, actor, lifetime, uses)
+    return row, plain
+
+
+def _refuse(field: str, complaint: str) -> None:
+    raise errors.InvalidInput(f"{field} {complaint}", field=field)
+
+
+def revoke(token_id: UUID, *, actor: Actor, now: datetime) -> None:
+    """From now on the token admits no new node; once more changes nothing. Raises NotFound."""
+    found = JoinToken.objects.filter(pk=token_id)
+    with transaction.atomic():
+        revoked = found.filter(revoked_at=None).update(revoked_at=now, revoked_by=str(actor))
+        if revoked:
+            audit.record(Change("join_token.revoked", f"join token {found.get()}", str(token_id)), at=now)
+            log.info("join token %s revoked by %s", token_id, actor)
+    if not revoked and not found.exists():
+        raise errors.NotFound("join token not found")
+
+
+def recognise(token: str, fingerprint: str, now: datetime) -> JoinTicket:
+    """The ticket of a token that is offered with a worker's secret ("" without one). One or two queries.
+
+    Raises WrongCredential for an unknown token, TokenRefused for one that admits no new node,
+    unless the secret belongs to a node that has not been revoked.
+    """
+    row = JoinToken.objects.filter(token_hash=hash_secret(token)).first() if is_join_token(token) else None
+    if row is None:
+        raise WrongCredential("invalid registration token")
+    _require_usable(row, fingerprint, now)
+    return JoinTicket(row.pk, row.note, row.created_by)
+
+
+def _require_usable(row: JoinToken, fingerprint: str, now: datetime) -> None:
+    found = state(row, now)
+    if found == TokenState.USABLE or is_bound(fingerprint):
+        return
+    raise _unusable(row, found)
+
+
+def _unusable(row: JoinToken, found: TokenState) -> TokenRefused:
+    admitted = f"{row.uses} of {row.max_uses} nodes"
+    said = {
+        TokenState.REVOKED: "this join token was revoked",
+        TokenState.EXPIRED: f"this join token expired at {row.expires_at:%Y-%m-%d %H:%M:%S}Z",
+        TokenState.USED_UP: f"this join token is used up: it has admitted {admitted}",
+    }
+    return TokenRefused(f"{said.get(found, 'this join token has just been used')}; make another one")
+
+
+def spend(newcomers: Iterable[tuple[JoinTicket, str]], now: datetime) -> None:
+    """Takes one use for each new node (ticket and name), in the caller's transaction.
+
+    One conditional UPDATE for each token, in the order of ids: racers wait for each other and never take more
+    uses than there are. Raises TokenRefused if there are not enough.
+    """
+    wanted = list(newcomers)
+    latest = {ticket.id: name for ticket, name in wanted}
+    for token_id, number in sorted(Counter(ticket.id for ticket, _ in wanted).items()):
+        left = JoinToken.objects.filter(
+            pk=token_id, uses__lte=F("max_uses") - number, revoked_at=None, expires_at__gt=now
+        )
+        spent = left.update(uses=F("uses") + number, last_used_at=now, last_used_by=latest[token_id])
+        if not spent:
+            row = JoinToken.objects.filter(pk=token_id).first()
+            raise _unusable(row, state(row, now)) if row else WrongCredential("invalid registration token")
+
+
+def prune(*, before: datetime, limit: int) -> int:
+    """Deletes at most `limit` tokens that expired before `before`; answers how many.
+
+    One that a node registered with stays: its worker restarts with it.
+    """
+    held = BackendNode.objects.filter(joined_with=OuterRef("pk"))
+    old = JoinToken.objects.filter(~Exists(held), expires_at__lt=before).order_by("expires_at", "pk")
+    deleted, _ = JoinToken.objects.filter(pk__in=list(old.values_list("pk", flat=True)[:limit])).delete()
+    return deleted

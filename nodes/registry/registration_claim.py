@@ -1,0 +1,101 @@
+"""What a worker sends when it registers, as a claim that is well formed (`contract/http-api.md` §1.1).
+
+Checks only what needs no row; `registration.py` decides what becomes of it.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from localai_cluster import conf, errors, logs, names
+from nodes.models import NodeType
+from nodes.registry import dialling, identity, joining
+from nodes.registry.labels import check_labels
+
+
+@dataclass(frozen=True)
+class Running:
+    """One engine process that a worker says it runs; `address` may be empty."""
+
+    process_key: str
+    address: str = ""
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What a worker says of itself (`contract/http-api.md` §1.1); sizes in bytes."""
+
+    name: str = ""
+    node_type: str = NodeType.BACKEND.value
+    address: str = ""
+    http_address: str = ""
+    total_vram: int = 0
+    available_vram: int = 0
+    total_ram: int = 0
+    available_ram: int = 0
+    total_disk: int = 0
+    available_disk: int = 0
+    gpu_vendor: str = ""
+    gpu_compute_capability: str = ""
+    capability: str = ""
+    max_replicas_per_model: int = 1
+    vram_budget: str = ""
+    version: str = ""
+    """Of our worker; stock workers say none."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    engine_token: str = field(default="", repr=False)
+    """What its engines expect as a bearer; "" = the registration token."""
+    running_processes: Collection[Running] | None = None
+    """None: it does not say, so all replicas go (R1.12 to R1.14), except those of a stock worker."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A registration and who sends it: fingerprint of its secret ("" = shared token), process, address.
+
+    `ticket`: the join token that it came with instead of the registration token.
+    """
+
+    told: Registration
+    fingerprint: str
+    instance: str
+    source_address: str
+    ticket: joining.JoinTicket | None = None
+    request_id: str = field(default_factory=logs.request_id.get)
+
+
+def claim(
+    registration: Registration,
+    *,
+    secret: str,
+    instance: str = "",
+    source_address: str,
+    ticket: joining.JoinTicket | None = None,
+) -> Claim:
+    """A claim that is well formed.
+
+    Raises InvalidInput for a name, label or address that cannot be, Forbidden without a secret (unless
+    shared-token nodes are admitted, and never with a join token).
+    """
+    names.check_name(registration.name)
+    check_labels(registration.labels)
+    dialling.check_registered(
+        registration.name, registration.address, registration.http_address, source_address
+    )
+    return Claim(registration, _fingerprint(secret, ticket), instance, source_address, ticket)
+
+
+def _fingerprint(secret: str, ticket: joining.JoinTicket | None) -> str:
+    if secret:
+        return identity.check_node_secret(secret)
+    if ticket is not None:
+        raise errors.Forbidden(
+            "a join token admits no worker without a secret of its own: send X-LocalAI-Node-Secret",
+            field="X-LocalAI-Node-Secret",
+        )
+    if conf.cluster().allow_shared_token_nodes:
+        return ""
+    raise errors.Forbidden(
+        "a worker must prove an identity of its own: send X-LocalAI-Node-Secret, or admit stock workers by "
+        "LOCALAI_ALLOW_SHARED_TOKEN_NODES=true",
+        field="X-LocalAI-Node-Secret",
+    )

@@ -1,0 +1,125 @@
+"""Scheduling rules from the settings (R4.44 to R4.48): a JSON list inline, and a list in a YAML file.
+
+setting -> entries -> `Rule`s, checked. Whatever is wrong becomes a problem of the environment that names the
+setting, the entry and what to do; `manage.py bootstrap` then sets nothing and fails.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from localai_cluster import errors, nesting, regular_files
+from localai_cluster.env import Environment
+from nodes.definitions.files import PlainLoader
+from nodes.scheduling.rules import Rule, check
+
+INLINE, FILE = "LOCALAI_MODEL_SCHEDULING", "LOCALAI_MODEL_SCHEDULING_CONFIG"
+LARGEST = 1024 * 1024
+_FIX = "Correct it there; docs/configuration.md lists the fields of a rule."
+
+
+class BootRule(msgspec.Struct, forbid_unknown_fields=True):
+    """One entry as it may be written; null means the same as leaving a field out."""
+
+    model_name: str | None = None
+    node_selector: dict[str, str] | None = None
+    min_replicas: int | None = None
+    max_replicas: int | None = None
+    replicas: Any = None
+    spread_all: bool | None = None
+    route_policy: str | None = None
+    balance_abs_threshold: int | None = None
+    balance_rel_threshold: float | None = None
+    min_prefix_match: float | None = None
+
+
+def read(environment: Environment) -> list[Rule]:
+    """The rules of both settings, inline ones first; wrong ones become problems."""
+    text, path = environment.text(INLINE), environment.text(FILE)
+    found = list(_rules(environment, INLINE, lambda: _inline(text))) if text.strip() else []
+    return found + (list(_rules(environment, FILE, lambda: _file(Path(path)))) if path else [])
+
+
+def _inline(text: str) -> Any:
+    if problem := nesting.problem(text.encode()):
+        raise ValueError(f"is {problem}")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not valid JSON: {error}") from error
+
+
+def _file(path: Path) -> Any:
+    try:
+        content = regular_files.read(path, LARGEST)
+        if len(content) > LARGEST:
+            raise ValueError(f"{path} is larger than {LARGEST} bytes")
+        return yaml.load(content.decode("utf-8"), Loader=PlainLoader)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text") from error
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _rules(environment: Environment, setting: str, document: Callable[[], Any]) -> Iterator[Rule]:
+    try:
+        entries = document()
+    except ValueError as error:
+        environment.refuse(setting, str(error), "Give a list of rules.")
+        return
+    if entries is not None and not isinstance(entries, list):
+        environment.refuse(setting, "is not a list of rules", 'Give a list such as [{"model_name": …}].')
+        return
+    for number, entry in enumerate(entries or [], 1):
+        try:
+            yield rule_of(entry)
+        except errors.InvalidInput as refusal:
+            environment.refuse(setting, f"entry {number}{_named(entry)}: {refusal.message}", _FIX)
+
+
+def _named(entry: Any) -> str:
+    name = entry.get("model_name") if isinstance(entry, dict) else None
+    return f" ({name[:80]!r})" if isinstance(name, str) and name else ""
+
+
+def rule_of(entry: Any) -> Rule:
+    """The rule that an entry means, with every field, since it replaces what is stored (R4.48).
+
+    Raises InvalidInput, which names the field.
+    """
+    try:
+        told = msgspec.convert(entry, BootRule)
+    except msgspec.ValidationError as error:
+        raise errors.InvalidInput(str(error)) from error
+    rule = Rule(
+        model_name=told.model_name or "",
+        node_selector=told.node_selector or {},
+        min_replicas=told.min_replicas or 0,
+        max_replicas=told.max_replicas or 0,
+        spread_all=bool(told.spread_all) or _spreads(told.replicas),
+        route_policy=told.route_policy or "",
+        balance_abs_threshold=told.balance_abs_threshold or 0,
+        balance_rel_threshold=told.balance_rel_threshold or 0,
+        min_prefix_match=told.min_prefix_match or 0,
+    )
+    check(rule)
+    return rule
+
+
+def _spreads(replicas: Any) -> bool:
+    """R4.46: whether `replicas` asks for one on every node."""
+    if replicas is None or isinstance(replicas, bool):
+        return bool(replicas)
+    word = replicas.strip().lower() if isinstance(replicas, str) else None
+    if word not in ("all", "auto", ""):
+        raise errors.InvalidInput(
+            'replicas must be "all" or "auto"; for a number use min_replicas and max_replicas',
+            field="replicas",
+        )
+    return word == "all"

@@ -1,0 +1,120 @@
+"""How an unload or a deletion of a model comes to be: on which nodes, and what it excludes.
+
+What is asked for one node owns the model on that node; what is asked for the cluster owns the model, as its
+load does, so the two exclude each other. The nodes are decided here, when the operation is made.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+from localai_cluster import conf, errors
+from nodes.loading import load
+from nodes.models import BackendNode, NodeModel, NodeType
+from nodes.replicas import leaving
+from operations.ledger.admission import Admission, OperationRequest, admit
+from operations.models import Operation
+
+UNLOAD, DELETE = leaving.UNLOAD, leaving.DELETE
+LONGEST_GRACE = 3600
+"""Seconds that running requests may be given at most."""
+
+Targets = Sequence[tuple[UUID, str]]
+
+
+@dataclass(frozen=True)
+class UnloadWish:
+    """What is asked, and by whom; without a node it is about the whole cluster.
+
+    `grace`: seconds that running requests have before their engine is stopped, None = as the settings say.
+    """
+
+    model: str
+    actor: str
+    request_id: str = ""
+    client_address: str = ""
+    node: BackendNode | None = None
+    index: int | None = None
+    grace: float | None = None
+
+
+def unload(wish: UnloadWish, *, now: datetime) -> Admission:
+    """Has the model's replicas unloaded; joins the operation that does so already.
+
+    Raises NotFound where no replica is, Conflict where it is being loaded or deleted.
+    """
+    rows = leaving.held(wish.model, node_id=wish.node.id if wish.node else None, index=wish.index)
+    targets = list(rows.order_by("node__name").values_list("node_id", "node__name").distinct())
+    if not targets and not Operation.objects.active().filter(key=_key(wish), kind=UNLOAD).exists():
+        raise _not_loaded(wish)
+    admission = _admitted(wish, UNLOAD, targets, now)
+    if not admission.created and wish.grace is not None:
+        leaving.hurry(rows, until=now + timedelta(seconds=wish.grace))
+    return admission
+
+
+def delete(wish: UnloadWish, *, now: datetime) -> Admission:
+    """Has the model unloaded and its files removed, on the node or on every approved node.
+
+    Raises NotFound where no node could have it, Conflict where it is being loaded or unloaded.
+    """
+    if wish.node is not None:
+        _refuse_while_loading(wish, wish.node)
+        return _admitted(wish, DELETE, [(wish.node.id, wish.node.name)], now)
+    nodes = BackendNode.objects.filter(node_type=NodeType.BACKEND).exclude(status="pending").order_by("name")
+    targets = list(nodes.values_list("id", "name"))
+    if not targets:
+        raise errors.NotFound("there is no node that could have files of a model")
+    return _admitted(wish, DELETE, targets, now)
+
+
+def loading_there(model: str, node_id: UUID) -> UUID | None:
+    """The load that has a place for the model on the node, or an id of nothing if it has just ended."""
+    rows = NodeModel.objects.of(model).filter(node_id=node_id, state="loading")
+    mark = rows.values_list("loading_by", flat=True).first()
+    return None if mark is None else UUID(mark.partition(":")[0])
+
+
+def _key(wish: UnloadWish) -> str:
+    if wish.node is None:
+        return load.key(wish.model)
+    part = "model" if wish.index is None else f"replica:{wish.index}"
+    return f"node:{wish.node.id}:{part}:{wish.model}"
+
+
+def _admitted(wish: UnloadWish, kind: str, targets: Targets, now: datetime) -> Admission:
+    grace = conf.cluster().unload_grace if wish.grace is None else wish.grace
+    payload: Mapping[str, Any] = {"model": wish.model, "grace": grace, "replica_index": wish.index}
+    request = OperationRequest(
+        kind,
+        key=_key(wish),
+        element=wish.model,
+        payload=payload,
+        actor=wish.actor,
+        node=(wish.node.id, wish.node.name) if wish.node else None,
+        targets=targets,
+        request_id=wish.request_id,
+        client_address=wish.client_address,
+    )
+    return admit(request, now=now)
+
+
+def _not_loaded(wish: UnloadWish) -> Exception:
+    if wish.node is None:
+        active = Operation.objects.active().filter(key=_key(wish)).first()
+        if active is not None:
+            return errors.Conflict(f"{active.kind} of {wish.model} is in progress (operation {active.id})")
+        return errors.NotFound(f"model {wish.model} is not loaded on any node")
+    _refuse_while_loading(wish, wish.node)
+    which = "" if wish.index is None else f" as replica {wish.index}"
+    state = "" if wish.node.status == "healthy" else f", which is {wish.node.status}"
+    return errors.NotFound(f"model {wish.model} is not loaded{which} on node {wish.node.name}{state}")
+
+
+def _refuse_while_loading(wish: UnloadWish, node: BackendNode) -> None:
+    if (operation := loading_there(wish.model, node.id)) is not None:
+        raise errors.Conflict(
+            f"model {wish.model} is being loaded on node {node.name} (operation {operation})"
+        )

@@ -1,0 +1,204 @@
+"""The record of operations that have ended (`contract/http-api.md` §3.6, O94 to O100), and the inbox.
+
+A failure that no one has dismissed is not in the record yet: it is in the inbox. Pages are found by position
+in the order (finish, id), so a page stays right while operations end.
+"""
+
+import base64
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from django.db.models import Q
+from drf_spectacular.utils import extend_schema
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from localai_cluster import errors
+from localai_cluster.web.openapi import flat_refusals
+from operations.api import serializers as shapes
+from operations.changes import feed
+from operations.ledger import retention
+from operations.models import Operation, Status
+
+USUAL_PAGE, MOST_A_PAGE = 50, 500
+Position = tuple[datetime, UUID]
+"""A place in the order of the record."""
+_OUTCOMES = ("completed", "failed", "cancelled")
+_LONGEST = 255
+
+
+class _Page(serializers.Serializer[Any]):
+    """Which page."""
+
+    limit = serializers.IntegerField(required=False, min_value=1, max_value=MOST_A_PAGE, default=USUAL_PAGE)
+    cursor = serializers.CharField(
+        required=False, max_length=128, help_text="`nextCursor` of the page before."
+    )
+
+
+class Filters(serializers.Serializer[Any]):
+    """Which entries of the record."""
+
+    node = serializers.UUIDField(required=False, help_text="A node that it was for.")
+    backend = serializers.CharField(required=False, max_length=_LONGEST, help_text="Backend or model.")
+    kind = serializers.CharField(required=False, max_length=32)
+    outcome = serializers.ChoiceField(choices=_OUTCOMES, required=False)
+    actor = serializers.CharField(required=False, max_length=150)
+    to = serializers.DateTimeField(required=False, help_text="Ended at this time at the latest.")
+
+    def get_fields(self) -> dict[str, Any]:
+        """`from` is a word of Python."""
+        since = serializers.DateTimeField(required=False, help_text="Ended at this time at the earliest.")
+        return {**super().get_fields(), "from": since}
+
+
+class _Query(Filters, _Page):
+    """What the record is asked for."""
+
+
+class HistoryView(APIView):
+    """`/api/operations/history`."""
+
+    envelope = "flat"
+
+    @extend_schema(
+        operation_id="operations_history",
+        summary="List operations that have ended",
+        tags=["operations"],
+        parameters=[_Query],
+        responses={
+            200: shapes.HistorySerializer,
+            **flat_refusals(400),
+        },
+    )
+    def get(self, request: Request) -> Response:
+        """The record, what ended last first. `nextCursor` leads to the older ones, if there are any."""
+        return Response(record(request.query_params))
+
+    @extend_schema(
+        operation_id="operations_history_clear",
+        summary="Clear the record",
+        tags=["operations"],
+        responses={200: shapes.SuccessSerializer, **flat_refusals()},
+    )
+    def delete(self, request: Request) -> Response:
+        """Deletes the record of the whole cluster; failures that no one has dismissed stay (O98)."""
+        retention.clear()
+        return Response({"success": True})
+
+
+class InboxView(APIView):
+    """`/api/operations/inbox`."""
+
+    envelope = "flat"
+
+    @extend_schema(
+        operation_id="operations_inbox",
+        summary="List failures that wait for someone",
+        tags=["operations"],
+        parameters=[_Page],
+        responses={
+            200: shapes.InboxSerializer,
+            **flat_refusals(400),
+        },
+    )
+    def get(self, request: Request) -> Response:
+        """Failures that were not dismissed, the newest first; `nextCursor` leads to the older ones."""
+        wanted = checked(_Page, request.query_params)
+        failed = Operation.objects.filter(status=Status.FAILED, dismissed_at__isnull=True)
+        return Response(_page(failed, wanted, lambda row: feed.as_dict(row, row.targets.all())))
+
+
+def record(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A page of the record; raises InvalidInput naming the parameter that cannot be."""
+    wanted = checked(_Query, given)
+    return _page(matching(wanted), wanted, entry)
+
+
+def undecided() -> list[dict[str, Any]]:
+    """The failures that no one has dismissed, the newest first."""
+    failed = Operation.objects.filter(status=Status.FAILED, dismissed_at__isnull=True)
+    rows = failed.order_by("-finished_at", "-id").prefetch_related("targets")
+    return [feed.as_dict(row, row.targets.all()) for row in rows]
+
+
+def _page(rows: Any, wanted: dict[str, Any], shown: Callable[[Operation], dict[str, Any]]) -> dict[str, Any]:
+    found, last = after(rows, _position(wanted.get("cursor", "")), wanted["limit"])
+    answer: dict[str, Any] = {"operations": [shown(row) for row in found]}
+    return answer | ({"nextCursor": _cursor_after(last)} if last else {})
+
+
+def after(rows: Any, position: Position | None, limit: int) -> tuple[list[Operation], Position | None]:
+    """The next ones that ended before this position, and the position of the last one if more follow."""
+    if position is not None:
+        at, id = position
+        rows = rows.filter(Q(finished_at__lt=at) | Q(finished_at=at, id__lt=id))
+    found = list(rows.order_by("-finished_at", "-id").prefetch_related("targets")[: limit + 1])
+    last = found[limit - 1] if len(found) > limit else None
+    return found[:limit], (last.finished_at, last.id) if last and last.finished_at else None
+
+
+def checked(query: type[serializers.Serializer[Any]], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters; raises InvalidInput naming the first that is unknown or cannot be."""
+    asked = query(data=given)
+    for name in given:
+        if name not in asked.fields:
+            raise errors.InvalidInput(f"there is no parameter {name}", field=name)
+    if not asked.is_valid():
+        field, problems = next(iter(asked.errors.items()))
+        raise errors.InvalidInput(f"{field}: {problems[0]}", field=str(field))
+    values: dict[str, Any] = asked.validated_data
+    return values
+
+
+def matching(wanted: dict[str, Any]) -> Any:
+    """The entries that the filters ask for."""
+    ended = Q(status__in=(Status.COMPLETED, Status.CANCELLED)) | Q(
+        status=Status.FAILED, dismissed_at__isnull=False
+    )
+    rows = Operation.objects.filter(ended)
+    if node := wanted.get("node"):
+        rows = rows.filter(Q(node_id=node) | Q(targets__node_id=node)).distinct()
+    if backend := wanted.get("backend"):
+        rows = rows.filter(Q(element=backend) | Q(element__endswith=f"@{backend}"))
+    for column, name in (("kind", "kind"), ("status", "outcome"), ("actor", "actor")):
+        if value := wanted.get(name):
+            rows = rows.filter(**{column: value})
+    if since := wanted.get("from"):
+        rows = rows.filter(finished_at__gte=since)
+    if until := wanted.get("to"):
+        rows = rows.filter(finished_at__lte=until)
+    return rows
+
+
+def _cursor_after(position: Position) -> str:
+    at, id = position
+    return base64.urlsafe_b64encode(f"{at.isoformat()} {id}".encode()).decode()
+
+
+def _position(cursor: str) -> Position | None:
+    if not cursor:
+        return None
+    try:
+        at, _, id = base64.urlsafe_b64decode(cursor.encode()).decode().partition(" ")
+        moment = datetime.fromisoformat(at)
+        if moment.tzinfo is None:
+            raise ValueError("a time without a zone")
+        return moment, UUID(id)
+    except ValueError:
+        raise errors.InvalidInput("cursor: not one that this list has given", field="cursor") from None
+
+
+def entry(operation: Operation) -> dict[str, Any]:
+    """§3.6, and beside it everything that the live list says of it."""
+    ended = feed.as_dict(operation, operation.targets.all())
+    return ended | {
+        "id": operation.key,
+        "outcome": operation.status,
+        "startedAt": (operation.started_at or operation.created_at).isoformat(),
+        "taskType": "deletion" if ended["isDeletion"] else "installation",
+    }

@@ -1,0 +1,160 @@
+"""How single operations go, by the reference's names: one job, its raw status, and all that are of late.
+
+`contract/http-api.md` §3.7 and §3.9, O62, O63. An id works under each of the names, whatever it is of.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+from uuid import UUID
+
+from django.db.models import Q
+from drf_spectacular.utils import extend_schema, extend_schema_view
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from localai_cluster import clock, errors
+from localai_cluster.messaging.messages import human_bytes
+from localai_cluster.web.openapi import flat_refusals, refusals
+from localai_cluster.web.shapes import mapping, reference
+from operations import targets
+from operations.api import serializers as shapes
+from operations.changes import feed
+from operations.ledger import admission
+from operations.models import ACTIVE, QUEUED, TERMINAL, Operation, OperationTarget, Status
+
+REMEMBERED = timedelta(hours=1)
+"""How long after its end an operation is in the lists of jobs (O29); its own status stays with its record."""
+MOST_JOBS = 500
+
+
+def found(text: str) -> Operation:
+    """The operation of this id; raises NotFound."""
+    try:
+        operation = Operation.objects.filter(pk=UUID(text)).first()
+    except ValueError:
+        operation = None
+    if operation is None:
+        raise errors.NotFound(admission.NO_SUCH_OPERATION)
+    return operation
+
+
+class JobView(APIView):
+    """`/api/backends/job/:uid`."""
+
+    envelope = "flat"
+
+    @extend_schema(
+        operation_id="backends_job",
+        summary="Show an operation",
+        tags=["operations"],
+        responses={200: shapes.JobSerializer, **flat_refusals(404)},
+    )
+    def get(self, request: Request, uid: str) -> Response:
+        """The state of an operation, for as long as its record exists."""
+        return Response(job_of(found(uid)))
+
+
+@extend_schema_view(get=extend_schema(operation_id="models_job"))
+class ModelJobView(JobView):
+    """`/api/models/job/:uid`."""
+
+
+def job_of(operation: Operation) -> dict[str, Any]:
+    """§3.7; `queued` follows O4, so what waits says so from the first moment on (O62)."""
+    job: dict[str, Any] = {
+        "progress": operation.progress,
+        "message": operation.message,
+        "galleryElementName": operation.element,
+        "processed": operation.status in TERMINAL,
+        "deletion": operation.kind.endswith("_delete"),
+        "queued": operation.status in ACTIVE and operation.phase == QUEUED,
+    }
+    if operation.status == Status.COMPLETED:
+        job["completed"] = True
+    elif operation.error:
+        job["error"] = operation.error
+    parts = list(operation.targets.all())
+    if parts:
+        job["nodes"] = [feed.part_as_dict(part) for part in parts]
+    return job | {"state": _state(operation, parts)}
+
+
+def _state(operation: Operation, parts: Sequence[OperationTarget]) -> str:
+    """O62: one word for where it stands."""
+    if operation.status == Status.PROCESSING:
+        left = [part for part in parts if part.status not in targets.ENDED]
+        return "verifying" if left and all(part.overdue_since for part in left) else "running"
+    return "queued" if operation.status == Status.PENDING else operation.status
+
+
+class JobStatusView(APIView):
+    """`/backends/jobs/:uid`."""
+
+    @extend_schema(
+        operation_id="backends_job_status",
+        summary="Show an operation's raw status",
+        tags=["operations"],
+        responses={200: shapes.JobStatusSerializer, **refusals(401, 403, 404)},
+    )
+    def get(self, request: Request, uid: str) -> Response:
+        """The same as the job, in the words of the reference's status, with bytes and file (§3.9)."""
+        return Response(status_of(found(uid)))
+
+
+@extend_schema_view(get=extend_schema(operation_id="models_job_status"))
+class ModelJobStatusView(JobStatusView):
+    """`/models/jobs/:uid`."""
+
+
+class BackendJobsView(APIView):
+    """`/backends/jobs`."""
+
+    kinds = "backend_"
+
+    @extend_schema(
+        operation_id="backends_jobs",
+        summary="List raw statuses",
+        tags=["operations"],
+        responses={200: mapping(reference("JobStatus")), **refusals(401, 403)},
+    )
+    def get(self, request: Request) -> Response:
+        """By id, the newest 500 operations that are active or have ended within the last hour."""
+        of_late = Q(status__in=ACTIVE) | Q(finished_at__gte=clock.now() - REMEMBERED)
+        rows = Operation.objects.filter(of_late, kind__startswith=self.kinds).order_by("-created_at", "-id")
+        return Response({str(row.id): status_of(row) for row in rows.prefetch_related("targets")[:MOST_JOBS]})
+
+
+@extend_schema_view(get=extend_schema(operation_id="models_jobs"))
+class ModelJobsView(BackendJobsView):
+    """`/models/jobs`."""
+
+    kinds = "model_"
+
+
+def status_of(operation: Operation) -> dict[str, Any]:
+    """§3.9; empty texts, numbers and lists are left out where the reference leaves them out."""
+    parts = list(operation.targets.all())
+    total, current = operation.total_bytes, operation.current_bytes
+    optional = {
+        "error": operation.error,
+        "phase": operation.phase,
+        "current_bytes": current,
+        "total_bytes": total,
+        "nodes": [feed.part_as_dict(part) for part in parts],
+    }
+    under_way = (part.file_name for part in parts if part.status not in targets.ENDED)
+    return {
+        "deletion": operation.kind.endswith("_delete"),
+        "file_name": next(filter(None, under_way), ""),
+        "processed": operation.status in TERMINAL,
+        "message": operation.message,
+        "progress": operation.progress,
+        "file_size": human_bytes(total) if total else "",
+        "downloaded_size": human_bytes(current) if current else "",
+        "gallery_element_name": operation.element,
+        "cancelled": operation.status == Status.CANCELLED,
+        "cancellable": operation.cancellable,
+        **{name: value for name, value in optional.items() if value},
+    }

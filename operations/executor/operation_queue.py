@@ -1,0 +1,137 @@
+"""The queue of operations that are leased as a whole: loads, unloads, deletions of models.
+
+Progress is written in batches (`recorder.py`). A handler ends in one of four ways: it returns a result
+(completed), raises a ClusterError (failed), raises `Postpone` (tried or looked at again, with the reason), or
+raises `Abandoned` (cancelled).
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+from django.db import InterfaceError, OperationalError
+
+from localai_cluster import clock, errors
+from localai_cluster.logs import request_id
+from operations.executor.recorder import Batch, Recorder
+from operations.executor.work import Abandoned, Handler, Postpone, Work, in_thread
+from operations.ledger import lease as ledger_lease
+from operations.ledger import outcome, progress
+from operations.ledger.fence import LeaseLost
+from operations.ledger.progress import Attempt
+from operations.models import Operation
+from operations.reconcilers import tasks
+from operations.states import Event
+
+log = logging.getLogger(__name__)
+
+
+async def write_batch(batch: Batch) -> set[Attempt]:
+    """Writes reports in one of the shared threads."""
+    return await in_thread(progress.record, batch, now=clock.now(), lock_timeout=progress.BATCH_LOCK_TIMEOUT)
+
+
+class OperationQueue:
+    """Operations, each carried out by the handler of its kind."""
+
+    name = "operations"
+
+    def __init__(self, handlers: Mapping[str, Handler], *, slots: int = 256) -> None:
+        self._handlers, self.slots = dict(handlers), slots
+        self._lost: Callable[[Attempt], None] = lambda attempt: None
+        self._recorder = Recorder(write_batch, lambda attempt: self._lost(attempt))
+
+    def on_lost(self, lost: Callable[[Attempt], None]) -> None:
+        """See `Queue`."""
+        self._lost = lost
+
+    def claim(self, owner: str, *, now: datetime, lease: float, limit: int) -> Sequence[Operation]:
+        """See `Queue`."""
+        return ledger_lease.claim(owner, now=now, lease=lease, limit=limit)
+
+    def renew(self, owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> dict[UUID, int]:
+        """See `Queue`."""
+        return ledger_lease.renew(owner, ids, now=now, lease=lease)
+
+    def release(self, owner: str, *, now: datetime) -> int:
+        """See `Queue`."""
+        return ledger_lease.release(owner, now=now)
+
+    def reap(self) -> None:
+        """See `Queue`."""
+        tasks.reap()
+
+    def forget(self, attempt: Attempt) -> None:
+        """See `Queue`."""
+        self._recorder.forget(attempt)
+
+    def close(self) -> None:
+        """See `Queue`."""
+        self._recorder.close()
+
+    async def carry_out(self, operation: Operation) -> None:
+        """Runs the handler and writes what became of the attempt."""
+        request_id.set(operation.request_id or str(operation.id))
+        work = Work(operation, self._recorder)
+        log.info(
+            "%s %s (%s): start, fence %d", operation.kind, operation.element, operation.id, operation.fence
+        )
+        await self._attempt(work)
+
+    async def _attempt(self, work: Work) -> None:
+        handler = self._handlers.get(work.operation.kind)
+        try:
+            if handler is None:
+                raise errors.NotFound(f"no handler for operations of kind {work.operation.kind}")
+            result = await handler(work)
+        except Postpone as pause:
+            await self._put_back(work, pause)
+        except Abandoned as reason:
+            await self._finish(work, Event.CANCEL, message=str(reason))
+        except errors.ClusterError as failure:
+            await self._finish(work, Event.FAIL, error=failure.message)
+        except (LeaseLost, OperationalError, InterfaceError):
+            raise
+        except Exception:
+            log.exception("%s (%s): unexpected failure", work.operation.kind, work.id)
+            await self._finish(
+                work, Event.FAIL, error=f"internal error; the log has it under {request_id.get()}"
+            )
+        else:
+            await self._finish(work, Event.COMPLETE, result=result)
+
+    async def _finish(self, work: Work, event: Event, **said: Any) -> None:
+        log.info(
+            "%s %s (%s): %s %s",
+            work.operation.kind,
+            work.operation.element,
+            work.id,
+            event,
+            said.get("error") or said.get("message") or "",
+        )
+        ticks = await self._recorder.take(work.attempt)
+        await in_thread(outcome.finish, *work.attempt, event, now=clock.now(), ticks=ticks, **said)
+
+    async def _put_back(self, work: Work, pause: Postpone) -> None:
+        log.info(
+            "%s %s (%s): %s; again in %.1f s",
+            work.operation.kind,
+            work.operation.element,
+            work.id,
+            pause.reason,
+            pause.seconds,
+        )
+        ticks, now = await self._recorder.take(work.attempt), clock.now()
+        await in_thread(
+            outcome.put_back,
+            work.id,
+            work.operation.fence,
+            Event.WAIT if pause.waiting else Event.POSTPONE,
+            now=now,
+            until=now + timedelta(seconds=pause.seconds),
+            reason=pause.reason,
+            payload=pause.payload,
+            ticks=ticks,
+        )

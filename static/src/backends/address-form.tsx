@@ -1,0 +1,50 @@
+// Installing what no gallery lists: an image, an archive's or a folder's address, the name it gets, and a second name.
+import { useId, useState, type ReactNode, type SubmitEvent } from "react";
+import { Button } from "../ui/button";
+import { addressProblem, type Address } from "./address";
+
+export function AddressForm({ onChoose }: { onChoose: (address: Address) => void }): ReactNode {
+  const [address, setAddress] = useState<Address>({ uri: "", name: "", alias: "" });
+  const [sent, setSent] = useState(false);
+  const said = useId();
+  const problem = sent ? addressProblem(address) : "";
+  const submit = (event: SubmitEvent<HTMLFormElement>) => {
+    event.preventDefault();
+    setSent(true);
+    const trimmed = { uri: address.uri.trim(), name: address.name.trim(), alias: address.alias.trim() };
+    if (addressProblem(trimmed) === "") onChoose(trimmed);
+  };
+  const field = (name: keyof Address, label: string, hint: string) => (
+    <label className="field">
+      {label}
+      <input
+        className="input"
+        value={address[name]}
+        placeholder={hint}
+        autoCapitalize="none"
+        spellCheck={false}
+        aria-invalid={problem !== "" && undefined}
+        aria-describedby={problem === "" ? undefined : said}
+        onChange={(event) => setAddress({ ...address, [name]: event.target.value })}
+      />
+    </label>
+  );
+  return (
+    <form className="stack" onSubmit={submit} aria-label="Install by address">
+      <p className="muted">The worker fetches it from this address, so the node must be able to reach it. A path is one on the node.</p>
+      {field("uri", "Address", "oci://…, https://… or /path")}
+      {field("name", "Name (required for images)", "my-backend")}
+      {field("alias", "Alias (optional)", "")}
+      {problem !== "" && (
+        <p className="problem" role="alert" id={said}>
+          {problem}
+        </p>
+      )}
+      <div>
+        <Button type="submit" kind="primary">
+          Choose nodes
+        </Button>
+      </div>
+    </form>
+  );
+}

@@ -1,0 +1,35 @@
+// What can be installed by its address, as far as a form can tell. Pure; the server and the worker decide.
+
+/** Where a backend comes from, the name it gets there, and a second name. */
+export interface Address {
+  uri: string;
+  name: string;
+  alias: string;
+}
+
+const NAME = /^[A-Za-z0-9][A-Za-z0-9._-]*$/;
+const LONGEST_ADDRESS = 1024;
+const LONGEST_NAME = 255;
+const BARE_IMAGE = /^([a-z0-9-]+\.)+[a-z]+(:\d+)?\/[a-z0-9._/-]+(:\w[\w.-]*|@sha256:[0-9a-f]{64})$/;
+
+/** Whether it is an image in a registry. */
+export function isImage(uri: string): boolean {
+  return uri.startsWith("oci://") || BARE_IMAGE.test(uri);
+}
+
+/** Why it cannot be sent; "" if it can. */
+export function addressProblem({ uri, name, alias }: Address): string {
+  const where = uri.trim();
+  if (where === "") return "Enter an address.";
+  if (where.length > LONGEST_ADDRESS) return `An address has at most ${LONGEST_ADDRESS} characters.`;
+  if (!where.includes("://") && !where.startsWith("/") && !isImage(where)) return "Enter an image, a URL or a path that begins with /.";
+  for (const given of [name.trim(), alias.trim()]) {
+    if (given !== "" && (!NAME.test(given) || given.length > LONGEST_NAME)) return "A name has letters, digits, dots, dashes and underscores.";
+  }
+  return name.trim() === "" && isImage(where) ? "Enter a name: an image has none of its own." : "";
+}
+
+/** What the installation is known by: the name, or else the address. */
+export function keyOf(address: Address): string {
+  return address.name !== "" ? address.name : address.uri;
+}

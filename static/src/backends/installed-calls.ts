@@ -1,0 +1,50 @@
+// What is asked of the cluster from the view of installed backends: one operation for each backend, over its nodes.
+import { ApiError, call, client } from "../api/client";
+import type { components } from "../api/schema";
+
+type Started = components["schemas"]["Started"];
+
+export type Verb = "upgrade" | "reinstall" | "delete";
+
+/** A canary, then one node at a time. */
+const WAVES = { canary: true, max_unavailable: 1 } as const;
+
+/** One backend and the ids of its nodes. */
+export interface Wish {
+  backend: string;
+  nodes: readonly string[];
+}
+
+/** Does `verb` to a backend on these nodes; in waves, these models may lose their last replica. */
+export function change(verb: Verb, { backend, nodes }: Wish, inWaves: boolean, confirmed: readonly string[] = []): Promise<Started> {
+  const params = { path: { name: backend } };
+  const body = { nodes: [...nodes] };
+  if (verb === "delete") return call(client.POST("/api/backends/delete/{name}", { params, body }));
+  // An install by this route replaces the files that are there.
+  if (verb === "reinstall") return call(client.POST("/api/backends/install/{name}", { params, body }));
+  const waves = inWaves ? { waves: WAVES, ...(confirmed.length === 0 ? {} : { last_replicas: [...confirmed] }) } : {};
+  return call(client.POST("/api/backends/upgrade/{name}", { params, body: { ...body, ...waves } }));
+}
+
+/** What became of several wishes, by backend. */
+export interface Outcome {
+  started: string[];
+  /** Models that have to be confirmed first. */
+  lastReplicas: Map<string, readonly string[]>;
+  failed: Map<string, Error>;
+}
+
+/** Asks for one wish after the other, each whatever becomes of the others. */
+export async function changeAll(wishes: readonly Wish[], ask: (wish: Wish) => Promise<unknown>): Promise<Outcome> {
+  const outcome: Outcome = { started: [], lastReplicas: new Map(), failed: new Map() };
+  for (const wish of wishes) {
+    try {
+      await ask(wish);
+      outcome.started.push(wish.backend);
+    } catch (error) {
+      if (error instanceof ApiError && error.lastReplicas.length > 0) outcome.lastReplicas.set(wish.backend, error.lastReplicas);
+      else outcome.failed.set(wish.backend, error instanceof Error ? error : new Error(String(error)));
+    }
+  }
+  return outcome;
+}

@@ -1,0 +1,199 @@
+// Asks before backends are upgraded, installed again or deleted: names the nodes and, on each, the replicas that stop.
+// An upgrade of several nodes goes in waves unless said otherwise; a model's last replica is confirmed by name.
+import { useMutation } from "@tanstack/react-query";
+import { useId, useRef, useState, type ReactNode, type SubmitEvent } from "react";
+import { count } from "../lib/format";
+import type { LiveNode } from "../live/messages";
+import { usersOf } from "../nodes/detail/words";
+import { refusal } from "../nodes/shared/verbs";
+import { Confirmations } from "../operations/last-replicas";
+import { announce } from "../ui/announce";
+import { Button } from "../ui/button";
+import { Dialog } from "../ui/dialog";
+import { Problem } from "../ui/problem";
+import { change as ask, changeAll, type Outcome, type Verb, type Wish } from "./installed-calls";
+import "../nodes/shared/shared.css";
+
+/** What is asked about: backends, and the nodes of each. */
+export interface Change {
+  verb: Verb;
+  backends: readonly { name: string; nodes: readonly LiveNode[] }[];
+}
+
+const LABEL: Readonly<Record<Verb, string>> = { upgrade: "Upgrade", reinstall: "Reinstall", delete: "Delete" };
+const EFFECT: Readonly<Record<Verb, string>> = {
+  upgrade: "It is installed again from the gallery, with the version that is there now.",
+  reinstall: "It is installed again from the gallery, whatever is there.",
+  delete: "Its files are removed from these nodes. A model that needs it there has it installed again.",
+};
+
+const NAMED_FIRST = 10;
+const NOTHING: Outcome = { started: [], lastReplicas: new Map(), failed: new Map() };
+
+export function ChangeDialog({ change: { verb, backends }, onClose }: { change: Change; onClose: () => void }): ReactNode {
+  const cancel = useRef<HTMLButtonElement>(null);
+  const [inWaves, setInWaves] = useState(true);
+  const [outcome, setOutcome] = useState(NOTHING);
+  const [confirmed, setConfirmed] = useState<ReadonlySet<string>>(new Set());
+  const all = byNode(backends);
+  const fit = all.filter(([node]) => refusal("install", node) === "");
+  const left = all.filter(([node]) => refusal("install", node) !== "");
+  const several = fit.length > 1;
+  const waves = verb === "upgrade" && several && inWaves;
+  const wishes = wishesOf(backends).filter(({ backend }) => !outcome.started.includes(backend));
+  const toConfirm = waves ? [...new Set([...outcome.lastReplicas.values()].flat())].sort() : [];
+  const why = problemOf(fit, toConfirm, confirmed);
+  const asked = useMutation({
+    mutationFn: () =>
+      changeAll(wishes, (wish) => ask(verb, wish, waves, (outcome.lastReplicas.get(wish.backend) ?? []).filter((model) => confirmed.has(model)))),
+    onSuccess: (now) => {
+      // What was confirmed stays so: the next answer names only what is new.
+      const last = new Map([...outcome.lastReplicas, ...[...now.lastReplicas].map(([backend, models]) => [backend, [...(outcome.lastReplicas.get(backend) ?? []), ...models]] as const)]);
+      setOutcome({ ...now, started: [...outcome.started, ...now.started], lastReplicas: last });
+      if (now.started.length < wishes.length) return;
+      announce(`${LABEL[verb]} requested`);
+      onClose();
+    },
+  });
+  const submit = (event: SubmitEvent<HTMLFormElement>) => {
+    event.preventDefault();
+    if (why === "" && !asked.isPending) asked.mutate();
+  };
+  const what = backends.length === 1 ? (backends[0]?.name ?? "") : count(backends.length, "backend");
+  const title = (
+    <>
+      {LABEL[verb]} <bdi>{what}</bdi> on {all.length === 1 ? <bdi>{all[0]?.[0].name}</bdi> : count(fit.length, "node")}
+    </>
+  );
+  return (
+    <Dialog open onClose={onClose} title={title} first={cancel}>
+      <form className="stack" onSubmit={submit}>
+        <Names nodes={fit} said={(node, names) => <Stops node={node} backends={names} named={backends.length > 1} />} />
+        {left.length > 0 && (
+          <section className="stack" aria-label="Skipped">
+            <h3>Skipped: {count(left.length, "node")}</h3>
+            <Names nodes={left} said={(node) => <span className="muted">{refusal("install", node)}</span>} />
+          </section>
+        )}
+        <p>{EFFECT[verb]} Replicas that use it by another name, such as an alias, stop too. The next request for such a model loads it again.</p>
+        {verb === "upgrade" && several && <Way inWaves={inWaves} onChange={setInWaves} />}
+        <Confirmations models={toConfirm} confirmed={confirmed} onChange={setConfirmed} />
+        <Told outcome={outcome} error={asked.error} named={backends.length > 1} />
+        <div className="row wrap">
+          <Button type="submit" kind={verb === "delete" ? "danger" : "primary"} refusal={why} busy={asked.isPending}>
+            {LABEL[verb]} {all.length > 1 && count(fit.length, "node")}
+          </Button>
+          <Button ref={cancel} onClick={onClose}>
+            Cancel
+          </Button>
+        </div>
+      </form>
+    </Dialog>
+  );
+}
+
+/** Why it cannot be sent yet; "" if it can. */
+function problemOf(fit: readonly unknown[], models: readonly string[], confirmed: ReadonlySet<string>): string {
+  if (fit.length === 0) return "Not possible for any selected node";
+  return models.some((model) => !confirmed.has(model)) ? "Confirm each model first" : "";
+}
+
+/** What became of the backends that were asked for. */
+function Told({ outcome, error, named }: { outcome: Outcome; error: Error | null; named: boolean }): ReactNode {
+  return (
+    <>
+      {error !== null && <Problem error={error} />}
+      {[...outcome.failed].map(([backend, why]) => (
+        <div key={backend}>
+          {named && <bdi className="name">{backend}</bdi>}
+          <Problem error={why} />
+        </div>
+      ))}
+      {outcome.started.length > 0 && <p role="status">Requested: {outcome.started.join(", ")}</p>}
+    </>
+  );
+}
+
+type Named = readonly [node: LiveNode, backends: readonly string[]];
+
+/** Each node once, with the backends that are changed there. */
+function byNode(backends: Change["backends"]): Named[] {
+  const found = new Map<string, [LiveNode, string[]]>();
+  for (const { name, nodes } of backends) {
+    for (const node of nodes) {
+      const known = found.get(node.id);
+      if (known === undefined) found.set(node.id, [node, [name]]);
+      else known[1].push(name);
+    }
+  }
+  return [...found.values()].sort(([left], [right]) => left.name.localeCompare(right.name, undefined, { numeric: true }));
+}
+
+/** One for each backend that has a node left: without nodes, the server would take all. */
+function wishesOf(backends: Change["backends"]): Wish[] {
+  return backends
+    .map(({ name, nodes }) => ({ backend: name, nodes: nodes.filter((node) => refusal("install", node) === "").map((node) => node.id) }))
+    .filter(({ nodes }) => nodes.length > 0);
+}
+
+function Way({ inWaves, onChange }: { inWaves: boolean; onChange: (inWaves: boolean) => void }): ReactNode {
+  const name = useId();
+  return (
+    <fieldset className="stack plain-fieldset">
+      <legend>How</legend>
+      <label className="row">
+        <input type="radio" name={name} checked={inWaves} onChange={() => onChange(true)} />
+        In waves: one node at a time, when its requests have ended. If one fails, the rest waits for you.
+      </label>
+      <label className="row">
+        <input type="radio" name={name} checked={!inWaves} onChange={() => onChange(false)} />
+        All at once: requests in flight end with an error.
+      </label>
+    </fieldset>
+  );
+}
+
+/** The first ten by name, the others on demand. */
+function Names({ nodes, said }: { nodes: readonly Named[]; said: (node: LiveNode, backends: readonly string[]) => ReactNode }): ReactNode {
+  const [all, setAll] = useState(false);
+  const shown = all ? nodes : nodes.slice(0, NAMED_FIRST);
+  return (
+    <div className="stack">
+      {/* Scrolled by keys as well. */}
+      <ul className="verb-nodes" tabIndex={0} aria-label="Nodes">
+        {shown.map(([node, backends]) => (
+          <li key={node.id} className="verb-node">
+            <bdi className="name" title={node.name}>
+              {node.name}
+            </bdi>
+            {said(node, backends)}
+          </li>
+        ))}
+      </ul>
+      {shown.length < nodes.length && (
+        <Button small kind="ghost" onClick={() => setAll(true)}>
+          and {nodes.length - shown.length} more
+        </Button>
+      )}
+    </div>
+  );
+}
+
+/** What stops on a node: the replicas by name, and the requests that end in the middle. */
+function Stops({ node, backends, named }: { node: LiveNode; backends: readonly string[]; named: boolean }): ReactNode {
+  const models = backends.flatMap((backend) => usersOf(node, backend));
+  const requests = models.reduce((sum, model) => sum + model.in_flight, 0);
+  return (
+    <span className={models.length === 0 ? "muted" : ""}>
+      {named && <>{backends.join(", ")}: </>}
+      {models.length === 0 ? "no replica stops" : `${count(models.length, "replica")} with ${count(requests, "request")} in flight stop: `}
+      {models.map((model, index) => (
+        <span key={model.id}>
+          {index > 0 && ", "}
+          <bdi>{model.model_name}</bdi> #{model.replica_index}
+        </span>
+      ))}
+      {node.status === "offline" && "; waits until the node is back"}
+    </span>
+  );
+}

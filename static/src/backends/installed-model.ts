@@ -1,0 +1,185 @@
+// What the view of installed backends says: rows from the cluster's list, the upgrades, the catalogue and the live
+// nodes; which of them show; and on which nodes an action is taken. Pure.
+import type { components } from "../api/schema";
+import type { LiveNode } from "../live/messages";
+import type { Entry } from "./catalogue";
+import type { Roster } from "./roster";
+
+type Schemas = components["schemas"];
+export type Installed = Schemas["InstalledBackend"];
+export type UpgradeInfo = Schemas["UpgradeInfo"];
+type Where = Schemas["Where"];
+
+/** A backend on a node, as its worker listed it; `differs` from what most nodes have. */
+export interface Place {
+  node: LiveNode;
+  version: string;
+  digest: string;
+  installedAt: string;
+  differs: boolean;
+}
+
+export interface Row {
+  name: string;
+  isSystem: boolean;
+  /** Of most nodes. */
+  version: string;
+  digest: string;
+  source: string;
+  /** Installed from an address: no gallery has it. */
+  byAddress: boolean;
+  places: readonly Place[];
+  drifted: number;
+  upgrade: UpgradeInfo | null;
+  /** A build of another installed backend, which chooses it. */
+  isVariant: boolean;
+  isDevelopment: boolean;
+}
+
+const DEVELOPMENT = "-development";
+
+/** The rows by name; nodes that are gone are left out, and their status is the live one. */
+export function rowsOf(
+  installed: readonly Installed[],
+  upgrades: Readonly<Record<string, UpgradeInfo>>,
+  entries: readonly Entry[],
+  nodes: Roster,
+): Row[] {
+  const parents = new Map(entries.map((entry) => [entry.name.toLowerCase(), entry.metaBackendFor.toLowerCase()]));
+  const there = new Set(installed.map((one) => one.Name.toLowerCase()));
+  return installed.flatMap((one) => {
+    const places = placesOf(one, nodes);
+    if (places.length === 0) return [];
+    const usual = majority(places);
+    const parent = parents.get(one.Name.toLowerCase()) ?? "";
+    return [
+      {
+        name: one.Name,
+        isSystem: one.IsSystem,
+        version: usual.version,
+        digest: usual.digest,
+        source: one.Metadata?.uri ?? "",
+        byAddress: one.Metadata !== null && one.Metadata.gallery_url === undefined,
+        places: places.map((place) => ({ ...place, differs: !one.IsSystem && !same(place, usual) })),
+        drifted: one.IsSystem ? 0 : places.filter((place) => !same(place, usual)).length,
+        upgrade: upgrades[one.Name] ?? null,
+        isVariant: parent !== "" && there.has(parent),
+        isDevelopment: one.Name.toLowerCase().endsWith(DEVELOPMENT),
+      },
+    ];
+  });
+}
+
+type Build = Pick<Place, "version" | "digest">;
+
+function same(left: Build, right: Build): boolean {
+  return left.version === right.version && left.digest === right.digest;
+}
+
+function placesOf(one: Installed, nodes: Roster): Omit<Place, "differs">[] {
+  return one.nodes.flatMap((where: Where) => {
+    const node = nodes.get(where.node_id);
+    const { version = "", digest = "", installed_at: installedAt = "" } = where;
+    return node === undefined ? [] : [{ node, version, digest, installedAt }];
+  });
+}
+
+/** What most nodes have; of as many the one that sorts last, as on the server. */
+function majority(places: readonly Build[]): Build {
+  const counts = new Map<string, { build: Build; number: number }>();
+  for (const { version, digest } of places) {
+    const key = JSON.stringify([version, digest]);
+    const known = counts.get(key);
+    counts.set(key, { build: { version, digest }, number: (known?.number ?? 0) + 1 });
+  }
+  const order = [...counts.values()].sort(
+    (left, right) => right.number - left.number || compare(right.build.version, left.build.version) || compare(right.build.digest, left.build.digest),
+  );
+  return order[0]?.build ?? { version: "", digest: "" };
+}
+
+function compare(left: string, right: string): number {
+  return left === right ? 0 : left < right ? -1 : 1;
+}
+
+export const STATES = ["all", "user", "system", "updates", "offline"] as const;
+export type State = (typeof STATES)[number];
+
+/** Which rows show, as it stands in the address. */
+export interface Wanted {
+  term: string;
+  state: State;
+  variants: boolean;
+  development: boolean;
+  /** The backend whose nodes are shown; "" for none. */
+  open: string;
+}
+
+export function wantedIn(query: URLSearchParams): Wanted {
+  const state = STATES.find((one) => one === query.get("state"));
+  return {
+    term: query.get("q") ?? "",
+    state: state ?? "all",
+    variants: query.get("show_all") === "1",
+    development: query.get("development") === "1",
+    open: query.get("backend") ?? "",
+  };
+}
+
+export function addressOfWanted(wanted: Wanted): URLSearchParams {
+  const query = new URLSearchParams({ view: "installed" });
+  if (wanted.term !== "") query.set("q", wanted.term);
+  if (wanted.state !== "all") query.set("state", wanted.state);
+  if (wanted.variants) query.set("show_all", "1");
+  if (wanted.development) query.set("development", "1");
+  if (wanted.open !== "") query.set("backend", wanted.open);
+  return query;
+}
+
+const IN_STATE: Readonly<Record<State, (row: Row) => boolean>> = {
+  all: () => true,
+  user: (row) => !row.isSystem,
+  system: (row) => row.isSystem,
+  updates: (row) => row.upgrade !== null,
+  offline: (row) => row.places.some(({ node }) => isAway(node)),
+};
+
+/** Whether it does not do what it is told at present. */
+export function isAway(node: LiveNode): boolean {
+  return node.status !== "healthy" && node.status !== "draining";
+}
+
+/** Those with an upgrade first, by name. */
+export function shownRows(rows: readonly Row[], wanted: Wanted): Row[] {
+  const words = wanted.term.toLowerCase().split(/\s+/).filter(Boolean);
+  return rows
+    .filter((row) => IN_STATE[wanted.state](row) && (wanted.variants || !row.isVariant) && (wanted.development || !row.isDevelopment))
+    .filter((row) => words.every((word) => row.name.toLowerCase().includes(word)))
+    .sort((left, right) => Number(right.upgrade !== null) - Number(left.upgrade !== null));
+}
+
+export function tallies(rows: readonly Row[]): Readonly<Record<State, number>> {
+  const of = (state: State) => rows.filter(IN_STATE[state]).length;
+  return { all: of("all"), user: of("user"), system: of("system"), updates: of("updates"), offline: of("offline") };
+}
+
+/** The nodes that an upgrade changes: those without what the gallery offers; if it says neither, those that differ. */
+export function outdated(row: Row): LiveNode[] {
+  const { available_version: version = "", available_digest: digest = "" } = row.upgrade ?? {};
+  const old = row.places.filter((place) => (version !== "" ? place.version !== version : digest !== "" ? place.digest !== digest : place.differs));
+  // A node of another platform has a digest of its own: then no node is left out.
+  return (old.length > 0 ? old : row.places).map(({ node }) => node);
+}
+
+/** What an upgrade brings: `v1.2`, the beginning of a digest, or that nodes become the same. */
+export function target(upgrade: UpgradeInfo): string {
+  if (upgrade.available_version !== "") return `v${upgrade.available_version.replace(/^v/, "")}`;
+  if (upgrade.available_digest !== undefined) return short(upgrade.available_digest);
+  return "";
+}
+
+/** The beginning of a digest, enough to tell two apart. */
+export function short(digest: string): string {
+  const [algorithm = "", hex = ""] = digest.split(":");
+  return hex === "" ? digest.slice(0, 20) : `${algorithm}:${hex.slice(0, 12)}`;
+}

@@ -1,0 +1,97 @@
+import { cleanup, fireEvent, screen, waitFor, within } from "@testing-library/react";
+import { createMemoryRouter } from "react-router";
+import { afterEach, beforeEach, expect, it, vi } from "vitest";
+import { client } from "../api/client";
+import { model, node, show } from "../live/fixtures";
+import { stage } from "../live/stage";
+import { LiveStore } from "../live/store";
+import { BackendsPage } from "./page";
+
+const CATALOGUE = { backends: [], galleryErrors: [], repositories: [{}], preferDevelopmentBackends: false };
+const PLACES = ["a", "b"].map((id) => ({ node_id: id, node_name: id, node_status: "healthy", version: "1" }));
+let answers: Record<string, unknown>;
+
+beforeEach(() => {
+  vi.stubGlobal("ResizeObserver", class { observe() {} unobserve() {} disconnect() {} });
+  answers = {
+    "/api/backends": CATALOGUE,
+    "/backends": [{ Name: "echo", RunFile: "", IsMeta: false, IsSystem: false, Metadata: { name: "echo", gallery_url: "file:///g" }, nodes: PLACES }],
+    "/api/backends/upgrades": {},
+  };
+  vi.spyOn(client, "GET").mockImplementation(((path: string) => Promise.resolve({ data: answers[path], response: new Response() })) as never);
+  vi.spyOn(client, "POST").mockImplementation((() => Promise.resolve({ data: { jobID: "j" }, response: new Response() })) as never);
+});
+
+afterEach(() => {
+  cleanup();
+  vi.unstubAllGlobals();
+  vi.restoreAllMocks();
+});
+
+function told(revision: number, more: object = {}) {
+  return { type: "backends" as const, revision, checked_at: null, checking: false, problems: {}, ...more };
+}
+
+async function open(): Promise<LiveStore> {
+  const store = show(new LiveStore(), node("a", { models: [model("chat", 0, { backend_type: "echo", in_flight: 2 })] }), node("b"));
+  store.push(told(1));
+  await waitFor(() => expect(store.read().backends?.revision).toBe(1));
+  stage(store, createMemoryRouter([{ path: "*", element: <BackendsPage /> }], { initialEntries: ["/app/backends?view=installed"] }));
+  return store;
+}
+
+it("the lists are read again when their revision moves, and only then", async () => {
+  const store = await open();
+  expect((await screen.findByText("echo")).textContent).toBe("echo");
+  const asked = () => (vi.mocked(client.GET).mock.calls as unknown[][]).filter((words) => words[0] === "/backends").length;
+  const before = asked();
+  store.push(told(1, { checking: true }));
+  expect(await screen.findByText("Checking the galleries…")).toBeTruthy();
+  expect(asked()).toBe(before);
+  answers["/api/backends/upgrades"] = { echo: { backend_name: "echo", installed_version: "1", available_version: "2" } };
+  store.push(told(2, { checked_at: "2026-08-22T10:00:00Z", problems: { local: "it is gone" } }));
+  expect(await screen.findByText("update to v2")).toBeTruthy();
+  expect(screen.getByText("Gallery local: it is gone")).toBeTruthy();
+  expect(screen.getByText("1 update available")).toBeTruthy();
+});
+
+it("a question names the nodes and what stops there; nothing is sent before (E52)", async () => {
+  await open();
+  fireEvent.click(await screen.findByRole("button", { name: "Delete echo…" }));
+  const dialog = screen.getByRole("dialog", { name: "Delete echo on 2 nodes" });
+  const lines = within(dialog).getByRole("list", { name: "Nodes" });
+  expect(lines.textContent).toContain("1 replica with 2 requests in flight stop: chat #0");
+  expect(lines.textContent).toContain("no replica stops");
+  expect(client.POST).not.toHaveBeenCalled();
+  fireEvent.click(within(dialog).getByRole("button", { name: "Delete 2 nodes" }));
+  await waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
+  expect(vi.mocked(client.POST).mock.calls).toEqual([["/api/backends/delete/{name}", { params: { path: { name: "echo" } }, body: { nodes: ["a", "b"] } }]]);
+});
+
+it("an upgrade goes in waves, and a last replica is confirmed by its name before it is sent again", async () => {
+  answers["/api/backends/upgrades"] = { echo: { backend_name: "echo", installed_version: "1", available_version: "2" } };
+  await open();
+  const refused = { error: "the last one", field: "last_replicas", last_replicas: ["chat"] };
+  vi.mocked(client.POST).mockImplementationOnce((() => Promise.resolve({ error: refused, response: new Response(null, { status: 409 }) })) as never);
+  fireEvent.click(await screen.findByRole("button", { name: "Upgrade echo…" }));
+  const dialog = screen.getByRole("dialog", { name: "Upgrade echo on 2 nodes" });
+  expect(within(dialog).getByRole<HTMLInputElement>("radio", { name: /^In waves/ }).checked).toBe(true);
+  const send = within(dialog).getByRole("button", { name: "Upgrade 2 nodes" });
+  fireEvent.click(send);
+  const box = await within(dialog).findByRole("checkbox", { name: "chat" });
+  fireEvent.click(send);
+  expect(client.POST).toHaveBeenCalledTimes(1);
+  fireEvent.click(box);
+  fireEvent.click(send);
+  await waitFor(() => expect(screen.queryByRole("dialog")).toBeNull());
+  const body = { nodes: ["a", "b"], waves: { canary: true, max_unavailable: 1 }, last_replicas: ["chat"] };
+  expect(vi.mocked(client.POST).mock.lastCall).toEqual(["/api/backends/upgrade/{name}", { params: { path: { name: "echo" } }, body }]);
+});
+
+it("chosen nodes are the only ones that are asked", async () => {
+  await open();
+  fireEvent.click(await screen.findByRole("button", { name: "on 2 nodes: echo" }));
+  fireEvent.click(screen.getByRole("checkbox", { name: "Select b for echo" }));
+  fireEvent.click(screen.getByRole("button", { name: "Reinstall echo…" }));
+  expect(screen.getByRole("dialog", { name: "Reinstall echo on b" })).toBeTruthy();
+});

@@ -1,0 +1,171 @@
+// The view of installed backends: what is where, in which version, what differs, and what can be upgraded. Live: the
+// lists are read again when the feed says that they have changed.
+import { useMutation } from "@tanstack/react-query";
+import { useDeferredValue, useMemo, useState, type ReactNode } from "react";
+import { count } from "../lib/format";
+import { useInAddress } from "../lib/in-address";
+import { useLive } from "../live/hooks";
+import { useWork } from "../operations/watch";
+import { Button } from "../ui/button";
+import { Empty, Loading } from "../ui/empty";
+import { Problem } from "../ui/problem";
+import { Ago } from "../ui/time";
+import { useCatalogue } from "./catalogue";
+import { ChangeDialog, type Change } from "./installed-dialog";
+import { checkForUpgrades, useInstalled, type InstalledData } from "./installed-data";
+import { InstalledLine } from "./installed-line";
+import { addressOfWanted, outdated, rowsOf, shownRows, STATES, tallies, wantedIn, type Row, type State, type Wanted } from "./installed-model";
+import { isTold, useRoster } from "./roster";
+
+const DRAWN = 60;
+const LABEL: Readonly<Record<State, string>> = { all: "All", user: "User", system: "System", updates: "Updates", offline: "Offline nodes" };
+
+export function InstalledView(): ReactNode {
+  const data = useInstalled();
+  const nodes = useRoster();
+  return (
+    <>
+      <Check />
+      {(data.isPending || !isTold(nodes)) && data.error === null && <Loading what="the installed backends" />}
+      {data.error !== null && <Problem error={data.error} onRetry={() => void data.refetch()} />}
+      {data.data !== undefined && isTold(nodes) && <Rows data={data.data} />}
+    </>
+  );
+}
+
+/** When the galleries were compared last, what could not be read, and the way to do it now. */
+function Check(): ReactNode {
+  const told = useLive((state) => state.backends);
+  const ask = useMutation({ mutationFn: checkForUpgrades });
+  const checking = told?.checking === true;
+  return (
+    <div className="stack">
+      <div className="row wrap">
+        <Button small busy={ask.isPending || checking} onClick={() => ask.mutate()}>
+          Check for updates
+        </Button>
+        <span className="muted" role="status">
+          {checking ? "Checking the galleries…" : told?.checked_at == null ? "Not checked yet" : <>Checked <Ago at={told.checked_at} /></>}
+        </span>
+      </div>
+      {ask.error !== null && <Problem error={ask.error} onDismiss={ask.reset} />}
+      {Object.entries(told?.problems ?? {}).map(([gallery, why]) => (
+        <Problem key={gallery} error={new Error(gallery === "" ? `Check failed: ${why}.` : `Gallery ${gallery}: ${why}`)} />
+      ))}
+    </div>
+  );
+}
+
+function Rows({ data }: { data: InstalledData }): ReactNode {
+  const nodes = useRoster();
+  const catalogue = useCatalogue();
+  const { operations } = useWork();
+  const [wanted, want] = useInAddress(wantedIn, addressOfWanted);
+  const [asked, setAsked] = useState<Change | null>(null);
+  const [limit, setLimit] = useState(DRAWN);
+  const entries = catalogue.data?.backends;
+  const rows = useMemo(() => rowsOf(data.installed, data.upgrades, entries ?? [], nodes), [data, entries, nodes]);
+  const settled = useDeferredValue(wanted);
+  const shown = useMemo(() => shownRows(rows, settled), [rows, settled]);
+  const onBackends = useMemo(() => [...operations.values()].filter((one) => one.isBackend), [operations]);
+  if (rows.length === 0) {
+    return (
+      <Empty title="No backends installed">
+        <p>Install one from the catalogue. A model that needs a backend also has it installed.</p>
+      </Empty>
+    );
+  }
+  return (
+    <>
+      <Updates rows={rows} onAsk={setAsked} />
+      <Filter rows={rows} shown={shown.length} wanted={wanted} onWant={want} />
+      {shown.length === 0 ? (
+        <Empty title="No matching backends">
+          <Button onClick={() => want({ ...wanted, term: "", state: "all", variants: true, development: true })}>Clear filters</Button>
+        </Empty>
+      ) : (
+        <ul className="catalogue" aria-label="Installed backends">
+          {shown.slice(0, limit).map((row) => (
+            <InstalledLine
+              key={row.name}
+              row={row}
+              open={wanted.open === row.name}
+              operations={onBackends}
+              onToggle={() => want({ ...wanted, open: wanted.open === row.name ? "" : row.name })}
+              onAsk={setAsked}
+            />
+          ))}
+        </ul>
+      )}
+      {shown.length > limit && (
+        <div>
+          <Button onClick={() => setLimit(limit + DRAWN)}>Show more ({shown.length - limit})</Button>
+        </div>
+      )}
+      {asked !== null && <ChangeDialog change={asked} onClose={() => setAsked(null)} />}
+    </>
+  );
+}
+
+/** All upgrades at once. */
+function Updates({ rows, onAsk }: { rows: readonly Row[]; onAsk: (change: Change) => void }): ReactNode {
+  const old = rows.filter((row) => row.upgrade !== null && !row.isSystem);
+  if (old.length === 0) return null;
+  const backends = old.map((row) => ({ name: row.name, nodes: outdated(row) }));
+  return (
+    <div className="updates-notice row wrap">
+      <strong className="grow">{count(old.length, "update")} available</strong>
+      <Button small onClick={() => onAsk({ verb: "upgrade", backends })}>
+        Upgrade all…
+      </Button>
+    </div>
+  );
+}
+
+interface FilterProps {
+  rows: readonly Row[];
+  shown: number;
+  wanted: Wanted;
+  onWant: (wanted: Wanted) => void;
+}
+
+function Filter({ rows, shown, wanted, onWant }: FilterProps): ReactNode {
+  const numbers = tallies(rows);
+  const [variants, development] = [rows.filter((row) => row.isVariant).length, rows.filter((row) => row.isDevelopment).length];
+  const offered = STATES.filter((state) => state === wanted.state || numbers[state] > 0 || !["updates", "offline"].includes(state));
+  return (
+    <>
+      <div className="row wrap" role="group" aria-label="Show">
+        {offered.map((state) => (
+          <Button key={state} small className="chip" aria-pressed={state === wanted.state} onClick={() => onWant({ ...wanted, state })}>
+            {LABEL[state]} ({numbers[state]})
+          </Button>
+        ))}
+      </div>
+      <div className="row wrap">
+        <input
+          className="input picker-filter"
+          type="search"
+          aria-label="Search installed backends"
+          placeholder="Name"
+          value={wanted.term}
+          onChange={(event) => onWant({ ...wanted, term: event.target.value })}
+        />
+        <Switch label={`Builds (${variants})`} on={wanted.variants} onChange={(on) => onWant({ ...wanted, variants: on })} />
+        <Switch label={`Pre-release builds (${development})`} on={wanted.development} onChange={(on) => onWant({ ...wanted, development: on })} />
+        <span className="muted">
+          {shown} of {rows.length} shown
+        </span>
+      </div>
+    </>
+  );
+}
+
+function Switch({ label, on, onChange }: { label: string; on: boolean; onChange: (on: boolean) => void }): ReactNode {
+  return (
+    <label className="row">
+      <input type="checkbox" checked={on} onChange={(event) => onChange(event.target.checked)} />
+      {label}
+    </label>
+  );
+}

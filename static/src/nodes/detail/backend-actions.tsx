@@ -1,0 +1,146 @@
+// What can be done about one installed backend, in its row: upgrade and delete, each with a question that names what
+// stops, how it goes, and why it failed.
+import { useState, type ReactNode } from "react";
+import { count } from "../../lib/format";
+import type { LiveModel, LiveNode, Operation } from "../../live/messages";
+import { isActive, needsAttention } from "../../live/store";
+import { deleteOn, upgradeOn } from "../../operations/calls";
+import { FailureActions, Reason } from "../../operations/failure";
+import { NextLook, WorkGlyph } from "../../operations/lines";
+import { partsOf } from "../../operations/model";
+import { phaseOf, phrase, stateOf } from "../../operations/words";
+import { announce } from "../../ui/announce";
+import { ProgressBar } from "../../ui/bars";
+import { Button } from "../../ui/button";
+import { Confirm } from "../../ui/dialog";
+import { refusal } from "../shared/verbs";
+import { useAction, type Action } from "./data";
+import { onBackend, usersOf } from "./words";
+
+type Verb = "upgrade" | "delete";
+
+interface BackendActionsProps {
+  node: LiveNode;
+  /** The backend's. */
+  name: string;
+  operations: readonly Operation[];
+}
+
+const LABEL: Readonly<Record<Verb, string>> = { upgrade: "Upgrade", delete: "Delete" };
+
+export function BackendActions({ node, name, operations }: BackendActionsProps): ReactNode {
+  const [asked, setAsked] = useState<Verb | null>(null);
+  const mine = operations.filter((one) => onBackend(one, name));
+  const running = mine.find(isActive);
+  const failed = mine.filter(needsAttention);
+  const done = (verb: Verb) => () => {
+    announce(`${LABEL[verb]} of ${name} requested.`);
+    setAsked((present) => (present === verb ? null : present));
+  };
+  const actions: Readonly<Record<Verb, Action<string>>> = {
+    upgrade: useAction<string, unknown>(node.id, (backend) => upgradeOn(node.id, backend), done("upgrade")),
+    delete: useAction<string, unknown>(node.id, (backend) => deleteOn(node.id, backend), done("delete")),
+  };
+  const busy = running === undefined ? "" : `${phrase(running, stateOf(running))} ${name}`;
+  return (
+    <div className="nd-backend">
+      <div className="row wrap">
+        {(["upgrade", "delete"] as const).map((verb) => (
+          <Button key={verb} small aria-label={`${LABEL[verb]} ${name}`} refusal={refusal("install", node) || busy} onClick={() => setAsked(verb)}>
+            {LABEL[verb]}…
+          </Button>
+        ))}
+      </div>
+      {running !== undefined && <Progress operation={running} />}
+      {failed.map((one) => (
+        <div key={one.jobID} className="stack">
+          <strong>{phrase(one, "failed")}</strong>
+          <Reason error={one.error} name={name} />
+          <FailureActions operations={[one]} small />
+        </div>
+      ))}
+      {asked !== null && <Ask verb={asked} node={node} name={name} action={actions[asked]} onClose={() => setAsked(null)} />}
+    </div>
+  );
+}
+
+function Progress({ operation }: { operation: Operation }): ReactNode {
+  const state = stateOf(operation);
+  const value = partsOf(operation)[0]?.value ?? 0;
+  return (
+    <>
+      <div className="row wrap muted">
+        <WorkGlyph state={state} />
+        <span>{phrase(operation, state)}</span>
+        <span>{phaseOf(operation)}</span>
+        <NextLook operation={operation} />
+      </div>
+      {state === "running" && <ProgressBar name={`${phrase(operation, state)} ${operation.name}`} value={value} />}
+    </>
+  );
+}
+
+interface AskProps {
+  verb: Verb;
+  node: LiveNode;
+  name: string;
+  action: Action<string>;
+  onClose: () => void;
+}
+
+function Ask({ verb, node, name, action, onClose }: AskProps): ReactNode {
+  const close = () => {
+    action.forget();
+    onClose();
+  };
+  return (
+    <Confirm
+      open
+      danger={verb === "delete"}
+      onClose={close}
+      title={
+        <>
+          {LABEL[verb]} backend <bdi>{name}</bdi> on <bdi>{node.name}</bdi>
+        </>
+      }
+      action={LABEL[verb]}
+      busy={action.busy}
+      error={action.error}
+      onConfirm={() => action.run(name)}
+    >
+      <ul className="nd-effects">
+        <Stops models={usersOf(node, name)} others={node.models.length} />
+        {verb === "upgrade" ? (
+          <li>It is installed again from its gallery.</li>
+        ) : (
+          <li>Its files are removed from this node. A model that needs it here has it installed again.</li>
+        )}
+      </ul>
+    </Confirm>
+  );
+}
+
+/** The replicas that stop, by name: their requests end in the middle. */
+function Stops({ models, others }: { models: readonly LiveModel[]; others: number }): ReactNode {
+  const requests = models.reduce((sum, model) => sum + model.in_flight, 0);
+  return (
+    <>
+      {models.length === 0 ? (
+        <li>No replica on this node uses it by this name.</li>
+      ) : (
+        <li>
+          {count(models.length, "replica")} with {count(requests, "request")} in flight {models.length === 1 ? "stops" : "stop"} immediately:
+          <ul>
+            {models.map((model) => (
+              <li key={model.id}>
+                <bdi>{model.model_name}</bdi>, replica {model.replica_index}
+              </li>
+            ))}
+          </ul>
+        </li>
+      )}
+      {others > models.length && <li>Replicas that use it by another name, such as an alias, stop too.</li>}
+      <li>The next request for such a model loads it again.</li>
+    </>
+  );
+}

@@ -1,0 +1,83 @@
+import { cleanup, fireEvent, screen, within } from "@testing-library/react";
+import { createMemoryRouter } from "react-router";
+import { afterEach, beforeEach, expect, it, vi } from "vitest";
+import { client } from "../../api/client";
+import { model, node, show } from "../../live/fixtures";
+import type { LiveModel } from "../../live/messages";
+import { stage } from "../../live/stage";
+import { LiveStore } from "../../live/store";
+import { Replicas } from "./replicas";
+
+let written: [string, unknown][];
+let refused: string | null;
+
+beforeEach(() => {
+  written = [];
+  refused = null;
+  vi.spyOn(client, "POST").mockImplementation(((path: string, sent: { body?: unknown }) => {
+    written.push([path, sent.body]);
+    const answer =
+      refused === null
+        ? { data: {}, response: new Response(null, { status: 202 }) }
+        : { error: { error: { code: 404, message: refused, type: "node_error" } }, response: new Response(null, { status: 404 }) };
+    return Promise.resolve(answer);
+  }) as never);
+});
+
+afterEach(cleanup);
+
+async function open(...models: LiveModel[]) {
+  const one = node("n1", { models });
+  stage(show(new LiveStore(), one), createMemoryRouter([{ path: "/", element: <Replicas node={one} /> }]));
+  await screen.findByRole("table");
+}
+
+function button(index: number) {
+  return screen.getByRole("button", { name: `Unload tiny, replica ${index}` });
+}
+
+it("the question names model, node and requests, and one replica is unloaded after a yes", async () => {
+  await open(model("tiny", 0), model("tiny", 1, { in_flight: 2 }));
+  fireEvent.click(button(1));
+  const question = within(screen.getByRole("alertdialog"));
+  expect(question.getByRole("heading").textContent).toContain("Unload tiny, replica 1, from n1");
+  expect(question.getByText(/2 requests in flight may finish before it stops/)).toBeTruthy();
+  expect(document.activeElement).toBe(question.getByRole("button", { name: "Cancel" }));
+  expect(written).toEqual([]);
+  fireEvent.click(question.getByRole("button", { name: "Unload" }));
+  const body = { model_name: "tiny", replica_index: 1, wait: false };
+  await vi.waitFor(() => expect(written).toEqual([["/api/nodes/{node_id}/models/unload", body]]));
+  await vi.waitFor(() => expect(screen.queryByRole("alertdialog")).toBeNull());
+});
+
+it("a refusal is said in the question, which stays", async () => {
+  refused = "model tiny is not loaded as replica 0 on node n1";
+  await open(model("tiny", 0));
+  fireEvent.click(button(0));
+  const question = within(screen.getByRole("alertdialog"));
+  fireEvent.click(question.getByRole("button", { name: "Unload" }));
+  expect((await question.findByRole("alert")).textContent).toContain(refused);
+});
+
+const LATER = new Date(Date.now() + 600_000).toISOString();
+
+it.each([
+  [{ in_flight: 3, cleanup_next_retry_at: LATER }, /Waiting for 3 requests, .* at most/],
+  [{ in_flight: 0, cleanup_next_retry_at: LATER }, /Stopping/],
+  [{ in_flight: 1, cleanup_next_retry_at: "2026-01-01T00:00:00Z" }, /Stopping/],
+])("a replica that leaves says what it waits for: %o", async (more, said) => {
+  await open(model("tiny", 0, { state: "unloading", ...more }));
+  expect(screen.getByText(said)).toBeTruthy();
+  expect(button(0).getAttribute("aria-disabled")).toBe("true");
+});
+
+it("one that its worker did not confirm says why, and may be asked for again", async () => {
+  await open(model("tiny", 0, { state: "unloading", cleanup_error: "cannot be killed", cleanup_next_retry_at: LATER }));
+  expect(screen.getByText(/May still run: cannot be killed/)).toBeTruthy();
+  expect(button(0).getAttribute("aria-disabled")).not.toBe("true");
+});
+
+it("what is not loaded yet is not unloaded", async () => {
+  await open(model("tiny", 0, { state: "loading" }));
+  expect(button(0).getAttribute("aria-disabled")).toBe("true");
+});

@@ -1,0 +1,93 @@
+// Unloading one replica, in its row: a question that says what it costs, and how far it is while it leaves.
+import { useState, type ReactNode } from "react";
+import { call, client } from "../../api/client";
+import { count, left } from "../../lib/format";
+import { useNow } from "../../live/hooks";
+import type { LiveModel, LiveNode } from "../../live/messages";
+import { announce } from "../../ui/announce";
+import { Button } from "../../ui/button";
+import { Confirm } from "../../ui/dialog";
+import { Ago } from "../../ui/time";
+import { useAction } from "./data";
+
+/** Asks for it; the answer does not wait for the end, which the feed tells. */
+function unload(nodeID: string, model: LiveModel): Promise<unknown> {
+  const body = { model_name: model.model_name, replica_index: model.replica_index, wait: false };
+  return call(client.POST("/api/nodes/{node_id}/models/unload", { params: { path: { node_id: nodeID } }, body }));
+}
+
+export function Unload({ node, model }: { node: LiveNode; model: LiveModel }): ReactNode {
+  const [asked, setAsked] = useState(false);
+  const name = `${model.model_name}, replica ${model.replica_index}`;
+  const action = useAction<LiveModel, unknown>(
+    node.id,
+    (one) => unload(node.id, one),
+    () => {
+      announce(`Unload of ${name} requested.`);
+      setAsked(false);
+    },
+  );
+  const close = () => {
+    action.forget();
+    setAsked(false);
+  };
+  return (
+    <>
+      <Button small aria-label={`Unload ${name}`} refusal={refusal(model)} onClick={() => setAsked(true)}>
+        Unload…
+      </Button>
+      <Confirm
+        open={asked}
+        danger
+        onClose={close}
+        title={
+          <>
+            Unload <bdi>{model.model_name}</bdi>, replica {model.replica_index}, from <bdi>{node.name}</bdi>
+          </>
+        }
+        action="Unload"
+        busy={action.busy}
+        error={action.error}
+        onConfirm={() => action.run(model)}
+      >
+        <ul className="nd-effects">
+          <li>
+            {model.in_flight === 0
+              ? "No request is in flight. It stops immediately."
+              : `${count(model.in_flight, "request")} in flight may finish before it stops, up to a deadline.`}
+          </li>
+          <li>New requests go to other replicas. Without one, the next request loads the model again.</li>
+        </ul>
+      </Confirm>
+    </>
+  );
+}
+
+/** Why it cannot be unloaded now. One whose worker did not confirm may be asked for again. */
+function refusal(model: LiveModel): string {
+  if (model.state === "loaded") return "";
+  if (model.state === "unloading") return (model.cleanup_error ?? "") === "" ? "already unloading" : "";
+  return "not loaded yet";
+}
+
+/** What a replica that is being unloaded waits for. */
+export function Leaving({ model }: { model: LiveModel }): ReactNode {
+  const now = useNow(1000);
+  if (model.state !== "unloading") return null;
+  const until = model.cleanup_next_retry_at ?? "";
+  const error = model.cleanup_error ?? "";
+  if (error !== "") {
+    return (
+      <p className="nd-leaving">
+        May still run: {error}. Stopped again <Ago at={until} />.
+      </p>
+    );
+  }
+  const seconds = (Date.parse(until) - now) / 1000;
+  if (model.in_flight === 0 || !(seconds > 0)) return <p className="nd-leaving muted">Stopping</p>;
+  return (
+    <p className="nd-leaving muted">
+      Waiting for {count(model.in_flight, "request")}, {left(seconds)} at most
+    </p>
+  );
+}

@@ -1,0 +1,268 @@
+// How a machine joins: a token is made, one line is pasted there, and what becomes of it shows here, live.
+import { useMutation, useQuery, useQueryClient } from "@tanstack/react-query";
+import { useId, useMemo, useState, type ReactNode, type SubmitEvent } from "react";
+import { left } from "../../lib/format";
+import { useChange, useLive, useNow } from "../../live/hooks";
+import type { LiveNode } from "../../live/messages";
+import { announce } from "../../ui/announce";
+import { Button } from "../../ui/button";
+import { Command } from "../../ui/copy";
+import { Problem } from "../../ui/problem";
+import { ApproveDialog, RejectDialog } from "../shared/dialogs";
+import { IdentityFacts, Risk } from "../shared/identity";
+import { refusal } from "../shared/verbs";
+import * as joining from "./joining";
+import type { JoinToken, MadeJoinToken } from "./joining";
+
+const TOKENS = ["join-tokens"] as const;
+
+interface AddNodeProps {
+  id: string;
+  token: MadeJoinToken | null;
+  onToken: (token: MadeJoinToken | null) => void;
+}
+
+/** The steps of joining; `token` is the one whose machines are shown here. */
+export function AddNode({ id, token, onToken }: AddNodeProps): ReactNode {
+  return (
+    <section id={id} className="add-node stack" aria-labelledby={`${id}-title`}>
+      <h2 id={`${id}-title`}>Add a node</h2>
+      {token === null ? <Wish onMade={onToken} /> : <Joining key={token.id} token={token} onAnother={() => onToken(null)} />}
+      <OtherTokens except={token?.id ?? ""} />
+      <details>
+        <summary>Add a worker on this machine</summary>
+        <p>Alongside a cluster started with <code>make run</code>:</p>
+        <Command text="make worker NAME=two" />
+      </details>
+    </section>
+  );
+}
+
+/** For how long and for how many machines; then the token is made. */
+function Wish({ onMade }: { onMade: (token: MadeJoinToken) => void }): ReactNode {
+  const [lifetime, setLifetime] = useState(3600);
+  const [uses, setUses] = useState("1");
+  const [note, setNote] = useState("");
+  const id = useId();
+  const queries = useQueryClient();
+  const asked = useMutation({
+    mutationFn: () => joining.make({ lifetime, uses: Number(uses), note }),
+    onSuccess: async (made) => {
+      onMade(made);
+      announce("The line to run on the other machine is shown.");
+      await queries.invalidateQueries({ queryKey: TOKENS });
+    },
+  });
+  const wrong = joining.usesProblem(uses);
+  const submit = (event: SubmitEvent<HTMLFormElement>) => {
+    event.preventDefault();
+    if (wrong === "" && !asked.isPending) asked.mutate();
+  };
+  return (
+    <form className="stack" onSubmit={submit}>
+      <p>Makes one line to run on another machine. It installs the worker there and starts it; you approve it here.</p>
+      <div className="row wrap add-node-wish">
+        <label className="field">
+          <span>Valid for</span>
+          <select className="input" value={lifetime} onChange={(event) => setLifetime(Number(event.target.value))}>
+            {joining.LIFETIMES.map(([seconds, words]) => (
+              <option key={seconds} value={seconds}>
+                {words}
+              </option>
+            ))}
+          </select>
+        </label>
+        <label className="field">
+          <span>Machines</span>
+          <input
+            className="input"
+            inputMode="numeric"
+            size={5}
+            value={uses}
+            aria-invalid={wrong !== "" || undefined}
+            aria-describedby={wrong === "" ? undefined : `${id}-uses`}
+            onChange={(event) => setUses(event.target.value)}
+          />
+        </label>
+        <label className="field grow">
+          <span>Note (optional)</span>
+          <input className="input" value={note} maxLength={joining.LONGEST_NOTE} autoComplete="off" onChange={(event) => setNote(event.target.value)} />
+        </label>
+      </div>
+      {wrong !== "" && (
+        <p id={`${id}-uses`} className="field-hint bad" role="alert">
+          {wrong}
+        </p>
+      )}
+      {asked.error !== null && <Problem error={asked.error} />}
+      <div>
+        <Button type="submit" kind="primary" busy={asked.isPending} refusal={wrong}>
+          Show the line
+        </Button>
+      </div>
+    </form>
+  );
+}
+
+/** The line, the token's time, and the machines that come with it. */
+function Joining({ token, onAnother }: { token: MadeJoinToken; onAnother: () => void }): ReactNode {
+  const nodes = useLive((state) => state.nodes);
+  const found = useMemo(() => joining.joined(nodes.values(), token.id), [nodes, token.id]);
+  const [revoked, setRevoked] = useState(false);
+  const over = useNow() >= Date.parse(token.expires_at);
+  const full = found.length >= token.max_uses;
+  useChange(found.length, (before) => {
+    if (found.length > before) announce(`${found.at(-1)?.name ?? ""} has joined. Compare its fingerprint and approve it.`);
+  });
+  const open = !revoked && !over && !full;
+  return (
+    <>
+      {open && (
+        <>
+          <p>Run this line on the other machine. It contains the token and is not shown again:</p>
+          <Command text={token.command} />
+          <Reach token={token} />
+        </>
+      )}
+      <div className="row wrap">
+        <Remaining token={token} number={found.length} revoked={revoked} />
+        {open && <Revoke token={token} onRevoked={() => setRevoked(true)} />}
+        <Button small onClick={onAnother}>
+          Make another line
+        </Button>
+      </div>
+      {open && (
+        <p className="row muted" role="status">
+          <span className="spinner" aria-hidden="true" /> Waiting for {found.length === 0 ? "the machine" : "the next machine"}…
+        </p>
+      )}
+      <ul className="pinned-cards" aria-label="Joined machines">
+        {found.map((node) => (
+          <Newcomer key={node.id} node={node} />
+        ))}
+      </ul>
+    </>
+  );
+}
+
+/** Whether other machines can reach the URL in the line. */
+function Reach({ token }: { token: MadeJoinToken }): ReactNode {
+  const { hostname } = new URL(token.url);
+  if (joining.isLoopback(hostname)) {
+    return (
+      <p className="risk">
+        Other machines cannot reach <code>{token.url}</code>. Open this page by an address of the server that they can reach, or set <code>CLUSTER_PUBLIC_URL</code>.
+      </p>
+    );
+  }
+  if (token.url_is_set) return null;
+  return (
+    <p className="muted">
+      The machine must be able to reach <code>{token.url}</code>. Set <code>CLUSTER_PUBLIC_URL</code> to use another address.
+    </p>
+  );
+}
+
+function Remaining({ token, number, revoked }: { token: MadeJoinToken; number: number; revoked: boolean }): ReactNode {
+  const seconds = (Date.parse(token.expires_at) - useNow()) / 1000;
+  return <span data-testid="token-remaining">The token is {remaining(token.max_uses, number, seconds, revoked)}.</span>;
+}
+
+function remaining(most: number, number: number, seconds: number, revoked: boolean): string {
+  const used = most === 1 ? (number === 0 ? "not used yet" : "used") : `${number} of ${most} used`;
+  if (revoked) return `revoked, ${used}`;
+  if (number >= most) return "used up";
+  return seconds <= 0 ? `expired, ${used}` : `valid for another ${left(seconds)}, ${used}`;
+}
+
+function Revoke({ token, onRevoked }: { token: JoinToken; onRevoked?: () => void }): ReactNode {
+  const queries = useQueryClient();
+  const asked = useMutation({
+    mutationFn: () => joining.revoke(token.id),
+    onSuccess: async () => {
+      announce("The token is revoked.");
+      onRevoked?.();
+      await queries.invalidateQueries({ queryKey: TOKENS });
+    },
+  });
+  return (
+    <>
+      <Button small kind="danger" busy={asked.isPending} aria-label={`Revoke the token ${token.note || token.id.slice(0, 8)}`} onClick={() => asked.mutate()}>
+        Revoke
+      </Button>
+      {asked.error !== null && <Problem error={asked.error} />}
+    </>
+  );
+}
+
+const WORDS = { ok: "done", waiting: "waiting", failed: "failed" } as const;
+const TONES = { ok: "good", waiting: "quiet", failed: "bad" } as const;
+
+/** One machine that has come: whom to compare, the decision, and what works so far. */
+function Newcomer({ node }: { node: LiveNode }): ReactNode {
+  const [asked, setAsked] = useState<"" | "approve" | "reject">("");
+  const connected = joining.isConnected(node);
+  useChange(connected, () => {
+    if (connected) announce(`${node.name} is connected.`);
+  });
+  const dialog = { nodes: [node], onClose: () => setAsked("") };
+  const undecided = node.status === "pending" && node.rejected === null;
+  return (
+    <li className="pinned-card stack" data-testid={`joined-${node.id}`}>
+      <h3 className="name">
+        <bdi>{node.name}</bdi> {connected && <span className="pill good">connected</span>}
+      </h3>
+      <IdentityFacts node={node} />
+      {undecided && (
+        <>
+          <Risk node={node} />
+          <div className="row wrap">
+            <Button kind="primary" refusal={refusal("approve", node)} aria-label={`Approve ${node.name}, which has joined`} onClick={() => setAsked("approve")}>
+              Approve…
+            </Button>
+            <Button aria-label={`Reject ${node.name}, which has joined`} onClick={() => setAsked("reject")}>
+              Reject…
+            </Button>
+          </div>
+        </>
+      )}
+      <ul className="join-checks" aria-label={`What works on ${node.name}`}>
+        {joining.checks(node).map((check) => (
+          <li key={check.id}>
+            <span className={`pill ${TONES[check.state]}`}>{WORDS[check.state]}</span>
+            <span>
+              {check.text}
+              {check.hint !== "" && <bdi className="muted"> · {check.hint}</bdi>}
+            </span>
+          </li>
+        ))}
+      </ul>
+      {asked === "approve" && <ApproveDialog {...dialog} />}
+      {asked === "reject" && <RejectDialog {...dialog} />}
+    </li>
+  );
+}
+
+/** Tokens made earlier or elsewhere that still admit machines. */
+function OtherTokens({ except }: { except: string }): ReactNode {
+  const { data } = useQuery({ queryKey: TOKENS, queryFn: joining.list });
+  const now = useNow(5000);
+  const usable = (data ?? []).filter((one) => one.state === "usable" && one.id !== except && Date.parse(one.expires_at) > now);
+  if (usable.length === 0) return null;
+  return (
+    <details>
+      <summary>Other tokens that still work: {usable.length}</summary>
+      <ul className="join-tokens">
+        {usable.map((one) => (
+          <li key={one.id} className="row wrap">
+            <bdi className="name">{one.note || one.id.slice(0, 8)}</bdi>
+            <span className="muted">
+              by <bdi>{one.created_by}</bdi>, {one.uses} of {one.max_uses} used, valid for another {left((Date.parse(one.expires_at) - now) / 1000)}
+            </span>
+            <Revoke token={one} />
+          </li>
+        ))}
+      </ul>
+    </details>
+  );
+}

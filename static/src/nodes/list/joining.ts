@@ -1,0 +1,120 @@
+// Join tokens over REST, and what can be said of a machine that joins with one: pure, from its live row.
+import { call, client } from "../../api/client";
+import type { components } from "../../api/schema";
+import type { LiveNode } from "../../live/messages";
+
+export type JoinToken = components["schemas"]["JoinToken"];
+export type MadeJoinToken = components["schemas"]["MadeJoinToken"];
+
+export const MOST_USES = 1000;
+export const LONGEST_NOTE = 200;
+/** What a token may be valid for, in seconds. */
+export const LIFETIMES: readonly (readonly [seconds: number, words: string])[] = [
+  [600, "10 minutes"],
+  [3600, "1 hour"],
+  [86400, "1 day"],
+  [7 * 86400, "7 days"],
+];
+
+export interface Wish {
+  lifetime: number;
+  uses: number;
+  note: string;
+}
+
+/** Makes a token; the answer is the only place where it is. */
+export function make({ lifetime, uses, note }: Wish): Promise<MadeJoinToken> {
+  const body = { lifetime_seconds: lifetime, uses, note: note.trim(), url: window.location.origin };
+  return call(client.POST("/api/join-tokens", { body }));
+}
+
+/** It admits no new node any more. */
+export function revoke(id: string) {
+  return call(client.DELETE("/api/join-tokens/{token_id}", { params: { path: { token_id: id } } }));
+}
+
+/** The latest tokens, newest first. */
+export function list(): Promise<JoinToken[]> {
+  return call(client.GET("/api/join-tokens", { params: { query: {} } }));
+}
+
+/** The nodes that registered with the token, the first one first. */
+export function joined(nodes: Iterable<LiveNode>, token: string): LiveNode[] {
+  return [...nodes].filter((node) => node.joined?.token === token).sort((left, right) => (left.created_at < right.created_at ? -1 : 1));
+}
+
+/** What is wrong with a number of uses as typed; "" if nothing is. */
+export function usesProblem(text: string): string {
+  const number = Number(text);
+  return Number.isInteger(number) && number >= 1 && number <= MOST_USES ? "" : `Enter 1 to ${MOST_USES}.`;
+}
+
+export interface Check {
+  id: "registered" | "approved" | "heartbeat" | "bus" | "address";
+  state: "ok" | "waiting" | "failed";
+  text: string;
+  /** What to do about it. */
+  hint: string;
+}
+
+/** What has been reached on the way to a working node, and what has failed. */
+export function checks(node: LiveNode): Check[] {
+  const approval = approved(node);
+  return [
+    { id: "registered", state: "ok", text: "Registered", hint: "" },
+    approval,
+    heard(node),
+    onBus(node, approval.state === "ok"),
+    reachable(node),
+  ];
+}
+
+/** Whether it works: approved, and it has answered a command. */
+export function isConnected(node: LiveNode): boolean {
+  return approved(node).state === "ok" && node.inventory_at !== null;
+}
+
+function approved(node: LiveNode): Check {
+  const told = { id: "approved", text: "Approved", hint: "" } as const;
+  if (node.rejected !== null) return { ...told, state: "failed", hint: `Rejected by ${node.rejected.by}.` };
+  if (node.status !== "pending") return { ...told, state: "ok" };
+  return { ...told, state: "waiting", hint: "Compare the fingerprint with the one in the worker's log, then approve." };
+}
+
+/** A registration counts as a sign of life, too: the first heartbeat comes after it. */
+function heard(node: LiveNode): Check {
+  const told = { id: "heartbeat", text: "Heartbeat", hint: "" } as const;
+  if (node.status === "offline") return { ...told, state: "failed", hint: node.reason };
+  const beats = node.last_heartbeat !== null && Date.parse(node.last_heartbeat) > Date.parse(node.created_at);
+  return { ...told, state: beats ? "ok" : "waiting" };
+}
+
+function onBus(node: LiveNode, isApproved: boolean): Check {
+  const told = { id: "bus", text: "Answers commands", hint: "" } as const;
+  if (node.inventory_at !== null) return { ...told, state: "ok" };
+  if (!isApproved) return { ...told, state: "waiting", hint: "Begins after the approval." };
+  if (node.inventory_error === "") return { ...told, state: "waiting" };
+  return { ...told, state: "failed", hint: `${node.inventory_error}. Check that it reaches the message bus (NATS); its log says why not.` };
+}
+
+function reachable(node: LiveNode): Check {
+  const told = { id: "address", text: "Its address is reachable", hint: "" } as const;
+  const host = node.address.replace(/:\d+$/, "");
+  if (node.model_count > 0) return { ...told, state: "ok" };
+  if (isLoopback(host) && node.source_address !== "" && !isLoopback(node.source_address)) {
+    const hint = `It advertises ${node.address}, which only that machine can reach. Set LOCALAI_ADVERTISE_ADDR there.`;
+    return { ...told, state: "failed", hint };
+  }
+  const odd = isAddress(host) && node.source_address !== "" && host !== node.source_address;
+  const note = odd ? ` It advertises ${host}, but calls from ${node.source_address}.` : "";
+  return { ...told, state: "waiting", hint: `Is tried when the first model is loaded there.${note}` };
+}
+
+/** Whether only the machine itself can reach it. */
+export function isLoopback(host: string): boolean {
+  return /^(localhost|\[?::1\]?|127\.\d+\.\d+\.\d+|::ffff:127\..*)$/i.test(host);
+}
+
+function isAddress(host: string): boolean {
+  return /^\d+\.\d+\.\d+\.\d+$/.test(host);
+}

@@ -1,0 +1,318 @@
+// The output of a node's engines, live: which model or replica, what of it, paused or followed. The worker keeps the
+// last lines of each engine, also of those that have ended, so that the reason can be read here.
+import { useQuery, type UseQueryResult } from "@tanstack/react-query";
+import { useDeferredValue, useEffect, useId, useMemo, useRef, useState, useSyncExternalStore, type ReactNode } from "react";
+import { Link, useParams } from "react-router";
+import { call, client } from "../../api/client";
+import { count } from "../../lib/format";
+import { useInAddress } from "../../lib/in-address";
+import { useChange, useLive } from "../../live/hooks";
+import type { LiveModel } from "../../live/messages";
+import { announce } from "../../ui/announce";
+import { Button } from "../../ui/button";
+import { Empty, Loading } from "../../ui/empty";
+import { Problem } from "../../ui/problem";
+import { useShortcut } from "../../ui/shortcuts";
+import { usePageTitle } from "../../ui/title";
+import { addressOf, asText, chosen, fileName, modelOf, placeIn, type Line, type Place, type Stream } from "./lines";
+import { Tail, type TailState } from "./tail";
+import { LogView } from "./view";
+import "./logs.css";
+
+const STREAMS: readonly { stream: Stream | ""; label: string }[] = [
+  { stream: "", label: "All" },
+  { stream: "stdout", label: "stdout" },
+  { stream: "stderr", label: "stderr" },
+];
+
+const NONE: readonly LiveModel[] = [];
+
+export function LogsPage(): ReactNode {
+  const id = (useParams()["id"] ?? "").toLowerCase();
+  const [place, setPlace] = useInAddress(placeIn, addressOf);
+  const name = useLive((state) => state.nodes.get(id)?.name);
+  const running = useLive((state) => state.nodes.get(id)?.models) ?? NONE;
+  const kept = useKept(id);
+  const models = useMemo(() => known(running, kept.data ?? [], place.of), [running, kept.data, place.of]);
+  const [only] = models;
+  // Of one there is nothing to choose.
+  const of = place.of === "" && models.length === 1 && only !== undefined ? only : place.of;
+  usePageTitle(of === "" ? "Logs" : `Logs of ${of}`);
+  return (
+    <div className="logs">
+      <nav aria-label="Back">
+        <Link to={`/app/nodes/${id}`}>
+          ← <bdi>{name ?? "Node"}</bdi>
+        </Link>
+      </nav>
+      <h1 tabIndex={-1}>Logs{of !== "" && <> of <bdi>{of}</bdi></>}</h1>
+      <Which models={models} running={running} of={of} onChange={(next) => setPlace((before) => ({ ...before, of: next }))} />
+      {of === "" ? (
+        <NothingChosen kept={kept} />
+      ) : (
+        <OneLog key={`${id} ${of}`} id={id} node={name ?? id} place={{ ...place, of }} onPlace={setPlace} ended={!runs(running, of)} />
+      )}
+    </div>
+  );
+}
+
+/** The models whose output the worker has, those of ended engines too. */
+function useKept(id: string): UseQueryResult<string[]> {
+  return useQuery({
+    queryKey: ["nodes", id, "logs"],
+    queryFn: ({ signal }) => call(client.GET("/api/nodes/{node_id}/backend-logs", { params: { path: { node_id: id } }, signal })),
+    retry: false,
+  });
+}
+
+function known(running: readonly LiveModel[], kept: readonly string[], of: string): string[] {
+  return [...new Set([...running.map((model) => model.model_name), ...kept, ...(of === "" ? [] : [modelOf(of)])])].sort();
+}
+
+/** Whether an engine of it is among the node's replicas. */
+function runs(running: readonly LiveModel[], of: string): boolean {
+  return running.some((model) => of === model.model_name || of === `${model.model_name}#${model.replica_index}`);
+}
+
+function NothingChosen({ kept }: { kept: UseQueryResult<string[]> }): ReactNode {
+  if (kept.isPending) return <Loading what="the list of logs" />;
+  if (kept.error !== null) return <Problem error={kept.error} onRetry={() => void kept.refetch()} />;
+  if (kept.data.length > 0) return null;
+  return <Empty title="No logs on this node">No model has been loaded here since the worker started.</Empty>;
+}
+
+interface WhichProps {
+  models: readonly string[];
+  running: readonly LiveModel[];
+  of: string;
+  onChange: (of: string) => void;
+}
+
+/** Which model, and of several replicas which. */
+function Which({ models, running, of, onChange }: WhichProps): ReactNode {
+  const id = useId();
+  const name = modelOf(of);
+  const replicas = running.filter((model) => model.model_name === name).map((model) => model.replica_index);
+  const asked = of.includes("#") ? Number(of.slice(of.indexOf("#") + 1)) : null;
+  const shown = [...new Set(asked === null || Number.isNaN(asked) ? replicas : [...replicas, asked])].sort((left, right) => left - right);
+  if (models.length === 0) return null;
+  return (
+    <div className="row wrap">
+      <label className="row" htmlFor={id}>
+        Model
+        <select id={id} className="input" value={name} onChange={(event) => onChange(event.target.value)}>
+          {name === "" && <option value="">Choose a model</option>}
+          {models.map((model) => (
+            <option key={model} value={model}>
+              {model}
+            </option>
+          ))}
+        </select>
+      </label>
+      {shown.length > 0 && (
+        <Choices
+          legend="Replica"
+          value={of}
+          choices={[
+            ...shown.map((replica) => ({ value: `${name}#${replica}`, label: String(replica) })),
+            { value: name, label: "All merged" },
+          ]}
+          onChange={onChange}
+        />
+      )}
+    </div>
+  );
+}
+
+interface ChoicesProps<Value extends string> {
+  legend: string;
+  value: Value;
+  choices: readonly { value: Value; label: string }[];
+  onChange: (value: Value) => void;
+}
+
+function Choices<Value extends string>({ legend, value, choices, onChange }: ChoicesProps<Value>): ReactNode {
+  const name = useId();
+  return (
+    <fieldset className="log-choices">
+      <legend className="visually-hidden">{legend}</legend>
+      {choices.map((choice) => (
+        <label key={choice.value}>
+          <input type="radio" name={name} checked={choice.value === value} onChange={() => onChange(choice.value)} />
+          {choice.label}
+        </label>
+      ))}
+    </fieldset>
+  );
+}
+
+/** The log as it comes, and whether it is still wanted. */
+function useTail(id: string, of: string): [TailState, Tail] {
+  const [tail] = useState(() => new Tail(id, of));
+  useEffect(() => {
+    tail.start();
+    return () => tail.stop();
+  }, [tail]);
+  // Who has signed in again, or is on the network again, does not wait.
+  const feed = useLive((state) => state.connection);
+  useChange(feed, () => {
+    if (feed === "live") tail.now();
+  });
+  return [useSyncExternalStore(tail.subscribe, tail.read), tail];
+}
+
+type SetPlace = (change: (before: Place) => Place) => void;
+
+interface OneLogProps {
+  id: string;
+  node: string;
+  place: Place;
+  onPlace: SetPlace;
+  ended: boolean;
+}
+
+function OneLog({ id, node, place, onPlace, ended }: OneLogProps): ReactNode {
+  const [state, tail] = useTail(id, place.of);
+  const [paused, setPaused] = useState<readonly Line[] | null>(null);
+  const [follows, setFollows] = useState(true);
+  const [details, setDetails] = useState(true);
+  const { stream } = place;
+  const term = useDeferredValue(place.term);
+  const present = paused ?? state.lines;
+  const shown = useMemo(() => chosen(present, { term, stream }), [present, term, stream]);
+  const pause = () => setPaused(paused === null ? state.lines : null);
+  const clear = () => {
+    tail.clear();
+    setPaused(null);
+  };
+  useConnectionNews(state);
+  return (
+    <>
+      <div className="row wrap log-tools">
+        <Filters place={place} onPlace={onPlace} />
+        <PauseButton paused={paused} lines={state.lines} onPress={pause} />
+        <Button refusal={shown.length === 0 ? "There is nothing to download." : ""} onClick={() => download(fileName(node, place.of, new Date()), asText(shown))}>
+          Download
+        </Button>
+        <Button refusal={state.lines.length === 0 ? "There is nothing to clear." : ""} onClick={clear}>
+          Clear
+        </Button>
+        <Box label="Follow" on={follows} onChange={setFollows} />
+        <Box label="Details" on={details} onChange={setDetails} />
+      </div>
+      <p className="row wrap muted">
+        <Connection state={state} paused={paused !== null} />
+        <span data-testid="log-count">
+          {shown.length < present.length && `${shown.length} of `}
+          {count(present.length, "line")}
+        </span>
+        {ended && state.lines.length > 0 && <span>This engine is not running. These are its last lines.</span>}
+      </p>
+      {state.problem !== null && <Problem error={state.problem} onRetry={tail.now} />}
+      {shown.length > 0 ? (
+        <LogView lines={shown} term={term} details={details} follows={follows && paused === null} onFollows={setFollows} label={`Log of ${place.of}`} />
+      ) : (
+        <NoLines any={present.length > 0} connection={state.connection} ended={ended} onAll={() => onPlace((before) => ({ ...before, term: "", stream: "" }))} />
+      )}
+    </>
+  );
+}
+
+function Filters({ place, onPlace }: { place: Place; onPlace: SetPlace }): ReactNode {
+  const box = useRef<HTMLInputElement>(null);
+  useShortcut("f", () => box.current?.focus(), "Search the log");
+  return (
+    <>
+      <input
+        ref={box}
+        className="input log-search"
+        type="search"
+        aria-label="Search the log"
+        placeholder="Search"
+        value={place.term}
+        onChange={(event) => onPlace((before) => ({ ...before, term: event.target.value }))}
+      />
+      <Choices
+        legend="Stream"
+        value={place.stream}
+        choices={STREAMS.map((choice) => ({ value: choice.stream, label: choice.label }))}
+        onChange={(value) => onPlace((before) => ({ ...before, stream: value }))}
+      />
+    </>
+  );
+}
+
+interface PauseButtonProps {
+  paused: readonly Line[] | null;
+  lines: readonly Line[];
+  onPress: () => void;
+}
+
+/** While it is paused, it says how many lines have come. */
+function PauseButton({ paused, lines, onPress }: PauseButtonProps): ReactNode {
+  useShortcut("p", onPress, "Pause or resume the log");
+  const newer = paused === null ? 0 : (lines.at(-1)?.number ?? 0) - (paused.at(-1)?.number ?? 0);
+  return (
+    <Button onClick={onPress}>
+      {paused === null ? "Pause" : "Resume"}
+      {newer > 0 && ` (${newer} new)`}
+    </Button>
+  );
+}
+
+function Box({ label, on, onChange }: { label: string; on: boolean; onChange: (on: boolean) => void }): ReactNode {
+  return (
+    <label className="row">
+      <input type="checkbox" checked={on} onChange={(event) => onChange(event.target.checked)} /> {label}
+    </label>
+  );
+}
+
+interface NoLinesProps {
+  /** There are lines, but none of them matches. */
+  any: boolean;
+  connection: TailState["connection"];
+  ended: boolean;
+  onAll: () => void;
+}
+
+function NoLines({ any, connection, ended, onAll }: NoLinesProps): ReactNode {
+  if (any) {
+    return (
+      <Empty title="No matching lines">
+        <Button onClick={onAll}>Show all</Button>
+      </Empty>
+    );
+  }
+  if (connection === "connecting") return <Loading what="the log" />;
+  if (connection === "lost") return null;
+  return (
+    <Empty title="No output yet">
+      {ended ? "No engine of this model is running, and the worker keeps no output of an earlier one." : "New lines appear here as the engine writes them."}
+    </Empty>
+  );
+}
+
+function Connection({ state, paused }: { state: TailState; paused: boolean }): ReactNode {
+  if (state.connection === "lost") return <span className="pill warn">Reconnecting</span>;
+  if (state.connection === "connecting") return <span className="pill">Connecting</span>;
+  return paused ? <span className="pill info">Paused</span> : <span className="pill good">Live</span>;
+}
+
+/** Says once that lines are missed, and once that they come again. */
+function useConnectionNews({ connection }: TailState): void {
+  useChange(connection, (before) => {
+    if (connection === "lost") announce("The log is not live. Reconnecting.");
+    if (connection === "live" && before === "lost") announce("The log is live again.");
+  });
+}
+
+function download(name: string, text: string): void {
+  const url = URL.createObjectURL(new Blob([text], { type: "text/plain;charset=utf-8" }));
+  const link = document.createElement("a");
+  link.href = url;
+  link.download = name;
+  link.click();
+  // The browser reads it a moment later.
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}

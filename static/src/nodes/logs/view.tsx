@@ -1,0 +1,91 @@
+// The lines on the screen. They are drawn in parts, of which only the last changes; the browser leaves out the
+// painting of those that are not seen. While the reader is at the end, the newest line stays in sight.
+import { memo, useCallback, useEffect, useLayoutEffect, useMemo, useRef, type ReactNode } from "react";
+import { alike, chunks, pieces, timeOf, type Line } from "./lines";
+
+interface ViewProps {
+  lines: readonly Line[];
+  term: string;
+  details: boolean;
+  /** Whether the newest line stays in sight. */
+  follows: boolean;
+  onFollows: (follows: boolean) => void;
+  label: string;
+}
+
+/** Pixels from the end that still count as the end. */
+const NEAR = 24;
+
+export function LogView({ lines, term, details, follows, onFollows, label }: ViewProps): ReactNode {
+  const box = useRef<HTMLDivElement>(null);
+  const content = useRef<HTMLDivElement>(null);
+  const parts = useMemo(() => chunks(lines), [lines]);
+  const toEnd = useCallback(() => {
+    if (box.current !== null) box.current.scrollTop = box.current.scrollHeight;
+  }, []);
+  useLayoutEffect(() => {
+    if (follows) toEnd();
+  }, [follows, lines, details, toEnd]);
+  useEffect(() => {
+    // A part gets its true height when it is painted for the first time.
+    if (!follows || content.current === null) return;
+    const observer = new ResizeObserver(toEnd);
+    observer.observe(content.current);
+    return () => observer.disconnect();
+  }, [follows, toEnd]);
+  const top = useRef(0);
+  // Upwards only a reader goes: new lines and other heights leave the place, or move it to the end.
+  const scrolled = () => {
+    const { current } = box;
+    if (current === null) return;
+    const end = atEnd(current);
+    if (end !== follows && (end || current.scrollTop < top.current)) onFollows(end);
+    top.current = current.scrollTop;
+  };
+  return (
+    // What scrolls takes the focus, so that keys can scroll it. It announces no line: there may be thousands.
+    <div
+      ref={box}
+      className={`log-box ${details ? "" : "plain"} ${follows ? "follows" : ""}`}
+      role="log"
+      aria-live="off"
+      aria-label={label}
+      tabIndex={0}
+      onScroll={scrolled}
+    >
+      <div ref={content}>
+        {parts.map((part) => (
+          <Part key={part[0]?.number ?? 0} lines={part} term={term} />
+        ))}
+      </div>
+    </div>
+  );
+}
+
+function atEnd(box: HTMLElement): boolean {
+  return box.scrollHeight - box.scrollTop - box.clientHeight < NEAR;
+}
+
+interface PartProps {
+  lines: readonly Line[];
+  term: string;
+}
+
+const Part = memo(
+  function Part({ lines, term }: PartProps): ReactNode {
+    return (
+      <div className="log-part" style={{ containIntrinsicBlockSize: `auto ${lines.length * 1.4}em` }}>
+        {lines.map((line) => (
+          <p key={line.number} className={line.stream}>
+            <time dateTime={line.timestamp}>{timeOf(line.timestamp)}</time>
+            {line.stream === "stderr" && <span className="visually-hidden">stderr</span>}
+            <span dir="auto">
+              {pieces(line.text, term).map((piece, at) => (at % 2 === 1 ? <mark key={at}>{piece}</mark> : piece))}
+            </span>
+          </p>
+        ))}
+      </div>
+    );
+  },
+  (before, after) => before.term === after.term && alike(before.lines, after.lines),
+);

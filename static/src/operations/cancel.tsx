@@ -1,0 +1,151 @@
+// Cancelling: a button where it applies, and a question that says what each worker will make of it.
+import { useMutation } from "@tanstack/react-query";
+import { useState, type ReactNode } from "react";
+import { count } from "../lib/format";
+import { useLive } from "../live/hooks";
+import type { LiveNode, Operation } from "../live/messages";
+import { isActive } from "../live/store";
+import { announce } from "../ui/announce";
+import { Button } from "../ui/button";
+import { Confirm } from "../ui/dialog";
+import { cancel, cancelOn, inTurn } from "./calls";
+import { partsOf, type Part } from "./model";
+import { ENDED, phrase, placeOf, stateOf } from "./words";
+
+const WAITING: ReadonlySet<Part["status"]> = new Set(["queued", "waiting", "retrying"]);
+
+/** Why it cannot be cancelled; "" if it can. */
+export function cancelRefusal(operations: readonly Operation[]): string {
+  if (operations.some((one) => one.cancellable)) return "";
+  if (operations.some((one) => one.isDeletion)) return "A removal that has begun cannot be cancelled";
+  return "Cannot be cancelled now";
+}
+
+export function CancelButton({ operations }: { operations: readonly Operation[] }): ReactNode {
+  const [open, setOpen] = useState(false);
+  const [first] = operations;
+  if (first === undefined) return null;
+  const where = operations.length > 1 ? `on ${count(operations.length, "node")}` : placeOf(first);
+  return (
+    <>
+      <Button small refusal={open ? "" : cancelRefusal(operations)} aria-label={`${operations.length > 1 ? `Cancel all (${operations.length})` : "Cancel"}: ${phrase(first, stateOf(first))} ${first.name} ${where}`} onClick={() => setOpen(true)}>
+        {operations.length > 1 ? `Cancel all (${operations.length})…` : "Cancel…"}
+      </Button>
+      {open && <CancelQuestion operations={operations} first={first} where={where} onClose={() => setOpen(false)} />}
+    </>
+  );
+}
+
+/** Whether this node's part of work on several can end for itself; a removal that has begun cannot. */
+export function canCancelPart({ job, status }: Part): boolean {
+  if (!job.isBackend || !isActive(job) || ENDED.has(status)) return false;
+  return !job.isDeletion || WAITING.has(status);
+}
+
+/** Ends one node's part, after a question. */
+export function PartCancel({ part, name }: { part: Part; name: string }): ReactNode {
+  const [open, setOpen] = useState(false);
+  const nodes = useLive((state) => state.nodes);
+  const asked = useMutation({
+    mutationFn: () => cancelOn(part.job, part.nodeID),
+    onSuccess: () => {
+      announce(`Cancelled ${name} on ${part.name}`);
+      setOpen(false);
+    },
+  });
+  const effect = effectOf([part], nodes);
+  return (
+    <>
+      <Button small aria-label={`Cancel ${name} on ${part.name}`} onClick={() => setOpen(true)}>
+        Cancel…
+      </Button>
+      {open && (
+        <Confirm open onClose={() => setOpen(false)} title={<>Cancel <bdi>{name}</bdi> on <bdi>{part.name}</bdi> only</>} action="Cancel on this node" back="Keep it" danger busy={asked.isPending} error={asked.error} onConfirm={() => asked.mutate()}>
+          <ul className="effects">
+            <Effects effect={effect} />
+            <li>The other nodes go on.</li>
+            {part.job.waves !== undefined && <li>No further wave opens until you continue or stop the upgrade.</li>}
+          </ul>
+        </Confirm>
+      )}
+    </>
+  );
+}
+
+function Effects({ effect }: { effect: Effect }): ReactNode {
+  return (
+    <>
+      {effect.ours.length > 0 && (
+        <li>
+          {named(effect.ours)}: the worker stops, removes its temporary files and confirms within 5 seconds.
+        </li>
+      )}
+      {effect.stock.length > 0 && (
+        <li>
+          {named(effect.stock)}: a stock LocalAI worker cannot be told to stop. It goes on, and its result is discarded.
+        </li>
+      )}
+      {effect.waiting > 0 && <li>{count(effect.waiting, "node")} not begun: nothing is sent there.</li>}
+    </>
+  );
+}
+
+interface QuestionProps {
+  operations: readonly Operation[];
+  first: Operation;
+  where: string;
+  onClose: () => void;
+}
+
+function CancelQuestion({ operations, first, where, onClose }: QuestionProps): ReactNode {
+  const nodes = useLive((state) => state.nodes);
+  const left = operations.filter((one) => isActive(one) && one.cancellable);
+  const asked = useMutation({
+    mutationFn: () => inTurn(left, cancel),
+    onSuccess: () => {
+      announce(`Cancelled ${first.name} ${where}`);
+      onClose();
+    },
+  });
+  const effect = effectOf(left.flatMap(partsOf), nodes);
+  const title = (
+    <>
+      Cancel {phrase(first, stateOf(first)).replace(/^./, (letter) => letter.toLowerCase())} <bdi>{first.name}</bdi> {where}
+    </>
+  );
+  return (
+    <Confirm open onClose={onClose} title={title} action={operations.length > 1 ? `Cancel ${count(left.length, "operation")}` : "Cancel operation"} back="Keep it" danger busy={asked.isPending} error={asked.error} onConfirm={() => asked.mutate()}>
+      <ul className="effects">
+        {left.length === 0 && <li>It has ended, or cannot be cancelled any more.</li>}
+        <Effects effect={effect} />
+        {effect.done > 0 && <li>{count(effect.done, "node")} done: what is there stays.</li>}
+        <li>Cancelling is final. You can ask for the same again in History.</li>
+      </ul>
+    </Confirm>
+  );
+}
+
+interface Effect {
+  /** Names of nodes with a worker of ours that may be at it. */
+  ours: string[];
+  stock: string[];
+  waiting: number;
+  done: number;
+}
+
+/** What a cancellation means for each part. A stock worker has no secret of its own; ours always has. */
+export function effectOf(parts: readonly Part[], nodes: ReadonlyMap<string, Pick<LiveNode, "weak_identity">>): Effect {
+  const effect: Effect = { ours: [], stock: [], waiting: 0, done: 0 };
+  for (const part of parts) {
+    if (ENDED.has(part.status)) effect.done += part.status === "success" ? 1 : 0;
+    else if (WAITING.has(part.status)) effect.waiting += 1;
+    else if (nodes.get(part.nodeID)?.weak_identity === false) effect.ours.push(part.name);
+    else effect.stock.push(part.name);
+  }
+  return effect;
+}
+
+function named(names: readonly string[]): ReactNode {
+  const shown = names.slice(0, 3).join(", ");
+  return <bdi>{names.length > 3 ? `${shown} and ${names.length - 3} more` : shown}</bdi>;
+}

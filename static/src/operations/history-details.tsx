@@ -1,0 +1,178 @@
+// The details of an operation that has ended: who asked for what, when, from where, and how it went on each node.
+import { useMutation } from "@tanstack/react-query";
+import { useState, type ReactNode } from "react";
+import { Link } from "react-router";
+import { count, duration, exact } from "../lib/format";
+import { useNow } from "../live/hooks";
+import type { Operation, OperationTarget } from "../live/messages";
+import { announce } from "../ui/announce";
+import { Button } from "../ui/button";
+import { CopyButton } from "../ui/copy";
+import { Problem } from "../ui/problem";
+import { StatusPill } from "../ui/status";
+import { canRetry, retry } from "./calls";
+import { Reason } from "./failure";
+import { spans } from "./history-query";
+import { NodeLink } from "./parts";
+import { pageOf, request } from "./words";
+
+const AT_ONCE = 50;
+const WIDTH = 100;
+
+export function HistoryDetails({ operation }: { operation: Operation }): ReactNode {
+  const { nodes = [] } = operation;
+  return (
+    <div className="stack history-details">
+      <Facts operation={operation} />
+      {nodes.length <= 1 && (operation.error ?? "") !== "" && <Reason error={operation.error} name={operation.name} />}
+      {nodes.length > 0 && <PartsTimeline operation={operation} nodes={nodes} />}
+      <div className="row wrap">
+        {canRetry(operation) && <RetryAgain operation={operation} />}
+        <Link to={pageOf(operation)}>Open page</Link>
+        <CopyButton small text={operation.jobID} label="Copy operation ID" />
+      </div>
+    </div>
+  );
+}
+
+export function Facts({ operation }: { operation: Operation }): ReactNode {
+  const { dismissedAt, dismissedBy = "", dismissedComment = "", allNodes = false, startedAt, finishedAt, clientAddress = "" } = operation;
+  return (
+    <dl className="facts">
+      <dt>What</dt>
+      <dd>
+        {request(operation)} <bdi>{operation.fullName}</bdi>
+        {allNodes && " on all nodes"}
+      </dd>
+      <dt>Who</dt>
+      <dd>
+        <bdi>{operation.actor}</bdi>
+        {clientAddress !== "" && (
+          <>
+            {" "}
+            from <bdi>{clientAddress}</bdi>
+          </>
+        )}
+      </dd>
+      {operation.requestID !== "" && (
+        <>
+          <dt>Request ID</dt>
+          <dd>
+            <code>{operation.requestID}</code>
+          </dd>
+        </>
+      )}
+      <dt>Requested</dt>
+      <dd>{exact(operation.createdAt)}</dd>
+      {startedAt !== undefined && (
+        <>
+          <dt>Started</dt>
+          <dd>{exact(startedAt)}</dd>
+        </>
+      )}
+      {finishedAt !== undefined && (
+        <>
+          <dt>Ended</dt>
+          <dd>{exact(finishedAt)}</dd>
+        </>
+      )}
+      {operation.status === "cancelled" && (
+        <>
+          <dt>Cancelled</dt>
+          <dd>{operation.message}</dd>
+        </>
+      )}
+      {dismissedAt !== undefined && (
+        <>
+          <dt>Dismissed</dt>
+          <dd>
+            {exact(dismissedAt)} by <bdi>{dismissedBy}</bdi>
+            {dismissedComment !== "" && (
+              <>
+                : <bdi>{dismissedComment}</bdi>
+              </>
+            )}
+          </dd>
+        </>
+      )}
+    </dl>
+  );
+}
+
+/** A line a node: when it waited, when it ran, how often it was tried, and how it ended. */
+export function PartsTimeline({ operation, nodes }: { operation: Operation; nodes: readonly OperationTarget[] }): ReactNode {
+  const [all, setAll] = useState(false);
+  const begin = Date.parse(operation.createdAt);
+  const now = useNow(1000);
+  const end = operation.finishedAt === undefined ? now : Date.parse(operation.finishedAt);
+  const worst = (node: OperationTarget) => (node.status === "error" ? 0 : node.status === "success" ? 2 : 1);
+  const sorted = [...nodes].sort((left, right) => worst(left) - worst(right));
+  return (
+    <>
+      <ul className="timeline-parts" aria-label={`Nodes of ${operation.name}`}>
+        {sorted.slice(0, all ? sorted.length : AT_ONCE).map((node) => (
+          <li key={node.node_id}>
+            <div className="part-line">
+              <StatusPill status={node.status} />
+              <NodeLink nodeID={node.node_id} name={node.node_name} />
+              <Timeline node={node} begin={begin} end={end} />
+              <span className="muted grow">
+                {took(node, operation.createdAt)}
+                {(node.attempts ?? 0) > 0 && ` · ${count(node.attempts ?? 0, "failed attempt")}`}
+              </span>
+            </div>
+            {nodes.length > 1 && (node.error ?? "") !== "" && <Reason error={node.error} name={`${operation.name} on ${node.node_name}`} />}
+            {(node.reason ?? "") !== "" && (
+              <p className="muted">
+                <bdi>{node.reason}</bdi>
+              </p>
+            )}
+          </li>
+        ))}
+      </ul>
+      {!all && sorted.length > AT_ONCE && (
+        <div>
+          <Button small onClick={() => setAll(true)}>
+            Show all ({sorted.length})
+          </Button>
+        </div>
+      )}
+    </>
+  );
+}
+
+/** "waited 3s, ran 40s"; what is not known is left out. */
+export function took(node: Pick<OperationTarget, "startedAt" | "finishedAt">, createdAt: string): string {
+  const between = (from: string | undefined, to: string | undefined) => {
+    const seconds = (Date.parse(to ?? "") - Date.parse(from ?? "")) / 1000;
+    return Number.isNaN(seconds) ? "" : duration(seconds);
+  };
+  const waited = between(createdAt, node.startedAt ?? node.finishedAt);
+  const ran = between(node.startedAt, node.finishedAt);
+  return [waited && `waited ${waited}`, ran && `ran ${ran}`].filter(Boolean).join(", ");
+}
+
+function Timeline({ node, begin, end }: { node: OperationTarget; begin: number; end: number }): ReactNode {
+  const { waited, ran } = spans(node, begin, end);
+  return (
+    <svg className="part-timeline" viewBox={`0 0 ${WIDTH} 6`} preserveAspectRatio="none" aria-hidden="true">
+      <rect className="waited" x={0} y={2} width={WIDTH * waited.to} height={2} />
+      <rect className={`ran ${node.status}`} x={WIDTH * ran.from} y={0} width={Math.max(WIDTH * (ran.to - ran.from), node.startedAt === undefined ? 0 : 1)} height={6} />
+    </svg>
+  );
+}
+
+export function RetryAgain({ operation }: { operation: Operation }): ReactNode {
+  const again = useMutation({
+    mutationFn: () => retry(operation),
+    onSuccess: () => announce(`${request(operation)} ${operation.name} requested again`),
+  });
+  return (
+    <>
+      <Button small busy={again.isPending} refusal={again.isSuccess ? "Requested again" : ""} aria-label={`Retry: ${request(operation)} ${operation.name}`} onClick={() => again.mutate()}>
+        Retry
+      </Button>
+      {again.error !== null && <Problem error={again.error} onDismiss={() => again.reset()} />}
+    </>
+  );
+}

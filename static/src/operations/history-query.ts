@@ -1,0 +1,102 @@
+// What History shows, as its address has it and as the server is asked. Pure.
+import type { operations } from "../api/schema";
+
+type Asked = NonNullable<operations["operations_history"]["parameters"]["query"]>;
+type Exported = NonNullable<operations["operations_history_export"]["parameters"]["query"]>;
+export type Outcome = NonNullable<Asked["outcome"]>;
+
+export interface Filters {
+  node: string;
+  backend: string;
+  kind: string;
+  outcome: Outcome | "";
+  actor: string;
+  /** ISO times, "" if without limit. */
+  from: string;
+  to: string;
+}
+
+export const ALL: Filters = { node: "", backend: "", kind: "", outcome: "", actor: "", from: "", to: "" };
+
+export const OUTCOMES: readonly Outcome[] = ["completed", "failed", "cancelled"];
+
+export const KINDS: readonly (readonly [kind: string, label: string])[] = [
+  ["backend_install", "Backend install"],
+  ["backend_upgrade", "Backend upgrade"],
+  ["backend_delete", "Backend removal"],
+  ["model_load", "Model load"],
+  ["model_unload", "Model unload"],
+  ["model_delete", "Model removal"],
+];
+
+const UUID = /^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$/i;
+
+/** What the address asks for; a value that cannot be meant is left out. */
+export function filtersIn(query: URLSearchParams): Filters {
+  const text = (name: string) => (query.get(name) ?? "").trim().slice(0, 255);
+  const time = (name: string) => {
+    const at = Date.parse(text(name));
+    return Number.isNaN(at) ? "" : new Date(at).toISOString();
+  };
+  const node = text("node");
+  const outcome = text("outcome");
+  return {
+    node: UUID.test(node) ? node : "",
+    backend: text("backend"),
+    kind: KINDS.some(([kind]) => kind === text("kind")) ? text("kind") : "",
+    outcome: OUTCOMES.find((one) => one === outcome) ?? "",
+    actor: text("actor"),
+    from: time("from"),
+    to: time("to"),
+  };
+}
+
+/** The address of these filters, and what the server is asked. */
+export function addressOf(filters: Filters): URLSearchParams {
+  return new URLSearchParams(Object.entries(filters).filter(([, value]) => value !== ""));
+}
+
+export function askedFor(filters: Filters, cursor: string): Asked {
+  const wanted: Record<string, string> = Object.fromEntries(addressOf(filters));
+  return { ...wanted, ...(cursor === "" ? {} : { cursor }) };
+}
+
+/** Where the server sends all of it as a file. */
+export function exportOf(filters: Filters, format: NonNullable<Exported["format"]>): string {
+  return `/api/operations/history/export?${new URLSearchParams([["format", format], ...addressOf(filters)])}`;
+}
+
+export function isNarrowed(filters: Filters): boolean {
+  return Object.values(filters).some((value) => value !== "");
+}
+
+/** An ISO time as a `datetime-local` field has it, in this browser's zone; "" for none. */
+export function fieldOf(iso: string): string {
+  const at = new Date(iso);
+  if (iso === "" || Number.isNaN(at.getTime())) return "";
+  const two = (number: number) => String(number).padStart(2, "0");
+  return `${at.getFullYear()}-${two(at.getMonth() + 1)}-${two(at.getDate())}T${two(at.getHours())}:${two(at.getMinutes())}`;
+}
+
+/** And back. */
+export function isoOf(field: string): string {
+  const at = new Date(field);
+  return field === "" || Number.isNaN(at.getTime()) ? "" : at.toISOString();
+}
+
+interface Span {
+  from: number;
+  to: number;
+}
+
+/** When a part waited and when it ran, as shares (0 to 1) of the time from the request to the end of all. */
+export function spans(part: { startedAt?: string; finishedAt?: string }, begin: number, end: number): { waited: Span; ran: Span } {
+  const length = Math.max(end - begin, 1);
+  const share = (iso: string | undefined, otherwise: number) => {
+    const at = Date.parse(iso ?? "");
+    return Number.isNaN(at) ? otherwise : Math.min(Math.max((at - begin) / length, 0), 1);
+  };
+  const to = share(part.finishedAt, 1);
+  const from = Math.min(share(part.startedAt, to), to);
+  return { waited: { from: 0, to: from }, ran: { from, to } };
+}

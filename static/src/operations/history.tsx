@@ -1,0 +1,288 @@
+// History: what has ended, from the server's record, the latest first. Filters are in the address; older entries come by
+// pages. What ends meanwhile is asked for once the feed says so.
+import { keepPreviousData, useInfiniteQuery, useMutation, useQueryClient } from "@tanstack/react-query";
+import { memo, useEffect, useId, useMemo, useState, type ReactNode } from "react";
+import { call, client } from "../api/client";
+import type { components } from "../api/schema";
+import { useRoster } from "../backends/roster";
+import { brief, duration } from "../lib/format";
+import { useInAddress } from "../lib/in-address";
+import { useChange, useLive } from "../live/hooks";
+import { isActive, needsAttention, type LiveState } from "../live/store";
+import { announce } from "../ui/announce";
+import { Button } from "../ui/button";
+import { Confirm } from "../ui/dialog";
+import { Empty, Loading } from "../ui/empty";
+import { Icon } from "../ui/icons";
+import { Problem } from "../ui/problem";
+import { Ago } from "../ui/time";
+import "./activity.css";
+import { tookOf } from "./filter";
+import { HistoryDetails } from "./history-details";
+import { addressOf, ALL, askedFor, exportOf, fieldOf, filtersIn, isNarrowed, isoOf, KINDS, OUTCOMES, type Filters } from "./history-query";
+import { WorkGlyph } from "./lines";
+import { ActivityHead } from "./tabs";
+import { noun, outcome, placeOf, stateOf } from "./words";
+
+type Entry = components["schemas"]["HistoryEntry"];
+
+const KEY = ["operations", "history"] as const;
+/** Typing asks once it rests. */
+const SETTLED_MS = 300;
+/** Many ends of one moment are one question. */
+const GATHER_MS = 500;
+
+export function HistoryPage(): ReactNode {
+  const [filters, setFilters] = useInAddress(filtersIn, addressOf);
+  const settled = useSettled(filters);
+  const record = useRecord(settled);
+  const [clearing, setClearing] = useState(false);
+  const entries = useMemo(() => record.data?.pages.flatMap((page) => page.operations) ?? [], [record.data]);
+  const empty = record.data !== undefined && entries.length === 0;
+  return (
+    <div className="activity">
+      <ActivityHead title="History" note="What has ended, with who asked for it. Failures appear here once they are dismissed.">
+        {entries.length > 0 && <Exports filters={settled} />}
+        {(entries.length > 0 || isNarrowed(filters)) && <Button onClick={() => setClearing(true)}>Clear history…</Button>}
+      </ActivityHead>
+      <FilterBar filters={filters} onChange={setFilters} />
+      {record.isPending && <Loading what="history" />}
+      {record.error !== null && <Problem error={record.error} onRetry={() => void record.refetch()} />}
+      {record.newer && (
+        <div>
+          <Button onClick={record.refresh}>Show newer entries</Button>
+        </div>
+      )}
+      {empty && isNarrowed(filters) && (
+        <Empty title="No matching operations">
+          <Button onClick={() => setFilters(ALL)}>Show all</Button>
+        </Empty>
+      )}
+      {empty && !isNarrowed(filters) && (
+        <Empty title="No history">
+          <p>Operations appear here when they end, until the retention period is over.</p>
+        </Empty>
+      )}
+      {entries.length > 0 && <Days entries={entries} />}
+      {record.hasNextPage && (
+        <div>
+          <Button busy={record.isFetchingNextPage} onClick={() => void record.fetchNextPage()}>
+            Older
+          </Button>
+        </div>
+      )}
+      {clearing && <ClearQuestion onClose={() => setClearing(false)} />}
+    </div>
+  );
+}
+
+/** Links, not buttons: the browser saves what the server sends, however long it is. */
+function Exports({ filters }: { filters: Filters }): ReactNode {
+  return (["csv", "ndjson"] as const).map((format) => (
+    <a key={format} className="button" href={exportOf(filters, format)} download>
+      {format === "csv" ? "Export CSV" : "Export JSON lines"}
+    </a>
+  ));
+}
+
+function useSettled(filters: Filters): Filters {
+  const [settled, setSettled] = useState(filters);
+  useEffect(() => {
+    const timer = setTimeout(() => setSettled(filters), SETTLED_MS);
+    return () => clearTimeout(timer);
+  }, [filters]);
+  return settled;
+}
+
+/** Grows with each operation that goes into the record. */
+function lastEnd(state: LiveState): number {
+  let last = 0;
+  for (const one of state.operations.values()) if (one.seq > last && !isActive(one) && !needsAttention(one)) last = one.seq;
+  return last;
+}
+
+function useRecord(filters: Filters) {
+  const queries = useQueryClient();
+  const [newer, setNewer] = useState(false);
+  const record = useInfiniteQuery({
+    queryKey: [...KEY, filters],
+    queryFn: ({ pageParam, signal }) => call(client.GET("/api/operations/history", { params: { query: askedFor(filters, pageParam) }, signal })),
+    initialPageParam: "",
+    getNextPageParam: (page) => page.nextCursor,
+    placeholderData: keepPreviousData,
+    staleTime: 0,
+  });
+  const last = useLive(lastEnd);
+  useChange(last, () => setNewer(true));
+  const pages = record.data?.pages.length ?? 0;
+  const refresh = () => {
+    setNewer(false);
+    void queries.resetQueries({ queryKey: KEY });
+  };
+  // Who reads older pages is not thrown back to the first one.
+  const follow = newer && pages <= 1;
+  useEffect(() => {
+    if (!follow) return undefined;
+    const timer = setTimeout(() => {
+      setNewer(false);
+      void queries.invalidateQueries({ queryKey: KEY });
+    }, GATHER_MS);
+    return () => clearTimeout(timer);
+  }, [follow, last, queries]);
+  return { ...record, newer: newer && !follow, refresh };
+}
+
+interface BarProps {
+  filters: Filters;
+  onChange: (filters: Filters) => void;
+}
+
+function FilterBar({ filters, onChange }: BarProps): ReactNode {
+  const nodes = useRoster();
+  const sorted = useMemo(() => [...nodes.values()].sort((left, right) => left.name.localeCompare(right.name, undefined, { numeric: true })), [nodes]);
+  const change = (more: Partial<Filters>) => onChange({ ...filters, ...more });
+  const options = sorted.map((node) => [node.id, node.name] as const);
+  const gone = filters.node !== "" && !nodes.has(filters.node) ? [[filters.node, `removed node ${filters.node.slice(0, 8)}`] as const] : [];
+  return (
+    <form className="row wrap history-filters" role="search" aria-label="Filter history" onSubmit={(event) => event.preventDefault()}>
+      <Choice label="Node" value={filters.node} options={[...gone, ...options]} onChange={(node) => change({ node })} />
+      <Words label="Backend or model" value={filters.backend} onChange={(backend) => change({ backend })} />
+      <Choice label="Kind" value={filters.kind} options={KINDS} onChange={(kind) => change({ kind })} />
+      <Choice label="Outcome" value={filters.outcome} options={OUTCOMES.map((one) => [one, one] as const)} onChange={(one) => change({ outcome: OUTCOMES.find((known) => known === one) ?? "" })} />
+      <Words label="Requested by" value={filters.actor} onChange={(actor) => change({ actor })} />
+      <Time label="Ended after" value={filters.from} onChange={(from) => change({ from })} />
+      <Time label="Ended before" value={filters.to} onChange={(to) => change({ to })} />
+      {isNarrowed(filters) && (
+        <Button small onClick={() => onChange(ALL)}>
+          Clear filters
+        </Button>
+      )}
+    </form>
+  );
+}
+
+interface FieldProps {
+  label: string;
+  value: string;
+  onChange: (value: string) => void;
+}
+
+function Choice({ label, value, options, onChange }: FieldProps & { options: readonly (readonly [value: string, label: string])[] }): ReactNode {
+  const id = useId();
+  return (
+    <label className="field" htmlFor={id}>
+      <span>{label}</span>
+      <select id={id} className="input" value={value} onChange={(event) => onChange(event.target.value)}>
+        <option value="">Any</option>
+        {options.map(([one, words]) => (
+          <option key={one} value={one}>
+            {words}
+          </option>
+        ))}
+      </select>
+    </label>
+  );
+}
+
+function Words({ label, value, onChange }: FieldProps): ReactNode {
+  const id = useId();
+  return (
+    <label className="field" htmlFor={id}>
+      <span>{label}</span>
+      <input id={id} className="input" type="search" placeholder="exact name" autoComplete="off" value={value} onChange={(event) => onChange(event.target.value)} />
+    </label>
+  );
+}
+
+function Time({ label, value, onChange }: FieldProps): ReactNode {
+  const id = useId();
+  return (
+    <label className="field" htmlFor={id}>
+      <span>{label}</span>
+      <input id={id} className="input" type="datetime-local" value={fieldOf(value)} onChange={(event) => onChange(isoOf(event.target.value))} />
+    </label>
+  );
+}
+
+function Days({ entries }: { entries: readonly Entry[] }): ReactNode {
+  const days = useMemo(() => {
+    const format = new Intl.DateTimeFormat(undefined, { dateStyle: "full" });
+    const found = new Map<string, Entry[]>();
+    for (const entry of entries) {
+      const day = format.format(new Date(entry.finishedAt ?? entry.createdAt));
+      found.set(day, [...(found.get(day) ?? []), entry]);
+    }
+    return [...found];
+  }, [entries]);
+  return days.map(([day, some]) => (
+    <section key={day} className="stack" aria-label={day}>
+      <h2>{day}</h2>
+      <ul className="ended">
+        {some.map((entry) => (
+          <Line key={entry.jobID} entry={entry} />
+        ))}
+      </ul>
+    </section>
+  ));
+}
+
+const Line = memo(
+  function Line({ entry }: { entry: Entry }): ReactNode {
+    const [open, setOpen] = useState(false);
+    const id = useId();
+    const said = outcome(entry, duration(tookOf(entry)));
+    return (
+      <li className="history-line">
+        <button type="button" className="history-toggle" aria-expanded={open} aria-controls={id} onClick={() => setOpen(!open)}>
+          <WorkGlyph state={stateOf(entry)} />
+          <span className="name ended-name">
+            <strong>
+              <bdi>{entry.name}</bdi>
+            </strong>{" "}
+            <span className="muted">{noun(entry)}</span>
+          </span>
+          <span className="name grow">
+            {said} <bdi>{placeOf(entry)}</bdi>
+            {entry.status === "failed" && (
+              <span className="muted">
+                : <bdi>{brief(entry.error ?? "")}</bdi>
+              </span>
+            )}
+          </span>
+          <bdi className="name muted ended-actor">{entry.actor}</bdi>
+          <span className="muted">
+            <Ago at={entry.finishedAt} />
+          </span>
+          <span className={`strip-caret ${open ? "open" : ""}`}>
+            <Icon name="down" />
+          </span>
+        </button>
+        <div id={id} hidden={!open}>
+          {open && <HistoryDetails operation={entry} />}
+        </div>
+      </li>
+    );
+  },
+  (left, right) => left.entry.jobID === right.entry.jobID && left.entry.seq === right.entry.seq,
+);
+
+function ClearQuestion({ onClose }: { onClose: () => void }): ReactNode {
+  const queries = useQueryClient();
+  const asked = useMutation({
+    mutationFn: () => call(client.DELETE("/api/operations/history")),
+    onSuccess: async () => {
+      announce("History cleared");
+      onClose();
+      await queries.resetQueries({ queryKey: KEY });
+    },
+  });
+  return (
+    <Confirm open danger typed="clear" onClose={onClose} title="Clear history" action="Clear history" busy={asked.isPending} error={asked.error} onConfirm={() => asked.mutate()}>
+      <ul className="effects">
+        <li>Deletes the record of every operation that has ended, also of those that the filters hide, for all users of this cluster.</li>
+        <li>Who asked for what, when and from where is lost. This cannot be undone.</li>
+        <li>Failures in the inbox stay.</li>
+      </ul>
+    </Confirm>
+  );
+}

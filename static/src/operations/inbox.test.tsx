@@ -1,0 +1,75 @@
+import { cleanup, fireEvent, screen, within } from "@testing-library/react";
+import { createMemoryRouter } from "react-router";
+import { afterEach, expect, it, vi } from "vitest";
+import type { Operation } from "../live/messages";
+import { stage } from "../live/stage";
+import { LiveStore } from "../live/store";
+import * as calls from "./calls";
+import { at, install } from "./fixtures";
+import { InboxPage } from "./inbox";
+
+vi.mock("./calls", { spy: true });
+
+afterEach(() => {
+  cleanup();
+  vi.resetAllMocks();
+});
+
+function failure(node: string, second: number, more: Partial<Operation> = {}): Operation {
+  return install(node, { name: `on-${node}`, status: "failed", error: `no room on ${node}`, finishedAt: at(second), ...more });
+}
+
+async function open(...operations: Operation[]): Promise<LiveStore> {
+  const store = new LiveStore();
+  store.push({ type: "operations.snapshot", seq: 1, operations });
+  stage(store, createMemoryRouter([{ path: "*", element: <InboxPage /> }]));
+  await screen.findByRole("list", { name: "Failures" });
+  return store;
+}
+
+function lines(): string[] {
+  return within(screen.getByRole("list", { name: "Failures" })).getAllByRole("heading").map((line) => line.textContent);
+}
+
+it("lists failures that are not dismissed, the newest first, with their number in the tab", async () => {
+  await open(failure("a", 1), failure("b", 5), failure("c", 3, { dismissedAt: at(4) }), install("d"));
+  expect(lines()).toEqual(["Could not install backend on-b on b", "Could not install backend on-a on a"]);
+  expect(screen.getByRole("link", { name: /^Inbox\s*, 2 failures$/ })).toBeTruthy();
+});
+
+it("is live: what is dismissed elsewhere goes, what fails comes", async () => {
+  const store = await open(failure("a", 1));
+  store.push({ type: "operations.delta", seq: 999, operations: [failure("a", 1, { dismissedAt: at(2), seq: 998 }), failure("b", 3, { seq: 999 })] });
+  await vi.waitFor(() => expect(lines()).toEqual(["Could not install backend on-b on b"]));
+});
+
+it("dismisses the selected ones with one comment, and no other", async () => {
+  const dismiss = vi.mocked(calls.dismiss).mockResolvedValue({});
+  await open(failure("a", 1), failure("b", 2), failure("c", 3));
+  for (const node of ["a", "c"]) fireEvent.click(screen.getByRole("checkbox", { name: `Select: Could not install backend on-${node} on ${node}` }));
+  fireEvent.click(screen.getByRole("button", { name: "Dismiss selected (2)…" }));
+  fireEvent.change(screen.getByLabelText("Comment (optional)"), { target: { value: "  disks replaced " } });
+  fireEvent.click(within(screen.getByRole("dialog")).getByRole("button", { name: "Dismiss" }));
+  await vi.waitFor(() => expect(dismiss.mock.calls.map(([one, comment]) => [one.jobID, comment])).toEqual([["job-c", "disks replaced"], ["job-a", "disks replaced"]]));
+});
+
+it("retries all that can be retried: a load comes again with its request", async () => {
+  const retry = vi.mocked(calls.retry).mockResolvedValue({} as Awaited<ReturnType<typeof calls.retry>>);
+  vi.mocked(calls.canRetry).mockImplementation((one) => one.kind.startsWith("backend_"));
+  vi.mocked(calls.inTurn).mockImplementation(async (items, work) => {
+    for (const one of items) await work(one);
+  });
+  await open(failure("a", 1), failure("b", 2, { kind: "model_load", isBackend: false, taskType: "staging" }));
+  fireEvent.click(screen.getByRole("button", { name: "Retry all (2)" }));
+  await vi.waitFor(() => expect(retry.mock.calls.map(([one]) => one.jobID)).toEqual(["job-a"]));
+});
+
+it("of several nodes offers all that failed, and each of them", async () => {
+  const retry = vi.mocked(calls.retry).mockResolvedValue({} as Awaited<ReturnType<typeof calls.retry>>);
+  vi.mocked(calls.canRetry).mockReturnValue(true);
+  const nodes = (["success", "error", "error"] as const).map((status, n) => ({ node_id: `n${n}`, node_name: `gpu-${n}`, status, percentage: 0, ...(status === "error" ? { error: `full: ${n}` } : {}) }));
+  await open(failure("x", 1, { nodes }));
+  expect(screen.getByRole("button", { name: "Retry all failed (2): Could not install backend on-x on 2 nodes" }).textContent).toBe("Retry all failed (2)");
+  fireEvent.click(screen.getByRole("button", { name: "Retry on-x on gpu-2" }));
+  await vi.waitFor(() => expect(retry.mock.calls.map(([one, some]) => [one.jobID, some])).toEqual([["job-x", ["n2"]]]));
+});

@@ -1,0 +1,73 @@
+// One operation: what the server's record says of it, and what the feed has told since. The record knows what has long
+// ended, and what waiting work waits for; the feed knows every change at once.
+import { keepPreviousData, useQuery, type UseQueryResult } from "@tanstack/react-query";
+import { ApiError, call, client } from "../api/client";
+import type { components } from "../api/schema";
+import { exact } from "../lib/format";
+import { useLive } from "../live/hooks";
+import type { Operation } from "../live/messages";
+import { isActive } from "../live/store";
+
+export type Entry = components["schemas"]["AuditEntry"];
+type Wait = Pick<Operation, "waitsFor" | "waitsSince">;
+
+/** A place in a queue moves when other work does, which the feed does not tell of this operation. */
+const LOOK_MS = 3_000;
+const PLAIN = "waits for a controller";
+
+/** What is known of the operation; `unknown` once the server says that there is no record of it. */
+export interface Known {
+  operation: Operation | undefined;
+  unknown: boolean;
+  query: UseQueryResult<Operation>;
+}
+
+export function useOperation(id: string): Known {
+  const live = useLive((state) => state.operations.get(id));
+  const query = useQuery({
+    queryKey: ["operations", "one", id, live?.status ?? ""],
+    queryFn: ({ signal }) => call(client.GET("/api/operations/{job_id}", { params: { path: { job_id: id } }, signal })),
+    placeholderData: keepPreviousData,
+    refetchInterval: ({ state }) => (waits(state.data) ? LOOK_MS : false),
+    staleTime: 0,
+  });
+  const unknown = live === undefined && query.error instanceof ApiError && query.error.status === 404;
+  return { operation: merged(query.data, live), unknown, query };
+}
+
+/** Whether a part of it is queued. */
+function waits(operation: Operation | undefined): boolean {
+  return operation !== undefined && isActive(operation) && (operation.isQueued || (operation.nodes ?? []).some((part) => part.status === "queued"));
+}
+
+/** The newer of the two, with what the record says about waiting where nothing better is known. */
+export function merged(record: Operation | undefined, live: Operation | undefined): Operation | undefined {
+  const newest = live === undefined || (record !== undefined && record.seq > live.seq) ? record : live;
+  if (newest === undefined || record === undefined || !isActive(newest)) return newest;
+  const known = new Map((record.nodes ?? []).map((part) => [part.node_id, part]));
+  const nodes = newest.nodes?.map((part) => {
+    const said = part.status === "queued" && (part.attempts ?? 0) === 0 ? inWords(known.get(part.node_id)) : "";
+    return said === "" ? part : { ...part, reason: said };
+  });
+  const said = newest.isQueued && newest.attempts === 0 ? inWords(record) : "";
+  return { ...newest, ...(nodes === undefined ? {} : { nodes }), ...(said === "" ? {} : { message: said }) };
+}
+
+/** "waits for node gpu-2, which is offline since 10:31"; "" where the page says it in its own words. */
+function inWords(wait: Wait | undefined): string {
+  const { waitsFor = "", waitsSince } = wait ?? {};
+  if (waitsFor === PLAIN) return "";
+  return waitsSince === undefined ? waitsFor : `${waitsFor} since ${exact(waitsSince)}`;
+}
+
+/** What people did about the operation, the latest first; asked for again when they may have done something. */
+export function useChanges(operation: Operation): UseQueryResult<readonly Entry[]> {
+  const { jobID: id, status, dismissedAt, waves, nodes = [] } = operation;
+  // Not with every change: work under way reports several times a second.
+  const cancelled = nodes.filter((part) => part.status === "cancelled").length;
+  return useQuery({
+    queryKey: ["audit", id, status, dismissedAt, waves?.state, waves?.open, waves?.lastReplicas, cancelled],
+    queryFn: async ({ signal }) => (await call(client.GET("/api/audit", { params: { query: { subject: id } }, signal }))).entries,
+    placeholderData: keepPreviousData,
+  });
+}

@@ -1,0 +1,46 @@
+// The head of the three pages of Activity: what runs, what failed, what has ended.
+import type { ReactNode } from "react";
+import { NavLink } from "react-router";
+import { count } from "../lib/format";
+import { useLive } from "../live/hooks";
+import { needsAttention, type LiveState } from "../live/store";
+import { PageHead } from "../ui/title";
+import "./record.css";
+
+function failures(state: LiveState): number {
+  let found = 0;
+  for (const operation of state.operations.values()) if (needsAttention(operation)) found += 1;
+  return found;
+}
+
+interface HeadProps {
+  title: string;
+  note: ReactNode;
+  children?: ReactNode;
+}
+
+export function ActivityHead({ title, note, children }: HeadProps): ReactNode {
+  const failed = useLive(failures);
+  return (
+    <>
+      <PageHead title={title} note={note}>
+        {children}
+      </PageHead>
+      <nav className="tabs" aria-label="Activity">
+        <NavLink to="/app/activity" end>
+          Live
+        </NavLink>
+        <NavLink to="/app/activity/inbox">
+          Inbox
+          {failed > 0 && (
+            <span className="badge bad">
+              <span aria-hidden="true">{failed}</span>
+              <span className="visually-hidden">, {count(failed, "failure")}</span>
+            </span>
+          )}
+        </NavLink>
+        <NavLink to="/app/activity/history">History</NavLink>
+      </nav>
+    </>
+  );
+}

@@ -1,0 +1,94 @@
+// An upgrade in waves on its card: which wave is open, what the others wait for, and the operator's choice.
+import { useMutation } from "@tanstack/react-query";
+import { useState, type ReactNode } from "react";
+import { count } from "../lib/format";
+import { useLive } from "../live/hooks";
+import type { Operation } from "../live/messages";
+import { announce } from "../ui/announce";
+import { Button } from "../ui/button";
+import { Confirm } from "../ui/dialog";
+import { chooseWaves } from "./calls";
+import { Confirmations } from "./last-replicas";
+import { lastReplicas, standing, waitOf, type Standing } from "./waves";
+import { ENDED, ownState } from "./words";
+
+const NAMED = 5;
+
+export function Waves({ operation }: { operation: Operation }): ReactNode {
+  const nodes = useLive((state) => state.nodes);
+  const [choice, setChoice] = useState<"continue" | "stop" | null>(null);
+  const now = standing(operation);
+  if (now === null) return null;
+  const asks = now.state === "asks";
+  // While a wave runs, only a last replica can need a word from the operator.
+  const resting = now.open.filter((part) => ["waiting", "retrying"].includes(ownState(part)));
+  const models = lastReplicas(operation, asks ? now.later : resting, nodes);
+  return (
+    <section className="stack" aria-label={`Waves of ${operation.name}`}>
+      <p>
+        <strong>
+          Wave {now.number} of {now.count}
+          {now.isCanary && ", the canary"}
+        </strong>
+        : <bdi>{names(now)}</bdi>. <span className={asks ? "waits" : "muted"}>{waitOf(now)}</span>
+      </p>
+      <div className="row wrap">
+        {asks && (
+          <Button small kind="primary" aria-label={`Continue upgrading ${operation.name}…`} onClick={() => setChoice("continue")}>
+            Continue…
+          </Button>
+        )}
+        {!asks && models.length > 0 && (
+          <Button small aria-label={`Confirm last replicas: ${operation.name}…`} onClick={() => setChoice("continue")}>
+            Confirm last replicas…
+          </Button>
+        )}
+        {now.state !== "stopped" && now.later.length > 0 && (
+          <Button small aria-label={`Stop upgrading ${operation.name}…`} onClick={() => setChoice("stop")}>
+            Stop…
+          </Button>
+        )}
+      </div>
+      {choice !== null && <Question operation={operation} now={now} choice={choice} models={choice === "continue" ? models : []} onClose={() => setChoice(null)} />}
+    </section>
+  );
+}
+
+function names({ open }: Standing): string {
+  const shown = open.slice(0, NAMED).map((part) => part.node_name).join(", ");
+  return open.length > NAMED ? `${shown} and ${open.length - NAMED} more` : shown;
+}
+
+interface QuestionProps {
+  operation: Operation;
+  now: Standing;
+  choice: "continue" | "stop";
+  models: readonly string[];
+  onClose: () => void;
+}
+
+function Question({ operation, now, choice, models, onClose }: QuestionProps): ReactNode {
+  const [confirmed, setConfirmed] = useState<ReadonlySet<string>>(new Set());
+  const asked = useMutation({
+    mutationFn: () => chooseWaves(operation, choice, models.filter((model) => confirmed.has(model))),
+    onSuccess: () => {
+      announce(choice === "stop" ? `Stopped upgrading ${operation.name}` : `${operation.name}: goes on`);
+      onClose();
+    },
+  });
+  const stops = choice === "stop";
+  const running = now.open.some((part) => !ENDED.has(ownState(part)));
+  return (
+    <Confirm open onClose={onClose} title={stops ? `Stop upgrading ${operation.name}` : `Continue upgrading ${operation.name}`} action={stops ? "Stop" : "Continue"} danger={stops} busy={asked.isPending} error={asked.error} onConfirm={() => asked.mutate()}>
+      {stops ? (
+        <p>
+          {count(now.later.length, "node")} not begun: nothing is sent there. {running && `Wave ${now.number} ends by itself. `}Nodes that are done keep the new version.
+        </p>
+      ) : (
+        now.state === "asks" && <p>The next wave opens. What failed stays as it is; retry it when the operation has ended.</p>
+      )}
+      <Confirmations models={models} confirmed={confirmed} onChange={setConfirmed} />
+      {models.length > 0 && <p className="muted">A model that you do not confirm is loaded on another node first, where that is possible.</p>}
+    </Confirm>
+  );
+}

@@ -1,0 +1,58 @@
+// How an upgrade in waves stands, and which models its next nodes would take out of service. Pure.
+import type { LiveNode, Operation, OperationTarget } from "../live/messages";
+import { usersOf } from "../nodes/detail/words";
+import { ENDED, ownState } from "./words";
+
+export interface Standing {
+  state: NonNullable<Operation["waves"]>["state"];
+  /** As people count: the canary is the first. */
+  number: number;
+  count: number;
+  isCanary: boolean;
+  /** Nodes of the open wave. */
+  open: readonly OperationTarget[];
+  /** Nodes whose wave comes later. */
+  later: readonly OperationTarget[];
+}
+
+/** Null unless it goes in waves. */
+export function standing({ waves, nodes = [] }: Pick<Operation, "waves" | "nodes">): Standing | null {
+  if (waves === undefined) return null;
+  const numbers = [...new Set(nodes.flatMap(({ wave }) => (wave === undefined ? [] : [wave])))].sort((left, right) => left - right);
+  return {
+    state: waves.state,
+    number: Math.max(numbers.indexOf(waves.open), 0) + 1,
+    count: waves.count,
+    isCanary: waves.canary && waves.open === 0,
+    open: nodes.filter(({ wave }) => wave === waves.open),
+    later: nodes.filter((part) => part.wave !== undefined && part.wave > waves.open && !ENDED.has(ownState(part))),
+  };
+}
+
+/** What goes on and what the other nodes wait for, in a sentence. */
+export function waitOf({ state, number, count, open, later }: Standing): string {
+  if (later.length === 0) return "";
+  const rest = later.length === 1 ? "1 node waits" : `${later.length} nodes wait`;
+  if (state === "asks") {
+    const failed = open.some((part) => ownState(part) === "error");
+    return `Wave ${number} of ${count} ${failed ? "failed" : "was cancelled in part"}: ${rest} for your choice.`;
+  }
+  return `${rest} until wave ${number} of ${count} is done.`;
+}
+
+/** Models of the backend on these nodes that no other healthy node serves and that are not confirmed yet. */
+export function lastReplicas(operation: Pick<Operation, "name" | "waves">, parts: readonly OperationTarget[], nodes: ReadonlyMap<string, LiveNode>): string[] {
+  const found = new Set<string>();
+  for (const part of parts) {
+    const node = nodes.get(part.node_id);
+    if (node === undefined) continue;
+    for (const { model_name: model } of usersOf(node, operation.name)) {
+      const elsewhere = [...nodes.values()].some(
+        (other) => other.id !== node.id && other.status === "healthy" && other.models.some((one) => one.model_name === model && one.state === "loaded"),
+      );
+      if (!elsewhere) found.add(model);
+    }
+  }
+  for (const model of operation.waves?.lastReplicas ?? []) found.delete(model);
+  return [...found].sort();
+}

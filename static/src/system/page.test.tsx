@@ -1,0 +1,66 @@
+import { cleanup, screen, within } from "@testing-library/react";
+import { createMemoryRouter } from "react-router";
+import { afterEach, expect, it, vi } from "vitest";
+import * as api from "../api/client";
+import { stage } from "../live/stage";
+import { LiveStore } from "../live/store";
+import { HealthPage } from "./page";
+
+vi.mock("../api/client", { spy: true });
+
+afterEach(() => {
+  cleanup();
+  vi.resetAllMocks();
+});
+
+const NOW = "2026-08-22T10:00:00Z";
+const WELL = {
+  at: NOW,
+  state: "warning",
+  parts: [
+    { id: "database", name: "Database", state: "ok", text: "PostgreSQL 16.2", hint: "", since: NOW },
+    { id: "schedules", name: "Schedules", state: "warning", text: "paused: nodes: liveness", hint: "Resume them in the admin.", since: null },
+  ],
+  schedules: [
+    { id: 3, name: "nodes: liveness", cron: "* * * * * */5", paused: true, next_run: NOW, last_run: NOW, last_ok: true },
+    { id: 4, name: "operations: record", cron: "23 4 * * * 0", paused: false, next_run: NOW, last_run: NOW, last_ok: false },
+  ],
+  processes: [{ kind: "web", name: "one:12", version: "", started_at: NOW, seen_at: NOW }],
+  workers: {},
+} as const;
+
+function open(...answers: unknown[]): LiveStore {
+  const asked = vi.mocked(api.call);
+  for (const answer of answers) asked.mockResolvedValueOnce(answer);
+  const store = new LiveStore();
+  stage(store, createMemoryRouter([{ path: "*", element: <HealthPage /> }]));
+  return store;
+}
+
+function line(list: string, name: string): string {
+  const heading = within(screen.getByRole("list", { name: list })).getByRole("heading", { name });
+  return heading.closest("li")?.textContent ?? "";
+}
+
+it("says of each part how it is, and what to do", async () => {
+  open(WELL);
+  await screen.findByText("Something needs attention.");
+  expect(line("Parts", "Database")).toMatch(/OK.*PostgreSQL 16\.2.*since/);
+  expect(line("Parts", "Schedules")).toContain("Resume them in the admin.");
+});
+
+it("leads to each schedule, and tells a paused one from one that failed", async () => {
+  open(WELL);
+  const link = await screen.findByRole("link", { name: /^Edit\s*nodes: liveness$/ });
+  expect(link.getAttribute("href")).toBe("/admin/django_q/schedule/3/change/");
+  expect(line("Schedules", "nodes: liveness")).toContain("paused");
+  expect(line("Schedules", "operations: record")).toContain("failed");
+  expect(line("Server processes", "one:12")).toContain("version unknown");
+});
+
+it("asks again with the feed's sign of life", async () => {
+  const store = open(WELL, { ...WELL, state: "ok" });
+  await screen.findByText("Something needs attention.");
+  store.push({ type: "alive", at: NOW });
+  await screen.findByText("All parts are well.");
+});

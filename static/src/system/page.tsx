@@ -1,0 +1,138 @@
+// System health: every part of the server with its state, since when, and what to do; the schedules and the processes.
+// The answer is asked for again with each sign of life of the feed, so the page moves while it is open.
+import { keepPreviousData, useQuery, useQueryClient } from "@tanstack/react-query";
+import type { ReactNode } from "react";
+import { Link } from "react-router";
+import { call, client } from "../api/client";
+import type { components } from "../api/schema";
+import { useChange, useLive } from "../live/hooks";
+import { Loading } from "../ui/empty";
+import { Problem } from "../ui/problem";
+import { Ago } from "../ui/time";
+import { PageHead } from "../ui/title";
+import "./system.css";
+
+type Health = components["schemas"]["SystemHealth"];
+type Part = Health["parts"][number];
+
+const KEY = ["system", "health"] as const;
+const SAID: Readonly<Record<Part["state"], { tone: string; word: string }>> = {
+  ok: { tone: "good", word: "OK" },
+  warning: { tone: "warn", word: "attention" },
+  error: { tone: "bad", word: "problem" },
+};
+const WHOLE: Readonly<Record<Part["state"], string>> = {
+  ok: "All parts are well.",
+  warning: "Something needs attention.",
+  error: "Something does not work.",
+};
+/** Where a part has a page of its own. */
+const PAGES: Readonly<Record<string, { href: string; label: string }>> = {
+  workers: { href: "/app/nodes", label: "Nodes" },
+  operations: { href: "/app/activity", label: "Activity" },
+  schedules: { href: "/admin/django_q/schedule/", label: "Pause or resume schedules" },
+};
+
+export function HealthPage(): ReactNode {
+  const health = useHealth();
+  return (
+    <div className="system">
+      <PageHead title="System health" note={health.data === undefined ? undefined : WHOLE[health.data.state]} />
+      {health.isPending && <Loading what="system health" />}
+      {health.error !== null && <Problem error={health.error} onRetry={() => void health.refetch()} />}
+      {health.data !== undefined && <Found health={health.data} />}
+    </div>
+  );
+}
+
+function useHealth() {
+  const queries = useQueryClient();
+  const beats = useLive((state) => state.beats);
+  const notices = useLive((state) => state.notices);
+  const again = () => void queries.invalidateQueries({ queryKey: KEY });
+  useChange(beats, again);
+  useChange(notices, again);
+  return useQuery({
+    queryKey: KEY,
+    queryFn: ({ signal }) => call(client.GET("/api/system/health", { signal })),
+    placeholderData: keepPreviousData,
+    staleTime: 0,
+  });
+}
+
+function Found({ health }: { health: Health }): ReactNode {
+  return (
+    <>
+      <ul className="system-lines" aria-label="Parts">
+        {health.parts.map((part) => (
+          <Line key={part.id} part={part} />
+        ))}
+      </ul>
+      <section>
+        <h2>Schedules</h2>
+        <ul className="system-lines" aria-label="Schedules">
+          {health.schedules.map((one) => (
+            <li key={one.id}>
+              <h3>{one.name}</h3>
+              {one.paused ? <Pill tone="warn" word="paused" /> : one.last_ok === false ? <Pill tone="bad" word="failed" /> : <Pill tone="good" word="on" />}
+              <p>
+                Last run <Ago at={one.last_run} />
+                {!one.paused && (
+                  <>
+                    {" "}
+                    · next <Ago at={one.next_run} />
+                  </>
+                )}
+              </p>
+              <a href={`/admin/django_q/schedule/${String(one.id)}/change/`}>
+                Edit<span className="visually-hidden"> {one.name}</span>
+              </a>
+            </li>
+          ))}
+        </ul>
+      </section>
+      <section>
+        <h2>Server processes</h2>
+        <ul className="system-lines" aria-label="Server processes">
+          {health.processes.map((one) => (
+            <li key={`${one.kind} ${one.name}`}>
+              <h3>{one.name}</h3>
+              <span>{one.kind}</span>
+              <p>
+                {one.version === "" ? "version unknown" : `version ${one.version}`} · started <Ago at={one.started_at} /> · heard <Ago at={one.seen_at} />
+              </p>
+            </li>
+          ))}
+        </ul>
+      </section>
+    </>
+  );
+}
+
+function Line({ part }: { part: Part }): ReactNode {
+  const { tone, word } = SAID[part.state];
+  const page = PAGES[part.id];
+  return (
+    <li>
+      <h3>{part.name}</h3>
+      <Pill tone={tone} word={word} />
+      <div>
+        <p>
+          {part.text}
+          {part.since !== null && (
+            <span className="muted">
+              {" "}
+              · since <Ago at={part.since} />
+            </span>
+          )}
+        </p>
+        {part.hint !== "" && <p className="muted">{part.hint}</p>}
+      </div>
+      {page !== undefined && (page.href.startsWith("/app/") ? <Link to={page.href}>{page.label}</Link> : <a href={page.href}>{page.label}</a>)}
+    </li>
+  );
+}
+
+function Pill({ tone, word }: { tone: string; word: string }): ReactNode {
+  return <span className={`pill ${tone}`}>{word}</span>;
+}

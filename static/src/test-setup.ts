@@ -1,0 +1,9 @@
+// How patient the unit tests are: a test that passes waits no longer than it must, however busy the machine is.
+import { configure } from "@testing-library/react";
+import { vi } from "vitest";
+
+const LONG = 30_000;
+
+configure({ asyncUtilTimeout: LONG });
+const { waitFor } = vi;
+vi.waitFor = (callback, options = LONG) => waitFor(callback, options);

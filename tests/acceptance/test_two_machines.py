@@ -1,0 +1,182 @@
+"""A second machine joins by the printed line and serves; the cable is pulled; its secret is revoked.
+
+Network namespaces play the machines. The second one has no internet: it finds the packages that the worker
+needs in a folder, where they were packed from what `make install` brought.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from examples.demo.figures import compare
+from tests.conftest import eventually
+from tests.support import wheel
+from tests.support.effort import EFFORT, swept
+from tests.support.machines import Machine, two_machines
+from tests.support.run import ROOT, Run
+
+DEMO = json.loads((ROOT / "examples" / "demo.json").read_text())
+PORT = 8080
+SOON = {"LOCALAI_HEARTBEAT_INTERVAL": "1s"}
+"""So that a cut cable is noticed within seconds."""
+
+pytestmark = [
+    swept,
+    pytest.mark.timeout(1800),
+]
+
+
+class Site:
+    """The cluster on one machine, and another machine that may join."""
+
+    def __init__(self, home: Path, here: Machine, there: Machine) -> None:
+        self.home, self.here, self.there = home, here, there
+        self.url = f"http://{here.address}:{PORT}"
+        self.run = Run(
+            home / "server" / "data",
+            PORT,
+            here.prefix,
+            HOST=here.address,
+            CLUSTER_NODE_STALE_AFTER="5s",
+            LOCALAI_EXPOSE_NODE_HEADER="true",
+            **SOON,
+        )
+        self.joined: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def said(self) -> str:
+        """What the other machine has printed."""
+        return (self.home / "there.log").read_text(errors="replace")
+
+    def runs(self) -> bool:
+        """Whether the line that was pasted still runs: it becomes the worker."""
+        return all(one.poll() is None for one in self.joined)
+
+    def ask(self, method: str, path: str, body: Any = None) -> httpx.Response:
+        """A request of an admin on the server's machine."""
+        headers = {"Authorization": f"Bearer {self.run.key}"}
+        return self.here.http(method, self.url + path, headers=headers, json=body)
+
+    def node(self, *, local: bool = False) -> dict[str, Any]:
+        """The other machine's node, or that of the server's own worker; empty if there is none."""
+        nodes = self.ask("GET", "/api/nodes").json()
+        return next((one for one in nodes if (one["name"] == "local") == local), {})
+
+    def paste(self, line: str) -> None:
+        """Runs the line on the other machine, in an empty home."""
+        home, programs = self.home / "there", self.home / "bin"
+        for folder in (home, programs):
+            folder.mkdir()
+        (programs / "python3").symlink_to(Path(sys.executable).resolve())
+        environment = {
+            "HOME": str(home),
+            "PATH": f"{programs}:{os.defpath}",
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(self.home / "packages"),
+            **SOON,
+        }
+        with (self.home / "there.log").open("wb") as log:
+            self.joined.append(self.there.start("sh", "-c", line, env=environment, output=log, cwd=home))
+
+    def embeds(self, body: Any) -> httpx.Response:
+        """An answer of the other machine's engine."""
+        answer = self.ask("POST", "/v1/embeddings", body)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["X-LocalAI-Node"] == self.node()["id"]
+        return answer
+
+    def on_bus(self) -> bool:
+        """Whether the other machine has a connection to the bus."""
+        return self.there.connected_to(int((self.run.data / "nats-port").read_text()))
+
+    def stop(self) -> None:
+        """Ends both, in order."""
+        for one in self.joined:
+            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(one.pid, signal.SIGTERM)
+                one.wait(60)
+        self.run.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self.run.process.wait(120)
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with tempfile.TemporaryDirectory(prefix="two-machines-") as folder, two_machines() as machines:
+        home = Path(folder)
+        (home / "server" / "data").mkdir(parents=True)
+        wheel.pack(home / "packages")
+        made = Site(home, *machines)
+        try:
+            yield made
+        finally:
+            made.stop()
+
+
+def installed(site: Site, backend: str) -> None:
+    """Installs a backend on the other machine from the gallery that the server serves."""
+    started = site.ask("POST", f"/api/nodes/{site.node()['id']}/backends/install", {"backend": backend})
+    job = started.raise_for_status().json()["statusUrl"]
+    state = eventually(
+        lambda: (found := site.ask("GET", job).json()).get("processed") and found,
+        seconds=60,
+        what=f"{backend} is installed",
+    )
+    assert not state.get("error"), state
+
+
+def test_a_second_machine_joins_serves_loses_its_cable_and_is_revoked(site: Site) -> None:
+    site.run.wait_ready()
+    printed = site.run.data / "secrets" / "join_command"
+    eventually(printed.exists, seconds=10, what="the line for other machines")
+    assert "cannot install the worker" not in site.run.output
+    line = printed.read_text().strip()
+    assert "\n" not in line
+    site.paste(line)
+    eventually(lambda: site.node() or not site.runs(), seconds=120, what="it registers")
+    assert site.runs(), site.said
+    node = site.node()
+    assert node["status"] == "pending"
+    assert not site.on_bus()
+    fingerprint = site.ask("GET", f"/api/nodes/{node['id']}").json()["identity"]["fingerprint"]
+    assert f"fingerprint={fingerprint}" in site.said.replace(" ", "")
+
+    site.ask("POST", f"/api/nodes/{node['id']}/approve").raise_for_status()
+    eventually(lambda: site.node()["status"] == "healthy" and site.on_bus(), seconds=60, what="it works")
+    site.ask("POST", f"/api/nodes/{site.node(local=True)['id']}/drain", {}).raise_for_status()
+    for backend in ("echo", "minilm"):
+        installed(site, backend)
+    site.embeds({"model": "echo", "input": "a cat"})
+    body = DEMO["request"]["body"]
+    figures = compare(site.embeds(body).json(), body["input"], DEMO["expect"])
+    assert all(figure.holds for figure in figures), figures
+
+    for _ in range(EFFORT):
+        site.there.cut()
+        eventually(lambda: site.node()["status"] == "offline", seconds=30, what="it is missed")
+        site.there.restore()
+        eventually(lambda: site.node()["status"] == "healthy" and site.on_bus(), seconds=60, what="back")
+        assert site.runs(), site.said
+        eventually(partial(serves, site), seconds=60, what="it serves again")
+
+    site.ask("POST", f"/api/nodes/{node['id']}/identity/revoke", {"reason": "stolen"}).raise_for_status()
+    eventually(lambda: not site.on_bus(), seconds=5, what="it is off the bus")
+    assert site.ask("POST", "/v1/embeddings", {"model": "nothing", "input": "x"}).status_code == 404
+    assert site.node()["status"] == "pending"
+
+
+def serves(site: Site) -> bool:
+    """Whether the other machine answers; a request may still meet what the cut has left."""
+    answer = site.ask("POST", "/v1/embeddings", {"model": "echo", "input": "a cat"})
+    return answer.status_code == 200 and answer.headers["X-LocalAI-Node"] == site.node()["id"]

@@ -1,0 +1,142 @@
+"""Hosts that a node's addresses may have: those it registered, those the operator lists, no others."""
+
+import socket
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from pytest_django import Settings
+
+from localai_cluster import errors
+from nodes.models import NodeEvent, NodeModel
+from nodes.registry import dialling
+from tests.support import api
+
+pytestmark = pytest.mark.django_db
+
+NOW = datetime(2026, 11, 22, 12, 0, tzinfo=UTC)
+
+
+@pytest.fixture
+def listed(settings: Settings) -> None:
+    """The operator knows gpu-1 under two more names."""
+    hosts = {"gpu-1": frozenset({"10.0.0.5", "gpu-1.lan"})}
+    settings.CLUSTER = replace(settings.CLUSTER, node_hosts=hosts)
+
+
+def test_a_reply_may_name_what_was_registered_in_any_spelling() -> None:
+    """A stock worker replies with the host that it advertises and the engine's port (nats.md §4.1)."""
+    node = api.make_node("gpu-1", address="GPU-1.Example:50051")
+    for replied in ("GPU-1.Example:50053", "gpu-1.example.:1", "gpu-1.EXAMPLE:65535"):
+        assert dialling.accept(node.id, replied, now=NOW).address == replied
+    assert not NodeEvent.objects.filter(kind="address_refused").exists()
+
+
+def test_ipv6_has_one_spelling() -> None:
+    node = api.make_node("gpu-1", address="[2001:db8::1]:50051")
+    assert dialling.accept(node.id, "[2001:DB8:0::1]:7", now=NOW)
+
+
+def refused(node_id: Any, replied: str, now: datetime = NOW) -> str:
+    with pytest.raises(dialling.AddressRefused) as caught:
+        dialling.accept(node_id, replied, now=now)
+    return caught.value.message
+
+
+def test_a_refused_reply_names_both_addresses_and_the_setting() -> None:
+    node = api.make_node("gpu-1", address="gpu-1:50051")
+    said = refused(node.id, "victim:50053")
+    assert "'victim:50053'" in said
+    assert "'gpu-1:50051'" in said
+    assert "CLUSTER_NODE_HOSTS" in said
+
+
+def test_a_flood_of_refused_replies_is_one_event_a_minute() -> None:
+    """Any address that each of them names."""
+    node = api.make_node("gpu-1", address="gpu-1:50051")
+    for number in range(50):
+        refused(node.id, f"victim-{number}:50053", NOW + timedelta(seconds=number))
+    event = NodeEvent.objects.get(kind="address_refused")
+    assert (event.count, event.last_at) == (50, NOW + timedelta(seconds=49))
+    assert event.detail == {"replied": "victim-0:50053", "registered": "gpu-1:50051"}
+    refused(node.id, "victim:50053", NOW + timedelta(seconds=60))
+    assert NodeEvent.objects.filter(kind="address_refused").count() == 2
+
+
+def test_a_long_or_invisible_address_is_kept_short_and_readable() -> None:
+    node = api.make_node("gpu-1", address="gpu-1:50051")
+    assert len(refused(node.id, "\u202e\x1b" + "x" * 1_000_000)) < 400
+    kept = NodeEvent.objects.get(kind="address_refused").detail["replied"]
+    assert len(kept) <= 200
+    assert set(kept) == {"x"}
+
+
+def test_a_reply_of_a_removed_node_is_refused() -> None:
+    with pytest.raises(errors.NotFound):
+        dialling.accept(uuid4(), "gpu-1:1", now=NOW)
+
+
+@pytest.mark.usefixtures("listed")
+def test_a_listed_host_holds_for_its_node_only() -> None:
+    one = api.make_node("gpu-1", address="gpu-1:50051", http_address="10.0.0.5:50050")
+    two = api.make_node("gpu-2", address="gpu-2:50051")
+    assert dialling.accept(one.id, "gpu-1.LAN:7", now=NOW)
+    assert dialling.accept(one.id, "10.0.0.5:7", now=NOW)
+    refused(one.id, "gpu-2:7")
+    refused(two.id, "10.0.0.5:7")
+
+
+def test_an_http_address_of_another_host_names_the_setting() -> None:
+    answer = api.register(api.registration("gpu-1", http_address="10.0.0.5:50050"))
+    assert answer.status_code == 400
+    assert "CLUSTER_NODE_HOSTS" in api.message(answer)
+
+
+@pytest.mark.usefixtures("listed")
+def test_an_http_address_may_have_a_listed_host() -> None:
+    answer = api.register(api.registration("gpu-1", http_address="10.0.0.5:50050"))
+    assert answer.status_code == 201
+
+
+@pytest.mark.parametrize(
+    ("address", "told", "stays"),
+    [
+        ("127.0.0.1:7001", "127.0.0.1:7001", True),
+        ("LOCALHOST:7001", "localhost.:7001", False),
+        ("10.6.6.6:7001", "10.6.6.6:7001", False),
+        ("10.6.6.6:7001", "", False),
+        ("127.0.0.1:7001", "", True),
+    ],
+)
+def test_a_replica_stays_through_a_registration_on_its_nodes_host_only(
+    address: str, told: str, stays: bool
+) -> None:
+    """One that an earlier version took from a reply unchecked goes with the next registration."""
+    node = api.make_node("gpu-1", address="127.0.0.1:50051")
+    api.replica(node, "m", address=address)
+    running = [{"process_key": "m#0", "address": told}]
+    body = api.registration("gpu-1", address="127.0.0.1:50051", running_processes=running)
+    assert api.register(body).status_code == 201
+    assert NodeModel.objects.exists() is stays
+
+
+@pytest.mark.parametrize(
+    "told", ["127.0.0.1:50051", "localhost:50051", "0.0.0.0:1", "[::1]:7", "127.8.8.8:7"]
+)
+def test_a_worker_of_another_machine_cannot_register_this_one(told: str) -> None:
+    """The server would dial its own ports."""
+    for address, http, field in ((told, "", "address"), ("gpu-1:1", told, "http_address")):
+        with pytest.raises(errors.InvalidInput, match="LOCALAI_ADVERTISE_ADDR") as caught:
+            dialling.check_registered("gpu-1", address, http, "192.0.2.7")
+        assert caught.value.field == field
+    for own in ("127.0.0.1", "::1", "", own_address()):
+        dialling.check_registered("gpu-1", told, told, own)
+
+
+def own_address() -> str:
+    """One of this machine's addresses."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))
+        return str(probe.getsockname()[0])

@@ -1,0 +1,322 @@
+"""Requests and last replicas before an upgrade in waves is sent; the worker is played by the test."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from uuid import UUID
+
+import pytest
+from django.conf import settings
+from django.db import OperationalError
+
+from localai_cluster import clock, errors
+from localai_cluster.messaging import messages as m
+from localai_cluster.messaging.bus import RequestTimeout
+from nodes.backends import admission, intents, sparing, wave_requests
+from nodes.backends.admission import Asked, Wish
+from nodes.backends.intent_queue import IntentQueue
+from nodes.backends.intents import Intent
+from nodes.backends.wave_plan import Options
+from nodes.models import BackendNode, NodeModel, PendingBackendOp
+from nodes.replicas import withdrawn
+from operations.ledger import admission as ledger
+from operations.ledger import lease, outcome
+from operations.ledger.fence import LeaseLost
+from operations.models import Operation, OperationTarget
+from operations.states import Event
+from tests.support import hot
+from tests.support.intents import Stage as OneIntent
+from tests.support.intents import claim, due_now, limits, quick
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+ECHO = m.InstalledBackend(name="echo", version="1.0.0", gallery_url="file:///srv/index.yaml", uri="/srv/echo")
+STOPPED = m.UpgradeReply(True, "", ("m#0",), True)
+
+
+class Stage(OneIntent):
+    """A node that serves m and n by echo, and another one that serves them too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind = admission.UPGRADE
+        self.lists(ECHO)
+        self.other = hot.node("two")
+        for port, (node, model) in enumerate((n, x) for n in (self.node, self.other) for x in "mn"):
+            hot.replica(node, model, address=f"127.0.0.1:{50000 + port}", backend_type="echo")
+        self.answers(STOPPED)
+
+    def begins_in_waves(self, *confirmed: str) -> Intent:
+        asked = Asked([self.node], actor="test", waves=Options(), last_replicas=confirmed)
+        admission.ask(Wish(admission.UPGRADE, "echo"), asked, now=clock.now())
+        return self.claimed()
+
+    def alone(self) -> None:
+        """The other node serves m no more."""
+        NodeModel.objects.filter(node=self.other, model_name="m").delete()
+
+    def loaded(self, node: BackendNode) -> set[str]:
+        rows = NodeModel.objects.loaded().filter(node=node)
+        return set(rows.values_list("model_name", flat=True))
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    quick(monkeypatch)
+    monkeypatch.setattr(sparing, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(sparing, "LOOK_AT_LOAD", 0.01)
+    return Stage()
+
+
+async def until(true: Callable[[], Any]) -> None:
+    async with asyncio.timeout(20):
+        while not await hot.in_thread(true):  # noqa: ASYNC110 - rows, which no event tells of
+            await asyncio.sleep(0.01)
+
+
+def counted(node: BackendNode, requests: int) -> Callable[[], Any]:
+    return lambda: NodeModel.objects.filter(node=node, model_name="m").update(in_flight=requests)
+
+
+def reason() -> str:
+    return OperationTarget.objects.get().reason
+
+
+async def test_the_command_is_sent_when_the_requests_have_ended(stage: Stage) -> None:
+    await hot.in_thread(counted(stage.node, 2))
+    intent = await hot.in_thread(stage.begins_in_waves)
+    attempt = asyncio.create_task(stage.carries_out(intent))
+    await until(lambda: reason() == "waiting for 2 requests on one")
+    assert await hot.in_thread(stage.loaded, stage.node) == set()
+    assert not stage.sent
+    await hot.in_thread(counted(stage.node, 0))
+    assert (await attempt).status == "success"
+    assert len(stage.sent) == 1
+    assert await hot.in_thread(stage.loaded, stage.node) == {"n"}, "what did not stop serves again"
+
+
+async def test_requests_that_take_too_long_do_not_hold_it_up(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "CLUSTER", replace(settings.CLUSTER, upgrade_drain=0.2))
+    await hot.in_thread(counted(stage.node, 1))
+    intent = await hot.in_thread(stage.begins_in_waves)
+    began = clock.now()
+    assert (await stage.carries_out(intent)).status == "success"
+    assert clock.now() - began >= timedelta(seconds=0.2)
+
+
+async def test_the_time_for_requests_goes_on_with_the_next_controller(stage: Stage) -> None:
+    await hot.in_thread(counted(stage.node, 1))
+    first = await hot.in_thread(stage.begins_in_waves)
+    until_when = await hot.in_thread(partial(intents.drain_until, first, now=clock.now()))
+    await hot.in_thread(partial(intents.reap, now=clock.now() + timedelta(minutes=5)))
+    await hot.in_thread(due_now)
+    (second,) = await hot.in_thread(claim)
+    later = clock.now() + timedelta(minutes=1)
+    assert await hot.in_thread(partial(intents.drain_until, second, now=later)) == until_when
+    with pytest.raises(LeaseLost):
+        await hot.in_thread(partial(intents.drain_until, first, now=later))
+
+
+async def test_a_refused_upgrade_leaves_its_replicas_serving(stage: Stage) -> None:
+    stage.answers(m.UpgradeReply(False, "no such image", (), True))
+    intent = await hot.in_thread(stage.begins_in_waves)
+    assert (await stage.carries_out(intent)).error == "no such image"
+    assert await hot.in_thread(stage.loaded, stage.node) == {"m", "n"}
+
+
+async def test_an_attempt_without_an_answer_leaves_its_replicas_serving_until_the_next(stage: Stage) -> None:
+    stage.bus.replies.clear()
+    intent = await hot.in_thread(stage.begins_in_waves)
+    assert (await stage.carries_out(intent)).status == "queued"
+    assert await hot.in_thread(stage.loaded, stage.node) == {"m", "n"}
+    row = await stage.row(intent)
+    assert row is not None
+    assert row.drain_until is None, "the next attempt has its own time"
+
+
+async def test_a_worker_that_may_be_busy_gets_no_requests(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits(monkeypatch, 0.05)
+    stage.answers(RequestTimeout("no answer"))
+    intent = await hot.in_thread(stage.begins_in_waves)
+    await stage.carries_out(intent)
+    assert await hot.in_thread(lambda: PendingBackendOp.objects.get().lease_owner) == ""
+    assert await hot.in_thread(stage.loaded, stage.node) == set()
+
+
+async def test_a_cancelled_wait_sends_nothing_and_the_replicas_serve_again(stage: Stage) -> None:
+    await hot.in_thread(counted(stage.node, 1))
+    intent = await hot.in_thread(stage.begins_in_waves)
+    attempt = asyncio.create_task(stage.queue.carry_out(intent))
+    await until(lambda: stage.loaded(stage.node) == set())
+    cancelled = intent.row.operation_id
+    await hot.in_thread(partial(admission.cancel, cancelled, actor="bob", now=clock.now()))
+    with pytest.raises(LeaseLost):
+        await attempt
+    await stage.queue.carry_out((await hot.in_thread(claim))[0])
+    assert not stage.sent
+    assert await hot.in_thread(stage.loaded, stage.node) == {"m", "n"}
+    assert (await hot.in_thread(partial(Operation.objects.get, pk=cancelled))).status == "cancelled"
+
+
+def the_load() -> Operation:
+    return Operation.objects.get(kind="model_load")
+
+
+async def test_a_last_replica_waits_until_another_node_has_one(stage: Stage) -> None:
+    await hot.in_thread(stage.alone)
+    intent = await hot.in_thread(stage.begins_in_waves)
+    attempt = asyncio.create_task(stage.carries_out(intent))
+    await until(lambda: reason() == "m is loaded on another node first: queued")
+    assert await hot.in_thread(stage.loaded, stage.node) == {"m", "n"}, "nothing leaves before"
+    load = await hot.in_thread(the_load)
+    assert load.payload == {"besides": [str(stage.node.id)]}
+    ready = partial(hot.replica, stage.other, "m", address="127.0.0.1:51000", backend_type="echo")
+    await hot.in_thread(ready)
+    assert (await attempt).status == "success"
+    assert len(stage.sent) == 1
+
+
+async def test_a_last_replica_that_cannot_be_loaded_elsewhere_stays_and_says_why(stage: Stage) -> None:
+    def fails() -> None:
+        (load,) = lease.claim("controller", now=clock.now(), lease=60, limit=1)
+        outcome.finish(load.id, load.fence, Event.FAIL, now=clock.now(), error="no memory")
+
+    await hot.in_thread(stage.alone)
+    intent = await hot.in_thread(stage.begins_in_waves)
+    attempt = asyncio.create_task(stage.carries_out(intent))
+    await until(lambda: Operation.objects.filter(kind="model_load").exists())
+    await hot.in_thread(fails)
+    said = "it would stop the last replica of m; confirm, or load it on another node (no memory)"
+    assert (await attempt).reason == said
+    assert not stage.sent
+    assert await hot.in_thread(stage.loaded, stage.node) == {"m", "n"}
+
+
+async def test_a_last_replica_whose_model_is_busy_stays(stage: Stage) -> None:
+    def unloads() -> None:
+        asked = ledger.OperationRequest("model_unload", key="model:m", element="m", actor="eve")
+        ledger.admit(asked, now=clock.now())
+
+    await hot.in_thread(stage.alone)
+    await hot.in_thread(unloads)
+    intent = await hot.in_thread(stage.begins_in_waves)
+    assert "model_unload of m is in progress" in (await stage.carries_out(intent)).reason
+    assert not stage.sent
+
+
+async def test_a_confirmed_last_replica_goes(stage: Stage) -> None:
+    await hot.in_thread(stage.alone)
+    intent = await hot.in_thread(stage.begins_in_waves, "m")
+    assert (await stage.carries_out(intent)).status == "success"
+    assert not await hot.in_thread(Operation.objects.filter(kind="model_load").exists)
+
+
+def confirmed(operation_id: UUID) -> None:
+    choice = partial(wave_requests.choose, last_replicas=["m"], actor="bob", now=clock.now())
+    choice(operation_id, wave_requests.CONTINUE)
+
+
+async def test_a_confirmation_is_heard_while_the_last_replica_waits_for_another(stage: Stage) -> None:
+    await hot.in_thread(stage.alone)
+    intent = await hot.in_thread(stage.begins_in_waves)
+    attempt = asyncio.create_task(stage.carries_out(intent))
+    await until(lambda: reason() == "m is loaded on another node first: queued")
+    await hot.in_thread(confirmed, intent.row.operation_id)
+    async with asyncio.timeout(20):
+        assert (await attempt).status == "success"
+
+
+async def test_a_confirmation_just_before_the_attempt_is_put_back_is_heard_at_once(stage: Stage) -> None:
+    def is_confirmed_and_refuses(*load: Any) -> Operation:
+        confirmed(intent.row.operation_id)
+        raise errors.Conflict("the model is busy")
+
+    stage.queue = IntentQueue(stage.bus, is_confirmed_and_refuses)
+    await hot.in_thread(stage.alone)
+    intent = await hot.in_thread(stage.begins_in_waves)
+    assert "the model is busy" in (await stage.carries_out(intent)).reason
+    assert (await stage.carries_out((await hot.in_thread(claim))[0])).status == "success"
+
+
+async def test_the_wait_for_another_replica_has_an_end(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    impatient = replace(settings.CLUSTER, install_timeout=0.1, model_load_timeout=0.1)
+    monkeypatch.setattr(settings, "CLUSTER", impatient)
+    await hot.in_thread(stage.alone)
+    intent = await hot.in_thread(stage.begins_in_waves)
+    async with asyncio.timeout(20):
+        part = await stage.carries_out(intent)
+    assert part.status == "queued"
+    said = "it would stop the last replica of m; confirm, or load it on another node (m is loaded on"
+    assert part.reason.startswith(said)
+    assert await hot.in_thread(stage.loaded, stage.node) == {"m", "n"}
+
+
+@pytest.mark.parametrize(("age", "pause"), [(0, 15), (300, 300), (90_000, 900)])
+async def test_a_last_replica_that_stays_is_looked_at_less_and_less_often(
+    stage: Stage, age: float, pause: float
+) -> None:
+    def older(intent: Intent) -> None:
+        intent.row.created_at = clock.now() - timedelta(seconds=age)
+
+    def busy(*load: Any) -> Operation:
+        raise errors.Conflict("the model is busy")
+
+    stage.queue = IntentQueue(stage.bus, busy)
+    await hot.in_thread(stage.alone)
+    intent = await hot.in_thread(stage.begins_in_waves)
+    older(intent)
+    began = clock.now()
+    await stage.carries_out(intent)
+    row = await stage.row(intent)
+    assert row is not None
+    assert pause <= (row.next_retry_at - began).total_seconds() < pause + 15
+
+
+async def test_a_confirmation_counts_for_all_operations_that_share_the_work(stage: Stage) -> None:
+    def shared() -> Intent:
+        asked = Asked([stage.node], actor="test", waves=Options())
+        admission.ask(Wish(admission.UPGRADE, "echo"), asked, now=clock.now())
+        both = replace(asked, nodes=[stage.node, stage.other], last_replicas=["m"])
+        both = replace(both, waves=Options(max_unavailable=2, canary=False))
+        admission.ask(Wish(admission.UPGRADE, "echo"), both, now=clock.now())
+        return next(one for one in claim(2) if one.node == stage.node)
+
+    await hot.in_thread(stage.alone)
+    intent = await hot.in_thread(shared)
+    await stage.queue.carry_out(intent)
+    assert len(stage.sent) == 1
+    assert not await hot.in_thread(Operation.objects.filter(kind="model_load").exists)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_waves_spare_the_requests_of_an_intent_that_was_made_without_them(stage: Stage, begun: bool) -> None:
+    admission.ask(Wish(admission.UPGRADE, "echo"), Asked([stage.node], actor="test"), now=clock.now())
+    if begun:
+        claim()
+    waves = Options(max_unavailable=2, canary=False)
+    asked = Asked([stage.node, stage.other], actor="test", waves=waves)
+    admission.ask(Wish(admission.UPGRADE, "echo"), asked, now=clock.now())
+    assert PendingBackendOp.objects.get(node=stage.node).spares_requests is not begun
+
+
+async def test_the_answer_counts_though_the_replicas_cannot_be_put_back(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*intent: Any) -> None:
+        raise OperationalError("deadlock detected")
+
+    monkeypatch.setattr(withdrawn, "put_back", fails)
+    intent = await hot.in_thread(stage.begins_in_waves)
+    assert (await stage.carries_out(intent)).status == "success"
+    assert len(stage.sent) == 1
+    assert await hot.in_thread(stage.loaded, stage.node) == set()
+    monkeypatch.undo()
+    await hot.in_thread(withdrawn.put_back_forgotten)
+    assert await hot.in_thread(stage.loaded, stage.node) == {"n"}

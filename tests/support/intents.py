@@ -1,0 +1,126 @@
+"""One intent from the request to what became of it; the bus is played by the test."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from django.conf import settings
+
+from localai_cluster import clock
+from localai_cluster.messaging import messages as m
+from localai_cluster.messaging import subjects
+from nodes.backends import admission, commands, intent_queue, intents
+from nodes.backends.admission import Asked, Wish
+from nodes.backends.intent_queue import IntentQueue
+from nodes.backends.intents import Intent
+from nodes.loading.elsewhere import load_elsewhere
+from nodes.models import BackendNode, PendingBackendOp
+from operations.models import Operation, OperationTarget
+from tests.support import hot
+from tests.support.bus import PlayedBus
+
+INSTALL, UPGRADE, DELETE = admission.INSTALL, admission.UPGRADE, admission.DELETE
+KINDS = [INSTALL, UPGRADE, DELETE]
+_SUBJECTS = {
+    INSTALL: subjects.backend_install,
+    UPGRADE: subjects.backend_upgrade,
+    DELETE: subjects.backend_delete,
+}
+
+
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pauses between the questions to a worker."""
+    for pause in ("PING_EVERY", "_ASK_AGAIN", "BUS_WAIT"):
+        monkeypatch.setattr(commands, pause, 0.0)
+    monkeypatch.setattr(intent_queue, "LOOK_FOR_PROOF_EVERY", 0.0)
+
+
+def limits(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """The time limit of installs and upgrades."""
+    short = replace(settings.CLUSTER, install_timeout=seconds, upgrade_timeout=seconds)
+    monkeypatch.setattr(settings, "CLUSTER", short)
+
+
+def ask(kind: str, *nodes: BackendNode, backend: str = "echo", **wish: Any) -> Operation:
+    """The operation that stands for this request."""
+    asked = Asked(nodes, actor="test")
+    return admission.ask(Wish(kind, backend, **wish), asked, now=clock.now()).operation
+
+
+def claim(limit: int = 1) -> list[Intent]:
+    """What a controller takes up now."""
+    return intents.claim("controller", now=clock.now(), lease=60, limit=limit)
+
+
+def part(operation: Operation, node: BackendNode | None = None) -> OperationTarget:
+    """The operation's part on a node, or its only one."""
+    found = OperationTarget.objects.filter(operation=operation)
+    return found.get(node_id=node.id) if node else found.get()
+
+
+def due_now() -> None:
+    """The pause before the next attempt is over."""
+    PendingBackendOp.objects.update(next_retry_at=clock.now())
+
+
+class Stage:
+    """A node whose worker is there and lists nothing, and the queue of one controller."""
+
+    def __init__(self) -> None:
+        self.bus, self.node = PlayedBus(), hot.node()
+        self.queue = IntentQueue(self.bus, load_elsewhere)
+        self.kind = INSTALL
+        self.lists()
+
+    def lists(self, *backends: m.InstalledBackend, instance: str = "") -> None:
+        """What the worker answers to `backend.list`."""
+        listed = m.ListReply(backends, instance=instance)
+        self.bus.replies[subjects.backend_list(str(self.node.id))] = listed
+
+    def begins(self, kind: str, **wish: Any) -> Intent:
+        """The first attempt of an operation on echo."""
+        self.kind = kind
+        ask(kind, self.node, **wish)
+        return self.claimed()
+
+    def claimed(self) -> Intent:
+        """The next attempt, which is due."""
+        (intent,) = claim()
+        return intent
+
+    @property
+    def subject(self) -> str:
+        """Where the worker hears the command."""
+        return _SUBJECTS[self.kind](str(self.node.id))
+
+    @property
+    def sent(self) -> list[bytes]:
+        """The commands that were sent so far."""
+        return self.bus.asked[self.subject]
+
+    def answers(self, *replies: Any) -> None:
+        """What the worker answers to the command, one after the other."""
+        self.bus.replies[self.subject] = list(replies)
+
+    async def carries_out(self, intent: Intent) -> OperationTarget:
+        """One attempt; the part as it is then."""
+        await self.queue.carry_out(intent)
+        return await self.part(intent)
+
+    async def part(self, intent: Intent) -> OperationTarget:
+        """The part of the operation that asked first."""
+        of_it = OperationTarget.objects.select_related("operation").filter(intent_id=intent.id)
+        return await hot.in_thread(of_it.get)
+
+    async def again(self) -> OperationTarget:
+        """The next attempt, as soon as its pause is over."""
+
+        def next_one() -> Intent:
+            due_now()
+            return self.claimed()
+
+        return await self.carries_out(await hot.in_thread(next_one))
+
+    async def row(self, intent: Intent) -> PendingBackendOp | None:
+        """The intent, while there is one."""
+        return await hot.in_thread(PendingBackendOp.objects.filter(pk=intent.id).first)

@@ -1,0 +1,87 @@
+"""Many simulated workers: started together, looked at together, gone together.
+
+    async with fleet(url, token, 1000, bus=servers) as simulated:
+        ...
+        assert [command.body["backend"] for command in simulated.received("backend.install")] == [...]
+
+With `bus`, one connection carries all of them; its user must be allowed all nodes' subjects, as a service of
+the cluster is (`messaging.credentials.mint_service`). Without it each dials with the credentials that its
+registration brought.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import httpx
+
+from localai_cluster.messaging.nats import NatsBus
+from localai_cluster.messaging.servers import Servers
+from tests.support.simulator.machine import Command
+from tests.support.simulator.script import Script
+from tests.support.simulator.worker import Home, SimulatedWorker
+
+AT_ONCE = 16
+"""Registrations at a time."""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The workers in the order of their numbers, and what they were asked."""
+
+    workers: list[SimulatedWorker]
+
+    def received(self, verb: str) -> list[Command]:
+        """The commands of this name that any of them received, the first one first."""
+        found = [c for worker in self.workers for c in worker.machine.received if c.verb == verb]
+        return sorted(found, key=lambda command: command.at)
+
+    def count(self, verb: str) -> int:
+        """How many there were, also those that no worker remembers."""
+        return sum(worker.count(verb) for worker in self.workers)
+
+
+@asynccontextmanager
+async def fleet(
+    url: str,
+    token: str,
+    count: int,
+    *,
+    bus: Servers | None = None,
+    script: Callable[[int], Script] = lambda number: Script(),
+    name: str = "simulated",
+    names: Sequence[str] = (),
+    beat_every: float = 10.0,
+) -> AsyncIterator[Fleet]:
+    """`count` workers that answer on the bus; `script` says what each of them does, by its number.
+
+    They are called by `names`, else by `name` and their number.
+    """
+    limits = httpx.Limits(max_connections=4 * AT_ONCE)
+    async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+        shared = None
+        if bus is not None:
+            shared = NatsBus(bus, name=f"{name} fleet")
+            shared.start()
+            await asyncio.wait_for(shared.wait_connected(), 60)
+        home = Home(url, token, client, beat_every, shared)
+        workers = [
+            SimulatedWorker(called, number, home, script(number))
+            for number, called in enumerate(names or [f"{name}-{number}" for number in range(count)])
+        ]
+        gate = asyncio.Semaphore(AT_ONCE)
+
+        async def start(worker: SimulatedWorker) -> None:
+            async with gate:
+                await worker.start()
+
+        try:
+            await asyncio.gather(*(start(worker) for worker in workers))
+            yield Fleet(workers)
+        finally:
+            for worker in workers:
+                worker.machine.end()
+            if shared is not None:
+                await shared.close()
+            await asyncio.gather(*(worker.stop() for worker in workers))

@@ -1,0 +1,220 @@
+"""One simulated worker: registered over HTTP, subscribed on the bus, beating.
+
+It has a connection with its own credentials, as a real one, or is carried by a connection of the whole fleet.
+Each command is written down before anything else happens.
+"""
+
+import asyncio
+import secrets
+from dataclasses import dataclass, field
+
+import httpx
+
+from localai_cluster.messaging import messages as m
+from localai_cluster.messaging import subjects
+from localai_cluster.messaging.bus import BusError, Message, Subscription
+from localai_cluster.messaging.codec import encode
+from localai_cluster.messaging.nats import NatsBus
+from localai_cluster.worker.bus_credentials import BusCredentials
+from localai_cluster.worker.control_plane import CallFailed, ControlPlane, Registered
+from localai_cluster.worker.identity import NodeIdentity
+from tests.support.simulator.machine import Machine
+from tests.support.simulator.script import ALL, Script
+
+GIBIBYTE = 1024**3
+AT_ONCE = 4096
+"""Commands that one subscription carries out at a time: more than a test sends."""
+SIZES = {
+    "total_vram": 0,
+    "available_vram": 0,
+    "total_ram": 32 * GIBIBYTE,
+    "available_ram": 24 * GIBIBYTE,
+    "total_disk": 256 * GIBIBYTE,
+    "available_disk": 128 * GIBIBYTE,
+}
+"""What it says of its hardware: a machine without a GPU."""
+
+
+class MemoryIdentity(NodeIdentity):
+    """The secret of a worker that has no folder."""
+
+    def __init__(self) -> None:
+        self.secret, self.successor = secrets.token_hex(32), ""
+
+    def prepare(self) -> str:
+        """The secret that comes next."""
+        self.successor = self.successor or secrets.token_hex(32)
+        return self.successor
+
+    def promote(self) -> None:
+        """Uses it."""
+        self.secret, self.successor = self.successor, ""
+
+
+@dataclass(frozen=True)
+class Home:
+    """The control plane that the workers of a fleet belong to; they share `client`, and `bus` if set."""
+
+    url: str
+    token: str
+    client: httpx.AsyncClient
+    beat_every: float
+    bus: NatsBus | None = None
+
+
+@dataclass
+class SimulatedWorker:
+    """`number` makes its addresses; `machine` is what it has and was asked."""
+
+    name: str
+    number: int
+    home: Home
+    script: Script = field(default_factory=Script)
+    registrations: int = 0
+    missed_beats: int = 0
+
+    def __post_init__(self) -> None:
+        self.machine = Machine(self.script, port=20000 + 10 * self.number)
+        self._identity = MemoryIdentity()
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._subscriptions: list[Subscription] = []
+
+    @property
+    def node_id(self) -> str:
+        """Its id, once it has registered."""
+        return self.machine.node_id
+
+    async def start(self) -> None:
+        """A new process: registers, and listens when this returns."""
+        self.machine.instance = secrets.token_hex(16)
+        self._plane = ControlPlane(
+            self.home.url, self.home.token, self._identity, self.machine.instance, self.home.client
+        )
+        if self.home.bus is None:
+            self.bus = NatsBus(None, name=self.name, on_refused=lambda: self.credentials.refused())
+            self.credentials = BusCredentials(self.bus, None, None, self.register)
+            self.bus.start()
+        else:
+            self.bus = self.home.bus
+        await self.register()
+        if self.home.bus is None:
+            # Not before it knows how long the first ones last.
+            self._tasks.append(asyncio.create_task(self.credentials.run()))
+        await self.listen()
+        await asyncio.wait_for(self.bus.wait_connected(), 60)
+        self._tasks.append(asyncio.create_task(self._beat()))
+
+    async def register(self) -> None:
+        """Tells the control plane what a real worker tells. CallFailed."""
+        registered: Registered = await self._plane.register(
+            {
+                "name": self.name,
+                "address": f"127.0.0.1:{self.machine.port}",
+                "http_address": f"127.0.0.1:{self.machine.port - 1}",
+                "gpu_vendor": "",
+                "gpu_compute_capability": "",
+                "capability": "default",
+                "max_replicas_per_model": 1,
+                "labels": {"node.replica-slots": "1"},
+                **SIZES,
+                **({} if self.script.stock else self._extensions()),
+            }
+        )
+        self.machine.node_id = registered.node_id
+        self.registrations += 1
+        if self.home.bus is None:
+            self.credentials.adopt(registered)
+
+    def _extensions(self) -> dict[str, object]:
+        engines = self.machine.engines.items()
+        return {"running_processes": [{"process_key": key, "address": at} for key, (_, at) in engines]}
+
+    async def listen(self) -> None:
+        """Subscribes to what its script knows."""
+        prefix = subjects.node_prefix(self.node_id)
+        # Two subscriptions in place of eleven if they do; progress has more parts and does not match.
+        names = ("*.*", "stop") if self.script.knows == frozenset(ALL) else sorted(self.script.knows)
+        for name in names:
+            subject = f"{prefix}.{name}"
+            self._subscriptions.append(await self.bus.subscribe(subject, self._receive, limit=AT_ONCE))
+
+    async def deafen(self) -> None:
+        """Stays registered and beating, but nothing listens: a command finds no responder."""
+        former, self._subscriptions = self._subscriptions, []
+        for subscription in former:
+            await subscription.close()
+
+    def freeze(self) -> None:
+        """Like SIGSTOP: its messages arrive and wait, and it beats no more."""
+        self._awake.clear()
+
+    def thaw(self) -> None:
+        """Goes on where it was frozen."""
+        self._awake.set()
+
+    async def stop(self) -> None:
+        """Its process is killed: what it carries out ends without an answer."""
+        self.machine.end()
+        self._awake.set()
+        tasks, self._tasks = self._tasks, []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.home.bus is None:
+            self._subscriptions = []
+            await self.bus.close()
+        else:
+            await self.deafen()
+
+    async def restart(self) -> None:
+        """Ends without a word and comes back as another process of the same node."""
+        await self.stop()
+        await self.start()
+
+    def count(self, verb: str) -> int:
+        """How many commands of this name have arrived."""
+        return self.machine.counts[verb]
+
+    async def _receive(self, message: Message) -> bytes | None:
+        verb = message.subject.removeprefix(f"{subjects.node_prefix(self.node_id)}.")
+        if verb not in self.script.knows:
+            return None
+        self.machine.note(verb, message.subject, message.payload)
+        await self._awake.wait()
+        if verb == "stop":
+            # Not awaited: this very handler is among those that end.
+            self._leaving = asyncio.create_task(self.stop())
+            return None
+        return await self.machine.answer(verb, message.payload, self._report)
+
+    async def _report(self, event: m.ProgressEvent) -> None:
+        """A report that cannot be sent is lost, as a real one is."""
+        await self._awake.wait()
+        try:
+            await self.bus.publish(subjects.install_progress(self.node_id, event.op_id), encode(event))
+        except BusError:
+            return
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(self.home.beat_every)
+            await self._awake.wait()
+            try:
+                # As a real one, which goes stale when it is not on the bus.
+                if self.bus.connected:
+                    await self._plane.heartbeat(self.node_id, SIZES)
+            except CallFailed as error:
+                self.missed_beats += 1
+                if error.http_status == 404:
+                    await self._again()
+
+    async def _again(self) -> None:
+        """The control plane does not know the node any more."""
+        try:
+            await self.deafen()
+            await self.register()
+            await self.listen()
+        except CallFailed:
+            self.missed_beats += 1

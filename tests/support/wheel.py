@@ -1,0 +1,107 @@
+"""The wheel, built and installed as an operator would, but without a network: what it needs is linked."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from email.parser import Parser
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "localai-cluster"
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A virtual environment of its own with the wheel and what it requires, and nothing else."""
+
+    folder: Path
+
+    def program(self, name: str) -> Path:
+        """A program in it."""
+        return self.folder / "bin" / name
+
+    def run(self, *argv: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """Runs one of its programs in an empty folder, with this environment only."""
+        place = self.folder / "cwd"
+        place.mkdir(exist_ok=True)
+        command = [str(self.program(argv[0])), *argv[1:]]
+        return subprocess.run(
+            command, cwd=place, env={"PATH": os.defpath, **env}, capture_output=True, text=True, check=False
+        )
+
+
+def build(folder: Path) -> Path:
+    """The wheel, as `make package` builds it; skips without built pages."""
+    if not (ROOT / "static" / "dist" / "manifest.json").exists():
+        pytest.skip("the pages are not built: run `make ui`")
+    _pip("wheel", str(ROOT), "--no-build-isolation", "--wheel-dir", str(folder))
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def install(wheel: Path, folder: Path, extra: str = "") -> Installed:
+    """Installs it in a fresh environment with what it declares for `extra`, linked from this one."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    made = Installed(folder)
+    _pip("--python", str(made.program("python")), "install", str(wheel))
+    (packages,) = folder.glob("lib/python*/site-packages")
+    (info,) = packages.glob("*.dist-info")
+    for found in closure(metadata.PathDistribution(info).requires or (), extra):
+        link(found, packages)
+    return made
+
+
+def pack(folder: Path) -> None:
+    """Packs what the worker needs as wheels again, for pip on a machine without internet."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    folder.mkdir()
+    for found in closure(declared, ""):
+        tag = Parser().parsestr(found.read_text("WHEEL") or "")["Tag"]
+        name = re.sub(r"[-_.]+", "_", found.metadata["Name"]).lower()
+        with zipfile.ZipFile(folder / f"{name}-{found.version}-{tag}.whl", "w") as archive:
+            for file in found.files or ():
+                if ".." not in file.parts and file.suffix != ".pyc":
+                    archive.write(str(found.locate_file(file)), str(file))
+
+
+def _pip(*words: str) -> None:
+    command = [sys.executable, "-m", "pip", *words, "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*command, "--disable-pip-version-check"], check=True)
+
+
+def closure(requirements: Iterable[str], extra: str) -> Iterator[metadata.Distribution]:
+    """All distributions that these need, each once."""
+    waiting = [(Requirement(text), extra) for text in requirements]
+    seen: set[tuple[str, str]] = set()
+    while waiting:
+        needed, given = waiting.pop()
+        if needed.marker is not None and not needed.marker.evaluate({"extra": given}):
+            continue
+        name = re.sub(r"[-_.]+", "-", needed.name).lower()
+        for wanted in ("", *needed.extras):
+            if (name, wanted) in seen:
+                continue
+            seen.add((name, wanted))
+            found = metadata.distribution(name)
+            assert needed.specifier.contains(found.version, prereleases=True), (needed, found.version)
+            waiting += [(Requirement(text), wanted) for text in found.requires or ()]
+            if (name, "") == (name, wanted):
+                yield found
+
+
+def link(found: metadata.Distribution, packages: Path) -> None:
+    """Links every file of a distribution into another environment."""
+    for file in found.files or ():
+        if ".." not in file.parts:
+            place = packages / file
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.symlink_to(str(found.locate_file(file)))

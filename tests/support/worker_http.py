@@ -1,0 +1,109 @@
+"""A worker's HTTP server in a thread of its own, real or scripted, for the web process that reads it."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from localai_cluster import clock
+from localai_cluster.worker.http_server import WorkerApplication, serving
+from localai_cluster.worker.log_rings import LogLine, LogRings
+
+T = TypeVar("T")
+ENGINE_TOKEN = "7" * 64
+Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Coroutine[Any, Any, None]]
+
+
+class Served:
+    """What listens at `address`; `rings` are the real server's."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        self.rings = LogRings()
+        self.requests: list[bytes] = []
+        self._loop = loop
+
+    def prints(self, key: str, *texts: str, stream: str = "stdout") -> None:
+        """The engine of `key` prints lines."""
+
+        async def append() -> None:
+            for text in texts:
+                self.rings.append(key, LogLine(clock.now(), stream, text))
+
+        asyncio.run_coroutine_threadsafe(append(), self._loop).result(60)
+
+
+@contextmanager
+def worker(script: Script | None = None) -> Iterator[Served]:
+    """The real server, or one that answers each connection by `script`."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    served, stop = Served(loop), asyncio.Event()
+
+    async def real() -> None:
+        application = WorkerApplication(lambda: "", served.rings, ENGINE_TOKEN)
+        async with serving(served.listener, application):
+            await stop.wait()
+
+    async def scripted() -> None:
+        assert script is not None
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                served.requests.append(head := await reader.readuntil(b"\r\n\r\n"))
+                await script(reader, writer, head)
+            except (OSError, asyncio.IncompleteReadError):
+                pass
+            finally:
+                writer.close()
+
+        server = await asyncio.start_server(answer, sock=served.listener)
+        await stop.wait()
+        server.close()
+
+    running = asyncio.run_coroutine_threadsafe(scripted() if script else real(), loop)
+    try:
+        yield served
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        running.result(60)
+        asyncio.run_coroutine_threadsafe(_end_tasks(), loop).result(60)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+async def _end_tasks() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+def answers(status: str, body: bytes, *headers: str) -> Script:
+    """One HTTP answer to everything."""
+
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+        lines = (f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", "Connection: close", *headers, "", "")
+        writer.write("\r\n".join(lines).encode() + body)
+        await writer.drain()
+
+    return script
+
+
+async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+    """No answer at all."""
+    await reader.read()
+
+
+async def trickling(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, head: bytes) -> None:
+    """An answer that never ends, a byte at a time."""
+    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n[")
+    while True:
+        writer.write(b" ")
+        await writer.drain()
+        await asyncio.sleep(0.05)

@@ -1,0 +1,252 @@
+"""The models folder: what changes is seen, what is broken or hangs takes nothing else down."""
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from localai_cluster import clock
+from nodes.definitions.files import Definition, Unusable, load_options, read
+from nodes.definitions.folder import Folder, FolderHangs
+from tests.conftest import eventually
+
+PLAIN = {"name": "mini", "backend": "numpy", "parameters": {"model": "mini.bin"}, "embeddings": True}
+
+
+class Clock:
+    """A monotonic clock that stands until it is moved."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    def _write(name: str, content: Any) -> Path:
+        path = tmp_path / name
+        path.write_text(content if isinstance(content, str) else yaml.safe_dump(content), encoding="utf-8")
+        return path
+
+    return _write
+
+
+def find(folder: Folder, name: str) -> Definition | None:
+    return asyncio.run(folder.find(name))
+
+
+def every(folder: Folder) -> list[Definition]:
+    return asyncio.run(folder.all())
+
+
+def test_one_broken_file_does_not_take_the_others_down(
+    write: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A broken file and a second file of the same name are logged once, by file name and reason."""
+    write("a.yaml", PLAIN)
+    write("b.yaml", PLAIN | {"backend": "second"})
+    write("c.yml", "name: [")
+    write("d.txt", "not looked at")
+    clock = Clock()
+    folder = Folder(tmp_path, clock)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            assert [(d.name, d.backend, d.source) for d in every(folder)] == [("mini", "numpy", "a.yaml")]
+            clock.now += 2
+    assert sorted(str(record.args[0]) for record in caplog.records if isinstance(record.args, tuple)) == [
+        "b.yaml",
+        "c.yml",
+    ]
+
+
+def test_changes_are_seen_within_a_second(write: Callable[..., Path], tmp_path: Path) -> None:
+    """The folder is looked at once a second; new, changed and removed files are noticed then."""
+    clock = Clock()
+    folder = Folder(tmp_path / "later", clock)
+    assert find(folder, "mini") is None
+    (tmp_path / "later").mkdir()
+    path = write("later/a.yaml", PLAIN)
+    assert find(folder, "mini") is None, "looked at less than a second ago"
+    clock.now += 1
+    first = find(folder, "mini")
+    assert first is not None
+    path.write_text(yaml.safe_dump(PLAIN | {"context_size": 7}))
+    clock.now += 1
+    second = find(folder, "mini")
+    assert second is not None
+    assert load_options(second)["ContextSize"] == 7
+    path.unlink()
+    clock.now += 1
+    assert find(folder, "mini") is None
+
+
+# What is no file, and what does not answer
+
+
+def odd(path: Path, kind: str) -> None:
+    """Something that a reader of files must not open."""
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as link:
+            link.bind(str(path))
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(path)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "socket", "device", "folder", "loop"])
+def test_only_regular_files_are_read(
+    kind: str, write: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A FIFO once stopped a web process for minutes. It is named in the log, the file beside it serves."""
+    write("a.yaml", PLAIN)
+    odd(tmp_path / "b.yaml", kind)
+    with caplog.at_level(logging.WARNING):
+        assert [one.name for one in every(Folder(tmp_path))] == ["mini"]
+    with pytest.raises(Unusable, match="cannot be read"):
+        read(tmp_path / "b.yaml")
+    if kind != "loop":
+        assert "Model definition b.yaml cannot be read: not a regular file" in caplog.messages
+
+
+def test_a_file_that_becomes_a_fifo_while_it_is_opened_is_not_waited_for(
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look and the opening another thing may have taken its place."""
+    path, plain = write("a.yaml", PLAIN), os.stat
+
+    def swapped(target: Any, **options: Any) -> os.stat_result:
+        found = plain(target, **options)
+        if target == path:
+            path.unlink()
+            os.mkfifo(path)
+        return found
+
+    monkeypatch.setattr(os, "stat", swapped)
+    with pytest.raises(Unusable, match="not a regular file"):
+        read(path)
+
+
+class Stuck:
+    """A mount that does not answer until it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.hangs, self.calls, self._scandir = threading.Event(), 0, os.scandir
+        self._goes_on = threading.Event()
+        monkeypatch.setattr("nodes.definitions.folder.os.scandir", self._listed)
+
+    def _listed(self, path: Any) -> Any:
+        self.calls += 1
+        if self.hangs.is_set():
+            self._goes_on.wait()
+        return self._scandir(path)
+
+    def end(self) -> None:
+        self.hangs.clear()
+        self._goes_on.set()
+
+
+@pytest.fixture
+def mount(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stuck]:
+    stuck = Stuck(monkeypatch)
+    yield stuck
+    stuck.end()
+
+
+def test_a_folder_that_hangs_stops_nothing_that_is_known(
+    mount: Stuck, write: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The loop turns while it hangs, known models serve, others are 503; one thread waits for all."""
+    write("a.yaml", PLAIN)
+    now = Clock()
+    folder = Folder(tmp_path, now, limit=0.05)
+
+    async def scenario() -> int:
+        assert await folder.find("mini") is not None
+        mount.hangs.set()
+        now.now += 2
+        turns, done = 0, asyncio.ensure_future(folder.find("mini"))
+        while not done.done():
+            turns += 1
+            await asyncio.sleep(0)
+        assert (await done) is not None
+        for _ in range(20):
+            now.now += 2
+            assert [one.name for one in await folder.all()] == ["mini"]
+            with pytest.raises(FolderHangs) as refused:
+                await folder.find("other")
+            assert (refused.value.status, tmp_path.name in refused.value.message) == (503, True)
+        return turns
+
+    with caplog.at_level(logging.WARNING):
+        assert asyncio.run(scenario()) > 10
+        assert mount.calls == 2
+        write("b.yaml", PLAIN | {"name": "other"})
+        mount.end()
+        eventually(lambda: "answers again" in caplog.text, what="the folder answers again")
+    now.now += 2
+    assert find(folder, "other") is not None
+    assert find(folder, "nothing") is None
+    assert [line for line in caplog.messages if "has not answered" in line] == [
+        f"The models folder {tmp_path} has not answered for 0.05 s; definitions that are known go on serving"
+    ]
+
+
+def test_a_folder_that_never_answered_is_a_503(mount: Stuck, tmp_path: Path) -> None:
+    """Nothing is known, so nothing can be said; the request waits no longer than the limit."""
+    mount.hangs.set()
+    folder = Folder(tmp_path, limit=0.05)
+    for ask in (folder.all, lambda: folder.find("mini")):
+        with pytest.raises(FolderHangs):
+            asyncio.run(ask())
+
+
+def test_a_request_that_leaves_ends_no_look(mount: Stuck, write: Callable[..., Path], tmp_path: Path) -> None:
+    """The look belongs to all who wait for it."""
+    write("a.yaml", PLAIN)
+    folder = Folder(tmp_path)
+
+    async def scenario() -> Definition | None:
+        mount.hangs.set()
+        first, second = asyncio.ensure_future(folder.find("mini")), asyncio.ensure_future(folder.find("mini"))
+        assert await clock.wait_until(_async(lambda: mount.calls == 1), timeout=60, every=0.001)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        mount.end()
+        return await second
+
+    assert asyncio.run(scenario()) is not None
+    assert mount.calls == 1
+
+
+def _async(condition: Callable[[], bool]) -> Any:
+    async def shows() -> bool:
+        return condition()
+
+    return shows
+
+
+def test_a_defect_of_ours_leaves_what_was_known(
+    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a look raises, those who wait for it get an answer."""
+    write("a.yaml", PLAIN)
+    now = Clock()
+    folder = Folder(tmp_path, now)
+    assert find(folder, "mini") is not None
+    monkeypatch.setattr("nodes.definitions.files.yaml.load", lambda *_, **__: 1 / 0)
+    write("a.yaml", PLAIN | {"context_size": 9})
+    now.now += 2
+    assert find(folder, "mini") is not None

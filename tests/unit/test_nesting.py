@@ -1,0 +1,142 @@
+"""How deep JSON is, found without parsing it."""
+
+import json
+import tracemalloc
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localai_cluster import gallery_index, nesting
+from localai_cluster.errors import InvalidInput
+from localai_cluster.gallery_index import GalleryUnreadable
+from localai_cluster.messaging import codec
+from localai_cluster.messaging import messages as m
+from localai_cluster.nesting import LEVELS
+from localai_cluster.web import parsers, wire
+
+
+def depth(text: bytes) -> int:
+    """The slow way: a byte at a time."""
+    level = deepest = 0
+    inside = escaped = False
+    for byte in text:
+        if inside:
+            if escaped:
+                escaped = False
+            elif byte == ord("\\"):
+                escaped = True
+            elif byte == ord('"'):
+                inside = False
+        elif byte == ord('"'):
+            inside = True
+        elif byte in b"[{":
+            level += 1
+            deepest = max(deepest, level)
+        elif byte in b"]}":
+            level -= 1
+    return deepest
+
+
+TEXTS = st.text(st.sampled_from('[]{}"\\\u00e9\n,:a'), max_size=20)
+VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.integers() | TEXTS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+    max_leaves=30,
+)
+
+
+@given(VALUES, st.integers(0, LEVELS + 5), st.booleans(), st.booleans())
+def test_json_is_judged_as_by_a_slow_reader(value: Any, more: int, lists: bool, escaped: bool) -> None:
+    """With any strings, at the limit and around it; and beside many brackets that are not deep."""
+    for _ in range(more):
+        value = [TEXT, value, [[]] * 40] if lists else {TEXT: value, "": {"[": [{}] * 40}}
+    text = json.dumps(value, ensure_ascii=escaped).encode()
+    assert nesting.problem(text) == (nesting.TOO_DEEP if depth(text) > LEVELS else "")
+
+
+TEXT = 'a"[{\\'
+
+
+@given(st.binary(max_size=300) | st.text(st.sampled_from('[]{}"\\,')).map(str.encode), st.integers(0, 200))
+def test_what_passes_is_refused_by_the_parser_or_is_not_deep(rest: bytes, opened: int) -> None:
+    """Bytes that are no JSON: never more than the limit gets to a parser, and nothing is raised."""
+    text = b"[" * opened + rest
+    if not nesting.problem(text):
+        assert depth(text) <= LEVELS or not _is_json(text)
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("quotes", [b'"[",', b'"",', b'"\\"[",', b'"\\\\",'])
+def test_strings_over_the_edge_of_a_piece_stay_strings(quotes: bytes) -> None:
+    """Long texts are split in pieces; a string does not end with one."""
+    flat = b"[" + quotes * 100_000 + b'"' + b"[" * 200_000 + b'"' + b",[]" * LEVELS + b"]"
+    assert nesting.problem(flat) == ""
+    deep = flat[:-1] + b"," + b"[" * LEVELS + b"]" * LEVELS + b"]"
+    assert nesting.problem(deep) == nesting.TOO_DEEP
+
+
+def nested(levels: int, opening: str = "[", closing: str = "]") -> bytes:
+    return (opening * levels + closing * levels).encode()
+
+
+def test_every_reader_of_the_network_refuses_before_it_parses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """REST and workers' bodies, inference, messages of the bus: 64 levels pass, 65 are named as too deep."""
+    fits, deep = b'{"a":' + nested(LEVELS - 1) + b"}", b'{"a":' + nested(LEVELS) + b"}"
+    assert parsers.parse_json(fits)
+    assert wire.json_object(fits)
+    assert codec.decode(fits, m.ListReply) == m.ListReply()
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("it was parsed")
+
+    monkeypatch.setattr(json, "loads", never)
+    monkeypatch.setattr(orjson, "loads", never)
+    for read in (parsers.parse_json, wire.json_object):
+        with pytest.raises(InvalidInput, match="nested more than 64 levels"):
+            read(deep)
+    with pytest.raises(codec.DecodeError, match="nested more than 64 levels"):
+        codec.decode(deep, m.ListReply)
+    with pytest.raises(codec.DecodeError, match="nested more than 64 levels"):
+        codec.decode_galleries(nested(LEVELS + 1).decode())
+
+
+def test_a_refusal_takes_no_more_than_a_few_copies() -> None:
+    """The memory of the scan is that of the body, of any brackets and strings."""
+    for unit in (b"[" * 63 + b"]" * 63 + b",", b'"[",[],', b'{"":{}},', b"[],"):
+        body = b"[" + unit * (2_000_000 // len(unit)) + b"0]"
+        tracemalloc.start()
+        assert nesting.problem(body) == nesting.TOO_MANY
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 4 * len(body), unit
+
+
+# YAML of galleries
+
+
+@pytest.mark.parametrize("deep", [b"- " * 200_000 + b"x", b"[" * 500 + b"]" * 500, b"{a: " * 50_000])
+def test_a_deep_index_is_refused(deep: bytes) -> None:
+    """The library's own reader goes down on the stack of the process, until that is gone."""
+    with pytest.raises(GalleryUnreadable, match="nested more than 64 levels"):
+        gallery_index.parse(deep, m.Gallery("g", "u"))
+
+
+def test_a_bomb_of_merges_is_refused_and_real_ones_are_read() -> None:
+    """`<<` copies what it names: nine lines of it stand for a billion entries."""
+    entry = b"- &base\n  name: one\n  tags: [a]\n- <<: *base\n  name: two\n"
+    one, two = gallery_index.parse(entry, m.Gallery("g", "u"))
+    assert (one.name, two.name, two.tags) == ("one", "two", ("a",))
+    lines = [b"- &a0 {name: x}"]
+    lines += [b"- &a%d {<<: [%s]}" % (n, b", ".join([b"*a%d" % (n - 1)] * 10)) for n in range(1, 10)]
+    with pytest.raises(GalleryUnreadable, match="merges"):
+        gallery_index.parse(b"\n".join(lines), m.Gallery("g", "u"))

@@ -1,0 +1,133 @@
+"""What the parts of an operation add up to, and the pauses between attempts: pure functions, all cases."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nodes.backends.intents import MOST_ATTEMPTS, backoff
+from operations import targets
+from operations.models import ACTIVE, TERMINAL, OperationTarget, Status, TargetStatus
+from operations.targets import state_of
+
+NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
+KINDS = st.sampled_from(["backend_install", "backend_upgrade", "backend_delete"])
+RUNNING = (TargetStatus.DOWNLOADING, TargetStatus.RUNNING_ON_WORKER)
+
+
+@st.composite
+def parts(draw: st.DrawFn) -> OperationTarget:
+    """A part in any state that the rows can be in."""
+    status = draw(st.sampled_from(list(TargetStatus)))
+    ended = status in targets.ENDED
+    return OperationTarget(
+        node_id=uuid4(),
+        node_name=draw(st.sampled_from(["one", "two", "three"])),
+        status=status,
+        percentage=draw(st.floats(0, 100)),
+        error="no room" if status == TargetStatus.ERROR else "",
+        reason=draw(st.sampled_from(["", "queued", "node one is offline"])),
+        attempts=draw(st.integers(0, MOST_ATTEMPTS)),
+        waits_for_node=draw(st.booleans()) if status == TargetStatus.QUEUED else False,
+        next_look_at=None if ended else draw(st.none() | st.just(NOW) | st.just(NOW + timedelta(hours=1))),
+    )
+
+
+@given(kind=KINDS, found=st.lists(parts(), max_size=6))
+@pytest.mark.rule("O16", "O18", "O21", "R6.20", "R6.26", "O12", "O57", "O58")
+def test_every_combination_of_parts_is_one_state(kind: str, found: list[OperationTarget]) -> None:
+    state = state_of(kind, found)
+    left = [part for part in found if part.status not in targets.ENDED]
+    failed = [part for part in found if part.status == TargetStatus.ERROR]
+    assert (state.status in TERMINAL) == (not left), "it has ended when all its parts have"
+    assert 0 <= state.progress <= 100
+    assert (state.progress == 100) == (state.status == Status.COMPLETED)
+    assert bool(state.error) == (state.status == Status.FAILED)
+    if state.status == Status.FAILED and found:
+        assert failed
+        assert all(part.error in state.error for part in failed), "each failure is told"
+    if state.status in ACTIVE:
+        running = any(part.status in RUNNING for part in left)
+        assert (state.status == Status.PROCESSING) == running
+        assert (state.status == Status.WAITING) == (not running and all(part.waits_for_node for part in left))
+        assert state.cancellable == (kind != "backend_delete" or not running)
+        looks = [part.next_look_at for part in left if part.next_look_at]
+        assert state.next_look_at == (min(looks) if looks else None)
+    else:
+        assert (state.cancellable, state.next_look_at, state.phase) == (False, None, "")
+    if state.status == Status.CANCELLED:
+        gone = {TargetStatus.CANCELLED, TargetStatus.SUPERSEDED}
+        assert {TargetStatus(part.status) for part in found} <= gone
+        assert state.message
+
+
+@given(kind=KINDS, found=st.lists(parts(), min_size=2, max_size=6))
+def test_the_order_of_the_parts_makes_no_other_state(kind: str, found: list[OperationTarget]) -> None:
+    one, other = state_of(kind, found), state_of(kind, found[::-1])
+    assert (one.status, one.next_look_at, one.attempts, one.cancellable) == (
+        other.status,
+        other.next_look_at,
+        other.attempts,
+        other.cancellable,
+    )
+    assert one.progress == pytest.approx(other.progress)
+
+
+@pytest.mark.rule("O18", "O21", "T-MGR-5", "T-MGR-22")
+def test_without_a_node_only_a_deletion_is_done() -> None:
+    assert state_of("backend_delete", []).status == Status.COMPLETED
+    for kind in ("backend_install", "backend_upgrade"):
+        state = state_of(kind, [])
+        assert (state.status, state.error) == (Status.FAILED, targets.NO_NODE)
+
+
+def part(name: str, status: TargetStatus, **more: Any) -> OperationTarget:
+    return OperationTarget(node_name=name, status=status, **more)
+
+
+@pytest.mark.rule("R6.20", "O16", "A24", "O9")
+def test_a_failure_on_one_node_names_it_and_waits_for_the_others() -> None:
+    failed = part("two", TargetStatus.ERROR, error="no room", percentage=50)
+    waits = part("one", TargetStatus.QUEUED, waits_for_node=True, reason="node one is offline")
+    state = state_of("backend_install", [waits, failed])
+    assert (state.status, state.progress, state.error) == (Status.WAITING, 25, "")
+    assert state.message == "0 of 2 nodes done, 1 failed, 1 wait for their node"
+    state = state_of("backend_install", [part("one", TargetStatus.SUCCESS), failed])
+    assert (state.status, state.error, state.progress) == (Status.FAILED, "two: no room", 75)
+    assert state.message == "error: two: no room"
+    both = [failed, part("one", TargetStatus.ERROR, error="gone")]
+    assert state_of("backend_install", both).error == "two: no room; one: gone"
+
+
+@pytest.mark.parametrize("kind", ["backend_install", "backend_upgrade", "backend_delete"])
+@pytest.mark.rule("R6.20", "R6.26", "T-MGR-1", "T-MGR-2", "T-MGR-3", "T-MGR-17", "T-MGR-18", "T-MGR-25")
+@pytest.mark.rule("T-MGR-26")
+def test_it_succeeds_where_all_nodes_did_and_names_those_that_did_not(kind: str) -> None:
+    done = part("one", TargetStatus.SUCCESS)
+    failed = [part(name, TargetStatus.ERROR, error=f"{name} is full") for name in ("two", "three")]
+    assert state_of(kind, [done, part("two", TargetStatus.SUCCESS)]).status == Status.COMPLETED
+    for ended, error in (
+        ([done, failed[0]], "two: two is full"),
+        (failed, "two: two is full; three: three is full"),
+    ):
+        state = state_of(kind, ended)
+        assert (state.status, state.error) == (Status.FAILED, error)
+
+
+@pytest.mark.rule("A15", "R1.116", "C12")
+def test_the_pauses_between_attempts() -> None:
+    assert [backoff(failures) for failures in range(1, 8)] == [30, 60, 120, 240, 480, 900, 900]
+
+
+@given(failures=st.integers(1, 10**9))
+@pytest.mark.rule("R1.116")
+def test_a_pause_never_shrinks_and_never_outgrows_a_quarter_of_an_hour(failures: int) -> None:
+    assert 30 <= backoff(failures) <= backoff(failures + 1) <= 900
+
+
+@pytest.mark.rule("A8", "C11", "R4.30")
+def test_ten_failures_take_more_than_an_hour() -> None:
+    assert sum(backoff(failures) for failures in range(1, MOST_ATTEMPTS)) > 3600

@@ -1,0 +1,143 @@
+"""How the parts of the system are: which facts make which state, and what the operator is told."""
+
+import dataclasses
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from localai_cluster.system_verdicts import Facts, Process, Schedule, State, Verdict, Work, verdicts, worst
+
+NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
+GIB = 2**30
+
+
+def ago(seconds: float) -> datetime:
+    return NOW - timedelta(seconds=seconds)
+
+
+def process(kind: str, **more: Any) -> Process:
+    values: dict[str, Any] = {"version": "1", "started_at": ago(100), "seen_at": ago(1)} | more
+    return Process(kind, f"{kind}:1", **values)
+
+
+SCHEDULE = Schedule(1, "liveness", "* * * * * */5", False, ago(1), ago(3), True)
+WELL = Facts(
+    version="1",
+    database="PostgreSQL 16.2",
+    database_since=ago(500),
+    probes={"nats": ("ok", ago(50)), "redis": ("ok", ago(50))},
+    processes=[process("web"), process("controller")],
+    schedules=[SCHEDULE],
+    tasks_ended_at=ago(3),
+    workers={"healthy": 2, "draining": 1},
+    disk=(50 * GIB, 100 * GIB),
+    data_dir="/data",
+)
+
+
+def of(part: str, **changed: Any) -> Verdict:
+    (found,) = [one for one in verdicts(dataclasses.replace(WELL, **changed), NOW) if one.id == part]
+    return found
+
+
+def test_all_is_well_and_nothing_asks_for_anything() -> None:
+    found = verdicts(WELL, NOW)
+    assert worst(found) is State.OK
+    assert [one.id for one in found if one.state is not State.OK or one.hint] == []
+    assert len({one.id for one in found}) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("part", "changed", "state", "text", "since"),
+    [
+        ("nats", {"probes": {"nats": ("not reachable", ago(9))}}, "error", "not reachable", ago(9)),
+        ("redis", {"probes": {}}, "error", "not asked", None),
+        ("controllers", {"processes": []}, "error", "none is running", None),
+        (
+            "controllers",
+            {"processes": [process("controller", seen_at=ago(20))]},
+            "error",
+            "none is running",
+            ago(20),
+        ),
+        (
+            "controllers",
+            {"processes": [process("controller", bus_connected=False)]},
+            "warning",
+            "1 controller; without NATS: controller:1",
+            ago(100),
+        ),
+        ("tasks", {"tasks_wait_since": ago(31)}, "error", "no process takes them", ago(31)),
+        ("tasks", {"tasks_wait_since": ago(5)}, "ok", "carried out", ago(3)),
+        ("tasks", {"tasks_ended_at": None}, "ok", "none has run yet", None),
+        (
+            "schedules",
+            {"schedules": [dataclasses.replace(SCHEDULE, next_run=ago(40))]},
+            "error",
+            "overdue: liveness",
+            ago(40),
+        ),
+        (
+            "schedules",
+            {"schedules": [dataclasses.replace(SCHEDULE, next_run=ago(40), paused=True)]},
+            "warning",
+            "paused: liveness",
+            None,
+        ),
+        (
+            "schedules",
+            {"schedules": [dataclasses.replace(SCHEDULE, last_ok=False)]},
+            "warning",
+            "failed: liveness",
+            ago(3),
+        ),
+        ("schedules", {"schedules": []}, "error", "there are none", None),
+        ("workers", {"workers": {"offline": 1, "healthy": 3}}, "warning", "3 healthy, 1 offline", None),
+        ("workers", {"workers": {}}, "ok", "no worker has registered", None),
+        (
+            "operations",
+            {"operations": Work(2, 1, ago(70)), "intents": Work(4, 3, ago(60))},
+            "ok",
+            "1 operation running, 2 waiting; on nodes 3 running, 4 waiting",
+            ago(70),
+        ),
+        (
+            "operations",
+            {"failures": 2, "oldest_failure": ago(90)},
+            "warning",
+            "0 operations running, 0 waiting; on nodes 0 running, 0 waiting; 2 failures in the inbox",
+            ago(90),
+        ),
+        ("versions", {"other_versions": 2}, "warning", "1; 2 workers of another version", None),
+        (
+            "versions",
+            {"processes": [process("web", version="0"), process("controller", version="")]},
+            "warning",
+            "1; server processes also run 0",
+            None,
+        ),
+        (
+            "versions",
+            {"processes": [process("controller", version="0", seen_at=ago(20)), process("web")]},
+            "ok",
+            "1",
+            None,
+        ),
+        (
+            "web",
+            {"processes": [process("web", seen_at=ago(20))], "web_silent_after": 60},
+            "ok",
+            "1 process",
+            ago(100),
+        ),
+        ("disk", {"disk": (9 * GIB, 100 * GIB)}, "warning", "9.0 of 100.0 GiB free (/data)", None),
+        ("disk", {"disk": (2 * GIB, 100 * GIB)}, "error", "2.0 of 100.0 GiB free (/data)", None),
+        ("disk", {"disk": None}, "error", "/data does not answer", None),
+    ],
+)
+def test_each_part(part: str, changed: dict[str, Any], state: str, text: str, since: datetime | None) -> None:
+    """What is not well says what to do."""
+    found = of(part, **changed)
+    assert (found.state, found.text, found.since) == (state, text, since)
+    assert bool(found.hint) == (state != "ok")

@@ -1,0 +1,219 @@
+"""What a worker talks to, as the suite plays it: a real NATS server and a scripted control plane."""
+
+import asyncio
+import base64
+import inspect
+import json
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sysconfig
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PATIENCE = 6
+"""How many times as long everything may take on a machine that has something else to do."""
+USER, PASSWORD, TOKEN = "wire", "p@ss:w/rd", "registration-token"
+
+
+async def until(condition: Callable[[], Any], what: str, seconds: float = 15.0) -> Any:
+    """The first true value of `condition` (sync or async); fails with `what` after a long time."""
+    deadline = time.monotonic() + PATIENCE * seconds
+    while True:
+        value = condition()
+        if inspect.isawaitable(value):
+            value = await value
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"not within {PATIENCE * seconds} s: {what}"
+        await asyncio.sleep(0.02)
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` neighbouring ports that are free, outside the range of outgoing connections."""
+    while True:
+        first = random.randrange(20000, 32000 - count)
+        probes = [socket.socket() for _ in range(count)]
+        try:
+            for offset, probe in enumerate(probes):
+                probe.bind(("127.0.0.1", first + offset))
+            return first
+        except OSError:
+            continue
+        finally:
+            for probe in probes:
+                probe.close()
+
+
+class NatsServer:
+    """A server with one user. `WIRE_NATS_SERVER` names another executable."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port = free_ports(1)
+        self.url = f"nats://{USER}:p%40ss%3Aw%2Frd@127.0.0.1:{self.port}"
+        self._config = folder / "nats.conf"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> None:
+        user = f'user: "{USER}", password: "{PASSWORD}"'
+        self._config.write_text(f'listen: "127.0.0.1:{self.port}"\nauthorization {{ {user} }}\n')
+        beside = Path(sysconfig.get_path("scripts"), "nats-server")
+        program = os.environ.get("WIRE_NATS_SERVER") or shutil.which(beside) or "nats-server"
+        self._launch(program)
+        await until(self._listens, "nats-server listens")
+
+    def _launch(self, program: str) -> None:
+        null = subprocess.DEVNULL
+        self._process = subprocess.Popen([program, "-c", self._config], stdout=null, stderr=null)
+
+    def _listens(self) -> bool:
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+@dataclass
+class Call:
+    """One HTTP request as the control plane saw it."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: Any
+
+
+class ControlPlane:
+    """Answers the routes a worker calls, keeps what it was sent, and serves `files` under `/files/`."""
+
+    def __init__(self) -> None:
+        self.port = free_ports(1)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.node_id = "node.a 1*b"
+        self.calls: list[Call] = []
+        self.files: dict[str, bytes] = {}
+        self.in_flight: list[int] = []
+        """What the next polls of the node's models say; then none."""
+        self._server: asyncio.Server | None = None
+        self._links: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+
+    async def stop(self) -> None:
+        assert self._server
+        self._server.close()
+        for link in list(self._links):
+            link.close()
+        await self._server.wait_closed()
+
+    def seen(self, ending: str) -> list[Call]:
+        return [call for call in self.calls if call.path.endswith(ending)]
+
+    def serve(self, name: str, content: bytes) -> str:
+        """The address under which a worker can download `content`."""
+        self.files[name] = content
+        return f"{self.url}/files/{name}"
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._links.add(writer)
+        try:
+            while True:
+                call = await self._read(reader)
+                self.calls.append(call)
+                status, text = self._answer(call)
+                writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text)
+                await writer.drain()
+        except (OSError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            self._links.discard(writer)
+            writer.close()
+
+    async def _read(self, reader: asyncio.StreamReader) -> Call:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        first, *lines = head.strip().split("\r\n")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        text = await reader.readexactly(int(headers.get("content-length", 0)))
+        method, path, _ = first.split(" ")
+        return Call(method, path, headers, json.loads(text) if text else None)
+
+    def _answer(self, call: Call) -> tuple[int, bytes]:
+        if call.path.startswith("/files/"):
+            content = self.files.get(call.path.removeprefix("/files/"))
+            return (404, b"") if content is None else (200, content)
+        status, body = 200, {"message": "ok"}
+        if call.path.endswith("/register"):
+            status, body = 201, {"id": self.node_id, "name": call.body["name"], "status": "healthy"}
+        elif call.path.endswith("/models"):
+            return 200, json.dumps([{"in_flight": self.in_flight.pop(0) if self.in_flight else 0}]).encode()
+        return status, json.dumps(body).encode()
+
+
+async def get(address: str, path: str, token: str) -> tuple[int, Any]:
+    """Status and JSON body (None for another one) of a GET with this bearer."""
+    reader, writer = await asyncio.open_connection(*address.rsplit(":", 1))
+    try:
+        writer.write(_request(address, path, token, {"Connection": "close"}))
+        head, _, body = (await asyncio.wait_for(reader.read(), 60)).partition(b"\r\n\r\n")
+        status = int(head.split()[1])
+        if b"transfer-encoding: chunked" in head.lower():
+            body = b"".join(piece for at, piece in enumerate(body.split(b"\r\n")) if at % 2)
+        return status, json.loads(body) if status == 200 else None
+    finally:
+        writer.close()
+
+
+def _request(address: str, path: str, token: str, headers: dict[str, str]) -> bytes:
+    bearer = {"Authorization": f"Bearer {token}"} if token else {}
+    lines = [f"{name}: {value}" for name, value in {"Host": address, **bearer, **headers}.items()]
+    return "\r\n".join([f"GET {path} HTTP/1.1", *lines, "", ""]).encode()
+
+
+class WebSocket:
+    """A client that reads text messages; `status` answers the handshake."""
+
+    def __init__(self, address: str, path: str, token: str, **headers: str) -> None:
+        upgrade = {
+            "Connection": "Upgrade",
+            "Upgrade": "websocket",
+            "Sec-WebSocket-Version": "13",
+            "Sec-WebSocket-Key": base64.b64encode(os.urandom(16)).decode(),
+        }
+        self.status = 0
+        self._address = address
+        self._request = _request(address, path, token, upgrade | headers)
+
+    async def __aenter__(self) -> "WebSocket":
+        self._reader, self._writer = await asyncio.open_connection(*self._address.rsplit(":", 1))
+        self._writer.write(self._request)
+        head = await asyncio.wait_for(self._reader.readuntil(b"\r\n\r\n"), 60)
+        self.status = int(head.split()[1])
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._writer.close()
+
+    def leave(self) -> None:
+        """Cuts the connection without a word."""
+        self._writer.transport.abort()
+
+    async def message(self) -> Any:
+        """The next text message, decoded; pings are passed over."""
+        while True:
+            first, second = await asyncio.wait_for(self._reader.readexactly(2), 60)
+            length = second & 0x7F
+            if length >= 126:
+                length = int.from_bytes(await self._reader.readexactly(2 if length == 126 else 8))
+            data = await self._reader.readexactly(length)
+            if first & 0x0F == 1:
+                assert first & 0x80, "a message in one frame"
+                return json.loads(data)
