@@ -15,6 +15,7 @@ interface ViewProps {
 
 /** Pixels from the end that still count as the end. */
 const NEAR = 24;
+const UPWARDS: ReadonlySet<string> = new Set(["ArrowUp", "PageUp", "Home"]);
 
 export function LogView({ lines, term, details, follows, onFollows, label }: ViewProps): ReactNode {
   const box = useRef<HTMLDivElement>(null);
@@ -39,8 +40,15 @@ export function LogView({ lines, term, details, follows, onFollows, label }: Vie
     const { current } = box;
     if (current === null) return;
     const end = atEnd(current);
-    if (end !== follows && (end || current.scrollTop < top.current)) onFollows(end);
+    const down = current.scrollTop > top.current;
+    if (end !== follows && (end ? down : current.scrollTop < top.current)) onFollows(end);
     top.current = current.scrollTop;
+  };
+  // A key or a wheel tells before the first pixel moves. On the way up parts are painted for the first time, and
+  // their new heights would take a reader who is still close to the end back to it.
+  const goesUp = () => {
+    const { current } = box;
+    if (follows && current !== null && current.scrollTop > 0) onFollows(false);
   };
   return (
     // What scrolls takes the focus, so that keys can scroll it. It announces no line: there may be thousands.
@@ -52,6 +60,12 @@ export function LogView({ lines, term, details, follows, onFollows, label }: Vie
       aria-label={label}
       tabIndex={0}
       onScroll={scrolled}
+      onWheel={(event) => {
+        if (event.deltaY < 0) goesUp();
+      }}
+      onKeyDown={(event) => {
+        if (UPWARDS.has(event.key)) goesUp();
+      }}
     >
       <div ref={content}>
         {parts.map((part) => (
