@@ -27,6 +27,7 @@ def data(tmp_path: Path) -> Iterator[Path]:
         procs.sweep(json.loads(text)["mark"])
 
 
+@swept
 @pytest.mark.timeout(240)
 def test_a_cluster_survives_its_processes_and_leaves_nothing_behind(data: Path) -> None:
     """Issue 3: restart with backoff, `kill -9` of `make run`, takeover, ordered stop with exit 0."""

@@ -10,6 +10,7 @@ import pytest
 from localai_cluster import clock
 from tests.conftest import eventually
 from tests.support.cluster import Cluster, Process
+from tests.support.effort import swept
 
 
 def backends(cluster: Cluster, web: Process, node_id: str) -> tuple[list[str], Any]:
@@ -22,6 +23,7 @@ def backends(cluster: Cluster, web: Process, node_id: str) -> tuple[list[str], A
 OLDER = "UPDATE backend_nodes SET inventory_at = inventory_at - interval '2 minutes' RETURNING name"
 
 
+@swept
 @pytest.mark.rule("http-2.10", "http-4.1")
 def test_what_is_installed_where(empty: Cluster) -> None:
     """Two controllers and two web processes: everyone sees the same, and no one waits for a worker."""

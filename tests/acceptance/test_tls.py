@@ -12,8 +12,10 @@ from localai_cluster.tls import TlsFiles
 from tests.conftest import eventually
 from tests.support.certificates import Authority
 from tests.support.cluster import ADMIN, Cluster
+from tests.support.effort import swept
 
 
+@swept
 @pytest.mark.rule("nats-9.1")
 def test_a_request_is_served_when_everything_is_encrypted(empty: Cluster, tmp_path: Path) -> None:
     authority = Authority(tmp_path / "ca")

@@ -120,6 +120,7 @@ SCRIPTS = [
 CANARY, SECOND, THIRD = "simulated-0", "simulated-1", "simulated-2"
 
 
+@swept
 @pytest.mark.rule("UW26")
 async def test_choices_kills_and_cancellation_between_waves() -> None:
     with running_cluster() as cluster:

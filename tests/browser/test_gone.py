@@ -8,11 +8,13 @@ from tests.browser.fleet import Cookies, Fleet
 from tests.browser.screen import Screen
 from tests.browser.wire import Wire
 from tests.conftest import eventually
+from tests.support.effort import swept
 
 GIVEN_UP = 180_000
 """Milliseconds: the patience of a request, and some."""
 
 
+@swept
 @pytest.mark.rule("UI-9.5", "UI-9.6")
 def test_a_server_that_answers_nothing_is_no_endless_waiting(
     window: Opener, settled: Fleet, session: Cookies, wire: Wire

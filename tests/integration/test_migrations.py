@@ -11,6 +11,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from operations.changes.events import conninfo
 from tests.support.cluster import ROOT
+from tests.support.effort import swept
 
 
 @pytest.mark.django_db
@@ -19,6 +20,7 @@ def test_no_change_of_a_model_is_without_its_migration() -> None:
     call_command("makemigrations", "--check", "--dry-run", verbosity=0)
 
 
+@swept
 @pytest.mark.rule("R1.9")
 @pytest.mark.django_db(transaction=True)
 def test_three_processes_make_the_schema_at_once() -> None:

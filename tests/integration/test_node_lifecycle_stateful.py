@@ -548,7 +548,7 @@ def test_the_life_cycle_against_its_model(monkeypatch: pytest.MonkeyPatch) -> No
     run_state_machine_as_test(
         Fleet,
         settings=settings(
-            max_examples=15 * EFFORT,
+            max_examples=8 * EFFORT,
             stateful_step_count=40,
             derandomize=True,
             database=None,

@@ -10,6 +10,7 @@ import pytest
 from localai_cluster.embedded.nats import BusKeys
 from localai_cluster.rpc.generated import backend_pb2_grpc
 from tests.support import wheel as package
+from tests.support.effort import swept
 from tests.support.wheel import ROOT, Installed
 
 WORKER_MODULES = """
@@ -107,6 +108,7 @@ def test_without_the_extra_the_server_says_what_to_install(worker_only: Installe
     assert "localai-cluster[server]" in said.stderr
 
 
+@swept
 def test_with_the_extra_everything_is_there(whole: Installed) -> None:
     """`localai-cluster-manage` in an empty folder: settings, templates and pages come from the wheel."""
     checked = whole.run("localai-cluster-manage", "check", **SETTINGS)
