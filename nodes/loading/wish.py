@@ -1,0 +1,37 @@
+"""What the operation of a load asks for besides its model: whether one more replica is wanted although others
+serve, and where it may go.
+"""
+
+from dataclasses import dataclass
+from uuid import UUID
+
+from operations.models import Operation
+
+BESIDES, ONLY, ANOTHER, REASON = "besides", "only", "another", "reason"
+"""Where the payload says it."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """As the operation's payload says it."""
+
+    another: bool
+    """One more replica; without it a replica that serves is all that is wanted."""
+    besides: frozenset[UUID]
+    """The nodes whose replicas are about to stop: the load is for another node."""
+    only: frozenset[UUID] | None
+    """The nodes that it is for; None = any."""
+    reason: str
+    """Why one more replica was asked for."""
+
+
+def wish_of(operation: Operation) -> Wish:
+    """What this load asks for."""
+    said = operation.payload
+    only = said.get(ONLY)
+    return Wish(
+        another=bool(said.get(ANOTHER)),
+        besides=frozenset(map(UUID, said.get(BESIDES, ()))),
+        only=None if only is None else frozenset(map(UUID, only)),
+        reason=said.get(REASON, ""),
+    )
