@@ -2,12 +2,12 @@
 
 Steps: free the slots that ended attempts have left, place on a node whose worker answers, clear what an
 ended attempt may still run at that place, bring the backend if the worker lacks it (an operation of its own,
-which others may join), have the process started, `LoadModel`, publish the row. Each step may be the last one of this process: the row in `loading` carries the attempt's
-mark, the operation its fence, and the next attempt starts by clearing up. Several loads of a model may run
-at once: only who has a place may have the engine there stopped by its key. An attempt lives as long as its
-row, which goes with the node. An attempt that does not publish a replica has its engine stopped, and the
-note in `engines.py` stays until a controller has seen that it is gone. What is loaded depends on the stored
-definition only.
+which others may join), have the process started, `LoadModel`, publish the row. Each step may be the last one
+of this process: the row in `loading` carries the attempt's mark, the operation its fence, and the next
+attempt starts by clearing up. An attempt lives as long as its row, which goes with the node. An attempt that
+does not publish a replica has its engine stopped, and the note in `engines.py` stays until a controller has
+seen that it is gone. Several loads of a model may run at once: only who has a place may have the engine there
+stopped by its key. What is loaded depends on the stored definition only.
 """
 
 import asyncio

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 
 _LOOK_FOR_NODE = 5.0
 _LOOK_FOR_BUS = 1.0
+_NONE_OF_ITS_NODES = "none of the nodes that it may use is registered"
 _NO_BUS = "this controller is not connected to the message bus"
 
 
@@ -54,7 +55,8 @@ async def place(bus: Bus, work: Work, definition: Definition, *, mark: str) -> P
         fleet, selector = await in_thread(_seen, definition.name, wish)
         decision = choose(fleet, setbacks=setbacks, resting=rest, selector=selector)
         if decision.node is None:
-            raise await _no_node(work, decision.why_none(), setbacks)
+            why = decision.why_none() if fleet or not wish.restricted else _NONE_OF_ITS_NODES
+            raise await _no_node(work, why, setbacks)
         if decision.node.id not in answered:
             unasked = [node for node in decision.ranked if node.id not in answered]
             answer = await _ask(bus, work, unasked)

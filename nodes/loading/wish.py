@@ -24,6 +24,11 @@ class Wish:
     reason: str
     """Why one more replica was asked for."""
 
+    @property
+    def restricted(self) -> bool:
+        """Whether it may not go to every node."""
+        return self.only is not None or bool(self.besides)
+
 
 def wish_of(operation: Operation) -> Wish:
     """What this load asks for."""

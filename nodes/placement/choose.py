@@ -84,9 +84,7 @@ class Decision:
         return f"no node can take it: {parts}"
 
 
-def refusal(
-    node: Candidate, resting: Set[UUID] = frozenset(), *, selector: Selector = ANY
-) -> Reason | None:
+def refusal(node: Candidate, resting: Set[UUID] = frozenset(), *, selector: Selector = ANY) -> Reason | None:
     """Why `node` cannot take one more replica, or None.
 
     What does not pass by itself comes first: a node that does not match is of no use when it is back.

@@ -1,7 +1,8 @@
 """How an unload or a deletion of a model comes to be: on which nodes, and what it excludes.
 
 What is asked for one node owns the model on that node; what is asked for the cluster owns a share of the
-model, as each of its loads does, so unloads and loads exclude each other. The nodes are decided here, when the operation is made.
+model, as each of its loads does, so unloads and loads exclude each other. The nodes are decided here, when
+the operation is made.
 """
 
 from collections.abc import Mapping, Sequence

@@ -86,8 +86,8 @@ def admit(request: OperationRequest, *, now: datetime) -> Admission:
 def admit_one_more(request: OperationRequest, *, now: datetime) -> Operation:
     """Makes the operation beside those of its kind that have a share of the same owner, and joins none.
 
-    It gets the lowest free share from 1: the request's own is for those who join. Raises Conflict when another
-    kind of operation has a share.
+    It gets the lowest free share from 1: the request's own is for those who join. Raises Conflict when
+    another kind of operation has a share.
     """
     return _create(request, now, one_more=True)
 
@@ -135,7 +135,8 @@ def _shares(request: OperationRequest) -> set[str]:
         return set()
     # "All of one kind" is no constraint of the database: who makes one stands in line and looks.
     stand_in_line(owner)
-    active = list(Operation.objects.active().sharing(request.key, request.element).order_by("created_at"))
+    active = Operation.objects.active().sharing(request.key, request.element).order_by("created_at")
+    active = active.only("id", "kind", "key", "element", "status")
     for other in active:
         if other.kind != request.kind:
             raise in_progress(other)
