@@ -8,6 +8,7 @@ from collections.abc import Collection
 from datetime import timedelta
 from uuid import UUID
 
+from django.db import transaction
 from django.db.models import Count
 
 from localai_cluster import clock, conf
@@ -21,7 +22,8 @@ def load_another(model_name: str, *, only: Collection[UUID] | None, actor: str, 
     """Asks durably for one more replica, on one of the nodes `only`, or on any that the model's rule allows.
 
     Every call asks for one: `loads_under_way` says how many are asked for already. Raises Conflict while the
-    model is being unloaded or deleted.
+    model is being unloaded or deleted, and RuntimeError inside a transaction: that would hold the counter of
+    changes while it waits for the next model's line.
     """
     now, cluster = clock.now(), conf.cluster()
     wanted = admission.OperationRequest(
@@ -37,7 +39,8 @@ def load_another(model_name: str, *, only: Collection[UUID] | None, actor: str, 
         },
         needed_until=now + timedelta(seconds=cluster.install_timeout + cluster.model_load_timeout),
     )
-    return admission.admit_one_more(wanted, now=now)
+    with transaction.atomic(durable=True):
+        return admission.admit_one_more(wanted, now=now)
 
 
 def loads_under_way(model_names: Collection[str]) -> dict[str, int]:

@@ -14,7 +14,7 @@ from localai_cluster import clock
 from localai_cluster.messaging.bus import Bus, NotConnected
 from nodes.definitions.files import Definition
 from nodes.loading.asking import Answer, best_that_answers
-from nodes.loading.wish import Wish, wish_of
+from nodes.loading.wish import LoadWish, wish_of
 from nodes.placement.choose import Candidate, choose
 from nodes.placement.selector import Selector
 from nodes.placement.setbacks import (
@@ -79,7 +79,7 @@ async def place(bus: Bus, work: Work, definition: Definition, *, mark: str) -> P
         log.info("no place for %s on %s: %s", definition.name, decision.node.name, slot.reason)
 
 
-def _seen(model_name: str, wish: Wish) -> tuple[list[Candidate], Selector]:
+def _seen(model_name: str, wish: LoadWish) -> tuple[list[Candidate], Selector]:
     selector = snapshot.selectors_of([model_name])[model_name]
     fleet = snapshot.fleet(model_name, selector=selector, only=wish.only, besides=wish.besides)
     return fleet, selector

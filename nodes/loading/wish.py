@@ -12,7 +12,7 @@ BESIDES, ONLY, ANOTHER, REASON = "besides", "only", "another", "reason"
 
 
 @dataclass(frozen=True)
-class Wish:
+class LoadWish:
     """As the operation's payload says it."""
 
     another: bool
@@ -30,11 +30,11 @@ class Wish:
         return self.only is not None or bool(self.besides)
 
 
-def wish_of(operation: Operation) -> Wish:
+def wish_of(operation: Operation) -> LoadWish:
     """What this load asks for."""
     said = operation.payload
     only = said.get(ONLY)
-    return Wish(
+    return LoadWish(
         another=bool(said.get(ANOTHER)),
         besides=frozenset(map(UUID, said.get(BESIDES, ()))),
         only=None if only is None else frozenset(map(UUID, only)),

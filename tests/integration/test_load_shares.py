@@ -4,10 +4,12 @@ import itertools
 import random
 from collections import Counter
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from uuid import UUID
 
 import pytest
+from django.db import transaction
 
 from localai_cluster import clock, conf, errors
 from localai_cluster.messaging import messages as m
@@ -148,7 +150,7 @@ class TestSlots:
                 assert looked < 32, slot.reason
             raise AssertionError
 
-        results = at_once(*(lambda number=number: race(number) for number in range(32)))
+        results = at_once(*(partial(race, number) for number in range(32)))
         assert [one for one in results if isinstance(one, Exception)] == []
         taken = [(slot.node_name, slot.replica_index) for slot in results if slot is not None]
         assert len(set(taken)) == len(taken) == 20
@@ -202,11 +204,10 @@ def claimed(operation: Operation) -> Work:
     return Work(mine, Recorder(write_batch))
 
 
-async def placed(work: Work, *, silent: bool = False) -> placing.Place:
+async def placed(work: Work) -> placing.Place:
     bus = PlayedBus()
-    for node in await hot.in_thread(list, BackendNode.objects.all()):
-        if not silent:
-            bus.replies[subjects.backend_list(str(node.id))] = m.ListReply(())
+    for id in await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", flat=True))):
+        bus.replies[subjects.backend_list(str(id))] = m.ListReply(())
     return await placing.place(bus, work, definition(), mark=f"{work.id}:{work.operation.fence}")
 
 
@@ -236,6 +237,8 @@ class TestPlacing:
     async def test_a_selector_that_nothing_matches_is_what_the_load_waits_for(
         self, selector: Any, said: str
     ) -> None:
+        """D-SELECTOR-WAITS, D-SELECTOR: the sentence names both, and the wait ends by itself."""
+
         def given() -> Work:
             labelled("a", tier="slow")
             rule(selector)
@@ -278,6 +281,12 @@ class TestPlacing:
 
 
 class TestAnother:
+    def test_it_is_never_a_step_of_another_transaction(self) -> None:
+        """That one would hold the counter of changes while it stands in the next model's line."""
+        with transaction.atomic(), pytest.raises(RuntimeError, match="durable"):
+            another()
+        assert not Operation.objects.exists()
+
     async def test_it_is_carried_out_although_others_serve_and_on_one_of_its_nodes(self) -> None:
         def given() -> Work:
             hot.replica(hot.node("serves"), "m")

@@ -29,6 +29,7 @@ from nodes.backends import commands, intents
 from nodes.definitions.folder import Folder
 from nodes.loading import asking, engines, load
 from nodes.loading.another import load_another
+from nodes.loading.wish import ANOTHER
 from nodes.models import BackendNode, EngineStart, NodeEvent, NodeModel
 from nodes.placement.setbacks import from_payload
 from nodes.replicas import retire, slots, snapshot
@@ -537,6 +538,18 @@ async def test_the_next_attempt_stops_what_a_killed_one_has_left(stage: Stage, l
     stage.installs(stage.two, STARTED)
     assert (await stage.handler(stage.work))["node"] == "two"
     assert stage.bus.stops(stage.two.id) == ["echo#0"]
+
+
+@pytest.mark.parametrize("more", [True, False], ids=["one more", "any"])
+async def test_only_a_load_of_one_more_replica_is_carried_out_beside_one_that_serves(
+    stage: Stage, loads: list[Any], more: bool
+) -> None:
+    await in_thread(hot.replica, stage.two)
+    stage.lists(stage.one, BACKEND)
+    stage.installs(stage.one, STARTED)
+    stage.work.operation.payload = {ANOTHER: more}
+    result = await stage.handler(stage.work)
+    assert (result.get("node"), result.get("already_loaded")) == (("one", None) if more else (None, True))
 
 
 @pytest.mark.rule("R2.44")

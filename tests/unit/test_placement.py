@@ -95,7 +95,7 @@ def test_the_choice_does_not_depend_on_the_order_of_the_fleet(
 
 @given(nodes)
 def test_the_lowest_free_index_is_taken(node: Candidate) -> None:
-    """R1.63: the lowest integer in [0, cap) not in use; rows above a cap that was lowered count too (R1.64)."""
+    """R1.63: the lowest integer in [0, cap) not in use; rows above a lowered cap count too (R1.64)."""
     expected = sorted(set(range(node.slots)) - node.taken) if len(node.taken) < node.slots else []
     assert free_index(node) == (expected[0] if expected else None)
 
