@@ -15,6 +15,8 @@ from django.db.models import Q
 
 from localai_cluster import clock
 
+SHARE = "#"
+"""Parts the owner from the share in a key such as `model:<name>#<share>`."""
 QUEUED = "queued"
 """O4: the phase of what no controller works on now."""
 
@@ -71,6 +73,10 @@ class OperationQuerySet(models.QuerySet["Operation"]):
         """Not yet ended."""
         return self.filter(status__in=("pending", "processing", "waiting_for_nodes"))
 
+    def sharing(self, key: str, element: str) -> Self:
+        """Those about `element` that have a share of the key's owner, this one or another."""
+        return self.filter(key__startswith=owner_of(key) + SHARE, element=element)
+
     def due(self, *, at: datetime) -> Self:
         """Unclaimed and to be looked at by `at`; what is carried out by its parts is never claimed itself."""
         return self.filter(
@@ -96,7 +102,11 @@ class Operation(models.Model):
     kind = models.CharField(max_length=32)
     """O31: `backend_install`, `model_load`, …; the handler registered under this name carries it out."""
     key = models.CharField(max_length=512)
-    """O34: what it owns while active, e.g. `node:<id>:<backend>` or `model:<name>`."""
+    """O34: what it owns while active, e.g. `node:<id>:<backend>`.
+
+    `model:<name>#<share>` is a share: several operations of one kind may each have one, and none of another
+    kind has one meanwhile.
+    """
     element = models.CharField(max_length=255)
     """The backend's or the model's name."""
     node_id = models.UUIDField(null=True, blank=True)
@@ -287,6 +297,11 @@ class ControllerBeat(models.Model):
 
     def __str__(self) -> str:
         return self.owner
+
+
+def owner_of(key: str) -> str:
+    """What the key is a share of; "" if it is none."""
+    return key.rpartition(SHARE)[0]
 
 
 def storable(text: str, longest: int = 64 * 1024) -> str:

@@ -4,7 +4,8 @@ from datetime import timedelta
 from uuid import UUID
 
 from localai_cluster import clock
-from nodes.loading.load import BESIDES, KIND, key
+from nodes.loading.load import KIND, key
+from nodes.loading.wish import BESIDES
 from operations.ledger import admission
 from operations.models import Operation
 

@@ -72,9 +72,10 @@ def noted(mark: str) -> bool:
     return EngineStart.objects.filter(mark=mark).exists()
 
 
-def of_earlier_attempts(model_name: str, *, mark: str) -> list[Engine]:
-    """What earlier attempts at the model have left: only one load of a model is active at a time."""
-    return [_engine(row) for row in EngineStart.objects.filter(model_name=model_name).exclude(mark=mark)]
+def left_at(slot: Slot, model_name: str, *, mark: str) -> bool:
+    """Whether an earlier attempt may have an engine at the place that this attempt has taken."""
+    there = EngineStart.objects.filter(node_id=slot.node_id, model_name=model_name)
+    return there.filter(replica_index=slot.replica_index).exclude(mark=mark).exists()
 
 
 def running_attempts() -> QuerySet[Any]:

@@ -1,12 +1,13 @@
 """The operation `model_load`: from "no node serves this model" to one replica that does.
 
-Steps: clear what an earlier attempt left, place on a node whose worker answers, bring the backend if the
-worker lacks it (an operation of its own, which others may join), have the process started, `LoadModel`,
-publish the row. Each step may be the last one of this process: the row in `loading` carries the attempt's
-mark, the operation its fence, and the next attempt starts by clearing up. An attempt lives as long as its
-row, which goes with the node. An attempt that does not publish a replica has its engine stopped, and the
-note in `engines.py` stays until a controller has seen that it is gone. What is loaded depends on the stored
-definition only.
+Steps: free the slots that ended attempts have left, place on a node whose worker answers, clear what an
+ended attempt may still run at that place, bring the backend if the worker lacks it (an operation of its own,
+which others may join), have the process started, `LoadModel`, publish the row. Each step may be the last one
+of this process: the row in `loading` carries the attempt's mark, the operation its fence, and the next
+attempt starts by clearing up. An attempt lives as long as its row, which goes with the node. An attempt that
+does not publish a replica has its engine stopped, and the note in `engines.py` stays until a controller has
+seen that it is gone. Several loads of a model may run at once: only who has a place may have the engine there
+stopped by its key. What is loaded depends on the stored definition only.
 """
 
 import asyncio
@@ -32,20 +33,22 @@ from nodes.backends.outcomes import Refused as WorkerRefused
 from nodes.definitions.files import Definition, load_options, revision
 from nodes.definitions.folder import Folder, FolderHangs
 from nodes.loading import engines, placing
+from nodes.loading.wish import wish_of
 from nodes.models import BackendNode
 from nodes.placement.setbacks import Setbacks, after_failure, into_payload
 from nodes.registry import dialling
 from nodes.replicas import retire, slots, snapshot
 from nodes.replicas.slots import Slot
 from operations.executor.waiting import Hints
-from operations.executor.work import Abandoned, Postpone, Work, in_thread, retry_delay
+from operations.executor.work import Postpone, Work, in_thread, retry_delay
 from operations.ledger.progress import Tick
-from operations.models import TERMINAL, Operation, Status
+from operations.models import SHARE, TERMINAL, Operation, Status
 
 log = logging.getLogger(__name__)
 
 KIND = "model_load"
-BESIDES = "besides"
+ALL = "all"
+"""The share of what is about every replica of a model."""
 _LOOK_AT_CHILD = 2.0
 _LOOK_AT_SLOT = 2.0
 _SHARE_OF_INSTALL = 0.9
@@ -66,14 +69,9 @@ class WorkerGone(errors.Unavailable):
     code = "worker_gone"
 
 
-def key(model_name: str) -> str:
-    """What a load owns: one active load a model."""
-    return f"model:{model_name}"
-
-
-def besides(operation: Operation) -> frozenset[UUID]:
-    """The nodes whose replicas are about to stop: the load is for another node."""
-    return frozenset(map(UUID, operation.payload.get(BESIDES, ())))
+def key(model_name: str, share: str = "0") -> str:
+    """What a load owns. The share 0 is that of the load which requests join; `another.py` takes others."""
+    return f"model:{model_name}{SHARE}{share}"
 
 
 @dataclass(frozen=True)
@@ -119,17 +117,20 @@ class LoadModel:
 
     async def __call__(self, work: Work) -> Mapping[str, Any]:
         """Carries the load out, or says what it waits for."""
-        await self._clear_up(work)
+        running = engines.running_attempts()
+        await in_thread(retire.retire_slots_of_ended, running, work.operation.element)
         try:
             definition = await self._definitions.find(work.operation.element)
         except FolderHangs as hangs:
             raise Postpone(hangs.message, seconds=hangs.retry_after) from hangs
         if definition is None:
             raise errors.NotFound(f"model {work.operation.element} is not defined")
-        if await in_thread(snapshot.serving, definition.name, besides=besides(work.operation)):
+        wish = wish_of(work.operation)
+        if not wish.another and await in_thread(snapshot.serving, definition.name, besides=wish.besides):
             return {"already_loaded": True}
         attempt = await self._place(work, definition)
         try:
+            await _clear_place(attempt)
             return await unless(_slot_lost(attempt), self._carry_out(attempt))
         except (WorkerGone, Lost, Refused, Busy) as gone:
             await _give_up(attempt)
@@ -139,19 +140,8 @@ class LoadModel:
             await _give_up(attempt)
             raise
 
-    async def _clear_up(self, work: Work) -> None:
-        """Has the engines of earlier attempts stopped; their notes stay until that is confirmed."""
-        model, mark = work.operation.element, mark_of(work)
-        # The rows first: an earlier attempt that still runs must not publish an engine that is being stopped.
-        await in_thread(retire.retire_leftovers, model, mark=mark)
-        for engine in await in_thread(engines.of_earlier_attempts, model, mark=mark):
-            log.info("clearing up %s on %s", engine.process_key, engine.node_id)
-            await Worker(self._bus, str(engine.node_id), "").stop(engine.process_key)
-
     async def _place(self, work: Work, definition: Definition) -> Attempt:
-        place = await placing.place(
-            self._bus, work, definition, mark=mark_of(work), besides=besides(work.operation)
-        )
+        place = await placing.place(self._bus, work, definition, mark=mark_of(work))
         worker = Worker(self._bus, str(place.slot.node_id), place.slot.node_name)
         return Attempt(work, definition, place.slot, worker, place.setbacks)
 
@@ -316,11 +306,21 @@ async def _started(
 
 
 async def _keep_waiting(attempt: Attempt, reason: str) -> None:
-    """Says what the load waits for. Raises Abandoned when no request waits for it any more."""
-    needed_until = (await in_thread(Operation.objects.get, pk=attempt.work.id)).needed_until
-    if needed_until is not None and needed_until < clock.now():
-        raise Abandoned(f"no request waits for it any more; {reason}")
+    """Says what the load waits for. Raises Abandoned when its time is over."""
+    if over := placing.over(await in_thread(Operation.objects.get, pk=attempt.work.id), reason):
+        raise over
     await attempt.report("loading", f"{reason}; asking again")
+
+
+async def _clear_place(attempt: Attempt) -> None:
+    """Has an engine stopped that an ended attempt may have at this place.
+
+    The place is the attempt's now, so no other load has an engine there. What ended attempts have elsewhere
+    is the stopper's (`stopping.py`).
+    """
+    if await in_thread(engines.left_at, attempt.slot, attempt.definition.name, mark=attempt.mark):
+        log.info("clearing up %s on %s", attempt.process_key, attempt.slot.node_name)
+        await attempt.worker.stop(attempt.process_key)
 
 
 async def _give_up(attempt: Attempt) -> None:

@@ -4,7 +4,8 @@ The choice itself is pure (`nodes/placement`). Here the rows are read, workers a
 and the choice is made again whenever one of these says no: the next node is tried at once.
 """
 
-from collections.abc import Mapping, Sequence, Set
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -13,7 +14,9 @@ from localai_cluster import clock
 from localai_cluster.messaging.bus import Bus, NotConnected
 from nodes.definitions.files import Definition
 from nodes.loading.asking import Answer, best_that_answers
+from nodes.loading.wish import LoadWish, wish_of
 from nodes.placement.choose import Candidate, choose
+from nodes.placement.selector import Selector
 from nodes.placement.setbacks import (
     Setbacks,
     after_failure,
@@ -27,8 +30,11 @@ from nodes.replicas.slots import Slot
 from operations.executor.work import Abandoned, Postpone, Work, in_thread
 from operations.models import Operation
 
+log = logging.getLogger(__name__)
+
 _LOOK_FOR_NODE = 5.0
 _LOOK_FOR_BUS = 1.0
+_NONE_OF_ITS_NODES = "none of the nodes that it may use is registered"
 _NO_BUS = "this controller is not connected to the message bus"
 
 
@@ -40,20 +46,17 @@ class Place:
     setbacks: Setbacks
 
 
-async def place(
-    bus: Bus, work: Work, definition: Definition, *, mark: str, besides: Set[UUID] = frozenset()
-) -> Place:
-    """Takes a slot on the best node whose worker answers, and on none of `besides`.
-
-    Raises what follows when there is none.
-    """
+async def place(bus: Bus, work: Work, definition: Definition, *, mark: str) -> Place:
+    """Takes a slot on the best node whose worker answers; raises what follows when there is none."""
+    wish = wish_of(work.operation)
     setbacks = from_payload(work.operation.payload)
     rest, answered = resting(setbacks, clock.now()), set[UUID]()
     while True:
-        fleet = await in_thread(snapshot.fleet, definition.name, besides=besides)
-        decision = choose(fleet, setbacks=setbacks, resting=rest)
+        fleet, selector = await in_thread(_seen, definition.name, wish)
+        decision = choose(fleet, setbacks=setbacks, resting=rest, selector=selector)
         if decision.node is None:
-            raise await _no_node(work, decision.why_none(), setbacks)
+            why = decision.why_none() if fleet or not wish.restricted else _NONE_OF_ITS_NODES
+            raise await _no_node(work, why, setbacks)
         if decision.node.id not in answered:
             unasked = [node for node in decision.ranked if node.id not in answered]
             answer = await _ask(bus, work, unasked)
@@ -66,13 +69,20 @@ async def place(
             slots.reserve,
             decision.node,
             definition.name,
-            decision.replica_index,
             mark=mark,
             backend=definition.backend,
             now=clock.now(),
         )
-        if slot is not None:
+        if isinstance(slot, Slot):
             return Place(slot, setbacks)
+        # The next look at the rows sees the same: this node is refused then.
+        log.info("no place for %s on %s: %s", definition.name, decision.node.name, slot.reason)
+
+
+def _seen(model_name: str, wish: LoadWish) -> tuple[list[Candidate], Selector]:
+    selector = snapshot.selectors_of([model_name])[model_name]
+    fleet = snapshot.fleet(model_name, selector=selector, only=wish.only, besides=wish.besides)
+    return fleet, selector
 
 
 async def _ask(bus: Bus, work: Work, nodes: Sequence[Candidate]) -> Answer:
@@ -99,7 +109,15 @@ def later(
     payload: Mapping[str, Any] | None = None,
     waiting: bool = True,
 ) -> Exception:
-    """Another look in `seconds`, or the end when no request waits for the model any more."""
-    if operation.needed_until is not None and operation.needed_until <= clock.now():
-        return Abandoned(f"no request waits for it any more; {reason}")
-    return Postpone(reason, seconds=seconds, waiting=waiting, payload=payload)
+    """Another look in `seconds`, or the end when its time is over."""
+    return over(operation, reason) or Postpone(reason, seconds=seconds, waiting=waiting, payload=payload)
+
+
+def over(operation: Operation, reason: str) -> Abandoned | None:
+    """The end of a load that is not needed any more, and what it waited for; None while it is needed."""
+    if operation.needed_until is None or operation.needed_until > clock.now():
+        return None
+    wish = wish_of(operation)
+    if wish.another:
+        return Abandoned(f"not possible in time ({wish.reason}); {reason}")
+    return Abandoned(f"no request waits for it any more; {reason}")

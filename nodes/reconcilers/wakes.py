@@ -15,7 +15,9 @@ from django.db import Error as DatabaseError
 
 from localai_cluster import clock
 from nodes.loading import load
+from nodes.loading.wish import wish_of
 from nodes.placement.choose import refusal
+from nodes.placement.selector import Selector
 from nodes.placement.setbacks import from_payload, resting
 from nodes.reconcilers import intents
 from nodes.replicas import snapshot
@@ -46,17 +48,17 @@ def wake(changed: Changed) -> int:
 
 def _loads(changed: Changed) -> list[UUID]:
     """Loads that one of the nodes could take."""
-    waiting = Operation.objects.filter(kind=load.KIND, status=Status.WAITING)
-    return [
-        operation.id
-        for operation in waiting.only("id", "element", "payload")
-        if _could_take(operation, changed)
-    ]
+    loads = Operation.objects.filter(kind=load.KIND, status=Status.WAITING)
+    waiting = list(loads.only("id", "element", "payload"))
+    selectors = snapshot.selectors_of({operation.element for operation in waiting})
+    return [one.id for one in waiting if _could_take(one, changed, selectors[one.element])]
 
 
-def _could_take(operation: Operation, changed: Changed) -> bool:
-    rest = resting(from_payload(operation.payload), clock.now())
-    return any(refusal(node, rest) is None for node in snapshot.fleet(operation.element, only=changed))
+def _could_take(operation: Operation, changed: Changed, selector: Selector) -> bool:
+    rest, wish = resting(from_payload(operation.payload), clock.now()), wish_of(operation)
+    only = wish.only if changed is None else set(changed) & wish.only if wish.only is not None else changed
+    fleet = snapshot.fleet(operation.element, selector=selector, only=only, besides=wish.besides)
+    return any(refusal(node, rest, selector=selector) is None for node in fleet)
 
 
 class Wakes:

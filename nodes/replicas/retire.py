@@ -39,17 +39,14 @@ def retire_of_nodes(*node_ids: UUID, keep: Collection[UUID] = ()) -> int:
     return len(gone)
 
 
-def retire_leftovers(model_name: str, *, mark: str) -> list[Slot]:
-    """Removes and answers the slots of earlier attempts: only one load of a model is active at a time."""
-    return _retire_slots(NodeModel.objects.of(model_name).exclude(loading_by=mark))
+def retire_slots_of_ended(running: QuerySet[Any], model_name: str | None = None) -> list[Slot]:
+    """Removes and answers the slots, of one model or all, whose attempt is none of `running`, by its `mark`.
 
-
-def retire_slots_of_ended(running: QuerySet[Any]) -> list[Slot]:
-    """Removes and answers the slots whose attempt is none of `running`, which have a `mark`.
-
-    A killed attempt leaves its slot, and nothing else frees it if the model is not loaded again.
+    A killed attempt leaves its slot, and nothing else frees it. The slots of a load that goes on stay,
+    however many loads of the model there are.
     """
-    return _retire_slots(NodeModel.objects.exclude(Exists(running.filter(mark=OuterRef("loading_by")))))
+    rows = NodeModel.objects.all() if model_name is None else NodeModel.objects.of(model_name)
+    return _retire_slots(rows.exclude(Exists(running.filter(mark=OuterRef("loading_by")))))
 
 
 def retire_unlisted(node_id: UUID, running: Collection[tuple[str, str]], *, before: datetime) -> list[str]:

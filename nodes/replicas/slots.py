@@ -9,11 +9,9 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from django.db import IntegrityError
-
 from localai_cluster.commits import committed
 from nodes.models import BackendNode, EngineStart, ModelLoadInfo, NodeModel
-from nodes.placement.choose import Candidate
+from nodes.placement.choose import Candidate, Reason, lowest_free
 
 
 @dataclass(frozen=True)
@@ -26,29 +24,40 @@ class Slot:
     replica_index: int
 
 
-def reserve(
-    view: Candidate, model_name: str, index: int, *, mark: str, backend: str, now: datetime
-) -> Slot | None:
-    """Takes the slot; None when somebody else has it, or the node went away or is not healthy any more."""
-    try:
-        with committed("load.reserve"):
-            # Under the node's lock: a drain either sees this slot or keeps it from being taken.
-            healthy = BackendNode.objects.filter(pk=view.id, status="healthy")
-            if healthy.select_for_update(no_key=True).first() is None:
-                return None
-            row = NodeModel.objects.create(
-                node_id=view.id,
-                model_name=model_name,
-                replica_index=index,
-                state="loading",
-                loading_by=mark,
-                backend_type=backend,
-                last_used=now,
-                created_at=now,
-                updated_at=now,
-            )
-    except IntegrityError:
-        return None
+@dataclass(frozen=True)
+class NoSlot:
+    """The node has no place for the replica any more, and why."""
+
+    reason: str
+
+
+def reserve(view: Candidate, model_name: str, *, mark: str, backend: str, now: datetime) -> Slot | NoSlot:
+    """Takes the lowest free slot of the node for the model (R1.63, R2.44), as the rows are now.
+
+    Rows in every state keep their slot, those in `unloading` too (R1.67).
+    """
+    with committed("load.reserve"):
+        # Under the node's lock: a drain either sees this slot or keeps it from being taken, and whoever else
+        # takes one of this node comes before or after.
+        healthy = BackendNode.objects.filter(pk=view.id, status="healthy").select_for_update(no_key=True)
+        cap = healthy.values_list("max_replicas_per_model", flat=True).first()
+        if cap is None:
+            return NoSlot("gone or not healthy any more")
+        rows = NodeModel.objects.of(model_name).filter(node_id=view.id)
+        index = lowest_free(set(rows.values_list("replica_index", flat=True)), cap)
+        if index is None:
+            return NoSlot(Reason.FULL)
+        row = NodeModel.objects.create(
+            node_id=view.id,
+            model_name=model_name,
+            replica_index=index,
+            state="loading",
+            loading_by=mark,
+            backend_type=backend,
+            last_used=now,
+            created_at=now,
+            updated_at=now,
+        )
     return Slot(row.id, view.id, view.name, index)
 
 

@@ -7,8 +7,9 @@ from uuid import UUID
 from django.db.models import Count, F, Q, Sum
 from django.db.models.functions import Coalesce
 
-from nodes.models import BackendNode, NodeModel
+from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel, selectors
 from nodes.placement.choose import Candidate
+from nodes.placement.selector import ANY, Selector
 from nodes.replicas.slots import Slot
 
 
@@ -17,13 +18,35 @@ def serving(model_name: str, *, besides: Collection[UUID] = ()) -> bool:
     return bool(NodeModel.objects.of(model_name).serving().exclude(node__in=besides).exists())
 
 
+def selectors_of(model_names: Collection[str]) -> dict[str, Selector]:
+    """What the rules of these models demand of nodes, for each of them; one query."""
+    rules = ModelSchedulingConfig.objects.filter(model_name__in=model_names)
+    stored = dict(rules.values_list("model_name", "node_selector"))
+    found = {name: selectors.readable(stored.get(name, {})) for name in model_names}
+    return {
+        name: Selector(name, None if labels is None else frozenset(labels.items()))
+        for name, labels in found.items()
+    }
+
+
 def fleet(
-    model_name: str, *, only: Collection[UUID] | None = None, besides: Collection[UUID] = ()
+    model_name: str,
+    *,
+    selector: Selector = ANY,
+    only: Collection[UUID] | None = None,
+    besides: Collection[UUID] = (),
 ) -> list[Candidate]:
-    """Every node, or only these, and not `besides`, as placement sees them; two queries for any number."""
+    """Every node, or only these, and not `besides`, as placement sees them, with the labels that `selector`
+    asks for; two queries for any number, three with a selector.
+    """
     taken: dict[UUID, set[int]] = {}
     for node_id, index in NodeModel.objects.of(model_name).values_list("node_id", "replica_index"):
         taken.setdefault(node_id, set()).add(index)
+    labels: dict[UUID, set[tuple[str, str]]] = {}
+    if selector.labels:
+        asked_for = NodeLabel.objects.filter(key__in=[key for key, _ in selector.labels])
+        for node_id, key, value in asked_for.values_list("node_id", "key", "value"):
+            labels.setdefault(node_id, set()).add((key, value))
     asked = BackendNode.objects.all() if only is None else BackendNode.objects.filter(pk__in=only)
     nodes = asked.exclude(pk__in=besides).annotate(
         loaded=Count("replicas", filter=Q(replicas__state="loaded")),
@@ -42,6 +65,7 @@ def fleet(
             in_flight=row["busy"],
             taken=frozenset(taken.get(row["id"], ())),
             slots=row["max_replicas_per_model"],
+            labels=frozenset(labels.get(row["id"], ())),
         )
         for row in nodes.values(*columns)
     ]

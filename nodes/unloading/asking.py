@@ -1,7 +1,8 @@
 """How an unload or a deletion of a model comes to be: on which nodes, and what it excludes.
 
-What is asked for one node owns the model on that node; what is asked for the cluster owns the model, as its
-load does, so the two exclude each other. The nodes are decided here, when the operation is made.
+What is asked for one node owns the model on that node; what is asked for the cluster owns a share of the
+model, as each of its loads does, so unloads and loads exclude each other. The nodes are decided here, when
+the operation is made.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from localai_cluster import conf, errors
 from nodes.loading import load
 from nodes.models import BackendNode, NodeModel, NodeType
 from nodes.replicas import leaving
-from operations.ledger.admission import Admission, OperationRequest, admit
+from operations.ledger.admission import Admission, OperationRequest, admit, in_progress
 from operations.models import Operation
 
 UNLOAD, DELETE = leaving.UNLOAD, leaving.DELETE
@@ -79,7 +80,7 @@ def loading_there(model: str, node_id: UUID) -> UUID | None:
 
 def _key(wish: UnloadWish) -> str:
     if wish.node is None:
-        return load.key(wish.model)
+        return load.key(wish.model, load.ALL)
     part = "model" if wish.index is None else f"replica:{wish.index}"
     return f"node:{wish.node.id}:{part}:{wish.model}"
 
@@ -103,9 +104,9 @@ def _admitted(wish: UnloadWish, kind: str, targets: Targets, now: datetime) -> A
 
 def _not_loaded(wish: UnloadWish) -> Exception:
     if wish.node is None:
-        active = Operation.objects.active().filter(key=_key(wish)).first()
+        active = Operation.objects.active().sharing(_key(wish), wish.model).order_by("created_at").first()
         if active is not None:
-            return errors.Conflict(f"{active.kind} of {wish.model} is in progress (operation {active.id})")
+            return in_progress(active)
         return errors.NotFound(f"model {wish.model} is not loaded on any node")
     _refuse_while_loading(wish, wish.node)
     which = "" if wish.index is None else f" as replica {wish.index}"

@@ -1,8 +1,9 @@
 """What people do with operations: ask, join, need for longer, cancel, dismiss after a failure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
+from itertools import count
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -14,10 +15,20 @@ from localai_cluster.accounts import audit
 from localai_cluster.accounts.audit import Change
 from localai_cluster.commits import committed
 from localai_cluster.gallery_index import public_url
+from localai_cluster.locks import stand_in_line
 from operations import targets
 from operations.changes.announce import announce
 from operations.ledger.progress import update
-from operations.models import ACTIVE, QUEUED, Operation, OperationTarget, Status, TargetStatus
+from operations.models import (
+    ACTIVE,
+    QUEUED,
+    SHARE,
+    Operation,
+    OperationTarget,
+    Status,
+    TargetStatus,
+    owner_of,
+)
 
 NO_SUCH_OPERATION = "no operation has this id"
 
@@ -57,7 +68,7 @@ class OperationRequest:
 def admit(request: OperationRequest, *, now: datetime) -> Admission:
     """Makes the operation, or joins the active one of the same key and kind (O34).
 
-    Raises Conflict when another kind of operation is active on the key.
+    Raises Conflict when another kind of operation is active on the key, or has a share of the same owner.
     """
     for _ in range(3):
         existing = Operation.objects.active().filter(key=request.key).first()
@@ -72,22 +83,39 @@ def admit(request: OperationRequest, *, now: datetime) -> Admission:
     raise errors.Unavailable(f"operations on {request.key} are too frequent", retry_after=1)
 
 
+def admit_one_more(request: OperationRequest, *, now: datetime) -> Operation:
+    """Makes the operation beside those of its kind that have a share of the same owner, and joins none.
+
+    It gets the lowest free share from 1: the request's own is for those who join. Raises Conflict when
+    another kind of operation has a share.
+    """
+    return _create(request, now, one_more=True)
+
+
+def in_progress(existing: Operation) -> errors.Conflict:
+    """The refusal of what an active operation excludes."""
+    return errors.Conflict(
+        f"{existing.kind} of {existing.element} is in progress (operation {existing.id}, {existing.status})",
+        operation=existing.id,
+        kind=existing.kind,
+        state=existing.status,
+    )
+
+
 def _join(existing: Operation, request: OperationRequest) -> Admission:
     if existing.kind != request.kind:
-        raise errors.Conflict(
-            f"{existing.kind} of {existing.element} is in progress"
-            f" (operation {existing.id}, {existing.status})",
-            operation=existing.id,
-            kind=existing.kind,
-            state=existing.status,
-        )
+        raise in_progress(existing)
     if request.needed_until is not None:
         need_until(existing.id, request.needed_until)
     return Admission(existing, created=False)
 
 
-def _create(request: OperationRequest, now: datetime) -> Operation:
+def _create(request: OperationRequest, now: datetime, *, one_more: bool = False) -> Operation:
     with committed("ledger.admit"):
+        taken = _shares(request)
+        if one_more:
+            shares = (f"{owner_of(request.key)}{SHARE}{number}" for number in count(1))
+            request = replace(request, key=next(share for share in shares if share not in taken))
         operation, superseded = made(request, now)
         OperationTarget.objects.bulk_create(
             OperationTarget(operation=operation, node_id=node_id, node_name=name)
@@ -95,6 +123,24 @@ def _create(request: OperationRequest, now: datetime) -> Operation:
         )
         announce([*superseded, operation])
     return operation
+
+
+def _shares(request: OperationRequest) -> set[str]:
+    """The shares of the key's owner that active operations have; no other gets one until the commit.
+
+    Raises Conflict when one of them is of another kind.
+    """
+    owner = owner_of(request.key)
+    if not owner:
+        return set()
+    # "All of one kind" is no constraint of the database: who makes one stands in line and looks.
+    stand_in_line(owner)
+    active = Operation.objects.active().sharing(request.key, request.element).order_by("created_at")
+    active = active.only("id", "kind", "key", "element", "status")
+    for other in active:
+        if other.kind != request.kind:
+            raise in_progress(other)
+    return {other.key for other in active}
 
 
 def made(

@@ -78,7 +78,7 @@ def test_fifty_first_requests_load_once(shared: Shared) -> None:
     answers = asyncio.run(fire())
     assert [answer.status_code for answer in answers] == [200] * 50, answers[0].text
     assert len({json.dumps(answer.json()["data"]) for answer in answers}) == 1
-    assert cluster.rows("SELECT count(*) FROM operations WHERE key = 'model:fifty'") == [(1,)]
+    assert cluster.rows("SELECT count(*) FROM operations WHERE key = 'model:fifty#0'") == [(1,)]
     assert cluster.rows(
         "SELECT count(*) FROM operations WHERE element = 'echo' AND kind = 'backend_install'"
     ) <= [(1,)]
@@ -138,7 +138,7 @@ def test_an_engine_that_exits_at_start_shows_its_stderr(shared: Shared) -> None:
     assert "loading" not in first.json()
     again = shared.cluster.embed(shared.webs[1], model="never")
     assert again.json()["error"]["message"] == message
-    ((error,),) = shared.cluster.rows("SELECT error FROM operations WHERE key = 'model:never'")
+    ((error,),) = shared.cluster.rows("SELECT error FROM operations WHERE key = 'model:never#0'")
     stderr = [line for line in error.splitlines() if line.strip()]
     assert len(stderr) >= 20
     assert error.splitlines()[-1] in message

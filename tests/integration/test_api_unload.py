@@ -223,7 +223,7 @@ def test_everywhere_has_a_part_for_each_node_that_has_the_model() -> None:
     assert everywhere("unload", at_once_wish()).status_code == 202
     operation = Operation.objects.get()
     assert [part.node_name for part in operation.targets.order_by("node_name")] == ["a", "b"]
-    assert operation.key == "model:echo"
+    assert operation.key == "model:echo#all"
 
 
 @pytest.mark.rule("T-UNL-1", "T-UNL-4", "T-UNL-39", "R6.11", "R6.12")
@@ -297,7 +297,7 @@ class TestLoad:
         with a_controller(State.COMPLETE):
             answer = self.post({"model": "echo"})
         operation = Operation.objects.get()
-        assert (operation.kind, operation.key) == (load.KIND, "model:echo")
+        assert (operation.kind, operation.key) == (load.KIND, "model:echo#0")
         assert (answer.status_code, answer.json()["loaded"]) == (200, ["echo"])
         assert answer.json()["jobID"] == str(operation.id)
 

@@ -28,9 +28,11 @@ from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost
 from nodes.backends import commands, intents
 from nodes.definitions.folder import Folder
 from nodes.loading import asking, engines, load
+from nodes.loading.another import load_another
+from nodes.loading.wish import ANOTHER
 from nodes.models import BackendNode, EngineStart, NodeEvent, NodeModel
 from nodes.placement.setbacks import from_payload
-from nodes.replicas import retire
+from nodes.replicas import retire, slots, snapshot
 from nodes.replicas.slots import Slot
 from operations.executor.operation_queue import write_batch
 from operations.executor.recorder import Recorder
@@ -342,6 +344,7 @@ async def test_an_address_belongs_to_the_engine_that_was_started_there_last(
         return sorted((str(row), row.node.name) for row in NodeModel.objects.select_related("node"))
 
     def former() -> None:
+        BackendNode.objects.update(max_replicas_per_model=2)
         hot.replica(stage.one, "other", address=STARTED.address)
         hot.replica(stage.one, "echo", 1, address=STARTED.address, state="unloading")
         hot.replica(stage.one, "third", address="127.0.0.1:8")
@@ -522,7 +525,7 @@ async def test_an_attempt_before_the_start_stops_nothing(stage: Stage) -> None:
 
 
 async def test_the_next_attempt_stops_what_a_killed_one_has_left(stage: Stage, loads: list[Any]) -> None:
-    """Also when the model has no definition any more, or its row has gone."""
+    """At the place that it has taken itself: another load may have a place that was left elsewhere."""
     killed = f"{stage.work.id}:0"
 
     def left_behind() -> None:
@@ -531,10 +534,53 @@ async def test_the_next_attempt_stops_what_a_killed_one_has_left(stage: Stage, l
         row.delete()
 
     await in_thread(left_behind)
+    stage.lists(stage.two, BACKEND)
+    stage.installs(stage.two, STARTED)
+    assert (await stage.handler(stage.work))["node"] == "two"
+    assert stage.bus.stops(stage.two.id) == ["echo#0"]
+
+
+@pytest.mark.parametrize("more", [True, False], ids=["one more", "any"])
+async def test_only_a_load_of_one_more_replica_is_carried_out_beside_one_that_serves(
+    stage: Stage, loads: list[Any], more: bool
+) -> None:
+    await in_thread(hot.replica, stage.two)
     stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, STARTED)
-    assert (await stage.handler(stage.work))["node"] == "one"
-    assert stage.bus.stops(stage.two.id) == ["echo#0"]
+    stage.work.operation.payload = {ANOTHER: more}
+    result = await stage.handler(stage.work)
+    assert (result.get("node"), result.get("already_loaded")) == (("one", None) if more else (None, True))
+
+
+@pytest.mark.rule("R2.44")
+async def test_a_load_leaves_the_engines_and_slots_of_another_active_load_alone(
+    stage: Stage, loads: list[Any]
+) -> None:
+    """Several replicas of a model may be loaded at once; what an ended load has left is cleared."""
+    marks: list[str] = []
+
+    def others() -> None:
+        BackendNode.objects.update(max_replicas_per_model=3)
+        active = load_another("echo", only=None, actor="test", reason="test")
+        (operation,) = lease.claim("controller", now=clock.now(), lease=60, limit=1)
+        assert operation.id == active.id
+        marks.extend((f"{active.id}:{operation.fence}", f"{uuid4()}:1"))
+        for index, mark in enumerate(marks):
+            (view, _) = sorted(snapshot.fleet("echo"), key=lambda one: one.name)
+            slot = slots.reserve(view, "echo", mark=mark, backend="echo", now=clock.now())
+            assert isinstance(slot, Slot)
+            assert slot.replica_index == index
+            assert engines.note(slot, "echo", mark=mark, now=clock.now())
+
+    await in_thread(others)
+    stage.lists(stage.one, BACKEND)
+    stage.installs(stage.one, STARTED)
+    assert (await stage.handler(stage.work))["replica_index"] == 1
+    assert stage.bus.stops(stage.one.id) == ["echo#1"]
+    active, _ = marks
+    left = await in_thread(lambda: list(NodeModel.objects.filter(state="loading").values_list("loading_by")))
+    assert left == [(active,)]
+    assert await in_thread(lambda: list(EngineStart.objects.values_list("mark"))) == [(active,)]
 
 
 async def test_only_deaths_of_the_engine_count_as_deaths(stage: Stage, loads: list[Any]) -> None:
@@ -566,7 +612,7 @@ def test_leftovers_are_locked_in_the_order_of_their_ids() -> None:
 
     def clear() -> list[Slot]:
         try:
-            return retire.retire_leftovers("m", mark="mine")
+            return retire.retire_slots_of_ended(engines.running_attempts(), "m")
         finally:
             connection.close()
 

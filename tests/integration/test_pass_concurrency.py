@@ -24,7 +24,7 @@ from nodes.models import (
 from nodes.reconcilers.liveness import Limits, Plan, apply
 from nodes.registry import services
 from nodes.registry.services import Running
-from nodes.replicas.slots import reserve
+from nodes.replicas.slots import Slot, reserve
 from nodes.replicas.snapshot import fleet
 from tests.support.fleet import (
     NOW,
@@ -57,7 +57,7 @@ def test_a_slot_against_deregistration() -> None:
     (view,) = fleet("m")
     results = at_once(
         lambda: services.deregister(node.pk, actor=ROOT, now=later(1)),
-        *(lambda n=number: reserve(view, f"m{n}", 0, mark="x", backend="b", now=NOW) for number in range(6)),
+        *(lambda n=number: reserve(view, f"m{n}", mark="x", backend="b", now=NOW) for number in range(6)),
     )
     assert unexpected(results) == []
     assert results[0] is None
@@ -130,11 +130,12 @@ def test_no_deadlock_between_hot_path_beats_passes_and_verbs() -> None:
     listed = [Running(f"m#{index}") for index in range(3)]
     rows = [replica(node, index=index).pk for node in nodes for index in range(3)]
     ModelSchedulingConfig.objects.create(model_name="m", unsatisfiable_until=NOW)
+    BackendNode.objects.update(max_replicas_per_model=3)
 
     def fill() -> None:
         for node in nodes:
-            for index in range(3):
-                reserve_row(node, index)
+            for _ in range(3):
+                reserve_row(node)
 
     def together(order: list[BackendNode]) -> Any:
         with transaction.atomic():
@@ -168,11 +169,11 @@ def test_no_deadlock_between_hot_path_beats_passes_and_verbs() -> None:
     everything_told_is_consistent()
 
 
-def reserve_row(node: BackendNode, index: int) -> None:
+def reserve_row(node: BackendNode) -> None:
     """A replica that a load has published, if the slot is free."""
     view = next(one for one in fleet("m") if one.id == node.pk)
-    slot = reserve(view, "m", index, mark="x", backend="b", now=NOW)
-    if slot is not None:
+    slot = reserve(view, "m", mark="x", backend="b", now=NOW)
+    if isinstance(slot, Slot):
         NodeModel.objects.filter(pk=slot.id).update(state="loaded", address="h:1")
 
 

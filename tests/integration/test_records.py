@@ -57,12 +57,13 @@ def test_only_loaded_replicas_with_an_address_serve() -> None:
 
 @pytest.mark.rule("R1.5")
 def test_a_slot_is_taken_once() -> None:
-    """R1.5, "Port:": node, model and index are unique; reserving a taken slot answers nothing."""
+    """R1.5, "Port:": node, model and index are unique; a full node gives none and says so."""
     node = api.make_node()
     replica(node)
     assert refused(NodeModel, node=node, model_name="m", replica_index=0)
     (view,) = snapshot.fleet("m")
-    assert slots.reserve(view, "m", 0, mark="x:1", backend="echo", now=clock.now()) is None
+    refusal = slots.reserve(view, "m", mark="x:1", backend="echo", now=clock.now())
+    assert refusal == slots.NoSlot("no free slot for this model")
     assert NodeModel.objects.get(node=node, model_name="m").state == "loaded"
 
 
@@ -72,7 +73,8 @@ def test_a_node_that_was_drained_meanwhile_gives_no_slot() -> None:
     node = api.make_node()
     (view,) = snapshot.fleet("m")
     drain(node.id, actor=STATIC_KEY, now=clock.now())
-    assert slots.reserve(view, "m", 0, mark="x:1", backend="echo", now=clock.now()) is None
+    refusal = slots.reserve(view, "m", mark="x:1", backend="echo", now=clock.now())
+    assert refusal == slots.NoSlot("gone or not healthy any more")
     assert not NodeModel.objects.exists()
 
 

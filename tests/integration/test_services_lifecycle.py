@@ -13,6 +13,7 @@ from django.conf import settings
 
 from localai_cluster import errors
 from localai_cluster.accounts import actors
+from nodes.loading import engines
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel, PendingBackendOp
 from nodes.registry import services
 from nodes.registry.change import columns, facts_of
@@ -20,6 +21,7 @@ from nodes.registry.heartbeats import Beat
 from nodes.registry.states import Facts, status_of
 from nodes.replicas import hooks, retire, slots, snapshot
 from nodes.replicas.hooks import Removed
+from operations.models import Operation
 from tests.checks.states import everything
 from tests.support.fleet import (
     ANNA,
@@ -517,15 +519,22 @@ def test_single_removals_are_announced_with_their_index(removed: Any) -> None:
     """A failed load and what an earlier attempt left: one announcement each, and only for rows that went."""
     node = approved()
     now = NOW
+    BackendNode.objects.filter(pk=node.pk).update(max_replicas_per_model=2)
+    (operation,) = Operation.objects.bulk_create(
+        [Operation(kind="k", key="k", element="m", status="processing", fence=2, lease_until=now)]
+    )
+    current = f"{operation.id}:2"
     view = next(one for one in snapshot.fleet("m") if one.id == node.pk)
-    mine = slots.reserve(view, "m", 0, mark="op:2", backend="b", now=now)
-    other = slots.reserve(view, "m", 1, mark="op:1", backend="b", now=now)
-    assert mine is not None
-    assert other is not None
+    mine = slots.reserve(view, "m", mark=current, backend="b", now=now)
+    other = slots.reserve(view, "m", mark=f"{operation.id}:1", backend="b", now=now)
+    assert isinstance(mine, slots.Slot)
+    assert isinstance(other, slots.Slot)
     assert removed(lambda: retire.retire_slot(mine, mark="another:1")) == []
-    assert removed(lambda: retire.retire_leftovers("m", mark="op:2")) == [("m", node.pk, 1)]
-    assert removed(lambda: retire.retire_slot(mine, mark="op:2")) == [("m", node.pk, 0)]
-    assert removed(lambda: retire.retire_slot(mine, mark="op:2")) == []
+    running = engines.running_attempts()
+    assert removed(lambda: retire.retire_slots_of_ended(running, "n")) == []
+    assert removed(lambda: retire.retire_slots_of_ended(running, "m")) == [("m", node.pk, 1)]
+    assert removed(lambda: retire.retire_slot(mine, mark=current)) == [("m", node.pk, 0)]
+    assert removed(lambda: retire.retire_slot(mine, mark=current)) == []
 
 
 # --- who may not be reached

@@ -201,7 +201,7 @@ async def test_a_last_replica_that_cannot_be_loaded_elsewhere_stays_and_says_why
 
 async def test_a_last_replica_whose_model_is_busy_stays(stage: Stage) -> None:
     def unloads() -> None:
-        asked = ledger.OperationRequest("model_unload", key="model:m", element="m", actor="eve")
+        asked = ledger.OperationRequest("model_unload", key="model:m#all", element="m", actor="eve")
         ledger.admit(asked, now=clock.now())
 
     await hot.in_thread(stage.alone)

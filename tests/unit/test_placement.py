@@ -9,9 +9,14 @@ from hypothesis import strategies as st
 
 from nodes.placement import setbacks
 from nodes.placement.choose import Candidate, Reason, choose, free_index, refusal
+from nodes.placement.selector import ANY, Selector
 from nodes.placement.setbacks import Setback
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
+
+LABELS = [(key, value) for key in ("tier", "zone") for value in ("a", "b")]
+labels = st.frozensets(st.sampled_from(LABELS), max_size=2)
+selectors = st.builds(Selector, model=st.just("m"), labels=st.none() | labels)
 
 statuses = st.sampled_from(["pending", "healthy", "unhealthy", "offline", "draining"])
 nodes = st.builds(
@@ -25,6 +30,7 @@ nodes = st.builds(
     in_flight=st.integers(0, 9),
     taken=st.frozensets(st.integers(0, 3)),
     slots=st.integers(0, 4),
+    labels=labels,
 )
 fleets = st.lists(nodes, max_size=8, unique_by=lambda node: node.id)
 
@@ -44,15 +50,22 @@ def view(**given_values: object) -> Candidate:
     return Candidate(**{**plain, **given_values})  # type: ignore[arg-type]
 
 
-@given(fleets, st.frozensets(st.uuids(), max_size=2))
-def test_only_healthy_backend_nodes_with_a_free_slot_are_chosen(
-    fleet: list[Candidate], resting: frozenset[UUID]
+@pytest.mark.rule("R1.63", "R1.64", "R1.68", "R1.69", "R2.5")
+@given(fleets, st.frozensets(st.uuids(), max_size=2), selectors)
+def test_only_healthy_backend_nodes_that_match_and_have_a_free_slot_are_chosen(
+    fleet: list[Candidate], resting: frozenset[UUID], selector: Selector
 ) -> None:
-    """I10, R1.1, R1.63: nothing is placed on a pending, draining, offline, unhealthy, agent or full node."""
-    decision = choose(fleet, resting=resting)
+    """I10, R1.1, R1.63: nothing is placed on a pending, draining, offline, unhealthy, agent or full node.
+
+    Nor on one outside the selector, and a selector that cannot be read matches nothing.
+    """
+    decision = choose(fleet, resting=resting, selector=selector)
     if decision.node is None:
-        assert all(refusal(node, resting) is not None for node in fleet)
+        assert all(refusal(node, resting, selector=selector) is not None for node in fleet)
         return
+    assert selector.labels is not None
+    assert selector.labels <= decision.node.labels
+    assert len(decision.node.taken) < decision.node.slots, "no node over its cap"
     assert decision.node.id not in resting
     assert (decision.node.status, decision.node.node_type) == ("healthy", "backend")
     assert decision.replica_index not in decision.node.taken
@@ -67,17 +80,23 @@ def test_every_refused_node_keeps_its_reason(fleet: list[Candidate]) -> None:
     assert {node.id for node in decision.ranked} == {node.id for node in fleet} - set(decision.refused)
 
 
-@given(fleets)
-def test_the_choice_does_not_depend_on_the_order_of_the_fleet(fleet: list[Candidate]) -> None:
+@given(fleets.flatmap(lambda fleet: st.tuples(st.just(fleet), st.permutations(fleet))), selectors)
+def test_the_choice_does_not_depend_on_the_order_of_the_fleet(
+    fleets: tuple[list[Candidate], list[Candidate]], selector: Selector
+) -> None:
     """A placement that re-computes to another answer could not be explained (I14)."""
-    named = [Candidate(**{**node.__dict__, "name": str(node.id)}) for node in fleet]
-    assert choose(named).node == choose(list(reversed(named))).node
+    one, other = (
+        choose([Candidate(**{**node.__dict__, "name": str(node.id)}) for node in fleet], selector=selector)
+        for fleet in fleets
+    )
+    assert one == other
+    assert one.why_none() == other.why_none()
 
 
 @given(nodes)
 def test_the_lowest_free_index_is_taken(node: Candidate) -> None:
-    """R1.63: the lowest integer in [0, cap) not in use."""
-    expected = sorted(set(range(node.slots)) - node.taken)
+    """R1.63: the lowest integer in [0, cap) not in use; rows above a lowered cap count too (R1.64)."""
+    expected = sorted(set(range(node.slots)) - node.taken) if len(node.taken) < node.slots else []
     assert free_index(node) == (expected[0] if expected else None)
 
 
@@ -137,3 +156,34 @@ def test_the_reason_names_what_to_do() -> None:
     mixed = choose([view(status="offline"), view(id=UUID(int=2), status="draining")]).why_none()
     assert mixed == "no node can take it: 1 draining, 1 offline"
     assert refusal(view(taken=frozenset({0}))) is Reason.FULL
+
+
+@pytest.mark.rule("R2.5", "R1.68", "R1.69")
+@pytest.mark.parametrize(
+    ("selector", "said"),
+    [
+        ({("tier", "fast"), ("gpu", "a")}, "the selector of model m: gpu=a, tier=fast"),
+        (None, "the selector of model m, which cannot be read"),
+    ],
+    ids=["demands", "unreadable"],
+)
+def test_a_selector_that_nothing_matches_is_named_with_its_model(
+    selector: set[tuple[str, str]] | None, said: str
+) -> None:
+    """Whether a node that does not match is there or not says nothing: it is of no use."""
+    demanded = Selector("m", None if selector is None else frozenset(selector))
+    fleet = [
+        view(labels=frozenset({("tier", "fast")})),
+        view(id=UUID(int=2), status="offline", labels=frozenset({("gpu", "a")})),
+        view(id=UUID(int=3), node_type="agent"),
+    ]
+    assert choose(fleet, selector=demanded).why_none() == f"no node matches {said}"
+
+
+@pytest.mark.rule("R2.5")
+def test_a_node_that_does_not_match_is_one_reason_among_others() -> None:
+    slow, full = view(), view(id=UUID(int=2), labels=frozenset({("tier", "fast")}), taken=frozenset({0}))
+    fast = Selector("m", frozenset({("tier", "fast")}))
+    said = choose([slow, full], selector=fast).why_none()
+    assert said == "no node can take it: 1 no free slot for this model, 1 not matching the rule's selector"
+    assert choose([slow, full], selector=ANY).node == slow

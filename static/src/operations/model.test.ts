@@ -98,6 +98,12 @@ describe("the order", () => {
     expect(grouped([load, install("a")]).map(headline).sort()).toEqual(["Installing backend", "Loading model"]);
   });
 
+  it("shows two loads of a model on one node as two", () => {
+    const load = (jobID: string) => install("a", { jobID, kind: "model_load", name: "tiny", taskType: "staging", nodes: [] });
+    const both = only([load("one"), load("two")]);
+    expect(both.parts.map((part) => [part.job.jobID, part.nodeID])).toEqual([["one", "a"], ["two", "a"]]);
+  });
+
   it("drops what was dismissed", () => {
     expect(grouped([install("a", { status: "failed", dismissedAt: at(1) })])).toEqual([]);
   });

@@ -200,7 +200,8 @@ function wholePart(operation: Operation, state: State): Part {
   const nodeID = operation.nodeID ?? "";
   const status = state === "completed" ? "success" : state;
   return {
-    id: nodeID === "" ? operation.jobID : nodeID,
+    // Two replicas of a model may be loaded on one node at once: no load takes the place of another.
+    id: nodeID === "" || operation.kind === "model_load" ? operation.jobID : nodeID,
     nodeID,
     name: operation.nodeName ?? "",
     job: operation,

@@ -64,7 +64,7 @@ def _lane(number: int, places: list[Place], random: Random) -> Lane:
     elif number % 5 == 1:
         model = f"{random.choice(MODELS)}-{number}"
         request = OperationRequest(
-            kind="model_load", key=f"model:{model}", element=model, actor="api key batch", node=node
+            kind="model_load", key=f"model:{model}#0", element=model, actor="api key batch", node=node
         )
     else:
         backend = f"local@{BACKENDS[number % len(BACKENDS)]}"
