@@ -31,7 +31,7 @@ from nodes.backends.outcomes import BusDown, Done, NoResponders, StillRunning, U
 from nodes.backends.outcomes import Refused as WorkerRefused
 from nodes.definitions.files import Definition, load_options, revision
 from nodes.definitions.folder import Folder, FolderHangs
-from nodes.loading import engines, placing
+from nodes.loading import engines, needs, placing
 from nodes.models import BackendNode
 from nodes.placement.setbacks import Setbacks, after_failure, into_payload
 from nodes.registry import dialling
@@ -149,8 +149,9 @@ class LoadModel:
             await Worker(self._bus, str(engine.node_id), "").stop(engine.process_key)
 
     async def _place(self, work: Work, definition: Definition) -> Attempt:
+        need = needs.of(definition, await self._definitions.sizes.of(definition))
         place = await placing.place(
-            self._bus, work, definition, mark=mark_of(work), besides=besides(work.operation)
+            self._bus, work, definition, need, mark=mark_of(work), besides=besides(work.operation)
         )
         worker = Worker(self._bus, str(place.slot.node_id), place.slot.node_name)
         return Attempt(work, definition, place.slot, worker, place.setbacks)

@@ -4,6 +4,7 @@ The choice itself is pure (`nodes/placement`). Here the rows are read, workers a
 and the choice is made again whenever one of these says no: the next node is tried at once.
 """
 
+import logging
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from localai_cluster import clock
 from localai_cluster.messaging.bus import Bus, NotConnected
 from nodes.definitions.files import Definition
 from nodes.loading.asking import Answer, best_that_answers
-from nodes.placement.choose import Candidate, choose
+from nodes.placement.choose import Candidate, Need, choose, lacks_disk
 from nodes.placement.setbacks import (
     Setbacks,
     after_failure,
@@ -26,6 +27,8 @@ from nodes.replicas import slots, snapshot
 from nodes.replicas.slots import Slot
 from operations.executor.work import Abandoned, Postpone, Work, in_thread
 from operations.models import Operation
+
+log = logging.getLogger(__name__)
 
 _LOOK_FOR_NODE = 5.0
 _LOOK_FOR_BUS = 1.0
@@ -41,7 +44,13 @@ class Place:
 
 
 async def place(
-    bus: Bus, work: Work, definition: Definition, *, mark: str, besides: Set[UUID] = frozenset()
+    bus: Bus,
+    work: Work,
+    definition: Definition,
+    need: Need,
+    *,
+    mark: str,
+    besides: Set[UUID] = frozenset(),
 ) -> Place:
     """Takes a slot on the best node whose worker answers, and on none of `besides`.
 
@@ -51,7 +60,7 @@ async def place(
     rest, answered = resting(setbacks, clock.now()), set[UUID]()
     while True:
         fleet = await in_thread(snapshot.fleet, definition.name, besides=besides)
-        decision = choose(fleet, setbacks=setbacks, resting=rest)
+        decision = choose(fleet, need=need, setbacks=setbacks, resting=rest)
         if decision.node is None:
             raise await _no_node(work, decision.why_none(), setbacks)
         if decision.node.id not in answered:
@@ -70,8 +79,11 @@ async def place(
             mark=mark,
             backend=definition.backend,
             now=clock.now(),
+            need=need,
         )
         if slot is not None:
+            if lacks_disk(decision.node, need):
+                log.warning("%s may have too little disk space for %s", slot.node_name, definition.name)
             return Place(slot, setbacks)
 
 

@@ -13,7 +13,8 @@ from django.db import IntegrityError
 
 from localai_cluster.commits import committed
 from nodes.models import BackendNode, EngineStart, ModelLoadInfo, NodeModel
-from nodes.placement.choose import Candidate
+from nodes.placement.choose import NOTHING, Candidate, Need
+from nodes.replicas import vram
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,28 @@ class Slot:
 
 
 def reserve(
-    view: Candidate, model_name: str, index: int, *, mark: str, backend: str, now: datetime
+    view: Candidate,
+    model_name: str,
+    index: int,
+    *,
+    mark: str,
+    backend: str,
+    now: datetime,
+    need: Need = NOTHING,
 ) -> Slot | None:
-    """Takes the slot; None when somebody else has it, or the node went away or is not healthy any more."""
+    """Takes the slot and what the load needs of the node's memory.
+
+    None when somebody else has it, or the node went away, is not healthy any more or lacks the memory.
+    """
     try:
         with committed("load.reserve"):
             # Under the node's lock: a drain either sees this slot or keeps it from being taken.
             healthy = BackendNode.objects.filter(pk=view.id, status="healthy")
-            if healthy.select_for_update(no_key=True).first() is None:
+            node = healthy.select_for_update(no_key=True).first()
+            if node is None:
+                return None
+            memory = vram.take(node, need, now=now) if need.vram > 0 else {}
+            if memory is None:
                 return None
             row = NodeModel.objects.create(
                 node_id=view.id,
@@ -46,6 +61,7 @@ def reserve(
                 last_used=now,
                 created_at=now,
                 updated_at=now,
+                **memory,
             )
     except IntegrityError:
         return None
@@ -79,6 +95,7 @@ def publish(
             in_flight=0,
             last_used=now,
             updated_at=now,
+            loaded_at=now,
         )
         if published:
             # From here on the replica accounts for the engine.
