@@ -1,8 +1,8 @@
 """Finders of nodes and replicas: each is one query (§1I, §1J).
 
-`only` restricts a finder to these nodes; empty it restricts nothing (R1.64, R1.74). The order of nodes is that
-of `nodes/placement/choose.py`, which chooses for loads. Effectively free is here what R1.51 says, available
-minus reserved; only the choice for loads knows what they have reserved beside that column.
+`only` restricts a finder to these nodes; empty it restricts nothing (R1.64, R1.74). The order of nodes is
+that of `nodes/placement/choose.py`, which chooses for loads. Effectively free is here what R1.51 says,
+available minus reserved; only the choice for loads knows what they have reserved beside that column.
 """
 
 from collections.abc import Collection
