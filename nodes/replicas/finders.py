@@ -8,7 +8,21 @@ available minus reserved; only the choice for loads knows what they have reserve
 from collections.abc import Collection
 from uuid import UUID
 
-from django.db.models import Case, Count, Exists, F, IntegerField, Min, OuterRef, Q, Sum, Value, When
+from django.db.models import (
+    BigIntegerField,
+    Case,
+    Count,
+    Exists,
+    ExpressionWrapper,
+    F,
+    IntegerField,
+    Min,
+    OuterRef,
+    Q,
+    Sum,
+    Value,
+    When,
+)
 from django.db.models.functions import Coalesce, Greatest
 
 from nodes.models import BackendNode, NodeModel
@@ -23,7 +37,8 @@ _REQUESTS = Coalesce(Sum("replicas__in_flight"), 0)
 
 def with_vram(least: int, only: Collection[UUID] = ()) -> BackendNodeQuerySet:
     """R1.70: nodes with `least` bytes effectively free: idle ones, then by requests; most memory first."""
-    free = F("available_vram") - F("reserved_vram")
+    # Without its own field Django takes the difference for 32 bits, and finds nothing from 2 GiB on.
+    free = ExpressionWrapper(F("available_vram") - F("reserved_vram"), BigIntegerField())
     waiting = Case(When(busy=True, then=F("requests")), default=Value(0), output_field=IntegerField())
     nodes = BackendNode.objects.placeable(only).annotate(busy=_BUSY, requests=_REQUESTS, free_vram=free)
     return nodes.filter(free_vram__gte=least).order_by("busy", waiting, "-free_vram", "name")

@@ -125,11 +125,12 @@ def test_no_bytes_break_the_reader(tmp_path_factory: pytest.TempPathFactory, con
 
 KV = 2 * 4096 * 8 * 8192
 OVERHEAD = 150_000_000 + 2 * 8 * GIB * 2 // 100
+SMALL_CACHE = {"CacheTypeKey": "q8_0", "CacheTypeValue": "q8_0"}
 FORMULAS: list[tuple[Any, ...]] = [
     ("all", FIGURES, {"NGPULayers": 99999999}, 8 * GIB + KV + OVERHEAD),
     ("no layers said", FIGURES, {"NGPULayers": 0}, 8 * GIB + KV + OVERHEAD),
     ("a longer context", FIGURES, {"ContextSize": 16384}, 8 * GIB + 2 * KV + OVERHEAD),
-    ("a cache of 8 bits", FIGURES, {"CacheTypeKey": "q8_0", "CacheTypeValue": "q8_0"}, 8 * GIB + KV // 2 + OVERHEAD),
+    ("a cache of 8 bits", FIGURES, SMALL_CACHE, 8 * GIB + KV // 2 + OVERHEAD),
     ("one half of 8 bits", FIGURES, {"CacheTypeKey": "q8_0"}, 8 * GIB + KV + OVERHEAD),
     ("half the layers", FIGURES, {"NGPULayers": 16}, 4 * GIB + KV + 150_000_000 + 2 * 4 * GIB * 2 // 100),
     ("heads only", {"attention.head_count": 16}, {}, 8 * GIB + 2 * KV + OVERHEAD),
@@ -137,11 +138,13 @@ FORMULAS: list[tuple[Any, ...]] = [
     ("no metadata", {}, {}, 8 * GIB + 2048 * 8192),
     ("no GGUF", None, {"ContextSize": 100}, 8 * GIB + 2048 * 100),
     ("a context that cannot be", None, {"ContextSize": -1}, 8 * GIB + 2048 * 8192),
-]  # fmt: skip
+]
 
 
 @pytest.mark.rule("R2.41", "C37")
-@pytest.mark.parametrize(("said", "options", "expected"), [row[1:] for row in FORMULAS], ids=[r[0] for r in FORMULAS])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "options", "expected"), [row[1:] for row in FORMULAS], ids=[row[0] for row in FORMULAS]
+)
 def test_the_estimate_of_a_file_of_8_gib(
     said: dict[str, int] | None, options: dict[str, Any], expected: int
 ) -> None:
