@@ -166,8 +166,12 @@ def _rank(node: Candidate, need: Need, setbacks: Setbacks) -> tuple[int, bool, b
 def _room(nodes: Sequence[Candidate], refused: Mapping[UUID, Reason], need: Need) -> dict[Reason, str]:
     """R2.39: the figures of the nodes that were refused for want of room."""
     words = {}
-    by_memory = sorted((n for n in nodes if refused.get(n.id) is Reason.MEMORY), key=lambda n: -n.free_vram)
-    by_disk = sorted((n for n in nodes if refused.get(n.id) is Reason.DISK), key=lambda n: -n.available_disk)
+    by_memory = sorted(
+        (n for n in nodes if refused.get(n.id) is Reason.MEMORY), key=lambda n: (-n.free_vram, n.name)
+    )
+    by_disk = sorted(
+        (n for n in nodes if refused.get(n.id) is Reason.DISK), key=lambda n: (-n.available_disk, n.name)
+    )
     if by_memory:
         has = [f"{n.name} has {_gib(n.free_vram)} free" for n in by_memory]
         words[Reason.MEMORY] = _listed(need.vram, has)
@@ -179,8 +183,10 @@ def _room(nodes: Sequence[Candidate], refused: Mapping[UUID, Reason], need: Need
 
 def _listed(needed: int, nodes: Sequence[str]) -> str:
     more = [f"and {len(nodes) - _NAMED} more"] if len(nodes) > _NAMED else []
-    return f" ({_gib(needed)}: {', '.join([*nodes[:_NAMED], *more])})"
+    tenths = -(-needed * 10 // 2**30)
+    return f" ({tenths / 10:.1f} GiB: {', '.join([*nodes[:_NAMED], *more])})"
 
 
 def _gib(amount: int) -> str:
-    return f"{max(amount, 0) / 2**30:.1f} GiB"
+    """Rounded down: what is there never looks as large as what is needed."""
+    return f"{max(amount, 0) * 10 // 2**30 / 10:.1f} GiB"
