@@ -1,4 +1,4 @@
-"""Reservations of memory and finders against a real PostgreSQL."""
+"""Reservations of memory and finders against a real PostgreSQL (D-VRAM-LOADS, D-NODES-ONCE)."""
 
 import asyncio
 from collections.abc import Callable, Collection

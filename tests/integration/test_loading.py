@@ -623,7 +623,7 @@ ROOM: dict[str, tuple[dict[str, int], dict[str, Any], str]] = {
 async def test_a_load_without_room_anywhere_waits_and_says_what_is_missing(
     stage: Stage, lack: str, settings: Settings
 ) -> None:
-    """Nothing is asked of any worker, and the operation names need and nodes."""
+    """D-VRAM-POLICY, D-DISK-WAITS: no worker is asked anything; the operation names need and nodes."""
     figures, policy, said = ROOM[lack]
     await hot.in_thread(lambda: BackendNode.objects.update(**figures))
     settings.CLUSTER = replace(settings.CLUSTER, **policy)

@@ -1,4 +1,4 @@
-"""How much memory and disk a model needs: formulas, headers of GGUF files, sizes of what lies there."""
+"""How much memory and disk a model needs: formulas, headers of GGUF files, sizes (D-VRAM-LOCAL)."""
 
 import asyncio
 import os
