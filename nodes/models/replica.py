@@ -52,6 +52,8 @@ class NodeModel(models.Model):
     vram_needed = models.BigIntegerField(default=0, db_default=0)
     """Bytes that its engine is estimated to allocate, 0 = not known; by the next two a load reserves them
     (`placement/reservations.py`)."""
+    vram_on_node = models.BooleanField(default=False, db_default=False)
+    """Whether its load added that to the node's `reserved_vram`, to be taken back if it fails."""
     vram_seen = models.BigIntegerField(default=0, db_default=0)
     """What its node had available by the reading that it was placed by."""
     vram_seen_at = models.DateTimeField(null=True, blank=True)

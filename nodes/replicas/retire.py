@@ -151,7 +151,7 @@ def _delete_rows(gone: Sequence[NodeModel]) -> None:
     announced = [Removed(row.model_name, row.node_id, row.replica_index) for row in gone]
     _delete([row.pk for row in gone], announced)
     for row in gone:
-        if row.loaded_at is None and row.vram_needed:
+        if row.loaded_at is None and row.vram_on_node:
             transaction.on_commit(partial(_release, row), robust=True)
 
 

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 from uuid import UUID
 
-from django.db.models import Exists, F, OuterRef, Q
+from django.db.models import F, Q
 from django.db.models.functions import Greatest
 
 from nodes.models import BackendNode, NodeModel
@@ -55,10 +55,12 @@ def take(node: BackendNode, need: Need, *, now: datetime) -> dict[str, Any] | No
     free = effectively_free(vars(node), reservations.get(node.pk, ()))
     if free < need.vram and need.vram_required:
         return None
-    if free < need.vram or not reserve(node.pk, need.vram, now=now):
+    fits = free >= need.vram and reserve(node.pk, need.vram, now=now)
+    if not fits:
         log.warning("%s has too little free VRAM for a load that needs %d bytes", node.name, need.vram)
     return {
         "vram_needed": need.vram,
+        "vram_on_node": fits,
         "vram_seen": node.available_vram,
         "vram_seen_at": node.vram_read_at,
     }
@@ -66,9 +68,9 @@ def take(node: BackendNode, need: Need, *, now: datetime) -> dict[str, Any] | No
 
 def by_node(rows: NodeModelQuerySet) -> dict[UUID, list[Reservation]]:
     """The reservations among the rows by node, of nodes where any is not read yet; one query."""
-    unread = NodeModel.objects.filter(_UNREAD, node=OuterRef("node"), vram_needed__gt=0)
+    unread = NodeModel.objects.filter(_UNREAD, vram_needed__gt=0).values("node")
     found: defaultdict[UUID, list[Reservation]] = defaultdict(list)
-    reserving = rows.filter(Exists(unread), vram_needed__gt=0).values_list(*_COLUMNS)
+    reserving = rows.filter(node__in=unread, vram_needed__gt=0).values_list(*_COLUMNS)
     for node_id, needed, seen, seen_at, loaded_at in reserving:
         found[node_id].append(Reservation(needed, seen, seen_at or NEVER, loaded_at))
     return found

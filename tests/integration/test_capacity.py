@@ -196,6 +196,19 @@ def test_a_load_goes_on_without_the_memory_unless_it_is_required(caplog: pytest.
     assert begun(node, "unknown", 0, required=True) is not None
 
 
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.rule("R1.52", "R2.43")
+def test_a_load_that_reserved_nothing_on_the_node_takes_nothing_back() -> None:
+    """It went on without the memory; what another load reserved stays when it fails."""
+    node = hot.node(available_vram=16 * GB)
+    assert begun(node, "m", 12 * GB) is not None
+    slot = begun(node, "large", 10 * GB)
+    assert slot is not None
+    assert free(node) == -6 * GB
+    retire.retire_slot(slot, mark="large:1")
+    assert (column(node), free(node)) == (12 * GB, 4 * GB)
+
+
 @pytest.mark.django_db
 @pytest.mark.rule("R1.51")
 def test_the_fleet_is_three_queries(django_assert_num_queries: Queries) -> None:
