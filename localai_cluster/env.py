@@ -39,6 +39,7 @@ WELL_KNOWN_SECRETS = {
 }
 LONGEST_URL = 512
 SERVERS = ("uvicorn", "daphne")
+VRAM_POLICIES = ("prefer", "require")
 _TLS_HINT = "Name readable PEM files that belong together."
 REQUIRE_AUTH = ("LOCALAI_DISTRIBUTED_REQUIRE_AUTH", "LOCALAI_NATS_REQUIRE_AUTH")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -122,6 +123,13 @@ def parse_server(text: str) -> str:
     """A web server that we can serve with; raises ValueError."""
     if text not in SERVERS:
         raise ValueError(f"none of {', '.join(SERVERS)}")
+    return text
+
+
+def parse_vram_policy(text: str) -> str:
+    """What lack of VRAM means for a load; raises ValueError."""
+    if text not in VRAM_POLICIES:
+        raise ValueError(f"none of {', '.join(VRAM_POLICIES)}")
     return text
 
 
@@ -283,6 +291,10 @@ class ClusterSettings:
     auto_approve_nodes: bool
     allow_shared_token_nodes: bool
     expose_node_header: bool
+    vram_policy: str
+    """`prefer` or `require`: whether a load may go to a node with too little free VRAM (R2.32)."""
+    disk_headroom_check: bool
+    """Whether a node with too little free disk space is refused (R2.39)."""
     node_hosts: Mapping[str, frozenset[str]]
     """By a node's name: hosts that its addresses may have besides the one it registers."""
     galleries: list[dict[str, Any]]
@@ -376,6 +388,8 @@ def load(values: Mapping[str, str] = os.environ) -> tuple[ClusterSettings, Envir
         allow_shared_token_nodes=env.boolean("LOCALAI_ALLOW_SHARED_TOKEN_NODES"),
         auto_upgrade_backends=env.boolean("LOCALAI_AUTO_UPGRADE_BACKENDS"),
         expose_node_header=env.boolean("LOCALAI_EXPOSE_NODE_HEADER"),
+        vram_policy=env.parsed("LOCALAI_VRAM_POLICY", parse_vram_policy, "prefer", "Use prefer or require."),
+        disk_headroom_check=env.boolean("LOCALAI_DISTRIBUTED_DISK_HEADROOM_CHECK", True),
         node_hosts=env.parsed(
             "CLUSTER_NODE_HOSTS",
             parse_node_hosts,

@@ -21,6 +21,7 @@ from pathlib import Path
 from localai_cluster import clock, conf
 from localai_cluster.errors import Unavailable
 from nodes.definitions.files import Definition, Unusable, read
+from nodes.definitions.sizes import Sizes
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Folder:
         *,
         limit: float = LOOK_LIMIT,
     ) -> None:
+        self.sizes = Sizes(path)
         self._path = path
         self._monotonic = monotonic
         self._limit = limit

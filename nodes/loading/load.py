@@ -32,7 +32,7 @@ from nodes.backends.outcomes import BusDown, Done, NoResponders, StillRunning, U
 from nodes.backends.outcomes import Refused as WorkerRefused
 from nodes.definitions.files import Definition, load_options, revision
 from nodes.definitions.folder import Folder, FolderHangs
-from nodes.loading import engines, placing
+from nodes.loading import engines, needs, placing
 from nodes.loading.wish import wish_of
 from nodes.models import BackendNode
 from nodes.placement.setbacks import Setbacks, after_failure, into_payload
@@ -141,7 +141,8 @@ class LoadModel:
             raise
 
     async def _place(self, work: Work, definition: Definition) -> Attempt:
-        place = await placing.place(self._bus, work, definition, mark=mark_of(work))
+        need = needs.of(definition, await self._definitions.sizes.of(definition))
+        place = await placing.place(self._bus, work, definition, need, mark=mark_of(work))
         worker = Worker(self._bus, str(place.slot.node_id), place.slot.node_name)
         return Attempt(work, definition, place.slot, worker, place.setbacks)
 

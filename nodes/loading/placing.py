@@ -15,7 +15,7 @@ from localai_cluster.messaging.bus import Bus, NotConnected
 from nodes.definitions.files import Definition
 from nodes.loading.asking import Answer, best_that_answers
 from nodes.loading.wish import LoadWish, wish_of
-from nodes.placement.choose import Candidate, choose
+from nodes.placement.choose import Candidate, Need, choose, lacks_disk
 from nodes.placement.selector import Selector
 from nodes.placement.setbacks import (
     Setbacks,
@@ -46,14 +46,14 @@ class Place:
     setbacks: Setbacks
 
 
-async def place(bus: Bus, work: Work, definition: Definition, *, mark: str) -> Place:
+async def place(bus: Bus, work: Work, definition: Definition, need: Need, *, mark: str) -> Place:
     """Takes a slot on the best node whose worker answers; raises what follows when there is none."""
     wish = wish_of(work.operation)
     setbacks = from_payload(work.operation.payload)
     rest, answered = resting(setbacks, clock.now()), set[UUID]()
     while True:
         fleet, selector = await in_thread(_seen, definition.name, wish)
-        decision = choose(fleet, setbacks=setbacks, resting=rest, selector=selector)
+        decision = choose(fleet, need=need, setbacks=setbacks, resting=rest, selector=selector)
         if decision.node is None:
             why = decision.why_none() if fleet or not wish.restricted else _NONE_OF_ITS_NODES
             raise await _no_node(work, why, setbacks)
@@ -72,8 +72,11 @@ async def place(bus: Bus, work: Work, definition: Definition, *, mark: str) -> P
             mark=mark,
             backend=definition.backend,
             now=clock.now(),
+            need=need,
         )
         if isinstance(slot, Slot):
+            if lacks_disk(decision.node, need):
+                log.warning("%s may have too little disk space for %s", slot.node_name, definition.name)
             return Place(slot, setbacks)
         # The next look at the rows sees the same: this node is refused then.
         log.info("no place for %s on %s: %s", definition.name, decision.node.name, slot.reason)

@@ -7,7 +7,7 @@ liveness are separate facts, so no code path can bypass approval or forget a dra
 """
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import datetime
 from typing import Any, Self
 
@@ -75,6 +75,11 @@ class BackendNodeQuerySet(QuerySet["BackendNode"]):
             Q(last_heartbeat__lt=since) | Q(last_heartbeat__isnull=True)
         )
 
+    def placeable(self, only: Collection[uuid.UUID] = ()) -> Self:
+        """Healthy backend nodes, of these only; an empty `only` restricts nothing (R1.64, R1.74)."""
+        healthy = self.filter(status="healthy", node_type="backend")
+        return healthy.filter(pk__in=only) if only else healthy
+
     def with_labels(self, labels: Mapping[str, str]) -> Self:
         """Nodes with every one of these keys at exactly that value; more labels do no harm."""
         found = self
@@ -90,7 +95,7 @@ class BackendNodeQuerySet(QuerySet["BackendNode"]):
         labels = selectors.readable(selector)
         if labels is None:
             return self.none()
-        return self.filter(status="healthy", node_type="backend").with_labels(labels)
+        return self.placeable().with_labels(labels)
 
     def with_counts(self) -> Self:
         """R1.107: by name, with `model_count` over loaded replicas, `in_flight_count`, and the labels.
@@ -191,6 +196,8 @@ class BackendNode(models.Model):
         "accounts.ApiKey", null=True, blank=True, on_delete=models.SET_NULL, related_name="+"
     )
     last_heartbeat = models.DateTimeField(null=True, editable=False)
+    vram_read_at = _when()
+    """When the worker said `available_vram`; null = before that was kept, or never."""
     reserved_at = _when()
     """When VRAM was last reserved: a beat received before that leaves `reserved_vram` alone."""
     inventory_at = _when()

@@ -49,6 +49,17 @@ class NodeModel(models.Model):
     last_used = models.DateTimeField(default=clock.now)
     loading_by = models.CharField(max_length=64, blank=True, default="")
     """Operation id and fence that own a row in `loading`; of one in `unloading` the operation's id."""
+    vram_needed = models.BigIntegerField(default=0, db_default=0)
+    """Bytes that its engine is estimated to allocate, 0 = not known; by the next two a load reserves them
+    (`placement/reservations.py`)."""
+    vram_on_node = models.BooleanField(default=False, db_default=False)
+    """Whether its load added that to the node's `reserved_vram`, to be taken back if it fails."""
+    vram_seen = models.BigIntegerField(default=0, db_default=0)
+    """What its node had available by the reading that it was placed by."""
+    vram_seen_at = models.DateTimeField(null=True, blank=True)
+    """When that reading came in; null = none was known."""
+    loaded_at = models.DateTimeField(null=True, blank=True)
+    """When its load was published."""
     withdrawn_for = models.UUIDField(null=True, blank=True)
     """The upgrade (its intent) that took it out of the picks: `unloading` until the upgrade is over."""
     backend_type = models.CharField(max_length=255, blank=True, default="")
@@ -73,6 +84,9 @@ class NodeModel(models.Model):
             models.CheckConstraint(name="replica_in_flight_not_negative", condition=Q(in_flight__gte=0)),
             models.CheckConstraint(name="replica_index_not_negative", condition=Q(replica_index__gte=0)),
             models.CheckConstraint(name="replica_state_known", condition=Q(state__in=ReplicaState.values)),
+            models.CheckConstraint(
+                name="replica_vram_not_negative", condition=Q(vram_needed__gte=0, vram_seen__gte=0)
+            ),
             models.CheckConstraint(
                 name="replica_loaded_has_address", condition=~Q(state=ReplicaState.LOADED) | ~Q(address="")
             ),

@@ -1,12 +1,13 @@
 """Chooses the node for one new replica.
 
 First comes the question why each node cannot take the replica; those without a reason are ranked: fewest
-failures of this load first, then as R1.70 to R1.72 say (idle first, then most memory effectively free, then
-fewest requests). The reasons of all others stay in the decision, so that the caller can say what is missing.
+failures of this load first, then as R1.70 to R1.72 say, in the order that `nodes/replicas/finders.py` has in
+SQL: those with enough memory free, idle ones, fewest requests, most memory. The reasons of all others stay in
+the decision, so that the caller can say what is missing.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -25,7 +26,9 @@ class Reason(StrEnum):
     OFFLINE = "offline"
     DRAINING = "draining"
     UNHEALTHY = "unhealthy"
+    DISK = "without the disk space it needs"
     FULL = "no free slot for this model"
+    MEMORY = "without the VRAM it needs"
     SILENT = "not answering or failed a moment ago"
 
 
@@ -37,6 +40,22 @@ _BY_STATUS = {
 }
 
 _NONE: Setbacks = MappingProxyType({})
+_NAMED = 5
+"""Nodes that a refusal for want of room names, those with the most first."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a replica needs of its node, in bytes; 0 = not known."""
+
+    vram: int = 0
+    vram_required: bool = False
+    """R2.32: otherwise a node that lacks it only comes after those that have it."""
+    disk: int = 0
+    disk_required: bool = False
+
+
+NOTHING = Need()
 
 
 @dataclass(frozen=True)
@@ -48,7 +67,7 @@ class Candidate:
     node_type: str
     status: str
     free_vram: int
-    """Available minus reserved (R1.51)."""
+    """Effectively free: available minus what is reserved (R1.51)."""
     loaded: int
     """Loaded replicas of any model."""
     in_flight: int
@@ -58,6 +77,10 @@ class Candidate:
     """`max_replicas_per_model`."""
     labels: Labels = frozenset()
     """Those that a selector asks for; others may be missing."""
+    available_vram: int = 0
+    total_disk: int = 0
+    """0 = not reported."""
+    available_disk: int = 0
 
 
 @dataclass(frozen=True)
@@ -70,6 +93,8 @@ class Decision:
     ranked: Sequence[Candidate] = ()
     """Every feasible node, the chosen one first."""
     selector: Selector = ANY
+    room: Mapping[Reason, str] = field(default_factory=dict)
+    """For want of room: what is needed, and what the nodes have that were refused for it."""
 
     def why_none(self) -> str:
         """One sentence for the caller when no node was found."""
@@ -78,13 +103,21 @@ class Decision:
         counts = Counter(self.refused.values())
         if Reason.SELECTOR in counts and set(counts) <= {Reason.SELECTOR, Reason.AGENT}:
             return f"no node matches {self.selector}"
-        parts = ", ".join(f"{count} {reason}" for reason, count in sorted(counts.items()))
+        parts = ", ".join(
+            f"{count} {reason}{self.room.get(reason, '')}" for reason, count in sorted(counts.items())
+        )
         if set(counts) == {Reason.PENDING}:
             return f"only pending nodes ({counts[Reason.PENDING]}): approve one"
         return f"no node can take it: {parts}"
 
 
-def refusal(node: Candidate, resting: Set[UUID] = frozenset(), *, selector: Selector = ANY) -> Reason | None:
+def refusal(
+    node: Candidate,
+    resting: Set[UUID] = frozenset(),
+    need: Need = NOTHING,
+    *,
+    selector: Selector = ANY,
+) -> Reason | None:
     """Why `node` cannot take one more replica, or None.
 
     What does not pass by itself comes first: a node that does not match is of no use when it is back.
@@ -95,9 +128,23 @@ def refusal(node: Candidate, resting: Set[UUID] = frozenset(), *, selector: Sele
         return Reason.SELECTOR
     if node.status in _BY_STATUS:
         return _BY_STATUS[node.status]
+    if need.disk_required and lacks_disk(node, need):
+        return Reason.DISK
     if free_index(node) is None:
         return Reason.FULL
+    if need.vram_required and not has_memory(node, need):
+        return Reason.MEMORY
     return Reason.SILENT if node.id in resting else None
+
+
+def lacks_disk(node: Candidate, need: Need) -> bool:
+    """R2.38: whether it reports a disk, and that with less space than needed."""
+    return node.total_disk > 0 and node.available_disk < need.disk
+
+
+def has_memory(node: Candidate, need: Need) -> bool:
+    """Whether what is needed is effectively free there; of an unknown need nothing can be said."""
+    return need.vram <= 0 or node.free_vram >= need.vram
 
 
 def free_index(node: Candidate) -> int | None:
@@ -118,6 +165,7 @@ def lowest_free(taken: Set[int], cap: int) -> int | None:
 def choose(
     nodes: Iterable[Candidate],
     *,
+    need: Need = NOTHING,
     setbacks: Setbacks = _NONE,
     resting: Set[UUID] = frozenset(),
     selector: Selector = ANY,
@@ -127,15 +175,48 @@ def choose(
     A node that failed this load before comes after those that failed it less often.
     """
     considered: Sequence[Candidate] = list(nodes)
-    reasons = ((node.id, refusal(node, resting, selector=selector)) for node in considered)
+    reasons = ((node.id, refusal(node, resting, need, selector=selector)) for node in considered)
     refused = {id: reason for id, reason in reasons if reason is not None}
     feasible = [node for node in considered if node.id not in refused]
-    ranked = sorted(feasible, key=lambda node: _rank(node, setbacks))
+    ranked = sorted(feasible, key=lambda node: _rank(node, need, setbacks))
     if not ranked:
-        return Decision(None, refused=refused, selector=selector)
+        return Decision(None, refused=refused, selector=selector, room=_room(considered, refused, need))
     return Decision(ranked[0], free_index(ranked[0]) or 0, refused, ranked, selector)
 
 
-def _rank(node: Candidate, setbacks: Setbacks) -> tuple[int, bool, int, int, str]:
+def _rank(node: Candidate, need: Need, setbacks: Setbacks) -> tuple[int, bool, bool, int, int, str]:
+    """R1.70 if the need is known and the node has it; else R1.71 and R1.72, which ignore reservations."""
     failures = setbacks[node.id].times if node.id in setbacks else 0
-    return (failures, node.loaded > 0, node.in_flight, -node.free_vram, node.name)
+    by_need = need.vram > 0 and has_memory(node, need)
+    memory = node.free_vram if by_need else node.available_vram
+    busy = node.loaded > 0
+    return (failures, not by_need, busy, node.in_flight if busy else 0, -memory, node.name)
+
+
+def _room(nodes: Sequence[Candidate], refused: Mapping[UUID, Reason], need: Need) -> dict[Reason, str]:
+    """R2.39: the figures of the nodes that were refused for want of room."""
+    words = {}
+    by_memory = sorted(
+        (n for n in nodes if refused.get(n.id) is Reason.MEMORY), key=lambda n: (-n.free_vram, n.name)
+    )
+    by_disk = sorted(
+        (n for n in nodes if refused.get(n.id) is Reason.DISK), key=lambda n: (-n.available_disk, n.name)
+    )
+    if by_memory:
+        has = [f"{n.name} has {_gib(n.free_vram)} free" for n in by_memory]
+        words[Reason.MEMORY] = _listed(need.vram, has)
+    if by_disk:
+        has = [f"{n.name} has {_gib(n.available_disk)} of {_gib(n.total_disk)} free" for n in by_disk]
+        words[Reason.DISK] = _listed(need.disk, has)
+    return words
+
+
+def _listed(needed: int, nodes: Sequence[str]) -> str:
+    more = [f"and {len(nodes) - _NAMED} more"] if len(nodes) > _NAMED else []
+    tenths = -(-needed * 10 // 2**30)
+    return f" ({tenths / 10:.1f} GiB: {', '.join([*nodes[:_NAMED], *more])})"
+
+
+def _gib(amount: int) -> str:
+    """Rounded down: what is there never looks as large as what is needed."""
+    return f"{max(amount, 0) * 10 // 2**30 / 10:.1f} GiB"

@@ -4,8 +4,9 @@ A caller is answered when its beat is proved; the beat itself is written with th
 proves it again by matching node id, fingerprint and process: a secret revoked in between writes nothing.
 Figures count only for nodes that are approved and online (R1.34). A node that had fallen silent comes back by
 its beat (R5.5), one that left by itself does not (R5.7). Free VRAM clears the reservation unless one was made
-after the figure came in. A new total moves the ceiling of a budget in percent; which budgets are concerned is
-read beforehand, so that a batch is always one UPDATE.
+after the figure came in; when that was is kept too, for what loads reserve beside it
+(`nodes/placement/reservations.py`). A new total moves the ceiling of a budget in percent; which budgets are
+concerned is read beforehand, so that a batch is always one UPDATE.
 """
 
 import json
@@ -133,6 +134,8 @@ WITH beat AS (
         reserved_vram = CASE WHEN own.live AND own.available_vram IS NOT NULL
             AND (node.reserved_at IS NULL OR node.reserved_at <= own.measured_at) THEN 0
             ELSE node.reserved_vram END,
+        vram_read_at = CASE WHEN own.live AND own.available_vram IS NOT NULL THEN own.measured_at
+            ELSE node.vram_read_at END,
         available_vram = CASE WHEN own.live
             THEN least(coalesce(own.available_vram, node.available_vram), nullif(own.ceiling, 0))
             ELSE node.available_vram END,

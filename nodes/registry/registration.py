@@ -276,10 +276,10 @@ def _admit(node: BackendNode, made: Claim, now: datetime, auto_approve: bool, ro
     if node.drained_at is not None and restarted:
         change.set(**ENGINES_UNKNOWN)
     change.set(last_heartbeat=now, source_address=made.source_address, node_type=told.node_type)
-    figures = _figures(node, told)
+    figures = _figures(node, told) | {"vram_read_at": now}
     if routine:
         # A registration tells the memory of a machine without engines; heartbeats know better.
-        del figures["available_vram"]
+        del figures["available_vram"], figures["vram_read_at"]
     change.set(engine_token=told.engine_token, **figures)
     if not routine:
         change.set(inventory_due_at=now + timedelta(seconds=LISTS_AFTER))

@@ -6,6 +6,7 @@ would wait for each other.
 
 from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any, Protocol
 from uuid import UUID
 
@@ -15,7 +16,7 @@ from django.db.models import Exists, OuterRef, Q, QuerySet
 from localai_cluster.commits import committed
 from localai_cluster.messaging.messages import process_key, split_process_key
 from nodes.models import NodeModel
-from nodes.replicas import hooks, statements
+from nodes.replicas import hooks, statements, vram
 from nodes.replicas.hooks import ALL_REPLICAS, Removed
 from nodes.replicas.slots import Slot
 from operations.changes import events
@@ -146,6 +147,14 @@ def _retire_slots(stale: QuerySet[NodeModel]) -> list[Slot]:
 def _delete_rows(gone: Sequence[NodeModel]) -> None:
     announced = [Removed(row.model_name, row.node_id, row.replica_index) for row in gone]
     _delete([row.pk for row in gone], announced)
+    for row in gone:
+        if row.loaded_at is None and row.vram_on_node:
+            transaction.on_commit(partial(_release, row), robust=True)
+
+
+def _release(row: NodeModel) -> None:
+    """R2.43, "Port:": after commit, as nodes are locked before replicas. A reading makes up for a miss."""
+    vram.release(row.node_id, row.vram_needed, since=row.created_at)
 
 
 def _delete(ids: list[UUID], removed: Iterable[Removed]) -> None:

@@ -11,7 +11,8 @@ from uuid import UUID
 
 from localai_cluster.commits import committed
 from nodes.models import BackendNode, EngineStart, ModelLoadInfo, NodeModel
-from nodes.placement.choose import Candidate, Reason, lowest_free
+from nodes.placement.choose import NOTHING, Candidate, Need, Reason, lowest_free
+from nodes.replicas import vram
 
 
 @dataclass(frozen=True)
@@ -31,22 +32,27 @@ class NoSlot:
     reason: str
 
 
-def reserve(view: Candidate, model_name: str, *, mark: str, backend: str, now: datetime) -> Slot | NoSlot:
-    """Takes the lowest free slot of the node for the model (R1.63, R2.44), as the rows are now.
+def reserve(
+    view: Candidate, model_name: str, *, mark: str, backend: str, now: datetime, need: Need = NOTHING
+) -> Slot | NoSlot:
+    """Takes the lowest free slot of the node for the model (R1.63, R2.44) and the memory that the load needs.
 
-    Rows in every state keep their slot, those in `unloading` too (R1.67).
+    As the rows are now; those in every state keep their slot, also in `unloading` (R1.67).
     """
     with committed("load.reserve"):
-        # Under the node's lock: a drain either sees this slot or keeps it from being taken, and whoever else
-        # takes one of this node comes before or after.
-        healthy = BackendNode.objects.filter(pk=view.id, status="healthy").select_for_update(no_key=True)
-        cap = healthy.values_list("max_replicas_per_model", flat=True).first()
-        if cap is None:
+        # Under the node's lock: a drain either sees this slot or keeps it from being taken, and so does
+        # every other load that takes a slot of this node.
+        healthy = BackendNode.objects.filter(pk=view.id, status="healthy")
+        node = healthy.select_for_update(no_key=True).first()
+        if node is None:
             return NoSlot("gone or not healthy any more")
         rows = NodeModel.objects.of(model_name).filter(node_id=view.id)
-        index = lowest_free(set(rows.values_list("replica_index", flat=True)), cap)
+        index = lowest_free(set(rows.values_list("replica_index", flat=True)), node.max_replicas_per_model)
         if index is None:
             return NoSlot(Reason.FULL)
+        memory = vram.take(node, need, now=now) if need.vram > 0 else {}
+        if memory is None:
+            return NoSlot(Reason.MEMORY)
         row = NodeModel.objects.create(
             node_id=view.id,
             model_name=model_name,
@@ -57,6 +63,7 @@ def reserve(view: Candidate, model_name: str, *, mark: str, backend: str, now: d
             last_used=now,
             created_at=now,
             updated_at=now,
+            **memory,
         )
     return Slot(row.id, view.id, view.name, index)
 
@@ -88,6 +95,7 @@ def publish(
             in_flight=0,
             last_used=now,
             updated_at=now,
+            loaded_at=now,
         )
         if published:
             # From here on the replica accounts for the engine.

@@ -4,13 +4,20 @@ from collections import Counter
 from collections.abc import Collection
 from uuid import UUID
 
-from django.db.models import Count, F, Q, Sum
+from django.db.models import Count, Q, Sum
 from django.db.models.functions import Coalesce
 
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel, selectors
 from nodes.placement.choose import Candidate
 from nodes.placement.selector import ANY, Selector
+from nodes.replicas import vram
 from nodes.replicas.slots import Slot
+
+_COLUMNS = (
+    *("id", "name", "node_type", "status", "max_replicas_per_model", "loaded", "busy"),
+    *("available_vram", "reserved_vram", "vram_read_at", "vram_budget_bytes"),
+    *("total_disk", "available_disk"),
+)
 
 
 def serving(model_name: str, *, besides: Collection[UUID] = ()) -> bool:
@@ -37,7 +44,7 @@ def fleet(
     besides: Collection[UUID] = (),
 ) -> list[Candidate]:
     """Every node, or only these, and not `besides`, as placement sees them, with the labels that `selector`
-    asks for; two queries for any number, three with a selector.
+    asks for; three queries for any number, four with a selector.
     """
     taken: dict[UUID, set[int]] = {}
     for node_id, index in NodeModel.objects.of(model_name).values_list("node_id", "replica_index"):
@@ -51,23 +58,25 @@ def fleet(
     nodes = asked.exclude(pk__in=besides).annotate(
         loaded=Count("replicas", filter=Q(replicas__state="loaded")),
         busy=Coalesce(Sum("replicas__in_flight"), 0),
-        free_vram=F("available_vram") - F("reserved_vram"),
     )
-    columns = ("id", "name", "node_type", "status", "max_replicas_per_model", "free_vram", "loaded", "busy")
+    memory = vram.by_node(NodeModel.objects.all())
     return [
         Candidate(
             id=row["id"],
             name=row["name"],
             node_type=row["node_type"],
             status=row["status"],
-            free_vram=row["free_vram"],
+            free_vram=vram.effectively_free(row, memory.get(row["id"], ())),
             loaded=row["loaded"],
             in_flight=row["busy"],
             taken=frozenset(taken.get(row["id"], ())),
             slots=row["max_replicas_per_model"],
             labels=frozenset(labels.get(row["id"], ())),
+            available_vram=row["available_vram"],
+            total_disk=row["total_disk"],
+            available_disk=row["available_disk"],
         )
-        for row in nodes.values(*columns)
+        for row in nodes.values(*_COLUMNS)
     ]
 
 

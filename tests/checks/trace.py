@@ -79,19 +79,26 @@ def _numbers(prefix: str, *spans: range) -> frozenset[str]:
 
 # The sections that must have no gap, and of each the rules that count; None: all of the section.
 COVERED: dict[str, frozenset[str] | None] = {
-    # Intents; limits of commands; progress; the upgrade check.
-    "0": _numbers("C", range(11, 14), range(21, 28), range(45, 46), range(47, 48)),
+    # Intents; limits of commands; estimates of memory and disk; progress; the upgrade check.
+    "0": _numbers("C", range(11, 14), range(21, 28), range(37, 39), range(45, 46), range(47, 48)),
     "1A": None,
     "1B": None,
     "1C": None,
     "1D": None,
     "1E": None,
     "1F": None,
-    "1J": _numbers("R1.", range(68, 70)),
+    "1G": None,
+    # Not slots: R1.62, R1.63, R1.67.
+    "1I": _numbers("R1.", range(64, 67)),
+    # Not R1.77: capabilities.
+    "1J": _numbers("R1.", range(68, 77)),
     # Not what reconcilers do with rules: which they look at, ticks, cooldowns (R1.86, R1.87).
     "1L": frozenset({"R1.85", "R1.88", "R1.89"}),
     "1P": None,
     "1Q": None,
+    # Not R2.36: there is no mode in which nodes share their models.
+    "2F": _numbers("R2.", range(37, 40)),
+    "2G": None,
     # Not R4.24: the order of passes that are not all there yet.
     "4C": _numbers("R4.", range(25, 32)),
     # Rules from the settings.
@@ -103,22 +110,28 @@ COVERED: dict[str, frozenset[str] | None] = {
     "6E": None,
     "6F": None,
     "6G": None,
-    # Registration and approval; labels, detail, selectors, rules; bulk removals; overrides; VRAM budget;
-    # stale intents; end to end.
+    # Registration and approval; finders; labels, detail, selectors, rules; counts; bulk removals;
+    # reservations; overrides; VRAM budget; stale intents; end to end.
     "7A": _numbers(
         "T-REG-",
         range(1, 12),
+        range(13, 18),
         range(33, 49),
         range(50, 53),
         range(54, 55),
-        range(59, 60),
-        range(72, 79),
-        range(84, 87),
+        range(55, 57),
+        range(59, 61),
+        range(67, 68),
+        range(72, 88),
         range(103, 110),
         range(133, 139),
-        range(140, 147),
-        range(152, 153),
+        range(140, 149),
+        range(150, 153),
+        range(159, 162),
+        range(163, 166),
     ),
+    # Estimates in the choice of a node; disk headroom, without a switch that is read while it runs.
+    "7C": _numbers("T-ROU-", range(5, 8)) | _numbers("T-DSK-", range(1, 11), range(13, 14)),
     "7E": _numbers("T-REC-", range(25, 28)) | _numbers("T-SED-", range(1, 10)),
     "7G": None,
     "7H": None,

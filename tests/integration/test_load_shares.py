@@ -20,7 +20,7 @@ from nodes.loading.another import load_another, loads_under_way
 from nodes.loading.elsewhere import load_elsewhere
 from nodes.loading.wish import wish_of
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
-from nodes.placement.choose import choose
+from nodes.placement.choose import NOTHING, choose
 from nodes.reconcilers import wakes
 from nodes.replicas import slots, snapshot
 from nodes.unloading import asking
@@ -208,7 +208,7 @@ async def placed(work: Work) -> placing.Place:
     bus = PlayedBus()
     for id in await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", flat=True))):
         bus.replies[subjects.backend_list(str(id))] = m.ListReply(())
-    return await placing.place(bus, work, definition(), mark=f"{work.id}:{work.operation.fence}")
+    return await placing.place(bus, work, definition(), NOTHING, mark=f"{work.id}:{work.operation.fence}")
 
 
 class TestPlacing:
@@ -274,7 +274,7 @@ class TestPlacing:
         for size in (1, 5):
             for number in range(size):
                 labelled(f"{size}-{number}", tier="fast", zone="x", rack=str(number))
-            with django_assert_num_queries(4):
+            with django_assert_num_queries(5):
                 selector = snapshot.selectors_of(["m", "n"])["m"]
                 seen = snapshot.fleet("m", selector=selector)
             assert all(selector.matches(node.labels) for node in seen)

@@ -18,6 +18,7 @@ from uuid import uuid4
 import psycopg
 import pytest
 from django.db import connection, transaction
+from django.db.models import Sum
 from pytest_django import Settings
 
 from localai_cluster import clock, names
@@ -624,3 +625,70 @@ def test_leftovers_are_locked_in_the_order_of_their_ids() -> None:
             eventually(lambda: watcher.execute(waiting).fetchone(), what="it waits for the earlier one")
             NodeModel.objects.select_for_update(nowait=True).get(pk=late)
         assert {slot.id for slot in cleared.result(timeout=90)} == {early, late}
+
+
+@pytest.mark.rule("R2.32", "R2.40", "R2.43")
+async def test_a_load_reserves_what_its_file_needs(
+    stage: Stage, loads: list[Any], settings: Settings
+) -> None:
+    """Measured before the node is chosen, reserved with the slot, and kept until a reading shows it."""
+    await hot.in_thread(lambda: BackendNode.objects.update(available_vram=10 * 2**30))
+    (stage.folder / "echo").write_bytes(bytes(4096))
+    stage.lists(stage.one, BACKEND)
+    stage.installs(stage.one, STARTED)
+    loads.append(Lost("the engine died"))
+    await hot.in_thread(stage.need_until)
+    await stage.play()
+    assert await in_thread(lambda: BackendNode.objects.aggregate(left=Sum("reserved_vram"))["left"]) == 0
+    await in_thread(Operation.objects.update, payload={})
+    settings.CLUSTER = replace(settings.CLUSTER, vram_policy="require")
+    assert (await stage.handler(stage.work))["node"] == "one"
+    row = await in_thread(NodeModel.objects.select_related("node").get)
+    needed = 4096 + 2048 * 8192
+    assert (row.vram_needed, row.vram_seen, row.loaded_at is not None) == (needed, 10 * 2**30, True)
+    assert row.node.reserved_vram == needed
+
+
+ROOM: dict[str, tuple[dict[str, int], dict[str, Any], str]] = {
+    "memory": (
+        {"available_vram": 0},
+        {"vram_policy": "require"},
+        "2 without the VRAM it needs (0.1 GiB: one has 0.0 GiB free, two has 0.0 GiB free)",
+    ),
+    "disk": (
+        {"total_disk": 9 * 2**30, "available_disk": 2**30},
+        {},
+        "2 without the disk space it needs"
+        " (1.1 GiB: one has 1.0 GiB of 9.0 GiB free, two has 1.0 GiB of 9.0 GiB free)",
+    ),
+}
+
+
+@pytest.mark.rule("R2.32", "R2.39", "T-DSK-6", "T-DSK-7", "T-DSK-8")
+@pytest.mark.parametrize("lack", ROOM)
+async def test_a_load_without_room_anywhere_waits_and_says_what_is_missing(
+    stage: Stage, lack: str, settings: Settings
+) -> None:
+    """D-VRAM-POLICY, D-DISK-WAITS: no worker is asked anything; the operation names need and nodes."""
+    figures, policy, said = ROOM[lack]
+    await hot.in_thread(lambda: BackendNode.objects.update(**figures))
+    settings.CLUSTER = replace(settings.CLUSTER, **policy)
+    (stage.folder / "echo").write_bytes(bytes(4096))
+    await hot.in_thread(stage.need_until)
+    ended = await stage.play()
+    assert isinstance(ended, Postpone), ended
+    assert (ended.waiting, ended.reason) == (True, f"no node can take it: {said}")
+    assert not stage.bus.asked
+
+
+@pytest.mark.rule("R2.39", "T-DSK-9", "T-DSK-10")
+async def test_the_disk_check_switched_off_only_warns(
+    stage: Stage, loads: list[Any], settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    figures = ROOM["disk"][0]
+    await hot.in_thread(lambda: BackendNode.objects.update(**figures))
+    settings.CLUSTER = replace(settings.CLUSTER, disk_headroom_check=False)
+    stage.lists(stage.one, BACKEND)
+    stage.installs(stage.one, STARTED)
+    assert (await stage.handler(stage.work))["node"] == "one"
+    assert "one may have too little disk space for echo" in caplog.text

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nodes.placement import setbacks
-from nodes.placement.choose import Candidate, Reason, choose, free_index, refusal
+from nodes.placement.choose import Candidate, Need, Reason, choose, free_index, refusal
 from nodes.placement.selector import ANY, Selector
 from nodes.placement.setbacks import Setback
 
@@ -31,6 +31,9 @@ nodes = st.builds(
     taken=st.frozensets(st.integers(0, 3)),
     slots=st.integers(0, 4),
     labels=labels,
+    available_vram=st.integers(0, 2**40),
+    total_disk=st.sampled_from([0, 2**40]),
+    available_disk=st.integers(0, 2**40),
 )
 fleets = st.lists(nodes, max_size=8, unique_by=lambda node: node.id)
 
@@ -100,10 +103,94 @@ def test_the_lowest_free_index_is_taken(node: Candidate) -> None:
     assert free_index(node) == (expected[0] if expected else None)
 
 
+needs = st.builds(
+    Need,
+    vram=st.integers(0, 2**40),
+    vram_required=st.booleans(),
+    disk=st.integers(0, 2**40),
+    disk_required=st.booleans(),
+)
+GIB = 2**30
+
+
+@given(fleets, needs)
+def test_no_node_is_over_its_budget_where_that_is_required(fleet: list[Candidate], need: Need) -> None:
+    """R2.32 under `require`, R2.38: what was chosen has the room; what was refused for it has not."""
+    decision = choose(fleet, need=need)
+    for node in decision.ranked:
+        assert node.free_vram >= need.vram or not need.vram_required or not need.vram
+        assert not node.total_disk or node.available_disk >= need.disk or not need.disk_required
+    for node in fleet:
+        if decision.refused.get(node.id) is Reason.MEMORY:
+            assert node.free_vram < need.vram
+        if decision.refused.get(node.id) is Reason.DISK:
+            assert node.total_disk > 0
+            assert node.available_disk < need.disk
+
+
+@given(fleets, st.integers(1, 2**40))
+def test_lack_of_memory_alone_keeps_no_node_out_by_default(fleet: list[Candidate], vram: int) -> None:
+    """R2.32: it only ranks lower than every node that has the memory and failed no more often."""
+    decision, plain = choose(fleet, need=Need(vram=vram)), choose(fleet)
+    assert decision.refused == plain.refused
+    fits = [node.free_vram >= vram for node in decision.ranked]
+    assert fits == sorted(fits, reverse=True)
+
+
+@pytest.mark.rule("R1.70", "R1.71", "R1.72", "T-ROU-5", "T-ROU-6", "T-ROU-7")
+def test_the_order_with_and_without_an_estimate() -> None:
+    """With one: idle nodes that have it, then others that have it by requests. Else by available memory."""
+    nodes = [
+        view(id=UUID(int=1), name="idle-small", free_vram=10, available_vram=90),
+        view(id=UUID(int=2), name="idle-large", free_vram=50, available_vram=60),
+        view(id=UUID(int=3), name="busy", free_vram=95, available_vram=95, loaded=1, in_flight=2),
+        view(id=UUID(int=4), name="quiet", free_vram=70, available_vram=70, loaded=1, in_flight=1),
+    ]
+
+    def order(vram: int) -> list[str]:
+        return [node.name for node in choose(nodes, need=Need(vram=vram)).ranked]
+
+    assert order(8) == ["idle-large", "idle-small", "quiet", "busy"]
+    assert order(40) == ["idle-large", "quiet", "busy", "idle-small"]
+    assert order(80) == ["busy", "idle-small", "idle-large", "quiet"]
+    assert order(0) == order(99) == ["idle-small", "idle-large", "quiet", "busy"]
+
+
+@pytest.mark.rule("R2.38", "R2.39", "T-DSK-3", "T-DSK-4", "T-DSK-5", "T-DSK-7", "T-DSK-9")
+def test_a_node_without_the_disk_space_is_refused() -> None:
+    """One that reports no disk is not; the sentence names the requirement and what each node has."""
+    small = view(id=UUID(int=1), name="small", total_disk=100 * GIB, available_disk=20 * GIB)
+    full = view(id=UUID(int=2), name="full", total_disk=50 * GIB, available_disk=0)
+    silent = view(id=UUID(int=3), name="silent", total_disk=0)
+    large, little = Need(disk=70 * GIB, disk_required=True), Need(disk=2 * GIB, disk_required=True)
+    assert choose([small, full, silent], need=large).node == silent
+    assert choose([small, full], need=little).node == small
+    decision = choose([small, full], need=large)
+    assert decision.refused == {small.id: Reason.DISK, full.id: Reason.DISK}
+    assert decision.why_none() == (
+        "no node can take it: 2 without the disk space it needs"
+        " (70.0 GiB: small has 20.0 GiB of 100.0 GiB free, full has 0.0 GiB of 50.0 GiB free)"
+    )
+    assert choose([full], need=Need(disk=70 * GIB)).node == full, "the switch is off"
+    away = choose([view(status="offline")], need=large).why_none()
+    assert away == "no node can take it: 1 offline", "that is no matter of disks"
+
+
+@pytest.mark.rule("R2.32")
+def test_a_refusal_for_memory_says_how_much_is_missing() -> None:
+    """The nodes with most come first, and only some are named."""
+    fleet = [view(id=UUID(int=n), name=f"n{n}", free_vram=n * GIB) for n in range(7)]
+    said = choose(fleet, need=Need(vram=8 * GIB, vram_required=True)).why_none()
+    assert said == (
+        "no node can take it: 7 without the VRAM it needs (8.0 GiB: n6 has 6.0 GiB free, n5 has 5.0 GiB"
+        " free, n4 has 4.0 GiB free, n3 has 3.0 GiB free, n2 has 2.0 GiB free, and 2 more)"
+    )
+
+
 def test_an_idle_node_wins_then_the_one_with_more_free_memory() -> None:
     """R1.70: idle first, most effectively free memory among equals."""
-    busy = view(id=UUID(int=1), loaded=1, free_vram=100)
-    small, large = view(id=UUID(int=2), free_vram=1), view(id=UUID(int=3), free_vram=50)
+    busy = view(id=UUID(int=1), loaded=1, available_vram=100)
+    small, large = view(id=UUID(int=2), available_vram=1), view(id=UUID(int=3), available_vram=50)
     assert choose([busy, small, large]).node == large
 
 

@@ -17,6 +17,8 @@ WRONG = {
     "CLUSTER_NODE_STALE_AFTER": "soon",
     "LOCALAI_MODEL_LOAD_WAIT": "-1s",
     "LOCALAI_AUTO_APPROVE_NODES": "perhaps",
+    "LOCALAI_VRAM_POLICY": "sometimes",
+    "LOCALAI_DISTRIBUTED_DISK_HEADROOM_CHECK": "perhaps",
     "LOCALAI_BACKEND_GALLERIES": "xx",
     "CLUSTER_NODE_HOSTS": '{"gpu-1": ["10.0.0.5:7001"]}',
     "CLUSTER_PUBLIC_URL": "cluster.example:8080",

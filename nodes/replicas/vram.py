@@ -1,0 +1,84 @@
+"""Memory that loads reserve on nodes: the column of the node, and beside it the rows of the loads.
+
+`reserved_vram` of a node is the reference's: a load adds to it, a load that ends without a replica takes its
+share back, and the next reading clears it (R1.51 to R1.54, R1.33). The rows of loads say what is needed until
+readings show it (`placement/reservations.py`). Both are about the same bytes, so the larger one counts.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from django.db.models import F, Q
+from django.db.models.functions import Greatest
+
+from nodes.models import BackendNode, NodeModel
+from nodes.models.replica import NodeModelQuerySet
+from nodes.placement.choose import Need
+from nodes.placement.reservations import NEVER, MemoryReading, Reservation, outstanding
+
+log = logging.getLogger(__name__)
+
+_UNREAD = (
+    Q(loaded_at__isnull=True) | Q(node__vram_read_at__isnull=True) | Q(loaded_at__gt=F("node__vram_read_at"))
+)
+_COLUMNS = ("node_id", "vram_needed", "vram_seen", "vram_seen_at", "loaded_at")
+
+
+def reserve(node_id: UUID, amount: int, *, now: datetime) -> bool:
+    """R1.51: adds to the node's column if that much is effectively free; False and nothing written if not."""
+    if amount <= 0:
+        return True
+    roomy = BackendNode.objects.filter(pk=node_id, available_vram__gte=F("reserved_vram") + amount)
+    moved = Greatest(F("reserved_at"), now)
+    return bool(roomy.update(reserved_vram=F("reserved_vram") + amount, reserved_at=moved))
+
+
+def release(node_id: UUID, amount: int, *, since: datetime) -> None:
+    """R1.52: takes back what was reserved at `since`, unless a reading after that has cleared it already."""
+    if amount <= 0:
+        return
+    there = Q(vram_read_at__isnull=True) | Q(vram_read_at__lt=since)
+    holding = BackendNode.objects.filter(there, pk=node_id, reserved_vram__gte=amount)
+    holding.update(reserved_vram=F("reserved_vram") - amount)
+
+
+def take(node: BackendNode, need: Need, *, now: datetime) -> dict[str, Any] | None:
+    """Reserves what a load needs and answers the columns of its row; None if the node lacks what is required.
+
+    Needs the node's lock: then nobody else reserves, and no reading comes, between the look and the row.
+    """
+    reservations = by_node(NodeModel.objects.filter(node=node))
+    free = effectively_free(vars(node), reservations.get(node.pk, ()))
+    if free < need.vram and need.vram_required:
+        return None
+    fits = free >= need.vram and reserve(node.pk, need.vram, now=now)
+    if not fits:
+        log.warning("%s has too little free VRAM for a load that needs %d bytes", node.name, need.vram)
+    return {
+        "vram_needed": need.vram,
+        "vram_on_node": fits,
+        "vram_seen": node.available_vram,
+        "vram_seen_at": node.vram_read_at,
+    }
+
+
+def by_node(rows: NodeModelQuerySet) -> dict[UUID, list[Reservation]]:
+    """The reservations among the rows by node, of nodes where any is not read yet; one query."""
+    unread = NodeModel.objects.filter(_UNREAD, vram_needed__gt=0).values("node")
+    found: defaultdict[UUID, list[Reservation]] = defaultdict(list)
+    reserving = rows.filter(node__in=unread, vram_needed__gt=0).values_list(*_COLUMNS)
+    for node_id, needed, seen, seen_at, loaded_at in reserving:
+        found[node_id].append(Reservation(needed, seen, seen_at or NEVER, loaded_at))
+    return found
+
+
+def effectively_free(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> int:
+    """R1.51: bytes of the node, given by its columns, that nothing uses and no load has reserved."""
+    available: int = node["available_vram"]
+    reading = MemoryReading(available, node["vram_read_at"] or NEVER, node["vram_budget_bytes"])
+    reserved: int = max(node["reserved_vram"], outstanding(reservations, reading))
+    return available - reserved

@@ -1,0 +1,437 @@
+"""Reservations of memory and finders against a real PostgreSQL (D-VRAM-LOADS, D-NODES-ONCE)."""
+
+import asyncio
+from collections.abc import Callable, Collection
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+import pytest
+from asgiref.sync import sync_to_async
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from localai_cluster import clock
+from nodes.loading import engines
+from nodes.models import BackendNode, NodeModel
+from nodes.placement.choose import Need, Reason, choose
+from nodes.registry import heartbeats
+from nodes.replicas import finders, retire, slots, snapshot, vram
+from nodes.replicas.slots import Slot
+from nodes.routing.pool import Pool
+from tests.support import api, hot
+from tests.support.effort import EFFORT
+from tests.support.fleet import at_once, unexpected
+
+GB = 10**9
+Queries = Callable[[int], Any]
+
+
+def column(node: BackendNode) -> int:
+    return BackendNode.objects.values_list("reserved_vram", flat=True).get(pk=node.pk)
+
+
+def free(node: BackendNode) -> int:
+    (seen,) = snapshot.fleet("any", only=[node.pk])
+    return seen.free_vram
+
+
+def begun(node: BackendNode, model: str, need: int, *, required: bool = False, mark: str = "") -> Slot | None:
+    """A load takes its slot."""
+    (view,) = snapshot.fleet(model, only=[node.pk])
+    wants = Need(vram=need, vram_required=required)
+    slot = slots.reserve(view, model, mark=mark or f"{model}:1", backend="b", now=clock.now(), need=wants)
+    return slot if isinstance(slot, Slot) else None
+
+
+def published(slot: Slot, mark: str) -> None:
+    now = clock.now()
+    assert slots.publish(
+        slot, mark=mark, address="127.0.0.1:1", backend="b", options={}, revision="", now=now
+    )
+
+
+@pytest.mark.django_db
+@pytest.mark.rule("R1.51", "R1.54", "T-REG-60", "T-REG-79", "T-REG-80", "T-REG-81")
+def test_a_reservation_is_one_statement_that_fits_or_changes_nothing(
+    django_assert_num_queries: Queries,
+) -> None:
+    """Neither the second one that does not fit nor one of nothing moves a column; `updated_at` stays."""
+    node = hot.node(available_vram=16 * GB)
+    assert column(node) == 0
+    with django_assert_num_queries(1):
+        assert vram.reserve(node.pk, 10 * GB, now=clock.now())
+    assert column(node) == 10 * GB
+    with django_assert_num_queries(1):
+        assert not vram.reserve(node.pk, 7 * GB, now=clock.now())
+    with django_assert_num_queries(0):
+        assert vram.reserve(node.pk, 0, now=clock.now())
+    assert column(node) == 10 * GB
+    assert vram.reserve(node.pk, 6 * GB, now=clock.now())
+    assert api.node(node.pk).updated_at == node.updated_at
+
+
+@pytest.mark.django_db
+@pytest.mark.rule("R1.52", "R1.54", "T-REG-82", "T-REG-83")
+def test_a_release_never_goes_below_zero(django_assert_num_queries: Queries) -> None:
+    """More than is reserved is no error; a release of nothing is no statement; `updated_at` stays."""
+    node, now = hot.node(available_vram=16 * GB), clock.now()
+    assert vram.reserve(node.pk, 10 * GB, now=now)
+    with django_assert_num_queries(1):
+        vram.release(node.pk, 4 * GB, since=now)
+    assert column(node) == 6 * GB
+    vram.release(node.pk, 6 * GB, since=now)
+    vram.release(node.pk, 6 * GB, since=now)
+    with django_assert_num_queries(0):
+        vram.release(node.pk, 0, since=now)
+    assert column(node) == 0
+    assert api.node(node.pk).updated_at == node.updated_at
+
+
+@pytest.mark.django_db
+@pytest.mark.rule("R1.52", "R1.53")
+def test_a_release_takes_nothing_of_what_others_reserved_after_a_reading() -> None:
+    """The reading has cleared the column; what is in it now is somebody else's."""
+    node, now = hot.node(available_vram=16 * GB), clock.now()
+    BackendNode.objects.filter(pk=node.pk).update(
+        reserved_vram=5 * GB, vram_read_at=now + timedelta(seconds=1)
+    )
+    vram.release(node.pk, 5 * GB, since=now)
+    assert column(node) == 5 * GB
+
+
+async def read(database: Any, node: BackendNode, available: int, at: datetime | None = None) -> None:
+    at = at or clock.now()
+    said = heartbeats.Beat(node.pk, node.fingerprint, at, available_vram=available)
+    assert set((await heartbeats.record(database, [said])).values()) == {None}
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.rule("R1.33", "R1.53", "R2.43", "T-REG-84")
+@pytest.mark.parametrize("allocated", [0, 2, 4], ids=["nothing", "half", "all"])
+async def test_a_beat_clears_the_column_and_not_what_a_load_still_needs(
+    database: Pool, allocated: int
+) -> None:
+    """Whatever the engine has allocated when it comes; after the load has been published nothing is held."""
+    node = await sync_to_async(api.make_node)(available_vram=16 * GB, total_vram=16 * GB)
+    slot = await sync_to_async(begun)(node, "m", 4 * GB)
+    assert slot is not None
+    assert await sync_to_async(column)(node) == 4 * GB
+    assert await sync_to_async(free)(node) == 12 * GB
+    await read(database, node, (16 - allocated) * GB)
+    assert await sync_to_async(column)(node) == 0
+    assert await sync_to_async(free)(node) == 12 * GB
+    await sync_to_async(published)(slot, "m:1")
+    assert await sync_to_async(free)(node) == 12 * GB
+    await read(database, node, 12 * GB)
+    assert await sync_to_async(free)(node) == 12 * GB
+    await sync_to_async(NodeModel.objects.all().delete)()
+    assert await sync_to_async(free)(node) == 12 * GB, "its engine may live on until a reading says otherwise"
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.rule("R1.33", "R2.43")
+async def test_a_batch_leaves_a_reservation_that_is_newer_than_its_beat(database: Pool) -> None:
+    """Column and load both stay; the next reading clears the column alone."""
+    node = await sync_to_async(api.make_node)(available_vram=16 * GB, total_vram=16 * GB)
+    before = clock.now()
+    await sync_to_async(begun)(node, "m", 4 * GB)
+    await read(database, node, 16 * GB, before)
+    assert await sync_to_async(column)(node) == 4 * GB
+    assert await sync_to_async(free)(node) == 12 * GB
+    await read(database, node, 16 * GB)
+    assert await sync_to_async(column)(node) == 0
+    assert await sync_to_async(free)(node) == 12 * GB
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.rule("R1.51", "R2.43")
+async def test_two_loads_on_one_node(database: Pool) -> None:
+    """What the first has allocated is not the second's, also after the first has been published."""
+    node = await sync_to_async(api.make_node)(
+        available_vram=16 * GB, total_vram=16 * GB, max_replicas_per_model=4
+    )
+    one = await sync_to_async(begun)(node, "one", 4 * GB)
+    await sync_to_async(begun)(node, "two", 6 * GB)
+    assert one is not None
+    await read(database, node, 12 * GB)
+    assert await sync_to_async(free)(node) == 6 * GB
+    await sync_to_async(published)(one, "one:1")
+    await read(database, node, 12 * GB)
+    assert await sync_to_async(free)(node) == 6 * GB
+    assert await sync_to_async(begun)(node, "three", 7 * GB, required=True) is None
+    assert await sync_to_async(begun)(node, "three", 6 * GB, required=True) is not None
+    assert await sync_to_async(free)(node) == 0
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.rule("R2.43")
+@pytest.mark.parametrize("end", ["given up", "killed", "drained"])
+def test_every_end_without_a_replica_gives_back_what_was_reserved(end: str) -> None:
+    """R2.43, "Port:": at once, and for the next load too; what a node still holds for others stays."""
+    node = hot.node(available_vram=16 * GB)
+    other = begun(node, "other", 2 * GB)
+    slot = begun(node, "m", 4 * GB)
+    assert slot is not None
+    assert other is not None
+    if end == "given up":
+        retire.retire_slot(slot, mark="m:1")
+        retire.retire_slot(slot, mark="m:1")
+    elif end == "killed":
+        retire.retire_slots_of_ended(engines.running_attempts(), "m")
+    else:
+        NodeModel.objects.filter(model_name="m").delete()
+        vram.release(node.pk, 4 * GB, since=clock.now())
+    assert (column(node), free(node)) == (2 * GB, 14 * GB)
+
+
+@pytest.mark.django_db
+@pytest.mark.rule("R2.43", "R2.32")
+def test_a_load_goes_on_without_the_memory_unless_it_is_required(caplog: pytest.LogCaptureFixture) -> None:
+    """A warning; the column stays, and the load's row counts all the same."""
+    node = hot.node(available_vram=16 * GB)
+    assert begun(node, "m", 20 * GB, required=True) is None
+    assert not NodeModel.objects.exists()
+    assert begun(node, "m", 20 * GB) is not None
+    assert "too little free VRAM" in caplog.text
+    assert (column(node), free(node)) == (0, -4 * GB)
+    assert begun(node, "unknown", 0, required=True) is not None
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.rule("R1.52", "R2.43")
+def test_a_load_that_reserved_nothing_on_the_node_takes_nothing_back() -> None:
+    """It went on without the memory; what another load reserved stays when it fails."""
+    node = hot.node(available_vram=16 * GB)
+    assert begun(node, "m", 12 * GB) is not None
+    slot = begun(node, "large", 10 * GB)
+    assert slot is not None
+    assert free(node) == -6 * GB
+    retire.retire_slot(slot, mark="large:1")
+    assert (column(node), free(node)) == (12 * GB, 4 * GB)
+
+
+@pytest.mark.django_db
+@pytest.mark.rule("R1.51")
+def test_the_fleet_is_three_queries(django_assert_num_queries: Queries) -> None:
+    for number in range(5):
+        node = hot.node(f"n{number}", available_vram=16 * GB)
+        begun(node, "m", 2 * GB)
+    with django_assert_num_queries(3):
+        assert [one.free_vram for one in snapshot.fleet("m")] == [14 * GB] * 5
+
+
+RACERS, NODES, EACH, SIZE = 32, 8, 5, 16
+
+
+def placed(number: int) -> Slot | Reason:
+    """One racer: looks, chooses, takes, and looks again when somebody was faster."""
+    need = Need(vram=EACH * GB, vram_required=True)
+    while True:
+        decision = choose(snapshot.fleet(f"m{number}"), need=need)
+        if decision.node is None:
+            assert set(decision.refused.values()) == {Reason.MEMORY}
+            return Reason.MEMORY
+        slot = slots.reserve(
+            decision.node,
+            f"m{number}",
+            mark=f"{number}:1",
+            backend="b",
+            now=clock.now(),
+            need=need,
+        )
+        if isinstance(slot, Slot):
+            return slot
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.rule("R1.51", "R1.52", "R2.43")
+def test_thirty_two_loads_race_for_eight_nodes() -> None:
+    """Nothing is given away twice, nobody is refused while there is room, and no release is lost.
+
+    A reading comes while they race: it clears the column, not what they have reserved.
+    """
+    nodes = [
+        hot.node(f"n{number}", available_vram=SIZE * GB, fingerprint=f"{number:064x}")
+        for number in range(NODES)
+    ]
+
+    async def readings() -> None:
+        pool = Pool(hot.database_url())
+        await pool.open()
+        now = clock.now()
+        said = [heartbeats.Beat(n.pk, n.fingerprint, now, available_vram=SIZE * GB) for n in nodes]
+        for _ in range(3):
+            await heartbeats.record(pool, said)
+        await pool.close()
+
+    jobs = [lambda number=number: placed(number) for number in range(RACERS)]
+    results = at_once(*jobs, lambda: asyncio.run(readings()))
+    assert unexpected(results) == []
+    won = [result for result in results[:RACERS] if isinstance(result, Slot)]
+    there = SIZE // EACH
+    assert sorted(len([s for s in won if s.node_id == n.pk]) for n in nodes) == [there] * NODES
+    assert results[:RACERS].count(Reason.MEMORY) == RACERS - there * NODES
+    assert all(one.free_vram == (SIZE - there * EACH) * GB for one in snapshot.fleet("any"))
+
+    marks = dict(NodeModel.objects.values_list("pk", "loading_by"))
+    ends = [lambda slot=slot: retire.retire_slot(slot, mark=marks[slot.id]) for slot in won]
+    assert unexpected(at_once(*ends)) == []
+    assert all(one.free_vram == SIZE * GB for one in snapshot.fleet("any"))
+    assert set(BackendNode.objects.values_list("reserved_vram", flat=True)) == {0}
+
+
+def names(found: Any) -> list[str]:
+    return [node.name for node in found]
+
+
+@pytest.mark.django_db
+@pytest.mark.rule("R1.70", "R1.74", "T-REG-13", "T-REG-14", "T-REG-87")
+def test_nodes_with_enough_memory(django_assert_num_queries: Queries) -> None:
+    small, large = hot.node("small", available_vram=4 * GB), hot.node("large", available_vram=16 * GB)
+    busy = hot.node("busy", available_vram=30 * GB)
+    hot.replica(busy)
+    with django_assert_num_queries(1):
+        assert names(finders.with_vram(8 * GB)) == ["large", "busy"]
+    assert names(finders.with_vram(8 * GB, only=[small.pk, busy.pk])) == ["busy"]
+    assert not finders.with_vram(8 * GB, only=[small.pk]).exists()
+    assert not finders.with_vram(40 * GB).exists()
+    BackendNode.objects.filter(pk=large.pk).update(reserved_vram=10 * GB)
+    assert names(finders.with_vram(8 * GB)) == ["busy"]
+
+
+@pytest.mark.django_db
+@pytest.mark.rule(*("R1.71", "R1.74", "T-REG-15", "T-REG-16", "T-REG-163", "T-REG-164", "T-REG-165"))
+def test_idle_nodes(django_assert_num_queries: Queries) -> None:
+    """Reservations do not count; a replica that still loads makes no node busy."""
+    first = hot.node("first", available_vram=9, reserved_vram=8)
+    second, third = hot.node("second", available_vram=5), hot.node("third", available_vram=99)
+    hot.replica(second, state="loading", address="")
+    hot.replica(third)
+    with django_assert_num_queries(1):
+        assert names(finders.idle()) == ["first", "second"]
+    assert names(finders.idle(only=[second.pk, third.pk])) == ["second"]
+    hot.replica(first)
+    hot.replica(second, "other")
+    assert not finders.idle().exists()
+
+
+@pytest.mark.django_db
+@pytest.mark.rule("R1.72", "R1.73", "R1.74", "T-REG-17")
+def test_least_loaded_nodes(django_assert_num_queries: Queries) -> None:
+    """All rows of a node count (R1.73 [S]), memory decides between equals."""
+    one, three = hot.node("one"), hot.node("three", available_vram=99)
+    same = hot.node("same", available_vram=5)
+    hot.replica(one, in_flight=1)
+    hot.replica(three, in_flight=1)
+    hot.replica(three, index=1, in_flight=2, state="unloading")
+    hot.replica(same, in_flight=1)
+    with django_assert_num_queries(1):
+        assert names(finders.least_loaded()) == ["same", "one", "three"]
+    assert names(finders.least_loaded(only=[one.pk, three.pk])) == ["one", "three"]
+
+
+@pytest.mark.django_db
+@pytest.mark.rule("R1.68", "R1.64", "R1.70", "R1.71", "R1.72", "R1.76")
+def test_only_healthy_backend_nodes_are_found() -> None:
+    for name, fields in (
+        ("pending", {"approved_at": None}),
+        ("sick", {"unhealthy_at": clock.now()}),
+        ("leaving", {"drained_at": clock.now()}),
+        ("agent", {"node_type": "agent"}),
+    ):
+        hot.replica(hot.node(name, available_vram=9, **fields), "m")
+    for found in (
+        *(finders.with_vram(1), finders.idle(), finders.least_loaded()),
+        *(finders.with_free_slot("x"), finders.with_model("m"), finders.least_recently_used()),
+    ):
+        assert not found.exists()
+    assert finders.capacity("x") == 0
+    assert finders.loaded_count("m") == 4, "R1.66"
+
+
+@pytest.mark.django_db
+@pytest.mark.rule("R1.64", "R1.65", "R1.66", "R1.62", "T-REG-55", "T-REG-56", "T-REG-67")
+def test_slots_and_capacity(django_assert_num_queries: Queries) -> None:
+    """Every row takes a slot, one in `loading` or `unloading` too; only loaded ones count as replicas."""
+    wide, full = hot.node("wide", max_replicas_per_model=4), hot.node("full", max_replicas_per_model=1)
+    empty, over = hot.node("empty", max_replicas_per_model=2), hot.node("over", max_replicas_per_model=1)
+    hot.replica(wide, "m")
+    hot.replica(wide, "m", index=1, state="loading", address="")
+    hot.replica(wide, "other")
+    hot.replica(full, "m", state="unloading")
+    hot.replica(over, "m")
+    hot.replica(over, "m", index=1)
+    with django_assert_num_queries(1):
+        assert names(finders.with_free_slot("m")) == ["empty", "wide"]
+    with django_assert_num_queries(1):
+        assert finders.capacity("m") == 2 + 2
+    assert names(finders.with_free_slot("m", only=[wide.pk, full.pk])) == ["wide"]
+    assert [finders.capacity("m", only=[one.pk]) for one in (wide, full, empty, over)] == [2, 0, 2, 0]
+    with django_assert_num_queries(1):
+        assert finders.loaded_count("m") == 3
+    assert finders.loaded_count("nothing") == 0
+
+
+@pytest.mark.django_db
+@pytest.mark.rule(*("R1.76", "T-REG-147", "T-REG-148", "T-REG-150", "T-REG-159", "T-REG-160", "T-REG-161"))
+def test_nodes_with_a_model(django_assert_num_queries: Queries) -> None:
+    """R1.76, "Port:": a node with two replicas is found once."""
+    two, one = hot.node("two"), hot.node("one")
+    hot.replica(two, "m", in_flight=3)
+    hot.replica(two, "m", index=1, in_flight=1)
+    last = hot.replica(one, "m", in_flight=2)
+    with django_assert_num_queries(1):
+        assert names(finders.with_model("m")) == ["two", "one"]
+    assert names(finders.with_model("m", only=[one.pk])) == ["one"]
+    assert finders.with_model("nothing").first() is None
+    BackendNode.objects.filter(pk=two.pk).update(unhealthy_at=clock.now())
+    last.delete()
+    assert finders.with_model("m").first() is None
+
+
+@pytest.mark.django_db
+@pytest.mark.rule("R1.75", "T-REG-151")
+def test_the_least_recently_used_replica(django_assert_num_queries: Queries) -> None:
+    """Of one node or of all; one with a request, or one that does not serve, is not found."""
+    here, there = hot.node("here"), hot.node("there")
+    hot.replica(here, "busy", in_flight=1, last_used=hot.EPOCH - timedelta(days=2))
+    hot.replica(here, "leaving", state="unloading", last_used=hot.EPOCH - timedelta(days=2))
+    newer = hot.replica(here, "newer", last_used=hot.EPOCH)
+    older = hot.replica(here, "older", last_used=hot.EPOCH - timedelta(hours=1))
+    oldest = hot.replica(there, "oldest", last_used=hot.EPOCH - timedelta(days=1))
+    with django_assert_num_queries(1):
+        assert list(finders.least_recently_used()) == [oldest, older, newer]
+    assert finders.least_recently_used(only=[here.pk]).first() == older
+
+
+ROWS = st.tuples(st.sampled_from(["loaded", "unloading", "loading"]), st.integers(0, 2))
+NODE = st.tuples(st.integers(0, 4), st.integers(0, 2), st.lists(ROWS, max_size=2))
+"""Available and reserved memory in GB; state and requests of replicas."""
+FLEET = st.lists(NODE, min_size=1, max_size=5)
+
+
+@pytest.mark.django_db
+@settings(
+    max_examples=25 * EFFORT, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(fleet=FLEET, least=st.integers(1, 5))
+def test_finders_and_the_pure_choice_have_one_order(
+    db: None, fleet: list[tuple[int, int, list[tuple[str, int]]]], least: int
+) -> None:
+    """R1.70 to R1.72: with an estimate the order of `with_vram`, without one `idle` before `least_loaded`."""
+    BackendNode.objects.all().delete()
+    for number, (available, reserved, replicas) in enumerate(fleet):
+        node = hot.node(f"n{number}", available_vram=available * GB, reserved_vram=reserved * GB)
+        for index, (state, requests) in enumerate(replicas):
+            hot.replica(node, index=index, state=state, in_flight=requests)
+    seen = snapshot.fleet("another")
+    roomy = choose(seen, need=Need(vram=least * GB, vram_required=True))
+    assert _ids(roomy.ranked) == [node.pk for node in finders.with_vram(least * GB)]
+    idle = [node.pk for node in finders.idle()]
+    others = [node.pk for node in finders.least_loaded() if node.pk not in idle]
+    assert _ids(choose(seen).ranked) == [*idle, *others]
+
+
+def _ids(ranked: Collection[Any]) -> list[UUID]:
+    return [node.id for node in ranked]
