@@ -17,14 +17,15 @@ from websockets.asyncio.client import connect
 
 from localai_cluster import procs
 from localai_cluster.clock import wait_until
+from localai_cluster.listening import serving
 from localai_cluster.worker import http_server
 from localai_cluster.worker.config import InvalidSettings, build
 from localai_cluster.worker.engines import EngineSupervisor, StartFailed, shown
-from localai_cluster.worker.http_server import WorkerApplication, serving
+from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.log_rings import ENDED_KEPT, LINE_LIMIT, LINES, LogLine, LogRings
 from localai_cluster.worker.port_allocator import PortAllocator
 
-TOKEN = "5" * 64
+TOKEN, SCRAPER = "5" * 64, "a-token-for-scrapers"
 BEGIN = datetime(2026, 11, 21, 0, 12, 20, 31436, UTC)
 
 
@@ -167,7 +168,7 @@ class Served:
         self.problem = ""
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = "{}:{}".format(*self.listener.getsockname())
-        self.application = WorkerApplication(lambda: self.problem, rings, TOKEN)
+        self.application = WorkerApplication(lambda: self.problem, rings, TOKEN, SCRAPER)
 
     async def ask(self, method: str, path: str, token: str = TOKEN) -> httpx.Response:
         async with httpx.AsyncClient() as client:
