@@ -143,7 +143,7 @@ SETTINGS = (
     Setting(
         "http_addr",
         ("LOCALAI_HTTP_ADDR",),
-        "host:port of health probes and logs. Default: 0.0.0.0, one port below the engines.",
+        "host:port of health probes, logs and /metrics. Default: 0.0.0.0, one port below the engines.",
         "Use a free host:port, such as 0.0.0.0:50050.",
     ),
     Setting(

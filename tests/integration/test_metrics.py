@@ -84,14 +84,8 @@ def test_a_scraper_s_token_and_an_admin_s_key_open_it_and_nothing_else_does() ->
         reply = asked(key)
         assert (reply.status, reply.headers["content-type"]) == (200, exposed.CONTENT_TYPE)
         assert reply.headers["cache-control"] == "no-store"
-    refused: dict[str | None, int] = {
-        None: 401,
-        "": 401,
-        "wrong": 401,
-        SCRAPER[:-1]: 401,
-        REGISTRATION_TOKEN: 401,
-        user: 403,
-    }
+    strangers: list[str | None] = [None, "", "wrong", SCRAPER[:-1], REGISTRATION_TOKEN]
+    refused = {**dict.fromkeys(strangers, 401), user: 403}
     for given, status in refused.items():
         reply = asked(given)
         assert reply.status == status, given
