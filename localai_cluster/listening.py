@@ -70,8 +70,8 @@ async def serve(address: Address, application: Any, again: float = AGAIN) -> NoR
     """Serves on an address until cancelled. While it cannot be used the process goes on without."""
     while True:
         try:
-            family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-            listener = socket.create_server((address.host, address.port), family=family)
+            # A host name is looked up, which may take its time.
+            listener = await asyncio.to_thread(_bound, address)
         except OSError as error:
             log.warning("cannot listen on %s, again in %.0f s: %s", address, again, error)
             await asyncio.sleep(again)
@@ -79,3 +79,8 @@ async def serve(address: Address, application: Any, again: float = AGAIN) -> NoR
         async with serving(listener, application):
             log.info("listening on http://%s", address)
             await asyncio.Event().wait()
+
+
+def _bound(address: Address) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    return socket.create_server((address.host, address.port), family=family)

@@ -25,6 +25,7 @@ from nodes.backends import flights, naming, reports
 from nodes.backends.flights import OnProgress
 from nodes.backends.layers import Layers
 from nodes.backends.outcomes import (
+    NAMES,
     BusDown,
     Done,
     NoResponders,
@@ -84,16 +85,6 @@ class _Watching:
 
 
 _watching = _Watching()
-
-_NAMES: dict[type, str] = {
-    Done: "done",
-    Refused: "refused",
-    NoResponders: "no_responders",
-    StillRunning: "no_answer",
-    BusDown: "bus_down",
-    Unreadable: "unreadable",
-}
-"""What figures call the outcome of one question."""
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -329,7 +320,7 @@ class Worker:
         """One question, one outcome; `point` names it for figures, and for tests that kill us here."""
         began = clock.monotonic()
         outcome = await self._asked(subject, request, kind, refusal, timeout, point=point)
-        metrics.command_ended(point, _NAMES[type(outcome)], clock.monotonic() - began)
+        metrics.command_ended(point, NAMES[type(outcome)], clock.monotonic() - began)
         return outcome
 
     async def _asked(
