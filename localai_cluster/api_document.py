@@ -11,7 +11,7 @@ from typing import Any
 from localai_cluster import system_health
 from localai_cluster.web.openapi import Operation, RawRoute, json_body
 from nodes.api import openapi as api
-from nodes.inference.openapi import ROUTES
+from nodes.inference.openapi import ROUTES, error_answers
 from nodes.live import openapi as live
 from nodes.live import shapes as messages
 
@@ -95,9 +95,29 @@ READYZ: Operation = {
 }
 
 
+METRICS: Operation = {
+    "operationId": "metrics",
+    "tags": ["health"],
+    "summary": "Read the figures for Prometheus",
+    "description": (
+        "What this web process has counted, and figures of the whole cluster (docs/metrics.md). The bearer is"
+        " LOCALAI_METRICS_TOKEN or an admin's API key."
+    ),
+    "security": [{"apiKey": []}],
+    "responses": {
+        "200": {
+            "description": "The figures, in the text format of Prometheus 0.0.4.",
+            "content": {"text/plain": {"schema": {"type": "string"}}},
+        },
+        **error_answers(401, 403, 429, 503),
+    },
+}
+
+
 RAW_ROUTES: list[RawRoute] = [
     ("GET", "/healthz", HEALTHZ),
     ("GET", "/readyz", READYZ),
+    ("GET", "/metrics", METRICS),
     ("GET", "/ws/operations", OPERATIONS_SOCKET),
 ]
 

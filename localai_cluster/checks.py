@@ -86,6 +86,7 @@ def check_open_to_others(app_configs: Any, **kwargs: Any) -> list[CheckMessage]:
     secrets = {
         "LOCALAI_REGISTRATION_TOKEN": cluster.registration_token,
         "LOCALAI_API_KEY": cluster.api_key,
+        "LOCALAI_METRICS_TOKEN": cluster.metrics_token,
         "SECRET_KEY": settings.SECRET_KEY,
     }
     return [

@@ -11,8 +11,9 @@ from typing import Any
 
 from django.conf import settings
 
-from localai_cluster import logs, raw_routes
+from localai_cluster import clock, logs, raw_routes
 from localai_cluster.errors import ClusterError, Unavailable
+from localai_cluster.metrics import web as metrics
 from localai_cluster.web import wire
 from localai_cluster.web.middleware import BoundedBody, Utf8Only
 from localai_cluster.web.static_files import StaticFiles
@@ -31,6 +32,7 @@ _SLASHED = (
     "/version/",
     "/healthz/",
     "/readyz/",
+    "/metrics/",
     "/embeddings/",
     "/models/",
     "/backend/",
@@ -59,7 +61,7 @@ class Edge:
             await self._http(scope, receive, send)
 
     async def _http(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
-        answer = _Tagged(send, logs.request_id.get().encode(), scope["path"])
+        began, answer = clock.monotonic(), _Tagged(send, logs.request_id.get().encode(), scope["path"])
         try:
             if self.stopping:
                 await wire.send_answer(answer, _STOPPING)
@@ -68,8 +70,10 @@ class Edge:
             await app(scope, receive, answer)
         except Exception:
             logger.exception("%s %r failed", scope["method"], scope["path"])
-            if not answer.started:
+            if not answer.status:
                 await wire.send_answer(answer, _FAILED)
+        finally:
+            metrics.request_ended(scope["path"], answer.status or metrics.LEFT, clock.monotonic() - began)
 
 
 _FAILED = wire.error_answer(ClusterError("internal error"))
@@ -82,21 +86,21 @@ _UNLESS_SAID_OF_FILES = ((b"x-content-type-options", b"nosniff"),)
 
 
 class _Tagged:
-    """`send` that puts the request's id on the answer, and what `_UNLESS_SAID` has; remembers whether one has
-    begun.
+    """`send` that puts the request's id on the answer, and what `_UNLESS_SAID` has; remembers with which
+    status one has begun, 0 before.
     """
 
-    __slots__ = ("_added", "_id", "_send", "started")
+    __slots__ = ("_added", "_id", "_send", "status")
 
     def __init__(self, send: wire.Send, identifier: bytes, path: str) -> None:
         self._send = send
         self._added = _UNLESS_SAID_OF_FILES if path.startswith(settings.STATIC_URL) else _UNLESS_SAID
         self._id = identifier
-        self.started = False
+        self.status = 0
 
     async def __call__(self, message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
-            self.started = True
+            self.status = message["status"]
             headers = [*message.get("headers", ()), (_REQUEST_ID, self._id), (_CORRELATION_ID, self._id)]
             said = {name.lower() for name, _ in headers}
             headers += [header for header in self._added if header[0] not in said]

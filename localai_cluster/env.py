@@ -111,6 +111,14 @@ def parse_base_url(text: str) -> str:
     return text.rstrip("/")
 
 
+def parse_listener(text: str) -> addresses.Address:
+    """Where a process listens; raises ValueError."""
+    try:
+        return addresses.parse(text)
+    except ValueError:
+        raise ValueError("not an address such as 127.0.0.1:9101") from None
+
+
 def parse_log_level(text: str) -> str:
     """One of logging's levels, in capitals; raises ValueError."""
     level = text.strip().upper()
@@ -288,6 +296,11 @@ class ClusterSettings:
     """The reference's switch; ours never goes without, and says so when it is set to false."""
     registration_token: str
     api_key: str
+    metrics_token: str = field(repr=False)
+    """With it a scraper may read the figures of every server process, and nothing else."""
+    controller_metrics: addresses.Address | None
+    tasks_metrics: addresses.Address | None
+    """Where these two serve their figures; None: nowhere."""
     auto_approve_nodes: bool
     allow_shared_token_nodes: bool
     expose_node_header: bool
@@ -384,6 +397,16 @@ def load(values: Mapping[str, str] = os.environ) -> tuple[ClusterSettings, Envir
         require_auth=all(env.boolean(name, True) for name in REQUIRE_AUTH),
         registration_token=env.secret("LOCALAI_REGISTRATION_TOKEN"),
         api_key=env.secret("LOCALAI_API_KEY"),
+        metrics_token=env.secret("LOCALAI_METRICS_TOKEN"),
+        controller_metrics=env.parsed(
+            "CLUSTER_CONTROLLER_METRICS_ADDRESS",
+            parse_listener,
+            None,
+            "Use host:port, such as 127.0.0.1:9101.",
+        ),
+        tasks_metrics=env.parsed(
+            "CLUSTER_TASKS_METRICS_ADDRESS", parse_listener, None, "Use host:port, such as 127.0.0.1:9102."
+        ),
         auto_approve_nodes=env.boolean("LOCALAI_AUTO_APPROVE_NODES"),
         allow_shared_token_nodes=env.boolean("LOCALAI_ALLOW_SHARED_TOKEN_NODES"),
         auto_upgrade_backends=env.boolean("LOCALAI_AUTO_UPGRADE_BACKENDS"),

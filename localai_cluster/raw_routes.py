@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from localai_cluster.row_metrics import RowReader
+from localai_cluster.scraping import MetricsApplication
 from nodes.api.gallery import GalleryApplication
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.api.registrations import RegistrationApplication
@@ -36,6 +38,7 @@ ROUTES: tuple[RawRoute, ...] = (
     RawRoute("POST", "/embeddings", _embeddings),
     RawRoute("GET", "/v1/models", _models),
     RawRoute("GET", "/models", _models),
+    RawRoute("GET", "/metrics", MetricsApplication("web", RowReader())),
     RawRoute("POST", "/api/node/register", RegistrationApplication()),
     RawRoute("GET", "/api/node/{node_id}/gallery/{file}", GalleryApplication()),
     RawRoute("POST", "/api/node/{node_id}/heartbeat", HeartbeatApplication(pool.shared, known.shared())),

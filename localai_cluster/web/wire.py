@@ -22,7 +22,6 @@ MAX_BODY = 4 * 1024 * 1024
 T = TypeVar("T", bound=msgspec.Struct)
 
 _LONGEST_PROBLEM = 200
-_JSON = (b"content-type", b"application/json")
 
 
 class Disconnected(Exception):
@@ -31,11 +30,12 @@ class Disconnected(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer; `body` is JSON."""
+    """A whole answer, of `kind`."""
 
     body: bytes
     status: int = 200
     headers: tuple[tuple[bytes, bytes], ...] = ()
+    kind: bytes = b"application/json"
 
 
 def client_of(scope: Scope) -> str:
@@ -69,7 +69,7 @@ async def disconnected(receive: Receive) -> None:
 async def send_answer(send: Send, answer: Answer) -> None:
     """Sends a whole answer."""
     length = (b"content-length", str(len(answer.body)).encode())
-    headers = [_JSON, length, *answer.headers]
+    headers = [(b"content-type", answer.kind), length, *answer.headers]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
     await send({"type": "http.response.body", "body": answer.body})
 

@@ -13,12 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from localai_cluster import points
+from localai_cluster import clock, points
 from localai_cluster.errors import ClusterError, Conflict, InvalidInput
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import Bus, Handler, Message, Subscription
 from localai_cluster.messaging.codec import DecodeError, decode, encode
+from localai_cluster.metrics import worker as metrics
 from localai_cluster.worker.backend_store import BackendStore
 from localai_cluster.worker.config import Config
 from localai_cluster.worker.engines import Engine, EngineSupervisor
@@ -112,9 +113,12 @@ class Commands:
         ignore_body: bool = False,
     ) -> Handler:
         async def handle(message: Message) -> bytes | None:
+            command, began, outcome = message.subject.split(".", 2)[2], clock.monotonic(), "failed"
             try:
                 request = kind() if ignore_body else decode(message.payload, kind)
-                return encode(await act(request))
+                reply = await act(request)
+                outcome = "refused" if getattr(reply, "error", "") else "ok"
+                return encode(reply)
             except Stopped:
                 # No reply: the controller notices that this worker is gone and retries instead of failing.
                 return None
@@ -124,6 +128,8 @@ class Commands:
             except Exception as error:
                 log.exception("%s failed", message.subject)
                 return encode(failed(f"internal worker error: {type(error).__name__}"))
+            finally:
+                metrics.command_ended(command, outcome, clock.monotonic() - began)
 
         return handle
 

@@ -143,8 +143,14 @@ SETTINGS = (
     Setting(
         "http_addr",
         ("LOCALAI_HTTP_ADDR",),
-        "host:port of health probes and logs. Default: 0.0.0.0, one port below the engines.",
+        "host:port of health probes, logs and /metrics. Default: 0.0.0.0, one port below the engines.",
         "Use a free host:port, such as 0.0.0.0:50050.",
+    ),
+    Setting(
+        "metrics_token",
+        ("LOCALAI_WORKER_METRICS_TOKEN",),
+        "Token with which a scraper may read /metrics on the port of the health probes.",
+        "Use a long random text.",
     ),
     Setting(
         "advertise_http_addr",
@@ -270,6 +276,8 @@ class Config:
     find_ports: bool
     advertise_addr: str
     http_bind: tuple[str, int]
+    metrics_token: str = field(repr=False)
+    """Opens the figures; empty: only the control plane may read them."""
     advertise_http_addr: str
     backends_path: Path
     backends_system_path: Path
@@ -316,6 +324,7 @@ def build(given: Mapping[str, str | None], environment: Mapping[str, str] = os.e
         find_ports=read.parsed("find_ports", parse_bool, False),
         advertise_addr=advertised,
         http_bind=http_bind,
+        metrics_token=read.secret("metrics_token"),
         advertise_http_addr=read.parsed("advertise_http_addr", _address, f"{http_host}:{http_bind[1]}"),
         backends_path=backends,
         backends_system_path=read.path("backends_system_path", Path("/var/lib/local-ai/backends")),

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from localai_cluster import clock, procs
 from localai_cluster.errors import ClusterError
+from localai_cluster.metrics import worker as metrics
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError, Unimplemented
 from localai_cluster.worker.log_rings import LINE_LIMIT, LogLine, LogRings
@@ -150,6 +151,10 @@ class EngineSupervisor:
 
     async def start(self, key: str, backend: str, start_file: Path) -> Engine:
         """Starts an engine and waits until it is ready. StartFailed (with its last output), NoFreePort."""
+        with metrics.starting():
+            return await self._start(key, backend, start_file)
+
+    async def _start(self, key: str, backend: str, start_file: Path) -> Engine:
         port = self._allocate_port(key)
         try:
             engine = await self._launch(key, port, backend, start_file)
@@ -297,6 +302,7 @@ class EngineSupervisor:
         ]
         await process.wait()
         if not engine.stopping:
+            metrics.CRASHES.inc()
             log.warning("engine ended key=%s %s", engine.key, _ending(engine))
             # Its children must not outlive it or keep its port.
             await asyncio.get_running_loop().run_in_executor(self._threads, procs.end, engine.group)

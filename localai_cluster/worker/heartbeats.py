@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from localai_cluster import clock
+from localai_cluster.metrics.worker import HEARTBEATS
 from localai_cluster.worker import hardware
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane
 from localai_cluster.worker.registration import GaveUp, hint
@@ -74,6 +75,7 @@ class HeartbeatLoop:
     async def send(self) -> None:
         """Sends one heartbeat, or logs why not. Without the bus a node must go stale, so it sends none."""
         if reason := self._off_bus():
+            HEARTBEATS.labels("off_bus").inc()
             self._remind("bus", f"no heartbeat: {reason}")
             return
         if clock.monotonic() < self._paused_until:
@@ -81,8 +83,10 @@ class HeartbeatLoop:
         try:
             await self._control_plane.heartbeat(self._node_id(), await self._measure())
         except CallFailed as error:
+            HEARTBEATS.labels("refused" if 400 <= error.http_status < 500 else "failed").inc()
             await self._failed(error)
         else:
+            HEARTBEATS.labels("ok").inc()
             self.problem = ""
 
     async def _failed(self, error: CallFailed) -> None:

@@ -1,47 +1,43 @@
-"""The worker's HTTP server: open probes, the engines' output for the control plane (worker.md §12).
+"""The worker's HTTP routes: open probes, the engines' output for the control plane (worker.md §12), figures.
 
-An ASGI application on uvicorn's connections, without uvicorn's server: the worker has its own signals and its
-own end. The output is read with the token that this worker tells the control plane in its registration, never
-with the registration token, which every machine that wants to join knows.
+An ASGI application, which `listening` serves. The output is read with the token that this worker tells the
+control plane in its registration, never with the registration token, which every machine that wants to join
+knows. The same token opens the figures (`/metrics`), and so does the one that the operator has given this
+worker for scrapers; that one opens nothing else.
 """
 
 import asyncio
 import contextlib
 import hmac
 import json
-import socket
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from datetime import UTC
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import uvicorn
-from uvicorn.server import ServerState
-
-from localai_cluster.connections import BoundedHead, WatchingSocket
+from localai_cluster.metrics import exposed
 from localai_cluster.worker.log_rings import LogLine, LogRings
 
 Scope = dict[str, Any]
 LOGS = "/v1/backend-logs"
+METRICS = "/metrics"
 READERS = 64
 """How many may follow the output at once."""
-CONNECTIONS = 256
 WRITE_LIMIT = 30.0
 """Seconds within which a reader takes a message (§12.7)."""
-PING_EVERY, PONG_WITHIN = 30.0, 90.0
-FAREWELL = 1.0
-"""Seconds that readers get to learn of the end."""
-LARGEST_MESSAGE = 4096
-"""Bytes of a reader's message, whose content is ignored."""
 
 
 class WorkerApplication:
-    """The routes. `problem` says why the worker is not ready, "" if it is."""
+    """The routes. `problem` says why the worker is not ready, "" if it is.
 
-    def __init__(self, problem: Callable[[], str], rings: LogRings, token: str) -> None:
+    `token` opens all of them, `scraper` the figures only; without a `scraper` nothing else opens those.
+    """
+
+    def __init__(self, problem: Callable[[], str], rings: LogRings, token: str, scraper: str) -> None:
         self._problem = problem
         self._rings = rings
-        self._token = token.encode()
+        self._token = token
+        self._scraper = scraper
         self._readers = 0
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
@@ -63,12 +59,15 @@ class WorkerApplication:
                 return 405, "method not allowed", plain
             return (503, f"not ready: {problem}", plain) if problem else (200, "ok", plain)
         name = _log_name(scope)
-        if name is None:
+        if name is None and path != METRICS:
             return 404, "not found", plain
         if method != "GET":
             return 405, "method not allowed", plain
-        if not self._authorized(scope):
+        tokens = [self._token] if name is not None else [self._token, self._scraper]
+        if not _authorized(scope, tokens):
             return 401, "unauthorized", plain
+        if name is None:
+            return 200, exposed.text("worker").decode(), exposed.CONTENT_TYPE
         found = _json_lines(self._rings.lines(name)) if name else json.dumps(self._rings.models())
         return 200, found, "application/json"
 
@@ -97,7 +96,7 @@ class WorkerApplication:
         name = _log_name(scope)
         if not name or not name.endswith("/ws"):
             return 404, "not found"
-        if not self._authorized(scope):
+        if not _authorized(scope, [self._token]):
             return 401, "unauthorized"
         origin = _header(scope, b"origin")
         if origin and urlsplit(origin).netloc.lower() != _header(scope, b"host").lower():
@@ -122,48 +121,6 @@ class WorkerApplication:
                 for line in lines:
                     await _write(send, f'{{"type":"line","line":{_json(line)}}}')
 
-    def _authorized(self, scope: Scope) -> bool:
-        scheme, _, given = _header(scope, b"authorization").partition(" ")
-        right = hmac.compare_digest(given.strip().encode("latin-1"), self._token)
-        return right and scheme.lower() == "bearer"
-
-
-@contextlib.asynccontextmanager
-async def serving(listener: socket.socket, application: WorkerApplication) -> AsyncIterator[None]:
-    """Serves on `listener` until the end of the block, then ends all connections."""
-    config = uvicorn.Config(
-        application,
-        http=BoundedHead,
-        ws=WatchingSocket,
-        ws_max_size=LARGEST_MESSAGE,
-        ws_ping_interval=PING_EVERY,
-        ws_ping_timeout=PONG_WITHIN,
-        ws_per_message_deflate=False,
-        lifespan="off",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        proxy_headers=False,
-        limit_concurrency=CONNECTIONS,
-    )
-    config.load()
-    state = ServerState()
-    server = await asyncio.get_running_loop().create_server(
-        lambda: BoundedHead(config=config, server_state=state, app_state={}), sock=listener
-    )
-    try:
-        yield
-    finally:
-        server.close()
-        for connection in list(state.connections):
-            connection.shutdown()
-        if state.tasks:
-            await asyncio.wait(state.tasks, timeout=FAREWELL)
-        for task in list(state.tasks):
-            task.cancel()
-        for connection in list(state.connections):
-            connection.transport.abort()
-
 
 def _log_name(scope: Scope) -> str | None:
     """What follows `/v1/backend-logs/`, decoded once: "" for the list itself, None for another route."""
@@ -173,6 +130,14 @@ def _log_name(scope: Scope) -> str | None:
         return ""
     head, rest = path[: len(LOGS) + 1], path[len(LOGS) + 1 :]
     return unquote(rest) if head == LOGS + "/" and rest else None
+
+
+def _authorized(scope: Scope, tokens: Iterable[str]) -> bool:
+    """Whether the bearer is one of these; an empty one is none. Each comparison takes the same time."""
+    scheme, _, given = _header(scope, b"authorization").partition(" ")
+    offered = given.strip().encode("latin-1")
+    right = [hmac.compare_digest(offered, token.encode()) for token in tokens if token]
+    return any(right) and scheme.lower() == "bearer"
 
 
 def _header(scope: Scope, wanted: bytes) -> str:

@@ -12,10 +12,12 @@ import httpx
 
 from localai_cluster import procs
 from localai_cluster.fingerprints import grouped
+from localai_cluster.listening import serving
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import encode
 from localai_cluster.messaging.messages import ProgressEvent
 from localai_cluster.messaging.nats import NatsBus
+from localai_cluster.metrics import worker as metrics
 from localai_cluster.worker import hardware, registration, shutdown
 from localai_cluster.worker.backend_store import BackendStore
 from localai_cluster.worker.bus_credentials import BusCredentials
@@ -24,7 +26,7 @@ from localai_cluster.worker.config import Config
 from localai_cluster.worker.control_plane import CALL_LIMIT, ControlPlane, Registered
 from localai_cluster.worker.engines import EngineSupervisor
 from localai_cluster.worker.heartbeats import HeartbeatLoop, figures
-from localai_cluster.worker.http_server import WorkerApplication, serving
+from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.identity import NodeIdentity
 from localai_cluster.worker.install_commands import InstallCommands
 from localai_cluster.worker.installer import Installer
@@ -101,7 +103,12 @@ class Worker:
         """Runs until a signal, a `stop` message or a failure. GaveUp, and other failures."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        async with serving(self._listener, WorkerApplication(self._problem, self._rings, self._engine_token)):
+        metrics.ENGINES.set_function(lambda: len(self._supervisor.running()))
+        metrics.BUS_CONNECTED.set_function(lambda: self._bus.connected)
+        application = WorkerApplication(
+            self._problem, self._rings, self._engine_token, self._config.metrics_token
+        )
+        async with serving(self._listener, application):
             try:
                 await self._until_stopped(self._register())
                 if not self._stop.is_set():

@@ -20,6 +20,7 @@ from django.db import DatabaseError
 
 from localai_cluster import clock, errors
 from localai_cluster.accounts import principals
+from localai_cluster.metrics import web as metrics
 from localai_cluster.web import throttle
 from localai_cluster.web.envelopes import envelope_of, flat_refusal, refusal_headers, translated
 from localai_cluster.web.openapi import Operation, json_body
@@ -127,8 +128,10 @@ class BeatWriter:
         try:
             verdicts = await heartbeats.record(self._database(), batch)
         except (errors.ClusterError, *UNREACHABLE) as error:
+            metrics.HEARTBEATS_LOST.inc(len(batch))
             log.warning("%d heartbeats not written: %s", len(batch), type(error).__name__)
         except Exception:
+            metrics.HEARTBEATS_LOST.inc(len(batch))
             log.exception("%d heartbeats not written", len(batch))
         else:
             for beat in batch:
@@ -167,6 +170,7 @@ class HeartbeatApplication:
             if error is None:
                 raise
             status, body, headers = error.status, _refusal(error), refusal_headers(error)
+        metrics.HEARTBEATS.labels(status).inc()
         await raw.respond(send, status, body, headers)
 
     async def _answer(self, scope: raw.Scope, receive: Any) -> tuple[int, dict[str, Any], dict[str, str]]:

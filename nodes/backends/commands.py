@@ -20,10 +20,12 @@ from localai_cluster import clock, names, points
 from localai_cluster.messaging import bus as carrier
 from localai_cluster.messaging import messages, subjects
 from localai_cluster.messaging.codec import DecodeError, decode, encode
+from localai_cluster.metrics import controller as metrics
 from nodes.backends import flights, naming, reports
 from nodes.backends.flights import OnProgress
 from nodes.backends.layers import Layers
 from nodes.backends.outcomes import (
+    NAMES,
     BusDown,
     Done,
     NoResponders,
@@ -315,7 +317,15 @@ class Worker:
     async def _ask(
         self, subject: str, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
     ) -> Outcome[R]:
-        """One question, one outcome; `point` names it for tests that kill this process here."""
+        """One question, one outcome; `point` names it for figures, and for tests that kill us here."""
+        began = clock.monotonic()
+        outcome = await self._asked(subject, request, kind, refusal, timeout, point=point)
+        metrics.command_ended(point, NAMES[type(outcome)], clock.monotonic() - began)
+        return outcome
+
+    async def _asked(
+        self, subject: str, request: object, kind: type[R], refusal: Refusal[R], timeout: float, *, point: str
+    ) -> Outcome[R]:
         inbox = subjects.inbox(self.node_id)
         try:
             with points.asked(point):

@@ -20,6 +20,7 @@ from localai_cluster.accounts.actors import CONTROLLER
 from localai_cluster.logs import request_id
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
+from localai_cluster.metrics import controller as metrics
 from nodes.backends import install, intents, one_node, sparing, upgrade_delete
 from nodes.backends.commands import Worker, first
 from nodes.backends.intents import Ended, Failed, Intent, PutBack, Settlement
@@ -43,6 +44,7 @@ from operations.executor.recorder import Batch, Recorder
 from operations.executor.work import in_thread
 from operations.ledger.fence import LeaseLost
 from operations.ledger.progress import Attempt, Tick
+from operations.states import Event
 
 log = logging.getLogger(__name__)
 
@@ -133,11 +135,13 @@ class IntentQueue:
             await in_thread(intents.called_off, {attempt: note}, now=clock.now())
             return
         log.info("%s (%s): start, fence %d", intent, intent.id, intent.fence)
-        settlement = await self._attempt(intent)
-        log.info("%s (%s): %s", intent, intent.id, settlement)
-        # First: the settlement may open the next wave, which counts the nodes that serve these models.
-        await _over(intent, settlement)
-        await self._outcomes.put((attempt, settlement, await self._recorder.take(attempt)))
+        with metrics.attempt(f"intent_{intent.row.op}") as told:
+            settlement = await self._attempt(intent)
+            log.info("%s (%s): %s", intent, intent.id, settlement)
+            # First: the settlement may open the next wave, which counts the nodes that serve these models.
+            await _over(intent, settlement)
+            await self._outcomes.put((attempt, settlement, await self._recorder.take(attempt)))
+            told.outcome = _event(settlement)
         await sparing.settled(intent, settlement)
 
     async def _write(self, batch: Sequence[Written]) -> None:
@@ -250,6 +254,19 @@ class IntentQueue:
                 return f"the worker was not asked to stop ({reason}); its result is discarded"
             case _:
                 assert_never(outcome)
+
+
+def _event(settlement: Settlement) -> Event:
+    """What figures call it, as for operations."""
+    match settlement:
+        case Ended(error):
+            return Event.FAIL if error else Event.COMPLETE
+        case Failed():
+            return Event.POSTPONE
+        case PutBack():
+            return Event.WAIT
+        case _:
+            assert_never(settlement)
 
 
 async def _over(intent: Intent, settlement: Settlement | None = None) -> None:

@@ -23,6 +23,7 @@ from django.db.models import Case, DateTimeField, F, Q, Value, When
 from localai_cluster import clock, names
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.messages import InstalledBackend, process_key
+from localai_cluster.metrics import passes
 from nodes.backends import upgrade_state
 from nodes.backends.commands import LIST_TIMEOUT, Worker
 from nodes.backends.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
@@ -343,10 +344,11 @@ class Inventory:
         if free <= 0 or not self._bus.connected:
             return LOOK_EVERY if free <= 0 else 1.0
         try:
-            for asked in await in_thread(claim, free, now=clock.now()):
-                self._asking += 1
-                group.create_task(self._ask(asked), name=f"inventory of {asked.name}")
-            return await in_thread(next_due, now=clock.now())
+            with passes.counted("inventory"):
+                for asked in await in_thread(claim, free, now=clock.now()):
+                    self._asking += 1
+                    group.create_task(self._ask(asked), name=f"inventory of {asked.name}")
+                return await in_thread(next_due, now=clock.now())
         except DatabaseError as error:
             log.warning("cannot see which lists of backends are due: %s", error)
             return LOOK_EVERY

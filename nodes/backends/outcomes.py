@@ -69,3 +69,13 @@ class BusDown:
 
 
 Outcome: TypeAlias = Done[R] | Refused[R] | StillRunning | NoResponders | Unreadable | BusDown
+
+NAMES: dict[type, str] = {
+    Done: "done",
+    Refused: "refused",
+    NoResponders: "no_responders",
+    StillRunning: "no_answer",
+    BusDown: "bus_down",
+    Unreadable: "unreadable",
+}
+"""What figures call the outcome of one question."""

@@ -11,10 +11,12 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from localai_cluster import clock
 from localai_cluster.accounts import credentials
 from localai_cluster.accounts.credentials import StoredKey, WrongKey
 from localai_cluster.errors import ClusterError, NotAuthenticated
 from localai_cluster.logs import request_id
+from localai_cluster.metrics import web as metrics
 from localai_cluster.web import throttle, wire
 from localai_cluster.web.wire import Answer, Receive, Scope, Send
 from nodes.inference import gateway
@@ -42,12 +44,19 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; sends nothing to a client that has left."""
-        with contextlib.suppress(wire.Disconnected):
-            await wire.send_answer(send, await self._answer(scope, receive))
-
-    async def _answer(self, scope: Scope, receive: Receive) -> Answer:
+        began, status = clock.monotonic(), 0
+        request = InferenceRequest(client_address=wire.client_of(scope), request_id=request_id.get())
         try:
-            request = identified(scope)
+            with contextlib.suppress(wire.Disconnected):
+                answer = await self._answer(request, scope, receive)
+                await wire.send_answer(send, answer)
+                status = answer.status
+        finally:
+            metrics.inference_ended(request.model, status or metrics.LEFT, clock.monotonic() - began)
+
+    async def _answer(self, request: InferenceRequest, scope: Scope, receive: Receive) -> Answer:
+        try:
+            identify(request, scope)
             if scope["method"] != self.method:
                 raise MethodNotAllowed(f"only {self.method} is accepted here")
             return await self._work(request, receive)
@@ -56,7 +65,7 @@ class Endpoint:
             return Answer(answer.body, answer.status, ((b"allow", self.method.encode()),))
         except ClusterError as error:
             if isinstance(error, WrongKey):
-                error = await throttle.api_keys().noted(error, wire.client_of(scope))
+                error = await throttle.api_keys().noted(error, request.client_address)
             if error.status >= 500:
                 logger.warning("%s %s: %s", scope["method"], scope["path"], error.message.partition("\n")[0])
             return wire.error_answer(error)
@@ -82,15 +91,14 @@ class Endpoint:
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"xi-api-key"})
 
 
-def identified(scope: Scope) -> InferenceRequest:
-    """A request with its caller, or with a stored key to confirm; raises NotAuthenticated without either."""
+def identify(request: InferenceRequest, scope: Scope) -> None:
+    """Fills in the caller, or a stored key to confirm; raises NotAuthenticated without either."""
     headers: dict[bytes, bytes] = {name: value for name, value in scope["headers"] if name in _CREDENTIALS}
 
     def header(name: str) -> str:
         return headers.get(name.encode(), b"").decode("latin-1")
 
     credential = credentials.read(header)
-    request = InferenceRequest(client_address=wire.client_of(scope), request_id=request_id.get())
     if isinstance(credential, StoredKey):
         request.key_hash = credential.hash
     elif credential is None:
@@ -101,7 +109,6 @@ def identified(scope: Scope) -> InferenceRequest:
         raise NotAuthenticated("a valid API key is required")
     else:
         request.principal = credential
-    return request
 
 
 async def confirm(request: InferenceRequest) -> None:

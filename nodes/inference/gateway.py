@@ -17,6 +17,7 @@ from typing import TypeVar
 from localai_cluster import clock, conf
 from localai_cluster.accounts.websockets import ACCESS
 from localai_cluster.errors import Unavailable
+from localai_cluster.metrics import web as metrics
 from localai_cluster.rpc.client import BackendClient, ClientPool
 from localai_cluster.rpc.errors import BackendError, IdentityMismatch, Lost, ModelNotLoaded, Refused
 from localai_cluster.web import sockets
@@ -148,6 +149,8 @@ async def start() -> None:
     picker = Picker(shared, pool.DedicatedConnection(conf.cluster().database_url))
     hints = Hints()
     clients, loads = ClientPool(), Loads(hints)
+    metrics.IN_FLIGHT.set_function(picker.in_flight)
+    metrics.WAITING.set_function(loads.waiting)
     heartbeat = ProcessHeartbeat(picker, conf.cluster().web_stale_after)
     await heartbeat.start()
     listener = asyncio.create_task(_listen(hints))

@@ -39,6 +39,7 @@ _ERROR: Operation = {
 _MEANINGS = {
     400: "The request is not valid; `param` names the field.",
     401: "A valid API key is required.",
+    403: "This API key may not do that.",
     404: "No model of that name is defined.",
     429: "Too many wrong API keys from this address; Retry-After says when to come back.",
     500: "An error inside the cluster; its log has the cause under the request id.",
@@ -50,7 +51,8 @@ def _json(schema: Operation) -> Operation:
     return {"application/json": {"schema": schema}}
 
 
-def _errors(*statuses: int) -> dict[str, Operation]:
+def error_answers(*statuses: int) -> dict[str, Operation]:
+    """Refusals with these statuses, in the envelope of inference."""
     return {str(status): {"description": _MEANINGS[status], "content": _json(_ERROR)} for status in statuses}
 
 
@@ -108,7 +110,7 @@ def _embeddings(name: str) -> Operation:
         "requestBody": {"required": True, "content": _json(schema_of(EmbeddingsBody))},
         "responses": {
             "200": {"description": "The vectors.", "content": _json(_EMBEDDINGS_ANSWER)},
-            **_errors(400, 401, 404, 429, 500, 503),
+            **error_answers(400, 401, 404, 429, 500, 503),
         },
     }
 
@@ -121,7 +123,7 @@ def _models(name: str) -> Operation:
         "security": _SECURITY,
         "responses": {
             "200": {"description": "The models.", "content": _json(_MODELS_ANSWER)},
-            **_errors(401, 429, 500, 503),
+            **error_answers(401, 429, 500, 503),
         },
     }
 

@@ -18,6 +18,7 @@ from django.db import Error as DatabaseError
 from localai_cluster import clock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
+from localai_cluster.metrics import passes
 from nodes.backends.commands import PING_TIMEOUT, Worker
 from nodes.backends.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
 from nodes.loading import drained, engines
@@ -61,7 +62,8 @@ class Stopper:
         while True:
             self._look.clear()
             try:
-                pause = _LOOK_AT_STOPS if self._bus.connected and await self.look_once() else LOOK_EVERY
+                with passes.counted("stops"):
+                    pause = _LOOK_AT_STOPS if self._bus.connected and await self.look_once() else LOOK_EVERY
             except DatabaseError as error:
                 log.warning("cannot see which engines must be stopped: %s", error)
                 pause = LOOK_EVERY

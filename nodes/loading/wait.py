@@ -164,6 +164,10 @@ class Loads:
         finally:
             load.deadlines.remove(deadline)
 
+    def waiting(self) -> int:
+        """How many requests of this process wait for a load; from any thread."""
+        return sum(len(load.deadlines) for load in list(self._loads.values()))
+
     async def close(self) -> None:
         """Stops watching; the operations themselves go on."""
         tasks = [load.task for load in self._loads.values() if load.task is not None]

@@ -17,6 +17,7 @@ from localai_cluster.errors import ClusterError
 from localai_cluster.messaging.credentials import revocations_of, revoking_token
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.messaging.nkeys import KeyPair
+from localai_cluster.metrics import passes
 from nodes.registry import bus_credentials
 from operations.executor.work import in_thread
 
@@ -57,7 +58,8 @@ class Revocations:
                 generation = await bus.wait_connected()
                 self._look.clear()
                 try:
-                    await self.look_once(bus, self._operator)
+                    with passes.counted("revocations"):
+                        await self.look_once(bus, self._operator)
                 except (ClusterError, DatabaseError, ValueError) as error:
                     # It must not end this loop: without it nothing is revoked any more.
                     log.warning("revoked credentials: not told to the NATS server yet: %s", error)

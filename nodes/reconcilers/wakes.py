@@ -14,6 +14,7 @@ from uuid import UUID
 from django.db import Error as DatabaseError
 
 from localai_cluster import clock
+from localai_cluster.metrics import passes
 from nodes.loading import load
 from nodes.loading.wish import wish_of
 from nodes.placement.choose import refusal
@@ -100,7 +101,8 @@ class Wakes:
             changed = None if self._any else frozenset(self._changed)
             self._changed, self._any = set(), False
             try:
-                await in_thread(wake, changed)
-                await self._then()
+                with passes.counted("wakes"):
+                    await in_thread(wake, changed)
+                    await self._then()
             except DatabaseError as error:
                 log.warning("cannot see what a change of nodes wakes: %s", error)

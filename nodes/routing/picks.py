@@ -25,6 +25,7 @@ from localai_cluster import __version__, clock, conf
 from localai_cluster.accounts.credentials import WrongKey
 from localai_cluster.accounts.principals import Principal
 from localai_cluster.errors import ClusterError, Unavailable
+from localai_cluster.metrics import web as metrics
 from nodes.registry import dialling
 from nodes.replicas import retire, statements
 from nodes.routing.pool import UNREACHABLE, DedicatedConnection, Parameters, Pool
@@ -71,17 +72,24 @@ class Picker:
         for a key that is not valid. Without a model it only does that. Raises Unavailable when the database
         is unreachable.
         """
-        picked = request.begin_pick()
+        began, outcome, picked = clock.monotonic(), "failed", request.begin_pick()
         self._waiting.append(request)
         self._wake()
         try:
             await picked
+            outcome = "picked" if request.replica else "none" if request.model else "confirmed"
+        except WrongKey:
+            outcome = "refused"
+            raise
         except asyncio.CancelledError:
+            outcome = metrics.LEFT
             # It may arrive in the same turn of the loop as a replica, which nothing else would count out.
             replica, request.replica = request.replica, None
             if replica is not None:
                 self.release(replica)
             raise
+        finally:
+            metrics.pick_ended(outcome, clock.monotonic() - began)
         return request.replica
 
     def release(self, replica: Replica) -> None:

@@ -49,6 +49,10 @@ class Executor(Generic[C]):
         self._stopping = False
         queue.on_lost(self._lost)
 
+    def running(self) -> int:
+        """How many attempts run now; from any thread."""
+        return len(self._tasks)
+
     def hint(self, *, cancelled: bool = False) -> None:
         """Something may be due, or have been cancelled; look now."""
         self._look.set()

@@ -15,6 +15,7 @@ from django.db import InterfaceError, OperationalError
 
 from localai_cluster import clock, errors
 from localai_cluster.logs import request_id
+from localai_cluster.metrics import controller as metrics
 from operations.executor.recorder import Batch, Recorder
 from operations.executor.work import Abandoned, Handler, Postpone, Work, in_thread
 from operations.ledger import lease as ledger_lease
@@ -78,31 +79,33 @@ class OperationQueue:
         log.info(
             "%s %s (%s): start, fence %d", operation.kind, operation.element, operation.id, operation.fence
         )
-        await self._attempt(work)
+        with metrics.attempt(operation.kind) as told:
+            told.outcome = await self._attempt(work)
 
-    async def _attempt(self, work: Work) -> None:
+    async def _attempt(self, work: Work) -> Event:
+        """What became of it, written."""
         handler = self._handlers.get(work.operation.kind)
         try:
             if handler is None:
                 raise errors.NotFound(f"no handler for operations of kind {work.operation.kind}")
             result = await handler(work)
         except Postpone as pause:
-            await self._put_back(work, pause)
+            return await self._put_back(work, pause)
         except Abandoned as reason:
-            await self._finish(work, Event.CANCEL, message=str(reason))
+            return await self._finish(work, Event.CANCEL, message=str(reason))
         except errors.ClusterError as failure:
-            await self._finish(work, Event.FAIL, error=failure.message)
+            return await self._finish(work, Event.FAIL, error=failure.message)
         except (LeaseLost, OperationalError, InterfaceError):
             raise
         except Exception:
             log.exception("%s (%s): unexpected failure", work.operation.kind, work.id)
-            await self._finish(
+            return await self._finish(
                 work, Event.FAIL, error=f"internal error; the log has it under {request_id.get()}"
             )
         else:
-            await self._finish(work, Event.COMPLETE, result=result)
+            return await self._finish(work, Event.COMPLETE, result=result)
 
-    async def _finish(self, work: Work, event: Event, **said: Any) -> None:
+    async def _finish(self, work: Work, event: Event, **said: Any) -> Event:
         log.info(
             "%s %s (%s): %s %s",
             work.operation.kind,
@@ -113,8 +116,9 @@ class OperationQueue:
         )
         ticks = await self._recorder.take(work.attempt)
         await in_thread(outcome.finish, *work.attempt, event, now=clock.now(), ticks=ticks, **said)
+        return event
 
-    async def _put_back(self, work: Work, pause: Postpone) -> None:
+    async def _put_back(self, work: Work, pause: Postpone) -> Event:
         log.info(
             "%s %s (%s): %s; again in %.1f s",
             work.operation.kind,
@@ -124,14 +128,16 @@ class OperationQueue:
             pause.seconds,
         )
         ticks, now = await self._recorder.take(work.attempt), clock.now()
+        event = Event.WAIT if pause.waiting else Event.POSTPONE
         await in_thread(
             outcome.put_back,
             work.id,
             work.operation.fence,
-            Event.WAIT if pause.waiting else Event.POSTPONE,
+            event,
             now=now,
             until=now + timedelta(seconds=pause.seconds),
             reason=pause.reason,
             payload=pause.payload,
             ticks=ticks,
         )
+        return event

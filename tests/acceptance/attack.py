@@ -276,6 +276,17 @@ def logs(intruder: Intruder, victim: Victim, target: Target) -> str:
     return "worker: its own token"
 
 
+def metrics(intruder: Intruder, victim: Victim, target: Target) -> str:
+    """The figures of the server and of another worker."""
+    for bearer in {*intruder.bearers.values(), intruder.engine_token}:
+        answer = _call(target, "GET", "/metrics", bearer)
+        assert answer.status_code == 401, answer.text
+        headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
+        of_worker = httpx.get(f"http://{victim.http}/metrics", headers=headers, timeout=30)
+        assert (of_worker.status_code, of_worker.text) == (401, "unauthorized")
+    return "HTTP, worker: a scraper's token"
+
+
 def engine(intruder: Intruder, victim: Victim, target: Target) -> str:
     """A direct call with everything that it could offer as a token."""
     return asyncio.run(_engine(intruder, victim))
@@ -314,5 +325,6 @@ ATTEMPTS: dict[str, Callable[[Intruder, Victim, Target], str]] = {
     "run inference": infer,
     "upload to or download from another node's worker": files,
     "read the logs of another node's engines": logs,
+    "read the metrics of the server or of another worker": metrics,
     "call another node's engine": engine,
 }

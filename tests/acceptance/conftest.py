@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.cluster import Cluster, Process, running_cluster
+from localai_cluster.embedded.resources import free_port
+from tests.support.cluster import SCRAPER, Cluster, Process, running_cluster
 
 
 class Shared:
@@ -13,15 +14,26 @@ class Shared:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.webs: list[Process] = [cluster.web(), cluster.web()]
-        self.controllers = [cluster.controller(), cluster.controller()]
+        at = f"127.0.0.1:{free_port()}"
+        self.controllers = [
+            cluster.controller(CLUSTER_CONTROLLER_METRICS_ADDRESS=at),
+            cluster.controller(),
+        ]
         self.tasks = cluster.tasks()
-        self.worker = cluster.worker("one", self.webs[0])
+        self.worker = cluster.worker("one", self.webs[0], LOCALAI_WORKER_METRICS_TOKEN=SCRAPER)
+        self.metrics = {
+            "web": self.webs[0].url,
+            "controller": f"http://{at}",
+            "tasks": f"http://{cluster.extra['CLUSTER_TASKS_METRICS_ADDRESS']}",
+        }
+        """Where server processes serve their figures."""
 
 
 @pytest.fixture(scope="session")
 def shared() -> Iterator[Shared]:
     """Started by the first test that asks."""
-    with running_cluster() as cluster:
+    tasks = f"127.0.0.1:{free_port()}"
+    with running_cluster(LOCALAI_METRICS_TOKEN=SCRAPER, CLUSTER_TASKS_METRICS_ADDRESS=tasks) as cluster:
         yield Shared(cluster)
 
 

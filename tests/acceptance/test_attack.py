@@ -97,6 +97,8 @@ def stage() -> Any:
         LOCALAI_AUTO_APPROVE_NODES="false",
         LOCALAI_ALLOW_SHARED_TOKEN_NODES="true",
         CLUSTER_FAILED_TOKENS="100000",
+        LOCALAI_METRICS_TOKEN="scraper-token-of-the-test-cluster",
+        LOCALAI_WORKER_METRICS_TOKEN="scraper-token-of-a-test-worker",
     ) as cluster:
         yield Stage(cluster)
 

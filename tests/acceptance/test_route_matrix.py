@@ -19,7 +19,7 @@ from django.urls import URLPattern, URLResolver, get_resolver
 from localai_cluster import raw_routes
 from localai_cluster.web import ui
 from tests.acceptance.conftest import Shared
-from tests.support.cluster import ADMIN_KEY, TOKEN
+from tests.support.cluster import ADMIN_KEY, SCRAPER, TOKEN
 
 METHODS = ("GET", "POST")
 ODD_METHODS = ("PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
@@ -121,6 +121,7 @@ def world(shared: Shared) -> World:
             Caller("admin's key", "admin", {"x-api-key": accounts["root"][0]}),
             Caller("admin's session", "admin session", cookie["root"]),
             Caller("static key", "admin", _bearer(ADMIN_KEY)),
+            Caller("scraper", "scraper", _bearer(SCRAPER)),
         ],
         node_id,
     )
@@ -152,7 +153,7 @@ def allowed(path: str, kind: str) -> bool | int:
         # Open to all; a change needs the CSRF token, which callers without a session do not send here.
         return kind.endswith("session") or 403
     if kind == "newcomer session":
-        return 401 if path.startswith(("/v1/", "/embeddings")) or path == "/models" else 403
+        return 401 if path.startswith(("/v1/", "/embeddings")) or path in ("/models", "/metrics") else 403
     if path in ("/version", "/api/features"):
         return True if person else 401
     if path in ("/join", "/join/wheel"):
@@ -161,6 +162,9 @@ def allowed(path: str, kind: str) -> bool | int:
         return True if kind == "knocking" else 403 if person else 401
     if path.startswith("/api/node/"):
         return True if kind == "node" else 403 if person or kind == "other node" else 401
+    if path == "/metrics":
+        # Keys only: a scraper has no session.
+        return True if kind in ("admin", "scraper") else 403 if kind == "user" else 401
     if path.startswith(("/v1/", "/embeddings", "/api/schema", "/api/docs")) or path == "/models":
         # The hot path knows keys only: a browser's session belongs to the pages.
         in_session = kind.endswith("session") and not path.startswith("/api/")
@@ -296,6 +300,7 @@ def test_trailing_slashes_are_accepted_without_a_redirect(world: World) -> None:
             "/models/jobs/",
             "/backends/galleries/",
             "/readyz/",
+            "/metrics/",
             "/api/docs/",
         ):
             assert client.get(path).status_code == 200, path

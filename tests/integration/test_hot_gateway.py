@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from pytest_django import Settings
 
 from localai_cluster import clock
 from localai_cluster.accounts.principals import AGENT_PREFIX, KEY_PREFIX, hash_secret
 from localai_cluster.asgi import application
+from localai_cluster.metrics import exposed, kinds
 from localai_cluster.rpc.client import BackendClient
 from nodes.models import NodeModel, ReplicaUse
 from tests.support import backends, hot
@@ -56,6 +58,25 @@ def with_engine(scenario: Callable[[hot.Client, hot.CountedPicker], Awaitable[An
             return await scenario(client, picker)
 
     return run(around)
+
+
+def test_a_warm_answer_is_counted_for_its_model() -> None:
+    """One request, one pick, one latency."""
+
+    def counted() -> tuple[float, ...]:
+        families = text_string_to_metric_families(exposed.text("web").decode())
+        found = {(one.name, *one.labels.values()): one.value for f in families for one in f.samples}
+        names: list[tuple[str, ...]] = [
+            ("inference_requests_total", "echo", "200"),
+            ("inference_request_duration_seconds_count", "echo"),
+            ("picks_total", "picked"),
+        ]
+        return tuple(found.get((kinds.PREFIX + name, *labels), 0.0) for name, *labels in names)
+
+    before = counted()
+    answer = with_engine(lambda client, _: reply(client.post(PATH, {"model": "echo", "input": "x"})))
+    assert answer.status == 200
+    assert counted() == tuple(value + 1 for value in before)
 
 
 async def seen_in_flight(count: int) -> None:

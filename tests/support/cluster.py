@@ -32,6 +32,7 @@ from tests.support.environment import HOME
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "registration-token-of-the-test-cluster"
 ADMIN_KEY = "static-admin-key-of-the-test-cluster"
+SCRAPER = "scraper-token-of-the-test-cluster"
 ADMIN = {"Authorization": f"Bearer {ADMIN_KEY}"}
 TASK_PROCESSES = 6
 """django-q2's first process, its guard, pusher and monitor, and two workers."""

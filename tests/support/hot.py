@@ -199,7 +199,9 @@ class Client:
 def _reply(sent: list[Mapping[str, Any]]) -> Reply:
     start, *parts = sent
     headers = {name.decode().lower(): value.decode() for name, value in start["headers"]}
-    return Reply(start["status"], headers, json.loads(b"".join(part["body"] for part in parts)))
+    whole = b"".join(part["body"] for part in parts)
+    plain = headers.get("content-type", "").startswith("text/")
+    return Reply(start["status"], headers, whole.decode() if plain else json.loads(whole))
 
 
 async def in_thread(function: Callable[..., T], *arguments: Any) -> T:

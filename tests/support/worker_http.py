@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from localai_cluster import clock
-from localai_cluster.worker.http_server import WorkerApplication, serving
+from localai_cluster.listening import serving
+from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.log_rings import LogLine, LogRings
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ def worker(script: Script | None = None) -> Iterator[Served]:
     served, stop = Served(loop), asyncio.Event()
 
     async def real() -> None:
-        application = WorkerApplication(lambda: "", served.rings, ENGINE_TOKEN)
+        application = WorkerApplication(lambda: "", served.rings, ENGINE_TOKEN, "")
         async with serving(served.listener, application):
             await stop.wait()
 

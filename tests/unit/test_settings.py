@@ -21,6 +21,8 @@ WRONG = {
     "LOCALAI_DISTRIBUTED_DISK_HEADROOM_CHECK": "perhaps",
     "LOCALAI_BACKEND_GALLERIES": "xx",
     "CLUSTER_NODE_HOSTS": '{"gpu-1": ["10.0.0.5:7001"]}',
+    "CLUSTER_CONTROLLER_METRICS_ADDRESS": ":9101",
+    "CLUSTER_TASKS_METRICS_ADDRESS": "127.0.0.1",
     "CLUSTER_PUBLIC_URL": "cluster.example:8080",
     "SECRET_KEY_FILE": "/nowhere/at/all",
 }
@@ -77,6 +79,7 @@ def test_other_readers_name_their_setting_too() -> None:
         ({"nats_url": "nats://u:hunter2@h:99999"}, "cluster.E003", "LOCALAI_NATS_URL"),
         ({"database_url": "postgresql://h:abc/x"}, "cluster.E003", "DATABASE_URL"),
         ({"host": "0.0.0.0", "api_key": "changeme-changeme-changeme"}, "cluster.E004", "LOCALAI_API_KEY"),
+        ({"host": "0.0.0.0", "metrics_token": "short"}, "cluster.E004", "LOCALAI_METRICS_TOKEN"),
         ({"allow_shared_token_nodes": True}, "cluster.W001", "LOCALAI_ALLOW_SHARED_TOKEN_NODES"),
     ],
 )

@@ -17,14 +17,16 @@ from websockets.asyncio.client import connect
 
 from localai_cluster import procs
 from localai_cluster.clock import wait_until
+from localai_cluster.listening import serving
+from localai_cluster.metrics import exposed
 from localai_cluster.worker import http_server
 from localai_cluster.worker.config import InvalidSettings, build
 from localai_cluster.worker.engines import EngineSupervisor, StartFailed, shown
-from localai_cluster.worker.http_server import WorkerApplication, serving
+from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.log_rings import ENDED_KEPT, LINE_LIMIT, LINES, LogLine, LogRings
 from localai_cluster.worker.port_allocator import PortAllocator
 
-TOKEN = "5" * 64
+TOKEN, SCRAPER = "5" * 64, "a-token-for-scrapers"
 BEGIN = datetime(2026, 11, 21, 0, 12, 20, 31436, UTC)
 
 
@@ -162,12 +164,12 @@ def test_wrong_bounds_are_named(given: dict[str, str], name: str) -> None:
 class Served:
     """A running server, its rings, and why it is not ready."""
 
-    def __init__(self, rings: LogRings) -> None:
+    def __init__(self, rings: LogRings, scraper: str = SCRAPER) -> None:
         self.rings = rings
         self.problem = ""
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = "{}:{}".format(*self.listener.getsockname())
-        self.application = WorkerApplication(lambda: self.problem, rings, TOKEN)
+        self.application = WorkerApplication(lambda: self.problem, rings, TOKEN, scraper)
 
     async def ask(self, method: str, path: str, token: str = TOKEN) -> httpx.Response:
         async with httpx.AsyncClient() as client:
@@ -202,6 +204,35 @@ async def test_probes_need_no_token(served: Served) -> None:
     assert (await served.ask("POST", "/healthz", "")).status_code == 405
     for path in ("/", "/v1/files/models/x", "/v1/backend-logsx", "/v1/backend-logs/"):
         assert (await served.ask("GET", path)).status_code == 404, path
+
+
+async def test_figures_are_read_with_the_token_or_the_scraper_s(served: Served) -> None:
+    """The scraper's token opens nothing else; an empty one is none."""
+    served.rings.append("m#0", line("secret"))
+    for token in (TOKEN, SCRAPER):
+        answer = await served.ask("GET", "/metrics", token)
+        assert (answer.status_code, answer.headers["content-type"]) == (200, exposed.CONTENT_TYPE)
+        assert 'localai_cluster_build_info{process="worker"' in answer.text
+    for token in ("", "wrong", SCRAPER[:-1], "\u00ff"):
+        sent = [(b"Authorization", f"Bearer {token}".encode("latin-1"))] if token else []
+        async with httpx.AsyncClient() as client:
+            refused = await client.get(f"http://{served.address}/metrics", headers=sent)
+        assert (refused.status_code, refused.text) == (401, "unauthorized")
+    assert (await served.ask("POST", "/metrics", SCRAPER)).status_code == 405
+    assert (await served.ask("GET", "/v1/backend-logs", SCRAPER)).status_code == 401
+    with pytest.raises(websockets.InvalidStatus):
+        await served.tail("m", SCRAPER)
+
+
+async def test_without_a_scraper_s_token_only_the_control_plane_reads_figures() -> None:
+    one = Served(LogRings(), scraper="")
+    async with serving(one.listener, one.application):
+        for token, status in ((TOKEN, 200), ("", 401), (SCRAPER, 401)):
+            assert (await one.ask("GET", "/metrics", token)).status_code == status
+        reader, writer = await asyncio.open_connection(*one.address.split(":"))
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
+        writer.close()
 
 
 @pytest.mark.rule("T-LOG-1", "T-LOG-2", "T-LOG-3", "T-LOG-6", "worker-11", "worker-12")

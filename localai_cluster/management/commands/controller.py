@@ -1,10 +1,11 @@
 """`manage.py controller`: the process that runs operations.
 
-Ten tasks in one event loop: the executors of operations and of intents on nodes, the inventory of backends,
-the wakes of what waits for nodes, the stopper of engines that nothing accounts for, the revocations of
-credentials for the bus, the check for upgrades, the LISTEN task whose hints trigger those seven, the ticker
-of django-q2's schedules, and the heartbeat that tells pages that a controller is running. Any number may
-run: they claim operations, intents, inventory questions, stops and checks, and lock schedules.
+Eleven tasks in one event loop: the executors of operations and of intents on nodes, the inventory of
+backends, the wakes of what waits for nodes, the stopper of engines that nothing accounts for, the revocations
+of credentials for the bus, the check for upgrades, the LISTEN task whose hints trigger those seven, the
+ticker of django-q2's schedules, the heartbeat that tells pages that a controller is running, and the server
+of its figures, if it has an address. Any number may run: they claim operations, intents, inventory questions,
+stops and checks, and lock schedules.
 """
 
 import asyncio
@@ -22,9 +23,10 @@ from django.core.checks import Tags
 from django.core.management.base import BaseCommand
 from django.db import Error as DatabaseError
 
-from localai_cluster import bus_access, clock, conf, periodic
+from localai_cluster import bus_access, clock, conf, periodic, scraping
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.nats import NatsBus
+from localai_cluster.metrics import controller as metrics
 from nodes.backends import inventory, upgrade_state
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.inventory import Inventory
@@ -89,6 +91,9 @@ async def run() -> None:
 
     lists, wakes, stopper, revocations = Inventory(bus), Wakes(nodes_changed), Stopper(bus), Revocations()
     checker = UpgradeChecker(owner)
+    metrics.BUS_CONNECTED.set_function(lambda: bus.connected)
+    for name, executor in executors.items():
+        metrics.RUNNING.labels(name).set_function(executor.running)
     loops = [
         *(asyncio.create_task(executor.run(), name=name) for name, executor in executors.items()),
         asyncio.create_task(lists.run(), name="inventory"),
@@ -102,6 +107,7 @@ async def run() -> None:
         ),
         asyncio.create_task(tick(), name="schedules"),
         asyncio.create_task(beat(owner, bus), name="beat"),
+        asyncio.create_task(scraping.serve("controller", conf.cluster().controller_metrics), name="metrics"),
     ]
     log.info("controller %s is ready", owner)
     await _until_signal_or_failure(loops)

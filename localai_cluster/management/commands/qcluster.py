@@ -2,18 +2,29 @@
 
 They are forks of one process. What it has imported before the first fork they share; what one of them imports
 or writes to later is its own. So it imports the tasks first and URLs, pages and the admin never.
+
+Every result passes one of the six, the monitor. So that one counts the passes and serves the figures, from
+its first result on, if there is an address for them. A monitor that dies is replaced, and the new one counts
+from zero.
 """
 
 # django-q2 carries no types.
 # mypy: allow-untyped-calls
 
+import asyncio
 import gc
+import threading
+from functools import cache
 from importlib import import_module
 from typing import Any
 
 from django.core.checks import Tags
 from django_q.management.commands.qcluster import Command as QCluster
+from django_q.signals import post_execute
+from django_q.utils import get_func_repr
 
+from localai_cluster import conf, scraping
+from localai_cluster.metrics import passes
 from nodes.reconcilers import schedules
 from operations.reconcilers import schedules as ledger_schedules
 
@@ -29,7 +40,23 @@ class Command(QCluster):
         for schedule in [*schedules.SCHEDULES, *ledger_schedules.SCHEDULES]:
             import_module(schedule.function.rpartition(".")[0])
         import_module("channels_redis.pubsub")
+        if conf.cluster().tasks_metrics:
+            post_execute.connect(count)
         gc.collect()
         # A collection writes to every object that it looks at, and so would copy all of it in every fork.
         gc.freeze()
         super().handle(*args, **options)
+
+
+def count(sender: Any, task: dict[str, Any], **more: Any) -> None:
+    """Counts one result; called in the monitor."""
+    listen()
+    name = str(get_func_repr(task["func"])).rpartition(".")[2]
+    passes.ended(name, (task["stopped"] - task["started"]).total_seconds(), ok=bool(task["success"]))
+
+
+@cache
+def listen() -> None:
+    """Serves the figures of this process, in a thread that ends with it."""
+    serving = scraping.serve("tasks", conf.cluster().tasks_metrics)
+    threading.Thread(target=asyncio.run, args=(serving,), name="metrics", daemon=True).start()

@@ -1,0 +1,33 @@
+"""How a figure is made: one prefix for all names, base units, and buckets from a millisecond to minutes.
+
+A figure belongs to no registry here: `exposed` says which processes have it.
+"""
+
+# One function of the library carries no types.
+# mypy: allow-untyped-calls
+
+from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics
+
+PREFIX = "localai_cluster_"
+REQUESTS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+"""Seconds: from a warm answer to a cold load and the limit of a request."""
+WORK = (0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200)
+"""Seconds: from one look at the rows to an install of many gigabytes."""
+
+# Beside each counter the library would send the time at which it began; `process_start_time_seconds` says it.
+disable_created_metrics()
+
+
+def counter(name: str, meaning: str, *labels: str) -> Counter:
+    """What only grows."""
+    return Counter(PREFIX + name, meaning, labels, registry=None)
+
+
+def gauge(name: str, meaning: str, *labels: str) -> Gauge:
+    """What is so now."""
+    return Gauge(PREFIX + name, meaning, labels, registry=None)
+
+
+def seconds(name: str, meaning: str, *labels: str, buckets: tuple[float, ...]) -> Histogram:
+    """How long something took."""
+    return Histogram(PREFIX + name, meaning, labels, buckets=buckets, registry=None)

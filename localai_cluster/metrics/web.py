@@ -1,0 +1,126 @@
+"""What a web process counts: requests, picks, heartbeats.
+
+A warm request passes three of these functions, some five microseconds in all: the library would look the
+samples of a figure up by their labels under a lock, so they are kept.
+"""
+
+from functools import cache
+
+from prometheus_client import Counter, Histogram
+
+from localai_cluster.metrics.kinds import REQUESTS, counter, gauge, seconds
+
+HTTP_REQUESTS = counter(
+    "http_requests",
+    "HTTP requests that have ended; status `left`: the client left first.",
+    "surface",
+    "status",
+)
+HTTP_SECONDS = seconds(
+    "http_request_duration_seconds",
+    "From the head of a request to the end of its answer.",
+    "surface",
+    buckets=REQUESTS,
+)
+INFERENCE_REQUESTS = counter(
+    "inference_requests",
+    "Requests for inference that have ended; an empty model: none that is defined, or refused before that.",
+    "model",
+    "status",
+)
+INFERENCE_SECONDS = seconds(
+    "inference_request_duration_seconds",
+    "The same from head to end, waits for a load included; only what was answered with 200.",
+    "model",
+    buckets=REQUESTS,
+)
+IN_FLIGHT = gauge("inference_requests_in_flight", "Requests that run on replicas for this process.")
+WAITING = gauge("inference_requests_waiting", "Requests that wait in this process for a model to be loaded.")
+PICKS = counter(
+    "picks",
+    "Picks of a replica; `none`: no replica was loaded, `confirmed`: only the API key was looked at.",
+    "outcome",
+)
+PICK_SECONDS = seconds(
+    "pick_duration_seconds", "How long a request waited for the pick of its replica.", buckets=REQUESTS
+)
+HEARTBEATS = counter("heartbeats", "Heartbeats of workers, by the status they were answered with.", "status")
+HEARTBEATS_LOST = counter(
+    "heartbeats_lost", "Heartbeats that were accepted, but could not be written to the database."
+)
+FIGURES = (
+    HTTP_REQUESTS,
+    HTTP_SECONDS,
+    INFERENCE_REQUESTS,
+    INFERENCE_SECONDS,
+    IN_FLIGHT,
+    WAITING,
+    PICKS,
+    PICK_SECONDS,
+    HEARTBEATS,
+    HEARTBEATS_LOST,
+)
+
+LEFT = "left"
+_SURFACES = {
+    "v1": "inference",
+    "embeddings": "inference",
+    "models": "inference",
+    "api": "api",
+    "backend": "api",
+    "backends": "api",
+    "version": "api",
+    "join": "workers",
+    "admin": "admin",
+    "": "pages",
+    "app": "pages",
+    "browse": "pages",
+    "favicon.svg": "pages",
+    "login": "pages",
+    "static": "static",
+    "healthz": "probes",
+    "readyz": "probes",
+    "metrics": "probes",
+}
+"""By the first part of a path; what has none of them is `other`."""
+
+
+def surface(path: str) -> str:
+    """The part of the server that a path belongs to."""
+    if path.startswith("/api/node/"):
+        return "workers"
+    return _SURFACES.get(path[1:].partition("/")[0], "other")
+
+
+@cache
+def _of_surface(where: str, status: int | str) -> tuple[Counter, Histogram]:
+    return HTTP_REQUESTS.labels(where, status), HTTP_SECONDS.labels(where)
+
+
+@cache
+def _of_model(model: str, status: int | str) -> tuple[Counter, Histogram]:
+    return INFERENCE_REQUESTS.labels(model, status), INFERENCE_SECONDS.labels(model)
+
+
+_of_outcome = cache(PICKS.labels)
+
+
+def request_ended(path: str, status: int | str, took: float) -> None:
+    """One HTTP request has ended."""
+    requests, durations = _of_surface(surface(path), status)
+    requests.inc()
+    durations.observe(took)
+
+
+def inference_ended(model: str, status: int | str, took: float) -> None:
+    """One request for inference has ended."""
+    requests, durations = _of_model(model, status)
+    requests.inc()
+    if status == 200:
+        durations.observe(took)
+
+
+def pick_ended(outcome: str, took: float) -> None:
+    """One pick has ended."""
+    _of_outcome(outcome).inc()
+    PICK_SECONDS.observe(took)

@@ -1,0 +1,55 @@
+"""What a worker counts: heartbeats, commands, engines."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from localai_cluster import clock
+from localai_cluster.metrics.kinds import WORK, counter, gauge, seconds
+
+HEARTBEATS = counter(
+    "worker_heartbeats",
+    "Heartbeats, by outcome; `off_bus`: not sent, because the message bus is not connected.",
+    "outcome",
+)
+COMMANDS = counter(
+    "worker_commands",
+    "Commands of controllers that were answered (`ok`, `refused`, `failed`).",
+    "command",
+    "outcome",
+)
+COMMAND_SECONDS = seconds(
+    "worker_command_duration_seconds", "How long the answer took.", "command", buckets=WORK
+)
+STARTS = counter("worker_engine_starts", "Engines that were started (`ok`, `failed`).", "outcome")
+START_SECONDS = seconds("worker_engine_start_duration_seconds", "Until an engine was ready.", buckets=WORK)
+CRASHES = counter("worker_engine_crashes", "Engines that ended although nothing had stopped them.")
+ENGINES = gauge("worker_engines", "Engines that run, starting ones included.")
+BUS_CONNECTED = gauge("worker_bus_connected", "1 while the worker is connected to the message bus.")
+FIGURES = (
+    HEARTBEATS,
+    COMMANDS,
+    COMMAND_SECONDS,
+    STARTS,
+    START_SECONDS,
+    CRASHES,
+    ENGINES,
+    BUS_CONNECTED,
+)
+
+
+def command_ended(command: str, outcome: str, took: float) -> None:
+    """One command has ended."""
+    COMMANDS.labels(command, outcome).inc()
+    COMMAND_SECONDS.labels(command).observe(took)
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Counts its block as the start of one engine."""
+    began, outcome = clock.monotonic(), "failed"
+    try:
+        yield
+        outcome = "ok"
+        START_SECONDS.observe(clock.monotonic() - began)
+    finally:
+        STARTS.labels(outcome).inc()

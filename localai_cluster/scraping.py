@@ -1,0 +1,109 @@
+"""`/metrics` of the server processes: who may read the figures, and the answer.
+
+A scraper's token opens it (`LOCALAI_METRICS_TOKEN`), and so does an admin's API key; nothing is anonymous.
+The token opens nothing else. Web processes answer beside their other routes. Controllers and the task
+cluster, which serve nothing else, listen on an address of their own if they are given one.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from typing import Protocol
+
+from channels.db import database_sync_to_async
+from django.db import Error as DatabaseError
+from prometheus_client import Metric
+
+from localai_cluster import conf
+from localai_cluster.accounts import credentials, principals
+from localai_cluster.accounts.credentials import WrongKey
+from localai_cluster.addresses import Address
+from localai_cluster.errors import ClusterError, Forbidden, NotAuthenticated, NotFound, Unavailable
+from localai_cluster.metrics import exposed
+from localai_cluster.web import throttle, wire
+from localai_cluster.web.wire import Answer, Receive, Scope, Send
+
+PATH = "/metrics"
+_HEADERS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
+_CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"xi-api-key"})
+
+
+class OnlyGet(ClusterError):
+    """There is nothing to change here."""
+
+    status = 405
+    code = "method_not_allowed"
+
+
+class Source(Protocol):
+    """What there is to tell beside the process's own figures."""
+
+    async def families(self) -> Iterable[Metric]:
+        """It, as of now."""
+        ...
+
+
+class MetricsApplication:
+    """The ASGI application of one process."""
+
+    def __init__(self, process: str, source: Source | None = None) -> None:
+        self._process, self._source = process, source
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request; a websocket is refused."""
+        if scope["type"] != "http":
+            await send({"type": "websocket.close"})
+            return
+        try:
+            answer = await self._answer(scope)
+        except ClusterError as error:
+            refused = wire.error_answer(error)
+            allow = ((b"allow", b"GET"),) if error.status == 405 else ()
+            answer = Answer(refused.body, refused.status, (*refused.headers, *allow, *_HEADERS))
+        await wire.send_answer(send, answer)
+
+    async def _answer(self, scope: Scope) -> Answer:
+        if scope["path"] != PATH:
+            raise NotFound("only /metrics is here")
+        await admit(scope)
+        if scope["method"] != "GET":
+            raise OnlyGet("only GET is accepted here")
+        more = await self._source.families() if self._source else ()
+        # In a thread: a hundred models make thousands of lines, and requests must not wait for them.
+        body = await asyncio.to_thread(exposed.text, self._process, tuple(more))
+        return Answer(body, headers=_HEADERS, kind=exposed.CONTENT_TYPE.encode())
+
+
+async def admit(scope: Scope) -> None:
+    """Raises NotAuthenticated, Forbidden or Unavailable unless the caller may read figures."""
+    headers: dict[bytes, bytes] = {name: value for name, value in scope["headers"] if name in _CREDENTIALS}
+
+    def header(name: str) -> str:
+        return headers.get(name.encode(), b"").decode("latin-1")
+
+    offered = credentials.offered(header)
+    if not offered:
+        raise NotAuthenticated("a scraper's token or an admin's API key is required")
+    if principals.same(offered, conf.cluster().metrics_token):
+        return
+    try:
+        who = await database_sync_to_async(credentials.principal_of, thread_sensitive=False)(
+            credentials.identify(offered)
+        )
+    except DatabaseError as error:
+        raise Unavailable("the database is not reachable", retry_after=2) from error
+    if not who.is_authenticated:
+        wrong = WrongKey("this token or API key is not valid")
+        raise await throttle.api_keys().noted(wrong, wire.client_of(scope))
+    if not who.is_admin:
+        raise Forbidden("admin access required")
+
+
+async def serve(process: str, address: Address | None) -> None:
+    """Serves the figures of this process until cancelled; without an address it only waits for that."""
+    if address is None:
+        await asyncio.Event().wait()
+        return
+    # uvicorn is not small, and most of these processes have no address.
+    from localai_cluster import listening
+
+    await listening.serve(address, MetricsApplication(process))
