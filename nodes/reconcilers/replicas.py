@@ -10,11 +10,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import datetime
-from typing import Any, assert_never
+from typing import assert_never
 from uuid import UUID
 
 from django.db import Error as DatabaseError
 from django.db import transaction
+from django.db.models.functions import Greatest
 
 from localai_cluster import clock, errors
 from localai_cluster.locks import Lock, try_lock_across
@@ -45,9 +46,6 @@ from operations.models import Operation, Status
 log = logging.getLogger(__name__)
 
 ACTOR = "system"
-_PLACED = (
-    "id", "node_id", "model_name", "replica_index", "state", "in_flight", "last_used", "last_released_at",
-)  # fmt: skip
 _SHOWN = 200
 """Characters of a load's error that a rule repeats."""
 
@@ -76,10 +74,13 @@ def observe(demands: Sequence[Demand]) -> Fleet:
         kind=KIND, element__in=names, status=Status.FAILED, dismissed_at=None
     ).order_by("finished_at")
     failures = failed.values_list("element", "finished_at", "error")
-    rows = NodeModel.objects.filter(model_name__in=names).values_list(*_PLACED)
+    idle_since = Greatest("last_used", "last_released_at")
+    rows = NodeModel.objects.filter(model_name__in=names).values_list(
+        "id", "node_id", "model_name", "replica_index", "state", "in_flight", idle_since
+    )
     return Fleet(
         hosts=_hosts({key for demand in demands for key in demand.selector or ()}),
-        replicas=[_placed(*row) for row in rows],
+        replicas=[Placed(*row) for row in rows],
         loads=loads,
         failures={model: Failure(at, error[:_SHOWN]) for model, at, error in failures if at},
         defined=_defined(),
@@ -93,11 +94,6 @@ def _hosts(keys: Iterable[str]) -> list[Host]:
         labels[node][key] = value
     healthy = BackendNode.objects.matching({}).values_list("id", "name", "max_replicas_per_model")
     return [Host(id, name, labels.get(id, {}), slots) for id, name, slots in healthy]
-
-
-def _placed(*row: Any) -> Placed:
-    *known, used, released = row
-    return Placed(*known, idle_since=max(used, released or used))
 
 
 def _defined() -> frozenset[str] | None:

@@ -49,6 +49,8 @@ class _Scene:
     serving: Sequence[Placed]
     """Those that are loaded, on healthy nodes."""
     loads: int
+    placed: int
+    """Loads that have a slot."""
     failure: str
     """Why the last load failed, if that was after the last pass."""
     defined: bool
@@ -68,14 +70,9 @@ class _Scene:
         return [row for row in self.serving if row.node_id in chosen]
 
     @property
-    def unplaced(self) -> int:
-        """Loads under way that have no slot yet; which one they take is not known."""
-        return max(self.loads - sum(row.state in LOADING for row in self.rows), 0)
-
-    @property
     def room(self) -> int:
         """R1.65: slots that are free for one more load."""
-        return sum(self.free(host) for host in self.fits) - self.unplaced
+        return sum(self.free(host) for host in self.fits) - (self.loads - self.placed)
 
     def free(self, host: Host) -> int:
         """The node's free slots."""
@@ -120,6 +117,7 @@ def plan(fleet: Fleet, demands: Iterable[Demand], now: datetime, *, tick: bool) 
         if key not in chosen:
             chosen[key] = _matching(fleet.hosts, demand.selector)
         own = rows[demand.model]
+        placed = sum(row.state in LOADING for row in own)
         failure = fleet.failures.get(demand.model)
         fresh = failure is not None and demand.looked_at is not None and failure.at > demand.looked_at
         scene = _Scene(
@@ -127,7 +125,9 @@ def plan(fleet: Fleet, demands: Iterable[Demand], now: datetime, *, tick: bool) 
             fits=chosen[key],
             rows=own,
             serving=[row for row in own if row.state == "loaded" and row.node_id in hosts],
-            loads=fleet.loads.get(demand.model, 0),
+            # A load may have begun after its count was read.
+            loads=max(fleet.loads.get(demand.model, 0), placed),
+            placed=placed,
             failure=failure.error if failure and fresh else "",
             defined=fleet.defined is None or demand.model in fleet.defined,
         )
@@ -166,7 +166,8 @@ def _decide(scene: _Scene, now: datetime, *, tick: bool) -> Verdict:
 def _missing(scene: _Scene) -> int:
     """R4.7, R4.10: how many replicas are neither there nor on their way."""
     if scene.demand.spread:
-        return 0 if scene.unplaced else len(_bare(scene))
+        # Which of the nodes a load without a slot is for is not known.
+        return 0 if scene.loads > scene.placed else len(_bare(scene))
     return max(scene.demand.minimum - len(scene.fitting) - scene.loads, 0)
 
 
@@ -239,7 +240,7 @@ def _burst(scene: _Scene) -> list[LoadAnother]:
     """R4.11, R4.14: one more while every replica is busy, and none is on its way."""
     demand, busy = scene.demand, scene.serving and all(row.in_flight > 0 for row in scene.serving)
     # Whatever has a row may serve again, so it counts against the limit.
-    below = demand.maximum == 0 or len(scene.rows) + scene.unplaced < demand.maximum
+    below = demand.maximum == 0 or len(scene.rows) + scene.loads - scene.placed < demand.maximum
     if demand.spread or not busy or not below or scene.loads:
         return []
     if scene.room <= 0 or scene.failure or not scene.defined:
