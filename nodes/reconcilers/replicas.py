@@ -52,13 +52,9 @@ _SHOWN = 200
 
 def look(*, tick: bool) -> bool:
     """One pass; False, and nothing done, if another process is at it. `tick`: see `plan`."""
-    now, demands = clock.now(), passes.demands()
-    if not demands:
-        return True
+    now = clock.now()
     with try_lock_across(Lock.REPLICAS) as mine:
-        if mine:
-            # Again, under the lock: the pass before may have asked for loads.
-            demands = passes.demands()
+        if mine and (demands := passes.demands()):
             verdicts = plan(observe(demands), demands, now, tick=tick)
             done = [apply(verdict, now) for verdict in verdicts]
             passes.record(done, {demand.model: demand for demand in demands}, now)
