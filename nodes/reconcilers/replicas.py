@@ -35,8 +35,8 @@ from nodes.scheduling.picture import (
     LoadAnother,
     Placed,
     Retire,
+    Ruling,
     Unsatisfiable,
-    Verdict,
 )
 from nodes.scheduling.plan import IDLE_FOR, plan
 from nodes.unloading import asking
@@ -55,8 +55,8 @@ def look(*, tick: bool) -> bool:
     now = clock.now()
     with try_lock_across(Lock.REPLICAS) as mine:
         if mine and (demands := passes.demands()):
-            verdicts = plan(observe(demands), demands, now, tick=tick)
-            done = [apply(verdict, now) for verdict in verdicts]
+            rulings = plan(observe(demands), demands, now, tick=tick)
+            done = [apply(ruling, now) for ruling in rulings]
             passes.record(done, {demand.model: demand for demand in demands}, now)
     return mine
 
@@ -101,28 +101,28 @@ def _defined() -> frozenset[str] | None:
         return None
 
 
-def apply(verdict: Verdict, now: datetime) -> Verdict:
+def apply(ruling: Ruling, now: datetime) -> Ruling:
     """Asks for what a rule needs, until something is refused (R4.15); answers what was done of it."""
     done: list[Action] = []
-    for action in verdict.actions:
+    for action in ruling.actions:
         try:
             _carry_out(action, now)
         except errors.ClusterError as refusal:
-            log.info("%s: refused: %s", verdict.model, refusal.message)
-            said = f"{verdict.reason}; refused: {refusal.message}"
-            return replace(verdict, reason=said, actions=tuple(done))
+            log.info("%s: refused: %s", ruling.model, refusal.message)
+            said = f"{ruling.reason}; refused: {refusal.message}"
+            return replace(ruling, reason=said, actions=tuple(done))
         except DatabaseError:
             raise
         except Exception:
             # One model never stops the others (R4.5).
-            log.exception("%s: its rule was not carried out", verdict.model)
-            return replace(verdict, reason=f"{verdict.reason}; it failed: see the log", actions=tuple(done))
+            log.exception("%s: its rule was not carried out", ruling.model)
+            return replace(ruling, reason=f"{ruling.reason}; it failed: see the log", actions=tuple(done))
         done.append(action)
-    return verdict
+    return ruling
 
 
 def _carry_out(action: Action, now: datetime) -> None:
-    """Flags are written with the rest of the verdict."""
+    """Flags are written with the rest of the ruling."""
     match action:
         case LoadAnother(model, only, reason):
             another.load_another(model, only=only, actor=ACTOR, reason=reason)

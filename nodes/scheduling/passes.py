@@ -11,7 +11,7 @@ from django.db import transaction
 from django.db.models import Q
 
 from nodes.models import ModelSchedulingConfig, selectors
-from nodes.scheduling.picture import ClearFlags, Demand, Unsatisfiable, Verdict
+from nodes.scheduling.picture import ClearFlags, Demand, Ruling, Unsatisfiable
 
 _WRITTEN = [
     "wanted_replicas", "current_replicas", "loading_replicas", "reason", "looked_at",
@@ -38,9 +38,9 @@ def demands() -> list[Demand]:
     ]
 
 
-def record(verdicts: Iterable[Verdict], about: Mapping[str, Demand], now: datetime) -> None:
+def record(rulings: Iterable[Ruling], about: Mapping[str, Demand], now: datetime) -> None:
     """Writes what was made of the rules in `about`; two statements for any number of them."""
-    found = {verdict.model: verdict for verdict in verdicts}
+    found = {ruling.model: ruling for ruling in rulings}
     with transaction.atomic():
         # In the order of `cooldowns`, against deadlocks.
         rows = ModelSchedulingConfig.objects.filter(model_name__in=found).order_by("model_name")
@@ -51,11 +51,11 @@ def record(verdicts: Iterable[Verdict], about: Mapping[str, Demand], now: dateti
         ModelSchedulingConfig.objects.bulk_update(same, _WRITTEN)
 
 
-def _write(row: ModelSchedulingConfig, verdict: Verdict, now: datetime) -> None:
-    row.wanted_replicas, row.current_replicas = verdict.wanted, verdict.current
-    row.loading_replicas, row.looked_at = verdict.loading, now
-    row.reason = verdict.reason or row.reason
-    for action in verdict.actions:
+def _write(row: ModelSchedulingConfig, ruling: Ruling, now: datetime) -> None:
+    row.wanted_replicas, row.current_replicas = ruling.wanted, ruling.current
+    row.loading_replicas, row.looked_at = ruling.loading, now
+    row.reason = ruling.reason or row.reason
+    for action in ruling.actions:
         match action:
             case Unsatisfiable(_, ticks, until):
                 row.unsatisfiable_ticks, row.unsatisfiable_until = ticks, until

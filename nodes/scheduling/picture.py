@@ -110,7 +110,7 @@ Action = LoadAnother | Retire | Unsatisfiable | ClearFlags
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Ruling:
     """What becomes of one rule, and what it looks like: replicas wanted, there, and on their way."""
 
     model: str

@@ -1,6 +1,6 @@
 """What each scheduling rule needs now (R4.6 to R4.23), from one picture of the fleet; pure.
 
-`Fleet` and `Demand`s -> `plan` -> a `Verdict` for each rule: what the pass is to do, and a sentence of why.
+`Fleet` and `Demand`s -> `plan` -> a `Ruling` for each rule: what the pass is to do, and a sentence of why.
 The order is the reference's: spread, cooldown, minimum, busy burst, scale-down. Its pressure step (R4.13) is
 left out: requests do not choose by their prefix yet, so nothing counts pressure.
 
@@ -24,8 +24,8 @@ from nodes.scheduling.picture import (
     LoadAnother,
     Placed,
     Retire,
+    Ruling,
     Unsatisfiable,
-    Verdict,
 )
 
 IDLE_FOR = timedelta(minutes=5)
@@ -35,6 +35,8 @@ MOST_TICKS = 3
 COOLDOWN = timedelta(minutes=5)
 """C10: for how long they are."""
 LOADING = ("loading", "staging")
+_NAMED = 5
+"""Nodes that a reason names."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +95,16 @@ class _Scene:
         """R4.15: where a load may go."""
         return None if self.demand.selector == {} else frozenset(host.id for host in self.fits)
 
-    def verdict(self, reason: str, *actions: Action) -> Verdict:
+    def ruling(self, reason: str, *actions: Action) -> Ruling:
         """What is to be done, with the figures."""
         more = sum(isinstance(action, LoadAnother) for action in actions)
         less = sum(isinstance(action, Retire) for action in actions)
         aim = max(self.wanted, len(self.serving) + self.loads + more - less)
-        return Verdict(self.demand.model, aim, len(self.serving), self.loads, reason, actions)
+        return Ruling(self.demand.model, aim, len(self.serving), self.loads, reason, actions)
 
 
-def plan(fleet: Fleet, demands: Iterable[Demand], now: datetime, *, tick: bool) -> list[Verdict]:
-    """The verdicts, by model; the order of rows does not matter.
+def plan(fleet: Fleet, demands: Iterable[Demand], now: datetime, *, tick: bool) -> list[Ruling]:
+    """The rulings, by model; the order of rows does not matter.
 
     Without `tick` something has changed between two ticks: then only what is missing is asked for, because
     bursts, idle replicas and failures are counted by ticks (R4.14, R4.23).
@@ -145,13 +147,13 @@ def _matching(hosts: Iterable[Host], selector: Mapping[str, str] | None) -> list
     return sorted(found, key=lambda host: (host.name, host.id))
 
 
-def _decide(scene: _Scene, now: datetime, *, tick: bool) -> Verdict:
+def _decide(scene: _Scene, now: datetime, *, tick: bool) -> Ruling:
     """R4.6: the first step that has something to say."""
     demand = scene.demand
     if demand.until is not None and demand.until > now:
-        return scene.verdict("")  # R4.8
+        return scene.ruling("")  # R4.8
     if demand.spread and not scene.fits:
-        return scene.verdict(_problem(scene))  # R4.7
+        return scene.ruling(_problem(scene))  # R4.7
     if missing := _missing(scene):
         return _fill(scene, missing, now, tick=tick)
     met = bool(demand.ticks or demand.until) and len(scene.fitting) >= scene.wanted
@@ -159,8 +161,8 @@ def _decide(scene: _Scene, now: datetime, *, tick: bool) -> Verdict:
     if tick and len(scene.fitting) >= scene.wanted:
         actions = _burst(scene) or _scale_down(scene, now)
         if actions:
-            return scene.verdict("; ".join(action.reason for action in actions), *cleared, *actions)
-    return scene.verdict(_at_rest(scene), *cleared)
+            return scene.ruling("; ".join(action.reason for action in actions), *cleared, *actions)
+    return scene.ruling(_at_rest(scene), *cleared)
 
 
 def _missing(scene: _Scene) -> int:
@@ -177,23 +179,23 @@ def _bare(scene: _Scene) -> list[Host]:
     return [host for host in scene.fits if host.id not in there]
 
 
-def _fill(scene: _Scene, missing: int, now: datetime, *, tick: bool) -> Verdict:
+def _fill(scene: _Scene, missing: int, now: datetime, *, tick: bool) -> Ruling:
     """R4.10: loads what is missing, as far as there is room, or says why not."""
     demand = scene.demand
     if problem := _problem(scene):
         # A slot that is being freed is no problem, and a definition may be written at any moment.
         if not tick or (scene.fits and scene.defined and scene.leaving):
-            return scene.verdict(problem)
+            return scene.ruling(problem)
         return _unsatisfiable(scene, problem, now, pause=scene.defined)
     if scene.failure and demand.ticks + 1 >= MOST_TICKS:
         return _unsatisfiable(scene, _failed(scene), now)
     loads = _loads(scene, missing)
     if scene.failure:
         reason = f"{loads[0].reason}; {_failed(scene)}"
-        return scene.verdict(reason, Unsatisfiable(demand.model, demand.ticks + 1, None, reason), *loads)
+        return scene.ruling(reason, Unsatisfiable(demand.model, demand.ticks + 1, None, reason), *loads)
     # After the first one: flags stay if nothing can be asked for.
     cleared = [ClearFlags(demand.model)] if demand.ticks or demand.until else []
-    return scene.verdict(loads[0].reason, loads[0], *cleared, *loads[1:])
+    return scene.ruling(loads[0].reason, loads[0], *cleared, *loads[1:])
 
 
 def _loads(scene: _Scene, missing: int) -> list[LoadAnother]:
@@ -201,8 +203,10 @@ def _loads(scene: _Scene, missing: int) -> list[LoadAnother]:
     model = scene.demand.model
     if scene.demand.spread:
         bare = [host for host in _bare(scene) if scene.free(host)]
-        reason = "it is wanted on every node that matches, and is not on {}"
-        return [LoadAnother(model, frozenset({host.id}), reason.format(host.name)) for host in bare]
+        others = f" and {len(bare) - _NAMED} more" if len(bare) > _NAMED else ""
+        reason = f"one on each of {len(scene.fits)} nodes wanted, none on "
+        reason += ", ".join(host.name for host in bare[:_NAMED]) + others
+        return [LoadAnother(model, frozenset({host.id}), reason) for host in bare]
     more = min(missing, scene.room)
     has = len(scene.fitting)
     reason = f"at least {scene.demand.minimum} wanted, {has} there and {scene.loads} loading: {more} more"
@@ -227,13 +231,13 @@ def _problem(scene: _Scene) -> str:
     return f"{scene.wanted} wanted, {there}, but no free slot on the {nodes}"
 
 
-def _unsatisfiable(scene: _Scene, reason: str, now: datetime, *, pause: bool = True) -> Verdict:
+def _unsatisfiable(scene: _Scene, reason: str, now: datetime, *, pause: bool = True) -> Ruling:
     """R4.23: one tick more, and a cooldown after enough of them."""
     ticks = scene.demand.ticks + 1
     until = now + COOLDOWN if pause and ticks >= MOST_TICKS else None
     if until is not None:
         reason = f"{reason}; nothing is tried until {until:%H:%M:%S} UTC"
-    return scene.verdict(reason, Unsatisfiable(scene.demand.model, ticks, until, reason))
+    return scene.ruling(reason, Unsatisfiable(scene.demand.model, ticks, until, reason))
 
 
 def _burst(scene: _Scene) -> list[LoadAnother]:

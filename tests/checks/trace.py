@@ -79,19 +79,23 @@ def _numbers(prefix: str, *spans: range) -> frozenset[str]:
 
 # The sections that must have no gap, and of each the rules that count; None: all of the section.
 COVERED: dict[str, frozenset[str] | None] = {
-    # Intents; limits of commands; progress; the upgrade check.
-    "0": _numbers("C", range(11, 14), range(21, 28), range(45, 46), range(47, 48)),
+    # Scheduling rules; intents; limits of commands; progress; the upgrade check.
+    "0": _numbers("C", range(1, 3), range(9, 14), range(21, 28), range(45, 46), range(47, 48)),
     "1A": None,
     "1B": None,
     "1C": None,
     "1D": None,
     "1E": None,
     "1F": None,
+    # Capacity, and which replicas count.
+    "1I": _numbers("R1.", range(65, 67)),
     "1J": _numbers("R1.", range(68, 70)),
-    # Not what reconcilers do with rules: which they look at, ticks, cooldowns (R1.86, R1.87).
-    "1L": frozenset({"R1.85", "R1.88", "R1.89"}),
+    "1L": None,
     "1P": None,
     "1Q": None,
+    # The replica pass; not R4.13 and R4.16: nothing counts pressure yet.
+    "4A": _numbers("R4.", range(1, 3)),
+    "4B": _numbers("R4.", range(6, 13), range(14, 16), range(17, 24)),
     # Not R4.24: the order of passes that are not all there yet.
     "4C": _numbers("R4.", range(25, 32)),
     # Rules from the settings.
@@ -103,14 +107,12 @@ COVERED: dict[str, frozenset[str] | None] = {
     "6E": None,
     "6F": None,
     "6G": None,
-    # Registration and approval; labels, detail, selectors, rules; bulk removals; overrides; VRAM budget;
-    # stale intents; end to end.
+    # Registration and approval; labels, detail, selectors, rules; counted replicas; bulk removals; overrides;
+    # VRAM budget; stale intents; end to end.
     "7A": _numbers(
         "T-REG-",
         range(1, 12),
-        range(33, 49),
-        range(50, 53),
-        range(54, 55),
+        range(33, 57),
         range(59, 60),
         range(72, 79),
         range(84, 87),
@@ -119,7 +121,8 @@ COVERED: dict[str, frozenset[str] | None] = {
         range(140, 147),
         range(152, 153),
     ),
-    "7E": _numbers("T-REC-", range(25, 28)) | _numbers("T-SED-", range(1, 10)),
+    "7E": _numbers("T-REC-", range(1, 9), range(11, 12), range(16, 23), range(25, 28))
+    | _numbers("T-SED-", range(1, 10)),
     "7G": None,
     "7H": None,
     # Credentials of the bus; logs of engines.

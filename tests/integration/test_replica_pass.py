@@ -1,13 +1,15 @@
 """The replica pass on PostgreSQL: what it sees, what it asks for, and what the rules say afterwards."""
 
+import asyncio
 import dataclasses
 import threading
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from django.db import connection, transaction
+from django.db import OperationalError, connection, transaction
 from django.test.utils import CaptureQueriesContext
 from pytest_django import Settings
 
@@ -17,16 +19,18 @@ from localai_cluster.locks import Lock, try_lock_across
 from nodes.definitions import folder
 from nodes.loading import another, load
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
-from nodes.reconcilers import replicas, tasks
+from nodes.reconcilers import replicas, scaler, tasks
+from nodes.reconcilers.schedules import SCHEDULES
 from nodes.registry import services
 from nodes.replicas import leaving
 from nodes.routing.request import InferenceRequest
 from nodes.scheduling import passes, store
 from nodes.scheduling.cooldowns import clear_cooldowns
-from nodes.scheduling.picture import Unsatisfiable, Verdict
+from nodes.scheduling.picture import Ruling, Unsatisfiable
 from nodes.scheduling.rules import Rule
 from operations.models import Operation, Status
 from tests.support import api, hot
+from tests.support.races import after, holding
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -189,7 +193,7 @@ def test_flags_that_were_cleared_during_a_pass_are_not_set_by_it() -> None:
     with transaction.atomic():
         clear_cooldowns(clock.now())
     flags = Unsatisfiable("m", 3, clock.now() + HOUR, "full")
-    passes.record([Verdict("m", 1, 0, 0, "full", (flags,))], {"m": seen}, clock.now())
+    passes.record([Ruling("m", 1, 0, 0, "full", (flags,))], {"m": seen}, clock.now())
     assert (stored().unsatisfiable_ticks, stored().looked_at) == (0, None)
 
 
@@ -277,6 +281,16 @@ def test_a_replica_that_is_used_before_its_row_is_locked_stays(fields: dict[str,
     assert NodeModel.objects.get().state != "unloading"
 
 
+@pytest.mark.rule("R4.18", "R1.79")
+def test_a_request_that_is_being_counted_in_keeps_its_replica() -> None:
+    """The pass waits for the row, and then sees the request that has just come."""
+    replica = idle(hot.node("one"), 0)
+    picked = holding("UPDATE node_models SET in_flight = in_flight + 1 WHERE id = %s", replica.pk)
+    (retired,) = after(picked, lambda: replicas.retire(replica.pk, "idle", clock.now()))
+    assert retired is False
+    assert (NodeModel.objects.get().state, Operation.objects.count()) == ("loaded", 0)
+
+
 @pytest.mark.rule("R4.18")
 def test_a_replica_stays_when_its_unload_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both or neither: the row leaves the picks in the transaction that makes the operation."""
@@ -350,6 +364,44 @@ def test_the_lock_is_free_after_a_pass_that_failed(monkeypatch: pytest.MonkeyPat
             replicas.look(tick=True)
     assert elsewhere() == [True]
     assert stored().looked_at is not None
+
+
+async def test_a_change_is_looked_at_at_once_and_again_if_another_process_was_at_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tick would do the same within 30 s."""
+    looks: Iterator[bool | Exception] = iter([OperationalError("away"), False, True])
+    seen: list[bool] = []
+
+    def look(*, tick: bool) -> bool:
+        seen.append(tick)
+        outcome = next(looks)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(replicas, "look", look)
+    monkeypatch.setattr(scaler, "GATHER", 0.0)
+    made = scaler.Scaler()
+    running = asyncio.create_task(made.run())
+    try:
+        made.hint()
+        assert await clock.wait_until(lambda: answered(len(seen) == 1), timeout=60)
+        made.hint()
+        assert await clock.wait_until(lambda: answered(len(seen) == 3), timeout=60)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert seen == [False] * 3
+
+
+async def answered(found: bool) -> bool:
+    return found
+
+
+@pytest.mark.rule("R4.1", "C1")
+def test_the_tick_comes_every_thirty_seconds() -> None:
+    assert [one.cron for one in SCHEDULES if one.function.endswith(".tasks.scale")] == ["* * * * * */30"]
 
 
 @pytest.mark.rule("R4.1")

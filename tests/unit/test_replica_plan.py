@@ -22,8 +22,8 @@ from nodes.scheduling.picture import (
     LoadAnother,
     Placed,
     Retire,
+    Ruling,
     Unsatisfiable,
-    Verdict,
 )
 from nodes.scheduling.plan import COOLDOWN, plan
 
@@ -50,9 +50,9 @@ def rule(minimum: int = 0, maximum: int = 0, **fields: Any) -> Demand:
     return Demand(minimum=minimum, maximum=maximum, **values)
 
 
-def decided(demand: Demand, *, tick: bool = True, now: datetime = NOW, **fleet: Any) -> Verdict:
-    (verdict,) = plan(Fleet(**fleet), [demand], now, tick=tick)
-    return verdict
+def decided(demand: Demand, *, tick: bool = True, now: datetime = NOW, **fleet: Any) -> Ruling:
+    (ruling,) = plan(Fleet(**fleet), [demand], now, tick=tick)
+    return ruling
 
 
 def loads(actions: Iterable[Action]) -> list[LoadAnother]:
@@ -63,8 +63,8 @@ def retired(actions: Iterable[Action]) -> list[UUID]:
     return [action.replica_id for action in actions if isinstance(action, Retire)]
 
 
-def flags(verdict: Verdict) -> list[Action]:
-    return [action for action in verdict.actions if isinstance(action, Unsatisfiable | ClearFlags)]
+def flags(ruling: Ruling) -> list[Action]:
+    return [action for action in ruling.actions if isinstance(action, Unsatisfiable | ClearFlags)]
 
 
 # --- minimum
@@ -72,11 +72,11 @@ def flags(verdict: Verdict) -> list[Action]:
 
 @pytest.mark.rule("R4.10", "R4.12", "T-REC-3", "R4.21")
 def test_what_is_missing_is_loaded_without_a_first_request() -> None:
-    verdict = decided(rule(2), hosts=[host(1), host(2)])
-    assert loads(verdict.actions) == list(verdict.actions)
-    assert [action.only for action in loads(verdict.actions)] == [None, None]
-    assert (verdict.wanted, verdict.current, verdict.loading) == (2, 0, 0)
-    assert verdict.reason == "at least 2 wanted, 0 there and 0 loading: 2 more"
+    ruling = decided(rule(2), hosts=[host(1), host(2)])
+    assert loads(ruling.actions) == list(ruling.actions)
+    assert [action.only for action in loads(ruling.actions)] == [None, None]
+    assert (ruling.wanted, ruling.current, ruling.loading) == (2, 0, 0)
+    assert ruling.reason == "at least 2 wanted, 0 there and 0 loading: 2 more"
 
 
 @pytest.mark.rule("R4.10", "R1.65", "T-REC-16", "T-REC-21")
@@ -98,8 +98,8 @@ def test_only_what_requests_find_counts_and_what_is_under_way() -> None:
     here, gone = host(1, slots=2), host(9)
     assert len(loads(decided(rule(2), hosts=[here], replicas=[row(here), row(gone)]).actions)) == 1
     loading = row(here, 1, state="loading")
-    verdict = decided(rule(2), hosts=[here], replicas=[row(here), loading], loads={"m": 1})
-    assert (verdict.actions, verdict.current, verdict.loading) == ((), 1, 1)
+    ruling = decided(rule(2), hosts=[here], replicas=[row(here), loading], loads={"m": 1})
+    assert (ruling.actions, ruling.current, ruling.loading) == ((), 1, 1)
 
 
 @pytest.mark.rule("R4.15", "T-REC-8")
@@ -140,14 +140,14 @@ def test_a_problem_is_counted_and_the_third_time_begins_a_cooldown(
     taken = [row(host(2), state="idle")]
     demand = rule(1, selector=selector)
     for ticks in (1, 2):
-        verdict = decided(demand, hosts=hosts, replicas=taken)
-        assert verdict.actions == (Unsatisfiable("m", ticks, None, reason),)
+        ruling = decided(demand, hosts=hosts, replicas=taken)
+        assert ruling.actions == (Unsatisfiable("m", ticks, None, reason),)
         demand = replace(demand, ticks=ticks)
     until = NOW + COOLDOWN
     said = f"{reason}; nothing is tried until 10:05:00 UTC"
-    verdict = decided(demand, hosts=hosts, replicas=taken)
-    assert verdict.actions == (Unsatisfiable("m", 3, until, said),)
-    assert verdict.reason == said
+    ruling = decided(demand, hosts=hosts, replicas=taken)
+    assert ruling.actions == (Unsatisfiable("m", 3, until, said),)
+    assert ruling.reason == said
 
 
 @pytest.mark.rule("R4.8", "T-REC-17")
@@ -162,8 +162,8 @@ def test_a_cooldown_leaves_the_model_alone_and_keeps_its_reason() -> None:
 @pytest.mark.rule("R4.10", "R4.23", "T-REC-18")
 def test_after_a_cooldown_success_clears_the_flags_and_failure_begins_another() -> None:
     demand = rule(1, ticks=3, until=NOW)
-    verdict = decided(demand, hosts=[host(1)])
-    assert [type(action) for action in verdict.actions] == [LoadAnother, ClearFlags]
+    ruling = decided(demand, hosts=[host(1)])
+    assert [type(action) for action in ruling.actions] == [LoadAnother, ClearFlags]
     assert flags(decided(demand)) == [
         Unsatisfiable("m", 4, NOW + COOLDOWN, decided(demand).reason),
     ]
@@ -178,9 +178,9 @@ def test_flags_end_also_when_somebody_else_has_brought_what_was_missing() -> Non
 @pytest.mark.rule("R4.21")
 def test_a_model_without_definition_is_said_and_counted_but_has_no_cooldown() -> None:
     """Its definition may be written at any moment."""
-    verdict = decided(rule(1, ticks=7), hosts=[host(1)], defined=frozenset({"other"}))
+    ruling = decided(rule(1, ticks=7), hosts=[host(1)], defined=frozenset({"other"}))
     reason = "no model m is defined in the models folder"
-    assert verdict.actions == (Unsatisfiable("m", 8, None, reason),)
+    assert ruling.actions == (Unsatisfiable("m", 8, None, reason),)
     assert decided(rule(0, 2), hosts=[host(1)], defined=frozenset()).reason == reason
     assert loads(decided(rule(1), hosts=[host(1)], defined=None).actions)
 
@@ -189,9 +189,9 @@ def test_a_load_that_fails_is_tried_twice_more_and_then_rests() -> None:
     """A broken model is not loaded at each tick for ever."""
     demand, failed = rule(1), {"m": Failure(ago(seconds=5), "refused")}
     for ticks in (1, 2):
-        verdict = decided(demand, hosts=[host(1)], failures=failed)
-        assert loads(verdict.actions)
-        assert [one.ticks for one in flags(verdict) if isinstance(one, Unsatisfiable)] == [ticks]
+        ruling = decided(demand, hosts=[host(1)], failures=failed)
+        assert loads(ruling.actions)
+        assert [one.ticks for one in flags(ruling) if isinstance(one, Unsatisfiable)] == [ticks]
         demand = replace(demand, ticks=ticks)
     (third,) = decided(demand, hosts=[host(1)], failures=failed).actions
     assert third == Unsatisfiable(
@@ -203,8 +203,8 @@ def test_a_load_that_fails_is_tried_twice_more_and_then_rests() -> None:
 
 def test_a_slot_that_is_being_freed_is_waited_for() -> None:
     on = host(1)
-    verdict = decided(rule(1), hosts=[on], replicas=[row(on, state="unloading")])
-    assert (verdict.actions, "no free slot" in verdict.reason) == ((), True)
+    ruling = decided(rule(1), hosts=[on], replicas=[row(on, state="unloading")])
+    assert (ruling.actions, "no free slot" in ruling.reason) == ((), True)
 
 
 # --- spread
@@ -227,8 +227,8 @@ def test_a_spread_model_is_loaded_on_each_node_that_lacks_it() -> None:
 
 @pytest.mark.rule("R4.7", "T-REC-2")
 def test_a_spread_model_without_nodes_wants_nothing() -> None:
-    verdict = decided(rule(spread=True, selector={"tier": "a"}, ticks=1), hosts=[host(1)])
-    assert (verdict.actions, verdict.reason) == ((), "no healthy node has tier=a")
+    ruling = decided(rule(spread=True, selector={"tier": "a"}, ticks=1), hosts=[host(1)])
+    assert (ruling.actions, ruling.reason) == ((), "no healthy node has tier=a")
 
 
 @pytest.mark.rule("R4.7", "R4.17")
@@ -245,8 +245,8 @@ def test_a_spread_model_keeps_one_on_each_node() -> None:
 def test_one_more_while_all_are_busy_and_none_is_on_its_way() -> None:
     on = host(1, slots=9)
     busy = [row(on, index, in_flight=1) for index in range(2)]
-    verdict = decided(rule(1, 4), hosts=[on], replicas=busy)
-    assert (len(loads(verdict.actions)), verdict.wanted) == (1, 3)
+    ruling = decided(rule(1, 4), hosts=[on], replicas=busy)
+    assert (len(loads(ruling.actions)), ruling.wanted) == (1, 3)
     assert decided(rule(1, 2), hosts=[on], replicas=busy).actions == ()
     assert len(decided(rule(1), hosts=[on], replicas=busy).actions) == 1
     assert decided(rule(1, 4), hosts=[on], replicas=busy, loads={"m": 1}).actions == ()
@@ -362,11 +362,11 @@ class Played:
     now: datetime = NOW
     wishes: list[LoadAnother] = field(default_factory=list)
 
-    def plan(self, *, tick: bool = True) -> list[Verdict]:
+    def plan(self, *, tick: bool = True) -> list[Ruling]:
         return plan(self.fleet, self.rules, self.now, tick=tick)
 
-    def apply(self, verdicts: Sequence[Verdict]) -> None:
-        for action in (action for verdict in verdicts for action in verdict.actions):
+    def apply(self, rulings: Sequence[Ruling]) -> None:
+        for action in (action for ruling in rulings for action in ruling.actions):
             match action:
                 case LoadAnother(model):
                     self.wishes.append(action)
@@ -423,8 +423,8 @@ def test_never_over_the_limit_the_caps_or_outside_the_selector(
 ) -> None:
     fleet, rules = scene
     slots = {one.id: one for one in fleet.hosts}
-    for demand, verdict in zip(rules, plan(fleet, rules, NOW, tick=tick), strict=True):
-        asked = loads(verdict.actions)
+    for demand, ruling in zip(rules, plan(fleet, rules, NOW, tick=tick), strict=True):
+        asked = loads(ruling.actions)
         rows = [one for one in fleet.replicas if one.model == demand.model]
         under_way = fleet.loads[demand.model]
         unplaced = max(under_way - sum(one.state in ("loading", "staging") for one in rows), 0)
@@ -443,8 +443,8 @@ def test_never_over_the_limit_the_caps_or_outside_the_selector(
 def test_nothing_busy_or_needed_is_retired(scene: tuple[Fleet, list[Demand]]) -> None:
     fleet, rules = scene
     healthy = {one.id for one in fleet.hosts}
-    for demand, verdict in zip(rules, plan(fleet, rules, NOW, tick=True), strict=True):
-        gone = set(retired(verdict.actions))
+    for demand, ruling in zip(rules, plan(fleet, rules, NOW, tick=True), strict=True):
+        gone = set(retired(ruling.actions))
         if not gone:
             continue
         left = replace(fleet, replicas=[one for one in fleet.replicas if one.id not in gone])
@@ -470,9 +470,9 @@ def test_a_plan_applied_to_its_own_picture_leaves_nothing_to_do(scene: tuple[Fle
     """Asked for, but nothing has come of it yet: the second pass asks for nothing more."""
     play = Played(*scene)
     play.apply(play.plan())
-    for verdict in play.plan():
-        assert not loads(verdict.actions)
-        assert not retired(verdict.actions)
+    for ruling in play.plan():
+        assert not loads(ruling.actions)
+        assert not retired(ruling.actions)
 
 
 @pytest.mark.rule("R4.10", "R4.23")
@@ -485,8 +485,8 @@ def test_passes_converge(scene: tuple[Fleet, list[Demand]]) -> None:
         play.apply(play.plan())
         play.end()
     last = play.plan()
-    assert not [one for verdict in last for one in verdict.actions if isinstance(one, LoadAnother | Retire)]
-    for demand, verdict in zip(play.rules, last, strict=True):
+    assert not [one for ruling in last for one in ruling.actions if isinstance(one, LoadAnother | Retire)]
+    for demand, ruling in zip(play.rules, last, strict=True):
         missing = max(demand.minimum - there(play.fleet, demand), 0)
         assert not missing or demand.ticks >= 3
-        assert bool(missing) <= ("no" in verdict.reason or bool(demand.until))
+        assert bool(missing) <= ("no" in ruling.reason or bool(demand.until))
