@@ -13,12 +13,12 @@ from datetime import datetime
 from typing import assert_never
 from uuid import UUID
 
-from django.db import Error as DatabaseError
 from django.db import transaction
 from django.db.models.functions import Greatest
 
 from localai_cluster import clock, errors
 from localai_cluster.locks import Lock, try_lock_across
+from localai_cluster.outage import is_outage
 from nodes.definitions import folder
 from nodes.loading import another
 from nodes.loading.load import KIND
@@ -111,10 +111,10 @@ def apply(ruling: Ruling, now: datetime) -> Ruling:
             log.info("%s: refused: %s", ruling.model, refusal.message)
             said = f"{ruling.reason}; refused: {refusal.message}"
             return replace(ruling, reason=said, actions=tuple(done))
-        except DatabaseError:
-            raise
-        except Exception:
-            # One model never stops the others (R4.5).
+        except Exception as error:
+            # One model never stops the others (R4.5), but without the connection the lock is gone too.
+            if is_outage(error):
+                raise
             log.exception("%s: its rule was not carried out", ruling.model)
             return replace(ruling, reason=f"{ruling.reason}; it failed: see the log", actions=tuple(done))
         done.append(action)

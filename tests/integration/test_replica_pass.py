@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from django.db import OperationalError, connection, transaction
 from django.test.utils import CaptureQueriesContext
@@ -94,7 +95,8 @@ def test_rules_that_only_route_are_left_alone(models: Path) -> None:
     rule(model="routed", node_selector={"tier": "a"})
     rule(model="all", spread_all=True)
     rule(0, 2, model="most")
-    assert [demand.model for demand in passes.demands()] == ["all", "most"]
+    rule(1, model="least")
+    assert [demand.model for demand in passes.demands()] == ["all", "least", "most"]
     replicas.look(tick=True)
     assert (stored("routed").looked_at, stored("all").reason) == (None, "there is no healthy node")
 
@@ -353,6 +355,23 @@ def test_a_pass_is_left_out_while_another_process_is_at_it() -> None:
     assert stored().looked_at is None
     tasks.scale()
     assert stored().looked_at is not None
+
+
+@pytest.mark.rule("R4.2", "R4.5")
+def test_a_pass_ends_with_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lock is gone too, so another process may be at it; the task says so in one line."""
+    hot.node("one")
+    rule(1)
+
+    def cut(*_: Any, **__: Any) -> Operation:
+        with psycopg.connect(hot.database_url()) as other:
+            other.execute("SELECT pg_terminate_backend(%s)", [connection.connection.info.backend_pid])
+        return Operation.objects.get()
+
+    monkeypatch.setattr(another, "load_another", cut)
+    tasks.scale()
+    connection.close()
+    assert stored().looked_at is None
 
 
 @pytest.mark.rule("R4.2")
