@@ -128,8 +128,8 @@ def _carry_out(action: Action, now: datetime) -> None:
             another.load_another(model, only=only, actor=ACTOR, reason=reason)
             log.info("%s: %s", model, reason)
         case Retire(model, replica_id, reason):
-            if retire(replica_id, reason, now):
-                log.info("%s: %s", model, reason)
+            retire(replica_id, reason, now)
+            log.info("%s: %s", model, reason)
         case Unsatisfiable(model, ticks, _, reason):
             log.warning("%s (%d times): %s", model, ticks, reason)
         case ClearFlags(model):
@@ -138,18 +138,17 @@ def _carry_out(action: Action, now: datetime) -> None:
             assert_never(action)
 
 
-def retire(replica_id: UUID, reason: str, now: datetime) -> bool:
-    """Has the replica unloaded, unless a request came since; its engine is stopped by the operation.
+def retire(replica_id: UUID, reason: str, now: datetime) -> None:
+    """Has the replica unloaded; Conflict if a request has come since. The operation stops its engine.
 
     It leaves the picks here, under its row's lock: no request that runs there is ended.
     """
     with transaction.atomic():
         row = leaving.idle(replica_id, since=now - IDLE_FOR)
         if row is None:
-            return False
+            raise errors.Conflict("the replica is in use again, or gone")
         wish = UnloadWish(
             row.model_name, ACTOR, node=row.node, index=row.replica_index, grace=0, reason=reason
         )
         operation = asking.unload(wish, now=now).operation
         leaving.take_out(row, owner=str(operation.id), now=now)
-    return True

@@ -17,6 +17,9 @@ from pytest_django import Settings
 from localai_cluster import clock, errors
 from localai_cluster.accounts import actors
 from localai_cluster.locks import Lock, try_lock_across
+from localai_cluster.messaging import messages as m
+from localai_cluster.messaging import subjects
+from localai_cluster.messaging.codec import decode
 from nodes.definitions import folder
 from nodes.loading import another, load
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
@@ -29,11 +32,20 @@ from nodes.scheduling import passes, store
 from nodes.scheduling.cooldowns import clear_cooldowns
 from nodes.scheduling.picture import Ruling, Unsatisfiable
 from nodes.scheduling.rules import Rule
+from nodes.unloading import carry_out
+from operations.executor.operation_queue import write_batch
+from operations.executor.recorder import Recorder
+from operations.executor.work import Work
+from operations.ledger import admission, lease
 from operations.models import Operation, Status
 from tests.support import api, hot
+from tests.support.bus import PlayedBus
 from tests.support.races import after, holding
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = pytest.mark.django_db
+
+commits = pytest.mark.django_db(transaction=True)
+"""For what another connection must see."""
 
 HOUR = timedelta(hours=1)
 
@@ -78,7 +90,7 @@ def test_a_minimum_of_a_model_that_was_never_served_is_loaded() -> None:
     assert replicas.look(tick=True)
     (asked,) = loads()
     assert (asked.actor, asked.status) == ("system", Status.PENDING)
-    assert asked.payload["reason"] == stored().reason == "at least 1 wanted, 0 there and 0 loading: 1 more"
+    assert stored().reason == "at least 1 wanted, 0 there and 0 loading: 1 more"
     for _ in range(2):
         assert replicas.look(tick=True)
     assert loads() == [asked]
@@ -102,22 +114,14 @@ def test_rules_that_only_route_are_left_alone(models: Path) -> None:
 
 
 @pytest.mark.rule("R4.15", "R1.68", "T-REC-8")
-def test_a_load_goes_only_where_the_selector_says() -> None:
-    fits, other = hot.node("fits"), hot.node("other")
+def test_a_load_goes_only_where_the_selector_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    fits, _ = hot.node("fits"), hot.node("other")
     NodeLabel.objects.create(node=fits, key="tier", value="a")
     rule(1, node_selector={"tier": "a"})
+    asked: list[Any] = []
+    monkeypatch.setattr(another, "load_another", lambda model, **wish: asked.append(wish["only"]))
     replicas.look(tick=True)
-    (asked,) = loads()
-    assert load.besides(asked) == {other.id}
-
-
-def test_a_load_beside_the_first_replica_goes_to_another_node() -> None:
-    first, second = hot.node("first"), hot.node("second")
-    hot.replica(first, "m")
-    asked = another.load_another("m", only=None, reason="test")
-    assert load.besides(asked) == {first.id}
-    assert another.load_another("m", only=[second.id], reason="test") == asked
-    assert another.loads_under_way(["m", "other"]) == {"m": 1}
+    assert asked == [{fits.id}]
 
 
 @pytest.mark.rule("R4.22", "R1.66")
@@ -263,33 +267,58 @@ def test_an_idle_replica_leaves_the_picks_and_is_unloaded_exactly() -> None:
     assert (kept.state, Operation.objects.count()) == ("loaded", 1)
 
 
+@commits
+@pytest.mark.rule("R4.19")
+async def test_the_unload_stops_this_engine_and_then_the_row_goes() -> None:
+    """Key and address name the process; the other replica is not touched (D-SCALE-EXACT)."""
+    node = await hot.in_thread(lambda: hot.node("one", max_replicas_per_model=2))
+    kept = await hot.in_thread(lambda: idle(node, 0))
+    await hot.in_thread(lambda: idle(node, 1))
+    await hot.in_thread(lambda: rule(1))
+    await hot.in_thread(lambda: replicas.look(tick=True))
+    (operation,) = await hot.in_thread(lambda: lease.claim("c", now=clock.now(), lease=60, limit=1))
+    bus = PlayedBus()
+    stop = subjects.model_stop(str(node.id))
+    bus.replies[stop] = m.StopModelReply(matched=True, freed=True, terminated=True)
+    await asyncio.wait_for(carry_out.UnloadModel(bus)(Work(operation, Recorder(write_batch))), 60)
+    (request,) = [decode(body, m.StopModelRequest) for body in bus.asked[stop]]
+    assert (request.process_key, request.expected_address) == ("m#1", "127.0.0.1:50001")
+    assert await hot.in_thread(NodeModel.objects.get) == kept
+
+
+@pytest.mark.rule("R4.18")
+def test_a_replica_serves_again_when_somebody_cancels_its_unload_in_time() -> None:
+    replica = idle(hot.node("one"), 0)
+    replicas.retire(replica.pk, "idle", clock.now())
+    admission.cancel(Operation.objects.get().id, actor="anna", now=clock.now())
+    assert [one.id for one in leaving.put_back()] == [replica.pk]
+    assert NodeModel.objects.get().state == "loaded"
+
+
 @pytest.mark.rule("R4.18", "R1.58")
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"in_flight": 1},
-        {"last_used": clock.now()},
-        {"last_released_at": clock.now()},
-        {"state": "loading"},
-    ],
+    ("column", "value"),
+    [("in_flight", 1), ("last_used", None), ("last_released_at", None), ("state", "loading")],
     ids=["busy", "began", "ended", "loading"],
 )
-def test_a_replica_that_is_used_before_its_row_is_locked_stays(fields: dict[str, Any]) -> None:
-    """The plan was made a moment ago; the row decides."""
+def test_a_replica_that_is_used_before_its_row_is_locked_stays(column: str, value: Any) -> None:
+    """The plan was made a moment ago; the row decides. A time without value is now."""
     replica = idle(hot.node("one"), 0)
-    NodeModel.objects.filter(pk=replica.pk).update(**fields)
-    assert not replicas.retire(replica.pk, "idle", clock.now())
+    NodeModel.objects.filter(pk=replica.pk).update(**{column: value or clock.now()})
+    with pytest.raises(errors.Conflict, match="in use again"):
+        replicas.retire(replica.pk, "idle", clock.now())
     assert not Operation.objects.exists()
     assert NodeModel.objects.get().state != "unloading"
 
 
+@commits
 @pytest.mark.rule("R4.18", "R1.79")
 def test_a_request_that_is_being_counted_in_keeps_its_replica() -> None:
     """The pass waits for the row, and then sees the request that has just come."""
     replica = idle(hot.node("one"), 0)
     picked = holding("UPDATE node_models SET in_flight = in_flight + 1 WHERE id = %s", replica.pk)
-    (retired,) = after(picked, lambda: replicas.retire(replica.pk, "idle", clock.now()))
-    assert retired is False
+    (refused,) = after(picked, lambda: replicas.retire(replica.pk, "idle", clock.now()))
+    assert isinstance(refused, errors.Conflict)
     assert (NodeModel.objects.get().state, Operation.objects.count()) == ("loaded", 0)
 
 
@@ -307,6 +336,7 @@ def test_a_replica_stays_when_its_unload_is_refused(monkeypatch: pytest.MonkeyPa
     assert (NodeModel.objects.get().state, Operation.objects.count()) == ("loaded", 0)
 
 
+@commits
 @pytest.mark.rule("R4.18", "R1.58", "R1.60")
 async def test_the_end_of_a_request_is_what_idleness_counts_from() -> None:
     """A pick moves `last_used`, a release `last_released_at`, and nothing else of the two."""
@@ -345,6 +375,7 @@ def elsewhere() -> list[bool]:
     return looked
 
 
+@commits
 @pytest.mark.rule("R4.2", "R4.3")
 def test_a_pass_is_left_out_while_another_process_is_at_it() -> None:
     """Try and skip: no process waits for the pass of another one."""
@@ -357,6 +388,7 @@ def test_a_pass_is_left_out_while_another_process_is_at_it() -> None:
     assert stored().looked_at is not None
 
 
+@commits
 @pytest.mark.rule("R4.2", "R4.5")
 def test_a_pass_ends_with_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lock is gone too, so another process may be at it; the task says so in one line."""
@@ -374,6 +406,7 @@ def test_a_pass_ends_with_its_connection(monkeypatch: pytest.MonkeyPatch) -> Non
     assert stored().looked_at is None
 
 
+@commits
 @pytest.mark.rule("R4.2")
 def test_the_lock_is_free_after_a_pass_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     rule(1)
