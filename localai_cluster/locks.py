@@ -1,8 +1,8 @@
 """Numbered try-locks for work that only one process may do at a time, and one line to stand in by name.
 
-They are PostgreSQL advisory locks bound to a transaction: a crash releases them, losing returns at once. Only
-who makes the schema waits (R1.9), and who stands in line. The numbers are the reference's
-(`contract/scheduling.md` §0), so both can share a database without meeting.
+They are PostgreSQL advisory locks bound to a transaction, or to a connection: a crash releases them, losing
+returns at once. Only who makes the schema waits (R1.9), and who stands in line. The numbers are the
+reference's (`contract/scheduling.md` §0), so both can share a database without meeting.
 """
 
 from collections.abc import Iterator
@@ -18,6 +18,8 @@ _LINES = 1
 class Lock(IntEnum):
     """Who may run alone."""
 
+    REPLICAS = 465212274928412116
+    """The reference's `replica-reconciler` (R4.2)."""
     LIVENESS = 104
     SCHEMA = 105
     UPGRADE_CHECK = 106
@@ -36,6 +38,24 @@ def try_lock(lock: Lock) -> Iterator[bool]:
         cursor.execute("SELECT pg_try_advisory_xact_lock(%s)", [int(lock)])
         (taken,) = cursor.fetchone()
         yield bool(taken)
+
+
+@contextmanager
+def try_lock_across(lock: Lock) -> Iterator[bool]:
+    """Tries to take `lock` on this connection, across transactions; yields whether this caller has it.
+
+    For work of many short transactions, which one alone would keep locked for too long. A connection that is
+    lost ends the work and the lock together.
+    """
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_try_advisory_lock(%s)", [int(lock)])
+        (taken,) = cursor.fetchone()
+    try:
+        yield bool(taken)
+    finally:
+        if taken:
+            with connection.cursor() as cursor:
+                cursor.execute("SELECT pg_advisory_unlock(%s)", [int(lock)])
 
 
 def stand_in_line(name: str) -> None:

@@ -64,8 +64,27 @@ class ModelSchedulingConfigAdmin(ModelAdmin):
     """Where and how often models shall run; written by the service that REST calls."""
 
     form = RuleForm
-    list_display = ("model_name", "min_replicas", "max_replicas", "spread_all", "unsatisfiable_until")
-    flags = ("unsatisfiable_until", "unsatisfiable_ticks", "created_at", "updated_at")
+    list_display = (
+        "model_name",
+        "min_replicas",
+        "max_replicas",
+        "spread_all",
+        "wanted_replicas",
+        "current_replicas",
+        "unsatisfiable_until",
+        "reason",
+    )
+    flags = (
+        "wanted_replicas",
+        "current_replicas",
+        "loading_replicas",
+        "reason",
+        "looked_at",
+        "unsatisfiable_until",
+        "unsatisfiable_ticks",
+        "created_at",
+        "updated_at",
+    )
     fields = (*_FIELDS, *flags)
     search_fields = ("model_name",)
 

@@ -24,7 +24,7 @@ from nodes.api.heartbeats import HEARTBEAT
 from nodes.api.worker_auth import WORKER_REFUSAL
 from nodes.backends.catalogue import ENTRY, WHERE
 from nodes.registry import outcomes, shape
-from nodes.scheduling.shape import RULE
+from nodes.scheduling.shape import RULE, STATE
 
 ROUTES: list[RawRoute] = [
     ("POST", "/api/node/{node_id}/heartbeat", HEARTBEAT),
@@ -54,6 +54,7 @@ COMPONENTS: tuple[Named, ...] = (
     *join_tokens.COMPONENTS,
     worker_logs.LOG_LINE,
     RULE,
+    STATE,
     WORKER_REFUSAL,
     registrations.REGISTERED,
     registrations.REGISTRATION_REFUSAL,

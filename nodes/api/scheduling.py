@@ -27,6 +27,13 @@ _EXAMPLE = {
     "min_replicas": 1,
     "max_replicas": 2,
     "unsatisfiable_ticks": 0,
+    "state": {
+        "wanted": 1,
+        "current": 0,
+        "loading": 0,
+        "reason": "at least 1 wanted, 0 there and 0 loading: 1 more",
+        "at": MOMENT,
+    },
     "created_at": MOMENT,
     "updated_at": MOMENT,
 }

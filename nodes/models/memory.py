@@ -50,6 +50,13 @@ class ModelSchedulingConfig(models.Model):
     min_prefix_match = models.FloatField(default=0)
     unsatisfiable_until = models.DateTimeField(null=True, blank=True, editable=False)
     unsatisfiable_ticks = models.IntegerField(default=0, editable=False)
+    wanted_replicas = models.IntegerField(default=0, db_default=0, editable=False)
+    current_replicas = models.IntegerField(default=0, db_default=0, editable=False)
+    loading_replicas = models.IntegerField(default=0, db_default=0, editable=False)
+    reason = models.TextField(blank=True, default="", db_default="", editable=False)
+    """What the last pass made of it, and why."""
+    looked_at = models.DateTimeField(null=True, blank=True, editable=False)
+    """When that was; null until a pass has looked at what the rule says now."""
     created_at = models.DateTimeField(default=clock.now, editable=False)
     updated_at = models.DateTimeField(default=clock.now, editable=False)
 

@@ -1,6 +1,7 @@
 """Replicas of models on nodes, and which web process carries how many of their requests."""
 
 import uuid
+from datetime import datetime
 from typing import Self
 
 from django.db import models
@@ -47,6 +48,9 @@ class NodeModel(models.Model):
     state = models.CharField(max_length=16, choices=ReplicaState, default=ReplicaState.LOADING)
     in_flight = models.IntegerField(default=0)
     last_used = models.DateTimeField(default=clock.now)
+    """When the last request began, or the replica was loaded (R1.57)."""
+    last_released_at = models.DateTimeField(null=True, blank=True, editable=False)
+    """When the last request ended: idle replicas are retired by it (R4.18)."""
     loading_by = models.CharField(max_length=64, blank=True, default="")
     """Operation id and fence that own a row in `loading`; of one in `unloading` the operation's id."""
     vram_needed = models.BigIntegerField(default=0, db_default=0)
@@ -100,6 +104,11 @@ class NodeModel(models.Model):
 
     def __str__(self) -> str:
         return f"{self.model_name}#{self.replica_index}"
+
+    @property
+    def idle_since(self) -> datetime:
+        """The end of its last request; without one, when it was loaded."""
+        return max(self.last_used, self.last_released_at or self.last_used)
 
 
 class WebProcess(models.Model):

@@ -6,6 +6,8 @@ from localai_cluster.periodic import Recurring
 SCHEDULES = [
     Recurring("nodes: liveness", "nodes.reconcilers.tasks.liveness", "* * * * * */5"),
     Recurring("nodes: ended drains", "nodes.reconcilers.tasks.finish_drains", "* * * * * */5"),
+    # C1; between two of them the controllers look when something changes (`scaler.py`).
+    Recurring("nodes: replicas", "nodes.reconcilers.tasks.scale", "* * * * * */30"),
     Recurring("nodes: timeline", "nodes.reconcilers.tasks.prune_timeline", "17 * * * * 0"),
     Recurring("nodes: stale intents", "nodes.reconcilers.tasks.clean_intents", "* * * * * */15"),
     # Every six hours (C47); the first one is a controller's, ten seconds after it starts.

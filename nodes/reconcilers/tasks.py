@@ -9,7 +9,7 @@ from localai_cluster.accounts import audit
 from localai_cluster.locks import Lock, try_lock
 from localai_cluster.outage import left_out_in_an_outage
 from nodes.backends import upgrade_state
-from nodes.reconcilers import intents
+from nodes.reconcilers import intents, replicas
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness
 from nodes.registry import bus_credentials, joining, services, timeline
 
@@ -38,6 +38,12 @@ def finish_drains() -> None:
         ended = services.finish_drains(now=clock.now()) if mine else 0
     if ended:
         log.info("drains: the replicas of %d nodes have gone", ended)
+
+
+@left_out_in_an_outage
+def scale() -> None:
+    """One tick of the replica pass (R4.1); at once if another process is at it (R4.2)."""
+    replicas.look(tick=True)
 
 
 @left_out_in_an_outage

@@ -90,6 +90,24 @@ def withdraw(
     return [_leaving(row) for row in found]
 
 
+def idle(replica_id: UUID, *, since: datetime) -> NodeModel | None:
+    """The replica, locked, if it is loaded and nothing ran on it after `since`. Needs a transaction.
+
+    No request comes and no other one takes it out before that ends.
+    """
+    rows = NodeModel.objects.loaded().filter(pk=replica_id, in_flight=0).select_for_update(of=("self",))
+    row = rows.select_related("node").first()
+    return row if row is not None and row.idle_since <= since else None
+
+
+def take_out(row: NodeModel, *, owner: str, now: datetime) -> None:
+    """Takes a locked replica on which nothing runs out of the picks, for operation `owner`."""
+    row.state, row.cleanup_next_retry_at, row.loading_by = ReplicaState.UNLOADING, now, owner
+    row.cleanup_error, row.cleanup_attempts, row.updated_at = "", 0, now
+    row.save(update_fields=_WITHDRAWN)
+    events.notify(events.NODES, str(row.node_id))
+
+
 def hurry(rows: NodeModelQuerySet, *, until: datetime) -> None:
     """Has those of the replicas that still wait for their requests stopped at `until` already."""
     waiting = rows.filter(state="unloading", cleanup_attempts=0, cleanup_next_retry_at__gt=until)

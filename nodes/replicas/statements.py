@@ -56,6 +56,7 @@ WITH owners AS MATERIALIZED (
     UPDATE node_models r
        SET in_flight = GREATEST(r.in_flight + m.more - m.less, 0),
            last_used = CASE WHEN m.more > 0 THEN $2::timestamptz ELSE r.last_used END,
+           last_released_at = CASE WHEN m.less > 0 THEN $2::timestamptz ELSE r.last_released_at END,
            updated_at = CASE WHEN m.more > 0 THEN $2::timestamptz ELSE r.updated_at END
       FROM moves m WHERE r.id = m.id
     RETURNING r.id, r.node_id, r.model_name, r.address, m.more, m.weak_identity, m.engine_token
@@ -70,7 +71,8 @@ ones.
 `releases` ({id, n}) are counted out, at most what the process's row still holds (R1.58): a process that was
 declared dead cannot subtract a second time. Then each of `picks` ({model, key, n}) is spread over the model's
 loaded replicas by R1.78 and counted in. `keys` are API key hashes; `key` is one of them or empty, and only
-picks with a valid key or none count. Counting out moves neither `last_used` nor `updated_at` (R1.60).
+picks with a valid key or none count. Counting out moves neither `last_used` nor `updated_at` (R1.60), but
+`last_released_at`.
 
 Returns one row for each chosen replica (id, node, model, address, how many, its node's `weak_identity` and
 `engine_token`) and one for each valid key (null, null, hash, user's name, user's id, whether an admin, null).
@@ -113,7 +115,9 @@ WITH mine AS MATERIALIZED (
     SELECT %(process)s::uuid, id, after FROM mine
         ON CONFLICT (replica_id, process_id) DO UPDATE SET count = EXCLUDED.count
 )
-UPDATE node_models r SET in_flight = GREATEST(r.in_flight + m.after - m.before, 0)
+UPDATE node_models r
+   SET in_flight = GREATEST(r.in_flight + m.after - m.before, 0),
+       last_released_at = CASE WHEN m.after < m.before THEN %(now)s ELSE r.last_released_at END
   FROM mine m WHERE r.id = m.id
 """
 """Makes this process's counts what it holds in memory; repeating it changes nothing."""
@@ -122,7 +126,8 @@ RELEASE_ALL = """
 WITH gone AS (
     DELETE FROM replica_uses WHERE process_id = %(process)s RETURNING replica_id, count
 )
-UPDATE node_models r SET in_flight = GREATEST(r.in_flight - g.count, 0) FROM gone g WHERE r.id = g.replica_id
+UPDATE node_models r SET in_flight = GREATEST(r.in_flight - g.count, 0), last_released_at = %(now)s
+  FROM gone g WHERE r.id = g.replica_id AND g.count > 0
 """
 
 DELETE_PROCESS = "DELETE FROM web_processes WHERE id = %(process)s"
@@ -151,7 +156,8 @@ WITH dead AS (
     DELETE FROM replica_uses WHERE process_id IN (SELECT id FROM dead)
 ), settled AS (
     UPDATE node_models AS replica
-    SET in_flight = greatest(replica.in_flight - taken.count, 0), updated_at = %(now)s
+    SET in_flight = greatest(replica.in_flight - taken.count, 0), updated_at = %(now)s,
+        last_released_at = CASE WHEN taken.count > 0 THEN %(now)s ELSE replica.last_released_at END
     FROM taken WHERE replica.id = taken.replica_id
 )
 SELECT count(*) FROM dead

@@ -2,12 +2,23 @@
 
 import json
 
-from django.db.models import QuerySet
+from django.db.models import F, QuerySet
 
-from localai_cluster.web.shapes import FLAG, TEXT, TIME, UUID, Row, Shape, column, count
+from localai_cluster.web.shapes import FLAG, TEXT, TIME, UUID, Row, Shape, Time, column, count
 from nodes.models import ModelSchedulingConfig, RoutePolicy
 
 NUMBER = {"type": "number", "minimum": 0}
+STATE = Shape(
+    "SchedulingState",
+    "What the last pass made of the rule. It says how many replicas, so it has none if it only routes.",
+    [
+        column("wanted", count(), "Replicas that the pass aims at.", source=F("wanted_replicas")),
+        column("current", count(), "Loaded on healthy nodes.", source=F("current_replicas")),
+        column("loading", count(), "Loads under way.", source=F("loading_replicas")),
+        column("reason", TEXT, "What the pass did and why, or why it could not."),
+        column("at", TIME, "When that was.", source=Time("looked_at")),
+    ],
+)
 RULE = Shape(
     "SchedulingRule",
     "Where and how often a model shall run. What is left out is empty: no selector, or as the cluster does.",
@@ -25,7 +36,8 @@ RULE = Shape(
         column("balance_rel_threshold", NUMBER, optional=True),
         column("min_prefix_match", NUMBER, optional=True),
         column("unsatisfiable_until", TIME, "Nothing is tried for this model until then.", optional=True),
-        column("unsatisfiable_ticks", count()),
+        column("unsatisfiable_ticks", count(), "Passes in a row that could not load what is wanted."),
+        column("state", STATE.ref, source=STATE.read(unless_null="looked_at"), inner=STATE, optional=True),
         column("created_at", TIME),
         column("updated_at", TIME),
     ],

@@ -36,7 +36,8 @@ def set_rule(rule: Rule, now: datetime) -> Row:
             [made],
             update_conflicts=True,
             unique_fields=["model_name"],
-            update_fields=[*given, "updated_at"],
+            # What a pass made of the former rule does not hold for this one.
+            update_fields=[*given, "updated_at", "reason", "looked_at"],
         )
         # That statement has locked the row: nobody has changed it since.
         (stored,) = rows(_of(rule.model_name))

@@ -5,7 +5,7 @@ model, as each of its loads does, so unloads and loads exclude each other. The n
 the operation is made.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
@@ -30,6 +30,7 @@ class UnloadWish:
     """What is asked, and by whom; without a node it is about the whole cluster.
 
     `grace`: seconds that running requests have before their engine is stopped, None = as the settings say.
+    `reason` is kept with the operation.
     """
 
     model: str
@@ -39,6 +40,7 @@ class UnloadWish:
     node: BackendNode | None = None
     index: int | None = None
     grace: float | None = None
+    reason: str = ""
 
 
 def unload(wish: UnloadWish, *, now: datetime) -> Admission:
@@ -87,7 +89,8 @@ def _key(wish: UnloadWish) -> str:
 
 def _admitted(wish: UnloadWish, kind: str, targets: Targets, now: datetime) -> Admission:
     grace = conf.cluster().unload_grace if wish.grace is None else wish.grace
-    payload: Mapping[str, Any] = {"model": wish.model, "grace": grace, "replica_index": wish.index}
+    payload: dict[str, Any] = {"model": wish.model, "grace": grace, "replica_index": wish.index}
+    payload |= {"reason": wish.reason} if wish.reason else {}
     request = OperationRequest(
         kind,
         key=_key(wish),

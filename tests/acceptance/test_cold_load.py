@@ -128,6 +128,22 @@ def test_a_second_file_serves_under_its_own_name(shared: Shared) -> None:
     assert len(answer.json()["data"][0]["embedding"]) == 8, answer.text
 
 
+@pytest.mark.rule("R4.10", "R4.21", "A82")
+def test_a_minimum_loads_a_model_that_no_request_has_asked_for(shared: Shared) -> None:
+    """From its definition, when the rule is set and not at the next tick; the rule says what came of it."""
+    cluster, web = shared.cluster, shared.webs[0]
+    write_model(cluster, "wanted")
+    answer = cluster.post(web, "/api/nodes/scheduling", {"model_name": "wanted", "min_replicas": 1})
+    assert answer.status_code == 200, answer.text
+    loaded = "SELECT state FROM node_models WHERE model_name = 'wanted'"
+    eventually(lambda: cluster.rows(loaded) == [("loaded",)], what="the minimum is met")
+    ended = "SELECT actor FROM operations WHERE element = 'wanted' AND status = 'completed'"
+    eventually(lambda: cluster.rows(ended) == [("system",)], what="the load has ended")
+    assert cluster.get(web, "/api/nodes/scheduling/wanted").json()["state"]["wanted"] == 1
+    assert cluster.embed(web, model="wanted").status_code == 200
+    cluster.rows("DELETE FROM model_scheduling_configs RETURNING 1")
+
+
 def test_an_engine_that_exits_at_start_shows_its_stderr(shared: Shared) -> None:
     """The last 20 lines are in the operation and in the request's error; no new attempt for 15 s."""
     write_model(shared.cluster, "never", backend="broken")

@@ -142,7 +142,7 @@ def test_approval_of_an_unknown_or_an_approved_node() -> None:
             services.approve(node.pk, actor=ROOT, now=NOW)
 
 
-@pytest.mark.rule("R1.15", "R1.88", "R1.28", "R1.87")
+@pytest.mark.rule("R1.15", "R1.88", "R1.28", "R1.87", "T-REC-19")
 def test_registration_and_approval_end_cooldowns() -> None:
     rule = ModelSchedulingConfig.objects.create(model_name="m", unsatisfiable_until=NOW)
     node = register().node

@@ -39,7 +39,7 @@ def refused(rule: Rule) -> errors.InvalidInput | None:
     return None
 
 
-@pytest.mark.rule("http-2.12", "R4.47", "R4.49", "R1.69")
+@pytest.mark.rule("http-2.12", "R4.47", "R4.49", "R1.69", "R4.20")
 @settings(max_examples=60)
 @given(rule=RULES)
 def test_a_rule_is_refused_naming_a_field_or_means_what_it_says(rule: Rule) -> None:

@@ -1,11 +1,12 @@
 """`manage.py controller`: the process that runs operations.
 
 Eleven tasks in one event loop: the executors of operations and of intents on nodes, the inventory of
-backends, the wakes of what waits for nodes, the stopper of engines that nothing accounts for, the revocations
-of credentials for the bus, the check for upgrades, the LISTEN task whose hints trigger those seven, the
-ticker of django-q2's schedules, the heartbeat that tells pages that a controller is running, and the server
-of its figures, if it has an address. Any number may run: they claim operations, intents, inventory questions,
-stops and checks, and lock schedules.
+backends, the wakes of what waits for nodes, the scaler that carries out scheduling rules, the stopper of
+engines that nothing accounts for, the revocations of credentials for the bus, the check for upgrades, the
+LISTEN task whose hints trigger those eight, the ticker of django-q2's schedules, the heartbeat that tells
+pages that a controller is running, and the server of its figures, if it has an address. Any number may run:
+they claim operations, intents, inventory questions, stops and checks, and lock schedules and the scaler's
+looks.
 """
 
 import asyncio
@@ -37,8 +38,10 @@ from nodes.loading.elsewhere import load_elsewhere
 from nodes.loading.stopping import Stopper
 from nodes.reconcilers import schedules
 from nodes.reconcilers.revocations import Revocations
+from nodes.reconcilers.scaler import Scaler
 from nodes.reconcilers.wakes import Wakes
 from nodes.registry import bus_credentials
+from nodes.scheduling import store
 from nodes.unloading import asking, carry_out
 from operations.changes.events import NODES, OPERATIONS, listen
 from operations.executor import controllers
@@ -90,7 +93,7 @@ async def run() -> None:
         on_nodes.hint()
 
     lists, wakes, stopper, revocations = Inventory(bus), Wakes(nodes_changed), Stopper(bus), Revocations()
-    checker = UpgradeChecker(owner)
+    checker, scaler = UpgradeChecker(owner), Scaler()
     metrics.BUS_CONNECTED.set_function(lambda: bus.connected)
     for name, executor in executors.items():
         metrics.RUNNING.labels(name).set_function(executor.running)
@@ -98,11 +101,14 @@ async def run() -> None:
         *(asyncio.create_task(executor.run(), name=name) for name, executor in executors.items()),
         asyncio.create_task(lists.run(), name="inventory"),
         asyncio.create_task(wakes.run(), name="wakes"),
+        asyncio.create_task(scaler.run(), name="scaler"),
         asyncio.create_task(stopper.run(), name="stopper"),
         asyncio.create_task(revocations.run(), name="revocations"),
         asyncio.create_task(checker.run(), name="upgrade check"),
         asyncio.create_task(
-            listen_for_changes(list(executors.values()), lists, wakes, stopper, revocations, checker, hints),
+            listen_for_changes(
+                [*executors.values()], lists, wakes, scaler, stopper, revocations, checker, hints
+            ),
             name="hints",
         ),
         asyncio.create_task(tick(), name="schedules"),
@@ -136,6 +142,7 @@ async def listen_for_changes(
     executors: Sequence[Executor[Any]],
     lists: Inventory,
     wakes: Wakes,
+    scaler: Scaler,
     stopper: Stopper,
     revocations: Revocations,
     checker: UpgradeChecker,
@@ -143,7 +150,7 @@ async def listen_for_changes(
 ) -> None:
     """Turns notifications into checks; after each (re)connect everything is checked."""
     async for channel, payload in listen(
-        OPERATIONS, NODES, inventory.CHANNEL, bus_credentials.CHANNEL, upgrade_state.CHANNEL
+        OPERATIONS, NODES, inventory.CHANNEL, bus_credentials.CHANNEL, upgrade_state.CHANNEL, store.CHANNEL
     ):
         if channel in (bus_credentials.CHANNEL, ""):
             revocations.hint()
@@ -153,7 +160,10 @@ async def listen_for_changes(
             lists.hint()
         if channel in (NODES, ""):
             wakes.changed(payload)
+            scaler.hint()
             stopper.hint()
+        if channel == store.CHANNEL:
+            scaler.hint()
         if channel in (OPERATIONS, ""):
             operation, _, status = payload.partition(" ")
             hints.notify(operation)

@@ -1,0 +1,120 @@
+"""`manage.py scheduling`: the scheduling rules at the command line.
+
+Each command calls what the REST API calls; `--json` prints what REST answers. A refused command ends with
+exit code 1 and one line.
+"""
+
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+
+from localai_cluster import clock, errors
+from localai_cluster.accounts import audit
+from nodes.management import lookup, rendering
+from nodes.models import ModelSchedulingConfig, RoutePolicy
+from nodes.scheduling import shape, store
+from nodes.scheduling.rules import Rule
+
+Options = Mapping[str, Any]
+_LIST = ("MODEL", "WANTS", "ON", "WANTED", "THERE", "LOADING", "STATE")
+
+
+class Command(BaseCommand):
+    """One subcommand per verb."""
+
+    help = "Shows, sets and deletes scheduling rules: where and how often models shall run."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+        def add(name: str, act: Callable[[Options], str], description: str) -> CommandParser:
+            found: CommandParser = verbs.add_parser(name, help=description, description=description)
+            found.set_defaults(act=act)
+            found.add_argument("--json", action="store_true", help="print the answer of the REST API")
+            return found
+
+        add("list", list_rules, "List the rules, and what the last pass made of each.")
+        _demands(add("set", set_rule, "Set the rule of a model; what is not given is cleared."))
+        add("delete", delete_rule, "Delete the rule of a model.").add_argument("model", metavar="MODEL")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        """Runs the verb and prints the result; CommandError if it is refused."""
+        try:
+            with audit.at_command_line(lookup.actor()):
+                self.stdout.write(options["act"](options))
+        except errors.ClusterError as refusal:
+            raise CommandError(refusal.message) from refusal
+
+
+def _demands(parser: CommandParser) -> None:
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--min", type=int, default=0, metavar="N", help="replicas at least")
+    parser.add_argument("--max", type=int, default=0, metavar="N", help="replicas at most; 0: no limit")
+    parser.add_argument("--spread", action="store_true", help="one on every node that matches")
+    parser.add_argument(
+        "--label",
+        type=_label,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="only on nodes with this label; repeatable",
+    )
+    parser.add_argument(
+        "--route-policy", choices=RoutePolicy.values, help="how requests choose among replicas"
+    )
+
+
+def _label(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ArgumentTypeError(f"{text!r} is not KEY=VALUE")
+    return key, value
+
+
+def list_rules(options: Options) -> str:
+    """By model, as `GET /api/nodes/scheduling` has them."""
+    rows = shape.rows(ModelSchedulingConfig.objects.all())
+    if options["json"]:
+        return rendering.as_json(rows)
+    return rendering.table(_LIST, [_line(row) for row in rows]) if rows else "no scheduling rules"
+
+
+def set_rule(options: Options) -> str:
+    """Says what is stored now. Thresholds of routing stay as they are."""
+    rule = Rule(
+        options["model"],
+        node_selector=dict(options["label"]),
+        min_replicas=options["min"],
+        max_replicas=options["max"],
+        spread_all=options["spread"],
+        route_policy=options["route_policy"],
+    )
+    row = store.set_rule(rule, clock.now())
+    return rendering.as_json(row) if options["json"] else f"{rule.model_name}: {rule.summary}"
+
+
+def delete_rule(options: Options) -> str:
+    """Refused if there is none: a name typed wrong is not a success."""
+    model = options["model"]
+    if not store.delete_rule(model, clock.now()):
+        said = f"there is no scheduling rule for {model}; `manage.py scheduling list` lists them"
+        raise errors.NotFound(said)
+    said = "scheduling rule deleted"
+    return rendering.as_json({"message": said}) if options["json"] else f"{model}: {said}"
+
+
+def _line(row: Mapping[str, Any]) -> tuple[str, ...]:
+    state = row.get("state", {})
+    figures = (str(state[name]) if state else "" for name in ("wanted", "current", "loading"))
+    return (row["model_name"], _wants(row), row.get("node_selector", ""), *figures, state.get("reason", ""))
+
+
+def _wants(row: Mapping[str, Any]) -> str:
+    if row.get("spread_all"):
+        return "one a node"
+    least, most = row["min_replicas"], row["max_replicas"]
+    if not least and not most:
+        return ""
+    return f"{least} to {most}" if most else f"{least} or more"

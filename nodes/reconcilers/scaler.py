@@ -1,0 +1,40 @@
+"""Looks at the scheduling rules as soon as a node or a rule changes; the tick of the schedule is the net."""
+
+import asyncio
+import logging
+
+from django.db import Error as DatabaseError
+
+from nodes.reconcilers import replicas
+from operations.executor.work import in_thread
+
+log = logging.getLogger(__name__)
+
+GATHER = 1.0
+"""Seconds for which changes are gathered into one look."""
+
+
+class Scaler:
+    """A controller's part."""
+
+    def __init__(self) -> None:
+        self._look = asyncio.Event()
+
+    def hint(self) -> None:
+        """Something has changed; look soon."""
+        self._look.set()
+
+    async def run(self) -> None:
+        """Looks after each change, until cancelled."""
+        while True:
+            await self._look.wait()
+            await asyncio.sleep(GATHER)
+            self._look.clear()
+            try:
+                looked = await in_thread(replicas.look, tick=False)
+            except DatabaseError as error:
+                log.warning("cannot see what the scheduling rules need: %s", error)
+                continue
+            if not looked:
+                # The pass that another process makes may have looked before the change.
+                self._look.set()

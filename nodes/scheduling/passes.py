@@ -1,0 +1,65 @@
+"""The rules that the replica pass looks at (R1.86), and what it made of them: flags (R1.87), figures, reason.
+
+What was found is about the rule as it was read. A rule that was edited since, or whose flags were cleared,
+is left as it is: the next pass looks at it.
+"""
+
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+
+from django.db import transaction
+from django.db.models import Q
+
+from nodes.models import ModelSchedulingConfig, selectors
+from nodes.scheduling.picture import ClearFlags, Demand, Ruling, Unsatisfiable
+
+_WRITTEN = [
+    "wanted_replicas", "current_replicas", "loading_replicas", "reason", "looked_at",
+    "unsatisfiable_until", "unsatisfiable_ticks",
+]  # fmt: skip
+
+
+def demands() -> list[Demand]:
+    """R1.86: the rules that say how many; one query."""
+    counted = Q(min_replicas__gt=0) | Q(max_replicas__gt=0) | Q(spread_all=True)
+    return [
+        Demand(
+            model=row.model_name,
+            selector=selectors.readable(row.node_selector),
+            minimum=row.min_replicas,
+            maximum=row.max_replicas,
+            spread=row.spread_all,
+            ticks=row.unsatisfiable_ticks,
+            until=row.unsatisfiable_until,
+            looked_at=row.looked_at,
+            changed_at=row.updated_at,
+        )
+        for row in ModelSchedulingConfig.objects.filter(counted).order_by("model_name")
+    ]
+
+
+def record(rulings: Iterable[Ruling], about: Mapping[str, Demand], now: datetime) -> None:
+    """Writes what was made of the rules in `about`; two statements for any number of them."""
+    found = {ruling.model: ruling for ruling in rulings}
+    with transaction.atomic():
+        # In the order of `cooldowns`, against deadlocks.
+        rows = ModelSchedulingConfig.objects.filter(model_name__in=found).order_by("model_name")
+        locked = rows.select_for_update()
+        same = [row for row in locked if row.updated_at == about[row.model_name].changed_at]
+        for row in same:
+            _write(row, found[row.model_name], now)
+        ModelSchedulingConfig.objects.bulk_update(same, _WRITTEN)
+
+
+def _write(row: ModelSchedulingConfig, ruling: Ruling, now: datetime) -> None:
+    row.wanted_replicas, row.current_replicas = ruling.wanted, ruling.current
+    row.loading_replicas, row.looked_at = ruling.loading, now
+    row.reason = ruling.reason or row.reason
+    for action in ruling.actions:
+        match action:
+            case Unsatisfiable(_, ticks, until):
+                row.unsatisfiable_ticks, row.unsatisfiable_until = ticks, until
+            case ClearFlags():
+                row.unsatisfiable_ticks, row.unsatisfiable_until = 0, None
+            case _:
+                pass

@@ -1,0 +1,318 @@
+"""What each scheduling rule needs now (R4.6 to R4.23), from one picture of the fleet; pure.
+
+`Fleet` and `Demand`s -> `plan` -> a `Ruling` for each rule: what the pass is to do, and a sentence of why.
+The order is the reference's: spread, cooldown, minimum, busy burst, scale-down. Its pressure step (R4.13) is
+left out: requests do not choose by their prefix yet, so nothing counts pressure.
+
+Replicas count where requests may find them: loaded, on a healthy node that the selector chooses. Others serve
+until they are idle. A load under way counts as the replica that it will be.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import cached_property
+from uuid import UUID
+
+from nodes.scheduling.picture import (
+    Action,
+    ClearFlags,
+    Demand,
+    Fleet,
+    Host,
+    LoadAnother,
+    Placed,
+    Retire,
+    Ruling,
+    Unsatisfiable,
+)
+
+IDLE_FOR = timedelta(minutes=5)
+"""C2: how long nothing ran on a replica that is retired."""
+MOST_TICKS = 3
+"""C9: passes without success before the next ones are left out."""
+COOLDOWN = timedelta(minutes=5)
+"""C10: for how long they are."""
+LOADING = ("loading", "staging")
+_NAMED = 5
+"""Nodes that a reason names."""
+
+
+@dataclass(frozen=True)
+class _Scene:
+    """One rule, and what of the fleet concerns it."""
+
+    demand: Demand
+    fits: Sequence[Host]
+    """Nodes that its selector chooses, by name."""
+    rows: Sequence[Placed]
+    """All of the model."""
+    serving: Sequence[Placed]
+    """Those that are loaded, on healthy nodes."""
+    loads: int
+    placed: int
+    """Loads that have a slot."""
+    failure: str
+    """Why the last load failed, if that was after the last pass."""
+    defined: bool
+
+    @cached_property
+    def held(self) -> dict[UUID, list[Placed]]:
+        """The rows by node. Any state keeps a slot (R1.62, R1.65)."""
+        found: dict[UUID, list[Placed]] = defaultdict(list)
+        for row in self.rows:
+            found[row.node_id].append(row)
+        return dict(found)
+
+    @cached_property
+    def fitting(self) -> list[Placed]:
+        """Those of `serving` where the rule wants them."""
+        chosen = {host.id for host in self.fits}
+        return [row for row in self.serving if row.node_id in chosen]
+
+    @property
+    def room(self) -> int:
+        """R1.65: slots that are free for one more load."""
+        return sum(self.free(host) for host in self.fits) - (self.loads - self.placed)
+
+    def free(self, host: Host) -> int:
+        """The node's free slots."""
+        return max(host.slots - len(self.held.get(host.id, ())), 0)
+
+    @property
+    def leaving(self) -> bool:
+        """Whether a slot will be free without more ado."""
+        return any(row.state == "unloading" for host in self.fits for row in self.held.get(host.id, ()))
+
+    @property
+    def wanted(self) -> int:
+        """The number of replicas below which it is not satisfied."""
+        return len(self.fits) if self.demand.spread else self.demand.minimum
+
+    @property
+    def only(self) -> frozenset[UUID] | None:
+        """R4.15: where a load may go."""
+        return None if self.demand.selector == {} else frozenset(host.id for host in self.fits)
+
+    def ruling(self, reason: str, *actions: Action) -> Ruling:
+        """What is to be done, with the figures."""
+        more = sum(isinstance(action, LoadAnother) for action in actions)
+        less = sum(isinstance(action, Retire) for action in actions)
+        aim = max(self.wanted, len(self.serving) + self.loads + more - less)
+        return Ruling(self.demand.model, aim, len(self.serving), self.loads, reason, actions)
+
+
+def plan(fleet: Fleet, demands: Iterable[Demand], now: datetime, *, tick: bool) -> list[Ruling]:
+    """The rulings, by model; the order of rows does not matter.
+
+    Without `tick` something has changed between two ticks: then only what is missing is asked for, because
+    bursts, idle replicas and failures are counted by ticks (R4.14, R4.23).
+    """
+    rows, hosts = defaultdict(list), {host.id: host for host in fleet.hosts}
+    for replica in sorted(fleet.replicas, key=lambda one: (one.index, one.id)):
+        rows[replica.model].append(replica)
+    chosen: dict[tuple[tuple[str, str], ...] | None, list[Host]] = {}
+    found = []
+    for demand in sorted(demands, key=lambda one: one.model):
+        key = None if demand.selector is None else tuple(sorted(demand.selector.items()))
+        if key not in chosen:
+            chosen[key] = _matching(fleet.hosts, demand.selector)
+        own = rows[demand.model]
+        placed = sum(row.state in LOADING for row in own)
+        failure = fleet.failures.get(demand.model)
+        fresh = failure is not None and demand.looked_at is not None and failure.at > demand.looked_at
+        scene = _Scene(
+            demand,
+            fits=chosen[key],
+            rows=own,
+            serving=[row for row in own if row.state == "loaded" and row.node_id in hosts],
+            # A load may have begun after its count was read.
+            loads=max(fleet.loads.get(demand.model, 0), placed),
+            placed=placed,
+            failure=failure.error if failure and fresh else "",
+            defined=fleet.defined is None or demand.model in fleet.defined,
+        )
+        # A failure is counted by the next tick, so an earlier pass must not have looked after it.
+        if tick or not scene.failure:
+            found.append(_decide(scene, now, tick=tick))
+    return found
+
+
+def _matching(hosts: Iterable[Host], selector: Mapping[str, str] | None) -> list[Host]:
+    """R1.68, R1.69."""
+    if selector is None:
+        return []
+    found = (host for host in hosts if selector.items() <= host.labels.items())
+    return sorted(found, key=lambda host: (host.name, host.id))
+
+
+def _decide(scene: _Scene, now: datetime, *, tick: bool) -> Ruling:
+    """R4.6: the first step that has something to say."""
+    demand = scene.demand
+    if demand.until is not None and demand.until > now:
+        return scene.ruling("")  # R4.8
+    if demand.spread and not scene.fits:
+        return scene.ruling(_problem(scene))  # R4.7
+    if missing := _missing(scene):
+        return _fill(scene, missing, now, tick=tick)
+    met = bool(demand.ticks or demand.until) and len(scene.fitting) >= scene.wanted
+    cleared = (ClearFlags(demand.model),) if met else ()
+    if tick and len(scene.fitting) >= scene.wanted:
+        actions = _burst(scene) or _scale_down(scene, now)
+        if actions:
+            return scene.ruling("; ".join(action.reason for action in actions), *cleared, *actions)
+    return scene.ruling(_at_rest(scene), *cleared)
+
+
+def _missing(scene: _Scene) -> int:
+    """R4.7, R4.10: how many replicas are neither there nor on their way."""
+    if scene.demand.spread:
+        # Which of the nodes a load without a slot is for is not known.
+        return 0 if scene.loads > scene.placed else len(_bare(scene))
+    return max(scene.demand.minimum - len(scene.fitting) - scene.loads, 0)
+
+
+def _bare(scene: _Scene) -> list[Host]:
+    """Nodes that a spread model is not on, or is about to leave."""
+    there = {row.node_id for row in scene.rows if row.state != "unloading"}
+    return [host for host in scene.fits if host.id not in there]
+
+
+def _fill(scene: _Scene, missing: int, now: datetime, *, tick: bool) -> Ruling:
+    """R4.10: loads what is missing, as far as there is room, or says why not."""
+    demand = scene.demand
+    if problem := _problem(scene):
+        # A slot that is being freed is no problem, and a definition may be written at any moment.
+        if not tick or (scene.fits and scene.defined and scene.leaving):
+            return scene.ruling(problem)
+        return _unsatisfiable(scene, problem, now, pause=scene.defined)
+    if scene.failure and demand.ticks + 1 >= MOST_TICKS:
+        return _unsatisfiable(scene, _failed(scene), now)
+    loads = _loads(scene, missing)
+    if scene.failure:
+        reason = f"{loads[0].reason}; {_failed(scene)}"
+        return scene.ruling(reason, Unsatisfiable(demand.model, demand.ticks + 1, None, reason), *loads)
+    # After the first one: flags stay if nothing can be asked for.
+    cleared = [ClearFlags(demand.model)] if demand.ticks or demand.until else []
+    return scene.ruling(loads[0].reason, loads[0], *cleared, *loads[1:])
+
+
+def _loads(scene: _Scene, missing: int) -> list[LoadAnother]:
+    """As many as there is room for. A spread model has a load for each of its nodes."""
+    model = scene.demand.model
+    if scene.demand.spread:
+        bare = [host for host in _bare(scene) if scene.free(host)]
+        others = f" and {len(bare) - _NAMED} more" if len(bare) > _NAMED else ""
+        reason = f"one on each of {len(scene.fits)} nodes wanted, none on "
+        reason += ", ".join(host.name for host in bare[:_NAMED]) + others
+        return [LoadAnother(model, frozenset({host.id}), reason) for host in bare]
+    more = min(missing, scene.room)
+    has = len(scene.fitting)
+    reason = f"at least {scene.demand.minimum} wanted, {has} there and {scene.loads} loading: {more} more"
+    return [LoadAnother(model, scene.only, reason)] * more
+
+
+def _problem(scene: _Scene) -> str:
+    """Why nothing can be loaded; empty if something can."""
+    if not scene.defined:
+        return _undefined(scene)
+    if not scene.fits:
+        selector = scene.demand.selector
+        if selector is None:
+            return "its node selector cannot be read, so it matches no node"
+        labels = ", ".join(f"{key}={value}" for key, value in sorted(selector.items()))
+        return f"no healthy node has {labels}" if labels else "there is no healthy node"
+    room = any(scene.free(host) for host in _bare(scene)) if scene.demand.spread else scene.room > 0
+    if room:
+        return ""
+    there = f"{len(scene.fitting)} there and {scene.loads} loading"
+    nodes = f"{len(scene.fits)} {'node' if len(scene.fits) == 1 else 'nodes'} that it may run on"
+    return f"{scene.wanted} wanted, {there}, but no free slot on the {nodes}"
+
+
+def _unsatisfiable(scene: _Scene, reason: str, now: datetime, *, pause: bool = True) -> Ruling:
+    """R4.23: one tick more, and a cooldown after enough of them."""
+    ticks = scene.demand.ticks + 1
+    until = now + COOLDOWN if pause and ticks >= MOST_TICKS else None
+    if until is not None:
+        reason = f"{reason}; nothing is tried until {until:%H:%M:%S} UTC"
+    return scene.ruling(reason, Unsatisfiable(scene.demand.model, ticks, until, reason))
+
+
+def _burst(scene: _Scene) -> list[LoadAnother]:
+    """R4.11, R4.14: one more while every replica is busy, and none is on its way."""
+    demand, busy = scene.demand, scene.serving and all(row.in_flight > 0 for row in scene.serving)
+    # Whatever has a row may serve again, so it counts against the limit.
+    below = demand.maximum == 0 or len(scene.rows) + scene.loads - scene.placed < demand.maximum
+    if demand.spread or not busy or not below or scene.loads:
+        return []
+    if scene.room <= 0 or scene.failure or not scene.defined:
+        return []
+    said = f"all {len(scene.serving)} replicas are busy: one more"
+    return [LoadAnother(demand.model, scene.only, said)]
+
+
+def _scale_down(scene: _Scene, now: datetime) -> list[Retire]:
+    """R4.17, R4.18: idle ones beyond the floor; those that the rule does not want there come first."""
+    wanted = {row.id for row in scene.fitting}
+    kept = {row.id for row in _first_of_each_node(scene)} if scene.demand.spread else set()
+    idle = [row for row in scene.serving if not row.in_flight and now - row.idle_since > IDLE_FOR]
+    idle = [row for row in idle if row.id not in kept]
+    idle.sort(key=lambda row: (row.id in wanted, -row.index, row.idle_since, row.id))
+    beyond = len(scene.serving) - max(scene.wanted, 1)
+    spare = len(scene.fitting) - scene.wanted
+    victims: list[Placed] = []
+    for row in idle[: max(beyond, 0)]:
+        if row.id in wanted:
+            if spare <= 0:
+                continue
+            spare -= 1
+        victims.append(row)
+    if _would_burst(scene, victims):
+        victims.pop()
+    return [_retire(scene, row, now) for row in victims]
+
+
+def _first_of_each_node(scene: _Scene) -> Iterable[Placed]:
+    """The replicas that a spread model keeps."""
+    kept: dict[UUID, Placed] = {}
+    for row in scene.fitting:
+        kept.setdefault(row.node_id, row)
+    return kept.values()
+
+
+def _would_burst(scene: _Scene, victims: Sequence[Placed]) -> bool:
+    """Whether all that is left is busy, so that the next tick would load again what went."""
+    gone = {row.id for row in victims}
+    left = [row for row in scene.serving if row.id not in gone]
+    below = scene.demand.maximum == 0 or len(left) < scene.demand.maximum
+    return bool(victims) and not scene.demand.spread and below and all(row.in_flight for row in left)
+
+
+def _retire(scene: _Scene, row: Placed, now: datetime) -> Retire:
+    minutes = int((now - row.idle_since).total_seconds() // 60)
+    floor = max(scene.wanted, 1)
+    reason = f"replica {row.index} idle for {minutes} min and more than {floor} there: it is retired"
+    return Retire(scene.demand.model, row.id, reason)
+
+
+def _at_rest(scene: _Scene) -> str:
+    """Why nothing is done."""
+    if not scene.defined:
+        return _undefined(scene)
+    if scene.failure:
+        return _failed(scene)
+    if scene.loads:
+        return f"{scene.loads} loading"
+    if not scene.fits:
+        return _problem(scene)
+    return f"satisfied: {len(scene.serving)} there"
+
+
+def _undefined(scene: _Scene) -> str:
+    return f"no model {scene.demand.model} is defined in the models folder"
+
+
+def _failed(scene: _Scene) -> str:
+    return f"the last load failed: {scene.failure}"

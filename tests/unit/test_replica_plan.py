@@ -1,0 +1,492 @@
+"""The replica pass, decided: the order of its steps, and what must hold of every plan. No database."""
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nodes.scheduling.picture import (
+    Action,
+    ClearFlags,
+    Demand,
+    Failure,
+    Fleet,
+    Host,
+    LoadAnother,
+    Placed,
+    Retire,
+    Ruling,
+    Unsatisfiable,
+)
+from nodes.scheduling.plan import COOLDOWN, plan
+
+NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
+TICK = timedelta(seconds=30)
+
+
+def ago(**span: float) -> datetime:
+    return NOW - timedelta(**span)
+
+
+def host(number: int = 1, *, slots: int = 1, **labels: str) -> Host:
+    return Host(UUID(int=number), f"n{number}", labels, slots)
+
+
+def row(on: Host, index: int = 0, **fields: Any) -> Placed:
+    """A loaded replica that has been idle for ten minutes."""
+    values = {"model": "m", "state": "loaded", "in_flight": 0, "idle_since": ago(minutes=10), **fields}
+    return Placed(UUID(int=1000 * on.id.int + index), on.id, index=index, **values)
+
+
+def rule(minimum: int = 0, maximum: int = 0, **fields: Any) -> Demand:
+    values = {"model": "m", "selector": {}, "looked_at": ago(seconds=30), **fields}
+    return Demand(minimum=minimum, maximum=maximum, **values)
+
+
+def decided(demand: Demand, *, tick: bool = True, now: datetime = NOW, **fleet: Any) -> Ruling:
+    (ruling,) = plan(Fleet(**fleet), [demand], now, tick=tick)
+    return ruling
+
+
+def loads(actions: Iterable[Action]) -> list[LoadAnother]:
+    return [action for action in actions if isinstance(action, LoadAnother)]
+
+
+def retired(actions: Iterable[Action]) -> list[UUID]:
+    return [action.replica_id for action in actions if isinstance(action, Retire)]
+
+
+def flags(ruling: Ruling) -> list[Action]:
+    return [action for action in ruling.actions if isinstance(action, Unsatisfiable | ClearFlags)]
+
+
+# --- minimum
+
+
+@pytest.mark.rule("R4.10", "R4.12", "T-REC-3", "R4.21")
+def test_what_is_missing_is_loaded_without_a_first_request() -> None:
+    ruling = decided(rule(2), hosts=[host(1), host(2)])
+    assert loads(ruling.actions) == list(ruling.actions)
+    assert [action.only for action in loads(ruling.actions)] == [None, None]
+    assert (ruling.wanted, ruling.current, ruling.loading) == (2, 0, 0)
+    assert ruling.reason == "at least 2 wanted, 0 there and 0 loading: 2 more"
+
+
+@pytest.mark.rule("R4.10", "R1.65", "T-REC-16", "T-REC-21")
+@pytest.mark.parametrize(
+    ("held", "chosen", "expected"), [((), 3, 7), ((0, 2), 3, 5), ((0, 2), 2, 2), ((0, 0, 0, 0, 1, 2), 3, 1)]
+)
+def test_no_more_than_there_is_room_for(held: tuple[int, ...], chosen: int, expected: int) -> None:
+    """Caps of 4, 2 and 1: every row takes a slot, whatever its state; a load without a slot takes one too."""
+    hosts = [host(1, slots=4), host(2, slots=2, tier="a"), host(3, slots=1, tier="a")]
+    rows = [row(hosts[number], index, state="unloading") for index, number in enumerate(held)]
+    demand = rule(20, selector={"tier": "a"} if chosen == 2 else {})
+    assert len(loads(decided(demand, hosts=hosts, replicas=rows).actions)) == expected
+    assert len(loads(decided(demand, hosts=hosts, replicas=rows, loads={"m": 1}).actions)) == expected - 1
+
+
+@pytest.mark.rule("R4.9", "R4.10", "R4.22", "R1.66", "T-REG-55", "T-REG-56")
+def test_only_what_requests_find_counts_and_what_is_under_way() -> None:
+    """A replica on a node that is not healthy is replaced at once, one that is loading is waited for."""
+    here, gone = host(1, slots=2), host(9)
+    assert len(loads(decided(rule(2), hosts=[here], replicas=[row(here), row(gone)]).actions)) == 1
+    loading = row(here, 1, state="loading")
+    ruling = decided(rule(2), hosts=[here], replicas=[row(here), loading], loads={"m": 1})
+    assert (ruling.actions, ruling.current, ruling.loading) == ((), 1, 1)
+
+
+@pytest.mark.rule("R4.15", "T-REC-8")
+def test_a_selector_names_the_nodes_of_the_load() -> None:
+    fits, other = host(1, tier="a", more="x"), host(2)
+    (asked,) = loads(decided(rule(1, selector={"tier": "a"}), hosts=[fits, other]).actions)
+    assert asked.only == frozenset({fits.id})
+
+
+def test_a_replica_where_the_rule_does_not_want_it_is_replaced_and_then_goes() -> None:
+    """It serves until another one does, and goes before those that are wanted."""
+    fits, other = host(1, tier="a"), host(2)
+    demand = rule(1, 1, selector={"tier": "a"})
+    assert loads(decided(demand, hosts=[fits, other], replicas=[row(other)]).actions)
+    both = [row(fits), row(other)]
+    assert retired(decided(demand, hosts=[fits, other], replicas=both).actions) == [both[1].id]
+    busy = [row(fits), row(other, in_flight=1)]
+    assert decided(demand, hosts=[fits, other], replicas=busy).actions == ()
+
+
+# --- what cannot be had
+
+
+@pytest.mark.rule("R4.23", "C9", "C10", "T-REC-17", "R1.87")
+@pytest.mark.parametrize(
+    ("hosts", "selector", "reason"),
+    [
+        ([], {}, "there is no healthy node"),
+        ([host(1)], {"b": "2", "a": "1"}, "no healthy node has a=1, b=2"),
+        ([host(1)], None, "its node selector cannot be read, so it matches no node"),
+        ([host(2)], {}, "1 wanted, 0 there and 0 loading, but no free slot on the 1 node that it may run on"),
+    ],
+    ids=["no node", "no match", "unreadable", "no slot"],
+)
+def test_a_problem_is_counted_and_the_third_time_begins_a_cooldown(
+    hosts: list[Host], selector: Any, reason: str
+) -> None:
+    taken = [row(host(2), state="idle")]
+    demand = rule(1, selector=selector)
+    for ticks in (1, 2):
+        ruling = decided(demand, hosts=hosts, replicas=taken)
+        assert ruling.actions == (Unsatisfiable("m", ticks, None, reason),)
+        demand = replace(demand, ticks=ticks)
+    until = NOW + COOLDOWN
+    said = f"{reason}; nothing is tried until 10:05:00 UTC"
+    ruling = decided(demand, hosts=hosts, replicas=taken)
+    assert ruling.actions == (Unsatisfiable("m", 3, until, said),)
+    assert ruling.reason == said
+
+
+@pytest.mark.rule("R4.8", "T-REC-17")
+def test_a_cooldown_leaves_the_model_alone_and_keeps_its_reason() -> None:
+    on = host(1, slots=3)
+    demand = rule(3, ticks=3, until=NOW + timedelta(seconds=1))
+    assert (decided(demand, hosts=[on]).actions, decided(demand, hosts=[on]).reason) == ((), "")
+    many = [row(on, index) for index in range(3)]
+    assert decided(replace(demand, minimum=1), hosts=[on], replicas=many).actions == ()
+
+
+@pytest.mark.rule("R4.10", "R4.23", "T-REC-18")
+def test_after_a_cooldown_success_clears_the_flags_and_failure_begins_another() -> None:
+    demand = rule(1, ticks=3, until=NOW)
+    ruling = decided(demand, hosts=[host(1)])
+    assert [type(action) for action in ruling.actions] == [LoadAnother, ClearFlags]
+    assert flags(decided(demand)) == [
+        Unsatisfiable("m", 4, NOW + COOLDOWN, decided(demand).reason),
+    ]
+
+
+def test_flags_end_also_when_somebody_else_has_brought_what_was_missing() -> None:
+    """A rule that is satisfied does not say that it cannot be."""
+    on = host(1)
+    assert decided(rule(1, ticks=2), hosts=[on], replicas=[row(on)]).actions == (ClearFlags("m"),)
+
+
+@pytest.mark.rule("R4.21")
+def test_a_model_without_definition_is_said_and_counted_but_has_no_cooldown() -> None:
+    """Its definition may be written at any moment."""
+    ruling = decided(rule(1, ticks=7), hosts=[host(1)], defined=frozenset({"other"}))
+    reason = "no model m is defined in the models folder"
+    assert ruling.actions == (Unsatisfiable("m", 8, None, reason),)
+    assert decided(rule(0, 2), hosts=[host(1)], defined=frozenset()).reason == reason
+    assert loads(decided(rule(1), hosts=[host(1)], defined=None).actions)
+
+
+def test_a_load_that_fails_is_tried_twice_more_and_then_rests() -> None:
+    """A broken model is not loaded at each tick for ever."""
+    demand, failed = rule(1), {"m": Failure(ago(seconds=5), "refused")}
+    for ticks in (1, 2):
+        ruling = decided(demand, hosts=[host(1)], failures=failed)
+        assert loads(ruling.actions)
+        assert [one.ticks for one in flags(ruling) if isinstance(one, Unsatisfiable)] == [ticks]
+        demand = replace(demand, ticks=ticks)
+    (third,) = decided(demand, hosts=[host(1)], failures=failed).actions
+    assert third == Unsatisfiable(
+        "m", 3, NOW + COOLDOWN, "the last load failed: refused; nothing is tried until 10:05:00 UTC"
+    )
+    old = {"m": Failure(ago(minutes=5), "refused")}
+    assert flags(decided(demand, hosts=[host(1)], failures=old)) == [ClearFlags("m")]
+
+
+def test_a_slot_that_is_being_freed_is_waited_for() -> None:
+    on = host(1)
+    ruling = decided(rule(1), hosts=[on], replicas=[row(on, state="unloading")])
+    assert (ruling.actions, "no free slot" in ruling.reason) == ((), True)
+
+
+# --- spread
+
+
+@pytest.mark.rule("R4.7", "T-REC-1", "R1.86")
+def test_a_spread_model_is_loaded_on_each_node_that_lacks_it() -> None:
+    """Also where another node has two; one on a node that does not match is of no use."""
+    a, b, c = host(1, slots=2, tier="a"), host(2, tier="a"), host(3)
+    demand = rule(spread=True, selector={"tier": "a"})
+    assert {one.only for one in loads(decided(demand, hosts=[c, b, a]).actions)} == {
+        frozenset({a.id}),
+        frozenset({b.id}),
+    }
+    rows = [row(a), row(a, 1), row(c)]
+    (asked,) = loads(decided(demand, hosts=[a, b, c], replicas=rows).actions)
+    assert asked.only == frozenset({b.id})
+    assert decided(demand, hosts=[a, b, c], loads={"m": 1}).actions == ()
+
+
+@pytest.mark.rule("R4.7", "T-REC-2")
+def test_a_spread_model_without_nodes_wants_nothing() -> None:
+    ruling = decided(rule(spread=True, selector={"tier": "a"}, ticks=1), hosts=[host(1)])
+    assert (ruling.actions, ruling.reason) == ((), "no healthy node has tier=a")
+
+
+@pytest.mark.rule("R4.7", "R4.17")
+def test_a_spread_model_keeps_one_on_each_node() -> None:
+    a, b = host(1, slots=2), host(2, slots=2)
+    rows = [row(a), row(a, 1), row(b, 1, idle_since=ago(hours=1))]
+    assert retired(decided(rule(spread=True), hosts=[a, b], replicas=rows).actions) == [rows[1].id]
+
+
+# --- busy burst
+
+
+@pytest.mark.rule("R4.11", "R4.14", "T-REC-4", "T-REC-5", "T-REC-11")
+def test_one_more_while_all_are_busy_and_none_is_on_its_way() -> None:
+    on = host(1, slots=9)
+    busy = [row(on, index, in_flight=1) for index in range(2)]
+    ruling = decided(rule(1, 4), hosts=[on], replicas=busy)
+    assert (len(loads(ruling.actions)), ruling.wanted) == (1, 3)
+    assert decided(rule(1, 2), hosts=[on], replicas=busy).actions == ()
+    assert len(decided(rule(1), hosts=[on], replicas=busy).actions) == 1
+    assert decided(rule(1, 4), hosts=[on], replicas=busy, loads={"m": 1}).actions == ()
+    assert decided(rule(1, 4), hosts=[on], replicas=[*busy, row(on, 2, idle_since=NOW)]).actions == ()
+    assert decided(rule(1, 4), hosts=[host(1, slots=2)], replicas=busy).actions == ()
+    assert decided(rule(0, 4), hosts=[on]).actions == ()
+
+
+@pytest.mark.rule("R4.11")
+def test_a_replica_that_may_come_back_counts_against_the_limit() -> None:
+    on, away = host(1, slots=9), host(9)
+    rows = [row(on, in_flight=1), row(away)]
+    assert decided(rule(1, 2), hosts=[on], replicas=rows).actions == ()
+
+
+# --- scale-down
+
+
+@pytest.mark.rule("R4.17", "R4.18", "C2", "T-REC-6", "T-REC-7")
+def test_idle_ones_go_highest_index_first_then_the_longest_idle() -> None:
+    a, b = host(1, slots=3), host(2, slots=3)
+    rows = [row(a), row(b, 2), row(a, 1), row(b, 1, idle_since=ago(hours=1))]
+    gone = retired(decided(rule(1), hosts=[a, b], replicas=rows).actions)
+    assert gone == [rows[1].id, rows[3].id, rows[2].id]
+    assert decided(rule(4), hosts=[a, b], replicas=rows).actions == ()
+    assert len(retired(decided(rule(0, 9), hosts=[a, b], replicas=rows).actions)) == 3
+
+
+@pytest.mark.rule("R4.18", "C2")
+def test_idle_is_more_than_five_minutes_after_the_end_of_the_last_request() -> None:
+    on = host(1, slots=2)
+    for idle, gone in ((timedelta(minutes=5), 0), (timedelta(minutes=5, seconds=1), 1)):
+        rows = [row(on, idle_since=NOW), row(on, 1, idle_since=NOW - idle)]
+        assert len(retired(decided(rule(1), hosts=[on], replicas=rows).actions)) == gone
+
+
+@pytest.mark.rule("R4.14")
+def test_the_last_idle_one_stays_while_the_next_tick_would_load_it_again() -> None:
+    on = host(1, slots=3)
+    rows = [row(on, in_flight=1), row(on, 1), row(on, 2)]
+    assert retired(decided(rule(1), hosts=[on], replicas=rows).actions) == [rows[2].id]
+    assert retired(decided(rule(1, 1), hosts=[on], replicas=rows).actions) == [rows[2].id, rows[1].id]
+
+
+# --- between two ticks
+
+
+@pytest.mark.rule("R4.14", "R4.23")
+def test_between_two_ticks_only_what_is_missing_is_asked_for() -> None:
+    """A burst, an idle replica, a problem and a failure wait for the tick that counts them."""
+    on = host(1, slots=3)
+    assert loads(decided(rule(1), tick=False, hosts=[on]).actions)
+    assert decided(rule(1), tick=False, hosts=[on], replicas=[row(on, in_flight=1)]).actions == ()
+    assert decided(rule(1), tick=False, hosts=[on], replicas=[row(on), row(on, 1)]).actions == ()
+    problem = decided(rule(1), tick=False)
+    assert (problem.actions, problem.reason) == ((), "there is no healthy node")
+    failed = Fleet(hosts=[on], failures={"m": Failure(NOW, "refused")})
+    assert plan(failed, [rule(1)], NOW, tick=False) == []
+
+
+# --- what must hold of every plan
+
+
+MODELS = ("a", "b")
+STATES = st.sampled_from(["loaded"] * 6 + ["loading", "staging", "unloading", "idle"])
+
+
+@st.composite
+def fleets(draw: st.DrawFn) -> tuple[Fleet, list[Demand]]:
+    hosts = [
+        host(number, slots=draw(st.integers(1, 3)), tier=draw(st.sampled_from("xy")))
+        for number in range(1, draw(st.integers(0, 4)) + 1)
+    ]
+    rows = [
+        replace(
+            row(on, index + 10 * MODELS.index(model)),
+            model=model,
+            index=index,
+            state=draw(STATES),
+            in_flight=draw(st.integers(0, 1)),
+            idle_since=NOW - timedelta(minutes=draw(st.integers(0, 20))),
+        )
+        for on in [*hosts, host(9, slots=2)]
+        for model in MODELS
+        for index in range(draw(st.integers(0, on.slots)))
+    ]
+    placed = Counter(one.model for one in rows if one.state in ("loading", "staging"))
+    under_way = {model: placed[model] + draw(st.integers(0, 2)) for model in MODELS}
+    return Fleet(hosts, rows, under_way), [draw(demands(model)) for model in MODELS]
+
+
+@st.composite
+def demands(draw: st.DrawFn, model: str) -> Demand:
+    spread, minimum = draw(st.booleans()), draw(st.integers(0, 4))
+    return Demand(
+        model,
+        selector=draw(st.sampled_from([{}, {"tier": "x"}, {"tier": "z"}, None])),
+        minimum=0 if spread else minimum,
+        maximum=0 if spread else draw(st.just(0) | st.integers(max(minimum, 1), 6)),
+        spread=spread,
+        ticks=draw(st.integers(0, 4)),
+        until=draw(st.sampled_from([None, ago(seconds=1), NOW + TICK])),
+        looked_at=ago(seconds=30),
+    )
+
+
+@dataclass
+class Played:
+    """A fleet to which plans are applied: first nothing but what was asked for, later what comes of it."""
+
+    fleet: Fleet
+    rules: list[Demand]
+    now: datetime = NOW
+    wishes: list[LoadAnother] = field(default_factory=list)
+
+    def plan(self, *, tick: bool = True) -> list[Ruling]:
+        return plan(self.fleet, self.rules, self.now, tick=tick)
+
+    def apply(self, rulings: Sequence[Ruling]) -> None:
+        for action in (action for ruling in rulings for action in ruling.actions):
+            match action:
+                case LoadAnother(model):
+                    self.wishes.append(action)
+                    under_way = {**self.fleet.loads, model: self.fleet.loads.get(model, 0) + 1}
+                    self.fleet = replace(self.fleet, loads=under_way)
+                case Retire(_, replica_id):
+                    self._rows(lambda one, gone=replica_id: self._gone(one, gone))
+                case Unsatisfiable(model, ticks, until):
+                    self._flags(model, ticks, until)
+                case ClearFlags(model):
+                    self._flags(model, 0, None)
+
+    def _gone(self, one: Placed, gone: UUID) -> Placed:
+        return replace(one, state="unloading") if one.id == gone else one
+
+    def _rows(self, change: Any) -> None:
+        self.fleet = replace(self.fleet, replicas=[change(one) for one in self.fleet.replicas])
+
+    def _flags(self, model: str, ticks: int, until: datetime | None) -> None:
+        self.rules = [
+            replace(one, ticks=ticks, until=until) if one.model == model else one for one in self.rules
+        ]
+
+    def end(self) -> None:
+        """All that is under way ends well: loads have their replica, what leaves is gone."""
+        self.now += TICK
+        rows = [one for one in self.fleet.replicas if one.state != "unloading"]
+        rows = [replace(one, state="loaded") if one.state in ("loading", "staging") else one for one in rows]
+        for number, wish in enumerate(self.wishes):
+            for on in self.fleet.hosts:
+                taken = {one.index for one in rows if (one.node_id, one.model) == (on.id, wish.model)}
+                free = set(range(on.slots)) - taken
+                if free and (wish.only is None or on.id in wish.only):
+                    id = UUID(int=10**6 + len(rows) * 1000 + number)
+                    rows.append(Placed(id, on.id, wish.model, min(free), "loaded", 0, self.now))
+                    break
+        self.wishes = []
+        self.fleet = replace(self.fleet, replicas=rows, loads={})
+
+
+def there(fleet: Fleet, demand: Demand) -> int:
+    """Loaded replicas where the rule wants them."""
+    selector = demand.selector
+    fits = {one.id for one in fleet.hosts if selector is not None and selector.items() <= one.labels.items()}
+    return sum(
+        one.model == demand.model and one.state == "loaded" and one.node_id in fits for one in fleet.replicas
+    )
+
+
+@pytest.mark.rule("R4.10", "R4.11", "R4.15", "R1.65")
+@given(fleets(), st.booleans())
+def test_never_over_the_limit_the_caps_or_outside_the_selector(
+    scene: tuple[Fleet, list[Demand]], tick: bool
+) -> None:
+    fleet, rules = scene
+    slots = {one.id: one for one in fleet.hosts}
+    for demand, ruling in zip(rules, plan(fleet, rules, NOW, tick=tick), strict=True):
+        asked = loads(ruling.actions)
+        rows = [one for one in fleet.replicas if one.model == demand.model]
+        under_way = fleet.loads[demand.model]
+        unplaced = max(under_way - sum(one.state in ("loading", "staging") for one in rows), 0)
+        for wish in asked:
+            chosen = [slots[id] for id in wish.only] if wish.only is not None else fleet.hosts
+            assert demand.selector is not None
+            assert all(demand.selector.items() <= one.labels.items() for one in chosen)
+            free = sum(one.slots - sum(has.node_id == one.id for has in rows) for one in chosen)
+            assert free >= (1 if demand.spread else len(asked) + unplaced)
+        if demand.maximum and asked:
+            assert there(fleet, demand) + under_way + len(asked) <= demand.maximum
+
+
+@pytest.mark.rule("R4.17", "R4.18")
+@given(fleets())
+def test_nothing_busy_or_needed_is_retired(scene: tuple[Fleet, list[Demand]]) -> None:
+    fleet, rules = scene
+    healthy = {one.id for one in fleet.hosts}
+    for demand, ruling in zip(rules, plan(fleet, rules, NOW, tick=True), strict=True):
+        gone = set(retired(ruling.actions))
+        if not gone:
+            continue
+        left = replace(fleet, replicas=[one for one in fleet.replicas if one.id not in gone])
+        assert all(one.in_flight == 0 for one in fleet.replicas if one.id in gone)
+        assert any(one.model == demand.model and one.node_id in healthy for one in left.replicas)
+        assert there(left, demand) >= min(demand.minimum, there(fleet, demand))
+        assert not loads(plan(left, [demand], NOW, tick=True)[0].actions)
+
+
+@given(fleets(), st.randoms(use_true_random=False))
+def test_the_order_of_rows_does_not_matter(scene: tuple[Fleet, list[Demand]], chance: random.Random) -> None:
+    fleet, rules = scene
+
+    def shuffled(rows: Sequence[Any]) -> list[Any]:
+        return chance.sample(list(rows), len(rows))
+
+    other = replace(fleet, hosts=shuffled(fleet.hosts), replicas=shuffled(fleet.replicas))
+    assert plan(other, shuffled(rules), NOW, tick=True) == plan(fleet, rules, NOW, tick=True)
+
+
+@given(fleets())
+def test_a_plan_applied_to_its_own_picture_leaves_nothing_to_do(scene: tuple[Fleet, list[Demand]]) -> None:
+    """Asked for, but nothing has come of it yet: the second pass asks for nothing more."""
+    play = Played(*scene)
+    play.apply(play.plan())
+    for ruling in play.plan():
+        assert not loads(ruling.actions)
+        assert not retired(ruling.actions)
+
+
+@pytest.mark.rule("R4.10", "R4.23")
+@given(fleets())
+def test_passes_converge(scene: tuple[Fleet, list[Demand]]) -> None:
+    """Within as many ticks as a cooldown lasts and some: nothing changes any more, and minimums are met."""
+    play = Played(*scene)
+    play.end()
+    for _ in range(30):
+        play.apply(play.plan())
+        play.end()
+    last = play.plan()
+    assert not [one for ruling in last for one in ruling.actions if isinstance(one, LoadAnother | Retire)]
+    for demand, ruling in zip(play.rules, last, strict=True):
+        missing = max(demand.minimum - there(play.fleet, demand), 0)
+        assert not missing or demand.ticks >= 3
+        assert bool(missing) <= ("no" in ruling.reason or bool(demand.until))
