@@ -1,10 +1,11 @@
 """`manage.py controller`: the process that runs operations.
 
-Ten tasks in one event loop: the executors of operations and of intents on nodes, the inventory of backends,
-the wakes of what waits for nodes, the stopper of engines that nothing accounts for, the revocations of
-credentials for the bus, the check for upgrades, the LISTEN task whose hints trigger those seven, the ticker
-of django-q2's schedules, and the heartbeat that tells pages that a controller is running. Any number may
-run: they claim operations, intents, inventory questions, stops and checks, and lock schedules.
+Eleven tasks in one event loop: the executors of operations and of intents on nodes, the inventory of
+backends, the wakes of what waits for nodes, the stopper of engines that nothing accounts for, the state pass
+over engines that may have ended, the revocations of credentials for the bus, the check for upgrades, the
+LISTEN task whose hints trigger those eight, the ticker of django-q2's schedules, and the heartbeat that tells
+pages that a controller is running. Any number may run: they claim operations, intents, inventory questions,
+stops, replicas in question and checks, and lock schedules.
 """
 
 import asyncio
@@ -35,8 +36,10 @@ from nodes.loading.elsewhere import load_elsewhere
 from nodes.loading.stopping import Stopper
 from nodes.reconcilers import schedules
 from nodes.reconcilers.revocations import Revocations
+from nodes.reconcilers.state_pass import StatePass
 from nodes.reconcilers.wakes import Wakes
 from nodes.registry import bus_credentials
+from nodes.replicas import checks
 from nodes.unloading import asking, carry_out
 from operations.changes.events import NODES, OPERATIONS, listen
 from operations.executor import controllers
@@ -88,16 +91,19 @@ async def run() -> None:
         on_nodes.hint()
 
     lists, wakes, stopper, revocations = Inventory(bus), Wakes(nodes_changed), Stopper(bus), Revocations()
-    checker = UpgradeChecker(owner)
+    checker, engines = UpgradeChecker(owner), StatePass(bus)
     loops = [
         *(asyncio.create_task(executor.run(), name=name) for name, executor in executors.items()),
         asyncio.create_task(lists.run(), name="inventory"),
         asyncio.create_task(wakes.run(), name="wakes"),
         asyncio.create_task(stopper.run(), name="stopper"),
+        asyncio.create_task(engines.run(), name="state pass"),
         asyncio.create_task(revocations.run(), name="revocations"),
         asyncio.create_task(checker.run(), name="upgrade check"),
         asyncio.create_task(
-            listen_for_changes(list(executors.values()), lists, wakes, stopper, revocations, checker, hints),
+            listen_for_changes(
+                list(executors.values()), lists, wakes, stopper, engines, revocations, checker, hints
+            ),
             name="hints",
         ),
         asyncio.create_task(tick(), name="schedules"),
@@ -131,18 +137,26 @@ async def listen_for_changes(
     lists: Inventory,
     wakes: Wakes,
     stopper: Stopper,
+    engines: StatePass,
     revocations: Revocations,
     checker: UpgradeChecker,
     hints: Hints,
 ) -> None:
     """Turns notifications into checks; after each (re)connect everything is checked."""
     async for channel, payload in listen(
-        OPERATIONS, NODES, inventory.CHANNEL, bus_credentials.CHANNEL, upgrade_state.CHANNEL
+        OPERATIONS,
+        NODES,
+        inventory.CHANNEL,
+        checks.CHANNEL,
+        bus_credentials.CHANNEL,
+        upgrade_state.CHANNEL,
     ):
         if channel in (bus_credentials.CHANNEL, ""):
             revocations.hint()
         if channel in (upgrade_state.CHANNEL, ""):
             checker.hint()
+        if channel in (checks.CHANNEL, ""):
+            engines.hint()
         if channel in (NODES, inventory.CHANNEL, ""):
             lists.hint()
         if channel in (NODES, ""):
