@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,8 +19,10 @@ from localai_cluster import clock, procs
 from localai_cluster.errors import ClusterError
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError, Unimplemented
+from localai_cluster.worker.exits import Exits
 from localai_cluster.worker.log_rings import LINE_LIMIT, LogLine, LogRings
 from localai_cluster.worker.port_allocator import PortAllocator
+from localai_cluster.worker.port_block import bindable
 
 log = logging.getLogger(__name__)
 
@@ -112,10 +113,16 @@ class StopOutcome:
 
 
 class EngineSupervisor:
-    """Starts and stops the engines of one worker, which accept calls with `token` only."""
+    """Starts and stops the engines of one worker, which accept calls with `token` only.
 
-    def __init__(self, ports: PortAllocator, token: str, guardian: procs.Guardian, rings: LogRings) -> None:
+    Those that end by themselves are added to `exits`.
+    """
+
+    def __init__(
+        self, ports: PortAllocator, token: str, guardian: procs.Guardian, rings: LogRings, exits: Exits
+    ) -> None:
         self._ports = ports
+        self._exits = exits
         self._token = token
         self._guardian = guardian
         self._rings = rings
@@ -298,6 +305,7 @@ class EngineSupervisor:
         await process.wait()
         if not engine.stopping:
             log.warning("engine ended key=%s %s", engine.key, _ending(engine))
+            self._exits.add(engine.key, engine.port)
             # Its children must not outlive it or keep its port.
             await asyncio.get_running_loop().run_in_executor(self._threads, procs.end, engine.group)
         await asyncio.wait(pumps, timeout=1.0)
@@ -384,14 +392,3 @@ def _ending(engine: Engine) -> str:
     if code is None:
         return "still running"
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
-
-
-def bindable(port: int) -> bool:
-    """Whether an engine could listen on this port now."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("0.0.0.0", port))
-        except OSError:
-            return False
-    return True

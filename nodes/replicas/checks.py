@@ -48,10 +48,9 @@ _FOUND = ["updated_at", "missed_reports", "missed_probes", "exit_reported"]
 
 @dataclass(frozen=True)
 class Ended:
-    """An engine process that has ended by itself, as its worker names it."""
+    """An engine process that has ended by itself, as its worker names it: key, and address of its replies."""
 
-    model_id: str
-    replica_index: int
+    process_key: str
     address: str
 
 
@@ -132,12 +131,12 @@ async def note_exits(database: Rows, node_id: UUID, ended: Sequence[Ended]) -> i
 
 _NOTE_EXITS = """
 WITH named AS (
-    SELECT * FROM jsonb_to_recordset(%(named)s::jsonb) AS one(model_id text, replica_index int, address text)
+    SELECT * FROM jsonb_to_recordset(%(named)s::jsonb) AS one(process_key text, address text)
 ), found AS (
     SELECT r.id FROM node_models AS r
      WHERE r.node_id = %(node)s AND r.state = %(loaded)s AND EXISTS (
                SELECT FROM named AS n
-                WHERE (n.model_id, n.replica_index, n.address) = (r.model_name, r.replica_index, r.address))
+                WHERE n.process_key = r.model_name || '#' || r.replica_index AND n.address = r.address)
      ORDER BY r.id FOR UPDATE OF r
 ), marked AS (
     UPDATE node_models AS r SET exit_reported = true, checked_at = NULL FROM found

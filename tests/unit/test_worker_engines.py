@@ -10,6 +10,7 @@ import pytest
 from localai_cluster import clock, procs
 from localai_cluster.worker import engines
 from localai_cluster.worker.engines import EngineSupervisor, StartFailed
+from localai_cluster.worker.exits import Exits
 from localai_cluster.worker.log_rings import LogRings
 from localai_cluster.worker.port_allocator import PortAllocator
 
@@ -19,7 +20,7 @@ TOKEN = "token-of-the-registration"
 @pytest.fixture
 async def supervisor() -> AsyncIterator[EngineSupervisor]:
     with procs.Guardian() as guardian:
-        supervisor = EngineSupervisor(PortAllocator(42000, 42999), TOKEN, guardian, LogRings())
+        supervisor = EngineSupervisor(PortAllocator(42000, 42999), TOKEN, guardian, LogRings(), Exits("h"))
         yield supervisor
         supervisor.hurry()
         await supervisor.close()
@@ -106,3 +107,29 @@ def test_an_engine_finds_the_drivers_that_came_with_it(tmp_path: Path) -> None:
         (drivers / name).touch()
     found = f"{drivers}/a.json:{drivers}/b.json"
     assert engines.vulkan_drivers(tmp_path) == {"VK_DRIVER_FILES": found, "VK_ICD_FILENAMES": found}
+
+
+@pytest.mark.rule("worker-6")
+@pytest.mark.parametrize("asked", [True, False], ids=["stopped", "by itself"])
+async def test_an_engine_that_ends_by_itself_is_noted(tmp_path: Path, asked: bool) -> None:
+    """As soon as the process is gone, not once its children are; one that was stopped is no news."""
+    exits = Exits("gpu-1")
+    with procs.Guardian() as guardian:
+        supervisor = EngineSupervisor(PortAllocator(45000, 45999), TOKEN, guardian, LogRings(), exits)
+        start = script(tmp_path, f"touch {tmp_path}/up; exec sleep 1000")
+        starting = asyncio.create_task(supervisor.start("m#0", "b", start))
+
+        async def up() -> bool:
+            return (tmp_path / "up").exists()
+
+        assert await clock.wait_until(up, timeout=60)
+        (engine,) = supervisor.engines()
+        if asked:
+            await supervisor.stop("m#0", force=True)
+        else:
+            engine.process.kill()
+        with pytest.raises(StartFailed):
+            await starting
+        told = [one.report for one in exits.due()]
+        assert told == ([] if asked else [{"process_key": "m#0", "address": f"gpu-1:{engine.port}"}])
+        await supervisor.close()
