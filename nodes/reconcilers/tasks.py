@@ -26,8 +26,13 @@ def liveness() -> None:
         if not mine:
             return
         now, cluster = clock.now(), conf.cluster()
-        limits = Limits(node=cluster.node_stale_after, web=cluster.web_stale_after)
-        nodes, processes = apply(plan_liveness(observe(), now, limits), now, limits)
+        limits = Limits(
+            node=cluster.node_stale_after, web=cluster.web_stale_after, hold=cluster.mass_silence_hold
+        )
+        plan = plan_liveness(observe(), now, limits)
+        nodes, processes = apply(plan, now, limits)
+    if plan.hold and plan.hold.since == now:
+        log.error("liveness: %d of %d nodes are silent together and kept", len(plan.held), plan.of)
     if nodes or processes:
         log.warning("liveness: marked %d nodes offline, removed %d dead web processes", nodes, processes)
 
