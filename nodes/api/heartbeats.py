@@ -33,6 +33,7 @@ from nodes.registry import heartbeats, identity, services
 from nodes.registry.heartbeats import Beat
 from nodes.registry.known import KnownNodes
 from nodes.replicas import checks
+from nodes.replicas.statements import Rows
 from nodes.routing.pool import UNREACHABLE
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ Verdict = errors.ClusterError | None
 class Gate:
     """Proves beats: from memory, or else all that arrive while a look is under way with the next one."""
 
-    def __init__(self, database: Callable[[], heartbeats.Rows], known: KnownNodes) -> None:
+    def __init__(self, database: Callable[[], Rows], known: KnownNodes) -> None:
         self._database = database
         self._known = known
         self._asked: list[tuple[Beat, asyncio.Future[Verdict]]] = []
@@ -99,7 +100,7 @@ class Gate:
 class BeatWriter:
     """Gathers proved beats and writes them, at most once every `interval` seconds."""
 
-    def __init__(self, database: Callable[[], heartbeats.Rows], interval: float = INTERVAL) -> None:
+    def __init__(self, database: Callable[[], Rows], interval: float = INTERVAL) -> None:
         self._database = database
         self._interval = interval
         self._waiting: dict[heartbeats.Key, Beat] = {}
@@ -144,14 +145,14 @@ class _Call:
     """One request: the beat that is in it, the engines that have ended, and what is wrong with its body."""
 
     beat: Beat
-    ended: Sequence[checks.Ended] = ()
+    ended: Sequence[checks.ExitReport] = ()
     problem: errors.ClusterError | None = None
 
 
 class HeartbeatApplication:
     """The ASGI application; `database` gives the process's pool once it is open."""
 
-    def __init__(self, database: Callable[[], heartbeats.Rows], known: KnownNodes) -> None:
+    def __init__(self, database: Callable[[], Rows], known: KnownNodes) -> None:
         self._database = database
         self._gate = Gate(database, known)
         self._writer = BeatWriter(database)

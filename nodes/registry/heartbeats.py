@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any
 from uuid import UUID
 
 from localai_cluster import errors
@@ -20,7 +20,8 @@ from localai_cluster.accounts.actors import WORKER
 from nodes.models import NodeEvent
 from nodes.registry import budget, identity, states
 from nodes.registry.identity import NodeFacts
-from nodes.replicas.checks import Ended
+from nodes.replicas.checks import ExitReport
+from nodes.replicas.statements import Rows
 from operations.changes.events import NODES
 
 LARGEST = 2**63 - 1
@@ -72,21 +73,13 @@ class Overtaken(errors.ClusterError):
     """Somebody else changed the node while the batch was being written."""
 
 
-class Rows(Protocol):
-    """What writing needs of the database: one statement, its rows."""
-
-    async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
-        """Runs one statement in its own transaction."""
-        ...
-
-
 def read(body: Mapping[str, Any]) -> dict[str, Any]:
     """The known fields of a beat (`contract/http-api.md` §1.2); raises InvalidInput naming the field."""
     values: dict[str, Any] = {name: _figure(name, body.get(name)) for name in _FIGURES}
     return values | {"gpu_vendor": _vendor(body.get("gpu_vendor"))}
 
 
-def read_ended(body: Mapping[str, Any]) -> list[Ended]:
+def read_ended(body: Mapping[str, Any]) -> list[ExitReport]:
     """The engines of a beat that have ended by themselves; raises InvalidInput naming the field."""
     told = body.get("ended_processes")
     if told is None:
@@ -98,7 +91,7 @@ def read_ended(body: Mapping[str, Any]) -> list[Ended]:
     return [_ended(f"ended_processes.{number}", one) for number, one in enumerate(told)]
 
 
-def _ended(field: str, told: Any) -> Ended:
+def _ended(field: str, told: Any) -> ExitReport:
     """Keys and addresses are only compared, so any characters will do that a row can have."""
     if not isinstance(told, dict):
         raise errors.InvalidInput(f"{field} must be an object", field=field)
@@ -114,7 +107,7 @@ def _ended(field: str, told: Any) -> Ended:
                 f"{field}.{name} must be a text without NUL and surrogates", field=f"{field}.{name}"
             )
         texts.append(text)
-    return Ended(*texts)
+    return ExitReport(*texts)
 
 
 def _figure(name: str, value: Any) -> int | None:

@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
-from typing import Any, Protocol
 from uuid import UUID
 
 from django.db import transaction
@@ -20,6 +19,7 @@ from nodes.models import NodeModel, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
 from nodes.replicas import retire
 from nodes.replicas.evidence import Finding, Suspect
+from nodes.replicas.statements import Rows
 from operations.changes import events
 from operations.ledger.progress import update
 
@@ -47,19 +47,11 @@ _FOUND = ["updated_at", "missed_reports", "missed_probes", "exit_reported"]
 
 
 @dataclass(frozen=True)
-class Ended:
+class ExitReport:
     """An engine process that has ended by itself, as its worker names it: key, and address of its replies."""
 
     process_key: str
     address: str
-
-
-class Rows(Protocol):
-    """What a note needs of the database: one statement, its rows."""
-
-    async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
-        """Runs one statement in its own transaction."""
-        ...
 
 
 def ask(*, heard_since: datetime, now: datetime) -> bool:
@@ -118,7 +110,7 @@ def settle(findings: Mapping[Suspect, Finding], *, now: datetime) -> list[Suspec
     return [by_id[row.pk] for row in gone]
 
 
-async def note_exits(database: Rows, node_id: UUID, ended: Sequence[Ended]) -> int:
+async def note_exits(database: Rows, node_id: UUID, ended: Sequence[ExitReport]) -> int:
     """Puts the replicas of these processes in question at once; answers how many there are. One statement.
 
     It removes none: a report may come late, when another engine has the same key and port. The look that

@@ -1,11 +1,23 @@
-"""The SQL of the hot path.
+"""The SQL of the hot path, and of what else web processes run without the ORM.
 
 One invariant keeps the counts exact and the locks free of cycles: a transaction that changes a `replica_uses`
 row holds the lock of its `node_models` row, and takes these locks in the order of their ids.
 `node_models.in_flight` is then the sum of its uses, however many web processes work at the same time.
 """
 
+from collections.abc import Mapping
+from typing import Any, Protocol
+
 from localai_cluster.accounts.credentials import VALID_SQL
+
+
+class Rows(Protocol):
+    """What a statement needs of the database: to be run, its rows."""
+
+    async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
+        """Runs one statement in its own transaction."""
+        ...
+
 
 EXCHANGE = f"""
 WITH owners AS MATERIALIZED (

@@ -109,7 +109,7 @@ def ask() -> bool:
 
 
 ENGINE = ("echo", 0, "127.0.0.1:50000")
-ENDED = checks.Ended("echo#0", ENGINE[2])
+ENDED = checks.ExitReport("echo#0", ENGINE[2])
 
 
 class TestWorkersWord:
@@ -232,7 +232,7 @@ class TestPort:
 
 
 class TestExitThatWasReported:
-    async def note(self, node: BackendNode, *ended: checks.Ended) -> int:
+    async def note(self, node: BackendNode, *ended: checks.ExitReport) -> int:
         async with hot.picker() as picker:
             return await checks.note_exits(picker._pool, node.id, ended)
 
@@ -265,7 +265,7 @@ class TestExitThatWasReported:
     )
     async def test_of_another_engine_puts_nothing_in_question(self, stage: Stage, ended: Any) -> None:
         node, other = await stage.node(), await stage.node("other", replicas=0)
-        assert await self.note(node, checks.Ended(*ended)) == 0
+        assert await self.note(node, checks.ExitReport(*ended)) == 0
         assert await self.note(other, ENDED) == 0
         await change(None, state="unloading")
         assert await self.note(node, ENDED) == 0
