@@ -79,8 +79,17 @@ def _numbers(prefix: str, *spans: range) -> frozenset[str]:
 
 # The sections that must have no gap, and of each the rules that count; None: all of the section.
 COVERED: dict[str, frozenset[str] | None] = {
-    # Intents; limits of commands; progress; the upgrade check.
-    "0": _numbers("C", range(11, 14), range(21, 28), range(45, 46), range(47, 48)),
+    # The state pass; intents; the stale node; limits of commands; progress; the upgrade check.
+    "0": _numbers(
+        "C",
+        range(3, 9),
+        range(11, 14),
+        range(15, 16),
+        range(17, 18),
+        range(21, 28),
+        range(45, 46),
+        range(47, 48),
+    ),
     "1A": None,
     "1B": None,
     "1C": None,
@@ -92,10 +101,10 @@ COVERED: dict[str, frozenset[str] | None] = {
     "1L": frozenset({"R1.85", "R1.88", "R1.89"}),
     "1P": None,
     "1Q": None,
-    # Not R4.24: the order of passes that are not all there yet.
-    "4C": _numbers("R4.", range(25, 32)),
+    "4C": None,
     # Rules from the settings.
     "4D": None,
+    "5": _numbers("R5.", range(1, 14)),
     "6A": None,
     "6B": None,
     "6C": None,
@@ -104,7 +113,7 @@ COVERED: dict[str, frozenset[str] | None] = {
     "6F": None,
     "6G": None,
     # Registration and approval; labels, detail, selectors, rules; bulk removals; overrides; VRAM budget;
-    # stale intents; end to end.
+    # only the current row; stale intents; end to end.
     "7A": _numbers(
         "T-REG-",
         range(1, 12),
@@ -115,11 +124,15 @@ COVERED: dict[str, frozenset[str] | None] = {
         range(72, 79),
         range(84, 87),
         range(103, 110),
+        range(127, 130),
         range(133, 139),
         range(140, 147),
         range(152, 153),
     ),
-    "7E": _numbers("T-REC-", range(25, 28)) | _numbers("T-SED-", range(1, 10)),
+    # Not the replica pass.
+    "7E": _numbers("T-REC-", range(23, 47)) | _numbers("T-SED-", range(1, 10)),
+    # Not T-HLT-7: a mode without offline nodes.
+    "7F": _numbers("T-HLT-", range(1, 7), range(8, 15)),
     "7G": None,
     "7H": None,
     # Credentials of the bus; logs of engines.

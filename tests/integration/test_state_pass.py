@@ -113,7 +113,7 @@ ENDED = checks.ExitReport("echo#0", ENGINE[2])
 
 
 class TestWorkersWord:
-    @pytest.mark.rule("R4.32", "R4.33", "T-REC-41", "T-REC-42", "C3")
+    @pytest.mark.rule("R4.24", "R4.32", "R4.33", "T-REC-41", "T-REC-42", "C3")
     async def test_what_it_lists_is_fresh_again(self, stage: Stage) -> None:
         """And it is not asked of what was heard of since."""
         node = await stage.node()
@@ -124,11 +124,11 @@ class TestWorkersWord:
         assert (row.missed_reports, clock.now() - row.updated_at < LONG_AGO) == (0, True)
         assert (await stage.look(), stage.asked(node), stage.probed) == (0, 1, [])
 
-    @pytest.mark.rule("R4.35", "T-REC-40", "T-REC-43", "R1.101", "R1.102")
+    @pytest.mark.rule("R4.35", "R5.12", "T-REC-40", "T-REC-43", "R1.101", "R1.102")
     async def test_what_it_misses_twice_goes_and_nothing_else(
         self, stage: Stage, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The hooks hear of it; the next process continues the streak, for it stands in the row."""
+        """The hooks hear of it; the next process continues the streak, for it stands in the row (D-STREAKS)."""
         node = await stage.node(replicas=2)
         told: list[Removed] = []
         monkeypatch.setattr(hooks, "on_removed", [told.append])
@@ -163,7 +163,7 @@ class TestWorkersWord:
         assert await in_thread(rows) == ["echo#0", "echo#0"]
         assert stage.asked(well) == 1
 
-    @pytest.mark.rule("R4.33", "T-REC-45", "T-REC-23")
+    @pytest.mark.rule("R4.33", "R5.9", "R5.11", "T-REC-45", "T-REC-23")
     async def test_who_needs_no_question_is_not_asked(self, stage: Stage) -> None:
         """Fresh rows, rows that are no replicas yet or no more, nodes that are not healthy or are silent."""
         now = clock.now()

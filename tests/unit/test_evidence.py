@@ -21,7 +21,7 @@ def missed(reports: int = 0, probes: int = 0, *, exit_reported: bool = False) ->
     return replace(FRESH, missed_reports=reports, missed_probes=probes, exit_reported=exit_reported)
 
 
-@pytest.mark.rule("R4.34", "R4.35", "R4.39", "R4.40", "C5", "C6")
+@pytest.mark.rule("R4.34", "R4.35", "R4.39", "R4.40", "C5", "C6", "C17")
 @pytest.mark.parametrize(
     ("before", "listed", "port", "found"),
     [

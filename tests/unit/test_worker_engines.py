@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from localai_cluster import clock, procs
+from localai_cluster.messaging.messages import split_process_key
 from localai_cluster.worker import engines
 from localai_cluster.worker.engines import EngineSupervisor, StartFailed
 from localai_cluster.worker.exits import Exits
@@ -133,3 +134,30 @@ async def test_an_engine_that_ends_by_itself_is_noted(tmp_path: Path, asked: boo
         told = [one.report for one in exits.due()]
         assert told == ([] if asked else [{"process_key": "m#0", "address": f"gpu-1:{engine.port}"}])
         await supervisor.close()
+
+
+@pytest.mark.rule("R4.36")
+async def test_engines_that_end_are_not_listed(supervisor: EngineSupervisor, tmp_path: Path) -> None:
+    """Neither one that is being stopped nor one that has ended and is not cleaned up yet."""
+    start = script(tmp_path, "exec sleep 1000")
+    for key in ("stopped#0", "dead#0", "a#b#1"):
+        starting = asyncio.create_task(supervisor.start(key, "b", start))
+        starting.add_done_callback(lambda task: task.exception())
+
+    async def up() -> bool:
+        return len(supervisor.running()) == 3
+
+    assert await clock.wait_until(up, timeout=60)
+    (stopped, dead) = (supervisor.get(key) for key in ("stopped#0", "dead#0"))
+    assert stopped is not None
+    assert dead is not None
+    stopped.stopping = True
+    dead.process.kill()
+
+    async def gone() -> bool:
+        return not dead.alive
+
+    assert await clock.wait_until(gone, timeout=60)
+    assert [engine.key for engine in supervisor.running()] == ["a#b#1"]
+    assert split_process_key("a#b#1") == ("a#b", 1)
+    stopped.stopping = False
