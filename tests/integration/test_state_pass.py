@@ -128,7 +128,7 @@ class TestWorkersWord:
     async def test_what_it_misses_twice_goes_and_nothing_else(
         self, stage: Stage, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The hooks hear of it; the next process continues the streak, for it stands in the row (D-STREAKS)."""
+        """The hooks hear of it. Any process continues the streak, for it stands in the row (D-STREAKS)."""
         node = await stage.node(replicas=2)
         told: list[Removed] = []
         monkeypatch.setattr(hooks, "on_removed", [told.append])
