@@ -305,7 +305,9 @@ class EngineSupervisor:
         await process.wait()
         if not engine.stopping:
             log.warning("engine ended key=%s %s", engine.key, _ending(engine))
-            self._exits.add(engine.key, engine.port)
+            if engine.ready.is_set():
+                # Of one that never was, the command that started it hears.
+                self._exits.add(engine.key, engine.port)
             # Its children must not outlive it or keep its port.
             await asyncio.get_running_loop().run_in_executor(self._threads, procs.end, engine.group)
         await asyncio.wait(pumps, timeout=1.0)

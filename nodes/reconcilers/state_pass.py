@@ -60,11 +60,14 @@ class StatePass:
                 await asyncio.sleep(_GATHER)
 
     async def _look_once(self) -> None:
+        """The claims of a look that failed run out, and the schedule asks again."""
         try:
             await self.look_once()
         except DatabaseError as error:
-            # The claims run out, and the schedule asks again.
             log.warning("cannot find out which engines have ended: %s", error)
+        except Exception:
+            # R4.5: a defect must not end the looks of this controller.
+            log.exception("a look at engines failed")
 
     async def look_once(self) -> int:
         """Looks at everything that nobody looks at; answers how many replicas that was."""

@@ -29,13 +29,9 @@ STALE = timedelta(seconds=120)
 """C3."""
 CLAIMED_FOR = timedelta(seconds=20)
 """Longer than a controller looks, shorter than the pause between two passes."""
+_WHICH = ("id", "node_id", "model_name", "replica_index", "address", "checked_at")
 _COLUMNS = (
-    "id",
-    "node_id",
-    "model_name",
-    "replica_index",
-    "address",
-    "checked_at",
+    *_WHICH,
     "missed_reports",
     "missed_probes",
     "exit_reported",
@@ -91,7 +87,7 @@ def settle(findings: Mapping[Suspect, Finding], *, now: datetime) -> list[Suspec
     """
     by_id = {suspect.id: suspect for suspect in findings}
     with transaction.atomic():
-        rows = NodeModel.objects.loaded().filter(pk__in=by_id).order_by("id")
+        rows = NodeModel.objects.loaded().filter(pk__in=by_id).order_by("id").only(*_WHICH, *_FOUND)
         found = [(row, by_id[row.pk]) for row in rows.select_for_update(of=("self",))]
         same = [
             (row, findings[one])

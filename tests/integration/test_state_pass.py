@@ -6,7 +6,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from django.db import connection
+from django.db import DatabaseError, connection, transaction
 from django.db.models import F
 
 from localai_cluster import clock
@@ -18,7 +18,7 @@ from localai_cluster.rpc.signs import Sign
 from nodes.models import BackendNode, NodeModel, ReplicaUse, WebProcess
 from nodes.reconcilers import state_pass, tasks
 from nodes.reconcilers.state_pass import StatePass
-from nodes.replicas import checks, hooks
+from nodes.replicas import checks, hooks, statements
 from nodes.replicas.evidence import ALIVE, Finding, Suspect
 from nodes.replicas.hooks import Removed
 from nodes.replicas.recount import recount
@@ -26,7 +26,9 @@ from operations.changes import events
 from tests.support import hot
 from tests.support.backends import TOKEN
 from tests.support.bus import NEVER, PlayedBus
+from tests.support.fleet import at_once, unexpected
 from tests.support.hot import in_thread
+from tests.support.races import repeated
 
 pytestmark = pytest.mark.django_db(transaction=True)
 LONG_AGO = timedelta(minutes=3)
@@ -165,7 +167,7 @@ class TestWorkersWord:
 
     @pytest.mark.rule("R4.33", "R5.9", "R5.11", "T-REC-45", "T-REC-23")
     async def test_who_needs_no_question_is_not_asked(self, stage: Stage) -> None:
-        """Fresh rows, rows that are no replicas yet or no more, nodes that are not healthy or are silent."""
+        """D-ONE-PROBE: fresh rows, no replicas yet or no more, nodes that are not healthy or are silent."""
         now = clock.now()
         nodes = [
             await stage.node("fresh", replicas=0),
@@ -231,6 +233,59 @@ class TestPort:
         assert await in_thread(lambda: BackendNode.objects.get(pk=node.pk).status) == "healthy"
 
 
+class TestLoop:
+    async def test_a_hint_starts_a_look_and_none_waits_for_another(self, stage: Stage) -> None:
+        """The worker of one node hangs; what is hinted meanwhile is looked at all the same."""
+        hanging = await stage.node("hanging")
+        stage.lists(hanging, NEVER)
+        life = StatePass(stage.bus)
+        running = asyncio.create_task(life.run())
+        life.hint()
+
+        async def asked() -> bool:
+            return stage.asked(hanging) == 1
+
+        assert await clock.wait_until(asked, timeout=60, every=0.02)
+        dead = await stage.node("dead")
+        stage.lists(dead)
+        await change(dead, exit_reported=True)
+        life.hint()
+
+        async def gone() -> bool:
+            return len(await in_thread(rows)) == 1
+
+        assert await clock.wait_until(gone, timeout=60, every=0.02)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    async def test_a_look_that_fails_is_not_the_last(
+        self, stage: Stage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        life, looked = StatePass(stage.bus), asyncio.Event()
+        failures = [DatabaseError("away"), RuntimeError("bug")]
+
+        def fails(**_: Any) -> list[Suspect]:
+            if failures:
+                raise failures.pop()
+            looked.set()
+            return []
+
+        monkeypatch.setattr(checks, "claim", fails)
+        running = asyncio.create_task(life.run())
+
+        async def tried() -> bool:
+            life.hint()
+            return looked.is_set()
+
+        assert await clock.wait_until(tried, timeout=60, every=0.02)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert [record.levelname for record in caplog.records if "engines" in record.getMessage()] == [
+            "ERROR",
+            "WARNING",
+        ]
+
+
 class TestExitThatWasReported:
     async def note(self, node: BackendNode, *ended: checks.ExitReport) -> int:
         async with hot.picker() as picker:
@@ -238,7 +293,7 @@ class TestExitThatWasReported:
 
     @pytest.mark.rule("worker-6")
     async def test_is_confirmed_by_the_worker_at_once(self, stage: Stage) -> None:
-        """However fresh the row is; what waits for the node hears of its end."""
+        """D-EXIT-TOLD. However fresh the row is; what waits for the node hears of its end."""
         node = await stage.node(replicas=2)
         await change(None, updated_at=clock.now())
         stage.lists(node, ("echo", 1, "127.0.0.1:50001"))
@@ -302,6 +357,41 @@ class TestRows:
         assert claim() == []
         a_tick_passes()
         assert len(claim()) == 2
+
+    @repeated
+    def test_of_controllers_that_look_at_once_each_row_has_one(self) -> None:
+        stage = Stage()
+        for number in range(4):
+            stage.make(f"n{number}", 3)
+        results = at_once(*[claim] * 4)
+        assert unexpected(results) == []
+        assert sorted(one.id for found in results for one in found) == sorted(
+            NodeModel.objects.values_list("pk", flat=True)
+        )
+
+    @repeated
+    def test_passes_and_the_hot_path_take_rows_in_one_order(self) -> None:
+        """Picks, outcomes and counts of the same rows at once: nobody waits in a circle."""
+        stage = Stage()
+        for number in range(4):
+            stage.make(f"n{number}", 3)
+        NodeModel.objects.update(in_flight=1)
+        found = {one: Finding(gone=one.replica_index == 2) for one in claim()}
+        process = WebProcess.objects.create(host="h", pid=1)
+
+        def settle() -> None:
+            checks.settle(found, now=clock.now())
+
+        def release() -> None:
+            with transaction.atomic(), connection.cursor() as cursor:
+                about: dict[str, Any] = {"process": process.pk, "ids": [one.id for one in found]}
+                cursor.execute(statements.LOCK_USED, about)
+                cursor.execute(statements.RELEASE_ALL, about)
+
+        assert unexpected(at_once(settle, release, recount, settle, release, recount)) == []
+        # A row that somebody held was left for this one.
+        recount()
+        assert (NodeModel.objects.count(), recount()) == (8, 0)
 
     @pytest.mark.rule("T-REG-127", "T-REG-129")
     @pytest.mark.parametrize(
@@ -389,7 +479,7 @@ class TestCounts:
 
     @pytest.mark.rule("R4.42", "R4.43", "C7", "C8", "T-REC-34", "T-REC-39", "T-REG-128")
     def test_a_count_that_nobody_carries_is_taken_off(self) -> None:
-        """A process's row was deleted by hand, and its shares went along: what others carry stays."""
+        """D-RECOUNT: a process's row was deleted by hand, its shares went along; what others carry stays."""
         row = self.count(shares=(3, 2), counted=5)
         WebProcess.objects.filter(pid=0).delete()
         tasks.state_pass()

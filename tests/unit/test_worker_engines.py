@@ -125,6 +125,7 @@ async def test_an_engine_that_ends_by_itself_is_noted(tmp_path: Path, asked: boo
 
         assert await clock.wait_until(up, timeout=60)
         (engine,) = supervisor.engines()
+        engine.ready.set()
         if asked:
             await supervisor.stop("m#0", force=True)
         else:
