@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from uuid import UUID
 
-from django.db import transaction
+from django.db import connection, transaction
 from django.db.models import Q
 
 from nodes.models import NodeModel, ReplicaState
@@ -39,7 +39,7 @@ _COLUMNS = (
     "node__engine_token",
     "node__weak_identity",
 )
-_FOUND = ["updated_at", "missed_reports", "missed_probes", "exit_reported"]
+_FOUND = ["missed_reports", "missed_probes", "exit_reported"]
 
 
 @dataclass(frozen=True)
@@ -83,27 +83,58 @@ def claim(*, heard_since: datetime, now: datetime) -> list[Suspect]:
 def settle(findings: Mapping[Suspect, Finding], *, now: datetime) -> list[Suspect]:
     """Writes what was found of rows that are still those; answers the replicas that were removed.
 
-    A constant number of statements for any number of rows.
+    A constant number of statements for any number of rows. Most are alive: their rows are written by one
+    statement in a transaction of its own, for picks wait while rows are locked.
     """
-    by_id = {suspect.id: suspect for suspect in findings}
+    _refresh([suspect for suspect, finding in findings.items() if finding.alive], now)
+    missed = {suspect.id: suspect for suspect, finding in findings.items() if not finding.alive}
+    if not missed:
+        return []
     with transaction.atomic():
-        rows = NodeModel.objects.loaded().filter(pk__in=by_id).order_by("id").only(*_WHICH, *_FOUND)
-        found = [(row, by_id[row.pk]) for row in rows.select_for_update(of=("self",))]
+        rows = NodeModel.objects.loaded().filter(pk__in=missed).order_by("id").only(*_WHICH, *_FOUND)
+        found = [(row, missed[row.pk]) for row in rows.select_for_update(of=("self",))]
         same = [
             (row, findings[one])
             for row, one in found
             if (row.address, row.checked_at) == (one.address, one.checked_at)
         ]
-        kept = [row for row, finding in same if not finding.gone]
         for row, finding in same:
             row.missed_reports, row.missed_probes = finding.missed_reports, finding.missed_probes
             row.exit_reported = finding.exit_reported
-            # A pick may have been later than the look began.
-            row.updated_at = max(row.updated_at, now) if finding.alive else row.updated_at
-        update(kept, _FOUND)
+        update([row for row, finding in same if not finding.gone], _FOUND)
         gone = [row for row, finding in same if finding.gone]
         retire.retire_lifeless(gone)
-    return [by_id[row.pk] for row in gone]
+    return [missed[row.pk] for row in gone]
+
+
+def _refresh(alive: Sequence[Suspect], now: datetime) -> None:
+    if not alive:
+        return
+    values: dict[str, Any] = {
+        "ids": [one.id for one in alive],
+        "addresses": [one.address for one in alive],
+        "claims": [one.checked_at for one in alive],
+        "loaded": ReplicaState.LOADED,
+        "now": now,
+    }
+    with connection.cursor() as cursor:
+        cursor.execute(_REFRESH, values)
+
+
+_REFRESH = """
+WITH same AS (
+    SELECT r.id FROM node_models AS r
+      JOIN unnest(%(ids)s::uuid[], %(addresses)s::text[], %(claims)s::timestamptz[])
+           AS one(id, address, checked_at) USING (id, address, checked_at)
+     WHERE r.state = %(loaded)s
+     ORDER BY r.id FOR UPDATE OF r
+)
+UPDATE node_models AS r SET
+    missed_reports = 0, missed_probes = 0, exit_reported = false,
+    updated_at = greatest(r.updated_at, %(now)s::timestamptz)
+FROM same WHERE r.id = same.id
+"""
+"""A pick may have been later than the look began: its time stays."""
 
 
 async def note_exits(database: Rows, node_id: UUID, ended: Sequence[ExitReport]) -> int:
