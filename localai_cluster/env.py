@@ -327,6 +327,8 @@ class ClusterSettings:
     """How long requests get the error of a failed load before it is tried again (C33)."""
     node_stale_after: float
     """Silence after which a node is offline (C15)."""
+    mass_silence_hold: float
+    """How long nodes that fell silent together are kept before they are offline; 0 = not at all."""
     web_stale_after: float
     """Silence after which a web process is dead and its in-flight counts are dropped."""
     failed_tokens: int
@@ -357,6 +359,7 @@ _DURATIONS: dict[str, tuple[str, float, float]] = {
     "model_load_timeout": ("LOCALAI_NATS_MODEL_LOAD_TIMEOUT", 300.0, 1.0),
     "load_failure_grace": ("CLUSTER_LOAD_FAILURE_GRACE", 15.0, 0.0),
     "node_stale_after": ("CLUSTER_NODE_STALE_AFTER", 60.0, 1.0),
+    "mass_silence_hold": ("LOCALAI_MASS_SILENCE_HOLD", 300.0, 0.0),
     "web_stale_after": ("CLUSTER_WEB_STALE_AFTER", 15.0, 1.0),
     "drain_deadline": ("CLUSTER_DRAIN_DEADLINE", 3600.0, 1.0),
     "unload_grace": ("CLUSTER_UNLOAD_GRACE", 30.0, 0.0),

@@ -24,7 +24,7 @@ from localai_cluster.system_verdicts import Facts, Process, Schedule, State, Ver
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.shapes import FLAG, TEXT, TIME, Row, Shape, count, field, mapping
 from nodes.models import BackendNode, PendingBackendOp, WebProcess
-from nodes.registry import versions
+from nodes.registry import mass_silence, versions
 from operations.models import ControllerBeat, Operation, Status
 
 _STATE = {"type": "string", "enum": [one.value for one in State]}
@@ -109,7 +109,7 @@ class SystemHealthView(APIView):
 
 
 def read(now: datetime) -> Facts:
-    """Everything at once; nine queries."""
+    """Everything at once; ten queries."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT current_setting('server_version'), pg_postmaster_start_time()")
         version, since = cursor.fetchone()
@@ -126,6 +126,7 @@ def read(now: datetime) -> Facts:
         tasks_wait_since=periodic.waiting_since(now=now),
         tasks_ended_at=Task.objects.aggregate(at=Max("stopped"))["at"],
         workers=workers,
+        held=mass_silence.standing(),
         other_versions=others,
         operations=operations,
         failures=failures,

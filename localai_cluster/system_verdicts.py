@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 
 from localai_cluster.periodic import SILENT_AFTER
+from nodes.registry.mass_silence import Held
 from operations.executor import controllers
 
 OVERDUE = timedelta(seconds=30)
@@ -87,6 +88,8 @@ class Facts:
     tasks_wait_since: datetime | None = None
     tasks_ended_at: datetime | None = None
     workers: Mapping[str, int] = field(default_factory=dict)
+    held: Held | None = None
+    """Nodes that fell silent together and are kept."""
     other_versions: int = 0
     """Approved workers that do not run this server's version."""
     operations: Work = Work()
@@ -194,6 +197,9 @@ def _schedules(facts: Facts, now: datetime) -> Verdict:
 def _workers(facts: Facts) -> Verdict:
     counted = [f"{number} {status}" for status, number in sorted(facts.workers.items())]
     text = ", ".join(counted) or "no worker has registered"
+    if facts.held:
+        hint = "Check the network between this server and the workers. Those that are heard by then stay."
+        return Verdict("workers", "Workers", State.ERROR, f"{text}; {facts.held}", hint, facts.held.since)
     if any(facts.workers.get(status) for status in ("offline", "unhealthy")):
         hint = "The Nodes page says since when and why."
         return Verdict("workers", "Workers", State.WARNING, text, hint)

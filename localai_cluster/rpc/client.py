@@ -26,6 +26,7 @@ from localai_cluster.rpc.messages import (
     StatusResponse,
     TokenizationResponse,
 )
+from localai_cluster.rpc.signs import Sign
 
 MESSAGE_LIMIT = 50 * 1024 * 1024
 HEALTHY = b"OK"
@@ -145,6 +146,23 @@ class BackendClient:
         task = asyncio.get_running_loop().create_task(channel.close(grace=DRAIN_SECONDS))
         self._retired.add(task)
         task.add_done_callback(self._retired.discard)
+
+
+async def probe(address: str, token: str, timeout: float) -> Sign:
+    """R4.38: what a health call says about the process at `address`; its connection is closed afterwards."""
+    try:
+        client = BackendClient(address, token)
+    except Refused:
+        return Sign.UNREACHABLE
+    try:
+        return Sign.ALIVE if await client.health(timeout) else Sign.UNREACHABLE
+    except BackendError as error:
+        # Not by its type: an engine may also be too busy by a status of its own.
+        cause = error.__cause__
+        refused = isinstance(cause, grpc.aio.AioRpcError) and cause.code() is grpc.StatusCode.UNAVAILABLE
+        return Sign.UNREACHABLE if refused else Sign.BUSY
+    finally:
+        await client.close()
 
 
 class ClientPool:

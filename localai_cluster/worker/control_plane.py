@@ -92,8 +92,8 @@ class ControlPlane:
         bus = {name: _text(answer.get(name)) for name in ("nats_jwt", "nats_user_seed", "nats_url")}
         return Registered(answer["id"], _text(answer.get("status")), **bus)
 
-    async def heartbeat(self, node_id: str, body: Mapping[str, int]) -> None:
-        """Reports that this node is alive, with its figures. CallFailed."""
+    async def heartbeat(self, node_id: str, body: Mapping[str, Any]) -> None:
+        """Reports that this node is alive, with its figures and the engines that have ended. CallFailed."""
         await self._call_node("POST", node_id, "heartbeat", body)
 
     async def drain(self, node_id: str) -> None:

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +20,10 @@ from localai_cluster.errors import ClusterError
 from localai_cluster.metrics import worker as metrics
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError, Unimplemented
+from localai_cluster.worker.exits import Exits
 from localai_cluster.worker.log_rings import LINE_LIMIT, LogLine, LogRings
 from localai_cluster.worker.port_allocator import PortAllocator
+from localai_cluster.worker.port_block import bindable
 
 log = logging.getLogger(__name__)
 
@@ -113,10 +114,16 @@ class StopOutcome:
 
 
 class EngineSupervisor:
-    """Starts and stops the engines of one worker, which accept calls with `token` only."""
+    """Starts and stops the engines of one worker, which accept calls with `token` only.
 
-    def __init__(self, ports: PortAllocator, token: str, guardian: procs.Guardian, rings: LogRings) -> None:
+    Those that end by themselves are added to `exits`.
+    """
+
+    def __init__(
+        self, ports: PortAllocator, token: str, guardian: procs.Guardian, rings: LogRings, exits: Exits
+    ) -> None:
         self._ports = ports
+        self._exits = exits
         self._token = token
         self._guardian = guardian
         self._rings = rings
@@ -304,6 +311,9 @@ class EngineSupervisor:
         if not engine.stopping:
             metrics.CRASHES.inc()
             log.warning("engine ended key=%s %s", engine.key, _ending(engine))
+            if engine.ready.is_set():
+                # Of one that never was, the command that started it hears.
+                self._exits.add(engine.key, engine.port)
             # Its children must not outlive it or keep its port.
             await asyncio.get_running_loop().run_in_executor(self._threads, procs.end, engine.group)
         await asyncio.wait(pumps, timeout=1.0)
@@ -390,14 +400,3 @@ def _ending(engine: Engine) -> str:
     if code is None:
         return "still running"
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit {code}"
-
-
-def bindable(port: int) -> bool:
-    """Whether an engine could listen on this port now."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("0.0.0.0", port))
-        except OSError:
-            return False
-    return True

@@ -1,14 +1,18 @@
-"""Heartbeats: the node's figures at every interval, as long as the bus is connected too (worker.md §6)."""
+"""Heartbeats: the node's figures at every interval, as long as the bus is connected too (worker.md §6).
 
-import asyncio
+An engine that has ended by itself is reported at once, by a heartbeat out of turn.
+"""
+
 import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 from localai_cluster import clock
 from localai_cluster.metrics.worker import HEARTBEATS
 from localai_cluster.worker import hardware
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane
+from localai_cluster.worker.exits import Exits
 from localai_cluster.worker.registration import GaveUp, hint
 
 log = logging.getLogger(__name__)
@@ -33,8 +37,8 @@ class HeartbeatLoop:
 
     `off_bus` says why this worker is not on the bus. `register` registers again, as often as it takes, when
     the control plane no longer knows the node. `register_once` tries it once (CallFailed), when the secret is
-    refused. `unsubscribe` stops answering commands, when another process has become the node. `problem` says
-    what an admin must resolve.
+    refused. `unsubscribe` stops answering commands, when another process has become the node. `exits` are the
+    engines to report. `problem` says what an admin must resolve.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class HeartbeatLoop:
         register: Callable[[], Awaitable[None]],
         register_once: Callable[[], Awaitable[None]],
         unsubscribe: Callable[[], Awaitable[None]],
+        exits: Exits,
     ) -> None:
         self._control_plane = control_plane
         self._off_bus = off_bus
@@ -56,38 +61,50 @@ class HeartbeatLoop:
         self._register = register
         self._register_once = register_once
         self._unsubscribe = unsubscribe
+        self._exits = exits
         self._reminded: dict[str, float] = {}
         self._paused_until = 0.0
         self.problem = ""
 
     async def run(self) -> None:
-        """Sends one heartbeat per interval; the first one interval after the start."""
+        """Sends one heartbeat per interval, the first one interval after the start, and one at every news."""
+        due_at = clock.monotonic() + self._interval
         while True:
-            await asyncio.sleep(self._interval)
+            hurried = await self._exits.news_within(due_at - clock.monotonic())
             try:
-                await self.send()
+                await self.send(hurried=hurried)
             except GaveUp:
                 raise
             except Exception:
                 # A figure that cannot be read must not stop the engines of this machine.
                 log.exception("heartbeat failed")
+            if not hurried:
+                due_at = clock.monotonic() + self._interval
 
-    async def send(self) -> None:
-        """Sends one heartbeat, or logs why not. Without the bus a node must go stale, so it sends none."""
+    async def send(self, *, hurried: bool = False) -> None:
+        """Sends one heartbeat, or logs why not. Without the bus a node must go stale, so it sends none.
+
+        A `hurried` one has no figures: to read those of the GPUs takes time.
+        """
         if reason := self._off_bus():
             HEARTBEATS.labels("off_bus").inc()
             self._remind("bus", f"no heartbeat: {reason}")
             return
         if clock.monotonic() < self._paused_until:
             return
+        body: dict[str, Any] = {} if hurried else dict(await self._measure())
+        sent_at, exits = clock.monotonic(), self._exits.due()
+        if exits:
+            body["ended_processes"] = [one.report for one in exits]
         try:
-            await self._control_plane.heartbeat(self._node_id(), await self._measure())
+            await self._control_plane.heartbeat(self._node_id(), body)
         except CallFailed as error:
             HEARTBEATS.labels("refused" if 400 <= error.http_status < 500 else "failed").inc()
             await self._failed(error)
         else:
             HEARTBEATS.labels("ok").inc()
             self.problem = ""
+            self._exits.answered(exits, sent_at)
 
     async def _failed(self, error: CallFailed) -> None:
         if error.http_status == 404:

@@ -25,6 +25,7 @@ from localai_cluster.worker.commands import Commands
 from localai_cluster.worker.config import Config
 from localai_cluster.worker.control_plane import CALL_LIMIT, ControlPlane, Registered
 from localai_cluster.worker.engines import EngineSupervisor
+from localai_cluster.worker.exits import Exits
 from localai_cluster.worker.heartbeats import HeartbeatLoop, figures
 from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.identity import NodeIdentity
@@ -71,7 +72,8 @@ class Worker:
         ports = PortAllocator(config.base_port, config.max_port)
         self._engine_token = secrets.token_hex(32)
         self._rings = LogRings(config.log_lines, config.log_bytes)
-        self._supervisor = EngineSupervisor(ports, self._engine_token, guardian, self._rings)
+        exits = Exits(config.advertise_host)
+        self._supervisor = EngineSupervisor(ports, self._engine_token, guardian, self._rings, exits)
         self._install_commands = self._installs(store, downloads)
         self._commands = Commands(
             config, self._bus, store, self._supervisor, self._install_commands, instance, self._stop.set
@@ -85,6 +87,7 @@ class Worker:
             self._register,
             self._register_once,
             self._commands.unsubscribe,
+            exits,
         )
 
     def _installs(self, store: BackendStore, downloads: httpx.AsyncClient) -> InstallCommands:

@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from localai_cluster.worker.config import HIGHEST_PORT, Config, host_port, refuse
-from localai_cluster.worker.engines import bindable
 
 BLOCK = 100
 ENGINE_PORTS = 10
@@ -37,6 +36,17 @@ def open_probe_listener(config: Config) -> tuple[Config, socket.socket]:
                 return moved, listener
             listener.close()
     refuse("addr", f"no block of {BLOCK} ports is free from {config.base_port} up")
+
+
+def bindable(port: int) -> bool:
+    """Whether an engine could listen on this port now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError:
+            return False
+    return True
 
 
 class _Occupied(Exception):

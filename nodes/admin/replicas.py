@@ -1,4 +1,4 @@
-"""Replicas and their use, started engines, installed backends and the upgrade check: read-only."""
+"""Replicas and their use, started engines, installed backends, the upgrade check, mass silence: read-only."""
 
 from django.contrib import admin
 
@@ -6,6 +6,7 @@ from localai_cluster.web.admin import Observed
 from nodes.models import (
     BackendOffer,
     EngineStart,
+    MassSilence,
     NodeBackend,
     NodeModel,
     ReplicaUse,
@@ -69,3 +70,10 @@ class EngineStartAdmin(Observed):
     """Engines that a load started and that are neither a replica nor confirmed stopped."""
 
     list_display = ("model_name", "replica_index", "node_id", "address", "stop_due_at", "stop_attempts")
+
+
+@admin.register(MassSilence)
+class MassSilenceAdmin(Observed):
+    """That many nodes fell silent at once, while they are kept for that."""
+
+    list_display = ("__str__", "since", "until")

@@ -3,14 +3,15 @@
 A caller is answered as soon as its beat is proved, from memory (`known`) or by its row. Proved beats gather,
 and one statement a second writes them all (`beats.record`); the first one after a quiet second is written at
 once. A batch that is lost costs every node in it one beat. A body that cannot be read is answered with 400,
-and its beat counts without figures: who beats, lives. What a refusal leaves behind, a failure counted or a
-conflict noted, is done for its caller alone, off the event loop.
+and its beat counts without figures: who beats, lives. Engines that a worker reports as ended are noted before
+it is answered, so an answer means that it need not repeat them. What a refusal leaves behind, a failure
+counted or a conflict noted, is done for its caller alone, off the event loop.
 """
 
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -32,6 +33,8 @@ from nodes.api.worker_auth import NO_CREDENTIAL, parse_node_id
 from nodes.registry import heartbeats, identity, services
 from nodes.registry.heartbeats import Beat
 from nodes.registry.known import KnownNodes
+from nodes.replicas import checks
+from nodes.replicas.statements import Rows
 from nodes.routing.pool import UNREACHABLE
 
 log = logging.getLogger(__name__)
@@ -47,7 +50,7 @@ Verdict = errors.ClusterError | None
 class Gate:
     """Proves beats: from memory, or else all that arrive while a look is under way with the next one."""
 
-    def __init__(self, database: Callable[[], heartbeats.Rows], known: KnownNodes) -> None:
+    def __init__(self, database: Callable[[], Rows], known: KnownNodes) -> None:
         self._database = database
         self._known = known
         self._asked: list[tuple[Beat, asyncio.Future[Verdict]]] = []
@@ -98,7 +101,7 @@ class Gate:
 class BeatWriter:
     """Gathers proved beats and writes them, at most once every `interval` seconds."""
 
-    def __init__(self, database: Callable[[], heartbeats.Rows], interval: float = INTERVAL) -> None:
+    def __init__(self, database: Callable[[], Rows], interval: float = INTERVAL) -> None:
         self._database = database
         self._interval = interval
         self._waiting: dict[heartbeats.Key, Beat] = {}
@@ -142,16 +145,18 @@ class BeatWriter:
 
 @dataclass(frozen=True)
 class _Call:
-    """One request: the beat that is in it, and what is wrong with its body."""
+    """One request: the beat that is in it, the engines that have ended, and what is wrong with its body."""
 
     beat: Beat
+    ended: Sequence[checks.ExitReport] = ()
     problem: errors.ClusterError | None = None
 
 
 class HeartbeatApplication:
     """The ASGI application; `database` gives the process's pool once it is open."""
 
-    def __init__(self, database: Callable[[], heartbeats.Rows], known: KnownNodes) -> None:
+    def __init__(self, database: Callable[[], Rows], known: KnownNodes) -> None:
+        self._database = database
         self._gate = Gate(database, known)
         self._writer = BeatWriter(database)
 
@@ -191,7 +196,15 @@ class HeartbeatApplication:
         self._writer.keep(call.beat)
         if call.problem is not None:
             raise call.problem
+        if call.ended:
+            await self._note_exits(call)
         return 200, {"message": "heartbeat recorded"}, {}
+
+    async def _note_exits(self, call: _Call) -> None:
+        try:
+            await checks.note_exits(self._database(), call.beat.id, call.ended)
+        except UNREACHABLE as error:
+            raise errors.Unavailable("the database is unavailable") from error
 
 
 async def _read(scope: raw.Scope, receive: Any) -> _Call:
@@ -202,20 +215,20 @@ async def _read(scope: raw.Scope, receive: Any) -> _Call:
         raise errors.NotAuthenticated(NO_CREDENTIAL)
     if (fingerprint := identity.node_fingerprint(secret)) == identity.UNKNOWN:
         raise identity.WrongCredential("invalid node credential")
-    figures, problem = await _figures(headers.get(b"content-type", ""), receive)
-    beat = Beat(_node_in(scope["path"]), fingerprint, clock.now(), _instance(headers), **figures)
-    return _Call(beat, problem)
-
-
-async def _figures(content_type: str, receive: Any) -> tuple[dict[str, Any], errors.ClusterError | None]:
-    """What was reported, or why that cannot be read."""
+    node_id, at, instance = _node_in(scope["path"]), clock.now(), _instance(headers)
     try:
-        text = await raw.body_of(receive, LIMIT)
-        if text and not is_json(content_type):
-            raise errors.InvalidInput(MALFORMED)
-        return heartbeats.read(parse_object(text)), None
+        body = await _body(headers.get(b"content-type", ""), receive)
+        figures, ended = heartbeats.read(body), heartbeats.read_ended(body)
     except errors.ClusterError as problem:
-        return {}, problem
+        return _Call(Beat(node_id, fingerprint, at, instance), problem=problem)
+    return _Call(Beat(node_id, fingerprint, at, instance, **figures), ended)
+
+
+async def _body(content_type: str, receive: Any) -> dict[str, Any]:
+    text = await raw.body_of(receive, LIMIT)
+    if text and not is_json(content_type):
+        raise errors.InvalidInput(MALFORMED)
+    return parse_object(text)
 
 
 def _instance(headers: Mapping[bytes, str]) -> str:
@@ -252,6 +265,15 @@ def _figure(meaning: str) -> Operation:
     return {"type": "integer", "format": "int64", "minimum": 0, "nullable": True, "description": meaning}
 
 
+_ENDED: Operation = {
+    "type": "object",
+    "required": list(heartbeats.ENDED_LENGTHS),
+    "properties": {
+        name: {"type": "string", "minLength": 1, "maxLength": longest}
+        for name, longest in heartbeats.ENDED_LENGTHS.items()
+    },
+}
+
 HEARTBEAT: Operation = {
     **raw.node_route(
         "node_heartbeat",
@@ -271,6 +293,14 @@ HEARTBEAT: Operation = {
                     "total_disk": _figure("Size of the filesystem of the models folder."),
                     "available_disk": _figure("Free bytes there; 0 means full."),
                     "gpu_vendor": {"type": "string", "maxLength": 32, "nullable": True},
+                    "ended_processes": {
+                        "type": "array",
+                        "nullable": True,
+                        "maxItems": heartbeats.MOST_ENDED,
+                        "description": "Engines that have ended by themselves. Their replicas are removed as"
+                        " soon as the worker confirms that it does not run them.",
+                        "items": _ENDED,
+                    },
                 },
             },
             {"available_disk": 81634525184, "available_ram": 24667537408, "total_disk": 270553174016},

@@ -22,11 +22,12 @@ from django.db.models import Case, DateTimeField, F, Q, Value, When
 
 from localai_cluster import clock, names
 from localai_cluster.messaging.bus import Bus
-from localai_cluster.messaging.messages import InstalledBackend, process_key
+from localai_cluster.messaging.messages import InstalledBackend
 from localai_cluster.metrics import passes
 from nodes.backends import upgrade_state
 from nodes.backends.commands import LIST_TIMEOUT, Worker
 from nodes.backends.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
+from nodes.backends.processes import engines_of
 from nodes.backends.together import Together
 from nodes.models import BackendNode, NodeBackend
 from nodes.models.node import BackendNodeQuerySet
@@ -288,13 +289,9 @@ async def compare_replicas(bus: Bus, node_id: UUID, node_name: str) -> None:
     worker that does not know the question keeps its replicas; requests find out which of them are dead.
     """
     asked_at = clock.now()
-    answer = await Worker(bus, str(node_id), node_name).running()
-    if not isinstance(answer, Done):
+    running = await engines_of(Worker(bus, str(node_id), node_name))
+    if running is None:
         return
-    running = {
-        (process_key(model.model_id, model.replica_index), model.address.rpartition(":")[2])
-        for model in answer.reply.models
-    }
     gone = await in_thread(retire_unlisted, node_id, running, before=asked_at)
     if gone:
         log.info("node %s does not run these any more: %s", node_name, ", ".join(gone))

@@ -11,6 +11,7 @@ from typing import Any
 from localai_cluster import __version__, periodic
 from localai_cluster.env import weak_secret
 from nodes.live.shapes import NOTICE
+from nodes.registry.mass_silence import Held
 from operations.executor.controllers import SILENT_AFTER, Seen
 
 Notice = dict[str, Any]
@@ -33,6 +34,8 @@ class ClusterFacts:
     tasks_wait_since: datetime | None = None
     """Since when nobody has taken the oldest scheduled task."""
     redis_away: bool = False
+    held: Held | None = None
+    """Nodes that fell silent together and are kept."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ def notices(facts: ClusterFacts, told: Told, now: datetime) -> list[Notice]:
     return [
         *_engine(facts, now),
         *_helpers(facts, now),
+        *_silence(facts),
         *_identity(facts, told),
         *_versions(facts),
         *_secrets(told),
@@ -108,6 +112,13 @@ def _helpers(facts: ClusterFacts, now: datetime) -> list[Notice]:
         text = "Redis or Valkey is unreachable; pages hear of operations later."
         found.append(_notice("redis-unreachable", "error", text, "Check the server and REDIS_URL."))
     return found
+
+
+def _silence(facts: ClusterFacts) -> list[Notice]:
+    if facts.held is None:
+        return []
+    hint = "Check the network between this server and the workers. Those that are heard by then stay."
+    return [_notice("mass-silence", "error", f"{facts.held}.", hint)]
 
 
 def _silent(at: datetime | None, facts: ClusterFacts, now: datetime) -> bool:

@@ -25,6 +25,7 @@ from nodes.backends import upgrade_state
 from nodes.live import rows, shapes
 from nodes.live.history import Difference, History
 from nodes.live.notices import ClusterFacts, Notice, Told, notices, unreachable
+from nodes.registry import mass_silence
 from operations.changes import events, feed
 from operations.executor import controllers
 
@@ -50,13 +51,15 @@ class Snapshot:
     controllers: controllers.Seen
     backends: upgrade_state.Standing
     tasks_wait_since: datetime | None = None
+    held: mass_silence.Held | None = None
 
 
 def look() -> Snapshot:
     """Reads everything, in one view of the database and a constant number of queries."""
     with feed.one_view():
         tasks = periodic.waiting_since(now=clock.now())
-        return Snapshot(rows.read(), controllers.seen(), upgrade_state.standing(), tasks)
+        held = mass_silence.standing()
+        return Snapshot(rows.read(), controllers.seen(), upgrade_state.standing(), tasks, held)
 
 
 async def reach_redis() -> bool:
@@ -218,6 +221,7 @@ class NodeFeed:
             readable_since=self._readable_since,
             tasks_wait_since=found.tasks_wait_since,
             redis_away=self._unanswered > 1,
+            held=found.held,
         )
 
     def _fail(self, why: str) -> None:

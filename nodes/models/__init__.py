@@ -9,6 +9,7 @@ from nodes.models.joining import JoinToken
 from nodes.models.memory import ModelLoadInfo, ModelSchedulingConfig, RoutePolicy
 from nodes.models.node import BackendNode, NodeLabel, NodeStatus, NodeType
 from nodes.models.replica import NodeModel, ReplicaState, ReplicaUse, WebProcess
+from nodes.models.silence import MassSilence
 from nodes.models.upgrades import BackendOffer, UpgradeCheck
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "BusCredential",
     "EngineStart",
     "JoinToken",
+    "MassSilence",
     "ModelLoadInfo",
     "ModelSchedulingConfig",
     "NodeBackend",

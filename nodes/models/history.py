@@ -28,6 +28,7 @@ class NodeEvent(models.Model):
         DEACTIVATED = "deactivated", "shut down"
         FELL_SILENT = "fell_silent", "lost contact"
         HEARD_AGAIN = "heard_again", "back online"
+        SILENCE_HELD = "silence_held", "kept while silent"
         MARKED_UNHEALTHY = "marked_unhealthy"
         MARKED_HEALTHY = "marked_healthy"
         DEREGISTERED = "deregistered"

@@ -73,6 +73,14 @@ class NodeModel(models.Model):
     cleanup_error = models.CharField(max_length=240, blank=True, default="")
     cleanup_attempts = models.IntegerField(default=0)
     cleanup_next_retry_at = models.DateTimeField(null=True, blank=True)
+    checked_at = models.DateTimeField(null=True, blank=True)
+    """When a controller last took it to find out whether its engine lives; an outcome names that time."""
+    missed_reports = models.PositiveSmallIntegerField(default=0, db_default=0)
+    """How often in a row its worker did not list the engine."""
+    missed_probes = models.PositiveSmallIntegerField(default=0, db_default=0)
+    """How often in a row nothing answered at its address."""
+    exit_reported = models.BooleanField(default=False, db_default=False)
+    """Its worker said that the engine has ended, which has not been confirmed yet."""
     created_at = models.DateTimeField(default=clock.now, editable=False)
     updated_at = models.DateTimeField(default=clock.now, editable=False)
 

@@ -4,7 +4,7 @@ R5.2 to R5.8 with their "Port:" lines: heartbeat age alone decides; pending node
 node goes offline, draining and unhealthy ones too; its replicas stop counting.
 A node that was heard after it fell silent comes back by its own heartbeat, not here; one that was heard after
 it had been marked unhealthy is healthy again. A web process that stopped refreshing its row is dead; what it
-carried is subtracted from the replicas.
+carried is subtracted from the replicas. Nodes that fall silent in masses are kept for some time (`brake.py`).
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,8 @@ from django.db.models import Q
 
 from localai_cluster.accounts.actors import task
 from nodes.models import BackendNode, NodeModel, ReplicaUse, WebProcess
-from nodes.registry import services
+from nodes.reconcilers.brake import NEARLY, Hold, Silence, decide
+from nodes.registry import mass_silence, services
 from nodes.replicas import statements
 
 
@@ -28,6 +29,8 @@ class Limits:
 
     node: float
     web: float
+    hold: float = 0.0
+    """How long nodes that fell silent together are kept; 0 = not at all."""
 
 
 @dataclass(frozen=True)
@@ -50,19 +53,31 @@ class Listener:
 
 @dataclass(frozen=True)
 class Observed:
-    """Approved nodes that are not offline, and web processes."""
+    """Approved nodes that are not offline, web processes, and the hold that stands."""
 
     nodes: Sequence[Heard]
     processes: Sequence[Listener]
+    hold: Hold | None = None
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be declared gone, and which nodes are well again."""
+    """What is to be declared gone, which nodes are well again, and which silent ones are kept."""
 
     nodes: list[UUID]
     processes: list[UUID]
     recovered: list[UUID] = field(default_factory=list)
+    held: list[UUID] = field(default_factory=list)
+    of: int = 0
+    """How many nodes were observed."""
+    hold: Hold | None = None
+    released: bool = False
+    """The hold that stood is over."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is to be done."""
+        return not (self.nodes or self.processes or self.recovered or self.held or self.released)
 
 
 def plan_liveness(observed: Observed, now: datetime, limits: Limits) -> Plan:
@@ -74,29 +89,47 @@ def plan_liveness(observed: Observed, now: datetime, limits: Limits) -> Plan:
     web, node = timedelta(seconds=limits.web), timedelta(seconds=limits.node)
     dead = [process.id for process in observed.processes if now - process.at > web]
     since = min((one.hearing_since for one in observed.processes if one.id not in dead), default=now)
-    silent = [one.id for one in observed.nodes if now - max(one.at or since, since) > node]
+    ages = {one.id: now - max(one.at or since, since) for one in observed.nodes}
+    silent = [id for id, age in ages.items() if age > node]
+    nearly = sum(node * NEARLY < age <= node for age in ages.values())
+    hold = decide(Silence(len(silent), nearly, len(ages)), observed.hold, now, limits.hold)
     heard = [one.id for one in observed.nodes if one.at and one.unhealthy_at and one.at > one.unhealthy_at]
     gone = frozenset(silent)
-    return Plan(nodes=silent, processes=dead, recovered=[one for one in heard if one not in gone])
+    return Plan(
+        nodes=[] if hold else silent,
+        processes=dead,
+        recovered=[one for one in heard if one not in gone],
+        held=silent if hold else [],
+        of=len(ages),
+        hold=hold,
+        released=observed.hold is not None and hold is None,
+    )
 
 
 def observe() -> Observed:
-    """Two queries."""
+    """Three queries."""
+    held = mass_silence.standing()
     nodes = BackendNode.objects.filter(approved_at__isnull=False, offline_at__isnull=True)
     return Observed(
         nodes=[Heard(*row) for row in nodes.values_list("id", "last_heartbeat", "unhealthy_at")],
         processes=[
             Listener(*row) for row in WebProcess.objects.values_list("id", "seen_at", "hearing_since")
         ],
+        hold=Hold(held.since, held.until) if held else None,
     )
 
 
 def apply(plan: Plan, now: datetime, limits: Limits) -> tuple[int, int]:
     """Carries the plan out, as far as it is still true; answers how many are gone (nodes, processes)."""
-    if not (plan.nodes or plan.recovered or plan.processes):
+    if plan.is_empty:
         return 0, 0
     actor = task("liveness")
     with transaction.atomic():
+        if plan.released:
+            mass_silence.release()
+        if plan.hold:
+            hold = plan.hold
+            mass_silence.hold(plan.held, since=hold.since, until=hold.until, of=plan.of, actor=actor, now=now)
         locked = _lock(plan)
         services.recovered(plan.recovered, actor=actor, now=now)
         gone = services.fell_silent(plan.nodes, limit=limits.node, actor=actor, now=now)

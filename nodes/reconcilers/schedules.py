@@ -5,6 +5,8 @@ from localai_cluster.periodic import Recurring
 # Every 5 s, not every 15 (C14): a dead web process's counts must be true again within 30 s.
 SCHEDULES = [
     Recurring("nodes: liveness", "nodes.reconcilers.tasks.liveness", "* * * * * */5"),
+    # C1. What it asks for is done by controllers, which are on the bus.
+    Recurring("nodes: state pass", "nodes.reconcilers.tasks.state_pass", "* * * * * */30"),
     Recurring("nodes: ended drains", "nodes.reconcilers.tasks.finish_drains", "* * * * * */5"),
     # C1; between two of them the controllers look when something changes (`scaler.py`).
     Recurring("nodes: replicas", "nodes.reconcilers.tasks.scale", "* * * * * */30"),

@@ -12,6 +12,7 @@ from nodes.backends import upgrade_state
 from nodes.reconcilers import intents, replicas
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness
 from nodes.registry import bus_credentials, joining, services, timeline
+from nodes.replicas import checks, recount
 
 PRUNED_AT_ONCE = 5000
 
@@ -25,10 +26,31 @@ def liveness() -> None:
         if not mine:
             return
         now, cluster = clock.now(), conf.cluster()
-        limits = Limits(node=cluster.node_stale_after, web=cluster.web_stale_after)
-        nodes, processes = apply(plan_liveness(observe(), now, limits), now, limits)
+        limits = Limits(
+            node=cluster.node_stale_after, web=cluster.web_stale_after, hold=cluster.mass_silence_hold
+        )
+        plan = plan_liveness(observe(), now, limits)
+        nodes, processes = apply(plan, now, limits)
+    if plan.hold and plan.hold.since == now:
+        log.error("liveness: %d of %d nodes are silent together and kept", len(plan.held), plan.of)
     if nodes or processes:
         log.warning("liveness: marked %d nodes offline, removed %d dead web processes", nodes, processes)
+
+
+@left_out_in_an_outage
+def state_pass() -> None:
+    """Has controllers look at engines in question, and corrects counts of requests.
+
+    At once if another process is at it.
+    """
+    with try_lock(Lock.STATE_PASS) as mine:
+        if not mine:
+            return
+        now = clock.now()
+        checks.ask(heard_since=now - timedelta(seconds=conf.cluster().node_stale_after), now=now)
+        corrected = recount.recount()
+    if corrected:
+        log.warning("counts of running requests corrected on %d replicas", corrected)
 
 
 @left_out_in_an_outage

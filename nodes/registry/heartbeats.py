@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any
 from uuid import UUID
 
 from localai_cluster import errors
@@ -21,11 +21,16 @@ from localai_cluster.accounts.actors import WORKER
 from nodes.models import NodeEvent
 from nodes.registry import budget, identity, states
 from nodes.registry.identity import NodeFacts
+from nodes.replicas.checks import ExitReport
+from nodes.replicas.statements import Rows
 from operations.changes.events import NODES
 
 LARGEST = 2**63 - 1
 _FIGURES = ("available_vram", "total_vram", "available_ram", "total_disk", "available_disk")
 _VENDOR_LENGTH = 32
+MOST_ENDED = 64
+ENDED_LENGTHS = {"process_key": 300, "address": 512}
+"""Most characters of what names an ended engine."""
 
 Key = tuple[UUID, str, str]
 """Node, fingerprint, process."""
@@ -69,18 +74,41 @@ class Overtaken(errors.ClusterError):
     """Somebody else changed the node while the batch was being written."""
 
 
-class Rows(Protocol):
-    """What writing needs of the database: one statement, its rows."""
-
-    async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
-        """Runs one statement in its own transaction."""
-        ...
-
-
 def read(body: Mapping[str, Any]) -> dict[str, Any]:
     """The known fields of a beat (`contract/http-api.md` §1.2); raises InvalidInput naming the field."""
     values: dict[str, Any] = {name: _figure(name, body.get(name)) for name in _FIGURES}
     return values | {"gpu_vendor": _vendor(body.get("gpu_vendor"))}
+
+
+def read_ended(body: Mapping[str, Any]) -> list[ExitReport]:
+    """The engines of a beat that have ended by themselves; raises InvalidInput naming the field."""
+    told = body.get("ended_processes")
+    if told is None:
+        return []
+    if not isinstance(told, list) or len(told) > MOST_ENDED:
+        raise errors.InvalidInput(
+            f"ended_processes must be a list of at most {MOST_ENDED} processes", field="ended_processes"
+        )
+    return [_ended(f"ended_processes.{number}", one) for number, one in enumerate(told)]
+
+
+def _ended(field: str, told: Any) -> ExitReport:
+    """Keys and addresses are only compared, so any characters will do that a row can have."""
+    if not isinstance(told, dict):
+        raise errors.InvalidInput(f"{field} must be an object", field=field)
+    texts = []
+    for name, longest in ENDED_LENGTHS.items():
+        text = told.get(name)
+        if not isinstance(text, str) or not 0 < len(text) <= longest:
+            raise errors.InvalidInput(
+                f"{field}.{name} must be a text of 1 to {longest} characters", field=f"{field}.{name}"
+            )
+        if "\x00" in text or any("\ud800" <= character <= "\udfff" for character in text):
+            raise errors.InvalidInput(
+                f"{field}.{name} must be a text without NUL and surrogates", field=f"{field}.{name}"
+            )
+        texts.append(text)
+    return ExitReport(*texts)
 
 
 def _figure(name: str, value: Any) -> int | None:

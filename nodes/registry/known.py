@@ -10,8 +10,9 @@ import math
 from uuid import UUID
 
 from localai_cluster import clock
-from nodes.registry.heartbeats import Beat, Rows, verdict
+from nodes.registry.heartbeats import Beat, verdict
 from nodes.registry.identity import NodeFacts
+from nodes.replicas.statements import Rows
 
 MAX_AGE = 5.0
 """Seconds for which what was read proves a beat."""

@@ -14,9 +14,10 @@ from django.db import transaction
 from django.db.models import Exists, OuterRef, Q, QuerySet
 
 from localai_cluster.commits import committed
-from localai_cluster.messaging.messages import process_key, split_process_key
+from localai_cluster.messaging.messages import split_process_key
 from nodes.models import NodeModel
 from nodes.replicas import hooks, statements, vram
+from nodes.replicas.evidence import Running, lists
 from nodes.replicas.hooks import ALL_REPLICAS, Removed
 from nodes.replicas.slots import Slot
 from operations.changes import events
@@ -50,18 +51,18 @@ def retire_slots_of_ended(running: QuerySet[Any], model_name: str | None = None)
     return _retire_slots(rows.exclude(Exists(running.filter(mark=OuterRef("loading_by")))))
 
 
-def retire_unlisted(node_id: UUID, running: Collection[tuple[str, str]], *, before: datetime) -> list[str]:
+def retire_unlisted(node_id: UUID, running: Running, *, before: datetime) -> list[str]:
     """Removes the loaded replicas of a node that its worker does not run, and answers their keys.
 
     Those that an upgrade has taken out of the picks count as loaded.
 
-    `running` are key and port ("": not said) of the worker's engines, as it listed them after `before`.
+    `running` are the worker's engines, as it listed them after `before`.
     """
     held = Q(state="loaded") | Q(withdrawn_for__isnull=False)
     loaded = NodeModel.objects.filter(held, node_id=node_id, updated_at__lt=before)
     with transaction.atomic():
         rows = list(loaded.order_by("id").select_for_update(of=("self",)))
-        gone = [row for row in rows if not _runs(row, running)]
+        gone = [row for row in rows if not lists(running, str(row), row.address)]
         _delete_rows(gone)
     return [str(row) for row in gone]
 
@@ -119,6 +120,16 @@ def retire_unloaded(replica_id: UUID) -> bool:
     return True
 
 
+def retire_lifeless(rows: Sequence[NodeModel]) -> None:
+    """Removes these locked replicas, whose engines have ended. Needs a transaction.
+
+    Who waits for the nodes hears of it: a place there is free.
+    """
+    _delete_rows(rows)
+    if rows:
+        events.notify(events.NODES, *sorted({str(row.node_id) for row in rows}))
+
+
 async def retire_dead(pool: Runner, replica_id: UUID, address: str) -> bool:
     """Removes a replica that does no work: the row that was picked, not one put in its place since.
 
@@ -129,11 +140,6 @@ async def retire_dead(pool: Runner, replica_id: UUID, address: str) -> bool:
     removed = await pool.run_in_transaction([(text, values) for text in texts])
     hooks.announce(Removed(*row) for row in removed)
     return bool(removed)
-
-
-def _runs(row: NodeModel, running: Collection[tuple[str, str]]) -> bool:
-    key, port = process_key(row.model_name, row.replica_index), row.address.rpartition(":")[2]
-    return (key, port) in running or (key, "") in running
 
 
 def _retire_slots(stale: QuerySet[NodeModel]) -> list[Slot]:

@@ -1,11 +1,23 @@
-"""The SQL of the hot path.
+"""The SQL of the hot path, and of what else web processes run without the ORM.
 
 One invariant keeps the counts exact and the locks free of cycles: a transaction that changes a `replica_uses`
 row holds the lock of its `node_models` row, and takes these locks in the order of their ids.
 `node_models.in_flight` is then the sum of its uses, however many web processes work at the same time.
 """
 
+from collections.abc import Mapping
+from typing import Any, Protocol
+
 from localai_cluster.accounts.credentials import VALID_SQL
+
+
+class Rows(Protocol):
+    """What a statement needs of the database: to be run, its rows."""
+
+    async def rows(self, statement: str, parameters: Mapping[str, Any], /) -> list[tuple[Any, ...]]:
+        """Runs one statement in its own transaction."""
+        ...
+
 
 EXCHANGE = f"""
 WITH owners AS MATERIALIZED (
@@ -164,3 +176,21 @@ SELECT count(*) FROM dead
 """
 """A process that uses a replica which is not `locked` has just picked it: it lives, and locking that replica
 now would be out of order."""
+
+LOCK_MISCOUNTED = """
+SELECT r.id FROM node_models r
+  LEFT JOIN (SELECT replica_id, sum(count) AS held FROM replica_uses GROUP BY replica_id) u
+         ON u.replica_id = r.id
+ WHERE r.in_flight <> COALESCE(u.held, 0)
+ ORDER BY r.id FOR UPDATE OF r SKIP LOCKED
+"""
+"""Who holds a row is changing its count; it is looked at again with the next pass."""
+
+RECOUNT = """
+UPDATE node_models r SET in_flight = s.held
+  FROM (SELECT m.id, (SELECT COALESCE(sum(u.count), 0) FROM replica_uses u WHERE u.replica_id = m.id) AS held
+          FROM node_models m WHERE m.id = ANY(%(ids)s)) s
+ WHERE r.id = s.id AND r.in_flight <> s.held
+"""
+"""It must be a statement of its own after `LOCK_MISCOUNTED`, so that it sees what others committed before
+the rows were locked."""

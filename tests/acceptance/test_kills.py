@@ -203,7 +203,11 @@ def test_in_flight_is_true_again_after_a_web_process_died() -> None:
 
 
 def test_a_killed_engine_is_removed_and_the_request_goes_on() -> None:
-    """A replica that refuses the connection is removed; the same request loads again and is answered."""
+    """A replica that refuses the connection is removed; the same request loads again and is answered.
+
+    One that gets no request goes within seconds too: its worker reports the end at once.
+    """
+    gone = "SELECT count(*) FROM node_models"
     with running_cluster() as cluster:
         web = cluster.web()
         cluster.controller()
@@ -216,6 +220,12 @@ def test_a_killed_engine_is_removed_and_the_request_goes_on() -> None:
         assert answer.status_code == 200, answer.text
         (again,) = engines_of(cluster.home / "worker-one")
         assert again != engine
+        assert cluster.rows(gone) == [(1,)]
+        os.kill(again, 9)
+        died = clock.monotonic()
+        eventually(lambda: cluster.rows(gone) == [(0,)], seconds=10, what="the replica of the engine goes")
+        print(f"the row is gone after {clock.monotonic() - died:.1f} s")
+        assert cluster.embed(web).status_code == 200
 
 
 @swept

@@ -79,8 +79,12 @@ def _numbers(prefix: str, *spans: range) -> frozenset[str]:
 
 # The sections that must have no gap, and of each the rules that count; None: all of the section.
 COVERED: dict[str, frozenset[str] | None] = {
-    # Scheduling rules; intents; limits of commands; memory and disk; progress; the upgrade check.
-    "0": _numbers("C", range(1, 3), range(9, 14), range(21, 28), range(37, 39), range(45, 46), range(47, 48)),
+    # Passes; scheduling rules; intents; limits of commands; memory and disk; progress; the upgrade check.
+    "0": _numbers(
+        "C",
+        *(range(1, 10), range(10, 14), range(15, 16), range(17, 18), range(21, 28), range(37, 39)),
+        *(range(45, 46), range(47, 48)),
+    ),
     "1A": None,
     "1B": None,
     "1C": None,
@@ -101,10 +105,10 @@ COVERED: dict[str, frozenset[str] | None] = {
     # The replica pass; not R4.13 and R4.16: nothing counts pressure yet.
     "4A": _numbers("R4.", range(1, 3)),
     "4B": _numbers("R4.", range(6, 13), range(14, 16), range(17, 24)),
-    # Not R4.24: the order of passes that are not all there yet.
-    "4C": _numbers("R4.", range(25, 32)),
+    "4C": None,
     # Rules from the settings.
     "4D": None,
+    "5": _numbers("R5.", range(1, 14)),
     "6A": None,
     "6B": None,
     "6C": None,
@@ -113,7 +117,7 @@ COVERED: dict[str, frozenset[str] | None] = {
     "6F": None,
     "6G": None,
     # Registration and approval; finders; labels, detail, selectors, rules; counts; bulk removals;
-    # reservations; overrides; VRAM budget; stale intents; end to end.
+    # reservations; overrides; VRAM budget; only the current row; stale intents; end to end.
     "7A": _numbers(
         "T-REG-",
         range(1, 12),
@@ -123,6 +127,7 @@ COVERED: dict[str, frozenset[str] | None] = {
         range(67, 68),
         range(72, 88),
         range(103, 110),
+        range(127, 130),
         range(133, 139),
         range(140, 149),
         range(150, 153),
@@ -131,8 +136,9 @@ COVERED: dict[str, frozenset[str] | None] = {
     ),
     # Estimates in the choice of a node; disk headroom, without a switch that is read while it runs.
     "7C": _numbers("T-ROU-", range(5, 8)) | _numbers("T-DSK-", range(1, 11), range(13, 14)),
-    "7E": _numbers("T-REC-", range(1, 9), range(11, 12), range(16, 23), range(25, 28))
-    | _numbers("T-SED-", range(1, 10)),
+    "7E": _numbers("T-REC-", range(1, 9), range(11, 12), range(16, 47)) | _numbers("T-SED-", range(1, 10)),
+    # Not T-HLT-7: a mode without offline nodes.
+    "7F": _numbers("T-HLT-", range(1, 7), range(8, 15)),
     "7G": None,
     "7H": None,
     # Credentials of the bus; logs of engines.

@@ -15,6 +15,7 @@ from nodes.live import history, notices, rows, watch
 from nodes.live.history import History
 from nodes.models import BackendNode, NodeBackend, NodeConflict, NodeLabel, NodeModel
 from nodes.registry import services
+from nodes.registry.mass_silence import Held
 from operations.executor import controllers
 from tests.support import fleet, live
 from tests.support.fleet import ANNA, NOW, later
@@ -169,14 +170,14 @@ def grow(size: int) -> None:
 
 @pytest.mark.django_db(transaction=True)
 def test_a_look_costs_the_same_few_queries_for_any_number_of_nodes() -> None:
-    """At 1, 20 and 200 nodes: five for nodes, one each for controllers, the check and tasks."""
+    """At 1, 20 and 200 nodes: five for nodes, one each for controllers, the check, tasks and silence."""
     seen = set()
     for size in (1, 20, 200):
         grow(size)
         with CaptureQueriesContext(connection) as queries:
             assert len(watch.look().nodes) == size
         seen.add(tuple(query["sql"].split(" ", 1)[0] for query in queries))
-    assert seen == {("BEGIN", "SET", *["SELECT"] * 8, "COMMIT")}
+    assert seen == {("BEGIN", "SET", *["SELECT"] * 9, "COMMIT")}
 
 
 @pytest.mark.django_db(transaction=True)
@@ -343,6 +344,15 @@ def test_who_carries_operations_out(
 def test_who_carries_schedules_out_and_brings_news(facts: notices.ClusterFacts, expected: list[str]) -> None:
     """Tasks that waited for the database are not late."""
     assert told(facts) == expected
+
+
+def test_nodes_that_fell_silent_together_are_an_alarm() -> None:
+    held = Held(NOW, datetime(2026, 8, 22, 10, 5, tzinfo=UTC), 6, 9)
+    facts = notices.ClusterFacts(SOUND, 0, 0, held=held)
+    assert told(facts) == ["mass-silence"]
+    (found,) = notices.notices(facts, STRONG, NOW)
+    assert found["text"] == "6 of 9 nodes fell silent at once; kept until 10:05 UTC."
+    assert found["level"] == "error"
 
 
 def test_workers_of_another_version_are_counted() -> None:

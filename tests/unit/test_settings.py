@@ -15,6 +15,7 @@ WRONG = {
     "CLUSTER_OPERATION_LEASE": "0",
     "CLUSTER_REQUEST_TIMEOUT": "0s",
     "CLUSTER_NODE_STALE_AFTER": "soon",
+    "LOCALAI_MASS_SILENCE_HOLD": "-5m",
     "LOCALAI_MODEL_LOAD_WAIT": "-1s",
     "LOCALAI_AUTO_APPROVE_NODES": "perhaps",
     "LOCALAI_VRAM_POLICY": "sometimes",
@@ -28,6 +29,7 @@ WRONG = {
 }
 
 
+@pytest.mark.rule("R5.13")
 @pytest.mark.parametrize("name", [name for name in WRONG if name not in ("LOG_LEVEL", "SECRET_KEY_FILE")])
 def test_a_wrong_value_becomes_a_problem_that_names_it(name: str) -> None:
     """The setting, what is wrong, what to do; in words, not in the library's."""

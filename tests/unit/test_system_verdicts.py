@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from localai_cluster.system_verdicts import Facts, Process, Schedule, State, Verdict, Work, verdicts, worst
+from nodes.registry.mass_silence import Held
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 GIB = 2**30
@@ -67,6 +68,13 @@ def test_all_is_well_and_nothing_asks_for_anything() -> None:
             "warning",
             "1 controller; without NATS: controller:1",
             ago(100),
+        ),
+        (
+            "workers",
+            {"held": Held(ago(20), NOW + timedelta(minutes=5), 6, 9), "workers": {"healthy": 9}},
+            "error",
+            "9 healthy; 6 of 9 nodes fell silent at once; kept until 10:05 UTC",
+            ago(20),
         ),
         ("tasks", {"tasks_wait_since": ago(31)}, "error", "no process takes them", ago(31)),
         ("tasks", {"tasks_wait_since": ago(5)}, "ok", "carried out", ago(3)),

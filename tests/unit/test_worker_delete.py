@@ -15,6 +15,7 @@ from localai_cluster.messaging.codec import decode, encode
 from localai_cluster.worker.backend_store import START_FILE, BackendStore
 from localai_cluster.worker.commands import Commands
 from localai_cluster.worker.engines import EngineSupervisor, StartFailed, StopFailed
+from localai_cluster.worker.exits import Exits
 from localai_cluster.worker.log_rings import LogRings
 from localai_cluster.worker.port_allocator import PortAllocator
 
@@ -77,7 +78,7 @@ async def test_an_engine_that_cannot_be_killed_keeps_its_files(tmp_path: Path) -
     start.parent.mkdir(parents=True)
     start.touch()
     with procs.Guardian() as guardian:
-        supervisor = Unkillable(PortAllocator(43000, 43999), "token", guardian, LogRings())
+        supervisor = Unkillable(PortAllocator(43000, 43999), "token", guardian, LogRings(), Exits("h"))
         store = BackendStore(tmp_path / "backends", tmp_path / "system", "default")
         reply = await deleted(store, supervisor)
     assert reply == m.DeleteReply(False, "b#0: process 7 cannot be killed", ("a#0",), True)
@@ -93,7 +94,9 @@ async def test_an_engine_launched_while_its_files_go_is_ended_and_reported(tmp_p
     with procs.Guardian() as guardian:
         store = BusyStore(tmp_path / "backends", tmp_path / "system", "default")
         store.loop = asyncio.get_running_loop()
-        store.supervisor = EngineSupervisor(PortAllocator(43000, 43999), "token", guardian, LogRings())
+        store.supervisor = EngineSupervisor(
+            PortAllocator(43000, 43999), "token", guardian, LogRings(), Exits("h")
+        )
         assert await deleted(store, store.supervisor) == m.DeleteReply(True, "", ("late#0",), True)
         assert store.supervisor.engines() == []
         with pytest.raises(StartFailed):

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from localai_cluster import clock, procs
+from localai_cluster.messaging.messages import split_process_key
 from localai_cluster.worker import engines
 from localai_cluster.worker.engines import EngineSupervisor, StartFailed
+from localai_cluster.worker.exits import Exits
 from localai_cluster.worker.log_rings import LogRings
 from localai_cluster.worker.port_allocator import PortAllocator
 
@@ -19,7 +21,7 @@ TOKEN = "token-of-the-registration"
 @pytest.fixture
 async def supervisor() -> AsyncIterator[EngineSupervisor]:
     with procs.Guardian() as guardian:
-        supervisor = EngineSupervisor(PortAllocator(42000, 42999), TOKEN, guardian, LogRings())
+        supervisor = EngineSupervisor(PortAllocator(42000, 42999), TOKEN, guardian, LogRings(), Exits("h"))
         yield supervisor
         supervisor.hurry()
         await supervisor.close()
@@ -106,3 +108,57 @@ def test_an_engine_finds_the_drivers_that_came_with_it(tmp_path: Path) -> None:
         (drivers / name).touch()
     found = f"{drivers}/a.json:{drivers}/b.json"
     assert engines.vulkan_drivers(tmp_path) == {"VK_DRIVER_FILES": found, "VK_ICD_FILENAMES": found}
+
+
+@pytest.mark.rule("worker-6")
+@pytest.mark.parametrize("asked", [True, False], ids=["stopped", "by itself"])
+async def test_an_engine_that_ends_by_itself_is_noted(tmp_path: Path, asked: bool) -> None:
+    """As soon as the process is gone, not once its children are; one that was stopped is no news."""
+    exits = Exits("gpu-1")
+    with procs.Guardian() as guardian:
+        supervisor = EngineSupervisor(PortAllocator(45000, 45999), TOKEN, guardian, LogRings(), exits)
+        start = script(tmp_path, f"touch {tmp_path}/up; exec sleep 1000")
+        starting = asyncio.create_task(supervisor.start("m#0", "b", start))
+
+        async def up() -> bool:
+            return (tmp_path / "up").exists()
+
+        assert await clock.wait_until(up, timeout=60)
+        (engine,) = supervisor.engines()
+        engine.ready.set()
+        if asked:
+            await supervisor.stop("m#0", force=True)
+        else:
+            engine.process.kill()
+        with pytest.raises(StartFailed):
+            await starting
+        told = [one.report for one in exits.due()]
+        assert told == ([] if asked else [{"process_key": "m#0", "address": f"gpu-1:{engine.port}"}])
+        await supervisor.close()
+
+
+@pytest.mark.rule("R4.36")
+async def test_engines_that_end_are_not_listed(supervisor: EngineSupervisor, tmp_path: Path) -> None:
+    """Neither one that is being stopped nor one that has ended and is not cleaned up yet."""
+    start = script(tmp_path, "exec sleep 1000")
+    for key in ("stopped#0", "dead#0", "a#b#1"):
+        starting = asyncio.create_task(supervisor.start(key, "b", start))
+        starting.add_done_callback(lambda task: task.exception())
+
+    async def up() -> bool:
+        return len(supervisor.running()) == 3
+
+    assert await clock.wait_until(up, timeout=60)
+    (stopped, dead) = (supervisor.get(key) for key in ("stopped#0", "dead#0"))
+    assert stopped is not None
+    assert dead is not None
+    stopped.stopping = True
+    dead.process.kill()
+
+    async def gone() -> bool:
+        return not dead.alive
+
+    assert await clock.wait_until(gone, timeout=60)
+    assert [engine.key for engine in supervisor.running()] == ["a#b#1"]
+    assert split_process_key("a#b#1") == ("a#b", 1)
+    stopped.stopping = False

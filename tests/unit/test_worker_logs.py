@@ -22,6 +22,7 @@ from localai_cluster.metrics import exposed
 from localai_cluster.worker import http_server
 from localai_cluster.worker.config import InvalidSettings, build
 from localai_cluster.worker.engines import EngineSupervisor, StartFailed, shown
+from localai_cluster.worker.exits import Exits
 from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.log_rings import ENDED_KEPT, LINE_LIMIT, LINES, LogLine, LogRings
 from localai_cluster.worker.port_allocator import PortAllocator
@@ -132,7 +133,7 @@ async def test_an_endless_line_is_one_line_and_tells_no_part_of_the_token(tmp_pa
     start.write_text(f'#!/bin/sh\nexec python3 -c "{program}"\n')
     start.chmod(0o755)
     with procs.Guardian() as guardian:
-        supervisor = EngineSupervisor(PortAllocator(44000, 44999), TOKEN, guardian, rings)
+        supervisor = EngineSupervisor(PortAllocator(44000, 44999), TOKEN, guardian, rings, Exits("h"))
         with pytest.raises(StartFailed):
             await supervisor.start("m#0", "b", start)
         await supervisor.close()

@@ -1,5 +1,6 @@
 """What a worker does and says when the control plane refuses its registration or its heartbeats."""
 
+import asyncio
 import logging
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from localai_cluster import clock
 from localai_cluster.worker import registration
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane
+from localai_cluster.worker.exits import GIVEN_UP_AFTER, MOST, Exits
 from localai_cluster.worker.heartbeats import HeartbeatLoop
 
 
@@ -83,7 +85,9 @@ class Beating:
         self.gave_way = False
         monkeypatch.setattr(clock, "monotonic", lambda: self.now)
         heart: Any = HeartbeatLoop
-        callbacks = (self.measure, self.rejoin, self.knock, self.give_way)
+        self.exits = Exits("gpu-1")
+        self.bodies: list[dict[str, Any]] = []
+        callbacks = (self.measure, self.rejoin, self.knock, self.give_way, self.exits)
         self.heart: HeartbeatLoop = heart(self, lambda: "", 10.0, lambda: "n", *callbacks)
 
     async def measure(self) -> dict[str, int]:
@@ -91,6 +95,7 @@ class Beating:
 
     async def heartbeat(self, node_id: str, body: Any) -> None:
         self.beats += 1
+        self.bodies.append(dict(body))
         if self.error:
             raise self.error
 
@@ -174,3 +179,67 @@ async def test_a_heart_stays_away_as_long_as_it_is_told(beating: Beating) -> Non
     assert beating.beats == 1
     await beating.live(10)
     assert beating.beats == 2
+
+
+REPORT = {"process_key": "m#0", "address": "gpu-1:7001"}
+
+
+def reported(beating: Beating) -> list[list[dict[str, str]]]:
+    return [body.get("ended_processes", []) for body in beating.bodies]
+
+
+@pytest.mark.rule("worker-6")
+async def test_an_engine_that_ended_is_told_at_once_and_without_figures(beating: Beating) -> None:
+    """Not at the next interval, and not after the seconds that it takes to read the GPUs' memory."""
+    beating.heart._measure = None  # type: ignore[assignment]
+    life = asyncio.create_task(beating.heart.run())
+    await asyncio.sleep(0)
+    beating.exits.add("m#0", 7001)
+
+    async def told() -> bool:
+        return bool(beating.bodies)
+
+    assert await clock.wait_until(told, timeout=60, every=0.01)
+    life.cancel()
+    assert beating.bodies == [{"ended_processes": [REPORT]}]
+
+
+@pytest.mark.rule("worker-6")
+async def test_an_end_is_told_until_that_was_answered_and_for_some_seconds(beating: Beating) -> None:
+    """A lost answer costs one beat; a load may have made a replica of the engine just after its end."""
+    beating.error = CallFailed("no answer")
+    beating.exits.add("m#0", 7001)
+    await beating.heart.send(hurried=True)
+    await beating.live(20)
+    beating.error = None
+    await beating.live(20)
+    assert reported(beating) == [[REPORT]] * 4 + [[]]
+
+
+@pytest.mark.rule("worker-6")
+async def test_an_early_answer_does_not_end_the_reports(beating: Beating) -> None:
+    beating.exits.add("m#0", 7001)
+    await beating.heart.send(hurried=True)
+    await beating.live(30)
+    assert reported(beating) == [[REPORT]] * 3 + [[]]
+
+
+async def test_what_no_one_takes_is_given_up(beating: Beating) -> None:
+    """A control plane that refuses the field must not get it for ever: the figures of such beats are lost."""
+    beating.error = CallFailed("ended_processes", 400)
+    beating.exits.add("m#0", 7001)
+    await beating.live(int(GIVEN_UP_AFTER) + 10)
+    assert reported(beating)[-3:] == [[REPORT], [], []]
+
+
+async def test_of_many_ends_every_beat_tells_some_that_were_not_told(beating: Beating) -> None:
+    for number in range(MOST + 3):
+        beating.exits.add(f"m#{number}", 7000 + number)
+    assert await beating.exits.news_within(0)
+    await beating.heart.send(hurried=True)
+    assert await beating.exits.news_within(0)
+    await beating.heart.send(hurried=True)
+    assert not await beating.exits.news_within(0)
+    first, second = reported(beating)
+    assert (len(first), len(second)) == (MOST, MOST)
+    assert len({one["process_key"] for one in first + second}) == MOST + 3

@@ -1,12 +1,12 @@
 """`manage.py controller`: the process that runs operations.
 
-Eleven tasks in one event loop: the executors of operations and of intents on nodes, the inventory of
+Twelve tasks in one event loop: the executors of operations and of intents on nodes, the inventory of
 backends, the wakes of what waits for nodes, the scaler that carries out scheduling rules, the stopper of
-engines that nothing accounts for, the revocations of credentials for the bus, the check for upgrades, the
-LISTEN task whose hints trigger those eight, the ticker of django-q2's schedules, the heartbeat that tells
-pages that a controller is running, and the server of its figures, if it has an address. Any number may run:
-they claim operations, intents, inventory questions, stops and checks, and lock schedules and the scaler's
-looks.
+engines that nothing accounts for, the state pass over engines that may have ended, the revocations of
+credentials for the bus, the check for upgrades, the LISTEN task whose hints trigger those nine, the ticker of
+django-q2's schedules, the heartbeat that tells pages that a controller is running, and the server of its
+figures, if it has an address. Any number may run: they claim operations, intents, inventory questions, stops,
+replicas in question and checks, and lock schedules and the scaler's looks.
 """
 
 import asyncio
@@ -39,8 +39,10 @@ from nodes.loading.stopping import Stopper
 from nodes.reconcilers import schedules
 from nodes.reconcilers.revocations import Revocations
 from nodes.reconcilers.scaler import Scaler
+from nodes.reconcilers.state_pass import StatePass
 from nodes.reconcilers.wakes import Wakes
 from nodes.registry import bus_credentials
+from nodes.replicas import checks
 from nodes.scheduling import store
 from nodes.unloading import asking, carry_out
 from operations.changes.events import NODES, OPERATIONS, listen
@@ -93,7 +95,7 @@ async def run() -> None:
         on_nodes.hint()
 
     lists, wakes, stopper, revocations = Inventory(bus), Wakes(nodes_changed), Stopper(bus), Revocations()
-    checker, scaler = UpgradeChecker(owner), Scaler()
+    checker, scaler, engines = UpgradeChecker(owner), Scaler(), StatePass(bus)
     metrics.BUS_CONNECTED.set_function(lambda: bus.connected)
     for name, executor in executors.items():
         metrics.RUNNING.labels(name).set_function(executor.running)
@@ -103,11 +105,12 @@ async def run() -> None:
         asyncio.create_task(wakes.run(), name="wakes"),
         asyncio.create_task(scaler.run(), name="scaler"),
         asyncio.create_task(stopper.run(), name="stopper"),
+        asyncio.create_task(engines.run(), name="state pass"),
         asyncio.create_task(revocations.run(), name="revocations"),
         asyncio.create_task(checker.run(), name="upgrade check"),
         asyncio.create_task(
             listen_for_changes(
-                [*executors.values()], lists, wakes, scaler, stopper, revocations, checker, hints
+                [*executors.values()], lists, wakes, scaler, stopper, engines, revocations, checker, hints
             ),
             name="hints",
         ),
@@ -144,18 +147,27 @@ async def listen_for_changes(
     wakes: Wakes,
     scaler: Scaler,
     stopper: Stopper,
+    engines: StatePass,
     revocations: Revocations,
     checker: UpgradeChecker,
     hints: Hints,
 ) -> None:
     """Turns notifications into checks; after each (re)connect everything is checked."""
     async for channel, payload in listen(
-        OPERATIONS, NODES, inventory.CHANNEL, bus_credentials.CHANNEL, upgrade_state.CHANNEL, store.CHANNEL
+        OPERATIONS,
+        NODES,
+        inventory.CHANNEL,
+        checks.CHANNEL,
+        bus_credentials.CHANNEL,
+        upgrade_state.CHANNEL,
+        store.CHANNEL,
     ):
         if channel in (bus_credentials.CHANNEL, ""):
             revocations.hint()
         if channel in (upgrade_state.CHANNEL, ""):
             checker.hint()
+        if channel in (checks.CHANNEL, ""):
+            engines.hint()
         if channel in (NODES, inventory.CHANNEL, ""):
             lists.hint()
         if channel in (NODES, ""):

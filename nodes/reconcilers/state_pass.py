@@ -1,0 +1,114 @@
+"""The state pass: are the engines of the replicas still there? Observe, judge (pure), settle.
+
+A schedule, or a worker that reports an engine's end, puts replicas in question and wakes the controllers
+(`nodes/replicas/checks.py`). This is a controller's part: it claims rows, asks the worker of each node what
+it runs and, where that says nothing, the engine's port, and writes the outcome. Several controllers share the
+rows by their claims, so no lock is held while a worker is asked, and one that dies costs one pass.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import groupby
+
+from django.db import Error as DatabaseError
+
+from localai_cluster import clock, conf
+from localai_cluster.messaging.bus import Bus
+from localai_cluster.rpc.client import probe
+from localai_cluster.rpc.signs import Sign
+from nodes.backends.commands import Worker
+from nodes.backends.processes import engines_of
+from nodes.registry import dialling
+from nodes.replicas import checks
+from nodes.replicas.evidence import Finding, Suspect, judge, lists
+from operations.executor.work import in_thread
+
+log = logging.getLogger(__name__)
+
+NODES_AT_ONCE = 64
+PORTS_AT_ONCE = 64
+PROBE_TIMEOUT = 1.0
+"""C4."""
+LIMIT = 15.0
+"""Seconds that a look takes at most; what it has not found out by then stays as it is."""
+_GATHER = 0.1
+"""Hints of so many seconds are one look."""
+
+
+class StatePass:
+    """A controller's part."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._look = asyncio.Event()
+        self._nodes = asyncio.Semaphore(NODES_AT_ONCE)
+        self._ports = asyncio.Semaphore(PORTS_AT_ONCE)
+
+    def hint(self) -> None:
+        """Engines may be in question; look now."""
+        self._look.set()
+
+    async def run(self) -> None:
+        """Looks when it is told, until cancelled. A look does not wait for the one before it."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                await self._look.wait()
+                self._look.clear()
+                group.create_task(self._look_once(), name="look at engines")
+                await asyncio.sleep(_GATHER)
+
+    async def _look_once(self) -> None:
+        """The claims of a look that failed run out, and the schedule asks again."""
+        try:
+            await self.look_once()
+        except DatabaseError as error:
+            log.warning("cannot find out which engines have ended: %s", error)
+        except Exception:
+            # R4.5: a defect must not end the looks of this controller.
+            log.exception("a look at engines failed")
+
+    async def look_once(self) -> int:
+        """Looks at everything that nobody looks at; answers how many replicas that was."""
+        now = clock.now()
+        heard_since = now - timedelta(seconds=conf.cluster().node_stale_after)
+        suspects = await in_thread(checks.claim, heard_since=heard_since, now=now)
+        if not suspects:
+            return 0
+        by_node = groupby(sorted(suspects, key=_node_of), key=_node_of)
+        looks = [asyncio.create_task(self._judged(list(group))) for _, group in by_node]
+        try:
+            done, _ = await asyncio.wait(looks, timeout=LIMIT)
+        finally:
+            for look in looks:
+                look.cancel()
+            await asyncio.gather(*looks, return_exceptions=True)
+        findings: dict[Suspect, Finding] = {}
+        for look in done:
+            if error := look.exception():
+                log.warning("the engines of a node were not looked at: %r", error)
+            else:
+                findings |= look.result()
+        for gone in await in_thread(checks.settle, findings, now=now):
+            log.warning("engine %s on %s has ended: replica removed", gone.process_key, gone.node_name)
+        return len(suspects)
+
+    async def _judged(self, suspects: Sequence[Suspect]) -> dict[Suspect, Finding]:
+        """R4.24: the worker of one node first; what it lists or misses needs no probe."""
+        node = suspects[0]
+        async with self._nodes:
+            running = await engines_of(Worker(self._bus, str(node.node_id), node.node_name))
+        if running is not None:
+            return {one: judge(one, lists(running, one.process_key, one.address), None) for one in suspects}
+        ports = await asyncio.gather(*(self._port(one) for one in suspects))
+        return {one: judge(one, None, port) for one, port in zip(suspects, ports, strict=True)}
+
+    async def _port(self, suspect: Suspect) -> Sign:
+        token = dialling.bearer(suspect.engine_token, suspect.weak_identity)
+        async with self._ports:
+            return await probe(suspect.address, token, PROBE_TIMEOUT)
+
+
+def _node_of(suspect: Suspect) -> str:
+    return str(suspect.node_id)

@@ -1,0 +1,72 @@
+"""When silent nodes are kept, and for how long: a table, and what holds whatever the numbers are."""
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nodes.reconcilers.brake import Hold, Silence, decide
+
+NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
+HOLD = 300.0
+NEW = Hold(NOW, NOW + timedelta(seconds=HOLD))
+OLD = Hold(NOW - timedelta(seconds=299), NOW + timedelta(seconds=1))
+OVER = Hold(NOW - timedelta(seconds=300), NOW)
+
+
+@pytest.mark.rule("R5.4")
+@pytest.mark.parametrize(
+    ("silent", "nearly", "of", "standing", "expected"),
+    [
+        (0, 0, 9, None, None),
+        (3, 0, 9, None, None),
+        (4, 0, 9, None, NEW),
+        (1, 3, 9, None, NEW),
+        (0, 9, 9, None, None),
+        (2, 0, 2, None, None),
+        (2, 0, 3, None, None),
+        (2, 1, 3, None, NEW),
+        (3, 0, 3, None, NEW),
+        (4, 0, 9, OLD, OLD),
+        (9, 0, 9, OLD, OLD),
+        (3, 0, 9, OLD, None),
+        (0, 0, 9, OLD, None),
+        (0, 4, 9, OLD, None),
+        (4, 0, 9, OVER, None),
+        (2, 0, 3, OLD, None),
+    ],
+    ids=[
+        "nobody is silent",
+        "a third",
+        "more than a third",
+        "more than a third, most of them nearly",
+        "nobody is silent yet",
+        "all, but too few",
+        "most, but too few",
+        "too few and a near one",
+        "all of three",
+        "it stands",
+        "more have followed",
+        "some were heard",
+        "all were heard",
+        "all were heard, some late",
+        "it has run out",
+        "one of three was heard",
+    ],
+)
+def test_the_brake(silent: int, nearly: int, of: int, standing: Hold | None, expected: Hold | None) -> None:
+    assert decide(Silence(silent, nearly, of), standing, NOW, HOLD) == expected
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.integers(0, 50), st.sampled_from([None, OLD, OVER]))
+def test_it_never_holds_without_a_setting_or_beyond_its_time(
+    silent: int, nearly: int, heard: int, standing: Hold | None
+) -> None:
+    found = Silence(silent, nearly, silent + nearly + heard)
+    assert decide(found, standing, NOW, 0.0) is None
+    hold = decide(found, standing, NOW, HOLD)
+    assert hold is None or hold.until > NOW
+    assert hold is None or 3 * (silent + nearly) > found.of
+    if standing is not None and hold is not None:
+        assert hold == standing
