@@ -196,7 +196,8 @@ class NatsBus:
 
     async def _changed_within(self, seconds: float | None) -> None:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
 
     async def _live_once(self) -> bool:
         """From dialling to the loss of the connection or of its successor; whether there was one."""

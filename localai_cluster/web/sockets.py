@@ -159,7 +159,8 @@ class LiveSocket(AsyncWebsocketConsumer):
         scope: Scope = self.scope
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.looks.wait(), CHECK_EVERY)
+                async with asyncio.timeout(CHECK_EVERY):
+                    await self.looks.wait()
             self.looks.clear()
             try:
                 principal = await scope["principal_again"]()

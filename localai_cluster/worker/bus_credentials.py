@@ -116,7 +116,8 @@ class BusCredentials:
     async def _until_due(self) -> None:
         with contextlib.suppress(TimeoutError):
             pause = None if self._due_at is None else max(self._due_at - clock.monotonic(), 0.0)
-            await asyncio.wait_for(self._refused.wait(), pause)
+            async with asyncio.timeout(pause):
+                await self._refused.wait()
             await asyncio.sleep(max(self._not_before - clock.monotonic(), 0.0))
 
     def _retry_pause(self) -> float:

@@ -205,7 +205,8 @@ class EngineSupervisor:
             outcome = await self.stop(key, force=force)
             if not outcome.terminated and engine.stopping:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(engine.gone.wait(), FREE_LIMIT + 2 * GRACE)
+                    async with asyncio.timeout(FREE_LIMIT + 2 * GRACE):
+                        await engine.gone.wait()
             if not engine.gone.is_set():
                 raise StopFailed(f"{key}: {outcome.error}", stopped=tuple(ended))
             ended.append(key)
@@ -266,7 +267,8 @@ class EngineSupervisor:
         deadline = clock.monotonic() + READY_LIMIT
         while clock.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(engine.gone.wait(), READY_EVERY)
+                async with asyncio.timeout(READY_EVERY):
+                    await engine.gone.wait()
             if engine.stopping:
                 raise StartInterrupted(f"backend process {engine.key} was stopped while it started")
             if engine.gone.is_set():
@@ -295,7 +297,8 @@ class EngineSupervisor:
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._threads, procs.end, engine.group, lambda: self._hurry)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(engine.gone.wait(), FREE_LIMIT)
+            async with asyncio.timeout(FREE_LIMIT):
+                await engine.gone.wait()
         return engine.gone.is_set()
 
     async def _watch(self, engine: Engine) -> None:

@@ -51,7 +51,8 @@ class Exits:
     async def news_within(self, seconds: float) -> bool:
         """Waits until there is something to tell at once, `seconds` at most; answers whether there is."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._news.wait(), max(seconds, 0.0))
+            async with asyncio.timeout(max(seconds, 0.0)):
+                await self._news.wait()
         found = self._news.is_set()
         self._news.clear()
         return found

@@ -85,7 +85,8 @@ async def gpus() -> Gpus:
         log.warning("nvidia-smi cannot be started: %s", error)
         return Gpus()
     try:
-        output, _ = await asyncio.wait_for(process.communicate(), GPU_TIMEOUT)
+        async with asyncio.timeout(GPU_TIMEOUT):
+            output, _ = await process.communicate()
     except TimeoutError:
         process.kill()
         await process.wait()

@@ -47,7 +47,8 @@ async def _wait_for_requests(control_plane: ControlPlane, node_id: str, hurry: a
             return
         log.info("waiting for %d running request(s)", running)
         try:
-            await asyncio.wait_for(hurry.wait(), POLL_EVERY)
+            async with asyncio.timeout(POLL_EVERY):
+                await hurry.wait()
             return
         except TimeoutError:
             continue

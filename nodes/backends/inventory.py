@@ -332,7 +332,8 @@ class Inventory:
                 self._look.clear()
                 pause = await self._look_once(group)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._look.wait(), timeout=pause)
+                    async with asyncio.timeout(pause):
+                        await self._look.wait()
                 await asyncio.sleep(_GATHER)
 
     async def _look_once(self, group: asyncio.TaskGroup) -> float:

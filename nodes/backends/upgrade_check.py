@@ -97,7 +97,8 @@ class UpgradeChecker:
                 done = await self.check()
                 await self.follow()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._heard.wait(), timeout=LOOK_EVERY)
+                    async with asyncio.timeout(LOOK_EVERY):
+                        await self._heard.wait()
                 await asyncio.sleep(self._rest if done else _GATHER)
 
     async def _first(self) -> None:

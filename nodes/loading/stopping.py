@@ -68,7 +68,8 @@ class Stopper:
                 log.warning("cannot see which engines must be stopped: %s", error)
                 pause = LOOK_EVERY
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._look.wait(), timeout=pause)
+                async with asyncio.timeout(pause):
+                    await self._look.wait()
             await asyncio.sleep(_GATHER)
 
     async def look_once(self) -> int:

@@ -104,7 +104,8 @@ class _Bridge:
         try:
             layer = get_channel_layer()
             if layer is not None:
-                await asyncio.wait_for(layer.group_send(GROUP, dict(message)), timeout=5)
+                async with asyncio.timeout(5):
+                    await layer.group_send(GROUP, dict(message))
         except Exception as error:
             # A lost hint costs a browser a few seconds, never a change: it re-reads the rows.
             log.warning("an operation's change did not reach the channel layer: %r", error)

@@ -86,7 +86,8 @@ class Executor(Generic[C]):
             except DatabaseError as error:
                 log.warning("cannot claim %s: %s", self._queue.name, error)
             try:
-                await asyncio.wait_for(self._look.wait(), timeout=LOOK_EVERY)
+                async with asyncio.timeout(LOOK_EVERY):
+                    await self._look.wait()
             except TimeoutError:
                 continue
 

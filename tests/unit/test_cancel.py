@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from localai_cluster import cancel
+from tests.support.cluster import ROOT
 
 
 async def test_a_swallowed_cancellation_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,3 +42,12 @@ async def test_how_it_ended_is_no_error() -> None:
     for _ in range(2):
         await cancel.end(task)
     assert isinstance(task.exception(), ValueError)
+
+
+def test_nothing_of_the_product_waits_with_wait_for() -> None:
+    """Python 3.11's `wait_for` loses a cancellation that comes with the result: a loop would never end."""
+    rooms = ("localai_cluster", "nodes", "operations")
+    sources = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
+    assert len(sources) > 100
+    found = [path.name for path in sources if "asyncio.wait_for(" in path.read_text(encoding="utf-8")]
+    assert found == []
