@@ -35,7 +35,7 @@ class WorkerGone(errors.Unavailable):
 
 
 @dataclass(frozen=True)
-class Refusal:
+class NodeReason:
     """A node that could not load the model, and why."""
 
     node_id: UUID
@@ -43,12 +43,12 @@ class Refusal:
     reason: str
 
 
-def refusals(payload: Mapping[str, Any]) -> list[Refusal]:
+def refusals(payload: Mapping[str, Any]) -> list[NodeReason]:
     """What an operation's payload says, in the order in which it was tried."""
-    return [Refusal(UUID(id), name, reason) for id, name, reason in payload.get(_KEPT, ())]
+    return [NodeReason(UUID(id), name, reason) for id, name, reason in payload.get(_KEPT, ())]
 
 
-def with_refusal(payload: Mapping[str, Any], refusal: Refusal) -> dict[str, Any]:
+def with_refusal(payload: Mapping[str, Any], refusal: NodeReason) -> dict[str, Any]:
     """The payload with one more."""
     kept = [[str(one.node_id), one.node_name, one.reason] for one in [*refusals(payload), refusal]]
     return {**payload, _KEPT: kept}

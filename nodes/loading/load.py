@@ -36,8 +36,8 @@ from nodes.loading import engines, needs, placing
 from nodes.loading.failures import (
     MOST_NODES,
     LoadFailed,
+    NodeReason,
     NodeRefused,
-    Refusal,
     WorkerGone,
     refusals,
     refused_by_all,
@@ -378,7 +378,7 @@ def _elsewhere(attempt: Attempt, operation: Operation, refusal: NodeRefused) -> 
     slot = attempt.slot
     setbacks = after_failure(attempt.setbacks, slot.node_id, clock.now())
     payload = into_payload(operation.payload, setbacks)
-    payload = with_refusal(payload, Refusal(slot.node_id, slot.node_name, refusal.message))
+    payload = with_refusal(payload, NodeReason(slot.node_id, slot.node_name, refusal.message))
     if len(refusals(payload)) >= MOST_NODES:
         return refused_by_all(payload)
     said = f"{slot.node_name}: {refusal.message}; trying another node"

@@ -1,4 +1,4 @@
-"""Which replicas make room for a load that no node can take for want of memory: the least recently used. Pure.
+"""Which replicas make room for a load that lacks memory on every node: the least recently used ones. Pure.
 
 Memory is the only lack that an eviction helps: slots are counted for each model, so only the model's own
 replicas could free one, and those serve. Victims are on one node, and no more than it needs. What is leaving

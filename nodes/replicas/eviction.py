@@ -98,11 +98,12 @@ def not_gone(replica_ids: Collection[UUID]) -> NodeModelQuerySet:
 def _leaving() -> Q:
     """About to stop: out of the picks for good, and nothing runs there or the stop was sent.
 
-    What an upgrade has taken out comes back, and what an unload gives time may take an hour.
+    What an upgrade has taken out comes back, what an unload gives time may take an hour, and what a stop has
+    failed for may take as long.
     """
     stopping = Q(in_flight=0) | Q(cleanup_attempts__gt=0)
     withdrawn = Q(state="unloading", withdrawn_for__isnull=True, cleanup_next_retry_at__isnull=False)
-    return withdrawn & stopping
+    return withdrawn & stopping & Q(cleanup_error="")
 
 
 def _guard(
