@@ -1,8 +1,8 @@
 """Chooses the node for one new replica.
 
 First comes the question why each node cannot take the replica; those without a reason are ranked: fewest
-failures of this load first, then those without a loaded model of its concurrency groups (R2.82), then as R1.70
-to R1.72 say, in the order that `nodes/replicas/finders.py` has in SQL: those with enough memory free, idle
+failures of this load first, then those without a model of its concurrency groups (R2.82), then as R1.70 to
+R1.72 say, in the order that `nodes/replicas/finders.py` has in SQL: those with enough memory free, idle
 ones, fewest requests, most memory. The reasons of all others stay in the decision, so that the caller can say
 what is missing.
 """
@@ -193,7 +193,7 @@ def choose(
 
 
 def _rank(node: Candidate, need: Need, setbacks: Setbacks) -> tuple[int, bool, bool, bool, int, int, str]:
-    """R2.82, then R1.70 if the need is known and the node has it; else R1.71 and R1.72, without reservations."""
+    """R2.82, then R1.70 if the need is known and the node has it; else R1.71, R1.72, without reservations."""
     failures = setbacks[node.id].times if node.id in setbacks else 0
     by_need = need.vram > 0 and has_memory(node, need)
     memory = node.free_vram if by_need else node.available_vram

@@ -60,15 +60,14 @@ def reserve(
         index = lowest_free(set(rows.values_list("replica_index", flat=True)), node.max_replicas_per_model)
         if index is None:
             return NoSlot(Reason.FULL)
-        victims = room.victims if room is not None else ()
-        if victims and not eviction.still_victims(model_name, victims, now=now):
+        if room is not None and not eviction.still_victims(model_name, room.victims, now=now):
             return NoSlot("what should make room there is in use again or kept by its rule")
         soon = _given_back(view.id, room) if room is not None else 0
         memory = vram.take(node, need, now=now, soon=soon) if need.vram > 0 else {}
         if memory is None:
             return NoSlot(Reason.MEMORY)
-        if victims:
-            eviction.take_out(victims, now=now)
+        if room is not None:
+            eviction.take_out(room.victims, now=now)
         row = NodeModel.objects.create(
             node_id=view.id,
             model_name=model_name,

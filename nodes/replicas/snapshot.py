@@ -57,11 +57,7 @@ def fleet(
         asked_for = NodeLabel.objects.filter(key__in=[key for key, _ in selector.labels])
         for node_id, key, value in asked_for.values_list("node_id", "key", "value"):
             labels.setdefault(node_id, set()).add((key, value))
-    there: dict[UUID, set[str]] = {}
-    if conflicts:
-        loaded = NodeModel.objects.loaded().filter(model_name__in=conflicts)
-        for node_id, name in loaded.values_list("node_id", "model_name"):
-            there.setdefault(node_id, set()).add(name)
+    there = _loaded_among(conflicts)
     asked = BackendNode.objects.all() if only is None else BackendNode.objects.filter(pk__in=only)
     nodes = asked.exclude(pk__in=besides).annotate(
         loaded=Count("replicas", filter=Q(replicas__state="loaded")),
@@ -87,6 +83,16 @@ def fleet(
         )
         for row in nodes.values(*_COLUMNS)
     ]
+
+
+def _loaded_among(model_names: Collection[str]) -> dict[UUID, set[str]]:
+    """Which of these models are loaded on each node."""
+    there: dict[UUID, set[str]] = {}
+    if model_names:
+        loaded = NodeModel.objects.loaded().filter(model_name__in=model_names)
+        for node_id, name in loaded.values_list("node_id", "model_name"):
+            there.setdefault(node_id, set()).add(name)
+    return there
 
 
 def exists(slot: Slot) -> bool:
