@@ -67,12 +67,15 @@ def take(node: BackendNode, need: Need, *, now: datetime, soon: int = 0) -> dict
     }
 
 
-def given_back(loads: Collection[UUID], amount: int) -> None:
+def given_back(gone: NodeModel, loads: Collection[UUID]) -> None:
     """An engine has gone beside these loads: later readings show so much more than the one they have seen.
 
-    Otherwise what it gave back would count as theirs until they have ended.
+    Otherwise what it gave back would count as theirs until they have ended. One whose reading was from before
+    that engine had allocated it sees no more than it saw.
     """
-    NodeModel.objects.filter(pk__in=loads).update(vram_seen=F("vram_seen") + amount)
+    if gone.loaded_at is not None:
+        saw_it = NodeModel.objects.filter(pk__in=loads, vram_seen_at__gt=gone.loaded_at)
+        saw_it.update(vram_seen=F("vram_seen") + gone.vram_needed)
 
 
 def by_node(rows: NodeModelQuerySet) -> dict[UUID, list[Reservation]]:
