@@ -68,13 +68,13 @@ def placed(number: int, need: Need) -> Slot | Eviction | None:
 
 @pytest.mark.rule("R2.35", "R2.51", "R2.52")
 def test_thirty_two_loads_evict_no_more_than_they_need() -> None:
-    """Two fit in the place of one victim. The oldest are busy, of a minimum or on every node by their rule."""
+    """Two fit in the place of one victim. The oldest are busy, or kept by a minimum or by `spread_all`."""
     nodes = [read_node(f"n{number}", 0) for number in range(NODES)]
     for number, node in enumerate(nodes):
         for index in range(4):
             used = hot.EPOCH + timedelta(minutes=number, seconds=index)
             old(node, "a", index, last_used=used)
-    before = {"last_used": hot.EPOCH - timedelta(days=1)}
+    before: dict[str, Any] = {"last_used": hot.EPOCH - timedelta(days=1)}
     for node in nodes[:2]:
         old(node, "kept", **before)
         old(node, "spread", **before)
