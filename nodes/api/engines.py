@@ -42,7 +42,7 @@ from nodes.api.models import (
 from nodes.backends.one_node import CommandFailed
 from nodes.definitions import folder
 from nodes.loading import load
-from nodes.loading.load import LoadFailed
+from nodes.loading.failures import LoadFailed
 from nodes.models import NodeModel
 from nodes.registry.listing import Parameters
 from nodes.replicas import snapshot

@@ -84,6 +84,12 @@ class Definition:
     """Load options under the names of `ModelOptions`."""
     revision: str
     """SHA-256 (hex) of the engine's name and the options; equal files give equal ones on every machine."""
+    groups: frozenset[str] = frozenset()
+    """`concurrency_groups` of an enabled model (R2.81): where it runs, not what is loaded."""
+
+    def conflicts_with(self, other: "Definition") -> bool:
+        """Whether they should not be on one node; a model never conflicts with itself."""
+        return self.name != other.name and not self.groups.isdisjoint(other.groups)
 
 
 def load_options(definition: Definition) -> dict[str, Any]:
@@ -108,7 +114,19 @@ def parse(document: object, source: str) -> Definition:
     _check_paths(name, backend)
     model = _text(parameters, "model", "parameters.model")
     options = {**_DEFAULTS, "Model": model, **_options_of({**parameters, **document})}
-    return Definition(name, backend, model, source, options, _fingerprint(backend, options))
+    return Definition(
+        name, backend, model, source, options, _fingerprint(backend, options), _groups_of(document)
+    )
+
+
+def _groups_of(document: Mapping[Any, Any]) -> frozenset[str]:
+    """R2.81: trimmed, without empty ones and doubles; none of a model that is disabled."""
+    groups = document.get("concurrency_groups")
+    if groups is None or document.get("disabled") is True:
+        return frozenset()
+    if not isinstance(groups, list) or not all(isinstance(group, str) for group in groups):
+        raise Unusable("`concurrency_groups` is not a list of texts")
+    return frozenset(stripped for group in groups if (stripped := group.strip()))
 
 
 def _text(section: Mapping[Any, Any], key: str, shown: str = "") -> str:

@@ -86,6 +86,13 @@ class Folder:
         """Every usable definition, by name; FolderHangs if the folder has never answered."""
         return sorted((await self._current()).values(), key=lambda definition: definition.name)
 
+    async def conflicting(self, definition: Definition) -> frozenset[str]:
+        """The models that should have no node in common with this one (R2.81)."""
+        if not definition.groups:
+            return frozenset()
+        every = (await self._current()).values()
+        return frozenset(other.name for other in every if definition.conflicts_with(other))
+
     async def _current(self, every: float = LOOK_EVERY) -> Mapping[str, Definition]:
         look = self._begin(every)
         if look is not None and not await self._ended(look):

@@ -33,6 +33,17 @@ from nodes.backends.outcomes import Refused as WorkerRefused
 from nodes.definitions.files import Definition, load_options, revision
 from nodes.definitions.folder import Folder, FolderHangs
 from nodes.loading import engines, needs, placing
+from nodes.loading.failures import (
+    MOST_NODES,
+    LoadFailed,
+    NodeReason,
+    NodeRefused,
+    WorkerGone,
+    refusals,
+    refused_by_all,
+    with_refusal,
+)
+from nodes.loading.room import Room, made
 from nodes.loading.wish import wish_of
 from nodes.models import BackendNode
 from nodes.placement.setbacks import Setbacks, after_failure, into_payload
@@ -57,18 +68,6 @@ _ENGINE_DEATHS = 3
 """A model whose engine dies while loading is not tried more often than this; the operation counts them."""
 
 
-class LoadFailed(errors.Unavailable):
-    """The model could not be loaded."""
-
-    code = "model_load_failed"
-
-
-class WorkerGone(errors.Unavailable):
-    """The attempt's worker is gone, or its place on it."""
-
-    code = "worker_gone"
-
-
 def key(model_name: str, share: str = "0") -> str:
     """What a load owns. The share 0 is that of the load which requests join; `another.py` takes others."""
     return f"model:{model_name}{SHARE}{share}"
@@ -84,6 +83,8 @@ class Attempt:
     worker: Worker
     setbacks: Setbacks
     """The nodes that failed this load before, or did not answer."""
+    room: Room | None = None
+    """What has to leave before the place can be used."""
 
     @property
     def mark(self) -> str:
@@ -136,17 +137,25 @@ class LoadModel:
             await _give_up(attempt)
             # Read again: requests that came while the attempt ran have moved the wish.
             raise _again(attempt, await in_thread(Operation.objects.get, pk=work.id), gone) from gone
+        except NodeRefused as refusal:
+            await _give_up(attempt)
+            raise _elsewhere(
+                attempt, await in_thread(Operation.objects.get, pk=work.id), refusal
+            ) from refusal
         except Exception:
             await _give_up(attempt)
             raise
 
     async def _place(self, work: Work, definition: Definition) -> Attempt:
         need = needs.of(definition, await self._definitions.sizes.of(definition))
-        place = await placing.place(self._bus, work, definition, need, mark=mark_of(work))
+        what = placing.Wanted(definition, need, await self._definitions.conflicting(definition))
+        place = await placing.place(self._bus, work, what, mark=mark_of(work))
         worker = Worker(self._bus, str(place.slot.node_id), place.slot.node_name)
-        return Attempt(work, definition, place.slot, worker, place.setbacks)
+        return Attempt(work, definition, place.slot, worker, place.setbacks, place.room)
 
     async def _carry_out(self, attempt: Attempt) -> Mapping[str, Any]:
+        if attempt.room is not None:
+            await made(attempt.room, attempt.work, attempt.slot)
         await self._bring_backend(attempt)
         engine = await self._start_engine(attempt)
         await self._load(attempt, engine)
@@ -182,7 +191,7 @@ class LoadModel:
             raise WorkerGone(busy.message) from busy
         state = await self._follow_install(attempt, child)
         if state.status == Status.FAILED:
-            raise LoadFailed(f"installing {backend} on {attempt.slot.node_name} failed: {state.error}")
+            raise NodeRefused(f"installing {backend} failed: {state.error}")
         if state.status == Status.CANCELLED:
             raise Postpone(f"the installation of {backend} was cancelled", seconds=1.0)
 
@@ -229,11 +238,11 @@ class LoadModel:
             raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
         reply = await _started(attempt, request, offered)
         if not reply.address:
-            raise LoadFailed(f"node {attempt.slot.node_name} reported no address for {attempt.process_key}")
+            raise NodeRefused(f"its worker reported no address for {attempt.process_key}")
         try:
             engine = await in_thread(dialling.accept, attempt.slot.node_id, reply.address, now=clock.now())
         except dialling.AddressRefused as refused:
-            raise LoadFailed(refused.message) from refused
+            raise NodeRefused(refused.message) from refused
         await in_thread(engines.note_address, attempt.mark, engine.address)
         # Before it loads: a request for a former engine of this address would reach the new one.
         if gone := await in_thread(retire.retire_at, engine.address, attempt.slot):
@@ -256,12 +265,12 @@ class LoadModel:
         except (Refused, Lost, Busy):
             raise
         except BackendError as error:
-            raise LoadFailed(f"{attempt.definition.backend} refused to load: {error.message}") from error
+            raise NodeRefused(f"{attempt.definition.backend} refused to load: {error.message}") from error
         finally:
             with contextlib.suppress(BackendError):
                 await client.close()
         if not result.success:
-            raise LoadFailed(
+            raise NodeRefused(
                 f"{attempt.definition.backend} refused to load:"
                 f" {names.readable(result.message) or 'no reason given'}"
             )
@@ -286,7 +295,7 @@ async def _started(
     attempt: Attempt, request: messages.InstallRequest, offered: install.GalleryOffer
 ) -> messages.InstallReply:
     """The worker's answer to the start, waited for as long as the worker is there and the load is wanted."""
-    backend, node_name = attempt.definition.backend, attempt.slot.node_name
+    backend = attempt.definition.backend
     while True:
         outcome = await attempt.worker.install(request, timeout=conf.cluster().install_timeout)
         match outcome:
@@ -295,9 +304,9 @@ async def _started(
             case WorkerRefused(_, reply) if reply.interrupted:
                 raise Postpone(f"{attempt.process_key} was stopped while it started", seconds=1.0)
             case WorkerRefused(reason):
-                raise LoadFailed(f"{backend} on {node_name}: {offered.explained(reason)}")
+                raise NodeRefused(f"{backend}: {offered.explained(reason)}")
             case Unreadable(reason):
-                raise LoadFailed(f"{backend} on {node_name}: {reason}")
+                raise NodeRefused(f"{backend}: {reason}")
             case NoResponders(reason):
                 raise WorkerGone(reason)
             case StillRunning(reason) | BusDown(reason):
@@ -362,3 +371,15 @@ def _again(attempt: Attempt, operation: Operation, gone: errors.ClusterError) ->
         return LoadFailed(f"the engine of {attempt.definition.name} died while loading: {gone.message}")
     pause = retry_delay(operation.attempts)
     return placing.later(operation, gone.message, seconds=pause, payload=payload, waiting=False)
+
+
+def _elsewhere(attempt: Attempt, operation: Operation, refusal: NodeRefused) -> Exception:
+    """What follows when a node could not load the model: the next node, or the end with what each said."""
+    slot = attempt.slot
+    setbacks = after_failure(attempt.setbacks, slot.node_id, clock.now())
+    payload = into_payload(operation.payload, setbacks)
+    payload = with_refusal(payload, NodeReason(slot.node_id, slot.node_name, refusal.message))
+    if len(refusals(payload)) >= MOST_NODES:
+        return refused_by_all(payload)
+    said = f"{slot.node_name}: {refusal.message}; trying another node"
+    return Postpone(said, seconds=0, waiting=True, payload=payload)

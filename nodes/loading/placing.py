@@ -5,7 +5,7 @@ and the choice is made again whenever one of these says no: the next node is tri
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 from uuid import UUID
@@ -14,8 +14,11 @@ from localai_cluster import clock
 from localai_cluster.messaging.bus import Bus, NotConnected
 from nodes.definitions.files import Definition
 from nodes.loading.asking import Answer, best_that_answers
+from nodes.loading.failures import refusals, refused_by_all
+from nodes.loading.room import Room, room_of, what_makes_room
 from nodes.loading.wish import LoadWish, wish_of
-from nodes.placement.choose import Candidate, Need, choose, lacks_disk
+from nodes.placement.choose import Candidate, Decision, Need, choose, lacks_disk
+from nodes.placement.evict import Eviction
 from nodes.placement.selector import Selector
 from nodes.placement.setbacks import (
     Setbacks,
@@ -39,26 +42,40 @@ _NO_BUS = "this controller is not connected to the message bus"
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """A model, what it needs of its node, and the models that it should have no node in common with."""
+
+    definition: Definition
+    need: Need
+    conflicts: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
 class Place:
     """The slot taken, and the nodes that failed this load so far or did not answer."""
 
     slot: Slot
     setbacks: Setbacks
+    room: Room | None = None
+    """What has to leave the node first."""
 
 
-async def place(bus: Bus, work: Work, definition: Definition, need: Need, *, mark: str) -> Place:
+async def place(bus: Bus, work: Work, what: Wanted, *, mark: str) -> Place:
     """Takes a slot on the best node whose worker answers; raises what follows when there is none."""
-    wish = wish_of(work.operation)
+    wish, definition, need = wish_of(work.operation), what.definition, what.need
     setbacks = from_payload(work.operation.payload)
-    rest, answered = resting(setbacks, clock.now()), set[UUID]()
+    rest, answered = resting(setbacks, clock.now()) | _refusing(work), set[UUID]()
     while True:
-        fleet, selector = await in_thread(_seen, definition.name, wish)
+        fleet, selector = await in_thread(_seen, what, wish)
         decision = choose(fleet, need=need, setbacks=setbacks, resting=rest, selector=selector)
-        if decision.node is None:
-            why = decision.why_none() if fleet or not wish.restricted else _NONE_OF_ITS_NODES
-            raise await _no_node(work, why, setbacks)
-        if decision.node.id not in answered:
-            unasked = [node for node in decision.ranked if node.id not in answered]
+        room, node, ranked = None, decision.node, decision.ranked
+        if node is None:
+            room = await _room(work, what, fleet, decision, rest)
+            if room is None or room.node is None:
+                raise await _no_node(work, _why_none(fleet, decision, room, wish), setbacks)
+            node, ranked = room.node, [room.node]
+        if node.id not in answered:
+            unasked = [node for node in ranked if node.id not in answered]
             answer = await _ask(bus, work, unasked)
             for silent in answer.silent:
                 setbacks = after_failure(setbacks, silent, clock.now())
@@ -67,25 +84,59 @@ async def place(bus: Bus, work: Work, definition: Definition, need: Need, *, mar
             continue
         slot = await in_thread(
             slots.reserve,
-            decision.node,
+            node,
             definition.name,
             mark=mark,
             backend=definition.backend,
             now=clock.now(),
             need=need,
+            room=room,
         )
         if isinstance(slot, Slot):
-            if lacks_disk(decision.node, need):
-                log.warning("%s may have too little disk space for %s", slot.node_name, definition.name)
-            return Place(slot, setbacks)
+            _warn(node, what)
+            return Place(slot, setbacks, room_of(room))
         # The next look at the rows sees the same: this node is refused then.
-        log.info("no place for %s on %s: %s", definition.name, decision.node.name, slot.reason)
+        log.info("no place for %s on %s: %s", definition.name, node.name, slot.reason)
 
 
-def _seen(model_name: str, wish: LoadWish) -> tuple[list[Candidate], Selector]:
-    selector = snapshot.selectors_of([model_name])[model_name]
-    fleet = snapshot.fleet(model_name, selector=selector, only=wish.only, besides=wish.besides)
+def _seen(what: Wanted, wish: LoadWish) -> tuple[list[Candidate], Selector]:
+    name = what.definition.name
+    selector = snapshot.selectors_of([name])[name]
+    fleet = snapshot.fleet(
+        name, selector=selector, only=wish.only, besides=wish.besides, conflicts=what.conflicts
+    )
     return fleet, selector
+
+
+def _refusing(work: Work) -> frozenset[UUID]:
+    """The nodes that have refused this load: each is tried once."""
+    return frozenset(one.node_id for one in refusals(work.operation.payload))
+
+
+async def _room(
+    work: Work, what: Wanted, fleet: Sequence[Candidate], decision: Decision, rest: Set[UUID]
+) -> Eviction | None:
+    """What can make room; None if nothing should. Raises the end of a load that nodes have refused.
+
+    For one more replica, which no request waits for, nothing is evicted.
+    """
+    if refusals(work.operation.payload):
+        raise refused_by_all(work.operation.payload)
+    if wish_of(work.operation).another:
+        return None
+    return await in_thread(what_makes_room, what.definition.name, fleet, decision, rest, what.need)
+
+
+def _why_none(fleet: Sequence[Candidate], decision: Decision, room: Eviction | None, wish: LoadWish) -> str:
+    why = decision.why_none() if fleet or not wish.restricted else _NONE_OF_ITS_NODES
+    return f"{why}; {room.why}" if room is not None and room.why else why
+
+
+def _warn(node: Candidate, what: Wanted) -> None:
+    if lacks_disk(node, what.need):
+        log.warning("%s may have too little disk space for %s", node.name, what.definition.name)
+    if node.conflicts:
+        log.warning("%s goes to %s, %s", what.definition.name, node.name, node.why_not_alone())
 
 
 async def _ask(bus: Bus, work: Work, nodes: Sequence[Candidate]) -> Answer:

@@ -19,7 +19,8 @@ from django.db import DatabaseError
 
 from localai_cluster import clock, conf
 from localai_cluster.errors import ClusterError, Conflict, Unavailable
-from nodes.loading.load import KIND, LoadFailed, key
+from nodes.loading.failures import LoadFailed
+from nodes.loading.load import KIND, key
 from nodes.routing.request import InferenceRequest
 from operations.executor.waiting import Hints
 from operations.executor.work import in_thread

@@ -52,7 +52,8 @@ class NodeModel(models.Model):
     last_released_at = models.DateTimeField(null=True, blank=True, editable=False)
     """When the last request ended: idle replicas are retired by it (R4.18)."""
     loading_by = models.CharField(max_length=64, blank=True, default="")
-    """Operation id and fence that own a row in `loading`; of one in `unloading` the operation's id."""
+    """Operation id and fence that own a row in `loading`; of one in `unloading` the operation's id, or
+    `eviction`."""
     vram_needed = models.BigIntegerField(default=0, db_default=0)
     """Bytes that its engine is estimated to allocate, 0 = not known; by the next two a load reserves them
     (`placement/reservations.py`)."""

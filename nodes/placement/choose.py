@@ -1,9 +1,10 @@
 """Chooses the node for one new replica.
 
 First comes the question why each node cannot take the replica; those without a reason are ranked: fewest
-failures of this load first, then as R1.70 to R1.72 say, in the order that `nodes/replicas/finders.py` has in
-SQL: those with enough memory free, idle ones, fewest requests, most memory. The reasons of all others stay in
-the decision, so that the caller can say what is missing.
+failures of this load first, then those without a model of its concurrency groups (R2.82), then as R1.70 to
+R1.72 say, in the order that `nodes/replicas/finders.py` has in SQL: those with enough memory free, idle
+ones, fewest requests, most memory. The reasons of all others stay in the decision, so that the caller can say
+what is missing.
 """
 
 from collections import Counter
@@ -81,6 +82,13 @@ class Candidate:
     total_disk: int = 0
     """0 = not reported."""
     available_disk: int = 0
+    conflicts: frozenset[str] = frozenset()
+    """Loaded models that share a concurrency group with this one (R2.81)."""
+
+    def why_not_alone(self) -> str:
+        """Why it takes a model beside those of its groups, for people."""
+        shared = ", ".join(sorted(self.conflicts))
+        return f"beside {shared} of the same concurrency group: no better node can take it"
 
 
 @dataclass(frozen=True)
@@ -184,13 +192,14 @@ def choose(
     return Decision(ranked[0], free_index(ranked[0]) or 0, refused, ranked, selector)
 
 
-def _rank(node: Candidate, need: Need, setbacks: Setbacks) -> tuple[int, bool, bool, int, int, str]:
-    """R1.70 if the need is known and the node has it; else R1.71 and R1.72, which ignore reservations."""
+def _rank(node: Candidate, need: Need, setbacks: Setbacks) -> tuple[int, bool, bool, bool, int, int, str]:
+    """R2.82, then R1.70 if the need is known and the node has it; else R1.71, R1.72, without reservations."""
     failures = setbacks[node.id].times if node.id in setbacks else 0
     by_need = need.vram > 0 and has_memory(node, need)
     memory = node.free_vram if by_need else node.available_vram
     busy = node.loaded > 0
-    return (failures, not by_need, busy, node.in_flight if busy else 0, -memory, node.name)
+    shared = bool(node.conflicts)
+    return (failures, shared, not by_need, busy, node.in_flight if busy else 0, -memory, node.name)
 
 
 def _room(nodes: Sequence[Candidate], refused: Mapping[UUID, Reason], need: Need) -> dict[Reason, str]:

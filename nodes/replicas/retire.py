@@ -109,12 +109,19 @@ def retire_slot(slot: Slot, *, mark: str) -> None:
 
 
 def retire_unloaded(replica_id: UUID) -> bool:
-    """Removes a replica in `unloading` whose engine is gone; False when the row was gone already."""
+    """Removes a replica in `unloading` whose engine is gone; False when the row was gone already.
+
+    Loads that took a place on its node without the memory have been waiting for what it gives back.
+    """
     with committed("unload.gone"):
-        rows = NodeModel.objects.filter(pk=replica_id, state="unloading")
-        row = rows.select_for_update(of=("self",)).first()
+        beside = NodeModel.objects.filter(pk=replica_id).values("node_id")
+        short = Q(state="loading", vram_on_node=False, vram_needed__gt=0, node_id__in=beside)
+        rows = NodeModel.objects.filter(short | Q(pk=replica_id, state="unloading")).order_by("id")
+        locked = {row.pk: row for row in rows.select_for_update(of=("self",))}
+        row = locked.pop(replica_id, None)
         if row is None:
             return False
+        vram.given_back(row, locked)
         _delete([row.pk], [Removed(row.model_name, row.node_id, row.replica_index)])
         events.notify(events.NODES, str(row.node_id))
     return True

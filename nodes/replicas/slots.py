@@ -1,4 +1,4 @@
-"""The rows of a load: what placement sees, the slot it takes, and how a slot becomes a replica.
+"""The rows of a load: the slot it takes, by eviction if it must, and how a slot becomes a replica.
 
 A row in `loading` belongs to the attempt whose mark it carries. Publishing and dropping name that mark, so an
 attempt that was overtaken changes nothing (I3).
@@ -12,7 +12,8 @@ from uuid import UUID
 from localai_cluster.commits import committed
 from nodes.models import BackendNode, EngineStart, ModelLoadInfo, NodeModel
 from nodes.placement.choose import NOTHING, Candidate, Need, Reason, lowest_free
-from nodes.replicas import vram
+from nodes.placement.evict import Eviction
+from nodes.replicas import eviction, vram
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,20 @@ class NoSlot:
 
 
 def reserve(
-    view: Candidate, model_name: str, *, mark: str, backend: str, now: datetime, need: Need = NOTHING
+    view: Candidate,
+    model_name: str,
+    *,
+    mark: str,
+    backend: str,
+    now: datetime,
+    need: Need = NOTHING,
+    room: Eviction | None = None,
 ) -> Slot | NoSlot:
     """Takes the lowest free slot of the node for the model (R1.63, R2.44) and the memory that the load needs.
 
-    As the rows are now; those in every state keep their slot, also in `unloading` (R1.67).
+    As the rows are now; those in every state keep their slot, also in `unloading` (R1.67). With `room` its
+    victims leave the picks, and memory that leaving replicas will give back counts as free: the slot must not
+    be used before they have gone.
     """
     with committed("load.reserve"):
         # Under the node's lock: a drain either sees this slot or keeps it from being taken, and so does
@@ -50,9 +60,14 @@ def reserve(
         index = lowest_free(set(rows.values_list("replica_index", flat=True)), node.max_replicas_per_model)
         if index is None:
             return NoSlot(Reason.FULL)
-        memory = vram.take(node, need, now=now) if need.vram > 0 else {}
+        if room is not None and not eviction.still_victims(model_name, room.victims, now=now):
+            return NoSlot("what should make room there is in use again or kept by its rule")
+        soon = _given_back(view.id, room) if room is not None else 0
+        memory = vram.take(node, need, now=now, soon=soon) if need.vram > 0 else {}
         if memory is None:
             return NoSlot(Reason.MEMORY)
+        if room is not None:
+            eviction.take_out(room.victims, now=now)
         row = NodeModel.objects.create(
             node_id=view.id,
             model_name=model_name,
@@ -66,6 +81,11 @@ def reserve(
             **memory,
         )
     return Slot(row.id, view.id, view.name, index)
+
+
+def _given_back(node_id: UUID, room: Eviction) -> int:
+    """Under the node's lock no other load counts on the same bytes: each reserves what it takes."""
+    return eviction.memory_of_leaving(node_id) + sum(one.vram for one in room.victims)
 
 
 def still_reserved(slot: Slot, *, mark: str) -> bool:

@@ -42,9 +42,12 @@ def fleet(
     selector: Selector = ANY,
     only: Collection[UUID] | None = None,
     besides: Collection[UUID] = (),
+    conflicts: Collection[str] = (),
 ) -> list[Candidate]:
     """Every node, or only these, and not `besides`, as placement sees them, with the labels that `selector`
-    asks for; three queries for any number, four with a selector.
+    asks for; three queries for any number, four with a selector, one more with `conflicts`.
+
+    Those are the models that share a concurrency group with this one.
     """
     taken: dict[UUID, set[int]] = {}
     for node_id, index in NodeModel.objects.of(model_name).values_list("node_id", "replica_index"):
@@ -54,6 +57,7 @@ def fleet(
         asked_for = NodeLabel.objects.filter(key__in=[key for key, _ in selector.labels])
         for node_id, key, value in asked_for.values_list("node_id", "key", "value"):
             labels.setdefault(node_id, set()).add((key, value))
+    there = _loaded_among(conflicts)
     asked = BackendNode.objects.all() if only is None else BackendNode.objects.filter(pk__in=only)
     nodes = asked.exclude(pk__in=besides).annotate(
         loaded=Count("replicas", filter=Q(replicas__state="loaded")),
@@ -75,9 +79,20 @@ def fleet(
             available_vram=row["available_vram"],
             total_disk=row["total_disk"],
             available_disk=row["available_disk"],
+            conflicts=frozenset(there.get(row["id"], ())),
         )
         for row in nodes.values(*_COLUMNS)
     ]
+
+
+def _loaded_among(model_names: Collection[str]) -> dict[UUID, set[str]]:
+    """Which of these models are loaded on each node."""
+    there: dict[UUID, set[str]] = {}
+    if model_names:
+        loaded = NodeModel.objects.loaded().filter(model_name__in=model_names)
+        for node_id, name in loaded.values_list("node_id", "model_name"):
+            there.setdefault(node_id, set()).add(name)
+    return there
 
 
 def exists(slot: Slot) -> bool:

@@ -7,7 +7,7 @@ readings show it (`placement/reservations.py`). Both are about the same bytes, s
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 from uuid import UUID
@@ -46,17 +46,18 @@ def release(node_id: UUID, amount: int, *, since: datetime) -> None:
     holding.update(reserved_vram=F("reserved_vram") - amount)
 
 
-def take(node: BackendNode, need: Need, *, now: datetime) -> dict[str, Any] | None:
+def take(node: BackendNode, need: Need, *, now: datetime, soon: int = 0) -> dict[str, Any] | None:
     """Reserves what a load needs and answers the columns of its row; None if the node lacks what is required.
 
+    `soon`: bytes that will be given back before the load uses what it reserves.
     Needs the node's lock: then nobody else reserves, and no reading comes, between the look and the row.
     """
     reservations = by_node(NodeModel.objects.filter(node=node))
     free = effectively_free(vars(node), reservations.get(node.pk, ()))
-    if free < need.vram and need.vram_required:
+    if free + soon < need.vram and need.vram_required:
         return None
     fits = free >= need.vram and reserve(node.pk, need.vram, now=now)
-    if not fits:
+    if free + soon < need.vram:
         log.warning("%s has too little free VRAM for a load that needs %d bytes", node.name, need.vram)
     return {
         "vram_needed": need.vram,
@@ -64,6 +65,17 @@ def take(node: BackendNode, need: Need, *, now: datetime) -> dict[str, Any] | No
         "vram_seen": node.available_vram,
         "vram_seen_at": node.vram_read_at,
     }
+
+
+def given_back(gone: NodeModel, loads: Collection[UUID]) -> None:
+    """An engine has gone beside these loads: later readings show so much more than the one they have seen.
+
+    Otherwise what it gave back would count as theirs until they have ended. One whose reading was from before
+    that engine had allocated it sees no more than it saw.
+    """
+    if gone.loaded_at is not None:
+        saw_it = NodeModel.objects.filter(pk__in=loads, vram_seen_at__gt=gone.loaded_at)
+        saw_it.update(vram_seen=F("vram_seen") + gone.vram_needed)
 
 
 def by_node(rows: NodeModelQuerySet) -> dict[UUID, list[Reservation]]:

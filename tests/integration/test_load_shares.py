@@ -208,7 +208,8 @@ async def placed(work: Work) -> placing.Place:
     bus = PlayedBus()
     for id in await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", flat=True))):
         bus.replies[subjects.backend_list(str(id))] = m.ListReply(())
-    return await placing.place(bus, work, definition(), NOTHING, mark=f"{work.id}:{work.operation.fence}")
+    wanted = placing.Wanted(definition(), NOTHING)
+    return await placing.place(bus, work, wanted, mark=f"{work.id}:{work.operation.fence}")
 
 
 class TestPlacing:

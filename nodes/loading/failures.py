@@ -1,0 +1,66 @@
+"""How an attempt of a load fails, and what nodes have refused it so far.
+
+A refusal by one node says nothing about the next: the load tries up to `MOST_NODES`, each once. What they
+said is kept in the operation's payload and is the error in the end, so a definition that no engine can load
+costs a few attempts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+from localai_cluster import errors
+
+MOST_NODES = 3
+_KEPT = "refusals"
+_LONGEST = 500
+"""Characters of one reason, while there are several."""
+
+
+class LoadFailed(errors.Unavailable):
+    """The model could not be loaded."""
+
+    code = "model_load_failed"
+
+
+class NodeRefused(LoadFailed):
+    """This node could not load it; another one may."""
+
+
+class WorkerGone(errors.Unavailable):
+    """The attempt's worker is gone, or its place on it."""
+
+    code = "worker_gone"
+
+
+@dataclass(frozen=True)
+class NodeReason:
+    """A node that could not load the model, and why."""
+
+    node_id: UUID
+    node_name: str
+    reason: str
+
+
+def refusals(payload: Mapping[str, Any]) -> list[NodeReason]:
+    """What an operation's payload says, in the order in which it was tried."""
+    return [NodeReason(UUID(id), name, reason) for id, name, reason in payload.get(_KEPT, ())]
+
+
+def with_refusal(payload: Mapping[str, Any], refusal: NodeReason) -> dict[str, Any]:
+    """The payload with one more."""
+    kept = [[str(one.node_id), one.node_name, one.reason] for one in [*refusals(payload), refusal]]
+    return {**payload, _KEPT: kept}
+
+
+def refused_by_all(payload: Mapping[str, Any]) -> LoadFailed:
+    """The end of a load that nodes have refused: each node with its reason, equal reasons once."""
+    by_reason: dict[str, list[str]] = {}
+    for one in refusals(payload):
+        by_reason.setdefault(one.reason, []).append(one.node_name)
+    if len(by_reason) == 1:
+        ((reason, names),) = by_reason.items()
+        return LoadFailed(f"{', '.join(names)}: {reason}")
+    parts = (f"{', '.join(names)}: {reason[:_LONGEST]}" for reason, names in by_reason.items())
+    return LoadFailed("; ".join(parts))

@@ -1,0 +1,120 @@
+"""Replicas that make room for a load: what the choice sees of them, and taking them out of the picks.
+
+A victim becomes `unloading` in the transaction in which the load takes its slot, with a stop that is due at
+once. From then on it is as any replica that an unload has left behind: a controller stops exactly its process
+until the worker confirms it (`loading/stopping.py`), whatever becomes of the load. It is never put back.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from datetime import datetime
+from uuid import UUID
+
+from django.db.models import Count, Q
+
+from nodes.models import ModelSchedulingConfig, NodeModel, ReplicaState
+from nodes.models.replica import NodeModelQuerySet
+from nodes.placement.evict import Guard, Resident
+from operations.changes import events
+
+OWNER = "eviction"
+"""What `loading_by` of a victim says: no operation, so the stop is the controllers'."""
+_COLUMNS = (
+    *("id", "node_id", "model_name", "replica_index", "state", "in_flight", "last_used"),
+    *("vram_needed", "loaded_at"),
+)
+
+
+def residents(node_ids: Collection[UUID]) -> list[Resident]:
+    """The replicas of these nodes that serve or are about to stop; one query."""
+    rows = NodeModel.objects.filter(Q(state="loaded") | _leaving(), node_id__in=node_ids)
+    return [
+        Resident(
+            id=row["id"],
+            node_id=row["node_id"],
+            name=f"{row['model_name']}#{row['replica_index']}",
+            model_name=row["model_name"],
+            leaving=row["state"] != ReplicaState.LOADED,
+            in_flight=row["in_flight"],
+            last_used=row["last_used"],
+            vram=row["vram_needed"],
+            loaded_at=row["loaded_at"],
+        )
+        for row in rows.values(*_COLUMNS)
+    ]
+
+
+def guard(model_name: str, among: Iterable[Resident], *, now: datetime) -> Guard:
+    """What the rules say of the models of these replicas, for a load of `model_name`; two queries."""
+    models = {one.model_name for one in among}
+    rules = ModelSchedulingConfig.objects.filter(model_name__in=models)
+    return _guard(model_name, models, rules.values_list("model_name", "min_replicas", "spread_all"), now)
+
+
+def still_victims(model_name: str, victims: Sequence[Resident], *, now: datetime) -> bool:
+    """Whether all of them serve, are idle and may go now; their rows and rules stay locked.
+
+    Two loads that evict replicas of one model follow each other by its rule, so its minimum holds.
+    """
+    rows = NodeModel.objects.loaded().filter(pk__in=[one.id for one in victims], in_flight=0).order_by("id")
+    if len(rows.select_for_update(of=("self",))) < len(victims):
+        return False
+    models = {one.model_name for one in victims}
+    rules = ModelSchedulingConfig.objects.filter(model_name__in=models).order_by("model_name")
+    locked = rules.select_for_update(no_key=True).values_list("model_name", "min_replicas", "spread_all")
+    now_valid, going = _guard(model_name, models, list(locked), now), Counter[str]()
+    for one in victims:
+        if now_valid.spares(one, going) is not None:
+            return False
+        going[one.model_name] += 1
+    return True
+
+
+def take_out(victims: Sequence[Resident], *, now: datetime) -> None:
+    """They get no requests any more, and their stop is due. Needs `still_victims` in the same transaction."""
+    NodeModel.objects.filter(pk__in=[one.id for one in victims]).update(
+        state=ReplicaState.UNLOADING,
+        loading_by=OWNER,
+        cleanup_next_retry_at=now,
+        # One that no stop was sent for would be put back.
+        cleanup_attempts=1,
+        cleanup_error="",
+        updated_at=now,
+    )
+    events.notify(events.NODES, *sorted({str(one.node_id) for one in victims}))
+
+
+def memory_of_leaving(node_id: UUID) -> int:
+    """Bytes that replicas of the node will give back which are about to stop."""
+    rows = NodeModel.objects.filter(_leaving(), node_id=node_id)
+    return sum(rows.values_list("vram_needed", flat=True))
+
+
+def not_gone(replica_ids: Collection[UUID]) -> NodeModelQuerySet:
+    """Those of the replicas that still have a row."""
+    return NodeModel.objects.filter(pk__in=replica_ids).order_by("model_name", "replica_index")
+
+
+def _leaving() -> Q:
+    """About to stop: out of the picks for good, and nothing runs there or the stop was sent.
+
+    What an upgrade has taken out comes back, what an unload gives time may take an hour, and what a stop has
+    failed for may take as long.
+    """
+    stopping = Q(in_flight=0) | Q(cleanup_attempts__gt=0)
+    withdrawn = Q(state="unloading", withdrawn_for__isnull=True, cleanup_next_retry_at__isnull=False)
+    return withdrawn & stopping & Q(cleanup_error="")
+
+
+def _guard(
+    model_name: str, models: Collection[str], rules: Iterable[tuple[str, int, bool]], now: datetime
+) -> Guard:
+    counted = NodeModel.objects.loaded().filter(model_name__in=models).order_by().values_list("model_name")
+    found = list(rules)
+    return Guard(
+        model_name,
+        now,
+        loaded=dict(counted.annotate(count=Count("id"))),
+        minimums={model: least for model, least, _ in found},
+        spread={model for model, _, spread in found if spread},
+    )

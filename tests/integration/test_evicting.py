@@ -1,0 +1,245 @@
+"""Evictions against a real PostgreSQL: races, memory that is given back, and the load that waits for it."""
+
+import asyncio
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from pytest_django import Settings
+
+from localai_cluster import clock
+from localai_cluster.messaging import messages as m
+from localai_cluster.messaging import subjects
+from localai_cluster.rpc.errors import BackendError
+from nodes.definitions.files import parse
+from nodes.definitions.folder import Folder
+from nodes.loading.failures import LoadFailed, refusals
+from nodes.loading.room import what_makes_room
+from nodes.loading.stopping import Stopper
+from nodes.models import BackendNode, ModelSchedulingConfig, NodeModel
+from nodes.placement.choose import Need, choose
+from nodes.placement.evict import Eviction
+from nodes.replicas import eviction, hooks, retire, slots, snapshot
+from nodes.replicas.hooks import Removed
+from nodes.replicas.slots import Slot
+from operations.executor.work import Postpone, in_thread
+from operations.models import Operation
+from tests.integration.test_loading import BACKEND, STARTED, Stage, loads, stage
+from tests.support import hot
+from tests.support.fleet import at_once, unexpected
+
+__all__ = ["loads", "stage"]
+pytestmark = pytest.mark.django_db(transaction=True)
+
+GB = 2**30
+RACERS, NODES = 32, 8
+
+
+def read_node(name: str, available: int) -> BackendNode:
+    return hot.node(name, available_vram=available * GB, vram_read_at=clock.now(), max_replicas_per_model=9)
+
+
+def old(on: BackendNode, model: str, index: int = 0, size: int = 10, **fields: Any) -> NodeModel:
+    """A replica that the node's reading shows."""
+    return hot.replica(on, model, index, loaded_at=hot.EPOCH, vram_needed=size * GB, **fields)
+
+
+def placed(number: int, need: Need) -> Slot | Eviction | None:
+    """One racer: looks, finds a node or room on one, takes it, and looks again when another was faster."""
+    model = f"m{number}"
+    while True:
+        fleet = snapshot.fleet(model)
+        decision = choose(fleet, need=need)
+        room = None
+        if (node := decision.node) is None:
+            room = what_makes_room(model, fleet, decision, frozenset(), need)
+            if room is None or room.node is None:
+                return room
+            node = room.node
+        taken = slots.reserve(
+            node, model, mark=f"{number}:1", backend="b", now=clock.now(), need=need, room=room
+        )
+        if isinstance(taken, Slot):
+            return taken
+
+
+@pytest.mark.rule("R2.35", "R2.51", "R2.52")
+def test_thirty_two_loads_evict_no_more_than_they_need() -> None:
+    """Two fit in the place of one victim. The oldest are busy, or kept by a minimum or by `spread_all`."""
+    nodes = [read_node(f"n{number}", 0) for number in range(NODES)]
+    for number, node in enumerate(nodes):
+        for index in range(4):
+            used = hot.EPOCH + timedelta(minutes=number, seconds=index)
+            old(node, "a", index, last_used=used)
+    before: dict[str, Any] = {"last_used": hot.EPOCH - timedelta(days=1)}
+    for node in nodes[:2]:
+        old(node, "kept", **before)
+        old(node, "spread", **before)
+    old(nodes[0], "busy", in_flight=1, **before)
+    ModelSchedulingConfig.objects.create(model_name="kept", min_replicas=1)
+    ModelSchedulingConfig.objects.create(model_name="spread", spread_all=True)
+    need = Need(vram=5 * GB, vram_required=True)
+    jobs = [lambda number=number: placed(number, need) for number in range(RACERS)]
+    results = at_once(*jobs)
+    assert unexpected(results) == []
+    assert [result for result in results if not isinstance(result, Slot)] == []
+    out = NodeModel.objects.filter(state="unloading")
+    assert out.count() == RACERS // 2
+    assert sorted(out.exclude(model_name="a").values_list("model_name", flat=True)) == ["kept"]
+    for node in nodes:
+        taken = NodeModel.objects.filter(node=node, state="loading").count() * 5
+        assert taken <= out.filter(node=node).count() * 10
+    assert set(out.values_list("loading_by", "cleanup_attempts")) == {(eviction.OWNER, 1)}
+
+
+@pytest.mark.rule("R1.104", "R2.51", "R2.54")
+def test_what_a_victim_gives_back_counts_once_whenever_the_readings_come() -> None:
+    """Free as it will be: while it stops, when it has gone, and with and without the new engine's share."""
+    node = read_node("one", 2)
+    victim = old(node, "a")
+    removed: list[Removed] = []
+    hooks.on_removed.append(removed.append)
+
+    def free(available: int) -> int:
+        BackendNode.objects.update(available_vram=available * GB, vram_read_at=clock.now())
+        return snapshot.fleet("any")[0].free_vram // GB
+
+    try:
+        slot = placed(1, Need(vram=10 * GB, vram_required=True))
+        assert isinstance(slot, Slot)
+        assert free(2) == -8
+        assert eviction.memory_of_leaving(node.pk) == 10 * GB
+        assert retire.retire_unloaded(victim.pk)
+    finally:
+        hooks.on_removed.remove(removed.append)
+    assert removed == [Removed("a", node.pk, 0)]
+    assert [free(available) for available in (2, 12, 7, 2)] == [2, 2, 2, 2]
+
+
+@pytest.mark.rule("R2.51")
+def test_a_victim_that_got_a_request_stays() -> None:
+    """The plan is from before; under the locks nothing is taken, and the next look finds no victim."""
+    node = read_node("one", 0)
+    old(node, "a")
+    need = Need(vram=5 * GB, vram_required=True)
+    fleet = snapshot.fleet("m")
+    room = what_makes_room("m", fleet, choose(fleet, need=need), frozenset(), need)
+    assert room is not None
+    assert [one.name for one in room.victims] == ["a#0"]
+    NodeModel.objects.update(in_flight=1)
+    taken = slots.reserve(fleet[0], "m", mark="1:1", backend="b", now=clock.now(), need=need, room=room)
+    assert not isinstance(taken, Slot)
+    assert NodeModel.objects.get().state == "loaded"
+    again = placed(1, need)
+    assert isinstance(again, Eviction)
+    assert again.why == "no replica there can make room: 1 busy"
+
+
+def test_the_facts_of_an_eviction_are_three_queries(django_assert_num_queries: Any) -> None:
+    for number in range(4):
+        node = read_node(f"n{number}", 0)
+        old(node, "a")
+        old(node, "b")
+    need = Need(vram=5 * GB, vram_required=True)
+    fleet = snapshot.fleet("m")
+    with django_assert_num_queries(3):
+        what_makes_room("m", fleet, choose(fleet, need=need), frozenset(), need)
+    with django_assert_num_queries(4):
+        found = snapshot.fleet("m", conflicts={"a", "c"})
+    assert {one.conflicts for one in found} == {frozenset({"a"})}
+
+
+def short_of_room(stage: Stage, settings: Settings) -> UUID:
+    """Node one lacks memory that an idle replica uses; node two is not there."""
+    settings.CLUSTER = replace(settings.CLUSTER, vram_policy="require")
+    (stage.folder / "echo").write_bytes(bytes(4096))
+    BackendNode.objects.filter(pk=stage.two.pk).delete()
+    BackendNode.objects.update(available_vram=0, vram_read_at=clock.now())
+    stage.lists(stage.one, BACKEND)
+    stage.installs(stage.one, STARTED)
+    stage.need_until()
+    return old(stage.one, "a", size=1, address="127.0.0.1:9").pk
+
+
+def waits() -> bool:
+    said = "waits for a#0 on one to stop, the least recently used"
+    return Operation.objects.get().message == said and NodeModel.objects.filter(state="unloading").exists()
+
+
+@pytest.mark.rule("R2.45", "R2.51", "R2.54", "T-ROU-18")
+async def test_a_load_waits_for_its_victim_and_then_starts(
+    stage: Stage, loads: list[Any], settings: Settings
+) -> None:
+    """Controllers stop exactly that process; no engine is started before it has gone."""
+    victim = await hot.in_thread(short_of_room, stage, settings)
+    stage.bus.replies[subjects.model_stop(str(stage.one.id))] = m.StopModelReply(
+        terminated=True, process_key="a#0"
+    )
+    playing = asyncio.create_task(stage.handler(stage.work))
+    assert await clock.wait_until(lambda: hot.in_thread(waits), timeout=60)
+    assert not [one for one in stage.bus.asked if "backend.install" in str(one)]
+    assert await Stopper(stage.bus).look_once() == 1
+    assert (await asyncio.wait_for(playing, 60))["node"] == "one"
+    assert not await in_thread(NodeModel.objects.filter(pk=victim).exists)
+
+
+@pytest.mark.rule("T-ROU-19")
+async def test_a_victim_is_stopped_although_its_load_has_died(
+    stage: Stage, loads: list[Any], settings: Settings
+) -> None:
+    """And the place that the load held is free again."""
+    await hot.in_thread(short_of_room, stage, settings)
+    stage.bus.replies[subjects.model_stop(str(stage.one.id))] = m.StopModelReply(
+        terminated=True, process_key="a#0"
+    )
+    playing = asyncio.create_task(stage.handler(stage.work))
+    assert await clock.wait_until(lambda: hot.in_thread(waits), timeout=60)
+    playing.cancel()
+    await asyncio.gather(playing, return_exceptions=True)
+    await in_thread(Operation.objects.all().delete)
+    await Stopper(stage.bus).look_once()
+    assert await in_thread(NodeModel.objects.count) == 0
+
+
+@pytest.mark.rule("R2.65")
+async def test_another_node_is_tried_when_the_first_refuses_and_the_error_names_both(
+    stage: Stage, loads: list[Any]
+) -> None:
+    """D-NEXT-NODE: each node once, then the load ends with what they said."""
+    for node in (stage.one, stage.two):
+        stage.lists(node, BACKEND)
+        stage.installs(node, STARTED)
+    await hot.in_thread(stage.need_until)
+    loads += [BackendError("no such file"), BackendError("no such file")]
+    for number in (1, 2):
+        ended = await stage.play()
+        assert isinstance(ended, Postpone), ended
+        assert ended.payload is not None
+        assert len(refusals(ended.payload)) == number
+        stage.work.operation.payload = dict(ended.payload)
+        await in_thread(Operation.objects.update, payload=stage.work.operation.payload)
+    ended = await stage.play()
+    assert isinstance(ended, LoadFailed), ended
+    assert sorted(ended.message.partition(": ")[0].split(", ")) == ["one", "two"]
+    assert ended.message.endswith("echo refused to load: no such file")
+
+
+@pytest.mark.rule("R2.81", "R2.83")
+async def test_groups_are_read_from_the_definitions(tmp_path: Path) -> None:
+    """Trimmed, without empty ones and doubles; not of a disabled model, and never in conflict with itself."""
+    plain: dict[str, Any] = {"backend": "b", "parameters": {"model": "x"}}
+    one = parse(plain | {"name": "one", "concurrency_groups": [" gpu ", "", "gpu"]}, "one.yaml")
+    assert one.groups == {"gpu"}
+    assert one.revision == parse(plain | {"name": "one"}, "one.yaml").revision
+    for name, more in {
+        "one": "concurrency_groups: [gpu]",
+        "two": "concurrency_groups: ['gpu ', other]",
+        "off": "concurrency_groups: [gpu]\ndisabled: true",
+        "far": "concurrency_groups: [other]",
+    }.items():
+        text = f"name: {name}\nbackend: b\nparameters: {{model: x}}\n{more}\n"
+        (tmp_path / f"{name}.yaml").write_text(text)
+    assert await Folder(tmp_path).conflicting(one) == {"two"}
