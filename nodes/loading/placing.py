@@ -6,7 +6,7 @@ and the choice is made again whenever one of these says no: the next node is tri
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import UUID
 
@@ -15,7 +15,8 @@ from localai_cluster.messaging.bus import Bus, NotConnected
 from nodes.definitions.files import Definition
 from nodes.loading.asking import Answer, best_that_answers
 from nodes.loading.wish import LoadWish, wish_of
-from nodes.placement.choose import Candidate, Need, choose, lacks_disk
+from nodes.placement.choose import Candidate, Need, lacks_disk
+from nodes.placement.explain import Explanation, Outcome, Snapshot, explain
 from nodes.placement.selector import Selector
 from nodes.placement.setbacks import (
     Setbacks,
@@ -25,7 +26,8 @@ from nodes.placement.setbacks import (
     next_end,
     resting,
 )
-from nodes.replicas import slots, snapshot
+from nodes.replicas import reasons, slots, snapshot
+from nodes.replicas.reasons import Decided
 from nodes.replicas.slots import Slot
 from operations.executor.work import Abandoned, Postpone, Work, in_thread
 from operations.models import Operation
@@ -34,16 +36,16 @@ log = logging.getLogger(__name__)
 
 _LOOK_FOR_NODE = 5.0
 _LOOK_FOR_BUS = 1.0
-_NONE_OF_ITS_NODES = "none of the nodes that it may use is registered"
 _NO_BUS = "this controller is not connected to the message bus"
 
 
 @dataclass(frozen=True)
 class Place:
-    """The slot taken, and the nodes that failed this load so far or did not answer."""
+    """The slot taken, why there, and the nodes that failed this load so far or did not answer."""
 
     slot: Slot
     setbacks: Setbacks
+    why: str
 
 
 async def place(bus: Bus, work: Work, definition: Definition, need: Need, *, mark: str) -> Place:
@@ -53,10 +55,10 @@ async def place(bus: Bus, work: Work, definition: Definition, need: Need, *, mar
     rest, answered = resting(setbacks, clock.now()), set[UUID]()
     while True:
         fleet, selector = await in_thread(_seen, definition.name, wish)
-        decision = choose(fleet, need=need, setbacks=setbacks, resting=rest, selector=selector)
+        seen = Snapshot(fleet, need, selector, setbacks, rest, wish.restricted)
+        decision = seen.decide()
         if decision.node is None:
-            why = decision.why_none() if fleet or not wish.restricted else _NONE_OF_ITS_NODES
-            raise await _no_node(work, why, setbacks)
+            raise await _no_node(work, explain(seen, decision), setbacks)
         if decision.node.id not in answered:
             unasked = [node for node in decision.ranked if node.id not in answered]
             answer = await _ask(bus, work, unasked)
@@ -65,6 +67,7 @@ async def place(bus: Bus, work: Work, definition: Definition, need: Need, *, mar
             rest |= answer.silent
             answered |= {answer.node.id} if answer.node is not None else set()
             continue
+        told = explain(seen, decision)
         slot = await in_thread(
             slots.reserve,
             decision.node,
@@ -73,11 +76,12 @@ async def place(bus: Bus, work: Work, definition: Definition, need: Need, *, mar
             backend=definition.backend,
             now=clock.now(),
             need=need,
+            why=Decided(definition.name, work.id, told),
         )
         if isinstance(slot, Slot):
             if lacks_disk(decision.node, need):
                 log.warning("%s may have too little disk space for %s", slot.node_name, definition.name)
-            return Place(slot, setbacks)
+            return Place(slot, setbacks, told.sentence)
         # The next look at the rows sees the same: this node is refused then.
         log.info("no place for %s on %s: %s", definition.name, decision.node.name, slot.reason)
 
@@ -96,12 +100,18 @@ async def _ask(bus: Bus, work: Work, nodes: Sequence[Candidate]) -> Answer:
         raise later(operation, _NO_BUS, seconds=_LOOK_FOR_BUS, waiting=False) from None
 
 
-async def _no_node(work: Work, reason: str, setbacks: Setbacks) -> Exception:
+async def _no_node(work: Work, told: Explanation, setbacks: Setbacks) -> Exception:
+    """What follows, said and kept in the same words; kept first, so that no wait is without its record."""
     rested = next_end(setbacks, clock.now())
     seconds = _LOOK_FOR_NODE if rested is None else min(rested, _LOOK_FOR_NODE)
     # Read again: requests that came while nodes were asked have moved the time at which it gives up.
     operation = await in_thread(Operation.objects.get, pk=work.id)
-    return later(operation, reason, seconds=seconds, payload=into_payload(operation.payload, setbacks))
+    payload = into_payload(operation.payload, setbacks)
+    follows = later(operation, told.sentence, seconds=seconds, payload=payload)
+    if isinstance(follows, Abandoned):
+        told = replace(told, outcome=Outcome.REFUSED)
+    await in_thread(reasons.record, Decided(operation.element, work.id, told), now=clock.now())
+    return follows
 
 
 def later(

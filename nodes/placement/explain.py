@@ -1,11 +1,11 @@
 """Why a replica was placed where it was, or nowhere: the record of one decision. Pure.
 
-A `Snapshot` is all that a decision depends on. `explain` decides by it and says in one sentence what decided:
-the first term of the rank in which the best node differs from the second, or what keeps all nodes out. Beside
-the sentence stand how many nodes each reason kept out, the best nodes with their terms, and the nearest misses.
+A `Snapshot` is all that a decision depends on. `explain` says in one sentence what decided: the first term
+of the rank in which the best node differs from the second, or what keeps all nodes out. Beside the sentence
+stand how many nodes each reason kept out, the best nodes with their terms, and the nearest misses.
 
-While it fits, the explanation holds the snapshot itself, and `recomputed` decides again from nothing else. Of a
-large fleet only a digest of the snapshot is left.
+While it fits, the explanation holds the snapshot itself, and `recomputed` decides again from nothing else. Of
+a large fleet only a digest of the snapshot is left.
 """
 
 import hashlib
@@ -88,13 +88,16 @@ def explain(snapshot: Snapshot, decision: Decision) -> Explanation:
     """Why `snapshot` led to `decision`; never larger than `MOST_BYTES`."""
     sentence = _cut(_sentence(snapshot, decision), _LONGEST_SENTENCE)
     text = _coded(snapshot)
-    facts = {
+    best, misses = list(_best(snapshot, decision)), list(_misses(snapshot, decision))
+    facts: dict[str, Any] = {
         "need": asdict(snapshot.need),
-        "selector": _cut(str(snapshot.selector), _LONGEST_SELECTOR) if snapshot.selector != ANY else "",
+        "selector": _cut(str(snapshot.selector), _LONGEST_SELECTOR)
+        if snapshot.selector.labels != ANY.labels
+        else "",
         "nodes": {"considered": len(snapshot.nodes), "feasible": len(decision.ranked)},
         "refused": _counted(decision),
-        "best": list(_best(snapshot, decision)),
-        "misses": list(_misses(snapshot, decision)),
+        "best": best,
+        "misses": misses,
         "digest": hashlib.sha256(text).hexdigest(),
         "snapshot": None,
     }
@@ -102,7 +105,7 @@ def explain(snapshot: Snapshot, decision: Decision) -> Explanation:
     if len(text) <= room:
         facts["snapshot"] = orjson.loads(text)
     elif room < 0:
-        for one in (*facts["best"], *facts["misses"]):
+        for one in [*best, *misses]:
             one["node"] = _cut(one["node"], _LONGEST_NAME)
             one.pop("against", None)
     outcome = Outcome.WAITING if decision.node is None else Outcome.PLACED

@@ -12,7 +12,8 @@ from uuid import UUID
 from localai_cluster.commits import committed
 from nodes.models import BackendNode, EngineStart, ModelLoadInfo, NodeModel
 from nodes.placement.choose import NOTHING, Candidate, Need, Reason, lowest_free
-from nodes.replicas import vram
+from nodes.replicas import reasons, vram
+from nodes.replicas.reasons import Decided
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,19 @@ class NoSlot:
 
 
 def reserve(
-    view: Candidate, model_name: str, *, mark: str, backend: str, now: datetime, need: Need = NOTHING
+    view: Candidate,
+    model_name: str,
+    *,
+    mark: str,
+    backend: str,
+    now: datetime,
+    need: Need = NOTHING,
+    why: Decided | None = None,
 ) -> Slot | NoSlot:
     """Takes the lowest free slot of the node for the model (R1.63, R2.44) and the memory that the load needs.
 
-    As the rows are now; those in every state keep their slot, also in `unloading` (R1.67).
+    As the rows are now; those in every state keep their slot, also in `unloading` (R1.67). `why` is kept with
+    the slot or not at all.
     """
     with committed("load.reserve"):
         # Under the node's lock: a drain either sees this slot or keeps it from being taken, and so does
@@ -65,6 +74,8 @@ def reserve(
             updated_at=now,
             **memory,
         )
+        if why is not None:
+            reasons.record(why.at_index(index), now=now)
     return Slot(row.id, view.id, view.name, index)
 
 
