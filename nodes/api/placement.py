@@ -119,7 +119,7 @@ class PlanNeedSerializer(NullIsAbsent):
     disk = Whole(min_value=0, max_value=LARGEST, **_OPTIONAL)
 
 
-class _Labels(serializers.DictField):
+class _SelectorLabels(serializers.DictField):
     """Labels as a selector has them."""
 
     child = Text(max_length=selectors.LONGEST_VALUE)
@@ -144,7 +144,7 @@ class PlanNodesSerializer(NullIsAbsent):
     vram_gib = Number(min_value=0, max_value=LARGEST_GIB, **_OPTIONAL)
     disk_gib = Number(min_value=0, max_value=LARGEST_GIB, help_text="0 means not reported.", **_OPTIONAL)
     max_replicas_per_model = Whole(min_value=1, max_value=MOST_REPLICAS, **_OPTIONAL)
-    labels = _Labels(**_OPTIONAL)
+    labels = _SelectorLabels(**_OPTIONAL)
 
 
 class PlacementPlanRequestSerializer(NullIsAbsent):
@@ -152,7 +152,7 @@ class PlacementPlanRequestSerializer(NullIsAbsent):
 
     model = Text(max_length=LONGEST_MODEL, **_OPTIONAL)
     need = PlanNeedSerializer(**_OPTIONAL)
-    selector = _Labels(help_text="Instead of that of the model's rule.", **_OPTIONAL)
+    selector = _SelectorLabels(help_text="Instead of that of the model's rule.", **_OPTIONAL)
     replicas = Whole(min_value=1, max_value=MOST_PLANNED, help_text="1 unless given.", **_OPTIONAL)
     nodes = serializers.ListField(
         child=PlanNodesSerializer(),
@@ -218,5 +218,5 @@ def plan_of(body: dict[str, Any]) -> Row:
         need = planning.need_for(asked.get("vram", 0), asked.get("disk", 0))
     nodes = [planning.NewNodes(**group) for group in body.get("nodes", ())]
     return planning.planned(
-        planning.Question(need, model, body.get("selector"), body.get("replicas", 1), nodes)
+        planning.PlanWish(need, model, body.get("selector"), body.get("replicas", 1), nodes)
     )

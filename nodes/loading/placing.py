@@ -16,7 +16,7 @@ from nodes.definitions.files import Definition
 from nodes.loading.asking import Answer, best_that_answers
 from nodes.loading.wish import LoadWish, wish_of
 from nodes.placement.choose import Candidate, Need, lacks_disk
-from nodes.placement.explain import Explanation, Outcome, Snapshot, explain
+from nodes.placement.explain import Explanation, FleetView, Verdict, explain
 from nodes.placement.selector import Selector
 from nodes.placement.setbacks import (
     Setbacks,
@@ -55,7 +55,7 @@ async def place(bus: Bus, work: Work, definition: Definition, need: Need, *, mar
     rest, answered = resting(setbacks, clock.now()), set[UUID]()
     while True:
         fleet, selector = await in_thread(_seen, definition.name, wish)
-        seen = Snapshot(fleet, need, selector, setbacks, rest, wish.restricted)
+        seen = FleetView(fleet, need, selector, setbacks, rest, wish.restricted)
         decision = seen.decide()
         if decision.node is None:
             raise await _no_node(work, explain(seen, decision), setbacks)
@@ -109,7 +109,7 @@ async def _no_node(work: Work, told: Explanation, setbacks: Setbacks) -> Excepti
     payload = into_payload(operation.payload, setbacks)
     follows = later(operation, told.sentence, seconds=seconds, payload=payload)
     if isinstance(follows, Abandoned):
-        told = replace(told, outcome=Outcome.REFUSED)
+        told = replace(told, outcome=Verdict.REFUSED)
     await in_thread(reasons.record, Decided(operation.element, work.id, told), now=clock.now())
     return follows
 

@@ -9,7 +9,7 @@ from localai_cluster.web.shapes import Row
 from nodes.loading.reason_shapes import PLAN, PLANNED, decision
 from nodes.models import BackendNode
 from nodes.placement.choose import Candidate, Need
-from nodes.placement.explain import Outcome, Snapshot
+from nodes.placement.explain import FleetView, Verdict
 from nodes.placement.plan import successive
 from nodes.placement.selector import ANY, Selector
 from nodes.registry.labels import auto_labels
@@ -31,7 +31,7 @@ class NewNodes:
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanWish:
     """What is to be placed: a model, or something of which only the need is known."""
 
     need: Need
@@ -48,18 +48,18 @@ def need_for(vram: int, disk: int) -> Need:
     return Need(vram, settings.vram_policy == "require", disk, settings.disk_headroom_check)
 
 
-def planned(question: Question) -> Row:
+def planned(question: PlanWish) -> Row:
     """The decision for each replica, one after another."""
     selector = _selector(question)
     fleet = snapshot.fleet(question.model, selector=selector)
     added = list(_added(question.nodes))
     new = {str(node.id) for node in added}
-    told = successive(Snapshot([*fleet, *added], question.need, selector), question.replicas)
+    told = successive(FleetView([*fleet, *added], question.need, selector), question.replicas)
     decisions = [decision(one) for one in told]
     return PLAN.of(
         model=question.model or None,
         wanted=question.replicas,
-        placed=sum(one["outcome"] == Outcome.PLACED for one in decisions),
+        placed=sum(one["outcome"] == Verdict.PLACED for one in decisions),
         decisions=[
             PLANNED.of(replica=number, hypothetical=one["node_id"] in new, **one)
             for number, one in enumerate(decisions, 1)
@@ -67,7 +67,7 @@ def planned(question: Question) -> Row:
     )
 
 
-def _selector(question: Question) -> Selector:
+def _selector(question: PlanWish) -> Selector:
     if question.selector is not None:
         return Selector(question.model, frozenset(question.selector.items()))
     return snapshot.selectors_of([question.model])[question.model] if question.model else ANY

@@ -1,6 +1,6 @@
 """Why a replica was placed where it was, or nowhere: the record of one decision. Pure.
 
-A `Snapshot` is all that a decision depends on. `explain` says in one sentence what decided: the first term
+A `FleetView` is all that a decision depends on. `explain` says in one sentence what decided: the first term
 of the rank in which the best node differs from the second, or what keeps all nodes out. Beside the sentence
 stand how many nodes each reason kept out, the best nodes with their terms, and the nearest misses.
 
@@ -42,7 +42,7 @@ _NEARNESS = {reason: place for place, reason in enumerate(reversed(Reason))}
 """`refusal` asks for what passes by itself last: who failed a later question was nearer."""
 
 
-class Outcome(StrEnum):
+class Verdict(StrEnum):
     """What came of a decision."""
 
     PLACED = "placed"
@@ -51,7 +51,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class FleetView:
     """All that a decision depends on."""
 
     nodes: Sequence[Candidate]
@@ -77,14 +77,14 @@ class Snapshot:
 class Explanation:
     """One decision, and why; `facts` are JSON."""
 
-    outcome: Outcome
+    outcome: Verdict
     sentence: str
     node: Candidate | None
     replica_index: int
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-def explain(snapshot: Snapshot, decision: Decision) -> Explanation:
+def explain(snapshot: FleetView, decision: Decision) -> Explanation:
     """Why `snapshot` led to `decision`; never larger than `MOST_BYTES`."""
     sentence = _cut(_sentence(snapshot, decision), _LONGEST_SENTENCE)
     text = _coded(snapshot)
@@ -108,7 +108,7 @@ def explain(snapshot: Snapshot, decision: Decision) -> Explanation:
         for one in [*best, *misses]:
             one["node"] = _cut(one["node"], _LONGEST_NAME)
             one.pop("against", None)
-    outcome = Outcome.WAITING if decision.node is None else Outcome.PLACED
+    outcome = Verdict.WAITING if decision.node is None else Verdict.PLACED
     return Explanation(outcome, sentence, decision.node, decision.replica_index, facts)
 
 
@@ -120,7 +120,7 @@ def recomputed(facts: Mapping[str, Any]) -> Decision | None:
     told = kept["selector"]
     labels = None if told["labels"] is None else frozenset(map(tuple, told["labels"]))
     setbacks = {UUID(id): Setback(times, _EVER) for id, times in kept["failures"].items()}
-    snapshot = Snapshot(
+    snapshot = FleetView(
         nodes=[_candidate(dict(zip(kept["columns"], row, strict=True))) for row in kept["nodes"]],
         need=Need(**facts["need"]),
         selector=Selector(told["model"], labels),
@@ -131,7 +131,7 @@ def recomputed(facts: Mapping[str, Any]) -> Decision | None:
     return snapshot.decide()
 
 
-def _coded(snapshot: Snapshot) -> bytes:
+def _coded(snapshot: FleetView) -> bytes:
     """The snapshot as JSON. The need is not in it: it stands beside it."""
     known = {node.id for node in snapshot.nodes}
     labels = snapshot.selector.labels
@@ -157,7 +157,7 @@ def _hashable(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _sentence(snapshot: Snapshot, decision: Decision) -> str:
+def _sentence(snapshot: FleetView, decision: Decision) -> str:
     if decision.node is None:
         return decision.why_none() if snapshot.nodes or not snapshot.restricted else _NONE_OF_ITS_NODES
     if len(decision.ranked) > 1:
@@ -181,7 +181,7 @@ def code(reason: Reason) -> str:
     return reason.name.lower()
 
 
-def _against(snapshot: Snapshot, chosen: Candidate, other: Candidate) -> str:
+def _against(snapshot: FleetView, chosen: Candidate, other: Candidate) -> str:
     """The term of the rank that put one node before the other."""
     mine, its = (rank(one, snapshot.need, snapshot.setbacks) for one in (chosen, other))
     differing = (name for name in Rank._fields if getattr(mine, name) != getattr(its, name))
@@ -216,7 +216,7 @@ TERMS: Mapping[str, tuple[_Words, _Figure]] = {
 """What each term of the rank means, and its figure on one node."""
 
 
-def _best(snapshot: Snapshot, decision: Decision) -> Iterator[dict[str, Any]]:
+def _best(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]:
     for place, node in enumerate(decision.ranked[:SHOWN]):
         terms = rank(node, snapshot.need, snapshot.setbacks)
         against = {"against": _against(snapshot, decision.ranked[0], node)} if place else {}
@@ -235,7 +235,7 @@ def _best(snapshot: Snapshot, decision: Decision) -> Iterator[dict[str, Any]]:
         }
 
 
-def _misses(snapshot: Snapshot, decision: Decision) -> Iterator[dict[str, Any]]:
+def _misses(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]:
     refused = (node for node in snapshot.nodes if node.id in decision.refused)
 
     def distance(node: Candidate) -> tuple[int, int, str]:

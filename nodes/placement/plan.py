@@ -4,15 +4,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from nodes.placement.choose import Candidate, Need
-from nodes.placement.explain import Explanation, Outcome, Snapshot, explain
+from nodes.placement.explain import Explanation, FleetView, Verdict, explain
 
 
-def successive(snapshot: Snapshot, replicas: int) -> Iterator[Explanation]:
+def successive(snapshot: FleetView, replicas: int) -> Iterator[Explanation]:
     """The decision for each replica; ends with the first that finds no node, as all after it would."""
     for _ in range(replicas):
         told = explain(snapshot, snapshot.decide())
         yield told
-        if told.outcome != Outcome.PLACED or told.node is None:
+        if told.outcome != Verdict.PLACED or told.node is None:
             return
         chosen, taken = told.node.id, told.replica_index
         nodes = [_with(one, taken, snapshot.need) if one.id == chosen else one for one in snapshot.nodes]

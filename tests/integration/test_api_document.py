@@ -20,7 +20,7 @@ from localai_cluster.documents import SchemaView
 from nodes.backends import worker_logs
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeConflict, NodeLabel
 from nodes.placement.choose import NOTHING
-from nodes.placement.explain import Snapshot, explain
+from nodes.placement.explain import FleetView, explain
 from nodes.registry import node_rows
 from nodes.replicas import snapshot
 from nodes.replicas.reasons import Decided, record
@@ -171,7 +171,7 @@ def reasons(read: Reader) -> None:
 def decided(node: BackendNode, model: str) -> None:
     """A record of a wait and one of a placement."""
     for nodes in ([], snapshot.fleet(model, only=[node.id])):
-        seen = Snapshot(nodes, NOTHING)
+        seen = FleetView(nodes, NOTHING)
         record(Decided(model, node.id, explain(seen, seen.decide())), now=clock.now())
 
 

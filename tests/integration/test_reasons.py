@@ -25,7 +25,7 @@ from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeMode
 from nodes.models.reasons import PlacementOutcome
 from nodes.placement import explain
 from nodes.placement.choose import NOTHING, Need
-from nodes.placement.explain import Explanation, Outcome, Snapshot
+from nodes.placement.explain import Explanation, FleetView, Verdict
 from nodes.reconcilers import tasks
 from nodes.replicas import reasons, slots, snapshot
 from nodes.replicas.reasons import Decided
@@ -79,13 +79,13 @@ def kept() -> list[PlacementRecord]:
 
 
 def told(model: str = "m", need: Need = NOTHING) -> Explanation:
-    seen = Snapshot(snapshot.fleet(model), need)
+    seen = FleetView(snapshot.fleet(model), need)
     return explain.explain(seen, seen.decide())
 
 
 def test_outcomes_are_the_same_in_rows_and_decisions() -> None:
     """Placement is pure and cannot ask the model."""
-    assert set(PlacementOutcome.values) == set(Outcome)
+    assert set(PlacementOutcome.values) == set(Verdict)
 
 
 class TestRecords:
@@ -145,7 +145,7 @@ class TestRecords:
         assert row.reason == second != first
         assert row.facts["misses"][0]["free_vram"] == 3 * GIB
         assert row.at < row.last_at
-        third = await waits(max_replicas_per_model=0)
+        third = await waits(approved_at=None)
         assert [one.reason for one in await hot.in_thread(kept)] == [second, third]
         await hot.in_thread(lambda: Operation.objects.update(needed_until=clock.now()))
         ended = await waits()
@@ -158,7 +158,7 @@ class TestRecords:
         hot.node("a")
         (view,) = snapshot.fleet("m")
         why = Decided("m", uuid4(), told())
-        broken = patch.object(reasons.PlacementRecord.objects, "create", side_effect=RuntimeError)
+        broken = patch.object(PlacementRecord.objects, "create", side_effect=RuntimeError)
         with broken, pytest.raises(RuntimeError):
             slots.reserve(view, "m", mark="a:1", backend="b", now=clock.now(), why=why)
         assert not NodeModel.objects.exists()

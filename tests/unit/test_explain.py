@@ -1,6 +1,7 @@
 """Explanations of placement: what decided, who was near, how large, and the same decision again."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from uuid import UUID
@@ -10,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.placement import explain
+from nodes.placement import explain, plan
 from nodes.placement.choose import NOTHING, Candidate, Need, Rank, Reason
-from nodes.placement.explain import MOST_BYTES, Outcome, Snapshot
+from nodes.placement.explain import MOST_BYTES, FleetView, Verdict
 from nodes.placement.selector import ANY, Selector
 from nodes.placement.setbacks import Setback
 from tests.unit.test_placement import GIB, fleets, needs, selectors, view
@@ -20,17 +21,17 @@ from tests.unit.test_placement import GIB, fleets, needs, selectors, view
 LATER = datetime(2026, 8, 22, 10, tzinfo=UTC)
 
 
-def explained(snapshot: Snapshot) -> explain.Explanation:
+def explained(snapshot: FleetView) -> explain.Explanation:
     return explain.explain(snapshot, snapshot.decide())
 
 
-def fleet(*nodes: dict[str, object], need: Need = NOTHING, **more: object) -> Snapshot:
+def fleet(*nodes: Mapping[str, object], need: Need = NOTHING, **more: object) -> FleetView:
     views = [view(**{"id": UUID(int=n), "name": "abcdefgh"[n % 8], **one}) for n, one in enumerate(nodes)]
-    return Snapshot(views, need, **more)  # type: ignore[arg-type]
+    return FleetView(views, need, **more)  # type: ignore[arg-type]
 
 
 snapshots = st.builds(
-    Snapshot,
+    FleetView,
     nodes=fleets,
     need=needs,
     selector=selectors | st.just(ANY),
@@ -54,7 +55,7 @@ snapshots = st.builds(
 
 @pytest.mark.rule("R2.30")
 @given(snapshots)
-def test_the_same_decision_follows_from_the_record_alone(snapshot: Snapshot) -> None:
+def test_the_same_decision_follows_from_the_record_alone(snapshot: FleetView) -> None:
     """I14: another process makes it again from what was stored, reasons, order and figures included."""
     told = explained(snapshot)
     decision = snapshot.decide()
@@ -63,11 +64,11 @@ def test_the_same_decision_follows_from_the_record_alone(snapshot: Snapshot) -> 
     assert again.why_none() == decision.why_none()
     chosen = None if told.node is None else (told.node.id, told.replica_index)
     assert chosen == (None if again.node is None else (again.node.id, again.replica_index))
-    assert (told.outcome == Outcome.PLACED) == (decision.node is not None)
+    assert (told.outcome == Verdict.PLACED) == (decision.node is not None)
 
 
 @given(snapshots)
-def test_every_node_is_counted_once(snapshot: Snapshot) -> None:
+def test_every_node_is_counted_once(snapshot: FleetView) -> None:
     """Feasible and refused nodes are the whole fleet; best and misses are parts of them."""
     facts = explained(snapshot).facts
     refused = sum(one["count"] for one in facts["refused"])
@@ -93,7 +94,7 @@ def test_it_is_never_larger_than_16_kib(size: int, letter: str) -> None:
         for n in range(size)
     ]
     for selector in (Selector("m" * 255, labels), Selector("m" * 255, frozenset({("no", "no")}))):
-        told = explained(Snapshot(full, Need(vram=2**62), selector))
+        told = explained(FleetView(full, Need(vram=2**62), selector))
         stored = orjson.dumps([told.sentence, told.facts])
         assert len(stored) <= MOST_BYTES
         assert len(told.facts["digest"]) == 64
@@ -101,7 +102,7 @@ def test_it_is_never_larger_than_16_kib(size: int, letter: str) -> None:
 
 
 def test_a_fleet_of_forty_nodes_fits_whole() -> None:
-    told = explained(fleet(*({"name": f"gpu-{n:03}"} for n in range(40))))
+    told = explained(fleet(*[{"name": f"gpu-{n:03}"} for n in range(40)]))
     assert explain.recomputed(told.facts) is not None
 
 
@@ -143,7 +144,7 @@ def test_a_fleet_of_forty_nodes_fits_whole() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_sentence_says_what_decided(snapshot: Snapshot, said: str) -> None:
+def test_the_sentence_says_what_decided(snapshot: FleetView, said: str) -> None:
     assert explained(snapshot).sentence == said
 
 
@@ -186,3 +187,17 @@ def test_those_behind_say_what_put_them_there() -> None:
         "it is idle: 0 loaded replicas against 1 loaded replicas on c",
     ]
     assert isinstance(told.node, Candidate)
+
+
+@given(fleets, needs, st.integers(1, 9))
+def test_a_plan_keeps_every_cap_and_every_budget(nodes: list[Candidate], need: Need, replicas: int) -> None:
+    """As the loads would, one after another; only the last decision may find no node."""
+    told = list(plan.successive(FleetView(nodes, need), replicas))
+    places = [(one.node.id, one.replica_index) for one in told if one.node is not None]
+    assert len(set(places)) == len(places) >= len(told) - 1
+    assert len(told) == replicas or told[-1].node is None
+    for node in nodes:
+        here = [index for id, index in places if id == node.id]
+        assert not here or len(node.taken) + len(here) <= node.slots
+        if need.vram_required and here:
+            assert need.vram * len(here) <= node.free_vram or not need.vram
