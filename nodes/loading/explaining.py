@@ -17,7 +17,7 @@ from nodes.loading.load import ALL, KIND, key
 from nodes.loading.reason_shapes import EXPLAINED, NEXT, RECORD, REPLICA, decision
 from nodes.models import NodeModel, PlacementRecord
 from nodes.placement.choose import Need
-from nodes.placement.explain import Explanation, FleetView, Verdict, explain
+from nodes.placement.explain import Ending, Explanation, FleetView, explain
 from nodes.placement.setbacks import from_payload, resting
 from nodes.replicas import snapshot
 from operations.models import Operation, Status
@@ -84,7 +84,7 @@ def _action(
         return "refuse", f"the last load failed a moment ago: {failed.error}"
     if active is not None:
         return "wait", f"it waits for the end of {active.kind}: {active.message or active.status}"
-    if told.outcome == Verdict.PLACED and told.node is not None:
+    if told.outcome == Ending.PLACED and told.node is not None:
         return "load", f"a load begins on {told.node.name}: {told.sentence}"
     return "load", f"a load begins and waits: {told.sentence}"
 

@@ -16,7 +16,7 @@ from nodes.definitions.files import Definition
 from nodes.loading.asking import Answer, best_that_answers
 from nodes.loading.wish import LoadWish, wish_of
 from nodes.placement.choose import Candidate, Need, lacks_disk
-from nodes.placement.explain import Explanation, FleetView, Verdict, explain
+from nodes.placement.explain import Ending, Explanation, FleetView, explain
 from nodes.placement.selector import Selector
 from nodes.placement.setbacks import (
     Setbacks,
@@ -109,7 +109,7 @@ async def _no_node(work: Work, told: Explanation, setbacks: Setbacks) -> Excepti
     payload = into_payload(operation.payload, setbacks)
     follows = later(operation, told.sentence, seconds=seconds, payload=payload)
     if isinstance(follows, Abandoned):
-        told = replace(told, outcome=Verdict.REFUSED)
+        told = replace(told, outcome=Ending.REFUSED)
     await in_thread(reasons.record, Decided(operation.element, work.id, told), now=clock.now())
     return follows
 

@@ -9,7 +9,7 @@ from localai_cluster.web.shapes import Row
 from nodes.loading.reason_shapes import PLAN, PLANNED, decision
 from nodes.models import BackendNode
 from nodes.placement.choose import Candidate, Need
-from nodes.placement.explain import FleetView, Verdict
+from nodes.placement.explain import Ending, FleetView
 from nodes.placement.plan import successive
 from nodes.placement.selector import ANY, Selector
 from nodes.registry.labels import auto_labels
@@ -59,7 +59,7 @@ def planned(question: PlanWish) -> Row:
     return PLAN.of(
         model=question.model or None,
         wanted=question.replicas,
-        placed=sum(one["outcome"] == Verdict.PLACED for one in decisions),
+        placed=sum(one["outcome"] == Ending.PLACED for one in decisions),
         decisions=[
             PLANNED.of(replica=number, hypothetical=one["node_id"] in new, **one)
             for number, one in enumerate(decisions, 1)

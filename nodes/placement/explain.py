@@ -42,7 +42,7 @@ _NEARNESS = {reason: place for place, reason in enumerate(reversed(Reason))}
 """`refusal` asks for what passes by itself last: who failed a later question was nearer."""
 
 
-class Verdict(StrEnum):
+class Ending(StrEnum):
     """What came of a decision."""
 
     PLACED = "placed"
@@ -77,7 +77,7 @@ class FleetView:
 class Explanation:
     """One decision, and why; `facts` are JSON."""
 
-    outcome: Verdict
+    outcome: Ending
     sentence: str
     node: Candidate | None
     replica_index: int
@@ -108,7 +108,7 @@ def explain(snapshot: FleetView, decision: Decision) -> Explanation:
         for one in [*best, *misses]:
             one["node"] = _cut(one["node"], _LONGEST_NAME)
             one.pop("against", None)
-    outcome = Verdict.WAITING if decision.node is None else Verdict.PLACED
+    outcome = Ending.WAITING if decision.node is None else Ending.PLACED
     return Explanation(outcome, sentence, decision.node, decision.replica_index, facts)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from nodes.placement.choose import Candidate, Need
-from nodes.placement.explain import Explanation, FleetView, Verdict, explain
+from nodes.placement.explain import Ending, Explanation, FleetView, explain
 
 
 def successive(snapshot: FleetView, replicas: int) -> Iterator[Explanation]:
@@ -12,7 +12,7 @@ def successive(snapshot: FleetView, replicas: int) -> Iterator[Explanation]:
     for _ in range(replicas):
         told = explain(snapshot, snapshot.decide())
         yield told
-        if told.outcome != Verdict.PLACED or told.node is None:
+        if told.outcome != Ending.PLACED or told.node is None:
             return
         chosen, taken = told.node.id, told.replica_index
         nodes = [_with(one, taken, snapshot.need) if one.id == chosen else one for one in snapshot.nodes]

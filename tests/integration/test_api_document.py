@@ -68,9 +68,9 @@ def fits(schema: dict[str, Any], value: Any) -> list[str]:
 
 
 def operations() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Every operation on nodes for admins."""
+    """Every operation on nodes and on placement for admins."""
     for path, methods in document()["paths"].items():
-        if path.startswith("/api/nodes"):
+        if path.startswith(("/api/nodes", "/api/models/{model}", "/api/placement")):
             yield from ((method, path, what) for method, what in methods.items() if method in METHODS)
 
 

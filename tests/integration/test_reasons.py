@@ -25,7 +25,7 @@ from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeMode
 from nodes.models.reasons import PlacementOutcome
 from nodes.placement import explain
 from nodes.placement.choose import NOTHING, Need
-from nodes.placement.explain import Explanation, FleetView, Verdict
+from nodes.placement.explain import Ending, Explanation, FleetView
 from nodes.reconcilers import tasks
 from nodes.replicas import reasons, slots, snapshot
 from nodes.replicas.reasons import Decided
@@ -85,7 +85,7 @@ def told(model: str = "m", need: Need = NOTHING) -> Explanation:
 
 def test_outcomes_are_the_same_in_rows_and_decisions() -> None:
     """Placement is pure and cannot ask the model."""
-    assert set(PlacementOutcome.values) == set(Verdict)
+    assert set(PlacementOutcome.values) == set(Ending)
 
 
 class TestRecords:

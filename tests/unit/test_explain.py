@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nodes.placement import explain, plan
 from nodes.placement.choose import NOTHING, Candidate, Need, Rank, Reason
-from nodes.placement.explain import MOST_BYTES, FleetView, Verdict
+from nodes.placement.explain import MOST_BYTES, Ending, FleetView
 from nodes.placement.selector import ANY, Selector
 from nodes.placement.setbacks import Setback
 from tests.unit.test_placement import GIB, fleets, needs, selectors, view
@@ -64,7 +64,7 @@ def test_the_same_decision_follows_from_the_record_alone(snapshot: FleetView) ->
     assert again.why_none() == decision.why_none()
     chosen = None if told.node is None else (told.node.id, told.replica_index)
     assert chosen == (None if again.node is None else (again.node.id, again.replica_index))
-    assert (told.outcome == Verdict.PLACED) == (decision.node is not None)
+    assert (told.outcome == Ending.PLACED) == (decision.node is not None)
 
 
 @given(snapshots)
