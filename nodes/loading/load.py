@@ -84,6 +84,8 @@ class Attempt:
     worker: Worker
     setbacks: Setbacks
     """The nodes that failed this load before, or did not answer."""
+    why: str
+    """What decided for this place."""
 
     @property
     def mark(self) -> str:
@@ -144,7 +146,7 @@ class LoadModel:
         need = needs.of(definition, await self._definitions.sizes.of(definition))
         place = await placing.place(self._bus, work, definition, need, mark=mark_of(work))
         worker = Worker(self._bus, str(place.slot.node_id), place.slot.node_name)
-        return Attempt(work, definition, place.slot, worker, place.setbacks)
+        return Attempt(work, definition, place.slot, worker, place.setbacks, place.why)
 
     async def _carry_out(self, attempt: Attempt) -> Mapping[str, Any]:
         await self._bring_backend(attempt)
@@ -166,6 +168,7 @@ class LoadModel:
             "node": attempt.slot.node_name,
             "address": engine.address,
             "replica_index": attempt.slot.replica_index,
+            "why": attempt.why,
         }
 
     async def _bring_backend(self, attempt: Attempt) -> None:

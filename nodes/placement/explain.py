@@ -26,13 +26,13 @@ from nodes.placement.selector import ANY, Selector
 from nodes.placement.setbacks import Setback, Setbacks
 
 MOST_BYTES = 16 * 1024
-"""Of one explanation as JSON, sentence and all."""
+"""Of one record as JSON, with everything."""
 SHOWN = 5
 """Nodes that an explanation names: as many of the best, as many of the nearest misses."""
 _LONGEST_SENTENCE, _LONGEST_SELECTOR, _LONGEST_NAME = 1000, 400, 64
 """Characters; a name is cut only if the explanation is too large otherwise."""
-_AROUND = 512
-"""Bytes left for what a caller puts around an explanation."""
+AROUND = 2560
+"""Bytes left for what a row has besides an explanation: two names of 255 characters, ids and times."""
 
 _NONE_OF_ITS_NODES = "none of the nodes that it may use is registered"
 _EVER = datetime.max.replace(tzinfo=UTC)
@@ -101,7 +101,7 @@ def explain(snapshot: FleetView, decision: Decision) -> Explanation:
         "digest": hashlib.sha256(text).hexdigest(),
         "snapshot": None,
     }
-    room = MOST_BYTES - _AROUND - len(orjson.dumps([sentence, facts]))
+    room = MOST_BYTES - AROUND - len(orjson.dumps([sentence, facts]))
     if len(text) <= room:
         facts["snapshot"] = orjson.loads(text)
     elif room < 0:

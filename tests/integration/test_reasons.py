@@ -319,6 +319,8 @@ class TestPlan:
             ({"need": {}, "selector": ["a"]}, "selector"),
             ({"need": {}, "selector": {"a": 1}}, "selector"),
             ({"need": {}, "selector": {"": "a"}}, "selector"),
+            ({"need": {}, "selector": {"a": "\ud800"}}, "selector"),
+            ({"model": "\ud800"}, "model"),
             ({"need": {}, "nodes": [{"count": 200}, {"count": 57}]}, "nodes"),
             ({"need": {}, "nodes": [{"vram_gib": 1}]}, "nodes"),
             ({"need": {}, "nodes": [{"count": 1, "vram_gib": 1e300}]}, "nodes"),
