@@ -85,7 +85,7 @@ _EXPLAINED = {
     "records": [{"id": 7, "operation_id": _OPERATION, "at": MOMENT, "last_at": MOMENT, **_DECISION}],
     "next": {
         "action": "route",
-        "says": "it is sent to replica 0 on a, which has 2 requests",
+        "says": "it is sent to replica 0 on a; requests there: 2",
         "replica_id": _REPLICA,
         "operation_id": None,
         "placement": _DECISION,

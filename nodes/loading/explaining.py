@@ -77,7 +77,7 @@ def _action(
 ) -> tuple[str, str]:
     if replica is not None:
         where = f"replica {replica['replica_index']} on {replica['node']}"
-        return "route", f"it is sent to {where}, which has {replica['in_flight']} requests"
+        return "route", f"it is sent to {where}; requests there: {replica['in_flight']}"
     if active is not None and active.kind == KIND:
         return "join", f"it waits for the load under way: {active.message or active.status}"
     if failed is not None:

@@ -11,7 +11,7 @@ a large fleet only a digest of the snapshot is left.
 import hashlib
 import heapq
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -90,7 +90,7 @@ def explain(snapshot: FleetView, decision: Decision) -> Explanation:
     text = _coded(snapshot)
     best, misses = list(_best(snapshot, decision)), list(_misses(snapshot, decision))
     facts: dict[str, Any] = {
-        "need": asdict(snapshot.need),
+        "need": orjson.loads(orjson.dumps(asdict(snapshot.need), default=sorted)),
         "selector": _cut(str(snapshot.selector), _LONGEST_SELECTOR)
         if snapshot.selector.labels != ANY.labels
         else "",
@@ -118,11 +118,11 @@ def recomputed(facts: Mapping[str, Any]) -> Decision | None:
     if kept is None:
         return None
     told = kept["selector"]
-    labels = None if told["labels"] is None else frozenset(map(tuple, told["labels"]))
+    labels = None if told["labels"] is None else _set(told["labels"])
     setbacks = {UUID(id): Setback(times, _EVER) for id, times in kept["failures"].items()}
     snapshot = FleetView(
-        nodes=[_candidate(dict(zip(kept["columns"], row, strict=True))) for row in kept["nodes"]],
-        need=Need(**facts["need"]),
+        nodes=[_candidate(_restored(zip(kept["columns"], row, strict=True))) for row in kept["nodes"]],
+        need=Need(**_restored(facts["need"])),
         selector=Selector(told["model"], labels),
         setbacks=setbacks,
         resting=frozenset(map(UUID, kept["resting"])),
@@ -148,13 +148,17 @@ def _coded(snapshot: FleetView) -> bytes:
     )
 
 
-def _candidate(row: Mapping[str, Any]) -> Candidate:
-    sets = {name: frozenset(map(_hashable, value)) for name, value in row.items() if isinstance(value, list)}
-    return Candidate(**{**row, **sets, "id": UUID(row["id"])})
+def _candidate(row: dict[str, Any]) -> Candidate:
+    return Candidate(**{**row, "id": UUID(row["id"])})
 
 
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _restored(coded: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Values that were made JSON; their only lists are sets, of pairs or of numbers."""
+    return {name: _set(value) if isinstance(value, list) else value for name, value in dict(coded).items()}
+
+
+def _set(values: list[Any]) -> frozenset[Any]:
+    return frozenset(tuple(one) if isinstance(one, list) else one for one in values)
 
 
 def _sentence(snapshot: FleetView, decision: Decision) -> str:
@@ -184,13 +188,15 @@ def code(reason: Reason) -> str:
 def _against(snapshot: FleetView, chosen: Candidate, other: Candidate) -> str:
     """The term of the rank that put one node before the other."""
     mine, its = (rank(one, snapshot.need, snapshot.setbacks) for one in (chosen, other))
-    differing = (name for name in Rank._fields if getattr(mine, name) != getattr(its, name))
-    term = next(differing, "name")
+    behind = _cut(other.name, _LONGEST_NAME)
+    term = next((name for name in TERMS if getattr(mine, name) != getattr(its, name)), None)
+    if term is None:
+        return f"equal to {behind} in every term, the first by name"
     what, figure = TERMS[term]
     one, two = figure(mine, chosen, snapshot.need), figure(its, other, snapshot.need)
     if term == "memory" and one == two:  # too near for GiB
         one, two = f"{-mine.memory} bytes", f"{-its.memory} bytes"
-    return f"{what(mine)}: {one} against {two} on {_cut(other.name, _LONGEST_NAME)}"
+    return f"{what(mine)}: {one} against {two} on {behind}"
 
 
 _Words = Callable[[Rank], str]
@@ -202,18 +208,14 @@ TERMS: Mapping[str, tuple[_Words, _Figure]] = {
         lambda _: "it has the VRAM needed",
         lambda _, node, need: f"{gib(node.free_vram)} free of {gib(need.vram)} needed",
     ),
-    "busy": (lambda _: "it is idle", lambda _, node, __: f"{node.loaded} loaded replicas"),
+    "busy": (lambda _: "it is idle; loaded replicas", lambda _, node, __: str(node.loaded)),
     "in_flight": (lambda _: "fewest requests", lambda rank, *_: str(rank.in_flight)),
     "memory": (
         lambda rank: "most VRAM available" if rank.lacks else "most VRAM free",
         lambda rank, *_: gib(-rank.memory),
     ),
-    "name": (
-        lambda _: "equal in every other term, the first by name",
-        lambda rank, *_: _cut(rank.name, _LONGEST_NAME),
-    ),
 }
-"""What each term of the rank means, and its figure on one node."""
+"""What each term of the rank means, in its order, and its figure on one node."""
 
 
 def _best(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]:

@@ -220,7 +220,7 @@ class TestExplain:
             ("sick", 0, 0),
         ]
         assert answer["next"]["replica_id"] == str(chosen.id)
-        assert answer["next"]["says"] == "it is sent to replica 1 on far, which has 1 requests"
+        assert answer["next"]["says"] == "it is sent to replica 1 on far; requests there: 1"
         assert answer["next"]["placement"]["outcome"] == "waiting", "one more replica has no place"
 
     def test_what_a_load_would_decide_now_is_said_and_not_written(self) -> None:
@@ -364,7 +364,7 @@ class TestCommandLine:
         hot.replica(node, "m")
         reasons.record(Decided("m", uuid4(), told()), now=clock.now())
         text = run("explain", "m")
-        assert "next request: it is sent to replica 0 on a, which has 0 requests" in text
+        assert "next request: it is sent to replica 0 on a; requests there: 0" in text
         assert "  not a: no free slot for this model" in text
         plan = run("plan", "--vram", "8", "--replicas", "2", "--node", "1x24GiB")
         assert plan.startswith("2 of 2 replicas placed")

@@ -124,7 +124,7 @@ def test_a_fleet_of_forty_nodes_fits_whole() -> None:
             "it has the VRAM needed: 20.0 GiB free of 8.0 GiB needed"
             " against 4.0 GiB free of 8.0 GiB needed on a",
         ),
-        (fleet({}, {"loaded": 2}), "it is idle: 0 loaded replicas against 2 loaded replicas on b"),
+        (fleet({}, {"loaded": 2}), "it is idle; loaded replicas: 0 against 2 on b"),
         (
             fleet({"loaded": 1, "in_flight": 3}, {"loaded": 2, "in_flight": 1}),
             "fewest requests: 1 against 3 on a",
@@ -137,7 +137,7 @@ def test_a_fleet_of_forty_nodes_fits_whole() -> None:
             fleet({"available_vram": 20 * GIB + 2}, {"available_vram": 20 * GIB + 1}),
             "most VRAM available: 21474836482 bytes against 21474836481 bytes on b",
         ),
-        (fleet({}, {}), "equal in every other term, the first by name: a against b on b"),
+        (fleet({}, {}), "equal to b in every term, the first by name"),
         (fleet(), "no node is registered"),
         (fleet(restricted=True), "none of the nodes that it may use is registered"),
         (fleet({"status": "offline"}), "no node can take it: 1 offline"),
@@ -149,8 +149,8 @@ def test_the_sentence_says_what_decided(snapshot: FleetView, said: str) -> None:
 
 
 def test_every_term_of_the_rank_has_words() -> None:
-    """A term without words could decide and not be named."""
-    assert explain.TERMS.keys() == set(Rank._fields)
+    """A term without words could decide and not be named; the name is the last one."""
+    assert (*explain.TERMS, "name") == Rank._fields
 
 
 def test_the_nearest_misses_come_first_with_their_figures() -> None:
@@ -183,8 +183,8 @@ def test_those_behind_say_what_put_them_there() -> None:
     told = explained(fleet({}, {"loaded": 1}, {"loaded": 1, "in_flight": 2}))
     assert [one.get("against") for one in told.facts["best"]] == [
         None,
-        "it is idle: 0 loaded replicas against 1 loaded replicas on b",
-        "it is idle: 0 loaded replicas against 1 loaded replicas on c",
+        "it is idle; loaded replicas: 0 against 1 on b",
+        "it is idle; loaded replicas: 0 against 1 on c",
     ]
     assert isinstance(told.node, Candidate)
 
