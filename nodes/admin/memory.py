@@ -1,4 +1,4 @@
-"""Model load records and scheduling rules."""
+"""Model load records, scheduling rules, and the reasons of placement."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ from django.http import HttpRequest
 
 from localai_cluster import clock, errors
 from localai_cluster.web.admin import ModelAdmin, Observed
-from nodes.models import ModelLoadInfo, ModelSchedulingConfig
+from nodes.models import ModelLoadInfo, ModelSchedulingConfig, PlacementRecord
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule, check
 
@@ -38,6 +38,18 @@ class ModelLoadInfoAdmin(Observed):
     list_display = ("model_name", "backend_type", "updated_at")
     list_filter = ("backend_type",)
     search_fields = ("model_name",)
+
+
+@admin.register(PlacementRecord)
+class PlacementRecordAdmin(Observed):
+    """Why loads were placed where they are, or wait."""
+
+    list_display = ("model_name", "outcome", "node_name", "replica_index", "reason", "at", "last_at")
+    list_filter = ("outcome",)
+    search_fields = ("model_name", "node_name", "operation_id")
+    date_hierarchy = "at"
+    show_full_result_count = False
+    ordering = ("-id",)
 
 
 class RuleForm(RuleModelForm):

@@ -23,6 +23,7 @@ from nodes.api.gallery import GALLERY
 from nodes.api.heartbeats import HEARTBEAT
 from nodes.api.worker_auth import WORKER_REFUSAL
 from nodes.backends.catalogue import ENTRY, WHERE
+from nodes.loading import reason_shapes
 from nodes.registry import outcomes, shape
 from nodes.scheduling.shape import RULE, STATE
 
@@ -55,6 +56,7 @@ COMPONENTS: tuple[Named, ...] = (
     worker_logs.LOG_LINE,
     RULE,
     STATE,
+    *reason_shapes.COMPONENTS,
     WORKER_REFUSAL,
     registrations.REGISTERED,
     registrations.REGISTRATION_REFUSAL,

@@ -83,6 +83,8 @@ class Attempt:
     worker: Worker
     setbacks: Setbacks
     """The nodes that failed this load before, or did not answer."""
+    why: str
+    """What decided for this place."""
     room: Room | None = None
     """What has to leave before the place can be used."""
 
@@ -151,7 +153,7 @@ class LoadModel:
         what = placing.Wanted(definition, need, await self._definitions.conflicting(definition))
         place = await placing.place(self._bus, work, what, mark=mark_of(work))
         worker = Worker(self._bus, str(place.slot.node_id), place.slot.node_name)
-        return Attempt(work, definition, place.slot, worker, place.setbacks, place.room)
+        return Attempt(work, definition, place.slot, worker, place.setbacks, place.why, place.room)
 
     async def _carry_out(self, attempt: Attempt) -> Mapping[str, Any]:
         if attempt.room is not None:
@@ -175,6 +177,7 @@ class LoadModel:
             "node": attempt.slot.node_name,
             "address": engine.address,
             "replica_index": attempt.slot.replica_index,
+            "why": attempt.why,
         }
 
     async def _bring_backend(self, attempt: Attempt) -> None:

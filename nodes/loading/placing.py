@@ -6,7 +6,7 @@ and the choice is made again whenever one of these says no: the next node is tri
 
 import logging
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import UUID
 
@@ -17,8 +17,9 @@ from nodes.loading.asking import Answer, best_that_answers
 from nodes.loading.failures import refusals, refused_by_all
 from nodes.loading.room import Room, room_of, what_makes_room
 from nodes.loading.wish import LoadWish, wish_of
-from nodes.placement.choose import Candidate, Decision, Need, choose, lacks_disk
+from nodes.placement.choose import Candidate, Decision, Need, free_index, lacks_disk
 from nodes.placement.evict import Eviction
+from nodes.placement.explain import Ending, Explanation, FleetView, explain
 from nodes.placement.selector import Selector
 from nodes.placement.setbacks import (
     Setbacks,
@@ -28,7 +29,8 @@ from nodes.placement.setbacks import (
     next_end,
     resting,
 )
-from nodes.replicas import slots, snapshot
+from nodes.replicas import reasons, slots, snapshot
+from nodes.replicas.reasons import Decided
 from nodes.replicas.slots import Slot
 from operations.executor.work import Abandoned, Postpone, Work, in_thread
 from operations.models import Operation
@@ -37,7 +39,6 @@ log = logging.getLogger(__name__)
 
 _LOOK_FOR_NODE = 5.0
 _LOOK_FOR_BUS = 1.0
-_NONE_OF_ITS_NODES = "none of the nodes that it may use is registered"
 _NO_BUS = "this controller is not connected to the message bus"
 
 
@@ -52,10 +53,11 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Place:
-    """The slot taken, and the nodes that failed this load so far or did not answer."""
+    """The slot taken, why there, and the nodes that failed this load so far or did not answer."""
 
     slot: Slot
     setbacks: Setbacks
+    why: str
     room: Room | None = None
     """What has to leave the node first."""
 
@@ -67,12 +69,13 @@ async def place(bus: Bus, work: Work, what: Wanted, *, mark: str) -> Place:
     rest, answered = resting(setbacks, clock.now()) | _refusing(work), set[UUID]()
     while True:
         fleet, selector = await in_thread(_seen, what, wish)
-        decision = choose(fleet, need=need, setbacks=setbacks, resting=rest, selector=selector)
+        seen = FleetView(fleet, need, selector, setbacks, rest, wish.restricted)
+        decision = seen.decide()
         room, node, ranked = None, decision.node, decision.ranked
         if node is None:
             room = await _room(work, what, fleet, decision, rest)
             if room is None or room.node is None:
-                raise await _no_node(work, _why_none(fleet, decision, room, wish), setbacks)
+                raise await _no_node(work, _with_room(explain(seen, decision), room), setbacks)
             node, ranked = room.node, [room.node]
         if node.id not in answered:
             unasked = [node for node in ranked if node.id not in answered]
@@ -82,6 +85,7 @@ async def place(bus: Bus, work: Work, what: Wanted, *, mark: str) -> Place:
             rest |= answer.silent
             answered |= {answer.node.id} if answer.node is not None else set()
             continue
+        told = _with_room(explain(seen, decision), room)
         slot = await in_thread(
             slots.reserve,
             node,
@@ -91,10 +95,11 @@ async def place(bus: Bus, work: Work, what: Wanted, *, mark: str) -> Place:
             now=clock.now(),
             need=need,
             room=room,
+            why=Decided(definition.name, work.id, told),
         )
         if isinstance(slot, Slot):
             _warn(node, what)
-            return Place(slot, setbacks, room_of(room))
+            return Place(slot, setbacks, told.sentence, room_of(room))
         # The next look at the rows sees the same: this node is refused then.
         log.info("no place for %s on %s: %s", definition.name, node.name, slot.reason)
 
@@ -127,9 +132,15 @@ async def _room(
     return await in_thread(what_makes_room, what.definition.name, fleet, decision, rest, what.need)
 
 
-def _why_none(fleet: Sequence[Candidate], decision: Decision, room: Eviction | None, wish: LoadWish) -> str:
-    why = decision.why_none() if fleet or not wish.restricted else _NONE_OF_ITS_NODES
-    return f"{why}; {room.why}" if room is not None and room.why else why
+def _with_room(told: Explanation, room: Eviction | None) -> Explanation:
+    """The explanation of a decision for no node, with what makes room or why nothing can."""
+    if room is None or not room.why:
+        return told
+    if room.node is None:
+        return replace(told, sentence=f"{told.sentence}; {room.why}")
+    index = free_index(room.node) or 0
+    sentence = f"{room.why}; {told.sentence}"
+    return replace(told, outcome=Ending.PLACED, sentence=sentence, node=room.node, replica_index=index)
 
 
 def _warn(node: Candidate, what: Wanted) -> None:
@@ -147,12 +158,18 @@ async def _ask(bus: Bus, work: Work, nodes: Sequence[Candidate]) -> Answer:
         raise later(operation, _NO_BUS, seconds=_LOOK_FOR_BUS, waiting=False) from None
 
 
-async def _no_node(work: Work, reason: str, setbacks: Setbacks) -> Exception:
+async def _no_node(work: Work, told: Explanation, setbacks: Setbacks) -> Exception:
+    """What follows, said and kept in the same words; kept first, so that no wait is without its record."""
     rested = next_end(setbacks, clock.now())
     seconds = _LOOK_FOR_NODE if rested is None else min(rested, _LOOK_FOR_NODE)
     # Read again: requests that came while nodes were asked have moved the time at which it gives up.
     operation = await in_thread(Operation.objects.get, pk=work.id)
-    return later(operation, reason, seconds=seconds, payload=into_payload(operation.payload, setbacks))
+    payload = into_payload(operation.payload, setbacks)
+    follows = later(operation, told.sentence, seconds=seconds, payload=payload)
+    if isinstance(follows, Abandoned):
+        told = replace(told, outcome=Ending.REFUSED)
+    await in_thread(reasons.record, Decided(operation.element, work.id, told), now=clock.now())
+    return follows
 
 
 def later(

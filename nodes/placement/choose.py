@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
+from typing import NamedTuple
 from uuid import UUID
 
 from nodes.placement.selector import ANY, Labels, Selector
@@ -119,6 +120,23 @@ class Decision:
         return f"no node can take it: {parts}"
 
 
+class Rank(NamedTuple):
+    """The terms by which feasible nodes are ordered, the first one that differs decides; least is best."""
+
+    failures: int
+    """Of this load."""
+    shared: bool
+    """A model of the same concurrency group is loaded there."""
+    lacks: bool
+    """Not known to have the memory that is needed."""
+    busy: bool
+    """Some replica is loaded there."""
+    in_flight: int
+    memory: int
+    """Negative: the most comes first."""
+    name: str
+
+
 def refusal(
     node: Candidate,
     resting: Set[UUID] = frozenset(),
@@ -186,20 +204,20 @@ def choose(
     reasons = ((node.id, refusal(node, resting, need, selector=selector)) for node in considered)
     refused = {id: reason for id, reason in reasons if reason is not None}
     feasible = [node for node in considered if node.id not in refused]
-    ranked = sorted(feasible, key=lambda node: _rank(node, need, setbacks))
+    ranked = sorted(feasible, key=lambda node: rank(node, need, setbacks))
     if not ranked:
         return Decision(None, refused=refused, selector=selector, room=_room(considered, refused, need))
     return Decision(ranked[0], free_index(ranked[0]) or 0, refused, ranked, selector)
 
 
-def _rank(node: Candidate, need: Need, setbacks: Setbacks) -> tuple[int, bool, bool, bool, int, int, str]:
+def rank(node: Candidate, need: Need, setbacks: Setbacks) -> Rank:
     """R2.82, then R1.70 if the need is known and the node has it; else R1.71, R1.72, without reservations."""
     failures = setbacks[node.id].times if node.id in setbacks else 0
     by_need = need.vram > 0 and has_memory(node, need)
     memory = node.free_vram if by_need else node.available_vram
     busy = node.loaded > 0
     shared = bool(node.conflicts)
-    return (failures, shared, not by_need, busy, node.in_flight if busy else 0, -memory, node.name)
+    return Rank(failures, shared, not by_need, busy, node.in_flight if busy else 0, -memory, node.name)
 
 
 def _room(nodes: Sequence[Candidate], refused: Mapping[UUID, Reason], need: Need) -> dict[Reason, str]:
@@ -212,10 +230,10 @@ def _room(nodes: Sequence[Candidate], refused: Mapping[UUID, Reason], need: Need
         (n for n in nodes if refused.get(n.id) is Reason.DISK), key=lambda n: (-n.available_disk, n.name)
     )
     if by_memory:
-        has = [f"{n.name} has {_gib(n.free_vram)} free" for n in by_memory]
+        has = [f"{n.name} has {gib(n.free_vram)} free" for n in by_memory]
         words[Reason.MEMORY] = _listed(need.vram, has)
     if by_disk:
-        has = [f"{n.name} has {_gib(n.available_disk)} of {_gib(n.total_disk)} free" for n in by_disk]
+        has = [f"{n.name} has {gib(n.available_disk)} of {gib(n.total_disk)} free" for n in by_disk]
         words[Reason.DISK] = _listed(need.disk, has)
     return words
 
@@ -226,6 +244,6 @@ def _listed(needed: int, nodes: Sequence[str]) -> str:
     return f" ({tenths / 10:.1f} GiB: {', '.join([*nodes[:_NAMED], *more])})"
 
 
-def _gib(amount: int) -> str:
+def gib(amount: int) -> str:
     """Rounded down: what is there never looks as large as what is needed."""
     return f"{max(amount, 0) * 10 // 2**30 / 10:.1f} GiB"

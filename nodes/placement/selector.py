@@ -20,10 +20,11 @@ class Selector:
         return self.labels is not None and self.labels <= labels
 
     def __str__(self) -> str:
+        whose = f"the selector of model {self.model}" if self.model else "the selector"
         if self.labels is None:
-            return f"the selector of model {self.model}, which cannot be read"
+            return f"{whose}, which cannot be read"
         said = ", ".join(f"{key}={value}" for key, value in sorted(self.labels))
-        return f"the selector of model {self.model}: {said}"
+        return f"{whose}: {said}"
 
 
 ANY = Selector()

@@ -12,7 +12,7 @@ from nodes.backends import upgrade_state
 from nodes.reconcilers import intents, replicas
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness
 from nodes.registry import bus_credentials, joining, services, timeline
-from nodes.replicas import checks, recount
+from nodes.replicas import checks, reasons, recount
 
 PRUNED_AT_ONCE = 5000
 
@@ -70,12 +70,12 @@ def scale() -> None:
 
 @left_out_in_an_outage
 def prune_timeline() -> None:
-    """Deletes events, join tokens and the audit of changes past the retention, a chunk a transaction.
+    """Deletes events, join tokens, audit and reasons of placement past the retention, a chunk a transaction.
 
     At once if another process is at it. Expired credentials for the bus go with them.
     """
     before = clock.now() - timedelta(seconds=conf.cluster().event_retention)
-    for prune in (timeline.prune, joining.prune, audit.prune):
+    for prune in (timeline.prune, joining.prune, audit.prune, reasons.prune):
         while _chunk(prune, before) == PRUNED_AT_ONCE:
             pass
     bus_credentials.prune(clock.now())

@@ -13,7 +13,8 @@ from localai_cluster.commits import committed
 from nodes.models import BackendNode, EngineStart, ModelLoadInfo, NodeModel
 from nodes.placement.choose import NOTHING, Candidate, Need, Reason, lowest_free
 from nodes.placement.evict import Eviction
-from nodes.replicas import eviction, vram
+from nodes.replicas import eviction, reasons, vram
+from nodes.replicas.reasons import Decided
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,13 @@ def reserve(
     now: datetime,
     need: Need = NOTHING,
     room: Eviction | None = None,
+    why: Decided | None = None,
 ) -> Slot | NoSlot:
     """Takes the lowest free slot of the node for the model (R1.63, R2.44) and the memory that the load needs.
 
     As the rows are now; those in every state keep their slot, also in `unloading` (R1.67). With `room` its
     victims leave the picks, and memory that leaving replicas will give back counts as free: the slot must not
-    be used before they have gone.
+    be used before they have gone. `why` is kept with the slot or not at all.
     """
     with committed("load.reserve"):
         # Under the node's lock: a drain either sees this slot or keeps it from being taken, and so does
@@ -80,6 +82,8 @@ def reserve(
             updated_at=now,
             **memory,
         )
+        if why is not None:
+            reasons.record(why.at_index(index), now=now)
     return Slot(row.id, view.id, view.name, index)
 
 

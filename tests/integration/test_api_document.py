@@ -19,7 +19,11 @@ from localai_cluster import clock
 from localai_cluster.documents import SchemaView
 from nodes.backends import worker_logs
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeConflict, NodeLabel
+from nodes.placement.choose import NOTHING
+from nodes.placement.explain import FleetView, explain
 from nodes.registry import node_rows
+from nodes.replicas import snapshot
+from nodes.replicas.reasons import Decided, record
 from tests.support import api, worker_http
 from tests.support.worker_http import ENGINE_TOKEN, answers, silent
 
@@ -64,9 +68,9 @@ def fits(schema: dict[str, Any], value: Any) -> list[str]:
 
 
 def operations() -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Every operation on nodes for admins."""
+    """Every operation on nodes and on placement for admins."""
     for path, methods in document()["paths"].items():
-        if path.startswith("/api/nodes"):
+        if path.startswith(("/api/nodes", "/api/models/{model}", "/api/placement")):
             yield from ((method, path, what) for method, what in methods.items() if method in METHODS)
 
 
@@ -154,6 +158,23 @@ def rule(read: Reader) -> None:
     read("DELETE", f"{at}/org/m")
 
 
+def reasons(read: Reader) -> None:
+    """Explanations and plans, with and without a place."""
+    node = api.make_node("roomy", total_vram=8, available_vram=8)
+    read("GET", "/api/models/nothing/explain")
+    decided(node, "explained")
+    read("GET", "/api/models/explained/explain")
+    for body in ({"need": {"vram": 8}, "replicas": 2, "nodes": [{"count": 1, "vram_gib": 1.5}]}, {}):
+        read("POST", "/api/placement/plan", body)
+
+
+def decided(node: BackendNode, model: str) -> None:
+    """A record of a wait and one of a placement."""
+    for nodes in ([], snapshot.fleet(model, only=[node.id])):
+        seen = FleetView(nodes, NOTHING)
+        record(Decided(model, node.id, explain(seen, seen.decide())), now=clock.now())
+
+
 def let_in(read: Reader) -> None:
     """Approval and rejection."""
     poor, agent = (
@@ -238,7 +259,7 @@ def ask_workers(read: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_answer_fits_the_document(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each route answers with success, and with each refusal that the document lists for it."""
     read = Reader()
-    for story in (edit, rule, let_in, come_and_go, dispute):
+    for story in (edit, rule, reasons, let_in, come_and_go, dispute):
         story(read)
     ask_workers(read, monkeypatch)
     known = {

@@ -643,7 +643,9 @@ async def test_a_load_reserves_what_its_file_needs(
     assert await in_thread(lambda: BackendNode.objects.aggregate(left=Sum("reserved_vram"))["left"]) == 0
     await in_thread(Operation.objects.update, payload={})
     settings.CLUSTER = replace(settings.CLUSTER, vram_policy="require")
-    assert (await stage.handler(stage.work))["node"] == "one"
+    loaded = await stage.handler(stage.work)
+    assert loaded["node"] == "one"
+    assert loaded["why"] == "equal to two in every term, the first by name"
     row = await in_thread(NodeModel.objects.select_related("node").get)
     needed = 4096 + 2048 * 8192
     assert (row.vram_needed, row.vram_seen, row.loaded_at is not None) == (needed, 10 * 2**30, True)

@@ -1,0 +1,223 @@
+"""Reasons of placement: where a model runs and why, and plans of what would go where. Both only read."""
+
+from typing import Any
+
+from drf_spectacular.types import OpenApiTypes
+from drf_spectacular.utils import OpenApiParameter, extend_schema
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from localai_cluster import clock, errors
+from localai_cluster.web.fields import NullIsAbsent, Number, Text, Whole
+from localai_cluster.web.openapi import refusals
+from localai_cluster.web.parsers import validated
+from localai_cluster.web.shapes import Row
+from nodes.api.base import MOMENT, NODE_ID, NodeView, answered, sent
+from nodes.api.models import LONGEST_MODEL, MOST_REPLICAS, checked_model
+from nodes.loading import explaining, planning
+from nodes.loading.reason_shapes import EXPLAINED, PLAN
+from nodes.models import selectors
+from nodes.placement.estimate import LARGEST
+
+MOST_PLANNED = 64
+MOST_ADDED = 256
+LARGEST_GIB = 1_000_000
+_MODEL = OpenApiParameter(
+    "model", OpenApiTypes.STR, OpenApiParameter.PATH, description="The model's name; it may contain slashes."
+)
+_OPTIONAL: dict[str, Any] = {"required": False, "allow_null": True}
+_OPERATION = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
+_REPLICA = "7d3c3a52-0c54-4a8e-8f52-5a6d1c1de0aa"
+_SENTENCE = "most VRAM free: 20.0 GiB against 12.0 GiB on b"
+_TERMS = {"failures": 0, "has_memory": True, "busy": False, "in_flight": 0, "memory": 21474836480}
+_DECISION = {
+    "outcome": "placed",
+    "reason": _SENTENCE,
+    "node_id": NODE_ID,
+    "node": "a",
+    "replica_index": 0,
+    "need": {"vram": 8589934592, "vram_required": False, "disk": 9663676416, "disk_required": True},
+    "selector": "the selector of model minilm: tier=fast",
+    "nodes": {"considered": 3, "feasible": 2},
+    "refused": [{"code": "full", "reason": "no free slot for this model", "count": 1}],
+    "best": [
+        {"node_id": NODE_ID, "node": "a", "replica_index": 0, "terms": _TERMS},
+        {
+            "node_id": "0f7d3f0e-58b6-4c9e-b7d7-3c1a3a0e8a55",
+            "node": "b",
+            "replica_index": 0,
+            "terms": _TERMS | {"memory": 12884901888},
+            "against": _SENTENCE,
+        },
+    ],
+    "misses": [
+        {
+            "node_id": "a2b1c7d4-2f0e-4a7b-9a59-6b8f2e1d0c33",
+            "node": "c",
+            "code": "full",
+            "reason": "no free slot for this model",
+            "free_vram": 4294967296,
+            "available_disk": 107374182400,
+            "total_disk": 214748364800,
+            "replicas": 1,
+            "slots": 1,
+            "in_flight": 2,
+        }
+    ],
+}
+_EXPLAINED = {
+    "model": "minilm",
+    "defined": True,
+    "replicas": [
+        {
+            "id": _REPLICA,
+            "node_id": NODE_ID,
+            "node": "a",
+            "node_status": "healthy",
+            "replica_index": 0,
+            "state": "loaded",
+            "in_flight": 2,
+            "since": MOMENT,
+            "last_used": MOMENT,
+        }
+    ],
+    "records": [{"id": 7, "operation_id": _OPERATION, "at": MOMENT, "last_at": MOMENT, **_DECISION}],
+    "next": {
+        "action": "route",
+        "says": "it is sent to replica 0 on a; requests there: 2",
+        "replica_id": _REPLICA,
+        "operation_id": None,
+        "placement": _DECISION,
+    },
+}
+
+
+class ExplainView(NodeView):
+    """`/api/models/:model/explain`."""
+
+    @extend_schema(
+        operation_id="models_explain",
+        summary="Explain where a model runs",
+        tags=["scheduling"],
+        parameters=[_MODEL],
+        responses={200: EXPLAINED.ref, **refusals(401, 403, 404, 503)},
+        examples=[answered(_EXPLAINED)],
+    )
+    def get(self, request: Request, model: str) -> Response:
+        """Its replicas, the latest decisions with their reasons, and what the next request would find.
+
+        404 for a model that is not defined and has neither replicas nor records.
+        """
+        return Response(explaining.explained(model, clock.now()))
+
+
+class PlanNeedSerializer(NullIsAbsent):
+    """What one replica needs of its node, in bytes; 0 means not known."""
+
+    vram = Whole(min_value=0, max_value=LARGEST, **_OPTIONAL)
+    disk = Whole(min_value=0, max_value=LARGEST, **_OPTIONAL)
+
+
+class _SelectorLabels(serializers.DictField):
+    """Labels as a selector has them."""
+
+    child = Text(max_length=selectors.LONGEST_VALUE)
+
+    def to_internal_value(self, data: Any) -> dict[str, str]:
+        """The labels, checked as those of a rule."""
+        labels: dict[str, str] = super().to_internal_value(data)
+        if len(labels) > selectors.MOST_KEYS:
+            raise serializers.ValidationError(f"must have at most {selectors.MOST_KEYS} keys")
+        try:
+            for key, value in labels.items():
+                selectors.check_label(key, value, self.field_name or "labels")
+        except errors.InvalidInput as refusal:
+            raise serializers.ValidationError(refusal.message) from None
+        return labels
+
+
+class PlanNodesSerializer(NullIsAbsent):
+    """Some equal nodes to add: healthy, empty, with the labels that the registry itself would give them."""
+
+    count = Whole(min_value=1, max_value=MOST_ADDED)
+    vram_gib = Number(min_value=0, max_value=LARGEST_GIB, **_OPTIONAL)
+    disk_gib = Number(min_value=0, max_value=LARGEST_GIB, help_text="0 means not reported.", **_OPTIONAL)
+    max_replicas_per_model = Whole(min_value=1, max_value=MOST_REPLICAS, **_OPTIONAL)
+    labels = _SelectorLabels(**_OPTIONAL)
+
+
+class PlacementPlanRequestSerializer(NullIsAbsent):
+    """Either `model`, a defined one, or `need`."""
+
+    model = Text(max_length=LONGEST_MODEL, **_OPTIONAL)
+    need = PlanNeedSerializer(**_OPTIONAL)
+    selector = _SelectorLabels(help_text="Instead of that of the model's rule.", **_OPTIONAL)
+    replicas = Whole(min_value=1, max_value=MOST_PLANNED, help_text="1 unless given.", **_OPTIONAL)
+    nodes = serializers.ListField(
+        child=PlanNodesSerializer(),
+        max_length=MOST_ADDED,
+        help_text=f"Nodes to add, at most {MOST_ADDED} altogether.",
+        **_OPTIONAL,
+    )
+
+    def validate_model(self, name: str) -> str:
+        """Something that is a name."""
+        return checked_model(name)
+
+    def validate_nodes(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Not too many."""
+        if sum(group["count"] for group in groups) > MOST_ADDED:
+            raise serializers.ValidationError(f"must be at most {MOST_ADDED} altogether")
+        return groups
+
+    def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
+        """One of the two."""
+        if ("model" in attrs) == ("need" in attrs):
+            raise serializers.ValidationError({"model": ["give either a model or a need"]})
+        return attrs
+
+
+class PlanView(NodeView):
+    """`/api/placement/plan`."""
+
+    @extend_schema(
+        operation_id="placement_plan",
+        summary="Plan where replicas would go",
+        tags=["scheduling"],
+        request=PlacementPlanRequestSerializer,
+        responses={200: PLAN.ref, **refusals(400, 401, 403, 413, 503)},
+        examples=[
+            sent({"model": "minilm", "replicas": 2, "nodes": [{"count": 3, "vram_gib": 24}]}),
+            answered(
+                {
+                    "model": "minilm",
+                    "wanted": 2,
+                    "placed": 1,
+                    "decisions": [{"replica": 1, "hypothetical": False, **_DECISION}],
+                }
+            ),
+        ],
+    )
+    def post(self, request: Request) -> Response:
+        """Places replicas one after another on the present fleet and the added nodes; changes nothing.
+
+        It ends with the first replica that finds no node.
+        """
+        return Response(plan_of(validated(PlacementPlanRequestSerializer, request)))
+
+
+def plan_of(body: dict[str, Any]) -> Row:
+    """The plan for a checked body; InvalidInput for a model that is not defined."""
+    if model := body.get("model", ""):
+        wanted = explaining.wanted_of(model)
+        if wanted is None:
+            raise errors.InvalidInput(f"model: {model} is not defined", field="model")
+        need, conflicts = wanted.need, wanted.conflicts
+    else:
+        asked = body["need"]
+        need, conflicts = planning.need_for(asked.get("vram", 0), asked.get("disk", 0)), frozenset[str]()
+    nodes = [planning.NewNodes(**group) for group in body.get("nodes", ())]
+    return planning.planned(
+        planning.PlanWish(need, model, conflicts, body.get("selector"), body.get("replicas", 1), nodes)
+    )

@@ -1,0 +1,100 @@
+"""What if: where replicas would go on the present fleet, with nodes that do not exist. Writes nothing."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from uuid import UUID
+
+from localai_cluster import conf
+from localai_cluster.web.shapes import Row
+from nodes.loading.reason_shapes import PLAN, PLANNED, decision
+from nodes.models import BackendNode
+from nodes.placement.choose import Candidate, Need
+from nodes.placement.explain import Ending, FleetView
+from nodes.placement.plan import successive
+from nodes.placement.selector import ANY, Selector
+from nodes.registry.labels import auto_labels
+from nodes.replicas import snapshot
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class NewNodes:
+    """Some equal nodes that the plan adds, healthy and empty; memory in GiB."""
+
+    count: int
+    vram_gib: float = 0
+    disk_gib: float = 0
+    """0 = not reported."""
+    max_replicas_per_model: int = 1
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PlanWish:
+    """What is to be placed: a model, or something of which only the need is known."""
+
+    need: Need
+    model: str = ""
+    conflicts: frozenset[str] = frozenset()
+    """The models that it should have no node in common with."""
+    selector: Mapping[str, str] | None = None
+    """None: that of the model's rule."""
+    replicas: int = 1
+    nodes: Sequence[NewNodes] = ()
+
+
+def need_for(vram: int, disk: int) -> Need:
+    """A need in bytes, obliging as the settings say (R2.32, R2.39)."""
+    settings = conf.cluster()
+    return Need(vram, settings.vram_policy == "require", disk, settings.disk_headroom_check)
+
+
+def planned(question: PlanWish) -> Row:
+    """The decision for each replica, one after another."""
+    selector = _selector(question)
+    fleet = snapshot.fleet(question.model, selector=selector, conflicts=question.conflicts)
+    added = list(_added(question.nodes))
+    new = {str(node.id) for node in added}
+    told = successive(FleetView([*fleet, *added], question.need, selector), question.replicas)
+    decisions = [decision(one) for one in told]
+    return PLAN.of(
+        model=question.model or None,
+        wanted=question.replicas,
+        placed=sum(one["outcome"] == Ending.PLACED for one in decisions),
+        decisions=[
+            PLANNED.of(replica=number, hypothetical=one["node_id"] in new, **one)
+            for number, one in enumerate(decisions, 1)
+        ],
+    )
+
+
+def _selector(question: PlanWish) -> Selector:
+    if question.selector is not None:
+        return Selector(question.model, frozenset(question.selector.items()))
+    return snapshot.selectors_of([question.model])[question.model] if question.model else ANY
+
+
+def _added(groups: Sequence[NewNodes]) -> Iterator[Candidate]:
+    """Candidates with names and ids that no registered node has; they have the registry's own labels."""
+    kinds = (group for group in groups for _ in range(group.count))
+    for number, kind in enumerate(kinds, 1):
+        vram, disk = int(kind.vram_gib * GIB), int(kind.disk_gib * GIB)
+        node = BackendNode(
+            name=f"(new {number})", total_vram=vram, max_replicas_per_model=kind.max_replicas_per_model
+        )
+        yield Candidate(
+            id=UUID(int=number),
+            name=node.name,
+            node_type="backend",
+            status="healthy",
+            free_vram=vram,
+            loaded=0,
+            in_flight=0,
+            taken=frozenset(),
+            slots=kind.max_replicas_per_model,
+            labels=frozenset((auto_labels(node) | dict(kind.labels)).items()),
+            available_vram=vram,
+            total_disk=disk,
+            available_disk=disk,
+        )

@@ -1,0 +1,209 @@
+"""Decisions of placement on the wire: kept ones, one that would be made now, and those of a plan."""
+
+from dataclasses import replace
+
+from django.db.models import F, Value
+from django.db.models.expressions import Combinable
+from django.db.models.functions import Coalesce, NullIf
+
+from localai_cluster.web.shapes import (
+    FLAG,
+    TEXT,
+    TIME,
+    UUID,
+    Row,
+    Schema,
+    Shape,
+    Time,
+    column,
+    count,
+    enum,
+    field,
+    text,
+)
+from nodes.models import PlacementOutcome
+from nodes.placement.explain import Explanation
+from nodes.registry.shape import NODE_STATUS, REPLICA_STATE
+
+_BYTES = {"type": "integer", "format": "int64"}
+OUTCOME = enum("PlacementOutcome", PlacementOutcome)
+
+NEED = Shape(
+    "PlacementNeed",
+    "What a replica needs of its node, in bytes; 0 means not known.",
+    [
+        field("vram", _BYTES),
+        field("vram_required", FLAG, "Whether lack of it keeps a node out, or only ranks it lower."),
+        field("disk", _BYTES),
+        field("disk_required", FLAG),
+    ],
+)
+NODES = Shape(
+    "PlacementNodes",
+    "How many nodes were considered, and how many of them could take the replica.",
+    [field("considered", count()), field("feasible", count())],
+)
+REFUSED = Shape(
+    "PlacementRefused",
+    "How many nodes one reason kept out.",
+    [field("code", TEXT), field("reason", TEXT), field("count", count())],
+)
+TERMS = Shape(
+    "PlacementTerms",
+    "What a node is ranked by; the first one that differs decides.",
+    [
+        field("failures", count(), "Of this load on this node; fewest first."),
+        field("shared", FLAG, "Whether a model of the same concurrency group is loaded there; if not first."),
+        field("has_memory", FLAG, "Whether what is needed is known and free there."),
+        field("busy", FLAG, "Whether a replica is loaded there; idle nodes first."),
+        field("in_flight", count(), "Requests on a busy node; fewest first."),
+        field("memory", _BYTES, "VRAM: free if `has_memory`, else available; most first."),
+    ],
+)
+BEST = Shape(
+    "PlacementBest",
+    "A node that could take the replica; the first one of a list is the best.",
+    [
+        field("node_id", UUID),
+        field("node", TEXT),
+        field("replica_index", count()),
+        field("terms", TERMS.ref),
+        field("against", TEXT, "Why the best node comes before this one.", optional=True),
+    ],
+)
+MISS = Shape(
+    "PlacementMiss",
+    "A node that could not take the replica, and its figures; the nearest come first.",
+    [
+        field("node_id", UUID),
+        field("node", TEXT),
+        field("code", TEXT),
+        field("reason", TEXT),
+        field("free_vram", _BYTES, "Effectively free; negative if more is reserved than available."),
+        field("available_disk", _BYTES),
+        field("total_disk", _BYTES, "0 if not reported."),
+        field("replicas", count(), "Of this model."),
+        field("slots", count(), "How many of them it may have."),
+        field("in_flight", count()),
+    ],
+)
+_FACTS: dict[str, Schema] = {
+    "need": NEED.ref,
+    "selector": TEXT,
+    "nodes": NODES.ref,
+    "refused": REFUSED.many,
+    "best": BEST.many,
+    "misses": MISS.many,
+}
+_DECISION = [
+    field("outcome", OUTCOME.ref),
+    field("reason", TEXT, "What decided between the best and the second, or why no node was found."),
+    field("node_id", UUID, "Null unless placed, as the two after it.", nullable=True),
+    field("node", TEXT, nullable=True),
+    field("replica_index", count(), nullable=True),
+    *(field(name, schema) for name, schema in _FACTS.items()),
+]
+_COLUMNS: dict[str, Combinable] = {
+    "node_id": text("node_id"),
+    "node": NullIf(F("node_name"), Value("")),
+    **{name: F(f"facts__{name}") for name in _FACTS},
+}
+DECISION = Shape("PlacementDecision", "One decision of placement, and why.", _DECISION)
+PLANNED = Shape(
+    "PlannedReplica",
+    "One decision of a plan, as if the replicas before it were loaded.",
+    [
+        field("replica", count(1), "The first is 1."),
+        field("hypothetical", FLAG, "Whether the node is one of those that the plan adds."),
+        *_DECISION,
+    ],
+)
+PLAN = Shape(
+    "PlacementPlan",
+    "Where so many replicas would go. The last decision is `waiting` if one found no node.",
+    [
+        field("model", TEXT, nullable=True),
+        field("wanted", count(1)),
+        field("placed", count()),
+        field("decisions", PLANNED.many),
+    ],
+)
+RECORD = Shape(
+    "PlacementRecord",
+    "A decision of a load, as it was kept: a placement, or a wait for as long as its reasons stay the same.",
+    [
+        column("id", count()),
+        column("operation_id", UUID),
+        column("at", TIME),
+        column("last_at", TIME, "When its figures were read."),
+        *(replace(one, column=_COLUMNS.get(one.name, F(one.name))) for one in _DECISION),
+    ],
+)
+REPLICA = Shape(
+    "ReplicaAt",
+    "Where a replica runs.",
+    [
+        column("id", UUID),
+        column("node_id", UUID),
+        column("node", TEXT, source=F("node__name")),
+        column("node_status", NODE_STATUS.ref, source=F("node__status")),
+        column("replica_index", count()),
+        column("state", REPLICA_STATE.ref),
+        column("in_flight", count()),
+        column("since", TIME, "Loaded, or begun to load.", source=Time(Coalesce("loaded_at", "created_at"))),
+        column("last_used", TIME),
+    ],
+)
+NEXT = Shape(
+    "NextRequest",
+    "What the next request would find now; nothing is done.",
+    [
+        field("action", {"type": "string", "enum": ["route", "join", "wait", "load", "refuse"]}),
+        field("says", TEXT),
+        field("replica_id", UUID, "The replica it would be sent to.", nullable=True),
+        field("operation_id", UUID, "What it would wait for, or what failed.", nullable=True),
+        field(
+            "placement", DECISION.ref, "Where one more replica would go; null if undefined.", nullable=True
+        ),
+    ],
+)
+EXPLAINED = Shape(
+    "ModelExplained",
+    "Where a model runs, why, and what its next request would find.",
+    [
+        field("model", TEXT),
+        field("defined", FLAG),
+        field("replicas", REPLICA.many),
+        field("records", RECORD.many, "The latest first."),
+        field("next", NEXT.ref),
+    ],
+)
+COMPONENTS = (
+    OUTCOME,
+    NEED,
+    NODES,
+    REFUSED,
+    TERMS,
+    BEST,
+    MISS,
+    DECISION,
+    PLANNED,
+    PLAN,
+    RECORD,
+    REPLICA,
+    NEXT,
+    EXPLAINED,
+)
+
+
+def decision(told: Explanation) -> Row:
+    """A decision that is not kept."""
+    placed = told.node is not None
+    return DECISION.of(
+        outcome=told.outcome,
+        reason=told.sentence,
+        node_id=str(told.node.id) if told.node else None,
+        node=told.node.name if told.node else None,
+        replica_index=told.replica_index if placed else None,
+        **{name: told.facts[name] for name in _FACTS},
+    )

@@ -1,0 +1,119 @@
+"""`manage.py placement`: where a model runs and why, and what would go where.
+
+Each command calls what the REST API calls; `--json` prints what REST answers. A refused command ends with
+exit code 1 and one line.
+"""
+
+import math
+import re
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from rest_framework.exceptions import ValidationError
+
+from localai_cluster import clock, errors
+from localai_cluster.web.envelopes import translated
+from nodes.api.placement import PlacementPlanRequestSerializer, plan_of
+from nodes.loading import explaining
+from nodes.management import placement_texts, rendering
+
+Options = Mapping[str, Any]
+GIB = 2**30
+_NODES = re.compile(r"(?:(?P<count>\d{1,4})x)?(?P<gib>\d{1,7}(?:\.\d+)?)(?:GiB)?")
+
+
+class Command(BaseCommand):
+    """One subcommand per question."""
+
+    help = "Explains where models run, and plans where they would go; changes nothing."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+        def add(name: str, act: Callable[[Options], str], description: str) -> CommandParser:
+            found: CommandParser = verbs.add_parser(name, help=description, description=description)
+            found.set_defaults(act=act)
+            found.add_argument("--json", action="store_true", help="print the answer of the REST API")
+            return found
+
+        add(
+            "explain", explain, "Show where a model runs, why, and what its next request would find."
+        ).add_argument("model", metavar="MODEL")
+        _plan_arguments(add("plan", plan, "Plan where replicas would go, one after another."))
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        """Answers the question; CommandError if it cannot be answered."""
+        try:
+            self.stdout.write(options["act"](options))
+        except ValidationError as wrong:
+            refusal = translated(wrong)
+            raise CommandError(refusal.message if refusal else str(wrong)) from wrong
+        except errors.ClusterError as refusal:
+            raise CommandError(refusal.message) from refusal
+
+
+def _plan_arguments(parser: CommandParser) -> None:
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--model", help="a defined model")
+    what.add_argument("--vram", type=_bytes, metavar="GIB", help="what a replica needs instead")
+    parser.add_argument("--disk", type=_bytes, metavar="GIB", default=0, help="with --vram")
+    parser.add_argument("--replicas", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--selector",
+        type=_label,
+        action="append",
+        metavar="KEY=VALUE",
+        help="instead of that of the model's rule; repeatable",
+    )
+    parser.add_argument(
+        "--node",
+        type=_nodes,
+        action="append",
+        default=[],
+        metavar="3x24GiB",
+        help="nodes to add, by their VRAM; repeatable",
+    )
+
+
+def _bytes(gib: str) -> int:
+    amount = float(gib)
+    if not math.isfinite(amount):
+        raise ArgumentTypeError("use a number of GiB")
+    return int(amount * GIB)
+
+
+def _label(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ArgumentTypeError("use KEY=VALUE")
+    return key, value
+
+
+def _nodes(text: str) -> dict[str, Any]:
+    found = _NODES.fullmatch(text)
+    if found is None:
+        raise ArgumentTypeError("use 24GiB, or 3x24GiB for three of them")
+    return {"count": int(found["count"] or 1), "vram_gib": float(found["gib"])}
+
+
+def explain(options: Options) -> str:
+    """As `GET /api/models/:model/explain`."""
+    row = explaining.explained(options["model"], clock.now())
+    return rendering.as_json(row) if options["json"] else placement_texts.explained(row, clock.now())
+
+
+def plan(options: Options) -> str:
+    """As `POST /api/placement/plan`."""
+    body: dict[str, Any] = {"replicas": options["replicas"], "nodes": options["node"]}
+    if options["model"] is not None:
+        body["model"] = options["model"]
+    else:
+        body["need"] = {"vram": options["vram"], "disk": options["disk"]}
+    if options["selector"]:
+        body["selector"] = dict(options["selector"])
+    checked = PlacementPlanRequestSerializer(data=body)
+    checked.is_valid(raise_exception=True)
+    row = plan_of(checked.validated_data)
+    return rendering.as_json(row) if options["json"] else placement_texts.planned(row)

@@ -1,0 +1,268 @@
+"""Why a replica was placed where it was, or nowhere: the record of one decision. Pure.
+
+A `FleetView` is all that a decision depends on. `explain` says in one sentence what decided: the first term
+of the rank in which the best node differs from the second, or what keeps all nodes out. Beside the sentence
+stand how many nodes each reason kept out, the best nodes with their terms, and the nearest misses.
+
+While it fits, the explanation holds the snapshot itself, and `recomputed` decides again from nothing else. Of
+a large fleet only a digest of the snapshot is left.
+"""
+
+import hashlib
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
+from enum import StrEnum
+from operator import attrgetter
+from typing import Any
+from uuid import UUID
+
+import orjson
+
+from nodes.placement.choose import Candidate, Decision, Need, Rank, Reason, choose, free_index, gib, rank
+from nodes.placement.selector import ANY, Selector
+from nodes.placement.setbacks import Setback, Setbacks
+
+MOST_BYTES = 16 * 1024
+"""Of one record as JSON, with everything."""
+SHOWN = 5
+"""Nodes that an explanation names: as many of the best, as many of the nearest misses."""
+_LONGEST_SENTENCE, _LONGEST_SELECTOR, _LONGEST_NAME = 1000, 400, 64
+"""Characters; a name is cut only if the explanation is too large otherwise."""
+AROUND = 2560
+"""Bytes left for what a row has besides an explanation: two names of 255 characters, ids and times."""
+
+_NONE_OF_ITS_NODES = "none of the nodes that it may use is registered"
+_EVER = datetime.max.replace(tzinfo=UTC)
+_COLUMNS = tuple(one.name for one in fields(Candidate))
+_values = attrgetter(*_COLUMNS)
+_NEARNESS = {reason: place for place, reason in enumerate(reversed(Reason))}
+"""`refusal` asks for what passes by itself last: who failed a later question was nearer."""
+
+
+class Ending(StrEnum):
+    """What came of a decision."""
+
+    PLACED = "placed"
+    WAITING = "waiting"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True)
+class FleetView:
+    """All that a decision depends on."""
+
+    nodes: Sequence[Candidate]
+    need: Need
+    selector: Selector = ANY
+    setbacks: Setbacks = field(default_factory=dict)
+    resting: Set[UUID] = frozenset()
+    restricted: bool = False
+    """Whether these are not all nodes, but those that the load may use."""
+
+    def decide(self) -> Decision:
+        """What placement makes of it."""
+        return choose(
+            self.nodes,
+            need=self.need,
+            setbacks=self.setbacks,
+            resting=self.resting,
+            selector=self.selector,
+        )
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """One decision, and why; `facts` are JSON."""
+
+    outcome: Ending
+    sentence: str
+    node: Candidate | None
+    replica_index: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def explain(snapshot: FleetView, decision: Decision) -> Explanation:
+    """Why `snapshot` led to `decision`; never larger than `MOST_BYTES`."""
+    sentence = _cut(_sentence(snapshot, decision), _LONGEST_SENTENCE)
+    text = _coded(snapshot)
+    best, misses = list(_best(snapshot, decision)), list(_misses(snapshot, decision))
+    facts: dict[str, Any] = {
+        "need": orjson.loads(orjson.dumps(asdict(snapshot.need), default=sorted)),
+        "selector": _cut(str(snapshot.selector), _LONGEST_SELECTOR)
+        if snapshot.selector.labels != ANY.labels
+        else "",
+        "nodes": {"considered": len(snapshot.nodes), "feasible": len(decision.ranked)},
+        "refused": _counted(decision),
+        "best": best,
+        "misses": misses,
+        "digest": hashlib.sha256(text).hexdigest(),
+        "snapshot": None,
+    }
+    room = MOST_BYTES - AROUND - len(orjson.dumps([sentence, facts]))
+    if len(text) <= room:
+        facts["snapshot"] = orjson.loads(text)
+    elif room < 0:
+        for one in [*best, *misses]:
+            one["node"] = _cut(one["node"], _LONGEST_NAME)
+            one.pop("against", None)
+    outcome = Ending.WAITING if decision.node is None else Ending.PLACED
+    return Explanation(outcome, sentence, decision.node, decision.replica_index, facts)
+
+
+def recomputed(facts: Mapping[str, Any]) -> Decision | None:
+    """The decision, made again from an explanation's facts alone; None if they hold no snapshot."""
+    kept = facts.get("snapshot")
+    if kept is None:
+        return None
+    told = kept["selector"]
+    labels = None if told["labels"] is None else _set(told["labels"])
+    setbacks = {UUID(id): Setback(times, _EVER) for id, times in kept["failures"].items()}
+    snapshot = FleetView(
+        nodes=[_candidate(_restored(zip(kept["columns"], row, strict=True))) for row in kept["nodes"]],
+        need=Need(**_restored(facts["need"])),
+        selector=Selector(told["model"], labels),
+        setbacks=setbacks,
+        resting=frozenset(map(UUID, kept["resting"])),
+        restricted=kept["restricted"],
+    )
+    return snapshot.decide()
+
+
+def _coded(snapshot: FleetView) -> bytes:
+    """The snapshot as JSON. The need is not in it: it stands beside it."""
+    known = {node.id for node in snapshot.nodes}
+    labels = snapshot.selector.labels
+    return orjson.dumps(
+        {
+            "columns": _COLUMNS,
+            "nodes": [_values(node) for node in snapshot.nodes],
+            "selector": {"model": snapshot.selector.model, "labels": labels},
+            "failures": {str(id): one.times for id, one in snapshot.setbacks.items() if id in known},
+            "resting": snapshot.resting & known,
+            "restricted": snapshot.restricted,
+        },
+        default=sorted,  # sets
+    )
+
+
+def _candidate(row: dict[str, Any]) -> Candidate:
+    return Candidate(**{**row, "id": UUID(row["id"])})
+
+
+def _restored(coded: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Values that were made JSON; their only lists are sets, of pairs or of numbers."""
+    return {name: _set(value) if isinstance(value, list) else value for name, value in dict(coded).items()}
+
+
+def _set(values: list[Any]) -> frozenset[Any]:
+    return frozenset(tuple(one) if isinstance(one, list) else one for one in values)
+
+
+def _sentence(snapshot: FleetView, decision: Decision) -> str:
+    if decision.node is None:
+        return decision.why_none() if snapshot.nodes or not snapshot.restricted else _NONE_OF_ITS_NODES
+    if len(decision.ranked) > 1:
+        return _against(snapshot, decision.node, decision.ranked[1])
+    if not decision.refused:
+        return "the only node"
+    counts = ", ".join(f"{one['count']} {one['reason']}" for one in _counted(decision))
+    return f"the only node that can take it; the others: {counts}"
+
+
+def _counted(decision: Decision) -> list[dict[str, Any]]:
+    counts = Counter(decision.refused.values())
+    return [
+        {"code": code(reason), "reason": str(reason), "count": count}
+        for reason, count in sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+    ]
+
+
+def code(reason: Reason) -> str:
+    """The reason for programs."""
+    return reason.name.lower()
+
+
+def _against(snapshot: FleetView, chosen: Candidate, other: Candidate) -> str:
+    """The term of the rank that put one node before the other."""
+    mine, its = (rank(one, snapshot.need, snapshot.setbacks) for one in (chosen, other))
+    behind = _cut(other.name, _LONGEST_NAME)
+    term = next((name for name in TERMS if getattr(mine, name) != getattr(its, name)), None)
+    if term is None:
+        return f"equal to {behind} in every term, the first by name"
+    what, figure = TERMS[term]
+    one, two = figure(mine, chosen, snapshot.need), figure(its, other, snapshot.need)
+    if term == "memory" and one == two:  # too near for GiB
+        one, two = f"{-mine.memory} bytes", f"{-its.memory} bytes"
+    return f"{what(mine)}: {one} against {two} on {behind}"
+
+
+_Words = Callable[[Rank], str]
+_Figure = Callable[[Rank, Candidate, Need], str]
+
+TERMS: Mapping[str, tuple[_Words, _Figure]] = {
+    "failures": (lambda _: "fewest failures of this load", lambda rank, *_: str(rank.failures)),
+    "shared": (
+        lambda _: "no model of the same concurrency group there",
+        lambda _, node, __: str(len(node.conflicts)),
+    ),
+    "lacks": (
+        lambda _: "it has the VRAM needed",
+        lambda _, node, need: f"{gib(node.free_vram)} free of {gib(need.vram)} needed",
+    ),
+    "busy": (lambda _: "it is idle; loaded replicas", lambda _, node, __: str(node.loaded)),
+    "in_flight": (lambda _: "fewest requests", lambda rank, *_: str(rank.in_flight)),
+    "memory": (
+        lambda rank: "most VRAM available" if rank.lacks else "most VRAM free",
+        lambda rank, *_: gib(-rank.memory),
+    ),
+}
+"""What each term of the rank means, in its order, and its figure on one node."""
+
+
+def _best(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]:
+    for place, node in enumerate(decision.ranked[:SHOWN]):
+        terms = rank(node, snapshot.need, snapshot.setbacks)
+        against = {"against": _against(snapshot, decision.ranked[0], node)} if place else {}
+        yield {
+            "node_id": str(node.id),
+            "node": node.name,
+            "replica_index": free_index(node) or 0,
+            "terms": {
+                "failures": terms.failures,
+                "shared": terms.shared,
+                "has_memory": not terms.lacks,
+                "busy": terms.busy,
+                "in_flight": terms.in_flight,
+                "memory": -terms.memory,
+            },
+            **against,
+        }
+
+
+def _misses(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]:
+    refused = (node for node in snapshot.nodes if node.id in decision.refused)
+
+    def distance(node: Candidate) -> tuple[int, int, str]:
+        return _NEARNESS[decision.refused[node.id]], -node.free_vram, node.name
+
+    for node in heapq.nsmallest(SHOWN, refused, key=distance):
+        reason = decision.refused[node.id]
+        yield {
+            "node_id": str(node.id),
+            "node": node.name,
+            "code": code(reason),
+            "reason": str(reason),
+            "free_vram": node.free_vram,
+            "available_disk": node.available_disk,
+            "total_disk": node.total_disk,
+            "replicas": len(node.taken),
+            "slots": node.slots,
+            "in_flight": node.in_flight,
+        }
+
+
+def _cut(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[: longest - 1] + "…"

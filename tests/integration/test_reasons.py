@@ -1,0 +1,394 @@
+"""Reasons of placement: what is kept of decisions, explained over REST and the command line, and plans."""
+
+import dataclasses
+import json
+from datetime import timedelta
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+from uuid import UUID, uuid4
+
+import pytest
+from django.contrib.auth import get_user_model
+from django.core.management import CommandError, call_command
+from django.db import connection
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+
+from localai_cluster import clock
+from localai_cluster.messaging import messages as m
+from localai_cluster.messaging import subjects
+from nodes.definitions.files import Definition, parse
+from nodes.loading import load, placing
+from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel, PlacementRecord
+from nodes.models.reasons import PlacementOutcome
+from nodes.placement import explain
+from nodes.placement.choose import NOTHING, Need
+from nodes.placement.explain import Ending, Explanation, FleetView
+from nodes.reconcilers import tasks
+from nodes.replicas import reasons, slots, snapshot
+from nodes.replicas.reasons import Decided
+from operations.executor.operation_queue import write_batch
+from operations.executor.recorder import Recorder
+from operations.executor.work import Abandoned, Postpone, Work
+from operations.ledger import admission, lease
+from operations.models import Operation
+from tests.support import api, hot
+from tests.support.bus import PlayedBus
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+PLAN = "/api/placement/plan"
+GIB = 2**30
+DEFINITION = "name: {name}\nbackend: echo\nparameters:\n  model: {name}\n"
+
+
+@pytest.fixture
+def models(tmp_path: Path, settings: Any) -> Path:
+    """A models folder with the definitions `m` and `org/m`."""
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=tmp_path)
+    for file, name in (("a", "m"), ("b", "org/m")):
+        (tmp_path / f"{file}.yaml").write_text(DEFINITION.format(name=name))
+    return tmp_path
+
+
+def definition() -> Definition:
+    return parse({"name": "m", "backend": "echo", "parameters": {"model": "m"}}, "m.yaml")
+
+
+def claimed() -> Work:
+    wanted = admission.OperationRequest(load.KIND, key=load.key("m"), element="m", actor="key")
+    now = clock.now()
+    admission.admit(dataclasses.replace(wanted, needed_until=now + timedelta(hours=1)), now=now)
+    (mine,) = lease.claim("c", now=now, lease=60, limit=1)
+    return Work(mine, Recorder(write_batch))
+
+
+async def placed(work: Work, need: Need = NOTHING, *, silent: str = "") -> placing.Place:
+    bus = PlayedBus()
+    nodes = await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", "name")))
+    for id, name in nodes:
+        if name != silent:
+            bus.replies[subjects.backend_list(str(id))] = m.ListReply(())
+    what = placing.Wanted(definition(), need)
+    return await placing.place(bus, work, what, mark=f"{work.id}:{work.operation.fence}")
+
+
+def kept() -> list[PlacementRecord]:
+    return list(PlacementRecord.objects.order_by("id"))
+
+
+def told(model: str = "m", need: Need = NOTHING) -> Explanation:
+    seen = FleetView(snapshot.fleet(model), need)
+    return explain.explain(seen, seen.decide())
+
+
+def test_outcomes_are_the_same_in_rows_and_decisions() -> None:
+    """Placement is pure and cannot ask the model."""
+    assert set(PlacementOutcome.values) == set(Ending)
+
+
+class TestRecords:
+    @pytest.mark.rule("R2.30", "R1.71")
+    async def test_a_placement_is_kept_with_what_decided_it(self) -> None:
+        """Another process makes the same decision from the row alone (I14)."""
+
+        def given() -> Work:
+            hot.node("a", available_vram=12 * GIB)
+            hot.node("b", available_vram=20 * GIB)
+            return claimed()
+
+        work = await hot.in_thread(given)
+        place = await placed(work)
+        (row,) = await hot.in_thread(kept)
+        assert (row.model_name, row.operation_id, row.outcome) == ("m", work.id, "placed")
+        assert (row.node_id, row.node_name, row.replica_index) == (place.slot.node_id, "b", 0)
+        assert row.reason == place.why == "most VRAM available: 20.0 GiB against 12.0 GiB on a"
+        again = explain.recomputed(row.facts)
+        assert again is not None
+        assert again.node is not None
+        assert again.node.id == row.node_id
+        assert (await hot.in_thread(NodeModel.objects.get)).node_id == row.node_id
+
+    async def test_who_did_not_answer_is_a_miss_of_the_record(self) -> None:
+        def given() -> Work:
+            hot.node("a", available_vram=12 * GIB)
+            hot.node("b", available_vram=20 * GIB)
+            return claimed()
+
+        await placed(await hot.in_thread(given), silent="b")
+        (row,) = await hot.in_thread(kept)
+        assert row.node_name == "a"
+        assert [(one["node"], one["code"]) for one in row.facts["misses"]] == [("b", "silent")]
+
+    async def test_a_wait_is_kept_once_as_long_as_its_reasons_stay(self) -> None:
+        """The figures follow; another reason is another record, and so is the end of the load."""
+        need = Need(vram=8 * GIB, vram_required=True)
+
+        async def waits(**figures: Any) -> str:
+            await hot.in_thread(lambda: BackendNode.objects.update(**figures))
+            with pytest.raises((Postpone, Abandoned)) as ended:
+                await placed(work, need)
+            return str(ended.value)
+
+        def given() -> Work:
+            hot.node("a")
+            return claimed()
+
+        work = await hot.in_thread(given)
+        first = await waits(available_vram=2 * GIB)
+        assert first == await waits()
+        (row,) = await hot.in_thread(kept)
+        assert (row.outcome, row.reason, row.at) == ("waiting", first, row.last_at)
+        second = await waits(available_vram=3 * GIB)
+        (row,) = await hot.in_thread(kept)
+        assert row.reason == second != first
+        assert row.facts["misses"][0]["free_vram"] == 3 * GIB
+        assert row.at < row.last_at
+        third = await waits(approved_at=None)
+        assert [one.reason for one in await hot.in_thread(kept)] == [second, third]
+        await hot.in_thread(lambda: Operation.objects.update(needed_until=clock.now()))
+        ended = await waits()
+        rows = await hot.in_thread(kept)
+        assert [(one.outcome, one.reason) for one in rows[2:]] == [("refused", third)]
+        assert ended.endswith(third)
+
+    def test_slot_and_record_are_there_together_or_not_at_all(self) -> None:
+        """What fails after the row takes it back, too."""
+        hot.node("a")
+        (view,) = snapshot.fleet("m")
+        why = Decided("m", uuid4(), told())
+        broken = patch.object(PlacementRecord.objects, "create", side_effect=RuntimeError)
+        with broken, pytest.raises(RuntimeError):
+            slots.reserve(view, "m", mark="a:1", backend="b", now=clock.now(), why=why)
+        assert not NodeModel.objects.exists()
+        slots.reserve(view, "m", mark="a:1", backend="b", now=clock.now(), why=why)
+        slots.reserve(view, "m", mark="b:1", backend="b", now=clock.now(), why=why)
+        assert (NodeModel.objects.count(), len(kept())) == (1, 1), "a refused slot leaves no record"
+
+    def test_the_index_is_the_one_that_was_taken(self) -> None:
+        node = hot.node("a", max_replicas_per_model=2)
+        (view,) = snapshot.fleet("m")
+        why = Decided("m", uuid4(), told())
+        hot.replica(node, "m", 0)
+        slots.reserve(view, "m", mark="a:1", backend="b", now=clock.now(), why=why)
+        assert kept()[0].replica_index == 1
+
+    def test_they_last_as_long_as_events(self) -> None:
+        """A wait that goes on is as young as its last look."""
+        now = clock.now()
+        for age in (0, 29, 31, 50):
+            decided = Decided(f"m{age}", uuid4(), told())
+            reasons.record(decided, now=now - timedelta(days=age))
+        PlacementRecord.objects.filter(model_name="m50").update(last_at=now)
+        tasks.prune_timeline()
+        assert {one.model_name for one in kept()} == {"m0", "m29", "m50"}
+
+
+def explained(model: str = "m") -> Any:
+    answer = api.admin().get(f"/api/models/{model}/explain")
+    assert answer.status_code == 200, answer.content
+    return answer.json()
+
+
+@pytest.mark.usefixtures("models")
+class TestExplain:
+    def test_a_model_that_never_was_is_404(self) -> None:
+        for name in ("nothing", "%00", "org/nothing"):
+            assert api.admin().get(f"/api/models/{name}/explain").status_code == 404
+        reasons.record(Decided("org/gone", uuid4(), told()), now=clock.now())
+        answer = explained("org/gone")
+        assert (answer["defined"], answer["next"]["action"]) == (False, "refuse")
+        assert answer["next"]["placement"] is None
+        assert answer["records"][0]["reason"] == "no node is registered"
+
+    def test_it_is_for_admins(self) -> None:
+        for path in ("/api/models/m/explain", PLAN):
+            assert api.Caller().get(path).status_code == 401
+
+    def test_a_request_goes_where_the_picks_would_send_it(self) -> None:
+        near, far = hot.node("near"), hot.node("far", max_replicas_per_model=2)
+        hot.replica(far, "m", 0, in_flight=2)
+        chosen = hot.replica(far, "m", 1, in_flight=1)
+        hot.replica(near, "m", 0, in_flight=1, last_used=clock.now())
+        hot.replica(hot.node("sick", unhealthy_at=clock.now()), "m")
+        answer = explained()
+        assert [(one["node"], one["replica_index"], one["in_flight"]) for one in answer["replicas"]] == [
+            ("far", 0, 2),
+            ("far", 1, 1),
+            ("near", 0, 1),
+            ("sick", 0, 0),
+        ]
+        assert answer["next"]["replica_id"] == str(chosen.id)
+        assert answer["next"]["says"] == "it is sent to replica 1 on far; requests there: 1"
+        assert answer["next"]["placement"]["outcome"] == "waiting", "one more replica has no place"
+
+    def test_what_a_load_would_decide_now_is_said_and_not_written(self) -> None:
+        hot.node("a", available_vram=2 * GIB)
+        hot.node("b", available_vram=3 * GIB)
+        answer = explained("org/m")
+        because = "most VRAM available: 3.0 GiB against 2.0 GiB on a"
+        assert answer["next"]["action"] == "load"
+        assert answer["next"]["says"] == f"a load begins on b: {because}"
+        assert answer["next"]["placement"]["reason"] == because
+        assert [one["node"] for one in answer["next"]["placement"]["best"]] == ["b", "a"]
+        assert not PlacementRecord.objects.exists()
+        assert not Operation.objects.exists()
+
+    def test_a_request_joins_the_load_under_way_and_hears_a_failure_of_a_moment_ago(self) -> None:
+        hot.node("a")
+        work = claimed()
+        answer = explained()["next"]
+        assert (answer["action"], answer["operation_id"]) == ("join", str(work.id))
+        now = clock.now()
+        Operation.objects.update(status="failed", finished_at=now, error="no such file", lease_until=None)
+        answer = explained()["next"]
+        assert (answer["action"], answer["operation_id"]) == ("refuse", str(work.id))
+        assert answer["says"] == "the last load failed a moment ago: no such file"
+        Operation.objects.update(finished_at=now - timedelta(minutes=1))
+        assert explained()["next"]["action"] == "load"
+
+    def test_the_number_of_queries_is_the_same_for_any_fleet(self) -> None:
+        counts = []
+        ModelSchedulingConfig.objects.create(model_name="m", node_selector={"tier": "fast"})
+        for size in (1, 6):
+            for number in range(size):
+                node = hot.node(f"{size}-{number}")
+                NodeLabel.objects.create(node=node, key="tier", value="fast")
+                hot.replica(node, "m")
+                reasons.record(Decided("m", uuid4(), told()), now=clock.now())
+            with CaptureQueriesContext(
+                connection,
+            ) as queries:
+                explained()
+            counts.append(len(queries))
+        assert counts[0] == counts[1]
+
+
+def planned(**body: Any) -> Any:
+    answer = api.admin().post(PLAN, body)
+    assert answer.status_code == 200, answer.content
+    return answer.json()
+
+
+@pytest.mark.usefixtures("models")
+class TestPlan:
+    def test_replicas_are_placed_one_after_another_and_nothing_is_written(self) -> None:
+        hot.node("a", available_vram=20 * GIB, max_replicas_per_model=2)
+        hot.node("b", available_vram=12 * GIB)
+        with CaptureQueriesContext(connection) as queries:
+            answer = planned(need={"vram": 8 * GIB}, replicas=4)
+        assert not [one for one in queries if one["sql"].startswith(("INSERT", "UPDATE", "DELETE"))]
+        assert (answer["model"], answer["wanted"], answer["placed"]) == (None, 4, 3)
+        assert [(one["node"], one["replica_index"]) for one in answer["decisions"]] == [
+            ("a", 0),
+            ("b", 0),
+            ("a", 1),
+            (None, None),
+        ]
+        last = answer["decisions"][-1]
+        assert (last["outcome"], last["reason"]) == (
+            "waiting",
+            "no node can take it: 2 no free slot for this model",
+        )
+
+    def test_nodes_that_do_not_exist_are_added_with_the_labels_they_would_have(self) -> None:
+        hot.node("a", available_vram=99 * GIB)
+        ModelSchedulingConfig.objects.create(model_name="m", node_selector={"gpu.vram": "24GB"})
+        answer = planned(model="m", replicas=4, nodes=[{"count": 3, "vram_gib": 24}])
+        assert [one["hypothetical"] for one in answer["decisions"]] == [True, True, True, False]
+        assert answer["placed"] == 3
+        free = planned(model="m", selector={}, nodes=[{"count": 1, "vram_gib": 1, "labels": {"x": "y"}}])
+        assert free["decisions"][0]["node"] == "a"
+        only = planned(model="m", selector={"x": "y"}, nodes=[{"count": 1, "labels": {"x": "y"}}])
+        assert only["decisions"][0]["hypothetical"] is True
+
+    @pytest.mark.parametrize(
+        ("body", "field"),
+        [
+            ({}, "model"),
+            ({"model": "m", "need": {}}, "model"),
+            ({"model": "none"}, "model"),
+            ({"model": 5}, "model"),
+            ({"need": {"vram": -1}}, "need"),
+            ({"need": {"vram": 2**63}}, "need"),
+            ({"need": []}, "need"),
+            ({"need": {}, "replicas": 0}, "replicas"),
+            ({"need": {}, "replicas": 65}, "replicas"),
+            ({"need": {}, "replicas": True}, "replicas"),
+            ({"need": {}, "selector": ["a"]}, "selector"),
+            ({"need": {}, "selector": {"a": 1}}, "selector"),
+            ({"need": {}, "selector": {"": "a"}}, "selector"),
+            ({"need": {}, "selector": {"a": "\ud800"}}, "selector"),
+            ({"model": "\ud800"}, "model"),
+            ({"need": {}, "nodes": [{"count": 200}, {"count": 57}]}, "nodes"),
+            ({"need": {}, "nodes": [{"vram_gib": 1}]}, "nodes"),
+            ({"need": {}, "nodes": [{"count": 1, "vram_gib": 1e300}]}, "nodes"),
+            ({"need": {}, "nodes": [{"count": 1, "labels": {"a": "b\u0000"}}]}, "nodes"),
+        ],
+        ids=str,
+    )
+    def test_a_body_that_cannot_be_meant_names_its_field(self, body: Any, field: str) -> None:
+        answer = api.admin().post(PLAN, body)
+        assert answer.status_code == 400, answer.content
+        assert answer.json()["error"]["field"] == field
+
+    def test_the_largest_plan_is_bounded(self) -> None:
+        answer = planned(need={"vram": GIB}, replicas=64, nodes=[{"count": 256, "vram_gib": 8}])
+        assert answer["placed"] == 64
+
+
+def run(*arguments: str) -> str:
+    out = StringIO()
+    call_command("placement", *arguments, stdout=out)
+    return out.getvalue()
+
+
+@pytest.mark.usefixtures("models")
+class TestCommandLine:
+    def test_it_prints_what_rest_answers(self) -> None:
+        node = hot.node("a", available_vram=20 * GIB)
+        hot.replica(node, "m")
+        reasons.record(Decided("m", uuid4(), told()), now=clock.now())
+        assert json.loads(run("explain", "m", "--json")) == explained()
+        asked = ("--vram", "8", "--replicas", "2", "--node", "2x24GiB", "--selector", "gpu.vram=24GB")
+        assert json.loads(run("plan", *asked, "--json")) == planned(
+            need={"vram": 8 * GIB},
+            replicas=2,
+            selector={"gpu.vram": "24GB"},
+            nodes=[{"count": 2, "vram_gib": 24}],
+        )
+
+    def test_it_reads_as_text(self) -> None:
+        node = hot.node("a", available_vram=20 * GIB)
+        hot.replica(node, "m")
+        reasons.record(Decided("m", uuid4(), told()), now=clock.now())
+        text = run("explain", "m")
+        assert "next request: it is sent to replica 0 on a; requests there: 0" in text
+        assert "  not a: no free slot for this model" in text
+        plan = run("plan", "--vram", "8", "--replicas", "2", "--node", "1x24GiB")
+        assert plan.startswith("2 of 2 replicas placed")
+        assert "most VRAM free: 24.0 GiB against 20.0 GiB on a" not in plan, "a has a replica already"
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [("explain", "nothing"), ("plan", "--model", "nothing"), ("plan", "--vram", "1", "--replicas", "65")],
+        ids=" ".join,
+    )
+    def test_a_question_without_an_answer_ends_with_one_line(self, arguments: tuple[str, ...]) -> None:
+        with pytest.raises(CommandError) as refusal:
+            run(*arguments)
+        assert "\n" not in str(refusal.value)
+
+
+def test_the_admin_shows_records_and_changes_none() -> None:
+    reasons.record(Decided("m", UUID(int=1), told()), now=clock.now())
+    (row,) = kept()
+    client = Client()
+    client.force_login(get_user_model().objects.create_superuser("root", password="x"))
+    for path in ("", f"{row.pk}/change/"):
+        page = client.get(f"/admin/nodes/placementrecord/{path}")
+        assert page.status_code == 200
+        assert b"no node is registered" in page.content
+    assert client.get("/admin/nodes/placementrecord/add/").status_code == 403

@@ -1,0 +1,203 @@
+"""Explanations of placement: what decided, who was near, how large, and the same decision again."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from uuid import UUID
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nodes.placement import explain, plan
+from nodes.placement.choose import NOTHING, Candidate, Need, Rank, Reason
+from nodes.placement.explain import AROUND, MOST_BYTES, Ending, FleetView
+from nodes.placement.selector import ANY, Selector
+from nodes.placement.setbacks import Setback
+from tests.unit.test_placement import GIB, fleets, needs, selectors, view
+
+LATER = datetime(2026, 8, 22, 10, tzinfo=UTC)
+
+
+def explained(snapshot: FleetView) -> explain.Explanation:
+    return explain.explain(snapshot, snapshot.decide())
+
+
+def fleet(*nodes: Mapping[str, object], need: Need = NOTHING, **more: object) -> FleetView:
+    views = [view(**{"id": UUID(int=n), "name": "abcdefgh"[n % 8], **one}) for n, one in enumerate(nodes)]
+    return FleetView(views, need, **more)  # type: ignore[arg-type]
+
+
+snapshots = st.builds(
+    FleetView,
+    nodes=fleets,
+    need=needs,
+    selector=selectors | st.just(ANY),
+    restricted=st.booleans(),
+).flatmap(
+    lambda one: st.builds(
+        lambda failed, resting: replace(
+            one,
+            setbacks={one.nodes[at % len(one.nodes)].id: Setback(n, LATER) for at, n in failed.items()}
+            if one.nodes
+            else {},
+            resting=frozenset(one.nodes[at % len(one.nodes)].id for at in resting)
+            if one.nodes
+            else frozenset(),
+        ),
+        st.dictionaries(st.integers(0, 7), st.integers(1, 3), max_size=3),
+        st.frozensets(st.integers(0, 7), max_size=2),
+    )
+)
+
+
+@pytest.mark.rule("R2.30")
+@given(snapshots)
+def test_the_same_decision_follows_from_the_record_alone(snapshot: FleetView) -> None:
+    """I14: another process makes it again from what was stored, reasons, order and figures included."""
+    told = explained(snapshot)
+    decision = snapshot.decide()
+    again = explain.recomputed(json.loads(json.dumps(told.facts)))
+    assert again == decision
+    assert again.why_none() == decision.why_none()
+    chosen = None if told.node is None else (told.node.id, told.replica_index)
+    assert chosen == (None if again.node is None else (again.node.id, again.replica_index))
+    assert (told.outcome == Ending.PLACED) == (decision.node is not None)
+
+
+@given(snapshots)
+def test_every_node_is_counted_once(snapshot: FleetView) -> None:
+    """Feasible and refused nodes are the whole fleet; best and misses are parts of them."""
+    facts = explained(snapshot).facts
+    refused = sum(one["count"] for one in facts["refused"])
+    assert facts["nodes"]["considered"] == len(snapshot.nodes) == facts["nodes"]["feasible"] + refused
+    assert len(facts["best"]) == min(facts["nodes"]["feasible"], 5)
+    assert len(facts["misses"]) == min(refused, 5)
+
+
+@pytest.mark.parametrize("size", [1, 20, 200, 2000])
+@pytest.mark.parametrize("letter", ["a", "🦙"])
+def test_it_is_never_larger_than_16_kib(size: int, letter: str) -> None:
+    """The longest names and the longest selector; a large fleet leaves a digest."""
+    labels = frozenset((letter * 126 + f"{n:02}", letter * 255) for n in range(64))
+    full = [
+        view(
+            id=UUID(int=n),
+            name=f"{n:05}" + letter * 250,
+            status="healthy" if n % 2 else "offline",
+            free_vram=-(2**62),
+            available_vram=n,
+            labels=labels,
+        )
+        for n in range(size)
+    ]
+    for selector in (Selector("m" * 255, labels), Selector("m" * 255, frozenset({("no", "no")}))):
+        told = explained(FleetView(full, Need(vram=2**62), selector))
+        stored = orjson.dumps([told.sentence, told.facts])
+        assert len(stored) <= MOST_BYTES - AROUND
+        assert len(told.facts["digest"]) == 64
+        assert size == 1 or told.facts["snapshot"] is None
+
+
+def test_a_fleet_of_forty_nodes_fits_whole() -> None:
+    told = explained(fleet(*[{"name": f"gpu-{n:03}"} for n in range(40)]))
+    assert explain.recomputed(told.facts) is not None
+
+
+@pytest.mark.rule("R1.70", "R1.71", "R1.72")
+@pytest.mark.parametrize(
+    ("snapshot", "said"),
+    [
+        (fleet({}), "the only node"),
+        (
+            fleet({}, {"status": "offline"}, {"status": "offline"}, {"slots": 0}),
+            "the only node that can take it; the others: 2 offline, 1 no free slot for this model",
+        ),
+        (
+            fleet({}, {}, setbacks={UUID(int=0): Setback(2, LATER)}),
+            "fewest failures of this load: 0 against 2 on a",
+        ),
+        (
+            fleet({"free_vram": 4 * GIB}, {"free_vram": 20 * GIB}, need=Need(vram=8 * GIB)),
+            "it has the VRAM needed: 20.0 GiB free of 8.0 GiB needed"
+            " against 4.0 GiB free of 8.0 GiB needed on a",
+        ),
+        (fleet({}, {"loaded": 2}), "it is idle; loaded replicas: 0 against 2 on b"),
+        (
+            fleet({"loaded": 1, "in_flight": 3}, {"loaded": 2, "in_flight": 1}),
+            "fewest requests: 1 against 3 on a",
+        ),
+        (
+            fleet({"free_vram": 20 * GIB}, {"free_vram": 12 * GIB}, need=Need(vram=8 * GIB)),
+            "most VRAM free: 20.0 GiB against 12.0 GiB on b",
+        ),
+        (
+            fleet({"available_vram": 20 * GIB + 2}, {"available_vram": 20 * GIB + 1}),
+            "most VRAM available: 21474836482 bytes against 21474836481 bytes on b",
+        ),
+        (fleet({}, {}), "equal to b in every term, the first by name"),
+        (fleet(), "no node is registered"),
+        (fleet(restricted=True), "none of the nodes that it may use is registered"),
+        (fleet({"status": "offline"}), "no node can take it: 1 offline"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_sentence_says_what_decided(snapshot: FleetView, said: str) -> None:
+    assert explained(snapshot).sentence == said
+
+
+def test_every_term_of_the_rank_has_words() -> None:
+    """A term without words could decide and not be named; the name is the last one."""
+    assert (*explain.TERMS, "name") == Rank._fields
+
+
+def test_the_nearest_misses_come_first_with_their_figures() -> None:
+    """Who fails the last question was nearest; among those who has the most memory."""
+    told = explained(
+        fleet(
+            {"status": "offline"},
+            {"free_vram": GIB},
+            {"free_vram": 2 * GIB},
+            {"slots": 0},
+            {"node_type": "agent"},
+            {"status": "pending"},
+            {"free_vram": 9 * GIB},
+            need=Need(vram=4 * GIB, vram_required=True),
+            resting=frozenset({UUID(int=6)}),
+        )
+    )
+    assert [(one["node"], one["code"]) for one in told.facts["misses"]] == [
+        ("g", "silent"),
+        ("c", "memory"),
+        ("b", "memory"),
+        ("d", "full"),
+        ("a", "offline"),
+    ]
+    assert told.facts["misses"][1]["free_vram"] == 2 * GIB
+    assert {explain.code(reason) for reason in Reason} >= {"memory", "disk", "selector"}
+
+
+def test_those_behind_say_what_put_them_there() -> None:
+    told = explained(fleet({}, {"loaded": 1}, {"loaded": 1, "in_flight": 2}))
+    assert [one.get("against") for one in told.facts["best"]] == [
+        None,
+        "it is idle; loaded replicas: 0 against 1 on b",
+        "it is idle; loaded replicas: 0 against 1 on c",
+    ]
+    assert isinstance(told.node, Candidate)
+
+
+@given(fleets, needs, st.integers(1, 9))
+def test_a_plan_keeps_every_cap_and_every_budget(nodes: list[Candidate], need: Need, replicas: int) -> None:
+    """As the loads would, one after another; only the last decision may find no node."""
+    told = list(plan.successive(FleetView(nodes, need), replicas))
+    places = [(one.node.id, one.replica_index) for one in told if one.node is not None]
+    assert len(set(places)) == len(places) >= len(told) - 1
+    assert len(told) == replicas or told[-1].node is None
+    for node in nodes:
+        here = [index for id, index in places if id == node.id]
+        assert not here or len(node.taken) + len(here) <= node.slots
+        if need.vram_required and here:
+            assert need.vram * len(here) <= node.free_vram or not need.vram
