@@ -14,8 +14,6 @@ from localai_cluster import errors
 
 MOST_NODES = 3
 _KEPT = "refusals"
-_LONGEST = 500
-"""Characters of one reason, while there are several."""
 
 
 class LoadFailed(errors.Unavailable):
@@ -59,8 +57,4 @@ def refused_by_all(payload: Mapping[str, Any]) -> LoadFailed:
     by_reason: dict[str, list[str]] = {}
     for one in refusals(payload):
         by_reason.setdefault(one.reason, []).append(one.node_name)
-    if len(by_reason) == 1:
-        ((reason, names),) = by_reason.items()
-        return LoadFailed(f"{', '.join(names)}: {reason}")
-    parts = (f"{', '.join(names)}: {reason[:_LONGEST]}" for reason, names in by_reason.items())
-    return LoadFailed("; ".join(parts))
+    return LoadFailed("; ".join(f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()))
