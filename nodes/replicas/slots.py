@@ -5,7 +5,7 @@ attempt that was overtaken changes nothing (I3).
 """
 
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
@@ -58,6 +58,9 @@ def reserve(
         node = healthy.select_for_update(no_key=True).first()
         if node is None:
             return NoSlot("gone or not healthy any more")
+        if node.vram_read_at is not None:
+            # A reading may have come since the caller's look at the clock; the reservation is newer than it.
+            now = max(now, node.vram_read_at + timedelta(microseconds=1))
         rows = NodeModel.objects.of(model_name).filter(node_id=view.id)
         index = lowest_free(set(rows.values_list("replica_index", flat=True)), node.max_replicas_per_model)
         if index is None:

@@ -8,7 +8,7 @@ import django.db
 import psycopg
 import pytest
 import redis.exceptions
-from django.db import transaction
+from django.db import connections
 from django.utils.module_loading import import_string
 from psycopg import errors
 
@@ -105,6 +105,6 @@ def test_every_recurring_task_leaves_a_run_out(
     def away() -> None:
         raise OUTAGES[0]
 
-    monkeypatch.setattr(transaction, "atomic", away)
+    monkeypatch.setattr(connections["default"], "ensure_connection", away)
     import_string(recurring.function)()
     assert [record.getMessage() for record in caplog.records] == [f"{function} left out: {OUTAGES[0]}"]
