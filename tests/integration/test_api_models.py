@@ -4,7 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from pytest_django.fixtures import SettingsWrapper
+from pytest_django import Settings
 
 from tests.support import api
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.django_db
 
 
 @pytest.mark.rule("E65")
-def test_every_definition_is_listed_by_name(settings: SettingsWrapper, tmp_path: Path) -> None:
+def test_every_definition_is_listed_by_name(settings: Settings, tmp_path: Path) -> None:
     """A file that is no definition is left out."""
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=tmp_path)
     for name in ("zeta", "org/alpha"):

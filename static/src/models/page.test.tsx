@@ -31,7 +31,7 @@ function operation(more: Partial<Operation>): Operation {
 }
 
 function open(...operations: Operation[]): void {
-  const store = show(new LiveStore(), node("n1", { models: [model("tiny", 0, { in_flight: 2 })] }), node("n2", { models: [model("tiny", 0)] }));
+  const store = show(new LiveStore(), node("n1", { models: [model("tiny", 0, { in_flight: 2 })] }), node("n2", { models: [model("tiny", 0, { id: "other" })] }));
   store.push({ type: "operations.snapshot", seq: 1, operations });
   stage(store, createMemoryRouter([{ path: "*", element: <ModelsPage /> }]));
 }
@@ -79,5 +79,5 @@ it("gives a model a rule in place", async () => {
   open();
   fireEvent.click(await (await panel("idle")).findByRole("button", { name: "Add a rule for idle" }));
   const form = within(await screen.findByRole("dialog", { name: "Add rule" }));
-  expect((form.getByLabelText("Model") as HTMLInputElement).value).toBe("idle");
+  expect(form.getByLabelText<HTMLInputElement>("Model").value).toBe("idle");
 });

@@ -192,7 +192,27 @@ function Failure({ operation }: { operation: Operation }): ReactNode {
   );
 }
 
+const REPLICAS_FIRST = 10;
+
+/** The first ones, the others on demand: a model may run on hundreds of nodes. */
 function Replicas({ name, places }: { name: string; places: Places }): ReactNode {
+  const [all, setAll] = useState(false);
+  const shown = all ? places : places.slice(0, REPLICAS_FIRST);
+  return (
+    <>
+      <ReplicaTable name={name} places={shown} />
+      {shown.length < places.length && (
+        <div>
+          <Button small onClick={() => setAll(true)}>
+            Show {count(places.length - shown.length, "more replica")} of <bdi>{name}</bdi>
+          </Button>
+        </div>
+      )}
+    </>
+  );
+}
+
+function ReplicaTable({ name, places }: { name: string; places: Places }): ReactNode {
   return (
     <table className="nd-table" aria-label={`Replicas of ${name}`}>
       <thead>
@@ -232,7 +252,7 @@ function Replica({ node, model }: Place): ReactNode {
       </td>
       <td data-label="State">
         <StatusPill status={model.state} />
-        <Leaving model={model} />
+        {model.state === "unloading" && <Leaving model={model} />}
       </td>
       <td data-label="In flight" className="nd-number">
         {model.in_flight}

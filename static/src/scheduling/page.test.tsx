@@ -106,8 +106,8 @@ it("saves a new rule, and shows the server's refusal at its field with everythin
   fireEvent.change(form.getByLabelText("Maximum replicas"), { target: { value: "2" } });
   fireEvent.click(form.getByRole("button", { name: "Save rule" }));
   await form.findByText("min_replicas must be <= max_replicas");
-  const field = form.getByLabelText("Minimum replicas");
-  expect([field.getAttribute("aria-invalid"), (field as HTMLInputElement).value]).toEqual(["true", "3"]);
+  const field = form.getByLabelText<HTMLInputElement>("Minimum replicas");
+  expect([field.getAttribute("aria-invalid"), field.value]).toEqual(["true", "3"]);
   refusal = null;
   fireEvent.change(form.getByLabelText("Maximum replicas"), { target: { value: "3" } });
   fireEvent.click(form.getByRole("button", { name: "Save rule" }));
@@ -119,7 +119,7 @@ it("editing fills every field and keeps the model (E41)", async () => {
   await open();
   const form = await dialog("Edit rule of org/m");
   expect(form.queryByLabelText("Model")).toBeNull();
-  expect((form.getByLabelText("Minimum replicas") as HTMLInputElement).value).toBe("2");
+  expect(form.getByLabelText<HTMLInputElement>("Minimum replicas").value).toBe("2");
   expect(form.getByText("tier=fast")).toBeTruthy();
   fireEvent.click(form.getByLabelText("One replica on every matching node"));
   expect(form.queryByLabelText("Minimum replicas")).toBeNull();
