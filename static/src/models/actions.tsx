@@ -22,11 +22,11 @@ export function Actions({ row, ruled }: { row: ModelRow; ruled: readonly string[
       <Button small aria-label={`Load ${row.name}`} busy={load.isPending} refusal={loadRefusal(row)} onClick={() => load.mutate()}>
         Load
       </Button>
-      <Button small aria-label={`Unload ${row.name} from all nodes`} refusal={unloadRefusal(row)} onClick={() => setAsked("unload")}>
+      <Button small aria-label={`Unload all replicas of ${row.name}`} refusal={unloadRefusal(row)} onClick={() => setAsked("unload")}>
         Unload all…
       </Button>
       {ruled !== null && !ruled.includes(row.name) && (
-        <Button small aria-label={`Add a rule for ${row.name}`} onClick={() => setAsked("rule")}>
+        <Button small aria-label={`Add rule for ${row.name}`} onClick={() => setAsked("rule")}>
           Add rule…
         </Button>
       )}

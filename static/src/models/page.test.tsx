@@ -45,7 +45,7 @@ it("shows every model with its replicas by node and the way to its rule (E65)", 
   const tiny = await panel("tiny");
   expect(tiny.getAllByRole("row").map((row) => row.textContent)).toEqual([expect.stringContaining("Node"), expect.stringMatching(/n1.*loaded.*2/), expect.stringContaining("n2")]);
   expect(tiny.getByText("not defined on this server")).toBeTruthy();
-  const rule = await tiny.findByRole("link", { name: "Rule of tiny: at least 1" });
+  const rule = await tiny.findByRole("link", { name: "Rule: at least 1, of tiny" });
   expect(rule.getAttribute("href")).toBe("/app/scheduling?q=tiny");
   expect((await panel("idle")).getByText("not running")).toBeTruthy();
 });
@@ -66,7 +66,7 @@ it("shows a load with its progress, and one that failed with its reason", async 
 
 it("unloads from all nodes after a question that names requests and nodes", async () => {
   open();
-  fireEvent.click((await panel("tiny")).getByRole("button", { name: "Unload tiny from all nodes" }));
+  fireEvent.click((await panel("tiny")).getByRole("button", { name: "Unload all replicas of tiny" }));
   const question = within(screen.getByRole("alertdialog", { name: /Unload tiny from 2 nodes/ }));
   expect(question.getByText(/2 replicas stop\. 2 requests in flight/)).toBeTruthy();
   expect(document.activeElement).toBe(question.getByRole("button", { name: "Cancel" }));
@@ -77,7 +77,7 @@ it("unloads from all nodes after a question that names requests and nodes", asyn
 
 it("gives a model a rule in place", async () => {
   open();
-  fireEvent.click(await (await panel("idle")).findByRole("button", { name: "Add a rule for idle" }));
+  fireEvent.click(await (await panel("idle")).findByRole("button", { name: "Add rule for idle" }));
   const form = within(await screen.findByRole("dialog", { name: "Add rule" }));
   expect(form.getByLabelText<HTMLInputElement>("Model").value).toBe("idle");
 });

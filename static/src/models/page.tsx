@@ -136,7 +136,7 @@ function Model({ row, rules }: { row: ModelRow; rules: ReadonlyMap<string, Rule>
           </span>
         )}
         {rule !== undefined && (
-          <Link to={`/app/scheduling?q=${encodeURIComponent(row.name)}`} aria-label={`Rule of ${row.name}: ${demand(rule)}`}>
+          <Link to={`/app/scheduling?q=${encodeURIComponent(row.name)}`} aria-label={`Rule: ${demand(rule)}, of ${row.name}`}>
             Rule: {demand(rule)}
           </Link>
         )}
