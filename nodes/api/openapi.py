@@ -54,7 +54,7 @@ COMPONENTS: tuple[Named, ...] = (
     *engines.COMPONENTS,
     *join_tokens.COMPONENTS,
     worker_logs.LOG_LINE,
-    definitions.DEFINED,
+    *definitions.COMPONENTS,
     RULE,
     STATE,
     WORKER_REFUSAL,

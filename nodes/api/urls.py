@@ -70,7 +70,7 @@ urlpatterns = [
     path("nodes/<str:node_id>/backends/delete", installs.DeleteView.as_view()),
     path("nodes/<str:node_id>/backend-logs", worker_logs.LoggedModelsView.as_view()),
     path("nodes/<str:node_id>/backend-logs/<path:model>", worker_logs.LogLinesView.as_view()),
-    path("models", definitions.DefinitionsView.as_view()),
+    path("models/capabilities", definitions.CapabilitiesView.as_view()),
     path("join-tokens", join_tokens.JoinTokensView.as_view()),
     path("join-tokens/<str:token_id>", join_tokens.JoinTokenView.as_view()),
     path("backends", catalogue.BackendsView.as_view()),

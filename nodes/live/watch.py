@@ -59,9 +59,7 @@ def look() -> Snapshot:
     """Reads everything, in one view of the database and a constant number of queries."""
     with feed.one_view():
         tasks = periodic.waiting_since(now=clock.now())
-        return Snapshot(
-            rows.read(), controllers.seen(), upgrade_state.standing(), rules.revision(), tasks
-        )
+        return Snapshot(rows.read(), controllers.seen(), upgrade_state.standing(), rules.revision(), tasks)
 
 
 async def reach_redis() -> bool:

@@ -7,8 +7,11 @@ import type { Definition } from "./rows";
 export function useDefinitions(): UseQueryResult<Definition[]> {
   return useQuery({
     queryKey: ["models", "definitions"],
-    queryFn: ({ signal }) => call(client.GET("/api/models", { signal })),
-    staleTime: 1000,
+    queryFn: async ({ signal }) => {
+      const { data } = await call(client.GET("/api/models/capabilities", { signal }));
+      // What only nodes have comes with the feed.
+      return data.filter((one) => one.source === undefined);
+    },
     refetchOnWindowFocus: true,
   });
 }

@@ -12,9 +12,9 @@ let asked: [string, unknown][];
 
 beforeEach(() => {
   asked = [];
-  const defined = [{ name: "idle", backend: "echo", model: "x.gguf", source: "idle.yaml" }];
+  const defined = [{ id: "idle", backend: "echo", capabilities: [], disabled: false, pinned: false }];
   const rule = { id: "1", model_name: "tiny", min_replicas: 1, max_replicas: 0, unsatisfiable_ticks: 0, created_at: "", updated_at: "" };
-  vi.spyOn(client, "GET").mockImplementation(((path: string) => Promise.resolve({ data: path === "/api/models" ? defined : [rule], response: new Response() })) as never);
+  vi.spyOn(client, "GET").mockImplementation(((path: string) => Promise.resolve({ data: path === "/api/models/capabilities" ? { data: defined } : [rule], response: new Response() })) as never);
   vi.spyOn(client, "POST").mockImplementation(((path: string, sent: { body: unknown }) => {
     asked.push([path, sent.body]);
     return Promise.resolve({ data: {}, response: new Response(null, { status: 202 }) });

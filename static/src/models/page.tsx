@@ -128,13 +128,7 @@ function Model({ row, rules }: { row: ModelRow; rules: ReadonlyMap<string, Rule>
             Backend <bdi>{backend}</bdi>
           </span>
         )}
-        {row.definition === undefined ? (
-          <span className="tag">not defined on this server</span>
-        ) : (
-          <span className="muted anywhere">
-            <bdi>{row.definition.model}</bdi>, from <bdi>{row.definition.source}</bdi>
-          </span>
-        )}
+        {row.definition === undefined && <span className="tag">not defined on this server</span>}
         {rule !== undefined && (
           <Link to={`/app/scheduling?q=${encodeURIComponent(row.name)}`} aria-label={`Rule: ${demand(rule)}, of ${row.name}`}>
             Rule: {demand(rule)}

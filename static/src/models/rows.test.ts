@@ -4,7 +4,7 @@ import type { Operation } from "../live/messages";
 import { addressOf, backendOf, loadRefusal, modelRows, unloadRefusal, wantedIn, wantedRows, type Definition, type ModelRow } from "./rows";
 
 function defined(name: string): Definition {
-  return { name, backend: "echo", model: `${name}.gguf`, source: `${name}.yaml` };
+  return { id: name, backend: "echo", capabilities: [], disabled: false, pinned: false };
 }
 
 function operation(name: string, status: Operation["status"], more: Partial<Operation> = {}): Operation {

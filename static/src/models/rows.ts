@@ -3,7 +3,7 @@ import type { components } from "../api/schema";
 import type { LiveModel, LiveNode, Operation } from "../live/messages";
 import { isActive, needsAttention } from "../live/store";
 
-export type Definition = components["schemas"]["DefinedModel"];
+export type Definition = components["schemas"]["InstalledModel"];
 
 /** A replica and its node. */
 export interface Place {
@@ -41,7 +41,7 @@ export function placesOf(nodes: Iterable<LiveNode>): Map<string, Place[]> {
 /** Every model by name. Definitions are undefined as long as they are not known. */
 export function modelRows(definitions: readonly Definition[], nodes: Iterable<LiveNode>, operations: Iterable<Operation>): ModelRow[] {
   const places = placesOf(nodes);
-  const defined = new Map(definitions.map((one) => [one.name, one]));
+  const defined = new Map(definitions.map((one) => [one.id, one]));
   const work = new Map<string, Operation[]>();
   for (const operation of operations) {
     if (!operation.kind.startsWith("model_") || !(isActive(operation) || needsAttention(operation))) continue;

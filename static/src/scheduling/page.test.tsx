@@ -27,7 +27,7 @@ beforeEach(() => {
   rules = [OLD];
   asked = [];
   refusal = null;
-  vi.spyOn(client, "GET").mockImplementation(((path: string) => answer(path === "/api/models" ? [{ name: "org/m", backend: "echo", model: "x", source: "m.yaml" }] : rules)) as never);
+  vi.spyOn(client, "GET").mockImplementation(((path: string) => answer(path === "/api/models/capabilities" ? { data: [{ id: "org/m", backend: "echo", capabilities: [], disabled: false, pinned: false }] } : rules)) as never);
   vi.spyOn(client, "POST").mockImplementation(((path: string, sent: { body: unknown }) => {
     asked.push([path, sent.body]);
     return refusal === null ? answer({ model_name: "m" }) : Promise.resolve({ error: refusal, response: new Response(null, { status: 400 }) });

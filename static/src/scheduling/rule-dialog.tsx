@@ -77,7 +77,7 @@ export function RuleDialog({ rule, model = "", ruled, onClose }: RuleDialogProps
 function ModelField({ draft, wrong, change }: FormProps): ReactNode {
   const list = useId();
   const { data = [] } = useDefinitions();
-  const unknown = data.length > 0 && draft.model.trim() !== "" && !data.some((one) => one.name === draft.model.trim());
+  const unknown = data.length > 0 && draft.model.trim() !== "" && !data.some((one) => one.id === draft.model.trim());
   return (
     <>
       <TextField
@@ -91,7 +91,7 @@ function ModelField({ draft, wrong, change }: FormProps): ReactNode {
       />
       <datalist id={list}>
         {data.map((one) => (
-          <option key={one.name} value={one.name} />
+          <option key={one.id} value={one.id} />
         ))}
       </datalist>
     </>
