@@ -631,7 +631,7 @@ async def test_a_tab_hears_that_lists_have_changed_and_how_the_check_stands(
     assert live.wrong_with(last) == []
 
 
-@pytest.mark.rule("UW10")
+@pytest.mark.rule("UW10", "UI-6.2")
 async def test_a_tab_hears_that_rules_or_what_a_pass_made_of_them_have_changed(
     tab: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -40,7 +40,7 @@ async function panel(name: string) {
   return within(await screen.findByRole("region", { name }));
 }
 
-it("shows every model with its replicas by node and the way to its rule (E65)", async () => {
+it("shows every model with its replicas by node and the way to its rule (E65, UI-8.2, UI-8.5)", async () => {
   open();
   const tiny = await panel("tiny");
   expect(tiny.getAllByRole("row").map((row) => row.textContent)).toEqual([expect.stringContaining("Node"), expect.stringMatching(/n1.*loaded.*2/), expect.stringContaining("n2")]);
@@ -50,13 +50,13 @@ it("shows every model with its replicas by node and the way to its rule (E65)", 
   expect((await panel("idle")).getByText("not running")).toBeTruthy();
 });
 
-it("loads a model that does not run, without waiting for the end", async () => {
+it("loads a model that does not run, without waiting for the end (UI-8.4)", async () => {
   open();
   fireEvent.click((await panel("idle")).getByRole("button", { name: "Load idle" }));
   await waitFor(() => expect(asked).toEqual([["/backend/load", { model: "idle", wait: false }]]));
 });
 
-it("shows a load with its progress, and one that failed with its reason", async () => {
+it("shows a load with its progress, and one that failed with its reason (UI-8.3)", async () => {
   open(operation({}), operation({ jobID: "k", seq: 2, status: "failed", error: "no node has room", progress: 0 }));
   const idle = await panel("idle");
   expect(idle.getByRole("progressbar", { name: "Loading model idle" }).getAttribute("aria-valuenow")).toBe("40");
@@ -64,7 +64,7 @@ it("shows a load with its progress, and one that failed with its reason", async 
   expect(idle.getByRole("button", { name: "Load idle" }).getAttribute("aria-disabled")).toBe("true");
 });
 
-it("unloads from all nodes after a question that names requests and nodes", async () => {
+it("unloads from all nodes after a question that names requests and nodes (UI-8.4)", async () => {
   open();
   fireEvent.click((await panel("tiny")).getByRole("button", { name: "Unload all replicas of tiny" }));
   const question = within(screen.getByRole("alertdialog", { name: /Unload tiny from 2 nodes/ }));
@@ -75,7 +75,7 @@ it("unloads from all nodes after a question that names requests and nodes", asyn
   expect(asked).toEqual([["/api/nodes/models/unload", { model_name: "tiny", wait: false }]]);
 });
 
-it("gives a model a rule in place", async () => {
+it("gives a model a rule in place (UI-8.5)", async () => {
   open();
   fireEvent.click(await (await panel("idle")).findByRole("button", { name: "Add rule for idle" }));
   const form = within(await screen.findByRole("dialog", { name: "Add rule" }));

@@ -26,7 +26,7 @@ function named(name: string, found: readonly ModelRow[]): ModelRow {
   return row;
 }
 
-describe("models (E65)", () => {
+describe("models (E65, UI-8.1)", () => {
   it("are all that is defined, runs or is worked on, by name, with replicas by node", () => {
     const found = rows(operation("gone", "failed"), operation("b", "processing"), operation("x", "completed"), operation("y", "processing", { kind: "backend_install" }));
     expect(found.map((row) => row.name)).toEqual(["a", "b", "gone", "stray"]);

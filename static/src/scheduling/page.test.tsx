@@ -53,7 +53,7 @@ async function dialog(button: string) {
   return within(await screen.findByRole("dialog"));
 }
 
-it("shows each rule with its figures, its reason, its cooldown and its nodes (UW10)", async () => {
+it("shows each rule with its figures, its reason, its cooldown and its nodes (UW10, UI-6.1, UI-6.3)", async () => {
   await open();
   const row = within(screen.getByRole("table", { name: "Scheduling rules" })).getAllByRole("row")[1];
   for (const part of ["org/m", "tier=fast", "at least 2", "wanted2", "running1", "loading0", "cooling down", "next try in", "3 passes in a row", "no node with room"]) {
@@ -62,20 +62,20 @@ it("shows each rule with its figures, its reason, its cooldown and its nodes (UW
   expect(await screen.findByRole("link", { name: "n1" })).toBeTruthy();
 });
 
-it("says what a rule is where there is none", async () => {
+it("says what a rule is where there is none (UI-6.6)", async () => {
   rules = [];
   await open();
   expect((await screen.findByText("No scheduling rules")).parentElement?.textContent).toContain("how many replicas");
 });
 
-it("reads the rules again when the feed says so", async () => {
+it("reads the rules again when the feed says so (UI-6.2)", async () => {
   const store = await open();
   rules = [{ ...OLD, state: { wanted: 2, current: 2, loading: 0, reason: "all there", at: AT } }];
   store.push({ type: "rules", revision: "2" });
   await screen.findByText(/all there/);
 });
 
-it("counts matching nodes as labels are typed, and warns of none or of none that works (UW11)", async () => {
+it("counts matching nodes as labels are typed, and warns of none or of none that works (UW11, UI-6.5)", async () => {
   await open();
   const form = await dialog("Add rule…");
   await form.findByText(/Matches 2 of 2 nodes: n1, n2/);
@@ -92,7 +92,7 @@ it("counts matching nodes as labels are typed, and warns of none or of none that
   expect(form.getByText(/Matches 2 of 2 nodes/)).toBeTruthy();
 });
 
-it("saves a new rule, and shows the server's refusal at its field with everything still there (E41)", async () => {
+it("saves a new rule, and shows the server's refusal at its field with everything still there (E41, UI-6.4)", async () => {
   refusal = { error: "min_replicas must be <= max_replicas", field: "min_replicas" };
   await open();
   const form = await dialog("Add rule…");
@@ -115,7 +115,7 @@ it("saves a new rule, and shows the server's refusal at its field with everythin
   expect(asked.at(-1)).toEqual(["/api/nodes/scheduling", expect.objectContaining({ model_name: "new", min_replicas: 3, max_replicas: 3, node_selector: {} })]);
 });
 
-it("editing fills every field and keeps the model (E41)", async () => {
+it("editing fills every field and keeps the model (E41, UI-6.4)", async () => {
   await open();
   const form = await dialog("Edit rule of org/m");
   expect(form.queryByLabelText("Model")).toBeNull();
@@ -128,7 +128,7 @@ it("editing fills every field and keeps the model (E41)", async () => {
   expect(asked.at(-1)).toEqual(["/api/nodes/scheduling", expect.objectContaining({ model_name: "org/m", spread_all: true, min_replicas: 0, node_selector: { tier: "fast" } })]);
 });
 
-it("deletes after a question that starts on Cancel", async () => {
+it("deletes after a question that starts on Cancel (UI-6.6)", async () => {
   await open();
   fireEvent.click(screen.getByRole("button", { name: "Delete rule of org/m" }));
   const question = within(screen.getByRole("alertdialog"));
@@ -136,4 +136,20 @@ it("deletes after a question that starts on Cancel", async () => {
   fireEvent.click(question.getByRole("button", { name: "Delete" }));
   await screen.findByText("No scheduling rules");
   expect(asked).toEqual([["/api/nodes/scheduling/{model}", { path: { model: "org/m" } }]]);
+});
+
+it("a list that cannot be read is not taken for an empty one (UI-6.6, E43)", async () => {
+  vi.spyOn(client, "GET").mockImplementation((() => Promise.resolve({ error: { error: "down" }, response: new Response(null, { status: 503 }) })) as never);
+  await open();
+  expect((await screen.findByRole("alert")).textContent).toContain("down");
+  expect(screen.queryByText("No scheduling rules")).toBeNull();
+});
+
+it("what only routes says so, in the dialog's More as well (UI-6.7)", async () => {
+  rules = [{ ...OLD, min_replicas: 0, route_policy: "prefix_cache" }];
+  await open();
+  expect(screen.getByText("restricts only")).toBeTruthy();
+  const form = await dialog("Edit rule of org/m");
+  expect(form.getByLabelText<HTMLSelectElement>("Routing policy").value).toBe("prefix_cache");
+  expect(form.getByText("More: routing of requests").closest("details")?.open).toBe(true);
 });
