@@ -30,7 +30,14 @@ _OPTIONAL: dict[str, Any] = {"required": False, "allow_null": True}
 _OPERATION = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
 _REPLICA = "7d3c3a52-0c54-4a8e-8f52-5a6d1c1de0aa"
 _SENTENCE = "most VRAM free: 20.0 GiB against 12.0 GiB on b"
-_TERMS = {"failures": 0, "has_memory": True, "busy": False, "in_flight": 0, "memory": 21474836480}
+_TERMS = {
+    "failures": 0,
+    "shared": False,
+    "has_memory": True,
+    "busy": False,
+    "in_flight": 0,
+    "memory": 21474836480,
+}
 _DECISION = {
     "outcome": "placed",
     "reason": _SENTENCE,

@@ -109,6 +109,12 @@ BACKENDS_TOLD = Message(
     field("checking", FLAG, "A check is under way."),
     field("problems", mapping(TEXT), "Galleries that the check could not read, and why."),
 )
+RULES_TOLD = Message(
+    "FeedRules",
+    "rules",
+    "Whether scheduling rules, or what the last pass made of them, have changed.",
+    field("revision", TEXT, "Another one with every change: read the rules again."),
+)
 ALIVE = Message("FeedAlive", "alive", "A sign of life, every five seconds.", field("at", TIME))
 
 MESSAGES = (
@@ -119,6 +125,7 @@ MESSAGES = (
     NODES_DELTA,
     NOTICES,
     BACKENDS_TOLD,
+    RULES_TOLD,
     ALIVE,
 )
 FEED_MESSAGE = Named(

@@ -26,6 +26,7 @@ from nodes.live import rows, shapes
 from nodes.live.history import Difference, History
 from nodes.live.notices import ClusterFacts, Notice, Told, notices, unreachable
 from nodes.registry import mass_silence
+from nodes.scheduling import store as rules
 from operations.changes import events, feed
 from operations.executor import controllers
 
@@ -50,6 +51,8 @@ class Snapshot:
     nodes: dict[str, rows.Raw]
     controllers: controllers.Seen
     backends: upgrade_state.Standing
+    rules: str
+    """The revision of the scheduling rules."""
     tasks_wait_since: datetime | None = None
     held: mass_silence.Held | None = None
 
@@ -58,8 +61,8 @@ def look() -> Snapshot:
     """Reads everything, in one view of the database and a constant number of queries."""
     with feed.one_view():
         tasks = periodic.waiting_since(now=clock.now())
-        held = mass_silence.standing()
-        return Snapshot(rows.read(), controllers.seen(), upgrade_state.standing(), tasks, held)
+        held, revision = mass_silence.standing(), rules.revision()
+        return Snapshot(rows.read(), controllers.seen(), upgrade_state.standing(), revision, tasks, held)
 
 
 async def reach_redis() -> bool:
@@ -86,7 +89,8 @@ class NodeFeed:
         """Questions to Redis in a row without an answer."""
         self.history = History(secrets.token_hex(6))
         self.notices: list[Notice] = []
-        self.backends: dict[str, Any] | None = None
+        self.hints: dict[str, dict[str, Any]] = {}
+        """Messages that say which lists have changed, by their type."""
         self.looks = 0
         self.watchers = 0
         self._running: asyncio.Task[None] | None = None
@@ -106,16 +110,17 @@ class NodeFeed:
         async with self._watched():
             place = self.history.place(cursor) if cursor else None
             told: list[Notice] | None = None
-            backends: dict[str, Any] | None = None
+            hints: dict[str, dict[str, Any]] = {}
             greeted = False
             while True:
                 turn = self._turn
                 if self._looked and told is not self.notices:
                     told = self.notices
                     yield _text(shapes.NOTICES.of(notices=told))
-                if self._looked and self.backends is not None and backends != self.backends:
-                    backends = self.backends
-                    yield _text(backends)
+                for kind, hint in self.hints.items() if self._looked else ():
+                    if hints.get(kind) != hint:
+                        hints[kind] = hint
+                        yield _text(hint)
                 if self._as_of is not None and self._looked and (not greeted or place != self.history.number):
                     place = place if place is not None and self.history.knows(place) else None
                     message, place, greeted = self._message(place), self.history.number, True
@@ -177,7 +182,7 @@ class NodeFeed:
 
     @staticmethod
     async def _hear(woken: asyncio.Event) -> None:
-        async for _ in events.listen(events.NODES, upgrade_state.CHANNEL):
+        async for _ in events.listen(events.NODES, upgrade_state.CHANNEL, rules.CHANNEL):
             woken.set()
 
     async def _look(self) -> None:
@@ -209,8 +214,8 @@ class NodeFeed:
         self.looks += 1
         self._as_of = now
         moved = self.history.accept(difference, clock.monotonic())
-        before, self.backends = self.backends, _backends(found.backends)
-        self._tell(notices(self._facts(found), _told(), now), moved, self.backends != before)
+        before, self.hints = self.hints, _hints(found)
+        self._tell(notices(self._facts(found), _told(), now), moved, self.hints != before)
 
     def _facts(self, found: Snapshot) -> ClusterFacts:
         return ClusterFacts(
@@ -244,13 +249,16 @@ class NodeFeed:
             turn.set()
 
 
-def _backends(standing: upgrade_state.Standing) -> dict[str, Any]:
-    return shapes.BACKENDS_TOLD.of(
+def _hints(found: Snapshot) -> dict[str, dict[str, Any]]:
+    standing = found.backends
+    backends = shapes.BACKENDS_TOLD.of(
         revision=standing.revision,
         checked_at=standing.checked_at.isoformat() if standing.checked_at else None,
         checking=standing.checking,
         problems=dict(standing.problems),
     )
+    told = (backends, shapes.RULES_TOLD.of(revision=found.rules))
+    return {hint["type"]: hint for hint in told}
 
 
 def _told() -> Told:

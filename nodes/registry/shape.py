@@ -190,7 +190,7 @@ REPLICA = Shape(
 LIVE_MODEL = Shape(
     "LiveModel",
     "One replica on a node, in any state.",
-    [*_REPLICA, column("backend_type", TEXT), *_LEAVING],
+    [*_REPLICA, column("backend_type", TEXT), column("created_at", TIME), *_LEAVING],
 )
 
 JOINED = Shape(

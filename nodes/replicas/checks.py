@@ -92,7 +92,7 @@ def settle(findings: Mapping[Suspect, Finding], *, now: datetime) -> list[Suspec
     if not missed:
         return []
     with transaction.atomic():
-        rows = NodeModel.objects.loaded().filter(pk__in=missed).order_by("id").only(*_WHICH, *_FOUND)
+        rows = NodeModel.objects.loaded().filter(pk__in=missed).order_by("id").defer("model_options")
         found = [(row, missed[row.pk]) for row in rows.select_for_update(of=("self",))]
         same = [
             (row, findings[one])

@@ -4,6 +4,7 @@ Setting a rule is one INSERT … ON CONFLICT, so two writers of one model's rule
 succeed. It never touches the flags of a cooldown (R1.85): those end by what `cooldowns` does.
 """
 
+import hashlib
 import logging
 from collections.abc import Iterable
 from datetime import datetime
@@ -72,6 +73,16 @@ def delete_rule(model_name: str, now: datetime) -> bool:
 def find(model_name: str) -> Row | None:
     """The model's rule, None if it has none."""
     return next(iter(rows(_of(model_name))), None)
+
+
+def revision() -> str:
+    """Another one when a rule, or what a pass made of it, has changed; one query.
+
+    Of all rows, because clocks of processes differ: the latest time among them may stay while one changes.
+    """
+    columns = ("model_name", "updated_at", "looked_at", "reason")
+    found = ModelSchedulingConfig.objects.order_by("model_name").values_list(*columns)
+    return hashlib.sha256(repr(list(found)).encode()).hexdigest()[:16]
 
 
 def _of(model_name: str) -> QuerySet[ModelSchedulingConfig]:

@@ -12,7 +12,9 @@ from tests.browser.fleet import Cookies, Fleet
 from tests.browser.screen import Screen
 from tests.support.effort import swept
 
-PAGES = ("login", "nodes", "node", "activity", "backends", "health", "password", "nowhere")
+PAGES = (
+    "login", "nodes", "node", "activity", "models", "scheduling", "backends", "health", "password", "nowhere",
+)  # fmt: skip
 _MOVING = """() => document.getAnimations().filter((one) => one.playState === "running"
   && (one.effect?.getComputedTiming().duration ?? 0) > 10).length"""
 _LISTEN = """() => {

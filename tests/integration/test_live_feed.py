@@ -29,7 +29,10 @@ from nodes.live import topics
 from nodes.live import watch as watching
 from nodes.models import BackendNode
 from nodes.registry import services
-from operations.changes import cursor, fanout, feed
+from nodes.scheduling import passes, store
+from nodes.scheduling.picture import Ruling
+from nodes.scheduling.rules import Rule
+from operations.changes import cursor, events, fanout, feed
 from operations.executor import controllers
 from operations.executor.waiting import Hints
 from operations.ledger import admission, lease, outcome
@@ -626,3 +629,25 @@ async def test_a_tab_hears_that_lists_have_changed_and_how_the_check_stands(
     last = page.told("backends")[-1]
     assert (last["revision"], last["problems"]) == (first["revision"] + 2, {"local": "gone"})
     assert live.wrong_with(last) == []
+
+
+@pytest.mark.rule("UW10", "UI-6.2")
+async def test_a_tab_hears_that_rules_or_what_a_pass_made_of_them_have_changed(
+    tab: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once for a rule that was set or deleted; with the next look for what a pass writes."""
+    monkeypatch.setattr(watching, "LOOK_EVERY", 120.0)
+    page = await (await tab()).greeted()
+    await page.until(lambda: page.told("rules"))
+    set_rule, record = sync_to_async(store.set_rule), sync_to_async(passes.record)
+    await set_rule(Rule("m", min_replicas=1), clock.now())
+    await page.until(lambda: len(page.told("rules")) == 2)
+    (demand,) = await sync_to_async(passes.demands)()
+    await record([Ruling("m", 1, 0, 0, "no node")], {"m": demand}, clock.now())
+    await sync_to_async(events.notify)(events.NODES, "")  # as the next second would
+    await page.until(lambda: len(page.told("rules")) == 3)
+    await sync_to_async(store.delete_rule)("m", clock.now())
+    await page.until(lambda: len(page.told("rules")) == 4)
+    revisions = [told["revision"] for told in page.told("rules")]
+    assert revisions[3] == revisions[0]
+    assert len(set(revisions)) == 3

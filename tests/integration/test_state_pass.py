@@ -384,7 +384,11 @@ class TestRows:
 
         def release() -> None:
             with transaction.atomic(), connection.cursor() as cursor:
-                about: dict[str, Any] = {"process": process.pk, "ids": [one.id for one in found]}
+                about: dict[str, Any] = {
+                    "process": process.pk,
+                    "ids": [one.id for one in found],
+                    "now": clock.now(),
+                }
                 cursor.execute(statements.LOCK_USED, about)
                 cursor.execute(statements.RELEASE_ALL, about)
 

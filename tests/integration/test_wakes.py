@@ -240,7 +240,7 @@ async def test_a_controller_leaves_a_waiting_load_alone_while_labels_change(
         hear(node_id)
 
     monkeypatch.setattr(heard, "changed", told)
-    others: Any = (*(Listener() for _ in range(4)), Hints())
+    others: Any = (*(Listener() for _ in range(5)), Hints())
     executors: Any = [executor]
     tasks = [
         asyncio.create_task(heard.run()),

@@ -20,7 +20,7 @@ export function node(name: string, more: Partial<LiveNode> = {}): LiveNode {
 
 export function model(name: string, replica: number, more: Partial<LiveModel> = {}): LiveModel {
   const usual = { model_name: name, replica_index: replica, state: "loaded", in_flight: 0, backend_type: "llama-cpp" } as const;
-  return { id: `${name}-${replica}`, last_used: REGISTERED, ...usual, ...more };
+  return { id: `${name}-${replica}`, last_used: REGISTERED, created_at: REGISTERED, ...usual, ...more };
 }
 
 /** Gives the store these nodes; it shows them with its next frame. */

@@ -25,6 +25,8 @@ export interface LiveState {
   beats: number;
   /** Whether lists of backends have changed, and how the check for upgrades stands; null until it is told. */
   backends: BackendsTold | null;
+  /** The revision of the scheduling rules and of what passes made of them; null until it is told. */
+  rules: string | null;
 }
 
 export const EMPTY: LiveState = {
@@ -41,6 +43,7 @@ export const EMPTY: LiveState = {
   notices: [],
   beats: 0,
   backends: null,
+  rules: null,
 };
 
 /** Operations that ended well are remembered for groups and for the word of success, up to this many. */
@@ -95,6 +98,9 @@ function step(next: LiveState, before: LiveState, message: FeedMessage, now: num
       break;
     case "backends":
       next.backends = message;
+      break;
+    case "rules":
+      next.rules = message.revision;
       break;
     case "alive":
       next.beats += 1;

@@ -75,6 +75,8 @@ interface Place {
 
 const PLACES: readonly Place[] = [
   { to: "/app/nodes", label: "Nodes", icon: "nodes", signal: <NodesSignal /> },
+  { to: "/app/models", label: "Models", icon: "model" },
+  { to: "/app/scheduling", label: "Scheduling", icon: "scheduling" },
   { to: "/app/backends", label: "Backends", icon: "backends" },
   { to: "/app/activity", label: "Activity", icon: "activity", signal: <ActivitySignal /> },
   { to: "/app/health", label: "System health", icon: "health", signal: <HealthSignal /> },

@@ -145,6 +145,8 @@ function useResults(query: string, present: Entry[]): Map<Kind, Entry[]> {
 function places({ onShortcuts, onSignOut }: PaletteProps): Entry[] {
   return [
     { key: "page nodes", kind: "Pages", icon: "nodes", title: "Nodes", detail: "g n", to: "/app/nodes" },
+    { key: "page models", kind: "Pages", icon: "model", title: "Models", detail: "g m", to: "/app/models" },
+    { key: "page scheduling", kind: "Pages", icon: "scheduling", title: "Scheduling", detail: "g s", words: "rules replicas selector", to: "/app/scheduling" },
     { key: "page backends", kind: "Pages", icon: "backends", title: "Backends", detail: "g b", to: "/app/backends" },
     { key: "page activity", kind: "Pages", icon: "activity", title: "Activity", detail: "g a", to: "/app/activity" },
     { key: "page inbox", kind: "Pages", icon: "warning", title: "Inbox", detail: "Failures", to: "/app/activity/inbox" },

@@ -12,7 +12,7 @@ function node(name: string, more: Partial<LiveNode> = {}): LiveNode {
 }
 
 function model(name: string, backend = "llama-cpp") {
-  return { id: name, model_name: name, backend_type: backend, in_flight: 0, state: "loaded", replica_index: 0, last_used: "" } as const;
+  return { id: name, model_name: name, backend_type: backend, in_flight: 0, state: "loaded", replica_index: 0, last_used: "", created_at: "" } as const;
 }
 
 const west = node("gpu-1", {

@@ -1,0 +1,267 @@
+// The page of models: every definition with its replicas by node, loads under way with their progress, and failures
+// with their reason. All but definitions and rules comes from the feed.
+import { useDeferredValue, useMemo, useState, type ReactNode } from "react";
+import { Link } from "react-router";
+import { isTold, useRoster } from "../backends/roster";
+import { count } from "../lib/format";
+import { useInAddress } from "../lib/in-address";
+import { useLive } from "../live/hooks";
+import type { Operation } from "../live/messages";
+import { Leaving, Unload } from "../nodes/detail/unload";
+import { logAddress } from "../nodes/logs/lines";
+import { FailureActions, Reason } from "../operations/failure";
+import { figures, NextLook, WorkGlyph } from "../operations/lines";
+import { pageOf, phaseOf, phrase, placeOf, stateOf } from "../operations/words";
+import { demand, useRules, type Rule } from "../scheduling/rules";
+import { ProgressBar } from "../ui/bars";
+import { Button } from "../ui/button";
+import { Empty, Loading } from "../ui/empty";
+import { Problem } from "../ui/problem";
+import { StatusPill } from "../ui/status";
+import { Ago } from "../ui/time";
+import { PageHead } from "../ui/title";
+import { Actions } from "./actions";
+import { useDefinitions } from "./data";
+import { addressOf, backendOf, modelRows, SHOWN, wantedIn, wantedRows, type ModelRow, type Place, type Places, type Shown, type Wanted } from "./rows";
+import "../nodes/detail/detail.css";
+import "../nodes/shared/shared.css";
+import "../operations/operations.css";
+import "./models.css";
+
+const DRAWN = 40;
+
+export function ModelsPage(): ReactNode {
+  const definitions = useDefinitions();
+  const rules = useRules();
+  const nodes = useRoster();
+  const operations = useLive((state) => state.operations);
+  const rows = useMemo(() => modelRows(definitions.data ?? [], nodes.values(), operations.values()), [definitions.data, nodes, operations]);
+  const known = isTold(nodes) && !definitions.isPending;
+  return (
+    <div className="models">
+      <PageHead title="Models" note="What is defined, where it runs, and what is being loaded." />
+      {!known && <Loading what="models" />}
+      {definitions.error !== null && <Problem error={definitions.error} onRetry={() => void definitions.refetch()} />}
+      {rules.error !== null && <Problem error={rules.error} onRetry={() => void rules.refetch()} />}
+      {known && rows.length === 0 && definitions.error === null && <NoModels />}
+      {known && rows.length > 0 && <Models rows={rows} rules={rules.data} />}
+    </div>
+  );
+}
+
+function NoModels(): ReactNode {
+  return (
+    <Empty title="No models">
+      <p>A model is defined by a YAML file in the folder of models (LOCALAI_MODELS_PATH) of the web processes and the controllers. It shows here as soon as the file is there.</p>
+    </Empty>
+  );
+}
+
+const WORDS: Readonly<Record<Shown, string>> = { all: "All", running: "Running", idle: "Not running" };
+
+function Models({ rows, rules }: { rows: readonly ModelRow[]; rules: readonly Rule[] | undefined }): ReactNode {
+  const [wanted, setWanted] = useInAddress(wantedIn, addressOf);
+  const [limit, setLimit] = useState(DRAWN);
+  const settled = useDeferredValue(wanted);
+  const found = useMemo(() => wantedRows(rows, settled), [rows, settled]);
+  const ruled = useMemo(() => (rules === undefined ? null : new Map(rules.map((rule) => [rule.model_name, rule]))), [rules]);
+  return (
+    <>
+      <Filter wanted={wanted} said={`${found.length} of ${count(rows.length, "model")} shown`} onChange={setWanted} />
+      {found.length === 0 && (
+        <Empty title="No matching models">
+          <Button onClick={() => setWanted({ term: "", shown: "all" })}>Show all</Button>
+        </Empty>
+      )}
+      {found.slice(0, limit).map((row) => (
+        <Model key={row.name} row={row} rules={ruled} />
+      ))}
+      {found.length > limit && (
+        <div>
+          <Button onClick={() => setLimit(limit + DRAWN)}>Show more ({found.length - limit})</Button>
+        </div>
+      )}
+    </>
+  );
+}
+
+function Filter({ wanted, said, onChange }: { wanted: Wanted; said: string; onChange: (wanted: Wanted) => void }): ReactNode {
+  return (
+    <div className="row wrap">
+      <input
+        className="input model-filter"
+        type="search"
+        aria-label="Filter models"
+        placeholder="Name or backend"
+        value={wanted.term}
+        onChange={(event) => onChange({ ...wanted, term: event.target.value })}
+      />
+      <div className="row wrap" role="group" aria-label="Show">
+        {SHOWN.map((one) => (
+          <Button key={one} small className="chip" aria-pressed={wanted.shown === one} onClick={() => onChange({ ...wanted, shown: one })}>
+            {WORDS[one]}
+          </Button>
+        ))}
+      </div>
+      <span className="muted" role="status">
+        {said}
+      </span>
+    </div>
+  );
+}
+
+function Model({ row, rules }: { row: ModelRow; rules: ReadonlyMap<string, Rule> | null }): ReactNode {
+  const rule = rules?.get(row.name);
+  const backend = backendOf(row);
+  return (
+    <section className="nd-panel" aria-label={row.name}>
+      <header>
+        <h2 className="anywhere">
+          <bdi>{row.name}</bdi>
+        </h2>
+        <Actions row={row} ruled={rules === null ? null : [...rules.keys()]} />
+      </header>
+      <div className="row wrap model-facts">
+        <span className={`pill ${row.places.length > 0 ? "good" : ""}`}>{row.places.length > 0 ? count(row.places.length, "replica") : "not running"}</span>
+        {backend !== "" && (
+          <span>
+            Backend <bdi>{backend}</bdi>
+          </span>
+        )}
+        {row.definition === undefined && <span className="tag">not defined on this server</span>}
+        {rule !== undefined && (
+          <Link to={`/app/scheduling?q=${encodeURIComponent(row.name)}`} aria-label={`Rule: ${demand(rule)}, of ${row.name}`}>
+            Rule: {demand(rule)}
+          </Link>
+        )}
+      </div>
+      {row.active.map((operation) => (
+        <Work key={operation.jobID} operation={operation} />
+      ))}
+      {row.failed.map((operation) => (
+        <Failure key={operation.jobID} operation={operation} />
+      ))}
+      {row.places.length > 0 && <Replicas name={row.name} places={row.places} />}
+    </section>
+  );
+}
+
+/** A load or unload under way: what it is at, and how far. */
+function Work({ operation }: { operation: Operation }): ReactNode {
+  const state = stateOf(operation);
+  const title = `${phrase(operation, state)} ${operation.name}`;
+  return (
+    <div className="model-work">
+      <div className="row wrap">
+        <WorkGlyph state={state} />
+        <Link to={pageOf(operation)}>
+          {phrase(operation, state)} {placeOf(operation)}
+        </Link>
+        <span className="muted">
+          {phaseOf(operation)} {figures(operation.currentBytes ?? 0, operation.totalBytes ?? 0, undefined)} <NextLook operation={operation} />
+        </span>
+      </div>
+      <div className="row">
+        <div className="grow">
+          <ProgressBar name={title} value={operation.progress} />
+        </div>
+        <span className="model-percent">{operation.progress}%</span>
+      </div>
+    </div>
+  );
+}
+
+function Failure({ operation }: { operation: Operation }): ReactNode {
+  return (
+    <div className="model-work">
+      <div className="row wrap">
+        <WorkGlyph state="failed" />
+        <Link className="grow" to={pageOf(operation)}>
+          {phrase(operation, "failed")} {placeOf(operation)}
+        </Link>
+        <FailureActions operations={[operation]} small />
+      </div>
+      <Reason error={operation.error} name={operation.name} />
+    </div>
+  );
+}
+
+const REPLICAS_FIRST = 10;
+
+/** The first ones, the others on demand: a model may run on hundreds of nodes. */
+function Replicas({ name, places }: { name: string; places: Places }): ReactNode {
+  const [all, setAll] = useState(false);
+  const shown = all ? places : places.slice(0, REPLICAS_FIRST);
+  return (
+    <>
+      <ReplicaTable name={name} places={shown} />
+      {shown.length < places.length && (
+        <div>
+          <Button small onClick={() => setAll(true)}>
+            Show {count(places.length - shown.length, "more replica")} of <bdi>{name}</bdi>
+          </Button>
+        </div>
+      )}
+    </>
+  );
+}
+
+function ReplicaTable({ name, places }: { name: string; places: Places }): ReactNode {
+  return (
+    <table className="nd-table" aria-label={`Replicas of ${name}`}>
+      <thead>
+        <tr>
+          <th scope="col">Node</th>
+          <th scope="col" className="nd-number">
+            Replica
+          </th>
+          <th scope="col">State</th>
+          <th scope="col" className="nd-number">
+            In flight
+          </th>
+          <th scope="col">Since</th>
+          <th scope="col">Logs</th>
+          <th scope="col">Action</th>
+        </tr>
+      </thead>
+      <tbody>
+        {places.map((place) => (
+          <Replica key={place.model.id} {...place} />
+        ))}
+      </tbody>
+    </table>
+  );
+}
+
+function Replica({ node, model }: Place): ReactNode {
+  return (
+    <tr>
+      <th scope="row">
+        <Link to={`/app/nodes/${node.id}`}>
+          <bdi>{node.name}</bdi>
+        </Link>
+      </th>
+      <td data-label="Replica" className="nd-number">
+        {model.replica_index}
+      </td>
+      <td data-label="State">
+        <StatusPill status={model.state} />
+        {model.state === "unloading" && <Leaving model={model} />}
+      </td>
+      <td data-label="In flight" className="nd-number">
+        {model.in_flight}
+      </td>
+      <td data-label="Since">
+        <Ago at={model.created_at} />
+      </td>
+      <td data-label="Logs">
+        <Link to={logAddress(node.id, `${model.model_name}#${model.replica_index}`)} aria-label={`Logs of ${model.model_name}, replica ${model.replica_index}, on ${node.name}`}>
+          Logs
+        </Link>
+      </td>
+      <td data-label="Action">
+        <Unload node={node} model={model} />
+      </td>
+    </tr>
+  );
+}

@@ -1,0 +1,183 @@
+// The dialog of one rule, new or edited. What the server refuses is said at its field, and nothing typed is lost.
+import { useMutation } from "@tanstack/react-query";
+import { useId, useState, type ReactNode, type SubmitEvent } from "react";
+import { useDefinitions } from "../models/data";
+import { Said } from "../nodes/detail/panel";
+import { announce } from "../ui/announce";
+import { Button } from "../ui/button";
+import { Dialog } from "../ui/dialog";
+import { Problem } from "../ui/problem";
+import { BLANK, draftOf, refusedField, saveRule, useReread, wrongIn, type Draft, type Field, type Rule, type Wrong } from "./rules";
+import { SelectorField } from "./selector";
+import "../nodes/detail/detail.css";
+import "../nodes/shared/shared.css";
+import "./scheduling.css";
+
+interface RuleDialogProps {
+  /** The rule to change; null for a new one. */
+  rule: Rule | null;
+  /** The model of a new one, if it is known. */
+  model?: string;
+  /** Models that have a rule: saving another one replaces it. */
+  ruled: readonly string[];
+  onClose: () => void;
+}
+
+interface FormProps {
+  draft: Draft;
+  wrong: Wrong;
+  change: (part: Partial<Draft>) => void;
+}
+
+export function RuleDialog({ rule, model = "", ruled, onClose }: RuleDialogProps): ReactNode {
+  const [draft, setDraft] = useState<Draft>(() => (rule === null ? { ...BLANK, model } : draftOf(rule)));
+  const [sent, setSent] = useState(false);
+  const reread = useReread();
+  const save = useMutation({
+    mutationFn: saveRule,
+    onSuccess: async (saved) => {
+      await reread();
+      announce(`Rule of ${saved.model_name} saved.`);
+    },
+  });
+  const change = (part: Partial<Draft>) => {
+    setDraft((before) => ({ ...before, ...part }));
+    if (save.error !== null) save.reset();
+  };
+  const refused = refusedField(save.error);
+  const own = wrongIn(draft);
+  const wrong: Wrong = refused === null ? (sent ? own : {}) : { [refused.field]: refused.words };
+  const submit = (event: SubmitEvent<HTMLFormElement>) => {
+    event.preventDefault();
+    setSent(true);
+    if (Object.keys(own).length === 0 && !save.isPending) save.mutate(draft, { onSuccess: onClose });
+  };
+  const form = { draft, wrong, change };
+  const replaces = rule === null && ruled.includes(draft.model.trim());
+  return (
+    <Dialog open onClose={onClose} title={rule === null ? "Add rule" : <>Edit rule of <bdi>{rule.model_name}</bdi></>}>
+      <form className="stack" onSubmit={submit} noValidate>
+        {rule === null && <ModelField {...form} />}
+        {replaces && <p className="risk">This model has a rule. Saving replaces it.</p>}
+        <SelectorField draft={draft} wrong={wrong.node_selector ?? ""} onChange={change} />
+        <ReplicaFields {...form} />
+        <MoreFields {...form} />
+        {save.error !== null && refused === null && <Problem error={save.error} />}
+        <div className="row wrap">
+          <Button type="submit" kind="primary" busy={save.isPending}>
+            Save rule
+          </Button>
+          <Button onClick={onClose}>Cancel</Button>
+        </div>
+      </form>
+    </Dialog>
+  );
+}
+
+function ModelField({ draft, wrong, change }: FormProps): ReactNode {
+  const list = useId();
+  const { data = [] } = useDefinitions();
+  const unknown = data.length > 0 && draft.model.trim() !== "" && !data.some((one) => one.id === draft.model.trim());
+  return (
+    <>
+      <TextField
+        label="Model"
+        field="model_name"
+        value={draft.model}
+        wrong={wrong}
+        hint={unknown ? "No model of this name is defined yet." : ""}
+        list={list}
+        onChange={(model) => change({ model })}
+      />
+      <datalist id={list}>
+        {data.map((one) => (
+          <option key={one.id} value={one.id} />
+        ))}
+      </datalist>
+    </>
+  );
+}
+
+function ReplicaFields({ draft, wrong, change }: FormProps): ReactNode {
+  const said = useId();
+  return (
+    <>
+      <div>
+        <label className="row">
+          <input type="checkbox" checked={draft.spread} aria-describedby={said} onChange={(event) => change({ spread: event.target.checked })} />
+          One replica on every matching node
+        </label>
+        <Said id={said} wrong={wrong.spread_all ?? ""} hint="" />
+      </div>
+      {!draft.spread && (
+        <div className="rule-pair">
+          <TextField label="Minimum replicas" field="min_replicas" value={draft.min} wrong={wrong} hint="Empty or 0: loaded on request." numeric onChange={(min) => change({ min })} />
+          <TextField label="Maximum replicas" field="max_replicas" value={draft.max} wrong={wrong} hint="Empty or 0: no limit." numeric onChange={(max) => change({ max })} />
+        </div>
+      )}
+    </>
+  );
+}
+
+/** How requests choose a replica; open if any of it is set or wrong. */
+function MoreFields({ draft, wrong, change }: FormProps): ReactNode {
+  const id = useId();
+  const [used] = useState([draft.policy, draft.prefix, draft.absolute, draft.relative].some((text) => text !== ""));
+  const amiss = (["route_policy", "min_prefix_match", "balance_abs_threshold", "balance_rel_threshold"] as const).some((field) => wrong[field] !== undefined);
+  return (
+    <details className="rule-more" open={used || amiss || undefined}>
+      <summary>More: routing of requests</summary>
+      <div className="stack">
+        <div className="field">
+          <label htmlFor={id}>Routing policy</label>
+          <select id={id} className="input" value={draft.policy} aria-describedby={`${id}-said`} onChange={(event) => change({ policy: event.target.value as Draft["policy"] })}>
+            <option value="">Cluster default</option>
+            <option value="round_robin">Round robin</option>
+            <option value="prefix_cache">Prefix cache</option>
+          </select>
+          <Said id={`${id}-said`} wrong={wrong.route_policy ?? ""} hint="" />
+        </div>
+        <TextField label="Minimum prefix match" field="min_prefix_match" value={draft.prefix} wrong={wrong} hint="0 to 1. Empty: as the cluster does." numeric onChange={(prefix) => change({ prefix })} />
+        <div className="rule-pair">
+          <TextField label="Absolute balance threshold" field="balance_abs_threshold" value={draft.absolute} wrong={wrong} hint="Empty: as the cluster does." numeric onChange={(absolute) => change({ absolute })} />
+          <TextField label="Relative balance threshold" field="balance_rel_threshold" value={draft.relative} wrong={wrong} hint="At least 1. Empty: as the cluster does." numeric onChange={(relative) => change({ relative })} />
+        </div>
+      </div>
+    </details>
+  );
+}
+
+interface TextFieldProps {
+  label: string;
+  field: Field;
+  value: string;
+  wrong: Wrong;
+  hint: string;
+  numeric?: boolean;
+  list?: string;
+  onChange: (text: string) => void;
+}
+
+function TextField({ label, field, value, wrong, hint, numeric = false, list, onChange }: TextFieldProps): ReactNode {
+  const id = useId();
+  const said = wrong[field] ?? "";
+  return (
+    <div className="field">
+      <label htmlFor={id}>{label}</label>
+      <input
+        id={id}
+        className="input"
+        value={value}
+        autoComplete="off"
+        autoCapitalize="none"
+        spellCheck={false}
+        inputMode={numeric ? "decimal" : "text"}
+        aria-invalid={said !== "" || undefined}
+        aria-describedby={`${id}-said`}
+        {...(list === undefined ? {} : { list, "data-first": "" })}
+        onChange={(event) => onChange(event.target.value)}
+      />
+      <Said id={`${id}-said`} wrong={said} hint={hint} />
+    </div>
+  );
+}

@@ -1,0 +1,108 @@
+// The labels that a node must have: those chosen as chips, one more being typed with suggestions from the live nodes,
+// and at once how many nodes have them all.
+import { useId, useRef, type KeyboardEvent, type ReactNode } from "react";
+import { useRoster } from "../backends/roster";
+import { keyProblem, valueProblem, written } from "../nodes/shared/labels";
+import { Said } from "../nodes/detail/panel";
+import { Button, IconButton } from "../ui/button";
+import { candidates, labelKeys, labelValues, matching, matchWords, selectorIn, type Draft } from "./rules";
+
+interface SelectorProps {
+  draft: Draft;
+  wrong: string;
+  onChange: (part: Partial<Draft>) => void;
+}
+
+export function SelectorField({ draft, wrong, onChange }: SelectorProps): ReactNode {
+  const id = useId();
+  const key = useRef<HTMLInputElement>(null);
+  const nodes = candidates(useRoster().values());
+  const problem = draft.key.trim() === "" ? "" : keyProblem(draft.key) || valueProblem(draft.value);
+  const add = () => {
+    if (draft.key.trim() === "" || problem !== "") return;
+    onChange({ selector: selectorIn(draft), key: "", value: "" });
+    key.current?.focus();
+  };
+  const remove = (name: string) => {
+    onChange({ selector: Object.fromEntries(Object.entries(draft.selector).filter(([one]) => one !== name)) });
+    key.current?.focus();
+  };
+  const enter = (event: KeyboardEvent) => {
+    // In a label that is being typed Enter adds it; it does not send the rule.
+    if (event.key !== "Enter" || draft.key.trim() === "") return;
+    event.preventDefault();
+    add();
+  };
+  return (
+    <fieldset className="rule-selector">
+      <legend>Node selector</legend>
+      <p className="field-hint">Labels that a node must have. Without any, every node may run the model.</p>
+      <ul className="chips" aria-label="Labels of the selector">
+        {Object.entries(draft.selector).map(([name, value]) => (
+          <li key={name} className="nd-label">
+            <bdi className="name">{written(name, value)}</bdi>
+            <IconButton small name={`Remove label ${written(name, value)}`} glyph="✕" onClick={() => remove(name)} />
+          </li>
+        ))}
+      </ul>
+      <div className="nd-add" onKeyDown={enter}>
+        <Suggested id={`${id}-key`} label="Label" value={draft.key} options={labelKeys(nodes)} input={key} said={`${id}-said`} onChange={(text) => onChange({ key: text })} />
+        <Suggested id={`${id}-value`} label="Value" value={draft.value} options={labelValues(nodes, draft.key.trim())} said={`${id}-said`} onChange={(text) => onChange({ value: text })} />
+        <Button onClick={add} refusal={draft.key.trim() === "" ? "Enter a label." : problem}>
+          Add
+        </Button>
+      </div>
+      <Said id={`${id}-said`} wrong={wrong || problem} hint="" />
+      <Matches draft={draft} />
+    </fieldset>
+  );
+}
+
+/** How many nodes match; that none does, or none that works, is a warning and no refusal: they may come. */
+function Matches({ draft }: { draft: Draft }): ReactNode {
+  const nodes = candidates(useRoster().values());
+  const found = matching(nodes, selectorIn(draft));
+  const idle = found.length > 0 && found.every((node) => node.status !== "healthy");
+  return (
+    <div role="status" className={found.length === 0 || idle ? "risk" : "rule-matches"}>
+      <bdi>{matchWords(found, nodes.length)}</bdi>
+      {found.length === 0 && <> ⚠ No node matches: the model cannot be loaded.</>}
+      {idle && <> ⚠ None of them is healthy now.</>}
+    </div>
+  );
+}
+
+interface SuggestedProps {
+  id: string;
+  label: string;
+  value: string;
+  options: readonly string[];
+  said: string;
+  input?: React.RefObject<HTMLInputElement | null>;
+  onChange: (text: string) => void;
+}
+
+function Suggested({ id, label, value, options, said, input, onChange }: SuggestedProps): ReactNode {
+  return (
+    <label className="field" htmlFor={id}>
+      <span>{label}</span>
+      <input
+        ref={input}
+        id={id}
+        className="input"
+        list={`${id}-list`}
+        value={value}
+        autoComplete="off"
+        autoCapitalize="none"
+        spellCheck={false}
+        aria-describedby={said}
+        onChange={(event) => onChange(event.target.value)}
+      />
+      <datalist id={`${id}-list`}>
+        {options.map((option) => (
+          <option key={option} value={option} />
+        ))}
+      </datalist>
+    </label>
+  );
+}

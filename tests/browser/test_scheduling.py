@@ -1,0 +1,53 @@
+"""The pages of scheduling rules and of models: a rule that is made in the browser brings a replica, live."""
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser.fleet import Fleet
+from tests.browser.screen import Screen
+
+MODEL = "ruled"
+
+
+@pytest.mark.rule("UW10", "UW11", "UW1", "E41", "E42", "UI-6.2")
+def test_a_rule_is_made_and_its_replica_appears(screen: Screen, settled: Fleet) -> None:
+    definition = f"name: {MODEL}\nbackend: echo\nparameters:\n  model: {MODEL}\n"
+    (settled.cluster.models / f"{MODEL}.yaml").write_text(definition)
+    page = screen.go("/app/scheduling")
+    expect(page.get_by_text("No scheduling rules")).to_be_visible()
+
+    page.get_by_role("button", name="Add rule…").click()
+    dialog = page.get_by_role("dialog", name="Add rule")
+    dialog.get_by_label("Model", exact=True).fill(MODEL)
+    dialog.get_by_label("Label", exact=True).fill("node.name")
+    dialog.get_by_label("Value", exact=True).fill("nowhere")
+    expect(dialog.get_by_role("status")).to_contain_text("No node matches")
+    dialog.get_by_label("Value", exact=True).fill("fine")
+    expect(dialog.get_by_role("status")).to_contain_text("nodes: fine")
+    dialog.get_by_label("Maximum replicas").fill("1")
+    dialog.get_by_role("button", name="Save rule").click()
+    # While the dialog is open, nothing behind it has a role.
+    expect(dialog).to_have_count(0)
+    row = page.get_by_role("table", name="Scheduling rules").get_by_role("row").filter(has_text=MODEL)
+    expect(row).to_contain_text("exactly 1")
+    expect(row).to_contain_text("node.name=fine")
+    expect(row.get_by_role("group", name="Nodes with replicas")).to_contain_text("fine")
+    expect(row).to_contain_text("satisfied")
+
+    row.get_by_role("link", name=MODEL).click()
+    model = page.get_by_role("region", name=MODEL)
+    replica = model.get_by_role("row").filter(has=page.get_by_role("rowheader", name="fine"))
+    expect(replica).to_contain_text("loaded")
+    model.get_by_role("link", name=f"Rule: exactly 1, of {MODEL}").click()
+    row.get_by_role("button", name=f"Delete rule of {MODEL}").click()
+    question = page.get_by_role("alertdialog", name=f"Delete the rule of {MODEL}")
+    question.get_by_role("button", name="Delete", exact=True).click()
+    expect(question).to_have_count(0)
+    expect(page.get_by_text("No scheduling rules")).to_be_visible()
+
+    page.goto(f"{screen.url}/app/models?q={MODEL}")
+    model.get_by_role("button", name=f"Unload all replicas of {MODEL}").click()
+    question = page.get_by_role("alertdialog", name=f"Unload {MODEL} from 1 node")
+    question.get_by_role("button", name="Unload", exact=True).click()
+    expect(question).to_have_count(0)
+    expect(model).to_contain_text("not running")
