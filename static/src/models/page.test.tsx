@@ -75,6 +75,12 @@ it("unloads from all nodes after a question that names requests and nodes (UI-8.
   expect(asked).toEqual([["/api/nodes/models/unload", { model_name: "tiny", wait: false }]]);
 });
 
+it("names the node with each unload of the same replica number (UI-8.2)", async () => {
+  open();
+  const unloads = (await panel("tiny")).getAllByRole("button", { name: /^Unload tiny, replica/ });
+  expect(unloads.map((one) => one.getAttribute("aria-label"))).toEqual(["Unload tiny, replica 0, from n1", "Unload tiny, replica 0, from n2"]);
+});
+
 it("gives a model a rule in place (UI-8.5)", async () => {
   open();
   fireEvent.click(await (await panel("idle")).findByRole("button", { name: "Add rule for idle" }));

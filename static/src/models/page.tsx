@@ -1,5 +1,5 @@
 // The page of models: every definition with its replicas by node, loads under way with their progress, and failures
-// with their reason. All but definitions and rules comes from the feed.
+// with their reason. All but definitions, rules and reasons of placement comes from the feed.
 import { useDeferredValue, useMemo, useState, type ReactNode } from "react";
 import { Link } from "react-router";
 import { isTold, useRoster } from "../backends/roster";
@@ -23,6 +23,7 @@ import { PageHead } from "../ui/title";
 import { Actions } from "./actions";
 import { useDefinitions } from "./data";
 import { addressOf, backendOf, modelRows, SHOWN, wantedIn, wantedRows, type ModelRow, type Place, type Places, type Shown, type Wanted } from "./rows";
+import { Why } from "./why";
 import "../nodes/detail/detail.css";
 import "../nodes/shared/shared.css";
 import "../operations/operations.css";
@@ -142,6 +143,7 @@ function Model({ row, rules }: { row: ModelRow; rules: ReadonlyMap<string, Rule>
         <Failure key={operation.jobID} operation={operation} />
       ))}
       {row.places.length > 0 && <Replicas name={row.name} places={row.places} />}
+      <Why row={row} />
     </section>
   );
 }

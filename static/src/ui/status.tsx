@@ -1,4 +1,5 @@
-// The state of a node, a replica or an operation's target as a word with a colour; the word is never left out.
+// The state of a node, a replica or an operation's target, or what came of a decision, as a word with a colour; the
+// word is never left out.
 import type { ReactNode } from "react";
 
 type Tone = "good" | "warn" | "bad" | "info" | "";
@@ -29,6 +30,8 @@ const TONES: Readonly<Record<string, Tone>> = {
   retrying: "warn",
   running: "info",
   overdue: "warn",
+  placed: "good",
+  refused: "bad",
 };
 
 const WORDS: Readonly<Record<string, string>> = {

@@ -33,7 +33,7 @@ async function open(...models: LiveModel[]) {
 }
 
 function button(index: number) {
-  return screen.getByRole("button", { name: `Unload tiny, replica ${index}` });
+  return screen.getByRole("button", { name: `Unload tiny, replica ${index}, from n1` });
 }
 
 it("the question names model, node and requests, and one replica is unloaded after a yes", async () => {

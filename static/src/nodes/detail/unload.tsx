@@ -33,7 +33,7 @@ export function Unload({ node, model }: { node: LiveNode; model: LiveModel }): R
   };
   return (
     <>
-      <Button small aria-label={`Unload ${name}`} refusal={refusal(model)} onClick={() => setAsked(true)}>
+      <Button small aria-label={`Unload ${name}, from ${node.name}`} refusal={refusal(model)} onClick={() => setAsked(true)}>
         Unload…
       </Button>
       <Confirm

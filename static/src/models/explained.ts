@@ -1,0 +1,81 @@
+// Why a model runs where it does: what the server says of its placements, when that is read, and in which words its
+// figures are shown. Pure but for `useExplained`.
+import { useQuery, type UseQueryResult } from "@tanstack/react-query";
+import { useEffect, useRef } from "react";
+import { call, client } from "../api/client";
+import type { components } from "../api/schema";
+import { bytes } from "../lib/format";
+import type { ModelRow } from "./rows";
+
+type Schemas = components["schemas"];
+export type Explained = Schemas["ModelExplained"];
+export type Decision = Schemas["PlacementDecision"];
+export type Best = Schemas["PlacementBest"];
+export type Miss = Schemas["PlacementMiss"];
+
+/** What has to change for the reasons to be others: replicas, and the model's work. Requests and progress do not count. */
+export function versionOf({ places, active, failed }: Pick<ModelRow, "places" | "active" | "failed">): string {
+  const replicas = places.map(({ node, model }) => [node.id, model.id, model.replica_index, model.state]);
+  const work = [...active, ...failed].map((one) => [one.jobID, one.status, one.phase, one.attempts, one.status === "waiting_for_nodes" ? one.message : ""]);
+  return JSON.stringify([replicas, work]);
+}
+
+/** Reads when it is first drawn, and again when `version` has changed: one read at a time, the last change always. */
+export function useExplained(model: string, version: string): UseQueryResult<Explained> {
+  const asked = useRef("");
+  const query = useQuery({
+    queryKey: ["models", "explained", model],
+    queryFn: ({ signal }) => {
+      asked.current = version;
+      return call(client.GET("/api/models/{model}/explain", { params: { path: { model } }, signal }));
+    },
+    staleTime: 0,
+  });
+  const { isFetching, refetch } = query;
+  useEffect(() => {
+    // A change during a read may have come too late for its answer. A read that failed is not repeated for the same version.
+    if (!isFetching && asked.current !== version) void refetch();
+  }, [isFetching, refetch, version]);
+  return query;
+}
+
+/** A decision to look at. */
+export interface Choice {
+  key: string;
+  decision: Decision;
+  /** When it was made, and when its figures were last read; null for the one that would be made now. */
+  kept: { at: string; lastAt: string } | null;
+}
+
+export const NOW = "now";
+
+/** What would be decided now, then what was decided, the latest first. */
+export function choicesOf({ next, records }: Explained): Choice[] {
+  const kept = records.map((one) => ({ key: String(one.id), decision: one, kept: { at: one.at, lastAt: one.last_at } }));
+  return next.placement === null ? kept : [{ key: NOW, decision: next.placement, kept: null }, ...kept];
+}
+
+/** "n1#0" */
+export function slotOf(place: { node: string | null; replica_index: number | null }): string {
+  return `${place.node ?? ""}#${place.replica_index ?? 0}`;
+}
+
+/** "8 GiB of VRAM if possible, 9 GiB of disk" */
+export function needWords({ vram, vram_required, disk, disk_required }: Decision["need"]): string {
+  const one = (size: number, what: string, required: boolean) => (size > 0 ? [`${bytes(size)} of ${what}${required ? "" : " if possible"}`] : []);
+  return [...one(vram, "VRAM", vram_required), ...one(disk, "disk", disk_required)].join(", ") || "not known";
+}
+
+/** VRAM on a node that is ranked: what is free, or merely available if what is needed is not free there. */
+export function memoryWords({ has_memory, memory }: Best["terms"]): string {
+  return `${signed(memory)} ${has_memory ? "free" : "available"}`;
+}
+
+/** Less than nothing is free where more is reserved than available. */
+export function signed(size: number): string {
+  return size < 0 ? `−${bytes(-size)}` : bytes(size);
+}
+
+export function diskWords({ available_disk, total_disk }: Miss): string {
+  return total_disk === 0 ? "not reported" : `${bytes(available_disk)} of ${bytes(total_disk)}`;
+}
