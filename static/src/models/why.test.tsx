@@ -91,7 +91,7 @@ it("shows what the next request finds, the latest decision with its nodes, and w
   expect(await panel.findByText("it is sent to replica 0 on n1; requests there: 2")).toBeTruthy();
   const decisions = within(panel.getByRole("list", { name: "Decisions for tiny" })).getAllByRole("button");
   expect(decisions.map((one) => one.getAttribute("aria-expanded"))).toEqual(["false", "true", "false"]);
-  expect(decisions.map((one) => one.textContent)).toEqual(["One more replica now would go to n1#0", expect.stringMatching(/^placedn1#0/), expect.stringMatching(/^placed/)]);
+  expect(decisions.map((one) => one.textContent)).toEqual(["One more replica now would go to n1#0", expect.stringMatching(/^placed n1#0/), expect.stringMatching(/^placed/)]);
   expect(panel.getByText(/2 of 3 nodes could take it\. Needs: 8 GiB of VRAM if possible\./)).toBeTruthy();
   expect(lines(panel.getByRole("table", { name: "Best nodes for tiny" }))).toEqual([
     ["n1#0", "0", "no", "yes", "none", "0", "20 GiB free", ""],

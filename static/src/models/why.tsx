@@ -84,11 +84,13 @@ function Decisions({ name, explained }: { name: string; explained: Explained }):
   return (
     <>
       {explained.records.length === 0 && <p className="muted">No load of it has been decided yet.</p>}
-      <ul className="why-decisions" aria-label={`Decisions for ${name}`}>
-        {choices.map((choice) => (
-          <Line key={choice.key} choice={choice} name={name} open={choice.key === shown} onToggle={() => setChosen(choice.key === shown ? "" : choice.key)} />
-        ))}
-      </ul>
+      {choices.length > 0 && (
+        <ul className="why-decisions" aria-label={`Decisions for ${name}`}>
+          {choices.map((choice) => (
+            <Line key={choice.key} choice={choice} name={name} open={choice.key === shown} onToggle={() => setChosen(choice.key === shown ? "" : choice.key)} />
+          ))}
+        </ul>
+      )}
     </>
   );
 }
@@ -108,12 +110,13 @@ function Line({ choice, name, open, onToggle }: LineProps): ReactNode {
       <button type="button" className="why-toggle" aria-expanded={open} aria-controls={id} onClick={onToggle}>
         {kept === null ? (
           <span className="anywhere grow">
-            One more replica now would {decision.outcome === "placed" ? <>go to {<Slot decision={decision} />}</> : "wait"}
+            One more replica now would {decision.outcome === "placed" ? "go to " : "wait"}
+            {decision.outcome === "placed" && <Slot decision={decision} />}
           </span>
         ) : (
           <>
-            <StatusPill status={decision.outcome} />
-            <span className="anywhere grow">{decision.outcome === "placed" && <Slot decision={decision} />}</span>
+            <StatusPill status={decision.outcome} />{" "}
+            <span className="anywhere grow">{decision.outcome === "placed" && <Slot decision={decision} />}</span>{" "}
             <span className="muted">
               <Ago at={kept.at} />
             </span>
