@@ -43,6 +43,15 @@ def load_another(model_name: str, *, only: Collection[UUID] | None, actor: str, 
         return admission.admit_one_more(wanted, now=now)
 
 
+def nodes_of_loads(model_names: Collection[str]) -> dict[str, frozenset[UUID]]:
+    """The nodes that an active load is for, of these models' loads for chosen nodes; one query."""
+    loads = Operation.objects.active().filter(kind=KIND, element__in=model_names)
+    found: dict[str, frozenset[UUID]] = {}
+    for name, only in loads.values_list("element", f"payload__{ONLY}"):
+        found[name] = found.get(name, frozenset()) | frozenset(map(UUID, only or ()))
+    return found
+
+
 def loads_under_way(model_names: Collection[str]) -> dict[str, int]:
     """How many loads of each of these models have not ended yet; one query."""
     loads = Operation.objects.active().filter(kind=KIND, element__in=model_names).order_by()

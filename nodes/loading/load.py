@@ -62,6 +62,7 @@ ALL = "all"
 """The share of what is about every replica of a model."""
 _LOOK_AT_CHILD = 2.0
 _LOOK_AT_SLOT = 2.0
+_ON_ITS_WAY = "waits for another replica of the model that is being loaded"
 _SHARE_OF_INSTALL = 0.9
 """How far a load is when its backend has been brought; starting and loading are the rest."""
 _ENGINE_DEATHS = 3
@@ -131,6 +132,10 @@ class LoadModel:
         wish = wish_of(work.operation)
         if not wish.another and await in_thread(snapshot.serving, definition.name, besides=wish.besides):
             return {"already_loaded": True}
+        if not wish.another and await in_thread(snapshot.on_its_way, definition.name, besides=wish.besides):
+            # R2.64: one beside it would be one replica too many.
+            operation = await in_thread(Operation.objects.get, pk=work.id)
+            raise placing.later(operation, _ON_ITS_WAY, seconds=_LOOK_AT_SLOT)
         attempt = await self._place(work, definition)
         try:
             await _clear_place(attempt)

@@ -17,7 +17,7 @@ from nodes.loading.asking import Answer, best_that_answers
 from nodes.loading.failures import refusals, refused_by_all
 from nodes.loading.room import Room, room_of, what_makes_room
 from nodes.loading.wish import LoadWish, wish_of
-from nodes.placement.choose import Candidate, Decision, Need, free_index, lacks_disk
+from nodes.placement.choose import Candidate, Decision, Need, Reason, free_index, lacks_disk
 from nodes.placement.evict import Eviction
 from nodes.placement.explain import Ending, Explanation, FleetView, explain
 from nodes.placement.selector import Selector
@@ -125,7 +125,9 @@ async def _room(
 
     For one more replica, which no request waits for, nothing is evicted.
     """
-    if refusals(work.operation.payload):
+    refusing = _refusing(work)
+    rests = (id for id, reason in decision.refused.items() if reason is Reason.SILENT)
+    if refusing and all(id in refusing for id in rests):
         raise refused_by_all(work.operation.payload)
     if wish_of(work.operation).another:
         return None

@@ -13,7 +13,7 @@ from localai_cluster import clock
 from nodes.loading.failures import WorkerGone
 from nodes.models import ReplicaState
 from nodes.placement.choose import Candidate, Decision, Need
-from nodes.placement.evict import Eviction, choose_victims, short_of_memory
+from nodes.placement.evict import Eviction, choose_victims, named, short_of_memory
 from nodes.replicas import eviction
 from nodes.replicas.slots import Slot
 from operations.executor.work import Work, in_thread
@@ -56,9 +56,9 @@ async def made(room: Room, work: Work, slot: Slot) -> None:
     await work.report(Tick("loading", room.why, node_id=slot.node_id, node_name=slot.node_name))
     while left := await in_thread(_left, room):
         if back := [name for name, state in left if state == ReplicaState.LOADED]:
-            raise WorkerGone(f"{', '.join(back)} on {slot.node_name} serves again")
+            raise WorkerGone(f"{named(back)} on {slot.node_name} serves again")
         if clock.monotonic() >= until:
-            names = ", ".join(name for name, _ in left)
+            names = named(name for name, _ in left)
             raise WorkerGone(f"{names} on {slot.node_name} did not stop within {STOPS_WITHIN:.0f} s")
         await asyncio.sleep(LOOK_EVERY)
 

@@ -19,6 +19,9 @@ JUST_LOADED = timedelta(seconds=5)
 """A replica is spared for so long after its load: the requests that waited for it are on their way."""
 
 
+_NAMED, _LONGEST_NAME = 5, 64
+
+
 class Spared(StrEnum):
     """Why a replica is no victim."""
 
@@ -153,8 +156,15 @@ def _rank(node: Candidate, victims: Sequence[Resident]) -> tuple[bool, datetime 
 
 
 def _why(node: Candidate, victims: Sequence[Resident], leaving: Sequence[Resident]) -> str:
-    names = ", ".join(sorted(one.name for one in [*victims, *leaving]))
+    names = named([one.name for one in [*victims, *leaving]])
     return f"waits for {names} on {node.name} to stop" + (", the least recently used" if victims else "")
+
+
+def named(names: Iterable[str]) -> str:
+    """The first few of them, cut, and how many more: there may be many, and names are long."""
+    every = sorted(names)
+    more = [f"{len(every) - _NAMED} more"] if len(every) > _NAMED else []
+    return ", ".join([*(name[:_LONGEST_NAME] for name in every[:_NAMED]), *more])
 
 
 def _why_none(residents: Iterable[Sequence[Resident]], guard: Guard) -> str:

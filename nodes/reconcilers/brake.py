@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 FEWEST = 3
+HEALING = timedelta(seconds=30)
+"""Three beats of ten seconds."""
 NEARLY = 0.75
 """The share of the limit after which a node is nearly silent: four beats of ten seconds are missing."""
 
@@ -34,12 +36,15 @@ class Silence:
 def decide(found: Silence, standing: Hold | None, now: datetime, seconds: float) -> Hold | None:
     """The hold from now on, None for none; `seconds` is how long a new one lasts, 0 = there is never one.
 
-    One that has run out is not followed by another in the same pass: its nodes are given up.
+    One that has run out is not followed by another in the same pass: its nodes are given up. While a cut
+    heals the nodes are heard one after another, so the last few are kept for `HEALING` longer.
     """
-    together = found.silent + found.nearly
-    massive = found.silent > 0 and together >= FEWEST and together * 3 > found.of
-    if not massive or not seconds:
+    if not found.silent or not seconds:
         return None
+    together = found.silent + found.nearly
+    massive = together >= FEWEST and together * 3 > found.of
     if standing is None:
-        return Hold(now, now + timedelta(seconds=seconds))
+        return Hold(now, now + timedelta(seconds=seconds)) if massive else None
+    if not massive:
+        standing = Hold(standing.since, min(standing.until, now + HEALING))
     return standing if now < standing.until else None

@@ -62,10 +62,10 @@ def look(*, tick: bool) -> bool:
 
 
 def observe(demands: Sequence[Demand]) -> Fleet:
-    """What the rules are about; five queries for any number of rules, nodes and replicas."""
+    """What the rules are about; six queries for any number of rules, nodes and replicas."""
     names = [demand.model for demand in demands]
     # Loads before replicas: one that ends meanwhile counts twice rather than not at all.
-    loads = another.loads_under_way(names)
+    loads, pinned = another.loads_under_way(names), another.nodes_of_loads(names)
     failed = Operation.objects.filter(
         kind=KIND, element__in=names, status=Status.FAILED, dismissed_at=None
     ).order_by("finished_at")
@@ -78,6 +78,7 @@ def observe(demands: Sequence[Demand]) -> Fleet:
         hosts=_hosts({key for demand in demands for key in demand.selector or ()}),
         replicas=[Placed(*row) for row in rows],
         loads=loads,
+        pinned=pinned,
         failures={model: Failure(at, error[:_SHOWN]) for model, at, error in failures if at},
         defined=_defined(),
     )
@@ -124,8 +125,8 @@ def apply(ruling: Ruling, now: datetime) -> Ruling:
 def _carry_out(action: Action, now: datetime) -> None:
     """Flags are written with the rest of the ruling."""
     match action:
-        case LoadAnother(model, only, reason):
-            another.load_another(model, only=only, actor=ACTOR, reason=reason)
+        case LoadAnother(model, only, reason, pinned):
+            another.load_another(model, only=only if pinned else None, actor=ACTOR, reason=reason)
             log.info("%s: %s", model, reason)
         case Retire(model, replica_id, reason):
             retire(replica_id, reason, now)
@@ -147,6 +148,8 @@ def retire(replica_id: UUID, reason: str, now: datetime) -> None:
         row = leaving.idle(replica_id, since=now - IDLE_FOR)
         if row is None:
             raise errors.Conflict("the replica is in use again, or gone")
+        if not leaving.enough_besides(row):
+            raise errors.Conflict("another replica of the model has gone since")
         wish = UnloadWish(
             row.model_name, ACTOR, node=row.node, index=row.replica_index, grace=0, reason=reason
         )

@@ -109,7 +109,8 @@ def _leaving() -> Q:
 def _guard(
     model_name: str, models: Collection[str], rules: Iterable[tuple[str, int, bool]], now: datetime
 ) -> Guard:
-    counted = NodeModel.objects.loaded().filter(model_name__in=models).order_by().values_list("model_name")
+    # Only where requests find them: the replica pass counts no others either.
+    counted = NodeModel.objects.serving().filter(model_name__in=models).order_by().values_list("model_name")
     found = list(rules)
     return Guard(
         model_name,

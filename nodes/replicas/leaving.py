@@ -20,7 +20,7 @@ from django.db.models.functions import Cast
 
 from localai_cluster import names
 from localai_cluster.messaging.messages import process_key
-from nodes.models import NodeModel, ReplicaState
+from nodes.models import ModelSchedulingConfig, NodeModel, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
 from operations import targets
 from operations.changes import events
@@ -98,6 +98,16 @@ def idle(replica_id: UUID, *, since: datetime) -> NodeModel | None:
     rows = NodeModel.objects.loaded().filter(pk=replica_id, in_flight=0).select_for_update(of=("self",))
     row = rows.select_related("node").first()
     return row if row is not None and row.idle_since <= since else None
+
+
+def enough_besides(row: NodeModel) -> bool:
+    """Whether the rule of its model, locked, has enough serving replicas without this locked one.
+
+    An eviction counts under the same lock, so the two never take the last ones together.
+    """
+    rules = ModelSchedulingConfig.objects.filter(model_name=row.model_name).select_for_update(no_key=True)
+    least = rules.values_list("min_replicas", flat=True).first() or 0
+    return NodeModel.objects.of(row.model_name).serving().exclude(pk=row.pk).count() >= max(least, 1)
 
 
 def take_out(row: NodeModel, *, owner: str, now: datetime) -> None:

@@ -25,6 +25,12 @@ def serving(model_name: str, *, besides: Collection[UUID] = ()) -> bool:
     return bool(NodeModel.objects.of(model_name).serving().exclude(node__in=besides).exists())
 
 
+def on_its_way(model_name: str, *, besides: Collection[UUID] = ()) -> bool:
+    """Whether a load has a slot of the model, on another node than these."""
+    loading = NodeModel.objects.of(model_name).filter(state="loading", node__status="healthy")
+    return loading.exclude(node__in=besides).exists()
+
+
 def selectors_of(model_names: Collection[str]) -> dict[str, Selector]:
     """What the rules of these models demand of nodes, for each of them; one query."""
     rules = ModelSchedulingConfig.objects.filter(model_name__in=model_names)

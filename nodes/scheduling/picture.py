@@ -66,6 +66,8 @@ class Fleet:
     replicas: Sequence[Placed] = ()
     loads: Mapping[str, int] = field(default_factory=dict)
     """Loads under way, by model, with a place or without."""
+    pinned: Mapping[str, frozenset[UUID]] = field(default_factory=dict)
+    """The nodes, by model, that have a load under way for them alone."""
     failures: Mapping[str, Failure] = field(default_factory=dict)
     defined: frozenset[str] | None = None
     """Models that have a definition; None: that cannot be told now."""
@@ -78,6 +80,8 @@ class LoadAnother:
     model: str
     only: frozenset[UUID] | None
     reason: str
+    pinned: bool = False
+    """Whether it is for these nodes whatever comes; else its placement asks the rule again."""
 
 
 @dataclass(frozen=True)

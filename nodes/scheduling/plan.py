@@ -53,6 +53,8 @@ class _Scene:
     loads: int
     placed: int
     """Loads that have a slot."""
+    pinned: frozenset[UUID]
+    """Nodes that have a load under way for them alone."""
     failure: str
     """Why the last load failed, if that was after the last pass."""
     defined: bool
@@ -130,6 +132,7 @@ def plan(fleet: Fleet, demands: Iterable[Demand], now: datetime, *, tick: bool) 
             # A load may have begun after its count was read.
             loads=max(fleet.loads.get(demand.model, 0), placed),
             placed=placed,
+            pinned=fleet.pinned.get(demand.model, frozenset()),
             failure=failure.error if failure and fresh else "",
             defined=fleet.defined is None or demand.model in fleet.defined,
         )
@@ -168,14 +171,15 @@ def _decide(scene: _Scene, now: datetime, *, tick: bool) -> Ruling:
 def _missing(scene: _Scene) -> int:
     """R4.7, R4.10: how many replicas are neither there nor on their way."""
     if scene.demand.spread:
-        # Which of the nodes a load without a slot is for is not known.
-        return 0 if scene.loads > scene.placed else len(_bare(scene))
+        # A load that is for any node may get its slot on each of them.
+        waiting = scene.pinned - {row.node_id for row in scene.rows}
+        return 0 if scene.loads > scene.placed + len(waiting) else len(_bare(scene))
     return max(scene.demand.minimum - len(scene.fitting) - scene.loads, 0)
 
 
 def _bare(scene: _Scene) -> list[Host]:
-    """Nodes that a spread model is not on, or is about to leave."""
-    there = {row.node_id for row in scene.rows if row.state != "unloading"}
+    """Nodes that a spread model is not on and no load is for, or that it is about to leave."""
+    there = {row.node_id for row in scene.rows if row.state != "unloading"} | scene.pinned
     return [host for host in scene.fits if host.id not in there]
 
 
@@ -206,7 +210,7 @@ def _loads(scene: _Scene, missing: int) -> list[LoadAnother]:
         others = f" and {len(bare) - _NAMED} more" if len(bare) > _NAMED else ""
         reason = f"one on each of {len(scene.fits)} nodes wanted, none on "
         reason += ", ".join(host.name for host in bare[:_NAMED]) + others
-        return [LoadAnother(model, frozenset({host.id}), reason) for host in bare]
+        return [LoadAnother(model, frozenset({host.id}), reason, pinned=True) for host in bare]
     more = min(missing, scene.room)
     has = len(scene.fitting)
     reason = f"at least {scene.demand.minimum} wanted, {has} there and {scene.loads} loading: {more} more"

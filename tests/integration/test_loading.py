@@ -558,7 +558,10 @@ async def test_only_a_load_of_one_more_replica_is_carried_out_beside_one_that_se
 async def test_a_load_leaves_the_engines_and_slots_of_another_active_load_alone(
     stage: Stage, loads: list[Any]
 ) -> None:
-    """Several replicas of a model may be loaded at once; what an ended load has left is cleared."""
+    """Several replicas of a model may be loaded at once; what an ended load has left is cleared.
+
+    A request's load does not make one beside that which is on its way.
+    """
     marks: list[str] = []
 
     def others() -> None:
@@ -577,6 +580,9 @@ async def test_a_load_leaves_the_engines_and_slots_of_another_active_load_alone(
     await in_thread(others)
     stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, STARTED)
+    with pytest.raises(Abandoned, match="another replica of the model"):
+        await stage.handler(stage.work)
+    stage.work.operation.payload[ANOTHER] = True
     assert (await stage.handler(stage.work))["replica_index"] == 1
     assert stage.bus.stops(stage.one.id) == ["echo#1"]
     active, _ = marks

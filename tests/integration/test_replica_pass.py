@@ -114,14 +114,17 @@ def test_rules_that_only_route_are_left_alone(models: Path) -> None:
 
 
 @pytest.mark.rule("R4.15", "R1.68", "T-REC-8")
-def test_a_load_goes_only_where_the_selector_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_load_is_for_any_node_that_the_rule_chooses_when_it_is_placed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that was not there yet when the pass looked may take it; placement reads the selector."""
     fits, _ = hot.node("fits"), hot.node("other")
     NodeLabel.objects.create(node=fits, key="tier", value="a")
     rule(1, node_selector={"tier": "a"})
     asked: list[Any] = []
     monkeypatch.setattr(another, "load_another", lambda model, **wish: asked.append(wish["only"]))
     replicas.look(tick=True)
-    assert asked == [{fits.id}]
+    assert asked == [None]
 
 
 @pytest.mark.rule("R4.22", "R1.66")
@@ -288,11 +291,21 @@ async def test_the_unload_stops_this_engine_and_then_the_row_goes() -> None:
 
 @pytest.mark.rule("R4.18")
 def test_a_replica_serves_again_when_somebody_cancels_its_unload_in_time() -> None:
-    replica = idle(hot.node("one"), 0)
+    replica, _ = idle(hot.node("one"), 0), idle(hot.node("two"), 0)
     replicas.retire(replica.pk, "idle", clock.now())
     admission.cancel(Operation.objects.get().id, actor="anna", now=clock.now())
     assert [one.id for one in leaving.put_back()] == [replica.pk]
-    assert NodeModel.objects.get().state == "loaded"
+    assert NodeModel.objects.filter(state="loaded").count() == 2
+
+
+@pytest.mark.rule("R4.17", "R2.52")
+def test_a_replica_stays_when_an_eviction_took_the_other_one_since_the_plan() -> None:
+    rule(1)
+    replica, other = idle(hot.node("one"), 0), idle(hot.node("two"), 0)
+    NodeModel.objects.filter(pk=other.pk).update(state="unloading")
+    with pytest.raises(errors.Conflict, match="another replica of the model has gone"):
+        replicas.retire(replica.pk, "idle", clock.now())
+    assert NodeModel.objects.get(pk=replica.pk).state == "loaded"
 
 
 @pytest.mark.rule("R4.18", "R1.58")
