@@ -23,13 +23,14 @@ def counts(url: str, what: str) -> bool:
 
 
 def test_every_process_tells_what_it_has_done(shared: Shared) -> None:
-    """A heartbeat, a command, a pass of the task cluster; nothing without the token."""
+    """A heartbeat, a pass of the task cluster, a command at its worker; nothing without the token."""
     node = shared.cluster.node(shared.webs[0], "one")
     assert node
     targets = {**shared.metrics, "worker": f"http://{node['http_address']}"}
     expected = {
         "web": ("http_requests_total{", 'heartbeats_total{status="200"}', 'nodes{node_type="backend",'),
-        "controller": ('commands_total{command="backend.list"', "passes_total{", "bus_connected 1.0"),
+        # Which of the two controllers asks a worker is not known.
+        "controller": ("passes_total{", "bus_connected 1.0"),
         "tasks": ('passes_total{name="liveness",outcome="ok"}',),
         "worker": ('worker_heartbeats_total{outcome="ok"}', 'worker_commands_total{command="backend.list"'),
     }
