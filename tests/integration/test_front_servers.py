@@ -227,16 +227,17 @@ async def test_a_workers_credential_cannot_command_another_worker(nats_server: E
 
     await controller.subscribe("nodes.>", cb=command)
     await controller.flush()
-    await worker.publish("nodes.other.backend.install", b"{}")
-    await worker.publish("nodes.one.backend.install.op1.progress", b"{}")
-    await worker.flush()
-    await controller.flush()
 
     async def told() -> bool:
+        # Again and again: a busy server may drop a connection, and what was published meanwhile is lost.
+        await worker.publish("nodes.other.backend.install", b"{}")
+        await worker.publish("nodes.one.backend.install.op1.progress", b"{}")
+        await worker.flush()
+        await controller.flush()
         return bool(commands) and any("permissions violation" in text for text in refused)
 
-    assert await clock.wait_until(told, timeout=30), (commands, refused)
-    assert commands == ["nodes.one.backend.install.op1.progress"]
+    assert await clock.wait_until(told, timeout=60), (commands, refused)
+    assert set(commands) == {"nodes.one.backend.install.op1.progress"}
     await hang_up(worker)
     await hang_up(controller)
 
