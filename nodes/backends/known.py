@@ -6,8 +6,11 @@ The tags of an entry say what it does; the worker's own rule says which machine 
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from django.db.models import Case, F, Q, Value, When
+
 from localai_cluster.gallery_index import GalleryEntry, folded
 from localai_cluster.worker.build_selection import compatible, lookup
+from localai_cluster.worker.hardware import SMALL_VRAM
 from nodes.backends.catalogue import DEVELOPMENT, parents
 from nodes.models import BackendNode, NodeBackend
 
@@ -39,9 +42,16 @@ _MEANINGS: Mapping[str, tuple[str, str]] = {
 
 
 def machines() -> set[str]:
-    """The capabilities of the healthy nodes; one query."""
-    healthy = BackendNode.objects.filter(status="healthy", node_type="backend").exclude(capability="")
-    return {NO_GPU, *healthy.order_by().values_list("capability", flat=True).distinct()}
+    """What the healthy nodes can run, and what every cluster can; one query.
+
+    R1.77: a node of an older worker, which tells no capability, counts by the vendor of its GPUs, and as
+    `default` if none is known or their memory is too small for builds of that vendor.
+    """
+    small = Q(gpu_vendor="") | Q(total_vram__lte=SMALL_VRAM)
+    of_older = Case(When(small, then=Value(NO_GPU)), default=F("gpu_vendor"))
+    counted = Case(When(~Q(capability=""), then=F("capability")), default=of_older)
+    healthy = BackendNode.objects.filter(status="healthy", node_type="backend").annotate(counted=counted)
+    return {NO_GPU, *healthy.order_by().values_list("counted", flat=True).distinct()}
 
 
 def installed_names() -> dict[str, str]:

@@ -160,6 +160,7 @@ def test_an_engine_that_exits_at_start_shows_its_stderr(shared: Shared) -> None:
     assert error.splitlines()[-1] in message
 
 
+@pytest.mark.rule("R2.63")
 def test_a_load_that_is_refused_says_why(shared: Shared) -> None:
     """R2.63: the backend's own message reaches the client."""
     write_model(shared.cluster, "refused", refuse_load="not today")

@@ -1,6 +1,7 @@
 """The galleries' entries in the reference's other shapes (`contract/http-api.md` §4.2, §4.5)."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,15 @@ import yaml
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from nodes.backends import catalogue
+from localai_cluster import clock
+from nodes.backends import catalogue, known
 from nodes.models import NodeBackend
 from tests.integration.test_api_document import document, fits
-from tests.support import api
+from tests.support import api, hot
 
 pytestmark = pytest.mark.django_db
+
+GIB = 1024**3
 
 ENTRIES: list[dict[str, Any]] = [
     {
@@ -157,3 +161,32 @@ def test_when_no_gallery_can_be_read_it_is_a_503(index: Path) -> None:
         expected = 200 if path == "/backends/galleries" else 503
         assert answer.status_code == expected
         assert expected == 200 or "local cannot be read" in answer.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        pytest.param([{"capability": "nvidia-cuda-12"}], {"nvidia-cuda-12"}, id="T-REG-110"),
+        pytest.param([{"gpu_vendor": "amd", "total_vram": 16 * GIB}], {"amd"}, id="T-REG-111"),
+        pytest.param([{"gpu_vendor": "nvidia", "total_vram": 4 * GIB}], set(), id="T-REG-112"),
+        pytest.param([{"total_vram": 16 * GIB}], set(), id="no-vendor"),
+        pytest.param([{"capability": "metal"}, {"capability": "metal"}], {"metal"}, id="T-REG-113"),
+        pytest.param([{"capability": "metal"}, {"capability": "intel"}], {"metal", "intel"}, id="T-REG-114"),
+        pytest.param(
+            [{"capability": "metal", "offline": True}, {"capability": "intel", "node_type": "agent"}],
+            set(),
+            id="T-REG-115",
+        ),
+        pytest.param([], set(), id="T-REG-116"),
+    ],
+)
+@pytest.mark.rule(*("R1.77", *(f"T-REG-{number}" for number in range(110, 117))))
+def test_what_the_healthy_nodes_can_run(
+    nodes: list[dict[str, Any]], expected: set[str], django_assert_num_queries: Callable[[int], Any]
+) -> None:
+    """A node of an older worker counts by the vendor of its GPUs; `default` is there in any case."""
+    for number, told in enumerate(nodes):
+        fields = dict(told)
+        hot.node(f"n{number}", offline_at=clock.now() if fields.pop("offline", False) else None, **fields)
+    with django_assert_num_queries(1):
+        assert known.machines() == expected | {"default"}

@@ -228,6 +228,7 @@ def test_two_statements_with_a_database_held_key() -> None:
     assert with_engine(scenario) <= 20
 
 
+@pytest.mark.rule("R2.73")
 def test_a_leaving_client_is_counted_out() -> None:
     """R2.73: a client that hangs up cancels the call and is no longer in flight."""
 
@@ -287,6 +288,7 @@ def test_a_dead_replica_is_removed_and_the_request_goes_on() -> None:
     assert [answer.status for answer in run(scenario)] == [200] * 10
 
 
+@pytest.mark.rule("R2.76")
 def test_an_engine_without_its_model_is_replaced() -> None:
     """R2.76, and on to the next: an engine that holds no model loses its row; an engine with another one
     too."""

@@ -63,6 +63,7 @@ def orm_twin(model: str, now: datetime) -> NodeModel:
     return row
 
 
+@pytest.mark.rule("R1.78")
 def test_fifty_at_once_over_three_replicas() -> None:
     """R1.78, R1.79: fifty simultaneous picks are spread exactly, by few statements, and all come back."""
     on = hot.node()
@@ -170,6 +171,7 @@ def test_rest_and_the_hot_path_agree_on_every_stored_key() -> None:
     assert [who.kind for who in by_orm.values()] == ["user", "admin", "admin", "anonymous", "anonymous"]
 
 
+@pytest.mark.rule("R1.82", "R2.70")
 def test_two_processes_stay_exact() -> None:
     """R1.82 (Port), R2.70: two processes with their own connections, 400 requests each, never lose a
     count."""
@@ -283,6 +285,7 @@ def test_clean_stop_gives_everything_back() -> None:
     assert hot.processes() == 0
 
 
+@pytest.mark.rule("R2.73")
 def test_a_cancelled_caller_leaves_no_count() -> None:
     """R2.73: a request that is cancelled while its pick is under way gives the replica back."""
     hot.replica(hot.node())
@@ -359,6 +362,7 @@ def raw() -> Iterator[psycopg.Connection[Any]]:
         yield connection
 
 
+@pytest.mark.rule("R1.78")
 @settings(max_examples=40 * EFFORT, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(facts=FACTS, requests=st.integers(0, 12))
 def test_statement_and_pure_twin_agree(
@@ -380,6 +384,7 @@ def test_statement_and_pure_twin_agree(
     assert {row[0]: row[4] for row in rows} == dict(spread(candidates, requests, now))
 
 
+@pytest.mark.rule("R1.78", "T-REG-24")
 def test_orm_twin_agrees() -> None:
     """R1.78, R1.79: picks by the statement and picks through the ORM choose the same rows in the same
     state."""
@@ -479,6 +484,7 @@ def closed() -> None:
     connection.close()
 
 
+@pytest.mark.rule("R2.73")
 def test_a_caller_who_leaves_in_the_very_turn_of_the_answer_is_counted_out() -> None:
     """R2.73: the answer and the cancellation may meet in one turn of the loop; nothing stays in flight."""
     hot.replica(hot.node())

@@ -100,6 +100,7 @@ def test_one_load_for_everyone() -> None:
     assert operation.request_id != "-"
 
 
+@pytest.mark.rule("R2.19")
 def test_a_replica_that_appears_otherwise_ends_the_wait() -> None:
     """R2.19: the rows decide, not the news: a look every two seconds finds a replica without a notice."""
 
@@ -114,6 +115,7 @@ def test_a_replica_that_appears_otherwise_ends_the_wait() -> None:
     assert Operation.objects.get().status == Status.PROCESSING
 
 
+@pytest.mark.rule("R2.20", "R2.22")
 def test_the_budget_ends_the_request_not_the_load(cluster: Callable[..., None]) -> None:
     """R2.20, R2.22: 503 with Retry-After, the `loading` object and the operation's reason; it goes on."""
     cluster(model_load_wait=1.0)
@@ -166,6 +168,7 @@ def test_progress_shows_in_the_answer(cluster: Callable[..., None]) -> None:
     assert (loading["bytes_sent"], loading["total_bytes"], loading["progress"]) == (3, 12, 25)
 
 
+@pytest.mark.rule("R2.17")
 def test_a_failed_load_reaches_everyone_and_is_not_repeated(cluster: Callable[..., None]) -> None:
     """R2.17: all waiters get 503 with the cause; within the grace so does a new request, without a new
     load."""
@@ -246,6 +249,7 @@ def test_another_operation_on_the_model_is_a_503() -> None:
     assert "model_delete" in answered.body["error"]["message"]
 
 
+@pytest.mark.rule("C34")
 def test_loads_that_end_without_a_replica_are_not_repeated_for_ever() -> None:
     """C34: after three completed loads without a replica the request says so."""
 
@@ -261,6 +265,7 @@ def test_loads_that_end_without_a_replica_are_not_repeated_for_ever() -> None:
     assert "no replica of it is available" in answered.body["error"]["message"]
 
 
+@pytest.mark.rule("C34")
 def test_a_load_given_up_as_unwanted_is_asked_for_again() -> None:
     """C34: a request that attached while it was being cancelled does not fail with it, but asks again."""
 
@@ -277,6 +282,7 @@ def test_a_load_given_up_as_unwanted_is_asked_for_again() -> None:
     assert run(scenario).status == 200
 
 
+@pytest.mark.rule("C32")
 def test_zero_means_no_limit(cluster: Callable[..., None]) -> None:
     """C32: a budget of 0 waits without a limit and keeps the operation wanted a minute ahead."""
     cluster(model_load_wait=0.0)

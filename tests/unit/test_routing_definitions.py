@@ -30,6 +30,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     return _write
 
 
+@pytest.mark.rule("R2.3")
 def test_what_is_loaded_comes_from_the_file() -> None:
     """R2.3: the mapping covers LocalAI's names and adds the reference's own defaults, nothing else."""
     document = PLAIN | {

@@ -4,6 +4,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
 
+import pytest
+
 from localai_cluster.web import wire
 from nodes.loading.wait import Look, eta_seconds, failure, loading_body, still_loading
 
@@ -29,6 +31,7 @@ INSTALLING = look(
 )
 
 
+@pytest.mark.rule("R2.23")
 def test_eta_needs_bytes_and_time() -> None:
     """R2.23: only with bytes on their way and at least a second behind it."""
     assert eta_seconds(INSTALLING, NOW) == 59 * 10 / 41
@@ -49,6 +52,7 @@ def test_the_loading_object() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.rule("R2.22")
 def test_the_answer_while_loading() -> None:
     """R2.22: 503, code and type model_loading, Retry-After = ETA or budget between 5 and 300 s, rounded
     up."""
