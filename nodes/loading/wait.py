@@ -270,17 +270,28 @@ def _admit(wanted: admission.OperationRequest) -> Look:
     Raises LoadFailed while the last one's failure still stands.
     """
     now = clock.now()
-    operations = Operation.objects.filter(key=wanted.key)
-    if not operations.active().exists():
-        grace = conf.cluster().load_failure_grace
-        failed = operations.filter(kind=KIND, status=Status.FAILED, dismissed_at__isnull=True)
-        recent = failed.filter(finished_at__gt=now - timedelta(seconds=grace)).first()
+    if not Operation.objects.filter(key=wanted.key).active().exists():
+        recent = _standing_failure(wanted.element, now)
         if recent is not None:
-            raise failure(wanted.element, _look(recent), now, grace)
+            raise failure(wanted.element, _look(recent), now, conf.cluster().load_failure_grace)
     try:
         return _look(admission.admit(wanted, now=now).operation)
     except Conflict as busy:
         return _look(Operation.objects.get(pk=busy.data["operation"]))
+
+
+def _standing_failure(model: str, now: datetime) -> Operation | None:
+    """C33: the failure of the load that requests join, while it is their answer."""
+    since = now - timedelta(seconds=conf.cluster().load_failure_grace)
+    failed = Operation.objects.filter(key=key(model), kind=KIND, status=Status.FAILED)
+    return failed.filter(dismissed_at__isnull=True, finished_at__gt=since).first()
+
+
+def status(model: str, now: datetime) -> Look | None:
+    """The load of a model that goes on, that which requests join first; or its failure while that stands."""
+    loads = Operation.objects.active().sharing(key(model), model).filter(kind=KIND)
+    found = loads.order_by("key").first() or _standing_failure(model, now)
+    return _look(found) if found is not None else None
 
 
 def _look(operation: Operation) -> Look:

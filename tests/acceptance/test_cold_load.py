@@ -144,6 +144,7 @@ def test_a_minimum_loads_a_model_that_no_request_has_asked_for(shared: Shared) -
     cluster.rows("DELETE FROM model_scheduling_configs RETURNING 1")
 
 
+@pytest.mark.rule("R2.68")
 def test_an_engine_that_exits_at_start_shows_its_stderr(shared: Shared) -> None:
     """The last 20 lines are in the operation and in the request's error; no new attempt for 15 s."""
     write_model(shared.cluster, "never", backend="broken")
@@ -170,6 +171,7 @@ def test_a_load_that_is_refused_says_why(shared: Shared) -> None:
     assert shared.cluster.rows("SELECT count(*) FROM node_models WHERE model_name = 'refused'") == [(0,)]
 
 
+@pytest.mark.rule("R1.94")
 def test_request_parameters_never_change_what_is_loaded(shared: Shared) -> None:
     """The reference's worst defect: other parameters must neither reload nor refuse."""
     first = shared.cluster.embed(shared.webs[0])

@@ -154,7 +154,7 @@ def allowed(path: str, kind: str) -> bool | int:
         return kind.endswith("session") or 403
     if kind == "newcomer session":
         return 401 if path.startswith(("/v1/", "/embeddings")) or path in ("/models", "/metrics") else 403
-    if path in ("/version", "/api/features"):
+    if path in ("/version", "/api/features") or path.endswith("/load-status"):
         return True if person else 401
     if path in ("/join", "/join/wheel"):
         return True if admin or kind == "knocking" else 403 if person else 401

@@ -24,6 +24,7 @@ from nodes.placement.explain import FleetView, explain
 from nodes.registry import node_rows
 from nodes.replicas import snapshot
 from nodes.replicas.reasons import Decided, record
+from operations.ledger import admission
 from tests.support import api, worker_http
 from tests.support.worker_http import ENGINE_TOKEN, answers, silent
 
@@ -161,6 +162,9 @@ def rule(read: Reader) -> None:
 def reasons(read: Reader) -> None:
     """Explanations and plans, with and without a place."""
     node = api.make_node("roomy", total_vram=8, available_vram=8)
+    load = admission.OperationRequest("model_load", "model:loading#0", "loading", "a")
+    admission.admit(load, now=clock.now())
+    read("GET", "/api/models/loading/load-status")
     read("GET", "/api/models/nothing/explain")
     decided(node, "explained")
     read("GET", "/api/models/explained/explain")

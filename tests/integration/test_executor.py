@@ -56,7 +56,7 @@ async def until(operation: Operation, *states: Status) -> Operation:
     return await row(operation)
 
 
-@pytest.mark.rule("O7")
+@pytest.mark.rule("O7", "R2.21")
 async def test_a_result_completes_the_operation() -> None:
     """The handler's result is kept; progress is 100 only now."""
 
@@ -298,7 +298,7 @@ async def test_an_attempt_cut_by_an_outage_is_made_again_by_the_executor_alone()
     assert attempts == [1, 2]
 
 
-@pytest.mark.rule("A70", "O88", "H5")
+@pytest.mark.rule("A70", "O88", "H5", "R2.19", "T-JOB-5")
 async def test_what_a_dead_controller_left_is_taken_up_at_the_start() -> None:
     """Not at the next turn only, and without the schedule, which does the same every few seconds."""
     fences: list[int] = []

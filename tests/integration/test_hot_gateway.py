@@ -60,6 +60,7 @@ def with_engine(scenario: Callable[[hot.Client, hot.CountedPicker], Awaitable[An
     return run(around)
 
 
+@pytest.mark.rule("R2.1", "R2.7", "R2.11", "T-ROU-1", "T-INF-20")
 def test_a_warm_answer_is_counted_for_its_model() -> None:
     """One request, one pick, one latency."""
 
@@ -114,6 +115,7 @@ def test_answers_in_both_encodings() -> None:
     with_engine(scenario, "dims:24")
 
 
+@pytest.mark.rule("http-6.3")
 def test_request_ids_and_the_node_header(settings: Settings) -> None:
     """§6.3 and the habits: every answer carries its id; the node's only when that is switched on."""
 
@@ -213,6 +215,7 @@ def test_no_credential_means_no_body_is_read() -> None:
     run(scenario)
 
 
+@pytest.mark.rule("R2.7")
 def test_two_statements_with_a_database_held_key() -> None:
     """The hot path: at most one statement in and one out, the key's check included."""
 
@@ -243,6 +246,7 @@ def test_a_leaving_client_is_counted_out() -> None:
     with_engine(scenario, "delay_ms:60000")
 
 
+@pytest.mark.rule("T-ROU-43")
 def test_a_cancelled_application_is_counted_out() -> None:
     """A server that cuts the application (it is stopping) leaves no count."""
 
@@ -256,6 +260,7 @@ def test_a_cancelled_application_is_counted_out() -> None:
     with_engine(scenario, "delay_ms:60000")
 
 
+@pytest.mark.rule("T-INF-19")
 def test_a_slow_engine_ends_in_a_503(settings: Settings) -> None:
     """*Build* of the engine sheet: a call has a deadline; a stuck engine holds no count forever."""
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, request_timeout=0.3)
@@ -269,6 +274,7 @@ def test_a_slow_engine_ends_in_a_503(settings: Settings) -> None:
     assert NodeModel.objects.exists(), "slow is not dead"
 
 
+@pytest.mark.rule("R2.9", "T-ROU-42")
 def test_a_dead_replica_is_removed_and_the_request_goes_on() -> None:
     """A replica that refuses the connection is taken out; the same request is served by the next one."""
 
@@ -288,7 +294,7 @@ def test_a_dead_replica_is_removed_and_the_request_goes_on() -> None:
     assert [answer.status for answer in run(scenario)] == [200] * 10
 
 
-@pytest.mark.rule("R2.76")
+@pytest.mark.rule("R2.76", "T-INF-18", "T-INF-22", "T-INF-26", "T-INF-27")
 def test_an_engine_without_its_model_is_replaced() -> None:
     """R2.76, and on to the next: an engine that holds no model loses its row; an engine with another one
     too."""

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from django.contrib.auth.models import User
 from pytest_django import Settings
 
 from localai_cluster import clock
+from localai_cluster.accounts import principals
 from localai_cluster.asgi import application
 from nodes.inference import gateway
 from nodes.loading.load import KIND, key
@@ -20,7 +22,7 @@ from operations.ledger import admission, lease, outcome
 from operations.ledger.progress import Tick
 from operations.models import Operation, Status
 from operations.states import Event
-from tests.support import backends, hot
+from tests.support import api, backends, hot
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -77,6 +79,7 @@ async def ask_many(client: hot.Client, count: int) -> list[hot.Reply]:
     return [answered for answered in replies if answered is not None]
 
 
+@pytest.mark.rule("R2.15", "R2.18", "T-JOB-13")
 def test_one_load_for_everyone() -> None:
     """Fifty requests admit one operation, wait for its end, and are all served at once when it is over."""
 
@@ -115,7 +118,7 @@ def test_a_replica_that_appears_otherwise_ends_the_wait() -> None:
     assert Operation.objects.get().status == Status.PROCESSING
 
 
-@pytest.mark.rule("R2.20", "R2.22")
+@pytest.mark.rule("R2.20", "R2.22", "T-JOB-16", "http-6.1")
 def test_the_budget_ends_the_request_not_the_load(cluster: Callable[..., None]) -> None:
     """R2.20, R2.22: 503 with Retry-After, the `loading` object and the operation's reason; it goes on."""
     cluster(model_load_wait=1.0)
@@ -143,6 +146,7 @@ def test_the_budget_ends_the_request_not_the_load(cluster: Callable[..., None]) 
     assert operation.needed_until < clock.now() + timedelta(seconds=2)
 
 
+@pytest.mark.rule("R2.22", "http-6.1")
 def test_progress_shows_in_the_answer(cluster: Callable[..., None]) -> None:
     """§6.1: node, bytes and percentage of a running installation."""
     cluster(model_load_wait=3.0)
@@ -168,7 +172,7 @@ def test_progress_shows_in_the_answer(cluster: Callable[..., None]) -> None:
     assert (loading["bytes_sent"], loading["total_bytes"], loading["progress"]) == (3, 12, 25)
 
 
-@pytest.mark.rule("R2.17")
+@pytest.mark.rule("R2.17", "C33", "T-JOB-10", "T-JOB-14")
 def test_a_failed_load_reaches_everyone_and_is_not_repeated(cluster: Callable[..., None]) -> None:
     """R2.17: all waiters get 503 with the cause; within the grace so does a new request, without a new
     load."""
@@ -192,6 +196,7 @@ def test_a_failed_load_reaches_everyone_and_is_not_repeated(cluster: Callable[..
     assert Operation.objects.count() == 2
 
 
+@pytest.mark.rule("R2.19", "T-JOB-15")
 def test_a_leaving_client_takes_only_itself_away() -> None:
     """Disconnecting ends one wait; the others and the load go on."""
 
@@ -282,7 +287,7 @@ def test_a_load_given_up_as_unwanted_is_asked_for_again() -> None:
     assert run(scenario).status == 200
 
 
-@pytest.mark.rule("C32")
+@pytest.mark.rule("C32", "T-JOB-17", "R2.20")
 def test_zero_means_no_limit(cluster: Callable[..., None]) -> None:
     """C32: a budget of 0 waits without a limit and keeps the operation wanted a minute ahead."""
     cluster(model_load_wait=0.0)
@@ -300,3 +305,37 @@ def test_zero_means_no_limit(cluster: Callable[..., None]) -> None:
             return await asked
 
     assert run(scenario)[0].status == 200
+
+
+@pytest.mark.rule("R2.23", "http-6.2")
+def test_the_status_of_a_load_is_what_its_answer_says_until_there_is_none() -> None:
+    """Any user may look; the keys are those that the reference sent while an engine loaded (recorded)."""
+
+    def status(client: Any) -> tuple[int, Any]:
+        answered = client.get("/api/models/echo/load-status")
+        return answered.status_code, answered.json()
+
+    ann = User.objects.create_user(username="ann")
+    user = api.bearer(principals.create_api_key(ann, "hers")[1])
+    none = {"code": 404, "message": "no load is running for model echo", "type": "not_found_error"}
+    assert status(api.admin()) == (404, {"error": none})
+    wanted = admission.OperationRequest(
+        KIND, key=key("echo"), element="echo", payload={"model": "echo"}, actor="a"
+    )
+    admission.admit(wanted, now=clock.now())
+    counters = {"progress": 0.0, "bytes_sent": 0, "total_bytes": 0, "file_index": 0, "total_files": 0}
+    assert status(user) == (200, {"model": "echo", "state": "pending", **counters})
+    operation = claim()
+    assert operation is not None
+    tick = Tick(phase="loading", node_id=hot.node("w2").pk, node_name="w2")
+    outcome.progress(operation.pk, operation.fence, tick, now=clock.now())
+    code, body = status(user)
+    assert 0 <= body.pop("progress") < 100
+    del counters["progress"]
+    assert (code, body) == (200, {"model": "echo", "state": "loading", "node": "w2", **counters})
+    end(operation, Event.FAIL, error="no such file")
+    code, body = status(user)
+    assert (code, body["state"]) == (200, "failed")
+    finished = clock.now() - timedelta(seconds=16)
+    Operation.objects.update(finished_at=finished)
+    assert status(user)[0] == 404

@@ -54,7 +54,7 @@ def at_once(count: int, work: Callable[[], Any]) -> list[Any]:
     return results
 
 
-@pytest.mark.rule("O34", "O93", "H9", "H11")
+@pytest.mark.rule("O34", "O93", "H9", "H11", "R2.16", "T-JOB-1", "T-JOB-2", "T-JOB-3")
 def test_simultaneous_requests_make_one_operation() -> None:
     """O34: a key has one active operation; everyone else joins it."""
     admissions = at_once(12, admit)
@@ -104,7 +104,7 @@ def test_a_live_lease_is_not_reaped() -> None:
     assert lease.reap(now=NOW + timedelta(seconds=LEASE + 1)) == (0, 0)
 
 
-@pytest.mark.rule("I4", "A37", "A69", "A70", "A75", "O90", "O91", "H5")
+@pytest.mark.rule("I4", "A37", "A69", "A70", "A75", "O90", "O91", "H5", "T-JOB-9")
 def test_an_operation_that_kills_its_controllers_is_given_up() -> None:
     """I4: it ends with a reason instead of going round forever."""
     admit()
@@ -177,7 +177,7 @@ def test_only_named_leases_are_renewed() -> None:
     assert lease.reap(now=NOW + timedelta(seconds=LEASE + 1)) == (1, 0)
 
 
-@pytest.mark.rule("I6")
+@pytest.mark.rule("I6", "R2.21", "T-JOB-7", "T-JOB-8")
 def test_progress_never_goes_back() -> None:
     """I6: bytes and percentage only rise within an attempt; 100 % is for the end."""
     admit()

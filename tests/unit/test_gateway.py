@@ -82,6 +82,7 @@ def test_after_one_loss_an_error_that_is_an_answer_ends_the_request(error: type[
     assert played.replicas.acquired == 2
 
 
+@pytest.mark.rule("R2.9", "T-ROU-44", "T-INF-1")
 @pytest.mark.parametrize(
     "errors", [[Lost()], [Refused(), Lost(), Busy()], [Busy(), ModelNotLoaded(), Refused()]]
 )
@@ -98,6 +99,7 @@ def test_a_second_loss_ends_the_request() -> None:
     assert played.replicas.acquired == 3
 
 
+@pytest.mark.rule("R2.9")
 def test_a_request_tries_so_many_replicas_and_no_more() -> None:
     played = Played([Busy() for _ in range(MAX_REPLICAS + 1)])
     with pytest.raises(Busy):

@@ -31,7 +31,7 @@ INSTALLING = look(
 )
 
 
-@pytest.mark.rule("R2.23")
+@pytest.mark.rule("R2.23", "T-JOB-11", "T-JOB-12")
 def test_eta_needs_bytes_and_time() -> None:
     """R2.23: only with bytes on their way and at least a second behind it."""
     assert eta_seconds(INSTALLING, NOW) == 59 * 10 / 41
@@ -52,7 +52,7 @@ def test_the_loading_object() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.rule("R2.22")
+@pytest.mark.rule("R2.22", "C35", "http-6.1")
 def test_the_answer_while_loading() -> None:
     """R2.22: 503, code and type model_loading, Retry-After = ETA or budget between 5 and 300 s, rounded
     up."""
