@@ -1,9 +1,8 @@
 """Find-and-lock and release: a replica is chosen, counted in and counted out, and nothing else is done.
 
 `python -m tests.benchmarks.bench_picks [--seconds N] [--nodes N]` starts one PostgreSQL and prints how many
-pairs a second 1, 16 and 64 callers get through the picker of one web process and through those of two,
-beside what the reference's registry does on a similar machine; with statements a pair, and the time of the
-processor.
+pairs a second 1, 16 and 64 callers get through the picker of one web process and through those of two. Beside
+them stand the textbook's way in the same run, and what the reference's registry does on a similar machine.
 """
 
 import argparse
@@ -12,6 +11,7 @@ import os
 import subprocess
 import sys
 from datetime import timedelta
+from typing import Any
 
 from localai_cluster import clock
 from tests.benchmarks import planted
@@ -19,7 +19,7 @@ from tests.benchmarks.picking import Figures
 from tests.support.cluster import ROOT, Cluster, running_cluster
 
 REFERENCE = {1: 639, 16: 1382, 64: 1186}
-"""Pairs a second on a similar machine, with a pool of 64 connections; 1,000 nodes in the table cost it a tenth."""
+"""Pairs a second on a similar machine, with a pool of 64 connections; a tenth less with 1,000 nodes."""
 REPLICAS, OTHERS = 8, 3
 MODEL = "m"
 
@@ -45,39 +45,42 @@ def plant(nodes: int) -> None:
         cursor.execute("ANALYZE")  # as PostgreSQL itself does within a minute
 
 
-def run(cluster: Cluster, processes: int, callers: int, seconds: float) -> None:
-    """Prints one line: so many web processes at once, with as many callers together."""
-    order = json.dumps(
-        {
-            "url": cluster.postgres.url,
-            "model": MODEL,
-            "callers": callers // processes,
-            "seconds": seconds,
-        }
-    )
-    command = [sys.executable, "-m", "tests.benchmarks.picking", order]
-    environment = dict(os.environ)
+def measured(cluster: Cluster, processes: int, **order: Any) -> list[Figures]:
+    """Figures of so many processes at once."""
+    text = json.dumps({"url": cluster.postgres.url, "model": MODEL, **order})
+    command = [sys.executable, "-m", "tests.benchmarks.picking", text]
     children = [
-        subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(command, cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE, text=True)
         for _ in range(processes)
     ]
-    found = [Figures(**json.loads(child.communicate()[0])) for child in children]
-    rate = sum(one.pairs / one.seconds for one in found)
-    pairs = sum(one.pairs for one in found)
-    print(
-        f"{processes} process{'es' if processes > 1 else '  '}, {callers:>2} callers: {rate:7.0f} pairs/s,"
-        f" {rate / REFERENCE[callers]:5.1f} times the reference's {REFERENCE[callers]};"
-        f" {sum(one.statements for one in found) / pairs:.3f} statements a pair,"
-        f" p50 {max(one.p50 for one in found):.2f} ms, p99 {max(one.p99 for one in found):.2f} ms,"
-        f" processor {1e6 * sum(one.cpu for one in found) / pairs:.0f} µs a pair",
-        flush=True,
-    )
+    return [Figures(**json.loads(child.communicate()[0])) for child in children]
+
+
+def run(cluster: Cluster, callers: int, seconds: float) -> None:
+    """Prints a line for the textbook's way, and one each for one and for two web processes."""
+    [plain] = measured(cluster, 1, callers=callers, seconds=seconds, plain=True)
+    basis = plain.pairs / plain.seconds
+    for what, found in (
+        ("textbook", [plain]),
+        ("one process", measured(cluster, 1, callers=callers, seconds=seconds)),
+        ("two processes", measured(cluster, 2, callers=(callers + 1) // 2, seconds=seconds)),
+    ):
+        rate = sum(one.pairs / one.seconds for one in found)
+        pairs = sum(one.pairs for one in found)
+        print(
+            f"{callers:>2} callers, {what:<13}: {rate:6.0f} pairs/s, {rate / basis:5.1f} times the textbook,"
+            f" {rate / REFERENCE[callers]:5.1f} times the reference's {REFERENCE[callers]};"
+            f" {sum(one.statements for one in found) / pairs:.3f} statements,"
+            f" {1e6 * sum(one.cpu for one in found) / pairs:.0f} µs of processor a pair;"
+            f" p50 {max(one.p50 for one in found):.2f}, p99 {max(one.p99 for one in found):.2f} ms",
+            flush=True,
+        )
 
 
 def main() -> None:
     """Runs the whole benchmark."""
     options = argparse.ArgumentParser(description="Measures picks and releases.")
-    options.add_argument("--seconds", type=float, default=4.0)
+    options.add_argument("--seconds", type=float, default=2.0)
     options.add_argument("--nodes", type=int, nargs="+", default=[REPLICAS, 1000])
     chosen = options.parse_args()
     with running_cluster() as cluster:
@@ -91,8 +94,8 @@ def main() -> None:
             plant(nodes)
             connections.close_all()
             print(f"{nodes} nodes in the table, {REPLICAS} replicas of the model", flush=True)
-            for processes, callers in ((1, 1), (1, 16), (1, 64), (2, 16), (2, 64)):
-                run(cluster, processes, callers, chosen.seconds)
+            for callers in REFERENCE:
+                run(cluster, callers, chosen.seconds)
 
 
 if __name__ == "__main__":
