@@ -1,9 +1,9 @@
 """What placement sees of the fleet, kept in this process and followed from the rows.
 
 `snapshot.fleet` reads every row for every decision. Here only those are read that were written since the last
-look, in four statements that cost next to nothing while little changes. The rows are the truth: what a look
-answers is what one snapshot after another of PostgreSQL showed, and `slots.reserve` proves it under the
-node's lock.
+look: one statement says whether there are any, and one for each of the three tables reads them. The rows are
+the truth: `slots.reserve` proves a decision under the node's lock. Loads that ask at the same moment share a
+look.
 
 A row has changed if the transaction that wrote it may not have been visible to the look before: `xmin` is the
 number of that transaction, whoever wrote the row and by whatever statement. What was read twice does no harm.
@@ -31,12 +31,27 @@ from nodes.replicas import snapshot, vram
 _LONGEST_WAY = 2**30
 """Transactions; their numbers are compared by half of the 32 bits that a row has."""
 
-_MARK = """
+
+def _counted(model: type[Model]) -> str:
+    return f"(SELECT count(*), count(*) FILTER (WHERE {_recent(model)}) FROM {model._meta.db_table})"
+
+
+def _recent(model: type[Model]) -> str:
+    return f"age({model._meta.db_table}.xmin) <= age(%s::text::xid)"
+
+
+_MARK = f"""
 SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint,
-       current_database() || pg_postmaster_start_time(),
-       (SELECT count(*) FROM backend_nodes), (SELECT count(*) FROM node_models),
-       (SELECT count(*) FROM node_labels)
+       current_database() || pg_postmaster_start_time(), nodes.*, labels.*, replicas.*
+  FROM {_counted(BackendNode)} nodes, {_counted(NodeLabel)} labels, {_counted(NodeModel)} replicas
 """
+
+
+class _Count(NamedTuple):
+    """Rows of a table: how many there are, and how many were written since the look before."""
+
+    every: int
+    written: int
 
 
 class _Mark(NamedTuple):
@@ -44,9 +59,9 @@ class _Mark(NamedTuple):
 
     xid: int
     server: str
-    nodes: int
-    replicas: int
-    labels: int
+    nodes: _Count
+    labels: _Count
+    replicas: _Count
 
     def follows(self, before: "_Mark") -> bool:
         """Whether it is of the same server, not one that was restored or took over, and not too far on."""
@@ -105,13 +120,14 @@ class _Copy(Generic[_Row]):
         """Those of a node, or of a model."""
         return [self.rows[id] for id in self._groups.get(group, ())]
 
-    def read(self, since: int | None, count: int) -> set[UUID]:
+    def read(self, since: int | None, count: _Count) -> set[UUID]:
         """Reads what was written since, or all; answers the nodes that this is about."""
         every, changed = self._model._default_manager.order_by(), set()
         written = every
         if since is not None:
-            recent = f"age({self._model._meta.db_table}.xmin) <= age(%s::text::xid)"
-            written = every.extra(where=[recent], params=[since % 2**32])
+            written = (
+                every.extra(where=[_recent(self._model)], params=[since]) if count.written else every.none()
+            )
         for id, *columns in written.values_list(*self._columns):
             if id in self.rows:
                 changed.add(self._drop(id))
@@ -119,7 +135,7 @@ class _Copy(Generic[_Row]):
             changed.add(row.node_id)
             for group in _groups(row):
                 self._groups[group].add(id)
-        if len(self.rows) != count:
+        if len(self.rows) != count.every:
             for id in self.rows.keys() - set(every.values_list("id", flat=True)):
                 changed.add(self._drop(id))
         return changed
@@ -143,6 +159,7 @@ class Mirror:
     def __init__(self) -> None:
         # Of this process only, held while rows are read, so that looks follow each other.
         self._lock = threading.Lock()
+        self._looks = 0
         self._mark: _Mark | None = None
         self._begin()
 
@@ -167,8 +184,11 @@ class Mirror:
                 model_name, selector=asked.selector, only=only, besides=besides, conflicts=conflicts
             )
             return _plainly(asked, fleet)
+        asked_in = self._looks
         with self._lock:
-            self._follow()
+            if self._mark is None or self._looks == asked_in:  # else a look has begun since: it is as good
+                self._looks += 1
+                self._follow()
             seen, decision = self._fleet.decide(asked, self._own(model_name, conflicts))
         if only is None and not besides:
             return seen, decision
@@ -186,13 +206,11 @@ class Mirror:
 
     def _follow(self) -> None:
         before, self._mark = self._mark, None  # whatever ends a look half-way, the next one begins again
-        with connection.cursor() as cursor:
-            cursor.execute(_MARK)
-            mark = _Mark(*cursor.fetchone())
+        mark = _looked(before)
         if before is None or not mark.follows(before):
             self._begin()
             before = None
-        since = before.xid if before is not None else None
+        since = _short(before) if before is not None else None
         changed = self._nodes.read(since, mark.nodes) | self._labels.read(since, mark.labels)
         for id in changed | self._replicas.read(since, mark.replicas):
             if id in self._nodes.rows:
@@ -210,6 +228,19 @@ class Mirror:
             in_flight=sum(one.in_flight for one in replicas),
         )
         return replace(plain, labels=frozenset((one.key, one.value) for one in self._labels.of(id)))
+
+
+def _looked(before: _Mark | None) -> _Mark:
+    since = _short(before) if before is not None else 0
+    with connection.cursor() as cursor:
+        cursor.execute(_MARK, [since] * 3)
+        xid, server, *counts = cursor.fetchone()
+    return _Mark(xid, server, _Count(*counts[:2]), _Count(*counts[2:4]), _Count(*counts[4:]))
+
+
+def _short(mark: _Mark) -> int:
+    """The number as rows have it, in 32 bits."""
+    return mark.xid % 2**32
 
 
 def _plainly(asked: FleetView, nodes: Sequence[Candidate]) -> tuple[FleetView, Decision]:
