@@ -20,7 +20,6 @@ from nodes.loading.wish import LoadWish, wish_of
 from nodes.placement.choose import Candidate, Decision, Need, Reason, free_index, lacks_disk
 from nodes.placement.evict import Eviction
 from nodes.placement.explain import Ending, Explanation, FleetView, explain
-from nodes.placement.selector import Selector
 from nodes.placement.setbacks import (
     Setbacks,
     after_failure,
@@ -29,7 +28,7 @@ from nodes.placement.setbacks import (
     next_end,
     resting,
 )
-from nodes.replicas import reasons, slots, snapshot
+from nodes.replicas import mirror, reasons, slots, snapshot
 from nodes.replicas.reasons import Decided
 from nodes.replicas.slots import Slot
 from operations.executor.work import Abandoned, Postpone, Work, in_thread
@@ -68,12 +67,10 @@ async def place(bus: Bus, work: Work, what: Wanted, *, mark: str) -> Place:
     setbacks = from_payload(work.operation.payload)
     rest, answered = resting(setbacks, clock.now()) | _refusing(work), set[UUID]()
     while True:
-        fleet, selector = await in_thread(_seen, what, wish)
-        seen = FleetView(fleet, need, selector, setbacks, rest, wish.restricted)
-        decision = seen.decide()
+        seen, decision = await in_thread(_seen, what, wish, setbacks, rest)
         room, node, ranked = None, decision.node, decision.ranked
         if node is None:
-            room = await _room(work, what, fleet, decision, rest)
+            room = await _room(work, what, seen.nodes, decision, rest)
             if room is None or room.node is None:
                 raise await _no_node(work, _with_room(explain(seen, decision), room), setbacks)
             node, ranked = room.node, [room.node]
@@ -104,13 +101,14 @@ async def place(bus: Bus, work: Work, what: Wanted, *, mark: str) -> Place:
         log.info("no place for %s on %s: %s", definition.name, node.name, slot.reason)
 
 
-def _seen(what: Wanted, wish: LoadWish) -> tuple[list[Candidate], Selector]:
+def _seen(what: Wanted, wish: LoadWish, setbacks: Setbacks, rest: Set[UUID]) -> tuple[FleetView, Decision]:
+    """The fleet, and what placement makes of it."""
     name = what.definition.name
     selector = snapshot.selectors_of([name])[name]
-    fleet = snapshot.fleet(
-        name, selector=selector, only=wish.only, besides=wish.besides, conflicts=what.conflicts
+    asked = FleetView((), what.need, selector, setbacks, rest, wish.restricted)
+    return mirror.shared().decided(
+        name, asked, only=wish.only, besides=wish.besides, conflicts=what.conflicts
     )
-    return fleet, selector
 
 
 def _refusing(work: Work) -> frozenset[UUID]:

@@ -205,6 +205,17 @@ def choose(
     refused = {id: reason for id, reason in reasons if reason is not None}
     feasible = [node for node in considered if node.id not in refused]
     ranked = sorted(feasible, key=lambda node: rank(node, need, setbacks))
+    return concluded(considered, ranked, refused, need, selector)
+
+
+def concluded(
+    considered: Sequence[Candidate],
+    ranked: Sequence[Candidate],
+    refused: dict[UUID, Reason],
+    need: Need,
+    selector: Selector,
+) -> Decision:
+    """The decision that follows when every node is either ranked or refused."""
     if not ranked:
         return Decision(None, refused=refused, selector=selector, room=_room(considered, refused, need))
     return Decision(ranked[0], free_index(ranked[0]) or 0, refused, ranked, selector)

@@ -1,7 +1,9 @@
 """What the rows of replicas say now: for placement, for loads that wait, for drains."""
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 from uuid import UUID
 
 from django.db.models import Count, Q, Sum
@@ -9,15 +11,17 @@ from django.db.models.functions import Coalesce
 
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel, selectors
 from nodes.placement.choose import Candidate
+from nodes.placement.reservations import Reservation
 from nodes.placement.selector import ANY, Selector
 from nodes.replicas import vram
 from nodes.replicas.slots import Slot
 
-_COLUMNS = (
-    *("id", "name", "node_type", "status", "max_replicas_per_model", "loaded", "busy"),
+COLUMNS = (
+    *("id", "name", "node_type", "status", "max_replicas_per_model"),
     *("available_vram", "reserved_vram", "vram_read_at", "vram_budget_bytes"),
     *("total_disk", "available_disk"),
 )
+"""What `candidate` needs of a node's row."""
 
 
 def serving(model_name: str, *, besides: Collection[UUID] = ()) -> bool:
@@ -71,24 +75,34 @@ def fleet(
     )
     memory = vram.by_node(NodeModel.objects.all())
     return [
-        Candidate(
-            id=row["id"],
-            name=row["name"],
-            node_type=row["node_type"],
-            status=row["status"],
-            free_vram=vram.effectively_free(row, memory.get(row["id"], ())),
-            loaded=row["loaded"],
-            in_flight=row["busy"],
+        replace(
+            candidate(row, memory.get(row["id"], ()), loaded=row["loaded"], in_flight=row["busy"]),
             taken=frozenset(taken.get(row["id"], ())),
-            slots=row["max_replicas_per_model"],
             labels=frozenset(labels.get(row["id"], ())),
-            available_vram=row["available_vram"],
-            total_disk=row["total_disk"],
-            available_disk=row["available_disk"],
             conflicts=frozenset(there.get(row["id"], ())),
         )
-        for row in nodes.values(*_COLUMNS)
+        for row in nodes.values(*COLUMNS, "loaded", "busy")
     ]
+
+
+def candidate(
+    row: Mapping[str, Any], reservations: Sequence[Reservation], *, loaded: int, in_flight: int
+) -> Candidate:
+    """A node by its columns and what its replicas sum up to, without what a single model sees of it."""
+    return Candidate(
+        id=row["id"],
+        name=row["name"],
+        node_type=row["node_type"],
+        status=row["status"],
+        free_vram=vram.effectively_free(row, reservations),
+        loaded=loaded,
+        in_flight=in_flight,
+        taken=frozenset(),
+        slots=row["max_replicas_per_model"],
+        available_vram=row["available_vram"],
+        total_disk=row["total_disk"],
+        available_disk=row["available_disk"],
+    )
 
 
 def _loaded_among(model_names: Collection[str]) -> dict[UUID, set[str]]:

@@ -19,6 +19,10 @@ class Rows(Protocol):
         ...
 
 
+SPARE = 64
+"""So many replicas of a model more than there are requests are locked. All of them are compared before that;
+among those that were locked the choice is exact, whatever other processes have counted meanwhile."""
+
 EXCHANGE = f"""
 WITH owners AS MATERIALIZED (
     SELECT k.key_hash, u.id AS user_id, u.username, u.is_staff OR u.is_superuser AS is_admin
@@ -32,12 +36,24 @@ WITH owners AS MATERIALIZED (
      GROUP BY a.model
 ), released AS MATERIALIZED (
     SELECT g.id, g.n FROM jsonb_to_recordset($3::jsonb -> 'releases') AS g(id uuid, n int)
+), nearest AS MATERIALIZED (
+    SELECT near.id FROM asked a CROSS JOIN LATERAL (
+        SELECT r.id FROM node_models r CROSS JOIN LATERAL (
+                   SELECT available_vram, status, node_type FROM backend_nodes WHERE id = r.node_id OFFSET 0
+               ) n
+         WHERE r.state = 'loaded' AND r.model_name = a.model
+           AND n.status = 'healthy' AND n.node_type = 'backend'
+         ORDER BY r.in_flight, r.last_used, n.available_vram DESC, r.id
+         LIMIT a.n + {SPARE}
+    ) near
 ), locked AS MATERIALIZED (
     SELECT r.id, r.model_name, r.in_flight, r.last_used, n.available_vram, n.weak_identity, n.engine_token,
            r.state = 'loaded' AND n.status = 'healthy' AND n.node_type = 'backend' AS serving
-      FROM node_models r JOIN backend_nodes n ON n.id = r.node_id
-     WHERE r.id = ANY(ARRAY(SELECT id FROM released))
-        OR (r.state = 'loaded' AND r.model_name = ANY(ARRAY(SELECT model FROM asked)))
+      FROM node_models r CROSS JOIN LATERAL (
+               SELECT available_vram, weak_identity, engine_token, status, node_type
+                 FROM backend_nodes WHERE id = r.node_id OFFSET 0
+           ) n
+     WHERE r.id = ANY(ARRAY(SELECT id FROM released UNION ALL SELECT id FROM nearest))
      ORDER BY r.id
        FOR UPDATE OF r
 ), counted AS MATERIALIZED (
@@ -45,15 +61,20 @@ WITH owners AS MATERIALIZED (
       FROM locked l
       LEFT JOIN replica_uses u ON u.replica_id = l.id AND u.process_id = $1
       LEFT JOIN released g ON g.id = l.id
+), ranked AS (
+    SELECT c.*, row_number() OVER (
+               PARTITION BY c.model_name
+               ORDER BY c.in_flight - c.less, c.last_used, c.available_vram DESC, c.id
+           )::int AS rank
+      FROM counted c WHERE c.serving
 ), places AS (
     SELECT c.id, a.n, row_number() OVER (
                PARTITION BY c.model_name
                ORDER BY c.in_flight - c.less + j, CASE j WHEN 0 THEN c.last_used ELSE $2::timestamptz END,
                         c.available_vram DESC, c.id
            ) AS place
-      FROM counted c JOIN asked a ON a.model = c.model_name
-     CROSS JOIN LATERAL generate_series(0, a.n - 1) AS j
-     WHERE c.serving
+      FROM ranked c JOIN asked a ON a.model = c.model_name
+     CROSS JOIN LATERAL generate_series(0, a.n - c.rank) AS j
 ), chosen AS MATERIALIZED (
     SELECT id, count(*)::int AS n FROM places WHERE place <= n GROUP BY id
 ), moves AS MATERIALIZED (
@@ -70,7 +91,7 @@ WITH owners AS MATERIALIZED (
            last_used = CASE WHEN m.more > 0 THEN $2::timestamptz ELSE r.last_used END,
            last_released_at = CASE WHEN m.less > 0 THEN $2::timestamptz ELSE r.last_released_at END,
            updated_at = CASE WHEN m.more > 0 THEN $2::timestamptz ELSE r.updated_at END
-      FROM moves m WHERE r.id = m.id
+      FROM moves m WHERE r.id = m.id AND r.id = ANY(ARRAY(SELECT id FROM moves))
     RETURNING r.id, r.node_id, r.model_name, r.address, m.more, m.weak_identity, m.engine_token
 )
 SELECT id, node_id, model_name, address, more, weak_identity, engine_token FROM moved WHERE more > 0
@@ -90,7 +111,11 @@ Returns one row for each chosen replica (id, node, model, address, how many, its
 `engine_token`) and one for each valid key (null, null, hash, user's name, user's id, whether an admin, null).
 
 `held` needs no lock of its own: only this process and the pass that declares it dead write that row, and
-after that pass the insert fails on the missing process."""
+after that pass the insert fails on the missing process.
+
+Its cost does not grow with the tables: it is planned once, without knowing what it will be asked for, so
+`OFFSET 0` and `= ANY(ARRAY(...))` leave only one way to find a row, its key. A replica of rank k has k - 1
+before it, so it gets at most n - k + 1 of n requests, and the rest of its places need not be compared."""
 
 ANNOUNCE = """
 INSERT INTO web_processes (id, host, pid, started_at, seen_at, hearing_since, version)

@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 _UNREAD = (
     Q(loaded_at__isnull=True) | Q(node__vram_read_at__isnull=True) | Q(loaded_at__gt=F("node__vram_read_at"))
 )
-_COLUMNS = ("node_id", "vram_needed", "vram_seen", "vram_seen_at", "loaded_at")
+RESERVING = ("vram_needed", "vram_seen", "vram_seen_at", "loaded_at")
+"""What `reservation` needs of a replica's row, in this order."""
 
 
 def reserve(node_id: UUID, amount: int, *, now: datetime) -> bool:
@@ -82,10 +83,15 @@ def by_node(rows: NodeModelQuerySet) -> dict[UUID, list[Reservation]]:
     """The reservations among the rows by node, of nodes where any is not read yet; one query."""
     unread = NodeModel.objects.filter(_UNREAD, vram_needed__gt=0).values("node")
     found: defaultdict[UUID, list[Reservation]] = defaultdict(list)
-    reserving = rows.filter(node__in=unread, vram_needed__gt=0).values_list(*_COLUMNS)
-    for node_id, needed, seen, seen_at, loaded_at in reserving:
-        found[node_id].append(Reservation(needed, seen, seen_at or NEVER, loaded_at))
+    reserving = rows.filter(node__in=unread, vram_needed__gt=0).values_list("node_id", *RESERVING)
+    for node_id, *columns in reserving:
+        found[node_id].append(reservation(*columns))
     return found
+
+
+def reservation(needed: int, seen: int, seen_at: datetime | None, loaded_at: datetime | None) -> Reservation:
+    """What a replica's row reserves."""
+    return Reservation(needed, seen, seen_at or NEVER, loaded_at)
 
 
 def effectively_free(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> int:

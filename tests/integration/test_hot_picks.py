@@ -3,9 +3,11 @@
 import asyncio
 import json
 import os
+import random
 import signal
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID, uuid4
@@ -384,6 +386,29 @@ def test_statement_and_pure_twin_agree(
     assert {row[0]: row[4] for row in rows} == dict(spread(candidates, requests, now))
 
 
+@pytest.mark.parametrize("requests", [1, 30])
+def test_more_replicas_than_are_locked(raw: psycopg.Connection[Any], requests: int) -> None:
+    """R1.78: the choice is among all of them, also by what the same statement counts out."""
+    now, chance, owner = clock.now(), random.Random(1), uuid4()
+    candidates = [
+        Candidate(uuid4(), chance.randrange(1, 4), now - timedelta(seconds=chance.randrange(90)), 0)
+        for _ in range(statements.SPARE + 30)
+    ]
+    released = sorted(candidates, key=lambda one: one.in_flight)[-5:]
+    try:
+        for number, candidate in enumerate(candidates):
+            insert(raw, number, candidate, now)
+        raw.execute(statements.ANNOUNCE, about(owner, now))
+        for one in released:
+            raw.execute(HOLD, (owner, one.id, one.in_flight))
+        values = str(owner), now.isoformat(), json.dumps(exchanged(released, requests))
+        rows = psycopg.RawCursor(raw).execute(statements.EXCHANGE, values).fetchall()
+    finally:
+        raw.rollback()
+    after = [replace(one, in_flight=0) if one in released else one for one in candidates]
+    assert {row[0]: row[4] for row in rows} == dict(spread(after, requests, now))
+
+
 @pytest.mark.rule("R1.78", "T-REG-24")
 def test_orm_twin_agrees() -> None:
     """R1.78, R1.79: picks by the statement and picks through the ORM choose the same rows in the same
@@ -442,9 +467,20 @@ def about(owner: UUID, now: datetime) -> dict[str, Any]:
     return {"process": owner, "host": "h", "pid": 1, "started": now, "now": now, "version": "1"}
 
 
-def wanted(owner: UUID, requests: int, now: datetime) -> tuple[str, str, str]:
+HOLD = "INSERT INTO replica_uses (process_id, replica_id, count) VALUES (%s, %s, %s)"
+
+
+def exchanged(released: Sequence[Candidate], requests: int) -> dict[str, Any]:
     picks = [{"model": "echo", "key": "", "n": requests}] if requests else []
-    return str(owner), now.isoformat(), json.dumps({"keys": [], "releases": [], "picks": picks})
+    return {
+        "keys": [],
+        "releases": [{"id": str(one.id), "n": one.in_flight} for one in released],
+        "picks": picks,
+    }
+
+
+def wanted(owner: UUID, requests: int, now: datetime) -> tuple[str, str, str]:
+    return str(owner), now.isoformat(), json.dumps(exchanged([], requests))
 
 
 def insert(raw: psycopg.Connection[Any], number: int, candidate: Candidate, now: datetime) -> None:

@@ -1,0 +1,180 @@
+"""Decisions of placement on a large fleet: where a replica goes, and why.
+
+`python -m tests.benchmarks.bench_decisions [--nodes 1000] [--models 32]` starts one PostgreSQL with so many
+nodes of eight GPUs and three replicas each, and prints decisions a second: by the plain functions on rows
+that are all read again; on the fleet in memory alone, where each decision changes a node and a tenth of the
+nodes is read again every second; on the rows, with the record of the decision stored; and with the slot taken
+as well. The models differ in what they need. Beside each rate stands the time of this process's processor.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+from uuid import UUID, uuid4
+
+from localai_cluster import clock
+from tests.benchmarks import planted
+from tests.support.cluster import running_cluster
+
+GIB = 2**30
+GPUS, EACH = 8, 24 * GIB
+REPLICAS = 3
+SECONDS = 3.0
+
+
+def plant(nodes: int) -> None:
+    """The fleet."""
+    from django.db import connection
+
+    from nodes.models import BackendNode, NodeModel
+
+    now, chance, ids = clock.now(), random.Random(1), planted.plant(planted.processes(nodes))
+    rows = list(BackendNode.objects.all())
+    for row in rows:
+        free = [chance.randrange(EACH) for _ in range(GPUS)]
+        row.available_vram, row.total_vram, row.vram_read_at = sum(free), GPUS * EACH, now
+        row.total_disk, row.available_disk, row.max_replicas_per_model = 2**41, 2**40, 4
+    columns = ["available_vram", "total_vram", "vram_read_at", "total_disk", "available_disk"]
+    BackendNode.objects.bulk_update(rows, [*columns, "max_replicas_per_model"], batch_size=500)
+    NodeModel.objects.bulk_create(
+        NodeModel(
+            node_id=id,
+            model_name=f"other-{(number + turn) % 300}",
+            address="a:1",
+            state="loaded",
+            last_used=now - timedelta(minutes=1),
+            loaded_at=now - timedelta(minutes=1),
+            vram_needed=GIB,
+        )
+        for number, id in enumerate(ids)
+        for turn in range(REPLICAS)
+    )
+    with connection.cursor() as cursor:
+        cursor.execute("ANALYZE")
+
+
+def measure(what: str, decide: Callable[[], Any], threads: int = 1) -> None:
+    """Prints the rate after a first round."""
+    from django.db import connection
+
+    def again() -> int:
+        count = 0
+        while clock.monotonic() < until:
+            decide()
+            count += 1
+        connection.close()
+        return count
+
+    decide()
+    began, used = clock.monotonic(), time.process_time()
+    until = began + SECONDS
+    with ThreadPoolExecutor(threads) as pool:
+        count = sum(future.result() for future in [pool.submit(again) for _ in range(threads)])
+    took, used = clock.monotonic() - began, time.process_time() - used
+    print(f"{what:<58} {count / took:8.0f} a second, processor {1000 * used / count:7.2f} ms", flush=True)
+
+
+class Decisions:
+    """One decision in each way; the models take turns."""
+
+    def __init__(self, models: int) -> None:
+        from nodes.placement.choose import Need
+        from nodes.placement.explain import FleetView
+        from nodes.replicas.mirror import Mirror
+
+        self.chance = random.Random(2)
+        needs = [Need(vram=self.chance.randrange(1, 40 * GIB)) for _ in range(models)]
+        self.asked = {f"m{number}": FleetView((), need) for number, need in enumerate(needs)}
+        self.mirror = Mirror()
+        self.fleet = self._in_memory()
+        self.beaten = clock.monotonic()
+
+    def _in_memory(self) -> Any:
+        from nodes.placement.standing import StandingFleet
+        from nodes.replicas import snapshot
+
+        fleet = StandingFleet()
+        for node in snapshot.fleet("any"):
+            fleet.put(node)
+        return fleet
+
+    def turn(self) -> Any:
+        """The next model, and its question."""
+        name = self.chance.choice(list(self.asked))
+        return name, self.asked[name]
+
+    def plain(self) -> None:
+        """All rows, all nodes."""
+        from nodes.replicas import snapshot
+
+        name, asked = self.turn()
+        replace(asked, nodes=snapshot.fleet(name)).decide()
+
+    def in_memory(self) -> None:
+        """The chosen node has a request more, and a tenth of the nodes beats every second."""
+        _, asked = self.turn()
+        _, decision = self.fleet.decide(asked)
+        due = int((clock.monotonic() - self.beaten) * len(self.fleet.nodes) / 10)
+        self.beaten = clock.monotonic() if due else self.beaten
+        for id in [decision.node.id, *self.chance.sample(list(self.fleet.nodes), due)]:
+            node = self.fleet.nodes[id]
+            free = self.chance.randrange(GPUS * EACH)
+            self.fleet.put(replace(node, in_flight=node.in_flight + 1, free_vram=free, available_vram=free))
+
+    def recorded(self) -> None:
+        """On the rows; the record is stored in a transaction of its own."""
+        from nodes.placement.explain import explain
+        from nodes.replicas import reasons
+
+        name, asked = self.turn()
+        told = explain(*self.mirror.decided(name, asked))
+        reasons.record(reasons.Decided(name, uuid4(), told), now=clock.now())
+
+    def taken(self) -> None:
+        """As a load does it: the slot, the memory and the record in one transaction."""
+        from nodes.placement.explain import explain
+        from nodes.replicas import reasons, slots
+
+        name, asked = self.turn()
+        seen, decision = self.mirror.decided(name, asked)
+        assert decision.node is not None
+        told, load = explain(seen, decision), UUID(int=self.chance.getrandbits(128))
+        slots.reserve(
+            decision.node,
+            name,
+            mark=f"{load}:1",
+            backend="b",
+            now=clock.now(),
+            need=asked.need,
+            why=reasons.Decided(name, load, told),
+        )
+
+
+def main() -> None:
+    """Runs the whole benchmark."""
+    options = argparse.ArgumentParser(description="Measures decisions.")
+    options.add_argument("--nodes", type=int, default=1000)
+    options.add_argument("--models", type=int, default=32)
+    chosen = options.parse_args()
+    with running_cluster() as cluster:
+        planted.set_up(cluster)
+        from django.db import connections
+
+        plant(chosen.nodes)
+        decisions = Decisions(chosen.models)
+        print(f"{chosen.nodes} nodes of {GPUS} GPUs, {chosen.models} models", flush=True)
+        measure("plain, every row read", decisions.plain)
+        measure("decided, in memory", decisions.in_memory)
+        for threads in (1, 4):
+            measure(f"decided on the rows and recorded, {threads} at a time", decisions.recorded, threads)
+            measure(f"the same with the slot taken, {threads} at a time", decisions.taken, threads)
+        connections.close_all()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Find-and-lock and release: a replica is chosen, counted in and counted out, and nothing else is done.
+
+`python -m tests.benchmarks.bench_picks [--seconds N] [--nodes N]` starts one PostgreSQL and prints how many
+pairs a second 1, 16 and 64 callers get through the picker of one web process and through those of two. Beside
+them stand the textbook's way in the same run, and what the reference's registry does on a similar machine.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from typing import Any
+
+from localai_cluster import clock
+from tests.benchmarks import planted
+from tests.benchmarks.picking import Figures
+from tests.support.cluster import ROOT, Cluster, running_cluster
+
+REFERENCE = {1: 639, 16: 1382, 64: 1186}
+"""Pairs a second on a similar machine, with a pool of 64 connections; a tenth less with 1,000 nodes."""
+REPLICAS, OTHERS = 8, 3
+MODEL = "m"
+
+
+def plant(nodes: int) -> None:
+    """Healthy nodes; the first few have a replica of the model, and each has some of other models."""
+    from django.db import connection
+
+    from nodes.models import NodeModel
+
+    used, ids = clock.now() - timedelta(minutes=1), planted.plant(planted.processes(nodes))
+    own = [(id, MODEL) for id in ids[:REPLICAS]]
+    others = [
+        (id, f"other-{(number + OTHERS * turn) % nodes}")
+        for number, id in enumerate(ids)
+        for turn in range(OTHERS)
+    ]
+    NodeModel.objects.bulk_create(
+        NodeModel(node_id=id, model_name=model, address="127.0.0.1:1", state="loaded", last_used=used)
+        for id, model in own + others
+    )
+    with connection.cursor() as cursor:
+        cursor.execute("ANALYZE")  # as PostgreSQL itself does within a minute
+
+
+def measured(cluster: Cluster, processes: int, **order: Any) -> list[Figures]:
+    """Figures of so many processes at once."""
+    text = json.dumps({"url": cluster.postgres.url, "model": MODEL, **order})
+    command = [sys.executable, "-m", "tests.benchmarks.picking", text]
+    children = [
+        subprocess.Popen(command, cwd=ROOT, env=dict(os.environ), stdout=subprocess.PIPE, text=True)
+        for _ in range(processes)
+    ]
+    return [Figures(**json.loads(child.communicate()[0])) for child in children]
+
+
+def run(cluster: Cluster, callers: int, seconds: float) -> None:
+    """Prints a line for the textbook's way, and one each for one and for two web processes."""
+    [plain] = measured(cluster, 1, callers=callers, seconds=seconds, plain=True)
+    basis = plain.pairs / plain.seconds
+    for what, found in (
+        ("textbook", [plain]),
+        ("one process", measured(cluster, 1, callers=callers, seconds=seconds)),
+        ("two processes", measured(cluster, 2, callers=(callers + 1) // 2, seconds=seconds)),
+    ):
+        rate = sum(one.pairs / one.seconds for one in found)
+        pairs = sum(one.pairs for one in found)
+        print(
+            f"{callers:>2} callers, {what:<13}: {rate:6.0f} pairs/s, {rate / basis:5.1f} times the textbook,"
+            f" {rate / REFERENCE[callers]:5.1f} times the reference's {REFERENCE[callers]};"
+            f" {sum(one.statements for one in found) / pairs:.3f} statements,"
+            f" {1e6 * sum(one.cpu for one in found) / pairs:.0f} µs of processor a pair;"
+            f" p50 {max(one.p50 for one in found):.2f}, p99 {max(one.p99 for one in found):.2f} ms",
+            flush=True,
+        )
+
+
+def main() -> None:
+    """Runs the whole benchmark."""
+    options = argparse.ArgumentParser(description="Measures picks and releases.")
+    options.add_argument("--seconds", type=float, default=2.0)
+    options.add_argument("--nodes", type=int, nargs="+", default=[REPLICAS, 1000])
+    chosen = options.parse_args()
+    with running_cluster() as cluster:
+        planted.set_up(cluster)
+        from django.db import connections
+
+        from nodes.models import BackendNode
+
+        for nodes in chosen.nodes:
+            BackendNode.objects.all().delete()
+            plant(nodes)
+            connections.close_all()
+            print(f"{nodes} nodes in the table, {REPLICAS} replicas of the model", flush=True)
+            for callers in REFERENCE:
+                run(cluster, callers, chosen.seconds)
+
+
+if __name__ == "__main__":
+    main()

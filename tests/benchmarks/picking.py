@@ -1,0 +1,127 @@
+"""Callers of one web process's picker, without the web: the other side of `bench_picks`.
+
+`python -m tests.benchmarks.picking '<json>'` with `url`, `model`, `callers`, `seconds` and `plain` prints one
+JSON line. `plain` is the textbook's way in the place of the picker: a transaction that locks a replica and
+counts it in, and a statement that counts it out, on a connection for each caller, with the server's own
+durability. It shows what the machine can do at that moment.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psycopg
+import uvloop
+
+from localai_cluster import clock
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One run in one process; times in milliseconds, of the processor in seconds."""
+
+    pairs: int
+    seconds: float
+    statements: int
+    cpu: float
+    p50: float
+    p99: float
+
+
+Pair = Callable[[int], Awaitable[None]]
+"""Picks and releases, for the caller of this number."""
+
+FIND = """
+SELECT r.id FROM node_models r JOIN backend_nodes n ON n.id = r.node_id
+ WHERE r.model_name = %s AND r.state = 'loaded' AND n.status = 'healthy'
+ ORDER BY r.in_flight, r.last_used, n.available_vram DESC, r.id LIMIT 1 FOR UPDATE OF r
+"""
+COUNT_IN = "UPDATE node_models SET in_flight = in_flight + 1, last_used = %s, updated_at = %s WHERE id = %s"
+COUNT_OUT = "UPDATE node_models SET in_flight = greatest(in_flight - 1, 0), updated_at = %s WHERE id = %s"
+
+
+@asynccontextmanager
+async def textbook(url: str, model: str, callers: int) -> AsyncIterator[tuple[Pair, Callable[[], int]]]:
+    """The plain way, and how many statements it has made, BEGIN and COMMIT not counted."""
+    connect = psycopg.AsyncConnection[tuple[Any, ...]].connect
+    links = [await connect(url, autocommit=True, prepare_threshold=0) for _ in range(callers)]
+    made = 0
+
+    async def pair(caller: int) -> None:
+        nonlocal made
+        link, now = links[caller], clock.now()
+        async with link.transaction():
+            row = await (await link.execute(FIND, (model,))).fetchone()
+            assert row is not None
+            await link.execute(COUNT_IN, (now, now, row[0]))
+        await link.execute(COUNT_OUT, (clock.now(), row[0]))
+        made += 3
+
+    yield pair, lambda: made
+    for link in links:
+        await link.close()
+
+
+@asynccontextmanager
+async def picker(url: str, model: str) -> AsyncIterator[tuple[Pair, Callable[[], int]]]:
+    """The picker of a web process, and how many statements it has made."""
+    from nodes.routing.picks import Picker
+    from nodes.routing.pool import DedicatedConnection, Pool
+    from nodes.routing.request import InferenceRequest
+
+    class Counting(DedicatedConnection):
+        """Counts its statements."""
+
+        executed = 0
+
+        async def rows(self, statement: str, parameters: Sequence[str]) -> list[tuple[Any, ...]]:
+            """Counts, then runs."""
+            self.executed += 1
+            return await super().rows(statement, parameters)
+
+    async def pair(_: int) -> None:
+        replica = await ours.acquire(InferenceRequest(model=model))
+        assert replica is not None
+        ours.release(replica)
+
+    pool, connection = Pool(url), Counting(url)
+    await pool.open()
+    ours = Picker(pool, connection)
+    await ours.settle()
+    yield pair, lambda: connection.executed
+    await ours.sign_off()
+    await pool.close()
+
+
+async def measure(url: str, model: str, callers: int, seconds: float, plain: bool = False) -> Figures:
+    """As many pairs as so many callers get."""
+    times: list[float] = []
+
+    async def call(number: int, until: float, times: list[float]) -> None:
+        began = clock.monotonic()
+        while began < until:
+            await pair(number)
+            ended = clock.monotonic()
+            times.append(ended - began)
+            began = ended
+
+    async with textbook(url, model, callers) if plain else picker(url, model) as (pair, made):
+        await asyncio.gather(*(call(number, clock.monotonic() + 0.3, []) for number in range(callers)))
+        before, began, used = made(), clock.monotonic(), time.process_time()
+        await asyncio.gather(*(call(number, began + seconds, times) for number in range(callers)))
+        took, used, statements = clock.monotonic() - began, time.process_time() - used, made() - before
+    times.sort()
+    p50, p99 = 1000 * times[len(times) // 2], 1000 * times[len(times) * 99 // 100]
+    return Figures(len(times), took, statements, used, p50, p99)
+
+
+if __name__ == "__main__":
+    import django
+
+    django.setup()
+    print(json.dumps(asdict(uvloop.run(measure(**json.loads(sys.argv[1]))))))
