@@ -25,8 +25,14 @@ COLUMNS = (
 
 
 def serving(model_name: str, *, besides: Collection[UUID] = ()) -> bool:
-    """Whether a replica exists that a request could be sent to now, on another node than these."""
-    return bool(NodeModel.objects.of(model_name).serving().exclude(node__in=besides).exists())
+    """Whether a replica exists that a request could be sent to now (R2.10), on another node than these."""
+    rows = NodeModel.objects.of(model_name).serving().exclude(node__in=besides)
+    labels = selectors_of([model_name])[model_name].labels
+    if labels is None:
+        return False
+    for key, value in labels:
+        rows = rows.filter(node__label_set__key=key, node__label_set__value=value)
+    return rows.exists()
 
 
 def on_its_way(model_name: str, *, besides: Collection[UUID] = ()) -> bool:

@@ -23,6 +23,14 @@ SPARE = 64
 """So many replicas of a model more than there are requests are locked. All of them are compared before that;
 among those that were locked the choice is exact, whatever other processes have counted meanwhile."""
 
+_ALLOWED = """(a.nodes IS NULL OR a.nodes ? r.node_id::text) AND (a.labels IS NULL OR NOT EXISTS (
+               SELECT FROM jsonb_each(a.labels) AS wanted(key, value) WHERE NOT EXISTS (
+                   SELECT FROM node_labels l
+                    WHERE l.node_id = r.node_id AND l.key = wanted.key AND to_jsonb(l.value) = wanted.value
+               )
+           ))"""
+"""Whether `a`, which asks, may be given the replica `r`: by its candidates and by the rule of its model."""
+
 EXCHANGE = f"""
 WITH owners AS MATERIALIZED (
     SELECT k.key_hash, u.id AS user_id, u.username, u.is_staff OR u.is_superuser AS is_admin
@@ -30,10 +38,15 @@ WITH owners AS MATERIALIZED (
      WHERE k.key_hash = ANY(ARRAY(SELECT jsonb_array_elements_text($3::jsonb -> 'keys')))
        AND {VALID_SQL}
 ), asked AS MATERIALIZED (
-    SELECT a.model, sum(a.n)::int AS n
-      FROM jsonb_to_recordset($3::jsonb -> 'picks') AS a(model text, key text, n int)
+    SELECT a.ask, a.model, a.nodes, a.node, a.index, sum(a.n)::int AS n, (
+               SELECT CASE WHEN jsonb_typeof(c.node_selector) = 'object' THEN NULLIF(c.node_selector, '{{}}')
+                           ELSE '{{"unreadable": []}}' END
+                 FROM model_scheduling_configs c WHERE c.model_name = a.model
+           ) AS labels
+      FROM jsonb_to_recordset($3::jsonb -> 'picks')
+           AS a(ask int, model text, key text, n int, nodes jsonb, node uuid, index int)
      WHERE a.key = '' OR EXISTS (SELECT FROM owners o WHERE o.key_hash = a.key)
-     GROUP BY a.model
+     GROUP BY a.ask, a.model, a.nodes, a.node, a.index
 ), released AS MATERIALIZED (
     SELECT g.id, g.n FROM jsonb_to_recordset($3::jsonb -> 'releases') AS g(id uuid, n int)
 ), nearest AS MATERIALIZED (
@@ -42,12 +55,14 @@ WITH owners AS MATERIALIZED (
                    SELECT available_vram, status, node_type FROM backend_nodes WHERE id = r.node_id OFFSET 0
                ) n
          WHERE r.state = 'loaded' AND r.model_name = a.model
-           AND n.status = 'healthy' AND n.node_type = 'backend'
-         ORDER BY r.in_flight, r.last_used, n.available_vram DESC, r.id
+           AND n.status = 'healthy' AND n.node_type = 'backend' AND {_ALLOWED}
+         ORDER BY (r.node_id = a.node AND r.replica_index = a.index) IS NOT TRUE, r.in_flight, r.last_used,
+                  n.available_vram DESC, r.id
          LIMIT a.n + {SPARE}
     ) near
 ), locked AS MATERIALIZED (
-    SELECT r.id, r.model_name, r.in_flight, r.last_used, n.available_vram, n.weak_identity, n.engine_token,
+    SELECT r.id, r.model_name, r.node_id, r.replica_index, r.in_flight, r.last_used, n.available_vram,
+           n.weak_identity, n.engine_token,
            r.state = 'loaded' AND n.status = 'healthy' AND n.node_type = 'backend' AS serving
       FROM node_models r CROSS JOIN LATERAL (
                SELECT available_vram, weak_identity, engine_token, status, node_type
@@ -62,24 +77,26 @@ WITH owners AS MATERIALIZED (
       LEFT JOIN replica_uses u ON u.replica_id = l.id AND u.process_id = $1
       LEFT JOIN released g ON g.id = l.id
 ), ranked AS (
-    SELECT c.*, row_number() OVER (
-               PARTITION BY c.model_name
-               ORDER BY c.in_flight - c.less, c.last_used, c.available_vram DESC, c.id
+    SELECT a.ask, a.n, r.*, (r.node_id = a.node AND r.replica_index = a.index) IS TRUE AS preferred,
+           row_number() OVER (
+               PARTITION BY a.ask
+               ORDER BY (r.node_id = a.node AND r.replica_index = a.index) IS NOT TRUE,
+                        r.in_flight - r.less, r.last_used, r.available_vram DESC, r.id
            )::int AS rank
-      FROM counted c WHERE c.serving
+      FROM counted r JOIN asked a ON a.model = r.model_name
+     WHERE r.serving AND {_ALLOWED}
 ), places AS (
-    SELECT c.id, a.n, row_number() OVER (
-               PARTITION BY c.model_name
-               ORDER BY c.in_flight - c.less + j, CASE j WHEN 0 THEN c.last_used ELSE $2::timestamptz END,
-                        c.available_vram DESC, c.id
+    SELECT r.ask, r.id, r.n, row_number() OVER (
+               PARTITION BY r.ask
+               ORDER BY NOT r.preferred, r.in_flight - r.less + j,
+                        CASE j WHEN 0 THEN r.last_used ELSE $2::timestamptz END, r.available_vram DESC, r.id
            ) AS place
-      FROM ranked c JOIN asked a ON a.model = c.model_name
-     CROSS JOIN LATERAL generate_series(0, a.n - c.rank) AS j
+      FROM ranked r CROSS JOIN LATERAL generate_series(0, r.n - r.rank) AS j
 ), chosen AS MATERIALIZED (
-    SELECT id, count(*)::int AS n FROM places WHERE place <= n GROUP BY id
+    SELECT ask, id, count(*)::int AS n FROM places WHERE place <= n GROUP BY ask, id
 ), moves AS MATERIALIZED (
     SELECT c.id, c.held, c.less, COALESCE(h.n, 0) AS more, c.weak_identity, c.engine_token
-      FROM counted c LEFT JOIN chosen h ON h.id = c.id
+      FROM counted c LEFT JOIN (SELECT id, sum(n)::int AS n FROM chosen GROUP BY id) h ON h.id = c.id
      WHERE c.less > 0 OR h.n > 0
 ), used AS (
     INSERT INTO replica_uses (process_id, replica_id, count)
@@ -92,23 +109,28 @@ WITH owners AS MATERIALIZED (
            last_released_at = CASE WHEN m.less > 0 THEN $2::timestamptz ELSE r.last_released_at END,
            updated_at = CASE WHEN m.more > 0 THEN $2::timestamptz ELSE r.updated_at END
       FROM moves m WHERE r.id = m.id AND r.id = ANY(ARRAY(SELECT id FROM moves))
-    RETURNING r.id, r.node_id, r.model_name, r.address, m.more, m.weak_identity, m.engine_token
+    RETURNING r.id, r.node_id, r.model_name, r.replica_index, r.address, m.weak_identity, m.engine_token
 )
-SELECT id, node_id, model_name, address, more, weak_identity, engine_token FROM moved WHERE more > 0
+SELECT m.id, m.node_id, m.model_name, m.address, c.n, m.weak_identity, m.engine_token, c.ask, m.replica_index
+  FROM moved m JOIN chosen c ON c.id = m.id
  UNION ALL
-SELECT NULL, NULL, key_hash, username, user_id, is_admin, NULL FROM owners
+SELECT NULL, NULL, key_hash, username, user_id, is_admin, NULL, NULL, NULL FROM owners
 """
 """All picks and releases that wait in a process, in one statement: $1 this process, $2 now, $3 the waiting
 ones.
 
 `releases` ({id, n}) are counted out, at most what the process's row still holds (R1.58): a process that was
-declared dead cannot subtract a second time. Then each of `picks` ({model, key, n}) is spread over the model's
-loaded replicas by R1.78 and counted in. `keys` are API key hashes; `key` is one of them or empty, and only
-picks with a valid key or none count. Counting out moves neither `last_used` nor `updated_at` (R1.60), but
-`last_released_at`.
+declared dead cannot subtract a second time. Each of `picks` ({ask, model, key, n, nodes, node, index}) is then
+spread over the model's loaded replicas by R1.78 and counted in: those on nodes that its rule's selector
+chooses (R2.10) and, unless `nodes` is null, on one of these. The replica `index` on `node` is taken whenever
+it is among them, however busy it is (R1.80); null prefers none. Equal wishes have the same number `ask`;
+different ones of one model do not see what the same statement gives to the others. `keys` are API key hashes;
+`key` is one of them or empty, and only picks with a valid key or none count. Counting out moves neither
+`last_used` nor `updated_at` (R1.60), but `last_released_at`.
 
-Returns one row for each chosen replica (id, node, model, address, how many, its node's `weak_identity` and
-`engine_token`) and one for each valid key (null, null, hash, user's name, user's id, whether an admin, null).
+Returns one row for each replica chosen for an ask (id, node, model, address, how many, its node's
+`weak_identity` and `engine_token`, ask, index) and one for each valid key (null, null, hash, user's name,
+user's id, whether an admin, and nulls).
 
 `held` needs no lock of its own: only this process and the pass that declares it dead write that row, and
 after that pass the insert fails on the missing process.

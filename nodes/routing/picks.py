@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 from uuid import UUID, uuid4
@@ -29,7 +29,7 @@ from localai_cluster.metrics import web as metrics
 from nodes.registry import dialling
 from nodes.replicas import retire, statements
 from nodes.routing.pool import UNREACHABLE, DedicatedConnection, Parameters, Pool
-from nodes.routing.request import InferenceRequest, Replica
+from nodes.routing.request import InferenceRequest, Replica, Wish
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +183,8 @@ class Picker:
         released, self._released = self._released, Counter()
         if not requests and not released:
             return
-        values = (str(self.process_id), clock.now().isoformat(), _exchanged(requests, released))
+        asks = _asks(requests)
+        values = (str(self.process_id), clock.now().isoformat(), _exchanged(requests, asks, released))
         try:
             rows = await self._connection.rows(statements.EXCHANGE, values)
         except (*_REPEATABLE, *UNREACHABLE) as error:
@@ -191,7 +192,7 @@ class Picker:
             self._unsettled = True
             self._waiting = [*self._retried(requests, error), *self._waiting]
         else:
-            self._distribute(requests, rows)
+            self._distribute(requests, asks, rows)
 
     def _retried(self, requests: list[InferenceRequest], error: Exception) -> list[InferenceRequest]:
         # After a lost connection there is exactly one more attempt: perhaps only that connection was dead.
@@ -204,22 +205,24 @@ class Picker:
             logger.warning("Cannot pick replicas: %s", error)
         return [request for request in requests if not request.picked.done()]
 
-    def _distribute(self, requests: list[InferenceRequest], rows: list[tuple[Any, ...]]) -> None:
+    def _distribute(
+        self, requests: list[InferenceRequest], asks: dict[Wish, int], rows: list[tuple[Any, ...]]
+    ) -> None:
         owners: dict[str, Principal] = {}
-        replicas: dict[str, list[Replica]] = {}
-        for replica, node, name, text, number, flag, token in rows:
+        replicas: dict[int, list[Replica]] = {}
+        for replica, node, name, text, number, flag, token, ask, index in rows:
             if replica is None:
                 owners[name] = Principal("admin" if flag else "user", text, user_id=number)
             else:
                 self._held[replica] += number
-                picked = Replica(replica, node, name, text, dialling.bearer(token, flag))
-                replicas.setdefault(name, []).extend([picked] * number)
+                picked = Replica(replica, node, index, name, text, dialling.bearer(token, flag))
+                replicas.setdefault(ask, []).extend([picked] * number)
         for request in requests:
             owner = owners.get(request.key_hash)
             if request.key_hash and owner is None:
                 _fail(request, WrongKey("this API key is not valid"))
                 continue
-            waiting = replicas.get(request.model)
+            waiting = replicas.get(asks[request.wish]) if request.model else None
             self._answer(request, owner, waiting.pop() if waiting else None)
 
     def _answer(self, request: InferenceRequest, owner: Principal | None, replica: Replica | None) -> None:
@@ -246,11 +249,30 @@ def _fail(request: InferenceRequest, error: Exception) -> None:
         request.picked.set_exception(error)
 
 
-def _exchanged(requests: Iterable[InferenceRequest], released: Counter[UUID]) -> str:
-    picks = Counter((request.model, request.key_hash) for request in requests if request.model)
+def _asks(requests: Iterable[InferenceRequest]) -> dict[Wish, int]:
+    """The different wishes, numbered."""
+    wishes = dict.fromkeys(request.wish for request in requests if request.model)
+    return {wish: number for number, wish in enumerate(wishes)}
+
+
+def _exchanged(
+    requests: Iterable[InferenceRequest], asks: Mapping[Wish, int], released: Counter[UUID]
+) -> str:
+    picks = Counter((request.wish, request.key_hash) for request in requests if request.model)
     document = {
         "keys": list({request.key_hash for request in requests if request.key_hash}),
-        "picks": [{"model": model, "key": key, "n": n} for (model, key), n in picks.items()],
+        "picks": [
+            {
+                "ask": asks[wish],
+                "model": wish.model,
+                "key": key,
+                "n": n,
+                "nodes": None if wish.candidates is None else list(wish.candidates),
+                "node": wish.preferred and wish.preferred[0],
+                "index": wish.preferred and wish.preferred[1],
+            }
+            for (wish, key), n in picks.items()
+        ],
         "releases": [{"id": replica, "n": n} for replica, n in released.items()],
     }
     return orjson.dumps(document).decode()

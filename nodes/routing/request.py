@@ -7,6 +7,7 @@ long to wait; the gateway the time limit; the picker the confirmed caller and th
 import asyncio
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from uuid import UUID
 
 from localai_cluster.accounts.principals import ANONYMOUS, Principal
@@ -18,10 +19,19 @@ class Replica:
 
     id: UUID
     node_id: UUID
+    index: int
     model: str
     address: str
     token: str = field(default="", repr=False)
     """The bearer for calls to it."""
+
+
+class Wish(NamedTuple):
+    """What a pick is to find; equal wishes are spread over the replicas together."""
+
+    model: str
+    candidates: frozenset[UUID] | None
+    preferred: tuple[UUID, int] | None
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +46,10 @@ class InferenceRequest:
     body: bytes = b""
     model: str = ""
     """Empty until the surface has found its definition."""
+    candidates: frozenset[UUID] | None = None
+    """The nodes whose replicas it may have; None: all that its model's rule allows."""
+    preferred: tuple[UUID, int] | None = None
+    """Node and index of the replica that it should have, however busy that is (R1.80)."""
     wait_until: float = math.inf
     """When it stops waiting for a load, on the monotonic clock; infinite without a limit."""
     deadline: float = math.inf
@@ -46,6 +60,11 @@ class InferenceRequest:
     """Done when the picker has decided; each pick makes a new one."""
     pick_attempts: int = 0
     """Statements that failed during the latest pick."""
+
+    @property
+    def wish(self) -> Wish:
+        """What its pick is to find."""
+        return Wish(self.model, self.candidates, self.preferred)
 
     def begin_pick(self) -> "asyncio.Future[None]":
         """Starts a pick, the first one or another; what it returns is done when the picker has decided."""

@@ -204,7 +204,7 @@ def test_no_one_is_shown_it(caplog: pytest.LogCaptureFixture) -> None:
         surfaces.append(out.getvalue())
     surfaces += [str(rows.read()), str([rows.shown(raw) for raw in rows.read().values()])]
     claim = services.claim(told, secret=api.SECRET, source_address="")
-    contact, replica = dialling.Contact("h:1", MINE), Replica(node.id, node.id, "m", "h:1", MINE)
+    contact, replica = dialling.Contact("h:1", MINE), Replica(node.id, node.id, 0, "m", "h:1", MINE)
     surfaces += [repr(one) for one in (node, told, claim, contact, replica)]
     surfaces.append(caplog.text)
     for model in apps.get_models():

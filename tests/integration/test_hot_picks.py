@@ -23,9 +23,9 @@ from localai_cluster import clock, procs
 from localai_cluster.accounts import credentials
 from localai_cluster.accounts.credentials import StoredKey, WrongKey
 from localai_cluster.accounts.principals import ANONYMOUS
-from nodes.models import BackendNode, NodeModel, ReplicaUse
+from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel, ReplicaUse
 from nodes.reconcilers import liveness
-from nodes.replicas import hooks, statements
+from nodes.replicas import hooks, snapshot, statements
 from nodes.replicas.hooks import Removed
 from nodes.routing import pool, process
 from nodes.routing.picks import Picker
@@ -317,7 +317,7 @@ def test_removal_is_by_id_and_address(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> tuple[bool, bool]:
         async with hot.picker() as picker:
             replica = await acquire(picker)
-            stale = Replica(replica.id, replica.node_id, replica.model, "127.0.0.1:9")
+            stale = replace(replica, address="127.0.0.1:9")
             kept, gone = await picker.remove(stale), await picker.remove(replica)
             picker.release(replica)
             await picker.settle()
@@ -471,7 +471,7 @@ HOLD = "INSERT INTO replica_uses (process_id, replica_id, count) VALUES (%s, %s,
 
 
 def exchanged(released: Sequence[Candidate], requests: int) -> dict[str, Any]:
-    picks = [{"model": "echo", "key": "", "n": requests}] if requests else []
+    picks = [{"ask": 0, "model": "echo", "key": "", "n": requests}] if requests else []
     return {
         "keys": [],
         "releases": [{"id": str(one.id), "n": one.in_flight} for one in released],
@@ -543,3 +543,97 @@ def test_a_caller_who_leaves_in_the_very_turn_of_the_answer_is_counted_out() -> 
 
     assert asyncio.run(scenario()) == 0
     assert list(hot.counts().values()) == [0]
+
+
+def pick(**wish: Any) -> Replica | None:
+    """What one pick of `echo` with this wish gets."""
+
+    async def scenario() -> Replica | None:
+        async with hot.picker() as picker:
+            return await picker.acquire(InferenceRequest(model="echo", **wish))
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.rule("R1.79", "T-REG-21", "T-REG-23")
+def test_only_candidates_are_picked() -> None:
+    """A node that is no candidate gets nothing, however idle it is; without any candidate there is none."""
+    calm, busy = hot.node("calm"), hot.node("busy")
+    hot.replica(calm)
+    wanted = hot.replica(busy, in_flight=9)
+    picked = pick(candidates=frozenset({busy.pk}))
+    assert picked is not None
+    assert picked.id == wanted.pk
+    assert pick(candidates=frozenset({hot.node("empty").pk})) is None
+    assert pick(candidates=frozenset()) is None
+
+
+@pytest.mark.rule("R1.80", "T-REG-25", "T-REG-26", "T-REG-27", "T-REG-28")
+def test_the_preferred_replica_is_picked_however_busy_it_is() -> None:
+    """Exactly that node and index; one that does not serve or is no candidate leaves the usual order."""
+    one, two = hot.node("one"), hot.node("two")
+    hot.replica(one, index=0)
+    hot.replica(one, index=1, in_flight=9)
+    hot.replica(two, index=0, in_flight=5)
+    hot.replica(two, index=1, state="loading")
+
+    def got(**wish: Any) -> tuple[UUID, int]:
+        picked = pick(**wish)
+        assert picked is not None
+        return picked.node_id, picked.index
+
+    assert got() == (one.pk, 0)
+    assert got(preferred=(one.pk, 1)) == (one.pk, 1)
+    assert got(preferred=(two.pk, 0)) == (two.pk, 0)
+    assert got(preferred=(two.pk, 1)) == (one.pk, 0)
+    assert got(preferred=(uuid4(), 0)) == (one.pk, 0)
+    assert got(preferred=(one.pk, 1), candidates=frozenset({two.pk})) == (two.pk, 0)
+
+
+@pytest.mark.rule("R2.10", "T-ROU-12")
+def test_a_replica_outside_the_selector_gets_no_request() -> None:
+    """The rule as it is stored now; a selector that cannot be read chooses no node (R1.69)."""
+    east, west = hot.node("east"), hot.node("west")
+    for node, zone in ((east, "east"), (west, "west")):
+        NodeLabel.objects.create(node=node, key="zone", value=zone)
+        NodeLabel.objects.create(node=node, key="tier", value="fast")
+        hot.replica(node)
+    rule = ModelSchedulingConfig.objects.create(model_name="echo")
+    west_only = {"zone": "west", "tier": "fast"}
+    for selector, expected in (
+        ({}, {east.pk, west.pk}),
+        (west_only, {west.pk}),
+        ({"zone": "north"}, set()),
+        (["zone"], set()),
+        ({"zone": 1}, set()),
+    ):
+        ModelSchedulingConfig.objects.filter(pk=rule.pk).update(node_selector=selector)
+        picked = [pick() for _ in range(4)]
+        assert {one.node_id for one in picked if one is not None} == expected
+        assert snapshot.serving("echo") == bool(expected)
+
+
+def test_requests_with_different_wishes_share_a_statement() -> None:
+    """Each gets its own, and all are counted, also where two wishes meet in one replica."""
+    one, two = hot.node("one"), hot.node("two")
+    first = hot.replica(one, in_flight=0)
+    hot.replica(two, in_flight=0, index=1)
+    wishes: list[dict[str, Any]] = [
+        {"preferred": (one.pk, 0)},
+        {"candidates": frozenset({one.pk})},
+        {"candidates": frozenset({two.pk})},
+        {},
+    ]
+
+    async def scenario() -> tuple[list[Replica | None], int]:
+        async with hot.picker() as picker:
+            before = picker.connection.executed
+            asked = [picker.acquire(InferenceRequest(model="echo", **wish)) for wish in wishes for _ in "ab"]
+            return await asyncio.gather(*asked), picker.connection.executed - before
+
+    picked, executed = asyncio.run(scenario())
+    nodes = [one_of.node_id for one_of in picked if one_of is not None]
+    assert nodes[:6] == [one.pk] * 4 + [two.pk] * 2
+    assert len(nodes) == 8
+    assert executed <= 2
+    assert hot.counts()[first.address] == nodes.count(one.pk)

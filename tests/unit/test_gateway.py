@@ -35,7 +35,7 @@ class Replicas:
 
     async def acquire(self, request: InferenceRequest) -> Replica:
         self.acquired += 1
-        return Replica(uuid4(), uuid4(), request.model, f"127.0.0.1:{self.acquired}")
+        return Replica(uuid4(), uuid4(), 0, request.model, f"127.0.0.1:{self.acquired}")
 
     def release(self, replica: Replica) -> None:
         self.released += 1
