@@ -120,8 +120,8 @@ SELECT NULL, NULL, key_hash, username, user_id, is_admin, NULL, NULL, NULL FROM 
 ones.
 
 `releases` ({id, n}) are counted out, at most what the process's row still holds (R1.58): a process that was
-declared dead cannot subtract a second time. Each of `picks` ({ask, model, key, n, nodes, node, index}) is then
-spread over the model's loaded replicas by R1.78 and counted in: those on nodes that its rule's selector
+declared dead cannot subtract a second time. Each of `picks` ({ask, model, key, n, nodes, node, index}) is
+then spread over the model's loaded replicas by R1.78 and counted in: those on nodes that its rule's selector
 chooses (R2.10) and, unless `nodes` is null, on one of these. The replica `index` on `node` is taken whenever
 it is among them, however busy it is (R1.80); null prefers none. Equal wishes have the same number `ask`;
 different ones of one model do not see what the same statement gives to the others. `keys` are API key hashes;
