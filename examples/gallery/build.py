@@ -3,7 +3,8 @@
 Each folder under build/gallery/ is complete: run.sh, the engine, its stubs and its own wheels, and runs
 without the product's virtual environment. Beside it is the archive of the same files, which workers install;
 the index names it with its hash. A folder is built beside its place and renamed into it; one whose stamp fits
-is left alone, so the second time needs no network. Simultaneous builds take turns by a lock file.
+is left alone, so the second time needs no network. Simultaneous builds take turns by a lock file. The files of
+the example models land beside it, in build/models (`model_files`).
 """
 
 import compileall
@@ -20,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import model_files
 import yaml
 
 SOURCES = Path(__file__).resolve().parent
@@ -210,6 +212,8 @@ def main() -> None:
     """Assembles into build/gallery, or into the folder named on the command line."""
     target = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT / "build" / "gallery"
     assemble(target)
+    with locked(target.parent / ".models.lock"):
+        model_files.fetch(target.parent / "models")
 
 
 if __name__ == "__main__":
