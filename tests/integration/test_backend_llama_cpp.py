@@ -1,4 +1,4 @@
-"""The llama.cpp engine with a real model: what each field of the contract does, and that cancelled work ends."""
+"""The llama.cpp engine with a real model: what the fields of the contract do, and that work ends."""
 
 import asyncio
 import json
@@ -20,6 +20,7 @@ from tests.support.backends import ROOT, TOKEN, gallery, running_backend
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
 FILE = ROOT / "build" / "models" / MODEL
 LIMIT = 60.0
+BATCH = 64
 PARIS = pb.Message(role="user", content="What is the weather in Paris?")
 CITY = {
     "type": "object",
@@ -33,6 +34,7 @@ TOOLS = json.dumps(
         {"type": "function", "function": {"name": "get_time"}},
     ]
 )
+CALL = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -41,7 +43,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 class Engine:
     """The engine under test, and what a call left behind."""
 
-    stub: BackendStub
+    stub: Any
+    """A `BackendStub`, whose types are those of calls that block."""
     metadata: Sequence[tuple[str, str]] = (("authorization", f"Bearer {TOKEN}"),)
 
     async def call(self, method: str, request: Any) -> Any:
@@ -68,6 +71,10 @@ class Engine:
             await self.call(method, request)
         return caught.value.code(), caught.value.details() or ""
 
+    async def idle(self) -> bool:
+        """Whether llama.cpp works on nothing."""
+        return await self.running() == 0
+
     async def running(self) -> int:
         """Requests that llama.cpp works on."""
         status = await self.call("Status", pb.HealthMessage())
@@ -76,15 +83,15 @@ class Engine:
 
 def load_options(**changes: Any) -> pb.ModelOptions:
     """Two slots that remember nothing but their last prompt."""
-    options = pb.ModelOptions(Model=MODEL, ModelFile=str(FILE), ContextSize=1024, Threads=1, NBatch=64, MMap=True)
+    options = pb.ModelOptions(Model=MODEL, ModelFile=str(FILE), ContextSize=1024, Threads=1, NBatch=BATCH)
     options.Options.extend(["parallel:2", "cache_ram_mib:0"])
     options.MergeFrom(pb.ModelOptions(**changes))
     return options
 
 
-def prompt(text: str, **changes: Any) -> pb.PredictOptions:
+def prompt(text: str, *, tokens: int = 8, **changes: Any) -> pb.PredictOptions:
     """A completion without chance."""
-    return pb.PredictOptions(Prompt=text, Tokens=8, TopK=40, PromptCacheAll=True, ModelIdentity=MODEL, **changes)
+    return pb.PredictOptions(Prompt=text, Tokens=tokens, PromptCacheAll=True, ModelIdentity=MODEL, **changes)
 
 
 def chat(*messages: pb.Message, tokens: int = 8, **changes: Any) -> pb.PredictOptions:
@@ -166,8 +173,7 @@ async def test_seed_stop_and_bias(engine: Engine) -> None:
 async def test_a_schema_and_a_grammar_bind_the_answer(engine: Engine) -> None:
     """Grammar is GBNF, or a JSON schema; both for messages and for a prompt."""
     schema = json.dumps(CITY)
-    for request in (chat(tokens=40, Grammar=schema), prompt("The city is", Grammar=schema)):
-        request.Tokens = 40
+    for request in (chat(tokens=40, Grammar=schema), prompt("The city is", tokens=40, Grammar=schema)):
         answer, trailing = await engine.said(request)
         assert set(json.loads(answer.message)) == {"city"}
         assert trailing["localai-finish-reason"] == "stop"
@@ -176,21 +182,21 @@ async def test_a_schema_and_a_grammar_bind_the_answer(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "name"),
+    ("choice", "name", "arguments"),
     [
-        ("required", "get_weather"),
-        ('{"type": "function", "function": {"name": "get_weather"}}', "get_weather"),
-        ('{"type": "function", "function": {"name": "get_time"}}', "get_time"),
+        ("required", "get_weather", {"city"}),
+        ('{"type": "function", "function": {"name": "get_weather"}}', "get_weather", {"city"}),
+        ('{"type": "function", "function": {"name": "get_time"}}', "get_time", set()),
     ],
     ids=["any", "weather", "time"],
 )
-async def test_a_forced_tool_is_called(engine: Engine, choice: str, name: str) -> None:
-    """Although this model's template has no place for tools: one call with arguments that fit, and no text."""
+async def test_a_forced_tool_is_called(engine: Engine, choice: str, name: str, arguments: set[str]) -> None:
+    """Although this model's template has no place for tools: one call whose arguments fit, and no text."""
     pieces, trailing = await engine.pieces(chat(tokens=60, Tools=TOOLS, ToolChoice=choice))
     calls = [call for piece in pieces for delta in piece.chat_deltas for call in delta.tool_calls]
     assert [call.name for call in calls if call.name] == [name]
     assert len({call.id for call in calls} - {""}) == 1
-    assert set(json.loads("".join(call.arguments for call in calls))) == ({"city"} if name == "get_weather" else set())
+    assert set(json.loads("".join(call.arguments for call in calls))) == arguments
     assert not any(piece.message for piece in pieces)
     assert trailing["localai-finish-reason"] == "tool_calls"
     whole, _ = await engine.said(chat(tokens=60, Tools=TOOLS, ToolChoice=choice))
@@ -203,7 +209,7 @@ async def test_a_tool_that_is_not_forced_leaves_words(engine: Engine) -> None:
     """The template shows the model no tools, so it answers; results of tools are read as messages."""
     told = [
         PARIS,
-        pb.Message(role="assistant", tool_calls=json.dumps([{"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}])),  # fmt: skip
+        pb.Message(role="assistant", tool_calls=json.dumps([CALL])),
         pb.Message(role="tool", tool_call_id="1", name="get_weather", content="sunny"),
     ]
     answer, _ = await engine.said(chat(*told, tokens=12, Tools=TOOLS))
@@ -211,17 +217,24 @@ async def test_a_tool_that_is_not_forced_leaves_words(engine: Engine) -> None:
     assert not answer.chat_deltas[0].tool_calls
 
 
-@pytest.mark.parametrize("top", [0, 2])
-@pytest.mark.parametrize("messages", [True, False], ids=["chat", "prompt"])
-async def test_logprobs(engine: Engine, messages: bool, top: int) -> None:
+@pytest.mark.parametrize(
+    ("request_", "alternatives"),
+    [
+        (chat(Logprobs=1), 0),
+        (chat(Logprobs=1, TopLogprobs=2), 2),
+        (prompt("Paris is", Logprobs=1), 1),
+        (prompt("Paris is", Logprobs=1, TopLogprobs=2), 2),
+    ],
+    ids=["chat", "chat-2", "prompt", "prompt-2"],
+)
+async def test_logprobs(engine: Engine, request_: pb.PredictOptions, alternatives: int) -> None:
     """As OpenAI writes them, one for each token, in whole answers and in pieces."""
-    request = (chat if messages else prompt)(*(() if messages else ("Paris is",)), Logprobs=1, TopLogprobs=top)
-    whole, _ = await engine.said(request)
-    pieces, _ = await engine.pieces(request)
+    whole, _ = await engine.said(request_)
+    pieces, _ = await engine.pieces(request_)
     listed = json.loads(whole.logprobs)["content"]
-    assert len(listed) == 8
+    assert [len(one["top_logprobs"]) for one in listed] == [alternatives] * 8
     assert "".join(one["token"] for one in listed).encode() == whole.message
-    assert all(one["logprob"] <= 0 and len(one["top_logprobs"]) == (top or (0 if messages else 1)) for one in listed)
+    assert all(one["logprob"] <= 0 for one in listed)
     apart = [one for piece in pieces if piece.logprobs for one in json.loads(piece.logprobs)["content"]]
     assert [one["token"] for one in apart] == [one["token"] for one in listed]
 
@@ -268,53 +281,43 @@ async def test_what_cannot_be_honoured_is_refused(engine: Engine, request_: Any,
 async def test_two_requests_take_turns_and_a_third_one_waits(engine: Engine) -> None:
     """Two slots: their tokens come in turn; the third is answered too."""
     order: list[int] = []
+    ended: list[int] = []
 
     async def read(number: int) -> None:
-        async for piece in engine.begin(prompt(f"Story {number}:", IgnoreEOS=True)):
-            order.append(number if piece.message else -number)
+        async for _ in engine.begin(prompt(f"Story {number}:", IgnoreEOS=True)):
+            order.append(number)
+        ended.append(len(order))
 
     await asyncio.gather(*(read(number) for number in (1, 2, 3)))
-    ends = [order.index(-number) for number in (1, 2, 3)]
-    first_of_last = order.index(order[max(ends)] * -1)
-    assert first_of_last > min(ends), "the third one waited for a slot"
-    two = sorted(number for number in (1, 2, 3) if ends[number - 1] != max(ends))
-    assert order.index(two[0]) < ends[two[1] - 1] and order.index(two[1]) < ends[two[0] - 1]
+    waited = order[-1]
+    one, other = {1, 2, 3} - {waited}
+    assert order.index(waited) > min(ended), "the third one waited for a slot"
+    assert order.index(one) < len(order) - 1 - order[::-1].index(other)
+    assert order.index(other) < len(order) - 1 - order[::-1].index(one)
 
 
 async def test_a_cancelled_stream_ends_its_work(engine: Engine) -> None:
     """Once tokens flow the work ends within a second, and the slot is free."""
-    call = engine.begin(prompt("Once", IgnoreEOS=True))
-    long = prompt("Once upon", IgnoreEOS=True)
-    long.Tokens = 900
-    call = engine.begin(long)
+    call = engine.begin(prompt("Once upon", tokens=900, IgnoreEOS=True))
     await anext(aiter(call))
-    assert await engine.running() >= 1
+    assert await engine.running() == 1
     call.cancel()
-
-    async def idle() -> bool:
-        return await engine.running() == 0
-
-    assert await clock.wait_until(idle, timeout=1.0, every=0.02)
+    assert await clock.wait_until(engine.idle, timeout=1.0, every=0.02)
 
 
 async def test_a_cancelled_prompt_ends_with_its_batch(engine: Engine) -> None:
-    """Before the first token a request ends after the batch that is being read, not after the whole prompt."""
-    call = engine.begin(prompt(" ".join(str(number) for number in range(450))))
-    waiting = asyncio.ensure_future(anext(aiter(call)))
+    """Before the first token the work ends after the batch that is being read, not with the whole prompt."""
+    request = prompt(" ".join(str(number) for number in range(110)), tokens=1)
+    reading = asyncio.ensure_future(engine.said(request))
 
     async def begun() -> bool:
         return await engine.running() == 1
 
     assert await clock.wait_until(begun, timeout=LIMIT, every=0.01)
-    waiting.cancel()
-    call.cancel()
-
-    async def idle() -> bool:
-        return await engine.running() == 0
-
-    assert await clock.wait_until(idle, timeout=LIMIT, every=0.02)
-    left, _ = await engine.said(prompt(" ".join(str(number) for number in range(450)), Logprobs=0))
-    assert left.tokens
+    reading.cancel()
+    assert await clock.wait_until(engine.idle, timeout=LIMIT, every=0.02)
+    answer, trailing = await engine.said(request)
+    assert int(trailing.get("localai-cached-tokens", 0)) < answer.prompt_tokens - BATCH
 
 
 async def test_a_file_that_is_no_model(engine: Engine, tmp_path: Path) -> None:
@@ -350,20 +353,20 @@ async def test_embeddings_and_ranks(engine: Engine) -> None:
     code, _ = await engine.refused("Rerank", pb.RerankRequest(query="cat", documents=["dog"]))
     assert code is grpc.StatusCode.UNIMPLEMENTED
     assert (await engine.call("LoadModel", load_options(Reranking=True))).success
-    ranked = await engine.call("Rerank", pb.RerankRequest(query="cat", documents=["dog", "cat", "x"], top_n=2))
+    ranked = await engine.call(
+        "Rerank", pb.RerankRequest(query="cat", documents=["dog", "cat", "x"], top_n=2)
+    )
     assert len(ranked.results) == 2
     assert ranked.results[0].relevance_score >= ranked.results[1].relevance_score
     assert ["dog", "cat", "x"][ranked.results[0].index] == ranked.results[0].text
 
 
 async def test_free_ends_what_runs(engine: Engine) -> None:
-    """A stream under way ends as one whose model is gone; memory is given back; a load makes it answer again."""
+    """A stream under way ends as one whose model is gone; memory is given back; a load brings it back."""
     assert (await engine.call("LoadModel", load_options())).success
     assert (await engine.call("LoadModel", load_options(Seed=5))).success
     before = (await engine.call("Status", pb.HealthMessage())).memory
-    long = prompt("Once upon", IgnoreEOS=True)
-    long.Tokens = 900
-    call = engine.begin(long)
+    call = engine.begin(prompt("Once upon", tokens=900, IgnoreEOS=True))
     await anext(aiter(call))
     assert (await engine.call("Free", pb.HealthMessage())).success
     with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -37,7 +37,9 @@ class Answer:
             self._finish = choice.get("finish_reason") or self._finish
             self._say(reply, choice)
             if logprobs := choice.get("logprobs"):
-                reply.logprobs = json.dumps({"content": [self._cut(one) for one in logprobs["content"]]}).encode()
+                reply.logprobs = json.dumps(
+                    {"content": [self._cut(one) for one in logprobs["content"]]}
+                ).encode()
         said = reply.message or reply.chat_deltas or reply.logprobs or "usage" in chunk
         return reply if said else None
 

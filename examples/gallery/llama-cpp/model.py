@@ -34,12 +34,12 @@ class Call:
         self.said: asyncio.Queue[Chunk | Exception | None] = asyncio.Queue()
         self.over = self.freed = False
 
-    def run(self, method: Callable[..., Any], body: Chunk) -> None:
+    def run(self, server: Any, *, chat: bool, body: Chunk) -> None:
         """Runs the request; on a thread."""
         if self.over:
             return
         try:
-            method(body, self.hear)
+            (server.handle_chat_completions if chat else server.handle_completions)(body, self.hear)
         except (ValueError, TypeError, RuntimeError) as error:
             # llama.cpp raises before it starts: for what it cannot read.
             self.tell(Invalid(str(error)))
@@ -57,7 +57,7 @@ class Call:
 
 
 class Model:
-    """The loaded model. Made and closed on a thread: llama.cpp takes seconds for both, and keeps Python's lock."""
+    """The loaded model. Made and closed on a thread, because llama.cpp takes its time for both."""
 
     def __init__(self, options: pb.ModelOptions) -> None:
         settings = Settings(options)
@@ -87,8 +87,7 @@ class Model:
         """What llama.cpp says to a request, as it says it. Leaving ends its work."""
         call = Call()
         self.calls.add(call)
-        method = self.server.handle_chat_completions if chat else self.server.handle_completions
-        work = self._submit(call.run, method, body)
+        work = self._submit(call.run, self.server, chat=chat, body=body)
         work.add_done_callback(lambda _: (self.calls.discard(call), call.tell(None)))
         try:
             while (said := await call.said.get()) is not None:
@@ -125,9 +124,9 @@ class Model:
             raise failure(told["error"])
         return told
 
-    def _submit(self, work: Callable[..., Any], *arguments: Any) -> "Future[Any]":
+    def _submit(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> "Future[Any]":
         try:
-            return self._threads.submit(work, *arguments)
+            return self._threads.submit(work, *arguments, **named)
         except RuntimeError:
             raise NotLoaded from None
 

@@ -69,7 +69,7 @@ def of(options: pb.PredictOptions, facts: Facts) -> Question:
     return Question(body, chat, options.TopLogprobs if chat else body.get("logprobs", 0), forced)
 
 
-def bound(body: Body, schema: Mapping[str, Any] | bool) -> Body:
+def bound(body: Body, schema: Mapping[str, Any]) -> Body:
     """The same request with an answer that follows this JSON schema, and nothing that could cut it."""
     return {**body, "grammar": _of_schema(schema), "stop": []}
 
@@ -142,10 +142,11 @@ def _messages(options: pb.PredictOptions) -> list[Body]:
 def _media(options: pb.PredictOptions) -> list[Body]:
     if options.Videos:
         raise Invalid("this engine does not offer videos")
-    urls = [image if "://" in image or image.startswith("data:") else f"data:image/jpeg;base64,{image}"
-            for image in options.Images]  # fmt: skip
-    if any("://" in url for url in urls):
+    if any("://" in image for image in options.Images):
         raise Invalid("Images are data, not addresses: this engine fetches nothing")
+    urls = [
+        image if image.startswith("data:") else f"data:image/jpeg;base64,{image}" for image in options.Images
+    ]
     pictures = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
     sounds = [
         {"type": "input_audio", "input_audio": {"data": audio, "format": "wav"}} for audio in options.Audios
@@ -223,8 +224,10 @@ def _grammar(text: str) -> str:
     return _checked(text) if text.startswith("%llguidance") else text
 
 
-def _of_schema(schema: Mapping[str, Any] | bool) -> str:
-    return _checked(f"%llguidance {{}}\nstart: %json {json.dumps(schema)}")
+def _of_schema(schema: Mapping[str, Any]) -> str:
+    # Free to write spaces, a small model may write nothing else until its tokens are spent.
+    compact = {**schema, "x-guidance": {"whitespace_flexible": False, "key_separator": ": "}}
+    return _checked(f"%llguidance {{}}\nstart: %json {json.dumps(compact)}")
 
 
 def _checked(grammar: str) -> str:

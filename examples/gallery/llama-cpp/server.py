@@ -1,7 +1,8 @@
-"""Language models in GGUF files, by llama.cpp: the contract's methods over `model`, `questions` and `answers`.
+"""Language models in GGUF files: the contract's methods over llama.cpp. README.md has their fields.
 
-While a model is loaded or freed llama.cpp keeps Python's lock, so the process answers nothing, Health included,
-until that is done; callers see a deadline, never a refused connection. README.md has the fields.
+A request moves like this: `questions` checks it and makes it llama.cpp's, `model` runs it, `answers` makes
+pieces of the contract of what comes back. While a model is loaded or freed llama.cpp keeps Python's lock, so
+the process answers nothing until that is done, not even Health: callers see a deadline, no refusal.
 """
 
 import asyncio
@@ -61,8 +62,10 @@ class LlamaCpp(Engine):
                     yield piece
         yield answer.trailers()
 
-    async def _chosen(self, model: "Model", asked: questions.Question) -> tuple[questions.Tool, Answer | None]:
-        """The tool to call; with several the model says which, and what it read is remembered for the call."""
+    async def _chosen(
+        self, model: "Model", asked: questions.Question
+    ) -> tuple[questions.Tool, Answer | None]:
+        """The tool to call; of several the model names one, and what it read is remembered for the call."""
         if len(asked.forced) == 1:
             return asked.forced[0], None
         tools = {tool.name: tool for tool in asked.forced}

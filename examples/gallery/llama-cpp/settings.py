@@ -22,7 +22,14 @@ ERRORS_ONLY = 1
 
 _SLOTS = ("parallel", "n_parallel")
 _CACHE_RAM = ("cache_ram_mib", "cache_ram")
-_FLASH = {"": "AUTO", "auto": "AUTO", "on": "ENABLED", "true": "ENABLED", "off": "DISABLED", "false": "DISABLED"}
+_FLASH = {
+    "": "AUTO",
+    "auto": "AUTO",
+    "on": "ENABLED",
+    "true": "ENABLED",
+    "off": "DISABLED",
+    "false": "DISABLED",
+}
 
 
 class Settings:
@@ -92,7 +99,13 @@ def _devices(made: Any, options: pb.ModelOptions) -> None:
     if options.TensorSplit:
         shares = [float(share) for share in options.TensorSplit.split(",")]
         made.tensor_split = shares + [0.0] * (len(made.tensor_split) - len(shares))
-    mode = ("MMAP" if options.MMap else "NONE") if not options.MLock else "MMAP_MLOCK" if options.MMap else "MLOCK"
+    mode = (
+        ("MMAP" if options.MMap else "NONE")
+        if not options.MLock
+        else "MMAP_MLOCK"
+        if options.MMap
+        else "MLOCK"
+    )
     made.load_mode = getattr(xllamacpp.llama_load_mode, f"LLAMA_LOAD_MODE_{mode}")
     flash = _FLASH.get(options.FlashAttention.lower(), options.FlashAttention)
     kinds = xllamacpp.llama_flash_attn_type
