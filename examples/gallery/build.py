@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import model_files
 import yaml
 
 SOURCES = Path(__file__).resolve().parent
@@ -210,6 +209,9 @@ def wheels(lock: Path, folder: Path) -> None:
 
 def main() -> None:
     """Assembles into build/gallery, or into the folder named on the command line."""
+    # Beside this program, which others load by its path.
+    import model_files
+
     target = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT / "build" / "gallery"
     assemble(target)
     with locked(target.parent / ".models.lock"):

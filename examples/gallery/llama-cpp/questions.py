@@ -1,8 +1,9 @@
 """A request of the contract (`PredictOptions`), as a request to llama.cpp. Pure: nothing here runs a model.
 
 `of` is the way in. A zero is "not said" only where zero could not be meant (see README.md for every field).
-Tools go to the model's own template where that knows them. Where it does not, a forced tool is still
-honoured: a system message shows the tools, and the answer is bound to the schema of the tool's arguments.
+Tools go to the model's own template if that has a place for them; if not, the model answers in words. llama.cpp
+does not make sure that a forced tool is called, so this module does: a system message shows the tools, and
+the answer is bound to the schema of the tool's arguments.
 """
 
 import json
@@ -164,16 +165,13 @@ def _tools(body: Body, options: pb.PredictOptions, facts: Facts) -> list[Tool]:
     kind, name = _choice(options.ToolChoice)
     if name and name not in tools:
         raise Invalid(f"ToolChoice names {name!r}, which is not among the tools")
-    wanted = [name] if name else list(tools)
-    if facts.tools:
-        body["tools"] = [one for one in listed if _tool(one).name in wanted]
-        body["tool_choice"] = kind
-        return []
-    if kind != "required":
-        # A template without a place for tools shows the model none; it answers in words.
-        return []
-    body["messages"] = _shown(body["messages"], [one for one in listed if _tool(one).name in wanted])
-    return [tools[name] for name in wanted]
+    if kind == "required":
+        wanted = [name] if name else list(tools)
+        body["messages"] = _shown(body["messages"], [one for one in listed if _tool(one).name in wanted])
+        return [tools[name] for name in wanted]
+    if kind == "auto" and facts.tools:
+        body["tools"] = listed
+    return []
 
 
 def _choice(text: str) -> tuple[str, str]:
