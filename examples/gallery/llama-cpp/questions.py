@@ -1,9 +1,9 @@
 """A request of the contract (`PredictOptions`), as a request to llama.cpp. Pure: nothing here runs a model.
 
 `of` is the way in. A zero is "not said" only where zero could not be meant (see README.md for every field).
-Tools go to the model's own template if that has a place for them; if not, the model answers in words. llama.cpp
-does not make sure that a forced tool is called, so this module does: a system message shows the tools, and
-the answer is bound to the schema of the tool's arguments.
+Tools go to the model's own template if that has a place for them; if not, the model answers in words.
+llama.cpp does not make sure that a forced tool is called, so this module does: a system message shows the
+tools, and the answer is bound to the schema of the tool's arguments.
 """
 
 import json
