@@ -133,5 +133,6 @@ class Model:
 
 def failure(error: Chunk) -> Exception:
     """What an error of llama.cpp means to the caller."""
-    kinds = {400: Invalid, 501: Unsupported}
-    return kinds.get(error["code"], Failed)(error["message"])
+    if error["code"] == http.HTTPStatus.NOT_IMPLEMENTED:
+        return Unsupported("the definition of this model does not ask for it (`embeddings`, `reranking`)")
+    return (Invalid if error["code"] == http.HTTPStatus.BAD_REQUEST else Failed)(error["message"])
