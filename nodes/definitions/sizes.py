@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from nodes.definitions import gguf
-from nodes.definitions.files import Definition
+from nodes.definitions.files import Definition, load_options
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,16 @@ def measure(folder: Path, definition: Definition) -> ModelFiles:
         return ModelFiles(_weights(found), payload)
     header = gguf.header(model) if os.path.isfile(model) else None
     return ModelFiles(sum(size for _, size in found), payload, header)
+
+
+def located(folder: Path, definition: Definition) -> dict[str, Any]:
+    """The load options with the place of the model's file in this folder, whether or not it is there.
+
+    A worker that shares the folder finds it there; an engine with a model of its own looks at the name only.
+    """
+    options = load_options(definition)
+    path = _inside(folder, definition.model)
+    return options if path is None else {**options, "ModelFile": str(path), "ModelPath": str(folder)}
 
 
 def _inside(folder: Path, text: object) -> Path | None:

@@ -30,6 +30,7 @@ from nodes.backends import admission, install
 from nodes.backends.commands import Worker, unless
 from nodes.backends.outcomes import BusDown, Done, NoResponders, StillRunning, Unreadable
 from nodes.backends.outcomes import Refused as WorkerRefused
+from nodes.definitions import sizes
 from nodes.definitions.files import Definition, load_options, revision
 from nodes.definitions.folder import Folder, FolderHangs
 from nodes.loading import engines, needs, placing
@@ -262,9 +263,8 @@ class LoadModel:
         await attempt.report("loading", f"loading {attempt.definition.name} on {attempt.slot.node_name}")
         client = BackendClient(engine.address, engine.token)
         try:
-            result = await client.load_model(
-                options_from_mapping(load_options(attempt.definition)), timeout=limit
-            )
+            options = sizes.located(conf.cluster().models_path, attempt.definition)
+            result = await client.load_model(options_from_mapping(options), timeout=limit)
         except DeadlineExceeded as error:
             raise LoadFailed(
                 f"loading took longer than {limit:.0f} s (LOCALAI_NATS_MODEL_LOAD_TIMEOUT);"

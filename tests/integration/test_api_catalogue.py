@@ -502,7 +502,7 @@ def test_the_demo_gallery_has_something_to_show(configured: Galleries) -> None:
     """Each entry with description, version, license and tags."""
     configured(local=(backends.gallery() / "index.yaml").as_uri())
     found = offered()["backends"]
-    assert [entry["name"] for entry in found] == ["minilm", "echo"]
+    assert [entry["name"] for entry in found] == ["minilm", "llama-cpp", "echo"]
     assert all(entry[name] for entry in found for name in ("description", "version", "license", "tags"))
 
 

@@ -16,7 +16,7 @@ from tests.support.backends import ROOT, gallery
 def test_the_index_names_archives_of_complete_folders() -> None:
     """LocalAI's format: each `uri` an archive with a run.sh at its top, and its hash (worker.md 18)."""
     offered = yaml.safe_load((gallery() / "index.yaml").read_text())
-    assert {entry["name"] for entry in offered} == {"minilm", "echo"}
+    assert {entry["name"] for entry in offered} == {"minilm", "llama-cpp", "echo"}
     for_tests = yaml.safe_load((gallery() / "tests.yaml").read_text())
     assert {entry["name"] for entry in for_tests} == {"broken"}
     for entry in (*offered, *for_tests):
@@ -47,7 +47,7 @@ def test_the_same_files_give_the_same_archive(tmp_path: Path) -> None:
 
 def test_assembling_again_does_nothing() -> None:
     """Nothing changed: no work, no network, and no folder swapped under a worker that copies it."""
-    places = [gallery() / name for name in ("minilm", "echo", "broken", "minilm.tar")]
+    places = [gallery() / name for name in ("minilm", "llama-cpp", "echo", "broken", "minilm.tar")]
     before = [place.stat().st_ino for place in places]
     command = [sys.executable, str(ROOT / "examples/gallery/build.py")]
     offline = {"PATH": os.defpath, "PIP_NO_INDEX": "1"}

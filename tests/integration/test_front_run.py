@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -362,3 +363,29 @@ def test_the_printed_request_works_from_any_folder(tmp_path: Path) -> None:
     )  # fmt: skip
     assert key.stdout.strip() == layout.secrets.value("admin_api_key")
     assert str(data) in request
+
+
+def test_a_new_models_folder_has_the_examples_and_their_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file is a link, or a copy where that cannot be; a folder that exists is left alone."""
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "m.gguf").write_text("weights")
+    monkeypatch.setattr("localai_cluster.embedded.layout.MODEL_FILES", tmp_path / "files")
+    for name in ("linked", "copied"):
+        made = Layout.of({"CLUSTER_DATA_DIR": str(tmp_path / name)})
+        made.data_dir.mkdir(exist_ok=True)
+        made.seed_models()
+        found = made.data_dir / "models"
+        assert {path.name for path in (ROOT / "examples" / "models").iterdir()} < set(os.listdir(found))
+        assert (found / "m.gguf").read_text() == "weights"
+        monkeypatch.setattr(Path, "hardlink_to", refuse)
+    shutil.rmtree(tmp_path / "files")
+    (found / "m.gguf").unlink()
+    made.seed_models()
+    assert not (found / "m.gguf").exists()
+
+
+def refuse(*_: object) -> None:
+    """Says that a file system has no links."""
+    raise OSError

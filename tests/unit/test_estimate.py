@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from nodes.definitions import gguf, sizes
 from nodes.definitions.files import Definition, parse
 from nodes.definitions.gguf import header
-from nodes.definitions.sizes import ModelFiles, Sizes, measure
+from nodes.definitions.sizes import ModelFiles, Sizes, located, measure
 from nodes.placement import estimate
 
 GIB = 2**30
@@ -264,3 +264,11 @@ def test_an_error_is_nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(sizes, "measure", broken)
     assert asyncio.run(Sizes(tmp_path).of(defined("m"))) == ModelFiles()
+
+
+def test_a_load_names_the_models_file(tmp_path: Path) -> None:
+    """As the reference does, as an absolute path; a name that leads out of the folder gives none."""
+    told = located(tmp_path, defined("org/model.gguf"))
+    assert told["Model"] == "org/model.gguf"
+    assert (told["ModelFile"], told["ModelPath"]) == (str(tmp_path / "org/model.gguf"), str(tmp_path))
+    assert "ModelFile" not in located(tmp_path, defined("../model.gguf"))

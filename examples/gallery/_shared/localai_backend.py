@@ -8,10 +8,11 @@ This file is copied into each engine's folder and imports nothing from outside i
 import argparse
 import asyncio
 import hmac
+import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,27 @@ class Unsupported(Exception):
     """This engine does not offer the method."""
 
 
+class Invalid(Exception):
+    """The request cannot be honoured; the text names the field."""
+
+
+class NotLoaded(Exception):
+    """No model is loaded, or it was freed while the request ran."""
+
+
+class Failed(Exception):
+    """The engine failed at the request."""
+
+
+STATUS = {
+    Unsupported: (grpc.StatusCode.UNIMPLEMENTED, "this engine does not offer that"),
+    Invalid: (grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be honoured"),
+    NotLoaded: (grpc.StatusCode.FAILED_PRECONDITION, "model not loaded"),
+    Failed: (grpc.StatusCode.INTERNAL, "the engine failed"),
+}
+KNOWN = tuple(STATUS)
+
+
 class Engine:
     """One model in memory. Subclasses override what they can do; the rest answers UNIMPLEMENTED."""
 
@@ -60,12 +82,28 @@ class Engine:
         """The vector of a text."""
         raise Unsupported
 
-    def stream(self, options: pb.PredictOptions) -> AsyncIterator[pb.Reply]:
-        """The answer to a prompt, piece by piece."""
+    async def embed_tokens(self, tokens: list[int]) -> pb.EmbeddingResult:
+        """The vector of a text that the client has divided into the model's tokens."""
+        raise Unsupported
+
+    def stream(self, options: pb.PredictOptions) -> AsyncIterator[pb.Reply | Mapping[str, str]]:
+        """The answer to a prompt, piece by piece; a mapping at the end is trailing metadata."""
+        raise Unsupported
+
+    async def rerank(self, request: pb.RerankRequest) -> pb.RerankResult:
+        """The documents, the most relevant one first."""
         raise Unsupported
 
     async def tokens(self, text: str) -> list[int]:
         """The token ids of a text."""
+        raise Unsupported
+
+    async def text(self, tokens: list[int]) -> str:
+        """The text of token ids."""
+        raise Unsupported
+
+    async def metadata(self) -> pb.ModelMetadataResponse:
+        """What the loaded model's template can do."""
         raise Unsupported
 
     def memory(self) -> dict[str, int]:
@@ -108,27 +146,42 @@ class Service(rpc.BackendServicer):  # type: ignore[misc]
 
     async def Embedding(self, request: pb.PredictOptions, context: Context) -> pb.EmbeddingResult:
         await self._check(request, context)
+        if request.EmbeddingTokens:
+            return await self.engine.embed_tokens(list(request.EmbeddingTokens))
         return await self.engine.embed(request.Embeddings)
 
     async def Predict(self, request: pb.PredictOptions, context: Context) -> pb.Reply:
         await self._check(request, context)
-        whole = pb.Reply()
-        text = []
-        async for piece in self.engine.stream(request):
-            text.append(piece.message)
-            whole.tokens, whole.prompt_tokens = piece.tokens, piece.prompt_tokens
-        whole.message = b"".join(text)
-        return whole
+        return merged([piece async for piece in self._pieces(request, context)])
 
     async def PredictStream(self, request: pb.PredictOptions, context: Context) -> AsyncIterator[pb.Reply]:
         await self._check(request, context)
-        async for piece in self.engine.stream(request):
+        async for piece in self._pieces(request, context):
             yield piece
+
+    async def _pieces(self, request: pb.PredictOptions, context: Context) -> AsyncIterator[pb.Reply]:
+        async for piece in self.engine.stream(request):
+            if isinstance(piece, Mapping):
+                context.set_trailing_metadata(tuple(piece.items()))
+            else:
+                yield piece
 
     async def TokenizeString(self, request: pb.PredictOptions, context: Context) -> pb.TokenizationResponse:
         await self._check(request, context)
         ids = await self.engine.tokens(request.Prompt)
         return pb.TokenizationResponse(length=len(ids), tokens=ids)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        await self._check(request, context)
+        return pb.DetokenizeResponse(content=await self.engine.text(list(request.tokens)))
+
+    async def Rerank(self, request: pb.RerankRequest, context: Context) -> pb.RerankResult:
+        await self._check(request, context)
+        return await self.engine.rerank(request)
+
+    async def ModelMetadata(self, request: pb.ModelOptions, context: Context) -> pb.ModelMetadataResponse:
+        await self._check(request, context)
+        return await self.engine.metadata()
 
     async def Status(self, request: pb.HealthMessage, context: Context) -> pb.StatusResponse:
         state = pb.StatusResponse.BUSY if self.loading.locked() else pb.StatusResponse.UNINITIALIZED
@@ -143,12 +196,52 @@ class Service(rpc.BackendServicer):  # type: ignore[misc]
             await self.engine.free()
         return pb.Result(success=True, message="freed")
 
-    async def _check(self, request: pb.PredictOptions, context: Context) -> None:
+    async def _check(self, request: Any, context: Context) -> None:
         if self.identity is None:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "model not loaded")
-        if request.ModelIdentity and request.ModelIdentity != self.identity:
-            text = f"model identity mismatch: {self.identity!r} is loaded, not {request.ModelIdentity!r}"
+            raise NotLoaded
+        # Not every request carries it.
+        meant = getattr(request, "ModelIdentity", "")
+        if meant and meant != self.identity:
+            text = f"model identity mismatch: {self.identity!r} is loaded, not {meant!r}"
             await context.abort(grpc.StatusCode.NOT_FOUND, text)
+
+
+def merged(pieces: list[pb.Reply]) -> pb.Reply:
+    """The whole answer; every piece counts from the beginning, so the last one has the figures."""
+    whole = pb.Reply()
+    if not pieces:
+        return whole
+    last = pieces[-1]
+    whole.tokens, whole.prompt_tokens = last.tokens, last.prompt_tokens
+    whole.timing_prompt_processing = last.timing_prompt_processing
+    whole.timing_token_generation = last.timing_token_generation
+    whole.message = b"".join(piece.message for piece in pieces)
+    tokens = [token for piece in pieces if piece.logprobs for token in json.loads(piece.logprobs)["content"]]
+    if tokens:
+        whole.logprobs = json.dumps({"content": tokens}).encode()
+    deltas = [delta for piece in pieces for delta in piece.chat_deltas]
+    if deltas:
+        delta = whole.chat_deltas.add()
+        delta.content = "".join(one.content for one in deltas)
+        delta.reasoning_content = "".join(one.reasoning_content for one in deltas)
+        delta.tool_calls.extend(whole_calls([call for one in deltas for call in one.tool_calls]))
+    return whole
+
+
+def whole_calls(pieces: list[pb.ToolCallDelta]) -> list[pb.ToolCallDelta]:
+    """The tool calls that pieces with the same index make together."""
+    calls: dict[int, list[pb.ToolCallDelta]] = {}
+    for piece in pieces:
+        calls.setdefault(piece.index, []).append(piece)
+    return [
+        pb.ToolCallDelta(
+            index=index,
+            id="".join(one.id for one in parts),
+            name="".join(one.name for one in parts),
+            arguments="".join(one.arguments for one in parts),
+        )
+        for index, parts in sorted(calls.items())
+    ]
 
 
 class Guarded:
@@ -167,15 +260,16 @@ class Guarded:
         return hmac.compare_digest(given.encode() if isinstance(given, str) else given, self.expected)
 
     def wrap(self, method: Handler, *, streams: bool) -> Handler:
-        """The method behind the check; what the engine lacks becomes UNIMPLEMENTED."""
+        """The method behind the check; what an engine raises becomes a status."""
 
         async def one(request: Any, context: Context) -> Any:
             if not self.allows(context):
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, "a valid token is required")
             try:
                 return await method(request, context)
-            except Unsupported:
-                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this engine does not offer that")
+            except KNOWN as error:
+                code, text = STATUS[type(error)]
+                await context.abort(code, str(error) or text)
 
         async def many(request: Any, context: Context) -> Any:
             if not self.allows(context):
@@ -183,17 +277,23 @@ class Guarded:
             try:
                 async for piece in method(request, context):
                     yield piece
-            except Unsupported:
-                await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this engine does not offer that")
+            except KNOWN as error:
+                code, text = STATUS[type(error)]
+                await context.abort(code, str(error) or text)
 
         return many if streams else one
 
     def guard(self, service: Service) -> Service:
         """The same service with every method of the contract behind the check."""
         for method in pb.DESCRIPTOR.services_by_name["Backend"].methods:
-            checked = self.wrap(getattr(service, method.name), streams=method.server_streaming)
-            setattr(service, method.name, checked)
+            own = getattr(service, method.name) if method.name in vars(Service) else unsupported
+            setattr(service, method.name, self.wrap(own, streams=method.server_streaming))
         return service
+
+
+async def unsupported(request: Any, context: Context) -> None:
+    """A method of the contract that no example engine has."""
+    raise Unsupported
 
 
 def say(text: str) -> None:

