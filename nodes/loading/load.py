@@ -136,6 +136,8 @@ class LoadModel:
             # R2.64: one beside it would be one replica too many.
             operation = await in_thread(Operation.objects.get, pk=work.id)
             raise placing.later(operation, _ON_ITS_WAY, seconds=_LOOK_AT_SLOT)
+        if wish.replaces and await in_thread(snapshot.loaded_by, wish.replaces) == revision(definition):
+            return {"already_loaded": True}  # edited back, or somebody else's files
         attempt = await self._place(work, definition)
         try:
             await _clear_place(attempt)
@@ -175,6 +177,7 @@ class LoadModel:
             options=load_options(attempt.definition),
             revision=revision(attempt.definition),
             now=clock.now(),
+            replaces=wish_of(attempt.work.operation).replaces,
         )
         if not published:
             raise Postpone(f"node {attempt.slot.node_name} restarted in the meantime", seconds=0.5)

@@ -16,7 +16,7 @@ from nodes.definitions.files import Definition
 from nodes.loading.asking import Answer, best_that_answers
 from nodes.loading.failures import refusals, refused_by_all
 from nodes.loading.room import Room, room_of, what_makes_room
-from nodes.loading.wish import LoadWish, wish_of
+from nodes.loading.wish import LACKS_ROOM, LoadWish, wish_of
 from nodes.placement.choose import Candidate, Decision, Need, Reason, free_index, lacks_disk
 from nodes.placement.evict import Eviction
 from nodes.placement.explain import Ending, Explanation, FleetView, explain
@@ -75,7 +75,8 @@ async def place(bus: Bus, work: Work, what: Wanted, *, mark: str) -> Place:
         if node is None:
             room = await _room(work, what, fleet, decision, rest)
             if room is None or room.node is None:
-                raise await _no_node(work, _with_room(explain(seen, decision), room), setbacks)
+                lacks = await in_thread(_lacks_room, wish, decision)
+                raise await _no_node(work, _with_room(explain(seen, decision), room), setbacks, lacks)
             node, ranked = room.node, [room.node]
         if node.id not in answered:
             unasked = [node for node in ranked if node.id not in answered]
@@ -160,13 +161,23 @@ async def _ask(bus: Bus, work: Work, nodes: Sequence[Candidate]) -> Answer:
         raise later(operation, _NO_BUS, seconds=_LOOK_FOR_BUS, waiting=False) from None
 
 
-async def _no_node(work: Work, told: Explanation, setbacks: Setbacks) -> Exception:
-    """What follows, said and kept in the same words; kept first, so that no wait is without its record."""
+def _lacks_room(wish: LoadWish, decision: Decision) -> bool:
+    """Whether the replica that the load replaces takes the room that it needs."""
+    return wish.replaces is not None and snapshot.lacks_room(wish.replaces, decision.refused)
+
+
+async def _no_node(work: Work, told: Explanation, setbacks: Setbacks, lacks_room: bool) -> Exception:
+    """What follows, said and kept in the same words; kept first, so that no wait is without its record.
+
+    `lacks_room` is for the replica pass, which then has the replaced one go first.
+    """
     rested = next_end(setbacks, clock.now())
     seconds = _LOOK_FOR_NODE if rested is None else min(rested, _LOOK_FOR_NODE)
     # Read again: requests that came while nodes were asked have moved the time at which it gives up.
     operation = await in_thread(Operation.objects.get, pk=work.id)
     payload = into_payload(operation.payload, setbacks)
+    if lacks_room or payload.get(LACKS_ROOM):
+        payload[LACKS_ROOM] = lacks_room
     follows = later(operation, told.sentence, seconds=seconds, payload=payload)
     if isinstance(follows, Abandoned):
         told = replace(told, outcome=Ending.REFUSED)

@@ -15,10 +15,8 @@ from django.db.models import Count, Q
 from nodes.models import ModelSchedulingConfig, NodeModel, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
 from nodes.placement.evict import Guard, Resident
-from operations.changes import events
+from nodes.replicas import leaving
 
-OWNER = "eviction"
-"""What `loading_by` of a victim says: no operation, so the stop is the controllers'."""
 _COLUMNS = (
     *("id", "node_id", "model_name", "replica_index", "state", "in_flight", "last_used"),
     *("vram_needed", "loaded_at"),
@@ -72,16 +70,7 @@ def still_victims(model_name: str, victims: Sequence[Resident], *, now: datetime
 
 def take_out(victims: Sequence[Resident], *, now: datetime) -> None:
     """They get no requests any more, and their stop is due. Needs `still_victims` in the same transaction."""
-    NodeModel.objects.filter(pk__in=[one.id for one in victims]).update(
-        state=ReplicaState.UNLOADING,
-        loading_by=OWNER,
-        cleanup_next_retry_at=now,
-        # One that no stop was sent for would be put back.
-        cleanup_attempts=1,
-        cleanup_error="",
-        updated_at=now,
-    )
-    events.notify(events.NODES, *sorted({str(one.node_id) for one in victims}))
+    leaving.go([one.id for one in victims], owner=leaving.EVICTED, until=now, now=now)
 
 
 def memory_of_leaving(node_id: UUID) -> int:
@@ -101,7 +90,7 @@ def _leaving() -> Q:
     What an upgrade has taken out comes back, what an unload gives time may take an hour, and what a stop has
     failed for may take as long.
     """
-    stopping = Q(in_flight=0) | Q(cleanup_attempts__gt=0)
+    stopping = Q(in_flight=0) | Q(cleanup_attempts__gt=1)
     withdrawn = Q(state="unloading", withdrawn_for__isnull=True, cleanup_next_retry_at__isnull=False)
     return withdrawn & stopping & Q(cleanup_error="")
 

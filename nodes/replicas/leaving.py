@@ -5,7 +5,8 @@ how far that is: `cleanup_next_retry_at` is when the engine is stopped at the la
 tried again; `cleanup_attempts` counts the stops that were sent, `cleanup_error` is why the last one failed.
 
 What an operation leaves behind, because it was cancelled or a worker did not confirm, does not stay: a
-replica that no stop was sent for serves again (`put_back`), the others are stopped later (`claim`).
+replica that no stop was sent for serves again (`put_back`), the others are stopped later (`claim`). So are
+those that no operation is about, because they go for good from the start (`GOING`).
 """
 
 from collections.abc import Collection
@@ -16,9 +17,9 @@ from uuid import UUID
 from django.db import transaction
 from django.db.models import CharField, Exists, F, IntegerField, OuterRef, Q
 from django.db.models.fields.json import KeyTextTransform
-from django.db.models.functions import Cast
+from django.db.models.functions import Cast, Greatest
 
-from localai_cluster import names
+from localai_cluster import conf, names
 from localai_cluster.messaging.messages import process_key
 from nodes.models import ModelSchedulingConfig, NodeModel, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
@@ -28,6 +29,10 @@ from operations.models import ACTIVE, Operation, OperationTarget
 
 UNLOAD, DELETE = "model_unload", "model_delete"
 """The kinds of operations that take replicas out of the picks."""
+EVICTED, REPLACED, LOST = "eviction", "replaced", "lost"
+GOING = (EVICTED, REPLACED, LOST)
+"""What `loading_by` says of replicas that leave for good, without an operation: to make room for a load,
+because one of an edited definition serves or finds no room, because it did not answer a request."""
 HELD = (ReplicaState.LOADED, ReplicaState.UNLOADING)
 """The states in which a replica has an engine that can be unloaded."""
 _WITHDRAWN = [
@@ -100,6 +105,16 @@ def idle(replica_id: UUID, *, since: datetime) -> NodeModel | None:
     return row if row is not None and row.idle_since <= since else None
 
 
+def locked(replica_id: UUID) -> NodeModel | None:
+    """The replica, locked, if it is loaded. Needs a transaction."""
+    return NodeModel.objects.loaded().filter(pk=replica_id).select_for_update(of=("self",)).first()
+
+
+def serves_besides(row: NodeModel) -> bool:
+    """Whether requests find another replica of its model."""
+    return NodeModel.objects.of(row.model_name).serving().exclude(pk=row.pk).exists()
+
+
 def enough_besides(row: NodeModel) -> bool:
     """Whether the rule of its model, locked, has enough serving replicas without this locked one.
 
@@ -116,6 +131,30 @@ def take_out(row: NodeModel, *, owner: str, now: datetime) -> None:
     row.cleanup_error, row.cleanup_attempts, row.updated_at = "", 0, now
     row.save(update_fields=_WITHDRAWN)
     events.notify(events.NODES, str(row.node_id))
+
+
+def go(ids: Collection[UUID], *, owner: str, until: datetime, now: datetime) -> None:
+    """Takes these locked, loaded replicas out of the picks for good, for one of the reasons in `GOING`.
+
+    Their engines are stopped as soon as no request runs there, at the latest at `until`.
+    """
+    NodeModel.objects.filter(pk__in=ids).update(
+        state=ReplicaState.UNLOADING,
+        loading_by=owner,
+        cleanup_next_retry_at=until,
+        # One that no stop was sent for would be put back.
+        cleanup_attempts=1,
+        cleanup_error="",
+        updated_at=now,
+    )
+    nodes = NodeModel.objects.filter(pk__in=ids).order_by().values_list("node_id", flat=True)
+    events.notify(events.NODES, *sorted(map(str, set(nodes))))
+
+
+def replace(ids: Collection[UUID], *, now: datetime) -> None:
+    """These locked, loaded replicas of a former definition get no more requests; those that run end."""
+    until = now + timedelta(seconds=conf.cluster().request_timeout)
+    go(ids, owner=REPLACED, until=until, now=now)
 
 
 def hurry(rows: NodeModelQuerySet, *, until: datetime) -> None:
@@ -179,11 +218,14 @@ def put_back() -> list[Leaving]:
 
 def claim(limit: int, *, now: datetime) -> list[Leaving]:
     """Replicas whose stop is due again, for this caller alone, after their operation has ended."""
-    due = _left_behind().filter(cleanup_attempts__gt=0, cleanup_next_retry_at__lte=now)
+    quiet = Q(loading_by__in=GOING, cleanup_attempts=1, in_flight=0)
+    due = _left_behind().filter(quiet | Q(cleanup_next_retry_at__lte=now), cleanup_attempts__gt=0)
     with transaction.atomic():
         found = list(due.order_by("id").select_for_update(of=("self",), skip_locked=True)[:limit])
         NodeModel.objects.filter(pk__in=[row.pk for row in found]).update(
-            cleanup_next_retry_at=now + timedelta(seconds=_CLAIMED_FOR)
+            # The first claim ends the wait for requests.
+            cleanup_attempts=Greatest(F("cleanup_attempts"), 2),
+            cleanup_next_retry_at=now + timedelta(seconds=_CLAIMED_FOR),
         )
     return [_leaving(row) for row in found]
 

@@ -13,7 +13,7 @@ from localai_cluster.commits import committed
 from nodes.models import BackendNode, EngineStart, ModelLoadInfo, NodeModel
 from nodes.placement.choose import NOTHING, Candidate, Need, Reason, lowest_free
 from nodes.placement.evict import Eviction
-from nodes.replicas import eviction, reasons, vram
+from nodes.replicas import eviction, leaving, reasons, vram
 from nodes.replicas.reasons import Decided
 
 
@@ -110,9 +110,14 @@ def publish(
     options: dict[str, Any],
     revision: str,
     now: datetime,
+    replaces: UUID | None = None,
 ) -> bool:
-    """Makes the slot a replica that receives traffic; False when the slot is no longer this attempt's."""
+    """Makes the slot a replica that receives traffic; False when the slot is no longer this attempt's.
+
+    The replica that it replaces leaves the picks with it: there is no moment with neither or with both.
+    """
     with committed("load.publish"):
+        former = _locked_beside(slot, replaces)
         published = NodeModel.objects.filter(pk=slot.id, loading_by=mark, state="loading").update(
             state="loaded",
             loading_by="",
@@ -132,4 +137,15 @@ def publish(
                 model_name=model_name,
                 defaults={"backend_type": backend, "model_options": options, "updated_at": now},
             )
+            if former is not None:
+                leaving.replace([former], now=now)
     return bool(published)
+
+
+def _locked_beside(slot: Slot, replaced: UUID | None) -> UUID | None:
+    """The replica to be replaced if it still serves, locked in order with the slot's row."""
+    if replaced is None:
+        return None
+    rows = NodeModel.objects.filter(pk__in=[slot.id, replaced]).order_by("id").select_for_update(of=("self",))
+    states = dict(rows.values_list("pk", "state"))
+    return replaced if states.get(replaced) == "loaded" else None
