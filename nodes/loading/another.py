@@ -40,8 +40,8 @@ def load_another(
 ) -> Operation:
     """Asks durably for one more replica, on one of the nodes `only`, or on any that the model's rule allows.
 
-    Every call asks for one: `under_way` says how many are asked for already. With `replaces` that replica goes
-    when the new one serves. Raises Conflict while the
+    Every call asks for one: `under_way` says how many are asked for already. The replica that it `replaces`
+    goes when the new one serves. Raises Conflict while the
     model is being unloaded or deleted, and RuntimeError inside a transaction: that would hold the counter of
     changes while it waits for the next model's line.
     """

@@ -254,7 +254,7 @@ class LoadModel:
             engine = await in_thread(dialling.accept, attempt.slot.node_id, reply.address, now=clock.now())
         except dialling.AddressRefused as refused:
             raise NodeRefused(refused.message) from refused
-        await in_thread(engines.note_address, attempt.mark, engine.address)
+        await in_thread(engines.note_answer, attempt.mark, engine.address)
         # Before it loads: a request for a former engine of this address would reach the new one.
         if gone := await in_thread(retire.retire_at, engine.address, attempt.slot):
             log.info("%s on %s took the address of %s", attempt.process_key, node.name, ", ".join(gone))
@@ -315,6 +315,7 @@ async def _started(
             case WorkerRefused(_, reply) if reply.interrupted:
                 raise Postpone(f"{attempt.process_key} was stopped while it started", seconds=1.0)
             case WorkerRefused(reason):
+                await in_thread(engines.note_answer, attempt.mark)
                 raise NodeRefused(f"{backend}: {offered.explained(reason)}")
             case Unreadable(reason):
                 raise NodeRefused(f"{backend}: {reason}")

@@ -13,6 +13,7 @@ from uuid import UUID
 from localai_cluster import clock
 from localai_cluster.messaging.bus import Bus, NotConnected
 from nodes.definitions.files import Definition
+from nodes.loading import needs
 from nodes.loading.asking import Answer, best_that_answers
 from nodes.loading.failures import refusals, refused_by_all
 from nodes.loading.room import Room, room_of, what_makes_room
@@ -76,7 +77,8 @@ async def place(bus: Bus, work: Work, what: Wanted, *, mark: str) -> Place:
             room = await _room(work, what, fleet, decision, rest)
             if room is None or room.node is None:
                 lacks = await in_thread(_lacks_room, wish, decision)
-                raise await _no_node(work, _with_room(explain(seen, decision), room), setbacks, lacks)
+                known = needs.into_payload({LACKS_ROOM: True} if lacks else {}, need)
+                raise await _no_node(work, _with_room(explain(seen, decision), room), setbacks, known)
             node, ranked = room.node, [room.node]
         if node.id not in answered:
             unasked = [node for node in ranked if node.id not in answered]
@@ -166,18 +168,17 @@ def _lacks_room(wish: LoadWish, decision: Decision) -> bool:
     return wish.replaces is not None and snapshot.lacks_room(wish.replaces, decision.refused)
 
 
-async def _no_node(work: Work, told: Explanation, setbacks: Setbacks, lacks_room: bool) -> Exception:
+async def _no_node(work: Work, told: Explanation, setbacks: Setbacks, known: Mapping[str, Any]) -> Exception:
     """What follows, said and kept in the same words; kept first, so that no wait is without its record.
 
-    `lacks_room` is for the replica pass, which then has the replaced one go first.
+    What is `known` goes into the payload: by its need the load is woken, and the replica pass has a replaced
+    one go first that takes its room.
     """
     rested = next_end(setbacks, clock.now())
     seconds = _LOOK_FOR_NODE if rested is None else min(rested, _LOOK_FOR_NODE)
     # Read again: requests that came while nodes were asked have moved the time at which it gives up.
     operation = await in_thread(Operation.objects.get, pk=work.id)
-    payload = into_payload(operation.payload, setbacks)
-    if lacks_room or payload.get(LACKS_ROOM):
-        payload[LACKS_ROOM] = lacks_room
+    payload = into_payload({**operation.payload, LACKS_ROOM: False, **known}, setbacks)
     follows = later(operation, told.sentence, seconds=seconds, payload=payload)
     if isinstance(follows, Abandoned):
         told = replace(told, outcome=Ending.REFUSED)

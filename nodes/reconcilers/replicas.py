@@ -1,8 +1,8 @@
 """The replica pass (R4.6 to R4.23): observe, plan (pure, `nodes.scheduling.plan`), apply.
 
 It asks for loads and unloads and waits for none of them. Each request is a transaction of its own, so one
-that fails stops no other (R4.5), and the rows of the rules say what came of it. A model without such a rule is
-looked at while a former definition's replica serves it.
+that fails stops no other (R4.5), and the rows of the rules say what came of it. A model without such a rule
+is looked at while a replica of a former definition serves it.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from typing import assert_never
 from uuid import UUID
 
 from django.db import transaction
+from django.db.models import Case, Exists, F, Q, Value, When
 from django.db.models.functions import Greatest
 
 from localai_cluster import clock, errors
@@ -23,7 +24,7 @@ from localai_cluster.outage import is_outage
 from nodes.definitions import folder
 from nodes.loading import another
 from nodes.loading.load import KIND
-from nodes.models import BackendNode, NodeLabel, NodeModel
+from nodes.models import BackendNode, MassSilence, NodeLabel, NodeModel
 from nodes.replicas import leaving
 from nodes.scheduling import passes
 from nodes.scheduling.picture import (
@@ -80,7 +81,7 @@ def observe(demands: Sequence[Demand], revisions: Mapping[str, str] | None) -> F
     failures = failed.values_list("element", "finished_at", "error")
     idle_since = Greatest("last_used", "last_released_at")
     rows = NodeModel.objects.filter(model_name__in=names).values_list(
-        "id", "node_id", "model_name", "replica_index", "state", "in_flight", idle_since, "config_revision"
+        "id", "node_id", "model_name", "replica_index", _state(), "in_flight", idle_since, "config_revision"
     )
     return Fleet(
         hosts=_hosts({key for demand in demands for key in demand.selector or ()}),
@@ -92,6 +93,12 @@ def observe(demands: Sequence[Demand], revisions: Mapping[str, str] | None) -> F
         revisions=revisions or {},
         replacing=loads.replacing,
     )
+
+
+def _state() -> Case:
+    """While the brake holds, what did not answer a request counts as there: we may be cut off from it."""
+    kept = Q(loading_by=leaving.LOST, state="unloading") & Q(Exists(MassSilence.objects.all()))
+    return Case(When(kept, then=Value("loaded")), default=F("state"))
 
 
 def _outdated(revisions: Mapping[str, str]) -> set[str]:

@@ -19,26 +19,30 @@ from django.db.models import CharField, Exists, F, IntegerField, OuterRef, Q
 from django.db.models.fields.json import KeyTextTransform
 from django.db.models.functions import Cast, Greatest
 
-from localai_cluster import conf, names
+from localai_cluster import clock, conf, names
 from localai_cluster.messaging.messages import process_key
 from nodes.models import ModelSchedulingConfig, NodeModel, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
+from nodes.replicas import statements
 from operations import targets
 from operations.changes import events
 from operations.models import ACTIVE, Operation, OperationTarget
 
 UNLOAD, DELETE = "model_unload", "model_delete"
 """The kinds of operations that take replicas out of the picks."""
-EVICTED, REPLACED, LOST = "eviction", "replaced", "lost"
-GOING = (EVICTED, REPLACED, LOST)
+EVICTED, REPLACED, LOST, STRANGE = "eviction", "replaced", "lost", "another model"
+GOING = (EVICTED, REPLACED, LOST, STRANGE)
 """What `loading_by` says of replicas that leave for good, without an operation: to make room for a load,
-because one of an edited definition serves or finds no room, because it did not answer a request."""
+because one of an edited definition serves or finds no room, because it did not answer a request, because its
+engine serves another model or none."""
 HELD = (ReplicaState.LOADED, ReplicaState.UNLOADING)
 """The states in which a replica has an engine that can be unloaded."""
 _WITHDRAWN = [
     "state", "loading_by", "cleanup_next_retry_at", "cleanup_error", "cleanup_attempts", "updated_at",
 ]  # fmt: skip
 _RUNNING = ("id", "in_flight", "cleanup_next_retry_at")
+STUCK_AFTER = 7
+"""Stops without a confirmation, two minutes, after which an operator hears of it."""
 _LONGEST_ERROR = 240
 _LONGEST_PAUSE = 300.0
 _CLAIMED_FOR = 60.0
@@ -54,6 +58,8 @@ class Leaving:
     model_name: str
     replica_index: int
     address: str
+    lost: bool = False
+    """It did not answer a request; its engine may live."""
 
     @property
     def process_key(self) -> str:
@@ -63,7 +69,8 @@ class Leaving:
 
 def held(model_name: str, *, node_id: UUID | None = None, index: int | None = None) -> NodeModelQuerySet:
     """The replicas that an unload of the model is about: everywhere, of one node, or exactly one."""
-    rows = NodeModel.objects.of(model_name).filter(state__in=HELD)
+    # A failed load leaves a place in `unloading` that never was a replica.
+    rows = NodeModel.objects.of(model_name).filter(state__in=HELD).exclude(address="")
     rows = rows if node_id is None else rows.filter(node_id=node_id)
     return rows if index is None else rows.filter(replica_index=index)
 
@@ -157,6 +164,42 @@ def replace(ids: Collection[UUID], *, now: datetime) -> None:
     go(ids, owner=REPLACED, until=until, now=now)
 
 
+async def lose(database: statements.Rows, replica_id: UUID, address: str, *, why: str = LOST) -> bool:
+    """A replica that did no work gets no more requests: the row that was picked, not one in its place since.
+
+    For the hot path, which has no ORM; answers whether it was in the picks. The engine of a `LOST` one may
+    live and be out of reach: who comes to stop it looks first (`loading/stopping.py`).
+    """
+    now = clock.now()
+    values = {
+        "replica": replica_id,
+        "address": address,
+        "owner": why,
+        "until": now + timedelta(seconds=conf.cluster().unload_grace),
+        "now": now,
+        "channel": events.NODES,
+    }
+    return bool(await database.rows(statements.LOSE, values))
+
+
+def found_again(replica: Leaving) -> bool:
+    """The engine of a lost replica answers: it serves again, if nobody else has taken it over."""
+    rows = NodeModel.objects.filter(pk=replica.id, state="unloading", loading_by=LOST)
+    with transaction.atomic():
+        back = rows.update(state=ReplicaState.LOADED, loading_by="", cleanup_next_retry_at=None)
+        if back:
+            events.notify(events.NODES, str(replica.node_id))
+    return bool(back)
+
+
+def stuck() -> list[NodeModel]:
+    """Replicas that go for good and whose engines have not been stopped for minutes, with their nodes."""
+    rows = NodeModel.objects.filter(
+        state="unloading", loading_by__in=GOING, cleanup_attempts__gte=STUCK_AFTER
+    ).exclude(cleanup_error="")
+    return list(rows.select_related("node").order_by("id"))
+
+
 def hurry(rows: NodeModelQuerySet, *, until: datetime) -> None:
     """Has those of the replicas that still wait for their requests stopped at `until` already."""
     waiting = rows.filter(state="unloading", cleanup_attempts=0, cleanup_next_retry_at__gt=until)
@@ -206,7 +249,8 @@ def put_back() -> list[Leaving]:
     What an upgrade has taken out as well is put back by that (`withdrawn`), and after it by this.
     """
     with transaction.atomic():
-        rows = _left_behind().filter(cleanup_attempts=0, withdrawn_for__isnull=True).order_by("id")
+        left = _left_behind().exclude(address="")
+        rows = left.filter(cleanup_attempts=0, withdrawn_for__isnull=True).order_by("id")
         found = list(rows.select_for_update(of=("self",), skip_locked=True))
         NodeModel.objects.filter(pk__in=[row.pk for row in found]).update(
             state=ReplicaState.LOADED, loading_by="", cleanup_next_retry_at=None
@@ -247,4 +291,5 @@ def _left_behind() -> NodeModelQuerySet:
 
 
 def _leaving(row: NodeModel) -> Leaving:
-    return Leaving(row.id, row.node_id, row.model_name, row.replica_index, row.address)
+    lost = row.loading_by == LOST
+    return Leaving(row.id, row.node_id, row.model_name, row.replica_index, row.address, lost)

@@ -67,7 +67,7 @@ def reserve(
             return NoSlot(Reason.FULL)
         if room is not None and not eviction.still_victims(model_name, room.victims, now=now):
             return NoSlot("what should make room there is in use again or kept by its rule")
-        soon = _given_back(view.id, room) if room is not None else 0
+        soon = _given_back(view.id, room, now) if room is not None else 0
         memory = vram.take(node, need, now=now, soon=soon) if need.vram > 0 else {}
         if memory is None:
             return NoSlot(Reason.MEMORY)
@@ -90,9 +90,9 @@ def reserve(
     return Slot(row.id, view.id, view.name, index)
 
 
-def _given_back(node_id: UUID, room: Eviction) -> int:
+def _given_back(node_id: UUID, room: Eviction, now: datetime) -> int:
     """Under the node's lock no other load counts on the same bytes: each reserves what it takes."""
-    return eviction.memory_of_leaving(node_id) + sum(one.vram for one in room.victims)
+    return eviction.memory_of_leaving(node_id, now=now) + sum(one.vram for one in room.victims)
 
 
 def still_reserved(slot: Slot, *, mark: str) -> bool:

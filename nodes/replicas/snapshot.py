@@ -16,6 +16,7 @@ from nodes.replicas.slots import Slot
 _COLUMNS = (
     *("id", "name", "node_type", "status", "max_replicas_per_model", "loaded", "busy"),
     *("available_vram", "reserved_vram", "vram_read_at", "vram_budget_bytes"),
+    *("returned_vram", "returned_beside"),
     *("total_disk", "available_disk"),
 )
 
@@ -100,6 +101,15 @@ def fleet(
         )
         for row in nodes.values(*_COLUMNS)
     ]
+
+
+def taken(model_names: Collection[str]) -> dict[str, dict[UUID, set[int]]]:
+    """The indices of these models' rows in any state (R1.62), by node; one query."""
+    found: dict[str, dict[UUID, set[int]]] = {name: {} for name in model_names}
+    rows = NodeModel.objects.filter(model_name__in=found)
+    for name, node_id, index in rows.values_list("model_name", "node_id", "replica_index"):
+        found[name].setdefault(node_id, set()).add(index)
+    return found
 
 
 def _loaded_among(model_names: Collection[str]) -> dict[UUID, set[str]]:

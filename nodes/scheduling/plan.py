@@ -168,7 +168,7 @@ def _decide(scene: _Scene, now: datetime, *, tick: bool) -> Ruling:
     if not demand.counts:
         return scene.ruling("")  # R4.12
     if demand.until is not None and demand.until > now:
-        return scene.ruling("")  # R4.8
+        return _refill(scene) or scene.ruling("")  # R4.8
     if demand.spread and not scene.fits:
         return scene.ruling(_problem(scene))  # R4.7
     if missing := _missing(scene):
@@ -231,6 +231,22 @@ def _fill(scene: _Scene, missing: int, now: datetime, *, tick: bool) -> Ruling:
     # After the first one: flags stay if nothing can be asked for.
     cleared = [ClearFlags(demand.model)] if demand.ticks or demand.until else []
     return scene.ruling(loads[0].reason, loads[0], *cleared, *loads[1:])
+
+
+def _refill(scene: _Scene) -> Ruling | None:
+    """In a cooldown only what was there a moment ago is missed: that it could be had is known.
+
+    A slot that is being freed will do: the load waits for it, and the next pass does not know of the loss.
+    """
+    lost = min(_missing(scene), scene.demand.seen - len(scene.serving))
+    if lost <= 0 or not (scene.room > 0 or scene.leaving) or not scene.defined:
+        return None
+    if scene.demand.spread:
+        loads = _loads(scene, lost)[:lost]
+    else:
+        said = f"{lost} of {scene.demand.seen} were lost: {lost} more, although it rests"
+        loads = [LoadAnother(scene.demand.model, scene.only, said)] * lost
+    return scene.ruling(loads[0].reason, *loads) if loads else None
 
 
 def _loads(scene: _Scene, missing: int) -> list[LoadAnother]:

@@ -313,7 +313,7 @@ def test_removal_is_by_id_and_address(monkeypatch: pytest.MonkeyPatch) -> None:
         async with hot.picker() as picker:
             replica = await acquire(picker)
             stale = Replica(replica.id, replica.node_id, replica.model, "127.0.0.1:9")
-            kept, gone = await picker.remove(stale), await picker.remove(replica)
+            kept, gone = await picker.lose(stale), await picker.lose(replica)
             picker.release(replica)
             await picker.settle()
             return kept, gone
@@ -338,7 +338,7 @@ def test_removal_races_with_picks() -> None:
                 for _ in range(50):
                     two.release(await acquire(two))
 
-            await asyncio.gather(busy(), busy(), one.remove(dead), busy())
+            await asyncio.gather(busy(), busy(), one.lose(dead), busy())
             one.release(dead)
             await asyncio.gather(one.settle(), two.settle())
 

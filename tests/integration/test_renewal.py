@@ -112,6 +112,7 @@ async def test_the_new_one_serves_before_the_old_one_goes_and_a_request_that_run
         assert done["replica_index"] == 1
         await hot.in_thread(former.refresh_from_db)
         assert (former.state, former.loading_by, former.in_flight) == ("unloading", leaving.REPLACED, 1)
+        assert former.cleanup_next_retry_at is not None
         assert former.cleanup_next_retry_at > clock.now() + timedelta(seconds=500)
         second = await picker.acquire(InferenceRequest(model="echo"))
         assert second is not None

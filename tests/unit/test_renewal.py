@@ -63,7 +63,7 @@ def test_a_replica_of_a_former_definition_is_replaced_by_one_load_that_names_it(
     for demand in (rule(), rule(1), rule(0, 1)):
         assert replaced(decided(demand, hosts=[on], replicas=[row(on)])) == [row(on).id]
         assert decided(demand, tick=False, hosts=[on], replicas=[row(on)]).actions == ()
-        waits = {"loads": {"m": 1}, "replacing": {row(on).id: False}}
+        waits: dict[str, Any] = {"loads": {"m": 1}, "replacing": {row(on).id: False}}
         ruling = decided(demand, hosts=[on], replicas=[row(on)], **waits)
         assert (ruling.actions, ruling.wanted) == ((), 1)
     ruling = decided(rule(1), hosts=[on], replicas=[row(on)])
@@ -120,7 +120,7 @@ def test_a_spread_model_is_replaced_where_it_is_and_still_loaded_where_it_is_not
     (load,) = decided(rule(spread=True), hosts=[a], replicas=[row(a)]).actions
     assert isinstance(load, LoadAnother)
     assert (load.only, load.pinned, load.replaces) == (frozenset({a.id}), True, row(a).id)
-    waits = {"loads": {"m": 1}, "pinned": {"m": frozenset({a.id})}, "replacing": {row(a).id: True}}
+    waits: dict[str, Any] = {"loads": {"m": 1}, "pinned": {"m": frozenset({a.id})}, "replacing": {row(a).id: True}}
     (bare,) = decided(rule(spread=True), hosts=[a, b], replicas=[row(a)], **waits).actions
     assert isinstance(bare, LoadAnother)
     assert (bare.only, bare.replaces) == (frozenset({b.id}), None)
