@@ -322,7 +322,7 @@ class ClusterSettings:
     install_wait: float
     """How long an install, upgrade or deletion waits for a node that is offline before it fails."""
     model_load_timeout: float
-    """Limit of one gRPC LoadModel (C28)."""
+    """Limit of one gRPC LoadModel; 0 = by the size of the model's files (C28)."""
     load_failure_grace: float
     """How long requests get the error of a failed load before it is tried again (C33)."""
     node_stale_after: float
@@ -356,7 +356,7 @@ _DURATIONS: dict[str, tuple[str, float, float]] = {
     "install_timeout": ("LOCALAI_NATS_BACKEND_INSTALL_TIMEOUT", 900.0, 1.0),
     "upgrade_timeout": ("LOCALAI_NATS_BACKEND_UPGRADE_TIMEOUT", 900.0, 1.0),
     "install_wait": ("CLUSTER_INSTALL_WAIT", 900.0, 1.0),
-    "model_load_timeout": ("LOCALAI_NATS_MODEL_LOAD_TIMEOUT", 300.0, 1.0),
+    "model_load_timeout": ("LOCALAI_NATS_MODEL_LOAD_TIMEOUT", 0.0, 0.0),
     "load_failure_grace": ("CLUSTER_LOAD_FAILURE_GRACE", 15.0, 0.0),
     "node_stale_after": ("CLUSTER_NODE_STALE_AFTER", 60.0, 1.0),
     "mass_silence_hold": ("LOCALAI_MASS_SILENCE_HOLD", 300.0, 0.0),

@@ -8,7 +8,8 @@ coroutine and no set-up: the channel, its methods and the metadata are made once
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -27,6 +28,7 @@ from localai_cluster.rpc.messages import (
     TokenizationResponse,
 )
 from localai_cluster.rpc.signs import Sign
+from localai_cluster.rpc.tracked import TRACKED, UNTRACKED
 
 MESSAGE_LIMIT = 50 * 1024 * 1024
 HEALTHY = b"OK"
@@ -55,21 +57,26 @@ class BackendClient:
     """Calls one engine at `address` (`host:port`), proving itself by `token` when there is one.
 
     Timeouts are seconds. Every method raises BackendError types. An `address` that is anything else raises
-    Refused: gRPC would read a scheme in it.
+    Refused: gRPC would read a scheme in it. Only a `counted` one has the calls that are somebody's request.
     """
 
-    def __init__(self, address: str, token: str = "") -> None:
+    def __init__(self, address: str, token: str = "", *, counted: bool = False) -> None:
         try:
             self._target = parse(address).target
         except ValueError as error:
             raise Refused(f"the engine's address {error}") from None
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._calls = UNTRACKED | TRACKED if counted else UNTRACKED
         self._retired: set[asyncio.Task[None]] = set()
         self._open()
 
     def _open(self) -> None:
         self._channel = grpc.aio.insecure_channel(self._target, options=_OPTIONS)
-        self._stub = BackendStub(self._channel)
+        stub = BackendStub(self._channel)
+        self._stub = cast(
+            BackendStub,
+            SimpleNamespace(**{name: vars(stub)[name] for name in self._calls & vars(stub).keys()}),
+        )
 
     async def health(self, timeout: float) -> bool:
         """Whether the engine calls itself ready."""
@@ -178,7 +185,7 @@ class ClientPool:
         key = (address, token)
         client = self._clients.get(key)
         if client is None:
-            client = self._clients[key] = BackendClient(address, token)
+            client = self._clients[key] = BackendClient(address, token, counted=True)
             if len(self._clients) > self._limit:
                 self.forget(*next(iter(self._clients)))
         else:

@@ -12,7 +12,8 @@ from uuid import UUID
 
 from django.db import transaction
 
-from localai_cluster import clock, conf
+from localai_cluster import clock
+from nodes.loading import hold
 from nodes.loading.load import KIND, key
 from nodes.loading.wish import ANOTHER, LACKS_ROOM, ONLY, REASON, REPLACES
 from operations.ledger import admission
@@ -45,7 +46,7 @@ def load_another(
     model is being unloaded or deleted, and RuntimeError inside a transaction: that would hold the counter of
     changes while it waits for the next model's line.
     """
-    now, cluster = clock.now(), conf.cluster()
+    now = clock.now()
     wanted = admission.OperationRequest(
         KIND,
         key=key(model_name),
@@ -58,7 +59,7 @@ def load_another(
             REASON: reason,
         }
         | ({} if replaces is None else {REPLACES: str(replaces)}),
-        needed_until=now + timedelta(seconds=cluster.install_timeout + cluster.model_load_timeout),
+        needed_until=now + timedelta(seconds=hold.base()),
     )
     with transaction.atomic(durable=True):
         return admission.admit_one_more(wanted, now=now)

@@ -120,7 +120,11 @@ def test_a_spread_model_is_replaced_where_it_is_and_still_loaded_where_it_is_not
     (load,) = decided(rule(spread=True), hosts=[a], replicas=[row(a)]).actions
     assert isinstance(load, LoadAnother)
     assert (load.only, load.pinned, load.replaces) == (frozenset({a.id}), True, row(a).id)
-    waits: dict[str, Any] = {"loads": {"m": 1}, "pinned": {"m": frozenset({a.id})}, "replacing": {row(a).id: True}}
+    waits: dict[str, Any] = {
+        "loads": {"m": 1},
+        "pinned": {"m": frozenset({a.id})},
+        "replacing": {row(a).id: True},
+    }
     (bare,) = decided(rule(spread=True), hosts=[a, b], replicas=[row(a)], **waits).actions
     assert isinstance(bare, LoadAnother)
     assert (bare.only, bare.replaces) == (frozenset({b.id}), None)
