@@ -8,8 +8,7 @@ coroutine and no set-up: the channel, its methods and the metadata are made once
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable
-from types import SimpleNamespace
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import grpc
 import grpc.aio
@@ -72,11 +71,9 @@ class BackendClient:
 
     def _open(self) -> None:
         self._channel = grpc.aio.insecure_channel(self._target, options=_OPTIONS)
-        stub = BackendStub(self._channel)
-        self._stub = cast(
-            BackendStub,
-            SimpleNamespace(**{name: vars(stub)[name] for name in self._calls & vars(stub).keys()}),
-        )
+        self._stub = BackendStub(self._channel)
+        for name in vars(self._stub).keys() - self._calls:
+            delattr(self._stub, name)
 
     async def health(self, timeout: float) -> bool:
         """Whether the engine calls itself ready."""

@@ -81,4 +81,4 @@ def judge(suspect: Suspect, listed: bool | None, port: Sign | None) -> Finding:
     reports = suspect.missed_reports + (listed is False)
     probes = suspect.missed_probes + 1 if listed is None else 0
     gone = suspect.exit_reported or reports >= MISSED_REPORTS or probes >= MISSED_PROBES
-    return Finding(gone, False, reports, probes, suspect.exit_reported, listed is False)
+    return Finding(gone, False, reports, probes, suspect.exit_reported, gone and listed is False)
