@@ -32,7 +32,7 @@ from nodes.backends.outcomes import BusDown, Done, NoResponders, StillRunning, U
 from nodes.backends.outcomes import Refused as WorkerRefused
 from nodes.definitions.files import Definition, load_options, revision
 from nodes.definitions.folder import Folder, FolderHangs
-from nodes.loading import engines, needs, placing
+from nodes.loading import engines, needs, node_options, placing
 from nodes.loading.failures import (
     LoadFailed,
     NodeRefused,
@@ -46,6 +46,7 @@ from nodes.models import BackendNode
 from nodes.placement.choose import gib
 from nodes.placement.deadlines import MARGIN, load_limit
 from nodes.placement.setbacks import Setbacks
+from nodes.placement.tuning import fingerprint
 from nodes.registry import dialling
 from nodes.replicas import retire, slots, snapshot
 from nodes.replicas.slots import Slot
@@ -176,7 +177,8 @@ class LoadModel:
             await made(attempt.room, attempt.work, attempt.slot)
         await self._bring_backend(attempt)
         engine = await self._start_engine(attempt)
-        await self._load(attempt, engine)
+        options = await in_thread(node_options.of, attempt.definition, attempt.slot.node_id)
+        await self._load(attempt, engine, options)
         published = await in_thread(
             slots.publish,
             attempt.slot,
@@ -184,6 +186,7 @@ class LoadModel:
             address=engine.address,
             backend=attempt.definition.backend,
             options=load_options(attempt.definition),
+            told=fingerprint(options),
             revision=revision(attempt.definition),
             now=clock.now(),
             replaces=wish_of(attempt.work.operation).replaces,
@@ -270,15 +273,13 @@ class LoadModel:
             log.info("%s on %s took the address of %s", attempt.process_key, node.name, ", ".join(gone))
         return engine
 
-    async def _load(self, attempt: Attempt, engine: dialling.Contact) -> None:
+    async def _load(self, attempt: Attempt, engine: dialling.Contact, options: Mapping[str, Any]) -> None:
         limit = load_limit(attempt.payload, conf.cluster().model_load_timeout)
         await attempt.hold.lasts(limit + MARGIN)
         await attempt.report("loading", f"loading {attempt.definition.name} on {attempt.slot.node_name}")
         client = BackendClient(engine.address, engine.token)
         try:
-            result = await client.load_model(
-                options_from_mapping(load_options(attempt.definition)), timeout=limit
-            )
+            result = await client.load_model(options_from_mapping(options), timeout=limit)
         except DeadlineExceeded as error:
             raise LoadFailed(
                 f"loading {gib(attempt.payload)} took longer than {limit:.0f} s"

@@ -110,10 +110,12 @@ def publish(
     options: dict[str, Any],
     revision: str,
     now: datetime,
+    told: str = "",
     replaces: UUID | None = None,
 ) -> bool:
     """Makes the slot a replica that receives traffic; False when the slot is no longer this attempt's.
 
+    `told` is the fingerprint of the options that the engine got, which the node may have changed (R2.80).
     The replica that it replaces leaves the picks with it: there is no moment with neither or with both.
     """
     with committed("load.publish"):
@@ -124,6 +126,7 @@ def publish(
             address=address,
             model_options=options,
             config_revision=revision,
+            effective_options_hash=told,
             in_flight=0,
             last_used=now,
             updated_at=now,
