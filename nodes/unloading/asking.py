@@ -59,14 +59,16 @@ def unload(wish: UnloadWish, *, now: datetime) -> Admission:
 
 
 def evict(node: BackendNode, actor: str, *, now: datetime) -> Admission:
-    """R2.55: has the replica of the node unloaded that nothing ran on for longest. NotFound if all are busy."""
+    """R2.55: has the replica of the node unloaded that was last used the longest ago.
+
+    Raises NotFound if none is idle.
+    """
     row = finders.least_recently_used([node.id]).first()
     if row is None:
         raise errors.NotFound(f"no replica on node {node.name} is idle")
     reason = "the least recently used on its node"
-    return unload(
-        UnloadWish(row.model_name, actor, node=node, index=row.replica_index, reason=reason), now=now
-    )
+    wish = UnloadWish(row.model_name, actor, node=node, index=row.replica_index, reason=reason)
+    return unload(wish, now=now)
 
 
 def delete(wish: UnloadWish, *, now: datetime) -> Admission:

@@ -5,10 +5,12 @@ import contextlib
 import dataclasses
 from datetime import timedelta
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from django.core.management import CommandError, call_command
 from pytest_django import Settings
 
 from localai_cluster import clock, errors
@@ -17,6 +19,8 @@ from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
 from nodes.loading import engines, load
+from nodes.loading.another import load_another
+from nodes.loading.hold import Hold
 from nodes.loading.room import what_makes_room
 from nodes.loading.stopping import Stopper
 from nodes.models import BackendNode, EngineStart, MassSilence, ModelSchedulingConfig, NodeModel
@@ -30,7 +34,9 @@ from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
 from nodes.unloading import asking
 from nodes.unloading.asking import UnloadWish
-from operations.executor.work import in_thread
+from operations.executor.operation_queue import write_batch
+from operations.executor.recorder import Recorder
+from operations.executor.work import Work, in_thread
 from operations.ledger import admission, lease
 from operations.models import Operation
 from tests.integration.test_evicting import GB, old, placed, read_node
@@ -398,3 +404,48 @@ def test_a_load_of_a_release_without_shares_excludes_an_unload_and_no_load() -> 
     joined = admission.OperationRequest(load.KIND, key=load.key("m"), element="m", actor="key")
     assert admission.admit(joined, now=clock.now()).created
     assert {one.id for one in lease.claim("c", now=clock.now(), lease=60, limit=9)} >= {former.id}
+
+
+# --- what an operator asks for, and how long one more replica is wanted
+
+
+@pytest.mark.rule("R2.55", "R1.75", "R2.75")
+def test_an_operator_evicts_the_least_recently_used_of_a_node() -> None:
+    node, other = hot.node("one"), hot.node("two")
+    hot.replica(other, "a", 0)
+    for number, requests in enumerate((1, 0, 0)):
+        hot.replica(node, f"m{number}", number, in_flight=requests)
+    out = StringIO()
+    call_command("nodes", "evict", "one", stdout=out)
+    (asked,) = Operation.objects.all()
+    assert (asked.kind, asked.element, asked.node_id) == (leaving.UNLOAD, "m1", node.id)
+    assert out.getvalue().startswith("one: m1#1 is unloaded (operation ")
+    NodeModel.objects.filter(node=node).update(in_flight=1)
+    with pytest.raises(CommandError, match="no replica on node one is idle"):
+        call_command("nodes", "evict", "one")
+
+
+@pytest.mark.rule("R2.24", "C30", "T-DL-14")
+async def test_one_more_replica_is_wanted_for_longer_while_something_moves() -> None:
+    """Requests move their own wish; without either it ends with what it waited for."""
+    asked = await in_thread(partial(load_another, "m", only=None, actor="system", reason="1 of 2 replicas"))
+    assert asked.needed_until is not None
+    assert asked.needed_until - asked.created_at == timedelta(minutes=25)
+
+    async def until() -> float:
+        row = await in_thread(Operation.objects.get, pk=asked.id)
+        assert row.needed_until is not None
+        return (row.needed_until - clock.now()).total_seconds()
+
+    await in_thread(lambda: Operation.objects.update(needed_until=clock.now()))
+    held = Hold(Work(asked, Recorder(write_batch)))
+    await held.moved(0)
+    assert await until() <= 0
+    await held.moved(7)
+    assert 200 < await until() <= 300
+    await held.lasts(5000)
+    assert 4900 < await until() <= 5000
+    plain = await in_thread(Operation.objects.get, pk=asked.id)
+    plain.payload = {}
+    await Hold(Work(plain, Recorder(write_batch))).lasts(9000)
+    assert await until() <= 5000

@@ -18,7 +18,7 @@ from uuid import uuid4
 import psycopg
 import pytest
 from django.db import connection, transaction
-from django.db.models import Sum
+from django.db.models import F, Sum
 from pytest_django import Settings
 
 from localai_cluster import clock, names
@@ -595,11 +595,11 @@ async def test_a_load_leaves_the_engines_and_slots_of_another_active_load_alone(
 
 async def stops(stage: Stage) -> None:
     """The attempt is over, controllers stop what it has left; then its place is free, for the next one."""
-    await in_thread(Operation.objects.update, status="pending")
+    await in_thread(Operation.objects.update, fence=F("fence") + 1)
     stage.bus.replies[subjects.model_stop(str(stage.one.id))] = m.StopModelReply(terminated=True)
     await Stopper(stage.bus).look_once()
     assert await in_thread(NodeModel.objects.count) == 0
-    await in_thread(Operation.objects.update, status="processing")
+    await in_thread(Operation.objects.update, fence=F("fence") - 1)
 
 
 async def test_only_deaths_of_the_engine_count_as_deaths(stage: Stage, loads: list[Any]) -> None:
