@@ -308,6 +308,8 @@ class ClusterSettings:
     """`prefer` or `require`: whether a load may go to a node with too little free VRAM (R2.32)."""
     disk_headroom_check: bool
     """Whether a node with too little free disk space is refused (R2.39)."""
+    node_options: bool
+    """Whether some load options follow from the node's memory and GPU (R2.80)."""
     node_hosts: Mapping[str, frozenset[str]]
     """By a node's name: hosts that its addresses may have besides the one it registers."""
     galleries: list[dict[str, Any]]
@@ -322,7 +324,7 @@ class ClusterSettings:
     install_wait: float
     """How long an install, upgrade or deletion waits for a node that is offline before it fails."""
     model_load_timeout: float
-    """Limit of one gRPC LoadModel (C28)."""
+    """Limit of one gRPC LoadModel; 0 = by the size of the model's files (C28)."""
     load_failure_grace: float
     """How long requests get the error of a failed load before it is tried again (C33)."""
     node_stale_after: float
@@ -356,7 +358,7 @@ _DURATIONS: dict[str, tuple[str, float, float]] = {
     "install_timeout": ("LOCALAI_NATS_BACKEND_INSTALL_TIMEOUT", 900.0, 1.0),
     "upgrade_timeout": ("LOCALAI_NATS_BACKEND_UPGRADE_TIMEOUT", 900.0, 1.0),
     "install_wait": ("CLUSTER_INSTALL_WAIT", 900.0, 1.0),
-    "model_load_timeout": ("LOCALAI_NATS_MODEL_LOAD_TIMEOUT", 300.0, 1.0),
+    "model_load_timeout": ("LOCALAI_NATS_MODEL_LOAD_TIMEOUT", 0.0, 0.0),
     "load_failure_grace": ("CLUSTER_LOAD_FAILURE_GRACE", 15.0, 0.0),
     "node_stale_after": ("CLUSTER_NODE_STALE_AFTER", 60.0, 1.0),
     "mass_silence_hold": ("LOCALAI_MASS_SILENCE_HOLD", 300.0, 0.0),
@@ -416,6 +418,7 @@ def load(values: Mapping[str, str] = os.environ) -> tuple[ClusterSettings, Envir
         expose_node_header=env.boolean("LOCALAI_EXPOSE_NODE_HEADER"),
         vram_policy=env.parsed("LOCALAI_VRAM_POLICY", parse_vram_policy, "prefer", "Use prefer or require."),
         disk_headroom_check=env.boolean("LOCALAI_DISTRIBUTED_DISK_HEADROOM_CHECK", True),
+        node_options=env.boolean("CLUSTER_NODE_OPTIONS", True),
         node_hosts=env.parsed(
             "CLUSTER_NODE_HOSTS",
             parse_node_hosts,

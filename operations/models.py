@@ -74,8 +74,12 @@ class OperationQuerySet(models.QuerySet["Operation"]):
         return self.filter(status__in=("pending", "processing", "waiting_for_nodes"))
 
     def sharing(self, key: str, element: str) -> Self:
-        """Those about `element` that have a share of the key's owner, this one or another."""
-        return self.filter(key__startswith=owner_of(key) + SHARE, element=element)
+        """Those about `element` that have a share of the key's owner, this one or another, or own all of it.
+
+        The latter were made by a release that knew no shares.
+        """
+        owner = owner_of(key)
+        return self.filter(models.Q(key__startswith=owner + SHARE) | models.Q(key=owner), element=element)
 
     def due(self, *, at: datetime) -> Self:
         """Unclaimed and to be looked at by `at`; what is carried out by its parts is never claimed itself."""

@@ -27,6 +27,7 @@ from localai_cluster.rpc.messages import (
     TokenizationResponse,
 )
 from localai_cluster.rpc.signs import Sign
+from localai_cluster.rpc.tracked import TRACKED, UNTRACKED
 
 MESSAGE_LIMIT = 50 * 1024 * 1024
 HEALTHY = b"OK"
@@ -55,21 +56,24 @@ class BackendClient:
     """Calls one engine at `address` (`host:port`), proving itself by `token` when there is one.
 
     Timeouts are seconds. Every method raises BackendError types. An `address` that is anything else raises
-    Refused: gRPC would read a scheme in it.
+    Refused: gRPC would read a scheme in it. Only a `counted` one has the calls that are somebody's request.
     """
 
-    def __init__(self, address: str, token: str = "") -> None:
+    def __init__(self, address: str, token: str = "", *, counted: bool = False) -> None:
         try:
             self._target = parse(address).target
         except ValueError as error:
             raise Refused(f"the engine's address {error}") from None
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._calls = UNTRACKED | TRACKED if counted else UNTRACKED
         self._retired: set[asyncio.Task[None]] = set()
         self._open()
 
     def _open(self) -> None:
         self._channel = grpc.aio.insecure_channel(self._target, options=_OPTIONS)
         self._stub = BackendStub(self._channel)
+        for name in vars(self._stub).keys() - self._calls:
+            delattr(self._stub, name)
 
     async def health(self, timeout: float) -> bool:
         """Whether the engine calls itself ready."""
@@ -178,7 +182,7 @@ class ClientPool:
         key = (address, token)
         client = self._clients.get(key)
         if client is None:
-            client = self._clients[key] = BackendClient(address, token)
+            client = self._clients[key] = BackendClient(address, token, counted=True)
             if len(self._clients) > self._limit:
                 self.forget(*next(iter(self._clients)))
         else:

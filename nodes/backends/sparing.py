@@ -16,6 +16,7 @@ from localai_cluster import clock, conf, errors
 from localai_cluster.commits import committed
 from nodes.backends import intents
 from nodes.backends.intents import Intent, PutBack, Settlement
+from nodes.placement.deadlines import load_limit
 from nodes.replicas import withdrawn
 from nodes.replicas.withdrawn import Withdrawal
 from operations import targets
@@ -52,7 +53,7 @@ async def spare(intent: Intent, recorder: Recorder, load_elsewhere: LoadElsewher
     loads: dict[str, UUID] = {}
     said = ""
     cluster = conf.cluster()
-    patience = clock.monotonic() + cluster.install_timeout + cluster.model_load_timeout
+    patience = clock.monotonic() + cluster.install_timeout + load_limit(0, cluster.model_load_timeout)
     while True:
         confirmed = await in_thread(_confirmed, intent)
         found, late = await in_thread(_withdraw, intent, confirmed)

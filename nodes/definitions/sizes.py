@@ -11,14 +11,14 @@ import re
 import stat
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from nodes.definitions import gguf
-from nodes.definitions.files import Definition, load_options
+from nodes.definitions.files import Definition
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +59,13 @@ def measure(folder: Path, definition: Definition) -> ModelFiles:
     return ModelFiles(sum(size for _, size in found), payload, header)
 
 
-def located(folder: Path, definition: Definition) -> dict[str, Any]:
-    """The load options with the place of the model's file in this folder, whether or not it is there.
+def located(folder: Path, model: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with the place of the model's file in this folder, whether or not it is there.
 
     A worker that shares the folder finds it there; an engine with a model of its own looks at the name only.
     """
-    options = load_options(definition)
-    path = _inside(folder, definition.model)
-    return options if path is None else {**options, "ModelFile": str(path), "ModelPath": str(folder)}
+    path = _inside(folder, model)
+    return dict(options) if path is None else {**options, "ModelFile": str(path), "ModelPath": str(folder)}
 
 
 def _inside(folder: Path, text: object) -> Path | None:

@@ -101,12 +101,15 @@ class Gateway:
         if not (wrong_model or dead):
             return
         try:
-            removed = await self.picker.remove(replica)
+            removed = await self.picker.lose(replica, strange=wrong_model)
         except pool.UNREACHABLE as unreachable:
             raise Unavailable("the database is not reachable", retry_after=2) from unreachable
         if removed:
             logger.warning(
-                "Removed the replica of %s at %s: %s", replica.model, replica.address, error.message
+                "No more requests for the replica of %s at %s: %s",
+                replica.model,
+                replica.address,
+                error.message,
             )
         if dead:
             self._clients.forget(replica.address, replica.token)

@@ -4,28 +4,49 @@ Such a load is nobody's request: it is needed for as long as a load may take, an
 then, it ends with what it waited for. Who still wants the replica asks again.
 """
 
-from collections.abc import Collection
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from uuid import UUID
 
 from django.db import transaction
-from django.db.models import Count
 
-from localai_cluster import clock, conf
+from localai_cluster import clock
+from nodes.loading import hold
 from nodes.loading.load import KIND, key
-from nodes.loading.wish import ANOTHER, ONLY, REASON
+from nodes.loading.wish import ANOTHER, LACKS_ROOM, ONLY, REASON, REPLACES
 from operations.ledger import admission
-from operations.models import Operation
+from operations.models import Operation, Status
 
 
-def load_another(model_name: str, *, only: Collection[UUID] | None, actor: str, reason: str) -> Operation:
+@dataclass(frozen=True)
+class UnderWay:
+    """The loads of some models that have not ended yet."""
+
+    counts: Mapping[str, int]
+    pinned: Mapping[str, frozenset[UUID]]
+    """The nodes, by model, that have a load for them alone."""
+    replacing: Mapping[UUID, bool]
+    """The replicas that one of them will replace, and whether it waits for the room that they take."""
+
+
+def load_another(
+    model_name: str,
+    *,
+    only: Collection[UUID] | None,
+    actor: str,
+    reason: str,
+    replaces: UUID | None = None,
+) -> Operation:
     """Asks durably for one more replica, on one of the nodes `only`, or on any that the model's rule allows.
 
-    Every call asks for one: `loads_under_way` says how many are asked for already. Raises Conflict while the
+    Every call asks for one: `under_way` says how many are asked for already. The replica that it `replaces`
+    goes when the new one serves. Raises Conflict while the
     model is being unloaded or deleted, and RuntimeError inside a transaction: that would hold the counter of
     changes while it waits for the next model's line.
     """
-    now, cluster = clock.now(), conf.cluster()
+    now = clock.now()
     wanted = admission.OperationRequest(
         KIND,
         key=key(model_name),
@@ -36,24 +57,24 @@ def load_another(model_name: str, *, only: Collection[UUID] | None, actor: str, 
             ANOTHER: True,
             ONLY: None if only is None else sorted(map(str, only)),
             REASON: reason,
-        },
-        needed_until=now + timedelta(seconds=cluster.install_timeout + cluster.model_load_timeout),
+        }
+        | ({} if replaces is None else {REPLACES: str(replaces)}),
+        needed_until=now + timedelta(seconds=hold.base()),
     )
     with transaction.atomic(durable=True):
         return admission.admit_one_more(wanted, now=now)
 
 
-def nodes_of_loads(model_names: Collection[str]) -> dict[str, frozenset[UUID]]:
-    """The nodes that an active load is for, of these models' loads for chosen nodes; one query."""
-    loads = Operation.objects.active().filter(kind=KIND, element__in=model_names)
-    found: dict[str, frozenset[UUID]] = {}
-    for name, only in loads.values_list("element", f"payload__{ONLY}"):
-        found[name] = found.get(name, frozenset()) | frozenset(map(UUID, only or ()))
-    return found
-
-
-def loads_under_way(model_names: Collection[str]) -> dict[str, int]:
-    """How many loads of each of these models have not ended yet; one query."""
+def under_way(model_names: Collection[str]) -> UnderWay:
+    """The loads of these models that have not ended yet; one query."""
     loads = Operation.objects.active().filter(kind=KIND, element__in=model_names).order_by()
-    found = dict(loads.values_list("element").annotate(loads=Count("id")))
-    return {name: found.get(name, 0) for name in model_names}
+    counts = Counter(dict.fromkeys(model_names, 0))
+    pinned: dict[str, frozenset[UUID]] = defaultdict(frozenset)
+    replacing: dict[UUID, bool] = {}
+    for name, status, payload in loads.values_list("element", "status", "payload"):
+        counts[name] += 1
+        if payload.get(ONLY):
+            pinned[name] |= frozenset(map(UUID, payload[ONLY]))
+        if payload.get(REPLACES):
+            replacing[UUID(payload[REPLACES])] = status == Status.WAITING and bool(payload.get(LACKS_ROOM))
+    return UnderWay(dict(counts), dict(pinned), replacing)

@@ -18,6 +18,7 @@ from django.db.models.functions import Cast, Concat
 from localai_cluster.commits import committed
 from localai_cluster.messaging.messages import process_key
 from nodes.models import BackendNode, EngineStart
+from nodes.registry import dialling
 from nodes.replicas import slots
 from nodes.replicas.slots import Slot
 from operations.models import Operation, Status
@@ -39,10 +40,11 @@ class Engine:
     address: str
     started_at: datetime
     attempts: int
+    answered: bool = False
 
     def may_still_start(self, now: datetime) -> bool:
         """Whether its start may still be on its way."""
-        return not self.address and now < self.started_at + _STARTS_WITHIN
+        return not self.answered and now < self.started_at + _STARTS_WITHIN
 
 
 def note(slot: Slot, model_name: str, *, mark: str, now: datetime) -> bool:
@@ -57,14 +59,21 @@ def note(slot: Slot, model_name: str, *, mark: str, now: datetime) -> bool:
             node_id=slot.node_id,
             model_name=model_name,
             replica_index=slot.replica_index,
-            defaults={"mark": mark, "address": "", "started_at": now, "stop_due_at": now, "stop_attempts": 0},
+            defaults={
+                "mark": mark,
+                "address": "",
+                "answered": False,
+                "started_at": now,
+                "stop_due_at": now,
+                "stop_attempts": 0,
+            },
         )
     return True
 
 
-def note_address(mark: str, address: str) -> None:
-    """The worker has answered the start."""
-    EngineStart.objects.filter(mark=mark).update(address=address)
+def note_answer(mark: str, address: str = "") -> None:
+    """The worker has answered the start: no engine comes of it any more but the one at `address`, if any."""
+    EngineStart.objects.filter(mark=mark).update(address=address, answered=True)
 
 
 def noted(mark: str) -> bool:
@@ -118,6 +127,14 @@ def node_name(node_id: UUID) -> str | None:
     return BackendNode.objects.filter(pk=node_id).values_list("name", flat=True).first()
 
 
+def bearer_at(node_id: UUID) -> str | None:
+    """What a call to an engine of the node carries; None when the node was removed."""
+    node = BackendNode.objects.filter(pk=node_id).values_list("engine_token", "weak_identity").first()
+    return None if node is None else dialling.bearer(*node)
+
+
 def _engine(row: EngineStart) -> Engine:
     key = process_key(row.model_name, row.replica_index)
-    return Engine(row.pk, row.node_id, key, row.mark, row.address, row.started_at, row.stop_attempts)
+    return Engine(
+        row.pk, row.node_id, key, row.mark, row.address, row.started_at, row.stop_attempts, row.answered
+    )

@@ -7,8 +7,10 @@ question may be asked again: a reply that was lost or late costs one more, which
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from datetime import datetime
 from typing import assert_never
 
+from localai_cluster import clock
 from localai_cluster.messaging import messages
 from nodes.backends.commands import PING_TIMEOUT, Worker
 from nodes.backends.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
@@ -22,12 +24,14 @@ NO_CONFIRMATION = "termination not confirmed"
 class Stopped:
     """Whether the engine certainly does not run any more; if not, why that is not known.
 
-    `silent`: its worker does not answer at all.
+    `silent`: its worker does not answer at all. `sent_at`: of the stop that ended it; None if it may
+    have ended before.
     """
 
     gone: bool
     reason: str = ""
     silent: bool = False
+    sent_at: datetime | None = None
 
 
 GONE = Stopped(True)
@@ -35,6 +39,7 @@ GONE = Stopped(True)
 
 async def stop_exactly(worker: Worker, process_key: str, address: str, still: Still) -> Stopped:
     """Has the engine at this address stopped; "" is an address that is not known."""
+    sent_at = clock.now()
     outcome = await worker.stop_model(process_key, address)
     if isinstance(outcome, Refused) and outcome.reply.matched and outcome.reply.address:
         recorded = outcome.reply.address
@@ -44,8 +49,8 @@ async def stop_exactly(worker: Worker, process_key: str, address: str, still: St
             # A stock worker compares with its own form of the address (nats.md §4.5).
             outcome = await worker.stop_model(process_key, recorded)
     match outcome:
-        case Done():
-            return GONE
+        case Done(reply):
+            return Stopped(True, sent_at=sent_at if reply.matched else None)
         case NoResponders(reason):
             if not await still():
                 return Stopped(False, reason)

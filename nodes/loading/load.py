@@ -33,26 +33,26 @@ from nodes.backends.outcomes import Refused as WorkerRefused
 from nodes.definitions import sizes
 from nodes.definitions.files import Definition, load_options, revision
 from nodes.definitions.folder import Folder, FolderHangs
-from nodes.loading import engines, needs, placing
+from nodes.loading import engines, needs, node_options, placing
 from nodes.loading.failures import (
-    MOST_NODES,
     LoadFailed,
-    NodeReason,
     NodeRefused,
     WorkerGone,
-    refusals,
-    refused_by_all,
-    with_refusal,
 )
+from nodes.loading.hold import Hold
+from nodes.loading.retrying import again, elsewhere
 from nodes.loading.room import Room, made
 from nodes.loading.wish import wish_of
 from nodes.models import BackendNode
-from nodes.placement.setbacks import Setbacks, after_failure, into_payload
+from nodes.placement.choose import gib
+from nodes.placement.deadlines import MARGIN, load_limit
+from nodes.placement.setbacks import Setbacks
+from nodes.placement.tuning import fingerprint
 from nodes.registry import dialling
 from nodes.replicas import retire, slots, snapshot
 from nodes.replicas.slots import Slot
 from operations.executor.waiting import Hints
-from operations.executor.work import Postpone, Work, in_thread, retry_delay
+from operations.executor.work import Postpone, Work, in_thread
 from operations.ledger.progress import Tick
 from operations.models import SHARE, TERMINAL, Operation, Status
 
@@ -66,8 +66,6 @@ _LOOK_AT_SLOT = 2.0
 _ON_ITS_WAY = "waits for another replica of the model that is being loaded"
 _SHARE_OF_INSTALL = 0.9
 """How far a load is when its backend has been brought; starting and loading are the rest."""
-_ENGINE_DEATHS = 3
-"""A model whose engine dies while loading is not tried more often than this; the operation counts them."""
 
 
 def key(model_name: str, share: str = "0") -> str:
@@ -87,6 +85,9 @@ class Attempt:
     """The nodes that failed this load before, or did not answer."""
     why: str
     """What decided for this place."""
+    hold: Hold
+    payload: int = 0
+    """Bytes of the model's files; 0 = not known."""
     room: Room | None = None
     """What has to leave before the place can be used."""
 
@@ -137,6 +138,8 @@ class LoadModel:
             # R2.64: one beside it would be one replica too many.
             operation = await in_thread(Operation.objects.get, pk=work.id)
             raise placing.later(operation, _ON_ITS_WAY, seconds=_LOOK_AT_SLOT)
+        if wish.replaces and await in_thread(snapshot.loaded_by, wish.replaces) == revision(definition):
+            return {"already_loaded": True}  # edited back, or somebody else's files
         attempt = await self._place(work, definition)
         try:
             await _clear_place(attempt)
@@ -144,29 +147,39 @@ class LoadModel:
         except (WorkerGone, Lost, Refused, Busy) as gone:
             await _give_up(attempt)
             # Read again: requests that came while the attempt ran have moved the wish.
-            raise _again(attempt, await in_thread(Operation.objects.get, pk=work.id), gone) from gone
+            raise again(attempt, await in_thread(Operation.objects.get, pk=work.id), gone) from gone
         except NodeRefused as refusal:
             await _give_up(attempt)
-            raise _elsewhere(
-                attempt, await in_thread(Operation.objects.get, pk=work.id), refusal
-            ) from refusal
+            raise elsewhere(attempt, await in_thread(Operation.objects.get, pk=work.id), refusal) from refusal
         except Exception:
             await _give_up(attempt)
             raise
 
     async def _place(self, work: Work, definition: Definition) -> Attempt:
-        need = needs.of(definition, await self._definitions.sizes.of(definition))
+        files = await self._definitions.sizes.of(definition)
+        need = needs.of(definition, files)
         what = placing.Wanted(definition, need, await self._definitions.conflicting(definition))
         place = await placing.place(self._bus, work, what, mark=mark_of(work))
         worker = Worker(self._bus, str(place.slot.node_id), place.slot.node_name)
-        return Attempt(work, definition, place.slot, worker, place.setbacks, place.why, place.room)
+        return Attempt(
+            work,
+            definition,
+            place.slot,
+            worker,
+            place.setbacks,
+            place.why,
+            Hold(work),
+            files.payload,
+            place.room,
+        )
 
     async def _carry_out(self, attempt: Attempt) -> Mapping[str, Any]:
         if attempt.room is not None:
             await made(attempt.room, attempt.work, attempt.slot)
         await self._bring_backend(attempt)
         engine = await self._start_engine(attempt)
-        await self._load(attempt, engine)
+        options = await in_thread(node_options.of, attempt.definition, attempt.slot.node_id)
+        await self._load(attempt, engine, options)
         published = await in_thread(
             slots.publish,
             attempt.slot,
@@ -174,8 +187,10 @@ class LoadModel:
             address=engine.address,
             backend=attempt.definition.backend,
             options=load_options(attempt.definition),
+            told=fingerprint(options),
             revision=revision(attempt.definition),
             now=clock.now(),
+            replaces=wish_of(attempt.work.operation).replaces,
         )
         if not published:
             raise Postpone(f"node {attempt.slot.node_name} restarted in the meantime", seconds=0.5)
@@ -224,6 +239,7 @@ class LoadModel:
                         percentage=state.progress * _SHARE_OF_INSTALL,
                     )
                     attempt.work.progress(figures)
+                    await attempt.hold.moved(state.current_bytes)
                 await watch.changed(timeout=_LOOK_AT_CHILD)
         return state
 
@@ -252,23 +268,24 @@ class LoadModel:
             engine = await in_thread(dialling.accept, attempt.slot.node_id, reply.address, now=clock.now())
         except dialling.AddressRefused as refused:
             raise NodeRefused(refused.message) from refused
-        await in_thread(engines.note_address, attempt.mark, engine.address)
+        await in_thread(engines.note_answer, attempt.mark, engine.address)
         # Before it loads: a request for a former engine of this address would reach the new one.
         if gone := await in_thread(retire.retire_at, engine.address, attempt.slot):
             log.info("%s on %s took the address of %s", attempt.process_key, node.name, ", ".join(gone))
         return engine
 
-    async def _load(self, attempt: Attempt, engine: dialling.Contact) -> None:
-        limit = conf.cluster().model_load_timeout
+    async def _load(self, attempt: Attempt, engine: dialling.Contact, options: Mapping[str, Any]) -> None:
+        limit = load_limit(attempt.payload, conf.cluster().model_load_timeout)
+        await attempt.hold.lasts(limit + MARGIN)
         await attempt.report("loading", f"loading {attempt.definition.name} on {attempt.slot.node_name}")
         client = BackendClient(engine.address, engine.token)
         try:
-            options = sizes.located(conf.cluster().models_path, attempt.definition)
-            result = await client.load_model(options_from_mapping(options), timeout=limit)
+            there = sizes.located(conf.cluster().models_path, attempt.definition.model, options)
+            result = await client.load_model(options_from_mapping(there), timeout=limit)
         except DeadlineExceeded as error:
             raise LoadFailed(
-                f"loading took longer than {limit:.0f} s (LOCALAI_NATS_MODEL_LOAD_TIMEOUT);"
-                " the engine is stopped"
+                f"loading {gib(attempt.payload)} took longer than {limit:.0f} s"
+                " (LOCALAI_NATS_MODEL_LOAD_TIMEOUT); the engine is stopped"
             ) from error
         except (Refused, Lost, Busy):
             raise
@@ -312,6 +329,7 @@ async def _started(
             case WorkerRefused(_, reply) if reply.interrupted:
                 raise Postpone(f"{attempt.process_key} was stopped while it started", seconds=1.0)
             case WorkerRefused(reason):
+                await in_thread(engines.note_answer, attempt.mark)
                 raise NodeRefused(f"{backend}: {offered.explained(reason)}")
             case Unreadable(reason):
                 raise NodeRefused(f"{backend}: {reason}")
@@ -365,29 +383,3 @@ async def _slot_lost(attempt: Attempt) -> NoReturn:
         with contextlib.suppress(DatabaseError):
             if not await in_thread(snapshot.exists, attempt.slot):
                 raise WorkerGone(f"node {attempt.slot.node_name} disconnected or restarted")
-
-
-def _again(attempt: Attempt, operation: Operation, gone: errors.ClusterError) -> Exception:
-    """What follows when worker or engine vanished: another attempt elsewhere, or the end."""
-    deaths = operation.payload.get("engine_deaths", 0) + (not isinstance(gone, WorkerGone))
-    setbacks = after_failure(attempt.setbacks, attempt.slot.node_id, clock.now())
-    payload = into_payload(operation.payload, setbacks) | {"engine_deaths": deaths}
-    if isinstance(gone, WorkerGone):
-        # The node rests, the load does not: the next look takes another node, or says what it waits for.
-        return placing.later(operation, f"{gone.message}; trying another node", seconds=0, payload=payload)
-    if deaths >= _ENGINE_DEATHS:
-        return LoadFailed(f"the engine of {attempt.definition.name} died while loading: {gone.message}")
-    pause = retry_delay(operation.attempts)
-    return placing.later(operation, gone.message, seconds=pause, payload=payload, waiting=False)
-
-
-def _elsewhere(attempt: Attempt, operation: Operation, refusal: NodeRefused) -> Exception:
-    """What follows when a node could not load the model: the next node, or the end with what each said."""
-    slot = attempt.slot
-    setbacks = after_failure(attempt.setbacks, slot.node_id, clock.now())
-    payload = into_payload(operation.payload, setbacks)
-    payload = with_refusal(payload, NodeReason(slot.node_id, slot.node_name, refusal.message))
-    if len(refusals(payload)) >= MOST_NODES:
-        return refused_by_all(payload)
-    said = f"{slot.node_name}: {refusal.message}; trying another node"
-    return Postpone(said, seconds=0, waiting=True, payload=payload)

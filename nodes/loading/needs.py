@@ -1,18 +1,40 @@
 """What a load needs of its node, by the files of its model and the settings of now."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from localai_cluster import conf
 from nodes.definitions.files import Definition, load_options
 from nodes.definitions.sizes import ModelFiles
 from nodes.placement import estimate
 from nodes.placement.choose import Need
 
+VRAM, DISK = "vram_needed", "disk_needed"
+"""Where the payload of a load that waits says what it needs, in bytes."""
+
 
 def of(definition: Definition, files: ModelFiles) -> Need:
-    """R2.40, R2.37; whether lack of it keeps a node out is the operator's to say (R2.32, R2.39)."""
+    """R2.40, R2.37."""
+    vram = estimate.vram(files.weights, files.header, load_options(definition))
+    return _need(vram, estimate.disk(files.payload))
+
+
+def into_payload(payload: Mapping[str, Any], need: Need) -> dict[str, Any]:
+    """The payload with what the load needs."""
+    return {**payload, VRAM: need.vram, DISK: need.disk}
+
+
+def from_payload(payload: Mapping[str, Any]) -> Need:
+    """What an operation's payload says; nothing before its first look."""
+    return _need(payload.get(VRAM, 0), payload.get(DISK, 0))
+
+
+def _need(vram: int, disk: int) -> Need:
+    """Whether lack of it keeps a node out is the operator's to say (R2.32, R2.39)."""
     settings = conf.cluster()
     return Need(
-        vram=estimate.vram(files.weights, files.header, load_options(definition)),
+        vram=vram,
         vram_required=settings.vram_policy == "require",
-        disk=estimate.disk(files.payload),
+        disk=disk,
         disk_required=settings.disk_headroom_check,
     )

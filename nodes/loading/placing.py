@@ -13,10 +13,11 @@ from uuid import UUID
 from localai_cluster import clock
 from localai_cluster.messaging.bus import Bus, NotConnected
 from nodes.definitions.files import Definition
+from nodes.loading import needs
 from nodes.loading.asking import Answer, best_that_answers
 from nodes.loading.failures import refusals, refused_by_all
 from nodes.loading.room import Room, room_of, what_makes_room
-from nodes.loading.wish import LoadWish, wish_of
+from nodes.loading.wish import LACKS_ROOM, LoadWish, wish_of
 from nodes.placement.choose import Candidate, Decision, Need, Reason, free_index, lacks_disk
 from nodes.placement.evict import Eviction
 from nodes.placement.explain import Ending, Explanation, FleetView, explain
@@ -72,7 +73,9 @@ async def place(bus: Bus, work: Work, what: Wanted, *, mark: str) -> Place:
         if node is None:
             room = await _room(work, what, seen.nodes, decision, rest)
             if room is None or room.node is None:
-                raise await _no_node(work, _with_room(explain(seen, decision), room), setbacks)
+                lacks = await in_thread(_lacks_room, wish, decision)
+                known = needs.into_payload({LACKS_ROOM: True} if lacks else {}, need)
+                raise await _no_node(work, _with_room(explain(seen, decision), room), setbacks, known)
             node, ranked = room.node, [room.node]
         if node.id not in answered:
             unasked = [node for node in ranked if node.id not in answered]
@@ -158,13 +161,22 @@ async def _ask(bus: Bus, work: Work, nodes: Sequence[Candidate]) -> Answer:
         raise later(operation, _NO_BUS, seconds=_LOOK_FOR_BUS, waiting=False) from None
 
 
-async def _no_node(work: Work, told: Explanation, setbacks: Setbacks) -> Exception:
-    """What follows, said and kept in the same words; kept first, so that no wait is without its record."""
+def _lacks_room(wish: LoadWish, decision: Decision) -> bool:
+    """Whether the replica that the load replaces takes the room that it needs."""
+    return wish.replaces is not None and snapshot.lacks_room(wish.replaces, decision.refused)
+
+
+async def _no_node(work: Work, told: Explanation, setbacks: Setbacks, known: Mapping[str, Any]) -> Exception:
+    """What follows, said and kept in the same words; kept first, so that no wait is without its record.
+
+    What is `known` goes into the payload: by its need the load is woken, and the replica pass has a replaced
+    one go first that takes its room.
+    """
     rested = next_end(setbacks, clock.now())
     seconds = _LOOK_FOR_NODE if rested is None else min(rested, _LOOK_FOR_NODE)
     # Read again: requests that came while nodes were asked have moved the time at which it gives up.
     operation = await in_thread(Operation.objects.get, pk=work.id)
-    payload = into_payload(operation.payload, setbacks)
+    payload = into_payload({**operation.payload, LACKS_ROOM: False, **known}, setbacks)
     follows = later(operation, told.sentence, seconds=seconds, payload=payload)
     if isinstance(follows, Abandoned):
         told = replace(told, outcome=Ending.REFUSED)

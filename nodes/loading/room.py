@@ -19,8 +19,6 @@ from nodes.replicas.slots import Slot
 from operations.executor.work import Work, in_thread
 from operations.ledger.progress import Tick
 
-STOPS_WITHIN = 60.0
-"""Seconds; a node whose replicas have not stopped by then is left for another one."""
 LOOK_EVERY = 0.5
 
 
@@ -39,8 +37,9 @@ def what_makes_room(
     nodes = short_of_memory(fleet, decision.refused, rest)
     if not nodes:
         return None
-    found = eviction.residents([node.id for node in nodes])
-    return choose_victims(nodes, found, eviction.guard(model_name, found, now=clock.now()), need)
+    now = clock.now()
+    found = eviction.residents([node.id for node in nodes], now=now)
+    return choose_victims(nodes, found, eviction.guard(model_name, found, now=now), need)
 
 
 def room_of(found: Eviction | None) -> Room | None:
@@ -52,14 +51,15 @@ def room_of(found: Eviction | None) -> Room | None:
 
 async def made(room: Room, work: Work, slot: Slot) -> None:
     """Returns when all of them are gone; raises WorkerGone when one stays or serves again."""
-    until = clock.monotonic() + STOPS_WITHIN
+    limit = eviction.STOPS_WITHIN.total_seconds()
+    until = clock.monotonic() + limit
     await work.report(Tick("loading", room.why, node_id=slot.node_id, node_name=slot.node_name))
     while left := await in_thread(_left, room):
         if back := [name for name, state in left if state == ReplicaState.LOADED]:
             raise WorkerGone(f"{named(back)} on {slot.node_name} serves again")
         if clock.monotonic() >= until:
             names = named(name for name, _ in left)
-            raise WorkerGone(f"{names} on {slot.node_name} did not stop within {STOPS_WITHIN:.0f} s")
+            raise WorkerGone(f"{names} on {slot.node_name} did not stop within {limit:.0f} s")
         await asyncio.sleep(LOOK_EVERY)
 
 

@@ -19,6 +19,8 @@ from localai_cluster import clock
 from localai_cluster.messaging import messages
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.metrics import passes
+from localai_cluster.rpc.client import probe
+from localai_cluster.rpc.signs import Sign
 from nodes.backends.commands import PING_TIMEOUT, Worker
 from nodes.backends.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
 from nodes.loading import drained, engines
@@ -43,6 +45,8 @@ _LONGEST_PAUSE = 300.0
 _LOOK_AT_STOPS = 1.0
 _LOOK_AT_SILENT = 10.0
 _LOOK_AT_STOCK = 60.0
+_PROBE_TIMEOUT = 1.0
+"""C4."""
 CANNOT_TELL = "its worker cannot tell what runs there"
 
 
@@ -76,6 +80,8 @@ class Stopper:
         """Carries out what is due; answers how much that was."""
         for slot in await in_thread(retire.retire_slots_of_ended, engines.running_attempts()):
             log.info("place %d on %s given up: its load has ended", slot.replica_index, slot.node_name)
+        if places := await in_thread(retire.retire_noted):
+            log.info("%d places of failed loads given back: their engines are gone", places)
         for replica in await in_thread(leaving.put_back):
             log.info("%s serves again: its unload ended before it was stopped", replica.process_key)
         now = clock.now()
@@ -99,6 +105,7 @@ class Stopper:
         if name is None or (stopped.gone and not engine.may_still_start(clock.now())):
             log.info("engine %s of an ended load on %s: gone", engine.process_key, name)
             await in_thread(engines.gone, engine)
+            await in_thread(retire.retire_noted, engine.mark)
             return
         if stopped.reason:
             log.info("engine %s on %s: %s", engine.process_key, name, stopped.reason)
@@ -106,7 +113,10 @@ class Stopper:
         await in_thread(engines.look_again, engine, clock.now() + timedelta(seconds=pause))
 
     async def _unload(self, replica: Leaving) -> None:
-        """Another stop of an engine that its worker has not confirmed gone while the operation lasted."""
+        """The stop of an engine that no operation stops, or another one because none was confirmed."""
+        if replica.lost and await self._lives(replica) and await in_thread(leaving.found_again, replica):
+            log.info("%s serves again: its engine answers", replica.process_key)
+            return
         name = await in_thread(engines.node_name, replica.node_id)
         worker = Worker(self._bus, str(replica.node_id), name or "")
         if not await in_thread(leaving.stop_sent, replica):
@@ -115,9 +125,14 @@ class Stopper:
             worker, replica.process_key, replica.address, lambda: in_thread(leaving.still, replica)
         )
         if stopped.gone:
-            await in_thread(retire.retire_unloaded, replica.id)
+            await in_thread(retire.retire_unloaded, replica.id, stop_sent=stopped.sent_at)
         else:
             await in_thread(leaving.not_gone, replica, stopped.reason, now=clock.now())
+
+    async def _lives(self, replica: Leaving) -> bool:
+        """Whether the engine serves its model: it was out of reach when a request came, nothing else."""
+        proof = await in_thread(engines.bearer_at, replica.node_id)
+        return proof is not None and await probe(replica.address, proof, _PROBE_TIMEOUT) is Sign.ALIVE
 
     async def _empty(self, node: Drained) -> None:
         if node.node_type == NodeType.AGENT:

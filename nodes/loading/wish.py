@@ -7,8 +7,10 @@ from uuid import UUID
 
 from operations.models import Operation
 
-BESIDES, ONLY, ANOTHER, REASON = "besides", "only", "another", "reason"
+BESIDES, ONLY, ANOTHER, REASON, REPLACES = "besides", "only", "another", "reason", "replaces"
 """Where the payload says it."""
+LACKS_ROOM = "lacks_room"
+"""Where a load that waits says that the replica which it replaces takes the room that it needs."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class LoadWish:
     """The nodes that it is for; None = any."""
     reason: str
     """Why one more replica was asked for."""
+    replaces: UUID | None = None
+    """The replica of a former definition that goes when this one serves."""
 
     @property
     def restricted(self) -> bool:
@@ -39,4 +43,5 @@ def wish_of(operation: Operation) -> LoadWish:
         besides=frozenset(map(UUID, said.get(BESIDES, ()))),
         only=None if only is None else frozenset(map(UUID, only)),
         reason=said.get(REASON, ""),
+        replaces=UUID(said[REPLACES]) if said.get(REPLACES) else None,
     )

@@ -18,6 +18,8 @@ class EngineStart(models.Model):
     """Operation id and fence of the load; a later load that takes over the same place takes over the row."""
     address = models.CharField(max_length=512, blank=True, default="")
     """Where the engine listens; empty until the worker has answered the start."""
+    answered = models.BooleanField(default=False, db_default=False)
+    """Whether the worker has answered the start, with an address or a refusal."""
     started_at = models.DateTimeField(default=clock.now)
     stop_due_at = models.DateTimeField(default=clock.now)
     """When a controller looks again whether the engine must be stopped."""

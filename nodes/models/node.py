@@ -200,6 +200,9 @@ class BackendNode(models.Model):
     """When the worker said `available_vram`; null = before that was kept, or never."""
     reserved_at = _when()
     """When VRAM was last reserved: a beat received before that leaves `reserved_vram` alone."""
+    returned_vram = models.BigIntegerField(default=0, db_default=0, editable=False)
+    """What engines have given back since the reading at `returned_beside`; beside another one it is over."""
+    returned_beside = _when()
     inventory_at = _when()
     """As of when `backends` is what its worker listed; null if it was never asked."""
     inventory_due_at = _when()

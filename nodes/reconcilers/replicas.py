@@ -1,19 +1,21 @@
 """The replica pass (R4.6 to R4.23): observe, plan (pure, `nodes.scheduling.plan`), apply.
 
 It asks for loads and unloads and waits for none of them. Each request is a transaction of its own, so one
-that fails stops no other (R4.5), and the rows of the rules say what came of it.
+that fails stops no other (R4.5), and the rows of the rules say what came of it. A model without such a rule
+is looked at while a replica of a former definition serves it.
 """
 
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from typing import assert_never
 from uuid import UUID
 
 from django.db import transaction
+from django.db.models import Case, Exists, F, Q, Value, When
 from django.db.models.functions import Greatest
 
 from localai_cluster import clock, errors
@@ -22,7 +24,7 @@ from localai_cluster.outage import is_outage
 from nodes.definitions import folder
 from nodes.loading import another
 from nodes.loading.load import KIND
-from nodes.models import BackendNode, NodeLabel, NodeModel
+from nodes.models import BackendNode, MassSilence, NodeLabel, NodeModel
 from nodes.replicas import leaving
 from nodes.scheduling import passes
 from nodes.scheduling.picture import (
@@ -31,6 +33,7 @@ from nodes.scheduling.picture import (
     Demand,
     Failure,
     Fleet,
+    GiveWay,
     Host,
     LoadAnother,
     Placed,
@@ -54,34 +57,55 @@ def look(*, tick: bool) -> bool:
     """One pass; False, and nothing done, if another process is at it. `tick`: see `plan`."""
     now = clock.now()
     with try_lock_across(Lock.REPLICAS) as mine:
-        if mine and (demands := passes.demands()):
-            rulings = plan(observe(demands), demands, now, tick=tick)
+        if mine:
+            rules, revisions = passes.demands(), _revisions()
+            ruled = {demand.model: demand for demand in rules}
+            demands = [*rules, *passes.of_models(_outdated(revisions or {}) - ruled.keys())]
+            rulings = plan(observe(demands, revisions), demands, now, tick=tick) if demands else []
             done = [apply(ruling, now) for ruling in rulings]
-            passes.record(done, {demand.model: demand for demand in demands}, now)
+            passes.record([ruling for ruling in done if ruling.model in ruled], ruled, now)
     return mine
 
 
-def observe(demands: Sequence[Demand]) -> Fleet:
-    """What the rules are about; six queries for any number of rules, nodes and replicas."""
+def observe(demands: Sequence[Demand], revisions: Mapping[str, str] | None) -> Fleet:
+    """What the rules are about; five queries for any number of rules, nodes and replicas.
+
+    `revisions`: of the definitions that are there, None if that cannot be told.
+    """
     names = [demand.model for demand in demands]
     # Loads before replicas: one that ends meanwhile counts twice rather than not at all.
-    loads, pinned = another.loads_under_way(names), another.nodes_of_loads(names)
+    loads = another.under_way(names)
     failed = Operation.objects.filter(
         kind=KIND, element__in=names, status=Status.FAILED, dismissed_at=None
     ).order_by("finished_at")
     failures = failed.values_list("element", "finished_at", "error")
     idle_since = Greatest("last_used", "last_released_at")
     rows = NodeModel.objects.filter(model_name__in=names).values_list(
-        "id", "node_id", "model_name", "replica_index", "state", "in_flight", idle_since
+        "id", "node_id", "model_name", "replica_index", _state(), "in_flight", idle_since, "config_revision"
     )
     return Fleet(
         hosts=_hosts({key for demand in demands for key in demand.selector or ()}),
         replicas=[Placed(*row) for row in rows],
-        loads=loads,
-        pinned=pinned,
+        loads=loads.counts,
+        pinned=loads.pinned,
         failures={model: Failure(at, error[:_SHOWN]) for model, at, error in failures if at},
-        defined=_defined(),
+        defined=None if revisions is None else frozenset(revisions),
+        revisions=revisions or {},
+        replacing=loads.replacing,
     )
+
+
+def _state() -> Case:
+    """While the brake holds, what did not answer a request counts as there: we may be cut off from it."""
+    kept = Q(loading_by=leaving.LOST, state="unloading") & Q(Exists(MassSilence.objects.all()))
+    return Case(When(kept, then=Value("loaded")), default=F("state"))
+
+
+def _outdated(revisions: Mapping[str, str]) -> set[str]:
+    """The defined models with a replica that was loaded by a former definition; one query."""
+    known = NodeModel.objects.loaded().exclude(config_revision="").order_by()
+    loaded_by = known.values_list("model_name", "config_revision").distinct()
+    return {model for model, revision in loaded_by if revisions.get(model, revision) != revision}
 
 
 def _hosts(keys: Iterable[str]) -> list[Host]:
@@ -93,10 +117,10 @@ def _hosts(keys: Iterable[str]) -> list[Host]:
     return [Host(id, name, labels.get(id, {}), slots) for id, name, slots in healthy]
 
 
-def _defined() -> frozenset[str] | None:
-    """The models that a definition is there for (R4.21); None while the folder does not answer."""
+def _revisions() -> dict[str, str] | None:
+    """Of the models that a definition is there for (R4.21); None while the folder does not answer."""
     try:
-        return frozenset(definition.name for definition in asyncio.run(folder.every()))
+        return {definition.name: definition.revision for definition in asyncio.run(folder.every())}
     except folder.FolderHangs as hangs:
         log.warning("replicas: %s", hangs.message)
         return None
@@ -125,8 +149,13 @@ def apply(ruling: Ruling, now: datetime) -> Ruling:
 def _carry_out(action: Action, now: datetime) -> None:
     """Flags are written with the rest of the ruling."""
     match action:
-        case LoadAnother(model, only, reason, pinned):
-            another.load_another(model, only=only if pinned else None, actor=ACTOR, reason=reason)
+        case LoadAnother(model, only, reason, pinned, replaces):
+            another.load_another(
+                model, only=only if pinned else None, actor=ACTOR, reason=reason, replaces=replaces
+            )
+            log.info("%s: %s", model, reason)
+        case GiveWay(model, replica_id, reason):
+            give_way(replica_id, now)
             log.info("%s: %s", model, reason)
         case Retire(model, replica_id, reason):
             retire(replica_id, reason, now)
@@ -137,6 +166,15 @@ def _carry_out(action: Action, now: datetime) -> None:
             log.info("%s: its rule can be carried out again", model)
         case _:
             assert_never(action)
+
+
+def give_way(replica_id: UUID, now: datetime) -> None:
+    """Takes the replica out of the picks for good; Conflict if it is the last one and a request has come."""
+    with transaction.atomic():
+        row = leaving.locked(replica_id)
+        if row is None or (row.in_flight and not leaving.serves_besides(row)):
+            raise errors.Conflict("the replica is in use again, or gone")
+        leaving.replace([row.pk], now=now)
 
 
 def retire(replica_id: UUID, reason: str, now: datetime) -> None:

@@ -91,7 +91,9 @@ class StatePass:
             else:
                 findings |= look.result()
         for gone in await in_thread(checks.settle, findings, now=now):
-            log.warning("engine %s on %s has ended: replica removed", gone.process_key, gone.node_name)
+            log.warning(
+                "engine %s on %s has ended: its replica serves no more", gone.process_key, gone.node_name
+            )
         return len(suspects)
 
     async def _judged(self, suspects: Sequence[Suspect]) -> dict[Suspect, Finding]:

@@ -9,7 +9,7 @@ from localai_cluster.accounts import audit
 from localai_cluster.locks import Lock, try_lock
 from localai_cluster.outage import left_out_in_an_outage
 from nodes.backends import upgrade_state
-from nodes.reconcilers import intents, replicas
+from nodes.reconcilers import intents, replicas, stuck
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness
 from nodes.registry import bus_credentials, joining, services, timeline
 from nodes.replicas import checks, reasons, recount
@@ -39,7 +39,7 @@ def liveness() -> None:
 
 @left_out_in_an_outage
 def state_pass() -> None:
-    """Has controllers look at engines in question, and corrects counts of requests.
+    """Has controllers look at engines in question, corrects counts of requests, tells of engines that stay.
 
     At once if another process is at it.
     """
@@ -49,6 +49,8 @@ def state_pass() -> None:
         now = clock.now()
         checks.ask(heard_since=now - timedelta(seconds=conf.cluster().node_stale_after), now=now)
         corrected = recount.recount()
+    if told := stuck.tell(now=now):
+        log.warning("%d engines could not be stopped: see the operations", told)
     if corrected:
         log.warning("counts of running requests corrected on %d replicas", corrected)
 

@@ -8,16 +8,18 @@ looks again by itself.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Set
+from dataclasses import replace
+from datetime import datetime
 from uuid import UUID
 
 from django.db import Error as DatabaseError
 
 from localai_cluster import clock
 from localai_cluster.metrics import passes
-from nodes.loading import load
+from nodes.loading import load, needs
 from nodes.loading.wish import wish_of
-from nodes.placement.choose import refusal
+from nodes.placement.choose import Candidate, refusal
 from nodes.placement.selector import Selector
 from nodes.placement.setbacks import from_payload, resting
 from nodes.reconcilers import intents
@@ -29,9 +31,11 @@ from operations.models import Operation, Status
 log = logging.getLogger(__name__)
 
 GATHER = 0.2
+"""Seconds for which changes are gathered into one look."""
 CLEAN_EVERY = 30.0
 """Seconds between two looks for intents that have no future."""
-"""Seconds for which changes are gathered into one look."""
+MOST = 500
+"""Loads that one look considers, the oldest first; all others look again by themselves."""
 
 Changed = Collection[UUID] | None
 """Nodes that changed; None = any node may have."""
@@ -48,18 +52,37 @@ def wake(changed: Changed) -> int:
 
 
 def _loads(changed: Changed) -> list[UUID]:
-    """Loads that one of the nodes could take."""
-    loads = Operation.objects.filter(kind=load.KIND, status=Status.WAITING)
-    waiting = list(loads.only("id", "element", "payload"))
+    """Loads that one of the nodes could take now, with what they need; a constant number of queries.
+
+    An eviction may help one that is not among them: it looks again by itself.
+    """
+    loads = Operation.objects.filter(kind=load.KIND, status=Status.WAITING).order_by("created_at", "id")
+    waiting = list(loads.only("id", "element", "payload")[:MOST])
+    if not waiting:
+        return []
     selectors = snapshot.selectors_of({operation.element for operation in waiting})
-    return [one.id for one in waiting if _could_take(one, changed, selectors[one.element])]
+    labels = frozenset(label for one in selectors.values() for label in one.labels or ())
+    nodes, taken = snapshot.fleet("", selector=Selector("", labels), only=changed), snapshot.taken(selectors)
+    now = clock.now()
+    return [
+        one.id for one in waiting if _could_take(one, nodes, taken[one.element], selectors[one.element], now)
+    ]
 
 
-def _could_take(operation: Operation, changed: Changed, selector: Selector) -> bool:
-    rest, wish = resting(from_payload(operation.payload), clock.now()), wish_of(operation)
-    only = wish.only if changed is None else set(changed) & wish.only if wish.only is not None else changed
-    fleet = snapshot.fleet(operation.element, selector=selector, only=only, besides=wish.besides)
-    return any(refusal(node, rest, selector=selector) is None for node in fleet)
+def _could_take(
+    operation: Operation,
+    nodes: Iterable[Candidate],
+    taken: Mapping[UUID, Set[int]],
+    selector: Selector,
+    now: datetime,
+) -> bool:
+    rest, wish = resting(from_payload(operation.payload), now), wish_of(operation)
+    need = needs.from_payload(operation.payload)
+    return any(
+        refusal(replace(node, taken=frozenset(taken.get(node.id, ()))), rest, need, selector=selector) is None
+        for node in nodes
+        if node.id not in wish.besides and (wish.only is None or node.id in wish.only)
+    )
 
 
 class Wakes:

@@ -18,7 +18,7 @@ from django.db.models import Q
 
 from nodes.models import NodeModel, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
-from nodes.replicas import retire
+from nodes.replicas import leaving, retire
 from nodes.replicas.evidence import Finding, Suspect
 from nodes.replicas.statements import Rows
 from operations.changes import events
@@ -82,8 +82,9 @@ def claim(*, heard_since: datetime, now: datetime) -> list[Suspect]:
 
 
 def settle(findings: Mapping[Suspect, Finding], *, now: datetime) -> list[Suspect]:
-    """Writes what was found of rows that are still those; answers the replicas that were removed.
+    """Writes what was found of rows that are still those; answers the replicas that serve no more.
 
+    Where the worker did not say it, the engine is stopped before its row goes.
     A constant number of statements for any number of rows. Most are alive: their rows are written by one
     statement in a transaction of its own, for picks wait while rows are locked.
     """
@@ -104,7 +105,9 @@ def settle(findings: Mapping[Suspect, Finding], *, now: datetime) -> list[Suspec
             row.exit_reported = finding.exit_reported
         update([row for row, finding in same if not finding.gone], _FOUND)
         gone = [row for row, finding in same if finding.gone]
-        retire.retire_lifeless(gone)
+        retire.retire_lifeless([row for row, finding in same if finding.gone and finding.confirmed])
+        if silent := [row.pk for row, finding in same if finding.gone and not finding.confirmed]:
+            leaving.go(silent, owner=leaving.LOST, until=now, now=now)
     return [missed[row.pk] for row in gone]
 
 

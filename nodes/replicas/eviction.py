@@ -7,7 +7,7 @@ until the worker confirms it (`loading/stopping.py`), whatever becomes of the lo
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from uuid import UUID
 
 from django.db.models import Count, Q
@@ -15,19 +15,19 @@ from django.db.models import Count, Q
 from nodes.models import ModelSchedulingConfig, NodeModel, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
 from nodes.placement.evict import Guard, Resident
-from operations.changes import events
+from nodes.replicas import leaving
 
-OWNER = "eviction"
-"""What `loading_by` of a victim says: no operation, so the stop is the controllers'."""
+STOPS_WITHIN = timedelta(seconds=60)
+"""A node whose replicas have not stopped by then is left by the load that waits for them."""
 _COLUMNS = (
     *("id", "node_id", "model_name", "replica_index", "state", "in_flight", "last_used"),
     *("vram_needed", "loaded_at"),
 )
 
 
-def residents(node_ids: Collection[UUID]) -> list[Resident]:
+def residents(node_ids: Collection[UUID], *, now: datetime) -> list[Resident]:
     """The replicas of these nodes that serve or are about to stop; one query."""
-    rows = NodeModel.objects.filter(Q(state="loaded") | _leaving(), node_id__in=node_ids)
+    rows = NodeModel.objects.filter(Q(state="loaded") | _leaving(now), node_id__in=node_ids)
     return [
         Resident(
             id=row["id"],
@@ -72,21 +72,12 @@ def still_victims(model_name: str, victims: Sequence[Resident], *, now: datetime
 
 def take_out(victims: Sequence[Resident], *, now: datetime) -> None:
     """They get no requests any more, and their stop is due. Needs `still_victims` in the same transaction."""
-    NodeModel.objects.filter(pk__in=[one.id for one in victims]).update(
-        state=ReplicaState.UNLOADING,
-        loading_by=OWNER,
-        cleanup_next_retry_at=now,
-        # One that no stop was sent for would be put back.
-        cleanup_attempts=1,
-        cleanup_error="",
-        updated_at=now,
-    )
-    events.notify(events.NODES, *sorted({str(one.node_id) for one in victims}))
+    leaving.go([one.id for one in victims], owner=leaving.EVICTED, until=now, now=now)
 
 
-def memory_of_leaving(node_id: UUID) -> int:
+def memory_of_leaving(node_id: UUID, *, now: datetime) -> int:
     """Bytes that replicas of the node will give back which are about to stop."""
-    rows = NodeModel.objects.filter(_leaving(), node_id=node_id)
+    rows = NodeModel.objects.filter(_leaving(now), node_id=node_id)
     return sum(rows.values_list("vram_needed", flat=True))
 
 
@@ -95,15 +86,16 @@ def not_gone(replica_ids: Collection[UUID]) -> NodeModelQuerySet:
     return NodeModel.objects.filter(pk__in=replica_ids).order_by("model_name", "replica_index")
 
 
-def _leaving() -> Q:
+def _leaving(now: datetime) -> Q:
     """About to stop: out of the picks for good, and nothing runs there or the stop was sent.
 
-    What an upgrade has taken out comes back, what an unload gives time may take an hour, and what a stop has
-    failed for may take as long.
+    What an upgrade has taken out comes back, and what an unload gives time may take an hour. What a stop has
+    failed for counts as long as the load that it makes room for waits: until then that load's claim is on it,
+    and the next one would evict others for the same bytes.
     """
-    stopping = Q(in_flight=0) | Q(cleanup_attempts__gt=0)
+    stopping = Q(in_flight=0) | Q(cleanup_attempts__gt=1)
     withdrawn = Q(state="unloading", withdrawn_for__isnull=True, cleanup_next_retry_at__isnull=False)
-    return withdrawn & stopping & Q(cleanup_error="")
+    return withdrawn & stopping & (Q(cleanup_error="") | Q(updated_at__gt=now - STOPS_WITHIN))
 
 
 def _guard(

@@ -47,13 +47,17 @@ class Suspect:
 
 @dataclass(frozen=True)
 class Finding:
-    """What is to become of a replica's row. `alive`: its engine runs, for certain."""
+    """What is to become of a replica's row. `alive`: its engine runs, for certain.
+
+    `confirmed`: its worker says that the process has gone. Without that nothing answers where it was.
+    """
 
     gone: bool = False
     alive: bool = False
     missed_reports: int = 0
     missed_probes: int = 0
     exit_reported: bool = False
+    confirmed: bool = False
 
 
 ALIVE = Finding(alive=True)
@@ -77,4 +81,4 @@ def judge(suspect: Suspect, listed: bool | None, port: Sign | None) -> Finding:
     reports = suspect.missed_reports + (listed is False)
     probes = suspect.missed_probes + 1 if listed is None else 0
     gone = suspect.exit_reported or reports >= MISSED_REPORTS or probes >= MISSED_PROBES
-    return Finding(gone, False, reports, probes, suspect.exit_reported)
+    return Finding(gone, False, reports, probes, suspect.exit_reported, gone and listed is False)

@@ -5,7 +5,8 @@ how far that is: `cleanup_next_retry_at` is when the engine is stopped at the la
 tried again; `cleanup_attempts` counts the stops that were sent, `cleanup_error` is why the last one failed.
 
 What an operation leaves behind, because it was cancelled or a worker did not confirm, does not stay: a
-replica that no stop was sent for serves again (`put_back`), the others are stopped later (`claim`).
+replica that no stop was sent for serves again (`put_back`), the others are stopped later (`claim`). So are
+those that no operation is about, because they go for good from the start (`GOING`).
 """
 
 from collections.abc import Collection
@@ -16,24 +17,32 @@ from uuid import UUID
 from django.db import transaction
 from django.db.models import CharField, Exists, F, IntegerField, OuterRef, Q
 from django.db.models.fields.json import KeyTextTransform
-from django.db.models.functions import Cast
+from django.db.models.functions import Cast, Greatest
 
-from localai_cluster import names
+from localai_cluster import clock, conf, names
 from localai_cluster.messaging.messages import process_key
 from nodes.models import ModelSchedulingConfig, NodeModel, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
+from nodes.replicas import statements
 from operations import targets
 from operations.changes import events
 from operations.models import ACTIVE, Operation, OperationTarget
 
 UNLOAD, DELETE = "model_unload", "model_delete"
 """The kinds of operations that take replicas out of the picks."""
+EVICTED, REPLACED, LOST, STRANGE = "eviction", "replaced", "lost", "another model"
+GOING = (EVICTED, REPLACED, LOST, STRANGE)
+"""What `loading_by` says of replicas that leave for good, without an operation: to make room for a load,
+because one of an edited definition serves or finds no room, because it did not answer a request, because its
+engine serves another model or none."""
 HELD = (ReplicaState.LOADED, ReplicaState.UNLOADING)
 """The states in which a replica has an engine that can be unloaded."""
 _WITHDRAWN = [
     "state", "loading_by", "cleanup_next_retry_at", "cleanup_error", "cleanup_attempts", "updated_at",
 ]  # fmt: skip
 _RUNNING = ("id", "in_flight", "cleanup_next_retry_at")
+STUCK_AFTER = 7
+"""Stops without a confirmation, two minutes, after which an operator hears of it."""
 _LONGEST_ERROR = 240
 _LONGEST_PAUSE = 300.0
 _CLAIMED_FOR = 60.0
@@ -49,6 +58,8 @@ class Leaving:
     model_name: str
     replica_index: int
     address: str
+    lost: bool = False
+    """It did not answer a request; its engine may live."""
 
     @property
     def process_key(self) -> str:
@@ -58,7 +69,8 @@ class Leaving:
 
 def held(model_name: str, *, node_id: UUID | None = None, index: int | None = None) -> NodeModelQuerySet:
     """The replicas that an unload of the model is about: everywhere, of one node, or exactly one."""
-    rows = NodeModel.objects.of(model_name).filter(state__in=HELD)
+    # A failed load leaves a place in `unloading` that never was a replica.
+    rows = NodeModel.objects.of(model_name).filter(state__in=HELD).exclude(address="")
     rows = rows if node_id is None else rows.filter(node_id=node_id)
     return rows if index is None else rows.filter(replica_index=index)
 
@@ -100,6 +112,16 @@ def idle(replica_id: UUID, *, since: datetime) -> NodeModel | None:
     return row if row is not None and row.idle_since <= since else None
 
 
+def locked(replica_id: UUID) -> NodeModel | None:
+    """The replica, locked, if it is loaded. Needs a transaction."""
+    return NodeModel.objects.loaded().filter(pk=replica_id).select_for_update(of=("self",)).first()
+
+
+def serves_besides(row: NodeModel) -> bool:
+    """Whether requests find another replica of its model."""
+    return NodeModel.objects.of(row.model_name).serving().exclude(pk=row.pk).exists()
+
+
 def enough_besides(row: NodeModel) -> bool:
     """Whether the rule of its model, locked, has enough serving replicas without this locked one.
 
@@ -116,6 +138,66 @@ def take_out(row: NodeModel, *, owner: str, now: datetime) -> None:
     row.cleanup_error, row.cleanup_attempts, row.updated_at = "", 0, now
     row.save(update_fields=_WITHDRAWN)
     events.notify(events.NODES, str(row.node_id))
+
+
+def go(ids: Collection[UUID], *, owner: str, until: datetime, now: datetime) -> None:
+    """Takes these locked, loaded replicas out of the picks for good, for one of the reasons in `GOING`.
+
+    Their engines are stopped as soon as no request runs there, at the latest at `until`.
+    """
+    NodeModel.objects.filter(pk__in=ids).update(
+        state=ReplicaState.UNLOADING,
+        loading_by=owner,
+        cleanup_next_retry_at=until,
+        # One that no stop was sent for would be put back.
+        cleanup_attempts=1,
+        cleanup_error="",
+        updated_at=now,
+    )
+    nodes = NodeModel.objects.filter(pk__in=ids).order_by().values_list("node_id", flat=True)
+    events.notify(events.NODES, *sorted(map(str, set(nodes))))
+
+
+def replace(ids: Collection[UUID], *, now: datetime) -> None:
+    """These locked, loaded replicas of a former definition get no more requests; those that run end."""
+    until = now + timedelta(seconds=conf.cluster().request_timeout)
+    go(ids, owner=REPLACED, until=until, now=now)
+
+
+async def lose(database: statements.Rows, replica_id: UUID, address: str, *, why: str = LOST) -> bool:
+    """A replica that did no work gets no more requests: the row that was picked, not one in its place since.
+
+    For the hot path, which has no ORM; answers whether it was in the picks. The engine of a `LOST` one may
+    live and be out of reach: who comes to stop it looks first (`loading/stopping.py`).
+    """
+    now = clock.now()
+    values = {
+        "replica": replica_id,
+        "address": address,
+        "owner": why,
+        "until": now + timedelta(seconds=conf.cluster().unload_grace),
+        "now": now,
+        "channel": events.NODES,
+    }
+    return bool(await database.rows(statements.LOSE, values))
+
+
+def found_again(replica: Leaving) -> bool:
+    """The engine of a lost replica answers: it serves again, if nobody else has taken it over."""
+    rows = NodeModel.objects.filter(pk=replica.id, state="unloading", loading_by=LOST)
+    with transaction.atomic():
+        back = rows.update(state=ReplicaState.LOADED, loading_by="", cleanup_next_retry_at=None)
+        if back:
+            events.notify(events.NODES, str(replica.node_id))
+    return bool(back)
+
+
+def stuck() -> list[NodeModel]:
+    """Replicas that go for good and whose engines have not been stopped for minutes, with their nodes."""
+    rows = NodeModel.objects.filter(
+        state="unloading", loading_by__in=GOING, cleanup_attempts__gte=STUCK_AFTER
+    ).exclude(cleanup_error="")
+    return list(rows.select_related("node").order_by("id"))
 
 
 def hurry(rows: NodeModelQuerySet, *, until: datetime) -> None:
@@ -167,7 +249,8 @@ def put_back() -> list[Leaving]:
     What an upgrade has taken out as well is put back by that (`withdrawn`), and after it by this.
     """
     with transaction.atomic():
-        rows = _left_behind().filter(cleanup_attempts=0, withdrawn_for__isnull=True).order_by("id")
+        left = _left_behind().exclude(address="")
+        rows = left.filter(cleanup_attempts=0, withdrawn_for__isnull=True).order_by("id")
         found = list(rows.select_for_update(of=("self",), skip_locked=True))
         NodeModel.objects.filter(pk__in=[row.pk for row in found]).update(
             state=ReplicaState.LOADED, loading_by="", cleanup_next_retry_at=None
@@ -179,11 +262,14 @@ def put_back() -> list[Leaving]:
 
 def claim(limit: int, *, now: datetime) -> list[Leaving]:
     """Replicas whose stop is due again, for this caller alone, after their operation has ended."""
-    due = _left_behind().filter(cleanup_attempts__gt=0, cleanup_next_retry_at__lte=now)
+    quiet = Q(loading_by__in=GOING, cleanup_attempts=1, in_flight=0)
+    due = _left_behind().filter(quiet | Q(cleanup_next_retry_at__lte=now), cleanup_attempts__gt=0)
     with transaction.atomic():
         found = list(due.order_by("id").select_for_update(of=("self",), skip_locked=True)[:limit])
         NodeModel.objects.filter(pk__in=[row.pk for row in found]).update(
-            cleanup_next_retry_at=now + timedelta(seconds=_CLAIMED_FOR)
+            # The first claim ends the wait for requests.
+            cleanup_attempts=Greatest(F("cleanup_attempts"), 2),
+            cleanup_next_retry_at=now + timedelta(seconds=_CLAIMED_FOR),
         )
     return [_leaving(row) for row in found]
 
@@ -205,4 +291,5 @@ def _left_behind() -> NodeModelQuerySet:
 
 
 def _leaving(row: NodeModel) -> Leaving:
-    return Leaving(row.id, row.node_id, row.model_name, row.replica_index, row.address)
+    lost = row.loading_by == LOST
+    return Leaving(row.id, row.node_id, row.model_name, row.replica_index, row.address, lost)

@@ -1,5 +1,8 @@
 """The only place that deletes rows of replicas. Each removal is announced once, after commit.
 
+Whole nodes go at once. One replica goes when its engine is known to have ended: its worker has confirmed the
+stop (`retire_unloaded`, `retire_noted`), or has said itself that the process is not there any more, by its
+list, its reply, or by giving the address to another one. Until then its row is `unloading` (`leaving.py`).
 Rows are locked in the order of their ids, as the hot path does it (`statements.py`), or two transactions
 would wait for each other.
 """
@@ -7,7 +10,7 @@ would wait for each other.
 from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 from uuid import UUID
 
 from django.db import transaction
@@ -15,19 +18,12 @@ from django.db.models import Exists, OuterRef, Q, QuerySet
 
 from localai_cluster.commits import committed
 from localai_cluster.messaging.messages import split_process_key
-from nodes.models import NodeModel
-from nodes.replicas import hooks, statements, vram
+from nodes.models import EngineStart, NodeModel, ReplicaState
+from nodes.replicas import hooks, vram
 from nodes.replicas.evidence import Running, lists
 from nodes.replicas.hooks import ALL_REPLICAS, Removed
 from nodes.replicas.slots import Slot
 from operations.changes import events
-
-
-class Runner(Protocol):
-    """What the hot path's pool offers: statements in one transaction, and the rows of the last one."""
-
-    async def run_in_transaction(self, statements: list[tuple[str, Any]]) -> list[tuple[Any, ...]]:
-        """Runs them."""
 
 
 def retire_of_nodes(*node_ids: UUID, keep: Collection[UUID] = ()) -> int:
@@ -100,18 +96,39 @@ def retire_at(address: str, slot: Slot) -> list[str]:
 
 
 def retire_slot(slot: Slot, *, mark: str) -> None:
-    """Gives a slot back, if it is still this attempt's."""
+    """Gives a slot back, if it is still this attempt's; not before an engine that it may have is gone.
+
+    Such a row is `unloading` without an address: the engine's note says how it is stopped (`retire_noted`).
+    """
     mine = NodeModel.objects.filter(pk=slot.id, loading_by=mark, state="loading")
     with transaction.atomic():
         row = mine.select_for_update(of=("self",)).first()
-        if row is not None:
+        if row is None:
+            return
+        if EngineStart.objects.filter(mark=mark).exists():
+            row.state = ReplicaState.UNLOADING
+            row.save(update_fields=["state"])
+            events.notify(events.NODES, str(row.node_id))
+        else:
             _delete_rows([row])
 
 
-def retire_unloaded(replica_id: UUID) -> bool:
+def retire_noted(mark: str | None = None) -> int:
+    """Gives back the slots of failed loads whose engine is gone: of this attempt, or all without a note."""
+    rows = NodeModel.objects.filter(state="unloading", address="", withdrawn_for__isnull=True)
+    noted = EngineStart.objects.filter(mark=OuterRef("loading_by"))
+    gone = rows.exclude(Exists(noted)) if mark is None else rows.filter(loading_by=mark)
+    with transaction.atomic():
+        found = list(gone.order_by("id").select_for_update(of=("self",), skip_locked=True))
+        retire_lifeless(found)
+    return len(found)
+
+
+def retire_unloaded(replica_id: UUID, *, stop_sent: datetime | None = None) -> bool:
     """Removes a replica in `unloading` whose engine is gone; False when the row was gone already.
 
     Loads that took a place on its node without the memory have been waiting for what it gives back.
+    `stop_sent`: when the stop was sent that ended the engine; None if it may have ended before.
     """
     with committed("unload.gone"):
         beside = NodeModel.objects.filter(pk=replica_id).values("node_id")
@@ -124,6 +141,8 @@ def retire_unloaded(replica_id: UUID) -> bool:
         vram.given_back(row, locked)
         _delete([row.pk], [Removed(row.model_name, row.node_id, row.replica_index)])
         events.notify(events.NODES, str(row.node_id))
+        if stop_sent is not None and row.loaded_at is not None and row.vram_needed > 0:
+            transaction.on_commit(partial(vram.credit, row, stop_sent=stop_sent), robust=True)
     return True
 
 
@@ -135,18 +154,6 @@ def retire_lifeless(rows: Sequence[NodeModel]) -> None:
     _delete_rows(rows)
     if rows:
         events.notify(events.NODES, *sorted({str(row.node_id) for row in rows}))
-
-
-async def retire_dead(pool: Runner, replica_id: UUID, address: str) -> bool:
-    """Removes a replica that does no work: the row that was picked, not one put in its place since.
-
-    For the hot path, which has no ORM; answers whether the row was still there.
-    """
-    values = {"replica": replica_id, "address": address}
-    texts = (statements.LOCK_REPLICA, statements.DROP_USES, statements.DROP_REPLICA)
-    removed = await pool.run_in_transaction([(text, values) for text in texts])
-    hooks.announce(Removed(*row) for row in removed)
-    return bool(removed)
 
 
 def _retire_slots(stale: QuerySet[NodeModel]) -> list[Slot]:

@@ -13,7 +13,7 @@ from localai_cluster.commits import committed
 from nodes.models import BackendNode, EngineStart, ModelLoadInfo, NodeModel
 from nodes.placement.choose import NOTHING, Candidate, Need, Reason, lowest_free
 from nodes.placement.evict import Eviction
-from nodes.replicas import eviction, reasons, vram
+from nodes.replicas import eviction, leaving, reasons, vram
 from nodes.replicas.reasons import Decided
 
 
@@ -67,7 +67,7 @@ def reserve(
             return NoSlot(Reason.FULL)
         if room is not None and not eviction.still_victims(model_name, room.victims, now=now):
             return NoSlot("what should make room there is in use again or kept by its rule")
-        soon = _given_back(view.id, room) if room is not None else 0
+        soon = _given_back(view.id, room, now) if room is not None else 0
         memory = vram.take(node, need, now=now, soon=soon) if need.vram > 0 else {}
         if memory is None:
             return NoSlot(Reason.MEMORY)
@@ -90,9 +90,9 @@ def reserve(
     return Slot(row.id, view.id, view.name, index)
 
 
-def _given_back(node_id: UUID, room: Eviction) -> int:
+def _given_back(node_id: UUID, room: Eviction, now: datetime) -> int:
     """Under the node's lock no other load counts on the same bytes: each reserves what it takes."""
-    return eviction.memory_of_leaving(node_id) + sum(one.vram for one in room.victims)
+    return eviction.memory_of_leaving(node_id, now=now) + sum(one.vram for one in room.victims)
 
 
 def still_reserved(slot: Slot, *, mark: str) -> bool:
@@ -110,15 +110,23 @@ def publish(
     options: dict[str, Any],
     revision: str,
     now: datetime,
+    told: str = "",
+    replaces: UUID | None = None,
 ) -> bool:
-    """Makes the slot a replica that receives traffic; False when the slot is no longer this attempt's."""
+    """Makes the slot a replica that receives traffic; False when the slot is no longer this attempt's.
+
+    `told` is the fingerprint of the options that the engine got, which the node may have changed (R2.80).
+    The replica that it replaces leaves the picks with it: there is no moment with neither or with both.
+    """
     with committed("load.publish"):
+        former = _locked_beside(slot, replaces)
         published = NodeModel.objects.filter(pk=slot.id, loading_by=mark, state="loading").update(
             state="loaded",
             loading_by="",
             address=address,
             model_options=options,
             config_revision=revision,
+            effective_options_hash=told,
             in_flight=0,
             last_used=now,
             updated_at=now,
@@ -132,4 +140,15 @@ def publish(
                 model_name=model_name,
                 defaults={"backend_type": backend, "model_options": options, "updated_at": now},
             )
+            if former is not None:
+                leaving.replace([former], now=now)
     return bool(published)
+
+
+def _locked_beside(slot: Slot, replaced: UUID | None) -> UUID | None:
+    """The replica to be replaced if it still serves, locked in order with the slot's row."""
+    if replaced is None:
+        return None
+    rows = NodeModel.objects.filter(pk__in=[slot.id, replaced]).order_by("id").select_for_update(of=("self",))
+    states = dict(rows.values_list("pk", "state"))
+    return replaced if states.get(replaced) == "loaded" else None

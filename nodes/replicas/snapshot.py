@@ -10,7 +10,7 @@ from django.db.models import Count, Q, Sum
 from django.db.models.functions import Coalesce
 
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel, selectors
-from nodes.placement.choose import Candidate
+from nodes.placement.choose import Candidate, Reason
 from nodes.placement.reservations import Reservation
 from nodes.placement.selector import ANY, Selector
 from nodes.replicas import vram
@@ -19,6 +19,7 @@ from nodes.replicas.slots import Slot
 COLUMNS = (
     *("id", "name", "node_type", "status", "max_replicas_per_model"),
     *("available_vram", "reserved_vram", "vram_read_at", "vram_budget_bytes"),
+    *("returned_vram", "returned_beside"),
     *("total_disk", "available_disk"),
 )
 """What `candidate` needs of a node's row."""
@@ -39,6 +40,17 @@ def on_its_way(model_name: str, *, besides: Collection[UUID] = ()) -> bool:
     """Whether a load has a slot of the model, on another node than these."""
     loading = NodeModel.objects.of(model_name).filter(state="loading", node__status="healthy")
     return loading.exclude(node__in=besides).exists()
+
+
+def loaded_by(replica_id: UUID) -> str | None:
+    """The revision of the definition that the replica was loaded by, None if it does not serve."""
+    return NodeModel.objects.loaded().filter(pk=replica_id).values_list("config_revision", flat=True).first()
+
+
+def lacks_room(replica_id: UUID, refused: Mapping[UUID, Reason]) -> bool:
+    """Whether the replica's node was refused for nothing but the room that the replica takes."""
+    node = NodeModel.objects.loaded().filter(pk=replica_id).values_list("node_id", flat=True).first()
+    return node is not None and refused.get(node) in (Reason.FULL, Reason.MEMORY)
 
 
 def selectors_of(model_names: Collection[str]) -> dict[str, Selector]:
@@ -109,6 +121,15 @@ def candidate(
         total_disk=row["total_disk"],
         available_disk=row["available_disk"],
     )
+
+
+def taken(model_names: Collection[str]) -> dict[str, dict[UUID, set[int]]]:
+    """The indices of these models' rows in any state (R1.62), by node; one query."""
+    found: dict[str, dict[UUID, set[int]]] = {name: {} for name in model_names}
+    rows = NodeModel.objects.filter(model_name__in=found)
+    for name, node_id, index in rows.values_list("model_name", "node_id", "replica_index"):
+        found[name].setdefault(node_id, set()).add(index)
+    return found
 
 
 def _loaded_among(model_names: Collection[str]) -> dict[UUID, set[str]]:

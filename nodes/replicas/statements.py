@@ -191,15 +191,18 @@ UPDATE node_models r SET in_flight = GREATEST(r.in_flight - g.count, 0), last_re
 
 DELETE_PROCESS = "DELETE FROM web_processes WHERE id = %(process)s"
 
-LOCK_REPLICA = "SELECT id FROM node_models WHERE id = %(replica)s AND address = %(address)s FOR UPDATE"
-DROP_USES = """
-DELETE FROM replica_uses
- WHERE replica_id IN (SELECT id FROM node_models WHERE id = %(replica)s AND address = %(address)s)
+LOSE = """
+WITH lost AS (
+    UPDATE node_models
+       SET state = 'unloading', loading_by = %(owner)s, cleanup_attempts = 1, cleanup_error = '',
+           cleanup_next_retry_at = %(until)s, updated_at = %(now)s
+     WHERE id = %(replica)s AND address = %(address)s AND state = 'loaded'
+    RETURNING node_id
+)
+SELECT node_id, pg_notify(%(channel)s, node_id::text) FROM lost
 """
-DROP_REPLICA = """
-DELETE FROM node_models WHERE id = %(replica)s AND address = %(address)s
-RETURNING model_name, node_id, replica_index
-"""
+"""Takes one replica out of the picks for good (`leaving.go`), if it is the one that was picked. Requests that
+run there are still counted out."""
 
 DROP_DEAD_PROCESSES = """
 WITH dead AS (

@@ -2,26 +2,30 @@
 
 `reserved_vram` of a node is the reference's: a load adds to it, a load that ends without a replica takes its
 share back, and the next reading clears it (R1.51 to R1.54, R1.33). The rows of loads say what is needed until
-readings show it (`placement/reservations.py`). Both are about the same bytes, so the larger one counts.
+readings show it (`placement/reservations.py`). Both are about the same bytes, so the larger one counts. What
+an engine gives back counts as free until the next reading (`credit`).
 """
 
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from django.db.models import F, Q
+from django.db import transaction
+from django.db.models import Case, F, Q, Value, When
 from django.db.models.functions import Greatest
 
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import NodeModelQuerySet
 from nodes.placement.choose import Need
 from nodes.placement.reservations import NEVER, MemoryReading, Reservation, outstanding
+from operations.changes import events
 
 log = logging.getLogger(__name__)
 
+_CLOCKS_DIFFER = timedelta(seconds=1)
 _UNREAD = (
     Q(loaded_at__isnull=True) | Q(node__vram_read_at__isnull=True) | Q(loaded_at__gt=F("node__vram_read_at"))
 )
@@ -68,6 +72,21 @@ def take(node: BackendNode, need: Need, *, now: datetime, soon: int = 0) -> dict
     }
 
 
+def credit(gone: NodeModel, *, stop_sent: datetime) -> None:
+    """An engine that ran until its stop was sent has gone: what it needed is free before a reading says so.
+
+    Only beside a reading that shows the engine: from after its load, and from before the stop, by more than
+    clocks differ. Not in the transaction that locks replicas, for nodes are locked before them; if it is lost
+    the next reading makes up for it.
+    """
+    shows = Q(vram_read_at__gte=gone.loaded_at, vram_read_at__lt=stop_sent - _CLOCKS_DIFFER)
+    beside = Case(When(returned_beside=F("vram_read_at"), then=F("returned_vram")), default=Value(0))
+    with transaction.atomic():
+        node = BackendNode.objects.filter(shows, pk=gone.node_id)
+        if node.update(returned_vram=beside + gone.vram_needed, returned_beside=F("vram_read_at")):
+            events.notify(events.NODES, str(gone.node_id))
+
+
 def given_back(gone: NodeModel, loads: Collection[UUID]) -> None:
     """An engine has gone beside these loads: later readings show so much more than the one they have seen.
 
@@ -96,7 +115,11 @@ def reservation(needed: int, seen: int, seen_at: datetime | None, loaded_at: dat
 
 def effectively_free(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> int:
     """R1.51: bytes of the node, given by its columns, that nothing uses and no load has reserved."""
+    ceiling: int = node["vram_budget_bytes"]
     available: int = node["available_vram"]
-    reading = MemoryReading(available, node["vram_read_at"] or NEVER, node["vram_budget_bytes"])
+    if node["returned_beside"] is not None and node["returned_beside"] == node["vram_read_at"]:
+        available += node["returned_vram"]
+        available = min(available, ceiling) if ceiling else available
+    reading = MemoryReading(available, node["vram_read_at"] or NEVER, ceiling)
     reserved: int = max(node["reserved_vram"], outstanding(reservations, reading))
     return available - reserved

@@ -27,7 +27,7 @@ from localai_cluster.accounts.principals import Principal
 from localai_cluster.errors import ClusterError, Unavailable
 from localai_cluster.metrics import web as metrics
 from nodes.registry import dialling
-from nodes.replicas import retire, statements
+from nodes.replicas import leaving, statements
 from nodes.routing.pool import UNREACHABLE, DedicatedConnection, Parameters, Pool
 from nodes.routing.request import InferenceRequest, Replica, Wish
 
@@ -109,9 +109,13 @@ class Picker:
         if self._unsettled:
             raise Unavailable("the database is not reachable", retry_after=2)
 
-    async def remove(self, replica: Replica) -> bool:
-        """Takes a dead replica out of service: exactly the row that was picked, not one that replaced it."""
-        return await retire.retire_dead(self._pool, replica.id, replica.address)
+    async def lose(self, replica: Replica, *, strange: bool = False) -> bool:
+        """Takes a replica out of the picks that did no work: the row that was picked, not one in its place.
+
+        `strange`: its engine answers, but holds another model or none.
+        """
+        why = leaving.STRANGE if strange else leaving.LOST
+        return await leaving.lose(self._pool, replica.id, replica.address, why=why)
 
     async def renew(self) -> bool:
         """Says that this process lives; False when its row is gone."""

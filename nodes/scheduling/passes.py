@@ -4,11 +4,11 @@ What was found is about the rule as it was read. A rule that was edited since, o
 is left as it is: the next pass looks at it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from datetime import datetime
 
 from django.db import transaction
-from django.db.models import Q
+from django.db.models import Q, QuerySet
 
 from nodes.models import ModelSchedulingConfig, selectors
 from nodes.scheduling.picture import ClearFlags, Demand, Ruling, Unsatisfiable
@@ -19,9 +19,21 @@ _WRITTEN = [
 ]  # fmt: skip
 
 
+_COUNTED = Q(min_replicas__gt=0) | Q(max_replicas__gt=0) | Q(spread_all=True)
+
+
 def demands() -> list[Demand]:
     """R1.86: the rules that say how many; one query."""
-    counted = Q(min_replicas__gt=0) | Q(max_replicas__gt=0) | Q(spread_all=True)
+    return _demands(ModelSchedulingConfig.objects.filter(_COUNTED))
+
+
+def of_models(model_names: Collection[str]) -> list[Demand]:
+    """Of models whose rule does not say how many, or that have none: where replicas go; one query."""
+    found = _demands(ModelSchedulingConfig.objects.filter(~_COUNTED, model_name__in=model_names))
+    return [*found, *(Demand(name, {}) for name in sorted({*model_names} - {one.model for one in found}))]
+
+
+def _demands(rules: QuerySet[ModelSchedulingConfig]) -> list[Demand]:
     return [
         Demand(
             model=row.model_name,
@@ -32,9 +44,10 @@ def demands() -> list[Demand]:
             ticks=row.unsatisfiable_ticks,
             until=row.unsatisfiable_until,
             looked_at=row.looked_at,
+            seen=row.current_replicas,
             changed_at=row.updated_at,
         )
-        for row in ModelSchedulingConfig.objects.filter(counted).order_by("model_name")
+        for row in rules.order_by("model_name")
     ]
 
 

@@ -21,8 +21,15 @@ class Demand:
     until: datetime | None = None
     looked_at: datetime | None = None
     """When the last pass looked at it."""
+    seen: int = 0
+    """How many replicas that pass saw serving."""
     changed_at: datetime | None = None
     """When the rule or its flags were changed; what a pass finds is about this state of them."""
+
+    @property
+    def counts(self) -> bool:
+        """R1.86: whether it says how many."""
+        return self.minimum > 0 or self.maximum > 0 or self.spread
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,8 @@ class Placed:
     in_flight: int
     idle_since: datetime
     """The end of its last request; without one, when it was loaded."""
+    revision: str = ""
+    """Of the definition that it was loaded by; empty = not known."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,10 @@ class Fleet:
     failures: Mapping[str, Failure] = field(default_factory=dict)
     defined: frozenset[str] | None = None
     """Models that have a definition; None: that cannot be told now."""
+    revisions: Mapping[str, str] = field(default_factory=dict)
+    """What the definitions are now, by model."""
+    replacing: Mapping[UUID, bool] = field(default_factory=dict)
+    """The replicas that a load under way will replace, and whether it lacks the room that they take."""
 
 
 @dataclass(frozen=True)
@@ -82,11 +95,22 @@ class LoadAnother:
     reason: str
     pinned: bool = False
     """Whether it is for these nodes whatever comes; else its placement asks the rule again."""
+    replaces: UUID | None = None
+    """The replica that goes as soon as this one serves."""
 
 
 @dataclass(frozen=True)
 class Retire:
     """This replica is to go, if it is still idle."""
+
+    model: str
+    replica_id: UUID
+    reason: str
+
+
+@dataclass(frozen=True)
+class GiveWay:
+    """This replica of a former definition is to go before its successor, which finds no room beside it."""
 
     model: str
     replica_id: UUID
@@ -110,7 +134,7 @@ class ClearFlags:
     model: str
 
 
-Action = LoadAnother | Retire | Unsatisfiable | ClearFlags
+Action = LoadAnother | Retire | GiveWay | Unsatisfiable | ClearFlags
 
 
 @dataclass(frozen=True)

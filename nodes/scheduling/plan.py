@@ -2,7 +2,8 @@
 
 `Fleet` and `Demand`s -> `plan` -> a `Ruling` for each rule: what the pass is to do, and a sentence of why.
 The order is the reference's: spread, cooldown, minimum, busy burst, scale-down. Its pressure step (R4.13) is
-left out: requests do not choose by their prefix yet, so nothing counts pressure.
+left out: requests do not choose by their prefix yet, so nothing counts pressure. Where none of these has
+replicas to bring or to retire, those of a former definition are replaced (`renewal.py`).
 
 Replicas count where requests may find them: loaded, on a healthy node that the selector chooses. Others serve
 until they are idle. A load under way counts as the replica that it will be.
@@ -27,6 +28,7 @@ from nodes.scheduling.picture import (
     Ruling,
     Unsatisfiable,
 )
+from nodes.scheduling.renewal import Renewal
 
 IDLE_FOR = timedelta(minutes=5)
 """C2: how long nothing ran on a replica that is retired."""
@@ -57,7 +59,13 @@ class _Scene:
     """Nodes that have a load under way for them alone."""
     failure: str
     """Why the last load failed, if that was after the last pass."""
+    failed_at: datetime | None
+    """When the last load failed."""
     defined: bool
+    revision: str
+    """Of its definition; empty if that cannot be told."""
+    replacing: Mapping[UUID, bool]
+    """Its replicas that a load will replace; see `Fleet`."""
 
     @cached_property
     def held(self) -> dict[UUID, list[Placed]]:
@@ -99,8 +107,9 @@ class _Scene:
 
     def ruling(self, reason: str, *actions: Action) -> Ruling:
         """What is to be done, with the figures."""
-        more = sum(isinstance(action, LoadAnother) for action in actions)
+        more = sum(isinstance(action, LoadAnother) and action.replaces is None for action in actions)
         less = sum(isinstance(action, Retire) for action in actions)
+        less += sum(row.id in self.replacing for row in self.serving)
         aim = max(self.wanted, len(self.serving) + self.loads + more - less)
         return Ruling(self.demand.model, aim, len(self.serving), self.loads, reason, actions)
 
@@ -134,11 +143,14 @@ def plan(fleet: Fleet, demands: Iterable[Demand], now: datetime, *, tick: bool) 
             placed=placed,
             pinned=fleet.pinned.get(demand.model, frozenset()),
             failure=failure.error if failure and fresh else "",
+            failed_at=failure.at if failure else None,
             defined=fleet.defined is None or demand.model in fleet.defined,
+            revision=fleet.revisions.get(demand.model, ""),
+            replacing={one.id: fleet.replacing[one.id] for one in own if one.id in fleet.replacing},
         )
         # A failure is counted by the next tick, so an earlier pass must not have looked after it.
         if tick or not scene.failure:
-            found.append(_decide(scene, now, tick=tick))
+            found.append(_renewed(scene, _decide(scene, now, tick=tick), now, tick=tick))
     return found
 
 
@@ -153,8 +165,10 @@ def _matching(hosts: Iterable[Host], selector: Mapping[str, str] | None) -> list
 def _decide(scene: _Scene, now: datetime, *, tick: bool) -> Ruling:
     """R4.6: the first step that has something to say."""
     demand = scene.demand
+    if not demand.counts:
+        return scene.ruling("")  # R4.12
     if demand.until is not None and demand.until > now:
-        return scene.ruling("")  # R4.8
+        return _refill(scene) or scene.ruling("")  # R4.8
     if demand.spread and not scene.fits:
         return scene.ruling(_problem(scene))  # R4.7
     if missing := _missing(scene):
@@ -168,12 +182,29 @@ def _decide(scene: _Scene, now: datetime, *, tick: bool) -> Ruling:
     return scene.ruling(_at_rest(scene), *cleared)
 
 
+def _renewed(scene: _Scene, ruling: Ruling, now: datetime, *, tick: bool) -> Ruling:
+    """The ruling, and how a former definition's replicas are replaced if it brings and retires none.
+
+    Also while a cooldown lasts: that is about how many there are. After a load that failed it rests as long.
+    """
+    if any(isinstance(action, LoadAnother | Retire) for action in ruling.actions):
+        return ruling
+    known = Renewal(
+        scene.demand.model, scene.revision, scene.rows, scene.fitting, scene.replacing, scene.demand.spread
+    )
+    rests = scene.failed_at is not None and scene.failed_at > now - COOLDOWN
+    more = known.giving_way() or (known.successors() if tick and not rests else [])
+    if not more:
+        return ruling
+    return scene.ruling(more[0].reason, *ruling.actions, *more)
+
+
 def _missing(scene: _Scene) -> int:
     """R4.7, R4.10: how many replicas are neither there nor on their way."""
     if scene.demand.spread:
-        # A load that is for any node may get its slot on each of them.
-        waiting = scene.pinned - {row.node_id for row in scene.rows}
-        return 0 if scene.loads > scene.placed + len(waiting) else len(_bare(scene))
+        # A load that is for any node may get its slot on each of them; one that replaces has its node.
+        waiting = len(scene.pinned - {row.node_id for row in scene.rows}) + len(scene.replacing)
+        return 0 if scene.loads > scene.placed + waiting else len(_bare(scene))
     return max(scene.demand.minimum - len(scene.fitting) - scene.loads, 0)
 
 
@@ -200,6 +231,22 @@ def _fill(scene: _Scene, missing: int, now: datetime, *, tick: bool) -> Ruling:
     # After the first one: flags stay if nothing can be asked for.
     cleared = [ClearFlags(demand.model)] if demand.ticks or demand.until else []
     return scene.ruling(loads[0].reason, loads[0], *cleared, *loads[1:])
+
+
+def _refill(scene: _Scene) -> Ruling | None:
+    """In a cooldown only what was there a moment ago is missed: that it could be had is known.
+
+    A slot that is being freed will do: the load waits for it, and the next pass does not know of the loss.
+    """
+    lost = min(_missing(scene), scene.demand.seen - len(scene.serving))
+    if lost <= 0 or not (scene.room > 0 or scene.leaving) or not scene.defined:
+        return None
+    if scene.demand.spread:
+        loads = _loads(scene, lost)[:lost]
+    else:
+        said = f"{lost} of {scene.demand.seen} were lost: {lost} more, although it rests"
+        loads = [LoadAnother(scene.demand.model, scene.only, said)] * lost
+    return scene.ruling(loads[0].reason, *loads) if loads else None
 
 
 def _loads(scene: _Scene, missing: int) -> list[LoadAnother]:

@@ -14,7 +14,7 @@ from uuid import UUID
 from localai_cluster import conf, errors
 from nodes.loading import load
 from nodes.models import BackendNode, NodeModel, NodeType
-from nodes.replicas import leaving
+from nodes.replicas import finders, leaving
 from operations.ledger.admission import Admission, OperationRequest, admit, in_progress
 from operations.models import Operation
 
@@ -56,6 +56,19 @@ def unload(wish: UnloadWish, *, now: datetime) -> Admission:
     if not admission.created and wish.grace is not None:
         leaving.hurry(rows, until=now + timedelta(seconds=wish.grace))
     return admission
+
+
+def evict(node: BackendNode, actor: str, *, now: datetime) -> Admission:
+    """R2.55: has the replica of the node unloaded that was last used the longest ago.
+
+    Raises NotFound if none is idle.
+    """
+    row = finders.least_recently_used([node.id]).first()
+    if row is None:
+        raise errors.NotFound(f"no replica on node {node.name} is idle")
+    reason = "the least recently used on its node"
+    wish = UnloadWish(row.model_name, actor, node=node, index=row.replica_index, reason=reason)
+    return unload(wish, now=now)
 
 
 def delete(wish: UnloadWish, *, now: datetime) -> Admission:

@@ -145,7 +145,7 @@ class UnloadModel:
         if stopped is None:
             return await in_thread(_why_not_leaving, part, replica)
         if stopped.gone:
-            await in_thread(retire.retire_unloaded, replica.id)
+            await in_thread(retire.retire_unloaded, replica.id, stop_sent=stopped.sent_at)
             return ""
         await in_thread(leaving.not_gone, replica, stopped.reason, now=clock.now())
         return f"{replica.process_key} may still run: {stopped.reason}"

@@ -52,7 +52,7 @@ async def measure(client: BackendClient, clients: int, seconds: float, identity:
 async def direct(seconds: float) -> list[Figures]:
     """The figures for every concurrency, one engine process for all."""
     async with running_backend("echo", model=MODEL) as backend:
-        client = BackendClient(backend.address, TOKEN)
+        client = BackendClient(backend.address, TOKEN, counted=True)
         await measure(client, 8, 0.5)
         figures = [await measure(client, clients, seconds) for clients in CONCURRENCY]
         await client.close()

@@ -36,7 +36,7 @@ async def backend() -> AsyncIterator[Backend]:
 @pytest_asyncio.fixture
 async def client(backend: Backend) -> AsyncIterator[BackendClient]:
     """A client that shares the engine's token."""
-    client = BackendClient(backend.address, TOKEN)
+    client = BackendClient(backend.address, TOKEN, counted=True)
     yield client
     await client.close()
 
@@ -75,7 +75,7 @@ async def test_completions(client: BackendClient) -> None:
 @pytest.mark.rule("worker-10.4")
 async def test_every_method_needs_the_token(backend: Backend, token: str) -> None:
     """A process started with a token rejects calls without it, Health included."""
-    stranger = BackendClient(backend.address, token)
+    stranger = BackendClient(backend.address, token, counted=True)
     calls = [
         stranger.health(LIMIT),
         stranger.load_model(ModelOptions(Model="m"), LIMIT),

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 async def client() -> AsyncIterator[BackendClient]:
     """A client of an engine that holds the model."""
     async with running_backend("minilm", model=MODEL) as backend:
-        client = BackendClient(backend.address, TOKEN)
+        client = BackendClient(backend.address, TOKEN, counted=True)
         yield client
         await client.close()
 

@@ -22,7 +22,7 @@ from nodes.loading.stopping import Stopper
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeModel
 from nodes.placement.choose import Need, choose
 from nodes.placement.evict import Eviction
-from nodes.replicas import eviction, hooks, retire, slots, snapshot
+from nodes.replicas import eviction, hooks, leaving, retire, slots, snapshot
 from nodes.replicas.hooks import Removed
 from nodes.replicas.slots import Slot
 from operations.executor.work import Postpone, in_thread
@@ -92,7 +92,7 @@ def test_thirty_two_loads_evict_no_more_than_they_need() -> None:
     for node in nodes:
         taken = NodeModel.objects.filter(node=node, state="loading").count() * 5
         assert taken <= out.filter(node=node).count() * 10
-    assert set(out.values_list("loading_by", "cleanup_attempts")) == {(eviction.OWNER, 1)}
+    assert set(out.values_list("loading_by", "cleanup_attempts")) == {(leaving.EVICTED, 1)}
 
 
 @pytest.mark.rule("R1.104", "R2.51", "R2.54")
@@ -111,7 +111,7 @@ def test_what_a_victim_gives_back_counts_once_whenever_the_readings_come() -> No
         slot = placed(1, Need(vram=10 * GB, vram_required=True))
         assert isinstance(slot, Slot)
         assert free(2) == -8
-        assert eviction.memory_of_leaving(node.pk) == 10 * GB
+        assert eviction.memory_of_leaving(node.pk, now=clock.now()) == 10 * GB
         assert retire.retire_unloaded(victim.pk)
     finally:
         hooks.on_removed.remove(removed.append)

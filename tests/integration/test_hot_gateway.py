@@ -18,6 +18,7 @@ from localai_cluster.asgi import application
 from localai_cluster.metrics import exposed, kinds
 from localai_cluster.rpc.client import BackendClient
 from nodes.models import NodeModel, ReplicaUse
+from nodes.replicas import leaving
 from tests.support import backends, hot
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -274,8 +275,14 @@ def test_a_slow_engine_ends_in_a_503(settings: Settings) -> None:
     assert NodeModel.objects.exists(), "slow is not dead"
 
 
+def serving(state: str = "loaded") -> list[tuple[str, str]]:
+    """Addresses of the rows in this state, and who has them."""
+    rows = NodeModel.objects.filter(state=state).order_by("address")
+    return list(rows.values_list("address", "loading_by"))
+
+
 @pytest.mark.rule("R2.9", "T-ROU-42")
-def test_a_dead_replica_is_removed_and_the_request_goes_on() -> None:
+def test_a_dead_replica_is_taken_out_and_the_request_goes_on() -> None:
     """A replica that refuses the connection is taken out; the same request is served by the next one."""
 
     async def scenario(client: hot.Client, _: Any) -> list[hot.Reply]:
@@ -287,8 +294,8 @@ def test_a_dead_replica_is_removed_and_the_request_goes_on() -> None:
             )
             asks = [reply(client.post(PATH, {"model": "echo", "input": "a"})) for _ in range(10)]
             replies = await asyncio.gather(*asks)
-            left = await hot.in_thread(hot.counts)
-            assert list(left) == [engine.address]
+            assert await hot.in_thread(serving) == [(engine.address, "")]
+            assert await hot.in_thread(lambda: serving("unloading")) == [(dead, leaving.LOST)]
             return replies
 
     assert [answer.status for answer in run(scenario)] == [200] * 10
@@ -296,7 +303,7 @@ def test_a_dead_replica_is_removed_and_the_request_goes_on() -> None:
 
 @pytest.mark.rule("R2.76", "T-INF-18", "T-INF-22", "T-INF-26", "T-INF-27")
 def test_an_engine_without_its_model_is_replaced() -> None:
-    """R2.76, and on to the next: an engine that holds no model loses its row; an engine with another one
+    """R2.76, and on to the next: an engine that holds no model is to be stopped; one with another model
     too."""
 
     async def scenario(client: hot.Client, _: Any) -> hot.Reply:
@@ -310,7 +317,9 @@ def test_an_engine_without_its_model_is_replaced() -> None:
                     lambda n=number, e=engine: hot.replica(hot.node(f"n{n}"), index=n, address=e.address)
                 )
             answered = await reply(client.post(PATH, {"model": "echo", "input": "a"}))
-            assert list(await hot.in_thread(hot.counts)) == [right.address]
+            assert await hot.in_thread(serving) == [(right.address, "")]
+            gone = await hot.in_thread(lambda: serving("unloading"))
+            assert gone == [(one, leaving.STRANGE) for one in sorted((empty.address, wrong.address))]
             return answered
 
     assert run(scenario).status == 200
@@ -334,7 +343,7 @@ def test_a_request_does_not_kill_every_replica() -> None:
                 await called(engine)
                 engine.kill()
             answered = await reply(asked)
-            assert list(await hot.in_thread(hot.counts)) == [three.address]
+            assert await hot.in_thread(serving) == [(three.address, "")]
             return answered
 
     answered = run(scenario)

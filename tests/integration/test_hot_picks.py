@@ -25,7 +25,7 @@ from localai_cluster.accounts.credentials import StoredKey, WrongKey
 from localai_cluster.accounts.principals import ANONYMOUS
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel, ReplicaUse
 from nodes.reconcilers import liveness
-from nodes.replicas import hooks, snapshot, statements
+from nodes.replicas import hooks, leaving, snapshot, statements
 from nodes.replicas.hooks import Removed
 from nodes.routing import pool, process
 from nodes.routing.picks import Picker
@@ -309,7 +309,7 @@ def test_a_cancelled_caller_leaves_no_count() -> None:
 
 
 def test_removal_is_by_id_and_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A dead replica's row goes with its uses and is announced once; a row loaded again elsewhere stays."""
+    """A dead replica leaves the picks, its row and counts stay; one loaded again elsewhere serves on."""
     row = hot.replica(hot.node())
     announced: list[Removed] = []
     monkeypatch.setattr(hooks, "on_removed", [announced.append])
@@ -318,15 +318,16 @@ def test_removal_is_by_id_and_address(monkeypatch: pytest.MonkeyPatch) -> None:
         async with hot.picker() as picker:
             replica = await acquire(picker)
             stale = replace(replica, address="127.0.0.1:9")
-            kept, gone = await picker.remove(stale), await picker.remove(replica)
+            kept, gone = await picker.lose(stale), await picker.lose(replica)
             picker.release(replica)
             await picker.settle()
             return kept, gone
 
     assert asyncio.run(scenario()) == (False, True)
-    assert announced == [Removed(row.model_name, row.node_id, row.replica_index)]
-    assert not NodeModel.objects.filter(pk=row.pk).exists()
-    assert not ReplicaUse.objects.exists()
+    assert announced == []
+    row.refresh_from_db()
+    assert (row.state, row.loading_by, row.in_flight) == ("unloading", leaving.LOST, 0)
+    assert [use.count for use in ReplicaUse.objects.all()] == [0]
 
 
 def test_removal_races_with_picks() -> None:
@@ -343,12 +344,13 @@ def test_removal_races_with_picks() -> None:
                 for _ in range(50):
                     two.release(await acquire(two))
 
-            await asyncio.gather(busy(), busy(), one.remove(dead), busy())
+            await asyncio.gather(busy(), busy(), one.lose(dead), busy())
             one.release(dead)
             await asyncio.gather(one.settle(), two.settle())
 
     asyncio.run(scenario())
-    assert list(hot.counts().values()) == [0]
+    assert list(hot.counts().values()) == [0, 0]
+    assert sorted(NodeModel.objects.values_list("state", flat=True)) == ["loaded", "unloading"]
 
 
 FACTS = st.lists(

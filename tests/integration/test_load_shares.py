@@ -16,7 +16,7 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from nodes.definitions.files import Definition, parse
 from nodes.loading import load, placing
-from nodes.loading.another import load_another, loads_under_way
+from nodes.loading.another import load_another, under_way
 from nodes.loading.elsewhere import load_elsewhere
 from nodes.loading.wish import wish_of
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
@@ -68,7 +68,7 @@ class TestShares:
         assert [first.key, another().key, another("n").key] == ["model:m#1", "model:m#2", "model:n#1"]
         end(first)
         assert another().key == "model:m#1", "the lowest that no active load has"
-        assert loads_under_way(["m", "n", "o"]) == {"m": 3, "n": 1, "o": 0}
+        assert under_way(["m", "n", "o"]).counts == {"m": 3, "n": 1, "o": 0}
 
     def test_loads_of_any_number_of_models_are_counted_with_one_query(
         self, django_assert_num_queries: Any
@@ -76,7 +76,7 @@ class TestShares:
         for number in range(3):
             another(f"m{number}")
         with django_assert_num_queries(1):
-            assert loads_under_way([f"m{number}" for number in range(5)])["m2"] == 1
+            assert under_way([f"m{number}" for number in range(5)]).counts["m2"] == 1
 
     def test_a_load_elsewhere_is_the_one_that_requests_join(self) -> None:
         """Two upgrades that stop two replicas of a model want one replica elsewhere."""

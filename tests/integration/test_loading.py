@@ -18,7 +18,7 @@ from uuid import uuid4
 import psycopg
 import pytest
 from django.db import connection, transaction
-from django.db.models import Sum
+from django.db.models import F, Sum
 from pytest_django import Settings
 
 from localai_cluster import clock, names
@@ -31,6 +31,7 @@ from nodes.definitions.folder import Folder
 from nodes.loading import asking, engines, load
 from nodes.loading.another import load_another
 from nodes.loading.failures import LoadFailed
+from nodes.loading.stopping import Stopper
 from nodes.loading.wish import ANOTHER
 from nodes.models import BackendNode, EngineStart, NodeEvent, NodeModel
 from nodes.placement.setbacks import from_payload
@@ -380,7 +381,8 @@ async def test_a_cancelled_load_has_its_engine_stopped(stage: Stage) -> None:
     assert isinstance(ended, Abandoned), ended
     assert stage.bus.stops(stage.one.id) == ["echo#0"]
     assert await hot.in_thread(left) == [("echo#0", "")], "until a controller has seen that it is gone"
-    assert await hot.in_thread(NodeModel.objects.count) == 0
+    kept = await hot.in_thread(NodeModel.objects.get)
+    assert (kept.state, kept.address) == ("unloading", ""), "its place is not free before"
 
 
 @pytest.mark.rule("R2.62")
@@ -591,6 +593,15 @@ async def test_a_load_leaves_the_engines_and_slots_of_another_active_load_alone(
     assert await in_thread(lambda: list(EngineStart.objects.values_list("mark"))) == [(active,)]
 
 
+async def stops(stage: Stage) -> None:
+    """The attempt is over, controllers stop what it has left; then its place is free, for the next one."""
+    await in_thread(Operation.objects.update, fence=F("fence") + 1)
+    stage.bus.replies[subjects.model_stop(str(stage.one.id))] = m.StopModelReply(terminated=True)
+    await Stopper(stage.bus).look_once()
+    assert await in_thread(NodeModel.objects.count) == 0
+    await in_thread(Operation.objects.update, fence=F("fence") - 1)
+
+
 async def test_only_deaths_of_the_engine_count_as_deaths(stage: Stage, loads: list[Any]) -> None:
     """Attempts that were put off for other reasons say nothing about the model."""
     stage.lists(stage.one, BACKEND)
@@ -605,6 +616,7 @@ async def test_only_deaths_of_the_engine_count_as_deaths(stage: Stage, loads: li
         assert ended.payload["engine_deaths"] == deaths
         # The node is not avoided here: what follows is about the count alone.
         await in_thread(Operation.objects.update, payload={"engine_deaths": deaths})
+        await stops(stage)
     loads.append(Lost("the engine died"))
     ended = await stage.play()
     assert isinstance(ended, LoadFailed), ended
@@ -646,6 +658,7 @@ async def test_a_load_reserves_what_its_file_needs(
     loads.append(Lost("the engine died"))
     await hot.in_thread(stage.need_until)
     await stage.play()
+    await stops(stage)
     assert await in_thread(lambda: BackendNode.objects.aggregate(left=Sum("reserved_vram"))["left"]) == 0
     await in_thread(Operation.objects.update, payload={})
     settings.CLUSTER = replace(settings.CLUSTER, vram_policy="require")

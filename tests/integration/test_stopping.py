@@ -49,7 +49,8 @@ class Stage:
         mark = mark or f"{uuid4()}:1"
         slot = self.slot(mark)
         assert engines.note(slot, "echo", mark=mark, now=at or clock.now())
-        engines.note_address(mark, address)
+        if address:
+            engines.note_answer(mark, address)
         NodeModel.objects.filter(pk=slot.id).delete()
 
     def slot(self, mark: str) -> Slot:

@@ -1,17 +1,22 @@
 """Which change of a node wakes which waiting operation, and how often a burst of changes leads to a look."""
 
 import asyncio
+import dataclasses
 from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+from pytest_django import Settings
 
 from localai_cluster import clock
 from localai_cluster.accounts.actors import Actor, ActorKind
 from localai_cluster.management.commands import controller
 from nodes.backends.intents import Failed, settle
-from nodes.loading import load
+from nodes.loading import load, needs
 from nodes.models import BackendNode
+from nodes.placement.choose import Need
 from nodes.placement.setbacks import after_failure, into_payload
 from nodes.reconcilers import intents, wakes
 from nodes.registry import services as registry
@@ -124,6 +129,44 @@ def test_a_full_node_wakes_no_load_of_that_model_and_more_room_does() -> None:
     BackendNode.objects.update(max_replicas_per_model=2)
     assert wakes.wake([node.id]) == 1
     assert is_due(echo)
+
+
+@pytest.mark.parametrize(
+    ("policy", "available", "disk", "woken"),
+    [
+        ("require", 4, 9, 0),
+        ("require", 8, 9, 1),
+        ("prefer", 4, 9, 1),
+        ("prefer", 8, 2, 0),
+    ],
+    ids=["lacks-memory", "has-it", "memory-is-not-required", "lacks-disk"],
+)
+@pytest.mark.rule("R2.32", "R2.39")
+def test_a_load_is_woken_by_a_node_that_has_what_it_needs(
+    settings: Settings, policy: str, available: int, disk: int, woken: int
+) -> None:
+    """What that is stands in its row since its first look."""
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, vram_policy=policy)
+    gib = 2**30
+    operation = waiting(load.KIND, "echo")
+    Operation.objects.update(payload=needs.into_payload({}, Need(vram=8 * gib, disk=3 * gib)))
+    node = hot.node("one", available_vram=available * gib, total_disk=9 * gib, available_disk=disk * gib)
+    assert wakes.wake([node.id]) == woken
+    assert is_due(operation) == bool(woken)
+
+
+def test_a_look_costs_the_same_for_few_and_for_many_loads() -> None:
+    """And considers the oldest ones only; all of them look again by themselves."""
+
+    def queries(count: int) -> int:
+        for number in range(count):
+            waiting(load.KIND, f"m{Operation.objects.count()}-{number}")
+        with CaptureQueriesContext(connection) as context:
+            wakes._loads([node.id])
+        return len(context)
+
+    node = hot.node("one", node_type="agent")
+    assert queries(1) == queries(5) <= 6
 
 
 def test_a_node_that_rests_after_a_failure_does_not_wake_the_load_that_it_failed() -> None:

@@ -268,7 +268,7 @@ def test_an_error_is_nothing_known(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_load_names_the_models_file(tmp_path: Path) -> None:
     """As the reference does, as an absolute path; a name that leads out of the folder gives none."""
-    told = located(tmp_path, defined("org/model.gguf"))
+    told = located(tmp_path, "org/model.gguf", {"Model": "org/model.gguf"})
     assert told["Model"] == "org/model.gguf"
     assert (told["ModelFile"], told["ModelPath"]) == (str(tmp_path / "org/model.gguf"), str(tmp_path))
-    assert "ModelFile" not in located(tmp_path, defined("../model.gguf"))
+    assert located(tmp_path, "../model.gguf", {"Threads": 2}) == {"Threads": 2}

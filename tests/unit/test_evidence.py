@@ -27,7 +27,7 @@ def missed(reports: int = 0, probes: int = 0, *, exit_reported: bool = False) ->
     [
         (missed(1, 2), LISTED, None, ALIVE),
         (missed(0, 2), MISSING, None, Finding(missed_reports=1)),
-        (missed(1, 0), MISSING, None, Finding(gone=True, missed_reports=2)),
+        (missed(1, 0), MISSING, None, Finding(gone=True, missed_reports=2, confirmed=True)),
         (missed(1, 2), NO_WORD, Sign.ALIVE, ALIVE),
         (missed(1, 2), NO_WORD, Sign.BUSY, Finding(missed_reports=1)),
         (missed(1, 1), NO_WORD, Sign.UNREACHABLE, Finding(missed_reports=1, missed_probes=2)),
@@ -39,7 +39,7 @@ def missed(reports: int = 0, probes: int = 0, *, exit_reported: bool = False) ->
             missed(exit_reported=True),
             MISSING,
             None,
-            Finding(gone=True, missed_reports=1, exit_reported=True),
+            Finding(gone=True, missed_reports=1, exit_reported=True, confirmed=True),
         ),
         (
             missed(exit_reported=True),

@@ -159,6 +159,26 @@ def test_a_cooldown_leaves_the_model_alone_and_keeps_its_reason() -> None:
     assert decided(replace(demand, minimum=1), hosts=[on], replicas=many).actions == ()
 
 
+@pytest.mark.rule("R4.8", "R4.10")
+def test_in_a_cooldown_only_what_was_lost_is_replaced() -> None:
+    """It could be had a moment ago; what could not be had rests, also when the loss was looked at before."""
+    a, b = host(1), host(2)
+    rests = rule(3, ticks=3, until=NOW + timedelta(minutes=4))
+    there = [row(a)]
+    lost = replace(rests, seen=2)
+    ruling = decided(lost, tick=False, hosts=[a, b], replicas=there)
+    assert (len(loads(ruling.actions)), flags(ruling)) == (1, [])
+    assert ruling.reason == "1 of 2 were lost: 1 more, although it rests"
+    leaves = [*there, row(b, state="unloading")]
+    assert len(loads(decided(lost, tick=False, hosts=[a, b], replicas=leaves).actions)) == 1
+    assert decided(replace(rests, seen=1), tick=False, hosts=[a, b], replicas=there).actions == ()
+    assert decided(lost, tick=False, hosts=[a], replicas=there).actions == ()
+    assert decided(lost, tick=False, hosts=[a, b], replicas=there, loads={"m": 2}).actions == ()
+    everywhere = rule(spread=True, ticks=3, until=NOW + timedelta(minutes=4), seen=2)
+    (asked,) = loads(decided(everywhere, tick=False, hosts=[a, b], replicas=there).actions)
+    assert asked.only == frozenset({b.id})
+
+
 @pytest.mark.rule("R4.10", "R4.23", "T-REC-18")
 def test_after_a_cooldown_success_clears_the_flags_and_failure_begins_another() -> None:
     demand = rule(1, ticks=3, until=NOW)

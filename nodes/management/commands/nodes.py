@@ -19,6 +19,7 @@ from nodes.management import join_tokens, lookup, rendering
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeStatus, NodeType
 from nodes.registry import listing, node_rows, outcomes, services
 from nodes.registry.shape import CONFLICT
+from nodes.unloading import asking
 
 EVENTS_SHOWN = 10
 Options = Mapping[str, Any]
@@ -86,6 +87,7 @@ def _deciding(add: Callable[..., CommandParser]) -> None:
         "--deadline", type=_duration, metavar="1h", help="time for running requests to finish"
     )
     _with_reason(_of_a_node(add("resume", resume, "Return a node to service.")))
+    _of_a_node(add("evict", evict, "Unload a node's least recently used idle replica."))
     _of_a_node(add("remove", remove, "Remove a node; its timeline stays."))
     labels = _of_a_node(add("label", label, "Show labels, set KEY=VALUE, remove KEY-."))
     labels.add_argument("labels", nargs="*", metavar="LABEL", help="KEY=VALUE or KEY-")
@@ -195,6 +197,20 @@ def drain(options: Options) -> str:
 def resume(options: Options) -> str:
     """Ends a drain (also a worker's own) and the unhealthy state."""
     return _act(options, services.resume, "node resumed", reason=options["reason"])
+
+
+def evict(options: Options) -> str:
+    """The operation does the work; `manage.py operations show` follows it."""
+    node = lookup.node(options["node"])
+    asked = asking.evict(node, lookup.actor().name, now=clock.now()).operation
+    found = {
+        "model": asked.element,
+        "replica_index": asked.payload["replica_index"],
+        "operation": str(asked.id),
+    }
+    if options["json"]:
+        return rendering.as_json(found)
+    return f"{node.name}: {asked.element}#{found['replica_index']} is unloaded (operation {asked.id})"
 
 
 def remove(options: Options) -> str:

@@ -1,0 +1,206 @@
+"""An edited definition on PostgreSQL: replicas of it come, those of the former one go, no request fails."""
+
+import asyncio
+import dataclasses
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pytest_django import Settings
+
+from localai_cluster import clock, errors
+from localai_cluster.messaging import messages as m
+from localai_cluster.messaging import subjects
+from localai_cluster.messaging.codec import decode
+from nodes.definitions import folder
+from nodes.definitions.folder import Folder
+from nodes.loading import load
+from nodes.loading.stopping import Stopper
+from nodes.models import BackendNode, ModelSchedulingConfig, NodeModel
+from nodes.reconcilers import replicas
+from nodes.replicas import leaving, slots
+from nodes.routing.request import InferenceRequest
+from nodes.scheduling import store
+from nodes.scheduling.rules import Rule
+from operations.executor.operation_queue import write_batch
+from operations.executor.recorder import Recorder
+from operations.executor.waiting import Hints
+from operations.executor.work import Postpone, Work
+from operations.ledger import lease, outcome
+from operations.models import Operation
+from operations.states import Event
+from tests.integration.test_loading import BACKEND, STARTED, loads
+from tests.support import hot
+from tests.support.bus import PlayedBus
+
+__all__ = ["loads"]
+pytestmark = pytest.mark.django_db(transaction=True)
+
+FORMER = "0" * 64
+
+
+@pytest.fixture(autouse=True)
+def models(settings: Settings, tmp_path: Path) -> Path:
+    """A models folder that defines `echo`, as it was edited."""
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=tmp_path)
+    (tmp_path / "echo.yaml").write_text("name: echo\nbackend: echo\nparameters: {model: echo}\n")
+    return tmp_path
+
+
+def revision() -> str:
+    (found,) = asyncio.run(folder.every())
+    return found.revision
+
+
+def old(node: BackendNode, index: int = 0, **fields: Any) -> NodeModel:
+    values = {"config_revision": FORMER, "address": "127.0.0.1:9", "last_used": clock.now(), **fields}
+    return hot.replica(node, "echo", index, **values)
+
+
+def claimed() -> Work:
+    (operation,) = lease.claim("controller", now=clock.now(), lease=60, limit=1)
+    return Work(operation, Recorder(write_batch))
+
+
+def node(name: str = "one", slots: int = 2) -> BackendNode:
+    return hot.node(name, max_replicas_per_model=slots)
+
+
+def bus_of(*nodes: BackendNode) -> PlayedBus:
+    """Their workers have the backend, start engines, and confirm stops."""
+    bus = PlayedBus()
+    for one in nodes:
+        bus.replies[subjects.backend_list(str(one.id))] = m.ListReply((BACKEND,))
+        bus.replies[subjects.backend_install(str(one.id))] = STARTED
+        bus.replies[subjects.model_stop(str(one.id))] = m.StopModelReply(terminated=True)
+    return bus
+
+
+def stopped(bus: PlayedBus, on: BackendNode) -> list[str]:
+    found = bus.asked[subjects.model_stop(str(on.id))]
+    return [decode(body, m.StopModelRequest).process_key for body in found]
+
+
+@pytest.mark.rule("R1.94", "R1.98", "R1.86")
+def test_a_model_without_a_rule_is_replaced_too_and_its_rule_for_routing_is_left_alone() -> None:
+    replica = old(node())
+    store.set_rule(Rule("echo", route_policy="round_robin"), clock.now())
+    for _ in range(2):
+        assert replicas.look(tick=True)
+    (asked,) = Operation.objects.all()
+    assert (asked.kind, asked.element) == (load.KIND, "echo")
+    assert asked.payload["replaces"] == str(replica.pk)
+    assert asked.payload["reason"].startswith("the definition was edited")
+    assert ModelSchedulingConfig.objects.get().looked_at is None
+
+
+@pytest.mark.rule("R1.98", "R1.79", "R1.99")
+async def test_the_new_one_serves_before_the_old_one_goes_and_a_request_that_runs_ends(
+    loads: list[Any],
+) -> None:
+    """No new request reaches the old one; its engine is stopped when the last one has ended."""
+    one = await hot.in_thread(node)
+    former = await hot.in_thread(old, one)
+    bus = bus_of(one)
+    async with hot.picker() as picker:
+        running = await picker.acquire(InferenceRequest(model="echo"))
+        assert running is not None
+        await hot.in_thread(lambda: replicas.look(tick=True))
+        work = await hot.in_thread(claimed)
+        done = await asyncio.wait_for(load.LoadModel(bus, folder.folder(), Hints())(work), 60)
+        assert done["replica_index"] == 1
+        await hot.in_thread(former.refresh_from_db)
+        assert (former.state, former.loading_by, former.in_flight) == ("unloading", leaving.REPLACED, 1)
+        assert former.cleanup_next_retry_at is not None
+        assert former.cleanup_next_retry_at > clock.now() + timedelta(seconds=500)
+        second = await picker.acquire(InferenceRequest(model="echo"))
+        assert second is not None
+        assert second.id != running.id
+        assert await Stopper(bus).look_once() == 0
+        picker.release(running)
+        await picker.settle()
+    assert await Stopper(bus).look_once() == 1
+    assert stopped(bus, one) == ["echo#0"]
+    left = await hot.in_thread(NodeModel.objects.get)
+    assert (left.replica_index, left.config_revision) == (1, await hot.in_thread(revision))
+
+
+@pytest.mark.rule("R1.98")
+async def test_without_room_the_idle_one_goes_first_and_the_load_takes_its_place(loads: list[Any]) -> None:
+    one = await hot.in_thread(node, "one", 1)
+    former = await hot.in_thread(old, one)
+    bus = bus_of(one)
+    await hot.in_thread(lambda: replicas.look(tick=True))
+    work = await hot.in_thread(claimed)
+    with pytest.raises(Postpone) as waits:
+        await load.LoadModel(bus, folder.folder(), Hints())(work)
+    assert "no free slot" in waits.value.reason
+
+    def put_back() -> None:
+        now = clock.now()
+        outcome.put_back(
+            work.id,
+            work.operation.fence,
+            Event.WAIT,
+            now=now,
+            until=now,
+            reason=waits.value.reason,
+            payload=waits.value.payload,
+        )
+        NodeModel.objects.update(in_flight=1)
+        replicas.look(tick=False)
+        assert NodeModel.objects.get().state == "loaded", "it is the only one and busy"
+        NodeModel.objects.update(in_flight=0)
+        replicas.look(tick=False)
+
+    await hot.in_thread(put_back)
+    await hot.in_thread(former.refresh_from_db)
+    assert (former.state, former.loading_by) == ("unloading", leaving.REPLACED)
+    assert await Stopper(bus).look_once() == 1
+    again = await hot.in_thread(claimed)
+    assert (await load.LoadModel(bus, folder.folder(), Hints())(again))["replica_index"] == 0
+    left = await hot.in_thread(NodeModel.objects.get)
+    assert (left.state, left.config_revision) == ("loaded", await hot.in_thread(revision))
+    await hot.in_thread(lambda: replicas.look(tick=True))
+    assert await hot.in_thread(Operation.objects.count) == 1, "nothing more is asked for"
+
+
+@pytest.mark.rule("R1.98")
+def test_the_last_one_stays_when_a_request_has_come_since_the_plan() -> None:
+    replica = old(node(), in_flight=1)
+    with pytest.raises(errors.Conflict, match="in use again"):
+        replicas.give_way(replica.pk, clock.now())
+    other = old(node("two"))
+    replicas.give_way(replica.pk, clock.now())
+    assert dict(NodeModel.objects.values_list("pk", "state")) == {
+        replica.pk: "unloading",
+        other.pk: "loaded",
+    }
+    with pytest.raises(errors.Conflict):
+        replicas.give_way(replica.pk, clock.now())
+
+
+@pytest.mark.rule("R1.94")
+async def test_nothing_is_loaded_when_the_definition_was_edited_back(loads: list[Any], models: Path) -> None:
+    former = await hot.in_thread(old, await hot.in_thread(node))
+    await hot.in_thread(lambda: replicas.look(tick=True))
+    await hot.in_thread(lambda: NodeModel.objects.update(config_revision=revision()))
+    work = await hot.in_thread(claimed)
+    assert await load.LoadModel(PlayedBus(), Folder(models), Hints())(work) == {"already_loaded": True}
+    await hot.in_thread(former.refresh_from_db)
+    assert former.state == "loaded"
+
+
+@pytest.mark.rule("R1.98", "R1.5")
+def test_a_new_one_that_is_published_twice_takes_one_former_one_out() -> None:
+    """The place was lost: nothing changes."""
+    one = node()
+    former = old(one)
+    new = hot.replica(one, "echo", 1, state="loading", loading_by="1:1")
+    place = slots.Slot(new.pk, one.pk, "one", 1)
+    wish: dict[str, Any] = {"address": "127.0.0.1:8", "backend": "echo", "options": {}, "revision": "x"}
+    lost = slots.publish(place, mark="1:2", now=clock.now(), replaces=former.pk, **wish)
+    assert (lost, NodeModel.objects.get(pk=former.pk).state) == (False, "loaded")
+    assert slots.publish(place, mark="1:1", now=clock.now(), replaces=former.pk, **wish)
+    assert NodeModel.objects.get(pk=former.pk).state == "unloading"
