@@ -21,7 +21,7 @@ OWNER = "eviction"
 """What `loading_by` of a victim says: no operation, so the stop is the controllers'."""
 _COLUMNS = (
     *("id", "node_id", "model_name", "replica_index", "state", "in_flight", "last_used"),
-    *("vram_needed", "loaded_at"),
+    *("vram_needed", "loaded_at", "gpus"),
 )
 
 
@@ -39,6 +39,7 @@ def residents(node_ids: Collection[UUID]) -> list[Resident]:
             last_used=row["last_used"],
             vram=row["vram_needed"],
             loaded_at=row["loaded_at"],
+            gpus=frozenset((one["index"], one["bytes"]) for one in row["gpus"]),
         )
         for row in rows.values(*_COLUMNS)
     ]
@@ -84,10 +85,9 @@ def take_out(victims: Sequence[Resident], *, now: datetime) -> None:
     events.notify(events.NODES, *sorted({str(one.node_id) for one in victims}))
 
 
-def memory_of_leaving(node_id: UUID) -> int:
-    """Bytes that replicas of the node will give back which are about to stop."""
-    rows = NodeModel.objects.filter(_leaving(), node_id=node_id)
-    return sum(rows.values_list("vram_needed", flat=True))
+def leaving(node_id: UUID) -> list[Resident]:
+    """The replicas of the node that are about to stop, and will give their memory back."""
+    return [one for one in residents([node_id]) if one.leaving]
 
 
 def not_gone(replica_ids: Collection[UUID]) -> NodeModelQuerySet:

@@ -121,7 +121,7 @@ def retire_unloaded(replica_id: UUID) -> bool:
         row = locked.pop(replica_id, None)
         if row is None:
             return False
-        vram.given_back(row, locked)
+        vram.given_back_beside(row, locked.values())
         _delete([row.pk], [Removed(row.model_name, row.node_id, row.replica_index)])
         events.notify(events.NODES, str(row.node_id))
     return True

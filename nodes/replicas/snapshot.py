@@ -15,7 +15,7 @@ from nodes.replicas.slots import Slot
 
 _COLUMNS = (
     *("id", "name", "node_type", "status", "max_replicas_per_model", "loaded", "busy"),
-    *("available_vram", "reserved_vram", "vram_read_at", "vram_budget_bytes"),
+    *("available_vram", "reserved_vram", "vram_read_at", "vram_budget_bytes", "gpus"),
     *("total_disk", "available_disk"),
 )
 
@@ -85,6 +85,7 @@ def fleet(
             available_vram=row["available_vram"],
             total_disk=row["total_disk"],
             available_disk=row["available_disk"],
+            gpus=vram.rooms_of(row, memory.get(row["id"], ())),
             conflicts=frozenset(there.get(row["id"], ())),
         )
         for row in nodes.values(*_COLUMNS)
