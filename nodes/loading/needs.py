@@ -9,10 +9,11 @@ from nodes.placement.choose import Need
 
 def of(definition: Definition, files: ModelFiles) -> Need:
     """R2.40, R2.37; whether lack of it keeps a node out is the operator's to say (R2.32, R2.39)."""
-    settings = conf.cluster()
+    settings, options = conf.cluster(), load_options(definition)
     return Need(
-        vram=estimate.vram(files.weights, files.header, load_options(definition)),
+        vram=estimate.vram(files.weights, files.header, options),
         vram_required=settings.vram_policy == "require",
         disk=estimate.disk(files.payload),
         disk_required=settings.disk_headroom_check,
+        own_gpus=bool(options.get("MainGPU") or options.get("TensorSplit")),
     )

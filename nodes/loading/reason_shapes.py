@@ -38,6 +38,7 @@ NEED = Shape(
         field("vram_required", FLAG, "Whether lack of it keeps a node out, or only ranks it lower."),
         field("disk", _BYTES),
         field("disk_required", FLAG),
+        field("own_gpus", FLAG, "Whether the definition says which GPUs it uses.", optional=True),
     ],
 )
 NODES = Shape(

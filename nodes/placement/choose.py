@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 from uuid import UUID
 
-from nodes.placement.gpus import Rooms, fit
+from nodes.placement.gpus import Rooms, Shares, fit
 from nodes.placement.selector import ANY, Labels, Selector
 from nodes.placement.setbacks import Setbacks
 
@@ -57,6 +57,8 @@ class Need:
     """R2.32: otherwise a node that lacks it only comes after those that have it."""
     disk: int = 0
     disk_required: bool = False
+    own_gpus: bool = False
+    """Its definition says which GPUs it uses: then it sees all of them, and the node counts as a whole."""
 
 
 NOTHING = Need()
@@ -176,7 +178,12 @@ def lacks_disk(node: Candidate, need: Need) -> bool:
 
 def has_memory(node: Candidate, need: Need) -> bool:
     """Whether what is needed is effectively free there; of an unknown need nothing can be said."""
-    return fit(node.free_vram, node.gpus, need.vram) is not None
+    return shares_of(node, need) is not None
+
+
+def shares_of(node: Candidate, need: Need) -> Shares | None:
+    """What it would take of each GPU (`gpus.fit`); None if the memory is lacking."""
+    return fit(node.free_vram, frozenset() if need.own_gpus else node.gpus, need.vram)
 
 
 def free_index(node: Candidate) -> int | None:
@@ -219,7 +226,7 @@ def choose(
 def rank(node: Candidate, need: Need, setbacks: Setbacks) -> Rank:
     """R2.82, then R1.70 if the need is known and the node has it; else R1.71, R1.72, without reservations."""
     failures = setbacks[node.id].times if node.id in setbacks else 0
-    shares = fit(node.free_vram, node.gpus, need.vram) if need.vram > 0 else None
+    shares = shares_of(node, need) if need.vram > 0 else None
     by_need = shares is not None
     memory = node.free_vram if by_need else node.available_vram
     busy = node.loaded > 0

@@ -32,8 +32,8 @@ from nodes.placement.choose import (
     gib,
     gpus_free,
     rank,
+    shares_of,
 )
-from nodes.placement.gpus import fit
 from nodes.placement.selector import ANY, Selector
 from nodes.placement.setbacks import Setback, Setbacks
 
@@ -243,7 +243,7 @@ def _best(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]:
             "node_id": str(node.id),
             "node": node.name,
             "replica_index": free_index(node) or 0,
-            "gpus": sorted(fit(node.free_vram, node.gpus, snapshot.need.vram) or ()),
+            "gpus": sorted(shares_of(node, snapshot.need) or ()),
             "terms": {
                 "failures": terms.failures,
                 "shared": terms.shared,

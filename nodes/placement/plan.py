@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nodes.placement.choose import Candidate, Need
+from nodes.placement.choose import Candidate, Need, shares_of
 from nodes.placement.explain import Ending, Explanation, FleetView, explain
-from nodes.placement.gpus import filled, fit, given_back, total
+from nodes.placement.gpus import filled, given_back, total
 
 
 def successive(snapshot: FleetView, replicas: int) -> Iterator[Explanation]:
@@ -23,7 +23,7 @@ def successive(snapshot: FleetView, replicas: int) -> Iterator[Explanation]:
 def _with(node: Candidate, index: int, need: Need) -> Candidate:
     """The node when the replica is loaded; the model's files are there once."""
     disk = 0 if node.taken else need.disk
-    shares = fit(node.free_vram, node.gpus, need.vram)
+    shares = shares_of(node, need)
     if shares is None:
         shares = filled(node.gpus, need.vram)
     taken = total(shares, need.vram)

@@ -75,8 +75,8 @@ def take(node: BackendNode, need: Need, *, now: datetime, soon: Collection[Resid
     Needs the node's lock: then nobody else reserves, and no reading comes, between the look and the row.
     """
     reservations = by_node(NodeModel.objects.filter(node=node)).get(node.pk, ())
-    free, rooms = effectively_free(vars(node), reservations), rooms_of(vars(node), reservations)
-    later = rooms
+    free = effectively_free(vars(node), reservations)
+    later = rooms = frozenset() if need.own_gpus else rooms_of(vars(node), reservations)
     for one in soon:
         later = given_back(later, one.gpus)
     shares = fit(free + sum(one.vram for one in soon), later, need.vram)
@@ -159,3 +159,9 @@ def reserved_on_gpus(node: Mapping[str, Any], reservations: Sequence[Reservation
         else 0
         for one in node["gpus"]
     }
+
+
+def shown_gpus(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> list[dict[str, Any]]:
+    """The GPUs of the node, given by its columns, each with what loads have reserved there."""
+    reserved = reserved_on_gpus(node, reservations)
+    return [one | {"reserved_vram": max(reserved[one["index"]], 0)} for one in node["gpus"]]
