@@ -21,6 +21,7 @@ from localai_cluster.metrics import worker as metrics
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError, Unimplemented
 from localai_cluster.worker.exits import Exits
+from localai_cluster.worker.gpus import visible_gpus
 from localai_cluster.worker.log_rings import LINE_LIMIT, LogLine, LogRings
 from localai_cluster.worker.port_allocator import PortAllocator
 from localai_cluster.worker.port_block import bindable
@@ -357,16 +358,6 @@ def environment(token: str) -> dict[str, str]:
     home = os.environ.get("HOME", "/")
     plain = {"PATH": PLAIN_PATH, "HOME": home, "LANG": os.environ.get("LANG", "C.UTF-8")}
     return plain | ({TOKEN_VARIABLE: token} if token else {})
-
-
-def visible_gpus(ids: Sequence[str]) -> dict[str, str]:
-    """What makes CUDA see these GPUs only, in this order; nothing for all of them.
-
-    An index means here what it means for NVML.
-    """
-    if not ids:
-        return {}
-    return {"CUDA_VISIBLE_DEVICES": ",".join(ids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 def vulkan_drivers(folder: Path) -> dict[str, str]:

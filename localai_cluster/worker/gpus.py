@@ -235,6 +235,16 @@ class GpuReader:
             log.warning("%s", why)
 
 
+def visible_gpus(ids: Sequence[str]) -> dict[str, str]:
+    """What makes CUDA see these GPUs only, in this order; nothing for all of them.
+
+    An index means here what it means for NVML.
+    """
+    if not ids:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(ids), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+
+
 def _in_thread(work: Callable[[], list[Gpu]]) -> "Future[list[Gpu]]":
     """Runs it in a thread that the end of this process does not wait for: it may hang for ever."""
     future: Future[list[Gpu]] = Future()

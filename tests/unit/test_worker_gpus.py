@@ -15,8 +15,16 @@ import pytest
 
 from localai_cluster.worker import gpus, hardware
 from localai_cluster.worker.config import InvalidSettings, build
-from localai_cluster.worker.engines import visible_gpus
-from localai_cluster.worker.gpus import Gpu, GpuReader, NoDriver, Nvml, SimulatedGpus, Simulation, simulation
+from localai_cluster.worker.gpus import (
+    Gpu,
+    GpuReader,
+    NoDriver,
+    Nvml,
+    SimulatedGpus,
+    Simulation,
+    simulation,
+    visible_gpus,
+)
 from localai_cluster.worker.hardware import Gpus
 from localai_cluster.worker.heartbeats import figures
 
