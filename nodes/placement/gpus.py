@@ -25,39 +25,36 @@ def fit(free: int, rooms: Rooms, need: int) -> Shares | None:
     """
     if need <= 0:
         return {}
+    if free < need:
+        return None
     if not rooms:
-        return {} if free >= need else None
-    alone = min(((room, index) for index, room in rooms if room >= need), default=None)
-    shares = {alone[1]: need} if alone is not None else _split(rooms, need)
+        return {}
+    having = [(room, index) for index, room in rooms if room >= need]
+    shares = {min(having)[1]: need} if having else _split(rooms, need)
     return shares if shares and total(shares, need) <= free else None
 
 
 def _split(rooms: Rooms, need: int) -> dict[int, int]:
     """Over as few GPUs as can hold it, at least two; empty if all of them cannot."""
-    usable = sorted(((room - SPLIT_OVERHEAD, index) for index, room in rooms), key=_roomiest)
+    # Negative, so that the roomiest comes first, and of equal ones the first by index.
+    usable = sorted([(SPLIT_OVERHEAD - room, index) for index, room in rooms if room > SPLIT_OVERHEAD])
     there = 0
-    for count, (room, _) in enumerate(usable, 1):
-        if room <= 0:
-            break
-        there += room
+    for count, (negative, _) in enumerate(usable, 1):
+        there -= negative
         if there >= need and count > 1:
-            return {index: SPLIT_OVERHEAD + -(-need * part // there) for part, index in usable[:count]}
+            return {index: SPLIT_OVERHEAD - (need * less // there) for less, index in usable[:count]}
     return {}
 
 
 def filled(rooms: Rooms, need: int) -> Shares:
     """What a load takes that fits nowhere: all that is free, the roomiest GPUs first."""
     shares, left = {}, need
-    for room, index in sorted(((room, index) for index, room in rooms if room > 0), key=_roomiest):
+    for negative, index in sorted([(-room, index) for index, room in rooms if room > 0]):
         if left <= 0:
             break
-        shares[index] = min(room, left)
+        shares[index] = min(-negative, left)
         left -= shares[index]
     return shares
-
-
-def _roomiest(one: tuple[int, int]) -> tuple[int, int]:
-    return -one[0], one[1]
 
 
 def total(shares: Shares, need: int) -> int:

@@ -82,7 +82,7 @@ def ids(slot: Slot | NoSlot) -> list[str]:
 
 def published(slot: Slot | NoSlot, mark: str) -> None:
     assert isinstance(slot, Slot)
-    told = {"address": "127.0.0.1:1", "backend": "b", "options": {}, "revision": ""}
+    told: dict[str, Any] = {"address": "127.0.0.1:1", "backend": "b", "options": {}, "revision": ""}
     assert slots.publish(slot, mark=mark, now=clock.now(), **told)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -322,7 +323,7 @@ def test_gpus_are_read_by_index_and_the_unknown_is_ignored() -> None:
     ]
 
 
-WRONG = [
+WRONG: list[tuple[str, Any]] = [
     ("gpus", "x"),
     ("gpus", {}),
     ("gpus", [GPU | {"index": index, "uuid": ""} for index in range(65)]),
@@ -332,7 +333,7 @@ WRONG = [
     ("gpus.1", [GPU, None]),
     *(("gpus.0.index", [GPU | {"index": value}]) for value in (-1, 1024, "0", None, True, 1.0)),
     *(("gpus.0.uuid", [GPU | {"uuid": value}]) for value in (1, "x" * 97, "a\nb", "\x00", "\ud800")),
-    *(("gpus.0.name", [GPU | {"name": value}]) for value in ([], "x" * 129, "\u200b")),
+    *(("gpus.0.name", [GPU | {"name": value}]) for value in (1, "x" * 129, "\u200b")),
     *(("gpus.0.total_vram", [GPU | {"total_vram": value}]) for value in (None, -1, 2**63, 0.5, False)),
     *(("gpus.0.free_vram", [GPU | {"free_vram": value}]) for value in ("1", 2**63)),
     *(("gpus.0.utilization", [GPU | {"utilization": value}]) for value in (-1, 101, "7")),
