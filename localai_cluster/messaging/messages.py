@@ -34,7 +34,8 @@ class Gallery:
 class InstallRequest:
     """`backend.install`; `backend_galleries` is a JSON list inside a string and replaces the worker's own.
 
-    Extension: `install_only` puts the files there and starts no process.
+    Extensions: `install_only` puts the files there and starts no process; `gpus` are the only GPUs that the
+    process may see, in their order, each by its UUID or else its index.
     """
 
     backend: str = ""
@@ -47,19 +48,22 @@ class InstallRequest:
     force: bool = omitted(False)
     op_id: str = omitted("")
     install_only: bool = omitted(False)
+    gpus: tuple[str, ...] = omitted(())
 
 
 @dataclass(frozen=True)
 class InstallReply:
     """`address` is the `host:port` to dial; empty after an `install_only` success.
 
-    Extension: `interrupted` says that a stop came while the process started, so asking again makes sense.
+    Extensions: `interrupted` says that a stop came while the process started, so asking again makes sense;
+    `gpus` are those that the process was given.
     """
 
     success: bool = False
     address: str = omitted("")
     error: str = omitted("")
     interrupted: bool = omitted(False)
+    gpus: tuple[str, ...] = omitted(())
 
 
 @dataclass(frozen=True)

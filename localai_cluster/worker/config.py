@@ -20,6 +20,7 @@ from localai_cluster.messaging.codec import decode_galleries
 from localai_cluster.messaging.credentials import Credentials
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.messaging.servers import Servers, parse_url
+from localai_cluster.worker.gpus import Simulation, simulation
 from localai_cluster.worker.log_rings import BYTES, LINES
 
 T = TypeVar("T")
@@ -239,6 +240,12 @@ SETTINGS = (
         ("LOCALAI_FORCE_META_BACKEND_CAPABILITY",),
         "Overrides the detected capability, such as nvidia-cuda-12. disable = every build fits.",
     ),
+    Setting(
+        "test_gpus",
+        ("LOCALAI_TEST_GPUS",),
+        "For tests: report GPUs that do not exist, and after a colon what each engine takes of them.",
+        "Use groups such as 2x24GiB, 1x24GiB+1x48GiB or 2x24GiB:6GiB.",
+    ),
 )
 _BY_KEY = {setting.key: setting for setting in SETTINGS}
 _BY_NAME = {setting.name: setting for setting in SETTINGS}
@@ -293,6 +300,8 @@ class Config:
     source_roots: tuple[Path, ...]
     data_dir: Path
     capability: str
+    test_gpus: Simulation | None = None
+    """GPUs that do not exist, in place of those of the machine."""
 
     @property
     def advertise_host(self) -> str:
@@ -340,6 +349,7 @@ def build(given: Mapping[str, str | None], environment: Mapping[str, str] = os.e
         source_roots=roots or (backends,),
         data_dir=read.path("data_dir", backends.parent),
         capability=read.text("capability"),
+        test_gpus=read.parsed("test_gpus", simulation, None),
     )
     _require_what_is_needed(read, config)
     if read.problems:

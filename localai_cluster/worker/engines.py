@@ -21,6 +21,7 @@ from localai_cluster.metrics import worker as metrics
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError, Unimplemented
 from localai_cluster.worker.exits import Exits
+from localai_cluster.worker.gpus import visible_gpus
 from localai_cluster.worker.log_rings import LINE_LIMIT, LogLine, LogRings
 from localai_cluster.worker.port_allocator import PortAllocator
 from localai_cluster.worker.port_block import bindable
@@ -73,6 +74,8 @@ class Engine:
     process: asyncio.subprocess.Process
     group: procs.Group
     client: BackendClient
+    gpus: tuple[str, ...] = ()
+    """The only GPUs that it sees; empty: all."""
     stopping: bool = False
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
@@ -156,15 +159,18 @@ class EngineSupervisor:
             return []
         return [key for key in self._engines if key.rpartition("#")[0] == name]
 
-    async def start(self, key: str, backend: str, start_file: Path) -> Engine:
-        """Starts an engine and waits until it is ready. StartFailed (with its last output), NoFreePort."""
-        with metrics.starting():
-            return await self._start(key, backend, start_file)
+    async def start(self, key: str, backend: str, start_file: Path, gpus: tuple[str, ...] = ()) -> Engine:
+        """Starts an engine, on these GPUs only if there are any, and waits until it is ready.
 
-    async def _start(self, key: str, backend: str, start_file: Path) -> Engine:
+        StartFailed (with its last output), NoFreePort.
+        """
+        with metrics.starting():
+            return await self._start(key, backend, start_file, gpus)
+
+    async def _start(self, key: str, backend: str, start_file: Path, gpus: tuple[str, ...]) -> Engine:
         port = self._allocate_port(key)
         try:
-            engine = await self._launch(key, port, backend, start_file)
+            engine = await self._launch(key, port, backend, start_file, gpus)
         except OSError as error:
             self._ports.release(port, clock.monotonic())
             raise StartFailed(f"{start_file} cannot be started: {error.strerror}") from error
@@ -237,7 +243,9 @@ class EngineSupervisor:
             log.warning("port %d is in use by another program; trying another", port)
             self._ports.release(port, clock.monotonic())
 
-    async def _launch(self, key: str, port: int, backend: str, start_file: Path) -> Engine:
+    async def _launch(
+        self, key: str, port: int, backend: str, start_file: Path, gpus: tuple[str, ...]
+    ) -> Engine:
         folder = start_file.parent
         identity = folder_identity(folder)
         program = str(start_file)
@@ -248,7 +256,7 @@ class EngineSupervisor:
             "--addr",
             f"0.0.0.0:{port}",
             cwd=folder,
-            env=environment(self._token) | vulkan_drivers(folder) | self._guardian.env,
+            env=environment(self._token) | vulkan_drivers(folder) | visible_gpus(gpus) | self._guardian.env,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -256,7 +264,7 @@ class EngineSupervisor:
         )
         group = self._guardian.add(process.pid, seconds=GRACE)
         client = BackendClient(f"{LOCAL}:{port}", self._token)
-        engine = Engine(key, port, backend, folder, identity or (0, 0), process, group, client)
+        engine = Engine(key, port, backend, folder, identity or (0, 0), process, group, client, gpus)
         self._engines[key] = engine
         watcher = asyncio.create_task(self._watch(engine), name=f"engine {key}")
         self._watchers.add(watcher)

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from localai_cluster.worker.gpus import Gpu, GpuReader, NoDriver
+
 log = logging.getLogger(__name__)
 
 GPU_QUERY = ("--query-gpu=memory.total,memory.free,compute_cap", "--format=csv,noheader,nounits")
@@ -39,6 +41,15 @@ class Gpus:
     free: int = 0
     vendor: str = ""
     compute_capability: str = ""
+    each: tuple[Gpu, ...] | None = None
+    """One by one; None if they are known together only."""
+
+    @classmethod
+    def of(cls, each: Sequence[Gpu]) -> "Gpus":
+        """These together."""
+        total, free = sum(gpu.total_vram for gpu in each), sum(gpu.free_vram for gpu in each)
+        vendor, capability = ("nvidia", each[0].compute_capability) if each else ("", "")
+        return cls(total, free, vendor, capability, tuple(each))
 
 
 @dataclass(frozen=True)
@@ -68,8 +79,19 @@ def figures(models: Path) -> Figures:
     return Figures(ram_total, ram_free, disk_total, disk_free)
 
 
-async def gpus() -> Gpus:
-    """NVIDIA GPUs according to `nvidia-smi`, if it is installed and answers within 5 s."""
+async def gpus(reader: GpuReader) -> Gpus | None:
+    """NVIDIA GPUs, one by one if NVML is here; None if nothing can be known at the moment."""
+    try:
+        found = await reader.read()
+    except NoDriver:
+        return await _gpus_together()
+    if found is None:
+        return None
+    return Gpus.of(found) if found or reader.last else Gpus()
+
+
+async def _gpus_together() -> Gpus:
+    """According to `nvidia-smi`, if it is installed and answers within 5 s."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return Gpus()
@@ -88,8 +110,8 @@ async def gpus() -> Gpus:
         async with asyncio.timeout(GPU_TIMEOUT):
             output, _ = await process.communicate()
     except TimeoutError:
+        # It is not waited for: while the driver hangs it does not end.
         process.kill()
-        await process.wait()
         log.warning("nvidia-smi did not answer within %g s", GPU_TIMEOUT)
         return Gpus()
     return parse_gpus(output.decode(errors="replace"))

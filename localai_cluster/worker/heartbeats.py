@@ -13,6 +13,8 @@ from localai_cluster.metrics.worker import HEARTBEATS
 from localai_cluster.worker import hardware
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane
 from localai_cluster.worker.exits import Exits
+from localai_cluster.worker.gpus import GpuReader
+from localai_cluster.worker.hardware import Gpus
 from localai_cluster.worker.registration import GaveUp, hint
 
 log = logging.getLogger(__name__)
@@ -25,11 +27,14 @@ COPIED = (
 )
 
 
-async def figures(models: Path) -> dict[str, int]:
+async def figures(models: Path, reader: GpuReader) -> dict[str, Any]:
     """The body of a heartbeat: what can be measured now."""
-    measured = hardware.figures(models).known("available_ram", "total_disk", "available_disk")
-    gpus = await hardware.gpus()
-    return measured | ({"available_vram": gpus.free} if gpus.total else {})
+    measured: dict[str, Any] = hardware.figures(models).known("available_ram", "total_disk", "available_disk")
+    gpus = await hardware.gpus(reader)
+    if gpus is None or gpus == Gpus():
+        return measured
+    measured["available_vram"] = gpus.free
+    return measured if gpus.each is None else measured | {"gpus": [gpu.report for gpu in gpus.each]}
 
 
 class HeartbeatLoop:
@@ -47,7 +52,7 @@ class HeartbeatLoop:
         off_bus: Callable[[], str],
         interval: float,
         node_id: Callable[[], str],
-        measure: Callable[[], Awaitable[dict[str, int]]],
+        measure: Callable[[], Awaitable[dict[str, Any]]],
         register: Callable[[], Awaitable[None]],
         register_once: Callable[[], Awaitable[None]],
         unsubscribe: Callable[[], Awaitable[None]],

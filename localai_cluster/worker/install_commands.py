@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,14 @@ class InstallCommands:
         installer: Installer,
         supervisor: EngineSupervisor,
         progress: OpenProgress,
+        gpus_known: Callable[[Sequence[str]], bool],
     ) -> None:
         self._config = config
         self._store = store
         self._installer = installer
         self._supervisor = supervisor
         self._progress = progress
+        self._gpus_known = gpus_known
         self._running: dict[Any, Command] = {}
         self._stops: set[asyncio.Task[Any]] = set()
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
@@ -154,12 +156,16 @@ class InstallCommands:
     async def _ensure(self, request: InstallRequest, command: Command, report: Report) -> InstallReply:
         name = requested_name(request)
         key = process_key(model_name(request.model_id) or name, _slot(request.replica_index))
+        if not self._gpus_known(request.gpus):
+            raise InvalidInput(f"this node has no such GPUs: {_few(request.gpus)}", field="gpus")
         async with self._alone(name):
             if request.force:
                 keys = await self._keys(name)
                 with command.whole():
                     await self._supervisor.ensure_stopped([*keys, key], force=True)
-            elif not request.install_only and (engine := await self._current(key, name, command)):
+            elif not request.install_only and (
+                engine := await self._current(key, name, command, request.gpus)
+            ):
                 return self._address(engine)
             start_file = await self._files(request, name, command, report)
             if request.install_only:
@@ -167,21 +173,26 @@ class InstallCommands:
             report(Tick("starting"))
             # Another name of the same backend has its own lock, but may use the same key.
             async with self._lock(f"\0{key}"):  # no name of a backend has a NUL
-                engine = await self._current(key, name, command)
+                engine = await self._current(key, name, command, request.gpus)
                 if engine is None:
                     entry = await asyncio.to_thread(self._store.find, name)
-                    engine = await self._start(command, key, entry.name if entry else name, start_file)
+                    backend = entry.name if entry else name
+                    engine = await self._start(command, key, backend, start_file, request.gpus)
                 return self._address(engine)
 
-    async def _start(self, command: Command, key: str, backend: str, start_file: Path) -> Engine:
+    async def _start(
+        self, command: Command, key: str, backend: str, start_file: Path, gpus: tuple[str, ...]
+    ) -> Engine:
         with command.whole(key):
-            engine = await self._supervisor.start(key, backend, start_file)
+            engine = await self._supervisor.start(key, backend, start_file, gpus)
             if command.halt.cancelled:
                 await self._supervisor.stop(key, force=True)
         return engine
 
-    async def _current(self, key: str, name: str, command: Command) -> Engine | None:
-        """The ready engine under `key` if it can serve `name`; any other engine there is stopped."""
+    async def _current(self, key: str, name: str, command: Command, gpus: tuple[str, ...]) -> Engine | None:
+        """The ready engine under `key` if it can serve `name`, on these GPUs if any are named; any other
+        engine there is stopped.
+        """
         engine = self._supervisor.get(key)
         if engine is None:
             return None
@@ -189,7 +200,8 @@ class InstallCommands:
             await engine.gone.wait()
             return None
         names = await asyncio.to_thread(self._store.identity, name)
-        if engine.backend not in names or not engine.same_folder():
+        elsewhere = bool(gpus) and engine.gpus != gpus
+        if engine.backend not in names or elsewhere or not engine.same_folder():
             with command.whole():
                 await self._supervisor.ensure_stopped([key], force=False)
             return None
@@ -240,7 +252,7 @@ class InstallCommands:
         return InstallSource(request.backend or request.name, galleries)
 
     def _address(self, engine: Engine) -> InstallReply:
-        return InstallReply(True, address=f"{self._config.advertise_host}:{engine.port}")
+        return InstallReply(True, address=f"{self._config.advertise_host}:{engine.port}", gpus=engine.gpus)
 
     @contextlib.asynccontextmanager
     async def _alone(self, name: str) -> AsyncIterator[None]:
@@ -291,6 +303,11 @@ def _slot(index: int) -> int:
     if not 0 <= index < 2**31:
         raise InvalidInput(f"not a replica index: {index}", field="replica_index")
     return index
+
+
+def _few(ids: Sequence[str]) -> str:
+    """For a refusal: what was named may be anything."""
+    return printable(", ".join(ids[:8]))[:200]
 
 
 def _text(error: Exception) -> str:

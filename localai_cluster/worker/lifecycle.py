@@ -5,6 +5,7 @@ import logging
 import secrets
 import signal
 import socket
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -26,6 +27,8 @@ from localai_cluster.worker.config import Config
 from localai_cluster.worker.control_plane import CALL_LIMIT, ControlPlane, Registered
 from localai_cluster.worker.engines import EngineSupervisor
 from localai_cluster.worker.exits import Exits
+from localai_cluster.worker.gpus import GpuReader, Nvml, SimulatedGpus
+from localai_cluster.worker.hardware import Gpus
 from localai_cluster.worker.heartbeats import HeartbeatLoop, figures
 from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.identity import NodeIdentity
@@ -74,6 +77,7 @@ class Worker:
         self._rings = LogRings(config.log_lines, config.log_bytes)
         exits = Exits(config.advertise_host)
         self._supervisor = EngineSupervisor(ports, self._engine_token, guardian, self._rings, exits)
+        self._gpus = _gpu_reader(config, lambda: (engine.gpus for engine in self._supervisor.engines()))
         self._install_commands = self._installs(store, downloads)
         self._commands = Commands(
             config, self._bus, store, self._supervisor, self._install_commands, instance, self._stop.set
@@ -83,7 +87,7 @@ class Worker:
             self._off_bus,
             config.heartbeat_interval,
             lambda: self._node_id,
-            lambda: figures(config.models_path),
+            lambda: figures(config.models_path, self._gpus),
             self._register,
             self._register_once,
             self._commands.unsubscribe,
@@ -100,7 +104,9 @@ class Worker:
             downloads,
             lambda file, headers: self._control_plane.open_gallery(self._node_id, file, headers),
         )
-        return InstallCommands(config, store, installer, self._supervisor, self._open_progress)
+        return InstallCommands(
+            config, store, installer, self._supervisor, self._open_progress, self._gpus.known
+        )
 
     async def run(self) -> None:
         """Runs until a signal, a `stop` message or a failure. GaveUp, and other failures."""
@@ -165,7 +171,8 @@ class Worker:
             await self._commands.subscribe(self._node_id)
 
     async def _registration_body(self) -> dict[str, Any]:
-        gpus = await hardware.gpus()
+        # Those seen last rather than none: a node does not lose its GPUs because they do not answer.
+        gpus = await hardware.gpus(self._gpus) or Gpus.of(self._gpus.last)
         measured = hardware.figures(self._config.models_path)
         body = registration.body(self._config, self._capability, gpus, measured, self._engine_token)
         # Last, with no await before the request is sent: the list must not be out of date.
@@ -201,12 +208,18 @@ class Worker:
         self._stop.set()
 
 
+def _gpu_reader(config: Config, users: Callable[[], Iterable[Sequence[str]]]) -> GpuReader:
+    """Of the machine, or of the test setting with what these engines take."""
+    return GpuReader(SimulatedGpus(config.test_gpus, users) if config.test_gpus else Nvml())
+
+
 async def run(config: Config, identity: NodeIdentity) -> None:
     """Runs a worker from start to stop and closes what it has opened."""
     for folder in (config.backends_path, config.models_path):
         folder.mkdir(parents=True, exist_ok=True)
     config, listener = open_probe_listener(config)
-    capability = hardware.detect_capability(config.capability, await hardware.gpus())
+    found = await hardware.gpus(_gpu_reader(config, tuple)) or Gpus()
+    capability = hardware.detect_capability(config.capability, found)
     BackendStore(config.backends_path, config.backends_system_path, capability).recover()
     async with AsyncExitStack() as stack:
         stack.enter_context(listener)

@@ -46,6 +46,8 @@ def body(config: Config, capability: str, gpus: Gpus, measured: Figures, engine_
         "version": __version__,
         **measured.known("total_disk", "available_disk", "total_ram", "available_ram"),
     }
+    if gpus.each is not None:
+        values["gpus"] = [gpu.report for gpu in gpus.each]
     if config.vram_budget:
         values["vram_budget"] = config.vram_budget
     return values

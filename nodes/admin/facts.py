@@ -117,6 +117,12 @@ class NodeDisplay:
         """The last heartbeat."""
         return words.moment(node.last_heartbeat, clock.now())
 
+    @admin.display(description="GPUs")
+    def gpus_shown(self, node: BackendNode) -> Shown:
+        """One by one, as the worker told them last."""
+        lines = ((_gpu(one),) for one in node.gpus)
+        return format_html_join("", "<div>{}</div>", lines) or words.NOTHING
+
     @admin.display(description="first seen")
     def first_seen(self, node: BackendNode) -> Shown:
         """When the record was made."""
@@ -156,6 +162,12 @@ def _because(node: BackendNode) -> str:
         "unhealthy": node.unhealthy_reason,
     }
     return reasons.get(node.status, "")
+
+
+def _gpu(one: dict[str, Any]) -> str:
+    busy = "" if one["utilization"] is None else f", {one['utilization']} % busy"
+    free, total = words.size(one["free_vram"]), words.size(one["total_vram"])
+    return f"{one['index']}: {one['name'] or 'GPU'}, {free} of {total} free{busy}"
 
 
 def _decided(manually: bool) -> str:

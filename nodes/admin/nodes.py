@@ -42,7 +42,7 @@ _IF_SO = {
 }
 """NodeDisplay that are shown if they hold, and the column that says so."""
 _IDENTITY = ("proof", "secret", "bound", "rotation", "joined", "source_address", "instance")
-_MACHINE = ("kind", "address", "http_address", "version", "capability")
+_MACHINE = ("kind", "address", "http_address", "version", "capability", "gpus_shown")
 _RECORD = ("id", "first_seen", "revision_shown")
 _IN_OTHER_WORDS = {
     "id",

@@ -30,7 +30,7 @@ from localai_cluster.web.shapes import reference
 from localai_cluster.web.wire import Disconnected
 from nodes.api import raw
 from nodes.api.worker_auth import NO_CREDENTIAL, parse_node_id
-from nodes.registry import heartbeats, identity, services
+from nodes.registry import gpus, heartbeats, identity, services
 from nodes.registry.heartbeats import Beat
 from nodes.registry.known import KnownNodes
 from nodes.replicas import checks
@@ -293,6 +293,7 @@ HEARTBEAT: Operation = {
                     "total_disk": _figure("Size of the filesystem of the models folder."),
                     "available_disk": _figure("Free bytes there; 0 means full."),
                     "gpu_vendor": {"type": "string", "maxLength": 32, "nullable": True},
+                    "gpus": gpus.SCHEMA,
                     "ended_processes": {
                         "type": "array",
                         "nullable": True,

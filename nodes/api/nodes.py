@@ -76,6 +76,17 @@ _LISTED = {
     "labels": _LABELS,
 }
 _BEHIND = {
+    "gpus": [
+        {
+            "index": 0,
+            "uuid": "GPU-5b1d1f1e-8a58-4f2f-9d0b-2f1f6a9f7c11",
+            "name": "NVIDIA L4",
+            "total_vram": 25757220864,
+            "free_vram": 20000000000,
+            "reserved_vram": 0,
+            "utilization": 12,
+        }
+    ],
     "approval": {"at": "2026-07-01T08:01:00Z", "by": "ann", "reason": ""},
     "drain": {
         "since": MOMENT,

@@ -15,6 +15,7 @@ from localai_cluster import errors, names
 from localai_cluster.addresses import EXPECTED
 from localai_cluster.web.fields import Described, NullIsAbsent, Text, Whole
 from nodes.models import NodeType
+from nodes.registry import gpus
 from nodes.registry.heartbeats import LARGEST
 from nodes.registry.labels import LONGEST_VALUE, MOST_LABELS
 from nodes.registry.overrides import LARGEST_CAP
@@ -55,6 +56,14 @@ class _Labels(serializers.DictField):
             raise serializers.ValidationError(f"must be at most {MOST_LABELS} labels")
         labels: dict[str, Any] = super().to_internal_value(data)
         return labels
+
+
+class _Told(serializers.Field[Any, Any, Any, Any]):
+    """Anything; `registration` reads it, and `described` says what it may be."""
+
+    def to_internal_value(self, data: Any) -> Any:
+        """As it came."""
+        return data
 
 
 class RunningProcessSerializer(NullIsAbsent):
@@ -109,6 +118,7 @@ class RegistrationSerializer(Described, NullIsAbsent):
     total_disk, available_disk = _bytes(), _bytes()
     gpu_vendor, gpu_compute_capability, capability, vram_budget = _text(), _text(), _text(), _text()
     engine_token, version = _text(), _text()
+    gpus = _Told(required=False, allow_null=True)
     labels = _Labels(child=Text(max_length=_ANY_LENGTH), required=False, allow_null=True)
     max_replicas_per_model = Whole(required=False, allow_null=True, min_value=-(2**63), max_value=LARGEST_CAP)
     running_processes: serializers.ListSerializer[Any] = serializers.ListSerializer(
@@ -137,6 +147,7 @@ class RegistrationSerializer(Described, NullIsAbsent):
             "maxProperties": MOST_LABELS,
             "additionalProperties": {"type": "string", "maxLength": LONGEST_VALUE},
         }
+        properties["gpus"] = gpus.SCHEMA
         properties["running_processes"] |= {
             "maxItems": MOST_PROCESSES,
             "description": "The engine processes that run. Absent: none is known to run, all replicas go.",
@@ -155,6 +166,7 @@ def registration(fields: Mapping[str, Any]) -> Registration:
         _check_text(told.get(field, ""), field, longest)
     if not _ENGINE_TOKEN.match(told.get("engine_token", "")):
         raise errors.InvalidInput("engine_token must be 64 lower-case hex digits", field="engine_token")
+    told["gpus"] = gpus.read(told.get("gpus")) or []
     if (running := told.get("running_processes")) is not None:
         told["running_processes"] = [_process(one, number) for number, one in enumerate(running)]
     return Registration(**told)

@@ -8,6 +8,7 @@ is said by the keys that changed.
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+from uuid import UUID
 
 import orjson
 from django.db.models import Aggregate, Count, F, TextField
@@ -16,8 +17,10 @@ from django.db.models.expressions import Combinable
 from localai_cluster.web.shapes import Row, text
 from nodes.models import BackendNode, NodeBackend, NodeConflict, NodeLabel, NodeModel
 from nodes.models.node import COUNTED_IN_FLIGHT
+from nodes.placement.reservations import Reservation
 from nodes.registry.node_rows import LabelsOf, skew_of
 from nodes.registry.shape import LIVE_MODEL, LIVE_NODE, fact_column
+from nodes.replicas import vram
 
 LiveNode = dict[str, Any]
 
@@ -26,6 +29,8 @@ _BEHIND: Mapping[str, Combinable] = {
     "unhealthy": fact_column("unhealthy_at", "unhealthy_by", "unhealthy_reason"),
 }
 """What lies behind a status and is shown as `reason` and `since` only."""
+_GPUS: Mapping[str, Combinable] = {"gpus": text("gpus"), "vram_read_at": F("vram_read_at")}
+"""Shown as `gpus`, with what loads have reserved on each."""
 
 
 class _InOrder(Aggregate):
@@ -51,11 +56,14 @@ class Raw(NamedTuple):
     replicas: str
     backends: str
     open_conflicts: int
+    reservations: tuple[Reservation, ...] = ()
 
 
 def read() -> dict[str, Raw]:
-    """Every node by id, in the order of names; five queries, which the caller makes see one moment."""
-    found = BackendNode.objects.order_by("name").values_list(*LIVE_NODE.columns.values(), *_BEHIND.values())
+    """Every node by id, in the order of names; six queries, which the caller makes see one moment."""
+    columns = (*LIVE_NODE.columns.values(), *_GPUS.values(), *_BEHIND.values())
+    found = BackendNode.objects.order_by("name").values_list(*columns)
+    reservations = vram.by_node(NodeModel.objects.all())
     labels, replicas, backends, conflicts = _labels(), _replicas(), _backends(), _conflicts()
     return {
         (node := columns[0]): Raw(
@@ -64,6 +72,7 @@ def read() -> dict[str, Raw]:
             replicas.get(node, ""),
             backends.get(node, ""),
             conflicts.get(node, 0),
+            tuple(reservations.get(UUID(node), ())) if reservations else (),
         )
         for columns in found
     }
@@ -92,13 +101,16 @@ def _conflicts() -> dict[str, int]:
 def shown(raw: Raw) -> LiveNode:
     """The node as it leaves."""
     node: LiveNode = LIVE_NODE.row(raw.columns)
-    behind = dict(zip(_BEHIND, raw.columns[len(LIVE_NODE.columns) :], strict=True))
+    more = dict(zip((*_GPUS, *_BEHIND), raw.columns[len(LIVE_NODE.columns) :], strict=True))
+    behind = {name: more[name] for name in _BEHIND}
+    its = {"gpus": orjson.loads(more["gpus"]), "vram_read_at": more["vram_read_at"]}
     models = [LIVE_MODEL.trimmed(one) for one in orjson.loads(raw.replicas or "[]")]
     node["open_conflicts"] = raw.open_conflicts
     node["reason"], node["since"] = why(node, behind)
     node["version_skew"] = skew_of(node)
     return LIVE_NODE.of(
         **node,
+        gpus=vram.shown_gpus(its, raw.reservations),
         labels=orjson.loads(raw.labels) if raw.labels else {},
         models=models,
         model_count=sum(one["state"] == "loaded" for one in models),

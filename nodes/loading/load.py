@@ -7,7 +7,7 @@ of this process: the row in `loading` carries the attempt's mark, the operation 
 attempt starts by clearing up. An attempt lives as long as its row, which goes with the node. An attempt that
 does not publish a replica has its engine stopped, and the note in `engines.py` stays until a controller has
 seen that it is gone. Several loads of a model may run at once: only who has a place may have the engine there
-stopped by its key. What is loaded depends on the stored definition only.
+stopped by its key. What is loaded depends on the stored definition only, where on the slot.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from nodes.backends.outcomes import Refused as WorkerRefused
 from nodes.definitions import sizes
 from nodes.definitions.files import Definition, load_options, revision
 from nodes.definitions.folder import Folder, FolderHangs
-from nodes.loading import engines, needs, node_options, placing
+from nodes.loading import engines, needs, node_options, pinning, placing
 from nodes.loading.failures import (
     LoadFailed,
     NodeRefused,
@@ -255,6 +255,7 @@ class LoadModel:
             backend_galleries=offered.encoded,
             replica_index=attempt.slot.replica_index,
             op_id=str(attempt.work.id),
+            gpus=pinning.gpus_of(attempt.slot),
         )
         now = clock.now()
         if not await in_thread(
@@ -264,6 +265,7 @@ class LoadModel:
         reply = await _started(attempt, request, offered)
         if not reply.address:
             raise NodeRefused(f"its worker reported no address for {attempt.process_key}")
+        pinning.check(reply, attempt.slot)
         try:
             engine = await in_thread(dialling.accept, attempt.slot.node_id, reply.address, now=clock.now())
         except dialling.AddressRefused as refused:
@@ -280,8 +282,9 @@ class LoadModel:
         await attempt.report("loading", f"loading {attempt.definition.name} on {attempt.slot.node_name}")
         client = BackendClient(engine.address, engine.token)
         try:
-            there = sizes.located(conf.cluster().models_path, attempt.definition.model, options)
-            result = await client.load_model(options_from_mapping(there), timeout=limit)
+            located = sizes.located(conf.cluster().models_path, attempt.definition.model, options)
+            told = options_from_mapping(pinning.split(located, attempt.slot))
+            result = await client.load_model(told, timeout=limit)
         except DeadlineExceeded as error:
             raise LoadFailed(
                 f"loading {gib(attempt.payload)} took longer than {limit:.0f} s"

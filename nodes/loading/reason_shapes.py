@@ -26,6 +26,8 @@ from nodes.placement.explain import Explanation
 from nodes.registry.shape import NODE_STATUS, REPLICA_STATE
 
 _BYTES = {"type": "integer", "format": "int64"}
+_ALL_BYTES = {"type": "array", "items": _BYTES}
+_COUNTS = {"type": "array", "items": count()}
 OUTCOME = enum("PlacementOutcome", PlacementOutcome)
 
 NEED = Shape(
@@ -36,6 +38,7 @@ NEED = Shape(
         field("vram_required", FLAG, "Whether lack of it keeps a node out, or only ranks it lower."),
         field("disk", _BYTES),
         field("disk_required", FLAG),
+        field("own_gpus", FLAG, "Whether the definition says which GPUs it uses.", optional=True),
     ],
 )
 NODES = Shape(
@@ -55,6 +58,7 @@ TERMS = Shape(
         field("failures", count(), "Of this load on this node; fewest first."),
         field("shared", FLAG, "Whether a model of the same concurrency group is loaded there; if not first."),
         field("has_memory", FLAG, "Whether what is needed is known and free there."),
+        field("gpus", count(1), "On how many GPUs it would be; fewest first.", optional=True),
         field("busy", FLAG, "Whether a replica is loaded there; idle nodes first."),
         field("in_flight", count(), "Requests on a busy node; fewest first."),
         field("memory", _BYTES, "VRAM: free if `has_memory`, else available; most first."),
@@ -67,6 +71,9 @@ BEST = Shape(
         field("node_id", UUID),
         field("node", TEXT),
         field("replica_index", count()),
+        field(
+            "gpus", _COUNTS, "The GPUs it would be on, by index; none if that is not known.", optional=True
+        ),
         field("terms", TERMS.ref),
         field("against", TEXT, "Why the best node comes before this one.", optional=True),
     ],
@@ -80,6 +87,7 @@ MISS = Shape(
         field("code", TEXT),
         field("reason", TEXT),
         field("free_vram", _BYTES, "Effectively free; negative if more is reserved than available."),
+        field("free_gpus", _ALL_BYTES, "The same on each GPU, by index.", optional=True),
         field("available_disk", _BYTES),
         field("total_disk", _BYTES, "0 if not reported."),
         field("replicas", count(), "Of this model."),

@@ -140,6 +140,10 @@ def _flat(row: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
             yield label, _fact(value)
         elif isinstance(value, Mapping):
             yield from _flat(value, f"{label}: ")
+        elif name == "gpus":
+            for one in value:
+                more = {name: figure for name, figure in one.items() if name != "index"}
+                yield from _flat(more, f"GPU {one['index']}: ")
         else:
             yield label, _text(name, value)
 

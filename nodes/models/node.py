@@ -180,6 +180,11 @@ class BackendNode(models.Model):
     total_vram, available_vram, reserved_vram = _bytes(), _bytes(), _bytes()
     total_ram, available_ram = _bytes(), _bytes()
     total_disk, available_disk = _bytes(), _bytes()
+    gpus = models.JSONField(default=list, blank=True, db_default=[], editable=False)
+    """Its GPUs one by one (`registry/gpus.py`), of the same reading as `available_vram`.
+
+    Empty if its worker tells only that.
+    """
     gpu_vendor = models.CharField(max_length=32, blank=True, default="")
     gpu_compute_capability = models.CharField(max_length=16, blank=True, default="")
     capability = models.CharField(max_length=64, blank=True, default="")

@@ -61,6 +61,10 @@ class NodeModel(models.Model):
     """Whether its load added that to the node's `reserved_vram`, to be taken back if it fails."""
     vram_seen = models.BigIntegerField(default=0, db_default=0)
     """What its node had available by the reading that it was placed by."""
+    gpus = models.JSONField(default=list, blank=True, db_default=[])
+    """The GPUs that it was given, each with `index`, `uuid`, `bytes` (its share) and `seen` (as `vram_seen`).
+
+    Empty if its node does not tell them, or what it needs is not known."""
     vram_seen_at = models.DateTimeField(null=True, blank=True)
     """When that reading came in; null = none was known."""
     loaded_at = models.DateTimeField(null=True, blank=True)

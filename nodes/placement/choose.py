@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 from uuid import UUID
 
+from nodes.placement.gpus import Rooms, Shares, fit
 from nodes.placement.selector import ANY, Labels, Selector
 from nodes.placement.setbacks import Setbacks
 
@@ -31,6 +32,7 @@ class Reason(StrEnum):
     DISK = "without the disk space it needs"
     FULL = "no free slot for this model"
     MEMORY = "without the VRAM it needs"
+    GPUS = "without a GPU, or GPUs together, that have the room it needs"
     SILENT = "not answering or failed a moment ago"
 
 
@@ -55,6 +57,8 @@ class Need:
     """R2.32: otherwise a node that lacks it only comes after those that have it."""
     disk: int = 0
     disk_required: bool = False
+    own_gpus: bool = False
+    """Its definition says which GPUs it uses: then it sees all of them, and the node counts as a whole."""
 
 
 NOTHING = Need()
@@ -83,6 +87,8 @@ class Candidate:
     total_disk: int = 0
     """0 = not reported."""
     available_disk: int = 0
+    gpus: Rooms = frozenset()
+    """What is effectively free on each GPU, by index; empty if the node does not tell them."""
     conflicts: frozenset[str] = frozenset()
     """Loaded models that share a concurrency group with this one (R2.81)."""
 
@@ -129,6 +135,8 @@ class Rank(NamedTuple):
     """A model of the same concurrency group is loaded there."""
     lacks: bool
     """Not known to have the memory that is needed."""
+    gpus: int
+    """On so many GPUs would it be: one that it is not split over comes first."""
     busy: bool
     """Some replica is loaded there."""
     in_flight: int
@@ -159,7 +167,7 @@ def refusal(
     if free_index(node) is None:
         return Reason.FULL
     if need.vram_required and not has_memory(node, need):
-        return Reason.MEMORY
+        return Reason.MEMORY if node.free_vram < need.vram else Reason.GPUS
     return Reason.SILENT if node.id in resting else None
 
 
@@ -170,7 +178,12 @@ def lacks_disk(node: Candidate, need: Need) -> bool:
 
 def has_memory(node: Candidate, need: Need) -> bool:
     """Whether what is needed is effectively free there; of an unknown need nothing can be said."""
-    return need.vram <= 0 or node.free_vram >= need.vram
+    return shares_of(node, need) is not None
+
+
+def shares_of(node: Candidate, need: Need) -> Shares | None:
+    """What it would take of each GPU (`gpus.fit`); None if the memory is lacking."""
+    return fit(node.free_vram, frozenset() if need.own_gpus else node.gpus, need.vram)
 
 
 def free_index(node: Candidate) -> int | None:
@@ -224,18 +237,21 @@ def concluded(
 def rank(node: Candidate, need: Need, setbacks: Setbacks) -> Rank:
     """R2.82, then R1.70 if the need is known and the node has it; else R1.71, R1.72, without reservations."""
     failures = setbacks[node.id].times if node.id in setbacks else 0
-    by_need = need.vram > 0 and has_memory(node, need)
+    shares = shares_of(node, need) if need.vram > 0 else None
+    by_need = shares is not None
     memory = node.free_vram if by_need else node.available_vram
     busy = node.loaded > 0
     shared = bool(node.conflicts)
-    return Rank(failures, shared, not by_need, busy, node.in_flight if busy else 0, -memory, node.name)
+    parts, in_flight = len(shares or ()) or 1, node.in_flight if busy else 0
+    return Rank(failures, shared, not by_need, parts, busy, in_flight, -memory, node.name)
 
 
 def _room(nodes: Sequence[Candidate], refused: Mapping[UUID, Reason], need: Need) -> dict[Reason, str]:
     """R2.39: the figures of the nodes that were refused for want of room."""
     words = {}
-    by_memory = sorted(
-        (n for n in nodes if refused.get(n.id) is Reason.MEMORY), key=lambda n: (-n.free_vram, n.name)
+    by_memory, by_gpus = (
+        sorted((n for n in nodes if refused.get(n.id) is reason), key=lambda n: (-n.free_vram, n.name))
+        for reason in (Reason.MEMORY, Reason.GPUS)
     )
     by_disk = sorted(
         (n for n in nodes if refused.get(n.id) is Reason.DISK), key=lambda n: (-n.available_disk, n.name)
@@ -243,6 +259,9 @@ def _room(nodes: Sequence[Candidate], refused: Mapping[UUID, Reason], need: Need
     if by_memory:
         has = [f"{n.name} has {gib(n.free_vram)} free" for n in by_memory]
         words[Reason.MEMORY] = _listed(need.vram, has)
+    if by_gpus:
+        has = [f"{n.name} has {gpus_free(n)} free" for n in by_gpus]
+        words[Reason.GPUS] = _listed(need.vram, has)
     if by_disk:
         has = [f"{n.name} has {gib(n.available_disk)} of {gib(n.total_disk)} free" for n in by_disk]
         words[Reason.DISK] = _listed(need.disk, has)
@@ -253,6 +272,13 @@ def _listed(needed: int, nodes: Sequence[str]) -> str:
     more = [f"and {len(nodes) - _NAMED} more"] if len(nodes) > _NAMED else []
     tenths = -(-needed * 10 // 2**30)
     return f" ({tenths / 10:.1f} GiB: {', '.join([*nodes[:_NAMED], *more])})"
+
+
+def gpus_free(node: Candidate) -> str:
+    """What is free on each of its GPUs, the roomiest ones first; empty if it does not tell them."""
+    rooms = sorted((room for _, room in node.gpus), reverse=True)
+    more = [f"{len(rooms) - _NAMED} GPUs less"] if len(rooms) > _NAMED else []
+    return " + ".join([*map(gib, rooms[:_NAMED]), *more])
 
 
 def gib(amount: int) -> str:

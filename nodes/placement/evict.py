@@ -8,12 +8,13 @@ room twice. Whose leaving frees an unknown amount is no victim.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 from uuid import UUID
 
-from nodes.placement.choose import Candidate, Need, Reason
+from nodes.placement.choose import Candidate, Need, Reason, has_memory
+from nodes.placement.gpus import Rooms, given_back
 
 JUST_LOADED = timedelta(seconds=5)
 """A replica is spared for so long after its load: the requests that waited for it are on their way."""
@@ -49,6 +50,8 @@ class Resident:
     vram: int
     """Bytes that it is estimated to use; 0 = not known."""
     loaded_at: datetime | None = None
+    gpus: Rooms = frozenset()
+    """How much of that is on which GPU, by index; empty if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,8 @@ def short_of_memory(
     """
     if Reason.SILENT in refused.values():
         return []
-    return [n for n in fleet if refused.get(n.id) is Reason.MEMORY and n.id not in resting]
+    short = (Reason.MEMORY, Reason.GPUS)
+    return [n for n in fleet if refused.get(n.id) in short and n.id not in resting]
 
 
 def choose_victims(
@@ -130,23 +134,30 @@ def _least(
     node: Candidate, residents: Sequence[Resident], guard: Guard, need: Need
 ) -> tuple[Resident, ...] | None:
     """The victims that give the node enough memory, the longest unused first; None if it cannot have it."""
-    soon = node.free_vram + sum(one.vram for one in residents if one.leaving)
+    soon = without(node, [one for one in residents if one.leaving])
     victims: list[Resident] = []
     going: Counter[str] = Counter()
     for one in sorted(residents, key=lambda one: (one.last_used, one.id)):
-        if soon >= need.vram:
+        if has_memory(without(soon, victims), need):
             break
         if not one.leaving and guard.spares(one, going) is None:
             victims.append(one)
             going[one.model_name] += 1
-            soon += one.vram
-    if soon < need.vram:
+    if not has_memory(without(soon, victims), need):
         return None
     for one in tuple(victims):
-        if soon - one.vram >= need.vram:
-            victims.remove(one)
-            soon -= one.vram
+        others = [other for other in victims if other is not one]
+        if has_memory(without(soon, others), need):
+            victims = others
     return tuple(victims)
+
+
+def without(node: Candidate, gone: Iterable[Resident]) -> Candidate:
+    """The node when the memory of these is free again, on the GPUs where it is known to be."""
+    free, gpus = node.free_vram, node.gpus
+    for one in gone:
+        free, gpus = free + one.vram, given_back(gpus, one.gpus)
+    return replace(node, free_vram=free, gpus=gpus)
 
 
 def _rank(node: Candidate, victims: Sequence[Resident]) -> tuple[bool, datetime | None, int, str]:

@@ -21,7 +21,19 @@ from uuid import UUID
 
 import orjson
 
-from nodes.placement.choose import Candidate, Decision, Need, Rank, Reason, choose, free_index, gib, rank
+from nodes.placement.choose import (
+    Candidate,
+    Decision,
+    Need,
+    Rank,
+    Reason,
+    choose,
+    free_index,
+    gib,
+    gpus_free,
+    rank,
+    shares_of,
+)
 from nodes.placement.selector import ANY, Selector
 from nodes.placement.setbacks import Setback, Setbacks
 
@@ -210,8 +222,9 @@ TERMS: Mapping[str, tuple[_Words, _Figure]] = {
     ),
     "lacks": (
         lambda _: "it has the VRAM needed",
-        lambda _, node, need: f"{gib(node.free_vram)} free of {gib(need.vram)} needed",
+        lambda _, node, need: f"{gpus_free(node) or gib(node.free_vram)} free of {gib(need.vram)} needed",
     ),
+    "gpus": (lambda _: "on the fewest GPUs", lambda rank, *_: str(rank.gpus)),
     "busy": (lambda _: "it is idle; loaded replicas", lambda _, node, __: str(node.loaded)),
     "in_flight": (lambda _: "fewest requests", lambda rank, *_: str(rank.in_flight)),
     "memory": (
@@ -230,10 +243,12 @@ def _best(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]:
             "node_id": str(node.id),
             "node": node.name,
             "replica_index": free_index(node) or 0,
+            "gpus": sorted(shares_of(node, snapshot.need) or ()),
             "terms": {
                 "failures": terms.failures,
                 "shared": terms.shared,
                 "has_memory": not terms.lacks,
+                "gpus": terms.gpus,
                 "busy": terms.busy,
                 "in_flight": terms.in_flight,
                 "memory": -terms.memory,
@@ -256,6 +271,7 @@ def _misses(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]
             "code": code(reason),
             "reason": str(reason),
             "free_vram": node.free_vram,
+            "free_gpus": [room for _, room in sorted(node.gpus)],
             "available_disk": node.available_disk,
             "total_disk": node.total_disk,
             "replicas": len(node.taken),

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from nodes.placement.choose import Candidate, Need
+from nodes.placement.choose import Candidate, Need, shares_of
 from nodes.placement.explain import Ending, Explanation, FleetView, explain
+from nodes.placement.gpus import filled, given_back, total
 
 
 def successive(snapshot: FleetView, replicas: int) -> Iterator[Explanation]:
@@ -22,11 +23,16 @@ def successive(snapshot: FleetView, replicas: int) -> Iterator[Explanation]:
 def _with(node: Candidate, index: int, need: Need) -> Candidate:
     """The node when the replica is loaded; the model's files are there once."""
     disk = 0 if node.taken else need.disk
+    shares = shares_of(node, need)
+    if shares is None:
+        shares = filled(node.gpus, need.vram)
+    taken = total(shares, need.vram)
     return replace(
         node,
         taken=node.taken | {index},
         loaded=node.loaded + 1,
-        free_vram=node.free_vram - need.vram,
-        available_vram=max(node.available_vram - need.vram, 0),
+        free_vram=node.free_vram - taken,
+        available_vram=max(node.available_vram - taken, 0),
+        gpus=given_back(node.gpus, ((index, -share) for index, share in shares.items())),
         available_disk=max(node.available_disk - disk, 0),
     )

@@ -11,10 +11,12 @@ on while a load runs that was placed before: what it allocated would be taken fo
 
 Memory that is given back meanwhile (an unload) may count as taken until the loads have ended. The other way
 round does not happen: no byte is given away twice.
+
+The same holds for each GPU of a node that tells them one by one, with the load's share of that GPU.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 NEVER = datetime.min.replace(tzinfo=UTC)
@@ -39,6 +41,23 @@ class Reservation:
     seen: int
     seen_at: datetime
     loaded_at: datetime | None = None
+    gpus: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """By index what it needs of a GPU, and what was available there by that reading; empty: not known."""
+
+
+def on_gpu(reservations: Iterable[Reservation], index: int, reading: MemoryReading) -> int:
+    """Bytes of `reading.available` on one GPU that loads of its node will still allocate.
+
+    What is known to be on no GPU in particular may go to any: all of it counts on each, as not allocated yet.
+    """
+    its = []
+    for one in reservations:
+        if not one.gpus:
+            its.append(replace(one, seen=reading.available))
+        elif index in one.gpus:
+            needed, seen = one.gpus[index]
+            its.append(replace(one, needed=needed, seen=seen))
+    return outstanding(its, reading)
 
 
 def outstanding(reservations: Iterable[Reservation], reading: MemoryReading) -> int:

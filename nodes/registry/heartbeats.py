@@ -19,7 +19,8 @@ from uuid import UUID
 from localai_cluster import errors
 from localai_cluster.accounts.actors import WORKER
 from nodes.models import NodeEvent
-from nodes.registry import budget, identity, states
+from nodes.registry import budget, gpus, identity, states
+from nodes.registry.gpus import Told
 from nodes.registry.identity import NodeFacts
 from nodes.replicas.checks import ExitReport
 from nodes.replicas.statements import Rows
@@ -54,6 +55,8 @@ class Beat:
     total_disk: int | None = None
     available_disk: int | None = None
     gpu_vendor: str | None = None
+    gpus: Told | None = None
+    """There if and only if `available_vram` is, unless somebody made the beat by hand."""
 
     @property
     def key(self) -> Key:
@@ -77,7 +80,12 @@ class Overtaken(errors.ClusterError):
 def read(body: Mapping[str, Any]) -> dict[str, Any]:
     """The known fields of a beat (`contract/http-api.md` §1.2); raises InvalidInput naming the field."""
     values: dict[str, Any] = {name: _figure(name, body.get(name)) for name in _FIGURES}
-    return values | {"gpu_vendor": _vendor(body.get("gpu_vendor"))}
+    each = gpus.read(body.get("gpus"))
+    if each is not None and values["available_vram"] is None:
+        values["available_vram"] = min(sum(one["free_vram"] for one in each), LARGEST)
+    if each is None and values["available_vram"] is not None:
+        each = []
+    return values | {"gpu_vendor": _vendor(body.get("gpu_vendor")), "gpus": each}
 
 
 def read_ended(body: Mapping[str, Any]) -> list[ExitReport]:
@@ -138,11 +146,11 @@ WITH beat AS (
     SELECT * FROM jsonb_to_recordset(%(beats)s::jsonb) AS beat(
         id uuid, fingerprint text, at timestamptz, instance text, measured_at timestamptz,
         available_vram bigint, total_vram bigint, available_ram bigint, total_disk bigint,
-        available_disk bigint, gpu_vendor text, budget text, ceiling bigint)
+        available_disk bigint, gpu_vendor text, gpus jsonb, budget text, ceiling bigint)
 ), own AS (
     SELECT node.id, node.ctid, node.offline_at IS NOT NULL AND node.offline_recovers AS silent, beat.instance,
         beat.at, beat.measured_at, beat.available_vram, beat.total_vram, beat.available_ram,
-        beat.total_disk, beat.available_disk, beat.gpu_vendor,
+        beat.total_disk, beat.available_disk, beat.gpu_vendor, beat.gpus,
         node.approved_at IS NOT NULL AND node.offline_at IS NULL AS live,
         CASE WHEN beat.budget = node.vram_budget AND beat.budget <> '' THEN beat.ceiling
             ELSE node.vram_budget_bytes END AS ceiling
@@ -176,6 +184,7 @@ WITH beat AS (
             ELSE node.total_disk END,
         available_disk = CASE WHEN own.live THEN coalesce(own.available_disk, node.available_disk)
             ELSE node.available_disk END,
+        gpus = CASE WHEN own.live THEN coalesce(own.gpus, node.gpus) ELSE node.gpus END,
         gpu_vendor = CASE WHEN own.live THEN coalesce(nullif(own.gpu_vendor, ''), node.gpu_vendor)
             ELSE node.gpu_vendor END
     FROM own WHERE own.id = node.id AND own.ctid = node.ctid

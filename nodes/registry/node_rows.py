@@ -14,6 +14,7 @@ from localai_cluster.web.shapes import Row, Shape, Time, text
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeLabel, NodeModel
 from nodes.models.node import COUNTED_IN_FLIGHT, BackendNodeQuerySet
 from nodes.registry import shape, versions
+from nodes.replicas import vram
 
 
 class LabelsOf(Aggregate):
@@ -75,8 +76,17 @@ def detail(node_id: UUID) -> Row | None:
     if not rows:
         return None
     sources = dict(NodeLabel.objects.filter(node=node_id).values_list("key", "source"))
-    found: Row = {"labels": {}} | rows[0] | {"label_sources": sources}
+    found: Row = {"labels": {}} | rows[0] | {"label_sources": sources, "gpus": _gpus(node_id)}
     return shape.NODE_DETAIL.of(**found, overrides=_overrides(node_id, found))
+
+
+def _gpus(node_id: UUID) -> list[Row]:
+    """With what is reserved on each."""
+    node = BackendNode.objects.values("gpus", "vram_read_at").filter(pk=node_id).first()
+    if node is None or not node["gpus"]:
+        return []
+    reservations = vram.by_node(NodeModel.objects.filter(node_id=node_id))
+    return vram.shown_gpus(node, reservations.get(node_id, []))
 
 
 def _overrides(node_id: UUID, node: Row) -> Row:

@@ -279,7 +279,7 @@ def _admit(node: BackendNode, made: Claim, now: datetime, auto_approve: bool, ro
     figures = _figures(node, told) | {"vram_read_at": now}
     if routine:
         # A registration tells the memory of a machine without engines; heartbeats know better.
-        del figures["available_vram"], figures["vram_read_at"]
+        del figures["available_vram"], figures["gpus"], figures["vram_read_at"]
     change.set(engine_token=told.engine_token, **figures)
     if not routine:
         change.set(inventory_due_at=now + timedelta(seconds=LISTS_AFTER))
@@ -336,7 +336,7 @@ def _figures(node: BackendNode, reported: Registration) -> dict[str, Any]:
         name: getattr(reported, name) or getattr(node, name) for name in _KEPT_IF_EMPTY
     }
     columns |= {"total_disk": reported.total_disk, "available_disk": reported.available_disk}
-    columns["worker_version"] = reported.version
+    columns |= {"worker_version": reported.version, "gpus": list(reported.gpus)}
     if not node.max_replicas_per_model_manually_set:
         columns["max_replicas_per_model"] = max(reported.max_replicas_per_model, 1)
     text = node.vram_budget if node.vram_budget_manually_set else reported.vram_budget

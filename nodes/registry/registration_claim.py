@@ -3,8 +3,9 @@
 Checks only what needs no row; `registration.py` decides what becomes of it.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from localai_cluster import conf, errors, logs, names
 from nodes.models import NodeType
@@ -36,6 +37,8 @@ class Registration:
     available_disk: int = 0
     gpu_vendor: str = ""
     gpu_compute_capability: str = ""
+    gpus: Sequence[Mapping[str, Any]] = ()
+    """One by one, as `gpus.read` answers; empty if it does not say."""
     capability: str = ""
     max_replicas_per_model: int = 1
     vram_budget: str = ""

@@ -151,6 +151,20 @@ INVENTORY = Shape(
     ],
 )
 
+GPU = Shape(
+    "Gpu",
+    "One GPU of a node, as its worker told it last; memory in bytes.",
+    [
+        field("index", count()),
+        field("uuid", TEXT, "Empty if the driver does not say."),
+        field("name", TEXT),
+        field("total_vram", BYTES),
+        field("free_vram", BYTES),
+        field("reserved_vram", BYTES, "Of what is free, what loads will still take."),
+        field("utilization", count(0, maximum=100), "Percent; null if it does not tell.", nullable=True),
+    ],
+)
+
 _IN_FLIGHT = column("in_flight", count(), "Requests that run on it.")
 _REPLICA = [
     column("id", UUID),
@@ -218,6 +232,7 @@ FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
     (EVERYWHERE, column("available_ram", BYTES)),
     (EVERYWHERE, column("total_disk", BYTES)),
     (EVERYWHERE, column("available_disk", BYTES)),
+    ((DETAIL, LIVE), field("gpus", GPU.many, "One by one; empty if its worker does not tell them.")),
     (EVERYWHERE, column("gpu_vendor", TEXT)),
     (EVERYWHERE, column("gpu_compute_capability", TEXT)),
     (EVERYWHERE, column("capability", TEXT, optional=True)),
@@ -418,6 +433,7 @@ COMPONENTS: tuple[Named, ...] = (
     OVERRIDE,
     OVERRIDES,
     INVENTORY,
+    GPU,
     JOINED,
     REPLICA,
     LIVE_MODEL,

@@ -21,7 +21,7 @@ STOPS_WITHIN = timedelta(seconds=60)
 """A node whose replicas have not stopped by then is left by the load that waits for them."""
 _COLUMNS = (
     *("id", "node_id", "model_name", "replica_index", "state", "in_flight", "last_used"),
-    *("vram_needed", "loaded_at"),
+    *("vram_needed", "loaded_at", "gpus"),
 )
 
 
@@ -39,6 +39,7 @@ def residents(node_ids: Collection[UUID], *, now: datetime) -> list[Resident]:
             last_used=row["last_used"],
             vram=row["vram_needed"],
             loaded_at=row["loaded_at"],
+            gpus=frozenset((one["index"], one["bytes"]) for one in row["gpus"]),
         )
         for row in rows.values(*_COLUMNS)
     ]
@@ -75,10 +76,9 @@ def take_out(victims: Sequence[Resident], *, now: datetime) -> None:
     leaving.go([one.id for one in victims], owner=leaving.EVICTED, until=now, now=now)
 
 
-def memory_of_leaving(node_id: UUID, *, now: datetime) -> int:
-    """Bytes that replicas of the node will give back which are about to stop."""
-    rows = NodeModel.objects.filter(_leaving(now), node_id=node_id)
-    return sum(rows.values_list("vram_needed", flat=True))
+def about_to_stop(node_id: UUID, *, now: datetime) -> list[Resident]:
+    """The replicas of the node that will give their memory back."""
+    return [one for one in residents([node_id], now=now) if one.leaving]
 
 
 def not_gone(replica_ids: Collection[UUID]) -> NodeModelQuerySet:

@@ -138,7 +138,7 @@ def retire_unloaded(replica_id: UUID, *, stop_sent: datetime | None = None) -> b
         row = locked.pop(replica_id, None)
         if row is None:
             return False
-        vram.given_back(row, locked)
+        vram.given_back_beside(row, locked.values())
         _delete([row.pk], [Removed(row.model_name, row.node_id, row.replica_index)])
         events.notify(events.NODES, str(row.node_id))
         if stop_sent is not None and row.loaded_at is not None and row.vram_needed > 0:

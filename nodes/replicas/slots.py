@@ -15,6 +15,7 @@ from nodes.placement.choose import NOTHING, Candidate, Need, Reason, lowest_free
 from nodes.placement.evict import Eviction
 from nodes.replicas import eviction, leaving, reasons, vram
 from nodes.replicas.reasons import Decided
+from nodes.replicas.vram import GpuShare
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Slot:
     node_id: UUID
     node_name: str
     replica_index: int
+    gpus: tuple[GpuShare, ...] = ()
+    """The only GPUs that its engine may see; none: all of them."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,11 @@ def reserve(
             return NoSlot(Reason.FULL)
         if room is not None and not eviction.still_victims(model_name, room.victims, now=now):
             return NoSlot("what should make room there is in use again or kept by its rule")
-        soon = _given_back(view.id, room, now) if room is not None else 0
-        memory = vram.take(node, need, now=now, soon=soon) if need.vram > 0 else {}
+        # Under the node's lock no other load counts on the same bytes: each reserves what it takes.
+        soon = [] if room is None else [*eviction.about_to_stop(view.id, now=now), *room.victims]
+        memory = vram.take(node, need, now=now, soon=soon) if need.vram > 0 else vram.Taken({})
         if memory is None:
-            return NoSlot(Reason.MEMORY)
+            return NoSlot(Reason.GPUS if node.gpus else Reason.MEMORY)
         if room is not None:
             eviction.take_out(room.victims, now=now)
         row = NodeModel.objects.create(
@@ -83,16 +87,11 @@ def reserve(
             last_used=now,
             created_at=now,
             updated_at=now,
-            **memory,
+            **memory.columns,
         )
         if why is not None:
             reasons.record(why.at_index(index), now=now)
-    return Slot(row.id, view.id, view.name, index)
-
-
-def _given_back(node_id: UUID, room: Eviction, now: datetime) -> int:
-    """Under the node's lock no other load counts on the same bytes: each reserves what it takes."""
-    return eviction.memory_of_leaving(node_id, now=now) + sum(one.vram for one in room.victims)
+    return Slot(row.id, view.id, view.name, index, memory.gpus)
 
 
 def still_reserved(slot: Slot, *, mark: str) -> bool:

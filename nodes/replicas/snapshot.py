@@ -18,7 +18,7 @@ from nodes.replicas.slots import Slot
 
 COLUMNS = (
     *("id", "name", "node_type", "status", "max_replicas_per_model"),
-    *("available_vram", "reserved_vram", "vram_read_at", "vram_budget_bytes"),
+    *("available_vram", "reserved_vram", "vram_read_at", "vram_budget_bytes", "gpus"),
     *("returned_vram", "returned_beside"),
     *("total_disk", "available_disk"),
 )
@@ -120,6 +120,7 @@ def candidate(
         available_vram=row["available_vram"],
         total_disk=row["total_disk"],
         available_disk=row["available_disk"],
+        gpus=vram.rooms_of(row, reservations),
     )
 
 

@@ -9,6 +9,7 @@ an engine gives back counts as free until the next reading (`credit`).
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -20,7 +21,9 @@ from django.db.models.functions import Greatest
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import NodeModelQuerySet
 from nodes.placement.choose import Need
-from nodes.placement.reservations import NEVER, MemoryReading, Reservation, outstanding
+from nodes.placement.evict import Resident
+from nodes.placement.gpus import Rooms, Shares, filled, fit, given_back, total
+from nodes.placement.reservations import NEVER, MemoryReading, Reservation, on_gpu, outstanding
 from operations.changes import events
 
 log = logging.getLogger(__name__)
@@ -29,8 +32,27 @@ _CLOCKS_DIFFER = timedelta(seconds=1)
 _UNREAD = (
     Q(loaded_at__isnull=True) | Q(node__vram_read_at__isnull=True) | Q(loaded_at__gt=F("node__vram_read_at"))
 )
-RESERVING = ("vram_needed", "vram_seen", "vram_seen_at", "loaded_at")
+RESERVING = ("vram_needed", "vram_seen", "vram_seen_at", "loaded_at", "gpus")
 """What `reservation` needs of a replica's row, in this order."""
+
+
+@dataclass(frozen=True)
+class GpuShare:
+    """A GPU that an engine is given, by what its worker knows it by, and the bytes that it may take there."""
+
+    id: str
+    amount: int
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a load has reserved: the columns of its row, and the only GPUs that its engine may see.
+
+    No GPUs: all of them, because its node does not tell them or the load fits on no set of them.
+    """
+
+    columns: Mapping[str, Any]
+    gpus: tuple[GpuShare, ...] = ()
 
 
 def reserve(node_id: UUID, amount: int, *, now: datetime) -> bool:
@@ -51,25 +73,34 @@ def release(node_id: UUID, amount: int, *, since: datetime) -> None:
     holding.update(reserved_vram=F("reserved_vram") - amount)
 
 
-def take(node: BackendNode, need: Need, *, now: datetime, soon: int = 0) -> dict[str, Any] | None:
-    """Reserves what a load needs and answers the columns of its row; None if the node lacks what is required.
+def take(node: BackendNode, need: Need, *, now: datetime, soon: Collection[Resident] = ()) -> Taken | None:
+    """Reserves what a load needs, on the node and on its GPUs; None if the node lacks what is required.
 
-    `soon`: bytes that will be given back before the load uses what it reserves.
+    `soon`: replicas whose memory will be given back before the load uses what it reserves.
     Needs the node's lock: then nobody else reserves, and no reading comes, between the look and the row.
     """
-    reservations = by_node(NodeModel.objects.filter(node=node))
-    free = effectively_free(vars(node), reservations.get(node.pk, ()))
-    if free + soon < need.vram and need.vram_required:
+    reservations = by_node(NodeModel.objects.filter(node=node)).get(node.pk, ())
+    free = effectively_free(vars(node), reservations)
+    later = rooms = frozenset() if need.own_gpus else rooms_of(vars(node), reservations)
+    for one in soon:
+        later = given_back(later, one.gpus)
+    shares = fit(free + sum(one.vram for one in soon), later, need.vram)
+    if shares is None and need.vram_required:
         return None
-    fits = free >= need.vram and reserve(node.pk, need.vram, now=now)
-    if free + soon < need.vram:
+    if shares is None:
         log.warning("%s has too little free VRAM for a load that needs %d bytes", node.name, need.vram)
-    return {
-        "vram_needed": need.vram,
+    expected = filled(later, need.vram) if shares is None else shares
+    amount = total(shares or {}, need.vram)
+    fits = fit(free, rooms, need.vram) is not None and reserve(node.pk, amount, now=now)
+    by_index = {one["index"]: one for one in node.gpus}
+    columns = {
+        "vram_needed": amount,
         "vram_on_node": fits,
         "vram_seen": node.available_vram,
         "vram_seen_at": node.vram_read_at,
+        "gpus": [_row(by_index[index], share) for index, share in expected.items()],
     }
+    return Taken(columns, _given(by_index, shares or {}))
 
 
 def credit(gone: NodeModel, *, stop_sent: datetime) -> None:
@@ -87,15 +118,31 @@ def credit(gone: NodeModel, *, stop_sent: datetime) -> None:
             events.notify(events.NODES, str(gone.node_id))
 
 
-def given_back(gone: NodeModel, loads: Collection[UUID]) -> None:
-    """An engine has gone beside these loads: later readings show so much more than the one they have seen.
+def _row(gpu: Mapping[str, Any], share: int) -> dict[str, Any]:
+    return {"index": gpu["index"], "uuid": gpu["uuid"], "bytes": share, "seen": gpu["free_vram"]}
+
+
+def _given(by_index: Mapping[int, Mapping[str, Any]], shares: Shares) -> tuple[GpuShare, ...]:
+    return tuple(
+        GpuShare(by_index[index]["uuid"] or str(index), share) for index, share in sorted(shares.items())
+    )
+
+
+def given_back_beside(gone: NodeModel, loads: Collection[NodeModel]) -> None:
+    """An engine has gone beside these locked loads: later readings show so much more than the one they have
+    seen.
 
     Otherwise what it gave back would count as theirs until they have ended. One whose reading was from before
     that engine had allocated it sees no more than it saw.
     """
-    if gone.loaded_at is not None:
-        saw_it = NodeModel.objects.filter(pk__in=loads, vram_seen_at__gt=gone.loaded_at)
-        saw_it.update(vram_seen=F("vram_seen") + gone.vram_needed)
+    if gone.loaded_at is None:
+        return
+    its = {one["index"]: one["bytes"] for one in gone.gpus}
+    saw_it = [row for row in loads if row.vram_seen_at is not None and row.vram_seen_at > gone.loaded_at]
+    for row in saw_it:
+        row.vram_seen += gone.vram_needed
+        row.gpus = [one | {"seen": one["seen"] + its.get(one["index"], 0)} for one in row.gpus]
+    NodeModel.objects.bulk_update(saw_it, ["vram_seen", "gpus"])
 
 
 def by_node(rows: NodeModelQuerySet) -> dict[UUID, list[Reservation]]:
@@ -108,9 +155,16 @@ def by_node(rows: NodeModelQuerySet) -> dict[UUID, list[Reservation]]:
     return found
 
 
-def reservation(needed: int, seen: int, seen_at: datetime | None, loaded_at: datetime | None) -> Reservation:
+def reservation(
+    needed: int,
+    seen: int,
+    seen_at: datetime | None,
+    loaded_at: datetime | None,
+    gpus: Sequence[Mapping[str, Any]],
+) -> Reservation:
     """What a replica's row reserves."""
-    return Reservation(needed, seen, seen_at or NEVER, loaded_at)
+    shares = {one["index"]: (one["bytes"], one["seen"]) for one in gpus}
+    return Reservation(needed, seen, seen_at or NEVER, loaded_at, shares)
 
 
 def effectively_free(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> int:
@@ -123,3 +177,26 @@ def effectively_free(node: Mapping[str, Any], reservations: Sequence[Reservation
     reading = MemoryReading(available, node["vram_read_at"] or NEVER, ceiling)
     reserved: int = max(node["reserved_vram"], outstanding(reservations, reading))
     return available - reserved
+
+
+def rooms_of(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> Rooms:
+    """Bytes of each GPU of the node, given by its columns, that nothing uses and no load has reserved."""
+    reserved = reserved_on_gpus(node, reservations)
+    return frozenset((one["index"], one["free_vram"] - reserved[one["index"]]) for one in node["gpus"])
+
+
+def reserved_on_gpus(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> dict[int, int]:
+    """What loads have reserved on each GPU of the node and its last reading does not show."""
+    read_at = node["vram_read_at"] or NEVER
+    return {
+        one["index"]: on_gpu(reservations, one["index"], MemoryReading(one["free_vram"], read_at))
+        if reservations
+        else 0
+        for one in node["gpus"]
+    }
+
+
+def shown_gpus(node: Mapping[str, Any], reservations: Sequence[Reservation]) -> list[dict[str, Any]]:
+    """The GPUs of the node, given by its columns, each with what loads have reserved there."""
+    reserved = reserved_on_gpus(node, reservations)
+    return [one | {"reserved_vram": max(reserved[one["index"]], 0)} for one in node["gpus"]]

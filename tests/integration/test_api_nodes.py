@@ -97,6 +97,7 @@ def test_list_and_detail_have_the_recorded_fields() -> None:
         "overrides",
         "label_sources",
         "inventory",
+        "gpus",
     }
 
 

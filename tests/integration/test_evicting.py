@@ -111,7 +111,7 @@ def test_what_a_victim_gives_back_counts_once_whenever_the_readings_come() -> No
         slot = placed(1, Need(vram=10 * GB, vram_required=True))
         assert isinstance(slot, Slot)
         assert free(2) == -8
-        assert eviction.memory_of_leaving(node.pk, now=clock.now()) == 10 * GB
+        assert [one.vram for one in eviction.about_to_stop(node.pk, now=clock.now())] == [10 * GB]
         assert retire.retire_unloaded(victim.pk)
     finally:
         hooks.on_removed.remove(removed.append)

@@ -9,7 +9,7 @@ const REGISTERED = "2026-08-22T10:00:00Z";
 export function node(name: string, more: Partial<LiveNode> = {}): LiveNode {
   return {
     id: name, name, node_type: "backend", status: "healthy", reason: "", since: null, address: "10.0.0.1:50051", http_address: "",
-    gpu_vendor: "", gpu_compute_capability: "", capability: "", total_vram: 0, available_vram: 0, reserved_vram: 0, vram_budget: "",
+    gpus: [], gpu_vendor: "", gpu_compute_capability: "", capability: "", total_vram: 0, available_vram: 0, reserved_vram: 0, vram_budget: "",
     vram_budget_bytes: 0, vram_budget_manually_set: false, total_ram: 0, available_ram: 0, total_disk: 0, available_disk: 0,
     max_replicas_per_model: 2, max_replicas_per_model_manually_set: false, last_heartbeat: REGISTERED, created_at: REGISTERED,
     labels: {}, models: [], model_count: 0, in_flight_count: 0, backends: [], inventory_at: null, weak_identity: false,

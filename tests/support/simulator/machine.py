@@ -119,7 +119,7 @@ class Machine:
         key = m.process_key(request.model_id or name, request.replica_index)
         running = self.engines.get(key)
         if running and not request.force and not request.install_only:
-            return m.InstallReply(True, running[1])
+            return m.InstallReply(True, running[1], gpus=() if self.script.stock else request.gpus)
         if name not in self.backends or request.force:
             if problem := await self._work(request, act, send):
                 return m.InstallReply(error=problem)
@@ -131,7 +131,7 @@ class Machine:
         self._started += 1
         address = f"{self.host}:{self.port + self._started}"
         self.engines[key] = (name, address)
-        return m.InstallReply(True, address)
+        return m.InstallReply(True, address, gpus=() if self.script.stock else request.gpus)
 
     async def _upgraded(self, request: m.UpgradeRequest, act: Act, send: Send) -> m.UpgradeReply:
         stopped = self._stop_engines(self._name(request))

@@ -1,0 +1,103 @@
+"""GPUs of a node one by one, as its worker tells them in registrations and heartbeats, and as they are shown.
+
+They belong to the same reading as `available_vram`: both are written together, or the list is emptied by a
+worker that tells totals only. So a GPU is never taken for free by a figure that is older than the node's.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from localai_cluster import errors
+
+MOST = 64
+LARGEST_INDEX = 1023
+LARGEST = 2**63 - 1
+LENGTHS = {"uuid": 96, "name": 128}
+"""Most characters."""
+
+Told = list[dict[str, Any]]
+
+
+def read(told: Any) -> Told | None:
+    """The GPUs of a body, by index; None if it does not say. Raises InvalidInput naming the field.
+
+    What is unknown in one of them is ignored.
+    """
+    if told is None:
+        return None
+    if not isinstance(told, list) or len(told) > MOST:
+        raise errors.InvalidInput(f"gpus must be a list of at most {MOST} GPUs", field="gpus")
+    found = [_gpu(f"gpus.{number}", one) for number, one in enumerate(told)]
+    _check_once(found, "index")
+    _check_once([one for one in found if one["uuid"]], "uuid")
+    return sorted(found, key=lambda one: one["index"])
+
+
+def _gpu(field: str, told: Any) -> dict[str, Any]:
+    if not isinstance(told, dict):
+        raise errors.InvalidInput(f"{field} must be an object", field=field)
+    return {name: check(f"{field}.{name}", told.get(name)) for name, check in _CHECKS.items()}
+
+
+def _check_once(found: Sequence[Mapping[str, Any]], name: str) -> None:
+    seen = set()
+    for one in found:
+        if one[name] in seen:
+            raise errors.InvalidInput(f"gpus has two of {name} {one[name]}", field="gpus")
+        seen.add(one[name])
+
+
+def _whole(most: int) -> Callable[[str, Any], int]:
+    def check(field: str, value: Any) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+            raise errors.InvalidInput(f"{field} must be a whole number from 0 to {most}", field=field)
+        return value
+
+    return check
+
+
+def _text(longest: int) -> Callable[[str, Any], str]:
+    def check(field: str, value: Any) -> str:
+        if value is None:
+            return ""
+        if not isinstance(value, str) or len(value) > longest or not value.isprintable():
+            raise errors.InvalidInput(
+                f"{field} must be a printable text of at most {longest} characters", field=field
+            )
+        return value
+
+    return check
+
+
+def _percent(field: str, value: Any) -> int | None:
+    return None if value is None else _whole(100)(field, value)
+
+
+_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
+    "index": _whole(LARGEST_INDEX),
+    "uuid": _text(LENGTHS["uuid"]),
+    "name": _text(LENGTHS["name"]),
+    "total_vram": _whole(LARGEST),
+    "free_vram": _whole(LARGEST),
+    "utilization": _percent,
+}
+SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "nullable": True,
+    "maxItems": MOST,
+    "description": "The GPUs one by one, with `available_vram` (else it is their sum). No index and no UUID"
+    " twice. Absent beside `available_vram`: they are not known one by one.",
+    "items": {
+        "type": "object",
+        "required": ["index", "total_vram", "free_vram"],
+        "properties": {
+            "index": {"type": "integer", "minimum": 0, "maximum": LARGEST_INDEX},
+            "uuid": {"type": "string", "maxLength": LENGTHS["uuid"], "nullable": True},
+            "name": {"type": "string", "maxLength": LENGTHS["name"], "nullable": True},
+            "total_vram": {"type": "integer", "format": "int64", "minimum": 0, "maximum": LARGEST},
+            "free_vram": {"type": "integer", "format": "int64", "minimum": 0, "maximum": LARGEST},
+            "utilization": {"type": "integer", "minimum": 0, "maximum": 100, "nullable": True},
+        },
+    },
+}
+"""What `read` checks, for the API document."""
