@@ -68,6 +68,10 @@ class Engine:
         """The token ids of a text."""
         raise Unsupported
 
+    async def text(self, tokens: list[int]) -> str:
+        """The text of token ids."""
+        raise Unsupported
+
     def memory(self) -> dict[str, int]:
         """What uses memory, in bytes."""
         return {"resident": resident_bytes()}
@@ -130,6 +134,10 @@ class Service(rpc.BackendServicer):  # type: ignore[misc]
         ids = await self.engine.tokens(request.Prompt)
         return pb.TokenizationResponse(length=len(ids), tokens=ids)
 
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        await self._check(request, context)
+        return pb.DetokenizeResponse(content=await self.engine.text(list(request.tokens)))
+
     async def Status(self, request: pb.HealthMessage, context: Context) -> pb.StatusResponse:
         state = pb.StatusResponse.BUSY if self.loading.locked() else pb.StatusResponse.UNINITIALIZED
         if self.identity is not None:
@@ -191,9 +199,14 @@ class Guarded:
     def guard(self, service: Service) -> Service:
         """The same service with every method of the contract behind the check."""
         for method in pb.DESCRIPTOR.services_by_name["Backend"].methods:
-            checked = self.wrap(getattr(service, method.name), streams=method.server_streaming)
-            setattr(service, method.name, checked)
+            own = getattr(service, method.name) if method.name in vars(Service) else unsupported
+            setattr(service, method.name, self.wrap(own, streams=method.server_streaming))
         return service
+
+
+async def unsupported(request: Any, context: Context) -> None:
+    """A method of the contract that no example engine has."""
+    raise Unsupported
 
 
 def say(text: str) -> None:
