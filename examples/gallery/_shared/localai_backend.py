@@ -112,7 +112,8 @@ class Service(rpc.BackendServicer):  # type: ignore[misc]
 
     async def Embedding(self, request: pb.PredictOptions, context: Context) -> pb.EmbeddingResult:
         await self._check(request, context)
-        return await self.engine.embed(request.Embeddings)
+        tokens = list(request.EmbeddingTokens)
+        return await self.engine.embed(await self.engine.text(tokens) if tokens else request.Embeddings)
 
     async def Predict(self, request: pb.PredictOptions, context: Context) -> pb.Reply:
         await self._check(request, context)
