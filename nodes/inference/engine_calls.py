@@ -4,18 +4,21 @@ What goes where is written down in `docs/inference.md`, for whoever writes an en
 """
 
 import codecs
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
 
 from localai_cluster.errors import InvalidInput
+from localai_cluster.rpc.errors import Rejected
 from localai_cluster.rpc.messages import Message, PredictOptions, Reply
 from nodes.definitions.files import Definition
 from nodes.inference.generation import Conversation, Delta, Sampling, ToolPiece, Usage
 
 CACHED_TOKENS = "localai-cached-tokens"
-"""The name of the trailing metadata by which an engine says how much of a prompt it remembered."""
+FINISH_REASON = "localai-finish-reason"
+"""Trailing metadata by which an engine may say how much of a prompt it remembered, and why it ended."""
 _DEFAULTS: Mapping[str, float | int] = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "typical_p": 1.0}
 """What the reference sends when neither the request nor the definition says anything."""
 _NUMBERS = {
@@ -30,6 +33,18 @@ _NUMBERS = {
     "max_tokens": "Tokens",
 }
 _LARGEST_SEED = 2**31 - 1
+_ASKED_AS = {
+    "Grammar": "response_format",
+    "Images": "messages",
+    "Audios": "messages",
+    "Messages": "messages",
+    "Tools": "tools",
+    "ToolChoice": "tool_choice",
+    "LogitBias": "logit_bias",
+    "Logprobs": "logprobs",
+    "TopLogprobs": "top_logprobs",
+}
+"""What a client calls the fields that an engine may begin a refusal with."""
 
 
 class LogprobsUnsupported(InvalidInput):
@@ -91,11 +106,15 @@ def with_prompt(options: PredictOptions, prompt: Conversation | str, answer: int
     call.Tools, call.ToolChoice = prompt.tools, prompt.tool_choice
     call.Images.extend(prompt.images)
     call.Audios.extend(prompt.audios)
-    if prompt.response_format:
-        call.Metadata["response_format"] = prompt.response_format
     if prompt.parallel_tool_calls is not None:
         call.Metadata["parallel_tool_calls"] = "true" if prompt.parallel_tool_calls else "false"
     return call
+
+
+def named(refusal: Rejected) -> Rejected:
+    """The same refusal with the field of the request that it is about, if it begins with one of the call."""
+    refusal.field = refusal.field or _ASKED_AS.get(re.split(r"\W", refusal.message, maxsplit=1)[0])
+    return refusal
 
 
 class Reading:
@@ -135,11 +154,11 @@ class Reading:
         self._told_logprobs = self._told_logprobs or bool(logprobs)
         return Delta(self._choice, text, reasoning, tools, logprobs)
 
-    def last(self, cached: str) -> Delta:
-        """The end of the choice; `cached` is what the engine said of the prompt's tokens, "" if nothing."""
+    def last(self, cached: str = "", finish: str = "") -> Delta:
+        """The end of the choice, with what the engine said of remembered tokens and of the reason."""
         text = "" if self._parsed else self._decoder.decode(b"", final=True)
         usage = Usage(self._prompt, self._completion, int(cached) if cached.isdecimal() else None)
-        return Delta(self._choice, text, finish=self._finish(), usage=usage)
+        return Delta(self._choice, text, finish=finish or self._finish(), usage=usage)
 
     def _finish(self) -> str:
         if self._called:

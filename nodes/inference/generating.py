@@ -13,13 +13,20 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from localai_cluster import clock, conf
 from localai_cluster.metrics import web as metrics
 from localai_cluster.rpc.client import BackendClient
-from localai_cluster.rpc.errors import DeadlineExceeded, Unimplemented
+from localai_cluster.rpc.errors import DeadlineExceeded, Rejected, Unimplemented
 from localai_cluster.rpc.messages import DetokenizeRequest, PredictOptions, Reply
 from nodes.definitions.files import Definition
 from nodes.inference import gateway, templates
 from nodes.inference.defined import defined
-from nodes.inference.engine_calls import CACHED_TOKENS, Reading, sampling_options, with_prompt
-from nodes.inference.generation import Conversation, Generation, Prompt, Sink
+from nodes.inference.engine_calls import (
+    CACHED_TOKENS,
+    FINISH_REASON,
+    Reading,
+    named,
+    sampling_options,
+    with_prompt,
+)
+from nodes.inference.generation import Conversation, Delta, Generation, Prompt, Sink
 from nodes.routing.request import InferenceRequest
 
 AT_ONCE = 8
@@ -44,7 +51,10 @@ async def generate(
         calls = [with_prompt(options, text, answer) for text in texts for answer in range(asked.n)]
         await _Answering(engine, request, asked, sink, began).all(calls)
 
-    await gateway.current().run(request, work)
+    try:
+        await gateway.current().run(request, work)
+    except Rejected as refusal:
+        raise named(refusal) from None
 
 
 async def _templated(definition: Definition, prompt: Prompt) -> Prompt:
@@ -105,17 +115,17 @@ class _Answering:
                     limit.reschedule(None)
                     await self._tell(reading, reply)
                     limit.reschedule(asyncio.get_running_loop().time() + conf.cluster().stream_stall)
-                cached = await replies.trailing(CACHED_TOKENS)
+                said = await replies.trailing(CACHED_TOKENS), await replies.trailing(FINISH_REASON)
         finally:
             replies.cancel()
-        await self._end(reading, cached)
+        await self._end(reading.last(*said))
 
     async def _at_once(self, choice: int, options: PredictOptions) -> None:
         """For an engine that does not stream."""
         reading = Reading(choice, self._asked.sampling, options.Tokens)
         left = self._request.deadline - clock.monotonic()
         await self._tell(reading, await self._engine.predict(options, left))
-        await self._end(reading, "")
+        await self._end(reading.last())
 
     async def _tell(self, reading: Reading, reply: Reply) -> None:
         delta = reading.delta(reply)
@@ -126,8 +136,7 @@ class _Answering:
             metrics.first_token(self._asked.model, clock.monotonic() - self._began)
         await self._sink(delta)
 
-    async def _end(self, reading: Reading, cached: str) -> None:
-        last = reading.last(cached)
+    async def _end(self, last: Delta) -> None:
         if last.usage is not None:
             metrics.tokens_used(
                 self._asked.model, last.usage.prompt, last.usage.completion, last.usage.cached or 0

@@ -27,12 +27,11 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a chat is about; tools and the format of the answer in OpenAI's form, as JSON."""
+    """What a chat is about; tools in OpenAI's form, as JSON."""
 
     messages: tuple[Said, ...]
     tools: str = ""
     tool_choice: str = ""
-    response_format: str = ""
     parallel_tool_calls: bool | None = None
     images: tuple[str, ...] = ()
     audios: tuple[str, ...] = ()
@@ -60,6 +59,7 @@ class Sampling:
     logit_bias: Mapping[str, float] = field(default_factory=dict)
     ignore_eos: bool = False
     grammar: str = ""
+    """GBNF, or a JSON schema."""
     logprobs: bool = False
     top_logprobs: int = 0
 

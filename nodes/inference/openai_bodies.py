@@ -65,7 +65,9 @@ class SamplingBody(msgspec.Struct, kw_only=True, frozen=True):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-def sampling(body: SamplingBody, max_tokens: int | None, *, logprobs: bool, top_logprobs: int) -> Sampling:
+def sampling(
+    body: SamplingBody, max_tokens: int | None, *, grammar: str, logprobs: bool, top_logprobs: int
+) -> Sampling:
     """What a body says of it."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if any(not token.lstrip("-").isdecimal() for token in body.logit_bias or ()):
@@ -83,7 +85,7 @@ def sampling(body: SamplingBody, max_tokens: int | None, *, logprobs: bool, top_
         stop=tuple(stop),
         logit_bias=body.logit_bias or {},
         ignore_eos=bool(body.ignore_eos),
-        grammar=body.grammar or "",
+        grammar=grammar,
         logprobs=logprobs,
         top_logprobs=top_logprobs,
     )

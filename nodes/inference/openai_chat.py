@@ -98,12 +98,19 @@ def read(fields: Mapping[str, Any]) -> Generation:
     body = wire.typed(fields, ChatBody)
     if body.top_logprobs and not body.logprobs:
         raise InvalidInput("top_logprobs: needs `logprobs`", field="top_logprobs")
+    schema = _schema(body)
+    if schema and body.grammar:
+        raise InvalidInput("grammar: `response_format` is one already", field="grammar")
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return Generation(
         model=body.model,
         prompts=(_conversation(body),),
         sampling=openai_bodies.sampling(
-            body, limit, logprobs=bool(body.logprobs), top_logprobs=body.top_logprobs or 0
+            body,
+            limit,
+            grammar=schema or body.grammar or "",
+            logprobs=bool(body.logprobs),
+            top_logprobs=body.top_logprobs or 0,
         ),
         n=body.n or 1,
         stream=bool(body.stream),
@@ -117,7 +124,6 @@ def _conversation(body: ChatBody) -> Conversation:
         messages=tuple(openai_messages.said(body.messages)),
         tools=tools,
         tool_choice=choice,
-        response_format=_response_format(body),
         parallel_tool_calls=body.parallel_tool_calls if tools else None,
         images=openai_messages.images(body.messages),
         audios=openai_messages.audios(body.messages),
@@ -141,12 +147,15 @@ def _tools(body: ChatBody) -> tuple[str, str]:
     return _json(body.tools), choice or "auto"
 
 
-def _response_format(body: ChatBody) -> str:
-    if body.response_format is None or isinstance(body.response_format, AnyText):
+def _schema(body: ChatBody) -> str:
+    """The JSON schema of the answer, "" if it may be any text."""
+    if isinstance(body.response_format, AnyJson):
+        return _json({"type": "object"})
+    if not isinstance(body.response_format, JsonOfSchema):
         return ""
-    if isinstance(body.response_format, JsonOfSchema):
-        schemas.check(body.response_format.json_schema.schema or {}, "response_format.json_schema.schema")
-    return _json(body.response_format)
+    schema = body.response_format.json_schema.schema
+    schemas.check(schema or {}, "response_format.json_schema.schema")
+    return _json(schema or {"type": "object"})
 
 
 def _json(value: object) -> str:

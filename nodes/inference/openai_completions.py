@@ -57,6 +57,7 @@ def read(fields: Mapping[str, Any]) -> Generation:
         sampling=openai_bodies.sampling(
             body,
             body.max_tokens or DEFAULT_TOKENS,
+            grammar=body.grammar or "",
             logprobs=body.logprobs is not None,
             top_logprobs=body.logprobs or 0,
         ),

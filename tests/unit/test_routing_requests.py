@@ -74,11 +74,11 @@ def test_a_refusal_quotes_little_and_is_not_misled_by_it() -> None:
 
 def test_what_clients_send_is_accepted() -> None:
     """A text or a list of texts; `user`, `encoding_format` and unknown fields are fine."""
-    assert parse(GOOD).texts == ["a"]
-    assert parse(GOOD | {"input": ["a", "b"]}).texts == ["a", "b"]
+    assert parse(GOOD).inputs == ["a"]
+    assert parse(GOOD | {"input": ["a", "b"]}).inputs == ["a", "b"]
     assert parse(GOOD | {"encoding_format": "base64", "user": "u", "new": 1}).encoding_format == "base64"
     assert parse(GOOD | {"encoding_format": None, "dimensions": 3}).dimensions == 3
-    assert len(parse(GOOD | {"input": "a" * MAX_TEXT_BYTES}).texts[0]) == MAX_TEXT_BYTES
+    assert len(parse(GOOD | {"input": "a" * MAX_TEXT_BYTES}).inputs[0]) == MAX_TEXT_BYTES
 
 
 def as_sent(vector: list[float]) -> EmbeddingResult:

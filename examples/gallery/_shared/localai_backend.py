@@ -112,8 +112,7 @@ class Service(rpc.BackendServicer):  # type: ignore[misc]
 
     async def Embedding(self, request: pb.PredictOptions, context: Context) -> pb.EmbeddingResult:
         await self._check(request, context)
-        tokens = list(request.EmbeddingTokens)
-        return await self.engine.embed(await self.engine.text(tokens) if tokens else request.Embeddings)
+        return await self.engine.embed(request.Embeddings)
 
     async def Predict(self, request: pb.PredictOptions, context: Context) -> pb.Reply:
         await self._check(request, context)

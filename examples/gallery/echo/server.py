@@ -78,9 +78,6 @@ class Echo(Engine):
     async def tokens(self, text: str) -> list[int]:
         return [len(word) for word in text.split()]
 
-    async def text(self, tokens: list[int]) -> str:
-        return " ".join("x" * length for length in tokens)
-
     def memory(self) -> dict[str, int]:
         return {"resident": resident_bytes(), **self.calls}
 
