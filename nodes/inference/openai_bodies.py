@@ -20,8 +20,8 @@ LARGEST_BODY = 8 * 1024 * 1024
 MOST_STOPS = 16
 
 Text = Annotated[str, msgspec.Meta(min_length=1)]
-Count = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
-Whole = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Whole = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]

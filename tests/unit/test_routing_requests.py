@@ -31,7 +31,9 @@ GOOD: dict[str, Any] = {"model": "m", "input": "a"}
         ({"input": ["a", ""]}, "input"),
         ({"input": 5}, "input"),
         ({"input": {"text": "a"}}, "input"),
-        ({"input": [1, 2, 3]}, "input"),
+        ({"input": [1, -2]}, "input"),
+        ({"input": [1, "a"]}, "input"),
+        ({"input": [["a"], ["b"]]}, "input"),
         ({"input": ["a", ["b"]]}, "input"),
         ({"input": ["a"] * (MAX_TEXTS + 1)}, "input"),
         ({"input": "a" * (MAX_TEXT_BYTES + 1)}, "input"),
@@ -60,7 +62,7 @@ def test_the_first_wrong_field_is_named_in_any_order_of_the_body() -> None:
         parse({"dimensions": 0, "input": 5, "model": 5, "user": 5, "encoding_format": "hex"})
     assert refused.value.field == "encoding_format"
     with pytest.raises(InvalidInput, match=r"^input\[1\]: ") as refused:
-        parse({"dimensions": 0, "input": ["a", 5], "model": "m"})
+        parse({"dimensions": 0, "input": ["a", {}], "model": "m"})
     assert refused.value.field == "input"
 
 
