@@ -1,6 +1,6 @@
 """Between a generation and an engine: the options of a call, and what the engine's replies say. Pure.
 
-What goes where is written down in `docs/inference.md`, for whoever writes an engine.
+What goes where is written down in `docs/inference.md`, for the author of an engine.
 """
 
 import codecs
