@@ -14,7 +14,7 @@ from localai_cluster.errors import InvalidInput
 from localai_cluster.rpc.errors import Rejected
 from localai_cluster.rpc.messages import Message, PredictOptions, Reply
 from nodes.definitions.files import Definition
-from nodes.inference.generation import Conversation, Delta, Sampling, ToolPiece, Usage
+from nodes.inference.generation import Conversation, Delta, Prompt, Sampling, ToolPiece, Usage
 
 CACHED_TOKENS = "localai-cached-tokens"
 FINISH_REASON = "localai-finish-reason"
@@ -111,9 +111,12 @@ def with_prompt(options: PredictOptions, prompt: Conversation | str, answer: int
     return call
 
 
-def named(refusal: Rejected) -> Rejected:
-    """The same refusal with the field of the request that it is about, if it begins with one of the call."""
-    refusal.field = refusal.field or _ASKED_AS.get(re.split(r"\W", refusal.message, maxsplit=1)[0])
+def named(refusal: Rejected, prompt: Prompt) -> Rejected:
+    """The same refusal with the field of the request that it is about: the one whose name it begins with, or
+    else the prompt, such as one that is too long.
+    """
+    asked = "messages" if isinstance(prompt, Conversation) else "prompt"
+    refusal.field = _ASKED_AS.get(re.split(r"\W", refusal.message, maxsplit=1)[0], asked)
     return refusal
 
 

@@ -6,9 +6,8 @@ each later one within that of a stall (`CLUSTER_REQUEST_TIMEOUT`, `CLUSTER_STREA
 """
 
 import asyncio
-import contextlib
 import random
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from localai_cluster import clock, conf
 from localai_cluster.metrics import web as metrics
@@ -27,6 +26,7 @@ from nodes.inference.engine_calls import (
     with_prompt,
 )
 from nodes.inference.generation import Conversation, Delta, Generation, Prompt, Sink
+from nodes.inference.limits import silence
 from nodes.routing.request import InferenceRequest
 
 AT_ONCE = 8
@@ -54,7 +54,7 @@ async def generate(
     try:
         await gateway.current().run(request, work)
     except Rejected as refusal:
-        raise named(refusal) from None
+        raise named(refusal, asked.prompts[0]) from None
 
 
 async def _templated(definition: Definition, prompt: Prompt) -> Prompt:
@@ -108,14 +108,17 @@ class _Answering:
     async def _streamed(self, choice: int, options: PredictOptions) -> None:
         reading = Reading(choice, self._asked.sampling, options.Tokens)
         replies = self._engine.predict_stream(options)
+        first = self._request.deadline - clock.monotonic()
         try:
-            async with _stalls(self._request) as limit:
+            async with silence(conf.cluster().stream_stall, first) as limit:
                 async for reply in replies:
                     # Only the engine's time counts, not that of a client who reads slowly.
-                    limit.reschedule(None)
+                    limit.pause()
                     await self._tell(reading, reply)
-                    limit.reschedule(asyncio.get_running_loop().time() + conf.cluster().stream_stall)
+                    limit.begin()
                 said = await replies.trailing(CACHED_TOKENS), await replies.trailing(FINISH_REASON)
+        except TimeoutError:
+            raise DeadlineExceeded("the engine has sent nothing for too long") from None
         finally:
             replies.cancel()
         await self._end(reading.last(*said))
@@ -142,14 +145,3 @@ class _Answering:
                 self._asked.model, last.usage.prompt, last.usage.completion, last.usage.cached or 0
             )
         await self._sink(last)
-
-
-@contextlib.asynccontextmanager
-async def _stalls(request: InferenceRequest) -> AsyncIterator[asyncio.Timeout]:
-    """A limit that begins with what is left for the first piece; what runs into it is DeadlineExceeded."""
-    began = clock.monotonic()
-    try:
-        async with asyncio.timeout(request.deadline - began) as limit:
-            yield limit
-    except TimeoutError:
-        raise DeadlineExceeded("the engine has sent nothing for too long") from None

@@ -10,13 +10,16 @@ after that is an event of the dialect.
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from localai_cluster import conf
 from localai_cluster.errors import ClusterError
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Header, Send
 from nodes.inference.generation import Delta, Dialect, Head, Sink
+from nodes.inference.limits import Silence, silence
 from nodes.routing.request import InferenceRequest, Replica
 
 QUIET = 5.0
@@ -61,11 +64,13 @@ class Pipe:
         self._closed = True
         self._news.set()
 
-    async def take(self, within: float) -> list[Delta]:
-        """All that wait, none only if the pipe was closed; raises TimeoutError if nothing comes."""
-        if not self._news.is_set():
-            async with asyncio.timeout(within):
-                await self._news.wait()
+    def nudge(self) -> None:
+        """Lets the reader take nothing."""
+        self._news.set()
+
+    async def take(self) -> list[Delta]:
+        """All that wait; none if the pipe was closed or the reader was nudged."""
+        await self._news.wait()
         taken, self._waiting, self._size = self._waiting, [], 0
         if not self._closed:
             self._news.clear()
@@ -82,8 +87,9 @@ class EventStream:
         self._told = dialect.events(head)
         self._work = work
         self._pipe = Pipe()
+        self._quiet = True
         self._thinking: Replica | None = None
-        self._send: Send | None = None
+        self._begun = False
 
     async def play(self, send: Send) -> int:
         """Sends the events without the end of the body; returns the status it came to.
@@ -91,19 +97,28 @@ class EventStream:
         Raises what kept the answer from beginning, and Disconnected when the reader takes nothing.
         """
         making = asyncio.ensure_future(self._make())
+        ticking = asyncio.ensure_future(self._tick())
         try:
-            await self._tell(send)
+            async with silence(conf.cluster().stream_stall, math.inf) as limit:
+                return await self._told_to(_Reader(send, limit), making)
+        except TimeoutError:
+            raise wire.Disconnected from None
+        finally:
+            ticking.cancel()
+            making.cancel()
+            await asyncio.gather(making, ticking, return_exceptions=True)
+
+    async def _told_to(self, reader: "_Reader", making: "asyncio.Future[None]") -> int:
+        try:
+            await self._tell(reader)
             await making
         except ClusterError as error:
-            if self._send is None:
+            if not self._begun:
                 raise
-            await self._out(self._failed(error))
+            await reader.body(self._failed(error))
             return error.status
-        finally:
-            making.cancel()
-            await asyncio.gather(making, return_exceptions=True)
-        await self._begin(send)
-        await self._out(self._done)
+        await self._begin(reader)
+        await reader.body(self._done)
         return 200
 
     async def _make(self) -> None:
@@ -117,39 +132,58 @@ class EventStream:
         self._request.begun = True
         await self._pipe.put(delta)
 
-    async def _tell(self, send: Send) -> None:
+    async def _tick(self) -> None:
+        """Wakes the reader's side when nothing has been sent for a while."""
+        while True:
+            self._quiet = True
+            await asyncio.sleep(QUIET)
+            if self._quiet:
+                self._pipe.nudge()
+
+    async def _tell(self, reader: "_Reader") -> None:
         """Sends deltas until the last one, or until making them has failed."""
         while not self._pipe.ended:
-            try:
-                deltas = await self._pipe.take(QUIET)
-            except TimeoutError:
-                await self._keep_alive(send)
-                continue
+            deltas = await self._pipe.take()
             if deltas:
-                await self._begin(send)
-                await self._out(self._told(deltas))
+                self._quiet = False
+                await self._begin(reader)
+                await reader.body(self._told(deltas))
+            elif not self._pipe.ended:
+                await self._keep_alive(reader)
 
-    async def _keep_alive(self, send: Send) -> None:
+    async def _keep_alive(self, reader: "_Reader") -> None:
         """Only while a replica works on it: before that, what happens is still told by the status."""
-        if self._send is None and (self._request.replica is None or self._thinking != self._request.replica):
+        if not self._begun and (self._request.replica is None or self._thinking != self._request.replica):
             self._thinking = self._request.replica
             return
-        await self._begin(send)
-        await self._out(COMMENT)
+        await self._begin(reader)
+        await reader.body(COMMENT)
 
-    async def _begin(self, send: Send) -> None:
-        if self._send is None:
-            self._send = send
-            headers = [*_HEADERS, *node_header(self._request)]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+    async def _begin(self, reader: "_Reader") -> None:
+        if not self._begun:
+            self._begun = True
+            await reader.head([*_HEADERS, *node_header(self._request)])
 
-    async def _out(self, events: bytes) -> None:
-        assert self._send is not None
-        try:
-            async with asyncio.timeout(conf.cluster().stream_stall):
-                await self._send({"type": "http.response.body", "body": events, "more_body": True})
-        except TimeoutError:
-            raise wire.Disconnected from None
+
+class _Reader:
+    """The client's end: what is sent has to be taken in time."""
+
+    def __init__(self, send: Send, limit: Silence) -> None:
+        self._send = send
+        self._limit = limit
+
+    async def head(self, headers: list[Header]) -> None:
+        """Begins the answer."""
+        await self._out({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def body(self, events: bytes) -> None:
+        """A piece of it."""
+        await self._out({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def _out(self, message: dict[str, Any]) -> None:
+        self._limit.begin()
+        await self._send(message)
+        self._limit.pause()
 
 
 def node_header(request: InferenceRequest) -> Sequence[Header]:

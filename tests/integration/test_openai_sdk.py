@@ -14,6 +14,7 @@ import openai
 import pydantic
 import pytest
 import uvicorn
+from openai.types.chat import ChatCompletion, ChatCompletionMessageFunctionToolCall
 from pytest_django import Settings
 
 from localai_cluster.asgi import application
@@ -108,18 +109,26 @@ async def _stream(client: openai.AsyncOpenAI, engine: Scripted) -> None:
     assert completion.choices[0].text == "One two three"
 
 
+def only_call(answer: ChatCompletion) -> ChatCompletionMessageFunctionToolCall:
+    """The one tool that the answer calls."""
+    calls = answer.choices[0].message.tool_calls
+    assert calls is not None
+    assert len(calls) == 1
+    assert isinstance(calls[0], ChatCompletionMessageFunctionToolCall)
+    return calls[0]
+
+
 async def _tools(client: openai.AsyncOpenAI, engine: Scripted) -> None:
     engine.script = call(0, "weather", '{"city":', ' "Rome"}', id="call_1")
     answer = await client.chat.completions.create(
         model="m", messages=MESSAGES, tools=[TOOL], tool_choice="required"
     )
-    (made,) = answer.choices[0].message.tool_calls or ()
-    assert made.type == "function"
+    made = only_call(answer)
     assert (made.id, json.loads(made.function.arguments)) == ("call_1", {"city": "Rome"})
     assert answer.choices[0].finish_reason == "tool_calls"
     async with client.chat.completions.stream(model="m", messages=MESSAGES, tools=[TOOL]) as stream:
         final = await stream.get_final_completion()
-    (streamed,) = final.choices[0].message.tool_calls or ()
+    streamed = only_call(final)
     assert (streamed.id, streamed.function.arguments) == ("call_1", made.function.arguments)
     # What came back is accepted as a part of the conversation.
     engine.script = words("Sunny.")

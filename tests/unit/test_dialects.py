@@ -356,11 +356,11 @@ def test_parsed_pieces_replace_the_raw_text() -> None:
     [
         ("Grammar: this is no schema", "response_format"),
         ("ToolChoice names 'x'", "tool_choice"),
-        ("the prompt is too long", None),
+        ("this is too long", "prompt"),
     ],
 )
-def test_a_refusal_of_an_engine_names_the_clients_field(text: str, field: str | None) -> None:
-    assert named(Rejected(text)).field == field
+def test_a_refusal_of_an_engine_names_the_clients_field(text: str, field: str) -> None:
+    assert named(Rejected(text), "hello").field == field
 
 
 def test_a_failure_is_an_event_with_the_envelope_and_the_end() -> None:
