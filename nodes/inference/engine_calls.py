@@ -14,7 +14,7 @@ from localai_cluster.errors import InvalidInput
 from localai_cluster.rpc.errors import Rejected
 from localai_cluster.rpc.messages import Message, PredictOptions, Reply
 from nodes.definitions.files import Definition
-from nodes.inference.generation import Conversation, Delta, Prompt, Sampling, ToolPiece, Usage
+from nodes.inference.generation import Conversation, Prompt, Sampling, TextDelta, ToolPiece, Usage
 
 CACHED_TOKENS = "localai-cached-tokens"
 FINISH_REASON = "localai-finish-reason"
@@ -135,7 +135,7 @@ class Reading:
         self._parsed = self._called = self._told_logprobs = False
         self._prompt = self._completion = 0
 
-    def delta(self, reply: Reply) -> Delta | None:
+    def delta(self, reply: Reply) -> TextDelta | None:
         """What the reply adds; None if that is nothing to be told."""
         self._prompt = max(self._prompt, reply.prompt_tokens)
         self._completion = max(self._completion, reply.tokens)
@@ -155,13 +155,13 @@ class Reading:
         if self._wants_logprobs and text and not (logprobs or self._told_logprobs):
             raise LogprobsUnsupported(field="logprobs")
         self._told_logprobs = self._told_logprobs or bool(logprobs)
-        return Delta(self._choice, text, reasoning, tools, logprobs)
+        return TextDelta(self._choice, text, reasoning, tools, logprobs)
 
-    def last(self, cached: str = "", finish: str = "") -> Delta:
+    def last(self, cached: str = "", finish: str = "") -> TextDelta:
         """The end of the choice, with what the engine said of remembered tokens and of the reason."""
         text = "" if self._parsed else self._decoder.decode(b"", final=True)
         usage = Usage(self._prompt, self._completion, int(cached) if cached.isdecimal() else None)
-        return Delta(self._choice, text, finish=finish or self._finish(), usage=usage)
+        return TextDelta(self._choice, text, finish=finish or self._finish(), usage=usage)
 
     def _finish(self) -> str:
         if self._called:

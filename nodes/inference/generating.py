@@ -25,7 +25,7 @@ from nodes.inference.engine_calls import (
     sampling_options,
     with_prompt,
 )
-from nodes.inference.generation import Conversation, Delta, Generation, Prompt, Sink
+from nodes.inference.generation import Conversation, Generation, Prompt, Sink, TextDelta
 from nodes.inference.limits import silence
 from nodes.routing.request import InferenceRequest
 
@@ -139,7 +139,7 @@ class _Answering:
             metrics.first_token(self._asked.model, clock.monotonic() - self._began)
         await self._sink(delta)
 
-    async def _end(self, last: Delta) -> None:
+    async def _end(self, last: TextDelta) -> None:
         if last.usage is not None:
             metrics.tokens_used(
                 self._asked.model, last.usage.prompt, last.usage.completion, last.usage.cached or 0

@@ -14,7 +14,7 @@ from localai_cluster.errors import ClusterError
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Utterance:
     """One message of a conversation; `tool_calls` is JSON in OpenAI's form, "" without any."""
 
     role: str
@@ -29,7 +29,7 @@ class Said:
 class Conversation:
     """What a chat is about; tools in OpenAI's form, as JSON."""
 
-    messages: tuple[Said, ...]
+    messages: tuple[Utterance, ...]
     tools: str = ""
     tool_choice: str = ""
     parallel_tool_calls: bool | None = None
@@ -101,7 +101,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
+class TextDelta:
     """What is new of one choice. The last one of a choice says why it ended and what it took."""
 
     choice: int
@@ -120,7 +120,7 @@ class Delta:
         return 64 + len(self.text) + len(self.reasoning) + tools + 200 * len(self.logprobs)
 
 
-Sink = Callable[[Delta], Awaitable[None]]
+Sink = Callable[[TextDelta], Awaitable[None]]
 """Takes deltas; it may take its time."""
 
 
@@ -138,9 +138,9 @@ class Dialect:
     """One way to ask for text and to be told it."""
 
     read: Callable[[Mapping[str, Any]], Generation]
-    events: Callable[[Head], Callable[[Sequence[Delta]], bytes]]
+    events: Callable[[Head], Callable[[Sequence[TextDelta]], bytes]]
     """Makes, for one answer, what turns its deltas into events of its stream, in order."""
-    whole: Callable[[Head, Sequence[Delta]], bytes]
+    whole: Callable[[Head, Sequence[TextDelta]], bytes]
     failed: Callable[[ClusterError], bytes]
     """The event that ends a stream which cannot go on."""
     done: bytes
@@ -148,7 +148,7 @@ class Dialect:
 
 
 @dataclass
-class Choice:
+class FoldedChoice:
     """All deltas of one choice together."""
 
     text: str = ""
@@ -158,9 +158,9 @@ class Choice:
     finish: str = "stop"
 
 
-def folded(deltas: Iterable[Delta], choices: int) -> list[Choice]:
+def folded(deltas: Iterable[TextDelta], choices: int) -> list[FoldedChoice]:
     """The choices that the deltas make."""
-    made = [Choice() for _ in range(choices)]
+    made = [FoldedChoice() for _ in range(choices)]
     texts: list[list[str]] = [[] for _ in made]
     thoughts: list[list[str]] = [[] for _ in made]
     for delta in deltas:
@@ -192,7 +192,7 @@ def joined(pieces: Iterable[ToolPiece]) -> list[ToolPiece]:
     ]
 
 
-def total(deltas: Iterable[Delta], n: int) -> Usage:
+def total(deltas: Iterable[TextDelta], n: int) -> Usage:
     """What the whole request took: a prompt counts once, however many answers it got."""
     ended = [(delta.choice, delta.usage) for delta in deltas if delta.usage is not None]
     firsts = [usage for choice, usage in ended if choice % n == 0]

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from localai_cluster import clock
 
 
-class Silence:
+class SilenceLimit:
     """The limit, from the inside of the work."""
 
     def __init__(self, limit: asyncio.Timeout, seconds: float, first: float) -> None:
@@ -41,10 +41,10 @@ class Silence:
 
 
 @asynccontextmanager
-async def silence(seconds: float, first: float) -> AsyncIterator[Silence]:
+async def silence(seconds: float, first: float) -> AsyncIterator[SilenceLimit]:
     """Raises TimeoutError after `first` seconds of silence, or `seconds` once it has begun again."""
     async with asyncio.timeout(None) as limit:
-        held = Silence(limit, seconds, first)
+        held = SilenceLimit(limit, seconds, first)
         try:
             yield held
         finally:

@@ -9,7 +9,15 @@ import orjson
 from localai_cluster.errors import InvalidInput
 from localai_cluster.web import wire
 from nodes.inference import generation, openai_bodies, openai_messages, schemas
-from nodes.inference.generation import Choice, Conversation, Delta, Dialect, Generation, Head, ToolPiece
+from nodes.inference.generation import (
+    Conversation,
+    Dialect,
+    FoldedChoice,
+    Generation,
+    Head,
+    TextDelta,
+    ToolPiece,
+)
 from nodes.inference.openai_bodies import Count, SamplingBody
 from nodes.inference.openai_events import DONE, event, failed
 from nodes.inference.openai_messages import Messages
@@ -162,7 +170,7 @@ def _json(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def whole(head: Head, deltas: Sequence[Delta]) -> bytes:
+def whole(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     """The answer's body."""
     asked = head.generation
     choices = [
@@ -186,7 +194,7 @@ def whole(head: Head, deltas: Sequence[Delta]) -> bytes:
     )
 
 
-def _message(head: Head, index: int, choice: Choice) -> dict[str, Any]:
+def _message(head: Head, index: int, choice: FoldedChoice) -> dict[str, Any]:
     # As OpenAI has it: an answer that only calls tools has no content.
     content = None if choice.tools and not choice.text else choice.text
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -209,7 +217,7 @@ def _call_id(head: Head, choice: int, piece: ToolPiece) -> str:
     return f"call_{head.id[:24]}_{choice}_{piece.index}"
 
 
-def events(head: Head) -> Callable[[Sequence[Delta]], bytes]:
+def events(head: Head) -> Callable[[Sequence[TextDelta]], bytes]:
     """What makes events of the deltas of one answer."""
     return _Chunks(head).told
 
@@ -221,13 +229,13 @@ class _Chunks:
         self._head = head
         self._begun: set[int] = set()
         self._calls: set[tuple[int, int]] = set()
-        self._ended: list[Delta] = []
+        self._ended: list[TextDelta] = []
 
-    def told(self, deltas: Sequence[Delta]) -> bytes:
+    def told(self, deltas: Sequence[TextDelta]) -> bytes:
         """The events of these deltas."""
         return b"".join(event(chunk) for delta in deltas for chunk in self._of(delta))
 
-    def _of(self, delta: Delta) -> list[dict[str, Any]]:
+    def _of(self, delta: TextDelta) -> list[dict[str, Any]]:
         made = []
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
@@ -241,7 +249,7 @@ class _Chunks:
                 made.append(self._usage())
         return made
 
-    def _news(self, delta: Delta) -> dict[str, Any]:
+    def _news(self, delta: TextDelta) -> dict[str, Any]:
         news: dict[str, Any] = {}
         if delta.text or delta.logprobs:
             news["content"] = delta.text

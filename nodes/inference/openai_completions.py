@@ -9,7 +9,7 @@ import orjson
 from localai_cluster.errors import InvalidInput
 from localai_cluster.web import wire
 from nodes.inference import generation, openai_bodies
-from nodes.inference.generation import Delta, Dialect, Generation, Head
+from nodes.inference.generation import Dialect, Generation, Head, TextDelta
 from nodes.inference.openai_bodies import MOST_CHOICES, SamplingBody, Text, Whole
 from nodes.inference.openai_events import DONE, event, failed
 
@@ -80,7 +80,7 @@ def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int
     return tuple(made)
 
 
-def whole(head: Head, deltas: Sequence[Delta]) -> bytes:
+def whole(head: Head, deltas: Sequence[TextDelta]) -> bytes:
     """The answer's body."""
     asked = head.generation
     choices = [
@@ -120,9 +120,9 @@ def _logprobs(tokens: Sequence[Mapping[str, Any]], offset: int) -> dict[str, Any
     }
 
 
-def events(head: Head) -> Callable[[Sequence[Delta]], bytes]:
+def events(head: Head) -> Callable[[Sequence[TextDelta]], bytes]:
     """What makes events of the deltas of one answer."""
-    ended: list[Delta] = []
+    ended: list[TextDelta] = []
     lengths = [0] * head.generation.choices
     asked = head.generation
 
@@ -136,7 +136,7 @@ def events(head: Head) -> Callable[[Sequence[Delta]], bytes]:
         }
         return event(chunk | ({"usage": usage} if asked.usage_in_stream else {}))
 
-    def told_of(delta: Delta) -> bytes:
+    def told_of(delta: TextDelta) -> bytes:
         logprobs = _logprobs(delta.logprobs, lengths[delta.choice]) if delta.logprobs else None
         lengths[delta.choice] += len(delta.text)
         choice = {
@@ -147,7 +147,7 @@ def events(head: Head) -> Callable[[Sequence[Delta]], bytes]:
         }
         return with_choices([choice])
 
-    def told(deltas: Sequence[Delta]) -> bytes:
+    def told(deltas: Sequence[TextDelta]) -> bytes:
         parts = []
         for delta in deltas:
             parts.append(told_of(delta))

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from localai_cluster.errors import InvalidInput
-from nodes.inference.generation import Said
+from nodes.inference.generation import Utterance
 
 MOST_MESSAGES = 4096
 MOST_PARTS = 256
@@ -90,7 +90,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 Messages = Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
 
 
-def said(messages: Sequence[ChatMessage]) -> Iterator[Said]:
+def said(messages: Sequence[ChatMessage]) -> Iterator[Utterance]:
     """The messages as engines know them; raises InvalidInput for one that says nothing."""
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
@@ -99,7 +99,7 @@ def said(messages: Sequence[ChatMessage]) -> Iterator[Said]:
         calls = message.tool_calls if message.role == "assistant" else None
         if message.content is None and not (calls or (message.role == "assistant" and message.refusal)):
             raise InvalidInput(f"{where}.content: a {message.role}'s message needs it", field="messages")
-        yield Said(
+        yield Utterance(
             # No template knows OpenAI's newer word.
             role="system" if message.role == "developer" else message.role,
             content=_text(message.content) or message.refusal or "",

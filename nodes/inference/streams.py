@@ -18,8 +18,8 @@ from localai_cluster import conf
 from localai_cluster.errors import ClusterError
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Header, Send
-from nodes.inference.generation import Delta, Dialect, Head, Sink
-from nodes.inference.limits import Silence, silence
+from nodes.inference.generation import Dialect, Head, Sink, TextDelta
+from nodes.inference.limits import SilenceLimit, silence
 from nodes.routing.request import InferenceRequest, Replica
 
 QUIET = 5.0
@@ -40,7 +40,7 @@ class Pipe:
     """Deltas on their way from an engine to a reader, both on one loop."""
 
     def __init__(self) -> None:
-        self._waiting: list[Delta] = []
+        self._waiting: list[TextDelta] = []
         self._size = 0
         self._closed = False
         self._news, self._room = asyncio.Event(), asyncio.Event()
@@ -50,7 +50,7 @@ class Pipe:
         """Whether nothing comes any more."""
         return self._closed and not self._waiting
 
-    async def put(self, delta: Delta) -> None:
+    async def put(self, delta: TextDelta) -> None:
         """Adds one, once there is room."""
         while self._size > LARGEST_PIPE:
             self._room.clear()
@@ -68,7 +68,7 @@ class Pipe:
         """Lets the reader take nothing."""
         self._news.set()
 
-    async def take(self) -> list[Delta]:
+    async def take(self) -> list[TextDelta]:
         """All that wait; none if the pipe was closed or the reader was nudged."""
         await self._news.wait()
         taken, self._waiting, self._size = self._waiting, [], 0
@@ -127,7 +127,7 @@ class EventStream:
         finally:
             self._pipe.close()
 
-    async def _sink(self, delta: Delta) -> None:
+    async def _sink(self, delta: TextDelta) -> None:
         # From here on no other replica may begin the answer again.
         self._request.begun = True
         await self._pipe.put(delta)
@@ -168,7 +168,7 @@ class EventStream:
 class _Reader:
     """The client's end: what is sent has to be taken in time."""
 
-    def __init__(self, send: Send, limit: Silence) -> None:
+    def __init__(self, send: Send, limit: SilenceLimit) -> None:
         self._send = send
         self._limit = limit
 

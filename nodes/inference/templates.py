@@ -15,7 +15,7 @@ import orjson
 
 from localai_cluster import clock
 from localai_cluster.errors import ClusterError, InvalidInput
-from nodes.inference.generation import Conversation, Said
+from nodes.inference.generation import Conversation, Utterance
 
 LARGEST_PROMPT = 32 * 1024 * 1024
 """Characters."""
@@ -67,7 +67,7 @@ def _bounded(pieces: Iterator[str]) -> Iterator[str]:
         yield piece
 
 
-def _message(said: Said) -> Mapping[str, Any]:
+def _message(said: Utterance) -> Mapping[str, Any]:
     message: dict[str, Any] = {"role": said.role, "content": said.content}
     if said.name:
         message["name"] = said.name

@@ -7,7 +7,7 @@ from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
 from nodes.inference import openai_chat, openai_completions
 from nodes.inference.generating import generate
-from nodes.inference.generation import Delta, Dialect, Head
+from nodes.inference.generation import Dialect, Head, TextDelta
 from nodes.inference.streams import EventStream, node_header
 from nodes.routing.request import InferenceRequest
 
@@ -23,9 +23,9 @@ def surface(dialect: Dialect) -> Callable[[InferenceRequest], Awaitable[Answer |
             return EventStream(
                 request, dialect, head, lambda sink: generate(request, asked, sink, lambda: None)
             )
-        deltas: list[Delta] = []
+        deltas: list[TextDelta] = []
 
-        async def keep(delta: Delta) -> None:
+        async def keep(delta: TextDelta) -> None:
             deltas.append(delta)
 
         await generate(request, asked, keep, deltas.clear)

@@ -17,6 +17,7 @@ from localai_cluster.asgi import application
 from localai_cluster.rpc.messages import ChatDelta, Reply
 from nodes.inference import streams
 from nodes.models import BackendNode, ReplicaUse
+from operations.models import Operation
 from tests.support import backends, hot
 from tests.support.scripted import CUT, Refusal, Scripted, Step, call, running, with_logprobs, words
 from tests.support.streaming import Streamed, asked
@@ -87,7 +88,6 @@ def streamed(body: Any, script: Iterable[Step], path: str = CHAT) -> Streamed:
     return answer
 
 
-@pytest.mark.rule("http-6")
 def test_a_whole_answer() -> None:
     answer, engine = one(ASK, [*words("This is an answer."), {"localai-cached-tokens": "5"}])
     assert answer.status == 200
@@ -113,7 +113,6 @@ def test_cached_tokens_are_told_only_by_an_engine_that_knows() -> None:
     assert "prompt_tokens_details" not in answer.body["usage"]
 
 
-@pytest.mark.rule("http-6")
 def test_a_streamed_answer() -> None:
     """Role first, then each piece, then the reason, what it took if that was asked for, and the end."""
     answer = streamed(ASK | {"stream_options": {"include_usage": True}}, words("One two three"))
@@ -128,6 +127,14 @@ def test_a_streamed_answer() -> None:
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"] == {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
+
+
+@pytest.mark.rule("http-6.3")
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+def test_the_node_is_told_if_that_is_switched_on(stream: bool, settings: Settings) -> None:
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, expose_node_header=True)
+    answer: Streamed = play(lambda *_: finished(ASK | {"stream": stream}), Scripted(words("x")))
+    assert answer.headers["x-localai-node"] == str(BackendNode.objects.get().id)
 
 
 def test_the_first_piece_leaves_at_once() -> None:
@@ -189,7 +196,6 @@ def test_a_whole_answer_that_breaks_off_is_made_again_elsewhere() -> None:
     assert len(engines[1].asked) == 1
 
 
-@pytest.mark.rule("http-6")
 def test_an_engine_that_dies_later_ends_the_stream_with_an_error() -> None:
     """What the client has cannot be taken back, so no other replica begins again."""
 
@@ -219,7 +225,7 @@ def test_a_refusal_before_the_first_byte_has_its_status() -> None:
     assert json.loads(answer.taken)["error"]["param"] == "tool_choice"
 
 
-@pytest.mark.rule("http-6.1")
+@pytest.mark.rule("http-6.1")  # D-STREAM-STATUS
 def test_a_model_that_is_not_loaded_in_time_is_a_503_of_a_stream_too(settings: Settings) -> None:
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, model_load_wait=0.2)
     answer: Streamed = play(lambda *_: finished(ASK | {"stream": True}))
@@ -316,6 +322,7 @@ def test_a_reader_who_takes_nothing_has_left(settings: Settings) -> None:
             gate.set()
             await work
             assert not answer.whole
+            assert "two" not in answer.text
 
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, stream_stall=0.3)
     gate = asyncio.Event()
@@ -446,6 +453,23 @@ def test_a_template_of_go_falls_back_to_the_models_own_with_a_warning(definition
     assert "Go's language" in listed["warnings"][0]
 
 
+def test_parameters_of_requests_change_nothing_about_the_model() -> None:
+    """A86: a hundred requests with varied parameters, one replica, a hundred answers."""
+
+    async def scenario(client: hot.Client, _: Any) -> list[int]:
+        asks = [
+            client.post(path, body | {"max_tokens": number + 1, "temperature": number / 50, "seed": number})
+            for number in range(50)
+            for path, body in ((CHAT, ASK), (COMPLETIONS, {"model": "m", "prompt": "hello"}))
+        ]
+        return [(await reply(ask)).status for ask in asks]
+
+    engine = Scripted(words("x"))
+    assert play(scenario, engine) == [200] * 100
+    assert len(hot.counts()) == 1
+    assert not Operation.objects.exists()
+
+
 def test_what_the_definition_says_counts_where_the_request_says_nothing(definitions: Path) -> None:
     (definitions / "m.yaml").write_text(
         "name: m\nbackend: x\nparameters: {model: m.gguf, temperature: 0.25, max_tokens: 9}\n"
@@ -455,7 +479,6 @@ def test_what_the_definition_says_counts_where_the_request_says_nothing(definiti
     assert (engine.asked[0].TopK, engine.asked[0].Seed > 0) == (40, True)
 
 
-@pytest.mark.rule("http-6")
 def test_tokens_and_documents() -> None:
     async def scenario(client: hot.Client, _: Any) -> list[hot.Reply]:
         return [

@@ -186,7 +186,6 @@ async def _errors(client: openai.AsyncOpenAI, engine: Scripted) -> None:
 PARTS = [_chat, _stream, _tools, _structured, _rest, _errors]
 
 
-@pytest.mark.rule("http-6")
 @pytest.mark.parametrize("part", PARTS, ids=[part.__name__.strip("_") for part in PARTS])
 def test_the_client_of_openai(part: Callable[[openai.AsyncOpenAI, Scripted], Awaitable[None]]) -> None:
     play(part)

@@ -20,11 +20,11 @@ from nodes.inference import openai_chat, openai_completions
 from nodes.inference.engine_calls import Reading, named, sampling_options, with_prompt
 from nodes.inference.generation import (
     Conversation,
-    Delta,
     Dialect,
     Generation,
     Head,
     Sampling,
+    TextDelta,
     ToolPiece,
     Usage,
     folded,
@@ -250,14 +250,14 @@ PIECES = st.builds(ToolPiece, st.integers(0, 2), st.just("id"), st.just("f"), TE
 
 
 @st.composite
-def answers(draw: st.DrawFn) -> tuple[Generation, list[Delta]]:
+def answers(draw: st.DrawFn) -> tuple[Generation, list[TextDelta]]:
     """A request and the deltas of its choices, in any order, each with its end."""
     n = draw(st.integers(1, 3))
-    deltas: list[list[Delta]] = []
+    deltas: list[list[TextDelta]] = []
     for choice in range(n):
         parts = draw(st.lists(st.tuples(TEXTS, TEXTS, st.lists(PIECES, max_size=2)), max_size=4))
-        made = [Delta(choice, text, thought, tuple(tools)) for text, thought, tools in parts]
-        deltas.append([*made, Delta(choice, finish="stop", usage=Usage(3, len(parts), 1))])
+        made = [TextDelta(choice, text, thought, tuple(tools)) for text, thought, tools in parts]
+        deltas.append([*made, TextDelta(choice, finish="stop", usage=Usage(3, len(parts), 1))])
     mixed = []
     while any(deltas):
         mixed.append(draw(st.sampled_from([one for one in deltas if one])).pop(0))
@@ -266,7 +266,7 @@ def answers(draw: st.DrawFn) -> tuple[Generation, list[Delta]]:
 
 @given(answers(), st.sampled_from([openai_chat.DIALECT, openai_completions.DIALECT]), st.data())
 def test_a_stream_says_what_the_whole_answer_says(
-    answer: tuple[Generation, list[Delta]], dialect: Dialect, data: st.DataObject
+    answer: tuple[Generation, list[TextDelta]], dialect: Dialect, data: st.DataObject
 ) -> None:
     """However the deltas are bundled."""
     asked, deltas = answer
@@ -298,9 +298,9 @@ def test_a_stream_says_what_the_whole_answer_says(
 
 
 def test_a_prompt_counts_once_and_memory_only_if_every_engine_told() -> None:
-    ends = [Delta(choice, finish="stop", usage=Usage(10, 2, 4)) for choice in range(4)]
+    ends = [TextDelta(choice, finish="stop", usage=Usage(10, 2, 4)) for choice in range(4)]
     assert total(ends, 2) == Usage(20, 8, 8)
-    assert total([*ends[:3], Delta(2, usage=Usage(10, 2, None))], 1).cached is None
+    assert total([*ends[:3], TextDelta(2, usage=Usage(10, 2, None))], 1).cached is None
 
 
 @given(st.text(max_size=20), st.data())
