@@ -35,6 +35,11 @@ _SLASHED = (
     "/metrics/",
     "/embeddings/",
     "/models/",
+    "/chat/",
+    "/completions/",
+    "/tokenize/",
+    "/detokenize/",
+    "/rerank/",
     "/backend/",
     "/backends/",
 )

@@ -349,7 +349,9 @@ class ClusterSettings:
     operation_lease: float
     """How long a controller keeps a claimed operation without renewing the claim."""
     request_timeout: float
-    """Limit of one inference call to a backend process."""
+    """Limit of one inference call to a backend process; of a streamed answer until its first piece."""
+    stream_stall: float
+    """Limit of the silence between two pieces, and of a reader who takes nothing."""
 
 
 _DURATIONS: dict[str, tuple[str, float, float]] = {
@@ -370,6 +372,7 @@ _DURATIONS: dict[str, tuple[str, float, float]] = {
     "operation_retention": ("CLUSTER_OPERATION_RETENTION", 90 * 86400.0, 3600.0),
     "operation_lease": ("CLUSTER_OPERATION_LEASE", 10.0, 1.0),
     "request_timeout": ("CLUSTER_REQUEST_TIMEOUT", 600.0, 1.0),
+    "stream_stall": ("CLUSTER_STREAM_STALL", 120.0, 1.0),
 }
 """By their field: the variable of each duration, its default and the shortest one, in seconds."""
 

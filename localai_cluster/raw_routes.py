@@ -15,6 +15,10 @@ from nodes.api.registrations import RegistrationApplication
 from nodes.inference.embeddings import embed
 from nodes.inference.endpoint import Endpoint
 from nodes.inference.models import list_models
+from nodes.inference.openai_bodies import LARGEST_BODY
+from nodes.inference.rerank import rerank
+from nodes.inference.text import chat, completions
+from nodes.inference.tokens import detokenize, tokenize
 from nodes.registry import known
 from nodes.routing import pool
 
@@ -32,8 +36,16 @@ class RawRoute:
 
 _embeddings = Endpoint("POST", embed)
 _models = Endpoint("GET", list_models)
+_TEXT = {
+    "/chat/completions": Endpoint("POST", chat, LARGEST_BODY),
+    "/completions": Endpoint("POST", completions, LARGEST_BODY),
+    "/tokenize": Endpoint("POST", tokenize, LARGEST_BODY),
+    "/detokenize": Endpoint("POST", detokenize, LARGEST_BODY),
+    "/rerank": Endpoint("POST", rerank, LARGEST_BODY),
+}
 
 ROUTES: tuple[RawRoute, ...] = (
+    *(RawRoute("POST", prefix + path, app) for path, app in _TEXT.items() for prefix in ("/v1", "")),
     RawRoute("POST", "/v1/embeddings", _embeddings),
     RawRoute("POST", "/embeddings", _embeddings),
     RawRoute("GET", "/v1/models", _models),

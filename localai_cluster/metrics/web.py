@@ -36,6 +36,18 @@ INFERENCE_SECONDS = seconds(
 )
 IN_FLIGHT = gauge("inference_requests_in_flight", "Requests that run on replicas for this process.")
 WAITING = gauge("inference_requests_waiting", "Requests that wait in this process for a model to be loaded.")
+FIRST_TOKEN = seconds(
+    "inference_first_token_seconds",
+    "From a request for text to the first piece of its answer, waits for a load included.",
+    "model",
+    buckets=REQUESTS,
+)
+TOKENS = counter(
+    "inference_tokens",
+    "Tokens of prompts and answers; `cached`: those of prompts that engines say they remembered.",
+    "model",
+    "kind",
+)
 PICKS = counter(
     "picks",
     "Picks of a replica; `none`: no replica was loaded, `confirmed`: only the API key was looked at.",
@@ -55,6 +67,8 @@ FIGURES = (
     INFERENCE_SECONDS,
     IN_FLIGHT,
     WAITING,
+    FIRST_TOKEN,
+    TOKENS,
     PICKS,
     PICK_SECONDS,
     HEARTBEATS,
@@ -66,6 +80,11 @@ _SURFACES = {
     "v1": "inference",
     "embeddings": "inference",
     "models": "inference",
+    "chat": "inference",
+    "completions": "inference",
+    "tokenize": "inference",
+    "detokenize": "inference",
+    "rerank": "inference",
     "api": "api",
     "backend": "api",
     "backends": "api",
@@ -103,6 +122,8 @@ def _of_model(model: str, status: int | str) -> tuple[Counter, Histogram]:
 
 
 _of_outcome = cache(PICKS.labels)
+_first_of_model = cache(FIRST_TOKEN.labels)
+_tokens_of_model = cache(TOKENS.labels)
 
 
 def request_ended(path: str, status: int | str, took: float) -> None:
@@ -118,6 +139,17 @@ def inference_ended(model: str, status: int | str, took: float) -> None:
     requests.inc()
     if status == 200:
         durations.observe(took)
+
+
+def first_token(model: str, took: float) -> None:
+    """The first piece of an answer has come from an engine."""
+    _first_of_model(model).observe(took)
+
+
+def tokens_used(model: str, prompt: int, completion: int, cached: int) -> None:
+    """One answer is whole."""
+    for kind, count in (("prompt", prompt), ("completion", completion), ("cached", cached)):
+        _tokens_of_model(model, kind).inc(count)
 
 
 def pick_ended(outcome: str, took: float) -> None:

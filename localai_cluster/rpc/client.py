@@ -7,8 +7,8 @@ coroutine and no set-up: the channel, its methods and the metadata are made once
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
@@ -17,11 +17,15 @@ from localai_cluster.addresses import parse
 from localai_cluster.rpc.errors import BackendError, Lost, Refused, translate
 from localai_cluster.rpc.generated.backend_pb2_grpc import BackendStub
 from localai_cluster.rpc.messages import (
+    DetokenizeRequest,
+    DetokenizeResponse,
     EmbeddingResult,
     HealthMessage,
     ModelOptions,
     PredictOptions,
     Reply,
+    RerankRequest,
+    RerankResult,
     Result,
     StatusResponse,
     TokenizationResponse,
@@ -92,21 +96,22 @@ class BackendClient:
         """The whole answer to a prompt."""
         return await self._ask(self._stub.Predict(options, timeout=timeout, metadata=self._metadata))
 
-    async def predict_stream(self, options: PredictOptions, timeout: float) -> AsyncGenerator[Reply, None]:
-        """The answer piece by piece; leaving the loop early cancels the call at the engine."""
-        channel = self._channel
+    def predict_stream(self, options: PredictOptions, timeout: float | None = None) -> "Replies":
+        """The answer piece by piece; without a timeout it may take as long as pieces come."""
         call = self._stub.PredictStream(options, timeout=timeout, metadata=self._metadata)
-        try:
-            async for reply in call:
-                yield reply
-        except grpc.aio.AioRpcError as error:
-            raise self._translated(error, channel) from error
-        finally:
-            call.cancel()
+        return Replies(call, self._channel, self._translated)
 
     async def tokenize(self, options: PredictOptions, timeout: float) -> TokenizationResponse:
         """The token ids of `options.Prompt`."""
         return await self._ask(self._stub.TokenizeString(options, timeout=timeout, metadata=self._metadata))
+
+    async def detokenize(self, request: DetokenizeRequest, timeout: float) -> DetokenizeResponse:
+        """The text of token ids."""
+        return await self._ask(self._stub.Detokenize(request, timeout=timeout, metadata=self._metadata))
+
+    async def rerank(self, request: RerankRequest, timeout: float) -> RerankResult:
+        """Documents by their relevance to a query."""
+        return await self._ask(self._stub.Rerank(request, timeout=timeout, metadata=self._metadata))
 
     async def status(self, timeout: float) -> StatusResponse:
         """State and memory of the engine."""
@@ -129,11 +134,8 @@ class BackendClient:
         except grpc.aio.AioRpcError as error:
             raise self._translated(error, channel) from error
         except asyncio.CancelledError:
-            # The library says the same of a call whose channel was closed: the caller goes on.
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise Lost("the connection to the engine was closed") from None
+            _raise_lost_unless_cancelled()
+            raise
 
     def _translated(self, error: grpc.aio.AioRpcError, channel: grpc.aio.Channel) -> BackendError:
         translated = translate(error.code(), error.details() or "")
@@ -150,6 +152,53 @@ class BackendClient:
         task = asyncio.get_running_loop().create_task(channel.close(grace=DRAIN_SECONDS))
         self._retired.add(task)
         task.add_done_callback(self._retired.discard)
+
+
+class Replies:
+    """An answer that comes piece by piece; leaving it early has to be followed by `cancel`."""
+
+    def __init__(self, call: Any, channel: grpc.aio.Channel, translated: "_Translated") -> None:
+        self._call = call
+        self._channel = channel
+        self._translated = translated
+
+    def __aiter__(self) -> AsyncGenerator[Reply, None]:
+        """The pieces; each is asked for when it is wanted, so an engine gets no further than the windows of
+        the connection allow.
+        """
+        return self._pieces()
+
+    async def _pieces(self) -> AsyncGenerator[Reply, None]:
+        try:
+            async for reply in self._call:
+                yield reply
+        except grpc.aio.AioRpcError as error:
+            raise self._translated(error, self._channel) from error
+        except asyncio.CancelledError:
+            _raise_lost_unless_cancelled()
+            raise
+        finally:
+            self._call.cancel()
+
+    def cancel(self) -> None:
+        """Ends the call at the engine, if it has not ended."""
+        self._call.cancel()
+
+    async def trailing(self, name: str) -> str:
+        """What the engine said under this name at its end, "" if nothing; only after the last piece."""
+        metadata = await self._call.trailing_metadata()
+        value = metadata.get(name) if metadata is not None else None
+        return value if isinstance(value, str) else ""
+
+
+_Translated = Callable[[grpc.aio.AioRpcError, grpc.aio.Channel], BackendError]
+
+
+def _raise_lost_unless_cancelled() -> None:
+    """The library also says "cancelled" of a call whose channel was closed: its caller goes on."""
+    task = asyncio.current_task()
+    if task is not None and not task.cancelling():
+        raise Lost("the connection to the engine was closed") from None
 
 
 async def probe(address: str, token: str, timeout: float) -> Sign:

@@ -3,6 +3,7 @@
 Every room describes its own routes with this; `localai_cluster/api_document.py` puts them together.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -109,27 +110,44 @@ def json_body(schema: Operation, example: Any = None) -> Operation:
 
 
 def schema_of(body: type[msgspec.Struct]) -> Operation:
-    """The schema of a raw route's body, in the dialect of OpenAPI 3.0."""
+    """The schema of a raw route's body, in the dialect of OpenAPI 3.0; what it consists of stands inside."""
     _, components = msgspec.json.schema_components([body])
-    made: Operation = components[body.__name__]
-    properties = {name: _in_3_0(schema) for name, schema in made["properties"].items()}
-    return {"type": "object", "required": made["required"], "properties": properties}
+    made: Operation = _in_3_0(components[body.__name__], components)
+    made.pop("title", None)
+    return made
 
 
-def _in_3_0(schema: Operation) -> Operation:
-    """One property: null is no type of its own, and says nothing as a default."""
-    kinds = [kind for kind in schema.get("anyOf", ()) if kind != _NULL]
-    kept = {name: value for name, value in schema.items() if name != "anyOf"}
+def _in_3_0(schema: Operation, known: Mapping[str, Operation]) -> Operation:
+    """A part of a schema, what it refers to written out; null is no type and says nothing as a default."""
+    if "$ref" in schema:
+        inner = known[schema["$ref"].rpartition("/")[2]]
+        return _in_3_0({name: value for name, value in inner.items() if name != "title"}, known)
+    kept = _written_out(schema, known)
+    if "anyOf" not in schema:
+        return kept
+    kinds = [_in_3_0(kind, known) for kind in schema["anyOf"] if kind != _NULL]
+    nullable = {"nullable": True} if _NULL in schema["anyOf"] else {}
+    if len(kinds) > 1:
+        return {**nullable, **kept, "oneOf": kinds}
+    kind = {**kinds[0], **nullable}
+    if nullable and "enum" in kind:
+        kind["enum"] = [*kind["enum"], None]
+    return {**kind, **kept}
+
+
+def _written_out(schema: Operation, known: Mapping[str, Operation]) -> Operation:
+    """What a part says of itself, without its alternatives."""
+    kept = {name: value for name, value in schema.items() if name not in ("anyOf", "discriminator")}
     if kept.get("default", ...) is None:
         del kept["default"]
-    if len(kinds) > 1:
-        return {**kept, "oneOf": kinds}
-    if not kinds:
-        return kept
-    kind = dict(kinds[0], nullable=True)
-    if "enum" in kind:
-        kind |= {"type": "string", "enum": [*kind["enum"], None]}
-    return {**kind, **kept}
+    if kept.get("required") == []:
+        del kept["required"]
+    for name in ("items", "additionalProperties"):
+        if isinstance(kept.get(name), dict):
+            kept[name] = _in_3_0(kept[name], known)
+    if "properties" in kept:
+        kept["properties"] = {name: _in_3_0(value, known) for name, value in kept["properties"].items()}
+    return {"type": "string", **kept} if "enum" in kept else kept
 
 
 _NULL = {"type": "null"}

@@ -15,6 +15,7 @@ Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+Header = tuple[bytes, bytes]
 
 MAX_BODY = 4 * 1024 * 1024
 """Bytes of a request's body; documented in the OpenAPI description."""
@@ -34,7 +35,7 @@ class Answer:
 
     body: bytes
     status: int = 200
-    headers: tuple[tuple[bytes, bytes], ...] = ()
+    headers: tuple[Header, ...] = ()
     kind: bytes = b"application/json"
 
 
@@ -118,7 +119,7 @@ def error_answer(error: ClusterError) -> Answer:
     return Answer(orjson.dumps(body), error.status, tuple(_headers(error)))
 
 
-def _headers(error: ClusterError) -> list[tuple[bytes, bytes]]:
+def _headers(error: ClusterError) -> list[Header]:
     if error.status == 401:
         return [(b"www-authenticate", b"Bearer")]
     if (seconds := getattr(error, "retry_after", None)) is not None:

@@ -46,6 +46,7 @@ MODEL = Shape(
             "Of a model that only nodes have: no file defines it.",
             optional=True,
         ),
+        field("warnings", TEXTS, "What of the definition is not followed.", optional=True),
     ],
 )
 MODELS = Shape("InstalledModels", "All models, by name.", [field("data", MODEL.many)])
@@ -101,4 +102,5 @@ def _told(name: str, definition: Definition | None, backend: str, places: list[R
         pinned=False,
         loaded_on=places,
         source="" if definition is not None else "registry-only",
+        warnings=list(definition.answering.warnings) if definition is not None else [],
     )

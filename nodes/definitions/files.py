@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from localai_cluster import names, regular_files
+from nodes.definitions.answering import SILENT, Answering, answering_of
 
 MAX_FILE_BYTES = 256 * 1024
 MAX_NAME = 255
@@ -86,6 +87,8 @@ class Definition:
     """SHA-256 (hex) of the engine's name and the options; equal files give equal ones on every machine."""
     groups: frozenset[str] = frozenset()
     """`concurrency_groups` of an enabled model (R2.81): where it runs, not what is loaded."""
+    answering: Answering = SILENT
+    """How it answers: nor is that."""
 
     def conflicts_with(self, other: "Definition") -> bool:
         """Whether they should not be on one node; a model never conflicts with itself."""
@@ -115,7 +118,14 @@ def parse(document: object, source: str) -> Definition:
     model = _text(parameters, "model", "parameters.model")
     options = {**_DEFAULTS, "Model": model, **_options_of({**parameters, **document})}
     return Definition(
-        name, backend, model, source, options, _fingerprint(backend, options), _groups_of(document)
+        name,
+        backend,
+        model,
+        source,
+        options,
+        _fingerprint(backend, options),
+        _groups_of(document),
+        answering_of(document, parameters),
     )
 
 

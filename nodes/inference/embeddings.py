@@ -10,15 +10,17 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from localai_cluster import clock, conf
-from localai_cluster.errors import InvalidInput, NotFound
+from localai_cluster import clock
+from localai_cluster.errors import InvalidInput
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import DeadlineExceeded
 from localai_cluster.rpc.messages import EMBEDDING_LAYOUT_PER_TOKEN, EmbeddingResult, PredictOptions
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
-from nodes.definitions import folder
 from nodes.inference import gateway
+from nodes.inference.defined import defined
+from nodes.inference.openai_bodies import Text, Whole
+from nodes.inference.streams import node_header
 from nodes.routing.request import InferenceRequest
 
 MAX_TEXTS = 2048
@@ -27,20 +29,16 @@ AT_ONCE = 8
 """How many texts of one request its replica works on at the same time."""
 
 
-class ModelNotFound(NotFound):
-    """No model of that name is defined."""
-
-    code = "model_not_found"
-
-
 class WrongDimensions(InvalidInput):
     """The model makes vectors of another length."""
 
     code = "invalid_dimensions"
 
 
-Text = Annotated[str, msgspec.Meta(min_length=1)]
-Texts = Annotated[list[Text], msgspec.Meta(min_length=1, max_length=MAX_TEXTS)]
+Tokens = Annotated[list[Whole], msgspec.Meta(min_length=1)]
+Texts = Annotated[list[Text | Whole | Tokens], msgspec.Meta(min_length=1, max_length=MAX_TEXTS)]
+Input = str | tuple[int, ...]
+"""A text, or its token ids."""
 
 
 class EmbeddingsBody(msgspec.Struct, kw_only=True, frozen=True):
@@ -53,7 +51,8 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True, frozen=True):
         Text | Texts,
         msgspec.Meta(
             description=f"A text or up to {MAX_TEXTS} texts, none empty, "
-            f"each at most {MAX_TEXT_BYTES} bytes; the whole body at most {wire.MAX_BODY} bytes."
+            f"each at most {MAX_TEXT_BYTES} bytes; the whole body at most {wire.MAX_BODY} bytes. "
+            "In place of a text the model's own token ids."
         ),
     ]
     dimensions: Annotated[
@@ -62,15 +61,23 @@ class EmbeddingsBody(msgspec.Struct, kw_only=True, frozen=True):
     ] = None
 
     @property
-    def texts(self) -> list[str]:
-        """The input as a list."""
-        return [self.input] if isinstance(self.input, str) else self.input
+    def inputs(self) -> list[Input]:
+        """The input as a list; raises InvalidInput for one of several kinds."""
+        if isinstance(self.input, str):
+            return [self.input]
+        ids = [one for one in self.input if isinstance(one, int)]
+        if ids and len(ids) == len(self.input):
+            return [tuple(ids)]
+        if ids:
+            raise InvalidInput("input: token ids and texts are mixed", field="input")
+        return [one if isinstance(one, str) else tuple(one) for one in self.input if not isinstance(one, int)]
 
 
 def parse(fields: Mapping[str, Any]) -> EmbeddingsBody:
     """Checks a request's fields; raises InvalidInput that names the first wrong one."""
     body = wire.typed(fields, EmbeddingsBody)
-    if any(len(text) > MAX_TEXT_BYTES // 4 and len(text.encode()) > MAX_TEXT_BYTES for text in body.texts):
+    texts = [one for one in body.inputs if isinstance(one, str)]
+    if any(len(text) > MAX_TEXT_BYTES // 4 and len(text.encode()) > MAX_TEXT_BYTES for text in texts):
         raise InvalidInput(f"a text of input must not exceed {MAX_TEXT_BYTES} bytes", field="input")
     return body
 
@@ -78,26 +85,19 @@ def parse(fields: Mapping[str, Any]) -> EmbeddingsBody:
 async def embed(request: InferenceRequest) -> Answer:
     """Answers one request."""
     body = parse(wire.json_object(request.body))
-    definition = await folder.find(body.model)
-    if definition is None:
-        raise ModelNotFound(
-            f"The model {body.model[:100]!r} does not exist; GET /v1/models lists them", field="model"
-        )
+    definition = await defined(body.model)
     request.model = body.model
     options = PredictOptions(ModelIdentity=definition.model, CorrelationId=request.request_id)
     results = await gateway.current().run(
-        request, lambda engine: _ask_engine(engine, options, body.texts, request.deadline)
+        request, lambda engine: _ask_engine(engine, options, body.inputs, request.deadline)
     )
     for result in results:
         _check(result, body.dimensions)
-    headers = []
-    if conf.cluster().expose_node_header and request.replica is not None:
-        headers.append((b"x-localai-node", str(request.replica.node_id).encode()))
-    return Answer(render(body, results), headers=tuple(headers))
+    return Answer(render(body, results), headers=tuple(node_header(request)))
 
 
 async def _ask_engine(
-    engine: BackendClient, options: PredictOptions, texts: Sequence[str], deadline: float
+    engine: BackendClient, options: PredictOptions, texts: Sequence[Input], deadline: float
 ) -> Sequence[EmbeddingResult]:
     """One call for each text, a few at a time; the first failure ends the rest."""
     if len(texts) == 1:
@@ -120,7 +120,7 @@ async def _ask_engine(
 async def _call_each(
     engine: BackendClient,
     options: PredictOptions,
-    waiting: Iterator[tuple[int, str]],
+    waiting: Iterator[tuple[int, Input]],
     results: list[EmbeddingResult],
     deadline: float,
 ) -> None:
@@ -129,12 +129,12 @@ async def _call_each(
 
 
 async def _call(
-    engine: BackendClient, options: PredictOptions, text: str, deadline: float
+    engine: BackendClient, options: PredictOptions, text: Input, deadline: float
 ) -> EmbeddingResult:
     left = deadline - clock.monotonic()
     if left <= 0:
         raise DeadlineExceeded
-    call = PredictOptions(Embeddings=text)
+    call = PredictOptions(Embeddings=text) if isinstance(text, str) else PredictOptions(EmbeddingTokens=text)
     call.MergeFrom(options)
     return await engine.embedding(call, left)
 

@@ -1,5 +1,8 @@
 """What every inference route does: credential, body, the work, and its end when the client leaves.
 
+A handler answers at once, or with an `EventStream`, which is played here: one that fails before its first
+byte is a refusal like any other.
+
 Errors of authentication come before errors of content, and a request without any credential is refused
 before its body is read. The statement that picks the replica checks a stored key; a request that ends before
 its pick has the key checked by a statement of its own. A wrong key is counted for its address after that.
@@ -10,6 +13,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from localai_cluster import clock
 from localai_cluster.accounts import credentials
@@ -20,6 +24,7 @@ from localai_cluster.metrics import web as metrics
 from localai_cluster.web import throttle, wire
 from localai_cluster.web.wire import Answer, Receive, Scope, Send
 from nodes.inference import gateway
+from nodes.inference.streams import EventStream
 from nodes.routing.request import InferenceRequest
 
 logger = logging.getLogger(__name__)
@@ -32,15 +37,24 @@ class MethodNotAllowed(ClusterError):
     code = "method_not_allowed"
 
 
-Handler = Callable[[InferenceRequest], Awaitable[Answer]]
+class TooLarge(ClusterError):
+    """The request body is too large."""
+
+    status = 413
+    code = "request_too_large"
+
+
+Handler = Callable[[InferenceRequest], Awaitable[Answer | EventStream]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The ASGI application of one route."""
+    """The ASGI application of one route. Without a `limit` its body is bounded as other routes' are."""
 
     method: str
     handler: Handler
+    limit: int | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; sends nothing to a client that has left."""
@@ -48,18 +62,26 @@ class Endpoint:
         request = InferenceRequest(client_address=wire.client_of(scope), request_id=request_id.get())
         try:
             with contextlib.suppress(wire.Disconnected):
-                answer = await self._answer(request, scope, receive)
-                await wire.send_answer(send, answer)
-                status = answer.status
+                answer = await self._answer(request, scope, receive, send)
+                if isinstance(answer, Answer):
+                    await wire.send_answer(send, answer)
+                    status = answer.status
+                else:
+                    # Only now: the end of a body looks like the client's leaving.
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    status = answer
         finally:
             metrics.inference_ended(request.model, status or metrics.LEFT, clock.monotonic() - began)
 
-    async def _answer(self, request: InferenceRequest, scope: Scope, receive: Receive) -> Answer:
+    async def _answer(
+        self, request: InferenceRequest, scope: Scope, receive: Receive, send: Send
+    ) -> Answer | int:
+        """The answer, or the status of one that has been streamed."""
         try:
             identify(request, scope)
             if scope["method"] != self.method:
                 raise MethodNotAllowed(f"only {self.method} is accepted here")
-            return await self._work(request, receive)
+            return await self._work(request, receive, send)
         except MethodNotAllowed as error:
             answer = wire.error_answer(error)
             return Answer(answer.body, answer.status, ((b"allow", self.method.encode()),))
@@ -70,17 +92,25 @@ class Endpoint:
                 logger.warning("%s %s: %s", scope["method"], scope["path"], error.message.partition("\n")[0])
             return wire.error_answer(error)
 
-    async def _work(self, request: InferenceRequest, receive: Receive) -> Answer:
+    async def _work(self, request: InferenceRequest, receive: Receive, send: Send) -> Answer | int:
         try:
-            request.body = await wire.read_body(receive)
+            request.body = await self._body(receive)
         except ClusterError:
             await confirm(request)
             raise
-        return await until_disconnected(self._handle(request), receive)
+        return await until_disconnected(self._handle(request, send), receive)
 
-    async def _handle(self, request: InferenceRequest) -> Answer:
+    async def _body(self, receive: Receive) -> bytes:
+        if self.limit is None:
+            return await wire.read_body(receive)
+        return await wire.read_body(
+            receive, self.limit, TooLarge(f"the request body exceeds {self.limit} bytes")
+        )
+
+    async def _handle(self, request: InferenceRequest, send: Send) -> Answer | int:
         try:
-            return await self.handler(request)
+            answer = await self.handler(request)
+            return answer if isinstance(answer, Answer) else await answer.play(send)
         except ClusterError as error:
             # A refusal of the content says something about the cluster, so only a known caller may read it.
             if error.status < 500 and not isinstance(error, NotAuthenticated):
@@ -118,7 +148,7 @@ async def confirm(request: InferenceRequest) -> None:
         await gateway.current().picker.acquire(request)
 
 
-async def until_disconnected(work: Awaitable[Answer], receive: Receive) -> Answer:
+async def until_disconnected(work: Awaitable[T], receive: Receive) -> T:
     """The result of `work`. When the client leaves first, `work` is cancelled and awaited."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(wire.disconnected(receive))

@@ -63,10 +63,10 @@ class Gateway:
 
         A replica that did no work (dead, busy, or holding another model) is replaced by the next one or by a
         load. A replica whose connection broke halfway is replaced once only: the request itself may have
-        killed it. Any other error is the answer.
+        killed it. Any other error is the answer, and so is each one once the answer has begun.
 
         The request's time limit begins with its first replica and covers everything after that: further
-        replicas get the time that is left.
+        replicas get the time that is left. Of a streamed answer it is the limit of the first piece.
         """
         request.wait_until, losses = wait_until(), 0
         for attempt in range(1, MAX_REPLICAS + 1):
@@ -79,7 +79,8 @@ class Gateway:
                 await self._check(replica, error)
                 lost = isinstance(error, Lost)
                 losses += lost
-                if attempt == MAX_REPLICAS or losses > 1 or not (error.repeatable or lost):
+                over = attempt == MAX_REPLICAS or losses > 1 or request.begun
+                if over or not (error.repeatable or lost):
                     raise
                 logger.info("%s at %s: %s; going on", replica.model, replica.address, error.message)
             finally:

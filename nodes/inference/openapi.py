@@ -1,6 +1,7 @@
 """OpenAPI descriptions of the inference routes; the generated document includes them."""
 
 from localai_cluster.web.openapi import Operation, schema_of
+from nodes.inference import openapi_text
 from nodes.inference.embeddings import EmbeddingsBody
 
 _SECURITY: list[dict[str, list[str]]] = [{"apiKey": []}]
@@ -41,6 +42,7 @@ _MEANINGS = {
     401: "A valid API key is required.",
     403: "This API key may not do that.",
     404: "No model of that name is defined.",
+    413: "The request body is too large.",
     429: "Too many wrong API keys from this address; Retry-After says when to come back.",
     500: "An error inside the cluster; its log has the cause under the request id.",
     503: "Not possible right now; Retry-After says when to come back.",
@@ -93,8 +95,17 @@ _MODELS_ANSWER: Operation = {
             "type": "array",
             "items": {
                 "type": "object",
-                "required": ["id", "object"],
-                "properties": {"id": {"type": "string"}, "object": {"type": "string", "enum": ["model"]}},
+                "required": ["id", "object", "owned_by"],
+                "properties": {
+                    "id": {"type": "string"},
+                    "object": {"type": "string", "enum": ["model"]},
+                    "owned_by": {"type": "string"},
+                    "warnings": {
+                        "type": "array",
+                        "items": {"type": "string"},
+                        "description": "What of the model's definition is not followed; absent if all is.",
+                    },
+                },
             },
         },
     },
@@ -133,4 +144,5 @@ ROUTES: dict[str, dict[str, Operation]] = {
     "/embeddings": {"POST": _embeddings("create_embeddings_without_prefix")},
     "/v1/models": {"GET": _models("list_models")},
     "/models": {"GET": _models("list_models_without_prefix")},
+    **openapi_text.routes(_SECURITY, error_answers(400, 401, 404, 413, 429, 500, 503)),
 }

@@ -56,6 +56,8 @@ class InferenceRequest:
     """When the answer must be complete, on the monotonic clock; set with the first replica."""
     replica: Replica | None = None
     """The replica of the latest pick."""
+    begun: bool = False
+    """Whether the client has a part of the answer: then no other replica may begin another one."""
     picked: "asyncio.Future[None]" = field(init=False, repr=False)
     """Done when the picker has decided; each pick makes a new one."""
     pick_attempts: int = 0

@@ -22,6 +22,16 @@ from tests.acceptance.conftest import Shared
 from tests.support.cluster import ADMIN_KEY, SCRAPER, TOKEN
 
 METHODS = ("GET", "POST")
+INFERENCE = (
+    "/embeddings",
+    "/chat/completions",
+    "/completions",
+    "/tokenize",
+    "/detokenize",
+    "/rerank",
+    "/models",
+)
+"""Beside `/v1/`."""
 ODD_METHODS = ("PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
 SOCKETS = ("/ws/operations", "/ws/feed")
 LOGS = "/ws/nodes/{node_id}/backend-logs/m"
@@ -153,7 +163,7 @@ def allowed(path: str, kind: str) -> bool | int:
         # Open to all; a change needs the CSRF token, which callers without a session do not send here.
         return kind.endswith("session") or 403
     if kind == "newcomer session":
-        return 401 if path.startswith(("/v1/", "/embeddings")) or path in ("/models", "/metrics") else 403
+        return 401 if path.startswith("/v1/") or path in (*INFERENCE, "/metrics") else 403
     if path in ("/version", "/api/features") or path.endswith("/load-status"):
         return True if person else 401
     if path in ("/join", "/join/wheel"):
@@ -165,7 +175,7 @@ def allowed(path: str, kind: str) -> bool | int:
     if path == "/metrics":
         # Keys only: a scraper has no session.
         return True if kind in ("admin", "scraper") else 403 if kind == "user" else 401
-    if path.startswith(("/v1/", "/embeddings", "/api/schema", "/api/docs")) or path == "/models":
+    if path.startswith(("/v1/", "/api/schema", "/api/docs")) or path in INFERENCE:
         # The hot path knows keys only: a browser's session belongs to the pages.
         in_session = kind.endswith("session") and not path.startswith("/api/")
         return True if person and not in_session else 401

@@ -84,7 +84,7 @@ async def test_every_method_needs_the_token(backend: Backend, token: str) -> Non
         stranger.tokenize(PredictOptions(Prompt="a"), LIMIT),
         stranger.status(LIMIT),
         stranger.free(LIMIT),
-        anext(stranger.predict_stream(PredictOptions(Prompt="a"), LIMIT)),
+        anext(aiter(stranger.predict_stream(PredictOptions(Prompt="a"), LIMIT))),
     ]
     outcomes = await asyncio.gather(*calls, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [errors.Unauthenticated] * len(calls)
@@ -184,8 +184,8 @@ async def test_leaving_a_stream_cancels_it(backend: Backend, client: BackendClie
     """A client that goes away must not keep the engine at work: the next pieces are never made."""
     await load(backend, "m", "delay_ms:20")
     stream = client.predict_stream(PredictOptions(Prompt="word " * 10_000), LIMIT)
-    assert (await anext(stream)).message == b"word"
-    await stream.aclose()
+    assert (await anext(aiter(stream))).message == b"word"
+    stream.cancel()
 
     async def over() -> bool:
         return (await client.status(LIMIT)).memory.breakdown["streams_open"] == 0

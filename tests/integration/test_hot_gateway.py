@@ -176,7 +176,10 @@ def test_refusals_in_order() -> None:
         "model",
         "invalid_request_error",
     )
-    assert replies[9].body == {"object": "list", "data": [{"id": "echo", "object": "model"}]}
+    assert replies[9].body == {
+        "object": "list",
+        "data": [{"id": "echo", "object": "model", "owned_by": "localai"}],
+    }
     assert replies[11].body["error"]["param"] == "input"
 
 

@@ -31,7 +31,9 @@ GOOD: dict[str, Any] = {"model": "m", "input": "a"}
         ({"input": ["a", ""]}, "input"),
         ({"input": 5}, "input"),
         ({"input": {"text": "a"}}, "input"),
-        ({"input": [1, 2, 3]}, "input"),
+        ({"input": [1, -2]}, "input"),
+        ({"input": [1, "a"]}, "input"),
+        ({"input": [["a"], ["b"]]}, "input"),
         ({"input": ["a", ["b"]]}, "input"),
         ({"input": ["a"] * (MAX_TEXTS + 1)}, "input"),
         ({"input": "a" * (MAX_TEXT_BYTES + 1)}, "input"),
@@ -60,7 +62,7 @@ def test_the_first_wrong_field_is_named_in_any_order_of_the_body() -> None:
         parse({"dimensions": 0, "input": 5, "model": 5, "user": 5, "encoding_format": "hex"})
     assert refused.value.field == "encoding_format"
     with pytest.raises(InvalidInput, match=r"^input\[1\]: ") as refused:
-        parse({"dimensions": 0, "input": ["a", 5], "model": "m"})
+        parse({"dimensions": 0, "input": ["a", {}], "model": "m"})
     assert refused.value.field == "input"
 
 
@@ -74,11 +76,11 @@ def test_a_refusal_quotes_little_and_is_not_misled_by_it() -> None:
 
 def test_what_clients_send_is_accepted() -> None:
     """A text or a list of texts; `user`, `encoding_format` and unknown fields are fine."""
-    assert parse(GOOD).texts == ["a"]
-    assert parse(GOOD | {"input": ["a", "b"]}).texts == ["a", "b"]
+    assert parse(GOOD).inputs == ["a"]
+    assert parse(GOOD | {"input": ["a", "b"]}).inputs == ["a", "b"]
     assert parse(GOOD | {"encoding_format": "base64", "user": "u", "new": 1}).encoding_format == "base64"
     assert parse(GOOD | {"encoding_format": None, "dimensions": 3}).dimensions == 3
-    assert len(parse(GOOD | {"input": "a" * MAX_TEXT_BYTES}).texts[0]) == MAX_TEXT_BYTES
+    assert len(parse(GOOD | {"input": "a" * MAX_TEXT_BYTES}).inputs[0]) == MAX_TEXT_BYTES
 
 
 def as_sent(vector: list[float]) -> EmbeddingResult:

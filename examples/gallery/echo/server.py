@@ -64,7 +64,8 @@ class Echo(Engine):
     async def stream(self, options: pb.PredictOptions) -> AsyncIterator[pb.Reply]:
         self.calls["predict_calls"] += 1
         self.calls["streams_open"] += 1
-        words = options.Prompt.split(" ")
+        asked = options.Prompt or (options.Messages[-1].content if options.Messages else "")
+        words = asked.split(" ")[: options.Tokens or None]
         try:
             for number, word in enumerate(words, start=1):
                 if self.delay:

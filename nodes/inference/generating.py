@@ -1,0 +1,147 @@
+"""From a generation to deltas: the calls to one engine, side by side, and what they may take.
+
+Engines always stream, also when the client wants one whole answer, so a client that leaves ends their work at
+the next token. There is no limit on the whole: the first piece has to come within the limit of a request, and
+each later one within that of a stall (`CLUSTER_REQUEST_TIMEOUT`, `CLUSTER_STREAM_STALL`).
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+from localai_cluster import clock, conf
+from localai_cluster.metrics import web as metrics
+from localai_cluster.rpc.client import BackendClient
+from localai_cluster.rpc.errors import DeadlineExceeded, Rejected, Unimplemented
+from localai_cluster.rpc.messages import DetokenizeRequest, PredictOptions, Reply
+from nodes.definitions.files import Definition
+from nodes.inference import gateway, templates
+from nodes.inference.defined import defined
+from nodes.inference.engine_calls import (
+    CACHED_TOKENS,
+    FINISH_REASON,
+    Reading,
+    named,
+    sampling_options,
+    with_prompt,
+)
+from nodes.inference.generation import Conversation, Generation, Prompt, Sink, TextDelta
+from nodes.inference.limits import silence
+from nodes.routing.request import InferenceRequest
+
+AT_ONCE = 8
+"""How many answers of one request its replica works on at the same time."""
+
+
+async def generate(
+    request: InferenceRequest, asked: Generation, sink: Sink, restart: Callable[[], None]
+) -> None:
+    """Has a replica answer. `restart` is called before each attempt: what an earlier one told is void, unless
+    `request.begun` says that the client has it.
+    """
+    definition = await defined(asked.model)
+    request.model = asked.model
+    prompts = [await _templated(definition, prompt) for prompt in asked.prompts]
+    options = sampling_options(asked.sampling, definition, request.request_id, random.getrandbits(31))
+    began = clock.monotonic()
+
+    async def work(engine: BackendClient) -> None:
+        restart()
+        texts = [await _text(engine, prompt, request) for prompt in prompts]
+        calls = [with_prompt(options, text, answer) for text in texts for answer in range(asked.n)]
+        await _Answering(engine, request, asked, sink, began).all(calls)
+
+    try:
+        await gateway.current().run(request, work)
+    except Rejected as refusal:
+        raise named(refusal, asked.prompts[0]) from None
+
+
+async def _templated(definition: Definition, prompt: Prompt) -> Prompt:
+    if isinstance(prompt, Conversation) and definition.answering.template:
+        return await templates.prompt(definition.answering.template, prompt)
+    return prompt
+
+
+async def _text(engine: BackendClient, prompt: Prompt, request: InferenceRequest) -> Conversation | str:
+    """What engines take: they have no field for the token ids of a prompt."""
+    if not isinstance(prompt, tuple):
+        return prompt
+    left = request.deadline - clock.monotonic()
+    return (await engine.detokenize(DetokenizeRequest(tokens=prompt), left)).content
+
+
+class _Answering:
+    """One attempt at all choices of a request, by one engine."""
+
+    def __init__(
+        self, engine: BackendClient, request: InferenceRequest, asked: Generation, sink: Sink, began: float
+    ) -> None:
+        self._engine = engine
+        self._request = request
+        self._asked = asked
+        self._sink = sink
+        self._began = began
+        self._silent = True
+
+    async def all(self, calls: Sequence[PredictOptions]) -> None:
+        """Every choice, a few at a time; the first failure ends the rest."""
+        waiting = iter(enumerate(calls))
+        if len(calls) == 1:
+            await self._some(waiting)
+            return
+        workers = [asyncio.ensure_future(self._some(waiting)) for _ in range(min(AT_ONCE, len(calls)))]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+    async def _some(self, waiting: Iterator[tuple[int, PredictOptions]]) -> None:
+        for choice, options in waiting:
+            try:
+                await self._streamed(choice, options)
+            except Unimplemented:
+                await self._at_once(choice, options)
+
+    async def _streamed(self, choice: int, options: PredictOptions) -> None:
+        reading = Reading(choice, self._asked.sampling, options.Tokens)
+        replies = self._engine.predict_stream(options)
+        first = self._request.deadline - clock.monotonic()
+        try:
+            async with silence(conf.cluster().stream_stall, first) as limit:
+                async for reply in replies:
+                    # Only the engine's time counts, not that of a client who reads slowly.
+                    limit.pause()
+                    await self._tell(reading, reply)
+                    limit.begin()
+                said = await replies.trailing(CACHED_TOKENS), await replies.trailing(FINISH_REASON)
+        except TimeoutError:
+            raise DeadlineExceeded("the engine has sent nothing for too long") from None
+        finally:
+            replies.cancel()
+        await self._end(reading.last(*said))
+
+    async def _at_once(self, choice: int, options: PredictOptions) -> None:
+        """For an engine that does not stream."""
+        reading = Reading(choice, self._asked.sampling, options.Tokens)
+        left = self._request.deadline - clock.monotonic()
+        await self._tell(reading, await self._engine.predict(options, left))
+        await self._end(reading.last())
+
+    async def _tell(self, reading: Reading, reply: Reply) -> None:
+        delta = reading.delta(reply)
+        if delta is None:
+            return
+        if self._silent:
+            self._silent = False
+            metrics.first_token(self._asked.model, clock.monotonic() - self._began)
+        await self._sink(delta)
+
+    async def _end(self, last: TextDelta) -> None:
+        if last.usage is not None:
+            metrics.tokens_used(
+                self._asked.model, last.usage.prompt, last.usage.completion, last.usage.cached or 0
+            )
+        await self._sink(last)

@@ -1,0 +1,110 @@
+"""What the bodies of OpenAI's two ways to ask for text have in common, and what is made of it. Pure.
+
+A field that is not here is ignored, as OpenAI's own server does with fields that only concern itself
+(`store`, `service_tier`, `user` …). One that asks for what no engine here can do is refused by name
+(`refuse`).
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from localai_cluster.errors import InvalidInput
+from nodes.inference.generation import Sampling, Usage
+
+MOST_CHOICES = 32
+"""Answers of one request, all prompts together."""
+LARGEST_BODY = 8 * 1024 * 1024
+"""Bytes of the body of a request for text."""
+MOST_STOPS = 16
+
+Text = Annotated[str, msgspec.Meta(min_length=1)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Whole = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
+Choices = Annotated[int, msgspec.Meta(ge=1, le=MOST_CHOICES)]
+Stop = Text | Annotated[list[Text], msgspec.Meta(max_length=MOST_STOPS)] | None
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """What a stream has beside the pieces."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    """Ignored: padding that hides the lengths of pieces."""
+
+
+class SamplingBody(msgspec.Struct, kw_only=True, frozen=True):
+    """The fields about how tokens are chosen, and how the answer comes."""
+
+    model: Text
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Choices | None = None
+    stop: Stop = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    seed: int | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: dict[str, Bias] | None = None
+    top_k: Whole | None = None
+    min_p: Share | None = None
+    repeat_penalty: Annotated[float, msgspec.Meta(ge=0, le=10)] | None = None
+    ignore_eos: bool | None = None
+    grammar: str | None = None
+    user: str | None = None
+
+    @property
+    def streams_usage(self) -> bool:
+        """Whether the stream ends with what it took."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+def sampling(
+    body: SamplingBody, max_tokens: int | None, *, grammar: str, logprobs: bool, top_logprobs: int
+) -> Sampling:
+    """What a body says of it."""
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    if any(not token.lstrip("-").isdecimal() for token in body.logit_bias or ()):
+        raise InvalidInput("logit_bias: names are token ids", field="logit_bias")
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        repeat_penalty=body.repeat_penalty,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        seed=body.seed,
+        stop=tuple(stop),
+        logit_bias=body.logit_bias or {},
+        ignore_eos=bool(body.ignore_eos),
+        grammar=grammar,
+        logprobs=logprobs,
+        top_logprobs=top_logprobs,
+    )
+
+
+def refuse(fields: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
+    """Raises InvalidInput for the first field of `reasons` that asks for something."""
+    for name, reason in reasons.items():
+        if fields.get(name) not in (None, False, [], {}):
+            raise InvalidInput(f"{name}: {reason}", field=name)
+
+
+def usage(taken: Usage) -> dict[str, Any]:
+    """OpenAI's form; what the engine remembered only if it said so."""
+    told: dict[str, Any] = {
+        "prompt_tokens": taken.prompt,
+        "completion_tokens": taken.completion,
+        "total_tokens": taken.prompt + taken.completion,
+    }
+    if taken.cached is not None:
+        told["prompt_tokens_details"] = {"cached_tokens": taken.cached}
+    return told

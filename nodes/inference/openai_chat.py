@@ -1,0 +1,297 @@
+"""OpenAI's chat, `POST /v1/chat/completions`: a request in, events or one answer out. Pure."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+import orjson
+
+from localai_cluster.errors import InvalidInput
+from localai_cluster.web import wire
+from nodes.inference import generation, openai_bodies, openai_messages, schemas
+from nodes.inference.generation import (
+    Conversation,
+    Dialect,
+    FoldedChoice,
+    Generation,
+    Head,
+    TextDelta,
+    ToolPiece,
+)
+from nodes.inference.openai_bodies import Count, SamplingBody
+from nodes.inference.openai_events import DONE, event, failed
+from nodes.inference.openai_messages import Messages
+
+MOST_TOOLS = 128
+_NAME = Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class Function(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: _NAME
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A tool."""
+
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class FunctionName(msgspec.Struct, frozen=True):
+    """The name of one of the tools."""
+
+    name: str
+
+
+class ForcedTool(msgspec.Struct, frozen=True):
+    """This tool must be called."""
+
+    function: FunctionName
+    type: Literal["function"] = "function"
+
+
+class AnyText(msgspec.Struct, tag_field="type", tag="text", frozen=True):
+    """Any text."""
+
+
+class AnyJson(msgspec.Struct, tag_field="type", tag="json_object", frozen=True):
+    """Any JSON object."""
+
+
+class NamedSchema(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The schema of an answer."""
+
+    name: _NAME
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class JsonOfSchema(msgspec.Struct, tag_field="type", tag="json_schema", frozen=True):
+    """JSON of a schema."""
+
+    json_schema: NamedSchema
+
+
+class ChatBody(SamplingBody, kw_only=True, frozen=True):
+    """The body of a request. Other fields of OpenAI's are ignored, or refused by name."""
+
+    messages: Messages
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ForcedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: AnyText | AnyJson | JsonOfSchema | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+REFUSED = {
+    "audio": "no engine here answers with sound",
+    "functions": "it is `tools` today",
+    "function_call": "it is `tool_choice` today",
+    "web_search_options": "no engine here searches the web",
+}
+
+
+def read(fields: Mapping[str, Any]) -> Generation:
+    """The request; raises InvalidInput, which names the first wrong field."""
+    openai_bodies.refuse(fields, REFUSED)
+    body = wire.typed(fields, ChatBody)
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidInput("top_logprobs: needs `logprobs`", field="top_logprobs")
+    schema = _schema(body)
+    if schema and body.grammar:
+        raise InvalidInput("grammar: `response_format` is one already", field="grammar")
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return Generation(
+        model=body.model,
+        prompts=(_conversation(body),),
+        sampling=openai_bodies.sampling(
+            body,
+            limit,
+            grammar=schema or body.grammar or "",
+            logprobs=bool(body.logprobs),
+            top_logprobs=body.top_logprobs or 0,
+        ),
+        n=body.n or 1,
+        stream=bool(body.stream),
+        usage_in_stream=body.streams_usage,
+    )
+
+
+def _conversation(body: ChatBody) -> Conversation:
+    tools, choice = _tools(body)
+    return Conversation(
+        messages=tuple(openai_messages.said(body.messages)),
+        tools=tools,
+        tool_choice=choice,
+        parallel_tool_calls=body.parallel_tool_calls if tools else None,
+        images=openai_messages.images(body.messages),
+        audios=openai_messages.audios(body.messages),
+    )
+
+
+def _tools(body: ChatBody) -> tuple[str, str]:
+    """The tools and which of them is to be called: the word, or OpenAI's object as JSON."""
+    choice = body.tool_choice
+    known = {tool.function.name for tool in body.tools or ()}
+    if isinstance(choice, ForcedTool) and choice.function.name not in known:
+        raise InvalidInput("tool_choice: names none of `tools`", field="tool_choice")
+    if choice == "required" and not known:
+        raise InvalidInput("tool_choice: there are no `tools`", field="tool_choice")
+    for number, tool in enumerate(body.tools or ()):
+        schemas.check(tool.function.parameters or {}, f"tools[{number}].function.parameters")
+    if not known or choice == "none":
+        return "", ""
+    if isinstance(choice, ForcedTool):
+        return _json(body.tools), _json(choice)
+    return _json(body.tools), choice or "auto"
+
+
+def _schema(body: ChatBody) -> str:
+    """The JSON schema of the answer, "" if it may be any text."""
+    if isinstance(body.response_format, AnyJson):
+        return _json({"type": "object"})
+    if not isinstance(body.response_format, JsonOfSchema):
+        return ""
+    schema = body.response_format.json_schema.schema
+    schemas.check(schema or {}, "response_format.json_schema.schema")
+    return _json(schema or {"type": "object"})
+
+
+def _json(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def whole(head: Head, deltas: Sequence[TextDelta]) -> bytes:
+    """The answer's body."""
+    asked = head.generation
+    choices = [
+        {
+            "index": index,
+            "message": _message(head, index, choice),
+            "logprobs": {"content": choice.logprobs, "refusal": None} if asked.sampling.logprobs else None,
+            "finish_reason": choice.finish,
+        }
+        for index, choice in enumerate(generation.folded(deltas, asked.choices))
+    ]
+    return orjson.dumps(
+        {
+            "id": head.id,
+            "object": "chat.completion",
+            "created": head.created,
+            "model": asked.model,
+            "choices": choices,
+            "usage": openai_bodies.usage(generation.total(deltas, asked.n)),
+        }
+    )
+
+
+def _message(head: Head, index: int, choice: FoldedChoice) -> dict[str, Any]:
+    # As OpenAI has it: an answer that only calls tools has no content.
+    content = None if choice.tools and not choice.text else choice.text
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if choice.reasoning:
+        message["reasoning_content"] = choice.reasoning
+    if choice.tools:
+        message["tool_calls"] = [
+            {
+                "id": piece.id or _call_id(head, index, piece),
+                "type": "function",
+                "function": {"name": piece.name, "arguments": piece.arguments},
+            }
+            for piece in choice.tools
+        ]
+    return message
+
+
+def _call_id(head: Head, choice: int, piece: ToolPiece) -> str:
+    """The same in a stream and in a whole answer."""
+    return f"call_{head.id[:24]}_{choice}_{piece.index}"
+
+
+def events(head: Head) -> Callable[[Sequence[TextDelta]], bytes]:
+    """What makes events of the deltas of one answer."""
+    return _Chunks(head).told
+
+
+class _Chunks:
+    """What the events so far leave to be said."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._begun: set[int] = set()
+        self._calls: set[tuple[int, int]] = set()
+        self._ended: list[TextDelta] = []
+
+    def told(self, deltas: Sequence[TextDelta]) -> bytes:
+        """The events of these deltas."""
+        return b"".join(event(chunk) for delta in deltas for chunk in self._of(delta))
+
+    def _of(self, delta: TextDelta) -> list[dict[str, Any]]:
+        made = []
+        if delta.choice not in self._begun:
+            self._begun.add(delta.choice)
+            made.append(self._chunk(delta.choice, {"role": "assistant", "content": ""}))
+        if news := self._news(delta):
+            made.append(self._chunk(delta.choice, news, logprobs=delta.logprobs))
+        if delta.finish:
+            made.append(self._chunk(delta.choice, {}, finish=delta.finish))
+            self._ended.append(delta)
+            if self._head.generation.usage_in_stream and len(self._ended) == self._head.generation.choices:
+                made.append(self._usage())
+        return made
+
+    def _news(self, delta: TextDelta) -> dict[str, Any]:
+        news: dict[str, Any] = {}
+        if delta.text or delta.logprobs:
+            news["content"] = delta.text
+        if delta.reasoning:
+            news["reasoning_content"] = delta.reasoning
+        if delta.tools:
+            news["tool_calls"] = [self._tool(delta.choice, piece) for piece in delta.tools]
+        return news
+
+    def _tool(self, choice: int, piece: ToolPiece) -> dict[str, Any]:
+        function: dict[str, Any] = {"arguments": piece.arguments}
+        told: dict[str, Any] = {"index": piece.index, "function": function}
+        if piece.name:
+            function["name"] = piece.name
+        if (choice, piece.index) not in self._calls:
+            self._calls.add((choice, piece.index))
+            told |= {"id": piece.id or _call_id(self._head, choice, piece), "type": "function"}
+        return told
+
+    def _chunk(
+        self, index: int, delta: Mapping[str, Any], *, finish: str = "", logprobs: Sequence[Any] = ()
+    ) -> dict[str, Any]:
+        choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": finish or None}
+        if self._head.generation.sampling.logprobs:
+            choice["logprobs"] = {"content": logprobs, "refusal": None} if logprobs else None
+        return self._with([choice], None)
+
+    def _usage(self) -> dict[str, Any]:
+        taken = generation.total(self._ended, self._head.generation.n)
+        return self._with([], openai_bodies.usage(taken))
+
+    def _with(self, choices: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
+        chunk: dict[str, Any] = {
+            "id": self._head.id,
+            "object": "chat.completion.chunk",
+            "created": self._head.created,
+            "model": self._head.generation.model,
+            "choices": choices,
+        }
+        if self._head.generation.usage_in_stream:
+            chunk["usage"] = usage
+        return chunk
+
+
+DIALECT = Dialect(read, events, whole, failed, DONE)

@@ -1,0 +1,163 @@
+"""OpenAI's older way to ask for text, `POST /v1/completions`: the model goes on from a prompt. Pure."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import orjson
+
+from localai_cluster.errors import InvalidInput
+from localai_cluster.web import wire
+from nodes.inference import generation, openai_bodies
+from nodes.inference.generation import Dialect, Generation, Head, TextDelta
+from nodes.inference.openai_bodies import MOST_CHOICES, SamplingBody, Text, Whole
+from nodes.inference.openai_events import DONE, event, failed
+
+DEFAULT_TOKENS = 16
+"""How long an answer gets if nobody says so, as OpenAI documents."""
+
+Tokens = Annotated[list[Whole], msgspec.Meta(min_length=1)]
+Prompts = Annotated[list[Text | Whole | Tokens], msgspec.Meta(min_length=1)]
+
+
+class CompletionBody(SamplingBody, kw_only=True, frozen=True):
+    """The body of a request."""
+
+    prompt: Annotated[
+        Text | Prompts,
+        msgspec.Meta(
+            description="A text, token ids of the model, or a list of either; "
+            f"at most {MOST_CHOICES} answers, all prompts together."
+        ),
+    ]
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+
+
+REFUSED = {
+    "suffix": "no engine here fills in a middle",
+    "echo": "the prompt is not sent back",
+}
+
+
+def read(fields: Mapping[str, Any]) -> Generation:
+    """The request; raises InvalidInput, which names the first wrong field."""
+    openai_bodies.refuse(fields, REFUSED)
+    if fields.get("best_of") not in (None, 1, fields.get("n")):
+        raise InvalidInput(
+            "best_of: all answers are sent; leave it out or say the same as `n`", field="best_of"
+        )
+    body = wire.typed(fields, CompletionBody)
+    prompts = _prompts(body.prompt)
+    n = body.n or 1
+    if len(prompts) * n > MOST_CHOICES:
+        raise InvalidInput(f"prompt: at most {MOST_CHOICES} answers in one request", field="prompt")
+    return Generation(
+        model=body.model,
+        prompts=prompts,
+        sampling=openai_bodies.sampling(
+            body,
+            body.max_tokens or DEFAULT_TOKENS,
+            grammar=body.grammar or "",
+            logprobs=body.logprobs is not None,
+            top_logprobs=body.logprobs or 0,
+        ),
+        n=n,
+        stream=bool(body.stream),
+        usage_in_stream=body.streams_usage,
+    )
+
+
+def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(prompt, str):
+        return (prompt,)
+    if all(isinstance(one, int) for one in prompt):
+        return (tuple(one for one in prompt if isinstance(one, int)),)
+    made = [one if isinstance(one, str) else tuple(one) for one in prompt if not isinstance(one, int)]
+    if len(made) < len(prompt) or len({type(one) for one in made}) > 1:
+        raise InvalidInput(
+            "prompt: a list has only texts, only token ids, or only lists of them", field="prompt"
+        )
+    return tuple(made)
+
+
+def whole(head: Head, deltas: Sequence[TextDelta]) -> bytes:
+    """The answer's body."""
+    asked = head.generation
+    choices = [
+        {
+            "index": index,
+            "text": choice.text,
+            "logprobs": _logprobs(choice.logprobs, 0) if asked.sampling.logprobs else None,
+            "finish_reason": choice.finish,
+        }
+        for index, choice in enumerate(generation.folded(deltas, asked.choices))
+    ]
+    return orjson.dumps(
+        {
+            "id": head.id,
+            "object": "text_completion",
+            "created": head.created,
+            "model": asked.model,
+            "choices": choices,
+            "usage": openai_bodies.usage(generation.total(deltas, asked.n)),
+        }
+    )
+
+
+def _logprobs(tokens: Sequence[Mapping[str, Any]], offset: int) -> dict[str, Any]:
+    """The older form; `offset` is the place of the first token in the text."""
+    places = []
+    for token in tokens:
+        places.append(offset)
+        offset += len(token["token"])
+    return {
+        "tokens": [token["token"] for token in tokens],
+        "token_logprobs": [token["logprob"] for token in tokens],
+        "top_logprobs": [
+            {other["token"]: other["logprob"] for other in token["top_logprobs"]} for token in tokens
+        ],
+        "text_offset": places,
+    }
+
+
+def events(head: Head) -> Callable[[Sequence[TextDelta]], bytes]:
+    """What makes events of the deltas of one answer."""
+    ended: list[TextDelta] = []
+    lengths = [0] * head.generation.choices
+    asked = head.generation
+
+    def with_choices(choices: list[Any], usage: dict[str, Any] | None = None) -> bytes:
+        chunk: dict[str, Any] = {
+            "id": head.id,
+            "object": "text_completion",
+            "created": head.created,
+            "model": asked.model,
+            "choices": choices,
+        }
+        return event(chunk | ({"usage": usage} if asked.usage_in_stream else {}))
+
+    def told_of(delta: TextDelta) -> bytes:
+        logprobs = _logprobs(delta.logprobs, lengths[delta.choice]) if delta.logprobs else None
+        lengths[delta.choice] += len(delta.text)
+        choice = {
+            "index": delta.choice,
+            "text": delta.text,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish or None,
+        }
+        return with_choices([choice])
+
+    def told(deltas: Sequence[TextDelta]) -> bytes:
+        parts = []
+        for delta in deltas:
+            parts.append(told_of(delta))
+            if delta.finish:
+                ended.append(delta)
+                if asked.usage_in_stream and len(ended) == asked.choices:
+                    parts.append(with_choices([], openai_bodies.usage(generation.total(ended, asked.n))))
+        return b"".join(parts)
+
+    return told
+
+
+DIALECT = Dialect(read, events, whole, failed, DONE)

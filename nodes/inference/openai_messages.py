@@ -1,0 +1,164 @@
+"""The messages of a chat in OpenAI's form: what they may be, and what an engine is told of them. Pure.
+
+Text parts of a message are joined; images and audio travel beside the messages, in order, as base64.
+"""
+
+import base64
+import binascii
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+
+from localai_cluster.errors import InvalidInput
+from nodes.inference.generation import Utterance
+
+MOST_MESSAGES = 4096
+MOST_PARTS = 256
+
+Text = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class TextPart(msgspec.Struct, tag_field="type", tag="text", frozen=True):
+    """Text."""
+
+    text: str
+
+
+class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal", frozen=True):
+    """What the model said when it refused."""
+
+    refusal: str
+
+
+class ImageUrl(msgspec.Struct, frozen=True):
+    """An image in itself: `data:image/png;base64,…`. The cluster fetches nothing."""
+
+    url: Text
+    detail: str | None = None
+
+
+class ImagePart(msgspec.Struct, tag_field="type", tag="image_url", frozen=True):
+    """An image."""
+
+    image_url: ImageUrl
+
+
+class AudioData(msgspec.Struct, frozen=True):
+    """Base64 of a file of sound."""
+
+    data: Text
+    format: str | None = None
+
+
+class AudioPart(msgspec.Struct, tag_field="type", tag="input_audio", frozen=True):
+    """Sound."""
+
+    input_audio: AudioData
+
+
+Part = TextPart | RefusalPart | ImagePart | AudioPart
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    """Which function, and its arguments as JSON."""
+
+    name: Text
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """One call of a tool, as an earlier answer asked for it."""
+
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """One message."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[Part], msgspec.Meta(max_length=MOST_PARTS)] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Annotated[list[ToolCall], msgspec.Meta(max_length=128)] | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+
+
+Messages = Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
+
+
+def said(messages: Sequence[ChatMessage]) -> Iterator[Utterance]:
+    """The messages as engines know them; raises InvalidInput for one that says nothing."""
+    for number, message in enumerate(messages):
+        where = f"messages[{number}]"
+        if message.role == "tool" and not message.tool_call_id:
+            raise InvalidInput(f"{where}.tool_call_id: a tool's message needs it", field="messages")
+        calls = message.tool_calls if message.role == "assistant" else None
+        if message.content is None and not (calls or (message.role == "assistant" and message.refusal)):
+            raise InvalidInput(f"{where}.content: a {message.role}'s message needs it", field="messages")
+        yield Utterance(
+            # No template knows OpenAI's newer word.
+            role="system" if message.role == "developer" else message.role,
+            content=_text(message.content) or message.refusal or "",
+            name=message.name or "",
+            tool_call_id=message.tool_call_id or "",
+            reasoning=message.reasoning_content or "",
+            tool_calls=msgspec.json.encode(calls).decode() if calls else "",
+        )
+
+
+def _text(content: str | list[Part] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = (
+        part.text if isinstance(part, TextPart) else part.refusal
+        for part in content
+        if isinstance(part, TextPart | RefusalPart)
+    )
+    return "\n".join(texts)
+
+
+def images(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
+    """Base64 of the images; raises InvalidInput for one that is not in the request itself, or broken."""
+    return tuple(
+        _checked(_data_of(part.image_url.url, where), where)
+        for part, where in _parts(messages)
+        if isinstance(part, ImagePart)
+    )
+
+
+def audios(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
+    """Base64 of the sounds; raises InvalidInput for a broken one."""
+    return tuple(
+        _checked(part.input_audio.data, where)
+        for part, where in _parts(messages)
+        if isinstance(part, AudioPart)
+    )
+
+
+def _parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[Part, str]]:
+    for number, message in enumerate(messages):
+        if isinstance(message.content, list):
+            for place, part in enumerate(message.content):
+                yield part, f"messages[{number}].content[{place}]"
+
+
+def _data_of(url: str, where: str) -> str:
+    head, comma, data = url.partition(",")
+    if not (comma and head.startswith("data:image/") and head.endswith(";base64")):
+        raise InvalidInput(
+            f"{where}: only images inside the request are accepted, as data:image/png;base64,…",
+            field="messages",
+        )
+    return data
+
+
+def _checked(data: str, where: str) -> str:
+    try:
+        base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidInput(f"{where}: this is not base64", field="messages") from None
+    return data

@@ -1,0 +1,38 @@
+"""The routes of text generation: a dialect before and after, the same way between them."""
+
+from collections.abc import Awaitable, Callable
+
+from localai_cluster import clock
+from localai_cluster.web import wire
+from localai_cluster.web.wire import Answer
+from nodes.inference import openai_chat, openai_completions
+from nodes.inference.generating import generate
+from nodes.inference.generation import Dialect, Head, TextDelta
+from nodes.inference.streams import EventStream, node_header
+from nodes.routing.request import InferenceRequest
+
+
+def surface(dialect: Dialect) -> Callable[[InferenceRequest], Awaitable[Answer | EventStream]]:
+    """The handler of a route that speaks this dialect."""
+
+    async def answer(request: InferenceRequest) -> Answer | EventStream:
+        asked = dialect.read(wire.json_object(request.body))
+        request.body = b""  # it may be large, and the answer takes its time
+        head = Head(request.request_id, int(clock.now().timestamp()), asked)
+        if asked.stream:
+            return EventStream(
+                request, dialect, head, lambda sink: generate(request, asked, sink, lambda: None)
+            )
+        deltas: list[TextDelta] = []
+
+        async def keep(delta: TextDelta) -> None:
+            deltas.append(delta)
+
+        await generate(request, asked, keep, deltas.clear)
+        return Answer(dialect.whole(head, deltas), headers=tuple(node_header(request)))
+
+    return answer
+
+
+chat = surface(openai_chat.DIALECT)
+completions = surface(openai_completions.DIALECT)

@@ -1,0 +1,93 @@
+"""A bare ASGI client of one streamed answer: reads its events as they come, slowly or not, and may leave."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from tests.support.environment import API_KEY
+
+
+class Streamed:
+    """One answer on its way. `reading` is cleared by a reader who takes nothing for a while."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.taken = b""
+        self.whole = False
+        self.reading, self.left = asyncio.Event(), asyncio.Event()
+        self.reading.set()
+        self._news = asyncio.Event()
+        self._told = 0
+
+    async def send(self, message: Mapping[str, Any]) -> None:
+        """What the server calls."""
+        await self.reading.wait()
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.headers = {name.decode().lower(): value.decode() for name, value in message["headers"]}
+        else:
+            self.taken += message.get("body", b"")
+            self.whole = not message.get("more_body", False)
+        self._news.set()
+
+    @property
+    def lines(self) -> list[str]:
+        """The complete events and comments so far."""
+        return self.taken.decode().split("\n\n")[:-1]
+
+    @property
+    def events(self) -> list[Any]:
+        """The data of the events so far; the last word as it is."""
+        said = [line.removeprefix("data: ") for line in self.lines if line.startswith("data: ")]
+        return [one if one == "[DONE]" else json.loads(one) for one in said]
+
+    @property
+    def text(self) -> str:
+        """What the model has said so far."""
+        choices = [
+            choice for event in self.events if event != "[DONE]" for choice in event.get("choices", ())
+        ]
+        return "".join((one.get("delta") or {}).get("content") or one.get("text", "") for one in choices)
+
+    async def until(self, said: str) -> None:
+        """Waits until this is part of the answer."""
+        while said not in self.text:
+            await self.news()
+
+    async def news(self) -> None:
+        """Waits until something more has come."""
+        self._news.clear()
+        await self._news.wait()
+
+
+@asynccontextmanager
+async def asked(app: Any, path: str, body: Any) -> AsyncIterator[tuple[Streamed, "asyncio.Task[None]"]]:
+    """An answer, and the application's work on it."""
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = Streamed()
+    messages: list[Mapping[str, Any]] = [{"type": "http.request", "body": raw, "more_body": False}]
+
+    async def receive() -> Mapping[str, Any]:
+        if messages:
+            return messages.pop()
+        await answer.left.wait()
+        return {"type": "http.disconnect"}
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [(b"authorization", f"Bearer {API_KEY}".encode())],
+        "client": ("192.0.2.7", 1234),
+    }
+    work = asyncio.create_task(app(scope, receive, answer.send))
+    try:
+        yield answer, work
+    finally:
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
