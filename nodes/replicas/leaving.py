@@ -26,6 +26,7 @@ from nodes.models.replica import NodeModelQuerySet
 from nodes.replicas import statements
 from operations import targets
 from operations.changes import events
+from operations.ledger.progress import update
 from operations.models import ACTIVE, Operation, OperationTarget
 
 UNLOAD, DELETE = "model_unload", "model_delete"
@@ -97,7 +98,7 @@ def withdraw(
     for row in fresh:
         row.state, row.cleanup_next_retry_at = ReplicaState.UNLOADING, until
         row.cleanup_error, row.cleanup_attempts, row.updated_at = "", 0, now
-    NodeModel.objects.bulk_update(found, _WITHDRAWN)
+    update(found, _WITHDRAWN)
     events.notify(events.NODES, *sorted({str(row.node_id) for row in fresh}))
     return [_leaving(row) for row in found]
 

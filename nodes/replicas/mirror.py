@@ -122,12 +122,12 @@ class _Copy(Generic[_Row]):
 
     def read(self, since: int | None, count: _Count) -> set[UUID]:
         """Reads what was written since, or all; answers the nodes that this is about."""
-        every, changed = self._model._default_manager.order_by(), set()
-        written = every
+        if since is not None and count == (len(self.rows), 0):
+            return set()
+        written = every = self._model._default_manager.order_by()
         if since is not None:
-            written = (
-                every.extra(where=[_recent(self._model)], params=[since]) if count.written else every.none()
-            )
+            written = every.extra(where=[_recent(self._model)], params=[since])
+        changed = set()
         for id, *columns in written.values_list(*self._columns):
             if id in self.rows:
                 changed.add(self._drop(id))

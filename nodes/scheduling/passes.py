@@ -12,6 +12,7 @@ from django.db.models import Q, QuerySet
 
 from nodes.models import ModelSchedulingConfig, selectors
 from nodes.scheduling.picture import ClearFlags, Demand, Ruling, Unsatisfiable
+from operations.ledger.progress import update
 
 _WRITTEN = [
     "wanted_replicas", "current_replicas", "loading_replicas", "reason", "looked_at",
@@ -61,7 +62,7 @@ def record(rulings: Iterable[Ruling], about: Mapping[str, Demand], now: datetime
         same = [row for row in locked if row.updated_at == about[row.model_name].changed_at]
         for row in same:
             _write(row, found[row.model_name], now)
-        ModelSchedulingConfig.objects.bulk_update(same, _WRITTEN)
+        update(same, _WRITTEN)
 
 
 def _write(row: ModelSchedulingConfig, ruling: Ruling, now: datetime) -> None:

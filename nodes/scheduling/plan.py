@@ -41,13 +41,31 @@ _NAMED = 5
 """Nodes that a reason names."""
 
 
+class _Ground(tuple[Host, ...]):
+    """The nodes that a selector chooses, by name. Rules share it, so that none has to look at every node."""
+
+    @cached_property
+    def by_id(self) -> dict[UUID, Host]:
+        """The same by their ids."""
+        return {host.id: host for host in self}
+
+    @cached_property
+    def ids(self) -> frozenset[UUID]:
+        """Only these."""
+        return frozenset(self.by_id)
+
+    @cached_property
+    def slots(self) -> int:
+        """Those of all of them, for one model."""
+        return sum(host.slots for host in self)
+
+
 @dataclass(frozen=True)
 class _Scene:
     """One rule, and what of the fleet concerns it."""
 
     demand: Demand
-    fits: Sequence[Host]
-    """Nodes that its selector chooses, by name."""
+    fits: _Ground
     rows: Sequence[Placed]
     """All of the model."""
     serving: Sequence[Placed]
@@ -78,13 +96,14 @@ class _Scene:
     @cached_property
     def fitting(self) -> list[Placed]:
         """Those of `serving` where the rule wants them."""
-        chosen = {host.id for host in self.fits}
-        return [row for row in self.serving if row.node_id in chosen]
+        return [row for row in self.serving if row.node_id in self.fits.ids]
 
     @property
     def room(self) -> int:
         """R1.65: slots that are free for one more load."""
-        return sum(self.free(host) for host in self.fits) - (self.loads - self.placed)
+        there = ((self.fits.by_id[id], rows) for id, rows in self.held.items() if id in self.fits.ids)
+        taken = sum(min(len(rows), host.slots) for host, rows in there)
+        return self.fits.slots - taken - (self.loads - self.placed)
 
     def free(self, host: Host) -> int:
         """The node's free slots."""
@@ -93,7 +112,7 @@ class _Scene:
     @property
     def leaving(self) -> bool:
         """Whether a slot will be free without more ado."""
-        return any(row.state == "unloading" for host in self.fits for row in self.held.get(host.id, ()))
+        return any(row.state == "unloading" and row.node_id in self.fits.ids for row in self.rows)
 
     @property
     def wanted(self) -> int:
@@ -103,7 +122,7 @@ class _Scene:
     @property
     def only(self) -> frozenset[UUID] | None:
         """R4.15: where a load may go."""
-        return None if self.demand.selector == {} else frozenset(host.id for host in self.fits)
+        return None if self.demand.selector == {} else self.fits.ids
 
     def ruling(self, reason: str, *actions: Action) -> Ruling:
         """What is to be done, with the figures."""
@@ -123,7 +142,7 @@ def plan(fleet: Fleet, demands: Iterable[Demand], now: datetime, *, tick: bool) 
     rows, hosts = defaultdict(list), {host.id: host for host in fleet.hosts}
     for replica in sorted(fleet.replicas, key=lambda one: (one.index, one.id)):
         rows[replica.model].append(replica)
-    chosen: dict[tuple[tuple[str, str], ...] | None, list[Host]] = {}
+    chosen: dict[tuple[tuple[str, str], ...] | None, _Ground] = {}
     found = []
     for demand in sorted(demands, key=lambda one: one.model):
         key = None if demand.selector is None else tuple(sorted(demand.selector.items()))
@@ -154,12 +173,12 @@ def plan(fleet: Fleet, demands: Iterable[Demand], now: datetime, *, tick: bool) 
     return found
 
 
-def _matching(hosts: Iterable[Host], selector: Mapping[str, str] | None) -> list[Host]:
+def _matching(hosts: Iterable[Host], selector: Mapping[str, str] | None) -> _Ground:
     """R1.68, R1.69."""
     if selector is None:
-        return []
+        return _Ground()
     found = (host for host in hosts if selector.items() <= host.labels.items())
-    return sorted(found, key=lambda host: (host.name, host.id))
+    return _Ground(sorted(found, key=lambda host: (host.name, host.id)))
 
 
 def _decide(scene: _Scene, now: datetime, *, tick: bool) -> Ruling:

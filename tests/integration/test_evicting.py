@@ -1,6 +1,7 @@
 """Evictions against a real PostgreSQL: races, memory that is given back, and the load that waits for it."""
 
 import asyncio
+import threading
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +26,9 @@ from nodes.placement.evict import Eviction
 from nodes.replicas import eviction, hooks, leaving, retire, slots, snapshot
 from nodes.replicas.hooks import Removed
 from nodes.replicas.slots import Slot
+from nodes.routing.picks import Picker
+from nodes.routing.pool import Pool
+from nodes.routing.request import InferenceRequest
 from operations.executor.work import Postpone, in_thread
 from operations.models import Operation
 from tests.integration.test_loading import BACKEND, STARTED, Stage, loads, stage
@@ -36,6 +40,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 GB = 2**30
 RACERS, NODES = 32, 8
+STATE = "SELECT state FROM node_models WHERE id = %(id)s"
 
 
 def read_node(name: str, available: int) -> BackendNode:
@@ -93,6 +98,46 @@ def test_thirty_two_loads_evict_no_more_than_they_need() -> None:
         taken = NodeModel.objects.filter(node=node, state="loading").count() * 5
         assert taken <= out.filter(node=node).count() * 10
     assert set(out.values_list("loading_by", "cleanup_attempts")) == {(leaving.EVICTED, 1)}
+
+
+@pytest.mark.rule("R1.58", "R2.51", "R2.52")
+def test_no_request_loses_its_replica_to_an_eviction_and_no_release_is_lost() -> None:
+    """Two web processes pick and release all the while; whoever has a replica has one that serves."""
+    nodes = [read_node(f"n{number}", 0) for number in range(NODES)]
+    for index, node in enumerate(node for node in nodes for _ in range(4)):
+        old(node, "a", index)
+    held: list[str] = []
+    evicted = threading.Event()
+
+    async def requests(picker: Picker, looking: Pool) -> None:
+        while not evicted.is_set():
+            replica = await picker.acquire(InferenceRequest(model="a"))
+            assert replica is not None
+            [[state]] = await looking.rows(STATE, {"id": replica.id})
+            held.append(state)
+            picker.release(replica)
+
+    async def web_process() -> None:
+        pool = Pool(hot.database_url())
+        await pool.open()
+        async with hot.picker() as picker:
+            await asyncio.gather(*(requests(picker, pool) for _ in range(4)))
+            await picker.settle()
+        await pool.close()
+
+    def evictions() -> list[Any]:
+        try:
+            need = Need(vram=5 * GB, vram_required=True)
+            return at_once(*(lambda number=number: placed(number, need) for number in range(RACERS)))
+        finally:
+            evicted.set()
+
+    results = at_once(evictions, *[lambda: asyncio.run(web_process())] * 2)
+    assert unexpected(results) == unexpected(results[0]) == []
+    assert [result for result in results[0] if not isinstance(result, Slot)] == []
+    assert set(held) == {"loaded"}
+    assert NodeModel.objects.filter(state="unloading").count() == RACERS // 2
+    assert set(NodeModel.objects.values_list("in_flight", flat=True)) == {0}
 
 
 @pytest.mark.rule("R1.104", "R2.51", "R2.54")

@@ -327,6 +327,33 @@ def test_between_two_ticks_only_what_is_missing_is_asked_for() -> None:
     assert plan(failed, [rule(1)], NOW, tick=False) == []
 
 
+@dataclass(frozen=True)
+class Counted(Host):
+    """Counts how often anything of a node is looked at."""
+
+    looks = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("__"):
+            Counted.looks += 1
+        return super().__getattribute__(name)
+
+
+@pytest.mark.rule("R4.1")
+def test_rules_share_what_a_selector_chooses() -> None:
+    """So a pass is linear: twice as many rules on the same nodes do not look at each node twice as often."""
+    hosts = [Counted(UUID(int=number), f"n{number:03}", {"tier": "x"}, 1) for number in range(1, 101)]
+
+    def looks(rules: int) -> int:
+        Counted.looks = 0
+        demands = [rule(2, model=f"m{number:02}", selector={"tier": "x"}) for number in range(rules)]
+        rulings = plan(Fleet(hosts), demands, NOW, tick=True)
+        assert all(len(loads(one.actions)) == 2 for one in rulings)
+        return Counted.looks
+
+    assert looks(40) == looks(20)
+
+
 # --- what must hold of every plan
 
 
