@@ -57,6 +57,8 @@ class Gateway:
         self.picker = picker
         self._clients = clients
         self._loads = loads
+        self._probes: dict[tuple[str, str], asyncio.Task[bool]] = {}
+        """Health calls under way, which all requests share that failed there at the same moment."""
 
     async def run(self, request: InferenceRequest, work: "Work[T]") -> T:
         """Has one replica do `work`; raises ClusterErrors.
@@ -116,6 +118,15 @@ class Gateway:
             self._clients.forget(replica.address, replica.token)
 
     async def _answers(self, replica: Replica) -> bool:
+        """R2.13: one call for all; what it says is not kept, for a failure is newer than any success."""
+        key = (replica.address, replica.token)
+        probe = self._probes.get(key)
+        if probe is None:
+            probe = self._probes[key] = asyncio.create_task(self._healthy(replica))
+            probe.add_done_callback(lambda _: self._probes.pop(key, None))
+        return await asyncio.shield(probe)
+
+    async def _healthy(self, replica: Replica) -> bool:
         try:
             return await self._clients.get(replica.address, replica.token).health(PROBE_SECONDS)
         except BackendError:

@@ -22,7 +22,7 @@ def base() -> float:
     return deadlines.hold(cluster.install_timeout, cluster.model_load_timeout)
 
 
-class Hold:
+class MovingWish:
     """One attempt's."""
 
     def __init__(self, work: Work) -> None:

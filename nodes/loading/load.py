@@ -39,7 +39,7 @@ from nodes.loading.failures import (
     NodeRefused,
     WorkerGone,
 )
-from nodes.loading.hold import Hold
+from nodes.loading.hold import MovingWish
 from nodes.loading.retrying import again, elsewhere
 from nodes.loading.room import Room, made
 from nodes.loading.wish import wish_of
@@ -85,7 +85,7 @@ class Attempt:
     """The nodes that failed this load before, or did not answer."""
     why: str
     """What decided for this place."""
-    hold: Hold
+    hold: MovingWish
     payload: int = 0
     """Bytes of the model's files; 0 = not known."""
     room: Room | None = None
@@ -168,7 +168,7 @@ class LoadModel:
             worker,
             place.setbacks,
             place.why,
-            Hold(work),
+            MovingWish(work),
             files.payload,
             place.room,
         )

@@ -50,7 +50,7 @@ def loaded_by(replica_id: UUID) -> str | None:
 def lacks_room(replica_id: UUID, refused: Mapping[UUID, Reason]) -> bool:
     """Whether the replica's node was refused for nothing but the room that the replica takes."""
     node = NodeModel.objects.loaded().filter(pk=replica_id).values_list("node_id", flat=True).first()
-    return node is not None and refused.get(node) in (Reason.FULL, Reason.MEMORY)
+    return node is not None and refused.get(node) in (Reason.FULL, Reason.MEMORY, Reason.GPUS)
 
 
 def selectors_of(model_names: Collection[str]) -> dict[str, Selector]:

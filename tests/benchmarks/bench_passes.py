@@ -82,7 +82,7 @@ def run(nodes: int) -> None:
     plant(nodes)
     measure(nodes, "replica pass", lambda: replicas.look(tick=True))
     rules = passes.demands()
-    fleet = replicas.observe(rules)
+    fleet = replicas.observe(rules, None)
     measure(nodes, "of that, the plan", lambda: plan(fleet, rules, now, tick=True))
     measure(nodes, "liveness", tasks.liveness)
     measure(nodes, "state pass: asking and counts", tasks.state_pass)

@@ -97,11 +97,15 @@ COVERED: dict[str, frozenset[str] | None] = {
     # Not R1.77: capabilities.
     "1J": _numbers("R1.", range(68, 77)),
     "1L": None,
+    # An edited definition; the rest is a state that requests could set, which there is none of.
+    "1N": _numbers("R1.", range(94, 95), range(98, 100)),
     "1P": None,
     "1Q": None,
+    "2C": None,
     # Not R2.36: there is no mode in which nodes share their models.
     "2F": _numbers("R2.", range(37, 40)),
     "2G": None,
+    "2O": None,
     # The replica pass; not R4.13 and R4.16: nothing counts pressure yet.
     "4A": _numbers("R4.", range(1, 3)),
     "4B": _numbers("R4.", range(6, 13), range(14, 16), range(17, 24)),
@@ -127,7 +131,7 @@ COVERED: dict[str, frozenset[str] | None] = {
         range(67, 68),
         range(72, 88),
         range(103, 110),
-        range(127, 130),
+        range(127, 131),
         range(133, 139),
         range(140, 149),
         range(150, 153),

@@ -20,7 +20,7 @@ from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
 from nodes.loading import engines, load
 from nodes.loading.another import load_another
-from nodes.loading.hold import Hold
+from nodes.loading.hold import MovingWish
 from nodes.loading.room import what_makes_room
 from nodes.loading.stopping import Stopper
 from nodes.models import BackendNode, EngineStart, MassSilence, ModelSchedulingConfig, NodeModel
@@ -438,7 +438,7 @@ async def test_one_more_replica_is_wanted_for_longer_while_something_moves() -> 
         return (row.needed_until - clock.now()).total_seconds()
 
     await in_thread(lambda: Operation.objects.update(needed_until=clock.now()))
-    held = Hold(Work(asked, Recorder(write_batch)))
+    held = MovingWish(Work(asked, Recorder(write_batch)))
     await held.moved(0)
     assert await until() <= 0
     await held.moved(7)
@@ -447,5 +447,5 @@ async def test_one_more_replica_is_wanted_for_longer_while_something_moves() -> 
     assert 4900 < await until() <= 5000
     plain = await in_thread(Operation.objects.get, pk=asked.id)
     plain.payload = {}
-    await Hold(Work(plain, Recorder(write_batch))).lasts(9000)
+    await MovingWish(Work(plain, Recorder(write_batch))).lasts(9000)
     assert await until() <= 5000

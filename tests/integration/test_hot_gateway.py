@@ -7,6 +7,7 @@ import struct
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -17,8 +18,10 @@ from localai_cluster.accounts.principals import AGENT_PREFIX, KEY_PREFIX, hash_s
 from localai_cluster.asgi import application
 from localai_cluster.metrics import exposed, kinds
 from localai_cluster.rpc.client import BackendClient
+from nodes.inference import gateway
 from nodes.models import NodeModel, ReplicaUse
 from nodes.replicas import leaving
+from nodes.routing.request import Replica
 from tests.support import backends, hot
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -302,6 +305,28 @@ def test_a_dead_replica_is_taken_out_and_the_request_goes_on() -> None:
             return replies
 
     assert [answer.status for answer in run(scenario)] == [200] * 10
+
+
+@pytest.mark.rule("R2.13")
+def test_requests_that_fail_at_one_moment_share_one_health_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the next ones ask again: what was said before the failure proves nothing."""
+    asked: list[float] = []
+
+    async def health(self: BackendClient, timeout: float) -> bool:
+        asked.append(timeout)
+        await asyncio.sleep(0)
+        return True
+
+    monkeypatch.setattr(BackendClient, "health", health)
+
+    async def scenario(client: hot.Client, _: Any) -> None:
+        there = Replica(uuid4(), uuid4(), 0, "echo", "127.0.0.1:1")
+        found = gateway.current()
+        for count in (1, 2):
+            answers = await asyncio.gather(*(found._answers(there) for _ in range(20)))
+            assert (answers, len(asked)) == ([True] * 20, count)
+
+    run(scenario)
 
 
 @pytest.mark.rule("R2.76", "T-INF-18", "T-INF-22", "T-INF-26", "T-INF-27")

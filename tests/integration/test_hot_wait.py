@@ -118,6 +118,29 @@ def test_a_replica_that_appears_otherwise_ends_the_wait() -> None:
     assert Operation.objects.get().status == Status.PROCESSING
 
 
+@pytest.mark.rule("R2.19", "R2.16")
+def test_waiting_requests_go_on_when_the_load_changes_hands() -> None:
+    """Its controller fell silent: the lease runs out, another one takes over, nobody has to ask again."""
+
+    def falls_silent() -> None:
+        Operation.objects.update(lease_until=clock.now() - timedelta(seconds=1))
+        assert lease.reap(now=clock.now()) == (1, 0)
+
+    async def scenario(client: hot.Client) -> list[hot.Reply]:
+        asked = asyncio.create_task(ask_many(client, 5))
+        first = await claimed()
+        await hot.in_thread(falls_silent)
+        second = await claimed()
+        assert (second.id, second.fence) == (first.id, first.fence + 1)
+        async with backends.running_backend("echo", model="echo") as engine:
+            await hot.in_thread(lambda: hot.replica(hot.node(), address=engine.address))
+            await hot.in_thread(lambda: end(second, Event.COMPLETE))
+            return await asked
+
+    assert [answered.status for answered in run(scenario)] == [200] * 5
+    assert Operation.objects.count() == 1
+
+
 @pytest.mark.rule("R2.20", "R2.22", "T-JOB-16", "http-6.1")
 def test_the_budget_ends_the_request_not_the_load(cluster: Callable[..., None]) -> None:
     """R2.20, R2.22: 503 with Retry-After, the `loading` object and the operation's reason; it goes on."""
