@@ -53,7 +53,8 @@ class InstallRequest:
 class InstallReply:
     """`address` is the `host:port` to dial; empty after an `install_only` success.
 
-    Extension: `interrupted` says that a stop came while the process started, so asking again makes sense.
+    Extension: `interrupted` says that asking again makes sense: a stop came while the process started, or the
+    worker did not run when it was asked, and has not begun.
     """
 
     success: bool = False
@@ -77,12 +78,16 @@ class UpgradeRequest:
 
 @dataclass(frozen=True)
 class UpgradeReply:
-    """The stop report may be trusted only when `reports_stopped_processes` is true."""
+    """The stop report may be trusted only when `reports_stopped_processes` is true.
+
+    Extension: `interrupted` as in `InstallReply`.
+    """
 
     success: bool = False
     error: str = omitted("")
     stopped_process_keys: tuple[str, ...] = omitted(())
     reports_stopped_processes: bool = omitted(False)
+    interrupted: bool = omitted(False)
 
 
 @dataclass(frozen=True)

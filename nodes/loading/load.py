@@ -309,8 +309,8 @@ async def _started(
         match outcome:
             case Done(reply):
                 return reply
-            case WorkerRefused(_, reply) if reply.interrupted:
-                raise Postpone(f"{attempt.process_key} was stopped while it started", seconds=1.0)
+            case WorkerRefused(reason, reply) if reply.interrupted:
+                raise Postpone(f"{attempt.process_key}: {reason}", seconds=1.0)
             case WorkerRefused(reason):
                 raise NodeRefused(f"{backend}: {offered.explained(reason)}")
             case Unreadable(reason):

@@ -1,15 +1,15 @@
 """A cursor: where one reader of the operations stands, and what it is told next.
 
-Changes arrive through the channel layer, which may lose, double or reorder them. A change after a quiet moment
-is yielded at once; what follows it closely is gathered and yielded together. A gap in the numbers, if it does
-not close while changes are gathered, leads back to the rows, and so does a read every few seconds.
+Changes arrive through the channel layer, which may lose, double or reorder them. A change after a quiet
+moment is yielded at once; what follows it closely is gathered and yielded together. A gap in the numbers, if
+it does not close while changes are gathered, leads back to the rows, and so does a read every few seconds.
 A slow reader keeps no more than `MOST_RECEIVED` changes and is then brought up to date from the rows.
 """
 
 import asyncio
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ READ_EVERY = 5.0
 READ_AGAIN = 1.0
 """The same while the database cannot be read."""
 GATHER = 0.05
-"""Seconds between two updates at least: ten thousand changes a minute are twenty messages a second at most."""
+"""Seconds between two updates, at least: ten thousand changes a minute are twenty messages a second."""
 FARTHEST_BACK = 1000
 """Changes that are worth sending one by one; a client that missed more starts from a snapshot."""
 MOST_RECEIVED = 1000
@@ -88,7 +88,7 @@ class Cursor:
         """Something may have been missed."""
         self._woken.set()
 
-    async def updates(self, since: int | None) -> AsyncIterator[Update]:
+    async def updates(self, since: int | None) -> AsyncGenerator[Update, None]:
         """First where things stand, as seen from `since`, then every change, without end."""
         step: Callable[[], Awaitable[Update | None]] = functools.partial(self._read, since)
         while True:
