@@ -2,8 +2,9 @@
 
 What was sent to it before lies in the socket and is read afterwards, when its sender may have given it up:
 the node counted as offline, an operator has decided otherwise. No clock of another machine tells, and the
-sender may be another process by then. So a command that may be that old is not begun. Its sender, if it still
-wants it, asks again. A pause that the machine's own clocks do not see, as of a virtual machine, is not noticed.
+sender may be another process by then. So a command that may be that old is not begun. Its sender, if it
+still wants it, asks again. A pause that the machine's own clocks do not see, as of a virtual machine, is not
+noticed.
 """
 
 import asyncio

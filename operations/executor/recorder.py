@@ -1,9 +1,9 @@
 """Remembers what running attempts report and has it written in batches.
 
 One recorder lives in every executor. It keeps the latest report of each part in memory, writes at once if no
-write is under way, and begins at most ten batches a second, five where they take long: outcomes and leases need
-the same rows. What cannot be written now stays and is tried again; what came meanwhile is merged into it. A crash
-loses what was not written, never an outcome.
+write is under way, and begins at most ten batches a second, five where they take long: outcomes and leases
+need the same rows. What cannot be written now stays and is tried again; what came meanwhile is merged into
+it. A crash loses what was not written, never an outcome.
 """
 
 import asyncio

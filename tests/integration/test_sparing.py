@@ -15,11 +15,11 @@ from django.db import OperationalError
 from localai_cluster import clock, errors
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import RequestTimeout
-from nodes.backends import admission, intents, sparing, wave_requests
-from nodes.backends.admission import Asked, Wish
+from nodes.backends import admission, intents, sparing, wave_requests, wishes
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import Intent
 from nodes.backends.wave_plan import Options
+from nodes.backends.wishes import Asked, Wish
 from nodes.models import BackendNode, NodeModel, PendingBackendOp
 from nodes.replicas import withdrawn
 from operations.ledger import admission as ledger
@@ -42,7 +42,7 @@ class Stage(OneIntent):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kind = admission.UPGRADE
+        self.kind = wishes.UPGRADE
         self.lists(ECHO)
         self.other = hot.node("two")
         for port, (node, model) in enumerate((n, x) for n in (self.node, self.other) for x in "mn"):
@@ -51,7 +51,7 @@ class Stage(OneIntent):
 
     def begins_in_waves(self, *confirmed: str) -> Intent:
         asked = Asked([self.node], actor="test", waves=Options(), last_replicas=confirmed)
-        admission.ask(Wish(admission.UPGRADE, "echo"), asked, now=clock.now())
+        admission.ask(Wish(wishes.UPGRADE, "echo"), asked, now=clock.now())
         return self.claimed()
 
     def alone(self) -> None:
@@ -282,10 +282,10 @@ async def test_a_last_replica_that_stays_is_looked_at_less_and_less_often(
 async def test_a_confirmation_counts_for_all_operations_that_share_the_work(stage: Stage) -> None:
     def shared() -> Intent:
         asked = Asked([stage.node], actor="test", waves=Options())
-        admission.ask(Wish(admission.UPGRADE, "echo"), asked, now=clock.now())
+        admission.ask(Wish(wishes.UPGRADE, "echo"), asked, now=clock.now())
         both = replace(asked, nodes=[stage.node, stage.other], last_replicas=["m"])
         both = replace(both, waves=Options(max_unavailable=2, canary=False))
-        admission.ask(Wish(admission.UPGRADE, "echo"), both, now=clock.now())
+        admission.ask(Wish(wishes.UPGRADE, "echo"), both, now=clock.now())
         return next(one for one in claim(2) if one.node == stage.node)
 
     await hot.in_thread(stage.alone)
@@ -297,12 +297,12 @@ async def test_a_confirmation_counts_for_all_operations_that_share_the_work(stag
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_waves_spare_the_requests_of_an_intent_that_was_made_without_them(stage: Stage, begun: bool) -> None:
-    admission.ask(Wish(admission.UPGRADE, "echo"), Asked([stage.node], actor="test"), now=clock.now())
+    admission.ask(Wish(wishes.UPGRADE, "echo"), Asked([stage.node], actor="test"), now=clock.now())
     if begun:
         claim()
     waves = Options(max_unavailable=2, canary=False)
     asked = Asked([stage.node, stage.other], actor="test", waves=waves)
-    admission.ask(Wish(admission.UPGRADE, "echo"), asked, now=clock.now())
+    admission.ask(Wish(wishes.UPGRADE, "echo"), asked, now=clock.now())
     assert PendingBackendOp.objects.get(node=stage.node).spares_requests is not begun
 
 
