@@ -128,7 +128,7 @@ class StopBackend:
 
 @dataclass(frozen=True)
 class InstalledBackend:
-    """One element of the reply to `backend.list`."""
+    """One element of the reply to `backend.list`. Extension: `alias`, another name that starts it."""
 
     name: str = ""
     is_system: bool = False
@@ -138,6 +138,7 @@ class InstalledBackend:
     version: str = omitted("")
     uri: str = omitted("")
     digest: str = omitted("")
+    alias: str = omitted("")
 
 
 @dataclass(frozen=True)

@@ -197,6 +197,7 @@ class Commands:
                     version=entry.metadata.version,
                     uri=entry.metadata.uri,
                     digest=entry.metadata.digest,
+                    alias=entry.metadata.alias,
                 )
                 for _, entry in sorted(entries.items())
                 if not entry.is_alias

@@ -129,7 +129,7 @@ def everywhere(wish: Wish) -> tuple[list[BackendNode], list[LeftOut]]:
     """
     nodes = BackendNode.objects.filter(node_type="backend").exclude(status="pending")
     if wish.kind != INSTALL:
-        listed = NodeBackend.objects.filter(name__iexact=wish.backend)
+        listed = NodeBackend.objects.named(wish.backend)
         nodes = nodes.filter(pk__in=listed.values("node_id"))
     found = list(nodes.order_by("name"))
     ready = [node for node in found if node.status != "draining"]

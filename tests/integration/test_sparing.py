@@ -20,7 +20,7 @@ from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import Intent
 from nodes.backends.wave_plan import Options
 from nodes.backends.wishes import Asked, Wish
-from nodes.models import BackendNode, NodeModel, PendingBackendOp
+from nodes.models import BackendNode, NodeBackend, NodeModel, PendingBackendOp
 from nodes.replicas import withdrawn
 from operations.ledger import admission as ledger
 from operations.ledger import lease, outcome
@@ -96,6 +96,51 @@ async def test_the_command_is_sent_when_the_requests_have_ended(stage: Stage) ->
     assert (await attempt).status == "success"
     assert len(stage.sent) == 1
     assert await hot.in_thread(stage.loaded, stage.node) == {"n"}, "what did not stop serves again"
+
+
+@pytest.mark.rule("worker-7", "R6.32")
+async def test_replicas_that_were_started_by_the_alias_are_spared(stage: Stage) -> None:
+    """The upgrade stops their engines too: their requests were cut off, and last replicas went unasked."""
+
+    def by_alias() -> None:
+        NodeBackend.objects.create(node=stage.node, name="echo", alias="Speech")
+        NodeBackend.objects.create(node=stage.other, name="echo")
+        NodeModel.objects.update(backend_type="speech")
+        counted(stage.node, 1)()
+
+    await hot.in_thread(by_alias)
+    stage.lists(replace(ECHO, alias="Speech"))
+    both = [stage.node.id, stage.other.id]
+    assert await hot.in_thread(partial(withdrawn.last_replicas, "echo", both)) == {}
+    await hot.in_thread(stage.alone)
+    assert await hot.in_thread(partial(withdrawn.last_replicas, "echo", both)) == {stage.node.id: {"m"}}
+    intent = await hot.in_thread(partial(stage.begins_in_waves, "m"))
+    attempt = asyncio.create_task(stage.carries_out(intent))
+    await until(lambda: reason() == "waiting for 1 request on one")
+    assert await hot.in_thread(stage.loaded, stage.node) == set()
+    await hot.in_thread(counted(stage.node, 0))
+    assert (await attempt).status == "success"
+    kept = await hot.in_thread(partial(NodeBackend.objects.get, node=stage.node, name="echo"))
+    assert kept.alias == "Speech"
+
+
+@pytest.mark.rule("worker-7")
+async def test_an_upgrade_by_the_alias_spares_what_runs_under_either_name(stage: Stage) -> None:
+    """It was refused as not installed."""
+    stage.lists(replace(ECHO, name="cpu-echo", alias="echo"))
+
+    def by_both() -> Intent:
+        NodeBackend.objects.create(node=stage.node, name="cpu-echo", alias="echo")
+        NodeModel.objects.filter(model_name="n").update(backend_type="cpu-echo")
+        assert wishes.everywhere(Wish(wishes.UPGRADE, "echo"))[0] == [stage.node]
+        counted(stage.node, 1)()
+        return stage.begins_in_waves()
+
+    attempt = asyncio.create_task(stage.carries_out(await hot.in_thread(by_both)))
+    await until(lambda: reason() == "waiting for 1 request on one")
+    assert await hot.in_thread(stage.loaded, stage.node) == set()
+    await hot.in_thread(counted(stage.node, 0))
+    assert (await attempt).status == "success"
 
 
 async def test_requests_that_take_too_long_do_not_hold_it_up(

@@ -178,7 +178,7 @@ def _confirm(wish: Wish, nodes: Sequence[BackendNode]) -> None:
     if not sys.stdin.isatty():
         raise CommandError(f"give --yes to delete {wish.backend} without a question")
     names = ", ".join(node.name for node in nodes) or "no node"
-    stops = NodeModel.objects.loaded().filter(node__in=nodes, backend_type__iexact=wish.backend)
+    stops = NodeModel.objects.loaded().filter(node__in=nodes).of_backend(wish.backend)
     found = stops.order_by("model_name", "node__name").values_list("model_name", "node__name")
     replicas = ", ".join(f"{model} on {node}" for model, node in found)
     said = f"Delete {wish.backend} from {names}." + (f" This stops {replicas}." if replicas else "")
