@@ -21,6 +21,11 @@ def monotonic() -> float:
     return time.monotonic()
 
 
+def since_boot() -> float:
+    """As `monotonic`, and goes on while the machine sleeps, where the system has such a clock."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
 async def wait_until(
     condition: Callable[[], Awaitable[bool]], *, timeout: float, every: float = 0.05
 ) -> bool:

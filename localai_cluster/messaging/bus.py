@@ -5,9 +5,10 @@ the truth, so a caller that sees `generation` rise after a loss asks again or lo
 """
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from localai_cluster import clock
 from localai_cluster.errors import ClusterError, Unavailable
 from localai_cluster.messaging.codec import decode, encode
 
@@ -48,11 +49,13 @@ class PayloadTooLarge(ClusterError):
 
 @dataclass(frozen=True)
 class Message:
-    """One message as it arrived; `wants_reply` tells a request from a publish."""
+    """One message; `wants_reply` tells a request from a publish."""
 
     subject: str
     payload: bytes
     wants_reply: bool
+    arrived_at: float = field(default_factory=clock.since_boot)
+    """When it was read from the connection; it may have waited for its handler."""
 
 
 Handler = Callable[[Message], Awaitable[bytes | None]]

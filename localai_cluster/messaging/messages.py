@@ -55,8 +55,8 @@ class InstallRequest:
 class InstallReply:
     """`address` is the `host:port` to dial; empty after an `install_only` success.
 
-    Extensions: `interrupted` says that a stop came while the process started, so asking again makes sense;
-    `gpus` are those that the process was given.
+    Extensions: `interrupted` says that asking again makes sense: a stop came while the process started, or
+    the worker did not run when it was asked, and has not begun; `gpus` are those that the process was given.
     """
 
     success: bool = False
@@ -81,12 +81,16 @@ class UpgradeRequest:
 
 @dataclass(frozen=True)
 class UpgradeReply:
-    """The stop report may be trusted only when `reports_stopped_processes` is true."""
+    """The stop report may be trusted only when `reports_stopped_processes` is true.
+
+    Extension: `interrupted` as in `InstallReply`.
+    """
 
     success: bool = False
     error: str = omitted("")
     stopped_process_keys: tuple[str, ...] = omitted(())
     reports_stopped_processes: bool = omitted(False)
+    interrupted: bool = omitted(False)
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,7 @@ class StopBackend:
 
 @dataclass(frozen=True)
 class InstalledBackend:
-    """One element of the reply to `backend.list`."""
+    """One element of the reply to `backend.list`. Extension: `alias`, another name that starts it."""
 
     name: str = ""
     is_system: bool = False
@@ -137,6 +141,7 @@ class InstalledBackend:
     version: str = omitted("")
     uri: str = omitted("")
     digest: str = omitted("")
+    alias: str = omitted("")
 
 
 @dataclass(frozen=True)

@@ -278,7 +278,7 @@ class _Standing:
         self._handler = handler
         self._slots = asyncio.Semaphore(limit)
         # Ours, not the library's: what has arrived outlives the connection that brought it.
-        self._arrived: asyncio.Queue[Msg] = asyncio.Queue(INBOUND_LIMIT)
+        self._arrived: asyncio.Queue[tuple[Message, str]] = asyncio.Queue(INBOUND_LIMIT)
         self._running: set[asyncio.Task[None]] = set()
         self._carrier: NatsSubscription | None = None
         self._dispatcher = asyncio.create_task(self._dispatch(), name=f"dispatch {subject}")
@@ -322,23 +322,24 @@ class _Standing:
 
     async def _receive(self, message: Msg) -> None:
         try:
-            self._arrived.put_nowait(message)
+            arrived = Message(message.subject, bytes(message.data), bool(message.reply))
+            self._arrived.put_nowait((arrived, message.reply))
         except asyncio.QueueFull:
             self._bus.complain(f"message bus: too many messages wait on {self._subject}; one was dropped")
 
     async def _dispatch(self) -> None:
         while True:
             await self._slots.acquire()
-            message = await self._arrived.get()
-            task = asyncio.create_task(self._handle(message))
+            message, inbox = await self._arrived.get()
+            task = asyncio.create_task(self._handle(message, inbox))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
-    async def _handle(self, message: Msg) -> None:
+    async def _handle(self, message: Message, inbox: str) -> None:
         try:
-            answer = await self._handler(Message(message.subject, bytes(message.data), bool(message.reply)))
-            if answer is not None and message.reply:
-                await self._bus.answer(message.reply, answer)
+            answer = await self._handler(message)
+            if answer is not None and inbox:
+                await self._bus.answer(inbox, answer)
         except Exception:
             log.exception("the handler of %s failed", self._subject)
         finally:

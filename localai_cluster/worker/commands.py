@@ -1,7 +1,8 @@
 """The eleven subjects a worker subscribes to, and how it handles each message (nats.md §3, §4).
 
 Installs, upgrades and their cancels run concurrently; every other subject handles one message at a time. A
-request that cannot be decoded gets an error reply; a publish that cannot be decoded is ignored.
+request that cannot be decoded gets an error reply; a publish that cannot be decoded is ignored. What changes
+files is not begun if it may have been sent before a pause of this process (`pauses.py`).
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from localai_cluster.worker.engines import Engine, EngineSupervisor
 from localai_cluster.worker.file_copy import Stopped
 from localai_cluster.worker.install_commands import InstallCommands, report_stopped
 from localai_cluster.worker.names import strip_gallery
+from localai_cluster.worker.pauses import LATE, Pauses
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ class Commands:
         supervisor: EngineSupervisor,
         installs: InstallCommands,
         instance: str,
+        pauses: Pauses,
         stop_worker: Callable[[], None],
     ) -> None:
         self._config = config
@@ -52,6 +55,7 @@ class Commands:
         self._supervisor = supervisor
         self._install_commands = installs
         self._instance = instance
+        self._pauses = pauses
         self._stop_worker = stop_worker
         self._shutting_down = False
         self._subscriptions: list[Subscription] = []
@@ -90,6 +94,10 @@ class Commands:
         remove = answers(
             m.DeleteModelRequest, self._delete_model, lambda text: m.DeleteModelReply(error=text)
         )
+        install = self._in_time(install, encode(m.InstallReply(error=LATE, interrupted=True)))
+        upgrade = self._in_time(upgrade, encode(m.UpgradeReply(error=LATE, interrupted=True)))
+        delete = self._in_time(delete, encode(m.DeleteReply(error=LATE, interrupted=True)))
+        remove = self._in_time(remove, None)  # asked again until it is answered
         return [
             (subjects.backend_install(node_id), install, CONCURRENT),
             (subjects.backend_upgrade(node_id), upgrade, CONCURRENT),
@@ -130,6 +138,17 @@ class Commands:
                 return encode(failed(f"internal worker error: {type(error).__name__}"))
             finally:
                 metrics.command_ended(command, outcome, clock.monotonic() - began)
+
+        return handle
+
+    def _in_time(self, handler: Handler, late: bytes | None) -> Handler:
+        """Answers `late` instead, if the message may be from before a pause."""
+
+        async def handle(message: Message) -> bytes | None:
+            if not self._pauses.may_precede(message.arrived_at):
+                return await handler(message)
+            log.warning("%s: not begun, since it may have been sent before a pause", message.subject)
+            return late
 
         return handle
 
@@ -178,6 +197,7 @@ class Commands:
                     version=entry.metadata.version,
                     uri=entry.metadata.uri,
                     digest=entry.metadata.digest,
+                    alias=entry.metadata.alias,
                 )
                 for _, entry in sorted(entries.items())
                 if not entry.is_alias

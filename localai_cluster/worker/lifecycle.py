@@ -35,6 +35,7 @@ from localai_cluster.worker.identity import NodeIdentity
 from localai_cluster.worker.install_commands import InstallCommands
 from localai_cluster.worker.installer import Installer
 from localai_cluster.worker.log_rings import LogRings
+from localai_cluster.worker.pauses import Pauses
 from localai_cluster.worker.port_allocator import PortAllocator
 from localai_cluster.worker.port_block import open_probe_listener
 from localai_cluster.worker.progress import ProgressStream
@@ -79,8 +80,16 @@ class Worker:
         self._supervisor = EngineSupervisor(ports, self._engine_token, guardian, self._rings, exits)
         self._gpus = _gpu_reader(config, lambda: (engine.gpus for engine in self._supervisor.engines()))
         self._install_commands = self._installs(store, downloads)
+        self._pauses = Pauses()
         self._commands = Commands(
-            config, self._bus, store, self._supervisor, self._install_commands, instance, self._stop.set
+            config,
+            self._bus,
+            store,
+            self._supervisor,
+            self._install_commands,
+            instance,
+            self._pauses,
+            self._stop.set,
         )
         self._heartbeats = HeartbeatLoop(
             self._control_plane,
@@ -117,7 +126,7 @@ class Worker:
         application = WorkerApplication(
             self._problem, self._rings, self._engine_token, self._config.metrics_token
         )
-        async with serving(self._listener, application):
+        async with serving(self._listener, application), self._pauses.watched():
             try:
                 await self._until_stopped(self._register())
                 if not self._stop.is_set():

@@ -21,7 +21,7 @@ from localai_cluster.logs import request_id
 from localai_cluster.web.admin import Observed
 from nodes.admin import words
 from nodes.admin.carry import MOST_AT_ONCE
-from nodes.backends.admission import Asked
+from nodes.backends.wishes import Asked
 
 _MOST_REFUSALS_TOLD = 20
 

@@ -10,11 +10,11 @@ from localai_cluster import clock, errors
 from localai_cluster.web.admin import TabularInline
 from nodes.admin.deeds import Deed, DeedAdmin
 from nodes.api import operation_verbs
-from nodes.backends.admission import Asked
+from nodes.backends.wishes import Asked
 from nodes.models import PendingBackendOp
 from operations import targets
 from operations.ledger import admission
-from operations.models import ACTIVE, Operation, OperationTarget, Status
+from operations.models import ACTIVE, Operation, OperationTarget, Status, TargetStatus
 
 
 class CommentForm(forms.Form):
@@ -29,6 +29,13 @@ def _not_cancellable(operation: Operation) -> str:
     if operation.status not in ACTIVE:
         return f"{operation.status} already"
     return "" if admission.cancellable(operation) else "a deletion that has begun cannot be cancelled"
+
+
+def _not_retryable(operation: Operation) -> str:
+    if operation.status != Status.COMPLETED:
+        return ""
+    left = operation.targets.filter(status=TargetStatus.CANCELLED)
+    return "" if operation.by_parts and left.exists() else "completed"
 
 
 def _not_dismissable(operation: Operation) -> str:
@@ -56,7 +63,7 @@ OPERATION_DEEDS = (
         "Retry operations",
         "tried again",
         "Asks again for what did not succeed, with the same request. What still waits is tried at once.",
-        lambda operation: "completed" if operation.status == Status.COMPLETED else "",
+        _not_retryable,
         lambda operation, by, _: operation_verbs.again(operation, [], by),
     ),
     Deed(

@@ -11,8 +11,8 @@ from localai_cluster import errors
 from localai_cluster.web.fields import Described, NullIsAbsent, Text
 from localai_cluster.web.parsers import parse_json
 from nodes.backends import one_node
-from nodes.backends.admission import INSTALL, Wish
 from nodes.backends.upgrade_rules import is_image
+from nodes.backends.wishes import INSTALL, Wish
 
 log = logging.getLogger(__name__)
 

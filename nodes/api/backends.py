@@ -32,6 +32,7 @@ NODE_BACKEND = Shape(
         column("version", TEXT, optional=True),
         column("uri", TEXT, optional=True),
         column("digest", TEXT, optional=True),
+        column("alias", TEXT, "Another name that starts it.", optional=True),
     ],
 )
 _HEADERS = [

@@ -22,8 +22,9 @@ from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, field
 from nodes.api.backend_bodies import InstallSerializer, bare_name, install_wish
 from nodes.api.installs import SAID, Said, asked_by
 from nodes.backends import catalogue, install, one_node, wave_requests
-from nodes.backends.admission import DELETE, INSTALL, UPGRADE, Asked, Wish, ask, everywhere
+from nodes.backends.admission import ask
 from nodes.backends.wave_plan import Options
+from nodes.backends.wishes import DELETE, INSTALL, UPGRADE, Asked, Wish, everywhere
 from nodes.models import BackendNode
 from operations.ledger.admission import Admission
 
@@ -114,29 +115,29 @@ class ExternalSerializer(InstallSerializer, NodesSerializer):
     """What to install from an address, and where."""
 
 
-def _chosen(wish: Wish, fields: dict[str, Any]) -> tuple[list[BackendNode], bool]:
-    """The nodes, and whether they are all. Raises NotFound and Conflict, which name the node."""
+def _chosen(by: Asked, wish: Wish, fields: dict[str, Any]) -> Asked:
+    """The request with its nodes. Raises NotFound and Conflict, which name the node."""
     if not (ids := fields.get("nodes")):
-        return everywhere(wish), True
+        ready, left_out = everywhere(wish)
+        return replace(by, nodes=ready, all_nodes=True, left_out=left_out)
     found = BackendNode.objects.in_bulk(set(ids))
     for id in ids:
         if id not in found:
             raise errors.NotFound(f"node {id} is not registered", field="nodes")
         if reason := one_node.refusal(found[id]):
             raise errors.Conflict(reason, field="nodes")
-    return sorted(found.values(), key=lambda node: node.name), False
+    return replace(by, nodes=sorted(found.values(), key=lambda node: node.name))
 
 
 def started(by: Asked, wish: Wish, fields: dict[str, Any]) -> Admission:
     """Makes the operation for the nodes of `fields`, or joins the one that does the same."""
-    nodes, all_nodes = _chosen(wish, fields)
-    if all_nodes and wish.kind == INSTALL and not wish.uri:
+    asked = _chosen(by, wish, fields)
+    if asked.all_nodes and wish.kind == INSTALL and not wish.uri:
         refuse_concrete(wish)
-    asked = replace(by, nodes=nodes, all_nodes=all_nodes)
     if (waves := fields.get("waves")) is not None:
         confirmed = sorted(set(fields.get("last_replicas", ())))
         asked = replace(asked, waves=Options(**waves), last_replicas=confirmed)
-        wave_requests.refuse_last_replicas(wish.backend, nodes, confirmed)
+        wave_requests.refuse_last_replicas(wish.backend, asked.nodes, confirmed)
     return ask(wish, asked, now=clock.now())
 
 

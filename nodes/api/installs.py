@@ -18,7 +18,8 @@ from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, field
 from nodes.api.backend_bodies import BackendSerializer, InstallSerializer, install_wish
 from nodes.api.base import NodeView, answered, existing, sent
 from nodes.backends import one_node
-from nodes.backends.admission import DELETE, INSTALL, UPGRADE, Asked, Wish, ask
+from nodes.backends.admission import ask
+from nodes.backends.wishes import DELETE, INSTALL, UPGRADE, Asked, Wish
 from nodes.models import BackendNode
 from operations.ledger.admission import Admission
 

@@ -23,6 +23,7 @@ from nodes.api.cluster_backends import STARTED, NodesSerializer, body_of, confir
 from nodes.api.installs import Said, asked_by
 from nodes.backends import admission as on_backends
 from nodes.backends import wave_requests
+from nodes.backends.wishes import Asked
 from nodes.loading import load
 from operations.api.jobs import found
 from operations.api.serializers import DoneSerializer
@@ -68,7 +69,7 @@ def part_cancelled(operation: Operation, node_id: UUID, *, actor: str) -> str:
     return name or str(node_id)
 
 
-def again(operation: Operation, nodes: Sequence[UUID], by: on_backends.Asked) -> admission.Admission:
+def again(operation: Operation, nodes: Sequence[UUID], by: Asked) -> admission.Admission:
     """Asks again for what failed, on these nodes or on all. Raises Conflict where there is nothing to ask."""
     if operation.by_parts:
         return on_backends.retry(operation.id, only=nodes, asked_by=by, now=clock.now())
@@ -163,7 +164,7 @@ class WavesView(APIView):
         return Response({"success": True, "message": "stopped" if stopped else "goes on"})
 
 
-def _as_a_whole(operation: Operation, only: Sequence[UUID], by: on_backends.Asked) -> admission.Admission:
+def _as_a_whole(operation: Operation, only: Sequence[UUID], by: Asked) -> admission.Admission:
     """The same request once more, without what earlier attempts left in it, where it did not succeed.
 
     Raises InvalidInput for nodes that it was not for, and Conflict where there is nothing to ask again.

@@ -2,16 +2,14 @@
 
 `ask` is one transaction: it looks at the intents of the nodes concerned, joins what is the same, puts the
 newer wish in the place of one that has not begun, refuses what contradicts work under way, and writes
-operation, parts and intents. `cancel` is its counterpart. Which nodes an operation is for is decided here,
-once.
+operation, parts and intents. `cancel` is its counterpart. What may be asked: `wishes.py`.
 """
 
 import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import datetime
-from typing import Any
 from uuid import UUID, uuid4
 
 from django.db import IntegrityError, connection
@@ -21,130 +19,15 @@ from localai_cluster.accounts import audit
 from localai_cluster.commits import committed
 from localai_cluster.locks import stand_in_line
 from nodes.backends import intents, one_node, one_part, wave_requests, waves
-from nodes.backends.wave_plan import Options
-from nodes.models import BackendNode, NodeBackend, PendingBackendOp
+from nodes.backends.wishes import DELETE, KINDS, Asked, Wish
+from nodes.models import BackendNode, PendingBackendOp
 from operations import targets
 from operations.changes.announce import announce
 from operations.ledger import admission, parts
 from operations.models import ACTIVE, Operation, OperationTarget, Status, TargetStatus, Waves
 
-INSTALL, UPGRADE, DELETE = "backend_install", "backend_upgrade", "backend_delete"
-KINDS = {
-    INSTALL: PendingBackendOp.Op.INSTALL,
-    UPGRADE: PendingBackendOp.Op.UPGRADE,
-    DELETE: PendingBackendOp.Op.DELETE,
-}
-"""What each kind of operation wants on its nodes."""
 _RACES = ("operation_one_active_a_key", "intent_once")
 _TRIES = 5
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What is asked about one backend, the same for all nodes."""
-
-    kind: str
-    backend: str
-    gallery: str = ""
-    uri: str = ""
-    name: str = ""
-    alias: str = ""
-    galleries: str = ""
-    force: bool = False
-
-    @property
-    def element(self) -> str:
-        """What people call it."""
-        if self.uri and self.backend == one_node.subject(self.uri):
-            return self.uri
-        return f"{self.gallery}@{self.backend}" if self.gallery else self.backend
-
-    def columns(self) -> dict[str, Any]:
-        """As an intent keeps it."""
-        return {name: value for name, value in asdict(self).items() if name != "kind"} | {
-            "op": KINDS[self.kind]
-        }
-
-    def is_that_of(self, intent: PendingBackendOp) -> bool:
-        """Whether an intent does what is wished. Galleries are refreshed, they are no wish (R1.108)."""
-        return self._is_met_by({name: getattr(intent, name) for name in self.columns()})
-
-    def is_that_of_operation(self, operation: Operation) -> bool:
-        """Whether an operation was asked for the same."""
-        return operation.kind == self.kind and self._is_met_by(Wish.of(operation).columns())
-
-    def _is_met_by(self, other: Mapping[str, Any]) -> bool:
-        mine = self.columns()
-        if not self.gallery:  # any will do
-            mine["gallery"] = other["gallery"]
-        if not self.force:  # files that are replaced are there as well
-            mine["force"] = other["force"]
-        return all(other[name] == mine[name] for name in mine if name != "galleries")
-
-    @classmethod
-    def of(cls, operation: Operation) -> "Wish":
-        """What this operation was asked for."""
-        stored = {
-            name: operation.payload[name] for name in cls.__dataclass_fields__ if name in operation.payload
-        }
-        return cls(**stored | {"kind": operation.kind})
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """A node that an operation does not touch, and says so; `fails`: somebody has to decide about it."""
-
-    node: BackendNode
-    reason: str
-    fails: bool = False
-
-    def part(self, operation: Operation, now: datetime) -> OperationTarget:
-        """Its part has ended before it began."""
-        part = OperationTarget(operation=operation, node_id=self.node.id, node_name=self.node.name)
-        end = (
-            parts.end(TargetStatus.ERROR, error=self.reason)
-            if self.fails
-            else parts.end(TargetStatus.CANCELLED, reason=self.reason)
-        )
-        end(part, now)
-        return part
-
-
-@dataclass(frozen=True)
-class Asked:
-    """Who asks, and for which nodes."""
-
-    nodes: Sequence[BackendNode]
-    actor: str
-    all_nodes: bool = False
-    """Whether the nodes are all that there are for it at this moment."""
-    request_id: str = ""
-    client_address: str = ""
-    parent: Operation | None = None
-    waves: Options | None = None
-    """None: on all nodes at once."""
-    last_replicas: Sequence[str] = ()
-    """Models whose last replica an upgrade in waves may stop."""
-    left_out: Sequence[LeftOut] = ()
-
-    @property
-    def concerned(self) -> list[BackendNode]:
-        """All that have a part."""
-        return [*self.nodes, *(one.node for one in self.left_out)]
-
-    def payload(self) -> dict[str, Any]:
-        """What the operation keeps of it."""
-        waves = asdict(self.waves) | {"last_replicas": list(self.last_replicas)} if self.waves else None
-        return {"all_nodes": self.all_nodes} | ({"waves": waves} if waves else {})
-
-
-def everywhere(wish: Wish) -> list[BackendNode]:
-    """The nodes that "all nodes" means now: for an install all that may get it, else those that list it."""
-    nodes = BackendNode.objects.filter(node_type="backend").exclude(status__in=("pending", "draining"))
-    if wish.kind != INSTALL:
-        listed = NodeBackend.objects.filter(name__iexact=wish.backend)
-        nodes = nodes.filter(pk__in=listed.values("node_id"))
-    return list(nodes.order_by("name"))
 
 
 class _Raced(Exception):

@@ -15,11 +15,12 @@ from localai_cluster import errors
 from localai_cluster.gallery_index import folded
 from localai_cluster.locks import stand_in_line
 from nodes.backends import installed, upgrade_state
-from nodes.backends.admission import KINDS, UPGRADE, Asked, LeftOut, Wish, ask
+from nodes.backends.admission import ask
 from nodes.backends.automatic_rules import BackendPlace, UpgradePlan, identity, plan
 from nodes.backends.installed import InstalledBackend
 from nodes.backends.upgrade_rules import Offered, upgrades
 from nodes.backends.wave_plan import Options
+from nodes.backends.wishes import KINDS, UPGRADE, Asked, LeftOut, Wish
 from nodes.models import BackendNode, BackendOffer
 from nodes.replicas import withdrawn
 from operations.models import Operation

@@ -155,6 +155,8 @@ class IntentQueue:
             return Ended(error=f"unknown operation {intent.row.op}")  # R4.29
         try:
             outcome = await self._patient(intent, command)
+            if isinstance(outcome, Refused) and outcome.reply.interrupted:
+                return Failed(outcome.reason)
             if isinstance(outcome, Done | Refused):
                 return await command.conclude(self._bus, intent, outcome)
             return await self._without_answer(intent, outcome)

@@ -61,9 +61,10 @@ _LENGTHS = {
     "version": 255,
     "uri": 2048,
     "digest": 255,
+    "alias": 255,
 }
 _FLAGS = ("is_system", "is_meta")
-COLUMNS = ("name", *_FLAGS, "installed_at", "gallery_url", "version", "uri", "digest")
+COLUMNS = ("name", *_FLAGS, "installed_at", "gallery_url", "version", "uri", "digest", "alias")
 
 
 @dataclass(frozen=True)

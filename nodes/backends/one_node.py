@@ -80,8 +80,10 @@ def refusal(node: BackendNode) -> str:
 
 
 def listed(backend: str, reply: messages.ListReply) -> messages.InstalledBackend | None:
-    """What the worker lists of a backend."""
-    return next((one for one in reply.backends if one.name.lower() == backend.lower()), None)
+    """What the worker lists of a backend, by its name or, where nothing has that name, by its alias."""
+    wanted = backend.lower()
+    named = (one for one in reply.backends if one.name.lower() == wanted)
+    return next(named, None) or next((one for one in reply.backends if one.alias.lower() == wanted), None)
 
 
 def tick(node: BackendNode, event: messages.ProgressEvent) -> Tick:

@@ -51,7 +51,7 @@ def refuse_last_replicas(backend: str, nodes: Sequence[BackendNode], confirmed: 
 def plan_for(backend: str, nodes: Sequence[BackendNode], options: Options) -> dict[UUID, int]:
     """The wave of each node, as its replicas are now. Three queries."""
     ids = [node.id for node in nodes]
-    mine = NodeModel.objects.loaded().filter(node__in=ids, backend_type__iexact=backend)
+    mine = NodeModel.objects.loaded().filter(node__in=ids).of_backend(backend)
     counted = mine.order_by().values_list("node_id").annotate(replicas=Count("pk"))
     replicas, last = dict(counted), withdrawn.last_replicas(backend, ids)
     return plan(

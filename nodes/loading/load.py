@@ -26,7 +26,7 @@ from localai_cluster.messaging.bus import Bus
 from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import BackendError, Busy, DeadlineExceeded, Lost, Refused
 from localai_cluster.rpc.messages import options_from_mapping
-from nodes.backends import admission, install
+from nodes.backends import admission, install, wishes
 from nodes.backends.commands import Worker, unless
 from nodes.backends.outcomes import BusDown, Done, NoResponders, StillRunning, Unreadable
 from nodes.backends.outcomes import Refused as WorkerRefused
@@ -329,8 +329,8 @@ async def _started(
         match outcome:
             case Done(reply):
                 return reply
-            case WorkerRefused(_, reply) if reply.interrupted:
-                raise Postpone(f"{attempt.process_key} was stopped while it started", seconds=1.0)
+            case WorkerRefused(reason, reply) if reply.interrupted:
+                raise Postpone(f"{attempt.process_key}: {reason}", seconds=1.0)
             case WorkerRefused(reason):
                 await in_thread(engines.note_answer, attempt.mark)
                 raise NodeRefused(f"{backend}: {offered.explained(reason)}")
@@ -374,8 +374,8 @@ def _admit_install(attempt: Attempt) -> UUID:
     if node is None:
         raise WorkerGone(f"node {attempt.slot.node_name} is no longer registered")
     operation = attempt.work.operation
-    asked = admission.Asked([node], actor=operation.actor, request_id=operation.request_id, parent=operation)
-    wish = admission.Wish(admission.INSTALL, attempt.definition.backend)
+    asked = wishes.Asked([node], actor=operation.actor, request_id=operation.request_id, parent=operation)
+    wish = wishes.Wish(wishes.INSTALL, attempt.definition.backend)
     return admission.ask(wish, asked, now=clock.now()).operation.id
 
 

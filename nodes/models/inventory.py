@@ -4,9 +4,20 @@ Kept so that a page about five hundred nodes asks no worker. `BackendNode.invent
 node's rows are true; `nodes/backends/inventory.py` brings them up to date.
 """
 
+from typing import Self
+
 from django.db import models
+from django.db.models import Q
 
 from nodes.models.node import BackendNode
+
+
+class NodeBackendQuerySet(models.QuerySet["NodeBackend"]):
+    """Adjectives of what is installed."""
+
+    def named(self, name: str) -> Self:
+        """What this name starts, or an alias of it."""
+        return self.filter(Q(name__iexact=name) | Q(alias__iexact=name))
 
 
 class NodeBackend(models.Model):
@@ -21,6 +32,9 @@ class NodeBackend(models.Model):
     version = models.CharField(max_length=255, blank=True, default="")
     uri = models.CharField(max_length=2048, blank=True, default="")
     digest = models.CharField(max_length=255, blank=True, default="")
+    alias = models.CharField(max_length=255, blank=True, default="", help_text="another name that starts it")
+
+    objects = NodeBackendQuerySet.as_manager()
 
     class Meta:
         db_table = "node_backends"

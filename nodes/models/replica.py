@@ -5,9 +5,10 @@ from datetime import datetime
 from typing import Self
 
 from django.db import models
-from django.db.models import Q, QuerySet
+from django.db.models import Exists, OuterRef, Q, QuerySet
 
 from localai_cluster import clock
+from nodes.models.inventory import NodeBackend
 from nodes.models.node import BackendNode
 
 
@@ -31,6 +32,13 @@ class NodeModelQuerySet(QuerySet["NodeModel"]):
     def serving(self) -> Self:
         """R1.61: loaded rows on healthy nodes."""
         return self.loaded().filter(node__status="healthy")
+
+    def of_backend(self, backend: str) -> Self:
+        """Replicas whose engines stop with this backend, also those started by another name of it there."""
+        mine = OuterRef("backend_type")
+        there = NodeBackend.objects.named(backend).filter(node=OuterRef("node"))
+        same = there.filter(Q(name__iexact=mine) | Q(alias__iexact=mine))
+        return self.filter(Q(backend_type__iexact=backend) | Q(~Q(backend_type=""), Exists(same)))
 
     def of(self, model_name: str) -> Self:
         """Replicas of one model."""

@@ -2,9 +2,12 @@
 
 R5.2 to R5.8 with their "Port:" lines: heartbeat age alone decides; pending nodes are left alone; a silent
 node goes offline, draining and unhealthy ones too; its replicas stop counting.
-A node that was heard after it fell silent comes back by its own heartbeat, not here; one that was heard after
-it had been marked unhealthy is healthy again. A web process that stopped refreshing its row is dead; what it
-carried is subtracted from the replicas. Nodes that fall silent in masses are kept for some time (`brake.py`).
+A node that was heard after it fell silent comes back by its own heartbeat, not here. One that was marked
+unhealthy, because nothing listened for its commands, is healthy again once it was heard and has answered a
+question on the bus. A heartbeat alone proves nothing of the bus, and work would be tried there in a circle
+(H7).
+A web process that stopped refreshing its row is dead; what it carried is subtracted from the replicas. Nodes
+that fall silent in masses are kept for some time (`brake.py`).
 """
 
 from collections.abc import Sequence
@@ -17,6 +20,7 @@ from django.db import connection, transaction
 from django.db.models import Q
 
 from localai_cluster.accounts.actors import task
+from nodes.backends import inventory
 from nodes.models import BackendNode, NodeModel, ReplicaUse, WebProcess
 from nodes.reconcilers.brake import NEARLY, Hold, Silence, decide
 from nodes.registry import mass_silence, services
@@ -35,11 +39,26 @@ class Limits:
 
 @dataclass(frozen=True)
 class Heard:
-    """When a node gave its last sign of life, None = never, and since when it is marked unhealthy."""
+    """When a node gave its last sign of life, None = never, and since when it is marked unhealthy.
+
+    `answered_at` is the time of the last question on the bus that it has answered.
+    """
 
     id: UUID
     at: datetime | None
     unhealthy_at: datetime | None = None
+    answered_at: datetime | None = None
+
+    @property
+    def is_back(self) -> bool:
+        """Whether it was heard after it had been marked."""
+        return self.at is not None and self.unhealthy_at is not None and self.at > self.unhealthy_at
+
+    @property
+    def hears(self) -> bool:
+        """Whether it has answered since."""
+        marked = self.unhealthy_at
+        return marked is not None and self.answered_at is not None and self.answered_at > marked
 
 
 @dataclass(frozen=True)
@@ -67,6 +86,8 @@ class Plan:
     nodes: list[UUID]
     processes: list[UUID]
     recovered: list[UUID] = field(default_factory=list)
+    doubtful: list[UUID] = field(default_factory=list)
+    """Nodes that are back, but have not answered on the bus yet: they are to be asked."""
     held: list[UUID] = field(default_factory=list)
     of: int = 0
     """How many nodes were observed."""
@@ -77,7 +98,8 @@ class Plan:
     @property
     def is_empty(self) -> bool:
         """Whether nothing is to be done."""
-        return not (self.nodes or self.processes or self.recovered or self.held or self.released)
+        news = self.nodes or self.processes or self.recovered or self.doubtful or self.held
+        return not (news or self.released)
 
 
 def plan_liveness(observed: Observed, now: datetime, limits: Limits) -> Plan:
@@ -93,12 +115,13 @@ def plan_liveness(observed: Observed, now: datetime, limits: Limits) -> Plan:
     silent = [id for id, age in ages.items() if age > node]
     nearly = sum(node * NEARLY < age <= node for age in ages.values())
     hold = decide(Silence(len(silent), nearly, len(ages)), observed.hold, now, limits.hold)
-    heard = [one.id for one in observed.nodes if one.at and one.unhealthy_at and one.at > one.unhealthy_at]
     gone = frozenset(silent)
+    back = [one for one in observed.nodes if one.is_back and one.id not in gone]
     return Plan(
         nodes=[] if hold else silent,
         processes=dead,
-        recovered=[one for one in heard if one not in gone],
+        recovered=[one.id for one in back if one.hears],
+        doubtful=[one.id for one in back if not one.hears],
         held=silent if hold else [],
         of=len(ages),
         hold=hold,
@@ -106,12 +129,15 @@ def plan_liveness(observed: Observed, now: datetime, limits: Limits) -> Plan:
     )
 
 
+_HEARD = ("id", "last_heartbeat", "unhealthy_at", "inventory_at")
+
+
 def observe() -> Observed:
     """Three queries."""
     held = mass_silence.standing()
     nodes = BackendNode.objects.filter(approved_at__isnull=False, offline_at__isnull=True)
     return Observed(
-        nodes=[Heard(*row) for row in nodes.values_list("id", "last_heartbeat", "unhealthy_at")],
+        nodes=[Heard(*row) for row in nodes.values_list(*_HEARD)],
         processes=[
             Listener(*row) for row in WebProcess.objects.values_list("id", "seen_at", "hearing_since")
         ],
@@ -124,6 +150,8 @@ def apply(plan: Plan, now: datetime, limits: Limits) -> tuple[int, int]:
     if plan.is_empty:
         return 0, 0
     actor = task("liveness")
+    if plan.doubtful:
+        inventory.wake(plan.doubtful, older_than=0.0, now=now)
     with transaction.atomic():
         if plan.released:
             mass_silence.release()

@@ -185,7 +185,7 @@ TRANSITIONS: Mapping[Event, Transition] = {
         _set(unhealthy=True),
     ),
     Event.MARKED_HEALTHY: Transition(
-        "It has sent a heartbeat since it was marked unhealthy (R5.5).",
+        "It has sent a heartbeat since it was marked unhealthy (R5.5), and answered on the bus (H7).",
         _ANY,
         _set(unhealthy=False),
         lambda facts: facts.unhealthy,

@@ -27,7 +27,7 @@ class Withdrawal:
 
 def last_replicas(backend: str, node_ids: Collection[UUID]) -> dict[UUID, set[str]]:
     """By node, the models that only its replicas of this backend serve."""
-    concerned = NodeModel.objects.loaded().filter(node__in=node_ids, backend_type__iexact=backend)
+    concerned = NodeModel.objects.loaded().filter(node__in=node_ids).of_backend(backend)
     serving = NodeModel.objects.serving().filter(model_name__in=concerned.values("model_name"))
     nodes: dict[str, set[UUID]] = {}
     for model, node_id in serving.values_list("model_name", "node_id"):
@@ -44,15 +44,14 @@ def withdraw(node_id: UUID, backend: str, *, intent_id: UUID, confirmed: Collect
 
     Two nodes never go at once as the last two of a model: all its loaded rows are locked.
     """
-    mine = NodeModel.objects.filter(node_id=node_id, backend_type__iexact=backend)
+    mine = NodeModel.objects.filter(node_id=node_id).of_backend(backend)
     with transaction.atomic():
         models = mine.loaded().values_list("model_name", flat=True)
         loaded = NodeModel.objects.loaded().filter(model_name__in=list(models)).order_by("id")
         rows = list(loaded.select_related("node").select_for_update(of=("self",)))
         elsewhere = {r.model_name for r in rows if r.node_id != node_id and r.node.status == "healthy"}
-        going = [
-            row for row in rows if row.node_id == node_id and row.backend_type.lower() == backend.lower()
-        ]
+        stopping = set(mine.loaded().values_list("pk", flat=True))
+        going = [row for row in rows if row.pk in stopping]
         last_of = {row.model_name for row in going} - elsewhere - set(confirmed)
         if last_of:
             return Withdrawal(last_of=tuple(sorted(last_of)))

@@ -1,20 +1,22 @@
 """A cursor: where one reader of the operations stands, and what it is told next.
 
-Changes arrive through the channel layer, which may lose, double or reorder them. A cursor gathers them for a
-moment and yields them together; a gap in their numbers, or a read every few seconds, leads back to the rows.
+Changes arrive through the channel layer, which may lose, double or reorder them. A change after a quiet
+moment is yielded at once; what follows it closely is gathered and yielded together. A gap in the numbers, if
+it does not close while changes are gathered, leads back to the rows, and so does a read every few seconds.
 A slow reader keeps no more than `MOST_RECEIVED` changes and is then brought up to date from the rows.
 """
 
 import asyncio
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 from channels.db import database_sync_to_async
 from django.db import Error as DatabaseError
 
+from localai_cluster import clock
 from operations.changes import feed
 
 log = logging.getLogger(__name__)
@@ -24,7 +26,7 @@ READ_EVERY = 5.0
 READ_AGAIN = 1.0
 """The same while the database cannot be read."""
 GATHER = 0.05
-"""Seconds for which changes are gathered: ten thousand a minute are twenty messages a second at most."""
+"""Seconds between two updates, at least: ten thousand changes a minute are twenty messages a second."""
 FARTHEST_BACK = 1000
 """Changes that are worth sending one by one; a client that missed more starts from a snapshot."""
 MOST_RECEIVED = 1000
@@ -60,6 +62,11 @@ def read(since: int | None) -> Update:
 _read_rows = database_sync_to_async(read)
 
 
+def gathers_for(told_ago: float, has_gap: bool) -> float:
+    """Seconds for which changes that have come are kept; a gap may be only that they came out of order."""
+    return GATHER if has_gap else max(GATHER - told_ago, 0.0)
+
+
 class Cursor:
     """Reads the operations for one client."""
 
@@ -68,6 +75,7 @@ class Cursor:
         self._received: dict[int, dict[str, Any]] = {}
         self._woken = asyncio.Event()
         self._failing = False
+        self._told_at = -GATHER
 
     def receive(self, seq: int, operation: dict[str, Any]) -> None:
         """A change from the channel layer."""
@@ -80,7 +88,7 @@ class Cursor:
         """Something may have been missed."""
         self._woken.set()
 
-    async def updates(self, since: int | None) -> AsyncIterator[Update]:
+    async def updates(self, since: int | None) -> AsyncGenerator[Update, None]:
         """First where things stand, as seen from `since`, then every change, without end."""
         step: Callable[[], Awaitable[Update | None]] = functools.partial(self._read, since)
         while True:
@@ -91,20 +99,26 @@ class Cursor:
             else:
                 self._failing, step = False, self._next
                 if update is not None:
+                    self._told_at = clock.monotonic()
                     yield update
             await self._pause()
 
     async def _next(self) -> Update | None:
-        received, self._received = self._received, {}
-        fresh = sorted(seq for seq in received if seq > self._seq)
+        fresh, received, self._received = self._fresh(), self._received, {}
         if received and not fresh:
             return None
-        if fresh and fresh[-1] - self._seq == len(fresh):
+        if fresh and not self._is_gap(fresh):
             before, self._seq = self._seq, fresh[-1]
             return Update(False, self._seq, [received[seq] for seq in fresh], after=before)
         before = self._seq
         update = await self._read(before)
         return update if update.whole or update.seq > before else None
+
+    def _fresh(self) -> list[int]:
+        return sorted(seq for seq in self._received if seq > self._seq)
+
+    def _is_gap(self, fresh: list[int]) -> bool:
+        return fresh[-1] - self._seq != len(fresh)
 
     async def _read(self, since: int | None) -> Update:
         update = await _read_rows(since)
@@ -118,7 +132,9 @@ class Cursor:
                 await self._woken.wait()
         except TimeoutError:
             return
-        await asyncio.sleep(GATHER)
+        fresh = self._fresh()
+        has_gap = not fresh or self._is_gap(fresh)
+        await asyncio.sleep(gathers_for(clock.monotonic() - self._told_at, has_gap))
         self._woken.clear()
 
     def _warn_once(self, error: DatabaseError) -> None:

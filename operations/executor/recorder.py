@@ -1,8 +1,9 @@
 """Remembers what running attempts report and has it written in batches.
 
 One recorder lives in every executor. It keeps the latest report of each part in memory, writes at once if no
-write is under way, and begins at most five batches a second. What cannot be written now stays and is tried
-again; what came meanwhile is merged into it. A crash loses what was not written, never an outcome.
+write is under way, and begins at most ten batches a second, five where they take long: outcomes and leases
+need the same rows. What cannot be written now stays and is tried again; what came meanwhile is merged into
+it. A crash loses what was not written, never an outcome.
 """
 
 import asyncio
@@ -18,8 +19,8 @@ from operations.ledger.progress import Attempt, Tick
 
 log = logging.getLogger(__name__)
 
-BATCH_EVERY = 0.2
-"""Seconds between the beginnings of two batches."""
+BATCH_EVERY, BATCH_EVERY_AT_MOST = 0.1, 0.2
+"""Seconds between the beginnings of two batches: twice as long as the last one took, within these bounds."""
 RETRY_AFTER = 1.0
 """Seconds before what could not be written is tried again."""
 WRITE_TIMEOUT = 5.0
@@ -73,13 +74,15 @@ class Recorder:
         while self._waiting:
             await asyncio.sleep(max(self._next_at - clock.monotonic(), 0))
             async with self._writing:
-                self._next_at = clock.monotonic() + BATCH_EVERY
+                began, self._next_at = clock.monotonic(), 0.0
                 self._batch = {attempt: ticks.values() for attempt, ticks in self._waiting.items()}
                 self._waiting = {}
                 try:
                     await self._write_batch()
                 finally:
                     self._batch = {}
+                    pause = min(2 * (clock.monotonic() - began), BATCH_EVERY_AT_MOST)
+                    self._next_at = max(self._next_at, began + max(pause, BATCH_EVERY))
 
     async def _write_batch(self) -> None:
         try:

@@ -39,6 +39,7 @@ const pages: RouteObject[] = [
   { path: "activity", lazy: lazyPage(async () => (await import("./operations/activity")).ActivityPage) },
   { path: "activity/inbox", lazy: lazyPage(async () => (await import("./operations/inbox")).InboxPage) },
   { path: "activity/history", lazy: lazyPage(async () => (await import("./operations/history")).HistoryPage) },
+  { path: "activity/changes", lazy: lazyPage(async () => (await import("./operations/changes")).ChangesPage) },
   { path: "models", lazy: lazyPage(async () => (await import("./models/page")).ModelsPage) },
   { path: "scheduling", lazy: lazyPage(async () => (await import("./scheduling/page")).SchedulingPage) },
   { path: "backends", lazy: lazyPage(async () => (await import("./backends/page")).BackendsPage) },

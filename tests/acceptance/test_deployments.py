@@ -100,7 +100,9 @@ def ours(environment: Mapping[str, Any]) -> dict[str, str]:
 def environments() -> list[Any]:
     """Everything that is set for a part, by the file and the part."""
     services = compose()["services"]
-    found = {"systemd worker": env_file("worker.env"), "systemd server": env_file("server.env")}
+    found = {"systemd worker": env_file("worker.env"), "systemd tasks": env_file("server.env")}
+    for part in ("web", "controller"):
+        found[f"systemd {part}"] = env_file("server.env") | env_file(f"{part}.env")
     for part in ("web", "controller", "tasks"):
         found[f"compose {part}"] = {**settings_of("server", part), **services[part]["environment"]}
     for part in ("migrate", "bootstrap"):
@@ -122,6 +124,17 @@ def with_files(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
 def first(settings: Mapping[str, str], names: Sequence[str]) -> str | None:
     """The setting under the first of these names that is there."""
     return next((settings[name] for name in names if name in settings), None)
+
+
+def test_only_the_controller_is_given_the_seeds_that_rule_the_bus() -> None:
+    """Web and tasks shared its file: who broke into either could make itself any node of the bus."""
+    seeds = {"CLUSTER_NATS_OPERATOR_SEED_FILE", "CLUSTER_NATS_SYSTEM_SEED_FILE"}
+    for part in ("web", "controller", "tasks"):
+        files = [Path(file).name for file in unit(part)["EnvironmentFile"]]
+        given = {name: value for file in files for name, value in env_file(file).items()}
+        assert seeds & given.keys() == (seeds if part == "controller" else set())
+        loaded = [one.partition(":")[0] for one in unit(part).get("LoadCredential", ())]
+        assert {Path(given[seed]).name for seed in seeds & given.keys()} == set(loaded)
 
 
 def test_all_of_them_start_the_same_commands() -> None:

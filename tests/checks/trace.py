@@ -160,10 +160,10 @@ COVERED: dict[str, frozenset[str] | None] = {
     "nats-9": None,
     "nats-10": None,
     # Operations. Not O26, O104 to O106: galleries of models and staging. O63: raw statuses. O84: how the
-    # reference locks its memory. O103: automatic upgrades. H7: a condition of its own for the bus.
+    # reference locks its memory. O103: automatic upgrades.
     "1": frozenset({"O33a"})
     | _numbers("O", range(1, 26), range(27, 63), range(64, 84), range(85, 103), range(107, 110))
-    | _numbers("H", range(1, 7), range(8, 17)),
+    | _numbers("H", range(1, 17)),
     # Not A76: that all tests pass together is said by the run; A86: routing. Of the pages operations,
     # backends and logs; not E53, E56: list and detail side by side.
     "2": _numbers("A", range(1, 76), range(77, 86), range(87, 88))

@@ -9,9 +9,9 @@ from django.contrib.auth.models import Permission
 from django.test import Client
 
 from localai_cluster import clock
-from nodes.backends import intents
-from nodes.backends.admission import INSTALL
+from nodes.backends import admission, intents
 from nodes.backends.intents import Ended, Failed
+from nodes.backends.wishes import INSTALL
 from nodes.models import PendingBackendOp
 from operations.models import Operation
 from tests.support import hot
@@ -80,6 +80,21 @@ def test_failures_are_retried_and_dismissed_with_a_comment(root: Client) -> None
     assert (dismissed.dismissed_by, dismissed.dismissed_comment) == ("root", "disk is on order")
     do(root, OPERATIONS, "dismiss", failure("two"), comment="x" * 501)
     assert Operation.objects.filter(dismissed_at=None, status="failed").count() == 1
+
+
+def test_what_is_completed_is_retried_where_it_was_cancelled(root: Client) -> None:
+    """The page refused every completed operation, the API did not."""
+    one, two = hot.node("one"), hot.node("two")
+    operation = ask(INSTALL, one, two)
+    admission.cancel(operation.id, node_id=two.id, actor="ann", now=clock.now())
+    whole = ask(INSTALL, one, backend="other")
+    for intent in claim(2):
+        intents.settle({(intent.id, intent.fence): (Ended(), ())}, now=clock.now())
+    assert set(Operation.objects.values_list("status", flat=True)) == {"completed"}
+    said = do(root, OPERATIONS, "retry", operation, whole)
+    newer = Operation.objects.exclude(pk__in=(operation.pk, whole.pk)).get()
+    assert list(newer.targets.values_list("node_name", flat=True)) == ["two"]
+    assert "completed" in said
 
 
 def test_an_intent_is_tried_at_once_and_cancelled_for_all_who_ask(root: Client) -> None:

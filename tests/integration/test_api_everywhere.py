@@ -48,7 +48,7 @@ def test_an_install_has_a_part_for_every_node_that_may_get_it_and_for_no_other()
     hot.node("draining", drained_at=clock.now())
     away, one = hot.node("away", offline_at=clock.now(), last_heartbeat=clock.now()), hot.node("one")
     operation = asked("install", "local@echo")
-    assert names(operation) == ["away", "one"]
+    assert names(operation) == ["away", "draining", "one"]
     rows = PendingBackendOp.objects.order_by("node__name")
     assert [(row.node_id, row.gallery, row.force) for row in rows] == [
         (away.id, "local", True),
@@ -59,6 +59,7 @@ def test_an_install_has_a_part_for_every_node_that_may_get_it_and_for_no_other()
     assert (entry["name"], entry["allNodes"]) == ("echo", True)
     assert {part["node_name"]: part["status"] for part in entry["nodes"]} == {
         "away": "queued",
+        "draining": "cancelled",
         "one": "queued",
     }
     for _ in range(10):
@@ -92,6 +93,34 @@ def test_an_upgrade_or_deletion_is_for_the_nodes_that_have_it(verb: str) -> None
     assert (operation.status, names(operation)) == ("completed", ["one"])
     job = api.admin().get(f"/api/backends/job/{operation.id}").json()
     assert [(part["node_name"], part["status"]) for part in job["nodes"]] == [("one", "success")]
+
+
+@pytest.mark.rule("A2", "O13", "R6.18")
+def test_a_node_that_is_draining_is_named_with_the_reason_and_can_be_asked_later() -> None:
+    """It was left out in silence: nothing said that a node lacks what was installed on all."""
+    hot.node("one")
+    draining = hot.node("two", drained_at=clock.now())
+    operation = asked("install")
+    (intent,) = claim(9)
+    intents.settle({(intent.id, intent.fence): (Ended(), ())}, now=clock.now())
+    operation.refresh_from_db()
+    assert (operation.status, operation.message) == ("completed", "completed, cancelled on 1 of 2 nodes")
+    left = operation.targets.get(node_id=draining.id)
+    assert (left.status, left.reason.partition(";")[0]) == ("cancelled", "left out: two is draining")
+    retry = f"/api/operations/{operation.id}/retry"
+    assert api.admin().post(retry).status_code == 409
+    BackendNode.objects.update(drained_at=None)
+    newer = Operation.objects.get(pk=api.admin().post(retry).json()["jobID"])
+    assert names(newer) == ["two"]
+
+
+@pytest.mark.parametrize("verb", ["install", "upgrade", "delete"])
+@pytest.mark.rule("A2", "O13")
+def test_where_all_nodes_are_draining_somebody_has_to_decide(verb: str) -> None:
+    has(hot.node("one", drained_at=clock.now()))
+    operation = asked(verb)
+    assert (operation.status, names(operation)) == ("failed", ["one"])
+    assert "one is draining" in operation.error
 
 
 @pytest.mark.rule("O18")

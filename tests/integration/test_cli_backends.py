@@ -18,9 +18,9 @@ from django.db import OperationalError
 from localai_cluster import clock
 from nodes.api import operations
 from nodes.backends import admission, intents, upgrade_state
-from nodes.backends.admission import INSTALL, Asked, Wish
 from nodes.backends.intents import Ended, Failed
 from nodes.backends.upgrade_rules import Offered
+from nodes.backends.wishes import INSTALL, Asked, Wish
 from nodes.management import bars, following
 from nodes.models import BackendNode, BackendOffer, NodeBackend, PendingBackendOp
 from operations.changes import events

@@ -14,9 +14,9 @@ from django.test.utils import CaptureQueriesContext
 
 from localai_cluster import clock
 from nodes.backends import admission, intents
-from nodes.backends.admission import INSTALL, UPGRADE, Asked, Wish
 from nodes.backends.intents import Ended, Failed
 from nodes.backends.wave_plan import Options
+from nodes.backends.wishes import INSTALL, UPGRADE, Asked, Wish
 from nodes.management import following, operation_texts
 from nodes.models import BackendNode, PendingBackendOp
 from operations.ledger import admission as ledger

@@ -183,6 +183,23 @@ async def test_a_worker_that_was_restarted_is_not_busy_any_more(stage: Stage) ->
     assert (await stage.again()).status == "success"
 
 
+@pytest.mark.parametrize("kind", [INSTALL, UPGRADE, DELETE])
+@pytest.mark.rule("nats-6.1", "O76")
+async def test_a_worker_that_has_not_begun_is_asked_again(stage: Stage, kind: str) -> None:
+    """It was frozen when the command was sent: its answer is no refusal, and it is not busy any more."""
+    intent = await hot.in_thread(stage.begins, kind)
+    stage.lists(ECHO)
+    reply = m.InstallReply if kind == INSTALL else m.UpgradeReply
+    stage.answers(RequestTimeout("late"), reply(error="stopped for a while", interrupted=True), reply(True))
+    assert (await stage.carries_out(intent)).overdue_since is not None
+    part = await stage.again()
+    row = await stage.row(intent)
+    assert row is not None
+    assert (part.status, part.reason, row.attempts) == ("queued", "stopped for a while", 1)
+    assert part.overdue_since is None
+    assert (await stage.again()).status == "success"
+
+
 async def test_what_is_overdue_and_taken_up_again_waits_for_no_node(stage: Stage) -> None:
     """Its node was away in between."""
     intent = await hot.in_thread(stage.begins, INSTALL)

@@ -73,20 +73,27 @@ def test_exactly_those_silent_longer_than_the_limit_are_planned(ages: list[float
 
 
 @pytest.mark.rule("R5.5")
-@given(st.lists(st.tuples(st.floats(0, 120), st.none() | st.floats(0, 120))))
-def test_exactly_those_heard_after_they_were_marked_are_well_again(
-    rows: list[tuple[float, float | None]],
+@pytest.mark.rule("H7")
+@given(st.lists(st.tuples(st.floats(0, 120), st.none() | st.floats(0, 120), st.none() | st.floats(0, 120))))
+def test_exactly_those_heard_and_answering_after_they_were_marked_are_well_again(
+    rows: list[tuple[float, float | None, float | None]],
 ) -> None:
-    """Heard strictly later than marked, and not silent."""
-    nodes = [Heard(uuid4(), ago(heard), None if since is None else ago(since)) for heard, since in rows]
+    """Both strictly later than marked, and not silent; who was only heard is asked."""
+    nodes = [
+        Heard(
+            uuid4(), ago(heard), None if since is None else ago(since), None if asked is None else ago(asked)
+        )
+        for heard, since, asked in rows
+    ]
     webs = [Listener(uuid4(), ago(0), ago(999))]
     plan = plan_liveness(Observed(nodes=nodes, processes=webs), NOW, LIMITS)
-    expected = [
-        node.id
-        for node, (heard, since) in zip(nodes, rows, strict=True)
+    back = [
+        (node.id, asked is not None and ago(asked) > ago(since))
+        for node, (heard, since, asked) in zip(nodes, rows, strict=True)
         if since is not None and ago(heard) > ago(since) and NOW - ago(heard) <= timedelta(seconds=60)
     ]
-    assert plan.recovered == expected
+    assert plan.recovered == [id for id, hears in back if hears]
+    assert plan.doubtful == [id for id, hears in back if not hears]
     assert not set(plan.recovered) & set(plan.nodes)
 
 
@@ -128,8 +135,9 @@ def test_silent_nodes_go_offline_and_lose_their_replicas() -> None:
 def test_an_unhealthy_node_that_was_heard_since_is_well_again() -> None:
     """Its replicas were kept for that; a drain stays, pending, offline and unheard nodes are left alone."""
     marked = {"unhealthy_at": ago(20), "unhealthy_by": "commands", "unhealthy_reason": "no answer"}
-    heard = make_node("heard", heard=10, **marked)
-    drained = make_node("drained", heard=10, drained_at=ago(30), **marked)
+    answered = {"inventory_at": ago(5)}
+    heard = make_node("heard", heard=10, **marked, **answered)
+    drained = make_node("drained", heard=10, drained_at=ago(30), **marked, **answered)
     others = [
         make_node("unheard", heard=30, **marked),
         make_node("pending", heard=10, approved_at=None, **marked),
@@ -154,6 +162,22 @@ def test_an_unhealthy_node_that_was_heard_since_is_well_again() -> None:
     assert kinds(heard) == ["marked_healthy"]
 
 
+@pytest.mark.rule("H7", "R6.31")
+@pytest.mark.django_db
+def test_a_node_that_beats_but_hears_nothing_stays_unhealthy_and_is_asked() -> None:
+    """Its beats made it healthy again and again, and work for it failed as often until it was given up."""
+    marked = {"unhealthy_at": ago(20), "unhealthy_by": "commands", "unhealthy_reason": "no answer"}
+    deaf = make_node("deaf", heard=10, inventory_at=ago(30), inventory_due_at=ago(-250), **marked)
+    assert run() == (0, 0)
+    assert status(deaf) == "unhealthy"
+    deaf.refresh_from_db()
+    assert deaf.inventory_due_at is not None
+    assert deaf.inventory_due_at <= NOW
+    BackendNode.objects.update(inventory_at=ago(1))
+    run()
+    assert status(deaf) == "healthy"
+
+
 @pytest.mark.rule("R5.5", "R5.7")
 @pytest.mark.django_db
 def test_a_silent_node_comes_back_by_its_beat_and_one_that_left_does_not() -> None:
@@ -166,6 +190,7 @@ def test_a_silent_node_comes_back_by_its_beat_and_one_that_left_does_not() -> No
     assert (status(silent), status(left)) == ("offline", "offline")
     beat(*(beat_of(node, secret=node.name, at=NOW) for node in (silent, left)))
     assert (status(silent), status(left)) == ("unhealthy", "offline")
+    BackendNode.objects.filter(pk=silent.pk).update(inventory_at=NOW)
     run()
     assert (status(silent), status(left)) == ("healthy", "offline")
 
@@ -248,8 +273,9 @@ def test_a_pass_with_work_costs_the_same_for_few_and_for_many(
     for number in range(count):
         gone = make_node(f"gone{number}", heard=99)
         NodeModel.objects.create(node=gone, model_name="m", state="loaded", address="h:2")
-        make_node(f"back{number}", heard=1, unhealthy_at=ago(5))
-    with django_assert_num_queries(23):
+        make_node(f"back{number}", heard=1, unhealthy_at=ago(5), inventory_at=ago(2))
+        make_node(f"deaf{number}", heard=1, unhealthy_at=ago(5), inventory_due_at=ago(-99))
+    with django_assert_num_queries(28):
         assert run() == (count, 0)
     assert NodeEvent.objects.count() == 2 * count
 

@@ -15,12 +15,12 @@ from django.db import OperationalError
 from localai_cluster import clock, errors
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging.bus import RequestTimeout
-from nodes.backends import admission, intents, sparing, wave_requests
-from nodes.backends.admission import Asked, Wish
+from nodes.backends import admission, intents, sparing, wave_requests, wishes
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import Intent
 from nodes.backends.wave_plan import Options
-from nodes.models import BackendNode, NodeModel, PendingBackendOp
+from nodes.backends.wishes import Asked, Wish
+from nodes.models import BackendNode, NodeBackend, NodeModel, PendingBackendOp
 from nodes.replicas import withdrawn
 from operations.ledger import admission as ledger
 from operations.ledger import lease, outcome
@@ -42,7 +42,7 @@ class Stage(OneIntent):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kind = admission.UPGRADE
+        self.kind = wishes.UPGRADE
         self.lists(ECHO)
         self.other = hot.node("two")
         for port, (node, model) in enumerate((n, x) for n in (self.node, self.other) for x in "mn"):
@@ -51,7 +51,7 @@ class Stage(OneIntent):
 
     def begins_in_waves(self, *confirmed: str) -> Intent:
         asked = Asked([self.node], actor="test", waves=Options(), last_replicas=confirmed)
-        admission.ask(Wish(admission.UPGRADE, "echo"), asked, now=clock.now())
+        admission.ask(Wish(wishes.UPGRADE, "echo"), asked, now=clock.now())
         return self.claimed()
 
     def alone(self) -> None:
@@ -96,6 +96,51 @@ async def test_the_command_is_sent_when_the_requests_have_ended(stage: Stage) ->
     assert (await attempt).status == "success"
     assert len(stage.sent) == 1
     assert await hot.in_thread(stage.loaded, stage.node) == {"n"}, "what did not stop serves again"
+
+
+@pytest.mark.rule("worker-7", "R6.32")
+async def test_replicas_that_were_started_by_the_alias_are_spared(stage: Stage) -> None:
+    """The upgrade stops their engines too: their requests were cut off, and last replicas went unasked."""
+
+    def by_alias() -> None:
+        NodeBackend.objects.create(node=stage.node, name="echo", alias="Speech")
+        NodeBackend.objects.create(node=stage.other, name="echo")
+        NodeModel.objects.update(backend_type="speech")
+        counted(stage.node, 1)()
+
+    await hot.in_thread(by_alias)
+    stage.lists(replace(ECHO, alias="Speech"))
+    both = [stage.node.id, stage.other.id]
+    assert await hot.in_thread(partial(withdrawn.last_replicas, "echo", both)) == {}
+    await hot.in_thread(stage.alone)
+    assert await hot.in_thread(partial(withdrawn.last_replicas, "echo", both)) == {stage.node.id: {"m"}}
+    intent = await hot.in_thread(partial(stage.begins_in_waves, "m"))
+    attempt = asyncio.create_task(stage.carries_out(intent))
+    await until(lambda: reason() == "waiting for 1 request on one")
+    assert await hot.in_thread(stage.loaded, stage.node) == set()
+    await hot.in_thread(counted(stage.node, 0))
+    assert (await attempt).status == "success"
+    kept = await hot.in_thread(partial(NodeBackend.objects.get, node=stage.node, name="echo"))
+    assert kept.alias == "Speech"
+
+
+@pytest.mark.rule("worker-7")
+async def test_an_upgrade_by_the_alias_spares_what_runs_under_either_name(stage: Stage) -> None:
+    """It was refused as not installed."""
+    stage.lists(replace(ECHO, name="cpu-echo", alias="echo"))
+
+    def by_both() -> Intent:
+        NodeBackend.objects.create(node=stage.node, name="cpu-echo", alias="echo")
+        NodeModel.objects.filter(model_name="n").update(backend_type="cpu-echo")
+        assert wishes.everywhere(Wish(wishes.UPGRADE, "echo"))[0] == [stage.node]
+        counted(stage.node, 1)()
+        return stage.begins_in_waves()
+
+    attempt = asyncio.create_task(stage.carries_out(await hot.in_thread(by_both)))
+    await until(lambda: reason() == "waiting for 1 request on one")
+    assert await hot.in_thread(stage.loaded, stage.node) == set()
+    await hot.in_thread(counted(stage.node, 0))
+    assert (await attempt).status == "success"
 
 
 async def test_requests_that_take_too_long_do_not_hold_it_up(
@@ -282,10 +327,10 @@ async def test_a_last_replica_that_stays_is_looked_at_less_and_less_often(
 async def test_a_confirmation_counts_for_all_operations_that_share_the_work(stage: Stage) -> None:
     def shared() -> Intent:
         asked = Asked([stage.node], actor="test", waves=Options())
-        admission.ask(Wish(admission.UPGRADE, "echo"), asked, now=clock.now())
+        admission.ask(Wish(wishes.UPGRADE, "echo"), asked, now=clock.now())
         both = replace(asked, nodes=[stage.node, stage.other], last_replicas=["m"])
         both = replace(both, waves=Options(max_unavailable=2, canary=False))
-        admission.ask(Wish(admission.UPGRADE, "echo"), both, now=clock.now())
+        admission.ask(Wish(wishes.UPGRADE, "echo"), both, now=clock.now())
         return next(one for one in claim(2) if one.node == stage.node)
 
     await hot.in_thread(stage.alone)
@@ -297,12 +342,12 @@ async def test_a_confirmation_counts_for_all_operations_that_share_the_work(stag
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_waves_spare_the_requests_of_an_intent_that_was_made_without_them(stage: Stage, begun: bool) -> None:
-    admission.ask(Wish(admission.UPGRADE, "echo"), Asked([stage.node], actor="test"), now=clock.now())
+    admission.ask(Wish(wishes.UPGRADE, "echo"), Asked([stage.node], actor="test"), now=clock.now())
     if begun:
         claim()
     waves = Options(max_unavailable=2, canary=False)
     asked = Asked([stage.node, stage.other], actor="test", waves=waves)
-    admission.ask(Wish(admission.UPGRADE, "echo"), asked, now=clock.now())
+    admission.ask(Wish(wishes.UPGRADE, "echo"), asked, now=clock.now())
     assert PendingBackendOp.objects.get(node=stage.node).spares_requests is not begun
 
 

@@ -8,8 +8,8 @@ from django.test.utils import CaptureQueriesContext
 
 from localai_cluster import clock
 from nodes.backends import admission, waits
-from nodes.backends.admission import INSTALL, UPGRADE, Asked, Wish
 from nodes.backends.wave_plan import Options
+from nodes.backends.wishes import INSTALL, UPGRADE, Asked, Wish
 from operations.ledger import admission as ledger
 from operations.models import Operation
 from tests.support import api, hot

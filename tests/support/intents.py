@@ -9,17 +9,17 @@ from django.conf import settings
 from localai_cluster import clock
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
-from nodes.backends import admission, commands, intent_queue, intents
-from nodes.backends.admission import Asked, Wish
+from nodes.backends import admission, commands, intent_queue, intents, wishes
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import Intent
+from nodes.backends.wishes import Asked, Wish
 from nodes.loading.elsewhere import load_elsewhere
 from nodes.models import BackendNode, PendingBackendOp
 from operations.models import Operation, OperationTarget
 from tests.support import hot
 from tests.support.bus import PlayedBus
 
-INSTALL, UPGRADE, DELETE = admission.INSTALL, admission.UPGRADE, admission.DELETE
+INSTALL, UPGRADE, DELETE = wishes.INSTALL, wishes.UPGRADE, wishes.DELETE
 KINDS = [INSTALL, UPGRADE, DELETE]
 _SUBJECTS = {
     INSTALL: subjects.backend_install,

@@ -69,8 +69,8 @@ async def test_the_first_report_is_written_at_once_and_what_comes_meanwhile_toge
 
 
 @pytest.mark.rule("O27", "O71")
-async def test_at_most_five_batches_a_second_begin() -> None:
-    """However many reports come, a batch begins a fifth of a second after the one before at the earliest."""
+async def test_at_most_ten_batches_a_second_begin() -> None:
+    """However many reports come, a batch begins a tenth of a second after the one before at the earliest."""
     writer = Writer()
     recorder = Recorder(writer)
 

@@ -17,6 +17,7 @@ from localai_cluster.worker.commands import Commands
 from localai_cluster.worker.engines import EngineSupervisor, StartFailed, StopFailed
 from localai_cluster.worker.exits import Exits
 from localai_cluster.worker.log_rings import LogRings
+from localai_cluster.worker.pauses import Pauses
 from localai_cluster.worker.port_allocator import PortAllocator
 
 
@@ -64,7 +65,7 @@ class Unkillable(EngineSupervisor):
 async def deleted(store: BackendStore, supervisor: EngineSupervisor) -> m.DeleteReply:
     """What the worker answers to the deletion of `b`."""
     bus: Any = Subscriptions()
-    commands = Commands(cast(Any, None), bus, store, supervisor, cast(Any, None), "i", lambda: None)
+    commands = Commands(cast(Any, None), bus, store, supervisor, cast(Any, None), "i", Pauses(), lambda: None)
     await commands.subscribe("n")
     subject = subjects.backend_delete("n")
     answer = await bus.handlers[subject](Message(subject, encode(m.DeleteRequest("b")), True))

@@ -25,9 +25,9 @@ from nodes.api.cluster_backends import (
 from nodes.api.installed import installed_list
 from nodes.api.installs import SAID
 from nodes.backends import upgrade_check
-from nodes.backends.admission import DELETE, UPGRADE, Asked, Wish, everywhere
 from nodes.backends.installed import InstalledBackend
 from nodes.backends.upgrade_rules import Upgrade
+from nodes.backends.wishes import DELETE, UPGRADE, Asked, Wish, everywhere
 from nodes.management import following, lookup, rendering
 from nodes.models import BackendNode, NodeModel
 
@@ -156,7 +156,7 @@ def upgrade(options: Options, out: OutputWrapper) -> str:
     wish = Wish(UPGRADE, bare_name(options["name"]))
     nodes = _nodes(options)
     most, confirmed = options["max_unavailable"], options["confirm_last"]
-    several = len(nodes or everywhere(wish)) > 1
+    several = len(nodes or everywhere(wish)[0]) > 1
     asked: dict[str, Any] = {"last_replicas": confirmed} if confirmed else {}
     if not options["at_once"] and (several or most is not None or confirmed):
         asked["waves"] = {} if most is None else {"max_unavailable": most}
@@ -170,7 +170,7 @@ def delete(options: Options, out: OutputWrapper) -> str:
     wish = Wish(DELETE, bare_name(options["name"]))
     nodes = _nodes(options)
     if not options["yes"]:
-        _confirm(wish, nodes or everywhere(wish))
+        _confirm(wish, nodes or everywhere(wish)[0])
     return _ask(options, out, wish, _checked(NodesSerializer, _nodes_field(nodes)))
 
 
@@ -178,7 +178,7 @@ def _confirm(wish: Wish, nodes: Sequence[BackendNode]) -> None:
     if not sys.stdin.isatty():
         raise CommandError(f"give --yes to delete {wish.backend} without a question")
     names = ", ".join(node.name for node in nodes) or "no node"
-    stops = NodeModel.objects.loaded().filter(node__in=nodes, backend_type__iexact=wish.backend)
+    stops = NodeModel.objects.loaded().filter(node__in=nodes).of_backend(wish.backend)
     found = stops.order_by("model_name", "node__name").values_list("model_name", "node__name")
     replicas = ", ".join(f"{model} on {node}" for model, node in found)
     said = f"Delete {wish.backend} from {names}." + (f" This stops {replicas}." if replicas else "")

@@ -17,9 +17,10 @@ import { Icon } from "../ui/icons";
 import { Problem } from "../ui/problem";
 import { Ago } from "../ui/time";
 import "./activity.css";
+import { Choice, Time, useSettled, Words } from "./fields";
 import { tookOf } from "./filter";
 import { HistoryDetails } from "./history-details";
-import { addressOf, ALL, askedFor, exportOf, fieldOf, filtersIn, isNarrowed, isoOf, KINDS, OUTCOMES, type Filters } from "./history-query";
+import { addressOf, ALL, askedFor, exportOf, filtersIn, isNarrowed, KINDS, OUTCOMES, type Filters } from "./history-query";
 import { WorkGlyph } from "./lines";
 import { ActivityHead } from "./tabs";
 import { noun, outcome, placeOf, stateOf } from "./words";
@@ -27,8 +28,6 @@ import { noun, outcome, placeOf, stateOf } from "./words";
 type Entry = components["schemas"]["HistoryEntry"];
 
 const KEY = ["operations", "history"] as const;
-/** Typing asks once it rests. */
-const SETTLED_MS = 300;
 /** Many ends of one moment are one question. */
 const GATHER_MS = 500;
 
@@ -83,15 +82,6 @@ function Exports({ filters }: { filters: Filters }): ReactNode {
       {format === "csv" ? "Export CSV" : "Export JSON lines"}
     </a>
   ));
-}
-
-function useSettled(filters: Filters): Filters {
-  const [settled, setSettled] = useState(filters);
-  useEffect(() => {
-    const timer = setTimeout(() => setSettled(filters), SETTLED_MS);
-    return () => clearTimeout(timer);
-  }, [filters]);
-  return settled;
 }
 
 /** Grows with each operation that goes into the record. */
@@ -158,49 +148,6 @@ function FilterBar({ filters, onChange }: BarProps): ReactNode {
         </Button>
       )}
     </form>
-  );
-}
-
-interface FieldProps {
-  label: string;
-  value: string;
-  onChange: (value: string) => void;
-}
-
-function Choice({ label, value, options, onChange }: FieldProps & { options: readonly (readonly [value: string, label: string])[] }): ReactNode {
-  const id = useId();
-  return (
-    <label className="field" htmlFor={id}>
-      <span>{label}</span>
-      <select id={id} className="input" value={value} onChange={(event) => onChange(event.target.value)}>
-        <option value="">Any</option>
-        {options.map(([one, words]) => (
-          <option key={one} value={one}>
-            {words}
-          </option>
-        ))}
-      </select>
-    </label>
-  );
-}
-
-function Words({ label, value, onChange }: FieldProps): ReactNode {
-  const id = useId();
-  return (
-    <label className="field" htmlFor={id}>
-      <span>{label}</span>
-      <input id={id} className="input" type="search" placeholder="exact name" autoComplete="off" value={value} onChange={(event) => onChange(event.target.value)} />
-    </label>
-  );
-}
-
-function Time({ label, value, onChange }: FieldProps): ReactNode {
-  const id = useId();
-  return (
-    <label className="field" htmlFor={id}>
-      <span>{label}</span>
-      <input id={id} className="input" type="datetime-local" value={fieldOf(value)} onChange={(event) => onChange(isoOf(event.target.value))} />
-    </label>
   );
 }
 

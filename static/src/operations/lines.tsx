@@ -41,3 +41,13 @@ export function NextLook({ operation }: { operation: Pick<Operation, "nextLookAt
     </span>
   );
 }
+
+/** Where the person was. */
+export function From({ entry }: { entry: { address: string } }): ReactNode {
+  if (entry.address === "") return "at the command line";
+  return (
+    <>
+      from <bdi>{entry.address}</bdi>
+    </>
+  );
+}

@@ -2,13 +2,12 @@
 // ended, and what waiting work waits for; the feed knows every change at once.
 import { keepPreviousData, useQuery, type UseQueryResult } from "@tanstack/react-query";
 import { ApiError, call, client } from "../api/client";
-import type { components } from "../api/schema";
 import { exact } from "../lib/format";
 import { useLive } from "../live/hooks";
 import type { Operation } from "../live/messages";
 import { isActive } from "../live/store";
+import type { Change } from "./changes-query";
 
-export type Entry = components["schemas"]["AuditEntry"];
 type Wait = Pick<Operation, "waitsFor" | "waitsSince">;
 
 /** A place in a queue moves when other work does, which the feed does not tell of this operation. */
@@ -61,7 +60,7 @@ function inWords(wait: Wait | undefined): string {
 }
 
 /** What people did about the operation, the latest first; asked for again when they may have done something. */
-export function useChanges(operation: Operation): UseQueryResult<readonly Entry[]> {
+export function useChanges(operation: Operation): UseQueryResult<readonly Change[]> {
   const { jobID: id, status, dismissedAt, waves, nodes = [] } = operation;
   // Not with every change: work under way reports several times a second.
   const cancelled = nodes.filter((part) => part.status === "cancelled").length;

@@ -14,8 +14,10 @@ import { FailureCard, ProgressCard } from "./card";
 import { Reason } from "./failure";
 import { Facts, PartsTimeline, RetryAgain } from "./history-details";
 import { groupID, groups } from "./model";
-import { useChanges, useOperation, type Entry } from "./one-query";
+import { useChanges, useOperation } from "./one-query";
 import "./record.css";
+import { words } from "./changes-query";
+import { From } from "./lines";
 import { phrase, placeOf, stateOf } from "./words";
 import { useWork } from "./watch";
 
@@ -99,17 +101,11 @@ function Changes({ operation }: { operation: Operation }): ReactNode {
               {entry.detail !== "" && <bdi>: {entry.detail}</bdi>}
             </span>
             <span className="muted">
-              <bdi>{entry.actor}</bdi> {entry.address === "" ? "at the command line" : <>from <bdi>{entry.address}</bdi></>}
+              <bdi>{entry.actor}</bdi> <From entry={entry} />
             </span>
           </li>
         ))}
       </ul>
     </section>
   );
-}
-
-/** "cancelled on one node" of `operation.cancelled_part`. */
-export function words({ kind }: Pick<Entry, "kind">): string {
-  const did = kind.slice(kind.indexOf(".") + 1);
-  return did === "cancelled_part" ? "cancelled on one node" : did.replaceAll("_", " ");
 }

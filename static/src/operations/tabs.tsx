@@ -1,4 +1,4 @@
-// The head of the three pages of Activity: what runs, what failed, what has ended.
+// The head of the four pages of Activity: what runs, what failed, what has ended, what people changed.
 import type { ReactNode } from "react";
 import { NavLink } from "react-router";
 import { count } from "../lib/format";
@@ -40,6 +40,7 @@ export function ActivityHead({ title, note, children }: HeadProps): ReactNode {
           )}
         </NavLink>
         <NavLink to="/app/activity/history">History</NavLink>
+        <NavLink to="/app/activity/changes">Changes</NavLink>
       </nav>
     </>
   );

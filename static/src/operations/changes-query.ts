@@ -1,0 +1,73 @@
+// What Changes shows, as its address has it and as the server is asked; how an entry reads. Pure.
+import type { components, operations } from "../api/schema";
+
+type Asked = NonNullable<operations["audit_list"]["parameters"]["query"]>;
+export type Change = components["schemas"]["AuditEntry"];
+
+export interface Filters {
+  kind: string;
+  actor: string;
+  /** The id of an operation, a node or another thing. */
+  subject: string;
+  /** ISO times, "" if without limit. */
+  from: string;
+  to: string;
+}
+
+export const ALL: Filters = { kind: "", actor: "", subject: "", from: "", to: "" };
+
+/** The part of a kind before its dot. */
+export const SORTS: readonly (readonly [sort: string, label: string])[] = [
+  ["operation", "Operations"],
+  ["node", "Nodes"],
+  ["scheduling_rule", "Scheduling rules"],
+  ["join_token", "Join tokens"],
+  ["schedule", "Schedules"],
+  ["user", "Passwords"],
+  ["admin", "Edits in the admin"],
+];
+
+/** What the address asks for; a value that cannot be meant is left out. */
+export function filtersIn(query: URLSearchParams): Filters {
+  const text = (name: string, longest: number) => (query.get(name) ?? "").trim().slice(0, longest);
+  const time = (name: string) => {
+    const at = Date.parse(text(name, 64));
+    return Number.isNaN(at) ? "" : new Date(at).toISOString();
+  };
+  const kind = text("kind", 64);
+  return {
+    kind: SORTS.some(([sort]) => sort === kind) ? kind : "",
+    actor: text("actor", 150),
+    subject: text("subject", 64),
+    from: time("from"),
+    to: time("to"),
+  };
+}
+
+/** The address of these filters. */
+export function addressOf(filters: Filters): URLSearchParams {
+  return new URLSearchParams(Object.entries(filters).filter(([, value]) => value !== ""));
+}
+
+/** And what the server is asked; 0 stands for the newest. */
+export function askedFor(filters: Filters, cursor: number): Asked {
+  const wanted: Record<string, string> = Object.fromEntries(addressOf(filters));
+  return { ...wanted, ...(cursor === 0 ? {} : { cursor }) };
+}
+
+export function isNarrowed(filters: Filters): boolean {
+  return Object.values(filters).some((value) => value !== "");
+}
+
+/** "cancelled on one node" of `operation.cancelled_part`. */
+export function words({ kind }: Pick<Change, "kind">): string {
+  const did = kind.slice(kind.indexOf(".") + 1);
+  return did === "cancelled_part" ? "cancelled on one node" : did.replaceAll("_", " ");
+}
+
+/** The page of what was changed, "" where it has none. */
+export function pageOf({ kind, subject_id }: Pick<Change, "kind" | "subject_id">): string {
+  if (subject_id === "") return "";
+  if (kind.startsWith("operation.")) return `/app/operations/${subject_id}`;
+  return kind.startsWith("node.") && kind !== "node.deregistered" ? `/app/nodes/${subject_id}` : "";
+}

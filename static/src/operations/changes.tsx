@@ -1,0 +1,106 @@
+// Changes: what people did, when and from where, the newest first. Filters are in the address; older entries come by pages.
+// What workers, controllers and schedules do is no change by a person and not listed.
+import { keepPreviousData, useInfiniteQuery } from "@tanstack/react-query";
+import { useMemo, type ReactNode } from "react";
+import { Link } from "react-router";
+import { call, client } from "../api/client";
+import { useInAddress } from "../lib/in-address";
+import { Button } from "../ui/button";
+import { Empty, Loading } from "../ui/empty";
+import { Problem } from "../ui/problem";
+import { Ago } from "../ui/time";
+import "./activity.css";
+import { addressOf, ALL, askedFor, filtersIn, isNarrowed, pageOf, SORTS, words, type Change, type Filters } from "./changes-query";
+import { Choice, Time, useSettled, Words } from "./fields";
+import { From } from "./lines";
+import { ActivityHead } from "./tabs";
+
+export function ChangesPage(): ReactNode {
+  const [filters, setFilters] = useInAddress(filtersIn, addressOf);
+  const audit = useAudit(useSettled(filters));
+  const entries = useMemo(() => audit.data?.pages.flatMap((page) => page.entries) ?? [], [audit.data]);
+  const empty = audit.data !== undefined && entries.length === 0;
+  return (
+    <div className="activity">
+      <ActivityHead title="Changes" note="What people changed, when and from where, until the retention period is over.">
+        <Button busy={audit.isRefetching} onClick={() => void audit.refetch()}>
+          Refresh
+        </Button>
+      </ActivityHead>
+      <FilterBar filters={filters} onChange={setFilters} />
+      {audit.isPending && <Loading what="changes" />}
+      {audit.error !== null && <Problem error={audit.error} onRetry={() => void audit.refetch()} />}
+      {empty && (
+        <Empty title={isNarrowed(filters) ? "No matching changes" : "No changes"}>
+          {isNarrowed(filters) ? <Button onClick={() => setFilters(ALL)}>Show all</Button> : <p>What people do in this cluster appears here.</p>}
+        </Empty>
+      )}
+      {entries.length > 0 && (
+        <ul className="ended" aria-label="Changes by people">
+          {entries.map((entry) => (
+            <Line key={entry.id} entry={entry} />
+          ))}
+        </ul>
+      )}
+      {audit.hasNextPage && (
+        <div>
+          <Button busy={audit.isFetchingNextPage} onClick={() => void audit.fetchNextPage()}>
+            Older
+          </Button>
+        </div>
+      )}
+    </div>
+  );
+}
+
+function useAudit(filters: Filters) {
+  return useInfiniteQuery({
+    queryKey: ["audit", "all", filters],
+    queryFn: ({ pageParam, signal }) => call(client.GET("/api/audit", { params: { query: askedFor(filters, pageParam) }, signal })),
+    initialPageParam: 0,
+    getNextPageParam: (page) => page.nextCursor,
+    placeholderData: keepPreviousData,
+    staleTime: 0,
+  });
+}
+
+function FilterBar({ filters, onChange }: { filters: Filters; onChange: (filters: Filters) => void }): ReactNode {
+  const change = (more: Partial<Filters>) => onChange({ ...filters, ...more });
+  return (
+    <form className="row wrap history-filters" role="search" aria-label="Filter changes" onSubmit={(event) => event.preventDefault()}>
+      <Choice label="What" value={filters.kind} options={SORTS} onChange={(kind) => change({ kind })} />
+      <Words label="By" value={filters.actor} onChange={(actor) => change({ actor })} />
+      <Words label="Id of what was changed" placeholder="exact id" value={filters.subject} onChange={(subject) => change({ subject })} />
+      <Time label="After" value={filters.from} onChange={(from) => change({ from })} />
+      <Time label="Before" value={filters.to} onChange={(to) => change({ to })} />
+      {isNarrowed(filters) && (
+        <Button small onClick={() => onChange(ALL)}>
+          Clear filters
+        </Button>
+      )}
+    </form>
+  );
+}
+
+function Line({ entry }: { entry: Change }): ReactNode {
+  const page = pageOf(entry);
+  return (
+    <li className="ended-line">
+      <span className="name ended-name">{page === "" ? <bdi>{entry.subject}</bdi> : <Link to={page}><bdi>{entry.subject}</bdi></Link>}</span>
+      <span className="name grow">
+        {words(entry)}
+        {entry.detail !== "" && (
+          <span className="muted">
+            : <bdi>{entry.detail}</bdi>
+          </span>
+        )}
+      </span>
+      <span className="name muted">
+        <bdi>{entry.actor}</bdi> <From entry={entry} />
+      </span>
+      <span className="muted">
+        <Ago at={entry.at} />
+      </span>
+    </li>
+  );
+}

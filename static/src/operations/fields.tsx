@@ -1,0 +1,59 @@
+// The fields of a filter bar, as History and Changes have them.
+import { useEffect, useId, useState, type ReactNode } from "react";
+import { fieldOf, isoOf } from "./history-query";
+
+/** Typing asks once it rests. */
+const SETTLED_MS = 300;
+
+/** The filters once typing rests. */
+export function useSettled<Filters>(filters: Filters): Filters {
+  const [settled, setSettled] = useState(filters);
+  useEffect(() => {
+    const timer = setTimeout(() => setSettled(filters), SETTLED_MS);
+    return () => clearTimeout(timer);
+  }, [filters]);
+  return settled;
+}
+
+interface FieldProps {
+  label: string;
+  value: string;
+  onChange: (value: string) => void;
+}
+
+export function Choice({ label, value, options, onChange }: FieldProps & { options: readonly (readonly [value: string, label: string])[] }): ReactNode {
+  const id = useId();
+  return (
+    <label className="field" htmlFor={id}>
+      <span>{label}</span>
+      <select id={id} className="input" value={value} onChange={(event) => onChange(event.target.value)}>
+        <option value="">Any</option>
+        {options.map(([one, words]) => (
+          <option key={one} value={one}>
+            {words}
+          </option>
+        ))}
+      </select>
+    </label>
+  );
+}
+
+export function Words({ label, value, onChange, placeholder = "exact name" }: FieldProps & { placeholder?: string }): ReactNode {
+  const id = useId();
+  return (
+    <label className="field" htmlFor={id}>
+      <span>{label}</span>
+      <input id={id} className="input" type="search" placeholder={placeholder} autoComplete="off" value={value} onChange={(event) => onChange(event.target.value)} />
+    </label>
+  );
+}
+
+export function Time({ label, value, onChange }: FieldProps): ReactNode {
+  const id = useId();
+  return (
+    <label className="field" htmlFor={id}>
+      <span>{label}</span>
+      <input id={id} className="input" type="datetime-local" value={fieldOf(value)} onChange={(event) => onChange(isoOf(event.target.value))} />
+    </label>
+  );
+}

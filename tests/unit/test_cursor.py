@@ -1,0 +1,73 @@
+"""When a cursor tells what has come: at once after a quiet moment, else together with what follows."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from operations.changes import cursor
+from operations.changes.cursor import GATHER, Cursor, Update, gathers_for
+
+Next = Callable[[], Coroutine[Any, Any, Update]]
+NEVER = 3600.0
+
+
+@pytest.mark.parametrize(
+    ("told_ago", "has_gap", "seconds"),
+    [(NEVER, False, 0.0), (GATHER, False, 0.0), (GATHER / 5, False, GATHER * 4 / 5), (NEVER, True, GATHER)],
+    ids=["quiet", "just long enough", "soon after another one", "a number is missing"],
+)
+@pytest.mark.rule("O71")
+def test_for_how_long_changes_are_gathered(told_ago: float, has_gap: bool, seconds: float) -> None:
+    assert gathers_for(told_ago, has_gap) == pytest.approx(seconds)
+
+
+@pytest.fixture
+async def reader(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Cursor, Next]]:
+    """Stands at 10, and was told so long ago; the rows have nothing newer."""
+
+    async def read(since: int | None) -> Update:
+        return Update(False, 10 if since is None else since, [])
+
+    monkeypatch.setattr(cursor, "_read_rows", read)
+    monkeypatch.setattr(cursor, "READ_EVERY", NEVER)
+    one = Cursor()
+    updates = one.updates(None)
+    assert (await anext(updates)).seq == 10
+    one._told_at = -2 * NEVER
+    yield one, lambda: anext(updates)
+    await updates.aclose()
+
+
+@pytest.mark.rule("O71")
+async def test_a_change_after_a_quiet_moment_is_told_at_once(
+    reader: tuple[Cursor, Next], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every report waited for others to come, although five batches a second are no flood."""
+    monkeypatch.setattr(cursor, "GATHER", NEVER)
+    one, update = reader
+    one.receive(11, {"seq": 11})
+    async with asyncio.timeout(60):
+        assert (await update()).operations == [{"seq": 11}]
+
+
+@pytest.mark.rule("O71", "O69")
+async def test_changes_that_follow_closely_or_out_of_order_are_told_together(
+    reader: tuple[Cursor, Next], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that overtook another does not send every reader to the rows."""
+    one, update = reader
+    gathering = asyncio.Event()
+
+    def gathered(told_ago: float, has_gap: bool) -> float:
+        assert has_gap
+        gathering.set()
+        return 0.1
+
+    monkeypatch.setattr(cursor, "gathers_for", gathered)
+    told = asyncio.create_task(update())
+    one.receive(12, {"seq": 12})
+    await gathering.wait()
+    one.receive(11, {"seq": 11})
+    assert [change["seq"] for change in (await told).operations] == [11, 12]

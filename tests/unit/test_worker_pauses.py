@@ -1,0 +1,102 @@
+"""A worker that did not run for a while does not begin what may have been given up meanwhile."""
+
+from typing import Any, cast
+
+import pytest
+
+from localai_cluster import clock
+from localai_cluster.messaging import messages as m
+from localai_cluster.messaging import subjects
+from localai_cluster.messaging.bus import Message
+from localai_cluster.messaging.codec import decode, encode
+from localai_cluster.worker import pauses
+from localai_cluster.worker.commands import Commands
+from localai_cluster.worker.pauses import CATCHES_UP, LONGEST, Pauses
+from tests.support.bus import PlayedBus
+
+PAUSED = LONGEST + 1
+
+
+def ticked(*, after: float) -> tuple[Pauses, float]:
+    """Pauses whose last tick came so late, and when that was."""
+    found = Pauses()
+    found.tick(began := clock.since_boot())
+    found.tick(began + after)
+    return found, began + after
+
+
+@pytest.mark.parametrize(
+    ("after", "arrived", "late"),
+    [
+        (1.0, -0.5, False),
+        (1.0, 0.5, False),
+        (LONGEST, -0.5, False),
+        (PAUSED, -0.5, True),
+        (PAUSED, 0.5, True),
+        (PAUSED, CATCHES_UP, True),
+        (PAUSED, CATCHES_UP + 0.1, False),
+        (1.0, PAUSED, True),
+    ],
+    ids=[
+        "between two ticks", "after a tick", "a busy machine", "before the pause", "read first after it",
+        "read with it", "sent afterwards", "read before the tick that notices",
+    ],
+)  # fmt: skip
+@pytest.mark.rule("nats-6.1")
+def test_what_may_have_been_sent_before_a_pause(after: float, arrived: float, late: bool) -> None:
+    """The message is read so many seconds after the last tick."""
+    found, last = ticked(after=after)
+    assert found.may_precede(last + arrived) == late
+
+
+@pytest.mark.rule("nats-6.1")
+async def test_a_pause_is_noticed_and_over_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ticks go on for as long as the worker lives."""
+    monkeypatch.setattr(pauses, "_TICK", 0.001)
+    found = Pauses()
+    found._ticked_at -= PAUSED
+
+    async def noticed() -> bool:
+        return not found.may_precede(clock.since_boot())
+
+    async with found.watched():
+        assert await clock.wait_until(noticed, timeout=30)
+
+
+REQUESTS: dict[str, tuple[object, Any]] = {
+    subjects.backend_install("n"): (m.InstallRequest("b", install_only=True), m.InstallReply),
+    subjects.backend_upgrade("n"): (m.UpgradeRequest("b"), m.UpgradeReply),
+    subjects.backend_delete("n"): (m.DeleteRequest("b"), m.DeleteReply),
+}
+
+
+async def handlers(found: Pauses) -> dict[str, Any]:
+    """Those of a worker that has nothing else: whatever begins fails."""
+    bus = PlayedBus()
+    nothing = cast(Any, None)
+    await Commands(nothing, bus, nothing, nothing, nothing, "i", found, lambda: None).subscribe("n")
+    return bus.handlers
+
+
+@pytest.mark.parametrize("subject", REQUESTS)
+@pytest.mark.rule("nats-6.1", "H15")
+async def test_a_late_command_is_not_begun_and_may_be_asked_again(subject: str) -> None:
+    """A frozen worker carried out on waking what had been given up long before."""
+    found, last = ticked(after=PAUSED)
+    request, kind = REQUESTS[subject]
+    handle = (await handlers(found))[subject]
+    late = decode(await handle(Message(subject, encode(request), True, last)), kind)
+    assert (late.success, late.interrupted) == (False, True)
+    begun = await handle(Message(subject, encode(request), True, last + PAUSED - 1))
+    assert not decode(begun, kind).interrupted
+
+
+@pytest.mark.rule("nats-6.1")
+async def test_late_questions_are_answered_and_a_late_removal_of_files_is_not() -> None:
+    """Who asks for a removal asks again until it is answered."""
+    found, last = ticked(after=PAUSED)
+    told = await handlers(found)
+    remove = subjects.model_delete("n")
+    assert await told[remove](Message(remove, encode(m.DeleteModelRequest("m")), True, last)) is None
+    running = subjects.models_running("n")
+    assert await told[running](Message(running, b"{}", True, last)) is not None
