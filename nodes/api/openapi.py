@@ -24,7 +24,7 @@ from nodes.api.gallery import GALLERY
 from nodes.api.heartbeats import HEARTBEAT
 from nodes.api.worker_auth import WORKER_REFUSAL
 from nodes.backends.catalogue import ENTRY, WHERE
-from nodes.loading import reason_shapes
+from nodes.loading import fitting, reason_shapes
 from nodes.registry import outcomes, shape
 from nodes.scheduling.shape import RULE, STATE
 
@@ -59,6 +59,7 @@ COMPONENTS: tuple[Named, ...] = (
     RULE,
     STATE,
     *reason_shapes.COMPONENTS,
+    *fitting.COMPONENTS,
     WORKER_REFUSAL,
     registrations.REGISTERED,
     registrations.REGISTRATION_REFUSAL,
