@@ -69,9 +69,13 @@ function useSearchReady(): void {
   }, []);
 }
 
+/** A page with something on top of its content says where that begins. */
 function skip(event: MouseEvent): void {
   event.preventDefault();
-  document.getElementById("main")?.focus();
+  const main = document.getElementById("main");
+  const content = main?.querySelector<HTMLElement>("[data-content]") ?? main;
+  content?.focus();
+  content?.scrollIntoView({ block: "start" });
 }
 
 function useKeys(open: (overlay: "search" | "shortcuts") => void): void {
