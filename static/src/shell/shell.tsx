@@ -86,6 +86,7 @@ function useKeys(open: (overlay: "search" | "shortcuts") => void): void {
   useShortcut("/", () => open("search"), "Search");
   useShortcut("?", () => open("shortcuts"), "Show keyboard shortcuts");
   useShortcut("g n", () => void navigate("/app/nodes"), "Go to Nodes");
+  useShortcut("g c", () => void navigate("/app/capacity"), "Go to Capacity");
   useShortcut("g m", () => void navigate("/app/models"), "Go to Models");
   useShortcut("g s", () => void navigate("/app/scheduling"), "Go to Scheduling");
   useShortcut("g b", () => void navigate("/app/backends"), "Go to Backends");
