@@ -18,6 +18,7 @@ from nodes.api import (
     overrides,
     plain_commands,
     registrations,
+    samples,
     worker_logs,
 )
 from nodes.api.gallery import GALLERY
@@ -56,6 +57,7 @@ COMPONENTS: tuple[Named, ...] = (
     *join_tokens.COMPONENTS,
     worker_logs.LOG_LINE,
     *definitions.COMPONENTS,
+    *samples.COMPONENTS,
     RULE,
     STATE,
     *reason_shapes.COMPONENTS,

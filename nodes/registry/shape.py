@@ -194,7 +194,9 @@ LIVE_MODEL = Shape(
         *_REPLICA,
         column("backend_type", TEXT),
         column("created_at", TIME),
-        column("vram_needed", BYTES, "What it is estimated to allocate, reserved for its load; 0: not known."),
+        column(
+            "vram_needed", BYTES, "What it is estimated to allocate, reserved for its load; 0: not known."
+        ),
         *_LEAVING,
     ],
 )

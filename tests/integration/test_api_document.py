@@ -25,7 +25,7 @@ from nodes.loading.placing import Wanted
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeConflict, NodeLabel
 from nodes.placement.choose import NOTHING
 from nodes.placement.explain import FleetView, explain
-from nodes.registry import node_rows
+from nodes.registry import node_rows, samples
 from nodes.replicas import snapshot
 from nodes.replicas.reasons import Decided, record
 from tests.support import api, worker_http
@@ -240,6 +240,8 @@ def dispute(read: Reader) -> None:
     read("POST", f"{at}/identity/revoke", {"reason": "stolen"})
     read("POST", f"{at}/identity/revoke")
     read("GET", at)
+    samples.keep(now=clock.now())
+    read("GET", f"{at}/memory")
     read("GET", f"{at}/events?limit=2")
     read("DELETE", at)
     read("GET", f"{at}/events")
