@@ -47,7 +47,7 @@ class FitView(NodeView):
         examples=[answered(_FIT)],
     )
     def get(self, request: Request, model: str) -> Response:
-        """Every node with the reason why it cannot take one more replica now, and what placement would choose.
+        """Every node with the reason why it cannot take one more replica, and what placement would choose.
 
         404 for a model that is not defined.
         """

@@ -1,7 +1,7 @@
 """Which nodes could take one more replica of a model now, every one of them with its reason. Writes nothing.
 
-A decision names the best few and the nearest few. A map of the fleet has a word for each node: the same questions
-in the same order, by the same functions that placement asks.
+A decision names the best few and the nearest few. A map of the fleet has a word for each node: the same
+questions in the same order, by the same functions that placement asks.
 """
 
 from localai_cluster import errors, names

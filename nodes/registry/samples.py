@@ -1,7 +1,7 @@
-"""The memory of all nodes, kept for an hour by the minute: one statement writes it, one deletes what is older.
+"""The memory of all nodes, by the minute for an hour: one statement writes it, one deletes older ones.
 
-A minute has one sample of a node: a second process, or a run that is done again, changes nothing. A node that is
-not heard has none, which the chart shows as a gap.
+A minute has one sample of a node: a second process, or a run that is done again, changes nothing. A node
+that is not heard has none, which the chart shows as a gap.
 """
 
 from datetime import datetime, timedelta
