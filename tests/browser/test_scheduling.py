@@ -11,7 +11,7 @@ from tests.browser.screen import Screen
 MODEL = "ruled"
 
 
-@pytest.mark.rule("UW8", "UW10", "UW11", "UW1", "E41", "E42", "UI-6.2", "UI-10.3")
+@pytest.mark.rule("UW8", "UW10", "UW11", "UW1", "E41", "E42", "UI-6.2", "UI-7.3")
 def test_a_rule_is_made_and_its_replica_appears(screen: Screen, settled: Fleet) -> None:
     definition = f"name: {MODEL}\nbackend: echo\nparameters:\n  model: {MODEL}\n"
     (settled.cluster.models / f"{MODEL}.yaml").write_text(definition)

@@ -34,7 +34,7 @@ def fit(model: str = "org/m") -> Any:
     return answer.json()
 
 
-@pytest.mark.rule("UW8", "UW9", "UI-10.3")
+@pytest.mark.rule("UW8", "UW9", "UI-7.3")
 def test_every_node_has_its_reason_or_none() -> None:
     """And lack of VRAM that only ranks a node lower is told beside it."""
     ModelSchedulingConfig.objects.create(model_name="org/m", node_selector={"tier": "fast"})

@@ -16,7 +16,7 @@ const gone = node("gone", { status: "offline", total_vram: 80 * GIB, available_v
 const cpu = node("cpu", { total_ram: 64 * GIB, available_ram: 60 * GIB, total_disk: 100 * GIB, available_disk: 40 * GIB });
 const all = [two, one, gone, cpu, node("helper", { node_type: "agent", total_ram: GIB })];
 
-describe("the map of capacity (UW8, UI-10.1)", () => {
+describe("the map of capacity (UW8, UI-7.1)", () => {
   it("has a pool for each GPU, or one for a node that does not list them, under its budget", () => {
     expect(poolsOf(two, "vram").map(({ name, used, reserved, free }) => [name, used / GIB, reserved / GIB, free / GIB])).toEqual([["GPU 0", 14, 4, 6], ["GPU 1", 4, 0, 20]]);
     expect(poolsOf(one, "vram").map(({ total, used, reserved, free }) => [total, used, reserved, free].map((size) => size / GIB))).toEqual([[12, 4, 8, 0]]);
@@ -46,7 +46,7 @@ describe("the map of capacity (UW8, UI-10.1)", () => {
   });
 });
 
-describe("the fit of a model (UI-10.3)", () => {
+describe("the fit of a model (UI-7.3)", () => {
   it("has a word for each node", () => {
     const nodes = [{ node_id: "a", reason: "", enough_vram: true }, { node_id: "b", reason: "", enough_vram: false }, { node_id: "c", reason: "offline", enough_vram: true }];
     const told = verdicts({ model: "m", nodes } as unknown as Fit);

@@ -41,7 +41,7 @@ function open(path: string): void {
   stage(store, createMemoryRouter([{ path: "/app/capacity", element: <CapacityPage /> }, { path: "/app/capacity/what-if", element: <WhatIfPage /> }], { initialEntries: [path] }));
 }
 
-it("shows each node's memory and the sums of what is in service (UI-10.1)", async () => {
+it("shows each node's memory and the sums of what is in service (UI-7.1)", async () => {
   open("/app/capacity");
   const b = await screen.findByRole("link", { name: "b: 4 GiB used, 4 GiB reserved, 16 GiB free of 24 GiB" });
   expect(b.getAttribute("href")).toBe("/app/nodes/b");
@@ -50,7 +50,7 @@ it("shows each node's memory and the sums of what is in service (UI-10.1)", asyn
   expect(screen.getByText(/1 node in service; 1 not in service, not counted; 1 without any/)).toBeTruthy();
 });
 
-it("one cell takes Tab, and the arrows go on from there (UI-10.2)", async () => {
+it("one cell takes Tab, and the arrows go on from there (UI-7.2)", async () => {
   open("/app/capacity");
   const a = await screen.findByRole("link", { name: /^a:/ });
   const b = screen.getByRole("link", { name: /^b:/ });
@@ -63,7 +63,7 @@ it("one cell takes Tab, and the arrows go on from there (UI-10.2)", async () => 
   expect(document.activeElement).toBe(a);
 });
 
-it("says of each node whether a model fits, and the nearest miss where none does (UI-10.3, UW9)", async () => {
+it("says of each node whether a model fits, and the nearest miss where none does (UI-7.3, UW9)", async () => {
   open("/app/capacity?model=org%2Fm");
   const said = within(await screen.findByRole("region", { name: "Where org/m fits" }));
   expect(said.getByRole("status").textContent).toContain("Nearest miss: b, no free slot for this model.");
@@ -71,7 +71,7 @@ it("says of each node whether a model fits, and the nearest miss where none does
   expect(asked).toEqual([["/api/placement/fit/{model}", { path: { model: "org/m" } }]]);
 });
 
-it("plans with nodes that do not exist, and says why there and why not there (UI-10.4, UW12)", async () => {
+it("plans with nodes that do not exist, and says why there and why not there (UI-7.4, UW12)", async () => {
   open("/app/capacity/what-if");
   fireEvent.click(screen.getByRole("button", { name: "Plan" }));
   expect((await screen.findByText("Enter a model, or how much memory it needs.")).getAttribute("role")).toBe("alert");

@@ -30,7 +30,7 @@ function named(query: string): string[] {
   return all.filter((one) => matches(parse(query), one)).map((one) => one.name);
 }
 
-describe("the box (UW3)", () => {
+describe("the box (UW3, UI-3.19)", () => {
   it.each([
     ["", ["gpu-1", "gpu-2", "helper"]],
     ["GPU", ["gpu-1", "gpu-2"]],
@@ -139,7 +139,7 @@ describe("the order", () => {
     expect(sorted([agent, small, large], readSort(text)).map((one) => one.name)).toEqual(wanted);
   });
 
-  it("starts with what needs an eye, and with the largest figures", () => {
+  it("starts with what needs an eye (UI-3.18), and with the largest figures", () => {
     const rejected = node("refused", { status: "pending", rejected: { at: "", by: "", reason: "" } });
     const claimed = node("claimed", { open_conflicts: 1 });
     expect(sorted([...all, rejected, claimed, node("new", { status: "pending" })], DEFAULT_SORT).map((one) => one.name)).toEqual(["new", "claimed", "gpu-1", "gpu-2", "helper", "refused"]);

@@ -15,7 +15,7 @@ function Around({ children }: { children: ReactNode }): ReactNode {
   );
 }
 
-describe("what is pinned (UI-3.4, UW18)", () => {
+describe("what is pinned (UI-3.4, UI-3.17, UW18)", () => {
   it("is one line, opens the first few and all on demand, and is put away again without being forgotten", () => {
     const cards = Array.from({ length: 30 }, (_, n) => <li key={n}>worker {n}</li>);
     render(<Pinned id="pending" title="30 workers wait" risk="Look twice." first={3} cards={cards} />, { wrapper: Around });
