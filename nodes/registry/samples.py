@@ -32,7 +32,7 @@ def keep(*, now: datetime) -> int:
     minute = now.replace(second=0, microsecond=0)
     with connection.cursor() as cursor:
         cursor.execute(_SAMPLE, {"at": minute})
-        kept = cursor.rowcount
+        kept: int = cursor.rowcount
     NodeSample.objects.filter(at__lt=minute - KEPT).delete()
     return kept
 
