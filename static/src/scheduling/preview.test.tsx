@@ -56,8 +56,8 @@ it("asks nothing of a rule that cannot be sent, and shows a refusal in place (UI
   expect(asked).toHaveLength(1);
 });
 
-it("reads counts of either form", () => {
-  expect(countsIn([{ reason: "offline", count: 2 }])).toBe("2 nodes: offline");
+it("says the codes of reasons in the words of a miss", () => {
+  expect(countsIn({ full: 2, offline: 1 }, [{ code: "full", reason: "no free slot for this model" }])).toBe("2 nodes: no free slot for this model; 1 node: offline");
 });
 
 const FLEET = Array.from({ length: 30 }, (_, at) => node(`gpu-${at}`, { labels: at === 7 ? { zone: "west 1" } : at === 8 ? {} : { tier: "fast" } }));

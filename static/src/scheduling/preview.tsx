@@ -21,7 +21,7 @@ export interface RulePlan {
   wanted: number;
   loads: readonly Step[];
   retires: readonly Step[];
-  unsatisfiable: { reason: string; counts: Readonly<Record<string, number>> | readonly { reason: string; count: number }[] } | null;
+  unsatisfiable: { reason: string; counts: Readonly<Record<string, number>> } | null;
   misses: readonly Miss[];
 }
 
@@ -80,7 +80,7 @@ function Said({ plan }: { plan: RulePlan }): ReactNode {
           <p className="anywhere">
             ⚠ It cannot be met now: <bdi>{unsatisfiable.reason}</bdi>
           </p>
-          <p>{countsIn(unsatisfiable.counts)}</p>
+          <p>{countsIn(unsatisfiable.counts, misses)}</p>
         </div>
       )}
       {misses.length > 0 && (
@@ -117,8 +117,9 @@ function Steps({ title, steps }: { title: string; steps: readonly Step[] }): Rea
   );
 }
 
-/** "3 nodes: no free slot; 1 node: offline" */
-export function countsIn(counts: NonNullable<RulePlan["unsatisfiable"]>["counts"]): string {
-  const pairs = Array.isArray(counts) ? counts.map((one: { reason: string; count: number }) => [one.reason, one.count] as const) : Object.entries(counts as Record<string, number>);
-  return pairs.map(([reason, many]) => `${count(many, "node")}: ${reason}`).join("; ");
+/** "3 nodes: no free slot; 1 node: offline". Codes are in the words of a miss that has the same one. */
+export function countsIn(counts: NonNullable<RulePlan["unsatisfiable"]>["counts"], misses: readonly Pick<Miss, "code" | "reason">[]): string {
+  return Object.entries(counts)
+    .map(([code, many]) => `${count(many, "node")}: ${misses.find((miss) => miss.code === code)?.reason ?? code}`)
+    .join("; ");
 }
