@@ -18,6 +18,7 @@ const ok = (data: unknown = {}) => ({ data, response: new Response() }) as never
 const ANSWERS: Readonly<Record<string, unknown>> = {
   "/api/nodes/{node_id}": { name: "n1", overrides: {}, label_sources: {}, inventory: { at: null, error: "" } },
   "/api/nodes/{node_id}/backends": [],
+  "/api/nodes/{node_id}/memory": { samples: [] },
   "/api/nodes/{node_id}/events": { events: [] },
 };
 
