@@ -9,7 +9,7 @@ from django.http import HttpRequest
 
 from localai_cluster import clock, errors
 from localai_cluster.web.admin import ModelAdmin, Observed
-from nodes.models import ModelLoadInfo, ModelSchedulingConfig, PlacementRecord
+from nodes.models import ModelLoadInfo, ModelSchedulingConfig, NodeSample, PlacementRecord
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule, check
 
@@ -48,6 +48,16 @@ class PlacementRecordAdmin(Observed):
     list_filter = ("outcome",)
     search_fields = ("model_name", "node_name", "operation_id")
     date_hierarchy = "at"
+    show_full_result_count = False
+    ordering = ("-id",)
+
+
+@admin.register(NodeSample)
+class NodeSampleAdmin(Observed):
+    """The memory of nodes over the last hour."""
+
+    list_display = ("node_id", "at", "vram_used", "ram_used")
+    search_fields = ("node_id",)
     show_full_result_count = False
     ordering = ("-id",)
 

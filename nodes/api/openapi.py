@@ -19,13 +19,14 @@ from nodes.api import (
     overrides,
     plain_commands,
     registrations,
+    samples,
     worker_logs,
 )
 from nodes.api.gallery import GALLERY
 from nodes.api.heartbeats import HEARTBEAT
 from nodes.api.worker_auth import WORKER_REFUSAL
 from nodes.backends.catalogue import ENTRY, WHERE
-from nodes.loading import reason_shapes
+from nodes.loading import fitting, reason_shapes
 from nodes.registry import outcomes, shape
 from nodes.scheduling.shape import RULE, STATE
 
@@ -58,9 +59,11 @@ COMPONENTS: tuple[Named, ...] = (
     *load_status.COMPONENTS,
     worker_logs.LOG_LINE,
     *definitions.COMPONENTS,
+    *samples.COMPONENTS,
     RULE,
     STATE,
     *reason_shapes.COMPONENTS,
+    *fitting.COMPONENTS,
     WORKER_REFUSAL,
     registrations.REGISTERED,
     registrations.REGISTRATION_REFUSAL,

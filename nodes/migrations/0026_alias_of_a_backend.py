@@ -3,7 +3,7 @@ from django.db import migrations, models
 
 class Migration(migrations.Migration):
     dependencies = [
-        ("nodes", "0021_placement_records"),
+        ("nodes", "0024_life_of_replicas"),
     ]
 
     operations = [

@@ -10,6 +10,7 @@ from nodes.models.memory import ModelLoadInfo, ModelSchedulingConfig, RoutePolic
 from nodes.models.node import BackendNode, NodeLabel, NodeStatus, NodeType
 from nodes.models.reasons import PlacementOutcome, PlacementRecord
 from nodes.models.replica import NodeModel, ReplicaState, ReplicaUse, WebProcess
+from nodes.models.samples import NodeSample
 from nodes.models.silence import MassSilence
 from nodes.models.upgrades import BackendOffer, UpgradeCheck
 
@@ -27,6 +28,7 @@ __all__ = [
     "NodeEvent",
     "NodeLabel",
     "NodeModel",
+    "NodeSample",
     "NodeStatus",
     "NodeType",
     "PendingBackendOp",

@@ -10,6 +10,7 @@ SCHEDULES = [
     Recurring("nodes: ended drains", "nodes.reconcilers.tasks.finish_drains", "* * * * * */5"),
     # C1; between two of them the controllers look when something changes (`scaler.py`).
     Recurring("nodes: replicas", "nodes.reconcilers.tasks.scale", "* * * * * */30"),
+    Recurring("nodes: memory samples", "nodes.reconcilers.tasks.keep_samples", "* * * * * 0"),
     Recurring("nodes: timeline", "nodes.reconcilers.tasks.prune_timeline", "17 * * * * 0"),
     Recurring("nodes: stale intents", "nodes.reconcilers.tasks.clean_intents", "* * * * * */15"),
     # Every six hours (C47); the first one is a controller's, ten seconds after it starts.

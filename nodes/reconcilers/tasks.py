@@ -11,7 +11,7 @@ from localai_cluster.outage import left_out_in_an_outage
 from nodes.backends import upgrade_state
 from nodes.reconcilers import intents, replicas, stuck
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness
-from nodes.registry import bus_credentials, joining, services, timeline
+from nodes.registry import bus_credentials, joining, samples, services, timeline
 from nodes.replicas import checks, reasons, recount
 
 PRUNED_AT_ONCE = 5000
@@ -68,6 +68,12 @@ def finish_drains() -> None:
 def scale() -> None:
     """One tick of the replica pass (R4.1); at once if another process is at it (R4.2)."""
     replicas.look(tick=True)
+
+
+@left_out_in_an_outage
+def keep_samples() -> None:
+    """Keeps this minute's memory of all nodes; another process at it would write the same."""
+    samples.keep(now=clock.now())
 
 
 @left_out_in_an_outage

@@ -168,11 +168,12 @@ def _unlike(
     return _rows(node, unlike, source)
 
 
-def refresh_slots_label(change: Change, actor: Actor) -> None:
-    """R1.45: `node.replica-slots` says the new cap; the other labels are left as they are."""
-    before = _labels(change.node)
-    _write(change.node, {SLOTS: auto_labels(change.node)[SLOTS]}, Source.AUTO)
-    _tell(change, actor, before, _labels(change.node))
+def refresh_slots_label(node: BackendNode) -> None:
+    """R1.45: `node.replica-slots` says the new cap; the other labels are left as they are.
+
+    The event of the cap says it already.
+    """
+    _write(node, {SLOTS: auto_labels(node)[SLOTS]}, Source.AUTO)
 
 
 def _labels(node: BackendNode) -> dict[str, str]:

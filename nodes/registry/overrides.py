@@ -30,7 +30,7 @@ def set_replica_cap(
         _override(
             change, actor, "set", max_replicas_per_model=value, max_replicas_per_model_manually_set=True
         )
-        refresh_slots_label(change, actor)
+        refresh_slots_label(change.node)
         change.save()
         clear_cooldowns(now)
     return change.node

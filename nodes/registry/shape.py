@@ -204,7 +204,15 @@ REPLICA = Shape(
 LIVE_MODEL = Shape(
     "LiveModel",
     "One replica on a node, in any state.",
-    [*_REPLICA, column("backend_type", TEXT), column("created_at", TIME), *_LEAVING],
+    [
+        *_REPLICA,
+        column("backend_type", TEXT),
+        column("created_at", TIME),
+        column(
+            "vram_needed", BYTES, "What it is estimated to allocate, reserved for its load; 0: not known."
+        ),
+        *_LEAVING,
+    ],
 )
 
 JOINED = Shape(

@@ -58,6 +58,11 @@ def test_a_value_is_set_in_place_and_handed_back(screen: Screen, fleet: Fleet) -
 
 @pytest.mark.rule("UI-4.3", "UI-4.6")
 def test_a_bad_value_is_refused_at_its_field_and_escape_cancels(screen: Screen, fleet: Fleet) -> None:
+    """A node without VRAM has the field as long as a budget is set."""
+    budget = (
+        "UPDATE backend_nodes SET vram_budget = %s, revision = revision + 1 WHERE name = 'fine' RETURNING id"
+    )
+    fleet.cluster.rows(budget, "80%")
     page = screen.go(f"/app/nodes/{fleet.id('fine')}")
     panel = page.get_by_role("region", name="Capacity")
     panel.get_by_role("button", name="Edit VRAM budget").click()
@@ -69,6 +74,8 @@ def test_a_bad_value_is_refused_at_its_field_and_escape_cancels(screen: Screen, 
     box.press("Escape")
     expect(box).to_have_count(0)
     expect(panel.get_by_role("button", name="Edit VRAM budget")).to_be_focused()
+    fleet.cluster.rows(budget, "")
+    expect(panel.get_by_text("there is nothing to limit")).to_be_visible()
 
 
 @pytest.mark.rule("UI-4.4")
@@ -84,7 +91,7 @@ def test_a_cap_is_a_whole_number_from_one(screen: Screen, fleet: Fleet) -> None:
         expect(box).to_have_value(wrong)
 
 
-@pytest.mark.rule("UI-4.13")
+@pytest.mark.rule("UI-4.13", "UI-4.18")
 def test_labels_are_added_by_enter_and_removed(screen: Screen, fleet: Fleet) -> None:
     page = screen.go(f"/app/nodes/{fleet.id('slow')}")
     panel = page.get_by_role("region", name="Labels")
@@ -94,8 +101,12 @@ def test_labels_are_added_by_enter_and_removed(screen: Screen, fleet: Fleet) -> 
     panel.get_by_label("Value").press("Enter")
     expect(panel.get_by_text("rack=b7")).to_be_visible()
     assert fleet.node("slow")["labels"]["rack"] == "b7"
-    panel.get_by_role("button", name=re.compile("^Remove label rack=b7")).click()
-    expect(panel.get_by_text("rack=b7")).to_have_count(0)
+    label = panel.get_by_role("button", name=re.compile("^Remove label rack=b7"))
+    label.click()
+    panel.get_by_role("button", name="Undo: put label rack=b7 back").click()
+    expect(panel.get_by_role("button", name="Undo")).to_have_count(0)
+    label.click()
+    expect(label).to_have_count(0)
 
 
 @pytest.mark.rule("UI-4.1", "UW16")

@@ -48,6 +48,7 @@ def all_resumed(fleet: Fleet) -> Iterator[Fleet]:
 @pytest.mark.rule("UI-9.13", "UI-3.4", "UI-3.9", "E31", "UW18")
 def test_a_pending_worker_is_approved_and_turns_healthy(screen: Screen, fleet: Fleet, newcomer: str) -> None:
     page = screen.go("/app/nodes")
+    page.get_by_role("button", name=re.compile("^Review .* awaiting approval")).click()
     card = page.get_by_test_id(f"pending-{fleet.id(newcomer)}")
     ((fingerprint,),) = fleet.cluster.rows("SELECT fingerprint FROM backend_nodes WHERE name = %s", newcomer)
     expect(card).to_contain_text(fingerprint[:4])
@@ -142,6 +143,7 @@ def test_conflicts_are_on_top_and_decided_there(packed: Screen) -> None:
     page = packed.go("/app/nodes")
     heading = page.get_by_role("heading", name="2 identity conflicts to resolve")
     expect(heading).to_be_visible()
+    page.get_by_role("button", name="Review 2 identity conflicts").click()
     first = page.locator('[data-testid^="conflict-"]').first
     expect(first).to_contain_text("192.0.2.66")
     expect(first).to_contain_text("another secret claims this name")

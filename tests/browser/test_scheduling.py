@@ -1,5 +1,7 @@
 """The pages of scheduling rules and of models: a rule that is made in the browser brings a replica, live."""
 
+import re
+
 import pytest
 from playwright.sync_api import expect
 
@@ -9,7 +11,7 @@ from tests.browser.screen import Screen
 MODEL = "ruled"
 
 
-@pytest.mark.rule("UW10", "UW11", "UW1", "E41", "E42", "UI-6.2")
+@pytest.mark.rule("UW8", "UW10", "UW11", "UW1", "E41", "E42", "UI-6.2", "UI-7.3")
 def test_a_rule_is_made_and_its_replica_appears(screen: Screen, settled: Fleet) -> None:
     definition = f"name: {MODEL}\nbackend: echo\nparameters:\n  model: {MODEL}\n"
     (settled.cluster.models / f"{MODEL}.yaml").write_text(definition)
@@ -38,6 +40,12 @@ def test_a_rule_is_made_and_its_replica_appears(screen: Screen, settled: Fleet) 
     model = page.get_by_role("region", name=MODEL)
     replica = model.get_by_role("row").filter(has=page.get_by_role("rowheader", name="fine"))
     expect(replica).to_contain_text("loaded")
+    page.goto(f"{screen.url}/app/capacity?of=ram&model={MODEL}")
+    expect(page.get_by_role("link", name=re.compile("^fine: .*no free slot for this model$"))).to_be_visible()
+    expect(
+        page.get_by_role("link", name=re.compile("^slow: .*not matching the rule's selector$"))
+    ).to_be_visible()
+    page.goto(f"{screen.url}/app/models?q={MODEL}")
     model.get_by_role("link", name=f"Rule: exactly 1, of {MODEL}").click()
     row.get_by_role("button", name=f"Delete rule of {MODEL}").click()
     question = page.get_by_role("alertdialog", name=f"Delete the rule of {MODEL}")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from drf_spectacular.generators import SchemaGenerator
@@ -18,10 +19,13 @@ from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 from localai_cluster import clock
 from localai_cluster.documents import SchemaView
 from nodes.backends import worker_logs
+from nodes.definitions.files import parse
+from nodes.loading import explaining
+from nodes.loading.placing import Wanted
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeConflict, NodeLabel
 from nodes.placement.choose import NOTHING
 from nodes.placement.explain import FleetView, explain
-from nodes.registry import node_rows
+from nodes.registry import node_rows, samples
 from nodes.replicas import snapshot
 from nodes.replicas.reasons import Decided, record
 from operations.ledger import admission
@@ -170,6 +174,10 @@ def reasons(read: Reader) -> None:
     read("GET", "/api/models/explained/explain")
     for body in ({"need": {"vram": 8}, "replicas": 2, "nodes": [{"count": 1, "vram_gib": 1.5}]}, {}):
         read("POST", "/api/placement/plan", body)
+    read("GET", "/api/placement/fit/nothing")
+    defined = parse({"name": "org/m", "backend": "echo", "parameters": {"model": "m"}}, "m.yaml")
+    with patch.object(explaining, "wanted_of", return_value=Wanted(defined, NOTHING)):
+        read("GET", "/api/placement/fit/org/m")
 
 
 def decided(node: BackendNode, model: str) -> None:
@@ -236,6 +244,8 @@ def dispute(read: Reader) -> None:
     read("POST", f"{at}/identity/revoke", {"reason": "stolen"})
     read("POST", f"{at}/identity/revoke")
     read("GET", at)
+    samples.keep(now=clock.now())
+    read("GET", f"{at}/memory")
     read("GET", f"{at}/events?limit=2")
     read("DELETE", at)
     read("GET", f"{at}/events")

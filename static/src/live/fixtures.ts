@@ -19,7 +19,7 @@ export function node(name: string, more: Partial<LiveNode> = {}): LiveNode {
 }
 
 export function model(name: string, replica: number, more: Partial<LiveModel> = {}): LiveModel {
-  const usual = { model_name: name, replica_index: replica, state: "loaded", in_flight: 0, backend_type: "llama-cpp" } as const;
+  const usual = { model_name: name, replica_index: replica, state: "loaded", in_flight: 0, vram_needed: 0, backend_type: "llama-cpp" } as const;
   return { id: `${name}-${replica}`, last_used: REGISTERED, created_at: REGISTERED, ...usual, ...more };
 }
 

@@ -29,6 +29,7 @@ beforeEach(() => {
   refusal = null;
   vi.spyOn(client, "GET").mockImplementation(((path: string) => answer(path === "/api/models/capabilities" ? { data: [{ id: "org/m", backend: "echo", capabilities: [], disabled: false, pinned: false }] } : rules)) as never);
   vi.spyOn(client, "POST").mockImplementation(((path: string, sent: { body: unknown }) => {
+    if (path === "/api/placement/plan") return answer({ replicas_now: 0, wanted: 1, loads: [], retires: [], unsatisfiable: null, misses: [] });
     asked.push([path, sent.body]);
     return refusal === null ? answer({ model_name: "m" }) : Promise.resolve({ error: refusal, response: new Response(null, { status: 400 }) });
   }) as never);
@@ -59,7 +60,7 @@ it("shows each rule with its figures, its reason, its cooldown and its nodes (UW
   for (const part of ["org/m", "tier=fast", "at least 2", "wanted2", "running1", "loading0", "cooling down", "next try in", "3 passes in a row", "no node with room"]) {
     expect(row?.textContent).toContain(part);
   }
-  expect(await screen.findByRole("link", { name: "n1" })).toBeTruthy();
+  expect(await within(screen.getByRole("table", { name: "Scheduling rules" })).findByRole("link", { name: "n1" })).toBeTruthy();
 });
 
 it("says what a rule is where there is none (UI-6.6)", async () => {

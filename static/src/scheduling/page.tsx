@@ -17,6 +17,7 @@ import { Empty, Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
 import { Ago } from "../ui/time";
 import { PageHead } from "../ui/title";
+import { LabelsCard } from "./labels-card";
 import { RuleDialog } from "./rule-dialog";
 import { cooldown, counts, deleteRule, demand, selectorOf, standing, useReread, useRules, type Rule } from "./rules";
 import "../nodes/detail/detail.css";
@@ -40,6 +41,7 @@ export function SchedulingPage(): ReactNode {
       {rules.error !== null && <Problem error={rules.error} onRetry={() => void rules.refetch()} />}
       {rules.data?.length === 0 && <NoRules />}
       {rules.data !== undefined && rules.data.length > 0 && <Rules rules={rules.data} onOpen={setOpened} />}
+      <LabelsCard />
       {opened?.what === "edit" && <RuleDialog rule={opened.rule} ruled={ruled} onClose={close} />}
       {opened?.what === "delete" && <DeleteRule rule={opened.rule} onClose={close} />}
     </div>

@@ -8,6 +8,7 @@ import { Button } from "../ui/button";
 import { Dialog } from "../ui/dialog";
 import { Problem } from "../ui/problem";
 import { BLANK, draftOf, refusedField, saveRule, useReread, wrongIn, type Draft, type Field, type Rule, type Wrong } from "./rules";
+import { Preview } from "./preview";
 import { SelectorField } from "./selector";
 import "../nodes/detail/detail.css";
 import "../nodes/shared/shared.css";
@@ -62,6 +63,7 @@ export function RuleDialog({ rule, model = "", ruled, onClose }: RuleDialogProps
         <SelectorField draft={draft} wrong={wrong.node_selector ?? ""} onChange={change} />
         <ReplicaFields {...form} />
         <MoreFields {...form} />
+        <Preview draft={draft} />
         {save.error !== null && refused === null && <Problem error={save.error} />}
         <div className="row wrap">
           <Button type="submit" kind="primary" busy={save.isPending}>

@@ -8,7 +8,7 @@ import { Button } from "../ui/button";
 import { Icon } from "../ui/icons";
 import { Problem } from "../ui/problem";
 
-/** Where identity conflicts are decided. */
+/** Where identity conflicts are decided, and said: a banner there would only repeat it. */
 const CONFLICTS = "/app/nodes";
 
 /** Where the parts of the system are shown, and the notices about them. */
@@ -26,7 +26,8 @@ export function Banners({ failure, onRetry }: BannersProps): ReactNode {
   const outdated = useLive((state) => state.outdated);
   const forbidden = useLive((state) => state.connection === "forbidden");
   useNews(notices);
-  if (notices.length === 0 && !outdated && !forbidden && failure === null) return null;
+  const shown = notices.filter((notice) => notice.id !== "identity-conflicts" || place !== CONFLICTS);
+  if (shown.length === 0 && !outdated && !forbidden && failure === null) return null;
   return (
     <section className="banners" aria-label="Notices">
       {failure !== null && <Problem error={failure} />}
@@ -44,9 +45,9 @@ export function Banners({ failure, onRetry }: BannersProps): ReactNode {
           </Button>
         </Banner>
       )}
-      {notices.map((notice) => (
+      {shown.map((notice) => (
         <Banner key={notice.id} {...notice}>
-          {notice.id === "identity-conflicts" && place !== CONFLICTS && <Link to={CONFLICTS}>Decide</Link>}
+          {notice.id === "identity-conflicts" && <Link to={`${CONFLICTS}#conflicts`}>Decide</Link>}
           {OF_THE_SYSTEM.has(notice.id) && place !== HEALTH && <Link to={HEALTH}>System health</Link>}
         </Banner>
       ))}

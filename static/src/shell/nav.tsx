@@ -75,6 +75,7 @@ interface Place {
 
 const PLACES: readonly Place[] = [
   { to: "/app/nodes", label: "Nodes", icon: "nodes", signal: <NodesSignal /> },
+  { to: "/app/capacity", label: "Capacity", icon: "capacity" },
   { to: "/app/models", label: "Models", icon: "model" },
   { to: "/app/scheduling", label: "Scheduling", icon: "scheduling" },
   { to: "/app/backends", label: "Backends", icon: "backends" },

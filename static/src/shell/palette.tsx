@@ -146,6 +146,7 @@ function places({ onShortcuts, onSignOut }: PaletteProps): Entry[] {
   return [
     { key: "page nodes", kind: "Pages", icon: "nodes", title: "Nodes", detail: "g n", to: "/app/nodes" },
     { key: "page models", kind: "Pages", icon: "model", title: "Models", detail: "g m", to: "/app/models" },
+    { key: "page capacity", kind: "Pages", icon: "capacity", title: "Capacity", detail: "g c", words: "memory vram free map fit what if plan", to: "/app/capacity" },
     { key: "page scheduling", kind: "Pages", icon: "scheduling", title: "Scheduling", detail: "g s", words: "rules replicas selector", to: "/app/scheduling" },
     { key: "page backends", kind: "Pages", icon: "backends", title: "Backends", detail: "g b", to: "/app/backends" },
     { key: "page activity", kind: "Pages", icon: "activity", title: "Activity", detail: "g a", to: "/app/activity" },

@@ -69,9 +69,13 @@ function useSearchReady(): void {
   }, []);
 }
 
+/** A page with something on top of its content says where that begins. */
 function skip(event: MouseEvent): void {
   event.preventDefault();
-  document.getElementById("main")?.focus();
+  const main = document.getElementById("main");
+  const content = main?.querySelector<HTMLElement>("[data-content]") ?? main;
+  content?.focus();
+  content?.scrollIntoView({ block: "start" });
 }
 
 function useKeys(open: (overlay: "search" | "shortcuts") => void): void {
@@ -82,6 +86,7 @@ function useKeys(open: (overlay: "search" | "shortcuts") => void): void {
   useShortcut("/", () => open("search"), "Search");
   useShortcut("?", () => open("shortcuts"), "Show keyboard shortcuts");
   useShortcut("g n", () => void navigate("/app/nodes"), "Go to Nodes");
+  useShortcut("g c", () => void navigate("/app/capacity"), "Go to Capacity");
   useShortcut("g m", () => void navigate("/app/models"), "Go to Models");
   useShortcut("g s", () => void navigate("/app/scheduling"), "Go to Scheduling");
   useShortcut("g b", () => void navigate("/app/backends"), "Go to Backends");

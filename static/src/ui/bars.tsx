@@ -12,6 +12,29 @@ export function ProgressBar({ value, name, tone = "" }: { value: number; name: s
   );
 }
 
+/** From which share of the whole a figure is tight, and from which it is as good as full. */
+const TIGHT = 0.85;
+const FULL = 0.95;
+
+/** How near its end a resource is: what is reserved is as good as used. */
+export function fillOf(taken: number, total: number): "" | "tight" | "full" {
+  if (total <= 0) return "";
+  return taken >= FULL * total ? "full" : taken >= TIGHT * total ? "tight" : "";
+}
+
+/** What the colours of the meters mean; everything that a meter shows is in words beside it. */
+export function MeterLegend(): ReactNode {
+  return (
+    <ul className="meter-legend" aria-label="Colours of the bars">
+      <li data-of="used">used</li>
+      <li data-of="tight">from 85%</li>
+      <li data-of="full">from 95%</li>
+      <li data-of="reserved">reserved</li>
+      <li data-of="free">free</li>
+    </ul>
+  );
+}
+
 /** Used, reserved and total bytes as one bar with its figures; nothing if the total is not known. */
 export function Meter({ name, used, reserved = 0, total }: { name: string; used: number; reserved?: number; total: number }): ReactNode {
   if (total <= 0) return <span className="muted">unknown</span>;
@@ -19,7 +42,7 @@ export function Meter({ name, used, reserved = 0, total }: { name: string; used:
   const words = `${bytes(used)} of ${bytes(total)}${reserved > 0 ? `, ${bytes(reserved)} reserved` : ""}`;
   return (
     <div className="meter" title={`${name}: ${words}`}>
-      <div className="bar" role="img" aria-label={`${name}: ${words}`}>
+      <div className={`bar ${fillOf(used + reserved, total)}`} role="img" aria-label={`${name}: ${words}`}>
         <span style={{ width: share(used) }} />
         <span className="reserved" style={{ width: share(Math.min(reserved, total - used)) }} />
       </div>

@@ -10,7 +10,7 @@ describe("the colour of a state (UI-3.12)", () => {
     ["healthy", "good"],
     ["unhealthy", "bad"],
     ["offline", "bad"],
-    ["draining", "warn"],
+    ["draining", "info"],
     ["pending", "warn"],
     ["loaded", "good"],
     ["loading", "info"],

@@ -28,7 +28,14 @@ export function Capacity({ node, detail }: CapacityProps): ReactNode {
   return (
     <Panel title="Capacity">
       <ReplicaCap node={node} override={detail.data?.overrides.max_replicas_per_model} />
-      <VramBudget node={node} override={detail.data?.overrides.vram_budget} />
+      {node.total_vram > 0 || node.vram_budget !== "" ? (
+        <VramBudget node={node} override={detail.data?.overrides.vram_budget} />
+      ) : (
+        <div className="nd-fact">
+          <h3>VRAM budget</h3>
+          <p className="muted">The node reports no VRAM: there is nothing to limit.</p>
+        </div>
+      )}
     </Panel>
   );
 }

@@ -1,5 +1,5 @@
 // What cannot be taken back. Each says what it does to what runs now, and wants the node's word typed.
-import { useEffect, useId, useRef, useState, type ReactNode } from "react";
+import { useEffect, useId, useRef, useState, type Dispatch, type ReactNode, type SetStateAction } from "react";
 import { useNavigate, useNavigation } from "react-router";
 import { count } from "../../lib/format";
 import type { LiveNode } from "../../live/messages";
@@ -11,7 +11,7 @@ import { useAction, type Action } from "./data";
 import { Panel } from "./panel";
 import { confirmationWord } from "./words";
 
-type Danger = Extract<Verb, "deregister" | "revoke" | "rotate">;
+export type Danger = Extract<Verb, "deregister" | "revoke" | "rotate">;
 
 interface Act {
   verb: Danger;
@@ -21,8 +21,22 @@ interface Act {
   action: Action<string>;
 }
 
-export function DangerZone({ node, operations }: { node: LiveNode; operations: number }): ReactNode {
-  const [asked, setAsked] = useState<Danger | null>(null);
+/** What can be asked for, with the words of its buttons. */
+export const DANGERS: readonly (readonly [Danger, string])[] = [
+  ["rotate", "Rotate secret"],
+  ["revoke", "Revoke secret"],
+  ["deregister", "Deregister"],
+];
+
+interface ZoneProps {
+  node: LiveNode;
+  operations: number;
+  /** The question that is open; the head of the page asks them as well. */
+  asked: Danger | null;
+  onAsk: Dispatch<SetStateAction<Danger | null>>;
+}
+
+export function DangerZone({ node, operations, asked, onAsk: setAsked }: ZoneProps): ReactNode {
   // Another question may be open when the answer to one comes.
   const acts = useActs(node, (verb) => setAsked((present) => (present === verb ? null : present)));
   const shown = acts.find((act) => act.verb === asked);

@@ -6,11 +6,13 @@ import { useChange, useNow } from "../../live/hooks";
 import type { LiveNode } from "../../live/messages";
 import { announce } from "../../ui/announce";
 import { Button } from "../../ui/button";
+import { Menu } from "../../ui/menu";
 import { Ago } from "../../ui/time";
 import { ApproveDialog, DrainDialog, RejectDialog, ResumeDialog } from "../shared/dialogs";
 import { NodeStatus } from "../shared/node-status";
 import { refusal } from "../shared/verbs";
 import { keptFilter } from "./back";
+import { DANGERS, type Danger } from "./danger";
 import { InstallDialog } from "./install";
 import { drainLeft } from "./words";
 
@@ -48,7 +50,14 @@ function useAsked(): [Asked, (asked: Asked) => void] {
   return [asked, setAsked];
 }
 
-export function Head({ node, operations }: { node: LiveNode; operations: number }): ReactNode {
+interface HeadProps {
+  node: LiveNode;
+  operations: number;
+  /** Asks what cannot be taken back. */
+  onDanger: (verb: Danger) => void;
+}
+
+export function Head({ node, operations, onDanger }: HeadProps): ReactNode {
   const [asked, setAsked] = useAsked();
   const close = () => setAsked("");
   const dialog = { nodes: [node], onClose: close };
@@ -62,7 +71,10 @@ export function Head({ node, operations }: { node: LiveNode; operations: number 
             <bdi>{node.name}</bdi>
           </h1>
         </div>
-        <Actions node={node} onAsk={setAsked} />
+        <div className="row wrap">
+          <Actions node={node} onAsk={setAsked} />
+          <Menu name={`More actions for ${node.name}`} items={DANGERS.map(([verb, label]) => ({ label: `${label}…`, danger: true, refusal: refusal(verb, node), onSelect: () => onDanger(verb) }))} />
+        </div>
       </div>
       <Reason node={node} />
       <DrainProgress node={node} operations={operations} />

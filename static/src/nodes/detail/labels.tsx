@@ -32,11 +32,22 @@ export function Labels({ node, sources }: { node: LiveNode; sources: Sources | u
   const labels = Object.entries(node.labels)
     .filter(([name]) => name !== OF_CAPACITY)
     .sort(([left], [right]) => left.localeCompare(right));
+  const [removed, setRemoved] = useState<Draft | null>(null);
   const remove = useAction(
     node.id,
-    (name: string) => removeLabel(node.id, name),
-    (_, name) => {
-      announce(`Label ${name} removed.`);
+    ({ key: name }: Draft) => removeLabel(node.id, name),
+    (_, label) => {
+      setRemoved(label);
+      announce(`Label ${label.key} removed. It can be put back.`);
+      goOnAt(key.current, list.current);
+    },
+  );
+  const restore = useAction(
+    node.id,
+    ({ key: name, value }: Draft) => mergeLabels(node.id, { [name]: value }),
+    (_, label) => {
+      setRemoved((last) => (last === label ? null : last));
+      announce(`Label ${label.key} is back.`);
       goOnAt(key.current, list.current);
     },
   );
@@ -49,8 +60,8 @@ export function Labels({ node, sources }: { node: LiveNode; sources: Sources | u
             key={name}
             text={written(name, value)}
             source={sources?.[name] ?? (isAutomatic(name) ? "auto" : undefined)}
-            busy={remove.busy && remove.input === name}
-            onRemove={() => remove.run(name)}
+            busy={remove.busy && remove.input?.key === name}
+            onRemove={() => remove.run({ key: name, value })}
             onEdit={() => {
               setDraft({ key: name, value });
               key.current?.focus();
@@ -59,8 +70,19 @@ export function Labels({ node, sources }: { node: LiveNode; sources: Sources | u
         ))}
       </ul>
       {remove.error !== null && (
-        <Problem error={remove.error} onRetry={() => remove.run(remove.input ?? "")} onDismiss={remove.forget} />
+        <Problem error={remove.error} {...(remove.input === undefined ? {} : { onRetry: () => remove.run(remove.input as Draft) })} onDismiss={remove.forget} />
       )}
+      {removed !== null && !Object.hasOwn(node.labels, removed.key) && (
+        <p className="row wrap nd-source">
+          <span className="muted anywhere">
+            Removed <bdi>{written(removed.key, removed.value)}</bdi>.
+          </span>
+          <Button small busy={restore.busy} aria-label={`Undo: put label ${written(removed.key, removed.value)} back`} onClick={() => restore.run(removed)}>
+            Undo
+          </Button>
+        </p>
+      )}
+      {restore.error !== null && <Problem error={restore.error} onDismiss={restore.forget} />}
       <AddLabel node={node} draft={draft} setDraft={setDraft} keyInput={key} />
     </Panel>
   );

@@ -18,6 +18,7 @@ const ok = (data: unknown = {}) => ({ data, response: new Response() }) as never
 const ANSWERS: Readonly<Record<string, unknown>> = {
   "/api/nodes/{node_id}": { name: "n1", overrides: {}, label_sources: {}, inventory: { at: null, error: "" } },
   "/api/nodes/{node_id}/backends": [],
+  "/api/nodes/{node_id}/memory": { samples: [] },
   "/api/nodes/{node_id}/events": { events: [] },
 };
 
@@ -95,6 +96,27 @@ it("a label whose removal is answered late takes the focus from nothing", async 
   answer();
   await heard("Label tier removed.");
   expect(document.activeElement).toBe(value);
+});
+
+it("a label that was removed can be put back as it was (UI-4.18)", async () => {
+  const { store } = await open({ labels: { zone: "west 1" } });
+  fireEvent.click(panel("Labels").getByRole("button", { name: "Remove label zone=west 1" }));
+  await vi.waitFor(() => expect(client.DELETE).toHaveBeenCalled());
+  answer();
+  await heard("It can be put back.");
+  show(store, node("n1", { labels: {} }));
+  fireEvent.click(await panel("Labels").findByRole("button", { name: "Undo: put label zone=west 1 back" }));
+  await vi.waitFor(() => expect(vi.mocked(client.PATCH).mock.calls[0]?.[1]).toEqual(expect.objectContaining({ body: { zone: "west 1" } })));
+  answer();
+  await heard("Label zone is back.");
+});
+
+it("a VRAM budget is offered only where there is VRAM, or where one is set (UI-4.18)", async () => {
+  const { store } = await open();
+  const edit = () => panel("Capacity").queryByRole("button", { name: "Edit VRAM budget" });
+  expect(edit()).toBeNull();
+  show(store, node("n1", { vram_budget: "80%" }));
+  await vi.waitFor(() => expect(edit()).not.toBeNull());
 });
 
 it("a value that is handed back takes the focus from nothing that is typed in meanwhile", async () => {

@@ -1,17 +1,20 @@
-// Memory of the node since the page was opened, as the heartbeats tell it, and the disk as it is.
-import { lazy, Suspense, useContext, useEffect, useState, type ReactNode } from "react";
+// Memory of the node over the last hour, as the server has kept it and the heartbeats go on to tell it, and the disk as it is.
+import { lazy, Suspense, useContext, useEffect, useMemo, useState, type ReactNode } from "react";
 import { bytes, span } from "../../lib/format";
 import { LiveContext } from "../../live/hooks";
 import type { LiveNode } from "../../live/messages";
 import { Meter } from "../../ui/bars";
+import { useKept } from "./data";
 import { Panel } from "./panel";
-import { EVERY_MS, range, sampled, usedRam, usedVram, vramLimit, withSample, type Sample } from "./samples";
+import { EVERY_MS, range, sampled, usedRam, usedVram, vramLimit, withKept, withSample, type Sample } from "./samples";
 
 /** Without its code the figures are enough. */
 const Spark = lazy(() => import("./spark").catch(() => ({ default: () => null })));
 
 export function Memory({ node }: { node: LiveNode }): ReactNode {
-  const ring = useSamples(node.id);
+  const seen = useSamples(node.id);
+  const kept = useKept(node.id);
+  const ring = useMemo(() => withKept(kept, seen), [kept, seen]);
   const known = node.total_vram > 0 || node.total_ram > 0 || node.total_disk > 0;
   return (
     <Panel title="Memory" aside={<span className="muted">{sinceWhen(ring)}</span>}>

@@ -15,13 +15,15 @@ import { Backends } from "./backends";
 import { Capacity } from "./capacity";
 import { Conflicts } from "./conflicts";
 import { Conditions, Hardware, Identity } from "./conditions";
-import { DangerZone } from "./danger";
+import { DangerZone, type Danger } from "./danger";
 import { useDetail, useInStep, type NodeDetail } from "./data";
 import { BackLink, Head } from "./head";
+import { Gpus } from "./gpus";
 import { Labels } from "./labels";
 import { Memory } from "./memory";
 import { Replicas } from "./replicas";
 import { Running, useOperations } from "./running";
+import { Slots } from "./slots";
 import { TimelinePanel } from "./timeline";
 import "./detail.css";
 
@@ -45,13 +47,14 @@ function OneNode({ id }: { id: string }): ReactNode {
 function Shown({ node, detail }: { node: LiveNode; detail: UseQueryResult<NodeDetail> }): ReactNode {
   const operations = useOperations(node.id);
   const active = operations.filter(isActive).length;
+  const [danger, setDanger] = useState<Danger | null>(null);
   // An agent loads no models and installs no backends.
   const worker = node.node_type === "backend";
   // Its identity comes first: approving needs it.
   const pending = node.status === "pending";
   return (
     <div className="nd">
-      <Head node={node} operations={active} />
+      <Head node={node} operations={active} onDanger={setDanger} />
       <AfterPaint>
         <div className="nd-columns">
           <div className="nd-column">
@@ -60,20 +63,20 @@ function Shown({ node, detail }: { node: LiveNode; detail: UseQueryResult<NodeDe
             {pending && <Identity node={node} detail={detail} />}
             <Running id={node.id} operations={operations} />
             {worker && <Replicas node={node} />}
+            {worker && <Slots node={node} />}
             {worker && <Backends node={node} detail={detail} operations={operations} />}
+            <TimelinePanel id={node.id} />
           </div>
           <div className="nd-column">
             <Memory node={node} />
+            <Gpus node={node} />
             {worker && <Capacity node={node} detail={detail} />}
             <Labels node={node} sources={detail.data?.label_sources} />
-          </div>
-          <TimelinePanel id={node.id} />
-          <div className="nd-column">
-            {!pending && <Identity node={node} detail={detail} />}
             <Hardware node={node} />
+            {!pending && <Identity node={node} detail={detail} />}
+            <DangerZone node={node} operations={active} asked={danger} onAsk={setDanger} />
           </div>
         </div>
-        <DangerZone node={node} operations={active} />
       </AfterPaint>
     </div>
   );

@@ -1,4 +1,5 @@
-// Memory over time, as far as this page has seen it: a bounded ring of samples, with gaps where nothing was known.
+// Memory over time: the last hour by the minute as the server has kept it, then what this page has seen itself; a
+// bounded ring of samples, with gaps where nothing was known.
 
 /** How many samples are kept. */
 export const KEPT = 600;
@@ -16,6 +17,30 @@ export interface Sample {
 /** The ring with one more sample; the oldest falls out. */
 export function withSample(ring: readonly Sample[], sample: Sample): readonly Sample[] {
   return [...(ring.length < KEPT ? ring : ring.slice(ring.length - KEPT + 1)), sample];
+}
+
+/** A minute that the server has kept. */
+interface Kept {
+  at: string;
+  vram_used: number | null;
+  ram_used: number | null;
+}
+
+/** Two minutes without a sample are a gap. */
+const GAP_S = 150;
+
+/** What was kept before the page began to look, and what it has seen since. */
+export function withKept(kept: readonly Kept[], seen: readonly Sample[]): readonly Sample[] {
+  const before: Sample[] = [];
+  const end = seen[0]?.at ?? Infinity;
+  for (const { at: iso, vram_used: vram, ram_used: ram } of kept) {
+    const at = Date.parse(iso) / 1000;
+    const last = before.at(-1);
+    if (at >= end) break;
+    if (last !== undefined && at - last.at > GAP_S) before.push({ at: last.at + 1, vram: null, ram: null });
+    before.push({ at, vram, ram });
+  }
+  return [...before, ...seen];
 }
 
 /** The lowest and highest known figure, null without any. */

@@ -2,6 +2,7 @@
 import type { ReactNode } from "react";
 import { count } from "../../lib/format";
 import type { LiveNode } from "../../live/messages";
+import { MeterLegend } from "../../ui/bars";
 import { Button } from "../../ui/button";
 import { refusalOfAll, VERB_LABELS, type Action, type ListVerb } from "./actions";
 import type { Selection } from "./use-selection";
@@ -15,7 +16,7 @@ interface BulkBarProps {
   onClear: (() => void) | null;
 }
 
-const OFFERED: readonly ListVerb[] = ["approve", "drain", "resume", "label", "install"];
+const OFFERED: readonly ListVerb[] = ["approve", "reject", "drain", "resume", "label", "install", "deregister"];
 
 export function BulkBar({ shown, total, selection, onAct, onClear }: BulkBarProps): ReactNode {
   const { nodes } = selection;
@@ -29,6 +30,8 @@ export function BulkBar({ shown, total, selection, onAct, onClear }: BulkBarProp
       <div className="bulk-bar">
         <span className="muted">{shown.length === total ? count(total, "node") : `${shown.length} of ${count(total, "node")}`}</span>
         {clear}
+        <span className="grow" />
+        <MeterLegend />
       </div>
     );
   }
@@ -41,7 +44,7 @@ export function BulkBar({ shown, total, selection, onAct, onClear }: BulkBarProp
         {hidden > 0 && <span className="muted"> ({hidden} hidden by the filter)</span>}
       </strong>
       {OFFERED.map((verb) => (
-        <Button key={verb} small refusal={refusalOfAll(verb, nodes)} onClick={() => onAct({ verb, nodes })}>
+        <Button key={verb} small kind={verb === "deregister" ? "danger" : "plain"} refusal={refusalOfAll(verb, nodes)} onClick={() => onAct({ verb, nodes })}>
           {VERB_LABELS[verb]}…
         </Button>
       ))}

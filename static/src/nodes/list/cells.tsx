@@ -3,7 +3,9 @@ import type { ReactNode } from "react";
 import { Link } from "react-router";
 import { ago, bytes, count, exact } from "../../lib/format";
 import type { LiveModel, LiveNode } from "../../live/messages";
+import { gpuWords } from "../../live/gpus";
 import { Meter } from "../../ui/bars";
+import { usedVram, vramLimit } from "../detail/samples";
 import { isAutomatic, written } from "../shared/labels";
 import { useClock } from "../shared/clock";
 import { NodeStatus } from "../shared/node-status";
@@ -40,8 +42,8 @@ export function Name({ node }: { node: LiveNode }): ReactNode {
       <Link className="name node-name" to={`/app/nodes/${node.id}`} title={node.name}>
         <bdi>{node.name}</bdi>
       </Link>
-      <span className="second name">
-        {node.node_type === "agent" ? "agent" : node.gpu_vendor || "no GPU"}
+      <span className="second name" title={gpuWords(node)}>
+        {node.node_type === "agent" ? "agent" : gpuWords(node) || "no GPU"}
         {node.open_conflicts > 0 && <span className="flag"> · identity conflict</span>}
         {node.rotation_requested_at !== null && <span> · rotation requested</span>}
         {node.version_skew !== "" && <span className="flag"> · {node.version_skew}</span>}
@@ -68,28 +70,41 @@ export function Address({ node }: { node: LiveNode }): ReactNode {
 
 export function Vram({ node }: { node: LiveNode }): ReactNode {
   if (node.total_vram <= 0) return <Dash why={node.node_type === "agent" ? "agents do not run models" : "no GPU memory"} />;
-  const used = node.total_vram - node.available_vram;
-  return <Meter name="VRAM" used={used} reserved={node.reserved_vram} total={node.total_vram} />;
+  return (
+    <AsTold node={node}>
+      <Meter name="VRAM" used={usedVram(node)} reserved={node.reserved_vram} total={vramLimit(node)} />
+    </AsTold>
+  );
+}
+
+/** Figures come with heartbeats, which count only while the node is in service: before and after that they stand still. */
+function AsTold({ node, children }: { node: LiveNode; children: ReactNode }): ReactNode {
+  const why = node.status === "pending" ? "as of its registration" : node.status === "offline" ? "as of its last heartbeat" : "";
+  if (why === "") return children;
+  return (
+    <span className="as-told" title={`Figures ${why}`}>
+      {children}
+      <span className="visually-hidden">, {why}</span>
+    </span>
+  );
 }
 
 export function Ram({ node }: { node: LiveNode }): ReactNode {
   if (node.total_ram <= 0) return <Dash why="RAM unknown" />;
-  return <Pair first={node.total_ram - node.available_ram} total={node.total_ram} word="used" />;
+  return <Pair node={node} used={node.total_ram - node.available_ram} total={node.total_ram} />;
 }
 
 export function Disk({ node }: { node: LiveNode }): ReactNode {
   if (node.total_disk <= 0) return <Dash why="disk unknown" />;
-  return <Pair first={node.available_disk} total={node.total_disk} word="free" />;
+  return <Pair node={node} used={node.total_disk - node.available_disk} total={node.total_disk} />;
 }
 
-function Pair({ first, total, word }: { first: number; total: number; word: string }): ReactNode {
+function Pair({ node, used, total }: { node: LiveNode; used: number; total: number }): ReactNode {
   return (
-    <>
-      <span className="nowrap">{bytes(first)}</span>
-      <span className="second nowrap">
-        {word} of {bytes(total)}
-      </span>
-    </>
+    <AsTold node={node}>
+      <span className="nowrap">{bytes(used)}</span>
+      <span className="second nowrap">used of {bytes(total)}</span>
+    </AsTold>
   );
 }
 

@@ -35,6 +35,7 @@ async function open(...names: string[]) {
   vi.spyOn(client, "GET").mockImplementation(() => answers as never);
   store = show(new LiveStore(), ...claimed(...names));
   stage(store, createMemoryRouter([{ path: "*", element: <Page /> }]));
+  fireEvent.click(await screen.findByRole("button", { name: /^Review/ }));
   await screen.findByRole("heading", { name: names[0] as string });
 }
 

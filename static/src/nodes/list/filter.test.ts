@@ -7,12 +7,12 @@ import { DEFAULT_SORT, pressed, readSort, sorted } from "./sort";
 const GIB = 1024 ** 3;
 
 function node(name: string, more: Partial<LiveNode> = {}): LiveNode {
-  const empty = { labels: {}, models: [], backends: [], gpu_vendor: "", node_type: "backend", address: "", source_address: "" };
+  const empty = { open_conflicts: 0, rejected: null, labels: {}, models: [], backends: [], gpu_vendor: "", node_type: "backend", address: "", source_address: "" };
   return { id: name, name, status: "healthy", total_vram: 0, available_vram: 0, ...empty, ...more } as unknown as LiveNode;
 }
 
 function model(name: string, backend = "llama-cpp") {
-  return { id: name, model_name: name, backend_type: backend, in_flight: 0, state: "loaded", replica_index: 0, last_used: "", created_at: "" } as const;
+  return { id: name, model_name: name, backend_type: backend, in_flight: 0, vram_needed: 0, state: "loaded", replica_index: 0, last_used: "", created_at: "" } as const;
 }
 
 const west = node("gpu-1", {
@@ -30,7 +30,7 @@ function named(query: string): string[] {
   return all.filter((one) => matches(parse(query), one)).map((one) => one.name);
 }
 
-describe("the box (UW3)", () => {
+describe("the box (UW3, UI-3.19)", () => {
   it.each([
     ["", ["gpu-1", "gpu-2", "helper"]],
     ["GPU", ["gpu-1", "gpu-2"]],
@@ -53,7 +53,34 @@ describe("the box (UW3)", () => {
     ["type:agent", ["helper"]],
     ['"', ["gpu-1", "gpu-2", "helper"]],
     ["unknown:thing", []],
+    ["offline", ["gpu-1"]],
+    ["zone=west healthy", ["helper"]],
+    ["-zone=west", ["gpu-2"]],
+    ["-type:agent -offline", ["gpu-2"]],
+    ["-", ["gpu-1", "gpu-2"]],
   ])("%s shows %j", (query, wanted) => expect(named(query)).toEqual(wanted));
+
+  it.each([
+    ["zone=west 1", ["wide"]],
+    ["zone=West 1 wide", ["wide"]],
+    ["zone=west 10", ["gpu-1"]],
+    ['zone="west 1"', ["wide"]],
+    ["-zone=west 1", ["gpu-1", "gpu-2", "helper"]],
+  ])("%s finds a label value with a blank", (query, wanted) => {
+    const nodes = [...all, node("wide", { labels: { zone: "west 1" } })];
+    expect(find(nodes, filter({}, query)).nodes.map((one) => one.name)).toEqual(wanted);
+  });
+
+  it.each([
+    ["status:bogus", "There is no state “bogus”"],
+    ["-type:gpu", "There is no type “gpu”"],
+    ["tier:slow", "There is no field “tier”"],
+    ["gpu-1:50051 10.0.0.1:9 fd00::1 model:x tier=slow", ""],
+  ])("%s says %s", (query, said) => {
+    const { problems } = parse(query);
+    expect(problems.join(" ")).toContain(said);
+    expect(problems.length).toBe(said === "" ? 0 : 1);
+  });
 });
 
 function filter(more: Partial<Filter["chosen"]>, q = ""): Filter {
@@ -102,7 +129,7 @@ describe("the order", () => {
   const large = node("b9", { total_vram: 24 * GIB, available_vram: 20 * GIB });
 
   it("is by name as people count", () => {
-    expect(sorted([small, large, agent], DEFAULT_SORT).map((one) => one.name)).toEqual(["b9", "b10", "helper"]);
+    expect(sorted([small, large, agent], readSort("name")).map((one) => one.name)).toEqual(["b9", "b10", "helper"]);
   });
 
   it.each([
@@ -112,8 +139,10 @@ describe("the order", () => {
     expect(sorted([agent, small, large], readSort(text)).map((one) => one.name)).toEqual(wanted);
   });
 
-  it("starts with what needs an eye, and with the largest figures", () => {
-    expect(sorted(all, readSort("state"))[0]?.name).toBe("gpu-1");
+  it("starts with what needs an eye (UI-3.18), and with the largest figures", () => {
+    const rejected = node("refused", { status: "pending", rejected: { at: "", by: "", reason: "" } });
+    const claimed = node("claimed", { open_conflicts: 1 });
+    expect(sorted([...all, rejected, claimed, node("new", { status: "pending" })], DEFAULT_SORT).map((one) => one.name)).toEqual(["new", "claimed", "gpu-1", "gpu-2", "helper", "refused"]);
     expect(pressed(DEFAULT_SORT, "vram")).toEqual({ key: "vram", descending: true });
     expect(pressed({ key: "vram", descending: true }, "vram").descending).toBe(false);
   });

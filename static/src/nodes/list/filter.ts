@@ -1,7 +1,8 @@
 // Which nodes are shown, as the address of the page says: `?q=&state=&type=&vendor=&label=&sort=`. The facets
 // count what choosing one more value would show: all other conditions hold, their own does not. Pure.
-import type { LiveNode, NodeStatus } from "../../live/messages";
+import type { LiveNode } from "../../live/messages";
 import { written } from "../shared/labels";
+import { shownStatus, type ShownStatus } from "../shared/node-status";
 import { matches, parse, type Query } from "./query";
 import { DEFAULT_SORT, readSort, writeSort, type Sort } from "./sort";
 
@@ -19,7 +20,7 @@ export type SetFilter = (change: (before: Filter) => Filter) => void;
 export const NOTHING_CHOSEN: Filter["chosen"] = { state: [], type: [], vendor: [], label: [] };
 
 /** In the order of "needs attention first". */
-export const STATES: readonly NodeStatus[] = ["pending", "offline", "unhealthy", "draining", "healthy"];
+export const STATES: readonly ShownStatus[] = ["pending", "offline", "unhealthy", "draining", "healthy", "rejected"];
 
 /** How a node without a GPU is called among the vendors. */
 export const NO_GPU = "none";
@@ -69,6 +70,8 @@ export type Counts = Readonly<Record<Facet, ReadonlyMap<string, number>>>;
 export interface Found {
   nodes: LiveNode[];
   counts: Counts;
+  /** What of the text means nothing here. */
+  problems: readonly string[];
 }
 
 function noCounts(): Record<Facet, Map<string, number>> {
@@ -77,10 +80,11 @@ function noCounts(): Record<Facet, Map<string, number>> {
 
 /** What the filter shows, unsorted, and what each value of each facet would. */
 export function find(nodes: Iterable<LiveNode>, filter: Filter): Found {
-  const query = parse(filter.q);
+  const all = [...nodes];
+  const query = parse(filter.q, all);
   const found: LiveNode[] = [];
   const counts = noCounts();
-  for (const node of nodes) {
+  for (const node of all) {
     const misses = missed(node, query, filter);
     if (misses.length === 0) found.push(node);
     for (const facet of misses.length === 0 ? FACETS : misses.length === 1 ? misses : []) {
@@ -88,7 +92,7 @@ export function find(nodes: Iterable<LiveNode>, filter: Filter): Found {
       for (const value of VALUES[facet](node)) counts[facet].set(value, (counts[facet].get(value) ?? 0) + 1);
     }
   }
-  return { nodes: found, counts };
+  return { nodes: found, counts, problems: query.problems };
 }
 
 function missed(node: LiveNode, query: Query, { chosen }: Filter): (Facet | "text")[] {
@@ -115,7 +119,7 @@ function keyOf(label: string): string {
 const NO_FACET = new Set(["node.name", "node.replica-slots", "gpu.vendor"]);
 
 const VALUES: Readonly<Record<Facet, (node: LiveNode) => readonly string[]>> = {
-  state: (node) => [node.status],
+  state: (node) => [shownStatus(node)],
   type: (node) => [node.node_type],
   vendor: (node) => [node.gpu_vendor === "" ? NO_GPU : node.gpu_vendor],
   label: (node) =>

@@ -1,30 +1,34 @@
 // What narrows the list: counts by state that are switches, a box for words, and facets with counts.
 import { Popover } from "radix-ui";
-import { useRef, useState, type ReactNode } from "react";
+import { useId, useRef, useState, type ReactNode } from "react";
 import { StatusPill } from "../../ui/status";
 import { Button } from "../../ui/button";
 import { useShortcut } from "../../ui/shortcuts";
 import { STATES, toggled, type Counts, type Facet, type Filter, type SetFilter } from "./filter";
-import { EXAMPLE } from "./query";
+import { SYNTAX } from "./query";
 
 interface FiltersProps {
   filter: Filter;
   counts: Counts;
+  /** What of the typed text means nothing. */
+  problems: readonly string[];
   onFilter: SetFilter;
 }
 
+type Shared = Omit<FiltersProps, "problems">;
+
 const TITLES: Readonly<Record<Exclude<Facet, "state">, string>> = { type: "Type", vendor: "GPU", label: "Label" };
 
-export function Filters({ filter, counts, onFilter }: FiltersProps): ReactNode {
+export function Filters({ filter, counts, problems, onFilter }: FiltersProps): ReactNode {
   return (
     <div className="filters" role="search" aria-label="Nodes">
-      <Box filter={filter} onFilter={onFilter} />
-      <div className="row wrap" role="group" aria-label="State">
-        {STATES.map((state) => (
+      <Box filter={filter} problems={problems} onFilter={onFilter} />
+      <div className="row filter-switches" role="group" aria-label="State">
+        {STATES.filter((state) => state !== "rejected" || (counts.state.get(state) ?? 0) > 0 || filter.chosen.state.includes(state)).map((state) => (
           <StateSwitch key={state} state={state} filter={filter} counts={counts} onFilter={onFilter} />
         ))}
       </div>
-      <div className="row wrap">
+      <div className="row filter-switches">
         {(["type", "vendor", "label"] as const).map((facet) => (
           <FacetList key={facet} facet={facet} filter={filter} counts={counts} onFilter={onFilter} />
         ))}
@@ -33,29 +37,67 @@ export function Filters({ filter, counts, onFilter }: FiltersProps): ReactNode {
   );
 }
 
-function Box({ filter, onFilter }: Pick<FiltersProps, "filter" | "onFilter">): ReactNode {
+function Box({ filter, problems, onFilter }: Omit<FiltersProps, "counts">): ReactNode {
   const box = useRef<HTMLInputElement>(null);
+  const said = useId();
   useShortcut("f", () => box.current?.focus(), "Filter the nodes");
   return (
-    <input
-      ref={box}
-      type="search"
-      className="input filter-box"
-      aria-label="Filter nodes"
-      placeholder="Filter: words, status:offline, zone=west"
-      title={`Words match name, address, labels and models. You can also use: ${EXAMPLE}`}
-      value={filter.q}
-      spellCheck={false}
-      autoComplete="off"
-      onChange={(event) => {
-        const q = event.target.value;
-        onFilter((before) => ({ ...before, q }));
-      }}
-    />
+    <div className="filter-box">
+      <div className="row">
+        <input
+          ref={box}
+          type="search"
+          className="input grow"
+          aria-label="Filter nodes"
+          aria-describedby={said}
+          aria-invalid={problems.length > 0 || undefined}
+          placeholder="Filter: words, status:offline, zone=west"
+          value={filter.q}
+          spellCheck={false}
+          autoComplete="off"
+          onChange={(event) => {
+            const q = event.target.value;
+            onFilter((before) => ({ ...before, q }));
+          }}
+        />
+        <Help />
+      </div>
+      <p id={said} className="filter-problem" role="status">
+        {problems.join(" ")}
+      </p>
+    </div>
   );
 }
 
-function StateSwitch({ state, filter, counts, onFilter }: FiltersProps & { state: string }): ReactNode {
+/** What can be typed. */
+function Help(): ReactNode {
+  return (
+    <Popover.Root>
+      <Popover.Trigger asChild>
+        <Button kind="ghost" className="icon" aria-label="How to filter">
+          <span aria-hidden="true">?</span>
+        </Button>
+      </Popover.Trigger>
+      <Popover.Portal>
+        <Popover.Content className="menu filter-help" align="end" sideOffset={4} collisionPadding={8} aria-label="How to filter">
+          <p>Everything typed must hold.</p>
+          <dl>
+            {SYNTAX.map(([typed, meaning]) => (
+              <div key={typed}>
+                <dt>
+                  <code>{typed}</code>
+                </dt>
+                <dd>{meaning}</dd>
+              </div>
+            ))}
+          </dl>
+        </Popover.Content>
+      </Popover.Portal>
+    </Popover.Root>
+  );
+}
+
+function StateSwitch({ state, filter, counts, onFilter }: Shared & { state: string }): ReactNode {
   const chosen = filter.chosen.state.includes(state);
   const number = counts.state.get(state) ?? 0;
   return (
@@ -75,7 +117,7 @@ function StateSwitch({ state, filter, counts, onFilter }: FiltersProps & { state
 const LISTED = 60;
 const SEARCHED_FROM = 9;
 
-function FacetList({ facet, filter, counts, onFilter }: FiltersProps & { facet: Exclude<Facet, "state"> }): ReactNode {
+function FacetList({ facet, filter, counts, onFilter }: Shared & { facet: Exclude<Facet, "state"> }): ReactNode {
   const chosen = filter.chosen[facet];
   const title = TITLES[facet];
   const said = chosen.length === 0 ? "" : chosen.length === 1 ? `: ${chosen[0] ?? ""}` : `: ${chosen.length}`;

@@ -80,6 +80,7 @@ describe("a machine that joins (UI-3.8)", () => {
     await screen.findByText(made.command);
     show(store, node("well"), node("waits", { status: "pending" }), node("joins", { status: "pending", joined }));
     expect(await screen.findByTestId("joined-joins")).toBeTruthy();
+    fireEvent.click(await screen.findByRole("button", { name: "Review 1 worker awaiting approval" }));
     expect(await screen.findByTestId("pending-waits")).toBeTruthy();
     expect(screen.queryByTestId("pending-joins")).toBeNull();
     fireEvent.click(screen.getByRole("button", { name: "Add a node" }));
@@ -149,13 +150,14 @@ it("calls out what is unhealthy and offline beside what is pending, as filters (
   fireEvent.click(states.getByRole("button", { name: /^offline/ }));
   await vi.waitFor(() => expect(rows()).toEqual(["gone", "lost"]));
   fireEvent.click(states.getByRole("button", { name: /^unhealthy/ }));
-  await vi.waitFor(() => expect(rows()).toEqual(["gone", "ill", "lost"]));
+  await vi.waitFor(() => expect(rows()).toEqual(["gone", "lost", "ill"]));
   await vi.waitFor(() => expect(search()).toBe("?state=offline%2Cunhealthy"));
 });
 
 it("a pending node whose secret was revoked says why it cannot be approved (UI-3.4)", async () => {
   open();
   show(store, node("lost", { status: "pending", fingerprint: "", revoked: { at: "", by: "anna", reason: "" } }), node("new", { status: "pending" }));
+  fireEvent.click(await screen.findByRole("button", { name: "Review 2 workers awaiting approval" }));
   const said = await screen.findAllByText(/^Cannot be approved yet: no worker has registered since/);
   expect(said.map((one) => one.closest("li")?.dataset["testid"])).toEqual(["pending-lost"]);
 });

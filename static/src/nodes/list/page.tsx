@@ -1,7 +1,7 @@
 // The nodes of the cluster, live: what waits for a decision on top, then all of them, dense, filtered and sorted as
 // the address says. The store changes many times a second; what is expensive follows behind (`useDeferredValue`),
 // so that typing never waits for it.
-import { memo, Suspense, useCallback, useDeferredValue, useId, useMemo, useState, useSyncExternalStore, type ReactNode } from "react";
+import { memo, Suspense, useCallback, useDeferredValue, useId, useLayoutEffect, useMemo, useRef, useState, useSyncExternalStore, type CSSProperties, type ReactNode, type RefObject } from "react";
 import type { InstallPickerProps } from "../../backends/picker";
 import { useChange, useLive } from "../../live/hooks";
 import type { LiveNode } from "../../live/messages";
@@ -25,7 +25,7 @@ import { Pending } from "./pending";
 import { Pulse } from "./pulse";
 import { sorted, type Sort } from "./sort";
 import { NodesTable } from "./table";
-import { useSelection } from "./use-selection";
+import { useSelection, type Selection } from "./use-selection";
 import "./list.css";
 
 const InstallPicker = lazyDialog<InstallPickerProps>(async () => (await import("../../backends/picker")).InstallPicker);
@@ -116,51 +116,66 @@ interface RosterProps {
 function Roster({ nodes, onAct }: RosterProps): ReactNode {
   const [filter, setFilter] = useInAddress(readFilter, writeFilter);
   const settled = useDeferredValue(filter);
-  const { found, counts } = useFound(nodes, settled);
+  const { found, counts, problems } = useFound(nodes, settled);
+  const selection = useSelection(nodes);
+  const tools = useRef<HTMLDivElement>(null);
+  const covered = useHeight(tools);
+  const clear = useCallback(() => setFilter(cleared), [setFilter]);
+  const filtering = isFiltering(settled);
   return (
-    <section className="roster" aria-label="All nodes">
-      <Filters filter={filter} counts={counts} onFilter={setFilter} />
-      <Listing
-        nodes={nodes}
-        found={found}
-        sort={settled.sort}
-        filtering={isFiltering(settled)}
-        onFilter={setFilter}
-        onAct={onAct}
-      />
+    <section className="roster" aria-label="All nodes" tabIndex={-1} data-content="" style={{ "--tools": `${covered}px` } as CSSProperties}>
+      <div ref={tools} className="roster-tools">
+        <Filters filter={filter} counts={counts} problems={problems} onFilter={setFilter} />
+        <BulkBar shown={found} total={nodes.size} selection={selection} onAct={onAct} onClear={filtering ? clear : null} />
+      </div>
+      <Listing found={found} sort={settled.sort} selection={selection} covered={covered} problems={problems} onFilter={setFilter} onAct={onAct} />
     </section>
   );
 }
 
+/** The height of what sticks to the top of the window, in pixels. */
+function useHeight(element: RefObject<HTMLElement | null>): number {
+  const [height, setHeight] = useState(0);
+  useLayoutEffect(() => {
+    const measure = () => setHeight(element.current?.offsetHeight ?? 0);
+    measure();
+    const observer = new ResizeObserver(measure);
+    if (element.current !== null) observer.observe(element.current);
+    return () => observer.disconnect();
+  }, [element]);
+  return height;
+}
+
 /** What the filter shows, in order. Says how many there are when the filter changes, not when the nodes do. */
 function useFound(nodes: ReadonlyMap<string, LiveNode>, filter: Filter) {
-  const { nodes: unsorted, counts } = useMemo(() => find(nodes.values(), filter), [nodes, filter]);
+  const { nodes: unsorted, counts, problems } = useMemo(() => find(nodes.values(), filter), [nodes, filter]);
   const found = useMemo(() => sorted(unsorted, filter.sort), [unsorted, filter.sort]);
   useChange(filter, () => {
     if (isFiltering(filter)) announce(`${count(found.length, "node")} shown`);
   });
-  return { found, counts };
+  return { found, counts, problems };
 }
 
-interface ListingProps extends RosterProps {
+interface ListingProps extends Pick<RosterProps, "onAct"> {
   found: readonly LiveNode[];
   sort: Sort;
-  filtering: boolean;
+  selection: Selection;
+  /** How much of the window's top the tools cover, in pixels. */
+  covered: number;
+  problems: readonly string[];
   onFilter: SetFilter;
 }
 
-const Listing = memo(function Listing({ nodes, found, sort, filtering, onFilter, onAct }: ListingProps): ReactNode {
-  const selection = useSelection(nodes);
+const Listing = memo(function Listing({ found, sort, selection, covered, problems, onFilter, onAct }: ListingProps): ReactNode {
   const narrow = useNarrow();
   const order = useCallback((next: Sort) => onFilter((before) => ({ ...before, sort: next })), [onFilter]);
-  const clear = () => onFilter(cleared);
-  const shared = { nodes: found, sort, onSort: order, selection, onAct };
+  const shared = { nodes: found, sort, onSort: order, selection, covered, onAct };
   return (
     <>
-      <BulkBar shown={found} total={nodes.size} selection={selection} onAct={onAct} onClear={filtering ? clear : null} />
       {found.length === 0 && (
         <Empty title="No matching nodes">
-          <Button onClick={clear}>Clear filters</Button>
+          {problems.length === 0 && <p>Every word and condition must hold. “?” beside the filter says what can be typed.</p>}
+          <Button onClick={() => onFilter(cleared)}>Clear filters</Button>
         </Empty>
       )}
       {found.length > 0 && (narrow ? <NodeCards {...shared} /> : <NodesTable {...shared} />)}

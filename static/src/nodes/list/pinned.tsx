@@ -1,8 +1,8 @@
-// What waits for a decision, on top of the list: the first few open, the others on demand, all of it put away while
-// somebody works on the list. What is put away still says how much it is.
+// What waits for a decision: one line above the list that says how much it is, and all of it on demand, so that the list
+// itself begins on the first screen. An address that ends in its id (`#conflicts`) opens it.
 import { useState, type ReactNode } from "react";
+import { useLocation } from "react-router";
 import { Button } from "../../ui/button";
-import { room } from "./room";
 
 interface PinnedProps {
   id: string;
@@ -18,26 +18,27 @@ interface PinnedProps {
 }
 
 export function Pinned({ id, title, risk, cards, first, actions, children }: PinnedProps): ReactNode {
+  const { hash } = useLocation();
   const [all, setAll] = useState(false);
-  const [away, setAway] = useState(false);
+  const [open, setOpen] = useState(hash === `#${id}`);
   const shown = all ? cards : cards.slice(0, first);
   return (
-    <section className="pinned stack" style={away ? undefined : room(Math.max(shown.length, 1))} aria-labelledby={`${id}-title`}>
+    <section className={`pinned stack ${open ? "open" : ""}`} aria-labelledby={`${id}-title`}>
       <div className="row wrap spread">
         <h2 id={`${id}-title`}>{title}</h2>
         <div className="row wrap">
-          {!away && cards.length > first && (
+          {open && cards.length > first && (
             <Button small aria-expanded={all} aria-controls={`${id}-cards`} onClick={() => setAll(!all)}>
               {all ? "Show fewer" : `Show all ${cards.length}`}
             </Button>
           )}
           {actions}
-          <Button small kind="ghost" aria-expanded={!away} aria-label={`${away ? "Show" : "Hide"} ${title}`} onClick={() => setAway(!away)}>
-            {away ? "Show" : "Hide"}
+          <Button small aria-expanded={open} aria-label={`${open ? "Hide" : "Review"} ${title}`} onClick={() => setOpen(!open)}>
+            {open ? "Hide" : "Review"}
           </Button>
         </div>
       </div>
-      {!away && (
+      {open && (
         <>
           <p className="risk">{risk}</p>
           {children}

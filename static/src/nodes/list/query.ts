@@ -1,6 +1,8 @@
-// The language of the filter's box: words look in name, address, labels and models; `field:value` in one thing;
-// `key=value` in labels. All have to hold; the same field twice means one of them. Pure.
+// The language of the filter's box: words look in name, address, labels and models, and name states; `field:value` looks
+// in one thing; `key=value` in labels; `-` before any of them means "not". All have to hold; the same field twice means
+// one of them. Pure.
 import type { LiveNode } from "../../live/messages";
+import { shownStatus, type ShownStatus } from "../shared/node-status";
 
 export interface Query {
   words: readonly string[];
@@ -8,9 +10,14 @@ export interface Query {
   fields: ReadonlyMap<Field, readonly string[]>;
   /** Label key to its values; an empty value stands for any. */
   labels: ReadonlyMap<string, readonly string[]>;
+  /** None of these may hold. */
+  not: readonly Test[];
+  /** Sentences on what means nothing. */
+  problems: readonly string[];
 }
 
 type Field = "status" | "gpu" | "type" | "model" | "backend" | "name" | "address";
+type Test = (node: LiveNode) => boolean;
 
 const FIELDS: Readonly<Record<string, Field>> = {
   status: "status",
@@ -24,26 +31,100 @@ const FIELDS: Readonly<Record<string, Field>> = {
   address: "address",
 };
 
-/** What people can type, for the hint of the box. */
-export const EXAMPLE = "status:offline gpu:nvidia zone=west model:x backend:y type:agent";
+const STATUSES: readonly ShownStatus[] = ["pending", "rejected", "offline", "unhealthy", "draining", "healthy"];
+const TYPES = ["backend", "agent"];
 
-/** Reads what was typed. What is no known field is a word: an address has a colon as well. */
-export function parse(text: string): Query {
+/** What people can type, with what it finds. */
+export const SYNTAX: readonly (readonly [string, string])[] = [
+  ["a100 west", "both words in name, address, labels or models"],
+  ["offline", "a state by its name"],
+  ["status:offline", "nodes in this state; twice means either"],
+  ["gpu:nvidia", "GPU vendor; gpu:none without a GPU"],
+  ["model:llama", "has a replica of such a model"],
+  ["backend:vllm", "has such a backend"],
+  ["type:agent", "backend or agent"],
+  ["name:n1  address:10.0", "in the name, in the address"],
+  ["zone=west", "has this label"],
+  ["zone=", "has any label of this key"],
+  ["-zone=west", "not; before any of these"],
+  ['zone="west 1"', "quotes keep blanks together"],
+];
+
+interface Token {
+  /** In lower case, without quotation marks. */
+  plain: string;
+  negated: boolean;
+}
+
+/** A blank ends a token unless it is in quotation marks, or in a value that a label of these nodes has. */
+function tokens(text: string, nodes: readonly LiveNode[]): Token[] {
+  const found: Token[] = [];
+  const next = /(?:[^\s"]+|"[^"]*"?)+/g;
+  for (let match = next.exec(text); match !== null; match = next.exec(text)) {
+    let raw = match[0];
+    const [, key = "", value = ""] = /^-?([^:="]+)=([^"]*)$/s.exec(raw) ?? [];
+    if (key !== "" && value !== "") {
+      const start = match.index + raw.length - value.length;
+      const whole = longestValue(text.slice(start).toLowerCase(), key.toLowerCase(), nodes);
+      if (whole.length > value.length) {
+        raw = text.slice(match.index, start + whole.length);
+        next.lastIndex = start + whole.length;
+      }
+    }
+    const negated = raw.length > 1 && raw.startsWith("-");
+    found.push({ plain: (negated ? raw.slice(1) : raw).replaceAll('"', "").toLowerCase(), negated });
+  }
+  return found;
+}
+
+/** The longest value of the label with which this text begins as a word. */
+function longestValue(text: string, key: string, nodes: readonly LiveNode[]): string {
+  let longest = "";
+  for (const { labels } of nodes) {
+    for (const [name, found] of Object.entries(labels)) {
+      if (found.length <= longest.length || name.toLowerCase() !== key) continue;
+      const value = found.toLowerCase();
+      if (text.startsWith(value) && /^(\s|$)/.test(text.slice(value.length))) longest = value;
+    }
+  }
+  return longest;
+}
+
+/** Reads what was typed; `nodes` tells which values of labels have blanks. What is no field is a word: an address has a colon. */
+export function parse(text: string, nodes: readonly LiveNode[] = []): Query {
   const words: string[] = [];
   const fields = new Map<Field, string[]>();
   const labels = new Map<string, string[]>();
-  // A quoted part may hold blanks: model:"a b".
-  for (const token of text.match(/(?:[^\s"]+|"[^"]*"?)+/g) ?? []) {
-    const plain = token.replaceAll('"', "").toLowerCase();
+  const not: Test[] = [];
+  const problems: string[] = [];
+  for (const { plain, negated } of tokens(text, nodes)) {
     const [, name = "", mark, value = ""] = /^([^:=]+)([:=])(.*)$/s.exec(plain) ?? [];
     const field = mark === ":" ? FIELDS[name] : undefined;
     // `model:` is being typed and asks for nothing yet.
-    if (field !== undefined && value === "") continue;
-    if (field !== undefined) add(fields, field, value);
+    if (plain === "" || (field !== undefined && value === "")) continue;
+    const problem = wrong(field, name, mark, value);
+    if (problem !== "") problems.push(problem);
+    if (negated) not.push(alone(plain, field, mark === "=" ? name : null, value));
+    else if (field !== undefined) add(fields, field, value);
     else if (mark === "=") add(labels, name, value);
-    else if (plain !== "") words.push(plain);
+    else words.push(plain);
   }
-  return { words, fields, labels };
+  return { words, fields, labels, not, problems };
+}
+
+/** One condition as a test. */
+function alone(plain: string, field: Field | undefined, label: string | null, value: string): Test {
+  if (field !== undefined) return (node) => TESTS[field](node, value);
+  return label === null ? (node) => hasWord(node, plain) : (node) => hasLabel(node, label, [value]);
+}
+
+/** Why this can find nothing; "" if it can. */
+function wrong(field: Field | undefined, name: string, mark: string | undefined, value: string): string {
+  if (field === "status" && !STATUSES.some((status) => status.startsWith(value))) return `There is no state “${value}”: ${STATUSES.join(", ")}.`;
+  if (field === "type" && !TYPES.some((type) => type.startsWith(value))) return `There is no type “${value}”: ${TYPES.join(", ")}.`;
+  // An address may be a word: a host's name and a port, or hexadecimal groups.
+  const isWord = mark !== ":" || field !== undefined || !/^[a-z_-]+$/.test(name) || /^[\d/]*$/.test(value) || /^[a-f]+$/.test(name);
+  return isWord ? "" : `There is no field “${name}”. Fields: ${Object.keys(FIELDS).join(", ")}. For a label write ${name}=${value}.`;
 }
 
 function add<Key>(into: Map<Key, string[]>, key: Key, value: string): void {
@@ -54,17 +135,14 @@ function add<Key>(into: Map<Key, string[]>, key: Key, value: string): void {
 
 /** Whether the node is what was asked for. */
 export function matches(query: Query, node: LiveNode): boolean {
-  if (query.words.length > 0) {
-    const text = searchable(node);
-    if (!query.words.every((word) => text.includes(word))) return false;
-  }
+  if (!query.words.every((word) => hasWord(node, word))) return false;
   for (const [field, values] of query.fields) if (!values.some((value) => TESTS[field](node, value))) return false;
   for (const [key, values] of query.labels) if (!hasLabel(node, key, values)) return false;
-  return true;
+  return !query.not.some((test) => test(node));
 }
 
 const TESTS: Readonly<Record<Field, (node: LiveNode, value: string) => boolean>> = {
-  status: (node, value) => node.status.startsWith(value),
+  status: (node, value) => shownStatus(node).startsWith(value),
   gpu: (node, value) => (value === "none" ? node.gpu_vendor === "" : node.gpu_vendor.toLowerCase().startsWith(value)),
   type: (node, value) => node.node_type.startsWith(value),
   model: (node, value) => node.models.some((model) => model.model_name.toLowerCase().includes(value)),
@@ -74,6 +152,10 @@ const TESTS: Readonly<Record<Field, (node: LiveNode, value: string) => boolean>>
   name: (node, value) => node.name.toLowerCase().includes(value),
   address: (node, value) => `${node.address}\n${node.source_address}`.toLowerCase().includes(value),
 };
+
+function hasWord(node: LiveNode, word: string): boolean {
+  return shownStatus(node) === word || searchable(node).includes(word);
+}
 
 function hasLabel(node: LiveNode, key: string, values: readonly string[]): boolean {
   return Object.entries(node.labels).some(

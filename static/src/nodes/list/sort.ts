@@ -1,5 +1,6 @@
 // The order of the nodes. What a node does not have comes last in both directions; equal ones stay by name. Pure.
 import type { LiveNode } from "../../live/messages";
+import { shownStatus, type ShownStatus } from "../shared/node-status";
 
 export const SORT_KEYS = ["state", "name", "address", "vram", "ram", "disk", "models", "beat", "labels"] as const;
 export type SortKey = (typeof SORT_KEYS)[number];
@@ -9,7 +10,7 @@ export interface Sort {
   descending: boolean;
 }
 
-export const DEFAULT_SORT: Sort = { key: "name", descending: false };
+export const DEFAULT_SORT: Sort = { key: "state", descending: false };
 
 /** Reads `vram` or, for descending, `-vram`; anything else is the usual order. */
 export function readSort(text: string | null): Sort {
@@ -30,10 +31,12 @@ export function pressed(sort: Sort, key: SortKey): Sort {
 
 const collator = new Intl.Collator(undefined, { numeric: true, sensitivity: "base" });
 
-const SEVERITY: Readonly<Record<LiveNode["status"], number>> = { pending: 0, offline: 1, unhealthy: 2, draining: 3, healthy: 4 };
+const SEVERITY: Readonly<Record<ShownStatus, number>> = { pending: 0, offline: 2, unhealthy: 3, draining: 4, healthy: 5, rejected: 6 };
+/** Somebody else claims to be the node: only an approval comes before that. */
+const CLAIMED = 1;
 
 const VALUES: Readonly<Record<SortKey, (node: LiveNode) => string | number | null>> = {
-  state: (node) => SEVERITY[node.status],
+  state: (node) => (node.open_conflicts > 0 ? Math.min(CLAIMED, SEVERITY[node.status]) : SEVERITY[shownStatus(node)]),
   name: (node) => node.name,
   address: (node) => node.address || null,
   vram: (node) => (node.total_vram > 0 ? node.available_vram : null),

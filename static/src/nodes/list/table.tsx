@@ -40,15 +40,20 @@ export interface ListProps {
   sort: Sort;
   onSort: (sort: Sort) => void;
   selection: Selection;
+  /** How much of the window's top the tools above the list cover, in pixels. */
+  covered: number;
   /** Must stay the same function: rows compare it. */
   onAct: (action: Action) => void;
 }
 
-export function NodesTable({ nodes, sort, onSort, selection, onAct }: ListProps): ReactNode {
+/** The bar on top of every page, and the head of the table. */
+const TOP = 48 + 34;
+
+export function NodesTable({ nodes, sort, onSort, selection, covered, onAct }: ListProps): ReactNode {
   const list = useRef<HTMLDivElement>(null);
   const [active, setActive] = useState("");
   const index = nodes.findIndex((node) => node.id === active);
-  const rows = useWindowRows({ list, nodes, rowHeight: ROW_HEIGHT, kept: index, covered: 140 });
+  const rows = useWindowRows({ list, nodes, rowHeight: ROW_HEIGHT, kept: index, covered: covered + TOP });
   const move = (to: number) => {
     const next = nodes[Math.min(Math.max(to, 0), nodes.length - 1)];
     if (next === undefined) return;

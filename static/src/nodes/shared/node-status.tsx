@@ -3,7 +3,7 @@
 import type { ReactNode } from "react";
 import { span } from "../../lib/format";
 import { useLive } from "../../live/hooks";
-import type { LiveNode } from "../../live/messages";
+import type { LiveNode, NodeStatus as Status } from "../../live/messages";
 import { StatusPill } from "../../ui/status";
 import { useClock } from "./clock";
 
@@ -12,6 +12,13 @@ const LATE_MS = 25_000;
 /** One heartbeat, for a node whose worker does not answer on the bus either. */
 const LATE_AND_MUTE_MS = 12_000;
 const MUTE = "the worker is not responding";
+
+export type ShownStatus = Status | "rejected";
+
+/** The status as pages say it: a rejected node is pending to the server, but nobody has to decide about it any more. */
+export function shownStatus({ status, rejected }: Pick<LiveNode, "status" | "rejected">): ShownStatus {
+  return status === "pending" && rejected !== null ? "rejected" : status;
+}
 
 type Heard = Pick<LiveNode, "status" | "last_heartbeat" | "inventory_error">;
 
@@ -26,7 +33,7 @@ export function NodeStatus({ node }: { node: LiveNode }): ReactNode {
   const live = useLive((state) => state.connection === "live");
   const silent = useClock((now) => silentFor(node, now));
   // Without the feed nothing is heard of any node: the banner says so.
-  if (silent === 0 || !live) return <StatusPill status={node.status} />;
+  if (silent === 0 || !live) return <StatusPill status={shownStatus(node)} />;
   return (
     <span className="pill warn" title="Its last status was healthy, but its heartbeats are late. It may be down.">
       silent for {span(silent)}

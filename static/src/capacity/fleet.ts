@@ -1,0 +1,144 @@
+// The memory of the fleet as one picture: of each node its pools (a GPU each, or the whole), in groups, with sums. Pure.
+import { gpusOf, gpuWords } from "../live/gpus";
+import type { LiveNode } from "../live/messages";
+import { usedVram, vramLimit } from "../nodes/detail/samples";
+import { shownStatus } from "../nodes/shared/node-status";
+
+export const RESOURCES = ["vram", "ram", "disk"] as const;
+export type Resource = (typeof RESOURCES)[number];
+
+/** Memory that one load can have as a whole. */
+export interface Pool {
+  /** "GPU 0"; "" for the whole of a node. */
+  name: string;
+  total: number;
+  used: number;
+  /** By loads, of what is not used yet. */
+  reserved: number;
+  free: number;
+  utilization: number | null;
+}
+
+function pool(name: string, total: number, available: number, reserved: number, utilization: number | null = null): Pool {
+  const open = Math.min(Math.max(available, 0), total);
+  const held = Math.min(Math.max(reserved, 0), open);
+  return { name, total, used: total - open, reserved: held, free: open - held, utilization };
+}
+
+/** What the node has of it; none if it does not report any. */
+export function poolsOf(node: LiveNode, resource: Resource): Pool[] {
+  if (resource === "ram") return node.total_ram > 0 ? [pool("", node.total_ram, node.available_ram, 0)] : [];
+  if (resource === "disk") return node.total_disk > 0 ? [pool("", node.total_disk, node.available_disk, 0)] : [];
+  const gpus = gpusOf(node);
+  if (gpus.length > 0) return gpus.map((gpu) => pool(`GPU ${gpu.index}`, gpu.total_vram, gpu.free_vram, gpu.reserved_vram ?? 0, gpu.utilization));
+  if (node.total_vram <= 0) return [];
+  const limit = vramLimit(node);
+  return [pool("", limit, limit - usedVram(node), node.reserved_vram)];
+}
+
+export interface Place {
+  node: LiveNode;
+  pools: readonly Pool[];
+  free: number;
+}
+
+export interface Sums {
+  nodes: number;
+  total: number;
+  used: number;
+  reserved: number;
+  free: number;
+  /** The largest pool's free memory: what one load can have at most. */
+  largest: number;
+  largestAt: string;
+}
+
+/** Only a node in service has room for anything. */
+export function isOpen(node: LiveNode): boolean {
+  return node.status === "healthy" && node.node_type === "backend";
+}
+
+export function summed(places: readonly Place[]): Sums {
+  const sums: Sums = { nodes: 0, total: 0, used: 0, reserved: 0, free: 0, largest: 0, largestAt: "" };
+  for (const { node, pools } of places) {
+    if (!isOpen(node)) continue;
+    sums.nodes += 1;
+    for (const one of pools) {
+      sums.total += one.total;
+      sums.used += one.used;
+      sums.reserved += one.reserved;
+      sums.free += one.free;
+      if (one.free > sums.largest) {
+        sums.largest = one.free;
+        sums.largestAt = one.name === "" ? node.name : `${node.name}, ${one.name}`;
+      }
+    }
+  }
+  return sums;
+}
+
+export const ORDERS = ["name", "free"] as const;
+
+/** How the picture is looked at, as the address says. */
+export interface Look {
+  resource: Resource;
+  /** "" for one group, "gpu", "state", or "label:zone". */
+  group: string;
+  order: (typeof ORDERS)[number];
+  /** The model whose fit is shown; "" for none. */
+  model: string;
+}
+
+export function lookIn(query: URLSearchParams): Look {
+  const of = <Value extends string>(name: string, values: readonly Value[], usual: Value) => values.find((one) => one === query.get(name)) ?? usual;
+  return { resource: of("of", RESOURCES, "vram"), group: query.get("group") ?? "", order: of("order", ORDERS, "name"), model: query.get("model") ?? "" };
+}
+
+export function addressOf({ resource, group, order, model }: Look): URLSearchParams {
+  const said = { of: resource === "vram" ? "" : resource, group, order: order === "name" ? "" : order, model };
+  return new URLSearchParams(Object.entries(said).filter(([, value]) => value !== ""));
+}
+
+export interface Group {
+  name: string;
+  places: readonly Place[];
+}
+
+const collator = new Intl.Collator(undefined, { numeric: true, sensitivity: "base" });
+
+function groupOf(node: LiveNode, group: string): string {
+  if (group === "gpu") return gpuWords(node) || "no GPU";
+  if (group === "state") return shownStatus(node);
+  if (!group.startsWith("label:")) return "";
+  const key = group.slice("label:".length);
+  return Object.hasOwn(node.labels, key) ? `${key}=${node.labels[key] ?? ""}` : `no ${key}`;
+}
+
+/** The nodes that have any of it, in their groups. Agents run no models and have no place here. */
+export function grouped(nodes: Iterable<LiveNode>, { resource, group, order }: Pick<Look, "resource" | "group" | "order">): Group[] {
+  const found = new Map<string, Place[]>();
+  for (const node of nodes) {
+    if (node.node_type === "agent") continue;
+    const pools = poolsOf(node, resource);
+    if (pools.length === 0) continue;
+    const place = { node, pools, free: isOpen(node) ? Math.max(...pools.map((one) => one.free)) : -1 };
+    const name = groupOf(node, group);
+    const known = found.get(name);
+    if (known === undefined) found.set(name, [place]);
+    else known.push(place);
+  }
+  const byName = (left: Place, right: Place) => collator.compare(left.node.name, right.node.name);
+  const groups = [...found].sort(([left], [right]) => collator.compare(left, right));
+  return groups.map(([name, places]) => ({ name, places: places.sort((left, right) => (order === "free" ? right.free - left.free : 0) || byName(left, right)) }));
+}
+
+/** Keys of labels by which nodes can be grouped: those that do not differ on each node. */
+export function groupKeys(nodes: Iterable<LiveNode>): string[] {
+  const values = new Map<string, Set<string>>();
+  let total = 0;
+  for (const { labels } of nodes) {
+    total += 1;
+    for (const [key, value] of Object.entries(labels)) values.set(key, (values.get(key) ?? new Set()).add(value));
+  }
+  return [...values].filter(([key, found]) => key !== "node.name" && (found.size < total || total === 1)).map(([key]) => key).sort();
+}

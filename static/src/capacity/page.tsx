@@ -1,0 +1,202 @@
+// The capacity map: how much memory the fleet has, used, reserved and free, by node and GPU, and where one more replica of
+// a model would fit. Figures come with the feed; what fits where is the server's word.
+import { useDeferredValue, useId, useMemo, type ReactNode } from "react";
+import { Link } from "react-router";
+import { isTold, useRoster } from "../backends/roster";
+import { bytes, count } from "../lib/format";
+import { useInAddress } from "../lib/in-address";
+import type { LiveNode } from "../live/messages";
+import { useDefinitions } from "../models/data";
+import { Details } from "../models/decision";
+import { Meter, MeterLegend } from "../ui/bars";
+import { Empty, Loading } from "../ui/empty";
+import { Problem } from "../ui/problem";
+import { PageHead } from "../ui/title";
+import { useFit, verdicts, type Fit } from "./fit";
+import { addressOf, grouped, groupKeys, lookIn, ORDERS, RESOURCES, summed, type Look, type Place, type Resource } from "./fleet";
+import { FleetMap } from "./map";
+import { CapacityTabs } from "./tabs";
+import "../nodes/detail/detail.css";
+import "../nodes/shared/shared.css";
+import "../models/models.css";
+import "./capacity.css";
+
+const NAMES: Readonly<Record<Resource, string>> = { vram: "VRAM", ram: "RAM", disk: "Models disk" };
+
+export function CapacityPage(): ReactNode {
+  const nodes = useRoster();
+  return (
+    <div className="cap">
+      <PageHead title="Capacity" note="How much memory is free, where, and what would fit." />
+      <CapacityTabs />
+      {!isTold(nodes) && <Loading what="nodes" />}
+      {isTold(nodes) && nodes.size === 0 && <Empty title="No workers registered yet" />}
+      {nodes.size > 0 && <Fleet nodes={nodes} />}
+    </div>
+  );
+}
+
+function Fleet({ nodes }: { nodes: ReadonlyMap<string, LiveNode> }): ReactNode {
+  const [look, setLook] = useInAddress(lookIn, addressOf);
+  const settled = useDeferredValue(look);
+  const present = useDeferredValue(nodes);
+  const groups = useMemo(() => grouped(present.values(), settled), [present, settled]);
+  const fit = useFit(look.model, nodes);
+  const told = useMemo(() => verdicts(look.model === "" ? undefined : fit.data), [look.model, fit.data]);
+  const places = groups.flatMap((group) => group.places);
+  return (
+    <>
+      <Looks nodes={present} look={look} onLook={setLook} />
+      <Sums places={places} resource={settled.resource} all={present.size} />
+      {look.model !== "" && fit.isPending && <Loading what={`where ${look.model} fits`} />}
+      {look.model !== "" && fit.error !== null && <Problem error={fit.error} onRetry={() => void fit.refetch()} />}
+      {look.model !== "" && fit.data !== undefined && <FitSaid fit={fit.data} />}
+      {places.length === 0 ? <Empty title={`No node reports ${NAMES[settled.resource]}.`} /> : <FleetMap groups={groups} verdicts={told} />}
+    </>
+  );
+}
+
+interface LooksProps {
+  nodes: ReadonlyMap<string, LiveNode>;
+  look: Look;
+  onLook: (look: Look) => void;
+}
+
+function Looks({ nodes, look, onLook }: LooksProps): ReactNode {
+  const list = useId();
+  const { data = [] } = useDefinitions();
+  const keys = useMemo(() => groupKeys(nodes.values()), [nodes]);
+  const known = ["", "gpu", "state", ...keys.map((key) => `label:${key}`)];
+  return (
+    <div className="row wrap cap-looks">
+      <Choice label="Show" value={look.resource} options={RESOURCES.map((one) => [one, NAMES[one]])} onChange={(resource) => onLook({ ...look, resource: resource as Resource })} />
+      <Choice
+        label="Group by"
+        value={look.group}
+        options={(known.includes(look.group) ? known : [...known, look.group]).map((one) => [one, groupName(one)])}
+        onChange={(group) => onLook({ ...look, group })}
+      />
+      <Choice label="Order" value={look.order} options={ORDERS.map((one) => [one, one === "name" ? "Name" : "Most free first"])} onChange={(order) => onLook({ ...look, order: order as Look["order"] })} />
+      <label className="field cap-model" htmlFor={`${list}-model`}>
+        <span>Where does it fit?</span>
+        <input
+          id={`${list}-model`}
+          className="input"
+          type="search"
+          list={list}
+          placeholder="A model"
+          autoComplete="off"
+          autoCapitalize="none"
+          spellCheck={false}
+          value={look.model}
+          onChange={(event) => onLook({ ...look, model: event.target.value })}
+        />
+        <datalist id={list}>
+          {data.map(({ id }) => (
+            <option key={id} value={id} />
+          ))}
+        </datalist>
+      </label>
+    </div>
+  );
+}
+
+function groupName(group: string): string {
+  if (group === "gpu") return "GPU";
+  if (group === "state") return "State";
+  return group === "" ? "Nothing" : `Label ${group.slice("label:".length)}`;
+}
+
+interface ChoiceProps {
+  label: string;
+  value: string;
+  options: readonly (readonly [string, string])[];
+  onChange: (value: string) => void;
+}
+
+function Choice({ label, value, options, onChange }: ChoiceProps): ReactNode {
+  const id = useId();
+  return (
+    <label className="field" htmlFor={id}>
+      <span>{label}</span>
+      <select id={id} className="input" value={value} onChange={(event) => onChange(event.target.value)}>
+        {options.map(([one, name]) => (
+          <option key={one} value={one}>
+            {name}
+          </option>
+        ))}
+      </select>
+    </label>
+  );
+}
+
+function Sums({ places, resource, all }: { places: readonly Place[]; resource: Resource; all: number }): ReactNode {
+  const sums = useMemo(() => summed(places), [places]);
+  const closed = places.length - sums.nodes;
+  const without = all - places.length;
+  return (
+    <div className="cap-sums">
+      <dl className="cap-figures">
+        <Sum name={`${NAMES[resource]} free`} value={bytes(sums.free)} />
+        <Sum name="Used" value={bytes(sums.used)} />
+        <Sum name="Reserved" value={bytes(sums.reserved)} />
+        <Sum name="In all" value={bytes(sums.total)} />
+        <Sum name="Largest free block" value={sums.largest === 0 ? "none" : `${bytes(sums.largest)} on ${sums.largestAt}`} />
+      </dl>
+      <Meter name={`${NAMES[resource]} of all nodes in service`} used={sums.used} reserved={sums.reserved} total={sums.total} />
+      <div className="row wrap spread">
+        <span className="muted">
+          {count(sums.nodes, "node")} in service
+          {closed > 0 && `; ${closed} not in service, not counted`}
+          {without > 0 && `; ${without} without any`}
+        </span>
+        <MeterLegend />
+      </div>
+    </div>
+  );
+}
+
+function Sum({ name, value }: { name: string; value: string }): ReactNode {
+  return (
+    <div>
+      <dt>{name}</dt>
+      <dd>
+        <bdi>{value}</bdi>
+      </dd>
+    </div>
+  );
+}
+
+/** The fit in a sentence, with the best nodes and the nearest misses below it. */
+function FitSaid({ fit }: { fit: Fit }): ReactNode {
+  const { placement, model } = fit;
+  const [nearest] = placement.misses;
+  return (
+    <section className="nd-panel" aria-label={`Where ${model} fits`}>
+      <p className="anywhere" role="status">
+        <strong>
+          {placement.outcome === "placed" ? (
+            <>
+              One more replica of <bdi>{model}</bdi> would go to <bdi>{placement.node}</bdi>:
+            </>
+          ) : (
+            <>
+              No node can take one more replica of <bdi>{model}</bdi>:
+            </>
+          )}
+        </strong>{" "}
+        <bdi>{placement.reason}</bdi>
+        {placement.outcome !== "placed" && nearest !== undefined && (
+          <>
+            {" "}
+            Nearest miss: <Link to={`/app/nodes/${nearest.node_id}`}><bdi>{nearest.node}</bdi></Link>, <bdi>{nearest.reason}</bdi>.
+          </>
+        )}
+      </p>
+      <details>
+        <summary>Why there, why not there</summary>
+        <Details decision={placement} name={model} />
+      </details>
+    </section>
+  );
+}

@@ -1,0 +1,168 @@
+// What if: where replicas would go on the fleet as it is, or with some nodes more, and why there and not elsewhere. It asks
+// the server, which decides as it would for a load and changes nothing.
+import { useId, useState, type ReactNode, type SubmitEvent } from "react";
+import { count } from "../lib/format";
+import { useInAddress } from "../lib/in-address";
+import { useDefinitions } from "../models/data";
+import { Details } from "../models/decision";
+import { slotOf } from "../models/explained";
+import { Said } from "../nodes/detail/panel";
+import { Button } from "../ui/button";
+import { Loading } from "../ui/empty";
+import { Problem } from "../ui/problem";
+import { PageHead } from "../ui/title";
+import { CapacityTabs } from "./tabs";
+import { addressOf, BLANK, usePlan, wishIn, wrongIn, type Plan, type Wish } from "./wish";
+import "../nodes/detail/detail.css";
+import "../nodes/shared/shared.css";
+import "../models/models.css";
+import "./capacity.css";
+
+const isBlank = (wish: Wish) => addressOf(wish).toString() === "";
+
+export function WhatIfPage(): ReactNode {
+  const [wish, setWish] = useInAddress(wishIn, addressOf);
+  // An address with a question in it is one that somebody was sent.
+  const [asked, setAsked] = useState<Wish | null>(() => (isBlank(wish) || Object.keys(wrongIn(wish)).length > 0 ? null : wish));
+  const plan = usePlan(asked);
+  return (
+    <div className="cap">
+      <PageHead title="What if" note="Where replicas would go, on the fleet as it is or with more nodes. Nothing is changed." />
+      <CapacityTabs />
+      <Form wish={wish} busy={plan.isFetching} onChange={setWish} onAsk={() => (asked === wish ? void plan.refetch() : setAsked(wish))} />
+      {asked !== null && plan.isPending && <Loading what="the plan" />}
+      {plan.error !== null && <Problem error={plan.error} onRetry={() => void plan.refetch()} />}
+      {plan.data !== undefined && plan.error === null && <Planned plan={plan.data} />}
+    </div>
+  );
+}
+
+interface FormProps {
+  wish: Wish;
+  busy: boolean;
+  onChange: (wish: Wish) => void;
+  onAsk: () => void;
+}
+
+function Form({ wish, busy, onChange, onAsk }: FormProps): ReactNode {
+  const list = useId();
+  const [sent, setSent] = useState(false);
+  const { data = [] } = useDefinitions();
+  const own = wrongIn(wish);
+  const submit = (event: SubmitEvent<HTMLFormElement>) => {
+    event.preventDefault();
+    setSent(true);
+    if (Object.keys(own).length === 0) onAsk();
+  };
+  const field = (name: keyof Wish, label: string, hint: string) => (
+    <Field label={label} hint={hint} value={wish[name]} wrong={sent ? (own[name] ?? "") : ""} numeric={!["model", "selector", "addLabels"].includes(name)} {...(name === "model" ? { list } : {})} onChange={(text) => onChange({ ...wish, [name]: text })} />
+  );
+  return (
+    <form className="nd-panel" noValidate onSubmit={submit}>
+      <div className="cap-wish">
+        <fieldset>
+          <legend>To be placed</legend>
+          {field("model", "Model", "A defined one. Its own need and rule count.")}
+          <datalist id={list}>
+            {data.map(({ id }) => (
+              <option key={id} value={id} />
+            ))}
+          </datalist>
+          {wish.model.trim() === "" && (
+            <div className="rule-pair">
+              {field("vram", "VRAM it needs, GiB", "")}
+              {field("disk", "Disk it needs, GiB", "")}
+            </div>
+          )}
+          {field("replicas", "Replicas", "Empty: one.")}
+          {field("selector", "Only nodes with", "Labels as key=value. Empty: as the model's rule says.")}
+        </fieldset>
+        <fieldset>
+          <legend>On the present fleet and</legend>
+          {field("add", "New nodes", "Empty: none.")}
+          <div className="rule-pair">
+            {field("addVram", "VRAM of each, GiB", "")}
+            {field("addDisk", "Disk of each, GiB", "Empty: not reported.")}
+          </div>
+          {field("addSlots", "Replicas of one model on each", "Empty: one.")}
+          {field("addLabels", "Labels of each", "key=value, with commas between them.")}
+        </fieldset>
+      </div>
+      <div className="row wrap">
+        <Button type="submit" kind="primary" busy={busy}>
+          Plan
+        </Button>
+        <Button
+          onClick={() => {
+            setSent(false);
+            onChange(BLANK);
+          }}
+        >
+          Clear
+        </Button>
+      </div>
+    </form>
+  );
+}
+
+interface FieldProps {
+  label: string;
+  hint: string;
+  value: string;
+  wrong: string;
+  numeric: boolean;
+  list?: string;
+  onChange: (text: string) => void;
+}
+
+function Field({ label, hint, value, wrong, numeric, list, onChange }: FieldProps): ReactNode {
+  const id = useId();
+  return (
+    <div className="field">
+      <label htmlFor={id}>{label}</label>
+      <input
+        id={id}
+        className="input"
+        value={value}
+        autoComplete="off"
+        autoCapitalize="none"
+        spellCheck={false}
+        inputMode={numeric ? "decimal" : "text"}
+        aria-invalid={wrong !== "" || undefined}
+        aria-describedby={`${id}-said`}
+        {...(list === undefined ? {} : { list })}
+        onChange={(event) => onChange(event.target.value)}
+      />
+      <Said id={`${id}-said`} wrong={wrong} hint={hint} />
+    </div>
+  );
+}
+
+function Planned({ plan }: { plan: Plan }): ReactNode {
+  const name = plan.model ?? "the replica";
+  return (
+    <section className="nd-panel" aria-label="The plan">
+      <h2 role="status">
+        {plan.placed} of {count(plan.wanted, "replica")} would find a place
+      </h2>
+      <ol className="cap-plan">
+        {plan.decisions.map((decision) => (
+          <li key={decision.replica}>
+            <p className="anywhere">
+              <strong>
+                Replica {decision.replica}:{" "}
+                {decision.outcome === "placed" ? <bdi>{slotOf(decision)}</bdi> : "no node"}
+              </strong>{" "}
+              {decision.hypothetical && <span className="tag">new node</span>} <bdi>{decision.reason}</bdi>
+            </p>
+            <details open={decision.outcome !== "placed" || undefined}>
+              <summary>{decision.outcome === "placed" ? "Why there, why not there" : "Why not there"}</summary>
+              <Details decision={decision} name={`${name}, replica ${decision.replica}`} />
+            </details>
+          </li>
+        ))}
+      </ol>
+      {plan.placed < plan.wanted && plan.wanted - plan.placed > 1 && <p className="muted">The replicas after it were not tried.</p>}
+    </section>
+  );
+}

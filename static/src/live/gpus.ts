@@ -1,0 +1,33 @@
+// The GPUs of a node, one by one, as its worker lists them, and what may be given away of its memory. Pure.
+import { bytes, count } from "../lib/format";
+import type { LiveNode } from "./messages";
+
+export interface Gpu {
+  index: number;
+  uuid: string;
+  name: string;
+  total_vram: number;
+  free_vram: number;
+  /** Percent; null if its driver does not say. */
+  utilization: number | null;
+  /** What loads have reserved there; absent in what the worker itself says. */
+  reserved_vram?: number;
+}
+
+/** By their numbers; none while the worker does not list them. */
+export function gpusOf(node: LiveNode): readonly Gpu[] {
+  return (node as LiveNode & { gpus?: readonly Gpu[] | null }).gpus ?? [];
+}
+
+/** "2 × NVIDIA L4", or the vendor where they are not listed; "" without a GPU. */
+export function gpuWords(node: LiveNode): string {
+  const names = new Map<string, number>();
+  for (const { name } of gpusOf(node)) names.set(name, (names.get(name) ?? 0) + 1);
+  if (names.size === 0) return node.gpu_vendor;
+  return [...names].map(([name, many]) => (many === 1 ? name : `${many} × ${name}`)).join(", ");
+}
+
+/** "3 GPUs, 72 GiB" */
+export function gpuSums(gpus: readonly Gpu[]): string {
+  return `${count(gpus.length, "GPU")}, ${bytes(gpus.reduce((sum, gpu) => sum + gpu.total_vram, 0))}`;
+}

@@ -1,0 +1,106 @@
+// One decision of placement with its figures: what was needed, the best nodes with their terms, and the nearest misses.
+import type { ReactNode } from "react";
+import { Link } from "react-router";
+import { count } from "../lib/format";
+import { useLive } from "../live/hooks";
+import { Ago } from "../ui/time";
+import { diskWords, memoryWords, needWords, signed, slotOf, type Best, type Choice, type Decision, type Miss } from "./explained";
+
+/** `kept`: when it was made, and when its figures were last read; null for one that is not kept. */
+export function Details({ decision, kept = null, name }: { decision: Decision; kept?: Choice["kept"]; name: string }): ReactNode {
+  const { best, misses, need, nodes, selector } = decision;
+  return (
+    <div className="stack">
+      <p className="muted anywhere">
+        {nodes.feasible} of {count(nodes.considered, "node")} could take it. Needs: {needWords(need)}.
+        {selector !== "" && (
+          <>
+            {" "}
+            Only nodes of <bdi>{selector}</bdi>.
+          </>
+        )}
+        {kept !== null && kept.lastAt !== kept.at && (
+          <>
+            {" "}
+            Figures read <Ago at={kept.lastAt} />.
+          </>
+        )}
+      </p>
+      {best.length > 0 && <BestNodes name={name} best={best} />}
+      {misses.length > 0 && <Misses name={name} misses={misses} />}
+    </div>
+  );
+}
+
+function Columns({ names }: { names: readonly string[] }): ReactNode {
+  return (
+    <thead>
+      <tr>
+        {names.map((name) => (
+          <th key={name} scope="col">
+            {name}
+          </th>
+        ))}
+      </tr>
+    </thead>
+  );
+}
+
+function BestNodes({ name, best }: { name: string; best: readonly Best[] }): ReactNode {
+  return (
+    <div>
+      <h4>Best nodes</h4>
+      <table className="nd-table" aria-label={`Best nodes for ${name}`}>
+        <Columns names={["Node", "Failures", "Group there", "Enough VRAM", "Replicas", "In flight", "VRAM", "Why behind"]} />
+        <tbody>
+          {best.map((one) => (
+            <tr key={one.node_id}>
+              <NodeName id={one.node_id} text={slotOf(one)} />
+              <td data-label="Failures">{one.terms.failures}</td>
+              <td data-label="Group there">{one.terms.shared ? "yes" : "no"}</td>
+              <td data-label="Enough VRAM">{one.terms.has_memory ? "yes" : "no"}</td>
+              <td data-label="Replicas">{one.terms.busy ? "some" : "none"}</td>
+              <td data-label="In flight">{one.terms.in_flight}</td>
+              <td data-label="VRAM">{memoryWords(one.terms)}</td>
+              <td data-label="Why behind">{one.against === undefined ? "" : <bdi>{one.against}</bdi>}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+function Misses({ name, misses }: { name: string; misses: readonly Miss[] }): ReactNode {
+  return (
+    <div>
+      <h4>Why not there: the nearest misses</h4>
+      <table className="nd-table" aria-label={`Nearest misses for ${name}`}>
+        <Columns names={["Node", "Reason", "VRAM free", "Disk available", "Replicas", "In flight"]} />
+        <tbody>
+          {misses.map((one) => (
+            <tr key={one.node_id}>
+              <NodeName id={one.node_id} text={one.node} />
+              <td data-label="Reason">
+                <bdi>{one.reason}</bdi>
+              </td>
+              <td data-label="VRAM free">{signed(one.free_vram)}</td>
+              <td data-label="Disk available">{diskWords(one)}</td>
+              <td data-label="Replicas">
+                {one.replicas} of {one.slots}
+              </td>
+              <td data-label="In flight">{one.in_flight}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+/** Decisions outlive the nodes that they name: only one that is there has a page. */
+function NodeName({ id, text }: { id: string; text: string }): ReactNode {
+  const exists = useLive((state) => state.nodes.has(id));
+  const name = <bdi>{text}</bdi>;
+  return <th scope="row">{exists ? <Link to={`/app/nodes/${id}`}>{name}</Link> : name}</th>;
+}

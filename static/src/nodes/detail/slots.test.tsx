@@ -1,0 +1,39 @@
+import { cleanup, screen } from "@testing-library/react";
+import { createMemoryRouter } from "react-router";
+import { afterEach, expect, it } from "vitest";
+import { GIB, model, node, show } from "../../live/fixtures";
+import type { LiveNode } from "../../live/messages";
+import { stage } from "../../live/stage";
+import { LiveStore } from "../../live/store";
+import { Gpus } from "./gpus";
+import { withKept } from "./samples";
+import { Slots, slotRows } from "./slots";
+
+afterEach(cleanup);
+
+const models = [model("b", 1, { state: "unloading", vram_needed: GIB }), model("b", 0, { vram_needed: 2 * GIB }), model("a", 0, { state: "loading", vram_needed: 4 * GIB })];
+
+it("a row in any state takes a slot; loads under way hold what they need (UI-4.17)", () => {
+  expect(slotRows({ models, max_replicas_per_model: 2 })).toEqual([
+    { model: "a", used: 1, free: 1, loading: 4 * GIB, estimated: 0 },
+    { model: "b", used: 2, free: 0, loading: 0, estimated: 3 * GIB },
+  ]);
+  expect(slotRows({ models, max_replicas_per_model: 1 })[1]?.free).toBe(0);
+});
+
+it("shows slots, reservations and each GPU (UI-4.17, UW14)", async () => {
+  const gpus = [{ index: 0, uuid: "GPU-1", name: "NVIDIA L4", total_vram: 24 * GIB, free_vram: 20 * GIB, utilization: 40, reserved_vram: 2 * GIB }];
+  const one = node("n", { models, reserved_vram: 2 * GIB, ...({ gpus } as Partial<LiveNode>) });
+  stage(show(new LiveStore(), one), createMemoryRouter([{ path: "*", element: <><Slots node={one} /><Gpus node={one} /></> }]));
+  expect((await screen.findByRole("row", { name: /^a/ })).textContent).toBe("a1 of 214 GiB–");
+  expect(screen.getByText("2 GiB reserved since the last reading")).toBeTruthy();
+  expect(screen.getByRole("img", { name: "VRAM of GPU 0: 4 GiB of 24 GiB, 2 GiB reserved" })).toBeTruthy();
+  expect(screen.getByText("40% busy")).toBeTruthy();
+});
+
+it("the chart begins with what the server has kept, with gaps, and goes on with what is seen (UW13, UI-4.16)", () => {
+  const kept = [0, 1, 5, 6].map((minute) => ({ at: `2026-08-22T10:0${minute}:00Z`, vram_used: minute, ram_used: null }));
+  const start = Date.parse("2026-08-22T10:00:00Z") / 1000;
+  const ring = withKept(kept, [{ at: start + 330, vram: 9, ram: 1 }]);
+  expect(ring.map(({ at, vram }) => [at - start, vram])).toEqual([[0, 0], [60, 1], [61, null], [300, 5], [330, 9]]);
+});

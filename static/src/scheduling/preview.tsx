@@ -1,0 +1,125 @@
+// What a rule would do now, while it is typed: the server decides as its next pass would and changes nothing. It is asked
+// when typing pauses, and only for a rule that can be sent.
+import { keepPreviousData, useQuery } from "@tanstack/react-query";
+import { useEffect, useState, type ReactNode } from "react";
+import { call, client } from "../api/client";
+import type { components } from "../api/schema";
+import { count } from "../lib/format";
+import { Problem } from "../ui/problem";
+import { bodyOf, wrongIn, type Draft } from "./rules";
+
+type Miss = components["schemas"]["PlacementMiss"];
+
+interface Step {
+  node: string;
+  why: string;
+}
+
+/** What the server says of a rule that is not saved. */
+export interface RulePlan {
+  replicas_now: number;
+  wanted: number;
+  loads: readonly Step[];
+  retires: readonly Step[];
+  unsatisfiable: { reason: string; counts: Readonly<Record<string, number>> } | null;
+  misses: readonly Miss[];
+}
+
+const PAUSE_MS = 400;
+
+/** The value once it has not changed for a while. */
+function usePaused<Value>(value: Value): Value {
+  const [paused, setPaused] = useState(value);
+  useEffect(() => {
+    const timer = setTimeout(() => setPaused(value), PAUSE_MS);
+    return () => clearTimeout(timer);
+  }, [value]);
+  return paused;
+}
+
+function planned(draft: Draft, signal: AbortSignal): Promise<RulePlan> {
+  const body = { rule: bodyOf(draft) } as unknown as components["schemas"]["PlacementPlanRequest"];
+  return call(client.POST("/api/placement/plan", { body, signal })) as unknown as Promise<RulePlan>;
+}
+
+export function Preview({ draft }: { draft: Draft }): ReactNode {
+  const paused = usePaused(draft);
+  const whole = Object.keys(wrongIn(paused)).length === 0;
+  const { data, error, refetch, isFetching } = useQuery({
+    queryKey: ["scheduling", "preview", bodyOf(paused)],
+    queryFn: ({ signal }) => planned(paused, signal),
+    enabled: whole,
+    placeholderData: keepPreviousData,
+    staleTime: 0,
+    gcTime: 0,
+    retry: false,
+  });
+  if (!whole) return null;
+  return (
+    <section className="rule-preview" aria-label="What the rule would do now" aria-busy={isFetching || draft !== paused}>
+      <h3>What it would do now</h3>
+      {error !== null && <Problem error={error} onRetry={() => void refetch()} />}
+      {error === null && data !== undefined && <Said plan={data} />}
+      {error === null && data === undefined && <p className="muted">Asking…</p>}
+    </section>
+  );
+}
+
+function Said({ plan }: { plan: RulePlan }): ReactNode {
+  const { replicas_now: now, wanted, loads, retires, unsatisfiable, misses } = plan;
+  return (
+    <div className="stack">
+      <p role="status">
+        {count(now, "replica")} now, {wanted} wanted.
+        {loads.length === 0 && retires.length === 0 && unsatisfiable === null && " Nothing to do."}
+      </p>
+      <Steps title="Loads" steps={loads} />
+      <Steps title="Retires" steps={retires} />
+      {unsatisfiable !== null && (
+        <div className="risk">
+          <p className="anywhere">
+            ⚠ It cannot be met now: <bdi>{unsatisfiable.reason}</bdi>
+          </p>
+          <p>{countsIn(unsatisfiable.counts, misses)}</p>
+        </div>
+      )}
+      {misses.length > 0 && (
+        <ul className="rule-steps" aria-label="Nearest misses">
+          {misses.map((miss) => (
+            <li key={miss.node_id}>
+              Not on <bdi>{miss.node}</bdi>: <bdi>{miss.reason}</bdi>
+            </li>
+          ))}
+        </ul>
+      )}
+    </div>
+  );
+}
+
+function Steps({ title, steps }: { title: string; steps: readonly Step[] }): ReactNode {
+  if (steps.length === 0) return null;
+  return (
+    <div>
+      <h4>
+        {title} {steps.length}
+      </h4>
+      <ul className="rule-steps" aria-label={title}>
+        {steps.map(({ node, why }, at) => (
+          <li key={`${node} ${at}`} className="anywhere">
+            <bdi>
+              <b>{node}</b>
+            </bdi>
+            : <bdi>{why}</bdi>
+          </li>
+        ))}
+      </ul>
+    </div>
+  );
+}
+
+/** "3 nodes: no free slot; 1 node: offline". Codes are in the words of a miss that has the same one. */
+export function countsIn(counts: NonNullable<RulePlan["unsatisfiable"]>["counts"], misses: readonly Pick<Miss, "code" | "reason">[]): string {
+  return Object.entries(counts)
+    .map(([code, many]) => `${count(many, "node")}: ${misses.find((miss) => miss.code === code)?.reason ?? code}`)
+    .join("; ");
+}
