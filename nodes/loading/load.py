@@ -32,13 +32,14 @@ from nodes.backends.outcomes import BusDown, Done, NoResponders, StillRunning, U
 from nodes.backends.outcomes import Refused as WorkerRefused
 from nodes.definitions.files import Definition, load_options, revision
 from nodes.definitions.folder import Folder, FolderHangs
-from nodes.loading import engines, needs, placing
+from nodes.loading import attempts, engines, needs, placing
 from nodes.loading.failures import (
-    MOST_NODES,
+    Cause,
     LoadFailed,
     NodeReason,
     NodeRefused,
     WorkerGone,
+    is_last,
     refusals,
     refused_by_all,
     with_refusal,
@@ -51,7 +52,7 @@ from nodes.registry import dialling
 from nodes.replicas import retire, slots, snapshot
 from nodes.replicas.slots import Slot
 from operations.executor.waiting import Hints
-from operations.executor.work import Postpone, Work, in_thread, retry_delay
+from operations.executor.work import Abandoned, Postpone, Work, in_thread, retry_delay
 from operations.ledger.progress import Tick
 from operations.models import SHARE, TERMINAL, Operation, Status
 
@@ -65,8 +66,6 @@ _LOOK_AT_SLOT = 2.0
 _ON_ITS_WAY = "waits for another replica of the model that is being loaded"
 _SHARE_OF_INSTALL = 0.9
 """How far a load is when its backend has been brought; starting and loading are the rest."""
-_ENGINE_DEATHS = 3
-"""A model whose engine dies while loading is not tried more often than this; the operation counts them."""
 
 
 def key(model_name: str, share: str = "0") -> str:
@@ -128,14 +127,16 @@ class LoadModel:
         except FolderHangs as hangs:
             raise Postpone(hangs.message, seconds=hangs.retry_after) from hangs
         if definition is None:
-            raise errors.NotFound(f"model {work.operation.element} is not defined")
+            missing = errors.NotFound(f"model {work.operation.element} is not defined")
+            raise await attempts.kept(work, Cause.UNDEFINED, missing)
         wish = wish_of(work.operation)
         if not wish.another and await in_thread(snapshot.serving, definition.name, besides=wish.besides):
             return {"already_loaded": True}
         if not wish.another and await in_thread(snapshot.on_its_way, definition.name, besides=wish.besides):
-            # R2.64: one beside it would be one replica too many.
+            # R2.64: not one replica too many.
             operation = await in_thread(Operation.objects.get, pk=work.id)
-            raise placing.later(operation, _ON_ITS_WAY, seconds=_LOOK_AT_SLOT)
+            follows = placing.later(operation, _ON_ITS_WAY, seconds=_LOOK_AT_SLOT)
+            raise await attempts.kept(work, Cause.ON_ITS_WAY, follows)
         attempt = await self._place(work, definition)
         try:
             await _clear_place(attempt)
@@ -143,12 +144,18 @@ class LoadModel:
         except (WorkerGone, Lost, Refused, Busy) as gone:
             await _give_up(attempt)
             # Read again: requests that came while the attempt ran have moved the wish.
-            raise _again(attempt, await in_thread(Operation.objects.get, pk=work.id), gone) from gone
+            follows = _again(attempt, await in_thread(Operation.objects.get, pk=work.id), gone)
+            cause = Cause.WORKER_GONE if isinstance(gone, WorkerGone) else Cause.ENGINE_DIED
+            raise await attempts.kept(work, cause, follows, attempt.slot) from gone
         except NodeRefused as refusal:
             await _give_up(attempt)
-            raise _elsewhere(
-                attempt, await in_thread(Operation.objects.get, pk=work.id), refusal
-            ) from refusal
+            follows = _elsewhere(attempt, await in_thread(Operation.objects.get, pk=work.id), refusal)
+            raise await attempts.kept(work, Cause.NODE_REFUSED, follows, attempt.slot) from refusal
+        except (LoadFailed, Abandoned, Postpone) as end:
+            await _give_up(attempt)
+            cause = Cause.FAILED if isinstance(end, LoadFailed) else Cause.INTERRUPTED
+            await attempts.kept(work, cause, end, attempt.slot)
+            raise
         except Exception:
             await _give_up(attempt)
             raise
@@ -375,7 +382,7 @@ def _again(attempt: Attempt, operation: Operation, gone: errors.ClusterError) ->
     if isinstance(gone, WorkerGone):
         # The node rests, the load does not: the next look takes another node, or says what it waits for.
         return placing.later(operation, f"{gone.message}; trying another node", seconds=0, payload=payload)
-    if deaths >= _ENGINE_DEATHS:
+    if is_last(Cause.ENGINE_DIED, deaths):
         return LoadFailed(f"the engine of {attempt.definition.name} died while loading: {gone.message}")
     pause = retry_delay(operation.attempts)
     return placing.later(operation, gone.message, seconds=pause, payload=payload, waiting=False)
@@ -387,7 +394,7 @@ def _elsewhere(attempt: Attempt, operation: Operation, refusal: NodeRefused) -> 
     setbacks = after_failure(attempt.setbacks, slot.node_id, clock.now())
     payload = into_payload(operation.payload, setbacks)
     payload = with_refusal(payload, NodeReason(slot.node_id, slot.node_name, refusal.message))
-    if len(refusals(payload)) >= MOST_NODES:
+    if is_last(Cause.NODE_REFUSED, len(refusals(payload))):
         return refused_by_all(payload)
     said = f"{slot.node_name}: {refusal.message}; trying another node"
     return Postpone(said, seconds=0, waiting=True, payload=payload)

@@ -8,7 +8,7 @@ from nodes.models.inventory import NodeBackend
 from nodes.models.joining import JoinToken
 from nodes.models.memory import ModelLoadInfo, ModelSchedulingConfig, RoutePolicy
 from nodes.models.node import BackendNode, NodeLabel, NodeStatus, NodeType
-from nodes.models.reasons import PlacementOutcome, PlacementRecord
+from nodes.models.reasons import DecisionKind, PlacementLog, PlacementOutcome, PlacementRecord
 from nodes.models.replica import NodeModel, ReplicaState, ReplicaUse, WebProcess
 from nodes.models.silence import MassSilence
 from nodes.models.upgrades import BackendOffer, UpgradeCheck
@@ -17,6 +17,7 @@ __all__ = [
     "BackendNode",
     "BackendOffer",
     "BusCredential",
+    "DecisionKind",
     "EngineStart",
     "JoinToken",
     "MassSilence",
@@ -30,6 +31,7 @@ __all__ = [
     "NodeStatus",
     "NodeType",
     "PendingBackendOp",
+    "PlacementLog",
     "PlacementOutcome",
     "PlacementRecord",
     "ReplicaState",

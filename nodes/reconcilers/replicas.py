@@ -23,6 +23,7 @@ from nodes.definitions import folder
 from nodes.loading import another
 from nodes.loading.load import KIND
 from nodes.models import BackendNode, NodeLabel, NodeModel
+from nodes.reconcilers import scale_records
 from nodes.replicas import leaving
 from nodes.scheduling import passes
 from nodes.scheduling.picture import (
@@ -55,9 +56,12 @@ def look(*, tick: bool) -> bool:
     now = clock.now()
     with try_lock_across(Lock.REPLICAS) as mine:
         if mine and (demands := passes.demands()):
-            rulings = plan(observe(demands), demands, now, tick=tick)
+            about, fleet = {demand.model: demand for demand in demands}, observe(demands)
+            rulings = plan(fleet, demands, now, tick=tick)
+            seen = scale_records.keep(rulings, fleet, about, now, tick=tick)
             done = [apply(ruling, now) for ruling in rulings]
-            passes.record(done, {demand.model: demand for demand in demands}, now)
+            scale_records.keep_refused(rulings, done, seen, now)
+            passes.record(done, about, now)
     return mine
 
 

@@ -86,7 +86,7 @@ def reserve(
             **memory,
         )
         if why is not None:
-            reasons.record(why.at_index(index), now=now)
+            reasons.record(why.at_index(index), now=now, victims=room.victims if room is not None else ())
     return Slot(row.id, view.id, view.name, index)
 
 
