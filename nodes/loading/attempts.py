@@ -6,6 +6,7 @@ needs the load; all of that stands in the record.
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
+from uuid import UUID
 
 from localai_cluster import clock
 from nodes.loading.failures import Cause, is_last, refusals
@@ -15,21 +16,29 @@ from nodes.replicas import reasons
 from nodes.replicas.reasons import Decided, Spot
 from nodes.replicas.slots import Slot
 from operations.executor.work import Abandoned, Postpone, Work, in_thread
+from operations.models import Operation
 
 Follows = TypeVar("Follows", bound=Exception)
 
 
 async def kept(work: Work, cause: Cause, follows: Follows, slot: Slot | None = None) -> Follows:
     """Keeps what follows, and why, before it happens; answers it."""
-    outcome = Ending.WAITING if isinstance(follows, Postpone) else Ending.REFUSED
-    times, over = _times(work.operation.payload, cause), isinstance(follows, Abandoned)
-    told = reasons.without_fleet(
-        outcome, cut(str(follows), LONGEST_SENTENCE), cause=cause, times=times, over=over
-    )
     spot = Spot(slot.node_id, slot.node_name, slot.replica_index) if slot is not None else None
-    decided = Decided(work.operation.element, work.id, told, None, DecisionKind.ATTEMPT, spot)
-    await in_thread(reasons.record, decided, now=clock.now())
+    await in_thread(_keep, work.id, cause, follows, spot)
     return follows
+
+
+def _keep(load: UUID, cause: Cause, follows: Exception, spot: Spot | None) -> None:
+    operation = Operation.objects.get(pk=load)
+    told = reasons.without_fleet(
+        Ending.WAITING if isinstance(follows, Postpone) else Ending.REFUSED,
+        cut(str(follows), LONGEST_SENTENCE),
+        cause=cause,
+        times=_times(operation.payload, cause),
+        over=isinstance(follows, Abandoned),
+    )
+    decided = Decided(operation.element, load, told, None, DecisionKind.ATTEMPT, spot)
+    reasons.record(decided, now=clock.now())
 
 
 def _times(payload: Mapping[str, Any], cause: Cause) -> int:

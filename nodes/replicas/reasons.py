@@ -66,24 +66,21 @@ def record(decided: Decided, *, now: datetime, victims: Sequence[Resident] = ())
 
 
 def record_all(decided: Iterable[Decided], *, now: datetime) -> None:
-    """Keeps decisions about different models, none of which has an operation; at most three statements."""
-    every = list(decided)
-    names = [one.model_name for one in every if one.told.outcome == Ending.WAITING]
-    before: dict[tuple[str, str], PlacementRecord] = {}
-    if names:
-        rows = PlacementRecord.objects.filter(model_name__in=names, operation_id=None)
-        last = rows.order_by("model_name", "-id").distinct("model_name")
-        before = {(row.model_name, row.kind): row for row in last}
-    new, same = [], []
-    for one in every:
-        row, found = _row(one, now), before.get((one.model_name, one.kind))
-        if found is not None and (found.outcome, found.reason) == (row.outcome, row.reason):
-            row.id = found.id
-            same.append(row)
-        else:
-            new.append(row)
+    """Keeps decisions about models that are no operation's, unless the last one of a model says the same.
+
+    Two statements for any number of them.
+    """
+    every = [_row(one, now) for one in decided]
+    rows = PlacementRecord.objects.filter(model_name__in=[row.model_name for row in every], operation_id=None)
+    last = rows.order_by("model_name", "-id").distinct("model_name")
+    said = {(row.model_name, row.kind): (row.outcome, row.reason) for row in last}
+    new = [row for row in every if _is_news(row, said.get((row.model_name, row.kind)))]
     PlacementRecord.objects.bulk_create(new)
-    PlacementRecord.objects.bulk_update(same, _FIGURES)
+
+
+def _is_news(row: PlacementRecord, before: tuple[str, str] | None) -> bool:
+    """Whether it is no repetition of a wait or a refusal; what is done again is another decision."""
+    return row.outcome == Ending.SCALED or before != (row.outcome, row.reason)
 
 
 def _row(decided: Decided, now: datetime) -> PlacementRecord:
@@ -130,7 +127,9 @@ def _still(decided: Decided, now: datetime) -> bool:
     if last is None or (last["kind"], last["outcome"]) != (decided.kind, told.outcome):
         return False
     kinds = _kinds(told.facts["refused"])
-    if last["reason"] != told.sentence and (not kinds or kinds != _kinds(last["facts__refused"])):
+    if last["reason"] == told.sentence:
+        return True
+    if not kinds or kinds != _kinds(last["facts__refused"]):
         return False
     row = _row(decided, now)
     PlacementRecord.objects.filter(pk=last["id"]).update(**{name: getattr(row, name) for name in _FIGURES})

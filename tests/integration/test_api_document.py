@@ -19,12 +19,10 @@ from localai_cluster import clock
 from localai_cluster.documents import SchemaView
 from nodes.backends import worker_logs
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeConflict, NodeLabel
-from nodes.placement.choose import NOTHING
-from nodes.placement.explain import FleetView, explain
 from nodes.registry import node_rows
 from nodes.replicas import snapshot
-from nodes.replicas.reasons import Decided, record
-from tests.support import api, worker_http
+from nodes.replicas.reasons import record
+from tests.support import api, deciding, worker_http
 from tests.support.worker_http import ENGINE_TOKEN, answers, silent
 
 pytestmark = pytest.mark.django_db
@@ -171,8 +169,7 @@ def reasons(read: Reader) -> None:
 def decided(node: BackendNode, model: str) -> None:
     """A record of a wait and one of a placement."""
     for nodes in ([], snapshot.fleet(model, only=[node.id])):
-        seen = FleetView(nodes, NOTHING)
-        record(Decided(model, node.id, explain(seen, seen.decide())), now=clock.now())
+        record(deciding.decided(model, node.id, nodes), now=clock.now())
 
 
 def let_in(read: Reader) -> None:
