@@ -5,7 +5,7 @@ and the choice is made again whenever one of these says no: the next node is tri
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import UUID
@@ -23,7 +23,6 @@ from nodes.placement.coded import sections
 from nodes.placement.evict import Eviction
 from nodes.placement.explain import Ending, Explanation, FleetView
 from nodes.placement.sections import Sections
-from nodes.placement.selector import Selector
 from nodes.placement.setbacks import (
     Setbacks,
     after_failure,
@@ -73,10 +72,8 @@ async def place(bus: Bus, work: Work, what: Wanted, *, mark: str) -> Place:
     refusing = frozenset(one.node_id for one in refusals(work.operation.payload))
     rest, answered = resting(setbacks, clock.now()) | refusing, set[UUID]()
     while True:
-        fleet, selector = await in_thread(_seen, what, wish)
-        view = FleetView(fleet, what.need, selector, setbacks, rest, wish.restricted)
-        question = LoadQuestion(view, refusing, evicts=not wish.another)
-        decision = view.decide()
+        question = await in_thread(asked, what, wish, setbacks, rest, refusing)
+        decision = question.view.decide()
         room = await _room(question, decision, what)
         told = settle(question, decision, room)
         if told.node is None:
@@ -97,23 +94,24 @@ async def place(bus: Bus, work: Work, what: Wanted, *, mark: str) -> Place:
         log.info("no place for %s on %s: %s", what.definition.name, told.node.name, slot.reason)
 
 
-def _seen(what: Wanted, wish: LoadWish) -> tuple[list[Candidate], Selector]:
+def asked(
+    what: Wanted, wish: LoadWish, setbacks: Setbacks, rest: Set[UUID], refusing: Set[UUID]
+) -> LoadQuestion:
+    """The question for a replica, as the rows are now."""
     name = what.definition.name
     selector = snapshot.selectors_of([name])[name]
     fleet = snapshot.fleet(
         name, selector=selector, only=wish.only, besides=wish.besides, conflicts=what.conflicts
     )
-    return fleet, selector
+    view = FleetView(fleet, what.need, selector, setbacks, frozenset(rest), wish.restricted)
+    return LoadQuestion(view, frozenset(refusing), evicts=not wish.another)
 
 
 async def _room(question: LoadQuestion, decision: Decision, what: Wanted) -> Eviction | None:
-    """What can make room; None if nothing should."""
+    """What can make room; asks the rows only if nothing else is lacking."""
     if not question.lacking(decision):
         return None
-    view = question.view
-    return await in_thread(
-        what_makes_room, what.definition.name, view.nodes, decision, view.resting, view.need
-    )
+    return await in_thread(what_makes_room, what.definition.name, question, decision)
 
 
 def _take(

@@ -25,12 +25,12 @@ _Read = Callable[[Any], Any]
 
 _OF_MODEL: Mapping[str, _Read] = {
     "taken": frozenset,
-    "labels": lambda pairs: frozenset((key, value) for key, value in pairs),
+    "labels": lambda pairs: frozenset(map(tuple, pairs)),
     "conflicts": frozenset,
 }
 """What of a node is another thing for each model, a section each; and how it is read back."""
 _READ: Mapping[str, _Read] = {}
-"""How a field of a node is read back that JSON has otherwise; all others are taken as they are."""
+"""How a field of a node is read back that is neither plain nor a set (of tuples); see `_plain`."""
 _COLUMNS = tuple(one.name for one in fields(Candidate) if one.name != "id" and one.name not in _OF_MODEL)
 _values = attrgetter(*_COLUMNS)
 _RESIDENT = tuple(one.name for one in fields(Resident))
@@ -118,7 +118,7 @@ def known(state: State, load: str, model: str) -> SeenByLoad | None:
     selector = Selector(name, None if labels is None else frozenset(map(tuple, labels)))
     view = FleetView(
         nodes=list(_nodes(state, model, told["nodes"])),
-        need=Need(**{key: _frozen(value) for key, value in told["need"]}),
+        need=Need(**{key: _plain(value) for key, value in told["need"]}),
         selector=selector,
         setbacks={UUID(id): Setback(times, _EVER) for id, times in told["setbacks"]},
         resting=frozenset(map(UUID, told["resting"])),
@@ -159,13 +159,11 @@ def _read(
 ) -> dict[str, Any]:
     """The columns of a row that are still known; others have their default."""
     told = dict(zip(columns, row, strict=True))
-    return {name: reads.get(name, _as_it_is)(told[name]) for name in expected if name in told}
+    return {name: reads.get(name, _plain)(told[name]) for name in expected if name in told}
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
-def _frozen(value: Any) -> Any:
-    """A set that was made a list."""
-    return frozenset(value) if isinstance(value, list) else value
+def _plain(value: Any) -> Any:
+    """A list was a set, of tuples where it has lists; everything else is as it was."""
+    if not isinstance(value, list):
+        return value
+    return frozenset(tuple(one) if isinstance(one, list) else one for one in value)

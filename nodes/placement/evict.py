@@ -8,7 +8,7 @@ room twice. Whose leaving frees an unknown amount is no victim.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from enum import StrEnum
 from uuid import UUID
@@ -158,6 +158,11 @@ def _least(
             victims.remove(one)
             soon -= one.vram
     return tuple(victims)
+
+
+def without(node: Candidate, gone: Iterable[Resident]) -> Candidate:
+    """The node when the memory of these is free again."""
+    return replace(node, free_vram=node.free_vram + sum(one.vram for one in gone))
 
 
 def _rank(node: Candidate, victims: Sequence[Resident]) -> tuple[bool, datetime | None, int, str]:

@@ -12,7 +12,7 @@ from nodes.replicas import fleet_log, reasons
 from nodes.replicas.fleet_log import Seen
 from nodes.replicas.reasons import Decided
 from nodes.scheduling import coded
-from nodes.scheduling.picture import Demand, Fleet, LoadAnother, Retire, Ruling, Unsatisfiable
+from nodes.scheduling.picture import ClearFlags, Demand, Fleet, Ruling, Unsatisfiable
 
 
 def keep(
@@ -42,9 +42,10 @@ def keep_refused(planned: Iterable[Ruling], done: Sequence[Ruling], seen: Seen |
 
 def outcome(ruling: Ruling) -> Ending | None:
     """What it decides; None if everything stays as it is."""
-    if any(isinstance(action, (LoadAnother, Retire)) for action in ruling.actions):
-        return Ending.SCALED
-    return Ending.WAITING if any(isinstance(one, Unsatisfiable) for one in ruling.actions) else None
+    deeds = [action for action in ruling.actions if not isinstance(action, ClearFlags)]
+    if not deeds:
+        return None
+    return Ending.WAITING if all(isinstance(one, Unsatisfiable) for one in deeds) else Ending.SCALED
 
 
 def sentence(ruling: Ruling) -> str:

@@ -3,7 +3,7 @@
 Hosts are a section for all rules; the replicas of each model are one, and what else concerns its rule is too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from datetime import datetime
 from operator import attrgetter
@@ -16,6 +16,31 @@ from nodes.scheduling.picture import Demand, Failure, Fleet, Host, Placed
 _PLACED = tuple(one.name for one in fields(Placed) if one.name != "model")
 _placed = attrgetter(*_PLACED)
 _DEMAND = tuple(one.name for one in fields(Demand) if one.name not in ("selector", "model"))
+
+_Told = Callable[[Fleet, str], Any]
+_Read = Callable[[str, Any], Any]
+
+
+def _failure(model: str, told: Any) -> dict[str, Failure]:
+    return {} if told is None else {model: Failure(datetime.fromisoformat(told[0]), told[1])}
+
+
+_OF_RULE: Mapping[str, tuple[_Told, _Read]] = {
+    "loads": (lambda fleet, model: fleet.loads.get(model, 0), lambda model, told: {model: told}),
+    "pinned": (
+        lambda fleet, model: tuple(sorted(map(str, fleet.pinned.get(model, ())))),
+        lambda model, told: {model: frozenset(map(UUID, told))},
+    ),
+    "failures": (
+        lambda fleet, model: (found.at, found.error) if (found := fleet.failures.get(model)) else None,
+        _failure,
+    ),
+    "defined": (
+        lambda fleet, model: fleet.defined is None or model in fleet.defined,
+        lambda model, told: frozenset({model} if told else ()),
+    ),
+}
+"""What of a fleet concerns one rule, besides hosts and replicas: how it is told, and how it is read back."""
 
 
 def sections(fleet: Fleet, demands: Mapping[str, Demand], now: datetime, *, tick: bool) -> dict[str, Section]:
@@ -30,7 +55,6 @@ def sections(fleet: Fleet, demands: Mapping[str, Demand], now: datetime, *, tick
         if row.model in replicas:
             replicas[row.model][row.id] = _placed(row)
     for name, demand in demands.items():
-        failure = fleet.failures.get(name)
         found[f"replicas/{name}"] = Section(replicas[name])
         found[f"rule/{name}"] = Section(
             {
@@ -38,10 +62,7 @@ def sections(fleet: Fleet, demands: Mapping[str, Demand], now: datetime, *, tick
                 "tick": tick,
                 "demand": tuple((column, getattr(demand, column)) for column in _DEMAND),
                 "selector": None if demand.selector is None else tuple(sorted(demand.selector.items())),
-                "loads": fleet.loads.get(name, 0),
-                "pinned": frozenset(map(str, fleet.pinned.get(name, ()))),
-                "failure": (failure.at, failure.error) if failure else None,
-                "defined": fleet.defined is None or name in fleet.defined,
+                **{field: told(fleet, name) for field, (told, _) in _OF_RULE.items()},
             }
         )
     return found
@@ -52,7 +73,6 @@ def seen(state: State, model: str) -> tuple[Fleet, Demand, datetime, bool] | Non
     told = state.get(f"rule/{model}")
     if not told:
         return None
-    failure = told["failure"]
     labels = state.get("labels of hosts", {})
     fleet = Fleet(
         hosts=[
@@ -60,10 +80,7 @@ def seen(state: State, model: str) -> tuple[Fleet, Demand, datetime, bool] | Non
             for id, (name, slots) in state.get("hosts", {}).items()
         ],
         replicas=[_replica(model, row) for row in state.get(f"replicas/{model}", {}).values()],
-        loads={model: told["loads"]},
-        pinned={model: frozenset(map(UUID, told["pinned"]))},
-        failures={} if failure is None else {model: Failure(datetime.fromisoformat(failure[0]), failure[1])},
-        defined=frozenset({model}) if told["defined"] else frozenset(),
+        **{field: read(model, told[field]) for field, (_, read) in _OF_RULE.items()},
     )
     return fleet, _demand(model, told), datetime.fromisoformat(told["now"]), told["tick"]
 

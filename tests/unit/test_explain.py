@@ -15,6 +15,7 @@ from nodes.placement.choose import NOTHING, Candidate, Need, Rank, Reason
 from nodes.placement.explain import AROUND, MOST_BYTES, FleetView
 from nodes.placement.selector import ANY, Selector
 from nodes.placement.setbacks import Setback
+from nodes.placement.settle import LoadQuestion
 from tests.unit.test_placement import GIB, fleets, needs, selectors, view
 
 LATER = datetime(2026, 8, 22, 10, tzinfo=UTC)
@@ -170,7 +171,7 @@ def test_those_behind_say_what_put_them_there() -> None:
 @given(fleets, needs, st.integers(1, 9))
 def test_a_plan_keeps_every_cap_and_every_budget(nodes: list[Candidate], need: Need, replicas: int) -> None:
     """As the loads would, one after another; only the last decision may find no node."""
-    told = list(plan.successive(FleetView(nodes, need), replicas))
+    told = list(plan.successive(LoadQuestion(FleetView(nodes, need)), [None] * replicas))
     places = [(one.node.id, one.replica_index) for one in told if one.node is not None]
     assert len(set(places)) == len(places) >= len(told) - 1
     assert len(told) == replicas or told[-1].node is None
