@@ -44,8 +44,8 @@ class _Log:
     state: State = field(default_factory=dict)
 
     def lasts(self, now: datetime, how_long: timedelta) -> bool:
-        """Whether it is not too old; a clock that was set back makes it so."""
-        return timedelta() <= now - self.began < how_long and self.added <= max(self.size, LEAST_LOG)
+        """Whether it is not too old, or by a clock that was set back too young; and not too large."""
+        return abs(now - self.began) < how_long and self.added <= max(self.size, LEAST_LOG)
 
 
 _lock = threading.Lock()
