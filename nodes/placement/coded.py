@@ -29,10 +29,10 @@ _OF_MODEL: Mapping[str, _Read] = {
     "conflicts": frozenset,
 }
 """What of a node is another thing for each model, a section each; and how it is read back."""
-_READ: Mapping[str, _Read] = {}
+_READ: Mapping[str, _Read] = {"id": UUID}
 """How a field of a node is read back that is neither plain nor a set (of tuples); see `_plain`."""
-_COLUMNS = tuple(one.name for one in fields(Candidate) if one.name != "id" and one.name not in _OF_MODEL)
-_values = attrgetter(*_COLUMNS)
+_COLUMNS = tuple(one.name for one in fields(Candidate) if one.name not in _OF_MODEL)
+_values, _name = attrgetter(*_COLUMNS), attrgetter("name")
 _RESIDENT = tuple(one.name for one in fields(Resident))
 _resident = attrgetter(*_RESIDENT)
 _RESIDENT_READ: Mapping[str, _Read] = {
@@ -61,26 +61,27 @@ def sections(
     found = {
         # Readers of a later version may know other columns.
         "columns": Section({"node": _COLUMNS, "resident": _RESIDENT}, whole=False),
-        "nodes": Section({node.id: _values(node) for node in view.nodes}, whole),
+        # By name: hashing a thousand UUIDs costs more than comparing all that the nodes have.
+        "nodes": Section(dict(zip(map(_name, view.nodes), map(_values, view.nodes), strict=True)), whole),
         f"load/{load}": Section(_known(question, room, over)),
     }
     for name in _OF_MODEL:
         # What a node does not have is only worth a word where it may have had it.
-        rows = {node.id: value for node in view.nodes if (value := getattr(node, name)) or not whole}
+        rows = {node.name: value for node in view.nodes if (value := getattr(node, name)) or not whole}
         found[f"{name}/{model}"] = Section(rows, whole)
     return found | (_of_room(room) if room is not None else {})
 
 
 def _known(question: LoadQuestion, room: Eviction | None, over: bool) -> dict[str, Any]:
     view, selector = question.view, question.view.selector
-    known = {node.id for node in view.nodes}
+    known = {node.id for node in view.nodes} if view.setbacks or view.resting else set()
     guard = room.guard if room is not None else None
     return {
         "need": tuple(asdict(view.need).items()),
         "selector": (selector.model, selector.labels),
         "setbacks": tuple((id, one.times) for id, one in view.setbacks.items() if id in known),
         "resting": frozenset(map(str, view.resting & known)),
-        "nodes": frozenset(map(str, known)) if view.restricted else None,
+        "nodes": frozenset(map(_name, view.nodes)) if view.restricted else None,
         "refusing": frozenset(map(str, question.refusing)),
         "evicts": question.evicts,
         "over": over,
@@ -131,9 +132,9 @@ def known(state: State, load: str, model: str) -> SeenByLoad | None:
 def _nodes(state: State, model: str, only: Iterable[str] | None) -> Iterable[Candidate]:
     rows, columns = state.get("nodes", {}), state["columns"]["node"]
     of_model = {name: state.get(f"{name}/{model}", {}) for name in _OF_MODEL}
-    for id in rows if only is None else only:
-        own = {name: read(of_model[name].get(id, ())) for name, read in _OF_MODEL.items()}
-        yield Candidate(id=UUID(id), **_read(columns, rows[id], _COLUMNS, _READ), **own)
+    for node in rows if only is None else only:
+        own = {name: read(of_model[name].get(node, ())) for name, read in _OF_MODEL.items()}
+        yield Candidate(**_read(columns, rows[node], _COLUMNS, _READ), **own)
 
 
 def _occupants(state: State, guard: tuple[str, str] | None) -> Occupants | None:

@@ -36,7 +36,7 @@ def changes(state: State, seen: Sections) -> Changes:
     for name, section in seen.items():
         before, now = state.get(name, {}), section.rows
         new = {key: value for key, value in now.items() if before.get(key, _MISSING) != value}
-        gone = [key for key in before if key not in now] if section.whole else []
+        gone = list(before.keys() - now.keys()) if section.whole else []
         if new or gone:
             found[name] = (new, gone)
     return found

@@ -61,8 +61,9 @@ def record(decided: Decided, *, now: datetime, victims: Sequence[Resident] = ())
     """Keeps it, unless its operation's last record says the same; and that `victims` are evicted for it."""
     if decided.told.node is None and _still(decided, now):
         return
-    evictions = [_eviction(decided, one, now) for one in victims]
-    PlacementRecord.objects.bulk_create([_row(decided, now), *evictions])
+    _row(decided, now).save(force_insert=True)
+    if victims:
+        PlacementRecord.objects.bulk_create(_eviction(decided, one, now) for one in victims)
 
 
 def record_all(decided: Iterable[Decided], *, now: datetime) -> None:

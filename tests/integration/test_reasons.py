@@ -151,7 +151,7 @@ class TestRecords:
         hot.node("a")
         (view,) = snapshot.fleet("m")
         why = decided("m")
-        broken = patch.object(PlacementRecord.objects, "bulk_create", side_effect=RuntimeError)
+        broken = patch.object(PlacementRecord, "save", side_effect=RuntimeError)
         with broken, pytest.raises(RuntimeError):
             slots.reserve(view, "m", mark="a:1", backend="b", now=clock.now(), why=why)
         assert not NodeModel.objects.exists()
