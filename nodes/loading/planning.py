@@ -69,7 +69,7 @@ def planned(question: PlanWish, now: datetime) -> Row:
 
 
 @dataclass(frozen=True)
-class Picture:
+class PlanPicture:
     """The present fleet with the nodes that a plan adds."""
 
     asked: LoadQuestion
@@ -78,13 +78,13 @@ class Picture:
     """The ids of those that are added."""
 
 
-def pictured(question: PlanWish, now: datetime, *, evicts: bool = True) -> Picture:
+def pictured(question: PlanWish, now: datetime, *, evicts: bool = True) -> PlanPicture:
     """What a load would see; a constant number of queries."""
     model, selector = question.model, _selector(question)
     fleet = snapshot.fleet(model, selector=selector, conflicts=question.conflicts)
     added = list(added_nodes(question.nodes))
     found = eviction.residents([node.id for node in fleet])
-    return Picture(
+    return PlanPicture(
         LoadQuestion(FleetView([*fleet, *added], question.need, selector), evicts=evicts),
         Occupants(found, eviction.guard(model, found, now=now)),
         frozenset(str(node.id) for node in added),

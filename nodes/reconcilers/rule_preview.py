@@ -14,7 +14,7 @@ from uuid import UUID
 from localai_cluster.web.shapes import Row
 from nodes.loading import planning
 from nodes.loading.explaining import wanted_of
-from nodes.loading.planning import NewNodes, Picture, PlanWish
+from nodes.loading.planning import NewNodes, PlanPicture, PlanWish
 from nodes.loading.reason_shapes import GIVEN_RULE, PLACE_WHY, RULE_PLAN, UNSATISFIED
 from nodes.models import ModelSchedulingConfig, selectors
 from nodes.placement.choose import NOTHING
@@ -65,7 +65,7 @@ def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
     )
 
 
-def _picture(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Picture:
+def _picture(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> PlanPicture:
     """What its loads would see: nothing is evicted for a replica that no request waits for."""
     wanted = wanted_of(rule.model_name)
     need, conflicts = (wanted.need, wanted.conflicts) if wanted is not None else (NOTHING, frozenset())
@@ -73,7 +73,7 @@ def _picture(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Picture:
     return planning.pictured(wish, now, evicts=False)
 
 
-def _with(fleet: Fleet, picture: Picture) -> Fleet:
+def _with(fleet: Fleet, picture: PlanPicture) -> Fleet:
     """The fleet as the pass sees it, with the nodes that are added."""
     new = (node for node in picture.asked.view.nodes if str(node.id) in picture.new)
     more = [Host(node.id, node.name, dict(node.labels), node.slots) for node in new]

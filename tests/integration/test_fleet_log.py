@@ -177,7 +177,7 @@ def test_a_log_of_a_former_life_is_not_continued() -> None:
     first = remember(now, a=1)
     with psycopg.connect(hot.database_url(), autocommit=True) as other:
         other.execute(
-            "INSERT INTO placement_log (base, position, at, body) VALUES (%s, 1, now(), '{}')", [first.base]
+            "INSERT INTO placement_log (base, position, at, body) VALUES (%s, 1, %s, '{}')", [first.base, now]
         )
     second = remember(now, a=2)
     assert (second.base == first.base, recalled(second)) == (False, {"a": 2})
