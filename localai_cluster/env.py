@@ -344,6 +344,8 @@ class ClusterSettings:
     upgrade_drain: float
     """How long an upgrade in waves waits for running requests before it stops a node's engines."""
     event_retention: float
+    snapshot_retention: float
+    """How long it is kept what decisions of placement saw, so that they can be made again."""
     operation_retention: float
     """How long the timelines of nodes are kept, also of deregistered ones."""
     operation_lease: float
@@ -369,6 +371,7 @@ _DURATIONS: dict[str, tuple[str, float, float]] = {
     "unload_grace": ("CLUSTER_UNLOAD_GRACE", 30.0, 0.0),
     "upgrade_drain": ("CLUSTER_UPGRADE_DRAIN", 120.0, 0.0),
     "event_retention": ("CLUSTER_EVENT_RETENTION", 30 * 86400.0, 3600.0),
+    "snapshot_retention": ("CLUSTER_SNAPSHOT_RETENTION", 2 * 86400.0, 7200.0),
     "operation_retention": ("CLUSTER_OPERATION_RETENTION", 90 * 86400.0, 3600.0),
     "operation_lease": ("CLUSTER_OPERATION_LEASE", 10.0, 1.0),
     "request_timeout": ("CLUSTER_REQUEST_TIMEOUT", 600.0, 1.0),

@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from django.db import connections
+from django.db import connection, connections
 from hypothesis import settings
 
 from localai_cluster import clock, procs
 from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.valkey import EmbeddedValkey
 from localai_cluster.web import throttle
+from nodes.models import PlacementRecord
+from nodes.reconcilers import recomputing
+from nodes.replicas import fleet_log
 from tests.scheduling import Scheduling
 from tests.support.effort import EFFORT
 from tests.support.environment import HOME, VALKEY_PASSWORD
@@ -122,3 +125,20 @@ def eventually(condition: Callable[[], Any], *, seconds: float = 15.0, what: str
             raise AssertionError(f"not within {BUSY * seconds} s: {what}")
         time.sleep(0.02)
     return found
+
+
+@pytest.fixture(autouse=True)
+def log_of_this_test() -> None:
+    """No test goes on with the placement log of another one: its rows are gone."""
+    fleet_log.forget()
+
+
+@pytest.fixture(autouse=True)
+def decided_again(request: pytest.FixtureRequest, _django_db_helper: None) -> Iterator[None]:
+    """Every decision that a test has stored follows from the rows alone (I14)."""
+    yield
+    marked = request.node.get_closest_marker("django_db") is not None
+    if not marked or connection.needs_rollback:
+        return
+    for record in PlacementRecord.objects.order_by("id"):
+        assert recomputing.recomputed(record) == recomputing.said(record), f"record {record.pk}: {record}"

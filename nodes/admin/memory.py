@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Any
 from django import forms
 from django.contrib import admin
 from django.db.models import QuerySet
+from django.db.models.functions import Length
 from django.http import HttpRequest
 
 from localai_cluster import clock, errors
 from localai_cluster.web.admin import ModelAdmin, Observed
-from nodes.models import ModelLoadInfo, ModelSchedulingConfig, NodeSample, PlacementRecord
+from nodes.models import ModelLoadInfo, ModelSchedulingConfig, NodeSample, PlacementLog, PlacementRecord
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule, check
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:  # generic for the type checker only
 else:
     RuleModelForm = forms.ModelForm
 
+_SHOWN = 4000
+"""Characters of an entry of the placement log."""
 _FIELDS = (
     "model_name",
     "node_selector",
@@ -44,8 +47,8 @@ class ModelLoadInfoAdmin(Observed):
 class PlacementRecordAdmin(Observed):
     """Why loads were placed where they are, or wait."""
 
-    list_display = ("model_name", "outcome", "node_name", "replica_index", "reason", "at", "last_at")
-    list_filter = ("outcome",)
+    list_display = ("model_name", "kind", "outcome", "node_name", "replica_index", "reason", "at", "last_at")
+    list_filter = ("kind", "outcome")
     search_fields = ("model_name", "node_name", "operation_id")
     date_hierarchy = "at"
     show_full_result_count = False
@@ -60,6 +63,32 @@ class NodeSampleAdmin(Observed):
     search_fields = ("node_id",)
     show_full_result_count = False
     ordering = ("-id",)
+
+
+@admin.register(PlacementLog)
+class PlacementLogAdmin(Observed):
+    """What decisions of placement saw: bases and their logs. `manage.py placement again` reads them."""
+
+    list_display = ("base", "position", "at", "size")
+    search_fields = ("base",)
+    fields = ("base", "position", "at", "size", "entry")
+    show_full_result_count = False
+    ordering = ("-id",)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[PlacementLog]:
+        """Without the entries: a list of them may be large."""
+        rows: QuerySet[PlacementLog] = super().get_queryset(request)
+        return rows.defer("body").annotate(bytes=Length("body"))
+
+    @admin.display(description="bytes")
+    def size(self, row: PlacementLog) -> int:
+        """Of the entry."""
+        return int(getattr(row, "bytes", 0))
+
+    @admin.display
+    def entry(self, row: PlacementLog) -> str:
+        """The beginning of it."""
+        return bytes(row.body[:_SHOWN]).decode(errors="replace")
 
 
 class RuleForm(RuleModelForm):

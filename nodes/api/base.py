@@ -101,9 +101,9 @@ def answered(value: Any, name: str = "answer", status: str = "200") -> OpenApiEx
     return OpenApiExample(name, value, response_only=True, status_codes=[status])
 
 
-def sent(value: Any) -> OpenApiExample:
+def sent(value: Any, name: str = "request") -> OpenApiExample:
     """The example of a body."""
-    return OpenApiExample("request", value, request_only=True)
+    return OpenApiExample(name, value, request_only=True)
 
 
 def message(text: str) -> OpenApiExample:

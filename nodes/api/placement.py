@@ -1,5 +1,6 @@
 """Reasons of placement: where a model runs and why, and plans of what would go where. Both only read."""
 
+from datetime import datetime
 from typing import Any
 
 from drf_spectacular.types import OpenApiTypes
@@ -15,10 +16,13 @@ from localai_cluster.web.parsers import validated
 from localai_cluster.web.shapes import Row
 from nodes.api.base import MOMENT, NODE_ID, NodeView, answered, sent
 from nodes.api.models import LONGEST_MODEL, MOST_REPLICAS, checked_model
+from nodes.api.scheduling import SchedulingRuleRequestSerializer
 from nodes.loading import explaining, planning
-from nodes.loading.reason_shapes import EXPLAINED, PLAN
+from nodes.loading.reason_shapes import EXPLAINED, PLAN, RULE_PLAN
 from nodes.models import selectors
 from nodes.placement.estimate import LARGEST
+from nodes.reconcilers import rule_preview
+from nodes.scheduling.rules import Rule
 
 MOST_PLANNED = 64
 MOST_ADDED = 256
@@ -72,6 +76,26 @@ _DECISION = {
             "in_flight": 2,
         }
     ],
+    "evicts": [],
+}
+_RULE_PLAN = {
+    "rule": {
+        "model_name": "minilm",
+        "node_selector": {},
+        "min_replicas": 2,
+        "max_replicas": 0,
+        "spread_all": False,
+    },
+    "replicas_now": 1,
+    "loading": 0,
+    "wanted": 2,
+    "says": "at least 2 wanted, 1 there and 0 loading: 1 more",
+    "waits_until": None,
+    "loads": [{"node": "a", "why": _SENTENCE}],
+    "left_out": 0,
+    "retires": [],
+    "unsatisfiable": None,
+    "misses": [],
 }
 _EXPLAINED = {
     "model": "minilm",
@@ -89,7 +113,16 @@ _EXPLAINED = {
             "last_used": MOMENT,
         }
     ],
-    "records": [{"id": 7, "operation_id": _OPERATION, "at": MOMENT, "last_at": MOMENT, **_DECISION}],
+    "records": [
+        {
+            "id": 7,
+            "kind": "placement",
+            "operation_id": _OPERATION,
+            "at": MOMENT,
+            "last_at": MOMENT,
+            **_DECISION,
+        }
+    ],
     "next": {
         "action": "route",
         "says": "it is sent to replica 0 on a; requests there: 2",
@@ -155,12 +188,15 @@ class PlanNodesSerializer(NullIsAbsent):
 
 
 class PlacementPlanRequestSerializer(NullIsAbsent):
-    """Either `model`, a defined one, or `need`."""
+    """One of `model`, a defined one, `need` and `rule`. A rule is answered by a `RulePlan`."""
 
     model = Text(max_length=LONGEST_MODEL, **_OPTIONAL)
     need = PlanNeedSerializer(**_OPTIONAL)
     selector = _SelectorLabels(help_text="Instead of that of the model's rule.", **_OPTIONAL)
     replicas = Whole(min_value=1, max_value=MOST_PLANNED, help_text="1 unless given.", **_OPTIONAL)
+    rule = SchedulingRuleRequestSerializer(
+        help_text="A rule as it would be saved; of the others it goes with `nodes` only.", **_OPTIONAL
+    )
     nodes = serializers.ListField(
         child=PlanNodesSerializer(),
         max_length=MOST_ADDED,
@@ -179,9 +215,12 @@ class PlacementPlanRequestSerializer(NullIsAbsent):
         return groups
 
     def validate(self, attrs: dict[str, Any]) -> dict[str, Any]:
-        """One of the two."""
-        if ("model" in attrs) == ("need" in attrs):
-            raise serializers.ValidationError({"model": ["give either a model or a need"]})
+        """One of the three."""
+        if len({"model", "need", "rule"} & attrs.keys()) != 1:
+            raise serializers.ValidationError({"model": ["give a model, a need or a rule"]})
+        for name in ("selector", "replicas"):
+            if "rule" in attrs and name in attrs:
+                raise serializers.ValidationError({name: ["is the rule's to say"]})
         return attrs
 
 
@@ -190,10 +229,10 @@ class PlanView(NodeView):
 
     @extend_schema(
         operation_id="placement_plan",
-        summary="Plan where replicas would go",
+        summary="Plan where replicas would go, or what a rule would do",
         tags=["scheduling"],
         request=PlacementPlanRequestSerializer,
-        responses={200: PLAN.ref, **refusals(400, 401, 403, 413, 503)},
+        responses={200: {"oneOf": [PLAN.ref, RULE_PLAN.ref]}, **refusals(400, 401, 403, 413, 503)},
         examples=[
             sent({"model": "minilm", "replicas": 2, "nodes": [{"count": 3, "vram_gib": 24}]}),
             answered(
@@ -204,18 +243,24 @@ class PlanView(NodeView):
                     "decisions": [{"replica": 1, "hypothetical": False, **_DECISION}],
                 }
             ),
+            sent({"rule": {"model_name": "minilm", "min_replicas": 2}}, name="A rule"),
+            answered(_RULE_PLAN, name="What the rule would do"),
         ],
     )
     def post(self, request: Request) -> Response:
         """Places replicas one after another on the present fleet and the added nodes; changes nothing.
 
-        It ends with the first replica that finds no node.
+        It ends with the first replica that finds no node. Of a `rule` it says what the replica pass would do
+        now if it were saved.
         """
-        return Response(plan_of(validated(PlacementPlanRequestSerializer, request)))
+        return Response(plan_of(validated(PlacementPlanRequestSerializer, request), clock.now()))
 
 
-def plan_of(body: dict[str, Any]) -> Row:
-    """The plan for a checked body; InvalidInput for a model that is not defined."""
+def plan_of(body: dict[str, Any], now: datetime) -> Row:
+    """The plan for a checked body; InvalidInput for a model that is not defined, or a rule that cannot be."""
+    nodes = [planning.NewNodes(**group) for group in body.get("nodes", ())]
+    if "rule" in body:
+        return rule_preview.preview(Rule(**({"model_name": ""} | body["rule"])), nodes, now)
     if model := body.get("model", ""):
         wanted = explaining.wanted_of(model)
         if wanted is None:
@@ -224,7 +269,5 @@ def plan_of(body: dict[str, Any]) -> Row:
     else:
         asked = body["need"]
         need, conflicts = planning.need_for(asked.get("vram", 0), asked.get("disk", 0)), frozenset[str]()
-    nodes = [planning.NewNodes(**group) for group in body.get("nodes", ())]
-    return planning.planned(
-        planning.PlanWish(need, model, conflicts, body.get("selector"), body.get("replicas", 1), nodes)
-    )
+    wish = planning.PlanWish(need, model, conflicts, body.get("selector"), body.get("replicas", 1), nodes)
+    return planning.planned(wish, now)

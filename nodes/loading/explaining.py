@@ -13,13 +13,16 @@ from localai_cluster import conf, errors, names
 from localai_cluster.web.shapes import Row
 from nodes.definitions.folder import folder
 from nodes.loading import needs
+from nodes.loading.failures import refusals
 from nodes.loading.load import ALL, KIND, key
-from nodes.loading.placing import Wanted
+from nodes.loading.placing import Wanted, asked
 from nodes.loading.reason_shapes import EXPLAINED, NEXT, RECORD, REPLICA, decision
+from nodes.loading.room import what_makes_room
+from nodes.loading.wish import ANYWHERE, wish_of
 from nodes.models import NodeModel, PlacementRecord
-from nodes.placement.explain import Ending, Explanation, FleetView, explain
+from nodes.placement.explain import Ending, Explanation
 from nodes.placement.setbacks import from_payload, resting
-from nodes.replicas import snapshot
+from nodes.placement.settle import settle
 from operations.models import Operation, Status
 
 RECORDS = 20
@@ -114,10 +117,10 @@ def _picked(model_name: str) -> str | None:
 
 
 def _placement(wanted: Wanted, load: Operation | None, now: datetime) -> Explanation:
-    """What a load would decide now; one under way knows the nodes that failed it."""
-    model_name = wanted.definition.name
-    selector = snapshot.selectors_of([model_name])[model_name]
-    setbacks = from_payload(load.payload) if load is not None else {}
-    fleet = snapshot.fleet(model_name, selector=selector, conflicts=wanted.conflicts)
-    seen = FleetView(fleet, wanted.need, selector, setbacks, resting(setbacks, now))
-    return explain(seen, seen.decide())
+    """What a load would decide now; one under way knows what was asked for and which nodes failed it."""
+    wish = wish_of(load) if load is not None else ANYWHERE
+    payload = load.payload if load is not None else {}
+    setbacks = from_payload(payload)
+    refusing = frozenset(one.node_id for one in refusals(payload))
+    question, decision = asked(wanted, wish, setbacks, resting(setbacks, now) | refusing, refusing)
+    return settle(question, decision, what_makes_room(wanted.definition.name, question, decision))

@@ -7,13 +7,43 @@ costs a few attempts.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 from uuid import UUID
 
 from localai_cluster import errors
 
 MOST_NODES = 3
+ENGINE_DEATHS = 3
+"""A model whose engine dies while loading is not tried more often than this; the operation counts them."""
 _KEPT = "refusals"
+
+
+class Cause(StrEnum):
+    """Why an attempt of a load ended without a replica, or was not made."""
+
+    WORKER_GONE = "worker_gone"
+    ENGINE_DIED = "engine_died"
+    NODE_REFUSED = "node_refused"
+    FAILED = "failed"
+    ON_ITS_WAY = "on_its_way"
+    INTERRUPTED = "interrupted"
+    NO_BUS = "no_bus"
+    UNDEFINED = "undefined"
+
+
+_MOST = {
+    Cause.ENGINE_DIED: ENGINE_DEATHS,
+    Cause.NODE_REFUSED: MOST_NODES,
+    Cause.FAILED: 1,
+    Cause.UNDEFINED: 1,
+}
+"""After how many of a kind a load ends; the others end it only when no request needs it any more."""
+
+
+def is_last(cause: Cause, times: int) -> bool:
+    """Whether the load ends when this has happened so many times."""
+    return cause in _MOST and times >= _MOST[cause]
 
 
 class LoadFailed(errors.Unavailable):

@@ -33,8 +33,9 @@ from nodes.backends.outcomes import Refused as WorkerRefused
 from nodes.definitions import sizes
 from nodes.definitions.files import Definition, load_options, revision
 from nodes.definitions.folder import Folder, FolderHangs
-from nodes.loading import engines, needs, node_options, pinning, placing
+from nodes.loading import attempts, engines, needs, node_options, pinning, placing
 from nodes.loading.failures import (
+    Cause,
     LoadFailed,
     NodeRefused,
     WorkerGone,
@@ -52,7 +53,7 @@ from nodes.registry import dialling
 from nodes.replicas import retire, slots, snapshot
 from nodes.replicas.slots import Slot
 from operations.executor.waiting import Hints
-from operations.executor.work import Postpone, Work, in_thread
+from operations.executor.work import Abandoned, Postpone, Work, in_thread
 from operations.ledger.progress import Tick
 from operations.models import SHARE, TERMINAL, Operation, Status
 
@@ -130,14 +131,16 @@ class LoadModel:
         except FolderHangs as hangs:
             raise Postpone(hangs.message, seconds=hangs.retry_after) from hangs
         if definition is None:
-            raise errors.NotFound(f"model {work.operation.element} is not defined")
+            missing = errors.NotFound(f"model {work.operation.element} is not defined")
+            raise await attempts.kept(work, Cause.UNDEFINED, missing)
         wish = wish_of(work.operation)
         if not wish.another and await in_thread(snapshot.serving, definition.name, besides=wish.besides):
             return {"already_loaded": True}
         if not wish.another and await in_thread(snapshot.on_its_way, definition.name, besides=wish.besides):
-            # R2.64: one beside it would be one replica too many.
+            # R2.64: not one replica too many.
             operation = await in_thread(Operation.objects.get, pk=work.id)
-            raise placing.later(operation, _ON_ITS_WAY, seconds=_LOOK_AT_SLOT)
+            follows = placing.later(operation, _ON_ITS_WAY, seconds=_LOOK_AT_SLOT)
+            raise await attempts.kept(work, Cause.ON_ITS_WAY, follows)
         if wish.replaces and await in_thread(snapshot.loaded_by, wish.replaces) == revision(definition):
             return {"already_loaded": True}  # edited back, or somebody else's files
         attempt = await self._place(work, definition)
@@ -147,10 +150,18 @@ class LoadModel:
         except (WorkerGone, Lost, Refused, Busy) as gone:
             await _give_up(attempt)
             # Read again: requests that came while the attempt ran have moved the wish.
-            raise again(attempt, await in_thread(Operation.objects.get, pk=work.id), gone) from gone
+            follows = again(attempt, await in_thread(Operation.objects.get, pk=work.id), gone)
+            cause = Cause.WORKER_GONE if isinstance(gone, WorkerGone) else Cause.ENGINE_DIED
+            raise await attempts.kept(work, cause, follows, attempt.slot) from gone
         except NodeRefused as refusal:
             await _give_up(attempt)
-            raise elsewhere(attempt, await in_thread(Operation.objects.get, pk=work.id), refusal) from refusal
+            follows = elsewhere(attempt, await in_thread(Operation.objects.get, pk=work.id), refusal)
+            raise await attempts.kept(work, Cause.NODE_REFUSED, follows, attempt.slot) from refusal
+        except (LoadFailed, Abandoned, Postpone) as end:
+            await _give_up(attempt)
+            cause = Cause.FAILED if isinstance(end, LoadFailed) else Cause.INTERRUPTED
+            await attempts.kept(work, cause, end, attempt.slot)
+            raise
         except Exception:
             await _give_up(attempt)
             raise

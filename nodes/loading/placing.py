@@ -13,14 +13,16 @@ from uuid import UUID
 from localai_cluster import clock
 from localai_cluster.messaging.bus import Bus, NotConnected
 from nodes.definitions.files import Definition
-from nodes.loading import needs
+from nodes.loading import attempts, needs
 from nodes.loading.asking import Answer, best_that_answers
-from nodes.loading.failures import refusals, refused_by_all
+from nodes.loading.failures import Cause, refusals, refused_by_all
 from nodes.loading.room import Room, room_of, what_makes_room
 from nodes.loading.wish import LACKS_ROOM, LoadWish, wish_of
-from nodes.placement.choose import Candidate, Decision, Need, Reason, free_index, lacks_disk
+from nodes.placement.choose import Candidate, Decision, Need, lacks_disk
+from nodes.placement.coded import sections
 from nodes.placement.evict import Eviction
-from nodes.placement.explain import Ending, Explanation, FleetView, explain
+from nodes.placement.explain import Ending, Explanation, FleetView
+from nodes.placement.sections import Sections
 from nodes.placement.setbacks import (
     Setbacks,
     after_failure,
@@ -29,9 +31,10 @@ from nodes.placement.setbacks import (
     next_end,
     resting,
 )
-from nodes.replicas import mirror, reasons, slots, snapshot
+from nodes.placement.settle import LoadQuestion, settle
+from nodes.replicas import fleet_log, mirror, reasons, slots, snapshot
 from nodes.replicas.reasons import Decided
-from nodes.replicas.slots import Slot
+from nodes.replicas.slots import NoSlot, Slot
 from operations.executor.work import Abandoned, Postpone, Work, in_thread
 from operations.models import Operation
 
@@ -64,86 +67,73 @@ class Place:
 
 async def place(bus: Bus, work: Work, what: Wanted, *, mark: str) -> Place:
     """Takes a slot on the best node whose worker answers; raises what follows when there is none."""
-    wish, definition, need = wish_of(work.operation), what.definition, what.need
+    wish = wish_of(work.operation)
     setbacks = from_payload(work.operation.payload)
-    rest, answered = resting(setbacks, clock.now()) | _refusing(work), set[UUID]()
+    refusing = frozenset(one.node_id for one in refusals(work.operation.payload))
+    rest, answered = resting(setbacks, clock.now()) | refusing, set[UUID]()
     while True:
-        seen, decision = await in_thread(_seen, what, wish, setbacks, rest)
-        room, node, ranked = None, decision.node, decision.ranked
-        if node is None:
-            room = await _room(work, what, seen.nodes, decision, rest)
-            if room is None or room.node is None:
-                lacks = await in_thread(_lacks_room, wish, decision)
-                known = needs.into_payload({LACKS_ROOM: True} if lacks else {}, need)
-                raise await _no_node(work, _with_room(explain(seen, decision), room), setbacks, known)
-            node, ranked = room.node, [room.node]
-        if node.id not in answered:
-            unasked = [node for node in ranked if node.id not in answered]
-            answer = await _ask(bus, work, unasked)
+        question, decision = await in_thread(asked, what, wish, setbacks, rest, refusing)
+        room = await _room(question, decision, what)
+        told = settle(question, decision, room)
+        if told.node is None:
+            lacks = await in_thread(_lacks_room, wish, decision)
+            raise await _no_node(work, question, room, told, lacks)
+        ranked = decision.ranked or [told.node]
+        if told.node.id not in answered:
+            answer = await _ask(bus, work, [node for node in ranked if node.id not in answered])
             for silent in answer.silent:
                 setbacks = after_failure(setbacks, silent, clock.now())
             rest |= answer.silent
             answered |= {answer.node.id} if answer.node is not None else set()
             continue
-        told = _with_room(explain(seen, decision), room)
-        slot = await in_thread(
-            slots.reserve,
-            node,
-            definition.name,
-            mark=mark,
-            backend=definition.backend,
-            now=clock.now(),
-            need=need,
-            room=room,
-            why=Decided(definition.name, work.id, told),
-        )
+        slot = await in_thread(_take, work.id, what, question, room, told, mark)
         if isinstance(slot, Slot):
-            _warn(node, what)
+            _warn(told.node, what)
             return Place(slot, setbacks, told.sentence, room_of(room))
         # The next look at the rows sees the same: this node is refused then.
-        log.info("no place for %s on %s: %s", definition.name, node.name, slot.reason)
+        log.info("no place for %s on %s: %s", what.definition.name, told.node.name, slot.reason)
 
 
-def _seen(what: Wanted, wish: LoadWish, setbacks: Setbacks, rest: Set[UUID]) -> tuple[FleetView, Decision]:
-    """The fleet, and what placement makes of it."""
+def asked(
+    what: Wanted, wish: LoadWish, setbacks: Setbacks, rest: Set[UUID], refusing: Set[UUID]
+) -> tuple[LoadQuestion, Decision]:
+    """The question for a replica, as the rows are now, and which node is the best."""
     name = what.definition.name
     selector = snapshot.selectors_of([name])[name]
-    asked = FleetView((), what.need, selector, setbacks, rest, wish.restricted)
-    return mirror.shared().decided(
-        name, asked, only=wish.only, besides=wish.besides, conflicts=what.conflicts
+    view, decision = mirror.shared().decided(
+        name,
+        FleetView((), what.need, selector, setbacks, frozenset(rest), wish.restricted),
+        only=wish.only,
+        besides=wish.besides,
+        conflicts=what.conflicts,
     )
+    return LoadQuestion(view, frozenset(refusing), evicts=not wish.another), decision
 
 
-def _refusing(work: Work) -> frozenset[UUID]:
-    """The nodes that have refused this load: each is tried once."""
-    return frozenset(one.node_id for one in refusals(work.operation.payload))
-
-
-async def _room(
-    work: Work, what: Wanted, fleet: Sequence[Candidate], decision: Decision, rest: Set[UUID]
-) -> Eviction | None:
-    """What can make room; None if nothing should. Raises the end of a load that nodes have refused.
-
-    For one more replica, which no request waits for, nothing is evicted.
-    """
-    refusing = _refusing(work)
-    rests = (id for id, reason in decision.refused.items() if reason is Reason.SILENT)
-    if refusing and all(id in refusing for id in rests):
-        raise refused_by_all(work.operation.payload)
-    if wish_of(work.operation).another:
+async def _room(question: LoadQuestion, decision: Decision, what: Wanted) -> Eviction | None:
+    """What can make room; asks the rows only if nothing else is lacking."""
+    if not question.lacking(decision):
         return None
-    return await in_thread(what_makes_room, what.definition.name, fleet, decision, rest, what.need)
+    return await in_thread(what_makes_room, what.definition.name, question, decision)
 
 
-def _with_room(told: Explanation, room: Eviction | None) -> Explanation:
-    """The explanation of a decision for no node, with what makes room or why nothing can."""
-    if room is None or not room.why:
-        return told
-    if room.node is None:
-        return replace(told, sentence=f"{told.sentence}; {room.why}")
-    index = free_index(room.node) or 0
-    sentence = f"{room.why}; {told.sentence}"
-    return replace(told, outcome=Ending.PLACED, sentence=sentence, node=room.node, replica_index=index)
+def _take(
+    load: UUID, what: Wanted, question: LoadQuestion, room: Eviction | None, told: Explanation, mark: str
+) -> Slot | NoSlot:
+    """The slot that was decided for. What was seen is kept first: it is no part of the slot's transaction."""
+    assert told.node is not None
+    now, definition = clock.now(), what.definition
+    seen = fleet_log.remember(sections(str(load), definition.name, question, room), now=now)
+    return slots.reserve(
+        told.node,
+        definition.name,
+        mark=mark,
+        backend=definition.backend,
+        now=now,
+        need=what.need,
+        room=room,
+        why=Decided(definition.name, load, told, seen),
+    )
 
 
 def _warn(node: Candidate, what: Wanted) -> None:
@@ -158,7 +148,8 @@ async def _ask(bus: Bus, work: Work, nodes: Sequence[Candidate]) -> Answer:
         return await best_that_answers(bus, nodes)
     except NotConnected:
         operation = await in_thread(Operation.objects.get, pk=work.id)
-        raise later(operation, _NO_BUS, seconds=_LOOK_FOR_BUS, waiting=False) from None
+        follows = later(operation, _NO_BUS, seconds=_LOOK_FOR_BUS, waiting=False)
+        raise await attempts.kept(work, Cause.NO_BUS, follows) from None
 
 
 def _lacks_room(wish: LoadWish, decision: Decision) -> bool:
@@ -166,22 +157,36 @@ def _lacks_room(wish: LoadWish, decision: Decision) -> bool:
     return wish.replaces is not None and snapshot.lacks_room(wish.replaces, decision.refused)
 
 
-async def _no_node(work: Work, told: Explanation, setbacks: Setbacks, known: Mapping[str, Any]) -> Exception:
+async def _no_node(
+    work: Work, question: LoadQuestion, room: Eviction | None, told: Explanation, lacks_room: bool
+) -> Exception:
     """What follows, said and kept in the same words; kept first, so that no wait is without its record.
 
-    What is `known` goes into the payload: by its need the load is woken, and the replica pass has a replaced
-    one go first that takes its room.
+    By its need, in the payload, the load is woken; of a replica that it replaces and that takes its room the
+    replica pass is told there to have it go first.
     """
+    setbacks = question.view.setbacks
     rested = next_end(setbacks, clock.now())
     seconds = _LOOK_FOR_NODE if rested is None else min(rested, _LOOK_FOR_NODE)
     # Read again: requests that came while nodes were asked have moved the time at which it gives up.
     operation = await in_thread(Operation.objects.get, pk=work.id)
-    payload = into_payload({**operation.payload, LACKS_ROOM: False, **known}, setbacks)
-    follows = later(operation, told.sentence, seconds=seconds, payload=payload)
-    if isinstance(follows, Abandoned):
-        told = replace(told, outcome=Ending.REFUSED)
-    await in_thread(reasons.record, Decided(operation.element, work.id, told), now=clock.now())
+    if told.outcome == Ending.REFUSED:
+        follows: Exception = refused_by_all(operation.payload)
+    else:
+        known = needs.into_payload({**operation.payload, LACKS_ROOM: lacks_room}, question.view.need)
+        payload = into_payload(known, setbacks)
+        follows = later(operation, told.sentence, seconds=seconds, payload=payload)
+    over = isinstance(follows, Abandoned)
+    told = replace(told, outcome=Ending.REFUSED) if over else told
+    seen = sections(str(work.id), operation.element, question, room, over=over)
+    await in_thread(_keep, operation, told, seen)
     return follows
+
+
+def _keep(operation: Operation, told: Explanation, seen: Sections) -> None:
+    now = clock.now()
+    kept = fleet_log.remember(seen, now=now)
+    reasons.record(Decided(operation.element, operation.pk, told, kept), now=now)
 
 
 def later(

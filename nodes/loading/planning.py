@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from uuid import UUID
 
 from localai_cluster import conf
@@ -12,8 +13,9 @@ from nodes.placement.choose import Candidate, Need
 from nodes.placement.explain import Ending, FleetView
 from nodes.placement.plan import successive
 from nodes.placement.selector import ANY, Selector
+from nodes.placement.settle import LoadQuestion, Occupants
 from nodes.registry.labels import auto_labels
-from nodes.replicas import snapshot
+from nodes.replicas import eviction, snapshot
 
 GIB = 2**30
 
@@ -50,22 +52,42 @@ def need_for(vram: int, disk: int) -> Need:
     return Need(vram, settings.vram_policy == "require", disk, settings.disk_headroom_check)
 
 
-def planned(question: PlanWish) -> Row:
+def planned(question: PlanWish, now: datetime) -> Row:
     """The decision for each replica, one after another."""
-    selector = _selector(question)
-    fleet = snapshot.fleet(question.model, selector=selector, conflicts=question.conflicts)
-    added = list(_added(question.nodes))
-    new = {str(node.id) for node in added}
-    told = successive(FleetView([*fleet, *added], question.need, selector), question.replicas)
+    picture = pictured(question, now)
+    told = successive(picture.asked, [None] * question.replicas, picture.occupants)
     decisions = [decision(one) for one in told]
     return PLAN.of(
         model=question.model or None,
         wanted=question.replicas,
         placed=sum(one["outcome"] == Ending.PLACED for one in decisions),
         decisions=[
-            PLANNED.of(replica=number, hypothetical=one["node_id"] in new, **one)
+            PLANNED.of(replica=number, hypothetical=one["node_id"] in picture.new, **one)
             for number, one in enumerate(decisions, 1)
         ],
+    )
+
+
+@dataclass(frozen=True)
+class PlanPicture:
+    """The present fleet with the nodes that a plan adds."""
+
+    asked: LoadQuestion
+    occupants: Occupants
+    new: frozenset[str]
+    """The ids of those that are added."""
+
+
+def pictured(question: PlanWish, now: datetime, *, evicts: bool = True) -> PlanPicture:
+    """What a load would see; a constant number of queries."""
+    model, selector = question.model, _selector(question)
+    fleet = snapshot.fleet(model, selector=selector, conflicts=question.conflicts)
+    added = list(added_nodes(question.nodes))
+    found = eviction.residents([node.id for node in fleet], now=now)
+    return PlanPicture(
+        LoadQuestion(FleetView([*fleet, *added], question.need, selector), evicts=evicts),
+        Occupants(found, eviction.guard(model, found, now=now)),
+        frozenset(str(node.id) for node in added),
     )
 
 
@@ -75,7 +97,7 @@ def _selector(question: PlanWish) -> Selector:
     return snapshot.selectors_of([question.model])[question.model] if question.model else ANY
 
 
-def _added(groups: Sequence[NewNodes]) -> Iterator[Candidate]:
+def added_nodes(groups: Sequence[NewNodes]) -> Iterator[Candidate]:
     """Candidates with names and ids that no registered node has; they have the registry's own labels."""
     kinds = (group for group in groups for _ in range(group.count))
     for number, kind in enumerate(kinds, 1):

@@ -19,9 +19,10 @@ from localai_cluster.web.shapes import (
     count,
     enum,
     field,
+    mapping,
     text,
 )
-from nodes.models import PlacementOutcome
+from nodes.models import DecisionKind, PlacementOutcome
 from nodes.placement.explain import Explanation
 from nodes.registry.shape import NODE_STATUS, REPLICA_STATE
 
@@ -29,6 +30,7 @@ _BYTES = {"type": "integer", "format": "int64"}
 _ALL_BYTES = {"type": "array", "items": _BYTES}
 _COUNTS = {"type": "array", "items": count()}
 OUTCOME = enum("PlacementOutcome", PlacementOutcome)
+KIND = enum("DecisionKind", DecisionKind)
 
 NEED = Shape(
     "PlacementNeed",
@@ -95,6 +97,16 @@ MISS = Shape(
         field("in_flight", count()),
     ],
 )
+EVICTED = Shape(
+    "PlacementEviction",
+    "A replica that is to leave first, to make room.",
+    [
+        field("replica_id", UUID),
+        field("replica", TEXT, "Model and index."),
+        field("vram", _BYTES, "What it is estimated to give back."),
+        field("last_used", TIME),
+    ],
+)
 _FACTS: dict[str, Schema] = {
     "need": NEED.ref,
     "selector": TEXT,
@@ -102,6 +114,7 @@ _FACTS: dict[str, Schema] = {
     "refused": REFUSED.many,
     "best": BEST.many,
     "misses": MISS.many,
+    "evicts": EVICTED.many,
 }
 _DECISION = [
     field("outcome", OUTCOME.ref),
@@ -138,10 +151,11 @@ PLAN = Shape(
 )
 RECORD = Shape(
     "PlacementRecord",
-    "A decision of a load, as it was kept: a placement, or a wait for as long as its reasons stay the same.",
+    "A decision as it was kept, or a wait for as long as its reasons stay. Only placements compare nodes.",
     [
         column("id", count()),
-        column("operation_id", UUID),
+        column("kind", KIND.ref, "What was decided."),
+        column("operation_id", UUID, "Null for a decision of the replica pass.", nullable=True),
         column("at", TIME),
         column("last_at", TIME, "When its figures were read."),
         *(replace(one, column=_COLUMNS.get(one.name, F(one.name))) for one in _DECISION),
@@ -186,8 +200,51 @@ EXPLAINED = Shape(
         field("next", NEXT.ref),
     ],
 )
+PLACE_WHY = Shape("NodeWithReason", "A node, and why.", [field("node", TEXT), field("why", TEXT)])
+UNSATISFIED = Shape(
+    "RuleUnsatisfied",
+    "Why a rule cannot be satisfied now.",
+    [
+        field("reason", TEXT),
+        field("counts", mapping(count()), "How many nodes each reason keeps out, by its code."),
+    ],
+)
+GIVEN_RULE = Shape(
+    "PreviewedRule",
+    "The rule that is looked at.",
+    [
+        field("model_name", TEXT),
+        field("node_selector", mapping(TEXT)),
+        field("min_replicas", count()),
+        field("max_replicas", count()),
+        field("spread_all", FLAG),
+    ],
+)
+RULE_PLAN = Shape(
+    "RulePlan",
+    "What the replica pass would do now if the rule were saved.",
+    [
+        field("rule", GIVEN_RULE.ref),
+        field("replicas_now", count(), "Loaded on healthy nodes."),
+        field("loading", count(), "Loads under way."),
+        field("wanted", count(), "Replicas that the pass would aim at."),
+        field("says", TEXT, "What it would do and why, or why nothing."),
+        field("waits_until", TIME, "When a cooldown ends; the rest is what comes then.", nullable=True),
+        field("loads", PLACE_WHY.many, "Where replicas would be loaded, one after another."),
+        field("left_out", count(), "Loads after these whose node was not worked out."),
+        field("retires", PLACE_WHY.many),
+        field("unsatisfiable", UNSATISFIED.ref, nullable=True),
+        field("misses", MISS.many, "The nodes that came nearest, if a replica found no place."),
+    ],
+)
 COMPONENTS = (
     OUTCOME,
+    KIND,
+    EVICTED,
+    PLACE_WHY,
+    UNSATISFIED,
+    GIVEN_RULE,
+    RULE_PLAN,
     NEED,
     NODES,
     REFUSED,

@@ -5,11 +5,12 @@ from typing import Protocol
 from localai_cluster import clock, errors
 from nodes.loading import placing
 from nodes.loading.failures import (
-    MOST_NODES,
+    Cause,
     LoadFailed,
     NodeReason,
     NodeRefused,
     WorkerGone,
+    is_last,
     refusals,
     refused_by_all,
     with_refusal,
@@ -18,9 +19,6 @@ from nodes.placement.setbacks import Setbacks, after_failure, into_payload
 from nodes.replicas.slots import Slot
 from operations.executor.work import Postpone, retry_delay
 from operations.models import Operation
-
-ENGINE_DEATHS = 3
-"""A model whose engine dies while loading is not tried more often than this; the operation counts them."""
 
 
 class Tried(Protocol):
@@ -43,7 +41,7 @@ def again(tried: Tried, operation: Operation, gone: errors.ClusterError) -> Exce
     if isinstance(gone, WorkerGone):
         # The node rests, the load does not: the next look takes another node, or says what it waits for.
         return placing.later(operation, f"{gone.message}; trying another node", seconds=0, payload=payload)
-    if deaths >= ENGINE_DEATHS:
+    if is_last(Cause.ENGINE_DIED, deaths):
         return LoadFailed(f"the engine of {operation.element} died while loading: {gone.message}")
     pause = retry_delay(operation.attempts)
     return placing.later(operation, gone.message, seconds=pause, payload=payload, waiting=False)
@@ -55,7 +53,7 @@ def elsewhere(tried: Tried, operation: Operation, refusal: NodeRefused) -> Excep
     setbacks = after_failure(tried.setbacks, slot.node_id, clock.now())
     payload = into_payload(operation.payload, setbacks)
     payload = with_refusal(payload, NodeReason(slot.node_id, slot.node_name, refusal.message))
-    if len(refusals(payload)) >= MOST_NODES:
+    if is_last(Cause.NODE_REFUSED, len(refusals(payload))):
         return refused_by_all(payload)
     said = f"{slot.node_name}: {refusal.message}; trying another node"
     return Postpone(said, seconds=0, waiting=True, payload=payload)

@@ -5,15 +5,15 @@ back. Controllers stop them (`stopping.py`), not the load: if it ends first, the
 """
 
 import asyncio
-from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from uuid import UUID
 
 from localai_cluster import clock
 from nodes.loading.failures import WorkerGone
 from nodes.models import ReplicaState
-from nodes.placement.choose import Candidate, Decision, Need
-from nodes.placement.evict import Eviction, choose_victims, named, short_of_memory
+from nodes.placement.choose import Decision
+from nodes.placement.evict import Eviction, choose_victims, named
+from nodes.placement.settle import LoadQuestion
 from nodes.replicas import eviction
 from nodes.replicas.slots import Slot
 from operations.executor.work import Work, in_thread
@@ -30,11 +30,9 @@ class Room:
     why: str
 
 
-def what_makes_room(
-    model_name: str, fleet: Sequence[Candidate], decision: Decision, rest: Set[UUID], need: Need
-) -> Eviction | None:
-    """The replicas that make room, or why none can; None while no node lacks memory alone."""
-    nodes = short_of_memory(fleet, decision.refused, rest)
+def what_makes_room(model_name: str, question: LoadQuestion, decision: Decision) -> Eviction | None:
+    """The replicas that make room, or why none can; None while no node lacks memory alone, or none may go."""
+    nodes, need = question.lacking(decision), question.view.need
     if not nodes:
         return None
     now = clock.now()

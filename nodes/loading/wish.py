@@ -34,6 +34,10 @@ class LoadWish:
         return self.only is not None or bool(self.besides)
 
 
+ANYWHERE = LoadWish(another=False, besides=frozenset(), only=None, reason="")
+"""What a request asks for."""
+
+
 def wish_of(operation: Operation) -> LoadWish:
     """What this load asks for."""
     said = operation.payload

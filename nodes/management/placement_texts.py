@@ -5,9 +5,11 @@ from datetime import datetime
 from typing import Any
 
 from nodes.management.rendering import age, printable, table
+from nodes.reconcilers.recomputing import Found
 
 _REPLICAS = ("NODE", "INDEX", "STATE", "REQUESTS", "SINCE")
-_RECORDS = ("AGE", "OUTCOME", "NODE", "INDEX", "WHY")
+_RECORDS = ("RECORD", "AGE", "KIND", "OUTCOME", "NODE", "INDEX", "WHY")
+_DEEDS = ("DO", "NODE", "WHY")
 _PLAN = ("REPLICA", "OUTCOME", "NODE", "INDEX", "WHY")
 
 
@@ -17,7 +19,9 @@ def explained(row: Mapping[str, Any], now: datetime) -> str:
     if row["replicas"]:
         parts.append(table(_REPLICAS, [_replica(one, now) for one in row["replicas"]]))
     if row["records"]:
-        records = [[age(one["last_at"], now), *_decision(one)] for one in row["records"]]
+        records = [
+            [str(one["id"]), age(one["last_at"], now), one["kind"], *_decision(one)] for one in row["records"]
+        ]
         parts.append(table(_RECORDS, records))
     if (told := row["next"]["placement"]) is not None:
         parts.append("\n".join(["one more replica now:", *_nodes(told)]))
@@ -34,6 +38,35 @@ def planned(row: Mapping[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def ruled(row: Mapping[str, Any]) -> str:
+    """What the replica pass would do, and on which nodes."""
+    said = f"{row['replicas_now']} there, {row['loading']} loading, {row['wanted']} wanted"
+    parts = [f"{said}: {printable(row['says'])}"]
+    if row["waits_until"]:
+        parts.append(f"a cooldown goes on until {row['waits_until']}")
+    deeds = [["load", one["node"], one["why"]] for one in row["loads"]]
+    deeds += [["retire", one["node"], one["why"]] for one in row["retires"]]
+    if deeds:
+        parts.append(table(_DEEDS, deeds))
+    if row["left_out"]:
+        parts.append(f"and {row['left_out']} loads more")
+    if row["unsatisfiable"]:
+        missed = [printable(f"  not {one['node']}: {one['reason']}") for one in row["misses"]]
+        parts.append("\n".join([f"not possible: {printable(row['unsatisfiable']['reason'])}", *missed]))
+    return "\n\n".join(parts)
+
+
+def again(said: Found, found: Found | None) -> str:
+    """Whether both are the same."""
+    if found is None:
+        return "what this decision saw is not kept any more"
+    if found == said:
+        return f"the same decision: {said.outcome}: {printable(said.reason)}"
+    return printable(
+        f"ANOTHER decision: {found.outcome}: {found.reason}\ninstead of: {said.outcome}: {said.reason}"
+    )
+
+
 def _replica(one: Mapping[str, Any], now: datetime) -> Sequence[str]:
     return [
         one["node"],
@@ -42,6 +75,10 @@ def _replica(one: Mapping[str, Any], now: datetime) -> Sequence[str]:
         str(one["in_flight"]),
         age(one["since"], now),
     ]
+
+
+def _record(one: Mapping[str, Any], now: datetime) -> Sequence[str]:
+    return [str(one["id"]), age(one["last_at"], now), one["kind"], *_decision(one)]
 
 
 def _decision(one: Mapping[str, Any]) -> Sequence[str]:

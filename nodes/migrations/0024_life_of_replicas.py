@@ -3,7 +3,7 @@ from django.db import migrations, models
 
 class Migration(migrations.Migration):
     dependencies = [
-        ("nodes", "0022_gpus"),
+        ("nodes", "0023_placement_log"),
     ]
 
     operations = [

@@ -8,7 +8,7 @@ from nodes.models.inventory import NodeBackend
 from nodes.models.joining import JoinToken
 from nodes.models.memory import ModelLoadInfo, ModelSchedulingConfig, RoutePolicy
 from nodes.models.node import BackendNode, NodeLabel, NodeStatus, NodeType
-from nodes.models.reasons import PlacementOutcome, PlacementRecord
+from nodes.models.reasons import DecisionKind, PlacementLog, PlacementOutcome, PlacementRecord
 from nodes.models.replica import NodeModel, ReplicaState, ReplicaUse, WebProcess
 from nodes.models.samples import NodeSample
 from nodes.models.silence import MassSilence
@@ -18,6 +18,7 @@ __all__ = [
     "BackendNode",
     "BackendOffer",
     "BusCredential",
+    "DecisionKind",
     "EngineStart",
     "JoinToken",
     "MassSilence",
@@ -32,6 +33,7 @@ __all__ = [
     "NodeStatus",
     "NodeType",
     "PendingBackendOp",
+    "PlacementLog",
     "PlacementOutcome",
     "PlacementRecord",
     "ReplicaState",

@@ -1,26 +1,45 @@
-"""Why replicas were placed where they are, or not placed: one row a decision of a load."""
+"""Why replicas are where they are, or are not: a row for each decision, and the log of what decisions saw."""
+
+import uuid
 
 from django.db import models
 from django.db.models import Q
 
 
 class PlacementOutcome(models.TextChoices):
-    """What came of a decision: a slot, a wait, or the end of its load."""
+    """What came of a decision."""
 
     PLACED = "placed"
     WAITING = "waiting"
     REFUSED = "refused"
+    EVICTED = "evicted"
+    SCALED = "scaled"
+    UNLOADING = "unloading"
+
+
+class DecisionKind(models.TextChoices):
+    """What was decided, and so how it is decided again (`nodes/loading/recomputing.py`)."""
+
+    PLACEMENT = "placement"
+    EVICTION = "eviction"
+    ATTEMPT = "attempt"
+    """What follows when an attempt of a load has failed."""
+    SCALE = "scale"
+    UNLOAD = "unload"
 
 
 class PlacementRecord(models.Model):
     """One decision, or a wait as long as its reasons stay the same (`nodes/placement/explain.py`).
 
-    It names operation and node without a foreign key, because it outlives both.
+    It names operation and node without a foreign key, because it outlives both; `base` and `position` name
+    the entries of the log that it was made from, which it outlives too. What no fleet was compared for has
+    none.
     """
 
     id = models.BigAutoField(primary_key=True)
+    kind = models.CharField(max_length=16, choices=DecisionKind, default=DecisionKind.PLACEMENT)
     model_name = models.CharField(max_length=255)
-    operation_id = models.UUIDField()
+    operation_id = models.UUIDField(null=True, blank=True)
     at = models.DateTimeField()
     last_at = models.DateTimeField(help_text="when its figures were read")
     outcome = models.CharField(max_length=16, choices=PlacementOutcome)
@@ -29,6 +48,8 @@ class PlacementRecord(models.Model):
     replica_index = models.IntegerField(null=True, blank=True)
     reason = models.TextField()
     facts = models.JSONField(default=dict)
+    base = models.UUIDField(null=True, blank=True)
+    position = models.IntegerField(null=True, blank=True)
 
     class Meta:
         db_table = "placement_records"
@@ -36,8 +57,8 @@ class PlacementRecord(models.Model):
         constraints = [
             models.CheckConstraint(
                 name="placement_record_names_node",
-                condition=Q(outcome="placed", node_id__isnull=False, replica_index__isnull=False)
-                | Q(outcome__in=["waiting", "refused"], node_id__isnull=True, replica_index__isnull=True),
+                condition=~Q(outcome__in=["placed", "evicted"])
+                | Q(node_id__isnull=False, replica_index__isnull=False),
             ),
         ]
         indexes = [
@@ -48,3 +69,22 @@ class PlacementRecord(models.Model):
 
     def __str__(self) -> str:
         return f"{self.model_name}: {self.outcome}"
+
+
+class PlacementLog(models.Model):
+    """What decisions saw: all of it at position 0 of a base, then changes (`nodes/replicas/fleet_log.py`)."""
+
+    id = models.BigAutoField(primary_key=True)
+    base = models.UUIDField(default=uuid.uuid4)
+    position = models.IntegerField()
+    at = models.DateTimeField()
+    body = models.BinaryField()
+
+    class Meta:
+        db_table = "placement_log"
+        verbose_name, verbose_name_plural = "entry of the placement log", "placement log"
+        constraints = [models.UniqueConstraint(name="placement_log_position", fields=["base", "position"])]
+        indexes = [models.Index(fields=["at"], name="placement_log_by_time")]
+
+    def __str__(self) -> str:
+        return f"{self.base}@{self.position}"

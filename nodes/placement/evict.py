@@ -53,6 +53,11 @@ class Resident:
     gpus: Rooms = frozenset()
     """How much of that is on which GPU, by index; empty if it is not known."""
 
+    @property
+    def replica_index(self) -> int:
+        """The one in its name."""
+        return int(self.name.rpartition("#")[2])
+
 
 @dataclass(frozen=True)
 class Guard:
@@ -94,6 +99,10 @@ class Eviction:
     """Those that leave already."""
     why: str = ""
     """A sentence: what the load waits for, or why nothing can make room."""
+    looked_at: Sequence[UUID] = ()
+    among: Sequence[Resident] = ()
+    guard: Guard | None = None
+    """What it was chosen from: nodes, replicas, and what keeps them."""
 
 
 def short_of_memory(
@@ -113,9 +122,9 @@ def choose_victims(
     nodes: Iterable[Candidate], residents: Iterable[Resident], guard: Guard, need: Need
 ) -> Eviction:
     """For a load that needs so much: the node whose victims were last used the longest ago."""
-    considered = list(nodes)
+    considered, among = list(nodes), list(residents)
     by_node: dict[UUID, list[Resident]] = {node.id: [] for node in considered}
-    for one in residents:
+    for one in among:
         if one.node_id in by_node:
             by_node[one.node_id].append(one)
     found = [
@@ -123,11 +132,13 @@ def choose_victims(
         for node in considered
         if (victims := _least(node, by_node[node.id], guard, need)) is not None
     ]
+    looked_at = list(by_node)
     if not found:
-        return Eviction(None, why=_why_none(by_node.values(), guard))
+        why = _why_none(by_node.values(), guard)
+        return Eviction(None, why=why, looked_at=looked_at, among=among, guard=guard)
     node, victims = min(found, key=lambda one: _rank(*one))
     leaving = [one for one in by_node[node.id] if one.leaving]
-    return Eviction(node, victims, leaving, _why(node, victims, leaving))
+    return Eviction(node, victims, leaving, _why(node, victims, leaving), looked_at, among, guard)
 
 
 def _least(

@@ -4,24 +4,21 @@ A `FleetView` is all that a decision depends on. `explain` says in one sentence 
 of the rank in which the best node differs from the second, or what keeps all nodes out. Beside the sentence
 stand how many nodes each reason kept out, the best nodes with their terms, and the nearest misses.
 
-While it fits, the explanation holds the snapshot itself, and `recomputed` decides again from nothing else. Of
-a large fleet only a digest of the snapshot is left.
+What the decision was made from is kept elsewhere (`coded.py`, `sections.py`): it may be large.
 """
 
-import hashlib
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field, fields
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from operator import attrgetter
 from typing import Any
 from uuid import UUID
 
 import orjson
 
 from nodes.placement.choose import (
+    NOTHING,
     Candidate,
     Decision,
     Need,
@@ -34,22 +31,24 @@ from nodes.placement.choose import (
     rank,
     shares_of,
 )
+from nodes.placement.evict import Resident
 from nodes.placement.selector import ANY, Selector
-from nodes.placement.setbacks import Setback, Setbacks
+from nodes.placement.setbacks import Setbacks
 
 MOST_BYTES = 16 * 1024
 """Of one record as JSON, with everything."""
 SHOWN = 5
 """Nodes that an explanation names: as many of the best, as many of the nearest misses."""
-_LONGEST_SENTENCE, _LONGEST_SELECTOR, _LONGEST_NAME = 1000, 400, 64
+LONGEST_SENTENCE = 1000
+_LONGEST_SELECTOR, _LONGEST_NAME = 400, 64
 """Characters; a name is cut only if the explanation is too large otherwise."""
 AROUND = 2560
 """Bytes left for what a row has besides an explanation: two names of 255 characters, ids and times."""
 
+_FOR_VICTIMS = 2048
+"""And for the replicas that make room."""
+
 _NONE_OF_ITS_NODES = "none of the nodes that it may use is registered"
-_EVER = datetime.max.replace(tzinfo=UTC)
-_COLUMNS = tuple(one.name for one in fields(Candidate))
-_values = attrgetter(*_COLUMNS)
 _NEARNESS = {reason: place for place, reason in enumerate(reversed(Reason))}
 """`refusal` asks for what passes by itself last: who failed a later question was nearer."""
 
@@ -60,6 +59,9 @@ class Ending(StrEnum):
     PLACED = "placed"
     WAITING = "waiting"
     REFUSED = "refused"
+    EVICTED = "evicted"
+    SCALED = "scaled"
+    UNLOADING = "unloading"
 
 
 @dataclass(frozen=True)
@@ -98,79 +100,50 @@ class Explanation:
 
 def explain(snapshot: FleetView, decision: Decision) -> Explanation:
     """Why `snapshot` led to `decision`; never larger than `MOST_BYTES`."""
-    sentence = _cut(_sentence(snapshot, decision), _LONGEST_SENTENCE)
-    text = _coded(snapshot)
+    sentence = cut(_sentence(snapshot, decision), LONGEST_SENTENCE)
     best, misses = list(_best(snapshot, decision)), list(_misses(snapshot, decision))
     facts: dict[str, Any] = {
         "need": orjson.loads(orjson.dumps(asdict(snapshot.need), default=sorted)),
-        "selector": _cut(str(snapshot.selector), _LONGEST_SELECTOR)
+        "selector": cut(str(snapshot.selector), _LONGEST_SELECTOR)
         if snapshot.selector.labels != ANY.labels
         else "",
         "nodes": {"considered": len(snapshot.nodes), "feasible": len(decision.ranked)},
         "refused": _counted(decision),
         "best": best,
         "misses": misses,
-        "digest": hashlib.sha256(text).hexdigest(),
-        "snapshot": None,
+        "evicts": [],
     }
-    room = MOST_BYTES - AROUND - len(orjson.dumps([sentence, facts]))
-    if len(text) <= room:
-        facts["snapshot"] = orjson.loads(text)
-    elif room < 0:
+    if len(orjson.dumps([sentence, facts])) > MOST_BYTES - AROUND - _FOR_VICTIMS:
         for one in [*best, *misses]:
-            one["node"] = _cut(one["node"], _LONGEST_NAME)
+            one["node"] = cut(one["node"], _LONGEST_NAME)
             one.pop("against", None)
     outcome = Ending.WAITING if decision.node is None else Ending.PLACED
     return Explanation(outcome, sentence, decision.node, decision.replica_index, facts)
 
 
-def recomputed(facts: Mapping[str, Any]) -> Decision | None:
-    """The decision, made again from an explanation's facts alone; None if they hold no snapshot."""
-    kept = facts.get("snapshot")
-    if kept is None:
-        return None
-    told = kept["selector"]
-    labels = None if told["labels"] is None else _set(told["labels"])
-    setbacks = {UUID(id): Setback(times, _EVER) for id, times in kept["failures"].items()}
-    snapshot = FleetView(
-        nodes=[_candidate(_restored(zip(kept["columns"], row, strict=True))) for row in kept["nodes"]],
-        need=Need(**_restored(facts["need"])),
-        selector=Selector(told["model"], labels),
-        setbacks=setbacks,
-        resting=frozenset(map(UUID, kept["resting"])),
-        restricted=kept["restricted"],
-    )
-    return snapshot.decide()
+NO_FLEET: Mapping[str, Any] = {
+    "need": asdict(NOTHING),
+    "selector": "",
+    "nodes": {"considered": 0, "feasible": 0},
+    "refused": [],
+    "best": [],
+    "misses": [],
+    "evicts": [],
+}
+"""The facts of a decision that no node was compared for."""
 
 
-def _coded(snapshot: FleetView) -> bytes:
-    """The snapshot as JSON. The need is not in it: it stands beside it."""
-    known = {node.id for node in snapshot.nodes}
-    labels = snapshot.selector.labels
-    return orjson.dumps(
+def evicted(victims: Iterable[Resident]) -> list[dict[str, Any]]:
+    """The first of the replicas that make room: what they free, and since when they were idle."""
+    return [
         {
-            "columns": _COLUMNS,
-            "nodes": [_values(node) for node in snapshot.nodes],
-            "selector": {"model": snapshot.selector.model, "labels": labels},
-            "failures": {str(id): one.times for id, one in snapshot.setbacks.items() if id in known},
-            "resting": snapshot.resting & known,
-            "restricted": snapshot.restricted,
-        },
-        default=sorted,  # sets
-    )
-
-
-def _candidate(row: dict[str, Any]) -> Candidate:
-    return Candidate(**{**row, "id": UUID(row["id"])})
-
-
-def _restored(coded: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Values that were made JSON; their only lists are sets, of pairs or of numbers."""
-    return {name: _set(value) if isinstance(value, list) else value for name, value in dict(coded).items()}
-
-
-def _set(values: list[Any]) -> frozenset[Any]:
-    return frozenset(tuple(one) if isinstance(one, list) else one for one in values)
+            "replica_id": str(one.id),
+            "replica": cut(one.name, _LONGEST_NAME),
+            "vram": one.vram,
+            "last_used": one.last_used.isoformat(),
+        }
+        for one in heapq.nsmallest(SHOWN, victims, key=lambda one: (one.last_used, one.id))
+    ]
 
 
 def _sentence(snapshot: FleetView, decision: Decision) -> str:
@@ -200,7 +173,7 @@ def code(reason: Reason) -> str:
 def _against(snapshot: FleetView, chosen: Candidate, other: Candidate) -> str:
     """The term of the rank that put one node before the other."""
     mine, its = (rank(one, snapshot.need, snapshot.setbacks) for one in (chosen, other))
-    behind = _cut(other.name, _LONGEST_NAME)
+    behind = cut(other.name, _LONGEST_NAME)
     term = next((name for name in TERMS if getattr(mine, name) != getattr(its, name)), None)
     if term is None:
         return f"equal to {behind} in every term, the first by name"
@@ -280,5 +253,6 @@ def _misses(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]
         }
 
 
-def _cut(text: str, longest: int) -> str:
+def cut(text: str, longest: int) -> str:
+    """At most so many characters."""
     return text if len(text) <= longest else text[: longest - 1] + "…"

@@ -25,6 +25,7 @@ from nodes.definitions import folder
 from nodes.loading import another
 from nodes.loading.load import KIND
 from nodes.models import BackendNode, MassSilence, NodeLabel, NodeModel
+from nodes.reconcilers import scale_records
 from nodes.replicas import leaving
 from nodes.scheduling import passes
 from nodes.scheduling.picture import (
@@ -58,13 +59,23 @@ def look(*, tick: bool) -> bool:
     now = clock.now()
     with try_lock_across(Lock.REPLICAS) as mine:
         if mine:
-            rules, revisions = passes.demands(), _revisions()
+            rules, revisions = passes.demands(), revisions_now()
             ruled = {demand.model: demand for demand in rules}
             demands = [*rules, *passes.of_models(_outdated(revisions or {}) - ruled.keys())]
-            rulings = plan(observe(demands, revisions), demands, now, tick=tick) if demands else []
-            done = [apply(ruling, now) for ruling in rulings]
+            done = _carried_out(demands, revisions, now, tick=tick) if demands else []
             passes.record([ruling for ruling in done if ruling.model in ruled], ruled, now)
     return mine
+
+
+def _carried_out(
+    demands: Sequence[Demand], revisions: Mapping[str, str] | None, now: datetime, *, tick: bool
+) -> list[Ruling]:
+    about, fleet = {demand.model: demand for demand in demands}, observe(demands, revisions)
+    rulings = plan(fleet, demands, now, tick=tick)
+    seen = scale_records.keep(rulings, fleet, about, now, tick=tick)
+    done = [apply(ruling, now) for ruling in rulings]
+    scale_records.keep_refused(rulings, done, seen, now)
+    return done
 
 
 def observe(demands: Sequence[Demand], revisions: Mapping[str, str] | None) -> Fleet:
@@ -117,7 +128,7 @@ def _hosts(keys: Iterable[str]) -> list[Host]:
     return [Host(id, name, labels.get(id, {}), slots) for id, name, slots in healthy]
 
 
-def _revisions() -> dict[str, str] | None:
+def revisions_now() -> dict[str, str] | None:
     """Of the models that a definition is there for (R4.21); None while the folder does not answer."""
     try:
         return {definition.name: definition.revision for definition in asyncio.run(folder.every())}

@@ -12,7 +12,7 @@ from nodes.backends import upgrade_state
 from nodes.reconcilers import intents, replicas, stuck
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness
 from nodes.registry import bus_credentials, joining, samples, services, timeline
-from nodes.replicas import checks, reasons, recount
+from nodes.replicas import checks, fleet_log, reasons, recount
 
 PRUNED_AT_ONCE = 5000
 
@@ -78,15 +78,18 @@ def keep_samples() -> None:
 
 @left_out_in_an_outage
 def prune_timeline() -> None:
-    """Deletes events, join tokens, audit and reasons of placement past the retention, a chunk a transaction.
+    """Deletes events, join tokens, audit, reasons of placement and what those saw, past their retention.
 
-    At once if another process is at it. Expired credentials for the bus go with them.
+    A chunk a transaction; at once if another process is at it. Expired credentials for the bus go with them.
     """
-    before = clock.now() - timedelta(seconds=conf.cluster().event_retention)
-    for prune in (timeline.prune, joining.prune, audit.prune, reasons.prune):
-        while _chunk(prune, before) == PRUNED_AT_ONCE:
+    now, cluster = clock.now(), conf.cluster()
+    before = now - timedelta(seconds=cluster.event_retention)
+    snapshots_before = now - timedelta(seconds=cluster.snapshot_retention)
+    kept = [(prune, before) for prune in (timeline.prune, joining.prune, audit.prune, reasons.prune)]
+    for prune, since in (*kept, (fleet_log.prune, snapshots_before)):
+        while _chunk(prune, since) == PRUNED_AT_ONCE:
             pass
-    bus_credentials.prune(clock.now())
+    bus_credentials.prune(now)
 
 
 @left_out_in_an_outage

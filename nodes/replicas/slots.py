@@ -71,7 +71,11 @@ def reserve(
         if room is not None and not eviction.still_victims(model_name, room.victims, now=now):
             return NoSlot("what should make room there is in use again or kept by its rule")
         # Under the node's lock no other load counts on the same bytes: each reserves what it takes.
-        soon = [] if room is None else [*eviction.about_to_stop(view.id, now=now), *room.victims]
+        soon = [] if room is None else eviction.about_to_stop(view.id, now=now)
+        if room is not None and room.victims:
+            if vram.fits(node, need, soon=soon):
+                return NoSlot("another load has made room there meanwhile")
+            soon = [*soon, *room.victims]
         memory = vram.take(node, need, now=now, soon=soon) if need.vram > 0 else vram.Taken({})
         if memory is None:
             return NoSlot(Reason.GPUS if node.gpus else Reason.MEMORY)
@@ -90,7 +94,7 @@ def reserve(
             **memory.columns,
         )
         if why is not None:
-            reasons.record(why.at_index(index), now=now)
+            reasons.record(why.at_index(index), now=now, victims=room.victims if room is not None else ())
     return Slot(row.id, view.id, view.name, index, memory.gpus)
 
 

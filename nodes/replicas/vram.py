@@ -73,18 +73,32 @@ def release(node_id: UUID, amount: int, *, since: datetime) -> None:
     holding.update(reserved_vram=F("reserved_vram") - amount)
 
 
+def fits(node: BackendNode, need: Need, *, soon: Collection[Resident]) -> bool:
+    """Whether a load finds its memory when these have given theirs back; needs the node's lock, as `take`."""
+    return fit(*_when_gone(*_free(node, need), soon), need.vram) is not None
+
+
+def _free(node: BackendNode, need: Need) -> tuple[int, Rooms]:
+    reservations = by_node(NodeModel.objects.filter(node=node)).get(node.pk, ())
+    rooms = frozenset() if need.own_gpus else rooms_of(vars(node), reservations)
+    return effectively_free(vars(node), reservations), rooms
+
+
+def _when_gone(free: int, rooms: Rooms, soon: Collection[Resident]) -> tuple[int, Rooms]:
+    for one in soon:
+        free, rooms = free + one.vram, given_back(rooms, one.gpus)
+    return free, rooms
+
+
 def take(node: BackendNode, need: Need, *, now: datetime, soon: Collection[Resident] = ()) -> Taken | None:
     """Reserves what a load needs, on the node and on its GPUs; None if the node lacks what is required.
 
     `soon`: replicas whose memory will be given back before the load uses what it reserves.
     Needs the node's lock: then nobody else reserves, and no reading comes, between the look and the row.
     """
-    reservations = by_node(NodeModel.objects.filter(node=node)).get(node.pk, ())
-    free = effectively_free(vars(node), reservations)
-    later = rooms = frozenset() if need.own_gpus else rooms_of(vars(node), reservations)
-    for one in soon:
-        later = given_back(later, one.gpus)
-    shares = fit(free + sum(one.vram for one in soon), later, need.vram)
+    free, rooms = _free(node, need)
+    free_later, later = _when_gone(free, rooms, soon)
+    shares = fit(free_later, later, need.vram)
     if shares is None and need.vram_required:
         return None
     if shares is None:

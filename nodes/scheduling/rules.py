@@ -40,6 +40,11 @@ class Rule:
         return {name: value for name, value in values.items() if value is not None}
 
     @property
+    def counts(self) -> bool:
+        """Whether it says how many replicas there shall be (R1.86)."""
+        return self.spread_all or self.min_replicas > 0 or self.max_replicas > 0
+
+    @property
     def summary(self) -> str:
         """In a line, for the audit and the log."""
         said = (f"{name}={value}" for name, value in self.given.items() if value)

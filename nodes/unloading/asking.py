@@ -15,6 +15,7 @@ from localai_cluster import conf, errors
 from nodes.loading import load
 from nodes.models import BackendNode, NodeModel, NodeType
 from nodes.replicas import finders, leaving
+from nodes.unloading import records
 from operations.ledger.admission import Admission, OperationRequest, admit, in_progress
 from operations.models import Operation
 
@@ -53,7 +54,9 @@ def unload(wish: UnloadWish, *, now: datetime) -> Admission:
     if not targets and not Operation.objects.active().filter(key=_key(wish), kind=UNLOAD).exists():
         raise _not_loaded(wish)
     admission = _admitted(wish, UNLOAD, targets, now)
-    if not admission.created and wish.grace is not None:
+    if admission.created:
+        _keep(wish, "unload", admission.operation, now)
+    elif wish.grace is not None:
         leaving.hurry(rows, until=now + timedelta(seconds=wish.grace))
     return admission
 
@@ -78,12 +81,25 @@ def delete(wish: UnloadWish, *, now: datetime) -> Admission:
     """
     if wish.node is not None:
         _refuse_while_loading(wish, wish.node)
-        return _admitted(wish, DELETE, [(wish.node.id, wish.node.name)], now)
+        return _deletion(wish, [(wish.node.id, wish.node.name)], now)
     nodes = BackendNode.objects.filter(node_type=NodeType.BACKEND).exclude(status="pending").order_by("name")
     targets = list(nodes.values_list("id", "name"))
     if not targets:
         raise errors.NotFound("there is no node that could have files of a model")
-    return _admitted(wish, DELETE, targets, now)
+    return _deletion(wish, targets, now)
+
+
+def _deletion(wish: UnloadWish, targets: Targets, now: datetime) -> Admission:
+    admission = _admitted(wish, DELETE, targets, now)
+    if admission.created:
+        _keep(wish, "deletion", admission.operation, now)
+    return admission
+
+
+def _keep(wish: UnloadWish, what: str, operation: Operation, now: datetime) -> None:
+    because = wish.reason or f"{what} asked for by {wish.actor}"
+    node_id = wish.node.id if wish.node is not None else None
+    records.keep(wish.model, operation.id, because=because, node_id=node_id, index=wish.index, now=now)
 
 
 def loading_there(model: str, node_id: UUID) -> UUID | None:

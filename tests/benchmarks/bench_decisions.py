@@ -136,22 +136,29 @@ class Decisions:
 
     def recorded(self) -> None:
         """On the rows; the record is stored in a transaction of its own."""
-        from nodes.placement.explain import explain
-        from nodes.replicas import reasons
+        from nodes.placement.coded import sections
+        from nodes.placement.settle import LoadQuestion, settle
+        from nodes.replicas import fleet_log, reasons
 
-        name, asked = self.turn()
-        told = explain(*self.mirror.decided(name, asked))
-        reasons.record(reasons.Decided(name, uuid4(), told), now=clock.now())
+        (name, asked), load = self.turn(), uuid4()
+        view, decision = self.mirror.decided(name, asked)
+        question = LoadQuestion(view)
+        seen = fleet_log.remember(sections(str(load), name, question), now=clock.now())
+        told = settle(question, decision)
+        reasons.record(reasons.Decided(name, load, told, seen), now=clock.now())
 
     def taken(self) -> None:
         """As a load does it: the slot, the memory and the record in one transaction."""
-        from nodes.placement.explain import explain
-        from nodes.replicas import reasons, slots
+        from nodes.placement.coded import sections
+        from nodes.placement.settle import LoadQuestion, settle
+        from nodes.replicas import fleet_log, reasons, slots
 
-        name, asked = self.turn()
-        seen, decision = self.mirror.decided(name, asked)
+        (name, asked), load = self.turn(), UUID(int=self.chance.getrandbits(128))
+        view, decision = self.mirror.decided(name, asked)
         assert decision.node is not None
-        told, load = explain(seen, decision), UUID(int=self.chance.getrandbits(128))
+        question = LoadQuestion(view)
+        told = settle(question, decision)
+        seen = fleet_log.remember(sections(str(load), name, question), now=clock.now())
         slots.reserve(
             decision.node,
             name,
@@ -159,7 +166,7 @@ class Decisions:
             backend="b",
             now=clock.now(),
             need=asked.need,
-            why=reasons.Decided(name, load, told),
+            why=reasons.Decided(name, load, told, seen),
         )
 
 

@@ -24,12 +24,11 @@ from nodes.loading import explaining
 from nodes.loading.placing import Wanted
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeConflict, NodeLabel
 from nodes.placement.choose import NOTHING
-from nodes.placement.explain import FleetView, explain
 from nodes.registry import node_rows, samples
 from nodes.replicas import snapshot
-from nodes.replicas.reasons import Decided, record
+from nodes.replicas.reasons import record
 from operations.ledger import admission
-from tests.support import api, worker_http
+from tests.support import api, deciding, worker_http
 from tests.support.worker_http import ENGINE_TOKEN, answers, silent
 
 pytestmark = pytest.mark.django_db
@@ -183,8 +182,7 @@ def reasons(read: Reader) -> None:
 def decided(node: BackendNode, model: str) -> None:
     """A record of a wait and one of a placement."""
     for nodes in ([], snapshot.fleet(model, only=[node.id])):
-        seen = FleetView(nodes, NOTHING)
-        record(Decided(model, node.id, explain(seen, seen.decide())), now=clock.now())
+        record(deciding.decided(model, node.id, nodes), now=clock.now())
 
 
 def let_in(read: Reader) -> None:

@@ -25,6 +25,8 @@ from nodes.loading.room import what_makes_room
 from nodes.loading.stopping import Stopper
 from nodes.models import BackendNode, EngineStart, MassSilence, ModelSchedulingConfig, NodeModel
 from nodes.placement.choose import Need, choose
+from nodes.placement.explain import FleetView
+from nodes.placement.settle import LoadQuestion
 from nodes.reconcilers import replicas, stuck, tasks
 from nodes.registry import services
 from nodes.replicas import eviction, leaving, retire, slots, snapshot, vram
@@ -319,8 +321,8 @@ async def test_no_request_fails_because_its_replica_went(settings: Settings) -> 
 
 def evicts(number: int, need: Need) -> None:
     fleet = snapshot.fleet(f"m{number}", only=NodeModel.objects.values_list("node_id", flat=True))
-    decision = choose([one for one in fleet if one.name == "one"], need=need)
-    room = what_makes_room(f"m{number}", fleet, decision, frozenset(), need)
+    view = FleetView([one for one in fleet if one.name == "one"], need)
+    room = what_makes_room(f"m{number}", LoadQuestion(view), view.decide())
     if room is not None and room.node is not None:
         slots.reserve(
             room.node, f"m{number}", mark=f"{number}:1", backend="b", now=clock.now(), need=need, room=room

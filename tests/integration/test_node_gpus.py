@@ -20,12 +20,14 @@ from nodes.loading.failures import LoadFailed
 from nodes.loading.room import what_makes_room
 from nodes.models import BackendNode, NodeModel
 from nodes.placement.choose import Need, Reason, choose
+from nodes.placement.explain import FleetView
+from nodes.placement.settle import LoadQuestion
 from nodes.registry import heartbeats
 from nodes.registry.heartbeats import Beat
 from nodes.replicas import retire, slots, snapshot
 from nodes.replicas.slots import NoSlot, Slot
 from operations.executor.work import Postpone
-from tests.integration.test_loading import BACKEND, STARTED, Stage, stage
+from tests.integration.test_loading import BACKEND, STARTED, Stage, stage, stops
 from tests.support import api, hot, pages
 from tests.support.beating import Counted, beat, made, now_of
 from tests.support.fleet import at_once, unexpected
@@ -256,8 +258,8 @@ def test_a_victim_makes_room_on_its_gpu_and_what_it_gives_back_counts_once() -> 
         hot.replica(node, f"old{number}", vram_needed=size * GIB, gpus=its, **long_ago)
     need = Need(vram=20 * GIB, vram_required=True)
     fleet = snapshot.fleet("m")
-    decision = choose(fleet, need=need)
-    room = what_makes_room("m", fleet, decision, frozenset(), need)
+    view = FleetView(fleet, need)
+    room = what_makes_room("m", LoadQuestion(view), view.decide())
     assert room is not None
     assert room.node is not None
     assert [one.name for one in room.victims] == ["old1#0"]
@@ -382,5 +384,5 @@ async def test_a_worker_that_starts_it_elsewhere_has_refused(
     assert "did not start it on the GPUs chosen" in str(ended.value)
     assert heard == []
     assert stage.bus.stops(stage.one.id) == ["echo#0"]
-    assert await hot.in_thread(NodeModel.objects.count) == 0
+    await stops(stage)
     assert await hot.in_thread(rooms, stage.one) == [24, 24]

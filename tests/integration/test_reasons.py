@@ -7,7 +7,6 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
-from uuid import UUID, uuid4
 
 import pytest
 from django.contrib.auth import get_user_model
@@ -23,12 +22,11 @@ from nodes.definitions.files import Definition, parse
 from nodes.loading import load, placing
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel, PlacementRecord
 from nodes.models.reasons import PlacementOutcome
-from nodes.placement import explain
 from nodes.placement.choose import NOTHING, Need
-from nodes.placement.explain import Ending, Explanation, FleetView
-from nodes.reconcilers import tasks
+from nodes.placement.explain import Ending
+from nodes.reconcilers import recomputing, tasks
+from nodes.reconcilers.recomputing import Found
 from nodes.replicas import reasons, slots, snapshot
-from nodes.replicas.reasons import Decided
 from operations.executor.operation_queue import write_batch
 from operations.executor.recorder import Recorder
 from operations.executor.work import Abandoned, Postpone, Work
@@ -36,6 +34,7 @@ from operations.ledger import admission, lease
 from operations.models import Operation
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
+from tests.support.deciding import decided
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -79,11 +78,6 @@ def kept() -> list[PlacementRecord]:
     return list(PlacementRecord.objects.order_by("id"))
 
 
-def told(model: str = "m", need: Need = NOTHING) -> Explanation:
-    seen = FleetView(snapshot.fleet(model), need)
-    return explain.explain(seen, seen.decide())
-
-
 def test_outcomes_are_the_same_in_rows_and_decisions() -> None:
     """Placement is pure and cannot ask the model."""
     assert set(PlacementOutcome.values) == set(Ending)
@@ -105,10 +99,8 @@ class TestRecords:
         assert (row.model_name, row.operation_id, row.outcome) == ("m", work.id, "placed")
         assert (row.node_id, row.node_name, row.replica_index) == (place.slot.node_id, "b", 0)
         assert row.reason == place.why == "most VRAM available: 20.0 GiB against 12.0 GiB on a"
-        again = explain.recomputed(row.facts)
-        assert again is not None
-        assert again.node is not None
-        assert again.node.id == row.node_id
+        again = await hot.in_thread(recomputing.recomputed, row)
+        assert again == recomputing.said(row) == Found("placed", row.reason, row.node_id)
         assert (await hot.in_thread(NodeModel.objects.get)).node_id == row.node_id
 
     async def test_who_did_not_answer_is_a_miss_of_the_record(self) -> None:
@@ -158,8 +150,8 @@ class TestRecords:
         """What fails after the row takes it back, too."""
         hot.node("a")
         (view,) = snapshot.fleet("m")
-        why = Decided("m", uuid4(), told())
-        broken = patch.object(PlacementRecord.objects, "create", side_effect=RuntimeError)
+        why = decided("m")
+        broken = patch.object(PlacementRecord, "save", side_effect=RuntimeError)
         with broken, pytest.raises(RuntimeError):
             slots.reserve(view, "m", mark="a:1", backend="b", now=clock.now(), why=why)
         assert not NodeModel.objects.exists()
@@ -170,7 +162,7 @@ class TestRecords:
     def test_the_index_is_the_one_that_was_taken(self) -> None:
         node = hot.node("a", max_replicas_per_model=2)
         (view,) = snapshot.fleet("m")
-        why = Decided("m", uuid4(), told())
+        why = decided("m")
         hot.replica(node, "m", 0)
         slots.reserve(view, "m", mark="a:1", backend="b", now=clock.now(), why=why)
         assert kept()[0].replica_index == 1
@@ -179,8 +171,7 @@ class TestRecords:
         """A wait that goes on is as young as its last look."""
         now = clock.now()
         for age in (0, 29, 31, 50):
-            decided = Decided(f"m{age}", uuid4(), told())
-            reasons.record(decided, now=now - timedelta(days=age))
+            reasons.record(decided(f"m{age}"), now=now - timedelta(days=age))
         PlacementRecord.objects.filter(model_name="m50").update(last_at=now)
         tasks.prune_timeline()
         assert {one.model_name for one in kept()} == {"m0", "m29", "m50"}
@@ -197,7 +188,7 @@ class TestExplain:
     def test_a_model_that_never_was_is_404(self) -> None:
         for name in ("nothing", "%00", "org/nothing"):
             assert api.admin().get(f"/api/models/{name}/explain").status_code == 404
-        reasons.record(Decided("org/gone", uuid4(), told()), now=clock.now())
+        reasons.record(decided("org/gone"), now=clock.now())
         answer = explained("org/gone")
         assert (answer["defined"], answer["next"]["action"]) == (False, "refuse")
         assert answer["next"]["placement"] is None
@@ -257,7 +248,7 @@ class TestExplain:
                 node = hot.node(f"{size}-{number}")
                 NodeLabel.objects.create(node=node, key="tier", value="fast")
                 hot.replica(node, "m")
-                reasons.record(Decided("m", uuid4(), told()), now=clock.now())
+                reasons.record(decided("m"), now=clock.now())
             with CaptureQueriesContext(
                 connection,
             ) as queries:
@@ -350,7 +341,7 @@ class TestCommandLine:
     def test_it_prints_what_rest_answers(self) -> None:
         node = hot.node("a", available_vram=20 * GIB)
         hot.replica(node, "m")
-        reasons.record(Decided("m", uuid4(), told()), now=clock.now())
+        reasons.record(decided("m"), now=clock.now())
         assert json.loads(run("explain", "m", "--json")) == explained()
         asked = ("--vram", "8", "--replicas", "2", "--node", "2x24GiB", "--selector", "gpu.vram=24GB")
         assert json.loads(run("plan", *asked, "--json")) == planned(
@@ -363,7 +354,7 @@ class TestCommandLine:
     def test_it_reads_as_text(self) -> None:
         node = hot.node("a", available_vram=20 * GIB)
         hot.replica(node, "m")
-        reasons.record(Decided("m", uuid4(), told()), now=clock.now())
+        reasons.record(decided("m"), now=clock.now())
         text = run("explain", "m")
         assert "next request: it is sent to replica 0 on a; requests there: 0" in text
         assert "  not a: no free slot for this model" in text
@@ -383,7 +374,7 @@ class TestCommandLine:
 
 
 def test_the_admin_shows_records_and_changes_none() -> None:
-    reasons.record(Decided("m", UUID(int=1), told()), now=clock.now())
+    reasons.record(decided("m"), now=clock.now())
     (row,) = kept()
     client = Client()
     client.force_login(get_user_model().objects.create_superuser("root", password="x"))

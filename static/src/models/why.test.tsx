@@ -28,6 +28,7 @@ function decision(more: Partial<Decision> = {}): Decision {
     misses: [
       { node_id: "gone", node: "n3", code: "full", reason: "no free slot for this model", free_vram: -GIB, available_disk: 0, total_disk: 0, replicas: 1, slots: 1, in_flight: 2 },
     ],
+    evicts: [],
     ...more,
   };
 }
@@ -35,7 +36,7 @@ function decision(more: Partial<Decision> = {}): Decision {
 const WAITING: Partial<Decision> = { outcome: "waiting", reason: "no node has 8 GiB", node_id: null, node: null, replica_index: null, best: [] };
 
 function kept(id: number, more: Partial<Decision> = {}): Explained["records"][number] {
-  return { id, operation_id: `o${id}`, at: MOMENT, last_at: MOMENT, ...decision(more) };
+  return { id, kind: "placement", operation_id: `o${id}`, at: MOMENT, last_at: MOMENT, ...decision(more) };
 }
 
 function explained(says: string, records: Explained["records"], placement: Decision | null = decision()): Explained {

@@ -1,0 +1,54 @@
+"""Why attempts of a load ended without a replica, or were not made: a record each.
+
+No nodes are compared for such a decision. It depends on what happened, how often, and whether a request still
+needs the load; all of that stands in the record.
+"""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+from uuid import UUID
+
+from localai_cluster import clock
+from nodes.loading.failures import Cause, is_last, refusals
+from nodes.models import DecisionKind
+from nodes.placement.explain import LONGEST_SENTENCE, Ending, cut
+from nodes.replicas import reasons
+from nodes.replicas.reasons import Decided, Spot
+from nodes.replicas.slots import Slot
+from operations.executor.work import Abandoned, Postpone, Work, in_thread
+from operations.models import Operation
+
+Follows = TypeVar("Follows", bound=Exception)
+
+
+async def kept(work: Work, cause: Cause, follows: Follows, slot: Slot | None = None) -> Follows:
+    """Keeps what follows, and why, before it happens; answers it."""
+    spot = Spot(slot.node_id, slot.node_name, slot.replica_index) if slot is not None else None
+    await in_thread(_keep, work.id, cause, follows, spot)
+    return follows
+
+
+def _keep(load: UUID, cause: Cause, follows: Exception, spot: Spot | None) -> None:
+    operation = Operation.objects.get(pk=load)
+    told = reasons.without_fleet(
+        Ending.WAITING if isinstance(follows, Postpone) else Ending.REFUSED,
+        cut(str(follows), LONGEST_SENTENCE),
+        cause=cause,
+        times=_times(operation.payload, cause),
+        over=isinstance(follows, Abandoned),
+    )
+    decided = Decided(operation.element, load, told, None, DecisionKind.ATTEMPT, spot)
+    reasons.record(decided, now=clock.now())
+
+
+def _times(payload: Mapping[str, Any], cause: Cause) -> int:
+    """How often this has happened to the load, with this time."""
+    if cause is Cause.NODE_REFUSED:
+        return len(refusals(payload)) + 1
+    return int(payload.get("engine_deaths", 0)) + 1 if cause is Cause.ENGINE_DIED else 1
+
+
+def ending(facts: Mapping[str, Any]) -> Ending:
+    """What follows by the facts of a record."""
+    ends = facts["over"] or is_last(Cause(facts["cause"]), facts["times"])
+    return Ending.REFUSED if ends else Ending.WAITING

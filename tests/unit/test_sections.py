@@ -1,0 +1,169 @@
+"""The log of what decisions saw: every state comes back from its entries, and so does every decision."""
+
+from collections import Counter
+from dataclasses import fields, replace
+from typing import Any
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nodes.placement import coded, sections
+from nodes.placement.choose import Candidate, Need
+from nodes.placement.evict import Guard, Resident
+from nodes.placement.explain import FleetView
+from nodes.placement.sections import Section
+from nodes.placement.settle import LoadQuestion, Occupants, settle
+from nodes.scheduling import coded as scheduling
+from nodes.scheduling.picture import Failure
+from nodes.scheduling.plan import plan
+from tests.unit import test_replica_plan
+from tests.unit.test_evict import clusters
+from tests.unit.test_explain import snapshots
+from tests.unit.test_placement import view
+
+SEEN = st.dictionaries(
+    st.sampled_from("abc"),
+    st.builds(
+        Section,
+        rows=st.dictionaries(st.sampled_from("xyz"), st.integers(0, 2) | st.none(), max_size=3),
+        whole=st.booleans(),
+    ),
+    max_size=3,
+)
+
+
+def read_back(*seen: sections.Sections) -> sections.State:
+    """What another process restores from the log of these decisions."""
+    state: sections.State = {}
+    entries = []
+    for one in seen:
+        found = sections.changes(state, one)
+        sections.apply(state, found)
+        entries.append(sections.encoded(found))
+    return sections.restored(entries)
+
+
+@given(st.lists(SEEN, max_size=5))
+def test_a_log_ends_with_what_was_seen_last(seen: list[sections.Sections]) -> None:
+    """A whole section replaces, another one adds; nothing that did not change is written twice."""
+    expected: dict[str, dict[str, Any]] = {}
+    for one in seen:
+        for name, section in one.items():
+            before = {} if section.whole else expected.get(name, {})
+            expected[name] = {**before, **section.rows}
+    state = read_back(*seen)
+    assert {name: rows for name, rows in state.items() if rows} == {
+        name: rows for name, rows in expected.items() if rows
+    }
+    if seen:
+        assert sections.changes(state, seen[-1]) == {}
+
+
+@pytest.mark.rule("I14", "R2.30")
+@given(st.lists(snapshots, min_size=1, max_size=3), st.booleans(), st.data())
+def test_the_same_decision_follows_from_the_log(
+    views: list[FleetView], evicts: bool, data: st.DataObject
+) -> None:
+    """Reasons, order and figures included, behind other decisions and whatever the order of rows."""
+    every = []
+    for one in views:
+        named = replace(one, nodes=[replace(node, name=str(node.id)) for node in one.nodes])
+        ids = st.sampled_from([node.id for node in one.nodes]) if one.nodes else st.uuids()
+        every.append(LoadQuestion(named, data.draw(st.frozensets(ids, max_size=2)), evicts))
+    model = "m"
+    state = read_back(*(coded.sections(str(number), model, one) for number, one in enumerate(every)))
+    number, question = len(every) - 1, every[-1]
+    known = coded.known(state, str(number), model)
+    assert known is not None
+    assert known.occupants is None
+    decision, again = question.view.decide(), known.question.view.decide()
+    assert again == decision
+    assert settle(known.question, again) == settle(question, decision)
+
+
+@pytest.mark.rule("I14", "R2.51")
+@given(clusters())
+def test_the_same_eviction_follows_from_the_log(
+    cluster: tuple[list[Candidate], list[Resident], Guard, Need],
+) -> None:
+    """With what protects replicas, and whose reading of the clock it was."""
+    fleet, residents, guard, need = cluster
+    question = LoadQuestion(FleetView(fleet, need))
+    decision = question.view.decide()
+    room = Occupants(residents, guard).room(question, decision)
+    known = coded.known(read_back(coded.sections("1", "m", question, room)), "1", "m")
+    assert known is not None
+    assert (known.occupants is None) == (room is None)
+    if room is None or known.occupants is None:
+        return
+    again = known.occupants.room(known.question, known.question.view.decide())
+    assert again is not None
+    assert (again.node, again.victims, again.why) == (room.node, room.victims, room.why)
+    assert Counter(again.leaving) == Counter(room.leaving)
+    assert settle(known.question, decision, again) == settle(question, decision, room)
+
+
+@pytest.mark.rule("I14", "R4.6")
+@given(test_replica_plan.fleets(), st.booleans())
+def test_the_same_ruling_follows_from_the_log(scene: Any, tick: bool) -> None:
+    """Each rule by itself, from sections that all rules share."""
+    (fleet, demands), failed = scene, Failure(test_replica_plan.ago(seconds=9), "no such file")
+    pinned = {"a": frozenset({UUID(int=1)})}
+    fleet = replace(fleet, pinned=pinned, failures={"b": failed}, defined=frozenset({"a", "b"}))
+    now = test_replica_plan.NOW
+    about = {demand.model: demand for demand in demands}
+    state = read_back(scheduling.sections(fleet, about, now, tick=tick))
+    rulings = {one.model: one for one in plan(fleet, demands, now, tick=tick)}
+    for model in about:
+        seen = scheduling.seen(state, model)
+        assert seen is not None
+        again = {one.model: one for one in plan(seen[0], [seen[1]], seen[2], tick=seen[3])}
+        assert again.get(model) == rulings.get(model)
+
+
+def test_every_field_of_a_node_comes_back() -> None:
+    """A new field is taken over by itself; one that JSON has otherwise needs its line in `coded._READ`."""
+    node = view(
+        id=UUID(int=7),
+        taken=frozenset({1, 2}),
+        labels=frozenset({("tier", "fast")}),
+        conflicts=frozenset({"other"}),
+        available_vram=5,
+        total_disk=6,
+        available_disk=7,
+    )
+    question = LoadQuestion(FleetView([node], Need(1, True, 2, True)))
+    known = coded.known(read_back(coded.sections("1", "m", question)), "1", "m")
+    assert known is not None
+    assert known.question == question
+    defaults = view(id=UUID(int=7))
+    same = [one.name for one in fields(Candidate) if getattr(node, one.name) == getattr(defaults, one.name)]
+    assert len(same) <= 10, "give every field of its own another value here"
+
+
+def test_what_did_not_change_is_not_written_again() -> None:
+    """A thousand nodes are written once; then one entry has the node that changed, and the load itself."""
+    fleet = [view(id=UUID(int=n), name=f"n{n}", free_vram=n) for n in range(1000)]
+    first = coded.sections("1", "m", LoadQuestion(FleetView(fleet, Need())))
+    state: sections.State = {}
+    whole = sections.changes(state, first)
+    sections.apply(state, whole)
+    moved = [replace(fleet[0], free_vram=9), *fleet[1:]]
+    second = sections.changes(state, coded.sections("2", "other", LoadQuestion(FleetView(moved, Need()))))
+    assert set(second) == {"nodes", "load/2"}
+    assert list(second["nodes"][0]) == ["n0"]
+    assert len(sections.encoded(second)) < 1000 < len(sections.encoded(whole)) < 200_000
+
+
+def test_a_reader_of_another_version_takes_what_it_knows() -> None:
+    """A column that is gone is left out; one that came later has its default."""
+    question = LoadQuestion(FleetView([view()], Need()))
+    state = read_back(coded.sections("1", "m", question))
+    columns = state["columns"]["node"]
+    at = columns.index("available_disk")
+    columns[at] = "of_another_version"
+    known = coded.known(state, "1", "m")
+    assert known is not None
+    assert known.question == question
