@@ -276,12 +276,12 @@ class LoadModel:
         reply = await _started(attempt, request, offered)
         if not reply.address:
             raise NodeRefused(f"its worker reported no address for {attempt.process_key}")
-        pinning.check(reply, attempt.slot)
         try:
             engine = await in_thread(dialling.accept, attempt.slot.node_id, reply.address, now=clock.now())
         except dialling.AddressRefused as refused:
             raise NodeRefused(refused.message) from refused
         await in_thread(engines.note_answer, attempt.mark, engine.address)
+        pinning.check(reply, attempt.slot)
         # Before it loads: a request for a former engine of this address would reach the new one.
         if gone := await in_thread(retire.retire_at, engine.address, attempt.slot):
             log.info("%s on %s took the address of %s", attempt.process_key, node.name, ", ".join(gone))

@@ -16,7 +16,7 @@ export interface Gpu {
 
 /** By their numbers; none while the worker does not list them. */
 export function gpusOf(node: LiveNode): readonly Gpu[] {
-  return (node as LiveNode & { gpus?: readonly Gpu[] | null }).gpus ?? [];
+  return node.gpus;
 }
 
 /** "2 × NVIDIA L4", or the vendor where they are not listed; "" without a GPU. */
