@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from django.db import connection, connections
 from hypothesis import settings
+from psycopg.pq import TransactionStatus
 
 from localai_cluster import clock, procs
 from localai_cluster.embedded.postgres import EmbeddedPostgres
@@ -133,12 +134,20 @@ def log_of_this_test() -> None:
     fleet_log.forget()
 
 
+def _aborted() -> bool:
+    """Whether the test has left its transaction in an error."""
+    session = connection.connection
+    return connection.needs_rollback or (
+        session is not None and session.info.transaction_status == TransactionStatus.INERROR
+    )
+
+
 @pytest.fixture(autouse=True)
 def decided_again(request: pytest.FixtureRequest, _django_db_helper: None) -> Iterator[None]:
     """Every decision that a test has stored follows from the rows alone (I14)."""
     yield
     marked = request.node.get_closest_marker("django_db") is not None
-    if not marked or connection.needs_rollback:
+    if not marked or _aborted():
         return
     for record in PlacementRecord.objects.order_by("id"):
         assert recomputing.recomputed(record) == recomputing.said(record), f"record {record.pk}: {record}"

@@ -29,6 +29,7 @@ _FIT = {
         "refused": [{"code": "full", "reason": _FULL, "count": 1}],
         "best": [],
         "misses": [],
+        "evicts": [],
     },
 }
 

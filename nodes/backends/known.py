@@ -49,9 +49,9 @@ def machines() -> set[str]:
     """
     small = Q(gpu_vendor="") | Q(total_vram__lte=SMALL_VRAM)
     of_older = Case(When(small, then=Value(NO_GPU)), default=F("gpu_vendor"))
-    counted = Case(When(~Q(capability=""), then=F("capability")), default=of_older)
-    healthy = BackendNode.objects.filter(status="healthy", node_type="backend").annotate(counted=counted)
-    return {NO_GPU, *healthy.order_by().values_list("counted", flat=True).distinct()}
+    runs = Case(When(~Q(capability=""), then=F("capability")), default=of_older)
+    healthy = BackendNode.objects.filter(status="healthy", node_type="backend").annotate(runs=runs)
+    return {NO_GPU, *healthy.order_by().values_list("runs", flat=True).distinct()}
 
 
 def installed_names() -> dict[str, str]:

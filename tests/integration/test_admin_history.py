@@ -48,7 +48,7 @@ def claimed(name: str = "w1", secret: str = api.OTHER_SECRET, **fields: Any) -> 
     ("query", "kinds"),
     [
         ("kind__exact=approved", {"approved"}),
-        ("by=root", {"drained", "override", "labels"}),
+        ("by=root", {"drained", "override"}),
         ("by=nobody", set()),
         ("by=%00", set()),
         ("node=w2", {"registered", "labels"}),

@@ -320,7 +320,6 @@ def test_overrides_and_labels_are_told_once_each_and_only_if_something_changed(n
     said = [(event.kind, event.cause) for event in events]
     once = [
         ("override", "set"),
-        ("labels", ""),
         ("override", "set"),
         ("labels", ""),
         ("labels", ""),

@@ -40,7 +40,7 @@ class Replicas:
     def release(self, replica: Replica) -> None:
         self.released += 1
 
-    async def remove(self, replica: Replica) -> bool:
+    async def lose(self, replica: Replica, *, strange: bool = False) -> bool:
         return True
 
     def get(self, address: str, token: str) -> "Replicas":
