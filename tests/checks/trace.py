@@ -82,8 +82,7 @@ COVERED: dict[str, frozenset[str] | None] = {
     # Passes; scheduling rules; intents; limits of commands; memory and disk; progress; the upgrade check.
     "0": _numbers(
         "C",
-        *(range(1, 10), range(10, 14), range(15, 16), range(17, 18), range(21, 28), range(37, 39)),
-        *(range(45, 46), range(47, 48)),
+        *(range(1, 40), range(45, 48), range(49, 50)),
     ),
     "1A": None,
     "1B": None,
@@ -92,23 +91,36 @@ COVERED: dict[str, frozenset[str] | None] = {
     "1E": None,
     "1F": None,
     "1G": None,
-    # Not slots: R1.62, R1.63, R1.67.
-    "1I": _numbers("R1.", range(64, 67)),
-    # Not R1.77: capabilities.
-    "1J": _numbers("R1.", range(68, 77)),
+    "1H": None,
+    "1I": None,
+    "1J": None,
+    "1K": None,
     "1L": None,
-    # An edited definition; the rest is a state that requests could set, which there is none of.
-    "1N": _numbers("R1.", range(94, 95), range(98, 100)),
+    "1M": None,
+    "1N": None,
+    "1O": None,
     "1P": None,
     "1Q": None,
+    "2A": _numbers("R2.", range(1, 6), range(7, 14), range(14, 16)),
+    "2B": None,
     "2C": None,
+    "2D": None,
+    "2E": None,
     # Not R2.36: there is no mode in which nodes share their models.
     "2F": _numbers("R2.", range(37, 40)),
     "2G": None,
+    "2H": None,
+    "2I": None,
+    "2K": None,
+    "2L": None,
+    "2M": None,
+    "2N": None,
     "2O": None,
+    "2P": None,
+    "2Q": None,
     # The replica pass; not R4.13 and R4.16: nothing counts pressure yet.
-    "4A": _numbers("R4.", range(1, 3)),
-    "4B": _numbers("R4.", range(6, 13), range(14, 16), range(17, 24)),
+    "4A": _numbers("R4.", range(1, 5)),
+    "4B": _numbers("R4.", range(6, 13), range(14, 24)),
     "4C": None,
     # Rules from the settings.
     "4D": None,
@@ -120,29 +132,17 @@ COVERED: dict[str, frozenset[str] | None] = {
     "6E": None,
     "6F": None,
     "6G": None,
-    # Registration and approval; finders; labels, detail, selectors, rules; counts; bulk removals;
-    # reservations; overrides; VRAM budget; only the current row; stale intents; end to end.
-    "7A": _numbers(
-        "T-REG-",
-        range(1, 12),
-        range(13, 18),
-        range(33, 57),
-        range(59, 61),
-        range(67, 68),
-        range(72, 88),
-        range(103, 110),
-        range(127, 131),
-        range(133, 139),
-        range(140, 149),
-        range(150, 153),
-        range(159, 162),
-        range(163, 166),
-    ),
-    # Estimates in the choice of a node; disk headroom, without a switch that is read while it runs.
-    "7C": _numbers("T-ROU-", range(5, 8)) | _numbers("T-DSK-", range(1, 11), range(13, 14)),
-    "7E": _numbers("T-REC-", range(1, 9), range(11, 12), range(16, 47)) | _numbers("T-SED-", range(1, 10)),
-    # Not T-HLT-7: a mode without offline nodes.
-    "7F": _numbers("T-HLT-", range(1, 7), range(8, 15)),
+    "7A": None,
+    "7B": None,
+    "7C": _numbers("T-ROU-", range(1, 28), range(38, 53))
+    | _numbers("T-INF-", range(1, 29))
+    | _numbers("T-ADP-", range(1, 25))
+    | _numbers("T-DL-", range(1, 25))
+    | _numbers("T-DSK-", range(1, 14))
+    | _numbers("T-HW-", range(1, 11))
+    | _numbers("T-REV-", range(1, 15)),
+    "7E": _numbers("T-REC-", range(1, 47)) | _numbers("T-SED-", range(1, 10)),
+    "7F": None,
     "7G": None,
     "7H": None,
     # Credentials of the bus; logs of engines.
@@ -167,8 +167,10 @@ COVERED: dict[str, frozenset[str] | None] = {
     # Not A76: that all tests pass together is said by the run; A86: routing. Of the pages operations,
     # backends and logs; not E53, E56: list and detail side by side.
     "2": _numbers("A", range(1, 76), range(77, 86), range(87, 88))
-    | _numbers("E", range(1, 30), range(45, 53), range(54, 56), range(57, 58), range(69, 70)),
-    "weaknesses": _numbers("UW", range(21, 22), range(23, 28), range(29, 30), range(31, 33)),
+    | _numbers("E", range(1, 30), range(40, 41), range(43, 53), range(54, 56), range(57, 58), range(69, 70)),
+    "weaknesses": _numbers(
+        "UW", range(8, 10), range(12, 13), range(21, 22), range(23, 28), range(29, 30), range(31, 33)
+    ),
     "http-1": None,
     "http-2": None,
     "http-3": None,
@@ -183,6 +185,7 @@ COVERED: dict[str, frozenset[str] | None] = {
     "worker-18": frozenset({"worker-18.1", "worker-18.2", "worker-18.5"}),
     # How the page is served and whom it asks first; which page calls what else (5.3, 5.5) the pages say.
     "http-5": frozenset({"http-5.1", "http-5.2", "http-5.4"}),
+    "http-6": frozenset({"http-6.1", "http-6.2", "http-6.3"}),
     "pages": None,
 }
 

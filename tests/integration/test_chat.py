@@ -453,6 +453,7 @@ def test_a_template_of_go_falls_back_to_the_models_own_with_a_warning(definition
     assert "Go's language" in listed["warnings"][0]
 
 
+@pytest.mark.rule("R1.94", "R2.2", "T-REG-117", "T-REG-118")
 def test_parameters_of_requests_change_nothing_about_the_model() -> None:
     """A86: a hundred requests with varied parameters, one replica, a hundred answers."""
 

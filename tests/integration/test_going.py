@@ -75,7 +75,7 @@ async def state(row: NodeModel) -> str:
 # --- what a request found dead
 
 
-@pytest.mark.rule("R2.9", "R2.84", "R1.99")
+@pytest.mark.rule("R2.9", "R2.84", "R1.99", "T-REV-8", "T-REV-11")
 async def test_what_a_request_found_dead_is_stopped_exactly_before_its_row_goes() -> None:
     node = await in_thread(hot.node)
     row = await in_thread(lambda: hot.replica(node, address=f"127.0.0.1:{backends.free_port()}"))
@@ -213,7 +213,7 @@ async def test_what_an_unload_gives_back_counts_until_the_next_reading() -> None
     assert await in_thread(lambda: free(node)) == 11
 
 
-@pytest.mark.rule("R1.51")
+@pytest.mark.rule("R1.51", "T-REV-9")
 @pytest.mark.parametrize("case", ["ended-before", "read-since", "not-shown"])
 async def test_what_a_reading_may_show_already_is_not_given_away_twice(case: str) -> None:
     node = await in_thread(lambda: read_node("one", 2))
@@ -409,7 +409,7 @@ def test_a_load_of_a_release_without_shares_excludes_an_unload_and_no_load() -> 
 # --- what an operator asks for, and how long one more replica is wanted
 
 
-@pytest.mark.rule("R2.55", "R1.75", "R2.75")
+@pytest.mark.rule("R2.55", "R1.75", "R2.75", "T-ROU-16", "T-ROU-17")
 def test_an_operator_evicts_the_least_recently_used_of_a_node() -> None:
     node, other = hot.node("one"), hot.node("two")
     hot.replica(other, "a", 0)

@@ -59,7 +59,7 @@ def end(operation: Operation) -> None:
 
 
 class TestShares:
-    @pytest.mark.rule("R2.16")
+    @pytest.mark.rule("R2.16", "T-JOB-6")
     def test_a_request_joins_the_first_load_and_every_other_one_has_a_share_of_its_own(self) -> None:
         first = another()
         requested = joined()
@@ -213,7 +213,7 @@ async def placed(work: Work) -> placing.Place:
 
 
 class TestPlacing:
-    @pytest.mark.rule("R1.68", "R2.5")
+    @pytest.mark.rule("R1.68", "R2.5", "T-ROU-9")
     async def test_a_load_goes_only_where_the_rule_allows(self) -> None:
         def given() -> Work:
             labelled("a", tier="slow")
@@ -234,7 +234,7 @@ class TestPlacing:
         ],
         ids=["none", "a list", "a text"],
     )
-    @pytest.mark.rule("R1.69", "R2.5")
+    @pytest.mark.rule("R1.69", "R2.5", "T-ROU-10")
     async def test_a_selector_that_nothing_matches_is_what_the_load_waits_for(
         self, selector: Any, said: str
     ) -> None:

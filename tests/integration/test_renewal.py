@@ -95,7 +95,7 @@ def test_a_model_without_a_rule_is_replaced_too_and_its_rule_for_routing_is_left
     assert ModelSchedulingConfig.objects.get().looked_at is None
 
 
-@pytest.mark.rule("R1.98", "R1.79", "R1.99")
+@pytest.mark.rule("R1.98", "R1.79", "R1.99", "R1.83", "T-REV-2", "T-REV-3", "T-REV-7")
 async def test_the_new_one_serves_before_the_old_one_goes_and_a_request_that_runs_ends(
     loads: list[Any],
 ) -> None:

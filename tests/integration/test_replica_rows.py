@@ -144,7 +144,7 @@ def test_removals_need_no_hook_and_serve_every_hook(monkeypatch: pytest.MonkeyPa
     assert told == ["a", "b"]
 
 
-@pytest.mark.rule("R1.57", "R1.60", "R1.79", "R1.81", "T-REG-18", "T-REG-66", "T-ADP-22")
+@pytest.mark.rule("R1.57", "R1.60", "R1.79", "R1.81", "T-REG-18", "T-REG-66", "T-ADP-22", "R1.59")
 def test_a_pick_counts_in_exactly_one_row() -> None:
     """It moves `last_used` and `updated_at` of the row that was picked, and no other."""
     node, before = hot.node(), clock.now()
@@ -159,7 +159,9 @@ def test_a_pick_counts_in_exactly_one_row() -> None:
     assert (left.last_used, left.updated_at) == (hot.EPOCH + timedelta(seconds=1), hot.EPOCH)
 
 
-@pytest.mark.rule("R1.58", "R1.60", "T-REG-57", "T-REG-58", "T-REG-149")
+@pytest.mark.rule(
+    "R1.58", "R1.60", "T-REG-57", "T-REG-58", "T-REG-149", "R2.72", "T-INF-2", "T-ROU-41", "T-ROU-45"
+)
 def test_a_release_counts_out_and_never_below_zero() -> None:
     """It moves neither `last_used` nor `updated_at`; a row that has gone or is at zero is no error."""
     row = hot.replica(hot.node())

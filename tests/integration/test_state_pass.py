@@ -462,7 +462,7 @@ class TestRows:
         with django_assert_num_queries(9):
             assert len(checks.settle(found, now=clock.now())) == count
 
-    @pytest.mark.rule("R4.3", "C1")
+    @pytest.mark.rule("R4.3", "C1", "R4.4", "C49")
     def test_the_schedule_wakes_controllers_if_something_is_in_question(self) -> None:
         Stage().make("one")
         with psycopg.connect(hot.database_url(), autocommit=True) as link:

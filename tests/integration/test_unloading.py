@@ -116,7 +116,7 @@ async def parts() -> dict[str, tuple[str, str]]:
 OTHER = ("one", "other", "loaded")
 
 
-@pytest.mark.rule("R6.11", "T-UNL-5", "T-UNL-38", "nats-4.5")
+@pytest.mark.rule("R6.11", "T-UNL-5", "T-UNL-38", "nats-4.5", "T-ROU-14")
 async def test_an_unload_everywhere_stops_each_engine_exactly_and_removes_the_rows(stage: Stage) -> None:
     work = await in_thread(stage.begins)
     assert await stage.carries_out(work) == {"nodes": ["one", "two"]}
