@@ -87,7 +87,7 @@ def test_a_replica_keeps_the_row_that_held_its_slot() -> None:
         NodeModel.objects.create(node=node, model_name="chat", replica_index=0)
 
 
-@pytest.mark.rule("R1.55", "R1.63")
+@pytest.mark.rule("R1.55", "R1.63", "R1.96", "T-REG-98")
 def test_an_attempt_that_was_overtaken_publishes_nothing() -> None:
     """Only the mark that holds the slot makes it a replica, and only once."""
     node = hot.node()
