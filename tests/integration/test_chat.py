@@ -16,7 +16,8 @@ from localai_cluster import clock
 from localai_cluster.asgi import application
 from localai_cluster.rpc.messages import ChatDelta, Reply
 from nodes.inference import streams
-from nodes.models import BackendNode, ReplicaUse
+from nodes.models import BackendNode, NodeModel, ReplicaUse
+from nodes.replicas import leaving
 from operations.models import Operation
 from tests.support import backends, hot
 from tests.support.scripted import CUT, Refusal, Scripted, Step, call, running, with_logprobs, words
@@ -88,6 +89,7 @@ def streamed(body: Any, script: Iterable[Step], path: str = CHAT) -> Streamed:
     return answer
 
 
+@pytest.mark.rule("T-INF-3")
 def test_a_whole_answer() -> None:
     answer, engine = one(ASK, [*words("This is an answer."), {"localai-cached-tokens": "5"}])
     assert answer.status == 200
@@ -113,6 +115,7 @@ def test_cached_tokens_are_told_only_by_an_engine_that_knows() -> None:
     assert "prompt_tokens_details" not in answer.body["usage"]
 
 
+@pytest.mark.rule("T-INF-4")
 def test_a_streamed_answer() -> None:
     """Role first, then each piece, then the reason, what it took if that was asked for, and the end."""
     answer = streamed(ASK | {"stream_options": {"include_usage": True}}, words("One two three"))
@@ -188,6 +191,27 @@ def test_before_the_first_piece_a_request_goes_on_elsewhere(script: list[Step], 
     assert play(scenario, Scripted(script), Scripted(words("From the other"))) == "From the other"
 
 
+@pytest.mark.rule("R2.76", "T-INF-21", "T-INF-23", "T-INF-4")
+@pytest.mark.parametrize(
+    ("refusal", "goes"),
+    [
+        (Refusal(grpc.StatusCode.FAILED_PRECONDITION, "no model"), True),
+        (Refusal(grpc.StatusCode.UNKNOWN, "rpc error: model not loaded"), True),
+        (Refusal(grpc.StatusCode.NOT_FOUND, "model identity mismatch: other"), True),
+        (Refusal(grpc.StatusCode.NOT_FOUND, "no such voice"), False),
+    ],
+    ids=["not loaded", "a stock engine", "another model", "not found"],
+)
+def test_an_engine_without_the_model_leaves_the_picks_of_streams_too(refusal: Refusal, goes: bool) -> None:
+    """D-LOST-REPLICA: and the request goes on elsewhere."""
+    strange, right = Scripted([refusal]), Scripted(words("Right"))
+    answer: Streamed = play(lambda *_: finished(ASK | {"stream": True}), strange, right)
+    assert answer.status == (200 if goes else 503)
+    assert len(right.asked) == (1 if goes else 0)
+    left = NodeModel.objects.filter(state="unloading").values_list("replica_index", "loading_by")
+    assert list(left) == ([(0, leaving.STRANGE)] if goes else [])
+
+
 def test_a_whole_answer_that_breaks_off_is_made_again_elsewhere() -> None:
     """The client has nothing of it yet, so nothing of the first attempt may be in the answer."""
     engines = Scripted([*words("Lost words"), CUT]), Scripted(words("All of it"))
@@ -214,7 +238,7 @@ def test_an_engine_that_dies_later_ends_the_stream_with_an_error() -> None:
     assert done == "[DONE]"
     assert answer.whole
     assert other.asked == []
-    assert len(hot.counts()) == 1, "the dead replica has gone"
+    assert NodeModel.objects.loaded().count() == 1, "the dead replica gets no more requests"
 
 
 def test_a_refusal_before_the_first_byte_has_its_status() -> None:
@@ -529,4 +553,5 @@ def test_a_killed_engine_mid_stream_leaves_no_count() -> None:
 
     answer: Streamed = play(scenario)
     assert answer.events[-2]["error"]["code"] == "backend_lost"
-    assert hot.counts() == {}
+    assert set(hot.counts().values()) == {0}
+    assert not NodeModel.objects.loaded().exists()

@@ -18,7 +18,7 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
-from nodes.loading import engines, load
+from nodes.loading import engines, hold, load
 from nodes.loading.another import load_another
 from nodes.loading.hold import MovingWish
 from nodes.loading.room import what_makes_room
@@ -449,3 +449,16 @@ async def test_one_more_replica_is_wanted_for_longer_while_something_moves() -> 
     plain.payload = {}
     await MovingWish(Work(plain, Recorder(write_batch))).lasts(9000)
     assert await until() <= 5000
+
+
+@pytest.mark.rule("R2.24", "C30", "T-DL-16")
+async def test_where_a_load_is_wanted_for_less_than_a_pause_a_pause_is_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hold, "base", lambda: 60.0)
+    asked = await in_thread(partial(load_another, "m", only=None, actor="system", reason="1 of 2 replicas"))
+    await in_thread(lambda: Operation.objects.update(needed_until=clock.now()))
+    await MovingWish(Work(asked, Recorder(write_batch))).moved(7)
+    row = await in_thread(Operation.objects.get, pk=asked.id)
+    assert row.needed_until is not None
+    assert 0 < (row.needed_until - clock.now()).total_seconds() <= 60

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from uuid import UUID
 
+import psycopg
 import pytest
 from django.db import transaction
 
@@ -69,6 +70,19 @@ class TestShares:
         end(first)
         assert another().key == "model:m#1", "the lowest that no active load has"
         assert under_way(["m", "n", "o"]).counts == {"m": 3, "n": 1, "o": 0}
+
+    @pytest.mark.rule("R2.16", "T-JOB-4")
+    def test_who_joins_a_load_under_way_waits_for_nothing_of_it(self) -> None:
+        """Whatever rows its controller holds at that moment: node, place, rule."""
+        work = claimed(joined().operation)
+        rule({})
+        hot.replica(hot.node(), "m", state="loading", loading_by=str(work.id))
+        with psycopg.connect(hot.database_url()) as controller:
+            for model in (BackendNode, NodeModel, ModelSchedulingConfig):
+                controller.execute(f"SELECT 1 FROM {model._meta.db_table} FOR UPDATE")
+            again = joined()
+        assert (again.created, again.operation.id) == (False, work.id)
+        assert again.operation.status == "processing"
 
     def test_loads_of_any_number_of_models_are_counted_with_one_query(
         self, django_assert_num_queries: Any

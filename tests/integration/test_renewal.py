@@ -215,7 +215,12 @@ async def test_a_load_during_which_the_definition_was_edited_is_followed_by_anot
     bus = bus_of(one)
     before = await hot.in_thread(revision)
     edited = "name: echo\nbackend: echo\nparameters: {model: echo}\ncontext_size: 64\n"
-    loads.append(lambda: (models / "echo.yaml").write_text(edited))
+
+    def edit() -> None:
+        (models / "echo.yaml").write_text(edited)
+        folder._folder.cache_clear()  # which looks once a second
+
+    loads.append(edit)
 
     def asked() -> Work:
         store.set_rule(Rule("echo", min_replicas=1), clock.now())

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -10,7 +10,9 @@ import pytest
 from django.db import IntegrityError, transaction
 
 from localai_cluster import clock
+from localai_cluster.accounts.principals import hash_secret
 from nodes.models import BackendNode, ModelLoadInfo, NodeModel
+from nodes.registry import services
 from nodes.replicas import finders, hooks, retire, slots, snapshot
 from nodes.replicas.hooks import ALL_REPLICAS, Removed
 from nodes.replicas.slots import Slot
@@ -235,6 +237,46 @@ def test_serving_replicas_are_the_loaded_ones_of_healthy_nodes() -> None:
     assert [node.pk for node in finders.with_model("echo")] == [one.pk, two.pk]
     assert one.replicas.count() == 5
     assert finders.loaded_count("echo") == 3
+
+
+@pytest.mark.rule("R1.84", "T-REG-29", "T-REG-30", "T-REG-32")
+def test_of_each_serving_replica_its_index_and_its_requests_are_known() -> None:
+    """What a choice among them is made by: each with its own index, restricted to nodes, never null."""
+    one, two = hot.node("one", max_replicas_per_model=2), hot.node("two")
+    for node, index, requests in ((one, 0, 3), (one, 1, 5), (two, 0, 7)):
+        hot.replica(node, index=index, in_flight=requests)
+    hot.replica(hot.node("away", offline_at=clock.now()))
+    hot.replica(two, index=1, state="unloading")
+    serving = NodeModel.objects.of("echo").serving().order_by("node__name", "replica_index")
+    columns = ("node__name", "replica_index", "in_flight")
+    assert list(serving.values_list(*columns)) == [("one", 0, 3), ("one", 1, 5), ("two", 0, 7)]
+    assert list(serving.filter(node__in=[two.pk]).values_list(*columns)) == [("two", 0, 7)]
+    assert list(NodeModel.objects.of("nowhere").serving()) == []
+
+
+def registered_again(node: BackendNode) -> None:
+    worker = services.Registration(name=node.name, address=node.address, running_processes=())
+    BackendNode.objects.update(fingerprint=hash_secret("5" * 64))
+    services.register(worker, secret="5" * 64, source_address="", now=clock.now(), auto_approve=True)
+
+
+def marked_offline(node: BackendNode) -> None:
+    services.deactivate(node.pk, now=clock.now())
+
+
+def not_listed(node: BackendNode) -> None:
+    assert retire.retire_unlisted(node.pk, [], before=clock.now() + timedelta(seconds=1))
+
+
+@pytest.mark.rule("R1.92", "R1.100", "T-REG-102", "T-REG-131", "T-REG-132")
+@pytest.mark.parametrize("ends", [registered_again, marked_offline, not_listed], ids=lambda one: one.__name__)
+def test_how_it_was_loaded_outlives_whatever_ends_its_replicas(ends: Callable[[BackendNode], None]) -> None:
+    """And the revision is the definition's: no row of any node has it alone."""
+    node = hot.node()
+    loaded(node, "chat", "127.0.0.1:7", ContextSize=2048)
+    ends(node)
+    assert not NodeModel.objects.exists()
+    assert ModelLoadInfo.objects.get().model_options == {"ContextSize": 2048}
 
 
 @pytest.mark.rule("R1.90", "R1.92", "T-REG-88", "T-REG-89", "T-REG-92")

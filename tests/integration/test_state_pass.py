@@ -218,7 +218,9 @@ class TestPort:
         row = await in_thread(only)
         assert (row.missed_probes, clock.now() - row.updated_at >= LONG_AGO) == (0, True)
 
-    @pytest.mark.rule("R4.40", "R4.41", "R5.10", "R5.2", "T-REC-29", "T-REC-30", "T-HLT-12", "T-HLT-13")
+    @pytest.mark.rule(
+        "R4.40", "R4.41", "R5.10", "R5.2", "T-REC-29", "T-REC-30", "T-HLT-12", "T-HLT-13", "C16"
+    )
     async def test_an_unreachable_one_goes_with_the_third_miss_whatever_runs_there(
         self, stage: Stage
     ) -> None:

@@ -216,6 +216,15 @@ async def test_measured_3_a_dead_worker_is_named_and_delays_no_other_node(stage:
     assert (await parts())["two"] == ("success", "")
 
 
+@pytest.mark.rule("R2.75", "T-ROU-15")
+async def test_without_the_bus_every_row_stays_and_the_error_says_so(stage: Stage) -> None:
+    for node in (stage.one, stage.two):
+        stage.stops(node, NotConnected("lost"))
+    work = await in_thread(stage.begins)
+    assert "the message bus is not connected" in await stage.fails(work)
+    assert await rows() == {OTHER, ("one", "echo", "unloading"), ("two", "echo", "unloading")}
+
+
 @pytest.mark.rule("nats-6.3", "nats-4.9", "R6.5", "T-UNL-9", "C25")
 async def test_a_worker_without_the_exact_stop_frees_stops_by_key_and_is_asked_what_runs(
     stage: Stage,
