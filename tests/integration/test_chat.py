@@ -132,7 +132,7 @@ def test_a_streamed_answer() -> None:
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
 
 
-@pytest.mark.rule("http-6.3")
+@pytest.mark.rule("http-6.3", "R2.77")
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 def test_the_node_is_told_if_that_is_switched_on(stream: bool, settings: Settings) -> None:
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, expose_node_header=True)

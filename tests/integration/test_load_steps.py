@@ -15,6 +15,7 @@ from localai_cluster import clock
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import decode
+from nodes.backends.install import offered_to
 from nodes.definitions.files import Definition, load_options, read
 from nodes.loading import load
 from nodes.loading.failures import refusals
@@ -103,6 +104,7 @@ async def test_the_steps_of_a_load_and_what_is_there_after_each(
     assert row.model_options == info.model_options == load_options(definition)
     (asked,) = installs(stage, stage.one)
     assert (asked.backend, asked.model_id, asked.replica_index) == ("echo", "echo", 0)
+    assert asked.backend_galleries == offered_to(stage.one).encoded
     assert asked.op_id == str(stage.work.id), "by it the worker is told to stop"
     assert told[0].Model == definition.model
 

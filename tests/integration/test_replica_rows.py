@@ -10,7 +10,6 @@ import pytest
 from django.db import IntegrityError, transaction
 
 from localai_cluster import clock
-from localai_cluster.accounts.principals import hash_secret
 from nodes.models import BackendNode, ModelLoadInfo, NodeModel
 from nodes.registry import services
 from nodes.replicas import finders, hooks, retire, slots, snapshot
@@ -18,6 +17,7 @@ from nodes.replicas.hooks import ALL_REPLICAS, Removed
 from nodes.replicas.slots import Slot
 from nodes.routing.request import InferenceRequest, Replica
 from tests.support import hot
+from tests.support.fleet import approved, register
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -254,10 +254,8 @@ def test_of_each_serving_replica_its_index_and_its_requests_are_known() -> None:
     assert list(NodeModel.objects.of("nowhere").serving()) == []
 
 
-def registered_again(node: BackendNode) -> None:
-    worker = services.Registration(name=node.name, address=node.address, running_processes=())
-    BackendNode.objects.update(fingerprint=hash_secret("5" * 64))
-    services.register(worker, secret="5" * 64, source_address="", now=clock.now(), auto_approve=True)
+def registered_again(_: BackendNode) -> None:
+    register(now=clock.now(), auto_approve=True, running_processes=())
 
 
 def marked_offline(node: BackendNode) -> None:
@@ -272,7 +270,7 @@ def not_listed(node: BackendNode) -> None:
 @pytest.mark.parametrize("ends", [registered_again, marked_offline, not_listed], ids=lambda one: one.__name__)
 def test_how_it_was_loaded_outlives_whatever_ends_its_replicas(ends: Callable[[BackendNode], None]) -> None:
     """And the revision is the definition's: no row of any node has it alone."""
-    node = hot.node()
+    node = approved(now=clock.now())
     loaded(node, "chat", "127.0.0.1:7", ContextSize=2048)
     ends(node)
     assert not NodeModel.objects.exists()

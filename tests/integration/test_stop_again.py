@@ -38,7 +38,7 @@ def test_it_is_tried_again_later_and_later(attempts: int, pause: int) -> None:
     assert row.cleanup_error == "x" * 240
 
 
-@pytest.mark.rule("R2.84", "R1.99", "T-REV-10", "T-REV-12", "T-REG-100")
+@pytest.mark.rule("R2.84", "R1.99", "T-REV-10", "T-REV-12", "T-REG-100", "T-REV-7")
 @pytest.mark.parametrize(
     ("reply", "said"),
     [(None, "is not responding"), (m.StopModelReply(matched=True, error="cannot be killed"), "be killed")],
