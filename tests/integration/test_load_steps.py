@@ -5,6 +5,7 @@ rule as it was when somebody asked.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -15,6 +16,7 @@ from localai_cluster import clock
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.codec import decode
+from localai_cluster.rpc.errors import DeadlineExceeded
 from nodes.backends.install import offered_to
 from nodes.definitions.files import Definition, load_options, read
 from nodes.loading import load
@@ -38,13 +40,14 @@ DEFINITION = "name: echo\nbackend: echo\nparameters: {model: other.gguf}\nbatch:
 def told(loads: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The options that engines are told."""
     heard: list[Any] = []
-    plain = load.BackendClient.load_model
+    client: Any = vars(load)["BackendClient"]
+    plain = client.load_model
 
     async def load_model(self: Any, options: Any, timeout: float) -> Any:
         heard.append(options)
         return await plain(self, options, timeout)
 
-    monkeypatch.setattr(load.BackendClient, "load_model", load_model)
+    monkeypatch.setattr(client, "load_model", load_model)
     return heard
 
 
@@ -142,8 +145,9 @@ async def test_two_unlike_nodes_have_one_revision_and_options_of_their_own(
     settings.CLUSTER = replace(settings.CLUSTER, node_options=True)
     definition = await in_thread(defined, stage)
     for node, capability in ((stage.one, "12.0"), (stage.two, "8.9")):
-        figures = {"total_vram": 32 * GIB, "gpu_compute_capability": capability}
-        await in_thread(lambda pk=node.pk, new=figures: BackendNode.objects.filter(pk=pk).update(**new))
+        one = BackendNode.objects.filter(pk=node.pk)
+        figures = partial(one.update, total_vram=32 * GIB, gpu_compute_capability=capability)
+        await in_thread(figures)
         stage.lists(node, BACKEND)
         stage.installs(node, STARTED)
         stage.work.operation.payload = {ANOTHER: True, ONLY: [str(node.id)]}
@@ -213,7 +217,7 @@ async def test_a_load_that_takes_too_long_names_its_limit_its_size_and_the_setti
     (stage.folder / "echo").write_bytes(bytes(GIB // 1024))
     stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, STARTED)
-    loads.append(load.DeadlineExceeded("late"))
+    loads.append(DeadlineExceeded("late"))
     ended = str(await stage.play())
     for part in ("0.0 GiB", "300 s", "LOCALAI_NATS_MODEL_LOAD_TIMEOUT"):
         assert part in ended

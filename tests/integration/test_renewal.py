@@ -229,8 +229,8 @@ async def test_a_load_during_which_the_definition_was_edited_is_followed_by_anot
 
     async def loaded(work: Work) -> NodeModel:
         done = await load.LoadModel(bus, folder.folder(), Hints())(work)
-        finish = {"now": clock.now(), "result": dict(done)}
-        await hot.in_thread(lambda: outcome.finish(work.id, work.operation.fence, Event.COMPLETE, **finish))
+        now = clock.now()
+        await hot.in_thread(lambda: outcome.finish(*work.attempt, Event.COMPLETE, now=now, result=dict(done)))
         return await hot.in_thread(lambda: NodeModel.objects.get(state="loaded"))
 
     first = await loaded(await hot.in_thread(asked))

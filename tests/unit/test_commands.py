@@ -479,12 +479,12 @@ async def test_identical_starts_under_way_are_one_request(bus: PlayedBus) -> Non
     bus.replies[INSTALL], bus.replies[LIST] = slowly, HERE
     worker = Worker(bus, "n", "one")
 
-    def asks(**what: Any) -> "asyncio.Task[Any]":
-        request = m.InstallRequest("echo", **({"model_id": "m", "replica_index": 0} | what))
+    def asks(model: str = "m", index: int = 0, operation: str = "") -> "asyncio.Task[Any]":
+        request = m.InstallRequest("echo", model_id=model, replica_index=index, op_id=operation)
         return asyncio.create_task(worker.install(request, timeout=30))
 
-    same = [asks(op_id=str(number)) for number in range(5)]
-    others = [asks(model_id="n"), asks(replica_index=1)]
+    same = [asks(operation=str(number)) for number in range(5)]
+    others = [asks("n"), asks(index=1)]
 
     async def sent() -> bool:
         return len(bus.asked[INSTALL]) >= 3
