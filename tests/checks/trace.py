@@ -138,7 +138,8 @@ COVERED: dict[str, frozenset[str] | None] = {
     "6F": None,
     "6G": None,
     # Not T-REG-95: two models are edited by two files.
-    "7A": _numbers("T-REG-", range(1, 95), range(96, 166)) | _numbers("T-PICK-", range(1, 8)),
+    "7A": _numbers("T-REG-", range(1, 95), range(96, 139), range(140, 166))
+    | _numbers("T-PICK-", range(1, 8)),
     "7B": None,
     # Not T-ROU-3, T-ROU-8: without a database. T-ROU-28 to 37: prefixes. T-ROU-39: a definition has a name.
     # T-DL-18 to 20: staged files. T-DSK-12: models that nodes share. Of T-ADP the hooks and the picks; not
