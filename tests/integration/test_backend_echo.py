@@ -91,11 +91,13 @@ async def test_every_method_needs_the_token(backend: Backend, token: str) -> Non
     await stranger.close()
 
 
+@pytest.mark.rule("T-INF-28")
 async def test_an_engine_refuses_a_request_for_another_model(client: BackendClient) -> None:
     """ModelIdentity: a port that another model took over is noticed before any work is done."""
     await client.load_model(ModelOptions(Model="m"), LIMIT)
     with pytest.raises(errors.IdentityMismatch, match="'m' is loaded, not 'other'"):
         await client.embedding(text("a cat", "other"), LIMIT)
+    assert (await client.embedding(text("a cat", ""), LIMIT)).embeddings, "one that names no model is served"
 
 
 async def test_a_refused_load_is_an_answer(client: BackendClient) -> None:

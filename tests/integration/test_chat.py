@@ -17,6 +17,7 @@ from localai_cluster.asgi import application
 from localai_cluster.rpc.messages import ChatDelta, Reply
 from nodes.inference import streams
 from nodes.models import BackendNode, NodeModel, ReplicaUse
+from nodes.replicas import leaving
 from operations.models import Operation
 from tests.support import backends, hot
 from tests.support.scripted import CUT, Refusal, Scripted, Step, call, running, with_logprobs, words
@@ -88,6 +89,7 @@ def streamed(body: Any, script: Iterable[Step], path: str = CHAT) -> Streamed:
     return answer
 
 
+@pytest.mark.rule("T-INF-3")
 def test_a_whole_answer() -> None:
     answer, engine = one(ASK, [*words("This is an answer."), {"localai-cached-tokens": "5"}])
     assert answer.status == 200
@@ -113,6 +115,7 @@ def test_cached_tokens_are_told_only_by_an_engine_that_knows() -> None:
     assert "prompt_tokens_details" not in answer.body["usage"]
 
 
+@pytest.mark.rule("T-INF-4")
 def test_a_streamed_answer() -> None:
     """Role first, then each piece, then the reason, what it took if that was asked for, and the end."""
     answer = streamed(ASK | {"stream_options": {"include_usage": True}}, words("One two three"))
@@ -129,7 +132,7 @@ def test_a_streamed_answer() -> None:
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
 
 
-@pytest.mark.rule("http-6.3")
+@pytest.mark.rule("http-6.3", "R2.77")
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 def test_the_node_is_told_if_that_is_switched_on(stream: bool, settings: Settings) -> None:
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, expose_node_header=True)
@@ -186,6 +189,27 @@ def test_before_the_first_piece_a_request_goes_on_elsewhere(script: list[Step], 
         return str(body["choices"][0]["message"]["content"])
 
     assert play(scenario, Scripted(script), Scripted(words("From the other"))) == "From the other"
+
+
+@pytest.mark.rule("R2.76", "T-INF-21", "T-INF-23", "T-INF-4")
+@pytest.mark.parametrize(
+    ("refusal", "goes"),
+    [
+        (Refusal(grpc.StatusCode.FAILED_PRECONDITION, "no model"), True),
+        (Refusal(grpc.StatusCode.UNKNOWN, "rpc error: model not loaded"), True),
+        (Refusal(grpc.StatusCode.NOT_FOUND, "model identity mismatch: other"), True),
+        (Refusal(grpc.StatusCode.NOT_FOUND, "no such voice"), False),
+    ],
+    ids=["not loaded", "a stock engine", "another model", "not found"],
+)
+def test_an_engine_without_the_model_leaves_the_picks_of_streams_too(refusal: Refusal, goes: bool) -> None:
+    """D-LOST-REPLICA: and the request goes on elsewhere."""
+    strange, right = Scripted([refusal]), Scripted(words("Right"))
+    answer: Streamed = play(lambda *_: finished(ASK | {"stream": True}), strange, right)
+    assert answer.status == (200 if goes else 503)
+    assert len(right.asked) == (1 if goes else 0)
+    left = NodeModel.objects.filter(state="unloading").values_list("replica_index", "loading_by")
+    assert list(left) == ([(0, leaving.STRANGE)] if goes else [])
 
 
 def test_a_whole_answer_that_breaks_off_is_made_again_elsewhere() -> None:
@@ -453,6 +477,7 @@ def test_a_template_of_go_falls_back_to_the_models_own_with_a_warning(definition
     assert "Go's language" in listed["warnings"][0]
 
 
+@pytest.mark.rule("R1.94", "R2.2", "T-REG-117", "T-REG-118")
 def test_parameters_of_requests_change_nothing_about_the_model() -> None:
     """A86: a hundred requests with varied parameters, one replica, a hundred answers."""
 
@@ -528,4 +553,5 @@ def test_a_killed_engine_mid_stream_leaves_no_count() -> None:
 
     answer: Streamed = play(scenario)
     assert answer.events[-2]["error"]["code"] == "backend_lost"
-    assert (NodeModel.objects.loaded().count(), set(hot.counts().values())) == (0, {0})
+    assert set(hot.counts().values()) == {0}
+    assert not NodeModel.objects.loaded().exists()

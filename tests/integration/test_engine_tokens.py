@@ -73,6 +73,7 @@ async def listening() -> AsyncIterator[tuple[Listener, str]]:
         await server.stop(None)
 
 
+@pytest.mark.rule("R2.66")
 @pytest.mark.parametrize(
     ("node", "offers"),
     [
@@ -116,6 +117,7 @@ def test_a_new_token_counts_at_the_next_request_and_costs_no_statement() -> None
     assert counted[0] == counted[1] <= 2
 
 
+@pytest.mark.rule("R2.66")
 @pytest.mark.parametrize(("token", "status"), [(REGISTRATION_TOKEN, 200), (backends.TOKEN, 503)])
 def test_engines_tell_the_two_tokens_apart(token: str, status: int, tmp_path: Path) -> None:
     """A stock worker's engine accepts the registration token; one of ours refuses it."""

@@ -224,7 +224,7 @@ def waits() -> bool:
     return Operation.objects.get().message == said and NodeModel.objects.filter(state="unloading").exists()
 
 
-@pytest.mark.rule("R2.45", "R2.51", "R2.54", "T-ROU-18")
+@pytest.mark.rule("R2.45", "R2.51", "R2.54", "T-ROU-18", "C36")
 async def test_a_load_waits_for_its_victim_and_then_starts(
     stage: Stage, loads: list[Any], settings: Settings
 ) -> None:

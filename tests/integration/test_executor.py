@@ -317,6 +317,7 @@ async def test_what_a_dead_controller_left_is_taken_up_at_the_start() -> None:
     assert reaping == "* * * * * */5"
 
 
+@pytest.mark.rule("T-JOB-18")
 async def test_an_attempt_that_does_not_end_keeps_no_other_lease_from_being_renewed() -> None:
     """One handler stuck in its own clearing up must not cost the others their leases."""
     stuck, go_on = asyncio.Event(), asyncio.Event()

@@ -18,7 +18,7 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
-from nodes.loading import engines, load
+from nodes.loading import engines, hold, load
 from nodes.loading.another import load_another
 from nodes.loading.hold import MovingWish
 from nodes.loading.room import what_makes_room
@@ -77,7 +77,7 @@ async def state(row: NodeModel) -> str:
 # --- what a request found dead
 
 
-@pytest.mark.rule("R2.9", "R2.84", "R1.99")
+@pytest.mark.rule("R2.9", "R2.84", "R1.99", "T-REV-8", "T-REV-11")
 async def test_what_a_request_found_dead_is_stopped_exactly_before_its_row_goes() -> None:
     node = await in_thread(hot.node)
     row = await in_thread(lambda: hot.replica(node, address=f"127.0.0.1:{backends.free_port()}"))
@@ -215,7 +215,7 @@ async def test_what_an_unload_gives_back_counts_until_the_next_reading() -> None
     assert await in_thread(lambda: free(node)) == 11
 
 
-@pytest.mark.rule("R1.51")
+@pytest.mark.rule("R1.51", "T-REV-9")
 @pytest.mark.parametrize("case", ["ended-before", "read-since", "not-shown"])
 async def test_what_a_reading_may_show_already_is_not_given_away_twice(case: str) -> None:
     node = await in_thread(lambda: read_node("one", 2))
@@ -411,7 +411,7 @@ def test_a_load_of_a_release_without_shares_excludes_an_unload_and_no_load() -> 
 # --- what an operator asks for, and how long one more replica is wanted
 
 
-@pytest.mark.rule("R2.55", "R1.75", "R2.75")
+@pytest.mark.rule("R2.55", "R1.75", "R2.75", "T-ROU-16", "T-ROU-17")
 def test_an_operator_evicts_the_least_recently_used_of_a_node() -> None:
     node, other = hot.node("one"), hot.node("two")
     hot.replica(other, "a", 0)
@@ -451,3 +451,16 @@ async def test_one_more_replica_is_wanted_for_longer_while_something_moves() -> 
     plain.payload = {}
     await MovingWish(Work(plain, Recorder(write_batch))).lasts(9000)
     assert await until() <= 5000
+
+
+@pytest.mark.rule("R2.24", "C30", "T-DL-16")
+async def test_where_a_load_is_wanted_for_less_than_a_pause_a_pause_is_no_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hold, "base", lambda: 60.0)
+    asked = await in_thread(partial(load_another, "m", only=None, actor="system", reason="1 of 2 replicas"))
+    await in_thread(lambda: Operation.objects.update(needed_until=clock.now()))
+    await MovingWish(Work(asked, Recorder(write_batch))).moved(7)
+    row = await in_thread(Operation.objects.get, pk=asked.id)
+    assert row.needed_until is not None
+    assert 0 < (row.needed_until - clock.now()).total_seconds() <= 60

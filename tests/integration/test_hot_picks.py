@@ -88,6 +88,7 @@ def test_fifty_at_once_over_three_replicas() -> None:
     assert not ReplicaUse.objects.exclude(count=0).exists()
 
 
+@pytest.mark.rule("T-REG-158")
 def test_one_request_costs_two_statements() -> None:
     """The hot path: one statement in, one out, with an API key from the database too."""
     hot.replica(hot.node())
@@ -287,7 +288,7 @@ def test_clean_stop_gives_everything_back() -> None:
     assert hot.processes() == 0
 
 
-@pytest.mark.rule("R2.73")
+@pytest.mark.rule("R2.73", "C39")
 def test_a_cancelled_caller_leaves_no_count() -> None:
     """R2.73: a request that is cancelled while its pick is under way gives the replica back."""
     hot.replica(hot.node())
@@ -436,6 +437,7 @@ def test_orm_twin_agrees() -> None:
     assert asyncio.run(scenario()) == by_orm == spread(before, 11, now)
 
 
+@pytest.mark.rule("C39")
 def test_a_database_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that hangs enforces no limit of its own; the request goes on over another connection."""
     hot.replica(hot.node())
@@ -592,7 +594,7 @@ def test_the_preferred_replica_is_picked_however_busy_it_is() -> None:
     assert got(preferred=(one.pk, 1), candidates=frozenset({two.pk})) == (two.pk, 0)
 
 
-@pytest.mark.rule("R2.10", "T-ROU-12")
+@pytest.mark.rule("R2.10", "T-ROU-12", "R2.4")
 def test_a_replica_outside_the_selector_gets_no_request() -> None:
     """The rule as it is stored now; a selector that cannot be read chooses no node (R1.69)."""
     east, west = hot.node("east"), hot.node("west")

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 from uuid import UUID
 
+import psycopg
 import pytest
 from django.db import transaction
 
@@ -59,7 +60,7 @@ def end(operation: Operation) -> None:
 
 
 class TestShares:
-    @pytest.mark.rule("R2.16")
+    @pytest.mark.rule("R2.16", "T-JOB-6")
     def test_a_request_joins_the_first_load_and_every_other_one_has_a_share_of_its_own(self) -> None:
         first = another()
         requested = joined()
@@ -69,6 +70,19 @@ class TestShares:
         end(first)
         assert another().key == "model:m#1", "the lowest that no active load has"
         assert under_way(["m", "n", "o"]).counts == {"m": 3, "n": 1, "o": 0}
+
+    @pytest.mark.rule("R2.16", "T-JOB-4")
+    def test_who_joins_a_load_under_way_waits_for_nothing_of_it(self) -> None:
+        """Whatever rows its controller holds at that moment: node, place, rule."""
+        work = claimed(joined().operation)
+        rule({})
+        hot.replica(hot.node(), "m", state="loading", loading_by=str(work.id))
+        with psycopg.connect(hot.database_url()) as controller:
+            for model in (BackendNode, NodeModel, ModelSchedulingConfig):
+                controller.execute(f"SELECT 1 FROM {model._meta.db_table} FOR UPDATE")
+            again = joined()
+        assert (again.created, again.operation.id) == (False, work.id)
+        assert again.operation.status == "processing"
 
     def test_loads_of_any_number_of_models_are_counted_with_one_query(
         self, django_assert_num_queries: Any
@@ -213,7 +227,7 @@ async def placed(work: Work) -> placing.Place:
 
 
 class TestPlacing:
-    @pytest.mark.rule("R1.68", "R2.5")
+    @pytest.mark.rule("R1.68", "R2.5", "T-ROU-9")
     async def test_a_load_goes_only_where_the_rule_allows(self) -> None:
         def given() -> Work:
             labelled("a", tier="slow")
@@ -234,7 +248,7 @@ class TestPlacing:
         ],
         ids=["none", "a list", "a text"],
     )
-    @pytest.mark.rule("R1.69", "R2.5")
+    @pytest.mark.rule("R1.69", "R2.5", "T-ROU-10")
     async def test_a_selector_that_nothing_matches_is_what_the_load_waits_for(
         self, selector: Any, said: str
     ) -> None:

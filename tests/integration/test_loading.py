@@ -268,6 +268,7 @@ async def test_a_load_whose_nodes_are_all_silent_waits_and_says_so(stage: Stage)
     assert {id: setback.times for id, setback in known.items()} == {stage.one.id: 1, stage.two.id: 1}
 
 
+@pytest.mark.rule("R2.49")
 async def test_without_the_bus_no_node_is_blamed(stage: Stage) -> None:
     """This controller has lost its connection: nothing is known of the nodes, and no node's change helps."""
     for node in (stage.one, stage.two):
@@ -372,7 +373,7 @@ async def test_a_start_that_takes_long_is_waited_for(stage: Stage, loads: list[A
     assert (await stage.handler(stage.work))["node"] == "one"
 
 
-@pytest.mark.rule("R2.62")
+@pytest.mark.rule("R2.62", "T-ROU-4")
 async def test_a_cancelled_load_has_its_engine_stopped(stage: Stage) -> None:
     """No request waits any more while the engine still starts."""
     stage.lists(stage.one, BACKEND)
@@ -385,7 +386,7 @@ async def test_a_cancelled_load_has_its_engine_stopped(stage: Stage) -> None:
     assert (kept.state, kept.address) == ("unloading", ""), "its place is not free before"
 
 
-@pytest.mark.rule("R2.62")
+@pytest.mark.rule("R2.62", "R2.61", "T-DL-21", "T-DL-22", "T-DL-23", "T-DL-24")
 @pytest.mark.parametrize(
     ("error", "ends"),
     [

@@ -84,7 +84,7 @@ def test_outcomes_are_the_same_in_rows_and_decisions() -> None:
 
 
 class TestRecords:
-    @pytest.mark.rule("R2.30", "R1.71")
+    @pytest.mark.rule("R2.30", "R1.71", "T-ROU-11", "UW9")
     async def test_a_placement_is_kept_with_what_decided_it(self) -> None:
         """Another process makes the same decision from the row alone (I14)."""
 
@@ -215,6 +215,7 @@ class TestExplain:
         assert answer["next"]["says"] == "it is sent to replica 1 on far; requests there: 1"
         assert answer["next"]["placement"]["outcome"] == "waiting", "one more replica has no place"
 
+    @pytest.mark.rule("UW9")
     def test_what_a_load_would_decide_now_is_said_and_not_written(self) -> None:
         hot.node("a", available_vram=2 * GIB)
         hot.node("b", available_vram=3 * GIB)
@@ -264,6 +265,7 @@ def planned(**body: Any) -> Any:
 
 @pytest.mark.usefixtures("models")
 class TestPlan:
+    @pytest.mark.rule("UW12")
     def test_replicas_are_placed_one_after_another_and_nothing_is_written(self) -> None:
         hot.node("a", available_vram=20 * GIB, max_replicas_per_model=2)
         hot.node("b", available_vram=12 * GIB)
@@ -283,6 +285,7 @@ class TestPlan:
             "no node can take it: 2 no free slot for this model",
         )
 
+    @pytest.mark.rule("UW12")
     def test_nodes_that_do_not_exist_are_added_with_the_labels_they_would_have(self) -> None:
         hot.node("a", available_vram=99 * GIB)
         ModelSchedulingConfig.objects.create(model_name="m", node_selector={"gpu.vram": "24GB"})

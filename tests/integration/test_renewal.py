@@ -17,9 +17,9 @@ from nodes.definitions import folder
 from nodes.definitions.folder import Folder
 from nodes.loading import load
 from nodes.loading.stopping import Stopper
-from nodes.models import BackendNode, ModelSchedulingConfig, NodeModel
+from nodes.models import BackendNode, ModelLoadInfo, ModelSchedulingConfig, NodeModel
 from nodes.reconcilers import replicas
-from nodes.replicas import leaving, slots
+from nodes.replicas import finders, leaving, slots, snapshot
 from nodes.routing.request import InferenceRequest
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
@@ -31,7 +31,7 @@ from operations.ledger import lease, outcome
 from operations.models import Operation
 from operations.states import Event
 from tests.integration.test_loading import BACKEND, STARTED, loads
-from tests.support import hot
+from tests.support import api, hot
 from tests.support.bus import PlayedBus
 
 __all__ = ["loads"]
@@ -95,7 +95,7 @@ def test_a_model_without_a_rule_is_replaced_too_and_its_rule_for_routing_is_left
     assert ModelSchedulingConfig.objects.get().looked_at is None
 
 
-@pytest.mark.rule("R1.98", "R1.79", "R1.99")
+@pytest.mark.rule("R1.98", "R1.79", "R1.99", "R1.83", "T-REV-2", "T-REV-3", "T-REV-7")
 async def test_the_new_one_serves_before_the_old_one_goes_and_a_request_that_runs_ends(
     loads: list[Any],
 ) -> None:
@@ -204,3 +204,106 @@ def test_a_new_one_that_is_published_twice_takes_one_former_one_out() -> None:
     assert (lost, NodeModel.objects.get(pk=former.pk).state) == (False, "loaded")
     assert slots.publish(place, mark="1:1", now=clock.now(), replaces=former.pk, **wish)
     assert NodeModel.objects.get(pk=former.pk).state == "unloading"
+
+
+@pytest.mark.rule("R1.96", "R1.98", "T-REV-1", "T-REV-3")
+async def test_a_load_during_which_the_definition_was_edited_is_followed_by_another(
+    loads: list[Any], models: Path
+) -> None:
+    """It ends as it began, and its row says what was loaded: the next pass has a successor loaded."""
+    one = await hot.in_thread(node)
+    bus = bus_of(one)
+    before = await hot.in_thread(revision)
+    edited = "name: echo\nbackend: echo\nparameters: {model: echo}\ncontext_size: 64\n"
+
+    def edit() -> None:
+        (models / "echo.yaml").write_text(edited)
+        folder._folder.cache_clear()  # which looks once a second
+
+    loads.append(edit)
+
+    def asked() -> Work:
+        store.set_rule(Rule("echo", min_replicas=1), clock.now())
+        replicas.look(tick=True)
+        return claimed()
+
+    async def loaded(work: Work) -> NodeModel:
+        done = await load.LoadModel(bus, folder.folder(), Hints())(work)
+        now = clock.now()
+        await hot.in_thread(lambda: outcome.finish(*work.attempt, Event.COMPLETE, now=now, result=dict(done)))
+        return await hot.in_thread(lambda: NodeModel.objects.get(state="loaded"))
+
+    first = await loaded(await hot.in_thread(asked))
+    assert first.config_revision == before != await hot.in_thread(revision)
+    # The next engine has the played worker's only address.
+    await hot.in_thread(lambda: NodeModel.objects.update(address="127.0.0.1:9"))
+    await hot.in_thread(lambda: replicas.look(tick=True))
+    work = await hot.in_thread(claimed)
+    assert work.operation.payload["replaces"] == str(first.pk)
+    second = await loaded(work)
+    assert (second.replica_index, second.config_revision) == (1, await hot.in_thread(revision))
+
+
+@pytest.mark.rule("R1.98", "T-REG-94", "T-REG-97")
+def test_a_replacement_is_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Successor, former one and load info change together; what an earlier stop left is reset."""
+    one = node()
+    former = old(one, cleanup_error="from before", cleanup_attempts=5)
+    new = hot.replica(one, "echo", 1, state="loading", loading_by="1:1", address="")
+    info = ModelLoadInfo.objects.create(model_name="echo", backend_type="former", updated_at=clock.now())
+    place = slots.Slot(new.pk, one.pk, "one", 1)
+    wish: dict[str, Any] = {"address": "127.0.0.1:8", "backend": "echo", "options": {}, "revision": "x"}
+
+    def published() -> bool:
+        return slots.publish(place, mark="1:1", now=clock.now(), replaces=former.pk, **wish)
+
+    def rows() -> list[Any]:
+        info.refresh_from_db()
+        columns = ("state", "cleanup_error", "cleanup_attempts")
+        return [*NodeModel.objects.order_by("replica_index").values_list(*columns), info.backend_type]
+
+    with monkeypatch.context() as broken:
+        broken.setattr(leaving, "replace", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            published()
+    assert rows() == [("loaded", "from before", 5), ("loading", "", 0), "former"]
+    assert published()
+    assert rows() == [("unloading", "", 1), ("loaded", "", 0), "echo"]
+
+
+@pytest.mark.rule(
+    *("R1.95", "T-REG-96", "T-REG-119", "T-REG-120", "T-REG-121", "T-REG-122", "T-REG-123", "T-REG-124"),
+    *("T-REG-158", "R1.83"),
+)
+async def test_a_replica_of_a_former_definition_is_one_until_it_gives_way() -> None:
+    """D-RENEWAL: for the picks, the finders, the counts and the slots; then it only keeps its slot."""
+    one = await hot.in_thread(node, "one", 3)
+    former = await hot.in_thread(lambda: old(one, last_used=hot.EPOCH))
+    current = await hot.in_thread(lambda: old(one, 1, config_revision=revision(), in_flight=1))
+
+    def seen() -> list[Any]:
+        (view,) = snapshot.fleet("echo")
+        return [
+            [found.pk for found in finders.with_model("echo")] == [one.pk],
+            NodeModel.objects.serving().filter(pk=former.pk).exists(),
+            [row.pk for row in finders.least_recently_used([one.pk])] == [former.pk],
+            [row.pk for row in finders.least_recently_used()] == [former.pk],
+            finders.loaded_count("echo"),
+            api.admin().get(f"/api/nodes/{one.pk}").json()["model_count"],
+            (view.taken, finders.capacity("echo")),
+        ]
+
+    async with hot.picker() as picker:
+        assert await hot.in_thread(seen) == [True, True, True, True, 2, 2, ({0, 1}, 1)]
+        picked = await picker.acquire(InferenceRequest(model="echo"))
+        assert picked is not None
+        assert picked.id == former.pk
+        picker.release(picked)
+        await picker.settle()
+        await hot.in_thread(lambda: leaving.replace([former.pk], now=clock.now()))
+        assert await hot.in_thread(seen) == [True, False, False, False, 1, 1, ({0, 1}, 1)]
+        picked = await picker.acquire(InferenceRequest(model="echo"))
+        assert picked is not None
+        assert picked.id == current.pk
+        picker.release(picked)
+        await picker.settle()

@@ -82,7 +82,7 @@ def ends(operation: Operation, status: Status, error: str = "") -> None:
 # --- loads
 
 
-@pytest.mark.rule("R4.10", "R4.21", "R2.64", "R1.86", "T-REG-49", "T-REC-22")
+@pytest.mark.rule("R4.10", "R4.21", "R2.64", "R1.86", "T-REG-49", "T-REC-22", "T-ROU-13")
 def test_a_minimum_of_a_model_that_was_never_served_is_loaded() -> None:
     """From its definition, without a first request (item 11 of what the reference was seen to fail)."""
     hot.node("one")

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -11,11 +11,13 @@ from django.db import IntegrityError, transaction
 
 from localai_cluster import clock
 from nodes.models import BackendNode, ModelLoadInfo, NodeModel
+from nodes.registry import services
 from nodes.replicas import finders, hooks, retire, slots, snapshot
 from nodes.replicas.hooks import ALL_REPLICAS, Removed
 from nodes.replicas.slots import Slot
 from nodes.routing.request import InferenceRequest, Replica
 from tests.support import hot
+from tests.support.fleet import approved, register
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -87,7 +89,7 @@ def test_a_replica_keeps_the_row_that_held_its_slot() -> None:
         NodeModel.objects.create(node=node, model_name="chat", replica_index=0)
 
 
-@pytest.mark.rule("R1.55", "R1.63")
+@pytest.mark.rule("R1.55", "R1.63", "R1.96", "T-REG-98")
 def test_an_attempt_that_was_overtaken_publishes_nothing() -> None:
     """Only the mark that holds the slot makes it a replica, and only once."""
     node = hot.node()
@@ -144,7 +146,7 @@ def test_removals_need_no_hook_and_serve_every_hook(monkeypatch: pytest.MonkeyPa
     assert told == ["a", "b"]
 
 
-@pytest.mark.rule("R1.57", "R1.60", "R1.79", "R1.81", "T-REG-18", "T-REG-66", "T-ADP-22")
+@pytest.mark.rule("R1.57", "R1.60", "R1.79", "R1.81", "T-REG-18", "T-REG-66", "T-ADP-22", "R1.59")
 def test_a_pick_counts_in_exactly_one_row() -> None:
     """It moves `last_used` and `updated_at` of the row that was picked, and no other."""
     node, before = hot.node(), clock.now()
@@ -159,7 +161,9 @@ def test_a_pick_counts_in_exactly_one_row() -> None:
     assert (left.last_used, left.updated_at) == (hot.EPOCH + timedelta(seconds=1), hot.EPOCH)
 
 
-@pytest.mark.rule("R1.58", "R1.60", "T-REG-57", "T-REG-58", "T-REG-149")
+@pytest.mark.rule(
+    "R1.58", "R1.60", "T-REG-57", "T-REG-58", "T-REG-149", "R2.72", "T-INF-2", "T-ROU-41", "T-ROU-45"
+)
 def test_a_release_counts_out_and_never_below_zero() -> None:
     """It moves neither `last_used` nor `updated_at`; a row that has gone or is at zero is no error."""
     row = hot.replica(hot.node())
@@ -233,6 +237,44 @@ def test_serving_replicas_are_the_loaded_ones_of_healthy_nodes() -> None:
     assert [node.pk for node in finders.with_model("echo")] == [one.pk, two.pk]
     assert one.replicas.count() == 5
     assert finders.loaded_count("echo") == 3
+
+
+@pytest.mark.rule("R1.84", "T-REG-29", "T-REG-30", "T-REG-32")
+def test_of_each_serving_replica_its_index_and_its_requests_are_known() -> None:
+    """What a choice among them is made by: each with its own index, restricted to nodes, never null."""
+    one, two = hot.node("one", max_replicas_per_model=2), hot.node("two")
+    for node, index, requests in ((one, 0, 3), (one, 1, 5), (two, 0, 7)):
+        hot.replica(node, index=index, in_flight=requests)
+    hot.replica(hot.node("away", offline_at=clock.now()))
+    hot.replica(two, index=1, state="unloading")
+    serving = NodeModel.objects.of("echo").serving().order_by("node__name", "replica_index")
+    columns = ("node__name", "replica_index", "in_flight")
+    assert list(serving.values_list(*columns)) == [("one", 0, 3), ("one", 1, 5), ("two", 0, 7)]
+    assert list(serving.filter(node__in=[two.pk]).values_list(*columns)) == [("two", 0, 7)]
+    assert list(NodeModel.objects.of("nowhere").serving()) == []
+
+
+def registered_again(_: BackendNode) -> None:
+    register(now=clock.now(), auto_approve=True, running_processes=())
+
+
+def marked_offline(node: BackendNode) -> None:
+    services.deactivate(node.pk, now=clock.now())
+
+
+def not_listed(node: BackendNode) -> None:
+    assert retire.retire_unlisted(node.pk, [], before=clock.now() + timedelta(seconds=1))
+
+
+@pytest.mark.rule("R1.92", "R1.100", "T-REG-102", "T-REG-131", "T-REG-132")
+@pytest.mark.parametrize("ends", [registered_again, marked_offline, not_listed], ids=lambda one: one.__name__)
+def test_how_it_was_loaded_outlives_whatever_ends_its_replicas(ends: Callable[[BackendNode], None]) -> None:
+    """And the revision is the definition's: no row of any node has it alone."""
+    node = approved(now=clock.now())
+    loaded(node, "chat", "127.0.0.1:7", ContextSize=2048)
+    ends(node)
+    assert not NodeModel.objects.exists()
+    assert ModelLoadInfo.objects.get().model_options == {"ContextSize": 2048}
 
 
 @pytest.mark.rule("R1.90", "R1.92", "T-REG-88", "T-REG-89", "T-REG-92")

@@ -53,3 +53,10 @@ def test_nothing_piles_up_while_no_one_takes_tasks() -> None:
         due()
         periodic.tick()
     assert OrmQ.objects.count() == periodic.BACKLOG
+
+
+@pytest.mark.rule("C14", "R5.1")
+def test_the_liveness_pass_comes_every_five_seconds() -> None:
+    """D-LIVENESS-OFTEN."""
+    (liveness,) = [one for one in SCHEDULES if one.function.endswith(".tasks.liveness")]
+    assert liveness.cron == "* * * * * */5"

@@ -218,7 +218,9 @@ class TestPort:
         row = await in_thread(only)
         assert (row.missed_probes, clock.now() - row.updated_at >= LONG_AGO) == (0, True)
 
-    @pytest.mark.rule("R4.40", "R4.41", "R5.10", "R5.2", "T-REC-29", "T-REC-30", "T-HLT-12", "T-HLT-13")
+    @pytest.mark.rule(
+        "R4.40", "R4.41", "R5.10", "R5.2", "T-REC-29", "T-REC-30", "T-HLT-12", "T-HLT-13", "C16"
+    )
     async def test_an_unreachable_one_goes_with_the_third_miss_whatever_runs_there(
         self, stage: Stage
     ) -> None:
@@ -462,7 +464,7 @@ class TestRows:
         with django_assert_num_queries(9):
             assert len(checks.settle(found, now=clock.now())) == count
 
-    @pytest.mark.rule("R4.3", "C1")
+    @pytest.mark.rule("R4.3", "C1", "R4.4", "C49")
     def test_the_schedule_wakes_controllers_if_something_is_in_question(self) -> None:
         Stage().make("one")
         with psycopg.connect(hot.database_url(), autocommit=True) as link:

@@ -116,7 +116,7 @@ async def parts() -> dict[str, tuple[str, str]]:
 OTHER = ("one", "other", "loaded")
 
 
-@pytest.mark.rule("R6.11", "T-UNL-5", "T-UNL-38", "nats-4.5")
+@pytest.mark.rule("R6.11", "T-UNL-5", "T-UNL-38", "nats-4.5", "T-ROU-14")
 async def test_an_unload_everywhere_stops_each_engine_exactly_and_removes_the_rows(stage: Stage) -> None:
     work = await in_thread(stage.begins)
     assert await stage.carries_out(work) == {"nodes": ["one", "two"]}
@@ -214,6 +214,15 @@ async def test_measured_3_a_dead_worker_is_named_and_delays_no_other_node(stage:
     assert "one: echo#0 may still run: node one is not responding" in await stage.fails(work)
     assert await rows() == {OTHER, ("one", "echo", "unloading")}
     assert (await parts())["two"] == ("success", "")
+
+
+@pytest.mark.rule("R2.75", "T-ROU-15")
+async def test_without_the_bus_every_row_stays_and_the_error_says_so(stage: Stage) -> None:
+    for node in (stage.one, stage.two):
+        stage.stops(node, NotConnected("lost"))
+    work = await in_thread(stage.begins)
+    assert "the message bus is not connected" in await stage.fails(work)
+    assert await rows() == {OTHER, ("one", "echo", "unloading"), ("two", "echo", "unloading")}
 
 
 @pytest.mark.rule("nats-6.3", "nats-4.9", "R6.5", "T-UNL-9", "C25")

@@ -465,3 +465,35 @@ class TestStops:
     async def test_an_address_that_is_not_known_is_left_out(self, bus: PlayedBus) -> None:
         await Worker(bus, "n", "one").unload_model("echo", "")
         assert bus.asked["nodes.n.model.unload"] == [b'{"model_name":"echo"}']
+
+
+@pytest.mark.rule("R2.48", "T-ROU-26", "T-ROU-27", "nats-4.1")
+async def test_identical_starts_under_way_are_one_request(bus: PlayedBus) -> None:
+    """Whichever operation asks; another model or replica is another one. Who leaves takes nobody along."""
+    answer = asyncio.Event()
+
+    async def slowly() -> m.InstallReply:
+        await answer.wait()
+        return STARTED
+
+    bus.replies[INSTALL], bus.replies[LIST] = slowly, HERE
+    worker = Worker(bus, "n", "one")
+
+    def asks(model: str = "m", index: int = 0, operation: str = "") -> "asyncio.Task[Any]":
+        request = m.InstallRequest("echo", model_id=model, replica_index=index, op_id=operation)
+        return asyncio.create_task(worker.install(request, timeout=30))
+
+    same = [asks(operation=str(number)) for number in range(5)]
+    others = [asks("n"), asks(index=1)]
+
+    async def sent() -> bool:
+        return len(bus.asked[INSTALL]) >= 3
+
+    assert await clock.wait_until(sent, timeout=30, every=0.001)
+    left = same.pop()
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    answer.set()
+    outcomes = await asyncio.gather(*same, *others)
+    assert outcomes == [Done(STARTED)] * 6
+    assert len(bus.asked[INSTALL]) == 3

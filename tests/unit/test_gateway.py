@@ -16,6 +16,7 @@ from localai_cluster.rpc.errors import (
     BackendFailed,
     Busy,
     DeadlineExceeded,
+    IdentityMismatch,
     Lost,
     ModelNotLoaded,
     Refused,
@@ -99,12 +100,16 @@ def test_a_second_loss_ends_the_request() -> None:
     assert played.replicas.acquired == 3
 
 
-@pytest.mark.rule("R2.9")
-def test_a_request_tries_so_many_replicas_and_no_more() -> None:
-    played = Played([Busy() for _ in range(MAX_REPLICAS + 1)])
-    with pytest.raises(Busy):
+@pytest.mark.rule("R2.9", "R2.76", "T-INF-24")
+@pytest.mark.parametrize("kind", [Busy, ModelNotLoaded, IdentityMismatch])
+def test_a_request_tries_so_many_replicas_and_no_more(kind: type[BackendError]) -> None:
+    """Then the last one's error is the answer, as it is."""
+    said = [kind(f"no {number}") for number in range(MAX_REPLICAS + 1)]
+    played = Played(said)
+    with pytest.raises(kind) as answer:
         played.run()
     assert played.replicas.acquired == MAX_REPLICAS
+    assert answer.value is said[MAX_REPLICAS - 1]
 
 
 def test_the_time_limit_is_one_budget_over_all_attempts(settings: Settings) -> None:

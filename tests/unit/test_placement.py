@@ -75,6 +75,7 @@ def test_only_healthy_backend_nodes_that_match_and_have_a_free_slot_are_chosen(
     assert 0 <= decision.replica_index < decision.node.slots
 
 
+@pytest.mark.rule("R2.31")
 @given(fleets)
 def test_every_refused_node_keeps_its_reason(fleet: list[Candidate]) -> None:
     """Lesson 12: feasible and refused together are the whole fleet."""
@@ -96,6 +97,7 @@ def test_the_choice_does_not_depend_on_the_order_of_the_fleet(
     assert one.why_none() == other.why_none()
 
 
+@pytest.mark.rule("R1.63", "T-REG-68")
 @given(nodes)
 def test_the_lowest_free_index_is_taken(node: Candidate) -> None:
     """R1.63: the lowest integer in [0, cap) not in use; rows above a lowered cap count too (R1.64)."""
@@ -137,7 +139,7 @@ def test_lack_of_memory_alone_keeps_no_node_out_by_default(fleet: list[Candidate
     assert fits == sorted(fits, reverse=True)
 
 
-@pytest.mark.rule("R1.70", "R1.71", "R1.72", "T-ROU-5", "T-ROU-6", "T-ROU-7")
+@pytest.mark.rule("R1.70", "R1.71", "R1.72", "T-ROU-5", "T-ROU-6", "T-ROU-7", "R2.33")
 def test_the_order_with_and_without_an_estimate() -> None:
     """With one: idle nodes that have it, then others that have it by requests. Else by available memory."""
     nodes = [
@@ -187,6 +189,7 @@ def test_a_refusal_for_memory_says_how_much_is_missing() -> None:
     )
 
 
+@pytest.mark.rule("R2.33")
 def test_an_idle_node_wins_then_the_one_with_more_free_memory() -> None:
     """R1.70: idle first, most effectively free memory among equals."""
     busy = view(id=UUID(int=1), loaded=1, available_vram=100)

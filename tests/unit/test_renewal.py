@@ -142,11 +142,21 @@ def test_what_is_missing_comes_first_and_a_failed_load_rests() -> None:
     assert len(replaced(decided(rests, hosts=[on], replicas=[row(on)]))) == 1
 
 
+@pytest.mark.rule("R1.95", "T-REG-125")
 def test_idle_ones_that_are_too_many_are_retired_instead() -> None:
     on = host(1, slots=9)
     idle = [row(on, index, idle_since=NOW - timedelta(minutes=9)) for index in range(3)]
     found = decided(rule(1), hosts=[on], replicas=idle)
     assert [type(one) for one in found.actions] == [Retire, Retire]
+
+
+@pytest.mark.rule("R1.95", "R4.11", "T-REG-126")
+def test_an_idle_one_of_a_former_definition_is_idle() -> None:
+    """No one more beside it because the current one is busy."""
+    on = host(1, slots=9)
+    rows = [row(on, 0), row(on, 1, revision=NEW, in_flight=1)]
+    found = decided(rule(1, 5), hosts=[on], replicas=rows)
+    assert replaced(found) == [rows[0].id]
 
 
 @dataclass

@@ -70,7 +70,7 @@ def flags(ruling: Ruling) -> list[Action]:
 # --- minimum
 
 
-@pytest.mark.rule("R4.10", "R4.12", "T-REC-3", "R4.21")
+@pytest.mark.rule("R4.10", "R4.12", "T-REC-3", "R4.21", "T-ROU-13")
 def test_what_is_missing_is_loaded_without_a_first_request() -> None:
     ruling = decided(rule(2), hosts=[host(1), host(2)])
     assert loads(ruling.actions) == list(ruling.actions)

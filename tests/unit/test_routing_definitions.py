@@ -47,14 +47,17 @@ def test_what_is_loaded_comes_from_the_file() -> None:
     assert options_from_mapping(options).Model == "m"
 
 
+@pytest.mark.rule("T-REG-93", "T-REV-6")
 def test_revision_changes_with_what_is_loaded_only() -> None:
     """The revision depends on the stored definition's engine and options, not on its name or its remarks."""
     first = revision(parse(PLAIN, "x.yaml"))
+    assert len(first) == 64, "never empty"
     assert revision(parse(PLAIN | {"name": "other", "description": "x"}, "y.yaml")) == first
     assert revision(parse(PLAIN | {"backend": "other"}, "x.yaml")) != first
     assert revision(parse(PLAIN | {"context_size": 1}, "x.yaml")) != first
 
 
+@pytest.mark.rule("T-REG-93")
 @pytest.mark.parametrize(
     ("content", "reason"),
     [

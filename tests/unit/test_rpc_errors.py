@@ -10,7 +10,7 @@ from localai_cluster.rpc.errors import BackendError, translate
 Status = grpc.StatusCode
 
 
-@pytest.mark.rule("R2.76", "T-INF-25")
+@pytest.mark.rule("R2.76", "T-INF-25", "T-DL-23")
 @pytest.mark.parametrize(
     ("status", "details", "kind"),
     [

@@ -10,7 +10,7 @@ from nodes.placement.tuning import Machine, fingerprint, tuned
 GIB = 2**30
 
 
-@pytest.mark.rule("R2.80")
+@pytest.mark.rule("R2.80", "T-HW-1", "T-HW-3", "T-HW-4", "T-HW-10")
 @pytest.mark.parametrize(
     ("given", "machine", "batch"),
     [
@@ -30,7 +30,14 @@ def test_the_batch_follows_from_the_gpu(given: int | None, machine: Machine, bat
     assert options.get("NBatch") == given
 
 
-@pytest.mark.rule("R2.80")
+@pytest.mark.rule("R2.80", "T-HW-2", "T-HW-9")
+def test_a_long_context_keeps_the_batch_and_nothing_stays_nothing() -> None:
+    long: dict[str, Any] = {"NBatch": 512, "ContextSize": 400_000}
+    assert tuned(long, "echo", Machine(32 * GIB, 0, "12.0")) == long
+    assert tuned({}, "", Machine()) == {}
+
+
+@pytest.mark.rule("R2.80", "T-HW-5", "T-HW-6", "T-HW-7", "T-HW-8")
 @pytest.mark.parametrize(
     ("gib", "extra", "context", "found"),
     [
@@ -40,8 +47,10 @@ def test_the_batch_follows_from_the_gpu(given: int | None, machine: Machine, bat
         (3, [], 0, None),
         (32, ["parallel:1"], 0, ["parallel:1"]),
         (8, [], 131072, None),
+        (119, [], 0, ["parallel:8"]),
+        (16, [], 200_000, None),
     ],
-    ids=["large", "medium", "small", "too-small", "chosen", "long-context"],
+    ids=["large", "medium", "small", "too-small", "chosen", "long-context", "119-gib", "200k-context"],
 )
 def test_requests_at_a_time_follow_from_the_memory(
     gib: int, extra: list[str], context: int, found: list[str] | None

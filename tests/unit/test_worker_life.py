@@ -25,6 +25,7 @@ def config(**given: str) -> Config:
     return build({"register_to": "http://c:1//", "nats_url": "nats://n:4222", **given}, {})
 
 
+@pytest.mark.rule("C18")
 def test_addresses_follow_the_rules() -> None:
     """worker.md §3, W2."""
     plain = config(addr="h:6000")
