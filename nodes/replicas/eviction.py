@@ -27,7 +27,15 @@ _COLUMNS = (
 
 def residents(node_ids: Collection[UUID], *, now: datetime) -> list[Resident]:
     """The replicas of these nodes that serve or are about to stop; one query."""
-    rows = NodeModel.objects.filter(Q(state="loaded") | _leaving(now), node_id__in=node_ids)
+    return _residents(NodeModel.objects.filter(Q(state="loaded") | _leaving(now), node_id__in=node_ids))
+
+
+def serving(replica_id: UUID) -> Resident | None:
+    """This replica if it serves; one query."""
+    return next(iter(_residents(NodeModel.objects.loaded().filter(pk=replica_id))), None)
+
+
+def _residents(rows: NodeModelQuerySet) -> list[Resident]:
     return [
         Resident(
             id=row["id"],
