@@ -274,6 +274,8 @@ class LoadModel:
         ):
             raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
         reply = await _started(attempt, request, offered)
+        # Also if the answer is refused: its place is free as soon as the engine is gone.
+        await in_thread(engines.note_answer, attempt.mark)
         if not reply.address:
             raise NodeRefused(f"its worker reported no address for {attempt.process_key}")
         pinning.check(reply, attempt.slot)
