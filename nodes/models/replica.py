@@ -2,7 +2,7 @@
 
 import uuid
 from datetime import datetime
-from typing import Self
+from typing import Self, cast
 
 from django.db import models
 from django.db.models import Exists, OuterRef, Q, QuerySet
@@ -47,8 +47,7 @@ class NodeModelQuerySet(QuerySet["NodeModel"]):
     def reached(self) -> Self:
         """Those of `serving` whose node the selector of their model's rule chooses, so that requests find
         them (R2.10), as in `nodes/replicas/statements.py`. Not for subqueries."""
-        found: Self = self.serving().extra(where=[f"NOT EXISTS ({_NOT_CHOSEN})"])
-        return found
+        return cast(Self, self.serving().extra(where=[f"NOT EXISTS ({_NOT_CHOSEN})"]))
 
     def of_backend(self, backend: str) -> Self:
         """Replicas whose engines stop with this backend, also those started by another name of it there."""
