@@ -110,7 +110,7 @@ def _operations(model_name: str, now: datetime) -> tuple[Operation | None, Opera
 
 def _picked(model_name: str) -> str | None:
     """The replica that the next pick takes, as `statements.EXCHANGE` orders them (R1.78)."""
-    serving = NodeModel.objects.of(model_name).serving().filter(node__node_type="backend")
+    serving = NodeModel.objects.of(model_name).reached().filter(node__node_type="backend")
     best = serving.order_by("in_flight", "last_used", "-node__available_vram", "id")
     found = best.values_list("id", flat=True).first()
     return None if found is None else str(found)

@@ -34,12 +34,7 @@ from nodes.definitions import sizes
 from nodes.definitions.files import Definition, load_options, revision
 from nodes.definitions.folder import Folder, FolderHangs
 from nodes.loading import attempts, engines, needs, node_options, pinning, placing
-from nodes.loading.failures import (
-    Cause,
-    LoadFailed,
-    NodeRefused,
-    WorkerGone,
-)
+from nodes.loading.failures import Cause, LoadFailed, NodeRefused, WorkerGone
 from nodes.loading.hold import MovingWish
 from nodes.loading.retrying import again, elsewhere
 from nodes.loading.room import Room, made
@@ -274,6 +269,8 @@ class LoadModel:
         ):
             raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
         reply = await _started(attempt, request, offered)
+        # Also if it is refused below: its place is free as soon as the engine is gone.
+        await in_thread(engines.note_answer, attempt.mark)
         if not reply.address:
             raise NodeRefused(f"its worker reported no address for {attempt.process_key}")
         try:

@@ -32,7 +32,7 @@ from nodes.placement.setbacks import (
     resting,
 )
 from nodes.placement.settle import LoadQuestion, settle
-from nodes.replicas import fleet_log, mirror, reasons, slots, snapshot
+from nodes.replicas import eviction, fleet_log, mirror, reasons, slots, snapshot
 from nodes.replicas.reasons import Decided
 from nodes.replicas.slots import NoSlot, Slot
 from operations.executor.work import Abandoned, Postpone, Work, in_thread
@@ -76,7 +76,7 @@ async def place(bus: Bus, work: Work, what: Wanted, *, mark: str) -> Place:
         room = await _room(question, decision, what)
         told = settle(question, decision, room)
         if told.node is None:
-            lacks = await in_thread(_lacks_room, wish, decision)
+            lacks = await in_thread(_lacks_room, wish, question, decision)
             raise await _no_node(work, question, room, told, lacks)
         ranked = decision.ranked or [told.node]
         if told.node.id not in answered:
@@ -152,9 +152,10 @@ async def _ask(bus: Bus, work: Work, nodes: Sequence[Candidate]) -> Answer:
         raise await attempts.kept(work, Cause.NO_BUS, follows) from None
 
 
-def _lacks_room(wish: LoadWish, decision: Decision) -> bool:
+def _lacks_room(wish: LoadWish, question: LoadQuestion, decision: Decision) -> bool:
     """Whether the replica that the load replaces takes the room that it needs."""
-    return wish.replaces is not None and snapshot.lacks_room(wish.replaces, decision.refused)
+    former = eviction.serving(wish.replaces) if wish.replaces is not None else None
+    return former is not None and question.fits_instead_of(former, decision)
 
 
 async def _no_node(

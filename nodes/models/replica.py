@@ -2,7 +2,7 @@
 
 import uuid
 from datetime import datetime
-from typing import Self
+from typing import Self, cast
 
 from django.db import models
 from django.db.models import Exists, OuterRef, Q, QuerySet
@@ -22,6 +22,17 @@ class ReplicaState(models.TextChoices):
     IDLE = "idle"
 
 
+_NOT_CHOSEN = """
+SELECT FROM model_scheduling_configs c
+ CROSS JOIN jsonb_each(CASE WHEN jsonb_typeof(c.node_selector) = 'object' THEN c.node_selector
+                            ELSE '{"unreadable": []}' END) AS wanted(key, value)
+ WHERE c.model_name = node_models.model_name AND NOT EXISTS (
+           SELECT FROM node_labels l WHERE l.node_id = node_models.node_id
+              AND l.key = wanted.key AND to_jsonb(l.value) = wanted.value)
+"""
+"""A label that the rule of a replica's model wants and its node does not have."""
+
+
 class NodeModelQuerySet(QuerySet["NodeModel"]):
     """Adjectives of replicas: each answers with a queryset, none of them writes."""
 
@@ -32,6 +43,11 @@ class NodeModelQuerySet(QuerySet["NodeModel"]):
     def serving(self) -> Self:
         """R1.61: loaded rows on healthy nodes."""
         return self.loaded().filter(node__status="healthy")
+
+    def reached(self) -> Self:
+        """Those of `serving` whose node the selector of their model's rule chooses, so that requests find
+        them (R2.10), as in `nodes/replicas/statements.py`. Not for subqueries."""
+        return cast(Self, self.serving().extra(where=[f"NOT EXISTS ({_NOT_CHOSEN})"]))
 
     def of_backend(self, backend: str) -> Self:
         """Replicas whose engines stop with this backend, also those started by another name of it there."""

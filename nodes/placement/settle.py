@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from uuid import UUID
 
-from nodes.placement.choose import Candidate, Decision, Reason, free_index
-from nodes.placement.evict import Eviction, Guard, Resident, choose_victims, short_of_memory
+from nodes.placement.choose import Candidate, Decision, Reason, free_index, refusal
+from nodes.placement.evict import Eviction, Guard, Resident, choose_victims, short_of_memory, without
 from nodes.placement.explain import LONGEST_SENTENCE, Ending, Explanation, FleetView, cut, evicted, explain
 
 _REFUSED_BY_ALL = "every node that could take it has refused this load"
@@ -39,6 +39,19 @@ class LoadQuestion:
             return False
         rests = (id for id, reason in decision.refused.items() if reason is Reason.SILENT)
         return all(id in self.refusing for id in rests)
+
+    def fits_instead_of(self, former: Resident, decision: Decision) -> bool:
+        """Whether that replica's node was refused for nothing but the room that the replica takes.
+
+        Where more is lacking the replica would go for nothing.
+        """
+        view, lacks = self.view, (Reason.FULL, Reason.MEMORY, Reason.GPUS)
+        if decision.refused.get(former.node_id) not in lacks:
+            return False
+        (node,) = (one for one in view.nodes if one.id == former.node_id)
+        # Above a lowered number of slots there are more replicas than this one: they follow it.
+        empty = replace(without(node, [former]), taken=frozenset())
+        return refusal(empty, view.resting, view.need, selector=view.selector) is None
 
 
 @dataclass(frozen=True)

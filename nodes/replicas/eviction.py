@@ -27,7 +27,15 @@ _COLUMNS = (
 
 def residents(node_ids: Collection[UUID], *, now: datetime) -> list[Resident]:
     """The replicas of these nodes that serve or are about to stop; one query."""
-    rows = NodeModel.objects.filter(Q(state="loaded") | _leaving(now), node_id__in=node_ids)
+    return _residents(NodeModel.objects.filter(Q(state="loaded") | _leaving(now), node_id__in=node_ids))
+
+
+def serving(replica_id: UUID) -> Resident | None:
+    """This replica if it serves; one query."""
+    return next(iter(_residents(NodeModel.objects.loaded().filter(pk=replica_id))), None)
+
+
+def _residents(rows: NodeModelQuerySet) -> list[Resident]:
     return [
         Resident(
             id=row["id"],
@@ -91,10 +99,12 @@ def _leaving(now: datetime) -> Q:
 
     What an upgrade has taken out comes back, and what an unload gives time may take an hour. What a stop has
     failed for counts as long as the load that it makes room for waits: until then that load's claim is on it,
-    and the next one would evict others for the same bytes.
+    and the next one would evict others for the same bytes. What left because it did no work may have ended
+    before: a reading may show its memory as free already.
     """
     stopping = Q(in_flight=0) | Q(cleanup_attempts__gt=1)
     withdrawn = Q(state="unloading", withdrawn_for__isnull=True, cleanup_next_retry_at__isnull=False)
+    withdrawn &= ~Q(loading_by__in=(leaving.LOST, leaving.STRANGE))
     return withdrawn & stopping & (Q(cleanup_error="") | Q(updated_at__gt=now - STOPS_WITHIN))
 
 
@@ -102,7 +112,7 @@ def _guard(
     model_name: str, models: Collection[str], rules: Iterable[tuple[str, int, bool]], now: datetime
 ) -> Guard:
     # Only where requests find them: the replica pass counts no others either.
-    counted = NodeModel.objects.serving().filter(model_name__in=models).order_by().values_list("model_name")
+    counted = NodeModel.objects.reached().filter(model_name__in=models).order_by().values_list("model_name")
     found = list(rules)
     return Guard(
         model_name,

@@ -120,7 +120,7 @@ def locked(replica_id: UUID) -> NodeModel | None:
 
 def serves_besides(row: NodeModel) -> bool:
     """Whether requests find another replica of its model."""
-    return NodeModel.objects.of(row.model_name).serving().exclude(pk=row.pk).exists()
+    return NodeModel.objects.of(row.model_name).reached().exclude(pk=row.pk).exists()
 
 
 def enough_besides(row: NodeModel) -> bool:
@@ -130,7 +130,7 @@ def enough_besides(row: NodeModel) -> bool:
     """
     rules = ModelSchedulingConfig.objects.filter(model_name=row.model_name).select_for_update(no_key=True)
     least = rules.values_list("min_replicas", flat=True).first() or 0
-    return NodeModel.objects.of(row.model_name).serving().exclude(pk=row.pk).count() >= max(least, 1)
+    return NodeModel.objects.of(row.model_name).reached().exclude(pk=row.pk).count() >= max(least, 1)
 
 
 def take_out(row: NodeModel, *, owner: str, now: datetime) -> None:

@@ -9,7 +9,6 @@ would wait for each other.
 
 from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime
-from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -138,11 +137,11 @@ def retire_unloaded(replica_id: UUID, *, stop_sent: datetime | None = None) -> b
         row = locked.pop(replica_id, None)
         if row is None:
             return False
-        vram.given_back_beside(row, locked.values())
+        vram.given_back_beside(row, locked.values(), stop_sent=stop_sent)
         _delete([row.pk], [Removed(row.model_name, row.node_id, row.replica_index)])
         events.notify(events.NODES, str(row.node_id))
         if stop_sent is not None and row.loaded_at is not None and row.vram_needed > 0:
-            transaction.on_commit(partial(vram.credit, row, stop_sent=stop_sent), robust=True)
+            transaction.on_commit(lambda: vram.credit(row, stop_sent=stop_sent), robust=True)
     return True
 
 
@@ -167,14 +166,15 @@ def _retire_slots(stale: QuerySet[NodeModel]) -> list[Slot]:
 def _delete_rows(gone: Sequence[NodeModel]) -> None:
     announced = [Removed(row.model_name, row.node_id, row.replica_index) for row in gone]
     _delete([row.pk for row in gone], announced)
-    for row in gone:
-        if row.loaded_at is None and row.vram_on_node:
-            transaction.on_commit(partial(_release, row), robust=True)
+    if reserving := [row for row in gone if row.loaded_at is None and row.vram_on_node]:
+        # No `partial`: Django wants the name of what has failed.
+        transaction.on_commit(lambda: _release(reserving), robust=True)
 
 
-def _release(row: NodeModel) -> None:
+def _release(rows: Sequence[NodeModel]) -> None:
     """R2.43, "Port:": after commit, as nodes are locked before replicas. A reading makes up for a miss."""
-    vram.release(row.node_id, row.vram_needed, since=row.created_at)
+    for row in rows:
+        vram.release(row.node_id, row.vram_needed, since=row.created_at)
 
 
 def _delete(ids: list[UUID], removed: Iterable[Removed]) -> None:

@@ -10,7 +10,7 @@ from django.db.models import Count, Q, Sum
 from django.db.models.functions import Coalesce
 
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel, selectors
-from nodes.placement.choose import Candidate, Reason
+from nodes.placement.choose import Candidate
 from nodes.placement.reservations import Reservation
 from nodes.placement.selector import ANY, Selector
 from nodes.replicas import vram
@@ -45,12 +45,6 @@ def on_its_way(model_name: str, *, besides: Collection[UUID] = ()) -> bool:
 def loaded_by(replica_id: UUID) -> str | None:
     """The revision of the definition that the replica was loaded by, None if it does not serve."""
     return NodeModel.objects.loaded().filter(pk=replica_id).values_list("config_revision", flat=True).first()
-
-
-def lacks_room(replica_id: UUID, refused: Mapping[UUID, Reason]) -> bool:
-    """Whether the replica's node was refused for nothing but the room that the replica takes."""
-    node = NodeModel.objects.loaded().filter(pk=replica_id).values_list("node_id", flat=True).first()
-    return node is not None and refused.get(node) in (Reason.FULL, Reason.MEMORY, Reason.GPUS)
 
 
 def selectors_of(model_names: Collection[str]) -> dict[str, Selector]:

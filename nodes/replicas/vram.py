@@ -15,8 +15,9 @@ from typing import Any
 from uuid import UUID
 
 from django.db import transaction
-from django.db.models import Case, F, Q, Value, When
-from django.db.models.functions import Greatest
+from django.db.models import BigIntegerField, Case, ExpressionWrapper, F, Q, Value, When
+from django.db.models.expressions import CombinedExpression
+from django.db.models.functions import Greatest, Least
 
 from nodes.models import BackendNode, NodeModel
 from nodes.models.replica import NodeModelQuerySet
@@ -29,6 +30,7 @@ from operations.changes import events
 log = logging.getLogger(__name__)
 
 _CLOCKS_DIFFER = timedelta(seconds=1)
+_ZERO = Value(0, BigIntegerField())
 _UNREAD = (
     Q(loaded_at__isnull=True) | Q(node__vram_read_at__isnull=True) | Q(loaded_at__gt=F("node__vram_read_at"))
 )
@@ -121,15 +123,24 @@ def credit(gone: NodeModel, *, stop_sent: datetime) -> None:
     """An engine that ran until its stop was sent has gone: what it needed is free before a reading says so.
 
     Only beside a reading that shows the engine: from after its load, and from before the stop, by more than
-    clocks differ. Not in the transaction that locks replicas, for nodes are locked before them; if it is lost
-    the next reading makes up for it.
+    clocks differ; and no more than the node has, for it may have been estimated larger. Not in the
+    transaction that locks replicas, for nodes are locked before them; if it is lost the next reading makes up
+    for it.
     """
     shows = Q(vram_read_at__gte=gone.loaded_at, vram_read_at__lt=stop_sent - _CLOCKS_DIFFER)
-    beside = Case(When(returned_beside=F("vram_read_at"), then=F("returned_vram")), default=Value(0))
+    beside = Case(When(returned_beside=F("vram_read_at"), then=F("returned_vram")), default=_ZERO)
     with transaction.atomic():
         node = BackendNode.objects.filter(shows, pk=gone.node_id)
-        if node.update(returned_vram=beside + gone.vram_needed, returned_beside=F("vram_read_at")):
+        if node.update(returned_vram=_at_most(beside + gone.vram_needed), returned_beside=F("vram_read_at")):
             events.notify(events.NODES, str(gone.node_id))
+
+
+def _at_most(returned: CombinedExpression) -> Case:
+    """No more than the node's reading shows as used, if its size is known."""
+    every, used = (
+        ExpressionWrapper(one, BigIntegerField()) for one in (returned, F("total_vram") - F("available_vram"))
+    )
+    return Case(When(total_vram__gt=0, then=Greatest(Least(every, used), _ZERO)), default=every)
 
 
 def _row(gpu: Mapping[str, Any], share: int) -> dict[str, Any]:
@@ -142,17 +153,19 @@ def _given(by_index: Mapping[int, Mapping[str, Any]], shares: Shares) -> tuple[G
     )
 
 
-def given_back_beside(gone: NodeModel, loads: Collection[NodeModel]) -> None:
+def given_back_beside(gone: NodeModel, loads: Collection[NodeModel], *, stop_sent: datetime | None) -> None:
     """An engine has gone beside these locked loads: later readings show so much more than the one they have
     seen.
 
     Otherwise what it gave back would count as theirs until they have ended. One whose reading was from before
-    that engine had allocated it sees no more than it saw.
+    that engine had allocated it sees no more than it saw; nor one whose reading may be from after its end,
+    for it ran until its stop was sent, if that is known.
     """
-    if gone.loaded_at is None:
+    if gone.loaded_at is None or stop_sent is None:
         return
+    until = stop_sent - _CLOCKS_DIFFER
     its = {one["index"]: one["bytes"] for one in gone.gpus}
-    saw_it = [row for row in loads if row.vram_seen_at is not None and row.vram_seen_at > gone.loaded_at]
+    saw_it = [row for row in loads if row.vram_seen_at and gone.loaded_at < row.vram_seen_at < until]
     for row in saw_it:
         row.vram_seen += gone.vram_needed
         row.gpus = [one | {"seen": one["seen"] + its.get(one["index"], 0)} for one in row.gpus]

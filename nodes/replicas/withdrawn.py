@@ -28,7 +28,7 @@ class Withdrawal:
 def last_replicas(backend: str, node_ids: Collection[UUID]) -> dict[UUID, set[str]]:
     """By node, the models that only its replicas of this backend serve."""
     concerned = NodeModel.objects.loaded().filter(node__in=node_ids).of_backend(backend)
-    serving = NodeModel.objects.serving().filter(model_name__in=concerned.values("model_name"))
+    serving = NodeModel.objects.reached().filter(model_name__in=concerned.values("model_name"))
     nodes: dict[str, set[UUID]] = {}
     for model, node_id in serving.values_list("model_name", "node_id"):
         nodes.setdefault(model, set()).add(node_id)

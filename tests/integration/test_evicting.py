@@ -10,6 +10,7 @@ from typing import Any
 from uuid import UUID
 
 import pytest
+from django.db import transaction
 from pytest_django import Settings
 
 from localai_cluster import clock
@@ -21,7 +22,7 @@ from nodes.definitions.folder import Folder
 from nodes.loading.failures import LoadFailed, refusals
 from nodes.loading.room import what_makes_room
 from nodes.loading.stopping import Stopper
-from nodes.models import BackendNode, ModelSchedulingConfig, NodeModel
+from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
 from nodes.placement.choose import Need
 from nodes.placement.evict import Eviction
 from nodes.placement.explain import FleetView
@@ -166,7 +167,8 @@ def test_what_a_victim_gives_back_counts_once_whenever_the_readings_come() -> No
         assert isinstance(slot, Slot)
         assert free(2) == -8
         assert [one.vram for one in eviction.about_to_stop(node.pk, now=clock.now())] == [10 * GB]
-        assert retire.retire_unloaded(victim.pk)
+        later = clock.now() + timedelta(seconds=2)
+        assert retire.retire_unloaded(victim.pk, stop_sent=later)
     finally:
         hooks.on_removed.remove(removed.append)
     assert removed == [Removed("a", node.pk, 0)]
@@ -191,6 +193,57 @@ def test_a_victim_that_got_a_request_stays() -> None:
     again = placed(1, need)
     assert isinstance(again, Eviction)
     assert again.why == "no replica there can make room: 1 busy"
+
+
+def enough(row: NodeModel) -> bool:
+    with transaction.atomic():
+        return leaving.enough_besides(row)
+
+
+@pytest.mark.rule("R2.52", "R2.10")
+@pytest.mark.parametrize("selector", [{"zone": "a"}, {"zone": "a", "disk": "b"}, ["zone"]])
+def test_where_the_rule_lets_no_request_go_a_replica_counts_toward_no_minimum(selector: Any) -> None:
+    """Else the last one that requests find would be evicted, and the replica pass would load it again."""
+    chosen, other = read_node("one", 0), read_node("two", 0)
+    for key, value in (("zone", "a"), ("disk", "b")):
+        NodeLabel.objects.create(node=chosen, key=key, value=value)
+    NodeLabel.objects.create(node=other, key="zone", value="b")
+    found = old(chosen, "a")
+    hot.replica(other, "a", 1, in_flight=1)
+    ModelSchedulingConfig.objects.create(model_name="a", min_replicas=1, node_selector=selector)
+    need = Need(vram=5 * GB, vram_required=True)
+    refused = placed(1, need)
+    assert isinstance(refused, Eviction)
+    assert not leaving.serves_besides(found)
+    assert not enough(found)
+    ModelSchedulingConfig.objects.update(node_selector={})
+    assert isinstance(placed(1, need), Slot)
+
+
+@pytest.mark.rule("R2.51", "R1.51")
+@pytest.mark.parametrize("why", [leaving.LOST, leaving.STRANGE])
+def test_an_engine_that_may_have_ended_before_makes_no_room(why: str) -> None:
+    """The node's reading may show its memory as free already: it would be given away twice."""
+    node = read_node("one", 20)
+    row = old(node, "a")
+    leaving.go([row.pk], owner=why, until=clock.now(), now=clock.now())
+    assert not isinstance(placed(1, Need(vram=25 * GB, vram_required=True)), Slot)
+
+
+@pytest.mark.rule("R1.51", "R2.43")
+@pytest.mark.parametrize("case", ["ended-before", "read-since"])
+def test_what_a_load_may_have_seen_free_is_not_given_back_to_it(case: str) -> None:
+    """It was placed by a reading that may be from after the end of the engine."""
+    node = read_node("one", 20)
+    victim = old(node, "a")
+    leaving.go([victim.pk], owner=leaving.EVICTED, until=clock.now(), now=clock.now())
+    sent = None if case == "ended-before" else clock.now() - timedelta(seconds=5)
+    need = Need(vram=25 * GB)
+    (view,) = snapshot.fleet("m")
+    assert isinstance(slots.reserve(view, "m", mark="1:1", backend="b", now=clock.now(), need=need), Slot)
+    assert snapshot.fleet("any")[0].free_vram == -5 * GB
+    assert retire.retire_unloaded(victim.pk, stop_sent=sent)
+    assert snapshot.fleet("any")[0].free_vram == -5 * GB
 
 
 def test_the_facts_of_an_eviction_are_three_queries(django_assert_num_queries: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from django.core.management import CommandError, call_command
+from django.db import OperationalError
 from pytest_django import Settings
 
 from localai_cluster import clock, errors
@@ -241,6 +242,39 @@ def test_what_comes_back_stays_below_a_budget_and_adds_up() -> None:
     assert free(node) == 22
     BackendNode.objects.update(vram_budget_bytes=15 * GB)
     assert free(node) == 15
+
+
+@pytest.mark.rule("R1.51", "R2.43")
+@pytest.mark.parametrize("state", ["loading", "unloading"])
+def test_a_row_goes_although_its_memory_cannot_be_given_back(
+    state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The removal is committed by then: the next reading makes up for it, and nobody hears of an error."""
+
+    def lost(*_: Any, **__: Any) -> None:
+        raise OperationalError("connection lost")
+
+    for name in ("credit", "release"):
+        monkeypatch.setattr(vram, name, lost)
+    node = read_node("one", 2)
+    fields: dict[str, Any] = {"state": state, "loading_by": "m:1", "vram_on_node": True, "vram_needed": GB}
+    row = hot.replica(node, loaded_at=clock.now() if state == "unloading" else None, **fields)
+    if state == "unloading":
+        assert retire.retire_unloaded(row.pk, stop_sent=clock.now())
+    else:
+        retire.retire_slot(Slot(row.pk, node.pk, node.name, 0), mark="m:1")
+    assert not NodeModel.objects.exists()
+
+
+@pytest.mark.rule("R1.51")
+def test_no_more_comes_back_than_the_node_has() -> None:
+    """An engine that was estimated larger than its node had taken what there was."""
+    node = read_node("one", 2)
+    BackendNode.objects.update(vram_read_at=clock.now() - timedelta(seconds=8), total_vram=24 * GB)
+    row = old(node, "echo", size=40)
+    vram.credit(row, stop_sent=clock.now())
+    NodeModel.objects.all().delete()
+    assert free(node) == 24
 
 
 @pytest.mark.rule("R2.51", "R2.52")

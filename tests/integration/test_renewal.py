@@ -18,8 +18,11 @@ from nodes.definitions.folder import Folder
 from nodes.loading import load
 from nodes.loading.stopping import Stopper
 from nodes.models import BackendNode, ModelLoadInfo, ModelSchedulingConfig, NodeModel
+from nodes.placement.choose import Need
+from nodes.placement.explain import FleetView
+from nodes.placement.settle import LoadQuestion
 from nodes.reconcilers import replicas
-from nodes.replicas import finders, leaving, slots, snapshot
+from nodes.replicas import eviction, finders, leaving, slots, snapshot
 from nodes.routing.request import InferenceRequest
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
@@ -164,6 +167,25 @@ async def test_without_room_the_idle_one_goes_first_and_the_load_takes_its_place
     assert (left.state, left.config_revision) == ("loaded", await hot.in_thread(revision))
     await hot.in_thread(lambda: replicas.look(tick=True))
     assert await hot.in_thread(Operation.objects.count) == 1, "nothing more is asked for"
+
+
+@pytest.mark.rule("R1.98", "R2.32")
+@pytest.mark.parametrize(("free", "goes"), [(3, False), (4, True)])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_the_old_one_goes_first_only_if_the_new_one_fits_in_its_place(
+    free: int, goes: bool, slots: int
+) -> None:
+    """The new definition needs 10 GiB and the old replica gives 6 back: else the model would have none."""
+    one = hot.node("one", max_replicas_per_model=slots, available_vram=free * 2**30)
+    former = old(one, vram_needed=6 * 2**30, loaded_at=hot.EPOCH)
+    BackendNode.objects.update(vram_read_at=clock.now())
+    view = FleetView(snapshot.fleet("echo"), Need(vram=10 * 2**30, vram_required=True))
+    question = LoadQuestion(view, evicts=False)
+    decision = view.decide()
+    assert decision.node is None
+    resident = eviction.serving(former.pk)
+    assert resident is not None
+    assert question.fits_instead_of(resident, decision) is goes
 
 
 @pytest.mark.rule("R1.98")
