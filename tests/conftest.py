@@ -143,12 +143,14 @@ def _unusable() -> bool:
     return bool(session.info.transaction_status == TransactionStatus.INERROR)
 
 
-@pytest.fixture(autouse=True)
-def decided_again(request: pytest.FixtureRequest, _django_db_helper: None) -> Iterator[None]:
-    """Every decision that a test has stored follows from the rows alone (I14)."""
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Every decision that a test has stored follows from the rows alone (I14).
+
+    Before any fixture ends: what a test has patched may be what the end of the database's fixture needs.
+    """
     yield
-    marked = request.node.get_closest_marker("django_db") is not None
-    if not marked or _unusable():
+    if item.get_closest_marker("django_db") is None or _unusable():
         return
     try:
         records = list(PlacementRecord.objects.order_by("id"))
