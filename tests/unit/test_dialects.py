@@ -41,6 +41,10 @@ TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameter
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
 
 
+WIDE = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(2000)}}
+"""A schema of which a request may have a few."""
+
+
 def image(url: str) -> dict[str, Any]:
     """A message with an image."""
     return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
@@ -49,6 +53,11 @@ def image(url: str) -> dict[str, Any]:
 def recursive() -> dict[str, Any]:
     """A schema that names itself."""
     return {"type": "object", "properties": {"next": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#"}}}
+
+
+def renamed(name: str) -> dict[str, Any]:
+    """A schema that names itself below a property of this name."""
+    return {"type": "object", "properties": {name: {"$ref": "#"}}}
 
 
 def with_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,6 +93,11 @@ def with_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
         ({"seed": 1.5}, "seed"),
         ({"logit_bias": {"word": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 1000}}, "logit_bias"),
+        *[
+            ({"logit_bias": {name: 1}}, "logit_bias")
+            for name in ("", "-1", "--5", "٣", "²", str(2**31), "9" * 5000)
+        ],
+        ({"logit_bias": {str(number): 1 for number in range(1025)}}, "logit_bias"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
@@ -95,6 +109,12 @@ def with_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         (with_schema(recursive()), "response_format"),
+        *[
+            (with_schema(renamed(name)), "response_format")
+            for name in ("x", "default", "enum", "$defs", "properties")
+        ],
+        (with_schema({"$defs": {"k" * 513: {}}, "$ref": "#/$defs/" + "k" * 513}), "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": WIDE}}] * 6}, "tools"),
         (with_schema({"$ref": "https://example.org/schema"}), "response_format"),
         (with_schema({"$ref": "#/$defs/none"}), "response_format"),
         (with_schema({"type": "object"}) | {"grammar": "root ::= x"}, "grammar"),
