@@ -33,6 +33,8 @@ _NUMBERS = {
     "max_tokens": "Tokens",
 }
 _LARGEST_SEED = 2**31 - 1
+_ANY_SEED = -1
+"""As the reference has it, in definitions and in requests."""
 _ASKED_AS = {
     "Grammar": "response_format",
     "Images": "messages",
@@ -56,7 +58,7 @@ class LogprobsUnsupported(InvalidInput):
 def sampling_options(
     sampling: Sampling, definition: Definition, request_id: str, seed: int
 ) -> PredictOptions:
-    """What all calls of a request have in common; `seed` counts where nobody names one."""
+    """What all calls of a request have in common; `seed` counts where no other is named."""
     defaults = {**_DEFAULTS, "seed": seed, **definition.answering.defaults}
     options = PredictOptions(
         ModelIdentity=definition.model,
@@ -79,7 +81,8 @@ def sampling_options(
         value = defaults.get(name) if asked is None else asked
         if value is not None:
             setattr(options, field, value)
-    options.Seed = int(defaults["seed"] if sampling.seed is None else sampling.seed) & _LARGEST_SEED
+    said = defaults["seed"] if sampling.seed is None else sampling.seed
+    options.Seed = int(seed if said == _ANY_SEED else said) & _LARGEST_SEED
     return options
 
 

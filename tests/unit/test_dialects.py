@@ -208,7 +208,7 @@ def test_what_a_chat_says_reaches_the_engine() -> None:
             "max_tokens": 5,
             "max_completion_tokens": 6,
             "stop": "end",
-            "seed": -1,
+            "seed": -2,
             "temperature": 0,
             "top_k": 3,
             "logit_bias": {"7": -100},
@@ -227,7 +227,17 @@ def test_what_a_chat_says_reaches_the_engine() -> None:
     assert (options.Temperature, options.TopK, json.loads(options.LogitBias)) == (0, 3, {"7": -100})
     assert math.isclose(options.TopP, 0.95, rel_tol=1e-6)
     # A seed of any size is one that the contract can carry; the second answer has another.
-    assert options.Seed == 0
+    assert options.Seed == 2**31 - 1
+
+
+@pytest.mark.parametrize("where", ["request", "definition"])
+def test_a_seed_of_minus_one_is_another_one_for_each_request(where: str) -> None:
+    """As the reference has it: many definitions say -1."""
+    says = {"seed": -1}
+    parameters = {"model": "file"} | (says if where == "definition" else {})
+    definition = parse({"name": "m", "backend": "b", "parameters": parameters}, "m.yaml")
+    asked = openai_chat.read(CHAT | (says if where == "request" else {}))
+    assert sampling_options(asked.sampling, definition, "id", 9).Seed == 9
 
 
 def test_no_choice_of_a_tool_leaves_the_tools_out() -> None:
