@@ -5,7 +5,7 @@ What goes where is written down in `docs/inference.md`, for the author of an eng
 
 import codecs
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
@@ -179,25 +179,18 @@ def _logprobs(raw: bytes) -> tuple[Mapping[str, Any], ...]:
     except orjson.JSONDecodeError:
         return ()
     content = told.get("content") if isinstance(told, dict) else told
-    if not isinstance(content, list):
-        return ()
-    return tuple(_token(one) for one in content if isinstance(one, dict) and "token" in one)
+    return tuple(
+        token | {"top_logprobs": [other for other, _ in _tokens(one.get("top_logprobs"))]}
+        for token, one in _tokens(content)
+    )
 
 
-def _token(one: Mapping[str, Any]) -> Mapping[str, Any]:
-    token = str(one["token"])
-    top: Sequence[Any] = one.get("top_logprobs") or ()
-    return {
-        "token": token,
-        "logprob": float(one.get("logprob") or 0.0),
-        "bytes": one.get("bytes") or list(token.encode()),
-        "top_logprobs": [
-            {
-                "token": str(other["token"]),
-                "logprob": float(other.get("logprob") or 0.0),
-                "bytes": other.get("bytes") or list(str(other["token"]).encode()),
-            }
-            for other in top
-            if isinstance(other, dict) and "token" in other
-        ],
-    }
+def _tokens(listed: object) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
+    """Each token of a list in OpenAI's form, without its alternatives, and what the engine said of it."""
+    for one in listed if isinstance(listed, list) else ():
+        if not isinstance(one, dict) or "token" not in one:
+            continue
+        token, logprob = str(one["token"]), one.get("logprob") or 0.0
+        if isinstance(logprob, int | float):
+            told = one.get("bytes") or list(token.encode())
+            yield {"token": token, "logprob": float(logprob), "bytes": told}, one

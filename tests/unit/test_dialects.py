@@ -363,12 +363,34 @@ def test_why_an_answer_ended(replies: list[Reply], limit: int, told: str, finish
     assert reading.last(finish=told).finish == finish
 
 
-@pytest.mark.parametrize("raw", [b"{", b"5", b"null", b'{"content": 5}', b'[{"logprob": 1}]'])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        *(b"{", b"5", b"null", b'{"content": 5}', b'[{"logprob": 1}]'),
+        *(b'[{"token": "a", "logprob": "x"}]', b'[{"token": "a", "logprob": [1]}]'),
+    ],
+)
 def test_logprobs_that_cannot_be_read_are_left_out(raw: bytes) -> None:
     reading = Reading(0, Sampling(logprobs=True), 0)
     delta = reading.delta(Reply(chat_deltas=[ChatDelta(reasoning_content="x")], logprobs=raw))
     assert delta is not None
     assert delta.logprobs == ()
+
+
+def test_a_token_with_odd_alternatives_is_still_told() -> None:
+    raw = b'[{"token": "a", "logprob": -1, "top_logprobs": 5}, {"token": "b", "top_logprobs": [3, {"token": "c"}]}]'
+    delta = Reading(0, Sampling(logprobs=True), 0).delta(Reply(message=b"ab", logprobs=raw))
+    assert delta is not None
+    assert [len(token["top_logprobs"]) for token in delta.logprobs] == [0, 1]
+
+
+def test_what_waits_for_a_reader_is_not_larger_than_it_counts_as() -> None:
+    """20 alternatives a token are most of it."""
+    top = [{"token": "x", "logprob": -1.0, "bytes": [120]}] * 20
+    token = {"token": "x", "logprob": -1.0, "bytes": [120], "top_logprobs": top}
+    delta = TextDelta(0, "x", logprobs=(token,))
+    told = openai_chat.DIALECT.events(Head("id", 1, openai_chat.read(CHAT | {"logprobs": True})))([delta])
+    assert delta.size > len(told) / 2
 
 
 def test_parsed_pieces_replace_the_raw_text() -> None:
