@@ -378,7 +378,8 @@ def test_logprobs_that_cannot_be_read_are_left_out(raw: bytes) -> None:
 
 
 def test_a_token_with_odd_alternatives_is_still_told() -> None:
-    raw = b'[{"token": "a", "logprob": -1, "top_logprobs": 5}, {"token": "b", "top_logprobs": [3, {"token": "c"}]}]'
+    others = b'{"token": "b", "top_logprobs": [3, {"token": "c"}]}'
+    raw = b'[{"token": "a", "logprob": -1, "top_logprobs": 5}, ' + others + b"]"
     delta = Reading(0, Sampling(logprobs=True), 0).delta(Reply(message=b"ab", logprobs=raw))
     assert delta is not None
     assert [len(token["top_logprobs"]) for token in delta.logprobs] == [0, 1]
