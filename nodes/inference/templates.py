@@ -139,9 +139,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 @lru_cache(maxsize=1)
 def _environment() -> _Environment:
     # As templates of models expect it.
-    made = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
+    made = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     made.filters["tojson"] = lambda value, indent=None: orjson.dumps(
         value, option=orjson.OPT_INDENT_2 if indent else None
     ).decode()
