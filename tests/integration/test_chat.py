@@ -507,6 +507,25 @@ def test_a_template_of_go_falls_back_to_the_models_own_with_a_warning(definition
     assert "Go's language" in listed["warnings"][0]
 
 
+@pytest.mark.parametrize("name", ["m", "org/m", "a b"])
+def test_one_model(name: str, definitions: Path) -> None:
+    (definitions / "other.yaml").write_text(DEFINITION.replace("name: m", f"name: {name}"))
+    path = f"/v1/models/{name}"
+    answer = play(lambda client, _: reply(client.request("GET", path)), Scripted())
+    assert (answer.status, answer.body) == (200, {"id": name, "object": "model", "owned_by": "localai"})
+
+
+def test_a_model_that_is_not_defined_is_a_404() -> None:
+    answer = play(lambda client, _: reply(client.request("GET", "/v1/models/m/x")), Scripted())
+    assert (answer.status, answer.body["error"]["code"]) == (404, "model_not_found")
+
+
+def test_a_model_is_told_to_callers_with_a_key() -> None:
+    stranger = hot.Client(application, key=None)
+    answer = play(lambda *_: reply(stranger.request("GET", "/v1/models/m")), Scripted())
+    assert answer.status == 401
+
+
 def test_parameters_of_requests_change_nothing_about_the_model() -> None:
     """A86: a hundred requests with varied parameters, one replica, a hundred answers."""
 
