@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from localai_cluster.errors import InvalidInput
+from nodes.inference import schemas
 from nodes.inference.generation import Sampling, Usage
 
 MOST_CHOICES = 32
@@ -75,6 +76,7 @@ def sampling(
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     if not all(_TOKEN.fullmatch(name) and int(name) < 2**31 for name in body.logit_bias or ()):
         raise InvalidInput("logit_bias: names are token ids", field="logit_bias")
+    schemas.check_grammar(body.grammar or "")
     return Sampling(
         max_tokens=max_tokens,
         temperature=body.temperature,

@@ -1,9 +1,12 @@
-"""JSON schemas that clients send, for tools and for the format of an answer: what may reach an engine. Pure.
+"""JSON schemas and grammars that clients send, for tools and for the format of an answer: what may reach an
+engine. Pure.
 
 An engine makes a grammar of a schema, so one that refers to itself, or to a place outside of it, could keep
-it busy without end. How deep a body may be nested is checked before (`localai_cluster/nesting.py`).
+it busy without end; and engines read grammars by functions that call themselves for each parenthesis, so deep
+ones would end the process of every replica that they are tried on. How deep a body may be nested is checked before (`localai_cluster/nesting.py`).
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,6 +20,29 @@ _SKIPPED = frozenset({"$defs", "definitions", "enum", "const", "default"})
 """Values that are no schemas may look like references, and definitions count where they are named."""
 _MAPS = ("properties", "patternProperties", "dependentSchemas")
 """What stands in these has names of the client's own, which may be any of `_SKIPPED`."""
+
+
+MOST_GRAMMAR = 256 * 1024
+"""Characters of a grammar."""
+DEEPEST_GRAMMAR = 128
+"""Parentheses inside each other."""
+# Texts, classes of characters and comments, whose parentheses are only characters. What is never closed goes to
+# the end, where engines refuse it; a pattern that tried again from its next sign would take minutes.
+_NO_PARENTHESES = re.compile(r'"(?:\\.|[^"\\])*+\\?"?|\[(?:\\.|[^\]\\])*+\\?\]?|#[^\r\n]*+', re.DOTALL)
+
+
+def check_grammar(grammar: str) -> None:
+    """Raises InvalidInput for one that could end its engine."""
+    if len(grammar) > MOST_GRAMMAR:
+        raise InvalidInput(f"grammar: has more than {MOST_GRAMMAR} characters", field="grammar")
+    level = 0
+    for sign in re.findall("[()]", _NO_PARENTHESES.sub(" ", grammar)):
+        # Below 0 the engine refuses it; what follows must not count as less deep.
+        level = level + 1 if sign == "(" else max(level - 1, 0)
+        if level > DEEPEST_GRAMMAR:
+            raise InvalidInput(
+                f"grammar: has more than {DEEPEST_GRAMMAR} parentheses inside each other", field="grammar"
+            )
 
 
 def check(schemas: Iterable[tuple[Mapping[str, Any], str]]) -> None:

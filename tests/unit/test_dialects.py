@@ -33,6 +33,7 @@ from nodes.inference.generation import (
 from nodes.inference.openai_chat import ChatBody
 from nodes.inference.openai_completions import CompletionBody
 from nodes.inference.openai_messages import MOST_MESSAGES
+from nodes.inference.schemas import MOST_GRAMMAR
 
 USER: dict[str, Any] = {"role": "user", "content": "hello"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [USER]}
@@ -118,6 +119,10 @@ def with_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
         (with_schema({"$ref": "https://example.org/schema"}), "response_format"),
         (with_schema({"$ref": "#/$defs/none"}), "response_format"),
         (with_schema({"type": "object"}) | {"grammar": "root ::= x"}, "grammar"),
+        ({"grammar": "root ::= " + "(" * 129}, "grammar"),
+        ({"grammar": 'root ::= "(" [)] # (\nx ::= ' + "(" * 129 + ")" * 129}, "grammar"),
+        ({"grammar": "root ::= # x\r" + "(" * 129}, "grammar"),
+        ({"grammar": "x" * (256 * 1024 + 1)}, "grammar"),
         ({"stream_options": 5}, "stream_options"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
@@ -230,6 +235,12 @@ def test_what_a_chat_says_reaches_the_engine() -> None:
     assert options.Seed == 2**31 - 1
 
 
+@pytest.mark.parametrize("sign", ["[", '"', '\\"', "#", "\\", "()"])
+def test_a_grammar_of_one_sign_is_looked_at_once(sign: str) -> None:
+    """As large as one may be: a look that began again at each sign would run into the test's time limit."""
+    openai_chat.read(CHAT | {"grammar": sign * (MOST_GRAMMAR // len(sign))})
+
+
 @pytest.mark.parametrize("where", ["request", "definition"])
 def test_a_seed_of_minus_one_is_another_one_for_each_request(where: str) -> None:
     """As the reference has it: many definitions say -1."""
@@ -257,6 +268,11 @@ def test_no_choice_of_a_tool_leaves_the_tools_out() -> None:
 )
 def test_a_format_of_the_answer_is_a_schema_for_the_engine(format: dict[str, Any], grammar: str) -> None:
     assert openai_chat.read(CHAT | {"response_format": format}).sampling.grammar == grammar
+
+
+def test_parentheses_in_texts_and_classes_are_characters() -> None:
+    grammar = 'root ::= "\\"' + "(" * 500 + '" [' + "(" * 500 + "\\]] ((x)) # " + "(" * 500
+    assert openai_chat.read(CHAT | {"grammar": grammar}).sampling.grammar == grammar
 
 
 def two(name: str) -> dict[str, Any]:
