@@ -2,8 +2,9 @@
 engine. Pure.
 
 An engine makes a grammar of a schema, so one that refers to itself, or to a place outside of it, could keep
-it busy without end; and engines read grammars by functions that call themselves for each parenthesis, so deep
-ones would end the process of every replica that they are tried on. How deep a body may be nested is checked before (`localai_cluster/nesting.py`).
+it busy without end, and one with a billion items takes all memory. It reads a grammar by functions that call
+themselves for each parenthesis, so a deep one would end every process that it is tried on. How deep a body
+may be nested is checked before (`localai_cluster/nesting.py`).
 """
 
 import re
@@ -13,7 +14,9 @@ from typing import Any
 from localai_cluster.errors import InvalidInput
 
 MOST_STEPS = 10_000
-"""Parts of all schemas of a request, counted again wherever a reference names them."""
+"""Parts of all schemas of a request, counted again wherever a reference names them. Values of an `enum`
+count, and so do the items that a list must or may have: an engine makes rules for each of them.
+"""
 LONGEST_REFERENCE = 512
 """Characters: a reference is looked up again at each step that meets it."""
 _SKIPPED = frozenset({"$defs", "definitions", "enum", "const", "default"})
@@ -26,13 +29,15 @@ MOST_GRAMMAR = 256 * 1024
 """Characters of a grammar."""
 DEEPEST_GRAMMAR = 128
 """Parentheses inside each other."""
-# Texts, classes of characters and comments, whose parentheses are only characters. What is never closed goes to
-# the end, where engines refuse it; a pattern that tried again from its next sign would take minutes.
+# Texts, classes of characters and comments, whose parentheses are only characters. What is never closed goes
+# to the end, where engines refuse it; a pattern that tried again from its next sign would take minutes.
 _NO_PARENTHESES = re.compile(r'"(?:\\.|[^"\\])*+\\?"?|\[(?:\\.|[^\]\\])*+\\?\]?|#[^\r\n]*+', re.DOTALL)
 
 
 def check_grammar(grammar: str) -> None:
     """Raises InvalidInput for one that could end its engine."""
+    if grammar.lstrip().startswith(("{", "%")):
+        raise InvalidInput("grammar: is not GBNF; a schema goes to `response_format`", field="grammar")
     if len(grammar) > MOST_GRAMMAR:
         raise InvalidInput(f"grammar: has more than {MOST_GRAMMAR} characters", field="grammar")
     level = 0
@@ -52,15 +57,30 @@ def check(schemas: Iterable[tuple[Mapping[str, Any], str]]) -> None:
         # Each step is a part of the schema and the references that led to it.
         waiting: list[tuple[Any, frozenset[str]]] = [(schema, frozenset())]
         while waiting:
-            steps += 1
-            if steps > MOST_STEPS:
-                raise InvalidInput(f"{field}: the schema has more than {MOST_STEPS} parts", field=_top(field))
             part, behind = waiting.pop()
+            steps += _weight(part)
+            if steps > MOST_STEPS:
+                raise InvalidInput(
+                    f"{field}: the schema has more than {MOST_STEPS} parts, values and items",
+                    field=_top(field),
+                )
             reference = part.get("$ref") if isinstance(part, Mapping) else None
             if isinstance(reference, str):
                 found = _resolved(schema, reference, behind, field)
                 waiting.append((found, behind | {reference}))
             waiting.extend((inner, behind) for inner in _inside(part))
+
+
+def _weight(part: Any) -> float:
+    if not isinstance(part, Mapping):
+        return 1
+    counts = [part.get(name) for name in ("minItems", "maxItems")]
+    values = part.get("enum")
+    return (
+        1
+        + max(count for count in (*counts, 0) if isinstance(count, int | float))
+        + (len(values) if isinstance(values, list) else 0)
+    )
 
 
 def _inside(part: Any) -> Iterator[Any]:

@@ -2,7 +2,8 @@
 
 On SIGTERM or SIGINT it stops accepting, closes websockets so that their clients connect to another process,
 lets running requests end, sends away those who wait for a load, ends streams by an error, gives every count
-back and leaves with status 0. `CLUSTER_SERVER=daphne` serves with daphne, which has neither that stop nor back-pressure.
+back and leaves with status 0. `CLUSTER_SERVER=daphne` serves with daphne, which has neither that stop nor
+back-pressure.
 """
 
 # daphne carries no types.
