@@ -14,7 +14,7 @@ from nodes.api.heartbeats import HeartbeatApplication
 from nodes.api.registrations import RegistrationApplication
 from nodes.inference.embeddings import embed
 from nodes.inference.endpoint import Endpoint
-from nodes.inference.models import list_models
+from nodes.inference.models import ONE_MODEL, list_models, one_model
 from nodes.inference.openai_bodies import LARGEST_BODY
 from nodes.inference.rerank import rerank
 from nodes.inference.text import chat, completions
@@ -50,6 +50,7 @@ ROUTES: tuple[RawRoute, ...] = (
     RawRoute("POST", "/embeddings", _embeddings),
     RawRoute("GET", "/v1/models", _models),
     RawRoute("GET", "/models", _models),
+    RawRoute("GET", ONE_MODEL + "{model}", Endpoint("GET", one_model)),
     RawRoute("GET", "/metrics", MetricsApplication("web", RowReader())),
     RawRoute("POST", "/api/node/register", RegistrationApplication()),
     RawRoute("GET", "/api/node/{node_id}/gallery/{file}", GalleryApplication()),
@@ -57,8 +58,11 @@ ROUTES: tuple[RawRoute, ...] = (
 )
 
 _EXACT = {route.path: route.app for route in ROUTES if "{" not in route.path}
+# `/` may divide a model's name.
 _PATTERNS = [
-    (re.compile(_PARAMETER.sub("[^/]+", route.path)), route.app) for route in ROUTES if "{" in route.path
+    (re.compile(_PARAMETER.sub("[^/]+", route.path.replace("{model}", ".+"))), route.app)
+    for route in ROUTES
+    if "{" in route.path
 ]
 
 

@@ -1,4 +1,4 @@
-"""`make demo`: sends the example request and compares the answer with known figures.
+"""`make demo`: has one answer streamed, sends the example request and compares it with known figures.
 
 Uses the cluster at PORT if one is ready there and its key can be read. Otherwise, or with `--fresh`, it
 starts a temporary cluster on free ports and stops it again. Installs and loads are shown as progress bars.
@@ -22,7 +22,7 @@ from rich.table import Table
 from websockets.exceptions import WebSocketException
 from websockets.sync.client import connect
 
-from examples.demo.client import Target, ask
+from examples.demo.client import Target, ask, stream
 from examples.demo.figures import Figure, compare, rows
 from localai_cluster.embedded.layout import EXAMPLES
 from localai_cluster.embedded.log import Log
@@ -119,7 +119,9 @@ class Bars:
 
 
 def play(target: Target, console: Console) -> list[Figure]:
-    """Sends the request twice, cold (perhaps) and warm. Returns the figures of the first answer."""
+    """Has a chat streamed and sends the request twice, cold (perhaps) and warm. Returns the figures of the
+    first answer.
+    """
     demo = json.loads((EXAMPLES / "demo.json").read_text(encoding="utf-8"))
     request = demo["request"]
     console.print(
@@ -130,13 +132,38 @@ def play(target: Target, console: Console) -> list[Figure]:
         bars = Bars(target, progress)
         try:
             answer, first = ask(target, request)
+            ask(target, _whole(demo["chat"]))  # the model is loaded now, and its bars have been seen
         finally:
             bars.close()
     if not bars.count:
         console.print(ALREADY_THERE, soft_wrap=True)
     _, second = ask(target, request)
     console.print(f"first answer: {first:.2f} s, second answer: {second * 1000:.0f} ms")
-    return compare(answer, request["body"]["input"], demo["expect"])
+    figures = compare(answer, request["body"]["input"], demo["expect"])
+    return [*figures, *_streamed(target, demo["chat"], console)]
+
+
+def _whole(chat: Mapping[str, Any]) -> dict[str, Any]:
+    """The same request for one token, not streamed."""
+    body = {"model": chat["body"]["model"], "messages": chat["body"]["messages"], "max_tokens": 1}
+    return {**chat, "body": body}
+
+
+def _streamed(target: Target, request: Mapping[str, Any], console: Console) -> list[Figure]:
+    """One streamed answer, shown as it comes; what must be true of any."""
+    console.print(f"\n{request['body']['messages'][-1]['content']}")
+    chat = stream(
+        target,
+        request,
+        lambda text: console.print(text, end="", markup=False, highlight=False, soft_wrap=True),
+    )
+    rate = (chat.tokens - 1) / (chat.whole - chat.first) if chat.whole > chat.first else 0.0
+    console.print(
+        f"\nfirst piece after {chat.first * 1000:.0f} ms, {chat.tokens} tokens in {chat.whole:.2f} s, "
+        f"{rate:.0f} a second"
+    )
+    # What it says depends on the machine; that it comes in pieces does not.
+    return [Figure("pieces of the streamed answer", "Streamed in pieces (1: yes)", chat.pieces > 1, 1, 0)]
 
 
 def show(figures: list[Figure], console: Console) -> list[str]:

@@ -270,14 +270,15 @@ def find_node(url: str, key: str, name: str) -> Mapping[str, Any]:
 
 
 def announce(cluster: Cluster, seconds: float) -> None:
-    """Prints the address, the sign-in and a request to paste."""
+    """Prints the address, the sign-in and requests to paste."""
     layout, log = cluster.layout, cluster.log
     log.say("run", f"ready in {seconds:.1f} s: open {layout.base_url} in a browser")
     log.say("run", f"sign in as admin; {_initial_password(cluster)}")
     if layout.open_to_others:
         _announce_worker(cluster)
-    log.say("run", "try it:")
-    log.say("run", example_request(layout))
+    log.say("run", "try it, an answer that streams and then three vectors:")
+    for request in example_requests(layout):
+        log.say("run", request)
 
 
 def _initial_password(cluster: Cluster) -> str:
@@ -303,16 +304,19 @@ def _announce_worker(cluster: Cluster) -> None:
     log.say("run", f"to add a worker on another machine, run there within 1 h: {shown}")
 
 
-def example_request(layout: Layout) -> str:
-    """An example request that reads its key from the key's file; works from any folder."""
-    request = json.loads((EXAMPLES / "demo.json").read_text(encoding="utf-8"))["request"]
-    body = json.dumps(request["body"], separators=(",", ":"))
+def example_requests(layout: Layout) -> list[str]:
+    """A chat that streams, then embeddings. Both read the key from its file and work from any folder."""
+    demo = json.loads((EXAMPLES / "demo.json").read_text(encoding="utf-8"))
     path = layout.secrets.path("admin_api_key")
     key = f"$(cat {shlex.quote(str(path))})" if path else "$LOCALAI_API_KEY"
-    return (
-        f'curl -s {layout.base_url}{request["path"]} -H "Authorization: Bearer {key}"'
-        f" -H 'Content-Type: application/json' -d '{body}'"
-    )
+    made = []
+    for request in (demo["chat"], demo["request"]):
+        body = shlex.quote(json.dumps(request["body"], separators=(",", ":")))
+        made.append(
+            f'curl -sN {layout.base_url}{request["path"]} -H "Authorization: Bearer {key}"'
+            f" -H 'Content-Type: application/json' -d {body}"
+        )
+    return made
 
 
 def _remove_if_empty(path: Path) -> None:

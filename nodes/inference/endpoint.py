@@ -59,7 +59,9 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; sends nothing to a client that has left."""
         began, status = clock.monotonic(), 0
-        request = InferenceRequest(client_address=wire.client_of(scope), request_id=request_id.get())
+        request = InferenceRequest(
+            client_address=wire.client_of(scope), request_id=request_id.get(), path=scope["path"]
+        )
         try:
             with contextlib.suppress(wire.Disconnected):
                 answer = await self._answer(request, scope, receive, send)

@@ -5,7 +5,7 @@ What goes where is written down in `docs/inference.md`, for the author of an eng
 
 import codecs
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import orjson
@@ -33,6 +33,8 @@ _NUMBERS = {
     "max_tokens": "Tokens",
 }
 _LARGEST_SEED = 2**31 - 1
+_ANY_SEED = -1
+"""As the reference has it, in definitions and in requests."""
 _ASKED_AS = {
     "Grammar": "response_format",
     "Images": "messages",
@@ -56,7 +58,7 @@ class LogprobsUnsupported(InvalidInput):
 def sampling_options(
     sampling: Sampling, definition: Definition, request_id: str, seed: int
 ) -> PredictOptions:
-    """What all calls of a request have in common; `seed` counts where nobody names one."""
+    """What all calls of a request have in common; `seed` counts where no other is named."""
     defaults = {**_DEFAULTS, "seed": seed, **definition.answering.defaults}
     options = PredictOptions(
         ModelIdentity=definition.model,
@@ -79,7 +81,8 @@ def sampling_options(
         value = defaults.get(name) if asked is None else asked
         if value is not None:
             setattr(options, field, value)
-    options.Seed = int(defaults["seed"] if sampling.seed is None else sampling.seed) & _LARGEST_SEED
+    said = defaults["seed"] if sampling.seed is None else sampling.seed
+    options.Seed = int(seed if said == _ANY_SEED else said) & _LARGEST_SEED
     return options
 
 
@@ -176,25 +179,18 @@ def _logprobs(raw: bytes) -> tuple[Mapping[str, Any], ...]:
     except orjson.JSONDecodeError:
         return ()
     content = told.get("content") if isinstance(told, dict) else told
-    if not isinstance(content, list):
-        return ()
-    return tuple(_token(one) for one in content if isinstance(one, dict) and "token" in one)
+    return tuple(
+        token | {"top_logprobs": [other for other, _ in _tokens(one.get("top_logprobs"))]}
+        for token, one in _tokens(content)
+    )
 
 
-def _token(one: Mapping[str, Any]) -> Mapping[str, Any]:
-    token = str(one["token"])
-    top: Sequence[Any] = one.get("top_logprobs") or ()
-    return {
-        "token": token,
-        "logprob": float(one.get("logprob") or 0.0),
-        "bytes": one.get("bytes") or list(token.encode()),
-        "top_logprobs": [
-            {
-                "token": str(other["token"]),
-                "logprob": float(other.get("logprob") or 0.0),
-                "bytes": other.get("bytes") or list(str(other["token"]).encode()),
-            }
-            for other in top
-            if isinstance(other, dict) and "token" in other
-        ],
-    }
+def _tokens(listed: object) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
+    """Each token of a list in OpenAI's form, without its alternatives, and what the engine said of it."""
+    for one in listed if isinstance(listed, list) else ():
+        if not isinstance(one, dict) or "token" not in one:
+            continue
+        token, logprob = str(one["token"]), one.get("logprob") or 0.0
+        if isinstance(logprob, int | float):
+            told = one.get("bytes") or list(token.encode())
+            yield {"token": token, "logprob": float(logprob), "bytes": told}, one

@@ -117,7 +117,8 @@ class TextDelta:
     def size(self) -> int:
         """About how many bytes it takes while it waits to be sent."""
         tools = sum(len(piece.arguments) + len(piece.name) for piece in self.tools)
-        return 64 + len(self.text) + len(self.reasoning) + tools + 200 * len(self.logprobs)
+        tokens = sum(1 + len(token["top_logprobs"]) for token in self.logprobs)
+        return 64 + len(self.text) + len(self.reasoning) + tools + 200 * tokens
 
 
 Sink = Callable[[TextDelta], Awaitable[None]]

@@ -1,4 +1,4 @@
-"""`GET /v1/models`: the models that are defined, loaded or not."""
+"""`GET /v1/models` and `/v1/models/{model}`: the models that are defined, loaded or not."""
 
 from typing import Any
 
@@ -7,8 +7,12 @@ import orjson
 from localai_cluster.web.wire import Answer
 from nodes.definitions import folder
 from nodes.definitions.files import Definition
+from nodes.inference.defined import defined
 from nodes.inference.endpoint import confirm
 from nodes.routing.request import InferenceRequest
+
+ONE_MODEL = "/v1/models/"
+"""What stands before the name, which may have a `/` in it."""
 
 
 async def list_models(request: InferenceRequest) -> Answer:
@@ -16,6 +20,13 @@ async def list_models(request: InferenceRequest) -> Answer:
     await confirm(request)
     data = [_entry(definition) for definition in await folder.every()]
     return Answer(orjson.dumps({"object": "list", "data": data}))
+
+
+async def one_model(request: InferenceRequest) -> Answer:
+    """Answers one of them; raises ModelNotFound."""
+    await confirm(request)
+    definition = await defined(request.path.removeprefix(ONE_MODEL))
+    return Answer(orjson.dumps(_entry(definition)))
 
 
 def _entry(definition: Definition) -> dict[str, Any]:

@@ -5,12 +5,14 @@ A field that is not here is ignored, as OpenAI's own server does with fields tha
 (`refuse`).
 """
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
 
 from localai_cluster.errors import InvalidInput
+from nodes.inference import schemas
 from nodes.inference.generation import Sampling, Usage
 
 MOST_CHOICES = 32
@@ -18,6 +20,8 @@ MOST_CHOICES = 32
 LARGEST_BODY = 8 * 1024 * 1024
 """Bytes of the body of a request for text."""
 MOST_STOPS = 16
+MOST_BIASES = 1024
+_TOKEN = re.compile("[0-9]{1,10}")
 
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
@@ -51,7 +55,7 @@ class SamplingBody(msgspec.Struct, kw_only=True, frozen=True):
     seed: int | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    logit_bias: dict[str, Bias] | None = None
+    logit_bias: Annotated[dict[str, Bias], msgspec.Meta(max_length=MOST_BIASES)] | None = None
     top_k: Whole | None = None
     min_p: Share | None = None
     repeat_penalty: Annotated[float, msgspec.Meta(ge=0, le=10)] | None = None
@@ -70,8 +74,9 @@ def sampling(
 ) -> Sampling:
     """What a body says of it."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    if any(not token.lstrip("-").isdecimal() for token in body.logit_bias or ()):
+    if not all(_TOKEN.fullmatch(name) and int(name) < 2**31 for name in body.logit_bias or ()):
         raise InvalidInput("logit_bias: names are token ids", field="logit_bias")
+    schemas.check_grammar(body.grammar or "")
     return Sampling(
         max_tokens=max_tokens,
         temperature=body.temperature,

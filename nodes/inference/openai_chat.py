@@ -146,8 +146,10 @@ def _tools(body: ChatBody) -> tuple[str, str]:
         raise InvalidInput("tool_choice: names none of `tools`", field="tool_choice")
     if choice == "required" and not known:
         raise InvalidInput("tool_choice: there are no `tools`", field="tool_choice")
-    for number, tool in enumerate(body.tools or ()):
-        schemas.check(tool.function.parameters or {}, f"tools[{number}].function.parameters")
+    schemas.check(
+        (tool.function.parameters or {}, f"tools[{number}].function.parameters")
+        for number, tool in enumerate(body.tools or ())
+    )
     if not known or choice == "none":
         return "", ""
     if isinstance(choice, ForcedTool):
@@ -162,7 +164,7 @@ def _schema(body: ChatBody) -> str:
     if not isinstance(body.response_format, JsonOfSchema):
         return ""
     schema = body.response_format.json_schema.schema
-    schemas.check(schema or {}, "response_format.json_schema.schema")
+    schemas.check([(schema or {}, "response_format.json_schema.schema")])
     return _json(schema or {"type": "object"})
 
 

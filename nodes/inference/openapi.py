@@ -86,6 +86,20 @@ _EMBEDDINGS_ANSWER: Operation = {
         },
     },
 }
+_MODEL: Operation = {
+    "type": "object",
+    "required": ["id", "object", "owned_by"],
+    "properties": {
+        "id": {"type": "string"},
+        "object": {"type": "string", "enum": ["model"]},
+        "owned_by": {"type": "string"},
+        "warnings": {
+            "type": "array",
+            "items": {"type": "string"},
+            "description": "What of the model's definition is not followed; absent if all is.",
+        },
+    },
+}
 _MODELS_ANSWER: Operation = {
     "type": "object",
     "required": ["object", "data"],
@@ -93,20 +107,7 @@ _MODELS_ANSWER: Operation = {
         "object": {"type": "string", "enum": ["list"]},
         "data": {
             "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["id", "object", "owned_by"],
-                "properties": {
-                    "id": {"type": "string"},
-                    "object": {"type": "string", "enum": ["model"]},
-                    "owned_by": {"type": "string"},
-                    "warnings": {
-                        "type": "array",
-                        "items": {"type": "string"},
-                        "description": "What of the model's definition is not followed; absent if all is.",
-                    },
-                },
-            },
+            "items": _MODEL,
         },
     },
 }
@@ -139,10 +140,32 @@ def _models(name: str) -> Operation:
     }
 
 
+_ONE_MODEL: Operation = {
+    "operationId": "get_model",
+    "tags": ["inference"],
+    "summary": "Show one model",
+    "security": _SECURITY,
+    "parameters": [
+        {
+            "name": "model",
+            "in": "path",
+            "required": True,
+            "schema": {"type": "string"},
+            "description": "The name, which may have a `/` in it, escaped or not.",
+        }
+    ],
+    "responses": {
+        "200": {"description": "The model.", "content": _json(_MODEL)},
+        **error_answers(401, 404, 429, 500, 503),
+    },
+}
+
+
 ROUTES: dict[str, dict[str, Operation]] = {
     "/v1/embeddings": {"POST": _embeddings("create_embeddings")},
     "/embeddings": {"POST": _embeddings("create_embeddings_without_prefix")},
     "/v1/models": {"GET": _models("list_models")},
+    "/v1/models/{model}": {"GET": _ONE_MODEL},
     "/models": {"GET": _models("list_models_without_prefix")},
     **openapi_text.routes(_SECURITY, error_answers(400, 401, 404, 413, 429, 500, 503)),
 }

@@ -1,46 +1,107 @@
-"""JSON schemas that clients send, for tools and for the format of an answer: what may reach an engine. Pure.
+"""JSON schemas and grammars that clients send, for tools and for the format of an answer: what may reach an
+engine. Pure.
 
 An engine makes a grammar of a schema, so one that refers to itself, or to a place outside of it, could keep
-it busy without end. How deep a body may be nested is checked before (`localai_cluster/nesting.py`).
+it busy without end, and one with a billion items takes all memory. It reads a grammar by functions that call
+themselves for each parenthesis, so a deep one would end every process that it is tried on. How deep a body
+may be nested is checked before (`localai_cluster/nesting.py`).
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from localai_cluster.errors import InvalidInput
 
 MOST_STEPS = 10_000
-"""Parts of a schema, counted again wherever a reference names them."""
+"""Parts of all schemas of a request, counted again wherever a reference names them. Values of an `enum`
+count, and so do the items that a list must or may have: an engine makes rules for each of them.
+"""
+LONGEST_REFERENCE = 512
+"""Characters: a reference is looked up again at each step that meets it."""
+_SKIPPED = frozenset({"$defs", "definitions", "enum", "const", "default"})
+"""Values that are no schemas may look like references, and definitions count where they are named."""
+_MAPS = ("properties", "patternProperties", "dependentSchemas")
+"""What stands in these has names of the client's own, which may be any of `_SKIPPED`."""
 
 
-def check(schema: Mapping[str, Any], field: str) -> None:
-    """Raises InvalidInput, naming `field`, unless every reference leads somewhere and none back."""
+MOST_GRAMMAR = 256 * 1024
+"""Characters of a grammar."""
+DEEPEST_GRAMMAR = 128
+"""Parentheses inside each other."""
+# Texts, classes of characters and comments, whose parentheses are only characters. What is never closed goes
+# to the end, where engines refuse it; a pattern that tried again from its next sign would take minutes.
+_NO_PARENTHESES = re.compile(r'"(?:\\.|[^"\\])*+\\?"?|\[(?:\\.|[^\]\\])*+\\?\]?|#[^\r\n]*+', re.DOTALL)
+
+
+def check_grammar(grammar: str) -> None:
+    """Raises InvalidInput for one that could end its engine."""
+    if grammar.lstrip().startswith(("{", "%")):
+        raise InvalidInput("grammar: is not GBNF; a schema goes to `response_format`", field="grammar")
+    if len(grammar) > MOST_GRAMMAR:
+        raise InvalidInput(f"grammar: has more than {MOST_GRAMMAR} characters", field="grammar")
+    level = 0
+    for sign in re.findall("[()]", _NO_PARENTHESES.sub(" ", grammar)):
+        # Below 0 the engine refuses it; what follows must not count as less deep.
+        level = level + 1 if sign == "(" else max(level - 1, 0)
+        if level > DEEPEST_GRAMMAR:
+            raise InvalidInput(
+                f"grammar: has more than {DEEPEST_GRAMMAR} parentheses inside each other", field="grammar"
+            )
+
+
+def check(schemas: Iterable[tuple[Mapping[str, Any], str]]) -> None:
+    """Raises InvalidInput, naming a schema's field, unless every reference leads somewhere and none back."""
     steps = 0
-    # Each step is a part of the schema and the references that led to it.
-    waiting: list[tuple[Any, frozenset[str]]] = [(schema, frozenset())]
-    while waiting:
-        steps += 1
-        if steps > MOST_STEPS:
-            raise InvalidInput(f"{field}: the schema has more than {MOST_STEPS} parts", field=_top(field))
-        part, behind = waiting.pop()
-        reference = part.get("$ref") if isinstance(part, Mapping) else None
-        if isinstance(reference, str):
-            if reference in behind:
-                raise InvalidInput(f"{field}: the schema is recursive ({reference[:100]})", field=_top(field))
-            waiting.append((_resolved(schema, reference, field), behind | {reference}))
-        waiting.extend((inner, behind) for inner in _inside(part))
+    for schema, field in schemas:
+        # Each step is a part of the schema and the references that led to it.
+        waiting: list[tuple[Any, frozenset[str]]] = [(schema, frozenset())]
+        while waiting:
+            part, behind = waiting.pop()
+            steps += _weight(part)
+            if steps > MOST_STEPS:
+                raise InvalidInput(
+                    f"{field}: the schema has more than {MOST_STEPS} parts, values and items",
+                    field=_top(field),
+                )
+            reference = part.get("$ref") if isinstance(part, Mapping) else None
+            if isinstance(reference, str):
+                found = _resolved(schema, reference, behind, field)
+                waiting.append((found, behind | {reference}))
+            waiting.extend((inner, behind) for inner in _inside(part))
+
+
+def _weight(part: Any) -> float:
+    if not isinstance(part, Mapping):
+        return 1
+    counts = [part.get(name) for name in ("minItems", "maxItems")]
+    values = part.get("enum")
+    return (
+        1
+        + max(count for count in (*counts, 0) if isinstance(count, int | float))
+        + (len(values) if isinstance(values, list) else 0)
+    )
 
 
 def _inside(part: Any) -> Iterator[Any]:
-    """What a part consists of. Values that are no schemas may look like references, so they are left out."""
-    if isinstance(part, Mapping):
-        names = (name for name in part if name not in ("$defs", "definitions", "enum", "const", "default"))
-        yield from (part[name] for name in names if isinstance(part[name], Mapping | list))
-    elif isinstance(part, list):
+    """The schemas, and the lists of them, that a part consists of."""
+    if isinstance(part, list):
         yield from (inner for inner in part if isinstance(inner, Mapping | list))
+        return
+    for name, inner in part.items():
+        if name in _MAPS and isinstance(inner, Mapping):
+            yield from (one for one in inner.values() if isinstance(one, Mapping | list))
+        elif name not in _SKIPPED and isinstance(inner, Mapping | list):
+            yield inner
 
 
-def _resolved(schema: Mapping[str, Any], reference: str, field: str) -> Any:
+def _resolved(schema: Mapping[str, Any], reference: str, behind: frozenset[str], field: str) -> Any:
+    if reference in behind:
+        raise InvalidInput(f"{field}: the schema is recursive ({reference[:100]})", field=_top(field))
+    if len(reference) > LONGEST_REFERENCE:
+        raise InvalidInput(
+            f"{field}: a reference has more than {LONGEST_REFERENCE} characters", field=_top(field)
+        )
     found: Any = schema
     for name in reference.removeprefix("#").split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")

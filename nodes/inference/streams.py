@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from localai_cluster import conf
-from localai_cluster.errors import ClusterError
+from localai_cluster.errors import ClusterError, Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Header, Send
 from nodes.inference.generation import Dialect, Head, Sink, TextDelta
@@ -89,21 +89,24 @@ class EventStream:
         self._pipe = Pipe()
         self._quiet = True
         self._thinking: Replica | None = None
-        self._begun = False
+        self._begun = self._stopped = False
+        self._making: asyncio.Future[None] | None = None
 
     async def play(self, send: Send) -> int:
         """Sends the events without the end of the body; returns the status it came to.
 
         Raises what kept the answer from beginning, and Disconnected when the reader takes nothing.
         """
-        making = asyncio.ensure_future(self._make())
+        making = self._making = asyncio.ensure_future(self._make())
         ticking = asyncio.ensure_future(self._tick())
+        _playing.add(self)
         try:
             async with silence(conf.cluster().stream_stall, math.inf) as limit:
                 return await self._told_to(_Reader(send, limit), making)
         except TimeoutError:
             raise wire.Disconnected from None
         finally:
+            _playing.discard(self)
             ticking.cancel()
             making.cancel()
             await asyncio.gather(making, ticking, return_exceptions=True)
@@ -121,9 +124,19 @@ class EventStream:
         await reader.body(self._done)
         return 200
 
+    def stop(self) -> None:
+        """Ends the answer where it is, by an error."""
+        if self._making is not None:
+            self._stopped = True
+            self._making.cancel()
+
     async def _make(self) -> None:
         try:
             await self._work(self._sink)
+        except asyncio.CancelledError:
+            if self._stopped:
+                raise Unavailable("this web process is stopping", retry_after=1) from None
+            raise
         finally:
             self._pipe.close()
 
@@ -163,6 +176,15 @@ class EventStream:
         if not self._begun:
             self._begun = True
             await reader.head([*_HEADERS, *node_header(self._request)])
+
+
+_playing: set[EventStream] = set()
+
+
+def end_all() -> None:
+    """Ends the streams of this process, which is about to stop, so that their clients read an error."""
+    for stream in list(_playing):
+        stream.stop()
 
 
 class _Reader:

@@ -1,12 +1,15 @@
 """Prompts made by the Jinja template of a model's definition; without one the engine uses the model's own.
 
 A template is run in a sandbox, on a thread of its own, and held to a size and a time: it comes with a
-definition, and those come from galleries.
+definition, and those come from galleries. What one filter may take is not bounded (`center(10 ** 9)`).
 """
 
 import asyncio
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
+from types import FrameType
 from typing import Any
 
 import jinja2
@@ -20,7 +23,8 @@ from nodes.inference.generation import Conversation, Utterance
 LARGEST_PROMPT = 32 * 1024 * 1024
 """Characters."""
 LONGEST = 5.0
-"""Seconds that a template may take; looked at whenever it writes something."""
+"""Seconds that a template may take."""
+LARGEST_POWER = 64
 
 
 class TemplateUnusable(ClusterError):
@@ -29,7 +33,11 @@ class TemplateUnusable(ClusterError):
     code = "template_unusable"
 
 
-_FAILURES = (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError, RecursionError)
+_FAILURES = (
+    *(jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError),
+    *(RuntimeError, TypeError, ValueError),
+)
+_TOO_MUCH = "messages: the model's template makes too much of them"
 
 
 class _Refused(Exception):
@@ -51,7 +59,10 @@ def _rendered(source: str, conversation: Conversation) -> str:
         "raise_exception": _raise,
     }
     try:
-        return "".join(_bounded(_compiled(source).generate(values)))
+        with _limited_time():
+            made = "".join(_bounded(_compiled(source).generate(values)))
+        made.encode()  # a template can write what is no text
+        return made
     except _Refused as error:
         raise InvalidInput(f"messages: {error}", field="messages") from error
     except _FAILURES as error:
@@ -59,18 +70,39 @@ def _rendered(source: str, conversation: Conversation) -> str:
 
 
 def _bounded(pieces: Iterator[str]) -> Iterator[str]:
-    size, until = 0, clock.monotonic() + LONGEST
+    size = 0
     for piece in pieces:
         size += len(piece)
-        if size > LARGEST_PROMPT or clock.monotonic() > until:
-            raise InvalidInput("messages: the model's template makes too much of them", field="messages")
+        if size > LARGEST_PROMPT:
+            raise InvalidInput(_TOO_MUCH, field="messages")
         yield piece
+
+
+@contextmanager
+def _limited_time() -> Iterator[None]:
+    """Ends what runs on this thread by InvalidInput, also a loop that writes nothing: Python's tracing is the
+    only thing that sees each of its rounds.
+    """
+    until, before = clock.monotonic() + LONGEST, sys.gettrace()
+
+    def look(frame: FrameType, event: str, told: object) -> Any:
+        if clock.monotonic() > until:
+            raise InvalidInput(_TOO_MUCH, field="messages")
+        return look if frame.f_code.co_filename == "<template>" else None
+
+    sys.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 def _message(said: Utterance) -> Mapping[str, Any]:
     message: dict[str, Any] = {"role": said.role, "content": said.content}
     if said.name:
         message["name"] = said.name
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
     if said.tool_call_id:
         message["tool_call_id"] = said.tool_call_id
     if said.tool_calls:
@@ -87,12 +119,27 @@ def _compiled(source: str) -> jinja2.Template:
     return _environment().from_string(source)
 
 
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Two operators could hold the whole process, by one step that no other thread can interrupt."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """What the operator makes of the two."""
+        if operator == "**":
+            if max(abs(left), abs(right)) > LARGEST_POWER:
+                raise OverflowError(f"powers of or by more than {LARGEST_POWER}")
+        elif any(hasattr(one, "__len__") for one in (left, right)):
+            (length,) = (len(one) for one in (left, right) if hasattr(one, "__len__"))
+            if length * max(one for one in (left, right) if isinstance(one, int)) > LARGEST_PROMPT:
+                raise OverflowError("a text or a list is repeated too often")
+        return super().call_binop(context, operator, left, right)
+
+
 @lru_cache(maxsize=1)
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+def _environment() -> _Environment:
     # As templates of models expect it.
-    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
+    made = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
     made.filters["tojson"] = lambda value, indent=None: orjson.dumps(
         value, option=orjson.OPT_INDENT_2 if indent else None
     ).decode()

@@ -29,7 +29,7 @@ from localai_cluster.metrics import web as metrics
 from nodes.registry import dialling
 from nodes.replicas import leaving, statements
 from nodes.routing.pool import UNREACHABLE, DedicatedConnection, Parameters, Pool
-from nodes.routing.request import InferenceRequest, Replica, PickWish
+from nodes.routing.request import InferenceRequest, PickWish, Replica
 
 logger = logging.getLogger(__name__)
 

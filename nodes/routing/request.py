@@ -1,7 +1,7 @@
 """One request of the inference edge: a single object that each station on its way fills in.
 
-The endpoint fills in the caller, where the request comes from, and the body; the surface the model and how
-long to wait; the gateway the time limit; the picker the confirmed caller and the replica.
+The endpoint fills in the caller, where the request comes from, its path and body; the surface the model and
+how long to wait; the gateway the time limit; the picker the confirmed caller and the replica.
 """
 
 import asyncio
@@ -43,6 +43,7 @@ class InferenceRequest:
     """Of a stored key that no statement has confirmed yet; until then `principal` is anonymous."""
     client_address: str = ""
     request_id: str = ""
+    path: str = ""
     body: bytes = b""
     model: str = ""
     """Empty until the surface has found its definition."""

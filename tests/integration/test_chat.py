@@ -297,6 +297,60 @@ def test_an_engine_that_says_nothing_is_given_up(settings: Settings) -> None:
     assert json.loads(answer.taken)["error"]["code"] == "backend_timeout"
 
 
+def test_a_process_that_stops_ends_its_streams_with_an_error() -> None:
+    """A client that only sees its connection break cannot tell the answer's half from its whole."""
+
+    async def scenario(*_: Any) -> Streamed:
+        async with asked(application, CHAT, ASK | {"stream": True}) as (answer, work):
+            await answer.until("Half an")
+            streams.end_all()
+            await work
+            return answer
+
+    answer: Streamed = play(scenario, Scripted([*words("Half an"), asyncio.Event()]))
+    assert answer.text == "Half an"
+    *_, failed, done = answer.events
+    assert (failed["error"]["type"], done) == ("server_error", "[DONE]")
+    assert "stopping" in failed["error"]["message"]
+    assert answer.whole
+
+
+def test_a_process_that_stops_refuses_streams_that_have_not_begun() -> None:
+    async def scenario(*_: Any) -> Streamed:
+        async with asked(application, CHAT, ASK | {"stream": True}) as (answer, work):
+            assert await clock.wait_until(lambda: _is(engine.open > 0), timeout=60, every=0.01)
+            streams.end_all()
+            await work
+            return answer
+
+    engine = Scripted([asyncio.Event()])
+    answer: Streamed = play(scenario, engine)
+    assert (answer.status, answer.headers["retry-after"]) == (503, "1")
+
+
+@pytest.mark.rule("R2.73")
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+def test_a_client_may_leave_at_any_moment(stream: bool) -> None:
+    """After so many steps of the loop: in the pick, in the call, between two pieces, at the end."""
+
+    async def scenario(*_: Any) -> list[bool]:
+        ended = []
+        for steps in (*range(40), *range(40, 400, 12)):
+            async with asked(application, CHAT, ASK | {"stream": stream, "n": 2}) as (answer, work):
+                for _step in range(steps):
+                    await asyncio.sleep(0)
+                answer.left.set()
+                await work
+                ended.append(answer.whole)
+        assert await clock.wait_until(lambda: _is(engine.open == 0), timeout=60, every=0.01)
+        left = [task for task in asyncio.all_tasks() if "nodes.inference" in repr(task)]
+        assert not left
+        return ended
+
+    engine = Scripted([step for word in words("a b c") for step in (word, 0.001)])
+    assert not all(play(scenario, engine))
+
+
 def test_a_slow_reader_does_not_hold_the_engine() -> None:
     """An answer of the usual size waits here, and the replica is free for others."""
 
@@ -475,6 +529,25 @@ def test_a_template_of_go_falls_back_to_the_models_own_with_a_warning(definition
     (listed,) = play(scenario, engine)
     assert engine.asked[0].UseTokenizerTemplate
     assert "Go's language" in listed["warnings"][0]
+
+
+@pytest.mark.parametrize("name", ["m", "org/m", "a b"])
+def test_one_model(name: str, definitions: Path) -> None:
+    (definitions / "other.yaml").write_text(DEFINITION.replace("name: m", f"name: {name}"))
+    path = f"/v1/models/{name}"
+    answer = play(lambda client, _: reply(client.request("GET", path)), Scripted())
+    assert (answer.status, answer.body) == (200, {"id": name, "object": "model", "owned_by": "localai"})
+
+
+def test_a_model_that_is_not_defined_is_a_404() -> None:
+    answer = play(lambda client, _: reply(client.request("GET", "/v1/models/m/x")), Scripted())
+    assert (answer.status, answer.body["error"]["code"]) == (404, "model_not_found")
+
+
+def test_a_model_is_told_to_callers_with_a_key() -> None:
+    stranger = hot.Client(application, key=None)
+    answer = play(lambda *_: reply(stranger.request("GET", "/v1/models/m")), Scripted())
+    assert answer.status == 401
 
 
 @pytest.mark.rule("R1.94", "R2.2", "T-REG-117", "T-REG-118")

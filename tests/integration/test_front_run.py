@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -352,17 +353,21 @@ def test_ready_in_counts_from_make_run(began: str | int, least: float, most: flo
     assert least - 1 <= run.seconds_before({"CLUSTER_MAKE_BEGAN": stamp}) <= most + 1
 
 
-def test_the_printed_request_works_from_any_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("place", "path"), [(0, "/v1/chat/completions"), (1, "/v1/embeddings")])
+def test_the_printed_requests_work_from_any_folder(tmp_path: Path, place: int, path: str) -> None:
     """What is pasted into another terminal finds its key there too, no matter what the folders are called."""
     data = tmp_path / "my data"
     layout = Layout.of({"CLUSTER_DATA_DIR": str(data), "PORT": str(free_port())})
-    request = run.example_request(layout)
+    request = run.example_requests(layout)[place]
     key = subprocess.run(
         ["sh", "-c", request.partition('Bearer $(')[2].partition(')"')[0]],
         cwd="/", capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert key.stdout.strip() == layout.secrets.value("admin_api_key")
     assert str(data) in request
+    assert path in request
+    body = json.loads(shlex.split(request.partition(" -d ")[2])[0])
+    assert body.get("stream", False) is (place == 0)
 
 
 def test_a_new_models_folder_has_the_examples_and_their_files(

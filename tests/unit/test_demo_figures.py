@@ -1,10 +1,16 @@
 """The figures of the main job: compared with what is expected, and named when they are off."""
 
 import copy
+import json
 import math
 from typing import Any
 
+import pytest
+
+from examples.demo.client import Chat, read_chat
 from examples.demo.figures import compare, cosine, rows
+from localai_cluster import clock
+from localai_cluster.embedded.resources import SetupError
 
 EXPECT = {
     "dimensions": 2,
@@ -52,3 +58,31 @@ def test_the_table_has_a_line_for_each_check_and_counts_without_decimals() -> No
         ('First numbers of "a"', "1.0000", "ok"),
         ("Prompt tokens", "6", "WRONG: expected 5"),
     ]
+
+
+def chunk(**delta: str) -> str:
+    """A line of a stream."""
+    return "data: " + json.dumps({"choices": [{"index": 0, "delta": delta}]})
+
+
+def test_a_stream_is_shown_as_it_comes() -> None:
+    usage = "data: " + json.dumps({"choices": [], "usage": {"completion_tokens": 5}})
+    shown: list[str] = []
+    lines = [
+        ": working",
+        "",
+        chunk(role="assistant", content=""),
+        chunk(content="It"),
+        chunk(content=" is"),
+        usage,
+    ]
+    chat = read_chat([*lines, "data: [DONE]"], clock.monotonic(), shown.append)
+    assert shown == ["It", " is"]
+    assert isinstance(chat, Chat)
+    assert (chat.pieces, chat.tokens) == (2, 5)
+    assert 0 < chat.first <= chat.whole
+
+
+def test_a_stream_that_ends_with_an_error_says_so() -> None:
+    with pytest.raises(SetupError, match="out of ideas"):
+        read_chat(['data: {"error": {"message": "out of ideas"}}'], clock.monotonic(), print)

@@ -33,12 +33,17 @@ from nodes.inference.generation import (
 from nodes.inference.openai_chat import ChatBody
 from nodes.inference.openai_completions import CompletionBody
 from nodes.inference.openai_messages import MOST_MESSAGES
+from nodes.inference.schemas import MOST_GRAMMAR
 
 USER: dict[str, Any] = {"role": "user", "content": "hello"}
 CHAT: dict[str, Any] = {"model": "m", "messages": [USER]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hello"}
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 PIXEL = "data:image/png;base64,iVBORw0KGgo="
+
+
+WIDE = {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(2000)}}
+"""A schema of which a request may have a few."""
 
 
 def image(url: str) -> dict[str, Any]:
@@ -49,6 +54,11 @@ def image(url: str) -> dict[str, Any]:
 def recursive() -> dict[str, Any]:
     """A schema that names itself."""
     return {"type": "object", "properties": {"next": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#"}}}
+
+
+def renamed(name: str) -> dict[str, Any]:
+    """A schema that names itself below a property of this name."""
+    return {"type": "object", "properties": {name: {"$ref": "#"}}}
 
 
 def with_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,6 +94,11 @@ def with_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
         ({"seed": 1.5}, "seed"),
         ({"logit_bias": {"word": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 1000}}, "logit_bias"),
+        *[
+            ({"logit_bias": {name: 1}}, "logit_bias")
+            for name in ("", "-1", "--5", "٣", "²", str(2**31), "9" * 5000)
+        ],
+        ({"logit_bias": {str(number): 1 for number in range(1025)}}, "logit_bias"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
@@ -95,9 +110,25 @@ def with_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [TOOL]}, "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         (with_schema(recursive()), "response_format"),
+        *[
+            (with_schema(renamed(name)), "response_format")
+            for name in ("x", "default", "enum", "$defs", "properties")
+        ],
+        (with_schema({"$defs": {"k" * 513: {}}, "$ref": "#/$defs/" + "k" * 513}), "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": WIDE}}] * 6}, "tools"),
+        (with_schema({"type": "array", "minItems": 10**9}), "response_format"),
+        (with_schema({"type": "array", "maxItems": 1e9}), "response_format"),
+        (with_schema({"items": [{"maxItems": 6000}, {"maxItems": 6000}]}), "response_format"),
+        (with_schema({"enum": ["x"] * 10_000}), "response_format"),
+        ({"grammar": ' {"type": "array", "minItems": 1000000000}'}, "grammar"),
+        ({"grammar": "%llguidance {}\nstart: /x/"}, "grammar"),
         (with_schema({"$ref": "https://example.org/schema"}), "response_format"),
         (with_schema({"$ref": "#/$defs/none"}), "response_format"),
         (with_schema({"type": "object"}) | {"grammar": "root ::= x"}, "grammar"),
+        ({"grammar": "root ::= " + "(" * 129}, "grammar"),
+        ({"grammar": 'root ::= "(" [)] # (\nx ::= ' + "(" * 129 + ")" * 129}, "grammar"),
+        ({"grammar": "root ::= # x\r" + "(" * 129}, "grammar"),
+        ({"grammar": "x" * (256 * 1024 + 1)}, "grammar"),
         ({"stream_options": 5}, "stream_options"),
         ({"modalities": ["audio"]}, "modalities"),
         ({"audio": {"voice": "x"}}, "audio"),
@@ -188,7 +219,7 @@ def test_what_a_chat_says_reaches_the_engine() -> None:
             "max_tokens": 5,
             "max_completion_tokens": 6,
             "stop": "end",
-            "seed": -1,
+            "seed": -2,
             "temperature": 0,
             "top_k": 3,
             "logit_bias": {"7": -100},
@@ -207,7 +238,23 @@ def test_what_a_chat_says_reaches_the_engine() -> None:
     assert (options.Temperature, options.TopK, json.loads(options.LogitBias)) == (0, 3, {"7": -100})
     assert math.isclose(options.TopP, 0.95, rel_tol=1e-6)
     # A seed of any size is one that the contract can carry; the second answer has another.
-    assert options.Seed == 0
+    assert options.Seed == 2**31 - 1
+
+
+@pytest.mark.parametrize("sign", ["[", '"', '\\"', "#", "\\", "()"])
+def test_a_grammar_of_one_sign_is_looked_at_once(sign: str) -> None:
+    """As large as one may be: a look that began again at each sign would run into the test's time limit."""
+    openai_chat.read(CHAT | {"grammar": sign * (MOST_GRAMMAR // len(sign))})
+
+
+@pytest.mark.parametrize("where", ["request", "definition"])
+def test_a_seed_of_minus_one_is_another_one_for_each_request(where: str) -> None:
+    """As the reference has it: many definitions say -1."""
+    says = {"seed": -1}
+    parameters = {"model": "file"} | (says if where == "definition" else {})
+    definition = parse({"name": "m", "backend": "b", "parameters": parameters}, "m.yaml")
+    asked = openai_chat.read(CHAT | (says if where == "request" else {}))
+    assert sampling_options(asked.sampling, definition, "id", 9).Seed == 9
 
 
 def test_no_choice_of_a_tool_leaves_the_tools_out() -> None:
@@ -227,6 +274,11 @@ def test_no_choice_of_a_tool_leaves_the_tools_out() -> None:
 )
 def test_a_format_of_the_answer_is_a_schema_for_the_engine(format: dict[str, Any], grammar: str) -> None:
     assert openai_chat.read(CHAT | {"response_format": format}).sampling.grammar == grammar
+
+
+def test_parentheses_in_texts_and_classes_are_characters() -> None:
+    grammar = 'root ::= "\\"' + "(" * 500 + '" [' + "(" * 500 + "\\]] ((x)) # " + "(" * 500
+    assert openai_chat.read(CHAT | {"grammar": grammar}).sampling.grammar == grammar
 
 
 def two(name: str) -> dict[str, Any]:
@@ -333,12 +385,35 @@ def test_why_an_answer_ended(replies: list[Reply], limit: int, told: str, finish
     assert reading.last(finish=told).finish == finish
 
 
-@pytest.mark.parametrize("raw", [b"{", b"5", b"null", b'{"content": 5}', b'[{"logprob": 1}]'])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        *(b"{", b"5", b"null", b'{"content": 5}', b'[{"logprob": 1}]'),
+        *(b'[{"token": "a", "logprob": "x"}]', b'[{"token": "a", "logprob": [1]}]'),
+    ],
+)
 def test_logprobs_that_cannot_be_read_are_left_out(raw: bytes) -> None:
     reading = Reading(0, Sampling(logprobs=True), 0)
     delta = reading.delta(Reply(chat_deltas=[ChatDelta(reasoning_content="x")], logprobs=raw))
     assert delta is not None
     assert delta.logprobs == ()
+
+
+def test_a_token_with_odd_alternatives_is_still_told() -> None:
+    others = b'{"token": "b", "top_logprobs": [3, {"token": "c"}]}'
+    raw = b'[{"token": "a", "logprob": -1, "top_logprobs": 5}, ' + others + b"]"
+    delta = Reading(0, Sampling(logprobs=True), 0).delta(Reply(message=b"ab", logprobs=raw))
+    assert delta is not None
+    assert [len(token["top_logprobs"]) for token in delta.logprobs] == [0, 1]
+
+
+def test_what_waits_for_a_reader_is_not_larger_than_it_counts_as() -> None:
+    """20 alternatives a token are most of it."""
+    top = [{"token": "x", "logprob": -1.0, "bytes": [120]}] * 20
+    token = {"token": "x", "logprob": -1.0, "bytes": [120], "top_logprobs": top}
+    delta = TextDelta(0, "x", logprobs=(token,))
+    told = openai_chat.DIALECT.events(Head("id", 1, openai_chat.read(CHAT | {"logprobs": True})))([delta])
+    assert delta.size > len(told) / 2
 
 
 def test_parsed_pieces_replace_the_raw_text() -> None:
