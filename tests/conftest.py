@@ -15,9 +15,6 @@ from localai_cluster import clock, procs
 from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.valkey import EmbeddedValkey
 from localai_cluster.web import throttle
-from nodes.models import PlacementRecord
-from nodes.reconcilers import recomputing
-from nodes.replicas import fleet_log
 from tests.scheduling import Scheduling
 from tests.support.effort import EFFORT
 from tests.support.environment import HOME, VALKEY_PASSWORD
@@ -130,6 +127,9 @@ def eventually(condition: Callable[[], Any], *, seconds: float = 15.0, what: str
 @pytest.fixture(autouse=True)
 def log_of_this_test() -> None:
     """No test goes on with the placement log of another one: its rows are gone."""
+    # Programs that use `eventually` import this file without Django, so it imports no models.
+    from nodes.replicas import fleet_log
+
     fleet_log.forget()
 
 
@@ -137,6 +137,9 @@ def log_of_this_test() -> None:
 def decided_again(request: pytest.FixtureRequest, _django_db_helper: None) -> Iterator[None]:
     """Every decision that a test has stored follows from the rows alone (I14)."""
     yield
+    from nodes.models import PlacementRecord
+    from nodes.reconcilers import recomputing
+
     marked = request.node.get_closest_marker("django_db") is not None
     if not marked or connection.needs_rollback:
         return
