@@ -319,7 +319,8 @@ def _burst(scene: _Scene) -> list[LoadAnother]:
         return []
     if scene.room <= 0 or scene.failure or not scene.defined:
         return []
-    said = f"all {len(scene.serving)} replicas are busy: one more"
+    count = len(scene.serving)
+    said = "the one replica is busy: one more" if count == 1 else f"all {count} replicas are busy: one more"
     return [LoadAnother(demand.model, scene.only, said)]
 
 

@@ -1,9 +1,9 @@
-"""`make placement-story`: plays docs/placement-story.md on five real workers and writes down what the product says.
+"""`make placement-story`: plays docs/placement-story.md on five real workers and writes down every reason.
 
-The GPUs are those of the workers' test setting, the engine is the example that answers at once, the models are
-sparse GGUF files with a true header, so the product estimates them like any others. Each scene waits for what
-it is about and then prints the new records of placement, what `explain` says and what the rules say. Only a
-step that cannot go on ends it; a person compares `build/placement-story.txt` with the document.
+The GPUs are those of the workers' test setting. The engine is the example that answers at once. The models
+are sparse GGUF files with a true header, so the product estimates them like any others. Each scene waits for
+what it is about and then prints the new records of placement, what `explain` says and what the rules say.
+Only a step that cannot go on ends it; a person compares `build/placement-story.txt` with the document.
 """
 
 import os
@@ -145,7 +145,9 @@ class Teller:
         begun = clock.monotonic()
         answer = self.cluster.embed(self.web, model=model)
         text = "" if answer.is_success else answer.text
-        self.say(f"a request for {model}: {answer.status_code} after {clock.monotonic() - begun:.1f} s {text}")
+        self.say(
+            f"a request for {model}: {answer.status_code} after {clock.monotonic() - begun:.1f} s {text}"
+        )
 
     def explain(self, model: str) -> Any:
         """`GET /api/models/:model/explain`."""
@@ -161,7 +163,7 @@ class Teller:
         return rules.get(model, {}).get("state", {})
 
     def reasons(self, *models: str) -> None:
-        """Says the records since the last time, and of these models the replicas, the rule, and what comes next."""
+        """Says the records since the last time; of these models replicas, rule, and what comes next."""
         names = [model.name for model in MODELS]
         records = {one["id"]: (name, one) for name in names for one in self.explain(name)["records"]}
         for id, (name, one) in sorted(records.items()):
@@ -171,10 +173,12 @@ class Teller:
         for name in models:
             told = self.explain(name)
             at = [f"#{one['replica_index']} {one['state']} on {one['node']}" for one in told["replicas"]]
-            self.say(f"explain {name}: {', '.join(at) or 'no replica'}; the next request: {told['next']['says']}")
+            self.say(
+                f"explain {name}: {', '.join(at) or 'no replica'}; the next request: {told['next']['says']}"
+            )
             if state := self.rule(name):
-                says = {key: state[key] for key in ("wanted", "current", "loading", "reason")}
-                self.say(f"rule {name}: {says}")
+                figures = {key: state[key] for key in ("wanted", "current", "loading", "reason")}
+                self.say(f"rule {name}: {figures}")
 
     def memory(self) -> None:
         """What is free on each GPU, by the last heartbeats."""
@@ -191,7 +195,8 @@ def record_text(model: str, one: dict[str, Any]) -> str:
     if one["best"]:
         first = one["best"][0]
         parts.append(f"GPUs {first.get('gpus', [])}, needs {one['need']['vram'] / GIB:.1f} GiB")
-        parts += [f"before {other['node']}: {other['against']}" for other in one["best"][2:] if "against" in other]
+        others = one["best"][2:]
+        parts += [f"before {other['node']}: {other['against']}" for other in others]
     parts += [f"not {miss['node']}: {miss['reason']}" for miss in one["misses"]]
     parts += [f"evicts {gone['replica']}, idle since {gone['last_used']}" for gone in one["evicts"]]
     return "\n           ".join(parts)
@@ -347,7 +352,7 @@ def again(one: Teller) -> None:
     one.say(one.cluster.manage("shell", "--no-imports", "-c", script))
 
 
-SCENES = (minimums, best_fit, split, burst, crash, drain, edit, evict, nowhere, scale_down, again)
+SCENES = (minimums, best_fit, split, crash, drain, burst, edit, evict, nowhere, scale_down, again)
 
 
 @contextmanager
