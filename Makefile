@@ -1,7 +1,7 @@
 # Two commands to know: `make run` and `make check`. Needs Python 3.11 or later with venv, and nothing else.
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help run check test test-browser sweep shots story fuzz demo worker manage measure install install-test gallery ui package types lock lint trace hooks clean
+.PHONY: help run check test test-browser sweep shots story placement-story fuzz demo worker manage measure install install-test gallery ui package types lock lint trace hooks clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
@@ -27,6 +27,7 @@ help:
 	@echo "make measure          measure all time limits and show which are exceeded"
 	@echo "make shots            take the screenshots in docs/pictures"
 	@echo "make story            play docs/operators-story.md on five workers and take its pictures; ARGS=drained plays one scene"
+	@echo "make placement-story  play docs/placement-story.md on five workers and write down every reason"
 	@echo "make ui               build the pages, if their sources have changed"
 	@echo "make package          build the wheel in dist/: the worker, and with the extra 'server' everything"
 	@echo "make types            generate the pages' types from the API document, if it may have changed"
@@ -96,6 +97,9 @@ shots: install-test gallery ui
 story: install-test gallery ui
 	@$(BIN)/python -m tests.browser.install
 	@exec $(BIN)/python -m tests.browser.story $(ARGS)
+
+placement-story: install-test gallery
+	@exec $(BIN)/python -m tests.acceptance.placement_story
 
 trace: install-test
 	@exec $(BIN)/python -m tests.checks.trace $(SECTION)

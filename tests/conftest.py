@@ -17,9 +17,6 @@ from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.valkey import EmbeddedValkey
 from localai_cluster.outage import is_outage
 from localai_cluster.web import throttle
-from nodes.models import PlacementRecord
-from nodes.reconcilers import recomputing
-from nodes.replicas import fleet_log
 from tests.scheduling import Scheduling
 from tests.support.effort import EFFORT
 from tests.support.environment import HOME, VALKEY_PASSWORD
@@ -132,6 +129,9 @@ def eventually(condition: Callable[[], Any], *, seconds: float = 15.0, what: str
 @pytest.fixture(autouse=True)
 def log_of_this_test() -> None:
     """No test goes on with the placement log of another one: its rows are gone."""
+    # Programs that use `eventually` import this file without Django, so it imports no models.
+    from nodes.replicas import fleet_log
+
     fleet_log.forget()
 
 
@@ -150,6 +150,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     Before any fixture ends: what a test has patched may be what the end of the database's fixture needs.
     """
     yield
+    from nodes.models import PlacementRecord
+    from nodes.reconcilers import recomputing
+
     if item.get_closest_marker("django_db") is None or _unusable():
         return
     try:

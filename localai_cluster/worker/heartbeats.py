@@ -20,6 +20,8 @@ from localai_cluster.worker.registration import GaveUp, hint
 log = logging.getLogger(__name__)
 
 REMIND_EVERY = 60.0
+SOON = 1.0
+"""Seconds after news until the figures follow: a driver frees the memory of a process that has ended."""
 COPIED = (
     "This worker's data folder has been copied, and the copy has registered since. Stop one of"
     " the two workers."
@@ -72,7 +74,10 @@ class HeartbeatLoop:
         self.problem = ""
 
     async def run(self) -> None:
-        """Sends one heartbeat per interval, the first one interval after the start, and one at every news."""
+        """Sends one heartbeat per interval, the first one interval after the start, and one at every news.
+
+        After news the next one comes soon: it says what the engine has given back.
+        """
         due_at = clock.monotonic() + self._interval
         while True:
             hurried = await self._exits.news_within(due_at - clock.monotonic())
@@ -83,8 +88,7 @@ class HeartbeatLoop:
             except Exception:
                 # A figure that cannot be read must not stop the engines of this machine.
                 log.exception("heartbeat failed")
-            if not hurried:
-                due_at = clock.monotonic() + self._interval
+            due_at = min(due_at, clock.monotonic() + SOON) if hurried else clock.monotonic() + self._interval
 
     async def send(self, *, hurried: bool = False) -> None:
         """Sends one heartbeat, or logs why not. Without the bus a node must go stale, so it sends none.

@@ -84,6 +84,8 @@ class Candidate:
     labels: Labels = frozenset()
     """Those that a selector asks for; others may be missing."""
     available_vram: int = 0
+    most_vram: int = 0
+    """What it can have free at most, with nothing loaded; 0 = not reported."""
     total_disk: int = 0
     """0 = not reported."""
     available_disk: int = 0

@@ -164,10 +164,15 @@ def _least(
 
 
 def without(node: Candidate, gone: Iterable[Resident]) -> Candidate:
-    """The node when the memory of these is free again, on the GPUs where it is known to be."""
+    """The node when the memory of these is free again, on the GPUs where it is known to be.
+
+    What they use is an estimate: together they never give back more than the node can have.
+    """
     free, gpus = node.free_vram, node.gpus
     for one in gone:
         free, gpus = free + one.vram, given_back(gpus, one.gpus)
+    if node.most_vram:
+        free = min(free, max(node.most_vram, node.free_vram))
     return replace(node, free_vram=free, gpus=gpus)
 
 

@@ -19,7 +19,7 @@ from nodes.replicas.slots import Slot
 COLUMNS = (
     *("id", "name", "node_type", "status", "max_replicas_per_model"),
     *("available_vram", "reserved_vram", "vram_read_at", "vram_budget_bytes", "gpus"),
-    *("returned_vram", "returned_beside"),
+    *("returned_vram", "returned_beside", "total_vram"),
     *("total_disk", "available_disk"),
 )
 """What `candidate` needs of a node's row."""
@@ -112,6 +112,7 @@ def candidate(
         taken=frozenset(),
         slots=row["max_replicas_per_model"],
         available_vram=row["available_vram"],
+        most_vram=min(row["total_vram"], row["vram_budget_bytes"] or row["total_vram"]),
         total_disk=row["total_disk"],
         available_disk=row["available_disk"],
         gpus=vram.rooms_of(row, reservations),

@@ -66,6 +66,8 @@ class _Scene:
 
     demand: Demand
     fits: _Ground
+    hosts: Mapping[UUID, Host]
+    """Every healthy node."""
     rows: Sequence[Placed]
     """All of the model."""
     serving: Sequence[Placed]
@@ -155,6 +157,7 @@ def plan(fleet: Fleet, demands: Iterable[Demand], now: datetime, *, tick: bool) 
         scene = _Scene(
             demand,
             fits=chosen[key],
+            hosts=hosts,
             rows=own,
             serving=[row for row in own if row.state == "loaded" and row.node_id in hosts],
             # A load may have begun after its count was read.
@@ -209,7 +212,13 @@ def _renewed(scene: _Scene, ruling: Ruling, now: datetime, *, tick: bool) -> Rul
     if any(isinstance(action, LoadAnother | Retire) for action in ruling.actions):
         return ruling
     known = Renewal(
-        scene.demand.model, scene.revision, scene.rows, scene.fitting, scene.replacing, scene.demand.spread
+        scene.demand.model,
+        scene.revision,
+        scene.rows,
+        scene.fitting,
+        scene.hosts,
+        scene.replacing,
+        scene.demand.spread,
     )
     rests = scene.failed_at is not None and scene.failed_at > now - COOLDOWN
     more = known.giving_way() or (known.successors() if tick and not rests else [])
@@ -319,7 +328,8 @@ def _burst(scene: _Scene) -> list[LoadAnother]:
         return []
     if scene.room <= 0 or scene.failure or not scene.defined:
         return []
-    said = f"all {len(scene.serving)} replicas are busy: one more"
+    count = len(scene.serving)
+    said = "the one replica is busy: one more" if count == 1 else f"all {count} replicas are busy: one more"
     return [LoadAnother(demand.model, scene.only, said)]
 
 
@@ -363,7 +373,8 @@ def _would_burst(scene: _Scene, victims: Sequence[Placed]) -> bool:
 def _retire(scene: _Scene, row: Placed, now: datetime) -> Retire:
     minutes = int((now - row.idle_since).total_seconds() // 60)
     floor = max(scene.wanted, 1)
-    reason = f"replica {row.index} idle for {minutes} min and more than {floor} there: it is retired"
+    which = f"replica {row.index} on {scene.hosts[row.node_id].name}"
+    reason = f"{which} idle for {minutes} min and more than {floor} there: it is retired"
     return Retire(scene.demand.model, row.id, reason)
 
 

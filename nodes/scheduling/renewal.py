@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from uuid import UUID
 
-from nodes.scheduling.picture import GiveWay, LoadAnother, Placed
+from nodes.scheduling.picture import GiveWay, Host, LoadAnother, Placed
 
 AT_ONCE = 4
 """One of so many replicas is replaced at a time, and at least one."""
@@ -27,6 +27,8 @@ class Renewal:
     rows: Sequence[Placed]
     serving: Sequence[Placed]
     """Those of `rows` that requests may find, where the rule wants them."""
+    hosts: Mapping[UUID, Host]
+    """The nodes of these."""
     replacing: Mapping[UUID, bool]
     """See `Fleet`."""
     spread: bool = False
@@ -44,7 +46,7 @@ class Renewal:
         beside = len(self.serving) > 1
         for row in self.old:
             if self.replacing.get(row.id) and (beside or not row.in_flight):
-                said = f"replica {row.index} goes before its successor, which finds no room beside it"
+                said = f"{self._called(row)} goes before its successor, which finds no room beside it"
                 return [GiveWay(self.model, row.id, said)]
         return []
 
@@ -58,6 +60,10 @@ class Renewal:
 
     def _successor(self, row: Placed, count: int) -> LoadAnother:
         plural = "replica has" if count == 1 else "replicas have"
-        reason = f"the definition was edited: {count} {plural} a former one, replica {row.index} is replaced"
+        reason = f"the definition was edited: {count} {plural} a former one, {self._called(row)} is replaced"
         only = frozenset({row.node_id}) if self.spread else None
         return LoadAnother(self.model, only, reason, pinned=self.spread, replaces=row.id)
+
+    def _called(self, row: Placed) -> str:
+        """With its node: on nodes that take one replica each, every index is 0."""
+        return f"replica {row.index} on {self.hosts[row.node_id].name}"

@@ -179,7 +179,7 @@ class TestScaling:
             hot.replica(node, "m", index, last_used=clock.now() - HOUR)
         replicas.look(tick=True)
         assert records()[1:] == [("m", "scale", "scaled", ""), ("m", "unload", "unloading", "")]
-        assert last_scaled().reason.startswith("replica 2 idle for 60 min and more than 2 there")
+        assert last_scaled().reason.startswith("replica 2 on one idle for 60 min and more than 2 there")
         unload = PlacementRecord.objects.latest("id")
         assert unload.reason == f"{last_scaled().reason}; replicas that leave: 2 on one"
         count = PlacementRecord.objects.count()

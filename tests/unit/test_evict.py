@@ -168,3 +168,19 @@ def test_a_node_with_a_model_of_its_groups_comes_last_but_is_taken(
     decision = choose(fleet, selector=Selector("m", labels if narrowed else frozenset()))
     assert [bool(node.conflicts) for node in decision.ranked] == sorted(shared)
     assert decision.node is not None
+
+
+@pytest.mark.rule("R2.51")
+def test_no_replica_goes_for_a_load_that_the_node_cannot_hold_when_it_is_empty() -> None:
+    """What replicas use is an estimate: added up it may be more than there is."""
+    node = replace(view(), free_vram=20, most_vram=70)
+    idle = NOW - timedelta(hours=1)
+    found = [
+        Resident(UUID(int=9 + number), node.id, f"{model}#0", model, False, 0, idle, vram=30)
+        for number, model in enumerate("abc")
+    ]
+    guard = Guard("m", NOW, loaded={"a": 1, "b": 1, "c": 1}, minimums={})
+    fits, too_large = (Need(vram=vram, vram_required=True) for vram in (70, 71))
+    assert len(choose_victims([node], found, guard, fits).victims) == 2
+    told = choose_victims([node], found, guard, too_large)
+    assert (told.node, told.why) == (None, "no replica there can make room: 3 too small")

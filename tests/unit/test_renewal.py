@@ -67,7 +67,9 @@ def test_a_replica_of_a_former_definition_is_replaced_by_one_load_that_names_it(
         ruling = decided(demand, hosts=[on], replicas=[row(on)], **waits)
         assert (ruling.actions, ruling.wanted) == ((), 1)
     ruling = decided(rule(1), hosts=[on], replicas=[row(on)])
-    assert ruling.reason == "the definition was edited: 1 replica has a former one, replica 0 is replaced"
+    assert (
+        ruling.reason == "the definition was edited: 1 replica has a former one, replica 0 on n1 is replaced"
+    )
 
 
 @pytest.mark.rule("R1.94")

@@ -267,6 +267,8 @@ def test_one_more_while_all_are_busy_and_none_is_on_its_way() -> None:
     busy = [row(on, index, in_flight=1) for index in range(2)]
     ruling = decided(rule(1, 4), hosts=[on], replicas=busy)
     assert (len(loads(ruling.actions)), ruling.wanted) == (1, 3)
+    assert ruling.reason == "all 2 replicas are busy: one more"
+    assert decided(rule(1), hosts=[on], replicas=busy[:1]).reason == "the one replica is busy: one more"
     assert decided(rule(1, 2), hosts=[on], replicas=busy).actions == ()
     assert len(decided(rule(1), hosts=[on], replicas=busy).actions) == 1
     assert decided(rule(1, 4), hosts=[on], replicas=busy, loads={"m": 1}).actions == ()

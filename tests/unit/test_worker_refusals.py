@@ -1,6 +1,7 @@
 """What a worker does and says when the control plane refuses its registration or its heartbeats."""
 
 import asyncio
+import contextlib
 import logging
 from typing import Any
 
@@ -11,7 +12,7 @@ from localai_cluster import clock
 from localai_cluster.worker import registration
 from localai_cluster.worker.control_plane import CallFailed, ControlPlane
 from localai_cluster.worker.exits import GIVEN_UP_AFTER, MOST, Exits
-from localai_cluster.worker.heartbeats import HeartbeatLoop
+from localai_cluster.worker.heartbeats import SOON, HeartbeatLoop
 
 
 async def refusals(*statuses: tuple[int, dict[str, str]]) -> tuple[list[float], list[str]]:
@@ -202,6 +203,23 @@ async def test_an_engine_that_ended_is_told_at_once_and_without_figures(beating:
     assert await clock.wait_until(told, timeout=60, every=0.01)
     life.cancel()
     assert beating.bodies == [{"ended_processes": [REPORT]}]
+
+
+@pytest.mark.rule("worker-6")
+async def test_figures_follow_soon_after_an_end(beating: Beating, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has given back would count as taken for an interval: its successor would wait as long."""
+    waits, news = [], [True, False, False]
+
+    async def news_within(seconds: float) -> bool:
+        waits.append(seconds)
+        if not news:
+            raise asyncio.CancelledError
+        return news.pop(0)
+
+    monkeypatch.setattr(beating.exits, "news_within", news_within)
+    with contextlib.suppress(asyncio.CancelledError):
+        await beating.heart.run()
+    assert waits == [10, SOON, 10, 10]
 
 
 @pytest.mark.rule("worker-6")
