@@ -29,7 +29,7 @@ from localai_cluster.metrics import web as metrics
 from nodes.registry import dialling
 from nodes.replicas import leaving, statements
 from nodes.routing.pool import UNREACHABLE, DedicatedConnection, Parameters, Pool
-from nodes.routing.request import InferenceRequest, Replica, Wish
+from nodes.routing.request import InferenceRequest, PickWish, Replica
 
 logger = logging.getLogger(__name__)
 
@@ -210,7 +210,7 @@ class Picker:
         return [request for request in requests if not request.picked.done()]
 
     def _distribute(
-        self, requests: list[InferenceRequest], asks: dict[Wish, int], rows: list[tuple[Any, ...]]
+        self, requests: list[InferenceRequest], asks: dict[PickWish, int], rows: list[tuple[Any, ...]]
     ) -> None:
         owners: dict[str, Principal] = {}
         replicas: dict[int, list[Replica]] = {}
@@ -253,14 +253,14 @@ def _fail(request: InferenceRequest, error: Exception) -> None:
         request.picked.set_exception(error)
 
 
-def _asks(requests: Iterable[InferenceRequest]) -> dict[Wish, int]:
+def _asks(requests: Iterable[InferenceRequest]) -> dict[PickWish, int]:
     """The different wishes, numbered."""
     wishes = dict.fromkeys(request.wish for request in requests if request.model)
     return {wish: number for number, wish in enumerate(wishes)}
 
 
 def _exchanged(
-    requests: Iterable[InferenceRequest], asks: Mapping[Wish, int], released: Counter[UUID]
+    requests: Iterable[InferenceRequest], asks: Mapping[PickWish, int], released: Counter[UUID]
 ) -> str:
     picks = Counter((request.wish, request.key_hash) for request in requests if request.model)
     document = {

@@ -26,7 +26,7 @@ class Replica:
     """The bearer for calls to it."""
 
 
-class Wish(NamedTuple):
+class PickWish(NamedTuple):
     """What a pick is to find; equal wishes are spread over the replicas together."""
 
     model: str
@@ -65,9 +65,9 @@ class InferenceRequest:
     """Statements that failed during the latest pick."""
 
     @property
-    def wish(self) -> Wish:
+    def wish(self) -> PickWish:
         """What its pick is to find."""
-        return Wish(self.model, self.candidates, self.preferred)
+        return PickWish(self.model, self.candidates, self.preferred)
 
     def begin_pick(self) -> "asyncio.Future[None]":
         """Starts a pick, the first one or another; what it returns is done when the picker has decided."""
