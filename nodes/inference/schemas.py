@@ -52,7 +52,7 @@ def check_grammar(grammar: str) -> None:
 
 def check(schemas: Iterable[tuple[Mapping[str, Any], str]]) -> None:
     """Raises InvalidInput, naming a schema's field, unless every reference leads somewhere and none back."""
-    steps = 0
+    steps: float = 0
     for schema, field in schemas:
         # Each step is a part of the schema and the references that led to it.
         waiting: list[tuple[Any, frozenset[str]]] = [(schema, frozenset())]
