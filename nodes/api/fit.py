@@ -28,7 +28,6 @@ _FIT = {
         "nodes": {"considered": 1, "feasible": 0},
         "refused": [{"code": "full", "reason": _FULL, "count": 1}],
         "best": [],
-        "evicts": [],
         "misses": [],
         "evicts": [],
     },
