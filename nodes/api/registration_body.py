@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from drf_spectacular.utils import OpenApiExample, extend_schema_serializer
+from drf_spectacular.types import OpenApiTypes
+from drf_spectacular.utils import OpenApiExample, extend_schema_field, extend_schema_serializer
 from rest_framework import serializers
 
 from localai_cluster import errors, names
@@ -58,6 +59,7 @@ class _Labels(serializers.DictField):
         return labels
 
 
+@extend_schema_field(OpenApiTypes.ANY)
 class _Told(serializers.Field[Any, Any, Any, Any]):
     """Anything; `registration` reads it, and `described` says what it may be."""
 

@@ -168,7 +168,8 @@ def test_a_load_that_is_refused_says_why(shared: Shared) -> None:
     answer = shared.cluster.embed(shared.webs[0], model="refused")
     assert answer.status_code == 503
     assert "not today" in answer.json()["error"]["message"]
-    assert shared.cluster.rows("SELECT count(*) FROM node_models WHERE model_name = 'refused'") == [(0,)]
+    rows = "SELECT count(*) FROM node_models WHERE model_name = 'refused'"
+    eventually(lambda: shared.cluster.rows(rows) == [(0,)], what="its engine is gone, and its place is free")
 
 
 @pytest.mark.rule("R1.94")
