@@ -333,9 +333,8 @@ def test_overrides_and_labels_are_told_once_each_and_only_if_something_changed(n
         "max_replicas_per_model": {"from": 1, "to": 4},
         "max_replicas_per_model_manually_set": {"from": False, "to": True},
     }
-    assert events[1].detail == {"set": {"node.replica-slots": "4"}, "removed": []}
-    assert events[3].detail == {"set": {"tier": "gold", "a": "b"}, "removed": []}
-    assert events[4].detail == {"set": {}, "removed": ["a"]}
+    assert events[2].detail == {"set": {"tier": "gold", "a": "b"}, "removed": []}
+    assert events[3].detail == {"set": {}, "removed": ["a"]}
     assert {event.status_after for event in events} == {"healthy"}
 
 
