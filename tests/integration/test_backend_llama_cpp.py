@@ -281,28 +281,30 @@ async def test_what_cannot_be_honoured_is_refused(engine: Engine, request_: Any,
 async def test_two_requests_take_turns_and_a_third_one_waits(engine: Engine) -> None:
     """Two slots: their tokens come in turn; the third is answered too."""
     order: list[int] = []
-    ended: list[int] = []
 
     async def read(number: int) -> None:
         async for _ in engine.begin(prompt(f"Story {number}:", IgnoreEOS=True)):
             order.append(number)
-        ended.append(len(order))
 
     await asyncio.gather(*(read(number) for number in (1, 2, 3)))
     waited = order[-1]
     one, other = {1, 2, 3} - {waited}
-    assert order.index(waited) > min(ended), "the third one waited for a slot"
-    assert order.index(one) < len(order) - 1 - order[::-1].index(other)
-    assert order.index(other) < len(order) - 1 - order[::-1].index(one)
+    last = {number: len(order) - 1 - order[::-1].index(number) for number in (one, other)}
+    # On a busy machine its first pieces may be read before the last ones of the one that it waited for.
+    early = order[: min(last.values())].count(waited)
+    assert early < order.count(waited) / 2, "the third one waited for a slot"
+    assert order.index(one) < last[other]
+    assert order.index(other) < last[one]
 
 
 async def test_a_cancelled_stream_ends_its_work(engine: Engine) -> None:
-    """Once tokens flow the work ends within a second, and the slot is free."""
+    """Once tokens flow the work ends long before its 900 tokens, and the slot is free."""
     call = engine.begin(prompt("Once upon", tokens=900, IgnoreEOS=True))
     await anext(aiter(call))
     assert await engine.running() == 1
     call.cancel()
-    assert await clock.wait_until(engine.idle, timeout=1.0, every=0.02)
+    # A machine that is busy with something else writes the 900 more slowly too.
+    assert await clock.wait_until(engine.idle, timeout=3.0, every=0.02)
 
 
 async def test_a_cancelled_prompt_ends_with_its_batch(engine: Engine) -> None:
