@@ -39,7 +39,12 @@ def plant(nodes: int) -> None:
         free = [chance.randrange(EACH) for _ in range(GPUS)]
         row.available_vram, row.total_vram, row.vram_read_at = sum(free), GPUS * EACH, now
         row.total_disk, row.available_disk, row.max_replicas_per_model = 2**41, 2**40, 4
-    columns = ["available_vram", "total_vram", "vram_read_at", "total_disk", "available_disk"]
+        row.gpus = [
+            {"index": index, "uuid": f"GPU-{index}", "name": "L4", "total_vram": EACH, "free_vram": left,
+             "utilization": None}
+            for index, left in enumerate(free)
+        ]  # fmt: skip
+    columns = ["available_vram", "total_vram", "vram_read_at", "total_disk", "available_disk", "gpus"]
     BackendNode.objects.bulk_update(rows, [*columns, "max_replicas_per_model"], batch_size=500)
     NodeModel.objects.bulk_create(
         NodeModel(

@@ -2,24 +2,49 @@
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from playwright.sync_api import expect
 
-from localai_cluster import clock
 from tests.browser.fleet import Fleet
 from tests.browser.screen import Screen
 from tests.conftest import eventually
 
 _REPLICA = """
-INSERT INTO node_models (id, node_id, model_name, replica_index, address, state, in_flight, last_used,
-  loading_by, backend_type, model_options, config_revision, effective_options_hash, cleanup_error,
-  cleanup_attempts, created_at, updated_at)
-VALUES (gen_random_uuid(), %s, 'busy-model', 0, '127.0.0.1:1', 'loaded', 3, %s, '', 'echo', '{}', '', '',
-  '', 0, %s, %s)
-RETURNING id
+WITH process AS (
+    INSERT INTO web_processes (id, host, pid, started_at, seen_at, hearing_since, version)
+    VALUES (gen_random_uuid(), 'a-test', 1, now(), now() + interval '1 day', now(), '') RETURNING id
+), replica AS (
+    INSERT INTO node_models (id, node_id, model_name, replica_index, address, state, in_flight, last_used,
+      loading_by, backend_type, model_options, config_revision, effective_options_hash, cleanup_error,
+      cleanup_attempts, created_at, updated_at)
+    VALUES (gen_random_uuid(), %s, 'busy-model', 0, '127.0.0.1:1', 'loaded', 3, now(), '', %s, '{}', '', '',
+      '', 0, now(), now()) RETURNING id
+), uses AS (
+    INSERT INTO replica_uses (process_id, replica_id, count)
+    SELECT process.id, replica.id, 3 FROM process, replica
+)
+SELECT replica.id, process.id FROM replica, process
 """
-_RUNNING = "UPDATE node_models SET in_flight = %s WHERE id = %s RETURNING id"
+"""A replica with three requests in flight, and the web process that carries them: a count that no process
+carries is put right by the next recount."""
+_RUNNING = """
+WITH uses AS (UPDATE replica_uses SET count = %s WHERE replica_id = %s RETURNING count, replica_id)
+UPDATE node_models SET in_flight = uses.count FROM uses WHERE id = uses.replica_id RETURNING id
+"""
+
+
+@contextmanager
+def busy_replica(fleet: Fleet, node: str, backend: str = "echo") -> Iterator[str]:
+    """The id of a replica of `busy-model` with three requests in flight; it is gone afterwards."""
+    ((replica, process),) = fleet.cluster.rows(_REPLICA, fleet.id(node), backend)
+    try:
+        yield str(replica)
+    finally:
+        fleet.cluster.rows("DELETE FROM node_models WHERE id = %s RETURNING id", replica)
+        fleet.cluster.rows("DELETE FROM replica_uses WHERE process_id = %s RETURNING id", process)
+        fleet.cluster.rows("DELETE FROM web_processes WHERE id = %s RETURNING id", process)
 
 
 @pytest.fixture
@@ -33,9 +58,8 @@ def leaver(fleet: Fleet) -> str:
 @pytest.fixture
 def busy(fleet: Fleet) -> Iterator[str]:
     """The id of a replica on `fine` with three requests in flight."""
-    ((replica,),) = fleet.cluster.rows(_REPLICA, fleet.id("fine"), *(clock.now(),) * 3)
-    yield str(replica)
-    fleet.cluster.rows("DELETE FROM node_models WHERE id = %s RETURNING id", replica)
+    with busy_replica(fleet, "fine") as replica:
+        yield replica
     fleet.resume_all()
 
 
@@ -151,13 +175,18 @@ def test_a_replica_is_unloaded_from_its_row_and_shown_while_it_leaves(
     expect(row).to_have_count(0)
 
 
-@pytest.mark.rule("UI-4.10", "UI-4.11", "A39", "A52")
-def test_a_backend_is_upgraded_and_deleted_from_its_row(screen: Screen, settled: Fleet) -> None:
+@pytest.fixture
+def renewed(settled: Fleet) -> Iterator[Fleet]:
+    """The cluster with the backend `renewed` on `slow`, and a busy replica that runs on it."""
     job = settled.install("slow", "renewed")
     eventually(lambda: settled.ended(job), what="renewed is installed")
-    replica = _REPLICA.replace("'echo'", "'renewed'")
-    settled.cluster.rows(replica, settled.id("slow"), *(clock.now(),) * 3)
-    page = screen.go(f"/app/nodes/{settled.id('slow')}")
+    with busy_replica(settled, "slow", "renewed"):
+        yield settled
+
+
+@pytest.mark.rule("UI-4.10", "UI-4.11", "A39", "A52")
+def test_a_backend_is_upgraded_and_deleted_from_its_row(screen: Screen, renewed: Fleet) -> None:
+    page = screen.go(f"/app/nodes/{renewed.id('slow')}")
     panel = page.get_by_role("region", name="Installed backends")
     row = panel.get_by_role("row").filter(has=page.get_by_role("rowheader", name="renewed"))
     row.get_by_role("button", name="Upgrade renewed").click()
@@ -181,7 +210,7 @@ def test_a_backend_is_upgraded_and_deleted_from_its_row(screen: Screen, settled:
     # While the question is open, nothing behind it has a role.
     expect(question).to_have_count(0)
     expect(row).to_have_count(0)
-    left = settled.get(f"/api/nodes/{settled.id('slow')}/backends").json()
+    left = renewed.get(f"/api/nodes/{renewed.id('slow')}/backends").json()
     assert "renewed" not in [backend["name"] for backend in left]
 
 
