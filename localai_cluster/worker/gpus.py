@@ -246,7 +246,7 @@ def visible_gpus(ids: Sequence[str]) -> dict[str, str]:
 
 
 def _in_thread(work: Callable[[], list[Gpu]]) -> "Future[list[Gpu]]":
-    """Runs it in a thread that the end of this process does not wait for: it may hang for ever."""
+    """Runs it in a thread that this process does not wait for when it ends: the call may never return."""
     future: Future[list[Gpu]] = Future()
     future.set_running_or_notify_cancel()
 

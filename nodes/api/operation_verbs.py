@@ -113,7 +113,7 @@ class PauseView(APIView):
 
     @_verb("pause", "Pause an operation")
     def post(self, request: Request, job_id: str) -> Response:
-        """Refused for every operation: none can go on later from where it stood (O59)."""
+        """Refused for every operation: none can resume from where it stopped (O59)."""
         operation = found(job_id)
         raise errors.Conflict(
             f"{operation.kind} cannot be paused; cancel it and ask again later", field="status"

@@ -14,7 +14,7 @@ from nodes.inference.openai_bodies import MOST_CHOICES, SamplingBody, Text, Whol
 from nodes.inference.openai_events import DONE, event, failed
 
 DEFAULT_TOKENS = 16
-"""How long an answer gets if nobody says so, as OpenAI documents."""
+"""Tokens of an answer when the request sets no limit, as OpenAI documents."""
 
 Tokens = Annotated[list[Whole], msgspec.Meta(min_length=1)]
 Prompts = Annotated[list[Text | Whole | Tokens], msgspec.Meta(min_length=1)]

@@ -1,4 +1,4 @@
-"""A fleet whose nodes change one by one, and their order for the questions that were asked before. Pure.
+"""A fleet whose nodes change one at a time, with their ranking kept for each kind of request. Pure.
 
 `choose` looks at every node for every decision. Here each node is judged by the same functions, but again
 only after it has changed: a `Standing` keeps the nodes that one need and one selector refuse, with the

@@ -11,7 +11,7 @@ from typing import Any
 
 _GIB = 2**30
 _MANAGED = (512, 2048)
-"""Batches that nobody chose for a reason; another one stays."""
+"""Default batch sizes, which may be raised; any other value was chosen and stays."""
 _CONTEXT = 4096
 _SCRATCH = 1536 * 16
 """Bytes a token of context that the larger batch allocates."""

@@ -68,19 +68,9 @@ def reserve(
         index = lowest_free(set(rows.values_list("replica_index", flat=True)), node.max_replicas_per_model)
         if index is None:
             return NoSlot(Reason.FULL)
-        if room is not None and not eviction.still_victims(model_name, room.victims, now=now):
-            return NoSlot("what should make room there is in use again or kept by its rule")
-        # Under the node's lock no other load counts on the same bytes: each reserves what it takes.
-        soon = [] if room is None else eviction.about_to_stop(view.id, now=now)
-        if room is not None and room.victims:
-            if vram.fits(node, need, soon=soon):
-                return NoSlot("another load has made room there meanwhile")
-            soon = [*soon, *room.victims]
-        memory = vram.take(node, need, now=now, soon=soon) if need.vram > 0 else vram.Taken({})
-        if memory is None:
-            return NoSlot(Reason.GPUS if node.gpus else Reason.MEMORY)
-        if room is not None:
-            eviction.take_out(room.victims, now=now)
+        memory = _memory(node, need, model_name, room, now)
+        if isinstance(memory, NoSlot):
+            return memory
         row = NodeModel.objects.create(
             node_id=view.id,
             model_name=model_name,
@@ -96,6 +86,30 @@ def reserve(
         if why is not None:
             reasons.record(why.at_index(index), now=now, victims=room.victims if room is not None else ())
     return Slot(row.id, view.id, view.name, index, memory.gpus)
+
+
+def _memory(
+    node: BackendNode, need: Need, model_name: str, room: Eviction | None, now: datetime
+) -> vram.Taken | NoSlot:
+    """The memory of the locked node that the load takes; the victims of `room` have left the picks then.
+
+    Under the node's lock no other load counts on the same bytes: each reserves what it takes.
+    """
+    soon = []
+    if room is not None:
+        if not eviction.still_victims(model_name, room.victims, now=now):
+            return NoSlot("what should make room there is in use again or kept by its rule")
+        soon = eviction.about_to_stop(node.pk, now=now)
+    if room is not None and room.victims:
+        if vram.fits(node, need, soon=soon):
+            return NoSlot("another load has made room there meanwhile")
+        soon = [*soon, *room.victims]
+    memory = vram.take(node, need, now=now, soon=soon) if need.vram > 0 else vram.Taken({})
+    if memory is None:
+        return NoSlot(Reason.GPUS if node.gpus else Reason.MEMORY)
+    if room is not None:
+        eviction.take_out(room.victims, now=now)
+    return memory
 
 
 def still_reserved(slot: Slot, *, mark: str) -> bool:

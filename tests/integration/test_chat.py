@@ -376,9 +376,13 @@ def test_a_slow_reader_costs_bounded_memory() -> None:
         async with asked(application, CHAT, ASK | {"stream": True}) as (answer, _work):
             answer.reading.clear()
             seen = -1
-            while engine.sent > seen:
-                seen = engine.sent
-                await asyncio.sleep(0.3)
+
+            async def held() -> bool:
+                nonlocal seen
+                before, seen = seen, engine.sent
+                return seen == before
+
+            assert await clock.wait_until(held, timeout=60, every=0.3)
             assert 0 < seen < 4000
             answer.reading.set()
             assert await clock.wait_until(lambda: _is(engine.sent > seen), timeout=60, every=0.01)

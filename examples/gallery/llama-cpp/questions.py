@@ -1,6 +1,6 @@
 """A request of the contract (`PredictOptions`), as a request to llama.cpp. Pure: nothing here runs a model.
 
-`of` is the way in. A zero is "not said" only where zero could not be meant (see README.md for every field).
+Start reading at `of`. A zero counts as "not set" unless zero is a meaningful value (README.md: every field).
 Tools go to the model's own template if that has a place for them; if not, the model answers in words.
 llama.cpp does not make sure that a forced tool is called, so this module does: a system message shows the
 tools, and the answer is bound to the schema of the tool's arguments.
@@ -80,7 +80,7 @@ def _sampling(options: pb.PredictOptions) -> Body:
         "stream": True,
         "stream_options": {"include_usage": True},
         "timings_per_token": True,
-        # A message for every batch of the prompt: the moments at which a cancelled request can end.
+        # A message after every batch of the prompt: a cancelled request can end only there.
         "return_progress": True,
         "max_tokens": options.Tokens if options.Tokens > 0 else -1,
         "temperature": options.Temperature,

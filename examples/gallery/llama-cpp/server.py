@@ -34,7 +34,7 @@ class LlamaCpp(Engine):
 
         wanted = pb.ModelOptions()
         wanted.CopyFrom(options)
-        # Drawn for every load by those who send one; requests bring their own.
+        # LocalAI draws a seed for every load, and requests bring their own: it makes no other model.
         wanted.ClearField("Seed")
         if self.model is not None and self.loaded_with == wanted.SerializeToString(deterministic=True):
             return
