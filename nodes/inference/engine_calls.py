@@ -14,11 +14,14 @@ from localai_cluster.errors import InvalidInput
 from localai_cluster.rpc.errors import Rejected
 from localai_cluster.rpc.messages import Message, PredictOptions, Reply
 from nodes.definitions.files import Definition
+from nodes.inference import gbnf
 from nodes.inference.generation import Conversation, Prompt, Sampling, TextDelta, ToolPiece, Usage
 
 CACHED_TOKENS = "localai-cached-tokens"
 FINISH_REASON = "localai-finish-reason"
 """Trailing metadata by which an engine may say how much of a prompt it remembered, and why it ended."""
+SCHEMA = "json_schema"
+"""Metadata of a request: the schema of which `Grammar` was made, for an engine that reads schemas itself."""
 _DEFAULTS: Mapping[str, float | int] = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "typical_p": 1.0}
 """What the reference sends when neither the request nor the definition says anything."""
 _NUMBERS = {
@@ -37,6 +40,7 @@ _ANY_SEED = -1
 """As the reference has it, in definitions and in requests."""
 _ASKED_AS = {
     "Grammar": "response_format",
+    "json_schema": "response_format",
     "Images": "messages",
     "Audios": "messages",
     "Messages": "messages",
@@ -65,7 +69,6 @@ def sampling_options(
         CorrelationId=request_id,
         StopPrompts=dict.fromkeys((*sampling.stop, *definition.answering.stop)),
         IgnoreEOS=sampling.ignore_eos,
-        Grammar=sampling.grammar,
         Logprobs=int(sampling.logprobs),
         TopLogprobs=sampling.top_logprobs,
         LogitBias=orjson.dumps(dict(sampling.logit_bias)).decode() if sampling.logit_bias else "",
@@ -76,6 +79,10 @@ def sampling_options(
         MMap=True,
         PromptCacheAll=True,
     )
+    options.Grammar = sampling.grammar
+    if sampling.grammar.startswith("{"):
+        options.Grammar = gbnf.of(orjson.loads(sampling.grammar))
+        options.Metadata[SCHEMA] = sampling.grammar
     for name, field in _NUMBERS.items():
         asked = getattr(sampling, name, None)
         value = defaults.get(name) if asked is None else asked

@@ -59,7 +59,7 @@ class Sampling:
     logit_bias: Mapping[str, float] = field(default_factory=dict)
     ignore_eos: bool = False
     grammar: str = ""
-    """GBNF, or a JSON schema."""
+    """GBNF, or a JSON schema, which begins with `{`."""
     logprobs: bool = False
     top_logprobs: int = 0
 

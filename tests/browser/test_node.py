@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import pytest
 from playwright.sync_api import expect
 
+from localai_cluster import clock
 from tests.browser.fleet import Fleet
 from tests.browser.screen import Screen
 from tests.conftest import eventually
@@ -14,13 +15,13 @@ from tests.conftest import eventually
 _REPLICA = """
 WITH process AS (
     INSERT INTO web_processes (id, host, pid, started_at, seen_at, hearing_since, version)
-    VALUES (gen_random_uuid(), 'a-test', 1, now(), now() + interval '1 day', now(), '') RETURNING id
+    VALUES (gen_random_uuid(), 'a-test', 1, %(now)s, %(now)s + interval '1 day', %(now)s, '') RETURNING id
 ), replica AS (
     INSERT INTO node_models (id, node_id, model_name, replica_index, address, state, in_flight, last_used,
       loading_by, backend_type, model_options, config_revision, effective_options_hash, cleanup_error,
       cleanup_attempts, created_at, updated_at)
-    VALUES (gen_random_uuid(), %s, 'busy-model', 0, '127.0.0.1:1', 'loaded', 3, now(), '', %s, '{}', '', '',
-      '', 0, now(), now()) RETURNING id
+    VALUES (gen_random_uuid(), %(node)s, 'busy-model', 0, '127.0.0.1:1', 'loaded', 3, %(now)s, '',
+      %(backend)s, '{}', '', '', '', 0, %(now)s, %(now)s) RETURNING id
 ), uses AS (
     INSERT INTO replica_uses (process_id, replica_id, count)
     SELECT process.id, replica.id, 3 FROM process, replica
@@ -38,7 +39,8 @@ UPDATE node_models SET in_flight = uses.count FROM uses WHERE id = uses.replica_
 @contextmanager
 def busy_replica(fleet: Fleet, node: str, backend: str = "echo") -> Iterator[str]:
     """The id of a replica of `busy-model` with three requests in flight; it is gone afterwards."""
-    ((replica, process),) = fleet.cluster.rows(_REPLICA, fleet.id(node), backend)
+    planted = fleet.cluster.rows(_REPLICA, node=fleet.id(node), backend=backend, now=clock.now())
+    ((replica, process),) = planted
     try:
         yield str(replica)
     finally:

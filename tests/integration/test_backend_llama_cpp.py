@@ -15,6 +15,7 @@ import pytest_asyncio
 from localai_cluster import clock
 from localai_cluster.rpc.generated import backend_pb2 as pb
 from localai_cluster.rpc.generated.backend_pb2_grpc import BackendStub
+from nodes.inference import gbnf
 from tests.support.backends import ROOT, TOKEN, gallery, running_backend
 
 MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -171,9 +172,17 @@ async def test_seed_stop_and_bias(engine: Engine) -> None:
 
 
 async def test_a_schema_and_a_grammar_bind_the_answer(engine: Engine) -> None:
-    """Grammar is GBNF, or a JSON schema; both for messages and for a prompt."""
+    """Grammar is GBNF, or a JSON schema; both for messages and for a prompt. A schema of a request comes as
+    GBNF too, for engines that read nothing else."""
     schema = json.dumps(CITY)
-    for request in (chat(tokens=40, Grammar=schema), prompt("The city is", tokens=40, Grammar=schema)):
+    made = gbnf.of(CITY)
+    both = {"Grammar": made, "Metadata": {"json_schema": schema}}
+    for request in (
+        chat(tokens=40, Grammar=schema),
+        prompt("The city is", tokens=40, Grammar=schema),
+        chat(tokens=40, Grammar=made),
+        prompt("The city is", tokens=40, **both),
+    ):
         answer, trailing = await engine.said(request)
         assert set(json.loads(answer.message)) == {"city"}
         assert trailing["localai-finish-reason"] == "stop"

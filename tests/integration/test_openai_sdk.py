@@ -143,7 +143,8 @@ async def _structured(client: openai.AsyncOpenAI, engine: Scripted) -> None:
     engine.script = words('{"name": "Rome", "people": 3}')
     answer = await client.chat.completions.parse(model="m", messages=MESSAGES, response_format=City)
     assert answer.choices[0].message.parsed == City(name="Rome", people=3)
-    assert json.loads(engine.asked[-1].Grammar)["required"] == ["name", "people"]
+    assert json.loads(engine.asked[-1].Metadata["json_schema"])["required"] == ["name", "people"]
+    assert "root ::= " in engine.asked[-1].Grammar
 
 
 async def _rest(client: openai.AsyncOpenAI, engine: Scripted) -> None:

@@ -233,10 +233,10 @@ class Cluster:
         """One embeddings request as admin."""
         return self.post(web, "/v1/embeddings", {"model": model, "input": text}, timeout=timeout)
 
-    def rows(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+    def rows(self, query: str, *values: Any, **named: Any) -> list[tuple[Any, ...]]:
         """What the database says; for oracles that no interface shows."""
         with psycopg.connect(self.postgres.url) as link:
-            return link.execute(query, values).fetchall()
+            return link.execute(query, named or values).fetchall()
 
     def stop(self) -> None:
         """Stops everything, newest first."""

@@ -65,8 +65,8 @@ def of(options: pb.PredictOptions, facts: Facts) -> Question:
         raise Invalid("media need messages and the model's own template")
     else:
         body["prompt"] = options.Prompt
-    if options.Grammar and not forced:
-        body["grammar"] = _grammar(options.Grammar)
+    if not forced and (grammar := options.Metadata.get("json_schema") or options.Grammar):
+        body["grammar"] = _grammar(grammar)
     return Question(body, chat, options.TopLogprobs if chat else body.get("logprobs", 0), forced)
 
 

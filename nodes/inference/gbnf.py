@@ -1,0 +1,339 @@
+"""From a JSON schema to GBNF, the grammars of llama.cpp, which engines read in `Grammar`. Pure.
+
+Start reading at `of`. Every answer that follows the grammar is JSON of the schema's shape: types, properties
+in the schema's order, lists and their lengths, values to choose from, references, texts of a known form. What
+takes a grammar too many words is left out: bounds of numbers (but the sign), `pattern`, `not`, `uniqueItems`.
+An engine that knows better finds the schema beside the grammar.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from localai_cluster.errors import InvalidInput
+
+MOST_REPEATS = 1000
+"""A larger bound counts as none: llama.cpp refuses a grammar that repeats a thing more often."""
+MOST_STEPS = 20_000
+"""Parts of a schema, each counted as often as choices beside it repeat it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Exactly this."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chars:
+    """One of these characters, written as the inside of a class, as `a-z`."""
+
+    members: str
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """What the rule of this name says."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class All:
+    """One after the other."""
+
+    parts: tuple["Grammar", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Any_:
+    """One of them."""
+
+    options: tuple["Grammar", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Many:
+    """At least `least` and at most `most` of them; None: without end."""
+
+    part: "Grammar"
+    least: int = 0
+    most: int | None = None
+
+
+Grammar = Text | Chars | Named | All | Any_ | Many
+
+_HEX = Chars("0-9a-fA-F")
+_DIGIT = Chars("0-9")
+_SPACE = Named("space")
+_COMMA = All((Text(","), _SPACE))
+_NOTHING = Text("")
+
+
+def _digits(count: int) -> Grammar:
+    return Many(_DIGIT, count, count)
+
+
+def _quoted(*parts: Grammar) -> Grammar:
+    return All((Text('"'), *parts, Text('"')))
+
+
+def _optional(part: Grammar) -> Grammar:
+    return Many(part, 0, 1)
+
+
+def _enclosed(opening: str, inside: Grammar, closing: str) -> Grammar:
+    return All((Text(opening), _SPACE, inside, _SPACE, Text(closing)))
+
+
+def _listed(item: Grammar, least: int, most: int | None) -> Grammar:
+    """Items with commas between them."""
+    if most == 0:
+        return _NOTHING
+    most = None if most is None else max(most, least)
+    more = All((item, Many(All((_COMMA, item)), max(least - 1, 0), None if most is None else most - 1)))
+    return more if least else _optional(more)
+
+
+_DATE = (_digits(4), Text("-"), Chars("01"), _DIGIT, Text("-"), Chars("0-3"), _DIGIT)
+_ZONE = Any_((Text("Z"), All((Chars("-+"), Chars("0-2"), _DIGIT, Text(":"), Chars("0-5"), _DIGIT))))
+_TIME = (
+    *(Chars("0-2"), _DIGIT, Text(":"), Chars("0-5"), _DIGIT, Text(":"), Chars("0-5"), _DIGIT),
+    *(_optional(All((Text("."), Many(_DIGIT, 1, 9)))), _ZONE),
+)
+_UUID = (
+    *(part for count in (8, 4, 4, 4) for part in (Many(_HEX, count, count), Text("-"))),
+    Many(_HEX, 12, 12),
+)
+_FORMATS: Mapping[str, Grammar] = {
+    "date": _quoted(*_DATE),
+    "time": _quoted(*_TIME),
+    "date-time": _quoted(*_DATE, Text("T"), *_TIME),
+    "uuid": _quoted(*_UUID),
+}
+_WHOLE = Any_((Text("0"), All((Chars("1-9"), Many(_DIGIT, 0, 15)))))
+_PLAIN: Mapping[str, Grammar] = {
+    # Few of them: free to write spaces, a small model may write nothing else until its tokens are spent.
+    "space": _optional(Any_((Text(" "), All((Text("\n"), Many(Text(" "), 0, 16)))))),
+    "character": Any_(
+        (
+            Chars('^"\\\\\\x00-\\x1F\\x7F'),
+            All((Text("\\"), Any_((Chars('"\\\\/bfnrt'), All((Text("u"), Many(_HEX, 4, 4))))))),
+        )
+    ),
+    "string": _quoted(Many(Named("character"))),
+    "whole": _WHOLE,
+    "integer": All((_optional(Text("-")), Named("whole"))),
+    "fraction": All(
+        (
+            _optional(All((Text("."), Many(_DIGIT, 1, 16)))),
+            _optional(All((Chars("eE"), _optional(Chars("-+")), Many(_DIGIT, 1, 3)))),
+        )
+    ),
+    "number": All((Named("integer"), Named("fraction"))),
+    "boolean": Any_((Text("true"), Text("false"))),
+    "null": Text("null"),
+    "member": All((Named("string"), Text(":"), _SPACE, Named("value"))),
+    "object": _enclosed("{", _listed(Named("member"), 0, None), "}"),
+    "array": _enclosed("[", _listed(Named("value"), 0, None), "]"),
+    "value": Any_(tuple(map(Named, ("object", "array", "string", "number", "boolean", "null")))),
+}
+_OF_OBJECTS = ("properties", "required", "additionalProperties")
+_OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems")
+
+
+def of(schema: Mapping[str, Any]) -> str:
+    """The grammar's text; its rule `root` is what the schema describes, which `schemas.check` has passed."""
+    return "\n".join(f"{name} ::= {_written(part)}" for name, part in rules(schema).items())
+
+
+def rules(schema: Mapping[str, Any]) -> dict[str, Grammar]:
+    """The rules by name; raises InvalidInput if there would be too many."""
+    made = _Rules(schema)
+    made.add("root", made.of(schema))
+    return made.rules
+
+
+class _Rules:
+    """The rules that the parts of one schema need."""
+
+    def __init__(self, schema: Mapping[str, Any]) -> None:
+        self._schema = schema
+        self.rules = dict(_PLAIN)
+        self._references: dict[str, Named] = {}
+        self._steps = 0
+
+    def add(self, name: str, part: Grammar) -> Named:
+        self.rules[name] = part
+        return Named(name)
+
+    def _named(self, part: Grammar) -> Named:
+        return self.add(f"r{len(self.rules)}", part)
+
+    def of(self, part: Any) -> Grammar:
+        """What a schema, or a part of one, describes; anything where it is not to be understood."""
+        self._steps += 1
+        if self._steps > MOST_STEPS:
+            raise InvalidInput(
+                "response_format: the schema combines too many choices", field="response_format"
+            )
+        if not isinstance(part, Mapping):
+            return Named("value")
+        if isinstance(part.get("$ref"), str):
+            return self._referred(part["$ref"])
+        for name in ("anyOf", "oneOf"):
+            if isinstance(part.get(name), list) and part[name]:
+                rest = {key: value for key, value in part.items() if key != name}
+                return Any_(tuple(self.of(self._both((rest, option))) for option in part[name]))
+        if isinstance(part.get("allOf"), list):
+            rest = {key: value for key, value in part.items() if key != "allOf"}
+            return self.of(self._both((rest, *part["allOf"])))
+        if "const" in part:
+            return Text(_json(part["const"]))
+        if isinstance(part.get("enum"), list) and part["enum"]:
+            return Any_(tuple(Text(_json(value)) for value in part["enum"]))
+        return self._of_type(part, part.get("type"))
+
+    def _of_type(self, part: Mapping[str, Any], kind: Any) -> Grammar:
+        if isinstance(kind, list) and kind:
+            return Any_(tuple(self._of_type(part, one) for one in kind))
+        if kind == "object" or (kind is None and any(name in part for name in _OF_OBJECTS)):
+            return self._object(part)
+        if kind == "array" or (kind is None and any(name in part for name in _OF_ARRAYS)):
+            return self._array(part)
+        if kind == "string":
+            return _text(part)
+        if kind in ("integer", "number") and _at_least_zero(part):
+            return Named("whole") if kind == "integer" else All((Named("whole"), Named("fraction")))
+        return Named(kind if kind in ("integer", "number", "boolean", "null") else "value")
+
+    def _referred(self, reference: str) -> Named:
+        if reference not in self._references:
+            rule = self._references[reference] = self._named(_NOTHING)
+            self.add(rule.name, self.of(self._found(reference)))
+        return self._references[reference]
+
+    def _found(self, reference: str) -> Any:
+        found: Any = self._schema
+        for name in reference.removeprefix("#").split("/")[1:]:
+            name = name.replace("~1", "/").replace("~0", "~")
+            found = found.get(name) if isinstance(found, Mapping) else None
+        return found
+
+    def _both(self, parts: Iterable[Any]) -> Mapping[str, Any]:
+        """One schema that says what all of them say, as far as they do not contradict each other."""
+        both: dict[str, Any] = {}
+        for part in parts:
+            if isinstance(part, Mapping) and isinstance(part.get("$ref"), str) and both:
+                part = self._found(part["$ref"])
+            if not isinstance(part, Mapping):
+                continue
+            joined = {**both, **part}
+            if isinstance(both.get("properties"), Mapping) and isinstance(part.get("properties"), Mapping):
+                joined["properties"] = {**both["properties"], **part["properties"]}
+            if isinstance(both.get("required"), list) and isinstance(part.get("required"), list):
+                joined["required"] = [*both["required"], *part["required"]]
+            both = joined
+        return both
+
+    def _object(self, part: Mapping[str, Any]) -> Grammar:
+        properties = part.get("properties")
+        required = part.get("required")
+        listed = properties if isinstance(properties, Mapping) else {}
+        needed = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+        known = {**listed, **dict.fromkeys(sorted(needed - listed.keys()), True)}
+        extra = part.get("additionalProperties", not known)
+        members = [
+            (name in needed, All((Text(_json(str(name))), Text(":"), _SPACE, self.of(value))))
+            for name, value in known.items()
+            if value is not False
+        ]
+        others = None
+        if extra is not False:
+            others = self._named(All((Named("string"), Text(":"), _SPACE, self.of(extra))))
+        return _enclosed("{", self._members(members, others), "}")
+
+    def _members(self, members: Sequence[tuple[bool, Grammar]], others: Named | None) -> Grammar:
+        """From the last to the first: what may follow with a member before it, and with none."""
+        begun: Grammar = Many(All((_COMMA, others))) if others else _NOTHING
+        fresh: Grammar = _listed(others, 0, None) if others else _NOTHING
+        for needed, member in reversed(members):
+            here = self._named(member)
+            # Rules of their own: written out, what follows would double with each that may be left out.
+            follows = self._named(begun)
+            after, first = All((_COMMA, here, follows)), All((here, follows))
+            if needed:
+                begun, fresh = after, first
+            else:
+                begun, fresh = Any_((after, follows)), Any_((first, self._named(fresh)))
+        return fresh
+
+    def _array(self, part: Mapping[str, Any]) -> Grammar:
+        firsts = part.get("prefixItems")
+        items = part.get("items", True)
+        least, most = _bound(part.get("minItems")) or 0, _bound(part.get("maxItems"))
+        if isinstance(firsts, list) and firsts:
+            exact = [item for one in firsts for item in (_COMMA, self.of(one))][1:]
+            more = max(least - len(firsts), 0)
+            rest = _NOTHING if items is False else Many(All((_COMMA, self._named(self.of(items)))), more)
+            return _enclosed("[", All((*exact, rest)), "]")
+        if items is False:
+            return _enclosed("[", _NOTHING, "]")
+        return _enclosed("[", _listed(self._named(self.of(items)), least, most), "]")
+
+
+def _text(part: Mapping[str, Any]) -> Grammar:
+    known = part.get("format")
+    if isinstance(known, str) and known in _FORMATS:
+        return _FORMATS[known]
+    least, most = _bound(part.get("minLength")) or 0, _bound(part.get("maxLength"))
+    if not least and most is None:
+        return Named("string")
+    return _quoted(Many(Named("character"), least, None if most is None else max(most, least)))
+
+
+def _at_least_zero(part: Mapping[str, Any]) -> bool:
+    bounds = (part.get("minimum"), part.get("exclusiveMinimum"))
+    return any(
+        isinstance(bound, int | float) and not isinstance(bound, bool) and bound >= 0 for bound in bounds
+    )
+
+
+def _bound(value: Any) -> int | None:
+    known = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_REPEATS
+    return value if known else None
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(", ", ": "))
+
+
+_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"})
+
+
+def _written(part: Grammar) -> str:
+    match part:
+        case Text(text):
+            return f'"{text.translate(_ESCAPES)}"'
+        case Chars(members):
+            return f"[{members}]"
+        case Named(name):
+            return name
+        case All(parts):
+            return " ".join(map(_inner, parts)) or '""'
+        case Any_(options):
+            return " | ".join(map(_inner, options))
+        case Many(inside, least, most):
+            return f"{_inner(inside)}{_times(least, most)}"
+
+
+def _inner(part: Grammar) -> str:
+    return f"({_written(part)})" if isinstance(part, All | Any_) else _written(part)
+
+
+def _times(least: int, most: int | None) -> str:
+    if most is None:
+        return "*" if least == 0 else f"{{{least},}}"
+    return "?" if (least, most) == (0, 1) else f"{{{least},{most}}}"

@@ -1,0 +1,218 @@
+"""JSON schemas as grammars: an answer that follows the grammar follows the schema."""
+
+import json
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localai_cluster.errors import InvalidInput
+from nodes.inference import gbnf
+from nodes.inference.gbnf import All, Any_, Chars, Grammar, Many, Named, Text
+
+SIMPLE: st.SearchStrategy[dict[str, Any]] = st.one_of(
+    st.sampled_from(
+        [
+            {"type": "string"},
+            {"type": "string", "minLength": 2, "maxLength": 4},
+            {"type": "string", "format": "uuid"},
+            {"type": "integer"},
+            {"type": "integer", "minimum": 0},
+            {"type": "number"},
+            {"type": "number", "minimum": 0},
+            {"type": "boolean"},
+            {"type": "null"},
+            {"type": ["string", "null"]},
+            {"type": "object"},
+            {},
+            {"const": 'a "quoted"\\\n\u00e9'},
+        ]
+    ),
+    st.lists(
+        st.one_of(st.text(max_size=5), st.integers(), st.booleans(), st.none()), min_size=1, max_size=3
+    ).map(lambda values: {"enum": values}),
+)
+
+
+def objects(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    def made(properties: dict[str, Any], needed: list[bool], extra: Any) -> dict[str, Any]:
+        required = [name for name, must in zip(properties, needed, strict=False) if must]
+        return {"type": "object", "properties": properties, "required": required, **extra}
+
+    extras = st.sampled_from([{}, {"additionalProperties": False}])
+    names = st.text(max_size=4)
+    return st.builds(
+        made, st.dictionaries(names, inner, max_size=4), st.lists(st.booleans(), min_size=4), extras
+    )
+
+
+def lists(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    bounds = st.sampled_from([{}, {"minItems": 1}, {"maxItems": 0}, {"minItems": 2, "maxItems": 3}])
+    return st.builds(lambda items, bound: {"type": "array", "items": items, **bound}, inner, bounds)
+
+
+SCHEMAS = st.recursive(
+    SIMPLE,
+    lambda inner: st.one_of(
+        objects(inner),
+        lists(inner),
+        st.lists(inner, min_size=1, max_size=3).map(lambda some: {"anyOf": some}),
+    ),
+    max_leaves=6,
+)
+
+
+class Speaker:
+    """Says something that a grammar allows, drawn by chance."""
+
+    def __init__(self, rules: Mapping[str, Grammar], seed: int) -> None:
+        self._rules = rules
+        self._chance = random.Random(seed)
+
+    def says(self, part: Grammar, depth: int = 0) -> str:
+        match part:
+            case Text(text):
+                return text
+            case Chars(members):
+                return self._one_of(members)
+            case Named(name):
+                return self.says(self._rules[name], depth + 1)
+            case All(parts):
+                return "".join(self.says(one, depth) for one in parts)
+            case Any_(options):
+                # Deep inside, what comes last among the values is the shortest.
+                return self.says(options[-1] if depth > 40 else self._chance.choice(options), depth)
+            case Many(inside, least, most):
+                most = least + 2 if most is None else min(most, least + 2)
+                count = least if depth > 40 else self._chance.randint(least, most)
+                return "".join(self.says(inside, depth) for _ in range(count))
+
+    def _one_of(self, members: str) -> str:
+        if members.startswith("^"):
+            return self._chance.choice("aZ \u00e9/{[")
+        plain = members.replace("\\\\", "\\")
+        if len(plain) > 2 and plain[1] == "-":
+            first, last = plain[0], plain[2]
+            return chr(self._chance.randint(ord(first), ord(last)))
+        return self._chance.choice(plain)
+
+
+class Hearer:
+    """Where a text may be after a part of a grammar, from one place in it."""
+
+    def __init__(self, rules: Mapping[str, Grammar], text: str) -> None:
+        self._rules = rules
+        self._text = text
+
+    def whole(self) -> bool:
+        return len(self._text) in self.after(self._rules["root"], 0)
+
+    def after(self, part: Grammar, at: int) -> set[int]:
+        match part:
+            case Text(text):
+                return {at + len(text)} if self._text.startswith(text, at) else set()
+            case Chars(members):
+                return {at + 1} if at < len(self._text) and _among(self._text[at], members) else set()
+            case Named(name):
+                return self.after(self._rules[name], at)
+            case All(parts):
+                places = {at}
+                for one in parts:
+                    places = {end for place in places for end in self.after(one, place)}
+                return places
+            case Any_(options):
+                return {end for option in options for end in self.after(option, at)}
+            case Many(inside, least, most):
+                return self._many(inside, least, most, at)
+
+    def _many(self, inside: Grammar, least: int, most: int | None, at: int) -> set[int]:
+        places, reached, count = {at}, set[int](), 0
+        while places:
+            if count >= least:
+                reached |= places
+            if count == most:
+                break
+            places = {end for place in places for end in self.after(inside, place)} - reached
+            count += 1
+        return reached
+
+
+def _among(sign: str, members: str) -> bool:
+    if members.startswith("^"):
+        return sign not in '"\\' and ord(sign) >= 0x20 and ord(sign) != 0x7F
+    plain = members.replace("\\\\", "\\")
+    at = 0
+    while at < len(plain):
+        if plain[at + 1 : at + 2] == "-" and at + 2 < len(plain):
+            if plain[at] <= sign <= plain[at + 2]:
+                return True
+            at += 3
+        else:
+            if plain[at] == sign:
+                return True
+            at += 1
+    return False
+
+
+@given(SCHEMAS, st.integers(0, 2**32))
+def test_what_follows_the_grammar_follows_the_schema(schema: dict[str, Any], seed: int) -> None:
+    rules = gbnf.rules(schema)
+    said = Speaker(rules, seed).says(rules["root"])
+    jsonschema.validate(json.loads(said), schema)
+    assert Hearer(rules, said).whole()
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1},
+        "age": {"type": "integer", "minimum": 0},
+        "born": {"type": "string", "format": "date"},
+        "friends": {"type": "array", "items": {"$ref": "#/$defs/friend"}, "maxItems": 2},
+    },
+    "required": ["age", "friends"],
+    "$defs": {"friend": {"anyOf": [{"type": "string"}, {"type": "null"}]}},
+}
+OPEN = {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "null"}}
+BOTH = {
+    "allOf": [
+        {"properties": {"a": {"type": "null"}}, "required": ["a"]},
+        {"properties": {"b": {"type": "null"}}, "required": ["b"]},
+    ]
+}
+PAIR = {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "items": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "fits"),
+    [
+        (PERSON, {"name": "Ada", "age": 36, "born": "1815-12-10", "friends": ["Mary", None]}, True),
+        (PERSON, {"age": 0, "friends": []}, True),
+        (PERSON, {"age": -1, "friends": []}, False),
+        (PERSON, {"age": 1}, False),
+        (PERSON, {"name": "", "age": 1, "friends": []}, False),
+        (PERSON, {"age": 1, "friends": ["a", "b", "c"]}, False),
+        (PERSON, {"age": 1, "born": "tomorrow", "friends": []}, False),
+        (PERSON, {"age": 1, "friends": [], "more": 1}, False),
+        (OPEN, {"b": None}, True),
+        (OPEN, {"b": 1}, False),
+        (BOTH, {"a": None, "b": None}, True),
+        (BOTH, {"a": None}, False),
+        (PAIR, [1, "b"], True),
+        (PAIR, ["b", 1], False),
+        (PAIR, [1, "b", 2], False),
+        ({"type": "nonsense"}, {"any": ["thing", 1.5e3, True]}, True),
+    ],
+)
+def test_what_a_grammar_lets_pass(schema: dict[str, Any], value: object, fits: bool) -> None:
+    assert Hearer(gbnf.rules(schema), json.dumps(value)).whole() is fits
+
+
+def test_choices_that_multiply_are_refused() -> None:
+    some = [{"type": "integer", "title": str(number)} for number in range(1000)]
+    with pytest.raises(InvalidInput, match="too many choices"):
+        gbnf.of({"allOf": [{"anyOf": some}, {"oneOf": some}]})
