@@ -49,12 +49,13 @@ def worker(script: Script | None = None) -> Iterator[Served]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    served, stop = Served(loop), asyncio.Event()
+    served, stop, begun = Served(loop), asyncio.Event(), threading.Event()
 
     async def real() -> None:
         files = FileServer(served.folders)
         application = WorkerApplication(lambda: "", served.rings, files, ENGINE_TOKEN, "")
         async with files.running(), serving(served.listener, application):
+            begun.set()
             await stop.wait()
 
     async def scripted() -> None:
@@ -70,10 +71,12 @@ def worker(script: Script | None = None) -> Iterator[Served]:
                 writer.close()
 
         server = await asyncio.start_server(answer, sock=served.listener)
+        begun.set()
         await stop.wait()
         server.close()
 
     running = asyncio.run_coroutine_threadsafe(scripted() if script else real(), loop)
+    begun.wait(60)
     try:
         yield served
     finally:

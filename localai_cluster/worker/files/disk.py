@@ -55,8 +55,8 @@ def look(path: Path) -> State:
     except (FileNotFoundError, NotADirectoryError):
         return State()
     if not stat.S_ISREG(status.st_mode):
-        what = "is a directory" if stat.S_ISDIR(status.st_mode) else "is not a regular file"
-        raise Refusal(400, f"the key {what}")
+        what = "is a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
+        raise Refusal(400, what)
     target, _ = _read_side(path, TARGET)
     digest, at = _read_side(path, HASH)
     believed = at >= max(status.st_mtime_ns, status.st_ctime_ns)

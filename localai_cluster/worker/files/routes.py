@@ -81,6 +81,8 @@ class FileServer:
             answer = failed(error).answer
         except HashStopped:
             answer = Refusal(503, "the worker is shutting down").answer
+        except asyncio.CancelledError:
+            return  # the server ends and has cut the connection; uvicorn would log it as a failure
         if answer is None:
             return
         if answer.status >= 500:
