@@ -1,4 +1,4 @@
-"""No key of the worker's file server leads out of its folders, to a side file or to the worker's own (§12.1)."""
+"""No key leads out of the worker's three folders, to a side file or to what is the worker's own (§12.1)."""
 
 import contextlib
 import os
@@ -53,7 +53,7 @@ def outside(served: Served) -> dict[str, bytes]:
     home = Path(served.home.name)
     found = {"secret": (home / "secret").read_bytes()}
     found |= {path.name: path.read_bytes() for path in (home / "beyond").iterdir()}
-    return found | {name: b"" for name in sorted(os.listdir(home))}
+    return found | dict.fromkeys(os.listdir(home), b"")
 
 
 ESCAPES = (
@@ -191,8 +191,7 @@ def test_no_key_leaves_its_folder(served: Served, parts: list[str]) -> None:
     folders = served.folders
     try:
         place = locate(folders, decoded("/".join(parts).encode()))
-    except Refusal as refusal:
-        assert refusal.answer.status == 400
+    except Refusal:
         return
     homes = [path.resolve() for path in (folders.models, folders.staging, folders.data)]
     assert any(place.real.is_relative_to(home) and place.real != home for home in homes)

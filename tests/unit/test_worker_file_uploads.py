@@ -1,4 +1,4 @@
-"""Uploads that are cut, repeated, changed, killed or refused by the disk: what is there is never a lie (§12.3)."""
+"""Uploads that are cut, repeated, changed, killed or refused by the disk: no side file ever lies (§12.3)."""
 
 import contextlib
 import errno
@@ -254,7 +254,7 @@ def test_a_whole_upload_that_fails_leaves_nothing(
 
 @pytest.mark.rule("worker-12.3")
 def test_two_uploads_of_a_file_take_turns(served: Served, files: Files, key: str) -> None:
-    """The second waits, then looks at what is there; it removes nothing, since it was sent for what was before."""
+    """The second waits and looks again. It was sent for what was there before, so it removes nothing."""
     older = b"?" + CONTENT[1:]
     with files.connect() as first, files.connect() as same, files.connect() as stale:
         for link, content in ((first, CONTENT), (same, CONTENT), (stale, older)):

@@ -82,7 +82,7 @@ def test_head_tells_what_is_there(served: Served, files: Files, key: str) -> Non
 
 @pytest.mark.rule("worker-12.1", "worker-12.2")
 def test_a_hash_is_believed_only_of_what_is_there(served: Served, files: Files, key: str) -> None:
-    """A side file that is older than its file, torn or missing is replaced; also if a copy kept its old time."""
+    """A side file that is older than its file, torn or missing is replaced; also if a copy kept its time."""
     path = on_disk(served, key)
     assert files.put(key, CONTENT, DIGEST).status == 200
     side(path).write_text(OTHER)
@@ -213,9 +213,22 @@ def test_a_short_body_keeps_what_came(served: Served, files: Files, key: str) ->
 @pytest.mark.rule("worker-12.3")
 @pytest.mark.parametrize(
     "span",
-    ["bytes 0-*/3072", "bytes 0-2999/*", "bytes 5-4/3072", "bytes 0-3072/3072", "bytes -1-3/3072", "0-1/2"]
-    + ["bytes 0-1/1e3", "bytes 0-1/\u0663".encode().decode("latin-1"), "bytes 0-1/2, bytes 0-1/2"]
-    + [f"bytes 0-1/{10**30}", "bytes 0x0-0x1/0x2", "items 0-1/2", "bytes  0-1/2"],
+    [
+        "bytes 0-*/3072",
+        "bytes 0-2999/*",
+        "bytes 5-4/3072",
+        "bytes 0-3072/3072",
+        "bytes -1-3/3072",
+        "0-1/2",
+        "bytes 0-1/1e3",
+        "bytes 0-1/2, bytes 0-1/2",
+        f"bytes 0-1/{10**30}",
+        "bytes 0x0-0x1/0x2",
+        "items 0-1/2",
+        "bytes  0-1/2",
+        "bytes 0-1/\u00b2",
+    ],
+    ids=ascii,
 )
 def test_other_ranges_are_refused(served: Served, files: Files, span: str) -> None:
     assert files.put("models/ranges/f.bin", CONTENT, DIGEST, **{"Content-Range": span}).status == 400
