@@ -103,14 +103,14 @@ class Story:
         path.with_name(path.name + ".sha256.target").write_text(self._hashes[target])
 
     def _cut(self, step: dict[str, Any], after: dict[str, Any]) -> None:
-        """The reference kept less than had been sent; ours keeps all."""
+        """What had been sent and was not written when the connection ended is lost; here all of it was."""
         headers, sent = self._request(step)
         kept = int(after["response_headers"]["X-File-Size"])
         with self._files.connect() as link:
             self._files.send_head(link, "PUT", step["path"], headers)
             link.sendall(sent[:kept])
-        path = self._served.folders.models / step["path"].removeprefix("/v1/files/models/")
-        eventually(lambda: path.exists() and path.stat().st_size == kept)
+            path = self._served.folders.models / step["path"].removeprefix("/v1/files/models/")
+            eventually(lambda: path.exists() and path.stat().st_size == kept)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from localai_cluster.clock import wait_until
 from localai_cluster.listening import serving
 from localai_cluster.worker import exchange
 from localai_cluster.worker.commands import delete_model
+from localai_cluster.worker.file_copy import HEADROOM
 from localai_cluster.worker.files import disk
 from localai_cluster.worker.files.disk import HashStopped, Writing
 from localai_cluster.worker.files.keys import Folders
@@ -96,11 +98,19 @@ def test_an_upload_cut_at_any_byte_resumes(
 
 def test_what_was_received_before_a_cut_is_not_sent_again(served: Served, files: Files, key: str) -> None:
     content = os.urandom(2_000_000)
-    files.cut(key, content, 0, 1_500_000, reset=False)
-    eventually(lambda: on_disk(served, key).exists() and on_disk(served, key).stat().st_size == 1_500_000)
-    assert files.head(key).headers["x-target-sha256"] == sha256(content)
-    assert files.stage(key, content) == 1
+    more = {"Content-Length": "2000000", "Content-Range": "bytes 0-1999999/2000000"}
+    with files.connect() as link:
+        files.send_head(
+            link, "PUT", f"/v1/files/{key}", BEARER | more | {"X-Content-SHA256": sha256(content)}
+        )
+        link.sendall(content[:1_500_000])
+        eventually(lambda: on_disk(served, key).exists() and on_disk(served, key).stat().st_size == 1_500_000)
+    head = files.head(key).headers
+    assert (head["x-file-size"], head["x-target-sha256"]) == ("1500000", sha256(content))
+    inode = on_disk(served, key).stat().st_ino
+    assert files.put_part(key, content, 1_500_000, 2_000_000, sha256(content)).status == 200
     assert on_disk(served, key).read_bytes() == content
+    assert on_disk(served, key).stat().st_ino == inode
 
 
 LEFT: dict[str, dict[str, bytes | None]] = {
@@ -217,8 +227,8 @@ def test_what_does_not_fit_is_refused_before_the_old_file_goes(
     served: Served, files: Files, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert files.put(key, CONTENT, DIGEST).status == 200
-    usage = type("Usage", (), {"free": disk.HEADROOM + 9})
-    monkeypatch.setattr(disk.shutil, "disk_usage", lambda path: usage)
+    usage = type("Usage", (), {"free": HEADROOM + 9})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     larger = CONTENT * 2
     for got in (
         files.put_part(key, larger, 0, len(larger), sha256(larger)),
@@ -327,6 +337,16 @@ def test_a_refusal_is_heard_over_a_large_body(
                 assert link.recv(10) == b""
 
 
+@pytest.mark.rule("worker-12.3")
+def test_who_asks_before_the_body_is_told_to_send_it(files: Files, key: str) -> None:
+    with files.connect() as link:
+        more = {"Content-Length": str(len(CONTENT)), "Expect": "100-continue"}
+        files.send_head(link, "PUT", f"/v1/files/{key}", BEARER | more)
+        assert link.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        link.sendall(CONTENT)
+        assert answered(link, "PUT").status == 200
+
+
 @pytest.mark.rule("worker-12.3", "worker-14")
 def test_a_file_that_is_deleted_meanwhile_is_not_vouched_for(served: Served, files: Files, key: str) -> None:
     span = {"Content-Range": f"bytes 0-{len(CONTENT) - 1}/{len(CONTENT)}", "X-Content-SHA256": DIGEST}
@@ -356,6 +376,7 @@ def test_memory_does_not_grow_with_the_file(
         honest(self, piece)
 
     monkeypatch.setattr(Writing, "append", slow)
+    monkeypatch.setattr(disk, "SYNC_EVERY", 3_000_000)
     assert files.stage(key, content) == 1
     assert sum(sizes) == len(content)
     assert max(sizes) <= 512 * 1024
@@ -375,7 +396,7 @@ def test_a_hash_is_computed_once_for_all_who_ask(
         count += 1
         return honest(*arguments)
 
-    monkeypatch.setattr(disk.hashlib, "sha256", counted)
+    monkeypatch.setattr(hashlib, "sha256", counted)
     asking = [threading.Thread(target=lambda: found.append(files.head(key))) for _ in range(5)]
     found: list[Any] = []
     for each in asking:

@@ -27,6 +27,8 @@ from localai_cluster.worker.files.keys import HASH, TARGET
 from localai_cluster.worker.files.ranges import is_digest
 
 PIECE = 1024 * 1024
+SYNC_EVERY = 256 * 1024 * 1024
+"""Bytes of an upload after which they are brought to disk, so that its end does not wait for all of them."""
 FOLDER_MODE, FILE_MODE = 0o750, 0o640
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -46,6 +48,11 @@ class State:
     """Of an upload that is not finished."""
     digest: str = ""
     """Of what is there."""
+
+    @property
+    def unknown(self) -> bool:
+        """Whether somebody has to read the file to say what it is."""
+        return self.exists and not (self.target or self.digest)
 
 
 def look(path: Path) -> State:
@@ -170,6 +177,7 @@ class Writing:
             self._file.close()
             raise
         self._hash = None if size else hashlib.sha256()
+        self._synced = size
 
     def append(self, piece: bytes) -> None:
         """OSError when the disk takes no more; what it took is counted."""
@@ -180,10 +188,13 @@ class Writing:
                 self._hash.update(rest[:written])
             self.size += written
             rest = rest[written:]
+        if self.size - self._synced >= SYNC_EVERY:
+            self.sync()
 
     def sync(self) -> None:
         """Has all bytes on disk."""
         os.fsync(self._file.fileno())
+        self._synced = self.size
 
     def digest(self, stopped: threading.Event) -> str:
         """The hash of the whole file. HashStopped, OSError; Refusal 500 if another one has its name now."""

@@ -56,7 +56,7 @@ class Folders:
 
 
 @dataclass(frozen=True)
-class Place:
+class FilePlace:
     """What a key names: `local` as engines are told, `real` the same without links, `folder` where it is."""
 
     local: Path
@@ -76,7 +76,7 @@ def decoded(raw: bytes) -> str:
         raise Refusal(400, "invalid key: not UTF-8") from None
 
 
-def locate(folders: Folders, key: str) -> Place:
+def locate(folders: Folders, key: str) -> FilePlace:
     """Where the key leads. Refusal 400 if it may not lead there, also if the folder is missing."""
     parts = key.split("/")
     _check(parts)
@@ -93,7 +93,7 @@ def locate(folders: Folders, key: str) -> Place:
     if not folders.holds(folder, real):
         raise Refusal(400, "invalid key: outside the folder")
     _check(real.relative_to(folder.resolve()).parts)  # a link may name a side file
-    return Place(local, real, folder)
+    return FilePlace(local, real, folder)
 
 
 def is_side_file(name: str) -> bool:

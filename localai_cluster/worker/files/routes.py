@@ -14,7 +14,7 @@ from localai_cluster import cancel, clock, regular_files
 from localai_cluster.worker.exchange import Answer, Exchange, Refusal
 from localai_cluster.worker.files import cleaning, disk, ranges
 from localai_cluster.worker.files.disk import HashStopped
-from localai_cluster.worker.files.keys import Folders, Place, decoded, is_side_file, locate
+from localai_cluster.worker.files.keys import FilePlace, Folders, decoded, is_side_file, locate
 from localai_cluster.worker.files.path_locks import PathLocks
 from localai_cluster.worker.files.threads import Threads
 from localai_cluster.worker.files.uploads import Uploads, failed, upload
@@ -47,7 +47,7 @@ class FileServer:
             yield
         finally:
             await cancel.end(cleaning_up)
-            self._threads.close()
+            self._threads.stopped.set()
 
     def _make_folders(self) -> None:
         for folder in (self._folders.models, self._folders.staging, self._folders.data):
@@ -108,37 +108,34 @@ class FileServer:
             return None
         return await self._head(place)
 
-    async def _located(self, raw: bytes) -> Place:
+    async def _located(self, raw: bytes) -> FilePlace:
         return await self._threads.run(locate, self._folders, decoded(raw))
 
-    async def _head(self, place: Place) -> Answer:
+    async def _head(self, place: FilePlace) -> Answer:
         path = place.real
-        state = await self._threads.run(disk.look, path)
-        if not state.exists:
-            raise Refusal(404, "not found")
-        digest = state.digest
-        if not (state.target or digest or self._locks.uploading(path)):
+        state, digest = await self._threads.run(disk.look, path), ""
+        if state.unknown and not self._locks.uploading(path):
             async with self._locks.reading(path):
                 # Another one may have computed it meanwhile, or an upload replaced the file.
                 state = await self._threads.run(disk.look, path)
-                digest = state.digest
-                if state.exists and not (state.target or digest):
+                if state.unknown:
                     digest = await self._threads.hash(disk.cached_hash, path, self._threads.stopped)
+        if not state.exists:
+            raise Refusal(404, "not found")
         headers = {"content-length": str(state.size), "x-file-size": str(state.size)}
         headers |= {"x-local-path": _header_text(place.local), "accept-ranges": "bytes"}
         if state.target:
             headers["x-target-sha256"] = state.target
-        elif digest:
+        elif digest := digest or state.digest:
             headers["x-content-sha256"] = digest
         return Answer(200, kind="application/octet-stream", headers=headers)
 
-    async def _send(self, place: Place, exchange: Exchange) -> None:
+    async def _send(self, place: FilePlace, exchange: Exchange) -> None:
         state = await self._threads.run(disk.look, place.real)
         if not state.exists:
             raise Refusal(404, "file not found")
-        file = await self._threads.run(_opened, place.real)
+        file, size = await self._threads.run(_opened, place.real)
         try:
-            size = os.fstat(file.fileno()).st_size
             part = ranges.wanted(exchange.header(b"range"), size)
             left = size if part is None else part.length
             headers = {"content-type": "application/octet-stream", "content-length": str(left)}
@@ -161,7 +158,7 @@ class FileServer:
         if not left:
             await exchange.send(b"", more=False)
 
-    async def _list(self, place: Place) -> Answer:
+    async def _list(self, place: FilePlace) -> Answer:
         found = await self._threads.run(_listed, self._folders, place)
         return Answer(200, json.dumps({"files": found}), "application/json")
 
@@ -172,8 +169,9 @@ class FileServer:
         return Answer(200, json.dumps({"local_path": made}), "application/json")
 
 
-def _opened(path: Path) -> BinaryIO:
-    return regular_files.open_file(path, follow_links=False)
+def _opened(path: Path) -> tuple[BinaryIO, int]:
+    file = regular_files.open_file(path, follow_links=False)
+    return file, os.fstat(file.fileno()).st_size
 
 
 def _header_text(path: Path) -> str:
@@ -181,7 +179,7 @@ def _header_text(path: Path) -> str:
     return os.fsencode(path).decode("latin-1")
 
 
-def _listed(folders: Folders, place: Place) -> list[str]:
+def _listed(folders: Folders, place: FilePlace) -> list[str]:
     """The files below, sorted. No folder is entered through a link."""
     if not place.real.is_dir():
         raise Refusal(404, "not a directory")

@@ -27,12 +27,6 @@ class Threads:
         """Reads a whole file."""
         return await _finished(self._hashes, function, *arguments)
 
-    def close(self) -> None:
-        """Ends hashes that run; nothing new begins."""
-        self.stopped.set()
-        for pool in (self._disk, self._hashes):
-            pool.shutdown(wait=False)
-
 
 async def _finished(pool: Executor, function: Callable[..., T], *arguments: Any) -> T:
     """Returns only when the thread has: it holds a file that its caller closes then."""

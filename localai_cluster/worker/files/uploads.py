@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from localai_cluster.worker.exchange import Answer, Exchange, Refusal
 from localai_cluster.worker.files import disk
 from localai_cluster.worker.files.disk import State, Writing
-from localai_cluster.worker.files.keys import Place
+from localai_cluster.worker.files.keys import FilePlace
 from localai_cluster.worker.files.path_locks import PathLocks
 from localai_cluster.worker.files.ranges import Part, content_range, digest
 from localai_cluster.worker.files.threads import Threads
@@ -27,13 +27,13 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class Upload:
     """What a PUT brings: `part` None is the whole file, `target` "" an unknown hash."""
 
-    place: Place
+    place: FilePlace
     length: int
     part: Part | None
     target: str
 
 
-def upload(exchange: Exchange, place: Place) -> Upload:
+def upload(exchange: Exchange, place: FilePlace) -> Upload:
     """What the headers say. Refusal."""
     length = exchange.length
     if length is None or not exchange.header(b"content-length"):
@@ -169,7 +169,7 @@ def _elsewhere(part: Part, state: State) -> Refusal:
     return Refusal(416, text, headers)
 
 
-def _received(place: Place) -> Answer:
+def _received(place: FilePlace) -> Answer:
     return Answer(200, json.dumps({"local_path": str(place.local)}), "application/json")
 
 
