@@ -162,7 +162,7 @@ async def get(address: str, path: str, token: str) -> tuple[int, Any]:
     """Status and JSON body (None for another one) of a GET with this bearer."""
     reader, writer = await asyncio.open_connection(*address.rsplit(":", 1))
     try:
-        writer.write(_request(address, path, token, {"Connection": "close"}))
+        writer.write(request(address, path, token, {"Connection": "close"}))
         head, _, body = (await asyncio.wait_for(reader.read(), 60)).partition(b"\r\n\r\n")
         status = int(head.split()[1])
         if b"transfer-encoding: chunked" in head.lower():
@@ -172,7 +172,8 @@ async def get(address: str, path: str, token: str) -> tuple[int, Any]:
         writer.close()
 
 
-def _request(address: str, path: str, token: str, headers: dict[str, str], method: str = "GET") -> bytes:
+def request(address: str, path: str, token: str, headers: dict[str, str], method: str = "GET") -> bytes:
+    """The head of a request."""
     bearer = {"Authorization": f"Bearer {token}"} if token else {}
     lines = [f"{name}: {value}" for name, value in {"Host": address, **bearer, **headers}.items()]
     return "\r\n".join([f"{method} {path} HTTP/1.1", *lines, "", ""]).encode()
@@ -194,7 +195,7 @@ async def ask(address: str, method: str, path: str, token: str, body: bytes = b"
         more["Content-Length"] = str(len(body))
     reader, writer = await asyncio.open_connection(*address.rsplit(":", 1))
     try:
-        writer.write(_request(address, path, token, {"Connection": "close", **more}, method) + body)
+        writer.write(request(address, path, token, {"Connection": "close", **more}, method) + body)
         head, _, rest = (await asyncio.wait_for(reader.read(), 60)).partition(b"\r\n\r\n")
         first, *lines = head.decode("latin-1").split("\r\n")
         found = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
@@ -229,7 +230,7 @@ class WebSocket:
         }
         self.status = 0
         self._address = address
-        self._request = _request(address, path, token, upgrade | headers)
+        self._request = request(address, path, token, upgrade | headers)
 
     async def __aenter__(self) -> "WebSocket":
         self._reader, self._writer = await asyncio.open_connection(*self._address.rsplit(":", 1))

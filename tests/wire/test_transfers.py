@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.wire.conftest import OpenNode
 from tests.wire.node import Node
-from tests.wire.servers import Answer, ask
+from tests.wire.servers import Answer, ask, request, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -104,3 +105,24 @@ async def test_a_model_that_was_staged_is_deleted(node: Node) -> None:
     left = {path.name for path in node.models.iterdir()}
     assert "stays" in left
     assert not {name for name in left if name.startswith(("gone", "lone"))}
+
+
+@pytest.mark.rule("W29", "worker-12.1", "worker-12.3")
+async def test_a_killed_worker_goes_on_where_it_was(open_node: OpenNode) -> None:
+    """What it had of an upload stays and is called unfinished; the rest completes it."""
+    node = await open_node()
+    key, half = "models/killed/f.bin", 150_000
+    path = node.models / "killed" / "f.bin"
+    _, writer = await asyncio.open_connection(*node.http.rsplit(":", 1))
+    span = {"Content-Range": f"bytes 0-{len(CONTENT) - 1}/{len(CONTENT)}", "X-Content-SHA256": DIGEST}
+    length = {"Content-Length": str(len(CONTENT))}
+    writer.write(request(node.http, f"/v1/files/{key}", node.engine_token, span | length, "PUT"))
+    writer.write(CONTENT[:half])
+    await until(lambda: path.exists() and path.stat().st_size == half, "half of it is there")
+    await node.kill_and_start()
+    writer.close()
+    head = (await files(node, "HEAD", key)).headers
+    assert (head["x-file-size"], head["x-target-sha256"]) == (str(half), DIGEST)
+    assert "x-content-sha256" not in head
+    assert (await part(node, key, half, len(CONTENT))).status == 200
+    assert (await files(node, "GET", key)).body == CONTENT
