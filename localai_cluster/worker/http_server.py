@@ -1,9 +1,10 @@
-"""The worker's HTTP routes: open probes, the engines' output for the control plane (worker.md §12), figures.
+"""The worker's HTTP routes: open probes, files and the engines' output for the control plane (worker.md §12),
+figures.
 
-An ASGI application, which `listening` serves. The output is read with the token that this worker tells the
-control plane in its registration, never with the registration token, which every machine that wants to join
-knows. The same token opens the figures (`/metrics`), and so does the one that the operator has given this
-worker for scrapers; that one opens nothing else.
+An ASGI application, which `listening` serves. Files (`files/`) and output are opened by the token that this
+worker tells the control plane in its registration, never by the registration token, which every machine that
+wants to join knows. The same token opens the figures (`/metrics`), and so does the one that the operator has
+given this worker for scrapers; that one opens nothing else.
 """
 
 import asyncio
@@ -16,9 +17,10 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from localai_cluster.metrics import exposed
+from localai_cluster.worker.exchange import PLAIN, Exchange, Scope, header, raw_path
+from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.log_rings import LogLine, LogRings
 
-Scope = dict[str, Any]
 LOGS = "/v1/backend-logs"
 METRICS = "/metrics"
 READERS = 64
@@ -33,8 +35,11 @@ class WorkerApplication:
     `token` opens all of them, `scraper` the figures only; without a `scraper` nothing else opens those.
     """
 
-    def __init__(self, problem: Callable[[], str], rings: LogRings, token: str, scraper: str) -> None:
+    def __init__(
+        self, problem: Callable[[], str], rings: LogRings, files: FileServer, token: str, scraper: str
+    ) -> None:
         self._problem = problem
+        self._files = files
         self._rings = rings
         self._token = token
         self._scraper = scraper
@@ -45,6 +50,9 @@ class WorkerApplication:
         if scope["type"] == "websocket":
             await self._socket(scope, receive, send)
             return
+        if self._files.serves(raw_path(scope)):
+            await self._files(Exchange(scope, receive, send), _authorized(scope, [self._token]))
+            return
         status, text, kind = self._answer(scope)
         headers = {"content-type": kind, "cache-control": "no-store", "x-content-type-options": "nosniff"}
         await _respond(send, "http", status, text, headers)
@@ -52,20 +60,19 @@ class WorkerApplication:
     def _answer(self, scope: Scope) -> tuple[int, str, str]:
         """Status, body and content type."""
         path, method = scope["path"], scope["method"]
-        plain = "text/plain; charset=utf-8"
         if path in ("/healthz", "/readyz"):
             problem = self._problem() if path == "/readyz" else ""
             if method not in ("GET", "HEAD"):
-                return 405, "method not allowed", plain
-            return (503, f"not ready: {problem}", plain) if problem else (200, "ok", plain)
+                return 405, "method not allowed", PLAIN
+            return (503, f"not ready: {problem}", PLAIN) if problem else (200, "ok", PLAIN)
         name = _log_name(scope)
         if name is None and path != METRICS:
-            return 404, "not found", plain
+            return 404, "not found", PLAIN
         if method != "GET":
-            return 405, "method not allowed", plain
+            return 405, "method not allowed", PLAIN
         tokens = [self._token] if name is not None else [self._token, self._scraper]
         if not _authorized(scope, tokens):
-            return 401, "unauthorized", plain
+            return 401, "unauthorized", PLAIN
         if name is None:
             return 200, exposed.text("worker").decode(), exposed.CONTENT_TYPE
         found = _json_lines(self._rings.lines(name)) if name else json.dumps(self._rings.models())
@@ -74,7 +81,7 @@ class WorkerApplication:
     async def _socket(self, scope: Scope, receive: Any, send: Any) -> None:
         refusal = self._refusal(scope)
         if refusal:
-            await _respond(send, "websocket.http", *refusal, {"content-type": "text/plain; charset=utf-8"})
+            await _respond(send, "websocket.http", *refusal, {"content-type": PLAIN})
             return
         name = (_log_name(scope) or "").removesuffix("/ws")
         await receive()
@@ -98,8 +105,8 @@ class WorkerApplication:
             return 404, "not found"
         if not _authorized(scope, [self._token]):
             return 401, "unauthorized"
-        origin = _header(scope, b"origin")
-        if origin and urlsplit(origin).netloc.lower() != _header(scope, b"host").lower():
+        origin = header(scope, b"origin")
+        if origin and urlsplit(origin).netloc.lower() != header(scope, b"host").lower():
             return 403, "origin not allowed"
         if self._readers >= READERS:
             return 503, f"{READERS} readers follow logs of this worker already"
@@ -124,8 +131,7 @@ class WorkerApplication:
 
 def _log_name(scope: Scope) -> str | None:
     """What follows `/v1/backend-logs/`, decoded once: "" for the list itself, None for another route."""
-    raw: bytes = scope.get("raw_path") or scope["path"].encode()
-    path = raw.decode("latin-1").partition("?")[0]
+    path = raw_path(scope).decode("latin-1")
     if path == LOGS:
         return ""
     head, rest = path[: len(LOGS) + 1], path[len(LOGS) + 1 :]
@@ -134,14 +140,10 @@ def _log_name(scope: Scope) -> str | None:
 
 def _authorized(scope: Scope, tokens: Iterable[str]) -> bool:
     """Whether the bearer is one of these; an empty one is none. Each comparison takes the same time."""
-    scheme, _, given = _header(scope, b"authorization").partition(" ")
+    scheme, _, given = header(scope, b"authorization").partition(" ")
     offered = given.strip().encode("latin-1")
     right = [hmac.compare_digest(offered, token.encode()) for token in tokens if token]
     return any(right) and scheme.lower() == "bearer"
-
-
-def _header(scope: Scope, wanted: bytes) -> str:
-    return next((value.decode("latin-1") for name, value in scope["headers"] if name.lower() == wanted), "")
 
 
 def _json(line: LogLine) -> str:

@@ -27,6 +27,8 @@ from localai_cluster.worker.config import Config
 from localai_cluster.worker.control_plane import CALL_LIMIT, ControlPlane, Registered
 from localai_cluster.worker.engines import EngineSupervisor
 from localai_cluster.worker.exits import Exits
+from localai_cluster.worker.files.keys import Folders
+from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.gpus import GpuReader, Nvml, SimulatedGpus
 from localai_cluster.worker.hardware import Gpus
 from localai_cluster.worker.heartbeats import HeartbeatLoop, figures
@@ -123,10 +125,12 @@ class Worker:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         metrics.ENGINES.set_function(lambda: len(self._supervisor.running()))
         metrics.BUS_CONNECTED.set_function(lambda: self._bus.connected)
-        application = WorkerApplication(
-            self._problem, self._rings, self._engine_token, self._config.metrics_token
-        )
-        async with serving(self._listener, application), self._pauses.watched():
+        config = self._config
+        backends = (config.backends_path, config.backends_system_path)
+        files = FileServer(Folders.of_worker(config.models_path, config.data_dir, backends))
+        token, scraper = self._engine_token, config.metrics_token
+        application = WorkerApplication(self._problem, self._rings, files, token, scraper)
+        async with files.running(), serving(self._listener, application), self._pauses.watched():
             try:
                 await self._until_stopped(self._register())
                 if not self._stop.is_set():

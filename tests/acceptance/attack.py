@@ -248,21 +248,22 @@ def infer(intruder: Intruder, victim: Victim, target: Target) -> str:
 
 
 def files(intruder: Intruder, victim: Victim, target: Target) -> str:
-    """The routes of a worker's file server, which ours does not have yet."""
+    """The files of another node's worker, with everything that it could offer as a token."""
     for method, path in (
         ("PUT", "models/x"),
         ("GET", "models/x"),
         ("HEAD", "models/x"),
-        ("GET", "../../etc/passwd"),
+        ("POST", "temp"),
+        ("GET", "..%2f..%2fetc/passwd"),
     ):
-        for bearer in intruder.bearers.values():
+        for bearer in {*intruder.bearers.values(), intruder.engine_token}:
             headers = {"Authorization": f"Bearer {bearer}"} if bearer else {}
             url = f"http://{victim.http}/v1/files/{path}"
             answer = httpx.request(
                 method, url, headers=headers, content=b"x" if method == "PUT" else None, timeout=30
             )
-            assert answer.status_code in (401, 403, 404, 405), (method, path, answer.status_code)
-    return "worker: serves no files"
+            assert answer.status_code == 401, (method, path, answer.status_code)
+    return "worker: its own token"
 
 
 def logs(intruder: Intruder, victim: Victim, target: Target) -> str:

@@ -159,7 +159,7 @@ COVERED: dict[str, frozenset[str] | None] = {
     "7H": None,
     # Credentials of the bus; logs of engines.
     "7J": _numbers("T-JWT-", range(1, 7)) | _numbers("T-LOG-", range(1, 16)),
-    "W22": _numbers("W", range(4, 5), range(8, 27), range(31, 33), range(35, 36)),
+    "W22": _numbers("W", range(4, 5), range(8, 33), range(35, 36)),
     "nats-1": None,
     # Not what control planes and agents of the reference tell each other.
     "nats-2": frozenset({"nats-2.1"}),
@@ -192,7 +192,7 @@ COVERED: dict[str, frozenset[str] | None] = {
     "worker-9": None,
     "worker-10": None,
     "worker-11": None,
-    "worker-12": frozenset({"worker-12.7"}),
+    "worker-12": None,
     # Not where galleries come from, and what a machine can run.
     "worker-18": frozenset({"worker-18.1", "worker-18.2", "worker-18.5"}),
     # How the page is served and whom it asks first; which page calls what else (5.3, 5.5) the pages say.

@@ -5,10 +5,14 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from localai_cluster import clock
 from localai_cluster.listening import serving
+from localai_cluster.worker.files.keys import Folders
+from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.log_rings import LogLine, LogRings
 
@@ -18,12 +22,14 @@ Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Coroutine
 
 
 class Served:
-    """What listens at `address`; `rings` are the real server's."""
+    """What listens at `address`; `rings` and `folders` are the real server's."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
         self.rings = LogRings()
+        self.home = TemporaryDirectory(prefix="worker-")
+        self.folders = Folders.of_worker(Path(self.home.name, "models"), Path(self.home.name), ())
         self.requests: list[bytes] = []
         self._loop = loop
 
@@ -43,11 +49,13 @@ def worker(script: Script | None = None) -> Iterator[Served]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    served, stop = Served(loop), asyncio.Event()
+    served, stop, begun = Served(loop), asyncio.Event(), threading.Event()
 
     async def real() -> None:
-        application = WorkerApplication(lambda: "", served.rings, ENGINE_TOKEN, "")
-        async with serving(served.listener, application):
+        files = FileServer(served.folders)
+        application = WorkerApplication(lambda: "", served.rings, files, ENGINE_TOKEN, "")
+        async with files.running(), serving(served.listener, application):
+            begun.set()
             await stop.wait()
 
     async def scripted() -> None:
@@ -63,10 +71,12 @@ def worker(script: Script | None = None) -> Iterator[Served]:
                 writer.close()
 
         server = await asyncio.start_server(answer, sock=served.listener)
+        begun.set()
         await stop.wait()
         server.close()
 
     running = asyncio.run_coroutine_threadsafe(scripted() if script else real(), loop)
+    begun.wait(60)
     try:
         yield served
     finally:
@@ -76,6 +86,7 @@ def worker(script: Script | None = None) -> Iterator[Served]:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+        served.home.cleanup()
 
 
 async def _end_tasks() -> None:

@@ -23,6 +23,8 @@ from localai_cluster.worker import http_server
 from localai_cluster.worker.config import InvalidSettings, build
 from localai_cluster.worker.engines import EngineSupervisor, StartFailed, shown
 from localai_cluster.worker.exits import Exits
+from localai_cluster.worker.files.keys import Folders
+from localai_cluster.worker.files.routes import FileServer
 from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.log_rings import ENDED_KEPT, LINE_LIMIT, LINES, LogLine, LogRings
 from localai_cluster.worker.port_allocator import PortAllocator
@@ -170,7 +172,8 @@ class Served:
         self.problem = ""
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = "{}:{}".format(*self.listener.getsockname())
-        self.application = WorkerApplication(lambda: self.problem, rings, TOKEN, scraper)
+        files = FileServer(Folders.of_worker(Path("/nowhere/models"), Path("/nowhere"), ()))
+        self.application = WorkerApplication(lambda: self.problem, rings, files, TOKEN, scraper)
 
     async def ask(self, method: str, path: str, token: str = TOKEN) -> httpx.Response:
         async with httpx.AsyncClient() as client:
@@ -203,7 +206,7 @@ async def test_probes_need_no_token(served: Served) -> None:
     assert (answer.status_code, answer.text) == (503, "not ready: the bus is down")
     assert (await served.ask("GET", "/healthz", "")).status_code == 200
     assert (await served.ask("POST", "/healthz", "")).status_code == 405
-    for path in ("/", "/v1/files/models/x", "/v1/backend-logsx", "/v1/backend-logs/"):
+    for path in ("/", "/v1/files", "/v1/backend-logsx", "/v1/backend-logs/"):
         assert (await served.ask("GET", path)).status_code == 404, path
 
 

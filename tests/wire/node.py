@@ -52,6 +52,16 @@ class Node:
         self._launch(self._environment() | more)
         await until(self._answers, "the worker answers", 30)
 
+    async def kill_and_start(self) -> None:
+        """Ends the worker without a word and starts it again with the same folders."""
+        assert self.process
+        self.process.kill()
+        self.process.wait()
+        registered = len(self.control_plane.seen("/register"))
+        self._launch(self._environment())
+        await until(lambda: len(self.control_plane.seen("/register")) > registered, "it registers again", 30)
+        await until(self._answers, "the worker answers", 30)
+
     def _launch(self, environment: dict[str, str]) -> None:
         command = os.environ.get("WIRE_WORKER") or f"{sys.executable} -m localai_cluster.worker"
         with open(self.folder / "worker.log", "wb") as log:

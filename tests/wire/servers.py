@@ -162,7 +162,7 @@ async def get(address: str, path: str, token: str) -> tuple[int, Any]:
     """Status and JSON body (None for another one) of a GET with this bearer."""
     reader, writer = await asyncio.open_connection(*address.rsplit(":", 1))
     try:
-        writer.write(_request(address, path, token, {"Connection": "close"}))
+        writer.write(request(address, path, token, {"Connection": "close"}))
         head, _, body = (await asyncio.wait_for(reader.read(), 60)).partition(b"\r\n\r\n")
         status = int(head.split()[1])
         if b"transfer-encoding: chunked" in head.lower():
@@ -172,10 +172,50 @@ async def get(address: str, path: str, token: str) -> tuple[int, Any]:
         writer.close()
 
 
-def _request(address: str, path: str, token: str, headers: dict[str, str]) -> bytes:
+def request(address: str, path: str, token: str, headers: dict[str, str], method: str = "GET") -> bytes:
+    """The head of a request."""
     bearer = {"Authorization": f"Bearer {token}"} if token else {}
     lines = [f"{name}: {value}" for name, value in {"Host": address, **bearer, **headers}.items()]
-    return "\r\n".join([f"GET {path} HTTP/1.1", *lines, "", ""]).encode()
+    return "\r\n".join([f"{method} {path} HTTP/1.1", *lines, "", ""]).encode()
+
+
+@dataclass
+class Answer:
+    """One HTTP answer of a worker."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+async def ask(address: str, method: str, path: str, token: str, body: bytes = b"", **headers: str) -> Answer:
+    """One request, the path as it is given; `headers` with underscores for dashes."""
+    more = {name.replace("_", "-"): value for name, value in headers.items()}
+    if method in ("PUT", "POST"):
+        more["Content-Length"] = str(len(body))
+    reader, writer = await asyncio.open_connection(*address.rsplit(":", 1))
+    try:
+        writer.write(request(address, path, token, {"Connection": "close", **more}, method) + body)
+        head, _, rest = (await asyncio.wait_for(reader.read(), 60)).partition(b"\r\n\r\n")
+        first, *lines = head.decode("latin-1").split("\r\n")
+        found = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        if found.get("transfer-encoding", "").lower() == "chunked":
+            rest = _joined(rest)
+        return Answer(int(first.split()[1]), found, rest)
+    finally:
+        writer.close()
+
+
+def _joined(chunks: bytes) -> bytes:
+    """The body that came in chunks."""
+    whole = b""
+    while chunks:
+        size, _, chunks = chunks.partition(b"\r\n")
+        length = int(size, 16)
+        whole, chunks = whole + chunks[:length], chunks[length + 2 :]
+        if not length:
+            break
+    return whole
 
 
 class WebSocket:
@@ -190,7 +230,7 @@ class WebSocket:
         }
         self.status = 0
         self._address = address
-        self._request = _request(address, path, token, upgrade | headers)
+        self._request = request(address, path, token, upgrade | headers)
 
     async def __aenter__(self) -> "WebSocket":
         self._reader, self._writer = await asyncio.open_connection(*self._address.rsplit(":", 1))

@@ -1,0 +1,135 @@
+"""A client of a worker's files that sends what no library would: any path, any header, half a body."""
+
+import contextlib
+import hashlib
+import json
+import socket
+import struct
+from dataclasses import dataclass, field
+from http.client import HTTPResponse
+from typing import Any
+
+from tests.support.worker_http import ENGINE_TOKEN
+
+PATIENCE = 120.0
+BEARER = {"Authorization": f"Bearer {ENGINE_TOKEN}"}
+
+
+@dataclass(frozen=True)
+class Got:
+    """An answer; status 0 if the connection ended without one."""
+
+    status: int
+    body: bytes = b""
+    headers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The body as text."""
+        return self.body.decode()
+
+    @property
+    def json(self) -> Any:
+        """The body as JSON."""
+        return json.loads(self.body)
+
+
+def sha256(content: bytes) -> str:
+    """In hex."""
+    return hashlib.sha256(content).hexdigest()
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files of the worker at `address`."""
+
+    address: str
+
+    def connect(self) -> socket.socket:
+        """A connection."""
+        host, _, port = self.address.rpartition(":")
+        return socket.create_connection((host, int(port)), PATIENCE)
+
+    def ask(self, method: str, path: str, headers: dict[str, str] | None = None, body: bytes = b"") -> Got:
+        """One request on a connection of its own; `headers` in place of the bearer alone."""
+        with self.connect() as link:
+            self.send_head(link, method, path, BEARER if headers is None else headers)
+            with contextlib.suppress(ConnectionError):
+                link.sendall(body)
+            return answered(link, method)
+
+    def send_head(self, link: socket.socket, method: str, path: str, headers: dict[str, str]) -> None:
+        """The head of a request."""
+        lines = [f"{method} {path} HTTP/1.1", f"Host: {self.address}"]
+        lines += [f"{name}: {value}" for name, value in headers.items()]
+        link.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
+
+    def head(self, key: str) -> Got:
+        """HEAD."""
+        return self.ask("HEAD", f"/v1/files/{key}")
+
+    def get(self, key: str, wanted: str = "") -> Got:
+        """GET, a part of it if `wanted` is a Range."""
+        return self.ask("GET", f"/v1/files/{key}", BEARER | ({"Range": wanted} if wanted else {}))
+
+    def put(self, key: str, content: bytes, digest: str | None = None, **more: str) -> Got:
+        """PUT of a whole file; `more` are headers."""
+        return self.ask("PUT", f"/v1/files/{key}", _headers(content, digest, more), content)
+
+    def put_part(self, key: str, content: bytes, start: int, end: int, digest: str | None = None) -> Got:
+        """PUT of the bytes from `start` up to `end`, which is not included."""
+        span = {"Content-Range": f"bytes {start}-{end - 1}/{len(content)}"}
+        return self.ask(
+            "PUT", f"/v1/files/{key}", _headers(content[start:end], digest, span), content[start:end]
+        )
+
+    def cut(self, key: str, content: bytes, start: int, after: int, *, reset: bool) -> None:
+        """An upload of the rest from `start` whose connection ends after so many bytes of the body."""
+        rest = content[start:]
+        span = {"Content-Range": f"bytes {start}-{len(content) - 1}/{len(content)}"}
+        with self.connect() as link:
+            self.send_head(link, "PUT", f"/v1/files/{key}", _headers(rest, sha256(content), span))
+            link.sendall(rest[:after])
+            if reset:
+                link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    def stage(self, key: str, content: bytes, tries: int = 20) -> int:
+        """Brings a file there as §13 says; how many PUTs it took. Pauses are left out."""
+        digest = sha256(content)
+        if self.head(key).headers.get("x-content-sha256") == digest:
+            return 0
+        for count in range(1, tries + 1):
+            seen = self.head(key).headers
+            size = int(seen.get("x-file-size", 0))
+            resumes = 0 < size < len(content) and seen.get("x-target-sha256") == digest
+            start = size if resumes else 0
+            if content:
+                got = self.put_part(key, content, start, len(content), digest)
+            else:
+                got = self.put(key, content, digest)
+            if got.status == 200:
+                return count
+            assert got.status in (0, 308, 416), got
+            if self.head(key).headers.get("x-content-sha256") == digest:
+                return count
+        raise AssertionError(f"not there after {tries} uploads: {got}")
+
+
+def answered(link: socket.socket, method: str) -> Got:
+    """The answer to what was sent."""
+    response = HTTPResponse(link, method=method)
+    try:
+        response.begin()
+        body = response.read()
+    except (ConnectionError, ValueError):
+        return Got(0)
+    except Exception as error:
+        if type(error).__name__ in ("RemoteDisconnected", "BadStatusLine", "IncompleteRead"):
+            return Got(0)
+        raise
+    return Got(response.status, body, {name.lower(): value for name, value in response.getheaders()})
+
+
+def _headers(body: bytes, digest: str | None, more: dict[str, str]) -> dict[str, str]:
+    given = {"X-Content-SHA256": digest} if digest else {}
+    return BEARER | {"Content-Length": str(len(body))} | given | more

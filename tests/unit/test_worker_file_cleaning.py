@@ -1,0 +1,76 @@
+"""Which staged files go after a day, and which never do (worker.md §14: the reference never cleans)."""
+
+import os
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from localai_cluster import clock
+from localai_cluster.worker.files import cleaning
+from localai_cluster.worker.files.cleaning import KEPT, clean
+from localai_cluster.worker.files.keys import Folders
+from localai_cluster.worker.files.routes import FileServer
+
+
+def left(staging: Path) -> set[str]:
+    return {str(path.relative_to(staging)) for path in staging.rglob("*") if path.name != "later"}
+
+
+@pytest.mark.rule("worker-14")
+def test_what_was_for_one_request_goes_after_a_day(tmp_path: Path) -> None:
+    """D-STAGING-CLEANED. Other folders stay as they are, and so does what lies behind a link."""
+    staging, other = tmp_path / "staging", tmp_path / "other"
+    request, own = staging / "ephemeral/inputs/12345678", staging / "somebody/s"
+    for folder in (request, own, other):
+        folder.mkdir(parents=True)
+    for path in (request / "a.wav", request / "a.wav.sha256", own / "file", other / "kept"):
+        path.write_text("x")
+    (staging / "localai-output-1.tmp").write_text("x")
+    (staging / "another.tmp").write_text("x")
+    (request / "out").symlink_to(other)
+    now = clock.now()
+    assert clean(staging, now + KEPT - timedelta(hours=1), lambda path: False) == 0
+    assert clean(staging, now + KEPT + timedelta(hours=1), lambda path: path.name == "a.wav") == 3
+    kept = {"somebody", "somebody/s", "somebody/s/file", "another.tmp"}
+    folders = {"ephemeral", "ephemeral/inputs", "ephemeral/inputs/12345678"}
+    assert left(staging) == kept | folders | {"ephemeral/inputs/12345678/a.wav"}
+    assert clean(staging, now + 3 * KEPT, lambda path: False) == 1
+    for _ in range(3):
+        clean(staging, now + 3 * KEPT, lambda path: False)
+    assert left(staging) == kept | {"ephemeral"}
+    assert (other / "kept").exists()
+
+
+@pytest.mark.rule("worker-14")
+def test_a_folder_that_is_a_link_is_not_entered(tmp_path: Path) -> None:
+    staging, other = tmp_path / "staging", tmp_path / "other"
+    staging.mkdir()
+    other.mkdir()
+    (other / "kept").write_text("x")
+    (staging / "ephemeral").symlink_to(other)
+    assert clean(staging, clock.now() + 3 * KEPT, lambda path: False) == 0
+    assert clean(tmp_path / "missing", clock.now(), lambda path: False) == 0
+    assert (other / "kept").exists()
+
+
+@pytest.mark.rule("worker-12.1", "worker-14")
+async def test_folders_are_made_and_cleaned_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that cannot be made does not keep the worker from starting."""
+    monkeypatch.setattr(cleaning, "EVERY", 0.01)
+    folders = Folders.of_worker(tmp_path / "deep" / "models", tmp_path / "own", ())
+    folders.data.parent.mkdir()
+    folders.data.write_text("in the way")
+    stale = folders.staging / "ephemeral" / "inputs" / "1" / "a"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("x")
+    long_after = datetime.now(UTC) + 2 * KEPT  # noqa: TID251
+    monkeypatch.setattr(clock, "now", lambda: long_after)
+
+    async def gone() -> bool:
+        return not stale.exists()
+
+    async with FileServer(folders).running():
+        assert await clock.wait_until(gone, timeout=60)
+        assert folders.models.is_dir()
+    assert os.listdir(folders.staging) == ["ephemeral"]
