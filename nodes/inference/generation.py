@@ -135,6 +135,18 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
+class Told:
+    """How one streamed answer is told."""
+
+    events: Callable[[Sequence[TextDelta]], bytes]
+    """What is sent of deltas, in order."""
+    failed: Callable[[ClusterError], bytes]
+    """The event that ends a stream which cannot go on."""
+    done: bytes
+    """The event that ends any other."""
+
+
+@dataclass(frozen=True, slots=True)
 class Dialect:
     """One way to ask for text and to be told it."""
 
@@ -143,9 +155,12 @@ class Dialect:
     """Makes, for one answer, what turns its deltas into events of its stream, in order."""
     whole: Callable[[Head, Sequence[TextDelta]], bytes]
     failed: Callable[[ClusterError], bytes]
-    """The event that ends a stream which cannot go on."""
     done: bytes
-    """The event that ends any other."""
+    """As `Told` has them."""
+
+    def told(self, head: Head) -> Told:
+        """How one answer is streamed."""
+        return Told(self.events(head), self.failed, self.done)
 
 
 @dataclass
