@@ -36,6 +36,8 @@ class Conversation:
     images: tuple[str, ...] = ()
     audios: tuple[str, ...] = ()
     """Base64 of the media, in the order of the messages."""
+    rendered: str | None = None
+    """What the template of the model's definition makes of messages and tools; engines are told this then."""
 
 
 Prompt = Conversation | str | tuple[int, ...]
@@ -100,9 +102,12 @@ class Usage:
     cached: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TextDelta:
-    """What is new of one choice. The last one of a choice says why it ended and what it took."""
+    """What is new of one choice. The last one of a choice says why it ended and what it took.
+
+    Not frozen, though nothing changes it: one is made for each token, and that would take four times as long.
+    """
 
     choice: int
     text: str = ""
@@ -116,6 +121,8 @@ class TextDelta:
     @property
     def size(self) -> int:
         """About how many bytes it takes while it waits to be sent."""
+        if not (self.tools or self.logprobs):
+            return 64 + len(self.text) + len(self.reasoning)
         tools = sum(len(piece.arguments) + len(piece.name) for piece in self.tools)
         tokens = sum(1 + len(token["top_logprobs"]) for token in self.logprobs)
         return 64 + len(self.text) + len(self.reasoning) + tools + 200 * tokens

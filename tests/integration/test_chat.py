@@ -516,6 +516,10 @@ def test_the_template_of_a_definition(definitions: Path) -> None:
     _, engine = one(ASK, words("x"))
     assert (engine.asked[0].Prompt, engine.asked[0].UseTokenizerTemplate) == ("<user>hello there", False)
     assert list(engine.asked[0].StopPrompts) == ["<user>"]
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    parts = [{"type": "text", "text": "look"}, picture]
+    _, engine = one(ASK | {"messages": [{"role": "user", "content": parts}]}, words("x"))
+    assert (engine.asked[0].Prompt, list(engine.asked[0].Images)) == ("<user>look", ["aGk="])
 
 
 def test_a_template_of_go_falls_back_to_the_models_own_with_a_warning(definitions: Path) -> None:
