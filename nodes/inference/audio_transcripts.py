@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from localai_cluster.rpc.messages import TranscriptResult, TranscriptSegment
-from nodes.inference.generation import TextDelta, Told
+from nodes.inference.generation import Telling, TextDelta
 from nodes.inference.openai_events import DONE, event, failed
 
 _SECOND = 1_000_000_000
@@ -83,12 +83,12 @@ def _clock(nanoseconds: int, point: str) -> str:
     return f"{hours:02}:{minutes:02}:{seconds:02}{point}{thousandths:03}"
 
 
-def told() -> Told:
+def told() -> Telling:
     """How a transcript is streamed: its pieces, then all of it.
 
     The last delta has the engine's own whole text as `reasoning`, if it said one.
     """
-    return Told(_events(), failed, DONE)
+    return Telling(_events(), failed, DONE)
 
 
 def _events() -> Callable[[Sequence[TextDelta]], bytes]:

@@ -15,7 +15,7 @@ from localai_cluster.errors import ClusterError
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Header, Send
 from nodes.inference.limits import silence
-from nodes.inference.streams import Reader
+from nodes.inference.streams import Outgoing
 
 PIECE = 256 * 1024
 
@@ -75,9 +75,9 @@ class ByteStream:
 
 
 @contextlib.asynccontextmanager
-async def _reader(send: Send) -> AsyncIterator[Reader]:
+async def _reader(send: Send) -> AsyncIterator[Outgoing]:
     try:
         async with silence(conf.cluster().stream_stall, math.inf) as limit:
-            yield Reader(send, limit)
+            yield Outgoing(send, limit)
     except TimeoutError:
         raise wire.Disconnected from None

@@ -142,7 +142,7 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Telling:
     """How one streamed answer is told."""
 
     events: Callable[[Sequence[TextDelta]], bytes]
@@ -163,11 +163,11 @@ class Dialect:
     whole: Callable[[Head, Sequence[TextDelta]], bytes]
     failed: Callable[[ClusterError], bytes]
     done: bytes
-    """As `Told` has them."""
+    """As `Telling` has them."""
 
-    def told(self, head: Head) -> Told:
+    def told(self, head: Head) -> Telling:
         """How one answer is streamed."""
-        return Told(self.events(head), self.failed, self.done)
+        return Telling(self.events(head), self.failed, self.done)
 
 
 @dataclass

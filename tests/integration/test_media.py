@@ -106,6 +106,7 @@ def told(answer: Streamed) -> Any:
     return json.loads(answer.taken)
 
 
+@pytest.mark.rule("grpc-AudioTranscription")
 @pytest.mark.rule("worker-14", "http-6.3", "T-INF-13")
 def test_a_transcript(settings: Settings) -> None:
     """The file is on the worker while the engine reads it, under a key of this request, and then empty."""
@@ -145,6 +146,7 @@ def test_transcripts_in_every_form() -> None:
     assert "segments" not in told(words)
 
 
+@pytest.mark.rule("grpc-AudioTranscriptionStream")
 @pytest.mark.rule("T-INF-14")
 @pytest.mark.parametrize("streams", [True, False], ids=["streamed", "an engine that does not stream"])
 def test_a_streamed_transcript(streams: bool) -> None:
@@ -203,6 +205,7 @@ def test_what_is_no_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "60 bytes" in told(answer)["error"]["message"]
 
 
+@pytest.mark.rule("grpc-TTS")
 @pytest.mark.rule("worker-14", "http-6.3", "T-INF-11")
 def test_speech(settings: Settings) -> None:
     """The engine's file, as it is; of the two routes only OpenAI's tells the node."""
@@ -223,6 +226,7 @@ def test_speech(settings: Settings) -> None:
     assert "x-localai-node" not in again.headers
 
 
+@pytest.mark.rule("grpc-TTSStream")
 @pytest.mark.rule("T-INF-12")
 def test_speech_while_it_is_made() -> None:
     """The first piece leaves before the engine has made the second."""
@@ -289,6 +293,7 @@ def test_a_wrong_field_is_named(path: str, fields: dict[str, Any], named: str) -
     assert told(answer)["error"]["param"] == named
 
 
+@pytest.mark.rule("grpc-GenerateImage")
 @pytest.mark.rule("worker-14", "T-INF-7")
 def test_images() -> None:
     artist = Artist()
