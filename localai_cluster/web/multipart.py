@@ -14,7 +14,7 @@ from django.core.files.uploadedfile import UploadedFile
 from django.core.files.uploadhandler import FileUploadHandler
 from django.http.multipartparser import MultiPartParser, MultiPartParserError
 
-from localai_cluster.errors import ClusterError, InvalidInput
+from localai_cluster.errors import ClusterError, InvalidInput, Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Receive
 
@@ -48,14 +48,17 @@ class Form:
 async def read(receive: Receive, kind: str, limit: int, too_large: ClusterError) -> Form:
     """The form in a request's body; `kind` is its content type.
 
-    Raises `too_large` above `limit` bytes, InvalidInput for anything that is no such form, Disconnected when
-    the client left before its end.
+    Raises `too_large` above `limit` bytes, InvalidInput for anything that is no such form, Unavailable when the
+    disk is full, Disconnected when the client left before its end.
     """
     if kind.partition(";")[0].strip().lower() != KIND:
         raise InvalidInput(f"the body must be {KIND}")
-    with tempfile.TemporaryFile() as body:
-        size = await _spool(receive, body, limit, too_large)
-        return await asyncio.to_thread(_parsed, body, kind, size)
+    try:
+        with tempfile.TemporaryFile() as body:
+            size = await _spool(receive, body, limit, too_large)
+            return await asyncio.to_thread(_parsed, body, kind, size)
+    except OSError as error:
+        raise Unavailable(f"the form cannot be kept: {error.strerror}") from error
 
 
 async def _spool(receive: Receive, body: IO[bytes], limit: int, too_large: ClusterError) -> int:

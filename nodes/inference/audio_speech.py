@@ -90,7 +90,7 @@ def parse(fields: Mapping[str, Any]) -> SpeechBody:
         openai_bodies.refuse(fields, REFUSED)
     body = wire.typed(fields, SpeechBody)
     # Engines read such a voice from their machine.
-    if body.voice and (body.voice[0] in "/\\~" or ".." in body.voice or ":" in body.voice):
+    if body.voice and (body.voice[0] in "/\\~" or ".." in body.voice or "://" in body.voice):
         raise InvalidInput("voice: a name is needed, no path or address", field="voice")
     if body.stream and body.response_format not in (None, "wav", "pcm"):
         raise InvalidInput("response_format: a stream is wav or pcm", field="response_format")

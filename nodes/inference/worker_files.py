@@ -18,6 +18,7 @@ from uuid import UUID
 import httpx
 import msgspec
 from channels.db import database_sync_to_async
+from django.db import DatabaseError
 
 from localai_cluster import clock
 from localai_cluster.errors import ClusterError, Unavailable
@@ -96,6 +97,9 @@ class WorkerFiles:
                 raise BackendFailed("the engine wrote nothing")
             file.seek(0)
             return file
+        except OSError as error:
+            file.close()
+            raise Unavailable(f"what the engine wrote cannot be kept: {error.strerror}") from error
         except BaseException:
             file.close()
             raise
@@ -161,10 +165,10 @@ async def open_files(node_id: UUID, deadline: float) -> AsyncIterator[WorkerFile
     """Files on the worker of a node, for as long as the request needs them."""
     try:
         server = await database_sync_to_async(dialling.http_server)(node_id)
-    except BackendError:
-        raise
     except ClusterError as error:
         raise _NothingDone(error.message) from error
+    except DatabaseError as error:
+        raise Unavailable("the database is not reachable", retry_after=2) from error
     # Plain HTTP, so nothing is verified; reading all certificates would take 20 ms.
     client = httpx.AsyncClient(timeout=None, trust_env=False, follow_redirects=False, verify=False)
     files = WorkerFiles(server, client, deadline)

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import dataclasses
+import errno
 import json
 import os
 import tempfile
@@ -206,6 +207,15 @@ def test_what_is_no_form_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.rule("grpc-TTS")
+def test_a_full_disk_is_no_fault_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> Any:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    answer = transcript(Artist())
+    assert (answer.status, told(answer)["error"]["type"]) == (503, "server_error")
+
+
 @pytest.mark.rule("worker-14", "http-6.3", "T-INF-11")
 def test_speech(settings: Settings) -> None:
     """The engine's file, as it is; of the two routes only OpenAI's tells the node."""
@@ -268,6 +278,7 @@ def test_speech_that_breaks_off_has_no_end() -> None:
         (SPEAK, SAY | {"input": "x" * (64 * 1024 + 1)}, "input"),
         (SPEAK, SAY | {"voice": "/etc/passwd"}, "voice"),
         (SPEAK, SAY | {"voice": "../secret"}, "voice"),
+        (SPEAK, SAY | {"voice": "https://example.org/a.wav"}, "voice"),
         (SPEAK, SAY | {"voice": 3}, "voice"),
         (SPEAK, SAY | {"speed": 9}, "speed"),
         (SPEAK, SAY | {"response_format": "midi"}, "response_format"),
@@ -296,6 +307,7 @@ def test_a_wrong_field_is_named(path: str, fields: dict[str, Any], named: str) -
 @pytest.mark.rule("grpc-GenerateImage")
 @pytest.mark.rule("worker-14", "T-INF-7")
 def test_images() -> None:
+    """D-IMAGE-URL: they are inside the answer."""
     artist = Artist()
     answer = one(DRAW, {"model": "m", "prompt": "a cat|a dog", "n": 2, "size": "64x32", "seed": 7}, artist)
     assert answer.status == 200
