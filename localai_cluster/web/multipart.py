@@ -48,8 +48,8 @@ class Form:
 async def read(receive: Receive, kind: str, limit: int, too_large: ClusterError) -> Form:
     """The form in a request's body; `kind` is its content type.
 
-    Raises `too_large` above `limit` bytes, InvalidInput for anything that is no such form, Unavailable when the
-    disk is full, Disconnected when the client left before its end.
+    Raises `too_large` above `limit` bytes, InvalidInput for anything that is no such form, Unavailable when
+    the disk is full, Disconnected when the client left before its end.
     """
     if kind.partition(";")[0].strip().lower() != KIND:
         raise InvalidInput(f"the body must be {KIND}")
