@@ -40,6 +40,9 @@ _SLASHED = (
     "/tokenize/",
     "/detokenize/",
     "/rerank/",
+    "/audio/",
+    "/images/",
+    "/tts/",
     "/backend/",
     "/backends/",
 )

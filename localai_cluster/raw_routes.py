@@ -9,9 +9,12 @@ from typing import Any
 
 from localai_cluster.row_metrics import RowReader
 from localai_cluster.scraping import MetricsApplication
+from localai_cluster.web import wire
 from nodes.api.gallery import GalleryApplication
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.api.registrations import RegistrationApplication
+from nodes.inference import audio_transcriptions, images_generations
+from nodes.inference.audio_speech import speech
 from nodes.inference.embeddings import embed
 from nodes.inference.endpoint import Endpoint
 from nodes.inference.models import ONE_MODEL, list_models, one_model
@@ -43,9 +46,21 @@ _TEXT = {
     "/detokenize": Endpoint("POST", detokenize, LARGEST_BODY),
     "/rerank": Endpoint("POST", rerank, LARGEST_BODY),
 }
+_MEDIA = {
+    "/audio/transcriptions": Endpoint(
+        "POST", audio_transcriptions.transcribe, audio_transcriptions.LARGEST_BODY, form=True
+    ),
+    "/audio/speech": Endpoint("POST", speech(tells_node=True), wire.MAX_BODY),
+    "/images/generations": Endpoint("POST", images_generations.generate, wire.MAX_BODY),
+}
 
 ROUTES: tuple[RawRoute, ...] = (
-    *(RawRoute("POST", prefix + path, app) for path, app in _TEXT.items() for prefix in ("/v1", "")),
+    *(
+        RawRoute("POST", prefix + path, app)
+        for path, app in (_TEXT | _MEDIA).items()
+        for prefix in ("/v1", "")
+    ),
+    RawRoute("POST", "/tts", Endpoint("POST", speech(tells_node=False), wire.MAX_BODY)),
     RawRoute("POST", "/v1/embeddings", _embeddings),
     RawRoute("POST", "/embeddings", _embeddings),
     RawRoute("GET", "/v1/models", _models),

@@ -72,7 +72,11 @@ def parts() -> tuple[Part, ...]:
         Part("properties of rules", tests(*using("@given(", "tests/unit")), EFFORT),
         Part("rotation", tests("tests/acceptance/test_rotation.py"), 10),
         Part("two machines", tests("tests/acceptance/test_two_machines.py"), CUTS),
-        Part("kills", tests("tests/acceptance/test_kills.py"), times=KILLS),
+        Part(
+            "kills",
+            tests("tests/acceptance/test_kills.py", "tests/acceptance/test_stream_kills.py"),
+            times=KILLS,
+        ),
         Part("faults", tests("tests/acceptance/test_faults.py"), 10),
         Part("kill sweep", tests("tests/acceptance/test_kill_sweep.py", "-s"), EFFORT),
         Part("bus credentials", tests("tests/acceptance/test_bus_credentials.py")),

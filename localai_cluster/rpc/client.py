@@ -8,7 +8,7 @@ coroutine and no set-up: the channel, its methods and the metadata are made once
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 import grpc.aio
@@ -20,6 +20,7 @@ from localai_cluster.rpc.messages import (
     DetokenizeRequest,
     DetokenizeResponse,
     EmbeddingResult,
+    GenerateImageRequest,
     HealthMessage,
     ModelOptions,
     PredictOptions,
@@ -29,6 +30,10 @@ from localai_cluster.rpc.messages import (
     Result,
     StatusResponse,
     TokenizationResponse,
+    TranscriptRequest,
+    TranscriptResult,
+    TranscriptStreamResponse,
+    TTSRequest,
 )
 from localai_cluster.rpc.signs import Sign
 from localai_cluster.rpc.tracked import TRACKED, UNTRACKED
@@ -53,6 +58,7 @@ _OPTIONS = (
 )
 
 Answer = TypeVar("Answer")
+Piece = TypeVar("Piece")
 _NOTHING = HealthMessage()
 
 
@@ -96,10 +102,34 @@ class BackendClient:
         """The whole answer to a prompt."""
         return await self._ask(self._stub.Predict(options, timeout=timeout, metadata=self._metadata))
 
-    def predict_stream(self, options: PredictOptions, timeout: float | None = None) -> "Replies":
+    def predict_stream(self, options: PredictOptions, timeout: float | None = None) -> "Replies[Reply]":
         """The answer piece by piece; without a timeout it may take as long as pieces come."""
         call = self._stub.PredictStream(options, timeout=timeout, metadata=self._metadata)
         return Replies(call, self._channel, self._translated)
+
+    async def transcribe(self, request: TranscriptRequest, timeout: float) -> TranscriptResult:
+        """The text of the sound in the worker's file `request.dst`."""
+        return await self._ask(
+            self._stub.AudioTranscription(request, timeout=timeout, metadata=self._metadata)
+        )
+
+    def transcribe_stream(self, request: TranscriptRequest) -> "Replies[TranscriptStreamResponse]":
+        """The same piece by piece."""
+        call = self._stub.AudioTranscriptionStream(request, metadata=self._metadata)
+        return Replies(call, self._channel, self._translated)
+
+    async def speak(self, request: TTSRequest, timeout: float) -> Result:
+        """Writes a text as sound to the worker's file `request.dst`."""
+        return await self._ask(self._stub.TTS(request, timeout=timeout, metadata=self._metadata))
+
+    def speak_stream(self, request: TTSRequest) -> "Replies[Reply]":
+        """The sound piece by piece, as `audio` of the replies."""
+        call = self._stub.TTSStream(request, metadata=self._metadata)
+        return Replies(call, self._channel, self._translated)
+
+    async def draw(self, request: GenerateImageRequest, timeout: float) -> Result:
+        """Writes an image to the worker's file `request.dst`."""
+        return await self._ask(self._stub.GenerateImage(request, timeout=timeout, metadata=self._metadata))
 
     async def tokenize(self, options: PredictOptions, timeout: float) -> TokenizationResponse:
         """The token ids of `options.Prompt`."""
@@ -154,7 +184,7 @@ class BackendClient:
         task.add_done_callback(self._retired.discard)
 
 
-class Replies:
+class Replies(Generic[Piece]):
     """An answer that comes piece by piece; leaving it early has to be followed by `cancel`."""
 
     def __init__(self, call: Any, channel: grpc.aio.Channel, translated: "_Translated") -> None:
@@ -162,13 +192,13 @@ class Replies:
         self._channel = channel
         self._translated = translated
 
-    def __aiter__(self) -> AsyncGenerator[Reply, None]:
+    def __aiter__(self) -> AsyncGenerator[Piece, None]:
         """The pieces; each is asked for when it is wanted, so an engine gets no further than the windows of
         the connection allow.
         """
         return self._pieces()
 
-    async def _pieces(self) -> AsyncGenerator[Reply, None]:
+    async def _pieces(self) -> AsyncGenerator[Piece, None]:
         try:
             async for reply in self._call:
                 yield reply

@@ -88,13 +88,15 @@ def json_object(body: bytes) -> Mapping[str, Any]:
     return value
 
 
-def typed(fields: Mapping[str, Any], kind: type[T]) -> T:
-    """The fields of a body as `kind`; an absent field counts as null, an unknown one is ignored.
+def typed(fields: Mapping[str, Any], kind: type[T], *, texts: bool = False) -> T:
+    """The fields of a body as `kind`; an absent field counts as null, an unknown one is ignored. With `texts`
+    numbers and switches may be written as texts, which is all that a form has.
 
     Raises InvalidInput, which names the first wrong field in the order of `kind`.
     """
     try:
-        return msgspec.convert({name: fields.get(name) for name in kind.__struct_fields__}, kind)
+        given = {name: fields.get(name) for name in kind.__struct_fields__}
+        return msgspec.convert(given, kind, strict=not texts)
     except msgspec.ValidationError as error:
         # The problem may quote what was sent.
         problem, _, path = str(error).removesuffix("`").rpartition(" - at `$.")

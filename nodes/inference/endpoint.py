@@ -1,30 +1,31 @@
 """What every inference route does: credential, body, the work, and its end when the client leaves.
 
-A handler answers at once, or with an `EventStream`, which is played here: one that fails before its first
-byte is a refusal like any other.
+A handler answers at once, or with something that is played here, as an `EventStream`: one that fails before
+its first byte is a refusal like any other. A process that stops ends the work on answers that have not begun
+by a 503 (`end_all`).
 
 Errors of authentication come before errors of content, and a request without any credential is refused
-before its body is read. The statement that picks the replica checks a stored key; a request that ends before
-its pick has the key checked by a statement of its own. A wrong key is counted for its address after that.
+before its body is read; a form, which may be large, is read for a known caller only. The statement that picks
+the replica checks a stored key; a request that ends before its pick has the key checked by a statement of its
+own. A wrong key is counted for its address after that.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from localai_cluster import clock
 from localai_cluster.accounts import credentials
 from localai_cluster.accounts.credentials import StoredKey, WrongKey
-from localai_cluster.errors import ClusterError, NotAuthenticated
+from localai_cluster.errors import ClusterError, NotAuthenticated, Unavailable
 from localai_cluster.logs import request_id
 from localai_cluster.metrics import web as metrics
-from localai_cluster.web import throttle, wire
+from localai_cluster.web import multipart, throttle, wire
 from localai_cluster.web.wire import Answer, Receive, Scope, Send
 from nodes.inference import gateway
-from nodes.inference.streams import EventStream
 from nodes.routing.request import InferenceRequest
 
 logger = logging.getLogger(__name__)
@@ -44,17 +45,30 @@ class TooLarge(ClusterError):
     code = "request_too_large"
 
 
-Handler = Callable[[InferenceRequest], Awaitable[Answer | EventStream]]
+class Played(Protocol):
+    """An answer that is sent while it is made or read."""
+
+    async def play(self, send: Send) -> int:
+        """Sends it without the end of the body; returns the status it came to."""
+
+
+Handler = Callable[[InferenceRequest], Awaitable[Answer | Played]]
 T = TypeVar("T")
+_unanswered: set["asyncio.Task[Any]"] = set()
+_stopped: set["asyncio.Task[Any]"] = set()
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The ASGI application of one route. Without a `limit` its body is bounded as other routes' are."""
+    """The ASGI application of one route. Without a `limit` its body is bounded as other routes' are.
+
+    With `form` the body is a form with files, which the handler finds in `request.form`.
+    """
 
     method: str
     handler: Handler
     limit: int | None = None
+    form: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; sends nothing to a client that has left."""
@@ -73,6 +87,7 @@ class Endpoint:
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
                     status = answer
         finally:
+            request.form.close()
             metrics.inference_ended(request.model, status or metrics.LEFT, clock.monotonic() - began)
 
     async def _answer(
@@ -83,7 +98,8 @@ class Endpoint:
             identify(request, scope)
             if scope["method"] != self.method:
                 raise MethodNotAllowed(f"only {self.method} is accepted here")
-            return await self._work(request, receive, send)
+            await self._read(request, scope, receive)
+            return await until_disconnected(self._handle(request, send), receive)
         except MethodNotAllowed as error:
             answer = wire.error_answer(error)
             return Answer(answer.body, answer.status, ((b"allow", self.method.encode()),))
@@ -94,30 +110,63 @@ class Endpoint:
                 logger.warning("%s %s: %s", scope["method"], scope["path"], error.message.partition("\n")[0])
             return wire.error_answer(error)
 
-    async def _work(self, request: InferenceRequest, receive: Receive, send: Send) -> Answer | int:
+    async def _read(self, request: InferenceRequest, scope: Scope, receive: Receive) -> None:
+        if self.form:
+            await confirm(request)
+            kind = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
+            limit = self.limit or wire.MAX_BODY
+            request.form = await multipart.read(receive, kind, limit, _too_large(limit))
+            return
         try:
             request.body = await self._body(receive)
         except ClusterError:
             await confirm(request)
             raise
-        return await until_disconnected(self._handle(request, send), receive)
 
     async def _body(self, receive: Receive) -> bytes:
         if self.limit is None:
             return await wire.read_body(receive)
-        return await wire.read_body(
-            receive, self.limit, TooLarge(f"the request body exceeds {self.limit} bytes")
-        )
+        return await wire.read_body(receive, self.limit, _too_large(self.limit))
 
     async def _handle(self, request: InferenceRequest, send: Send) -> Answer | int:
         try:
-            answer = await self.handler(request)
+            with _until_stop():
+                answer = await self.handler(request)
             return answer if isinstance(answer, Answer) else await answer.play(send)
         except ClusterError as error:
             # A refusal of the content says something about the cluster, so only a known caller may read it.
             if error.status < 500 and not isinstance(error, NotAuthenticated):
                 await confirm(request)
             raise
+
+
+def _too_large(limit: int) -> TooLarge:
+    return TooLarge(f"the request body exceeds {limit} bytes")
+
+
+@contextlib.contextmanager
+def _until_stop() -> Iterator[None]:
+    """What `end_all` cancels in here is Unavailable."""
+    task = asyncio.current_task()
+    assert task is not None
+    _unanswered.add(task)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if task not in _stopped:
+            raise
+        task.uncancel()
+        raise Unavailable("this web process is stopping", retry_after=1) from None
+    finally:
+        _unanswered.discard(task)
+        _stopped.discard(task)
+
+
+def end_all() -> None:
+    """Ends the work on all answers that have not begun: this process is about to stop."""
+    for task in list(_unanswered):
+        _stopped.add(task)
+        task.cancel()
 
 
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"xi-api-key"})

@@ -6,6 +6,7 @@ each later one within that of a stall (`CLUSTER_REQUEST_TIMEOUT`, `CLUSTER_STREA
 """
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import Callable, Iterator, Sequence
 
@@ -59,7 +60,8 @@ async def generate(
 
 async def _templated(definition: Definition, prompt: Prompt) -> Prompt:
     if isinstance(prompt, Conversation) and definition.answering.template:
-        return await templates.prompt(definition.answering.template, prompt)
+        rendered = await templates.prompt(definition.answering.template, prompt)
+        return dataclasses.replace(prompt, rendered=rendered)
     return prompt
 
 

@@ -36,6 +36,8 @@ class Conversation:
     images: tuple[str, ...] = ()
     audios: tuple[str, ...] = ()
     """Base64 of the media, in the order of the messages."""
+    rendered: str | None = None
+    """What the template of the model's definition makes of messages and tools; engines are told this then."""
 
 
 Prompt = Conversation | str | tuple[int, ...]
@@ -100,9 +102,12 @@ class Usage:
     cached: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TextDelta:
-    """What is new of one choice. The last one of a choice says why it ended and what it took."""
+    """What is new of one choice. The last one of a choice says why it ended and what it took.
+
+    Not frozen, though nothing changes it: one is made for each token, and that would take four times as long.
+    """
 
     choice: int
     text: str = ""
@@ -116,6 +121,8 @@ class TextDelta:
     @property
     def size(self) -> int:
         """About how many bytes it takes while it waits to be sent."""
+        if not (self.tools or self.logprobs):
+            return 64 + len(self.text) + len(self.reasoning)
         tools = sum(len(piece.arguments) + len(piece.name) for piece in self.tools)
         tokens = sum(1 + len(token["top_logprobs"]) for token in self.logprobs)
         return 64 + len(self.text) + len(self.reasoning) + tools + 200 * tokens
@@ -135,6 +142,18 @@ class Head:
 
 
 @dataclass(frozen=True, slots=True)
+class Telling:
+    """How one streamed answer is told."""
+
+    events: Callable[[Sequence[TextDelta]], bytes]
+    """What is sent of deltas, in order."""
+    failed: Callable[[ClusterError], bytes]
+    """The event that ends a stream which cannot go on."""
+    done: bytes
+    """The event that ends any other."""
+
+
+@dataclass(frozen=True, slots=True)
 class Dialect:
     """One way to ask for text and to be told it."""
 
@@ -143,9 +162,12 @@ class Dialect:
     """Makes, for one answer, what turns its deltas into events of its stream, in order."""
     whole: Callable[[Head, Sequence[TextDelta]], bytes]
     failed: Callable[[ClusterError], bytes]
-    """The event that ends a stream which cannot go on."""
     done: bytes
-    """The event that ends any other."""
+    """As `Telling` has them."""
+
+    def told(self, head: Head) -> Telling:
+        """How one answer is streamed."""
+        return Telling(self.events(head), self.failed, self.done)
 
 
 @dataclass

@@ -16,8 +16,11 @@ from nodes.inference.openai_events import DONE, event, failed
 DEFAULT_TOKENS = 16
 """Tokens of an answer when the request sets no limit, as OpenAI documents."""
 
-Tokens = Annotated[list[Whole], msgspec.Meta(min_length=1)]
-Prompts = Annotated[list[Text | Whole | Tokens], msgspec.Meta(min_length=1)]
+MOST_TOKENS = 256 * 1024
+"""Token ids of a prompt: making objects of millions would hold all other requests up."""
+
+Tokens = Annotated[list[Whole], msgspec.Meta(min_length=1, max_length=MOST_TOKENS)]
+Prompts = Annotated[list[Text | Whole | Tokens], msgspec.Meta(min_length=1, max_length=MOST_TOKENS)]
 
 
 class CompletionBody(SamplingBody, kw_only=True, frozen=True):
@@ -26,7 +29,7 @@ class CompletionBody(SamplingBody, kw_only=True, frozen=True):
     prompt: Annotated[
         Text | Prompts,
         msgspec.Meta(
-            description="A text, token ids of the model, or a list of either; "
+            description=f"A text, up to {MOST_TOKENS} token ids of the model, or a list of either; "
             f"at most {MOST_CHOICES} answers, all prompts together."
         ),
     ]

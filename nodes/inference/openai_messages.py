@@ -158,7 +158,9 @@ def _data_of(url: str, where: str) -> str:
 
 def _checked(data: str, where: str) -> str:
     try:
-        base64.b64decode(data, validate=True)
+        empty = not base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
         raise InvalidInput(f"{where}: this is not base64", field="messages") from None
+    if empty:
+        raise InvalidInput(f"{where}: this is empty", field="messages")
     return data

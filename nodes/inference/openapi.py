@@ -1,7 +1,7 @@
 """OpenAPI descriptions of the inference routes; the generated document includes them."""
 
 from localai_cluster.web.openapi import Operation, schema_of
-from nodes.inference import openapi_text
+from nodes.inference import openapi_media, openapi_text
 from nodes.inference.embeddings import EmbeddingsBody
 
 _SECURITY: list[dict[str, list[str]]] = [{"apiKey": []}]
@@ -168,4 +168,5 @@ ROUTES: dict[str, dict[str, Operation]] = {
     "/v1/models/{model}": {"GET": _ONE_MODEL},
     "/models": {"GET": _models("list_models_without_prefix")},
     **openapi_text.routes(_SECURITY, error_answers(400, 401, 404, 413, 429, 500, 503)),
+    **openapi_media.routes(_SECURITY, error_answers(400, 401, 404, 413, 429, 500, 503)),
 }

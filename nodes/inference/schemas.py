@@ -59,12 +59,13 @@ def check(schemas: Iterable[tuple[Mapping[str, Any], str]]) -> None:
         while waiting:
             part, behind = waiting.pop()
             steps += _weight(part)
-            if steps > MOST_STEPS:
+            # Each that waits is one more at least.
+            if steps + len(waiting) > MOST_STEPS:
                 raise InvalidInput(
                     f"{field}: the schema has more than {MOST_STEPS} parts, values and items",
                     field=_top(field),
                 )
-            reference = part.get("$ref") if isinstance(part, Mapping) else None
+            reference = part.get("$ref") if isinstance(part, dict) else None
             if isinstance(reference, str):
                 found = _resolved(schema, reference, behind, field)
                 waiting.append((found, behind | {reference}))
@@ -72,7 +73,7 @@ def check(schemas: Iterable[tuple[Mapping[str, Any], str]]) -> None:
 
 
 def _weight(part: Any) -> float:
-    if not isinstance(part, Mapping):
+    if not isinstance(part, dict):
         return 1
     counts = [part.get(name) for name in ("minItems", "maxItems")]
     values = part.get("enum")
@@ -86,12 +87,12 @@ def _weight(part: Any) -> float:
 def _inside(part: Any) -> Iterator[Any]:
     """The schemas, and the lists of them, that a part consists of."""
     if isinstance(part, list):
-        yield from (inner for inner in part if isinstance(inner, Mapping | list))
+        yield from (inner for inner in part if isinstance(inner, dict | list))
         return
     for name, inner in part.items():
-        if name in _MAPS and isinstance(inner, Mapping):
-            yield from (one for one in inner.values() if isinstance(one, Mapping | list))
-        elif name not in _SKIPPED and isinstance(inner, Mapping | list):
+        if name in _MAPS and isinstance(inner, dict):
+            yield from (one for one in inner.values() if isinstance(one, dict | list))
+        elif name not in _SKIPPED and isinstance(inner, dict | list):
             yield inner
 
 
@@ -105,8 +106,8 @@ def _resolved(schema: Mapping[str, Any], reference: str, behind: frozenset[str],
     found: Any = schema
     for name in reference.removeprefix("#").split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, Mapping) else None
-    if not reference.startswith("#") or not isinstance(found, Mapping):
+        found = found.get(name) if isinstance(found, dict) else None
+    if not reference.startswith("#") or not isinstance(found, dict):
         raise InvalidInput(f"{field}: the schema has no {reference[:100]!r}", field=_top(field))
     return found
 

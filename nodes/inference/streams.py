@@ -18,7 +18,7 @@ from localai_cluster import conf
 from localai_cluster.errors import ClusterError, Unavailable
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Header, Send
-from nodes.inference.generation import Dialect, Head, Sink, TextDelta
+from nodes.inference.generation import Sink, Telling, TextDelta
 from nodes.inference.limits import SilenceLimit, silence
 from nodes.routing.request import InferenceRequest, Replica
 
@@ -81,10 +81,9 @@ class Pipe:
 class EventStream:
     """One streamed answer. `work` makes it; `play` sends it, and ends with it."""
 
-    def __init__(self, request: InferenceRequest, dialect: Dialect, head: Head, work: Work) -> None:
+    def __init__(self, request: InferenceRequest, told: Telling, work: Work) -> None:
         self._request = request
-        self._failed, self._done = dialect.failed, dialect.done
-        self._told = dialect.events(head)
+        self._failed, self._done, self._told = told.failed, told.done, told.events
         self._work = work
         self._pipe = Pipe()
         self._quiet = True
@@ -102,7 +101,7 @@ class EventStream:
         _playing.add(self)
         try:
             async with silence(conf.cluster().stream_stall, math.inf) as limit:
-                return await self._told_to(_Reader(send, limit), making)
+                return await self._told_to(Outgoing(send, limit), making)
         except TimeoutError:
             raise wire.Disconnected from None
         finally:
@@ -111,7 +110,7 @@ class EventStream:
             making.cancel()
             await asyncio.gather(making, ticking, return_exceptions=True)
 
-    async def _told_to(self, reader: "_Reader", making: "asyncio.Future[None]") -> int:
+    async def _told_to(self, reader: "Outgoing", making: "asyncio.Future[None]") -> int:
         try:
             await self._tell(reader)
             await making
@@ -153,7 +152,7 @@ class EventStream:
             if self._quiet:
                 self._pipe.nudge()
 
-    async def _tell(self, reader: "_Reader") -> None:
+    async def _tell(self, reader: "Outgoing") -> None:
         """Sends deltas until the last one, or until making them has failed."""
         while not self._pipe.ended:
             deltas = await self._pipe.take()
@@ -164,7 +163,7 @@ class EventStream:
             elif not self._pipe.ended:
                 await self._keep_alive(reader)
 
-    async def _keep_alive(self, reader: "_Reader") -> None:
+    async def _keep_alive(self, reader: "Outgoing") -> None:
         """Only while a replica works on it: before that, what happens is still told by the status."""
         if not self._begun and (self._request.replica is None or self._thinking != self._request.replica):
             self._thinking = self._request.replica
@@ -172,7 +171,7 @@ class EventStream:
         await self._begin(reader)
         await reader.body(COMMENT)
 
-    async def _begin(self, reader: "_Reader") -> None:
+    async def _begin(self, reader: "Outgoing") -> None:
         if not self._begun:
             self._begun = True
             await reader.head([*_HEADERS, *node_header(self._request)])
@@ -187,7 +186,7 @@ def end_all() -> None:
         stream.stop()
 
 
-class _Reader:
+class Outgoing:
     """The client's end: what is sent has to be taken in time."""
 
     def __init__(self, send: Send, limit: SilenceLimit) -> None:

@@ -21,7 +21,7 @@ def surface(dialect: Dialect) -> Callable[[InferenceRequest], Awaitable[Answer |
         head = Head(request.request_id, int(clock.now().timestamp()), asked)
         if asked.stream:
             return EventStream(
-                request, dialect, head, lambda sink: generate(request, asked, sink, lambda: None)
+                request, dialect.told(head), lambda sink: generate(request, asked, sink, lambda: None)
             )
         deltas: list[TextDelta] = []
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from uuid import UUID
 
 from localai_cluster.accounts.principals import ANONYMOUS, Principal
+from localai_cluster.web.multipart import Form
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class InferenceRequest:
     request_id: str = ""
     path: str = ""
     body: bytes = b""
+    form: Form = field(default_factory=Form)
+    """The body of a route that takes files, in place of `body`."""
     model: str = ""
     """Empty until the surface has found its definition."""
     candidates: frozenset[UUID] | None = None

@@ -29,6 +29,10 @@ INFERENCE = (
     "/tokenize",
     "/detokenize",
     "/rerank",
+    "/audio/transcriptions",
+    "/audio/speech",
+    "/images/generations",
+    "/tts",
     "/models",
 )
 """Beside `/v1/`."""

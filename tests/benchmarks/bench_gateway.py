@@ -38,10 +38,10 @@ CLIENTS = (1, 8, 32)
 USER_KEY = "lac-" + "5" * 48
 
 
-def load(web: Process, key: str, model: str, clients: int, seconds: float) -> Figures:
+def load(web: Process, key: str, model: str, clients: int, seconds: float, said: str = "") -> Figures:
     """One run of the load generator against a web process."""
     order = {"host": "127.0.0.1", "port": web.port, "key": key, "model": model}
-    order |= {"clients": clients, "seconds": seconds}
+    order |= {"clients": clients, "seconds": seconds, "said": said}
     command = [sys.executable, "-m", "tests.benchmarks.load", json.dumps(order)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return Figures(**json.loads(done.stdout))

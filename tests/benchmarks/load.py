@@ -1,7 +1,8 @@
 """The load generator: raw keep-alive HTTP clients in a process of their own.
 
-`python -m tests.benchmarks.load '<json>'` with `host`, `port`, `key`, `model`, `clients` and `seconds` prints
-one JSON line: requests, errors, seconds, and the latencies' p50 and p99 in milliseconds.
+`python -m tests.benchmarks.load '<json>'` with `host`, `port`, `key`, `model`, `clients`, `seconds` and, for
+whole chats in place of embeddings, `said`, prints one JSON line: requests, errors, seconds, p50 and p99 of
+the latencies in milliseconds.
 """
 
 import asyncio
@@ -33,11 +34,16 @@ class Figures:
         return self.requests / self.seconds
 
 
-def request_bytes(host: str, key: str, model: str) -> bytes:
-    """One embeddings request, ready to send."""
-    body = json.dumps({"model": model, "input": "a cat"}).encode()
+def request_bytes(host: str, key: str, model: str, said: str) -> bytes:
+    """One request, ready to send: for embeddings, or for an answer to what is said."""
+    path = "/v1/embeddings"
+    asked: dict[str, object] = {"model": model, "input": "a cat"}
+    if said:
+        path = "/v1/chat/completions"
+        asked = {"model": model, "messages": [{"role": "user", "content": said}]}
+    body = json.dumps(asked).encode()
     head = (
-        f"POST /v1/embeddings HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {key}\r\n"
+        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {key}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
@@ -90,9 +96,11 @@ class Client(asyncio.Protocol):
         self.ended.set_result(None)
 
 
-async def measure(host: str, port: int, key: str, model: str, clients: int, seconds: float) -> Figures:
+async def measure(
+    host: str, port: int, key: str, model: str, clients: int, seconds: float, said: str = ""
+) -> Figures:
     """As many requests as `clients` clients get answered in so many seconds."""
-    request = request_bytes(host, key, model)
+    request = request_bytes(host, key, model, said)
     times: list[float] = []
     statuses: Counter[int] = Counter()
     begin = clock.monotonic()

@@ -115,6 +115,7 @@ def test_cached_tokens_are_told_only_by_an_engine_that_knows() -> None:
     assert "prompt_tokens_details" not in answer.body["usage"]
 
 
+@pytest.mark.rule("grpc-PredictStream")
 @pytest.mark.rule("T-INF-4")
 def test_a_streamed_answer() -> None:
     """Role first, then each piece, then the reason, what it took if that was asked for, and the end."""
@@ -500,6 +501,7 @@ def test_a_prompt_of_token_ids_is_made_text_by_the_engine() -> None:
     assert engine.asked[0].Prompt == "hi"
 
 
+@pytest.mark.rule("grpc-Predict")
 def test_an_engine_that_does_not_stream_answers_whole() -> None:
     engine = Scripted(words("at once"), streams=False)
     answer: Streamed = play(lambda *_: finished(ASK | {"stream": True}), engine)
@@ -520,6 +522,10 @@ def test_the_template_of_a_definition(definitions: Path) -> None:
     _, engine = one(ASK, words("x"))
     assert (engine.asked[0].Prompt, engine.asked[0].UseTokenizerTemplate) == ("<user>hello there", False)
     assert list(engine.asked[0].StopPrompts) == ["<user>"]
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    parts = [{"type": "text", "text": "look"}, picture]
+    _, engine = one(ASK | {"messages": [{"role": "user", "content": parts}]}, words("x"))
+    assert (engine.asked[0].Prompt, list(engine.asked[0].Images)) == ("<user>look", ["aGk="])
 
 
 def test_a_template_of_go_falls_back_to_the_models_own_with_a_warning(definitions: Path) -> None:
@@ -554,6 +560,7 @@ def test_a_model_is_told_to_callers_with_a_key() -> None:
     assert answer.status == 401
 
 
+@pytest.mark.rule("A86")
 @pytest.mark.rule("R1.94", "R2.2", "T-REG-117", "T-REG-118")
 def test_parameters_of_requests_change_nothing_about_the_model() -> None:
     """A86: a hundred requests with varied parameters, one replica, a hundred answers."""
@@ -581,6 +588,7 @@ def test_what_the_definition_says_counts_where_the_request_says_nothing(definiti
     assert (engine.asked[0].TopK, engine.asked[0].Seed > 0) == (40, True)
 
 
+@pytest.mark.rule("grpc-Embedding", "grpc-TokenizeString", "grpc-Detokenize", "grpc-Rerank")
 def test_tokens_and_documents() -> None:
     async def scenario(client: hot.Client, _: Any) -> list[hot.Reply]:
         return [

@@ -64,7 +64,9 @@ class Streamed:
 
 
 @asynccontextmanager
-async def asked(app: Any, path: str, body: Any) -> AsyncIterator[tuple[Streamed, "asyncio.Task[None]"]]:
+async def asked(
+    app: Any, path: str, body: Any, kind: str = "application/json"
+) -> AsyncIterator[tuple[Streamed, "asyncio.Task[None]"]]:
     """An answer, and the application's work on it."""
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = Streamed()
@@ -82,7 +84,10 @@ async def asked(app: Any, path: str, body: Any) -> AsyncIterator[tuple[Streamed,
         "path": path,
         "raw_path": path.encode(),
         "query_string": b"",
-        "headers": [(b"authorization", f"Bearer {API_KEY}".encode())],
+        "headers": [
+            (b"authorization", f"Bearer {API_KEY}".encode()),
+            (b"content-type", kind.encode()),
+        ],
         "client": ("192.0.2.7", 1234),
     }
     work = asyncio.create_task(app(scope, receive, answer.send))

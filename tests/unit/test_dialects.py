@@ -16,7 +16,8 @@ from localai_cluster.rpc.errors import Busy, Rejected
 from localai_cluster.rpc.messages import ChatDelta, Reply, ToolCallDelta
 from localai_cluster.web import wire
 from nodes.definitions.files import Definition, parse
-from nodes.inference import openai_chat, openai_completions
+from nodes.inference import audio_speech, images_generations, openai_chat, openai_completions
+from nodes.inference.audio_speech import SpeechBody
 from nodes.inference.engine_calls import Reading, named, sampling_options, with_prompt
 from nodes.inference.generation import (
     Conversation,
@@ -30,6 +31,7 @@ from nodes.inference.generation import (
     folded,
     total,
 )
+from nodes.inference.images_generations import ImagesBody
 from nodes.inference.openai_chat import ChatBody
 from nodes.inference.openai_completions import CompletionBody
 from nodes.inference.openai_messages import MOST_MESSAGES
@@ -448,6 +450,12 @@ def test_every_field_of_a_body_is_in_the_table() -> None:
     """docs/inference.md says of each field what becomes of it, and where that is proved."""
     text = (Path(__file__).resolve().parents[2] / "docs" / "inference.md").read_text()
     rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
-    for body, refused in ((ChatBody, openai_chat.REFUSED), (CompletionBody, openai_completions.REFUSED)):
+    bodies: tuple[tuple[type[msgspec.Struct], Mapping[str, str]], ...] = (
+        (ChatBody, openai_chat.REFUSED),
+        (CompletionBody, openai_completions.REFUSED),
+        (SpeechBody, audio_speech.REFUSED),
+        (ImagesBody, images_generations.REFUSED),
+    )
+    for body, refused in bodies:
         for name in (*(field.name for field in msgspec.structs.fields(body)), *refused):
             assert any(f"`{name}`" in row for row in rows), name

@@ -56,6 +56,7 @@ def test_rules_are_read_in_every_form_the_sheets_use(tmp_path: Path) -> None:
             tmp_path,
             scheduling=scheduling,
             http_api="## 1. Self-service\n### 1.1 POST `/api/node/register`\n",
+            grpc="| Health | HealthMessage | Reply |\n| method | request |\n| 1 | Health | worker |\n",
             worker="## 4. Start\n1. Read.\n## 22. Checks\n1. Register.\n33. Exact paths.\n",
         )
     )
@@ -67,6 +68,7 @@ def test_rules_are_read_in_every_form_the_sheets_use(tmp_path: Path) -> None:
         "T-REG-120": "7A",
         "T-REG-121": "7A",
         "http-1.1": "http-1",
+        "grpc-Health": "grpc",
         "worker-4": "worker-4",
         "worker-22": "worker-22",
         "W1": "W22",

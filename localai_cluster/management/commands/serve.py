@@ -1,9 +1,9 @@
 """`manage.py serve`: one web process, uvicorn on `localai_cluster.asgi`.
 
 On SIGTERM or SIGINT it stops accepting, closes websockets so that their clients connect to another process,
-lets running requests end, sends away those who wait for a load, ends streams by an error, gives every count
-back and leaves with status 0. `CLUSTER_SERVER=daphne` serves with daphne, which has neither that stop nor
-back-pressure.
+lets running requests end, sends away those who still wait for an answer, ends streams by an error, gives
+every count back and leaves with status 0. `CLUSTER_SERVER=daphne` serves with daphne, which has neither that
+stop nor back-pressure.
 """
 
 # daphne carries no types.
@@ -31,7 +31,7 @@ from localai_cluster.asgi import application
 from localai_cluster.connections import BoundedHead, WatchingSocket
 from localai_cluster.edge import Edge
 from localai_cluster.tls import TlsFiles
-from nodes.inference import gateway, streams
+from nodes.inference import endpoint, gateway, streams
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +96,7 @@ class OrderedServer(uvicorn.Server):
         self._cut(WatchingSocket)
         await asyncio.sleep(DRAIN_SECONDS - FAREWELL_SECONDS)
         await gateway.end_waits()
+        endpoint.end_all()
         streams.end_all()
         await asyncio.sleep(LAST_ANSWER_SECONDS)
         for request in list(self.server_state.tasks):

@@ -1,0 +1,147 @@
+"""`POST /v1/audio/transcriptions`: a file of sound in a form, its text as the answer.
+
+The file goes from the form to the worker of the picked replica, whose engine reads it there.
+"""
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated, Literal
+
+import msgspec
+
+from localai_cluster import clock, conf
+from localai_cluster.errors import InvalidInput
+from localai_cluster.rpc.client import BackendClient
+from localai_cluster.rpc.errors import DeadlineExceeded, Unimplemented
+from localai_cluster.rpc.messages import TranscriptRequest, TranscriptResult
+from localai_cluster.web import wire
+from localai_cluster.web.multipart import Upload
+from localai_cluster.web.wire import Answer
+from nodes.inference import audio_transcripts, gateway
+from nodes.inference.defined import defined
+from nodes.inference.generation import Sink, TextDelta
+from nodes.inference.limits import silence
+from nodes.inference.openai_bodies import Text
+from nodes.inference.streams import EventStream, node_header
+from nodes.inference.worker_files import open_files
+from nodes.routing.request import InferenceRequest
+
+LARGEST_BODY = 100 * 1024 * 1024
+"""Bytes of a form with a file of sound."""
+MOST_PROMPT = 16 * 1024
+MANY = "timestamp_granularities"
+"""The field that may have several values; clients write `[]` behind its name."""
+_ENDING = re.compile(r"\A[A-Za-z0-9]{1,8}\Z")
+
+
+class TranscriptionBody(msgspec.Struct, kw_only=True, frozen=True):
+    """The fields of the form beside its file."""
+
+    model: Text
+    language: Annotated[str, msgspec.Meta(max_length=32)] | None = None
+    prompt: Annotated[str, msgspec.Meta(max_length=MOST_PROMPT)] | None = None
+    response_format: Literal["json", "text", "verbose_json", "srt", "vtt"] | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    timestamp_granularities: Annotated[
+        list[Literal["word", "segment"]] | None, msgspec.Meta(description="For `verbose_json` only.")
+    ] = None
+    stream: bool | None = None
+
+
+async def transcribe(request: InferenceRequest) -> Answer | EventStream:
+    """Answers one request."""
+    upload, body = _read(request)
+    definition = await defined(body.model)
+    request.model = body.model
+    asked = TranscriptRequest(
+        language=body.language or "",
+        prompt=body.prompt or "",
+        temperature=body.temperature or 0,
+        timestamp_granularities=body.timestamp_granularities or [],
+        stream=bool(body.stream),
+        ModelIdentity=definition.model,
+    )
+    if body.stream:
+        return EventStream(
+            request, audio_transcripts.told(), lambda sink: _stream(request, upload, asked, sink)
+        )
+
+    async def work(engine: BackendClient) -> TranscriptResult:
+        async with _sent(request, upload, asked) as call:
+            return await engine.transcribe(call, request.deadline - clock.monotonic())
+
+    result = await gateway.current().run(request, work)
+    many = body.timestamp_granularities or ["segment"]
+    made, kind = audio_transcripts.rendered(
+        body.response_format or "json", result, "word" in many, "segment" in many
+    )
+    return Answer(made, headers=tuple(node_header(request)), kind=kind)
+
+
+def _read(request: InferenceRequest) -> tuple[Upload, TranscriptionBody]:
+    fields = request.form.fields
+    given: dict[str, object] = {name: values[-1] for name, values in fields.items()}
+    given[MANY] = fields.get(MANY + "[]") or fields.get(MANY)
+    body = wire.typed(given, TranscriptionBody, texts=True)
+    upload = request.form.files.get("file")
+    if upload is None or not upload.size:
+        raise InvalidInput("file: a file of sound is needed", field="file")
+    if body.timestamp_granularities and body.response_format != "verbose_json":
+        raise InvalidInput(f"{MANY}: needs `response_format` verbose_json", field=MANY)
+    if body.stream and body.response_format not in (None, "json", "text"):
+        raise InvalidInput("response_format: a stream has text only", field="response_format")
+    return upload, body
+
+
+@asynccontextmanager
+async def _sent(
+    request: InferenceRequest, upload: Upload, asked: TranscriptRequest
+) -> AsyncIterator[TranscriptRequest]:
+    """The call, with the file on the worker of the picked replica for as long as it is needed there."""
+    assert request.replica is not None
+    # The client's name may be anything; of it only the ending helps an engine.
+    ending = _ENDING.search(upload.name.rpartition(".")[2])
+    name = f"audio.{ending[0].lower()}" if ending else "audio"
+    async with open_files(request.replica.node_id, request.deadline) as files:
+        call = TranscriptRequest()
+        call.CopyFrom(asked)
+        call.dst = await files.put(name, upload.file, upload.size)
+        yield call
+
+
+async def _stream(request: InferenceRequest, upload: Upload, asked: TranscriptRequest, sink: Sink) -> None:
+    async def work(engine: BackendClient) -> None:
+        async with _sent(request, upload, asked) as call:
+            try:
+                whole = await _pieces(engine, request, call, sink)
+            except Unimplemented:
+                result = await engine.transcribe(call, request.deadline - clock.monotonic())
+                whole = audio_transcripts.text_of(result)
+                await sink(TextDelta(0, whole))
+            await sink(TextDelta(0, reasoning=whole, finish="stop"))
+
+    await gateway.current().run(request, work)
+
+
+async def _pieces(
+    engine: BackendClient, request: InferenceRequest, call: TranscriptRequest, sink: Sink
+) -> str:
+    """Tells pieces as they come; answers all of the text if the engine said it."""
+    replies, whole = engine.transcribe_stream(call), ""
+    first = request.deadline - clock.monotonic()
+    try:
+        async with silence(conf.cluster().stream_stall, first) as limit:
+            async for reply in replies:
+                # Only the engine's time counts, not that of a client who reads slowly.
+                limit.pause()
+                if reply.delta:
+                    await sink(TextDelta(0, reply.delta))
+                if reply.HasField("final_result"):
+                    whole = audio_transcripts.text_of(reply.final_result)
+                limit.begin()
+    except TimeoutError:
+        raise DeadlineExceeded("the engine has sent nothing for too long") from None
+    finally:
+        replies.cancel()
+    return whole

@@ -1,0 +1,108 @@
+"""What is told of a transcript: JSON in OpenAI's two forms, text, subtitles, and events. Pure.
+
+Engines say times in nanoseconds, as the reference's do.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from localai_cluster.rpc.messages import TranscriptResult, TranscriptSegment
+from nodes.inference.generation import Telling, TextDelta
+from nodes.inference.openai_events import DONE, event, failed
+
+_SECOND = 1_000_000_000
+_JSON, _PLAIN = b"application/json", b"text/plain; charset=utf-8"
+FORMS = ("json", "text", "verbose_json", "srt", "vtt")
+
+
+def rendered(form: str, result: TranscriptResult, words: bool, segments: bool) -> tuple[bytes, bytes]:
+    """Body and content type. `words` and `segments` say which of them `verbose_json` has."""
+    if form == "verbose_json":
+        return orjson.dumps(_verbose(result, words, segments)), _JSON
+    if form == "text":
+        return text_of(result).encode() + b"\n", _PLAIN
+    if form == "srt":
+        return "".join(_subtitles(result, ",", numbered=True)).encode(), b"application/x-subrip"
+    if form == "vtt":
+        return ("WEBVTT\n\n" + "".join(_subtitles(result, ".", numbered=False))).encode(), b"text/vtt"
+    return orjson.dumps({"text": text_of(result)}), _JSON
+
+
+def text_of(result: TranscriptResult) -> str:
+    """All of the text; some engines say only segments."""
+    return result.text.strip() or " ".join(part.text.strip() for part in result.segments)
+
+
+def _verbose(result: TranscriptResult, words: bool, segments: bool) -> Mapping[str, Any]:
+    told: dict[str, Any] = {
+        "task": "transcribe",
+        "language": result.language,
+        "duration": result.duration or _seconds(max((part.end for part in result.segments), default=0)),
+        "text": text_of(result),
+    }
+    if words:
+        told["words"] = [
+            {"word": word.text, "start": _seconds(word.start), "end": _seconds(word.end)}
+            for part in result.segments
+            for word in part.words
+        ]
+    if segments:
+        told["segments"] = [_segment(part) for part in result.segments]
+    return told
+
+
+def _segment(part: TranscriptSegment) -> Mapping[str, Any]:
+    told = {
+        "id": part.id,
+        "start": _seconds(part.start),
+        "end": _seconds(part.end),
+        "text": part.text,
+        "tokens": list(part.tokens),
+    }
+    return told | ({"speaker": part.speaker} if part.speaker else {})
+
+
+def _seconds(nanoseconds: int) -> float:
+    return nanoseconds / _SECOND
+
+
+def _subtitles(result: TranscriptResult, point: str, *, numbered: bool) -> Iterable[str]:
+    for number, part in enumerate(result.segments, start=1):
+        head = f"{number}\n" if numbered else ""
+        # A blank line would end the subtitle.
+        lines = "\n".join(line for line in part.text.strip().splitlines() if line.strip())
+        yield f"{head}{_clock(part.start, point)} --> {_clock(part.end, point)}\n{lines}\n\n"
+
+
+def _clock(nanoseconds: int, point: str) -> str:
+    seconds, thousandths = divmod(max(nanoseconds, 0) // 1_000_000, 1000)
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:02}:{minutes:02}:{seconds:02}{point}{thousandths:03}"
+
+
+def told() -> Telling:
+    """How a transcript is streamed: its pieces, then all of it.
+
+    The last delta has the engine's own whole text as `reasoning`, if it said one.
+    """
+    return Telling(_events(), failed, DONE)
+
+
+def _events() -> Callable[[Sequence[TextDelta]], bytes]:
+    pieces: list[str] = []
+
+    def events(deltas: Sequence[TextDelta]) -> bytes:
+        made = b""
+        for delta in deltas:
+            if delta.text:
+                pieces.append(delta.text)
+                made += event({"type": "transcript.text.delta", "delta": delta.text})
+            if delta.finish:
+                whole = delta.reasoning or "".join(pieces).strip()
+                made += event({"type": "transcript.text.done", "text": whole})
+        return made
+
+    return events

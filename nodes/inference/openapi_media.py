@@ -1,0 +1,102 @@
+"""OpenAPI descriptions of what takes or gives sound and images."""
+
+from localai_cluster.web.multipart import KIND as FORM
+from localai_cluster.web.openapi import Operation, schema_of
+from nodes.inference.audio_formats import KINDS
+from nodes.inference.audio_speech import SpeechBody
+from nodes.inference.audio_transcriptions import MANY, TranscriptionBody
+from nodes.inference.images_generations import ImagesBody
+
+_TEXT: Operation = {"type": "string"}
+_BYTES: Operation = {"type": "string", "format": "binary"}
+_SOUND = {kind.decode(): {"schema": _BYTES} for kind in (*KINDS.values(), b"application/octet-stream")}
+_TRANSCRIPT: Operation = {
+    "type": "object",
+    "required": ["text"],
+    "properties": {
+        "text": _TEXT,
+        "task": _TEXT,
+        "language": _TEXT,
+        "duration": {"type": "number"},
+        "segments": {"type": "array", "items": {"type": "object"}},
+        "words": {"type": "array", "items": {"type": "object"}},
+    },
+    "description": "All but `text` is of `verbose_json`.",
+}
+_IMAGES: Operation = {
+    "type": "object",
+    "required": ["id", "created", "data"],
+    "properties": {
+        "id": _TEXT,
+        "created": {"type": "integer"},
+        "data": {
+            "type": "array",
+            "items": {"type": "object", "required": ["b64_json"], "properties": {"b64_json": _TEXT}},
+        },
+    },
+}
+_SPEAK = (
+    "The engine's sound as it is: nothing is converted. With `stream` it is sent while it is made; what fails"
+    " after the first byte ends the connection."
+)
+_TRANSCRIBE = (
+    "The file is read by the model's engine. With `stream`, server-sent events: pieces, then all of the text,"
+    " then `data: [DONE]`."
+)
+
+
+def _form() -> Operation:
+    schema = schema_of(TranscriptionBody)
+    properties = dict(schema["properties"])
+    properties[MANY + "[]"] = properties.pop(MANY)
+    return {**schema, "required": ["file", "model"], "properties": {"file": _BYTES, **properties}}
+
+
+def routes(
+    security: list[dict[str, list[str]]], refusals: dict[str, Operation]
+) -> dict[str, dict[str, Operation]]:
+    """Every route of these, with and without its prefix."""
+
+    def operation(
+        name: str, summary: str, description: str, body: dict[str, Operation], answer: dict[str, Operation]
+    ) -> dict[str, Operation]:
+        told: Operation = {
+            "operationId": name,
+            "tags": ["inference"],
+            "summary": summary,
+            "description": description,
+            "security": security,
+            "requestBody": {"required": True, "content": body},
+            "responses": {"200": {"description": "The answer.", "content": answer}, **refusals},
+        }
+        return {"POST": told}
+
+    transcript: dict[str, Operation] = {
+        "application/json": {"schema": _TRANSCRIPT},
+        **{kind: {"schema": _TEXT} for kind in ("text/plain", "application/x-subrip", "text/vtt")},
+        "text/event-stream": {"schema": _TEXT},
+    }
+    speech: dict[str, Operation] = {"application/json": {"schema": schema_of(SpeechBody)}}
+    images: dict[str, Operation] = {"application/json": {"schema": schema_of(ImagesBody)}}
+    made = {"/tts": operation("speak", "Say a text", _SPEAK, speech, _SOUND)}
+    for prefix, suffix in (("/v1", ""), ("", "_without_prefix")):
+        made |= {
+            f"{prefix}/audio/transcriptions": operation(
+                "transcribe" + suffix,
+                "Write down speech",
+                _TRANSCRIBE,
+                {FORM: {"schema": _form()}},
+                transcript,
+            ),
+            f"{prefix}/audio/speech": operation(
+                "create_speech" + suffix, "Say a text as OpenAI's clients ask", _SPEAK, speech, _SOUND
+            ),
+            f"{prefix}/images/generations": operation(
+                "create_images" + suffix,
+                "Make images",
+                "One after the other, each with the next seed.",
+                images,
+                {"application/json": {"schema": _IMAGES}},
+            ),
+        }
+    return made

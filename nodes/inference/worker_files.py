@@ -1,0 +1,197 @@
+"""Files of one request on the worker of its replica (worker.md §14, "Request-time files").
+
+Engines read and write files of their own machine: an input is put there before the call, and an output is
+fetched from the place that the worker allotted for it. Neither the protocol nor a stock worker can delete
+them, so they are emptied when the request is over. Only the registered address is dialled.
+"""
+
+import asyncio
+import logging
+import secrets
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import IO, Any
+from urllib.parse import quote
+from uuid import UUID
+
+import httpx
+import msgspec
+from channels.db import database_sync_to_async
+from django.db import DatabaseError
+
+from localai_cluster import clock
+from localai_cluster.errors import ClusterError, Unavailable
+from localai_cluster.rpc.errors import BackendError, BackendFailed, DeadlineExceeded
+from nodes.registry import dialling
+from nodes.registry.dialling import HttpServer
+
+logger = logging.getLogger(__name__)
+
+ROUTE = "/v1/files/"
+INPUTS = "ephemeral/inputs"
+PIECE = 256 * 1024
+LARGEST_OUTPUT = 256 * 1024 * 1024
+"""Bytes of what an engine may write for one request."""
+EMPTY_LIMIT = 10.0
+"""Seconds within which a worker empties a file."""
+_LONGEST_ANSWER = 64 * 1024
+
+
+class FilesUnavailable(BackendError, Unavailable):
+    """The worker of the replica takes or gives no files right now."""
+
+    code = "worker_files_unavailable"
+
+
+class _NothingDone(FilesUnavailable):
+    """The same before the engine was asked: another replica may be."""
+
+    repeatable = True
+
+
+class _Place(msgspec.Struct):
+    """Where a file is on the worker."""
+
+    local_path: str
+
+
+_emptying: set["asyncio.Task[None]"] = set()
+
+
+class WorkerFiles:
+    """The files of one request; `open_files` makes it. Everything has to be done by `deadline`."""
+
+    def __init__(self, server: HttpServer, client: httpx.AsyncClient, deadline: float) -> None:
+        self._server = server
+        self._client = client
+        self._deadline = deadline
+        self._folder = f"{INPUTS}/{secrets.token_hex(4)}"
+        self._keys: list[str] = []
+
+    async def put(self, name: str, file: IO[bytes], size: int) -> str:
+        """Sends a file; answers its path on the worker. `name` must be harmless as a name of a file."""
+        key = f"{self._folder}/{name}"
+        self._keys.append(key)
+        headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
+        return self._path(await self._small("PUT", key, headers=headers, content=_pieces(file)))
+
+    async def temp(self) -> str:
+        """Has the worker make an empty file; answers its path there."""
+        path = self._path(await self._small("POST", "temp"))
+        self._keys.append(_base(path))
+        return path
+
+    async def fetch(self, path: str) -> IO[bytes]:
+        """What is in the file of `temp`, in a file without a name that stands at its beginning."""
+        file = tempfile.TemporaryFile()  # noqa: SIM115 the caller closes it
+        try:
+            async with self._asked("GET", _base(path), FilesUnavailable) as answer:
+                size = 0
+                async for piece in answer.aiter_raw(PIECE):
+                    size += len(piece)
+                    if size > LARGEST_OUTPUT:
+                        raise BackendFailed(f"the engine wrote more than {LARGEST_OUTPUT} bytes")
+                    await asyncio.to_thread(file.write, piece)
+            if not size:
+                raise BackendFailed("the engine wrote nothing")
+            file.seek(0)
+            return file
+        except OSError as error:
+            file.close()
+            raise Unavailable(f"what the engine wrote cannot be kept: {error.strerror}") from error
+        except BaseException:
+            file.close()
+            raise
+
+    async def empty(self) -> None:
+        """Empties every file, as well as the worker can be reached."""
+        try:
+            async with asyncio.timeout(EMPTY_LIMIT):
+                for key in self._keys:
+                    await self._client.put(self._url(key), headers=self._headers(), content=b"")
+        except (httpx.HTTPError, TimeoutError) as error:
+            logger.info("node %s: files of a request stay on its worker: %r", self._server.node, error)
+
+    async def _small(self, method: str, key: str, **sent: Any) -> bytes:
+        async with self._asked(method, key, _NothingDone, **sent) as answer:
+            body = b""
+            async for piece in answer.aiter_raw():
+                body += piece
+                if len(body) > _LONGEST_ANSWER:
+                    raise FilesUnavailable(f"node {self._server.node}: its worker's answer is too long")
+            return body
+
+    @asynccontextmanager
+    async def _asked(
+        self, method: str, key: str, failure: type[FilesUnavailable], **sent: Any
+    ) -> AsyncIterator[httpx.Response]:
+        """The answer of status 200."""
+        headers = self._headers() | sent.pop("headers", {})
+        where = f"node {self._server.node}: its worker"
+        try:
+            async with (
+                asyncio.timeout(self._deadline - clock.monotonic()),
+                self._client.stream(method, self._url(key), headers=headers, **sent) as answer,
+            ):
+                if answer.status_code != 200:
+                    raise failure(f"{where} answers {answer.status_code} to {method} of a file")
+                yield answer
+        except TimeoutError:
+            raise DeadlineExceeded(f"{where} has not answered in time") from None
+        except httpx.HTTPError as error:
+            raise failure(f"{where} does not answer: {error or type(error).__name__}") from error
+
+    def _url(self, key: str) -> str:
+        return f"http://{self._server.contact.address}{ROUTE}{quote(key)}"
+
+    def _headers(self) -> dict[str, str]:
+        token = self._server.contact.token
+        told = {"Accept-Encoding": "identity"}
+        return told | ({"Authorization": f"Bearer {token}"} if token else {})
+
+    def _path(self, body: bytes) -> str:
+        try:
+            path = msgspec.json.decode(body, type=_Place).local_path
+        except msgspec.DecodeError:
+            path = ""
+        if _base(path) in ("", ".", "..") or not path.isprintable():
+            raise FilesUnavailable(f"node {self._server.node}: its worker does not say where a file is")
+        return path
+
+
+@asynccontextmanager
+async def open_files(node_id: UUID, deadline: float) -> AsyncIterator[WorkerFiles]:
+    """Files on the worker of a node, for as long as the request needs them."""
+    try:
+        server = await database_sync_to_async(dialling.http_server)(node_id)
+    except ClusterError as error:
+        raise _NothingDone(error.message) from error
+    except DatabaseError as error:
+        raise Unavailable("the database is not reachable", retry_after=2) from error
+    # Plain HTTP, so nothing is verified; reading all certificates would take 20 ms.
+    client = httpx.AsyncClient(timeout=None, trust_env=False, follow_redirects=False, verify=False)
+    files = WorkerFiles(server, client, deadline)
+    try:
+        yield files
+    finally:
+        # Beside the request, whose client may have left.
+        task = asyncio.ensure_future(_end(files, client))
+        _emptying.add(task)
+        task.add_done_callback(_emptying.discard)
+
+
+async def _end(files: WorkerFiles, client: httpx.AsyncClient) -> None:
+    await files.empty()
+    await client.aclose()
+
+
+def _base(path: str) -> str:
+    return path.replace("\\", "/").rpartition("/")[2]
+
+
+async def _pieces(file: IO[bytes]) -> AsyncIterator[bytes]:
+    # Another replica may be sent the same file.
+    file.seek(0)
+    while piece := await asyncio.to_thread(file.read, PIECE):
+        yield piece
