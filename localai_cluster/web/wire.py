@@ -98,8 +98,12 @@ def typed(fields: Mapping[str, Any], kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         # The problem may quote what was sent.
         problem, _, path = str(error).removesuffix("`").rpartition(" - at `$.")
-        field = path.partition("[")[0].partition(".")[0]
-        raise InvalidInput(f"{path}: {problem[:_LONGEST_PROBLEM]}", field=field) from error
+        raise wrong(path, problem[:_LONGEST_PROBLEM]) from error
+
+
+def wrong(path: str, problem: str) -> InvalidInput:
+    """The refusal of a part of a body, such as `messages[0].content`; its field is the first name."""
+    return InvalidInput(f"{path}: {problem}", field=path.partition("[")[0].partition(".")[0])
 
 
 def error_answer(error: ClusterError) -> Answer:

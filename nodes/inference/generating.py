@@ -8,6 +8,7 @@ each later one within that of a stall (`CLUSTER_REQUEST_TIMEOUT`, `CLUSTER_STREA
 import asyncio
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from localai_cluster import clock, conf
 from localai_cluster.metrics import web as metrics
@@ -25,7 +26,7 @@ from nodes.inference.engine_calls import (
     sampling_options,
     with_prompt,
 )
-from nodes.inference.generation import Conversation, Generation, Prompt, Sink, TextDelta
+from nodes.inference.generation import Conversation, Generation, Prompt, Sink, TextDelta, Took
 from nodes.inference.limits import silence
 from nodes.routing.request import InferenceRequest
 
@@ -54,7 +55,7 @@ async def generate(
     try:
         await gateway.current().run(request, work)
     except Rejected as refusal:
-        raise named(refusal, asked.prompts[0]) from None
+        raise named(refusal, asked) from None
 
 
 async def _templated(definition: Definition, prompt: Prompt) -> Prompt:
@@ -82,7 +83,8 @@ class _Answering:
         self._asked = asked
         self._sink = sink
         self._began = began
-        self._silent = True
+        self._called = clock.monotonic()
+        self._first: float | None = None
 
     async def all(self, calls: Sequence[PredictOptions]) -> None:
         """Every choice, a few at a time; the first failure ends the rest."""
@@ -134,9 +136,9 @@ class _Answering:
         delta = reading.delta(reply)
         if delta is None:
             return
-        if self._silent:
-            self._silent = False
-            metrics.first_token(self._asked.model, clock.monotonic() - self._began)
+        if self._first is None:
+            self._first = clock.monotonic()
+            metrics.first_token(self._asked.model, self._first - self._began)
         await self._sink(delta)
 
     async def _end(self, last: TextDelta) -> None:
@@ -144,4 +146,7 @@ class _Answering:
             metrics.tokens_used(
                 self._asked.model, last.usage.prompt, last.usage.completion, last.usage.cached or 0
             )
-        await self._sink(last)
+        now = clock.monotonic()
+        first = now if self._first is None else self._first
+        took = Took(self._called - self._began, first - self._called, now - first)
+        await self._sink(replace(last, took=took))

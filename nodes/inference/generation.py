@@ -1,14 +1,14 @@
 """What every dialect of text generation has in common: one request, one stream of deltas.
 
-A dialect is two pure functions and what it calls a failure: `read` makes a `Generation` of a request's
-fields, `events` and `whole` make bytes of deltas, piece by piece or all at once. None of them does I/O:
+A dialect is two pure functions: `read` makes a `Generation` of a request's fields, `events` and `whole` make
+bytes of deltas, piece by piece or all at once. None of them does I/O:
 `engine_calls` turns a generation into calls of an engine and their replies into deltas, `generating` runs
 them.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from localai_cluster.errors import ClusterError
 
@@ -74,6 +74,10 @@ class Generation:
     n: int = 1
     stream: bool = False
     usage_in_stream: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What this dialect calls fields of OpenAI's chat that an engine may refuse."""
+    echo: Mapping[str, Any] = field(default_factory=dict)
+    """What the answer repeats of the request."""
 
     @property
     def choices(self) -> int:
@@ -101,6 +105,15 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Took:
+    """Seconds: until an engine was asked, until its first piece, until its last one."""
+
+    load: float = 0.0
+    prompt: float = 0.0
+    answer: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class TextDelta:
     """What is new of one choice. The last one of a choice says why it ended and what it took."""
 
@@ -112,6 +125,7 @@ class TextDelta:
     """A mapping for each token: `token`, `logprob`, `bytes`, `top_logprobs`."""
     finish: str = ""
     usage: Usage | None = None
+    took: Took | None = None
 
     @property
     def size(self) -> int:
@@ -134,18 +148,31 @@ class Head:
     generation: Generation
 
 
+class Events(Protocol):
+    """The stream of one answer, on its way into bytes."""
+
+    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+        """The events of these deltas, which follow those before."""
+        ...
+
+    def failed(self, error: ClusterError, /) -> bytes:
+        """What ends a stream that cannot go on."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """One way to ask for text and to be told it."""
 
     read: Callable[[Mapping[str, Any]], Generation]
-    events: Callable[[Head], Callable[[Sequence[TextDelta]], bytes]]
-    """Makes, for one answer, what turns its deltas into events of its stream, in order."""
+    events: Callable[[Head], Events]
     whole: Callable[[Head, Sequence[TextDelta]], bytes]
-    failed: Callable[[ClusterError], bytes]
-    """The event that ends a stream which cannot go on."""
-    done: bytes
-    """The event that ends any other."""
+    done: bytes = b""
+    """What ends a stream that did not fail."""
+    kind: bytes = b"text/event-stream; charset=utf-8"
+    """The type of a stream."""
+    keep_alive: bytes = b": working\n\n"
+    """What may stand between two events and says nothing."""
 
 
 @dataclass

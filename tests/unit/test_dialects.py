@@ -323,7 +323,7 @@ def test_a_stream_says_what_the_whole_answer_says(
     """However the deltas are bundled."""
     asked, deltas = answer
     head = Head("id", 1, asked)
-    told, events, left = dialect.events(head), b"", list(deltas)
+    told, events, left = dialect.events(head).told, b"", list(deltas)
     while left:
         size = data.draw(st.integers(1, len(left)))
         events += told(left[:size])
@@ -412,7 +412,7 @@ def test_what_waits_for_a_reader_is_not_larger_than_it_counts_as() -> None:
     top = [{"token": "x", "logprob": -1.0, "bytes": [120]}] * 20
     token = {"token": "x", "logprob": -1.0, "bytes": [120], "top_logprobs": top}
     delta = TextDelta(0, "x", logprobs=(token,))
-    told = openai_chat.DIALECT.events(Head("id", 1, openai_chat.read(CHAT | {"logprobs": True})))([delta])
+    told = openai_chat.ChatChunks(Head("id", 1, openai_chat.read(CHAT | {"logprobs": True}))).told([delta])
     assert delta.size > len(told) / 2
 
 
@@ -435,11 +435,12 @@ def test_parsed_pieces_replace_the_raw_text() -> None:
     ],
 )
 def test_a_refusal_of_an_engine_names_the_clients_field(text: str, field: str) -> None:
-    assert named(Rejected(text), "hello").field == field
+    assert named(Rejected(text), openai_completions.read(COMPLETION)).field == field
 
 
 def test_a_failure_is_an_event_with_the_envelope_and_the_end() -> None:
-    failed, done = openai_chat.DIALECT.failed(Busy("too much")).split(b"\n\n")[:2]
+    chunks = openai_chat.ChatChunks(Head("id", 1, openai_chat.read(CHAT)))
+    failed, done = chunks.failed(Busy("too much")).split(b"\n\n")[:2]
     assert json.loads(failed.removeprefix(b"data: ")) == json.loads(wire.error_answer(Busy("too much")).body)
     assert done == b"data: [DONE]"
 
