@@ -106,6 +106,12 @@ def wrong(path: str, problem: str) -> InvalidInput:
     return InvalidInput(f"{path}: {problem}", field=path.partition("[")[0].partition(".")[0])
 
 
+def naming_field(error: ClusterError) -> str:
+    """The message, for an envelope without a place for the field."""
+    named = not error.field or error.field in error.message
+    return error.message if named else f"{error.field}: {error.message}"
+
+
 def error_answer(error: ClusterError) -> Answer:
     """The nested envelope in OpenAI's form: message, type, param, code (§0.4)."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"

@@ -50,11 +50,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The ASGI application of one route. Without a `limit` its body is bounded as other routes' are."""
+    """The ASGI application of one route. Without a `limit` its body is bounded as other routes' are.
+
+    `refused` is the envelope of its dialect.
+    """
 
     method: str
     handler: Handler
     limit: int | None = None
+    refused: Callable[[ClusterError], Answer] = wire.error_answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; sends nothing to a client that has left."""
@@ -85,14 +89,14 @@ class Endpoint:
                 raise MethodNotAllowed(f"only {self.method} is accepted here")
             return await self._work(request, receive, send)
         except MethodNotAllowed as error:
-            answer = wire.error_answer(error)
+            answer = self.refused(error)
             return Answer(answer.body, answer.status, ((b"allow", self.method.encode()),))
         except ClusterError as error:
             if isinstance(error, WrongKey):
                 error = await throttle.api_keys().noted(error, request.client_address)
             if error.status >= 500:
                 logger.warning("%s %s: %s", scope["method"], scope["path"], error.message.partition("\n")[0])
-            return wire.error_answer(error)
+            return self.refused(error)
 
     async def _work(self, request: InferenceRequest, receive: Receive, send: Send) -> Answer | int:
         try:
