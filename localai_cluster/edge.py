@@ -40,6 +40,8 @@ _SLASHED = (
     "/tokenize/",
     "/detokenize/",
     "/rerank/",
+    "/messages/",
+    "/responses/",
     "/backend/",
     "/backends/",
 )

@@ -42,7 +42,10 @@ async def generate(
     """
     definition = await defined(asked.model)
     request.model = asked.model
-    prompts = [await _templated(definition, prompt) for prompt in asked.prompts]
+    prompts = [
+        await templated(definition, prompt) if isinstance(prompt, Conversation) else prompt
+        for prompt in asked.prompts
+    ]
     options = sampling_options(asked.sampling, definition, request.request_id, random.getrandbits(31))
     began = clock.monotonic()
 
@@ -58,8 +61,9 @@ async def generate(
         raise named(refusal, asked) from None
 
 
-async def _templated(definition: Definition, prompt: Prompt) -> Prompt:
-    if isinstance(prompt, Conversation) and definition.answering.template:
+async def templated(definition: Definition, prompt: Conversation) -> Conversation | str:
+    """The prompt that the definition's template makes, if it has one."""
+    if definition.answering.template:
         return await templates.prompt(definition.answering.template, prompt)
     return prompt
 

@@ -88,10 +88,11 @@ _EMBEDDINGS_ANSWER: Operation = {
 }
 _MODEL: Operation = {
     "type": "object",
-    "required": ["id", "object", "owned_by"],
+    "required": ["id", "object", "created", "owned_by"],
     "properties": {
         "id": {"type": "string"},
         "object": {"type": "string", "enum": ["model"]},
+        "created": {"type": "integer", "description": "When the definition's file was written."},
         "owned_by": {"type": "string"},
         "warnings": {
             "type": "array",
