@@ -1,4 +1,4 @@
-"""Anthropic's `POST /v1/messages/count_tokens`: how many tokens a conversation is, by the model's own tokenizer.
+"""Anthropic's `POST /v1/messages/count_tokens`: the tokens of a conversation, by the model's own tokenizer.
 
 What the engine counts is the prompt that the definition's template makes. Without one the engine is given the
 conversation too and may use the model's own template; the reference's engines count the plain texts.
