@@ -121,7 +121,7 @@ _MESSAGES_STREAM = (
 )
 _RESPONSES_STREAM = (
     "With `stream`, events from `response.created` to `response.completed`. A failure after the first of them"
-    " is `error`, then `response.failed`. Nothing is kept: `store` and what names an earlier answer are refused."
+    " is `error`, then `response.failed`. Nothing is kept: `store` and earlier answers are refused."
 )
 _OLLAMA_STREAM = (
     "Streams unless `stream` is false: a line of JSON for each piece. A failure after the first is a line"
