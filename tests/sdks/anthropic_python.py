@@ -24,7 +24,8 @@ def ask(text: str = ASK, **more: Any) -> dict[str, Any]:
 
 def chat() -> None:
     """A whole answer and what it took."""
-    answer = client.messages.create(**ask(system="Be brief.", temperature=0, stop_sequences=["\n\n"]))
+    more = {"temperature": 0, "top_k": 1}
+    answer = client.messages.create(**ask(system="Be brief.", stop_sequences=["\n\n"], extra_body=more))
     assert [block.text for block in answer.content] == [SAID]
     assert (answer.stop_reason, answer.role, answer.model) == ("end_turn", "assistant", "m")
     # Of 7 tokens of the prompt 3 were remembered.
@@ -37,7 +38,9 @@ def stream() -> None:
     with client.messages.stream(**ask()) as events:
         assert "".join(events.text_stream) == SAID
         final = events.get_final_message()
-    assert final == client.messages.create(**ask()).model_copy(update={"id": final.id})
+    whole = client.messages.create(**ask())
+    assert [block.text for block in final.content] == [block.text for block in whole.content]
+    assert (final.usage, final.stop_reason) == (whole.usage, whole.stop_reason)
     kinds = [event.type for event in client.messages.create(**ask(), stream=True)]
     assert kinds[:2] == ["message_start", "content_block_start"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
@@ -83,22 +86,33 @@ def models() -> None:
     assert {model.id for model in client.models.list().data} == {"m", "cold"}
 
 
+def refused(kind: type[Exception], text: str = ASK, *, stream: bool, **wish: Any) -> dict[str, str]:
+    """What a refusal says, which must be of this class."""
+
+    def work() -> None:
+        answer = client.messages.create(**ask(text, **wish), stream=stream)
+        list(answer if stream else [])
+
+    error: dict[str, str] = raises(kind, work).body["error"]
+    return error
+
+
 def errors() -> None:
     """Refusals, and streams that break off."""
-    for call in (client.messages.create, lambda **wish: list(client.messages.create(**wish, stream=True))):
-        missing = raises(anthropic.NotFoundError, lambda: call(**ask(model="none")))
-        assert missing.body["error"]["type"] == "not_found_error"
-        wrong = raises(anthropic.BadRequestError, lambda: call(**ask(temperature=3)))
-        assert wrong.body["error"]["type"] == "invalid_request_error"
-        assert "temperature" in wrong.body["error"]["message"]
-        cold = raises(anthropic.ServiceUnavailableError, lambda: call(**ask(model="cold")))
-        assert cold.body["error"]["type"] == "overloaded_error"
-        raises(anthropic.ServiceUnavailableError, lambda: call(**ask(FAIL)))
+    for stream in (False, True):
+        missing = refused(anthropic.NotFoundError, stream=stream, model="none")
+        assert missing["type"] == "not_found_error"
+        wrong = refused(anthropic.BadRequestError, stream=stream, extra_body={"temperature": 3})
+        assert wrong["type"] == "invalid_request_error"
+        assert "temperature" in wrong["message"]
+        cold = refused(anthropic.ServiceUnavailableError, stream=stream, model="cold")
+        assert cold["type"] == "overloaded_error"
+        refused(anthropic.ServiceUnavailableError, FAIL, stream=stream)
     raises(anthropic.BadRequestError, lambda: client.messages.create(**ask(max_tokens=0)))
     other = client.with_options(api_key="wrong")
     raises(anthropic.AuthenticationError, lambda: other.messages.create(**ask()))
-    broken = raises(anthropic.APIStatusError, lambda: list(client.messages.create(**ask(BREAK), stream=True)))
-    assert broken.body["error"]["type"] == "overloaded_error"
+    broken = refused(anthropic.APIStatusError, BREAK, stream=True)
+    assert broken["type"] == "overloaded_error"
 
 
 play(chat, stream, tools, structured, counts, models, errors)

@@ -1,4 +1,4 @@
-"""Clients that others wrote, each a process of its own, against the edge with an engine that follows a wish."""
+"""Clients that others wrote, each a process of its own, against the edge; the engine does what they ask."""
 
 import asyncio
 import dataclasses
@@ -22,6 +22,8 @@ from tests.support.served import served
 pytestmark = [pytest.mark.django_db(transaction=True), swept]
 
 SCRIPTS = ("anthropic_python.py", "ollama_python.py", "litellm_python.py", "openai_node.mjs")
+QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+"""LiteLLM would ask the network for prices."""
 FAILURE = Refusal(grpc.StatusCode.INTERNAL, "out of ideas")
 
 
@@ -64,7 +66,7 @@ def test_a_client_that_others_wrote(script: str, tmp_path: Path, settings: Setti
             await hot.in_thread(lambda: hot.replica(hot.node(), "m", address=address))
             played = await asyncio.create_subprocess_exec(
                 *command(script),
-                env={**os.environ, "SDK_URL": url, "SDK_KEY": API_KEY},
+                env={**os.environ, **QUIET, "SDK_URL": url, "SDK_KEY": API_KEY},
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
             )
