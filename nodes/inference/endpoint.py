@@ -141,7 +141,7 @@ def identify(request: InferenceRequest, scope: Scope) -> None:
         raise NotAuthenticated("a valid API key is required")
     elif not credential.is_authenticated:
         if credentials.offered(header):
-            raise WrongKey("this API key is not valid")
+            raise WrongKey()
         raise NotAuthenticated("a valid API key is required")
     else:
         request.principal = credential

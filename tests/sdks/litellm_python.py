@@ -79,14 +79,18 @@ def embeddings() -> None:
 
 def errors() -> None:
     """Refusals, and streams that break off."""
-    for dialect in DIALECTS[:2]:
+    # An engine that cannot now: what LiteLLM makes of Anthropic's `overloaded_error` is the second.
+    for dialect, busy in zip(
+        DIALECTS, (litellm.ServiceUnavailableError, litellm.InternalServerError), strict=False
+    ):
         prefix = dialect["model"].removesuffix("m")
         raises(litellm.NotFoundError, lambda d=dialect, p=prefix: ask(d, model=f"{p}none"))
         raises(litellm.BadRequestError, lambda d=dialect: ask(d, top_p=3))
         raises(litellm.AuthenticationError, lambda d=dialect: ask(d, api_key="wrong"))
-        raises(litellm.ServiceUnavailableError, lambda d=dialect, p=prefix: ask(d, model=f"{p}cold"))
-        raises(litellm.ServiceUnavailableError, lambda d=dialect: ask(d, FAIL))
-    for dialect in DIALECTS:
+        raises(busy, lambda d=dialect, p=prefix: ask(d, model=f"{p}cold"))
+        raises(busy, lambda d=dialect: ask(d, FAIL))
+    # Of Ollama's dialect LiteLLM does not know the line that tells an error.
+    for dialect in DIALECTS[:2]:
         broken = raises(BROKEN_OFF, lambda d=dialect: list(ask(d, BREAK, stream=True)))
         assert "out of ideas" in str(broken), dialect
 
