@@ -56,16 +56,25 @@ def said(instructions: str | None, asked: str | Sequence[Item]) -> Iterator[Utte
     if isinstance(asked, str):
         yield Utterance("user", asked)
         return
-    answer = _Answer()
+    answer: list[Item] = []
     for number, item in enumerate(asked):
         for name in _NEEDED[item.type]:
             if getattr(item, name) is None:
                 raise wrong(f"input[{number}].{name}", f"an item of the type {item.type} needs it")
-        if answer.takes(item):
-            continue
-        yield from answer.ended()
-        yield _other(item)
-    yield from answer.ended()
+        own = item.type in ("function_call", "reasoning") or item.role == "assistant"
+        if not own or _begins_another(item, answer):
+            yield from _answer(answer)
+            answer = []
+        if own:
+            answer.append(item)
+        else:
+            yield _other(item)
+    yield from _answer(answer)
+
+
+def _begins_another(item: Item, answer: Sequence[Item]) -> bool:
+    """Whether a message of the model's belongs to another answer than these items: only thoughts go before."""
+    return item.type == "message" and any(one.type != "reasoning" for one in answer)
 
 
 def _other(item: Item) -> Utterance:
@@ -74,36 +83,20 @@ def _other(item: Item) -> Utterance:
     return Utterance("user" if item.role == "user" else "system", _text(item.content))
 
 
-class _Answer:
-    """Items of one earlier answer, while they follow one another."""
-
-    def __init__(self) -> None:
-        self._items: list[Item] = []
-
-    def takes(self, item: Item) -> bool:
-        """Whether the item is a part of an answer; a second message begins another one."""
-        if item.type == "function_call_output" or (item.type == "message" and item.role != "assistant"):
-            return False
-        if item.type == "message" and any(one.type != "reasoning" for one in self._items):
-            return False
-        self._items.append(item)
-        return True
-
-    def ended(self) -> Iterator[Utterance]:
-        """The message that they make."""
-        items, self._items = self._items, []
-        calls = [
-            ToolCall(item.call_id or "", CalledFunction(item.name or "", item.arguments or ""))
-            for item in items
-            if item.type == "function_call"
-        ]
-        if any(item.type != "reasoning" for item in items):
-            yield Utterance(
-                "assistant",
-                "".join(_text(item.content) for item in items if item.type == "message"),
-                reasoning="\n".join(_text(item.content) for item in items if item.type == "reasoning"),
-                tool_calls=as_json(calls) if calls else "",
-            )
+def _answer(items: Sequence[Item]) -> Iterator[Utterance]:
+    """The message that the items of one earlier answer make; thoughts alone make none."""
+    calls = [
+        ToolCall(item.call_id or "", CalledFunction(item.name or "", item.arguments or ""))
+        for item in items
+        if item.type == "function_call"
+    ]
+    if any(item.type != "reasoning" for item in items):
+        yield Utterance(
+            "assistant",
+            "".join(_text(item.content) for item in items if item.type == "message"),
+            reasoning="\n".join(_text(item.content) for item in items if item.type == "reasoning"),
+            tool_calls=as_json(calls) if calls else "",
+        )
 
 
 def _text(content: Contents | None) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,17 @@ from localai_cluster.rpc.errors import Busy, Rejected
 from localai_cluster.rpc.messages import ChatDelta, Reply, ToolCallDelta
 from localai_cluster.web import wire
 from nodes.definitions.files import Definition, parse
-from nodes.inference import openai_chat, openai_completions
+from nodes.inference import (
+    anthropic_answers,
+    anthropic_requests,
+    ollama_answers,
+    ollama_requests,
+    openai_chat,
+    openai_completions,
+    responses_answers,
+    responses_requests,
+)
+from nodes.inference.anthropic_requests import MessagesBody
 from nodes.inference.engine_calls import Reading, named, sampling_options, with_prompt
 from nodes.inference.generation import (
     Conversation,
@@ -30,9 +40,12 @@ from nodes.inference.generation import (
     folded,
     total,
 )
+from nodes.inference.ollama_embed import EmbedBody, OlderEmbedBody
+from nodes.inference.ollama_requests import GenerateBody, OllamaChatBody, OllamaOptions
 from nodes.inference.openai_chat import ChatBody
 from nodes.inference.openai_completions import CompletionBody
 from nodes.inference.openai_messages import MOST_MESSAGES
+from nodes.inference.responses_requests import ResponsesBody
 from nodes.inference.schemas import MOST_GRAMMAR
 
 USER: dict[str, Any] = {"role": "user", "content": "hello"}
@@ -177,11 +190,21 @@ NAMED = {
         COMPLETION,
         (*CompletionBody.__struct_fields__, *openai_completions.REFUSED, "best_of"),
     ),
+    anthropic_answers.DIALECT: (
+        CHAT | {"max_tokens": 5},
+        (*MessagesBody.__struct_fields__, *anthropic_requests.REFUSED),
+    ),
+    responses_answers.DIALECT: (
+        {"model": "m", "input": "hello"},
+        (*ResponsesBody.__struct_fields__, *responses_requests.REFUSED),
+    ),
+    ollama_answers.CHAT: (CHAT, OllamaChatBody.__struct_fields__),
+    ollama_answers.GENERATE: (COMPLETION, (*GenerateBody.__struct_fields__, *ollama_requests.REFUSED)),
 }
 
 
 @given(data=st.data())
-@settings(max_examples=300)
+@settings(max_examples=600)
 def test_any_object_is_accepted_or_refused_by_name(data: st.DataObject) -> None:
     """No values of any fields do anything else, and what is accepted can be told to an engine."""
     dialect, (good, fields) = data.draw(st.sampled_from(list(NAMED.items())))
@@ -445,10 +468,26 @@ def test_a_failure_is_an_event_with_the_envelope_and_the_end() -> None:
     assert done == b"data: [DONE]"
 
 
+TABLES: dict[str, list[tuple[type[msgspec.Struct], Iterable[str]]]] = {
+    "Fields": [(ChatBody, openai_chat.REFUSED), (CompletionBody, openai_completions.REFUSED)],
+    "Anthropic's fields": [(MessagesBody, anthropic_requests.REFUSED)],
+    "Fields of OpenAI's Responses": [(ResponsesBody, responses_requests.REFUSED)],
+    "Ollama's fields": [
+        (OllamaChatBody, ()),
+        (GenerateBody, ollama_requests.REFUSED),
+        (OllamaOptions, ()),
+        (EmbedBody, ()),
+        (OlderEmbedBody, ()),
+    ],
+}
+
+
 def test_every_field_of_a_body_is_in_the_table() -> None:
     """docs/inference.md says of each field what becomes of it, and where that is proved."""
     text = (Path(__file__).resolve().parents[2] / "docs" / "inference.md").read_text()
-    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
-    for body, refused in ((ChatBody, openai_chat.REFUSED), (CompletionBody, openai_completions.REFUSED)):
-        for name in (*(field.name for field in msgspec.structs.fields(body)), *refused):
-            assert any(f"`{name}`" in row for row in rows), name
+    tables = {part.partition("\n")[0]: part for part in text.split("\n## ")[1:]}
+    for title, bodies in TABLES.items():
+        rows = [line.split("|")[1] for line in tables[title].splitlines() if line.startswith("| `")]
+        for body, refused in bodies:
+            for name in (*(field.name for field in msgspec.structs.fields(body)), *refused):
+                assert any(f"`{name}`" in row for row in rows), (title, name)
