@@ -73,7 +73,7 @@ def said(instructions: str | None, asked: str | Sequence[Item]) -> Iterator[Utte
 
 
 def _begins_another(item: Item, answer: Sequence[Item]) -> bool:
-    """Whether a message of the model's belongs to another answer than these items: only thoughts go before."""
+    """Whether it is a message of another answer than these items: only thoughts go before one."""
     return item.type == "message" and any(one.type != "reasoning" for one in answer)
 
 
