@@ -1,4 +1,4 @@
-"""Anthropic's, OpenAI's newer and Ollama's dialect through the edge, with a scripted engine over real gRPC."""
+"""Anthropic's, OpenAI's newer and Ollama's dialect through the edge, with a scripted engine over gRPC."""
 
 import asyncio
 import dataclasses
@@ -36,9 +36,9 @@ KINDS = {MESSAGES: SSE, RESPONSES: SSE, OLLAMA: NDJSON, GENERATE: NDJSON}
 
 @pytest.fixture(autouse=True)
 def definitions(tmp_path: Path, settings: Settings) -> Path:
-    """A models folder with `m`; requests wait two seconds for a load."""
+    """A models folder with `m`; requests hardly wait for a load."""
     (tmp_path / "m.yaml").write_text(DEFINITION)
-    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=tmp_path, model_load_wait=2.0)
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=tmp_path, model_load_wait=0.2)
     return tmp_path
 
 
@@ -68,10 +68,11 @@ def pieces(path: str, events: list[Any]) -> str:
     return "".join(text_of(path, line) for line in events if "error" not in line)
 
 
-@pytest.mark.rule("http-6a")
+@pytest.mark.rule("http-6a", "http-6.3")
 @EVERY
-def test_a_whole_answer(path: str) -> None:
-    """The same conversation for the engine in every dialect."""
+def test_a_whole_answer(path: str, settings: Settings) -> None:
+    """The same conversation for the engine in every dialect; the node is told if that is switched on."""
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, expose_node_header=True)
     answer, engine = one(BODIES[path], words("This is an answer."), path)
     assert answer.status == 200
     assert answer.headers["content-type"] == "application/json"
@@ -79,6 +80,7 @@ def test_a_whole_answer(path: str) -> None:
     (options,) = engine.asked
     assert [(said.role, said.content) for said in options.Messages] == [("user", "hello there")]
     assert options.CorrelationId == answer.headers["x-correlation-id"]
+    assert answer.headers["x-localai-node"] == str(BackendNode.objects.get().id)
 
 
 @pytest.mark.rule("http-6a")
@@ -191,14 +193,6 @@ def test_an_engine_that_dies_mid_stream_ends_it_with_an_error(path: str) -> None
 
 
 @EVERY
-def test_before_the_first_piece_a_request_goes_on_elsewhere(path: str) -> None:
-    streaming = BODIES[path] | {"stream": True}
-    busy = Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED)
-    answer = play(lambda *_: finished(streaming, path), Scripted([busy]), Scripted(words("One two three")))
-    assert pieces(path, told(path, answer.taken)) == "One two three"
-
-
-@EVERY
 def test_an_engine_that_thinks_is_waited_for_with_keep_alives(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,39 +226,27 @@ def test_a_key_of_anthropics_clients_is_a_key() -> None:
     assert text_of(MESSAGES, answer.body) == "Yes"
 
 
-@pytest.mark.rule("http-6.3")
-@EVERY
-def test_the_node_is_told_if_that_is_switched_on(path: str, settings: Settings) -> None:
-    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, expose_node_header=True)
-    answer, _ = one(BODIES[path], words("x"), path)
-    assert answer.headers["x-localai-node"] == str(BackendNode.objects.get().id)
-
-
 @pytest.mark.rule("http-6a", "http-6b", "http-6c", "http-6d")
-@pytest.mark.parametrize(
-    ("path", "more"),
-    [
-        (CHAT, {"messages": [USER]}),
-        ("/v1/completions", {"prompt": "x"}),
-        (MESSAGES, {"messages": [USER], "max_tokens": 9}),
-        ("/v1/messages/count_tokens", {"messages": [USER]}),
-        (RESPONSES, {"input": "x"}),
-        ("/v1/embeddings", {"input": "x"}),
-        ("/v1/tokenize", {"content": "x"}),
-        ("/v1/detokenize", {"tokens": [1]}),
-        ("/v1/rerank", {"query": "x", "documents": ["y"]}),
-    ],
-    ids=lambda one: one.removeprefix("/v1/").replace("/", "-") if isinstance(one, str) else "",
-)
-def test_routes_exist_without_the_prefix_too(path: str, more: dict[str, Any]) -> None:
-    async def scenario(client: hot.Client, _: Any) -> list[int]:
-        body = {"model": "m", **more}
-        return [
-            (await reply(client.post(route, body))).status
-            for route in (path, path.removeprefix("/v1"), f"{path}/", f"{path.removeprefix('/v1')}/")
-        ]
+def test_routes_exist_without_the_prefix_too() -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        CHAT: {"messages": [USER]},
+        "/v1/completions": {"prompt": "x"},
+        MESSAGES: {"messages": [USER], "max_tokens": 9},
+        "/v1/messages/count_tokens": {"messages": [USER]},
+        RESPONSES: {"input": "x"},
+        "/v1/embeddings": {"input": "x"},
+        "/v1/tokenize": {"content": "x"},
+        "/v1/detokenize": {"tokens": [1]},
+        "/v1/rerank": {"query": "x", "documents": ["y"]},
+    }
 
-    assert play(scenario, Scripted(words("x"))) == [200] * 4
+    async def scenario(client: hot.Client, _: Any) -> None:
+        for path, more in bodies.items():
+            short = path.removeprefix("/v1")
+            for route in (path, short, f"{path}/", f"{short}/"):
+                assert (await reply(client.post(route, {"model": "m", **more}))).status == 200, route
+
+    play(scenario, Scripted(words("x")))
 
 
 def test_tokens_of_a_conversation_are_counted(definitions: Path) -> None:
