@@ -332,6 +332,5 @@ def test_a_refusal_of_an_engine_names_the_clients_field() -> None:
         answer, _ = one(BODIES[path] | change, [refusal], path)
         (field,) = change
         assert answer.status == 400
-        assert (
-            answer.body["error"]["param"] if path == RESPONSES else message_of(path, answer.body)
-        ).startswith(field)
+        named = answer.body["error"]["param"] if path == RESPONSES else message_of(path, answer.body)
+        assert named.startswith(field)
