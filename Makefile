@@ -117,6 +117,8 @@ lock:
 		$(BIN)/uv pip compile -q $$no_deps --python-version 3.11 --generate-hashes --no-header --no-annotate \
 			requirements/$$name.in -o requirements/$$name.txt || exit 1; \
 	done
+	@$(BIN)/uv pip compile -q --python-version 3.11 --generate-hashes --no-header --no-annotate \
+		tests/sdks/requirements.in -o tests/sdks/requirements.txt
 
 clean:
 	rm -rf build dist static/dist static/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache $(VENV)

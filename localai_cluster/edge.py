@@ -43,6 +43,8 @@ _SLASHED = (
     "/audio/",
     "/images/",
     "/tts/",
+    "/messages/",
+    "/responses/",
     "/backend/",
     "/backends/",
 )

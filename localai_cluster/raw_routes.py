@@ -13,14 +13,22 @@ from localai_cluster.web import wire
 from nodes.api.gallery import GalleryApplication
 from nodes.api.heartbeats import HeartbeatApplication
 from nodes.api.registrations import RegistrationApplication
-from nodes.inference import audio_transcriptions, images_generations
+from nodes.inference import (
+    anthropic_answers,
+    audio_transcriptions,
+    images_generations,
+    ollama_answers,
+    ollama_embed,
+    ollama_models,
+    text,
+)
+from nodes.inference.anthropic_count import count_tokens
 from nodes.inference.audio_speech import speech
 from nodes.inference.embeddings import embed
-from nodes.inference.endpoint import Endpoint
+from nodes.inference.endpoint import Endpoint, Handler
 from nodes.inference.models import ONE_MODEL, list_models, one_model
 from nodes.inference.openai_bodies import LARGEST_BODY
 from nodes.inference.rerank import rerank
-from nodes.inference.text import chat, completions
 from nodes.inference.tokens import detokenize, tokenize
 from nodes.registry import known
 from nodes.routing import pool
@@ -37,11 +45,22 @@ class RawRoute:
     app: Any
 
 
+def _anthropic(handler: Handler) -> Endpoint:
+    return Endpoint("POST", handler, LARGEST_BODY, refused=anthropic_answers.refused)
+
+
+def _ollama(method: str, handler: Handler, limit: int | None = None) -> Endpoint:
+    return Endpoint(method, handler, limit, refused=ollama_answers.refused)
+
+
 _embeddings = Endpoint("POST", embed)
 _models = Endpoint("GET", list_models)
 _TEXT = {
-    "/chat/completions": Endpoint("POST", chat, LARGEST_BODY),
-    "/completions": Endpoint("POST", completions, LARGEST_BODY),
+    "/chat/completions": Endpoint("POST", text.chat, LARGEST_BODY),
+    "/completions": Endpoint("POST", text.completions, LARGEST_BODY),
+    "/responses": Endpoint("POST", text.responses, LARGEST_BODY),
+    "/messages": _anthropic(text.messages),
+    "/messages/count_tokens": _anthropic(count_tokens),
     "/tokenize": Endpoint("POST", tokenize, LARGEST_BODY),
     "/detokenize": Endpoint("POST", detokenize, LARGEST_BODY),
     "/rerank": Endpoint("POST", rerank, LARGEST_BODY),
@@ -61,6 +80,14 @@ ROUTES: tuple[RawRoute, ...] = (
         for prefix in ("/v1", "")
     ),
     RawRoute("POST", "/tts", Endpoint("POST", speech(tells_node=False), wire.MAX_BODY)),
+    RawRoute("POST", "/api/chat", _ollama("POST", text.ollama_chat, LARGEST_BODY)),
+    RawRoute("POST", "/api/generate", _ollama("POST", text.ollama_generate, LARGEST_BODY)),
+    RawRoute("POST", "/api/embed", _ollama("POST", ollama_embed.embed)),
+    RawRoute("POST", "/api/embeddings", _ollama("POST", ollama_embed.embed_one)),
+    RawRoute("POST", "/api/show", _ollama("POST", ollama_models.show)),
+    RawRoute("GET", "/api/tags", _ollama("GET", ollama_models.tags)),
+    RawRoute("GET", "/api/ps", _ollama("GET", ollama_models.running)),
+    RawRoute("GET", "/api/version", _ollama("GET", ollama_models.version)),
     RawRoute("POST", "/v1/embeddings", _embeddings),
     RawRoute("POST", "/embeddings", _embeddings),
     RawRoute("GET", "/v1/models", _models),

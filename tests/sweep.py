@@ -81,6 +81,7 @@ def parts() -> tuple[Part, ...]:
         Part("kill sweep", tests("tests/acceptance/test_kill_sweep.py", "-s"), EFFORT),
         Part("bus credentials", tests("tests/acceptance/test_bus_credentials.py")),
         Part("pages in the dark", tests(*using("swept", "tests/browser"))),
+        Part("clients of others", tests("tests/sdks")),
         Part("fuzz", ("-m", "tests.fuzz")),
     )
 

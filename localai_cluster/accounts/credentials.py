@@ -20,7 +20,10 @@ VALID_SQL = "k.revoked_at IS NULL AND u.is_active"
 
 
 class WrongKey(errors.NotAuthenticated):
-    """This API key is not valid."""
+    """Incorrect API key provided.
+
+    In OpenAI's words: clients tell a wrong key from a wrong request by them (LiteLLM).
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,6 +88,8 @@ _SURFACES = {
     "audio": "inference",
     "images": "inference",
     "tts": "inference",
+    "messages": "inference",
+    "responses": "inference",
     "api": "api",
     "backend": "api",
     "backends": "api",
@@ -105,12 +107,17 @@ _SURFACES = {
     "metrics": "probes",
 }
 """By the first part of a path; what has none of them is `other`."""
+_OLLAMA = frozenset(
+    f"/api/{name}" for name in ("chat", "generate", "embed", "embeddings", "show", "tags", "ps", "version")
+)
 
 
 def surface(path: str) -> str:
     """The part of the server that a path belongs to."""
     if path.startswith("/api/node/"):
         return "workers"
+    if path in _OLLAMA:
+        return "inference"
     return _SURFACES.get(path[1:].partition("/")[0], "other")
 
 

@@ -100,8 +100,18 @@ def typed(fields: Mapping[str, Any], kind: type[T], *, texts: bool = False) -> T
     except msgspec.ValidationError as error:
         # The problem may quote what was sent.
         problem, _, path = str(error).removesuffix("`").rpartition(" - at `$.")
-        field = path.partition("[")[0].partition(".")[0]
-        raise InvalidInput(f"{path}: {problem[:_LONGEST_PROBLEM]}", field=field) from error
+        raise wrong(path, problem[:_LONGEST_PROBLEM]) from error
+
+
+def wrong(path: str, problem: str) -> InvalidInput:
+    """The refusal of a part of a body, such as `messages[0].content`; its field is the first name."""
+    return InvalidInput(f"{path}: {problem}", field=path.partition("[")[0].partition(".")[0])
+
+
+def naming_field(error: ClusterError) -> str:
+    """The message, for an envelope without a place for the field."""
+    named = not error.field or error.field in error.message
+    return error.message if named else f"{error.field}: {error.message}"
 
 
 def error_answer(error: ClusterError) -> Answer:

@@ -8,7 +8,7 @@ request cannot change what is loaded. `folder` keeps those of the models folder.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,8 @@ class Definition:
     """`concurrency_groups` of an enabled model (R2.81): where it runs, not what is loaded."""
     answering: Answering = SILENT
     """How it answers: nor is that."""
+    changed: int = field(default=0, compare=False)
+    """When its file was written, in seconds since 1970: nor is that."""
 
     def conflicts_with(self, other: "Definition") -> bool:
         """Whether they should not be on one node; a model never conflicts with itself."""

@@ -14,7 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -164,7 +164,9 @@ class Folder:
         if {name: stamp for name, (stamp, _) in known.items()} == stamps:
             return known
         return {
-            name: known[name] if name in known and known[name][0] == stamp else (stamp, self._try(name))
+            name: known[name]
+            if name in known and known[name][0] == stamp
+            else (stamp, self._try(name, stamp))
             for name, stamp in sorted(stamps.items())
         }
 
@@ -186,9 +188,9 @@ class Folder:
             return None
         return (status.st_mtime_ns, status.st_size, status.st_ino)
 
-    def _try(self, name: str) -> Definition | Unusable:
+    def _try(self, name: str, stamp: _Stamp) -> Definition | Unusable:
         try:
-            return read(self._path / name)
+            return replace(read(self._path / name), changed=stamp[0] // 1_000_000_000)
         except Unusable as error:
             return error
 

@@ -3,14 +3,14 @@
 Engines say times in nanoseconds, as the reference's do.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import orjson
 
 from localai_cluster.rpc.messages import TranscriptResult, TranscriptSegment
 from nodes.inference.generation import Telling, TextDelta
-from nodes.inference.openai_events import DONE, event, failed
+from nodes.inference.openai_events import DONE, Chunks, event
 
 _SECOND = 1_000_000_000
 _JSON, _PLAIN = b"application/json", b"text/plain; charset=utf-8"
@@ -84,25 +84,23 @@ def _clock(nanoseconds: int, point: str) -> str:
 
 
 def told() -> Telling:
-    """How a transcript is streamed: its pieces, then all of it.
-
-    The last delta has the engine's own whole text as `reasoning`, if it said one.
-    """
-    return Telling(_events(), failed, DONE)
+    """How a transcript is streamed: its pieces, then all of it."""
+    return Telling(_Pieces(), DONE)
 
 
-def _events() -> Callable[[Sequence[TextDelta]], bytes]:
-    pieces: list[str] = []
+class _Pieces(Chunks):
+    """The last delta has the engine's own whole text as `reasoning`, if it said one."""
 
-    def events(deltas: Sequence[TextDelta]) -> bytes:
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+
+    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
         made = b""
         for delta in deltas:
             if delta.text:
-                pieces.append(delta.text)
+                self._pieces.append(delta.text)
                 made += event({"type": "transcript.text.delta", "delta": delta.text})
             if delta.finish:
-                whole = delta.reasoning or "".join(pieces).strip()
+                whole = delta.reasoning or "".join(self._pieces).strip()
                 made += event({"type": "transcript.text.done", "text": whole})
         return made
-
-    return events

@@ -85,6 +85,12 @@ def parse(fields: Mapping[str, Any]) -> EmbeddingsBody:
 async def embed(request: InferenceRequest) -> Answer:
     """Answers one request."""
     body = parse(wire.json_object(request.body))
+    results = await vectors(request, body)
+    return Answer(render(body, results), headers=tuple(node_header(request)))
+
+
+async def vectors(request: InferenceRequest, body: EmbeddingsBody) -> Sequence[EmbeddingResult]:
+    """What a replica makes of each input; raises InvalidInput unless that is what was asked for."""
     definition = await defined(body.model)
     request.model = body.model
     options = PredictOptions(ModelIdentity=definition.model, CorrelationId=request.request_id)
@@ -93,7 +99,7 @@ async def embed(request: InferenceRequest) -> Answer:
     )
     for result in results:
         _check(result, body.dimensions)
-    return Answer(render(body, results), headers=tuple(node_header(request)))
+    return results
 
 
 async def _ask_engine(
@@ -152,8 +158,8 @@ def _check(result: EmbeddingResult, dimensions: int | None) -> None:
 
 def render(body: EmbeddingsBody, results: Sequence[EmbeddingResult]) -> bytes:
     """The answer's body."""
-    tokens = sum(result.prompt_tokens or result.tokens for result in results)
-    form: Callable[[Sequence[float]], object] = _base64 if body.encoding_format == "base64" else _vector
+    tokens = tokens_of(results)
+    form: Callable[[Sequence[float]], object] = _base64 if body.encoding_format == "base64" else vector
     data = [
         {"object": "embedding", "index": index, "embedding": form(result.embeddings)}
         for index, result in enumerate(results)
@@ -163,11 +169,16 @@ def render(body: EmbeddingsBody, results: Sequence[EmbeddingResult]) -> bytes:
     return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def _vector(numbers: Sequence[float]) -> npt.NDArray[np.float32]:
+def tokens_of(results: Sequence[EmbeddingResult]) -> int:
+    """All tokens of the inputs."""
+    return sum(result.prompt_tokens or result.tokens for result in results)
+
+
+def vector(numbers: Sequence[float]) -> npt.NDArray[np.float32]:
     """Single precision, as the engine sent it: printed in the fewest digits that read as the same number."""
     return np.array(numbers, dtype=np.float32)
 
 
 def _base64(numbers: Sequence[float]) -> str:
     """Little-endian float32, as the openai client decodes it."""
-    return base64.b64encode(_vector(numbers).astype("<f4").tobytes()).decode()
+    return base64.b64encode(vector(numbers).astype("<f4").tobytes()).decode()

@@ -62,13 +62,15 @@ _stopped: set["asyncio.Task[Any]"] = set()
 class Endpoint:
     """The ASGI application of one route. Without a `limit` its body is bounded as other routes' are.
 
-    With `form` the body is a form with files, which the handler finds in `request.form`.
+    With `form` the body is a form with files, which the handler finds in `request.form`. `refused` is the
+    envelope of the route's dialect.
     """
 
     method: str
     handler: Handler
     limit: int | None = None
     form: bool = False
+    refused: Callable[[ClusterError], Answer] = wire.error_answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers one request; sends nothing to a client that has left."""
@@ -101,14 +103,14 @@ class Endpoint:
             await self._read(request, scope, receive)
             return await until_disconnected(self._handle(request, send), receive)
         except MethodNotAllowed as error:
-            answer = wire.error_answer(error)
+            answer = self.refused(error)
             return Answer(answer.body, answer.status, ((b"allow", self.method.encode()),))
         except ClusterError as error:
             if isinstance(error, WrongKey):
                 error = await throttle.api_keys().noted(error, request.client_address)
             if error.status >= 500:
                 logger.warning("%s %s: %s", scope["method"], scope["path"], error.message.partition("\n")[0])
-            return wire.error_answer(error)
+            return self.refused(error)
 
     async def _read(self, request: InferenceRequest, scope: Scope, receive: Receive) -> None:
         if self.form:
@@ -186,7 +188,7 @@ def identify(request: InferenceRequest, scope: Scope) -> None:
         raise NotAuthenticated("a valid API key is required")
     elif not credential.is_authenticated:
         if credentials.offered(header):
-            raise WrongKey("this API key is not valid")
+            raise WrongKey()
         raise NotAuthenticated("a valid API key is required")
     else:
         request.principal = credential

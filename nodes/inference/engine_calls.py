@@ -15,7 +15,7 @@ from localai_cluster.rpc.errors import Rejected
 from localai_cluster.rpc.messages import Message, PredictOptions, Reply
 from nodes.definitions.files import Definition
 from nodes.inference import gbnf
-from nodes.inference.generation import Conversation, Prompt, Sampling, TextDelta, ToolPiece, Usage
+from nodes.inference.generation import Conversation, Generation, Sampling, TextDelta, ToolPiece, Usage
 
 CACHED_TOKENS = "localai-cached-tokens"
 FINISH_REASON = "localai-finish-reason"
@@ -124,12 +124,13 @@ def with_prompt(options: PredictOptions, prompt: Conversation | str, answer: int
     return call
 
 
-def named(refusal: Rejected, prompt: Prompt) -> Rejected:
+def named(refusal: Rejected, asked: Generation) -> Rejected:
     """The same refusal with the field of the request that it is about: the one whose name it begins with, or
     else the prompt, such as one that is too long.
     """
-    asked = "messages" if isinstance(prompt, Conversation) else "prompt"
-    refusal.field = _ASKED_AS.get(re.split(r"\W", refusal.message, maxsplit=1)[0], asked)
+    prompt = "messages" if isinstance(asked.prompts[0], Conversation) else "prompt"
+    field = _ASKED_AS.get(re.split(r"\W", refusal.message, maxsplit=1)[0], prompt)
+    refusal.field = asked.names.get(field, field)
     return refusal
 
 

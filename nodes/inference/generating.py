@@ -6,9 +6,9 @@ each later one within that of a stall (`CLUSTER_REQUEST_TIMEOUT`, `CLUSTER_STREA
 """
 
 import asyncio
-import dataclasses
 import random
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from localai_cluster import clock, conf
 from localai_cluster.metrics import web as metrics
@@ -26,7 +26,7 @@ from nodes.inference.engine_calls import (
     sampling_options,
     with_prompt,
 )
-from nodes.inference.generation import Conversation, Generation, Prompt, Sink, TextDelta
+from nodes.inference.generation import Conversation, Generation, Prompt, Sink, TextDelta, Took
 from nodes.inference.limits import silence
 from nodes.routing.request import InferenceRequest
 
@@ -42,7 +42,10 @@ async def generate(
     """
     definition = await defined(asked.model)
     request.model = asked.model
-    prompts = [await _templated(definition, prompt) for prompt in asked.prompts]
+    prompts = [
+        await templated(definition, prompt) if isinstance(prompt, Conversation) else prompt
+        for prompt in asked.prompts
+    ]
     options = sampling_options(asked.sampling, definition, request.request_id, random.getrandbits(31))
     began = clock.monotonic()
 
@@ -55,13 +58,13 @@ async def generate(
     try:
         await gateway.current().run(request, work)
     except Rejected as refusal:
-        raise named(refusal, asked.prompts[0]) from None
+        raise named(refusal, asked) from None
 
 
-async def _templated(definition: Definition, prompt: Prompt) -> Prompt:
-    if isinstance(prompt, Conversation) and definition.answering.template:
-        rendered = await templates.prompt(definition.answering.template, prompt)
-        return dataclasses.replace(prompt, rendered=rendered)
+async def templated(definition: Definition, prompt: Conversation) -> Conversation:
+    """The same with the prompt that the definition's template makes, if it has one."""
+    if definition.answering.template:
+        return replace(prompt, rendered=await templates.prompt(definition.answering.template, prompt))
     return prompt
 
 
@@ -84,7 +87,8 @@ class _Answering:
         self._asked = asked
         self._sink = sink
         self._began = began
-        self._silent = True
+        self._called = clock.monotonic()
+        self._first: float | None = None
 
     async def all(self, calls: Sequence[PredictOptions]) -> None:
         """Every choice, a few at a time; the first failure ends the rest."""
@@ -136,9 +140,9 @@ class _Answering:
         delta = reading.delta(reply)
         if delta is None:
             return
-        if self._silent:
-            self._silent = False
-            metrics.first_token(self._asked.model, clock.monotonic() - self._began)
+        if self._first is None:
+            self._first = clock.monotonic()
+            metrics.first_token(self._asked.model, self._first - self._began)
         await self._sink(delta)
 
     async def _end(self, last: TextDelta) -> None:
@@ -146,4 +150,7 @@ class _Answering:
             metrics.tokens_used(
                 self._asked.model, last.usage.prompt, last.usage.completion, last.usage.cached or 0
             )
-        await self._sink(last)
+        now = clock.monotonic()
+        first = now if self._first is None else self._first
+        took = Took(self._called - self._began, first - self._called, now - first)
+        await self._sink(replace(last, took=took))

@@ -1,14 +1,14 @@
 """What every dialect of text generation has in common: one request, one stream of deltas.
 
-A dialect is two pure functions and what it calls a failure: `read` makes a `Generation` of a request's
-fields, `events` and `whole` make bytes of deltas, piece by piece or all at once. None of them does I/O:
+A dialect is two pure functions: `read` makes a `Generation` of a request's fields, `events` and `whole` make
+bytes of deltas, piece by piece or all at once. None of them does I/O:
 `engine_calls` turns a generation into calls of an engine and their replies into deltas, `generating` runs
 them.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from localai_cluster.errors import ClusterError
 
@@ -76,6 +76,10 @@ class Generation:
     n: int = 1
     stream: bool = False
     usage_in_stream: bool = False
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What this dialect calls fields of OpenAI's chat that an engine may refuse."""
+    echo: Mapping[str, Any] = field(default_factory=dict)
+    """What the answer repeats of the request."""
 
     @property
     def choices(self) -> int:
@@ -102,6 +106,15 @@ class Usage:
     cached: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Took:
+    """Seconds: until an engine was asked, until its first piece, until its last one."""
+
+    load: float = 0.0
+    prompt: float = 0.0
+    answer: float = 0.0
+
+
 @dataclass(slots=True)
 class TextDelta:
     """What is new of one choice. The last one of a choice says why it ended and what it took.
@@ -117,6 +130,7 @@ class TextDelta:
     """A mapping for each token: `token`, `logprob`, `bytes`, `top_logprobs`."""
     finish: str = ""
     usage: Usage | None = None
+    took: Took | None = None
 
     @property
     def size(self) -> int:
@@ -141,16 +155,35 @@ class Head:
     generation: Generation
 
 
+class Events(Protocol):
+    """The stream of one answer, on its way into bytes."""
+
+    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+        """The events of these deltas, which follow those before."""
+        ...
+
+    def failed(self, error: ClusterError, /) -> bytes:
+        """What ends a stream that cannot go on."""
+        ...
+
+
+EVENTS = b"text/event-stream; charset=utf-8"
+"""The type of a stream of server-sent events."""
+WORKING = b": working\n\n"
+"""A comment between two of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Telling:
     """How one streamed answer is told."""
 
-    events: Callable[[Sequence[TextDelta]], bytes]
-    """What is sent of deltas, in order."""
-    failed: Callable[[ClusterError], bytes]
-    """The event that ends a stream which cannot go on."""
-    done: bytes
-    """The event that ends any other."""
+    events: Events
+    done: bytes = b""
+    """What ends a stream that did not fail."""
+    kind: bytes = EVENTS
+    """The type of a stream."""
+    keep_alive: bytes = WORKING
+    """What may stand between two events and says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,16 +191,16 @@ class Dialect:
     """One way to ask for text and to be told it."""
 
     read: Callable[[Mapping[str, Any]], Generation]
-    events: Callable[[Head], Callable[[Sequence[TextDelta]], bytes]]
-    """Makes, for one answer, what turns its deltas into events of its stream, in order."""
+    events: Callable[[Head], Events]
     whole: Callable[[Head, Sequence[TextDelta]], bytes]
-    failed: Callable[[ClusterError], bytes]
-    done: bytes
+    done: bytes = b""
+    kind: bytes = EVENTS
+    keep_alive: bytes = WORKING
     """As `Telling` has them."""
 
     def told(self, head: Head) -> Telling:
         """How one answer is streamed."""
-        return Telling(self.events(head), self.failed, self.done)
+        return Telling(self.events(head), self.done, self.kind, self.keep_alive)
 
 
 @dataclass

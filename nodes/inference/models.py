@@ -31,7 +31,12 @@ async def one_model(request: InferenceRequest) -> Answer:
 
 def _entry(definition: Definition) -> dict[str, Any]:
     """One model as clients of OpenAI know it; with what of its definition is not followed."""
-    entry: dict[str, Any] = {"id": definition.name, "object": "model", "owned_by": "localai"}
+    entry: dict[str, Any] = {
+        "id": definition.name,
+        "object": "model",
+        "created": definition.changed,
+        "owned_by": "localai",
+    }
     if definition.answering.warnings:
         entry["warnings"] = list(definition.answering.warnings)
     return entry

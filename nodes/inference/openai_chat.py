@@ -1,6 +1,6 @@
 """OpenAI's chat, `POST /v1/chat/completions`: a request in, events or one answer out. Pure."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -19,40 +19,9 @@ from nodes.inference.generation import (
     ToolPiece,
 )
 from nodes.inference.openai_bodies import Count, SamplingBody
-from nodes.inference.openai_events import DONE, event, failed
+from nodes.inference.openai_events import DONE, Chunks, event
 from nodes.inference.openai_messages import Messages
-
-MOST_TOOLS = 128
-_NAME = Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
-
-
-class Function(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A function that the model may call; `parameters` is a JSON schema."""
-
-    name: _NAME
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(msgspec.Struct, frozen=True):
-    """A tool."""
-
-    function: Function
-    type: Literal["function"] = "function"
-
-
-class FunctionName(msgspec.Struct, frozen=True):
-    """The name of one of the tools."""
-
-    name: str
-
-
-class ForcedTool(msgspec.Struct, frozen=True):
-    """This tool must be called."""
-
-    function: FunctionName
-    type: Literal["function"] = "function"
+from nodes.inference.tools import Choice, Name, Tools, as_json, chosen
 
 
 class AnyText(msgspec.Struct, tag_field="type", tag="text", frozen=True):
@@ -66,7 +35,7 @@ class AnyJson(msgspec.Struct, tag_field="type", tag="json_object", frozen=True):
 class NamedSchema(msgspec.Struct, frozen=True, omit_defaults=True):
     """The schema of an answer."""
 
-    name: _NAME
+    name: Name
     schema: dict[str, Any] | None = None
     strict: bool | None = None
     description: str | None = None
@@ -85,8 +54,8 @@ class ChatBody(SamplingBody, kw_only=True, frozen=True):
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ForcedTool | None = None
+    tools: Tools | None = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
     response_format: AnyText | AnyJson | JsonOfSchema | None = None
     modalities: list[Literal["text"]] | None = None
@@ -127,7 +96,7 @@ def read(fields: Mapping[str, Any]) -> Generation:
 
 
 def _conversation(body: ChatBody) -> Conversation:
-    tools, choice = _tools(body)
+    tools, choice = chosen(body.tools or (), body.tool_choice)
     return Conversation(
         messages=tuple(openai_messages.said(body.messages)),
         tools=tools,
@@ -138,38 +107,15 @@ def _conversation(body: ChatBody) -> Conversation:
     )
 
 
-def _tools(body: ChatBody) -> tuple[str, str]:
-    """The tools and which of them is to be called: the word, or OpenAI's object as JSON."""
-    choice = body.tool_choice
-    known = {tool.function.name for tool in body.tools or ()}
-    if isinstance(choice, ForcedTool) and choice.function.name not in known:
-        raise InvalidInput("tool_choice: names none of `tools`", field="tool_choice")
-    if choice == "required" and not known:
-        raise InvalidInput("tool_choice: there are no `tools`", field="tool_choice")
-    schemas.check(
-        (tool.function.parameters or {}, f"tools[{number}].function.parameters")
-        for number, tool in enumerate(body.tools or ())
-    )
-    if not known or choice == "none":
-        return "", ""
-    if isinstance(choice, ForcedTool):
-        return _json(body.tools), _json(choice)
-    return _json(body.tools), choice or "auto"
-
-
 def _schema(body: ChatBody) -> str:
     """The JSON schema of the answer, "" if it may be any text."""
     if isinstance(body.response_format, AnyJson):
-        return _json({"type": "object"})
+        return as_json({"type": "object"})
     if not isinstance(body.response_format, JsonOfSchema):
         return ""
     schema = body.response_format.json_schema.schema
     schemas.check([(schema or {}, "response_format.json_schema.schema")])
-    return _json(schema or {"type": "object"})
-
-
-def _json(value: object) -> str:
-    return msgspec.json.encode(value).decode()
+    return as_json(schema or {"type": "object"})
 
 
 def whole(head: Head, deltas: Sequence[TextDelta]) -> bytes:
@@ -219,12 +165,7 @@ def _call_id(head: Head, choice: int, piece: ToolPiece) -> str:
     return f"call_{head.id[:24]}_{choice}_{piece.index}"
 
 
-def events(head: Head) -> Callable[[Sequence[TextDelta]], bytes]:
-    """What makes events of the deltas of one answer."""
-    return _Chunks(head).told
-
-
-class _Chunks:
+class ChatChunks(Chunks):
     """What the events so far leave to be said."""
 
     def __init__(self, head: Head) -> None:
@@ -233,7 +174,7 @@ class _Chunks:
         self._calls: set[tuple[int, int]] = set()
         self._ended: list[TextDelta] = []
 
-    def told(self, deltas: Sequence[TextDelta]) -> bytes:
+    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
         """The events of these deltas."""
         return b"".join(event(chunk) for delta in deltas for chunk in self._of(delta))
 
@@ -296,4 +237,4 @@ class _Chunks:
         return chunk
 
 
-DIALECT = Dialect(read, events, whole, failed, DONE)
+DIALECT = Dialect(read, ChatChunks, whole, DONE)

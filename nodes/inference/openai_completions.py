@@ -1,6 +1,6 @@
 """OpenAI's older way to ask for text, `POST /v1/completions`: the model goes on from a prompt. Pure."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -11,7 +11,7 @@ from localai_cluster.web import wire
 from nodes.inference import generation, openai_bodies
 from nodes.inference.generation import Dialect, Generation, Head, TextDelta
 from nodes.inference.openai_bodies import MOST_CHOICES, SamplingBody, Text, Whole
-from nodes.inference.openai_events import DONE, event, failed
+from nodes.inference.openai_events import DONE, Chunks, event
 
 DEFAULT_TOKENS = 16
 """Tokens of an answer when the request sets no limit, as OpenAI documents."""
@@ -123,44 +123,44 @@ def _logprobs(tokens: Sequence[Mapping[str, Any]], offset: int) -> dict[str, Any
     }
 
 
-def events(head: Head) -> Callable[[Sequence[TextDelta]], bytes]:
-    """What makes events of the deltas of one answer."""
-    ended: list[TextDelta] = []
-    lengths = [0] * head.generation.choices
-    asked = head.generation
+class CompletionChunks(Chunks):
+    """What the events so far leave to be said."""
 
-    def with_choices(choices: list[Any], usage: dict[str, Any] | None = None) -> bytes:
-        chunk: dict[str, Any] = {
-            "id": head.id,
-            "object": "text_completion",
-            "created": head.created,
-            "model": asked.model,
-            "choices": choices,
-        }
-        return event(chunk | ({"usage": usage} if asked.usage_in_stream else {}))
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._lengths = [0] * head.generation.choices
+        self._ended: list[TextDelta] = []
 
-    def told_of(delta: TextDelta) -> bytes:
-        logprobs = _logprobs(delta.logprobs, lengths[delta.choice]) if delta.logprobs else None
-        lengths[delta.choice] += len(delta.text)
+    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+        """The events of these deltas."""
+        return b"".join(part for delta in deltas for part in self._of(delta))
+
+    def _of(self, delta: TextDelta) -> list[bytes]:
+        logprobs = _logprobs(delta.logprobs, self._lengths[delta.choice]) if delta.logprobs else None
+        self._lengths[delta.choice] += len(delta.text)
         choice = {
             "index": delta.choice,
             "text": delta.text,
             "logprobs": logprobs,
             "finish_reason": delta.finish or None,
         }
-        return with_choices([choice])
+        made, asked = [self._with([choice])], self._head.generation
+        if delta.finish:
+            self._ended.append(delta)
+            if asked.usage_in_stream and len(self._ended) == asked.choices:
+                taken = generation.total(self._ended, asked.n)
+                made.append(self._with([], openai_bodies.usage(taken)))
+        return made
 
-    def told(deltas: Sequence[TextDelta]) -> bytes:
-        parts = []
-        for delta in deltas:
-            parts.append(told_of(delta))
-            if delta.finish:
-                ended.append(delta)
-                if asked.usage_in_stream and len(ended) == asked.choices:
-                    parts.append(with_choices([], openai_bodies.usage(generation.total(ended, asked.n))))
-        return b"".join(parts)
-
-    return told
+    def _with(self, choices: list[Any], usage: dict[str, Any] | None = None) -> bytes:
+        chunk: dict[str, Any] = {
+            "id": self._head.id,
+            "object": "text_completion",
+            "created": self._head.created,
+            "model": self._head.generation.model,
+            "choices": choices,
+        }
+        return event(chunk | ({"usage": usage} if self._head.generation.usage_in_stream else {}))
 
 
-DIALECT = Dialect(read, events, whole, failed, DONE)
+DIALECT = Dialect(read, CompletionChunks, whole, DONE)

@@ -1,12 +1,14 @@
 """The events of a stream in OpenAI's form: server-sent events without names. Pure."""
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
 
 from localai_cluster.errors import ClusterError
 from localai_cluster.web import wire
+from nodes.inference.generation import TextDelta
 
 DONE = b"data: [DONE]\n\n"
 
@@ -16,6 +18,13 @@ def event(content: Mapping[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(content) + b"\n\n"
 
 
-def failed(error: ClusterError) -> bytes:
-    """The event of a stream that cannot go on: the same envelope as a refusal's, then its end."""
-    return b"data: " + wire.error_answer(error).body + b"\n\n" + DONE
+class Chunks(ABC):
+    """The stream of one answer."""
+
+    @abstractmethod
+    def told(self, deltas: Sequence[TextDelta], /) -> bytes:
+        """The events of these deltas."""
+
+    def failed(self, error: ClusterError, /) -> bytes:
+        """The same envelope as a refusal's, then the end."""
+        return b"data: " + wire.error_answer(error).body + b"\n\n" + DONE

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from localai_cluster.errors import InvalidInput
+from localai_cluster.web.wire import wrong
 from nodes.inference.generation import Utterance
 
 MOST_MESSAGES = 4096
@@ -95,10 +95,10 @@ def said(messages: Sequence[ChatMessage]) -> Iterator[Utterance]:
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         if message.role == "tool" and not message.tool_call_id:
-            raise InvalidInput(f"{where}.tool_call_id: a tool's message needs it", field="messages")
+            raise wrong(f"{where}.tool_call_id", "a tool's message needs it")
         calls = message.tool_calls if message.role == "assistant" else None
         if message.content is None and not (calls or (message.role == "assistant" and message.refusal)):
-            raise InvalidInput(f"{where}.content: a {message.role}'s message needs it", field="messages")
+            raise wrong(f"{where}.content", f"a {message.role}'s message needs it")
         yield Utterance(
             # No template knows OpenAI's newer word.
             role="system" if message.role == "developer" else message.role,
@@ -124,16 +124,14 @@ def _text(content: str | list[Part] | None) -> str:
 def images(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
     """Base64 of the images; raises InvalidInput for one that is not in the request itself, or broken."""
     return tuple(
-        _checked(_data_of(part.image_url.url, where), where)
-        for part, where in _parts(messages)
-        if isinstance(part, ImagePart)
+        image_of(part.image_url.url, where) for part, where in _parts(messages) if isinstance(part, ImagePart)
     )
 
 
 def audios(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
     """Base64 of the sounds; raises InvalidInput for a broken one."""
     return tuple(
-        _checked(part.input_audio.data, where)
+        checked(part.input_audio.data, where)
         for part, where in _parts(messages)
         if isinstance(part, AudioPart)
     )
@@ -146,21 +144,20 @@ def _parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[Part, str]]:
                 yield part, f"messages[{number}].content[{place}]"
 
 
-def _data_of(url: str, where: str) -> str:
+def image_of(url: str, where: str) -> str:
+    """Base64 of the image at this URL, which has to hold it; `where` the request has it."""
     head, comma, data = url.partition(",")
     if not (comma and head.startswith("data:image/") and head.endswith(";base64")):
-        raise InvalidInput(
-            f"{where}: only images inside the request are accepted, as data:image/png;base64,…",
-            field="messages",
-        )
-    return data
+        raise wrong(where, "only images inside the request are accepted, as data:image/png;base64,…")
+    return checked(data, where)
 
 
-def _checked(data: str, where: str) -> str:
+def checked(data: str, where: str) -> str:
+    """The same base64; raises InvalidInput if it is none."""
     try:
         empty = not base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
-        raise InvalidInput(f"{where}: this is not base64", field="messages") from None
+        raise wrong(where, "this is not base64") from None
     if empty:
-        raise InvalidInput(f"{where}: this is empty", field="messages")
+        raise wrong(where, "this is empty")
     return data

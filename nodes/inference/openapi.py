@@ -1,7 +1,7 @@
 """OpenAPI descriptions of the inference routes; the generated document includes them."""
 
 from localai_cluster.web.openapi import Operation, schema_of
-from nodes.inference import openapi_media, openapi_text
+from nodes.inference import openapi_dialects, openapi_media, openapi_text
 from nodes.inference.embeddings import EmbeddingsBody
 
 _SECURITY: list[dict[str, list[str]]] = [{"apiKey": []}]
@@ -88,10 +88,11 @@ _EMBEDDINGS_ANSWER: Operation = {
 }
 _MODEL: Operation = {
     "type": "object",
-    "required": ["id", "object", "owned_by"],
+    "required": ["id", "object", "created", "owned_by"],
     "properties": {
         "id": {"type": "string"},
         "object": {"type": "string", "enum": ["model"]},
+        "created": {"type": "integer", "description": "When the definition's file was written."},
         "owned_by": {"type": "string"},
         "warnings": {
             "type": "array",
@@ -161,12 +162,14 @@ _ONE_MODEL: Operation = {
 }
 
 
+_OF_TEXT = error_answers(400, 401, 404, 413, 429, 500, 503)
 ROUTES: dict[str, dict[str, Operation]] = {
     "/v1/embeddings": {"POST": _embeddings("create_embeddings")},
     "/embeddings": {"POST": _embeddings("create_embeddings_without_prefix")},
     "/v1/models": {"GET": _models("list_models")},
     "/v1/models/{model}": {"GET": _ONE_MODEL},
     "/models": {"GET": _models("list_models_without_prefix")},
-    **openapi_text.routes(_SECURITY, error_answers(400, 401, 404, 413, 429, 500, 503)),
+    **openapi_text.routes(_SECURITY, _OF_TEXT),
+    **openapi_dialects.routes(_SECURITY, _OF_TEXT),
     **openapi_media.routes(_SECURITY, error_answers(400, 401, 404, 413, 429, 500, 503)),
 }

@@ -8,67 +8,70 @@ from nodes.inference.openai_completions import CompletionBody
 from nodes.inference.rerank import RerankBody
 from nodes.inference.tokens import DetokenizeBody, TokenizeBody
 
-_TEXT: Operation = {"type": "string"}
-_MAYBE_TEXT: Operation = {"type": "string", "nullable": True}
-_COUNT: Operation = {"type": "integer"}
+TEXT: Operation = {"type": "string"}
+MAYBE_TEXT: Operation = {"type": "string", "nullable": True}
+COUNT: Operation = {"type": "integer"}
 _ANYTHING: Operation = {"type": "object", "nullable": True}
 
 
-def _object(*absent: str, **properties: Operation) -> Operation:
+def record(*absent: str, **properties: Operation) -> Operation:
+    """An object; `absent` names what may be missing."""
     required = [name for name in properties if name not in absent]
     return {"type": "object", "required": required, "properties": properties}
 
 
-def _list(items: Operation) -> Operation:
+def many(items: Operation) -> Operation:
+    """A list."""
     return {"type": "array", "items": items}
 
 
-def _word(word: str) -> Operation:
+def word(word: str) -> Operation:
+    """Always this text."""
     return {"type": "string", "enum": [word]}
 
 
-_USAGE = _object(
+_USAGE = record(
     "prompt_tokens_details",
-    prompt_tokens=_COUNT,
-    completion_tokens=_COUNT,
-    total_tokens=_COUNT,
+    prompt_tokens=COUNT,
+    completion_tokens=COUNT,
+    total_tokens=COUNT,
     prompt_tokens_details={
-        **_object(cached_tokens=_COUNT),
+        **record(cached_tokens=COUNT),
         "description": "What of the prompt the engine remembered; only if it says so.",
     },
 )
 _FINISH: Operation = {"type": "string", "enum": ["stop", "length", "tool_calls"]}
-_TOOL_CALL = _object(id=_TEXT, type=_word("function"), function=_object(name=_TEXT, arguments=_TEXT))
-_MESSAGE = _object(
+_TOOL_CALL = record(id=TEXT, type=word("function"), function=record(name=TEXT, arguments=TEXT))
+_MESSAGE = record(
     "reasoning_content",
     "tool_calls",
-    role=_word("assistant"),
-    content=_MAYBE_TEXT,
-    refusal=_MAYBE_TEXT,
-    reasoning_content=_TEXT,
-    tool_calls=_list(_TOOL_CALL),
+    role=word("assistant"),
+    content=MAYBE_TEXT,
+    refusal=MAYBE_TEXT,
+    reasoning_content=TEXT,
+    tool_calls=many(_TOOL_CALL),
 )
-_CHAT = _object(
-    id={**_TEXT, "description": "The request's id, as in X-Correlation-ID."},
-    object=_word("chat.completion"),
-    created=_COUNT,
-    model=_TEXT,
-    choices=_list(_object(index=_COUNT, message=_MESSAGE, logprobs=_ANYTHING, finish_reason=_FINISH)),
+_CHAT = record(
+    id={**TEXT, "description": "The request's id, as in X-Correlation-ID."},
+    object=word("chat.completion"),
+    created=COUNT,
+    model=TEXT,
+    choices=many(record(index=COUNT, message=_MESSAGE, logprobs=_ANYTHING, finish_reason=_FINISH)),
     usage=_USAGE,
 )
-_COMPLETION = _object(
-    id=_TEXT,
-    object=_word("text_completion"),
-    created=_COUNT,
-    model=_TEXT,
-    choices=_list(_object(index=_COUNT, text=_TEXT, logprobs=_ANYTHING, finish_reason=_FINISH)),
+_COMPLETION = record(
+    id=TEXT,
+    object=word("text_completion"),
+    created=COUNT,
+    model=TEXT,
+    choices=many(record(index=COUNT, text=TEXT, logprobs=_ANYTHING, finish_reason=_FINISH)),
     usage=_USAGE,
 )
-_RANKED = _object(
-    model=_TEXT,
-    usage=_object(total_tokens=_COUNT, prompt_tokens=_COUNT),
-    results=_list(
-        _object("document", index=_COUNT, relevance_score={"type": "number"}, document=_object(text=_TEXT))
+_RANKED = record(
+    model=TEXT,
+    usage=record(total_tokens=COUNT, prompt_tokens=COUNT),
+    results=many(
+        record("document", index=COUNT, relevance_score={"type": "number"}, document=record(text=TEXT))
     ),
 )
 _STREAM = (
@@ -85,7 +88,7 @@ _ROUTES: dict[str, tuple[str, str, str, type[Any], Operation, bool]] = {
         "Divide a text into tokens",
         "By the model's own tokenizer.",
         TokenizeBody,
-        _object(tokens=_list(_COUNT)),
+        record(tokens=many(COUNT)),
         False,
     ),
     "/detokenize": (
@@ -93,7 +96,7 @@ _ROUTES: dict[str, tuple[str, str, str, type[Any], Operation, bool]] = {
         "Make a text of tokens",
         "By the model's own tokenizer.",
         DetokenizeBody,
-        _object(content=_TEXT),
+        record(content=TEXT),
         False,
     ),
     "/rerank": (
@@ -115,7 +118,7 @@ def routes(
     for path, (name, summary, description, body, answer, streams) in _ROUTES.items():
         content: Operation = {"application/json": {"schema": answer}}
         if streams:
-            content["text/event-stream"] = {"schema": _TEXT}
+            content["text/event-stream"] = {"schema": TEXT}
         for prefix, suffix in (("/v1", ""), ("", "_without_prefix")):
             operation: Operation = {
                 "operationId": name + suffix,

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from localai_cluster.errors import InvalidInput
+from localai_cluster.web.wire import wrong
 
 MOST_STEPS = 10_000
 """Parts of all schemas of a request, counted again wherever a reference names them. Values of an `enum`
@@ -61,10 +62,7 @@ def check(schemas: Iterable[tuple[Mapping[str, Any], str]]) -> None:
             steps += _weight(part)
             # Each that waits is one more at least.
             if steps + len(waiting) > MOST_STEPS:
-                raise InvalidInput(
-                    f"{field}: the schema has more than {MOST_STEPS} parts, values and items",
-                    field=_top(field),
-                )
+                raise wrong(field, f"the schema has more than {MOST_STEPS} parts, values and items")
             reference = part.get("$ref") if isinstance(part, dict) else None
             if isinstance(reference, str):
                 found = _resolved(schema, reference, behind, field)
@@ -98,19 +96,13 @@ def _inside(part: Any) -> Iterator[Any]:
 
 def _resolved(schema: Mapping[str, Any], reference: str, behind: frozenset[str], field: str) -> Any:
     if reference in behind:
-        raise InvalidInput(f"{field}: the schema is recursive ({reference[:100]})", field=_top(field))
+        raise wrong(field, f"the schema is recursive ({reference[:100]})")
     if len(reference) > LONGEST_REFERENCE:
-        raise InvalidInput(
-            f"{field}: a reference has more than {LONGEST_REFERENCE} characters", field=_top(field)
-        )
+        raise wrong(field, f"a reference has more than {LONGEST_REFERENCE} characters")
     found: Any = schema
     for name in reference.removeprefix("#").split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
         found = found.get(name) if isinstance(found, dict) else None
     if not reference.startswith("#") or not isinstance(found, dict):
-        raise InvalidInput(f"{field}: the schema has no {reference[:100]!r}", field=_top(field))
+        raise wrong(field, f"the schema has no {reference[:100]!r}")
     return found
-
-
-def _top(field: str) -> str:
-    return field.partition("[")[0].partition(".")[0]

@@ -5,8 +5,8 @@ more than that and, as most answers fit in, does not hold the engine up. A reade
 long as an engine may say nothing counts as one that has left.
 
 Status and headers leave with the first delta: until then a failure is an ordinary refusal. An engine that
-thinks longer than `QUIET` gets a 200 and comments, which keep proxies from ending the connection; what fails
-after that is an event of the dialect.
+thinks longer than `QUIET` gets a 200 and keep-alives, so that no proxy ends the connection; what fails after
+that is an event of the dialect.
 """
 
 import asyncio
@@ -23,13 +23,11 @@ from nodes.inference.limits import SilenceLimit, silence
 from nodes.routing.request import InferenceRequest, Replica
 
 QUIET = 5.0
-"""Seconds of silence after which a comment is sent."""
+"""Seconds of silence after which a keep-alive is sent."""
 LARGEST_PIPE = 256 * 1024
 """About so many bytes of deltas wait for a reader; then the engine does."""
-COMMENT = b": working\n\n"
-_KIND = b"text/event-stream; charset=utf-8"
 # Proxies must pass pieces on as they come.
-_HEADERS = ((b"content-type", _KIND), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
 Work = Callable[[Sink], Awaitable[None]]
@@ -81,9 +79,9 @@ class Pipe:
 class EventStream:
     """One streamed answer. `work` makes it; `play` sends it, and ends with it."""
 
-    def __init__(self, request: InferenceRequest, told: Telling, work: Work) -> None:
+    def __init__(self, request: InferenceRequest, telling: Telling, work: Work) -> None:
         self._request = request
-        self._failed, self._done, self._told = told.failed, told.done, told.events
+        self._telling = telling
         self._work = work
         self._pipe = Pipe()
         self._quiet = True
@@ -117,10 +115,10 @@ class EventStream:
         except ClusterError as error:
             if not self._begun:
                 raise
-            await reader.body(self._failed(error))
+            await reader.body(self._telling.events.failed(error))
             return error.status
         await self._begin(reader)
-        await reader.body(self._done)
+        await reader.body(self._telling.done)
         return 200
 
     def stop(self) -> None:
@@ -159,7 +157,7 @@ class EventStream:
             if deltas:
                 self._quiet = False
                 await self._begin(reader)
-                await reader.body(self._told(deltas))
+                await reader.body(self._telling.events.told(deltas))
             elif not self._pipe.ended:
                 await self._keep_alive(reader)
 
@@ -169,12 +167,13 @@ class EventStream:
             self._thinking = self._request.replica
             return
         await self._begin(reader)
-        await reader.body(COMMENT)
+        await reader.body(self._telling.keep_alive)
 
     async def _begin(self, reader: "Outgoing") -> None:
         if not self._begun:
             self._begun = True
-            await reader.head([*_HEADERS, *node_header(self._request)])
+            kind = (b"content-type", self._telling.kind)
+            await reader.head([kind, *_HEADERS, *node_header(self._request)])
 
 
 _playing: set[EventStream] = set()

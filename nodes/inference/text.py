@@ -5,7 +5,13 @@ from collections.abc import Awaitable, Callable
 from localai_cluster import clock
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
-from nodes.inference import openai_chat, openai_completions
+from nodes.inference import (
+    anthropic_answers,
+    ollama_answers,
+    openai_chat,
+    openai_completions,
+    responses_answers,
+)
 from nodes.inference.generating import generate
 from nodes.inference.generation import Dialect, Head, TextDelta
 from nodes.inference.streams import EventStream, node_header
@@ -36,3 +42,7 @@ def surface(dialect: Dialect) -> Callable[[InferenceRequest], Awaitable[Answer |
 
 chat = surface(openai_chat.DIALECT)
 completions = surface(openai_completions.DIALECT)
+messages = surface(anthropic_answers.DIALECT)
+responses = surface(responses_answers.DIALECT)
+ollama_chat = surface(ollama_answers.CHAT)
+ollama_generate = surface(ollama_answers.GENERATE)

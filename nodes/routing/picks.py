@@ -224,7 +224,7 @@ class Picker:
         for request in requests:
             owner = owners.get(request.key_hash)
             if request.key_hash and owner is None:
-                _fail(request, WrongKey("this API key is not valid"))
+                _fail(request, WrongKey())
                 continue
             waiting = replicas.get(asks[request.wish]) if request.model else None
             self._answer(request, owner, waiting.pop() if waiting else None)

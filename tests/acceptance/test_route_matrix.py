@@ -34,6 +34,13 @@ INFERENCE = (
     "/images/generations",
     "/tts",
     "/models",
+    "/messages",
+    "/messages/count_tokens",
+    "/responses",
+    *(
+        f"/api/{name}"
+        for name in ("chat", "generate", "embed", "embeddings", "show", "tags", "ps", "version")
+    ),
 )
 """Beside `/v1/`."""
 ODD_METHODS = ("PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
@@ -181,7 +188,7 @@ def allowed(path: str, kind: str) -> bool | int:
         return True if kind in ("admin", "scraper") else 403 if kind == "user" else 401
     if path.startswith(("/v1/", "/api/schema", "/api/docs")) or path in INFERENCE:
         # The hot path knows keys only: a browser's session belongs to the pages.
-        in_session = kind.endswith("session") and not path.startswith("/api/")
+        in_session = kind.endswith("session") and not path.startswith(("/api/schema", "/api/docs"))
         return True if person and not in_session else 401
     return True if admin else 403 if person else 401
 

@@ -3,8 +3,7 @@
 import asyncio
 import dataclasses
 import json
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import AsyncExitStack
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +15,18 @@ from localai_cluster import clock
 from localai_cluster.asgi import application
 from localai_cluster.rpc.messages import ChatDelta, Reply
 from nodes.inference import streams
-from nodes.models import BackendNode, NodeModel, ReplicaUse
+from nodes.models import BackendNode, NodeModel
 from nodes.replicas import leaving
 from operations.models import Operation
 from tests.support import backends, hot
-from tests.support.scripted import CUT, Refusal, Scripted, Step, call, running, with_logprobs, words
+from tests.support.answering import CHAT, DEFINITION, finished, one, play, reply, streamed
+from tests.support.scripted import CUT, Refusal, Scripted, Step, call, with_logprobs, words
 from tests.support.streaming import Streamed, asked
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+COMPLETIONS = "/v1/completions"
 ASK = {"model": "m", "messages": [{"role": "user", "content": "hello there"}]}
-DEFINITION = "name: m\nbackend: scripted\nparameters: {model: m.gguf}\n"
-
-Scenario = Callable[[hot.Client, Any], Awaitable[Any]]
 
 
 @pytest.fixture(autouse=True)
@@ -38,55 +35,6 @@ def definitions(tmp_path: Path, settings: Settings) -> Path:
     (tmp_path / "m.yaml").write_text(DEFINITION)
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=tmp_path, model_load_wait=2.0)
     return tmp_path
-
-
-def play(scenario: Scenario, *engines: Scripted) -> Any:
-    """Runs a scenario with these engines as replicas of `m`; afterwards nothing may be in flight."""
-
-    async def whole() -> Any:
-        async with AsyncExitStack() as stack:
-            picker = await stack.enter_async_context(hot.serving())
-            for number, engine in enumerate(engines):
-                address = await stack.enter_async_context(running(engine))
-                await hot.in_thread(
-                    lambda n=number, a=address: hot.replica(hot.node(f"n{n}"), "m", index=n, address=a)
-                )
-            outcome = await scenario(hot.Client(application), picker)
-            assert picker.in_flight() == 0
-        assert all(engine.open == 0 for engine in engines), "an engine still works for nobody"
-        return outcome
-
-    BackendNode.objects.all().delete()  # of an earlier play in the same test
-    outcome = asyncio.run(whole())
-    assert set(hot.counts().values()) <= {0}
-    assert not ReplicaUse.objects.exclude(count=0).exists()
-    return outcome
-
-
-async def reply(waiting: Awaitable[hot.Reply | None]) -> hot.Reply:
-    """A reply that must come."""
-    answered = await waiting
-    assert answered is not None
-    return answered
-
-
-def one(body: Any, script: Iterable[Step], path: str = CHAT) -> tuple[hot.Reply, Scripted]:
-    """The reply to one request, and the engine that made it."""
-    engine = Scripted(script)
-    return play(lambda client, _: reply(client.post(path, body)), engine), engine
-
-
-async def finished(body: Any, path: str = CHAT) -> Streamed:
-    """A streamed answer, read to its end."""
-    async with asked(application, path, body) as (answer, work):
-        await work
-        return answer
-
-
-def streamed(body: Any, script: Iterable[Step], path: str = CHAT) -> Streamed:
-    """The same with an engine."""
-    answer: Streamed = play(lambda *_: finished(body | {"stream": True}, path), Scripted(script))
-    return answer
 
 
 @pytest.mark.rule("T-INF-3")

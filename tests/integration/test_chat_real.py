@@ -114,6 +114,30 @@ async def a_schema() -> None:
     assert json.loads(choice["message"]["content"]).keys() == {"city"}
 
 
+async def other_dialects() -> None:
+    """The same words in each of them, the same count of the prompt, and a schema that binds."""
+    said_at_all = (await said(ASK))["message"]["content"]
+    common = {"model": "smollm2", "messages": ASK["messages"]}
+    status, message = await post({**common, "max_tokens": 8, "temperature": 0}, "/v1/messages")
+    assert (status, message["content"][0]["text"]) == (200, said_at_all)
+    assert message["stop_reason"] == "max_tokens"
+    usage = message["usage"]
+    counted = (await post(common, "/v1/messages/count_tokens"))[1]["input_tokens"]
+    assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+    asked = {"model": "smollm2", "input": ASK["messages"], "temperature": 0, "max_output_tokens": 8}
+    _, response = await post(asked, "/v1/responses")
+    assert response["output"][0]["content"][0]["text"] == said_at_all
+    options = {"temperature": 0, "num_predict": 60}
+    ollama = {**common, "stream": False, "format": CITY, "options": options}
+    _, answer = await post(ollama, "/api/chat")
+    assert json.loads(answer["message"]["content"]).keys() == {"city"}
+    assert answer["eval_duration"] > 0
+    tool = {"name": "get_weather", "input_schema": CITY}
+    forced = {"tools": [tool], "tool_choice": {"type": "any"}, "max_tokens": 60}
+    _, called = await post({**common, **forced}, "/v1/messages")
+    assert called["content"][0]["input"].keys() == {"city"}
+
+
 async def tokens_that_no_model_has() -> None:
     status, _ = await post({"model": "smollm2", "prompt": [2**31 - 1]}, "/v1/completions")
     assert status == 400
@@ -124,6 +148,9 @@ async def hostile() -> None:
     for name, change in HOSTILE.items():
         status, answer = await post(ASK | change)
         assert status in (200, 400), (name, answer)
+
+
+PARTS = (whole_and_streamed, a_seed, a_tool, a_schema, other_dialects, tokens_that_no_model_has, hostile)
 
 
 def test_a_model_answers_through_the_edge(tmp_path: Path, settings: Settings) -> None:
@@ -142,7 +169,7 @@ def test_a_model_answers_through_the_edge(tmp_path: Path, settings: Settings) ->
             await client.close()
             assert loaded.success, loaded.message
             await hot.in_thread(lambda: hot.replica(hot.node(), "smollm2", address=engine.address))
-            for part in (whole_and_streamed, a_seed, a_tool, a_schema, tokens_that_no_model_has, hostile):
+            for part in PARTS:
                 await part()
             assert picker.in_flight() == 0
             assert engine.process.poll() is None

@@ -22,11 +22,11 @@ from localai_cluster.asgi import application
 from localai_cluster.rpc.messages import Reply, TranscriptStreamResponse
 from nodes.inference import audio_transcriptions, endpoint
 from nodes.models import BackendNode
-from tests.integration.test_openai_sdk import served
 from tests.support import hot
 from tests.support.environment import API_KEY
 from tests.support.media import STAGING, TEXT, WAV, Artist, Disk, form
 from tests.support.scripted import Refusal, running
+from tests.support.served import served
 from tests.support.streaming import Streamed, asked
 
 pytestmark = pytest.mark.django_db(transaction=True)

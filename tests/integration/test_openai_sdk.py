@@ -3,9 +3,7 @@
 import asyncio
 import dataclasses
 import json
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +11,13 @@ import grpc
 import openai
 import pydantic
 import pytest
-import uvicorn
 from openai.types.chat import ChatCompletion, ChatCompletionMessageFunctionToolCall
 from pytest_django import Settings
 
-from localai_cluster.asgi import application
-from localai_cluster.connections import BoundedHead
 from tests.support import hot
 from tests.support.environment import API_KEY
 from tests.support.scripted import CUT, Refusal, Scripted, call, running, with_logprobs, words
+from tests.support.served import served
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -43,21 +39,6 @@ class City(pydantic.BaseModel):
     people: int
 
 
-@asynccontextmanager
-async def served() -> AsyncIterator[str]:
-    """This process's edge on a socket, as `manage.py serve` has it."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = uvicorn.Server(
-            uvicorn.Config(application, http=BoundedHead, lifespan="off", log_config=None, access_log=False)
-        )
-        serving = asyncio.create_task(server._serve([listening]))
-        try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
-        finally:
-            server.should_exit = True
-            await serving
-
-
 @pytest.fixture(autouse=True)
 def definitions(tmp_path: Path, settings: Settings) -> None:
     """A models folder with `m`."""
@@ -72,7 +53,7 @@ def play(scenario: Callable[[openai.AsyncOpenAI, Scripted], Awaitable[None]]) ->
         engine = Scripted()
         async with hot.serving() as picker, running(engine) as address, served() as url:
             await hot.in_thread(lambda: hot.replica(hot.node(), "m", address=address))
-            async with openai.AsyncOpenAI(base_url=url, api_key=API_KEY, max_retries=0) as client:
+            async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=API_KEY, max_retries=0) as client:
                 await scenario(client, engine)
             assert picker.in_flight() == 0
 
@@ -157,6 +138,47 @@ async def _rest(client: openai.AsyncOpenAI, engine: Scripted) -> None:
     assert [one.token for one in told.choices[0].logprobs.content or ()] == ["a", " b"]
 
 
+async def _responses(client: openai.AsyncOpenAI, engine: Scripted) -> None:
+    """The newer way to ask, whole and streamed, with tools and a schema."""
+    engine.script = [*words("Hello you."), {"localai-cached-tokens": "3"}]
+    answer = await client.responses.create(model="m", input="hello", instructions="Be brief.", store=False)
+    assert (answer.output_text, answer.status) == ("Hello you.", "completed")
+    assert answer.usage is not None
+    assert answer.usage.input_tokens_details.cached_tokens == 3
+    async with client.responses.stream(model="m", input=[{"role": "user", "content": "hello"}]) as stream:
+        events = [event async for event in stream]
+        final = await stream.get_final_response()
+    assert final.output_text == "Hello you."
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    engine.script = words('{"name": "Rome", "people": 3}')
+    parsed = await client.responses.parse(model="m", input="hello", text_format=City)
+    assert parsed.output_parsed == City(name="Rome", people=3)
+    engine.script = call(0, "weather", '{"city":', ' "Rome"}')
+    tool: Any = {"type": "function", "strict": False, **TOOL["function"]}
+    async with client.responses.stream(
+        model="m", input="hello", tools=[tool], tool_choice="required"
+    ) as stream:
+        [event async for event in stream]
+        called = (await stream.get_final_response()).output[0]
+    assert called.type == "function_call"
+    assert (called.name, json.loads(called.arguments)) == ("weather", {"city": "Rome"})
+    # What came back is accepted as a part of the conversation.
+    engine.script = words("Sunny.")
+    given: Any = [
+        {"role": "user", "content": "hello"},
+        called.model_dump(exclude_none=True, exclude={"parsed_arguments"}),
+        {"type": "function_call_output", "call_id": called.call_id, "output": "sun"},
+    ]
+    await client.responses.create(model="m", input=given, tools=[tool])
+    assert [one.role for one in engine.asked[-1].Messages] == ["user", "assistant", "tool"]
+    for kept in ({"store": True}, {"previous_response_id": "resp_1"}):
+        with pytest.raises(openai.BadRequestError, match="nothing is kept"):
+            await client.responses.create(model="m", input="hello", **kept)
+    engine.script = [*words("Half"), Refusal(grpc.StatusCode.INTERNAL, "out of ideas")]
+    with pytest.raises(openai.APIError, match="out of ideas"):
+        [event async for event in await client.responses.create(model="m", input="hello", stream=True)]
+
+
 async def _errors(client: openai.AsyncOpenAI, engine: Scripted) -> None:
     ask: Any = {"model": "m", "messages": MESSAGES}
     for stream in (False, True):
@@ -184,7 +206,7 @@ async def _errors(client: openai.AsyncOpenAI, engine: Scripted) -> None:
     assert (loading.value.status_code, loading.value.type) == (503, "model_loading")
 
 
-PARTS = [_chat, _stream, _tools, _structured, _rest, _errors]
+PARTS = [_chat, _stream, _tools, _structured, _rest, _responses, _errors]
 
 
 @pytest.mark.parametrize("part", PARTS, ids=[part.__name__.strip("_") for part in PARTS])

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,19 @@ from localai_cluster.rpc.errors import Busy, Rejected
 from localai_cluster.rpc.messages import ChatDelta, Reply, ToolCallDelta
 from localai_cluster.web import wire
 from nodes.definitions.files import Definition, parse
-from nodes.inference import audio_speech, images_generations, openai_chat, openai_completions
+from nodes.inference import (
+    anthropic_answers,
+    anthropic_requests,
+    audio_speech,
+    images_generations,
+    ollama_answers,
+    ollama_requests,
+    openai_chat,
+    openai_completions,
+    responses_answers,
+    responses_requests,
+)
+from nodes.inference.anthropic_requests import MessagesBody
 from nodes.inference.audio_speech import SpeechBody
 from nodes.inference.engine_calls import Reading, named, sampling_options, with_prompt
 from nodes.inference.generation import (
@@ -32,9 +44,12 @@ from nodes.inference.generation import (
     total,
 )
 from nodes.inference.images_generations import ImagesBody
+from nodes.inference.ollama_embed import EmbedBody, OlderEmbedBody
+from nodes.inference.ollama_requests import GenerateBody, OllamaChatBody, OllamaOptions
 from nodes.inference.openai_chat import ChatBody
 from nodes.inference.openai_completions import CompletionBody
 from nodes.inference.openai_messages import MOST_MESSAGES
+from nodes.inference.responses_requests import ResponsesBody
 from nodes.inference.schemas import MOST_GRAMMAR
 
 USER: dict[str, Any] = {"role": "user", "content": "hello"}
@@ -179,11 +194,21 @@ NAMED = {
         COMPLETION,
         (*CompletionBody.__struct_fields__, *openai_completions.REFUSED, "best_of"),
     ),
+    anthropic_answers.DIALECT: (
+        CHAT | {"max_tokens": 5},
+        (*MessagesBody.__struct_fields__, *anthropic_requests.REFUSED),
+    ),
+    responses_answers.DIALECT: (
+        {"model": "m", "input": "hello"},
+        (*ResponsesBody.__struct_fields__, *responses_requests.REFUSED),
+    ),
+    ollama_answers.CHAT: (CHAT, OllamaChatBody.__struct_fields__),
+    ollama_answers.GENERATE: (COMPLETION, (*GenerateBody.__struct_fields__, *ollama_requests.REFUSED)),
 }
 
 
 @given(data=st.data())
-@settings(max_examples=300)
+@settings(max_examples=600)
 def test_any_object_is_accepted_or_refused_by_name(data: st.DataObject) -> None:
     """No values of any fields do anything else, and what is accepted can be told to an engine."""
     dialect, (good, fields) = data.draw(st.sampled_from(list(NAMED.items())))
@@ -325,7 +350,7 @@ def test_a_stream_says_what_the_whole_answer_says(
     """However the deltas are bundled."""
     asked, deltas = answer
     head = Head("id", 1, asked)
-    told, events, left = dialect.events(head), b"", list(deltas)
+    told, events, left = dialect.events(head).told, b"", list(deltas)
     while left:
         size = data.draw(st.integers(1, len(left)))
         events += told(left[:size])
@@ -414,7 +439,7 @@ def test_what_waits_for_a_reader_is_not_larger_than_it_counts_as() -> None:
     top = [{"token": "x", "logprob": -1.0, "bytes": [120]}] * 20
     token = {"token": "x", "logprob": -1.0, "bytes": [120], "top_logprobs": top}
     delta = TextDelta(0, "x", logprobs=(token,))
-    told = openai_chat.DIALECT.events(Head("id", 1, openai_chat.read(CHAT | {"logprobs": True})))([delta])
+    told = openai_chat.ChatChunks(Head("id", 1, openai_chat.read(CHAT | {"logprobs": True}))).told([delta])
     assert delta.size > len(told) / 2
 
 
@@ -437,25 +462,42 @@ def test_parsed_pieces_replace_the_raw_text() -> None:
     ],
 )
 def test_a_refusal_of_an_engine_names_the_clients_field(text: str, field: str) -> None:
-    assert named(Rejected(text), "hello").field == field
+    assert named(Rejected(text), openai_completions.read(COMPLETION)).field == field
 
 
 def test_a_failure_is_an_event_with_the_envelope_and_the_end() -> None:
-    failed, done = openai_chat.DIALECT.failed(Busy("too much")).split(b"\n\n")[:2]
+    chunks = openai_chat.ChatChunks(Head("id", 1, openai_chat.read(CHAT)))
+    failed, done = chunks.failed(Busy("too much")).split(b"\n\n")[:2]
     assert json.loads(failed.removeprefix(b"data: ")) == json.loads(wire.error_answer(Busy("too much")).body)
     assert done == b"data: [DONE]"
+
+
+TABLES: dict[str, list[tuple[type[msgspec.Struct], Iterable[str]]]] = {
+    "Fields": [(ChatBody, openai_chat.REFUSED), (CompletionBody, openai_completions.REFUSED)],
+    "Anthropic's fields": [(MessagesBody, anthropic_requests.REFUSED)],
+    "Fields of OpenAI's Responses": [(ResponsesBody, responses_requests.REFUSED)],
+    "Ollama's fields": [
+        (OllamaChatBody, ()),
+        (GenerateBody, ollama_requests.REFUSED),
+        (OllamaOptions, ()),
+        (EmbedBody, ()),
+        (OlderEmbedBody, ()),
+    ],
+    "Sound and images": [
+        (SpeechBody, audio_speech.REFUSED),
+        (ImagesBody, images_generations.REFUSED),
+    ],
+}
 
 
 def test_every_field_of_a_body_is_in_the_table() -> None:
     """docs/inference.md says of each field what becomes of it, and where that is proved."""
     text = (Path(__file__).resolve().parents[2] / "docs" / "inference.md").read_text()
-    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
-    bodies: tuple[tuple[type[msgspec.Struct], Mapping[str, str]], ...] = (
-        (ChatBody, openai_chat.REFUSED),
-        (CompletionBody, openai_completions.REFUSED),
-        (SpeechBody, audio_speech.REFUSED),
-        (ImagesBody, images_generations.REFUSED),
-    )
-    for body, refused in bodies:
-        for name in (*(field.name for field in msgspec.structs.fields(body)), *refused):
-            assert any(f"`{name}`" in row for row in rows), name
+    tables = {part.partition("\n")[0]: part for part in text.split("\n## ")[1:]}
+    for title, bodies in TABLES.items():
+        # Sound and images have some fields of OpenAI's text.
+        text = tables[title] + (tables["Fields"] if title == "Sound and images" else "")
+        rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+        for body, refused in bodies:
+            for name in (*(field.name for field in msgspec.structs.fields(body)), *refused):
+                assert any(f"`{name}`" in row for row in rows), (title, name)

@@ -94,6 +94,10 @@ class Engine:
         """The documents, the most relevant one first."""
         raise Unsupported
 
+    async def prompt(self, options: pb.PredictOptions) -> str:
+        """What the options have the model read."""
+        return options.Prompt
+
     async def tokens(self, text: str) -> list[int]:
         """The token ids of a text."""
         raise Unsupported
@@ -168,7 +172,7 @@ class Service(rpc.BackendServicer):  # type: ignore[misc]
 
     async def TokenizeString(self, request: pb.PredictOptions, context: Context) -> pb.TokenizationResponse:
         await self._check(request, context)
-        ids = await self.engine.tokens(request.Prompt)
+        ids = await self.engine.tokens(await self.engine.prompt(request))
         return pb.TokenizationResponse(length=len(ids), tokens=ids)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:

@@ -70,6 +70,12 @@ def of(options: pb.PredictOptions, facts: Facts) -> Question:
     return Question(body, chat, options.TopLogprobs if chat else body.get("logprobs", 0), forced)
 
 
+def template(asked: Question) -> Body:
+    """What the model's template makes a prompt of."""
+    names = ("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs")
+    return {name: asked.body[name] for name in names if name in asked.body}
+
+
 def bound(body: Body, schema: Mapping[str, Any]) -> Body:
     """The same request with an answer that follows this JSON schema, and nothing that could cut it."""
     return {**body, "grammar": _of_schema(schema), "stop": []}

@@ -112,6 +112,14 @@ class LlamaCpp(Engine):
             ],
         )
 
+    async def prompt(self, options: pb.PredictOptions) -> str:
+        model = self._model()
+        asked = questions.of(options, model.facts)
+        if not asked.chat:
+            return options.Prompt
+        told = await asyncio.to_thread(model.http, "POST", "/apply-template", questions.template(asked))
+        return str(told["prompt"])
+
     async def tokens(self, text: str) -> list[int]:
         told = await asyncio.to_thread(self._model().http, "POST", "/tokenize", {"content": text})
         return list(told["tokens"])

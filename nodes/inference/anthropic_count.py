@@ -1,0 +1,36 @@
+"""Anthropic's `POST /v1/messages/count_tokens`: the tokens of a conversation, by the model's own tokenizer.
+
+What the engine counts is the prompt that the definition's template makes. Without one the engine is given the
+conversation too and may use the model's own template; the reference's engines count the plain texts.
+"""
+
+import orjson
+
+from localai_cluster import clock
+from localai_cluster.rpc.client import BackendClient
+from localai_cluster.rpc.messages import PredictOptions
+from localai_cluster.web import wire
+from localai_cluster.web.wire import Answer
+from nodes.inference import gateway
+from nodes.inference.anthropic_requests import CountBody
+from nodes.inference.defined import defined
+from nodes.inference.engine_calls import with_prompt
+from nodes.inference.generating import templated
+from nodes.routing.request import InferenceRequest
+
+
+async def count_tokens(request: InferenceRequest) -> Answer:
+    """Answers the count."""
+    body = wire.typed(wire.json_object(request.body), CountBody)
+    definition = await defined(body.model)
+    request.model = body.model
+    prompt = await templated(definition, body.conversation)
+    options = with_prompt(PredictOptions(ModelIdentity=definition.model), prompt, 0)
+    if prompt.rendered is None:
+        texts = [said.content for said in prompt.messages]
+        options.Prompt = "\n".join([*texts, prompt.tools] if prompt.tools else texts)
+
+    async def work(engine: BackendClient) -> int:
+        return len((await engine.tokenize(options, request.deadline - clock.monotonic())).tokens)
+
+    return Answer(orjson.dumps({"input_tokens": await gateway.current().run(request, work)}))

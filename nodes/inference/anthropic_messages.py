@@ -1,0 +1,147 @@
+"""Conversations in Anthropic's form: what their blocks may be, and what an engine is told of them. Pure.
+
+A user's message may hold results of tools, which engines know as messages of their own. Where and for how
+long a prefix is to be remembered (`cache_control`), sources of texts and signatures of thoughts are ignored.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from localai_cluster.web.wire import wrong
+from nodes.inference import openai_messages
+from nodes.inference.generation import Utterance
+from nodes.inference.openai_messages import MOST_MESSAGES, MOST_PARTS, CalledFunction, Text, ToolCall
+from nodes.inference.tools import as_json
+
+
+class TextBlock(msgspec.Struct, tag_field="type", tag="text", frozen=True):
+    """Text."""
+
+    text: str
+
+
+class ImageSource(msgspec.Struct, frozen=True):
+    """An image in itself. The cluster fetches nothing, and keeps no files."""
+
+    type: Literal["base64"]
+    data: Text
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+
+
+class ImageBlock(msgspec.Struct, tag_field="type", tag="image", frozen=True):
+    """An image."""
+
+    source: ImageSource
+
+
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking", frozen=True):
+    """What the model thought."""
+
+    thinking: str
+
+
+class HiddenThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking", frozen=True):
+    """What the model thought, unreadable here: ignored."""
+
+
+class CallBlock(msgspec.Struct, tag_field="type", tag="tool_use", frozen=True):
+    """One call of a tool, as an earlier answer asked for it."""
+
+    id: Text
+    name: Text
+    input: dict[str, Any]
+
+
+class ResultBlock(msgspec.Struct, tag_field="type", tag="tool_result", frozen=True):
+    """What came of a call."""
+
+    tool_use_id: Text
+    content: str | Annotated[list[TextBlock | ImageBlock], msgspec.Meta(max_length=MOST_PARTS)] | None = None
+    is_error: bool | None = None
+    """Ignored: no template knows it."""
+
+
+Block = TextBlock | ImageBlock | ThinkingBlock | HiddenThinkingBlock | CallBlock | ResultBlock
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One message."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[Block], msgspec.Meta(max_length=MOST_PARTS)]
+
+
+Messages = Annotated[list[Turn], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
+System = str | Annotated[list[TextBlock], msgspec.Meta(max_length=MOST_PARTS)]
+
+
+def said(system: System | None, messages: Sequence[Turn]) -> Iterator[Utterance]:
+    """The messages as engines know them; raises InvalidInput for a block in the wrong message."""
+    if system:
+        yield Utterance("system", system if isinstance(system, str) else _text(system))
+    for number, message in enumerate(messages):
+        if isinstance(message.content, str):
+            yield Utterance(message.role, message.content)
+        else:
+            yield from _of(message.role, message.content, f"messages[{number}].content")
+
+
+_NOT_ANSWERED = (CallBlock, ThinkingBlock, HiddenThinkingBlock)
+_NOT_ASKED = (ResultBlock, ImageBlock)
+
+
+def _of(role: str, blocks: Sequence[Block], where: str) -> Iterator[Utterance]:
+    misplaced = _NOT_ASKED if role == "assistant" else _NOT_ANSWERED
+    for place, block in enumerate(blocks):
+        if isinstance(block, misplaced) or (role == "system" and not isinstance(block, TextBlock)):
+            raise wrong(f"{where}[{place}]", f"this kind of block is not for messages of the role {role}")
+    if role == "assistant":
+        yield _answer(blocks)
+        return
+    yield from (_result(block) for block in blocks if isinstance(block, ResultBlock))
+    if any(not isinstance(block, ResultBlock) for block in blocks) or not blocks:
+        yield Utterance(role, _text(blocks))
+
+
+def _answer(blocks: Sequence[Block]) -> Utterance:
+    calls = [
+        ToolCall(block.id, CalledFunction(block.name, as_json(block.input)))
+        for block in blocks
+        if isinstance(block, CallBlock)
+    ]
+    return Utterance(
+        "assistant",
+        _text(blocks),
+        reasoning="\n".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)),
+        tool_calls=as_json(calls) if calls else "",
+    )
+
+
+def _result(block: ResultBlock) -> Utterance:
+    content = block.content or ""
+    text = content if isinstance(content, str) else _text(content)
+    return Utterance("tool", text, tool_call_id=block.tool_use_id)
+
+
+def _text(blocks: Sequence[Block]) -> str:
+    return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
+
+
+def images(messages: Sequence[Turn]) -> tuple[str, ...]:
+    """Base64 of the images, also of those that tools have made; raises InvalidInput for a broken one."""
+    return tuple(
+        openai_messages.checked(image.source.data, where)
+        for number, message in enumerate(messages)
+        if isinstance(message.content, list)
+        for image, where in _images(message.content, f"messages[{number}].content")
+    )
+
+
+def _images(blocks: Sequence[Block], where: str) -> Iterator[tuple[ImageBlock, str]]:
+    for place, block in enumerate(blocks):
+        if isinstance(block, ImageBlock):
+            yield block, f"{where}[{place}]"
+        elif isinstance(block, ResultBlock) and isinstance(block.content, list):
+            yield from _images(block.content, f"{where}[{place}].content")

@@ -1,0 +1,63 @@
+"""Ollama's `POST /api/embed` and the older `/api/embeddings`: the same vectors as `/v1/embeddings` makes."""
+
+from typing import Any
+
+import msgspec
+import orjson
+
+from localai_cluster import clock
+from localai_cluster.errors import InvalidInput
+from localai_cluster.web import wire
+from localai_cluster.web.wire import Answer
+from nodes.inference import embeddings
+from nodes.inference.ollama_answers import nanoseconds
+from nodes.inference.openai_bodies import Count, Text
+from nodes.inference.streams import node_header
+from nodes.routing.request import InferenceRequest
+
+
+class EmbedBody(msgspec.Struct, frozen=True):
+    """The body of a request. Other fields of Ollama's are ignored."""
+
+    model: Text
+    input: Text | list[Text]
+    dimensions: Count | None = None
+
+
+class OlderEmbedBody(msgspec.Struct, frozen=True):
+    """The body of a request in the older form."""
+
+    model: Text
+    prompt: Text
+
+
+async def embed(request: InferenceRequest) -> Answer:
+    """Answers a vector for each text."""
+    began = clock.monotonic()
+    body = wire.typed(wire.json_object(request.body), EmbedBody)
+    asked = {"model": body.model, "input": body.input, "dimensions": body.dimensions}
+    results = await embeddings.vectors(request, embeddings.parse(asked))
+    answer = {
+        "model": body.model,
+        "embeddings": [embeddings.vector(result.embeddings) for result in results],
+        "total_duration": nanoseconds(clock.monotonic() - began),
+        "load_duration": 0,
+        "prompt_eval_count": embeddings.tokens_of(results),
+    }
+    return _answer(request, answer)
+
+
+async def embed_one(request: InferenceRequest) -> Answer:
+    """Answers the vector of one text."""
+    body = wire.typed(wire.json_object(request.body), OlderEmbedBody)
+    try:
+        asked = embeddings.parse({"model": body.model, "input": body.prompt})
+    except InvalidInput as error:
+        raise InvalidInput(error.message, field="prompt") from error
+    (result,) = await embeddings.vectors(request, asked)
+    return _answer(request, {"embedding": embeddings.vector(result.embeddings)})
+
+
+def _answer(request: InferenceRequest, told: dict[str, Any]) -> Answer:
+    body = orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY)
+    return Answer(body, headers=tuple(node_header(request)))

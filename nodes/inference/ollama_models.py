@@ -1,0 +1,111 @@
+"""What Ollama's clients ask about models: `/api/tags`, `/api/show`, `/api/ps`, and `/api/version`."""
+
+from typing import Any
+
+import msgspec
+import orjson
+from django.db import DatabaseError
+from django.db.models import Sum
+
+from localai_cluster.errors import Unavailable
+from localai_cluster.web import wire
+from localai_cluster.web.wire import Answer
+from nodes.definitions import folder
+from nodes.definitions.files import Definition
+from nodes.inference.defined import defined
+from nodes.inference.endpoint import confirm
+from nodes.inference.ollama_answers import moment
+from nodes.inference.openai_bodies import Text
+from nodes.models import NodeModel
+from nodes.routing.request import InferenceRequest
+from operations.executor.work import in_thread
+
+VERSION = "0.12.0"
+"""Of Ollama's API that is spoken here: clients refuse older ones."""
+_NEVER = "9999-12-31T00:00:00Z"
+
+
+class ShowBody(msgspec.Struct, frozen=True):
+    """The body of a request; `name` is its older field."""
+
+    model: Text | None = None
+    name: Text | None = None
+
+
+async def version(request: InferenceRequest) -> Answer:
+    """Answers the version."""
+    await confirm(request)
+    return Answer(orjson.dumps({"version": VERSION}))
+
+
+async def tags(request: InferenceRequest) -> Answer:
+    """Answers the models that are defined."""
+    await confirm(request)
+    models = [_entry(one) | {"modified_at": moment(one.changed)} for one in await folder.every()]
+    return Answer(orjson.dumps({"models": models}))
+
+
+async def running(request: InferenceRequest) -> Answer:
+    """Answers the models that are loaded somewhere."""
+    await confirm(request)
+    try:
+        loaded = await in_thread(_loaded)
+    except DatabaseError as error:
+        raise Unavailable("the database is not reachable", retry_after=2) from error
+    models = [
+        _entry(one) | {"size": loaded[one.name], "size_vram": loaded[one.name], "expires_at": _NEVER}
+        for one in await folder.every()
+        if one.name in loaded
+    ]
+    return Answer(orjson.dumps({"models": models}))
+
+
+def _loaded() -> dict[str, int]:
+    """Memory of all replicas of each model."""
+    rows = NodeModel.objects.loaded().values_list("model_name").annotate(Sum("vram_needed")).order_by()
+    return dict(rows)
+
+
+async def show(request: InferenceRequest) -> Answer:
+    """Answers what is known of one model; raises ModelNotFound."""
+    await confirm(request)
+    body = wire.typed(wire.json_object(request.body), ShowBody)
+    one = await defined(body.model or body.name or "")
+    context = one.options.get("ContextSize")
+    return Answer(
+        orjson.dumps(
+            {
+                "modelfile": "",
+                "parameters": "",
+                "template": one.answering.template,
+                "details": _entry(one)["details"],
+                "model_info": {"general.context_length": context} if context else {},
+                "capabilities": _capabilities(one),
+                "modified_at": moment(one.changed),
+            }
+        )
+    )
+
+
+def _capabilities(definition: Definition) -> list[str]:
+    if definition.options.get("Embeddings"):
+        return ["embedding"]
+    return ["completion", "tools", *(["vision"] if definition.options.get("MMProj") else [])]
+
+
+def _entry(definition: Definition) -> dict[str, Any]:
+    """One model. Its files are not measured for a list."""
+    return {
+        "name": definition.name,
+        "model": definition.name,
+        "size": 0,
+        "digest": definition.revision,
+        "details": {
+            "parent_model": "",
+            "format": definition.model.rpartition(".")[2] if "." in definition.model else "",
+            "family": definition.backend,
+            "families": [definition.backend],
+            "parameter_size": "",
+            "quantization_level": "",
+        },
+    }

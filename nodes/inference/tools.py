@@ -1,0 +1,72 @@
+"""Tools in OpenAI's form, which engines know: what they may be, and which one is to be called. Pure."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from localai_cluster.errors import InvalidInput
+from nodes.inference import schemas
+
+MOST_TOOLS = 128
+Name = Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class Function(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A tool."""
+
+    function: Function
+    type: Literal["function"] = "function"
+
+
+class FunctionName(msgspec.Struct, frozen=True):
+    """The name of one of the tools."""
+
+    name: str
+
+
+class ForcedTool(msgspec.Struct, frozen=True):
+    """This tool must be called."""
+
+    function: FunctionName
+    type: Literal["function"] = "function"
+
+
+Tools = Annotated[list[Tool], msgspec.Meta(max_length=MOST_TOOLS)]
+Choice = Literal["none", "auto", "required"] | ForcedTool
+
+
+def chosen(
+    tools: Sequence[Tool], choice: Choice | None, schema: str = "function.parameters"
+) -> tuple[str, str]:
+    """The tools and which of them is to be called: the word, or OpenAI's object as JSON.
+
+    `schema` is where in a tool the client has written its schema.
+    """
+    known = {tool.function.name for tool in tools}
+    if isinstance(choice, ForcedTool) and choice.function.name not in known:
+        raise InvalidInput("tool_choice: names none of `tools`", field="tool_choice")
+    if choice == "required" and not known:
+        raise InvalidInput("tool_choice: there are no `tools`", field="tool_choice")
+    schemas.check(
+        (tool.function.parameters or {}, f"tools[{number}].{schema}") for number, tool in enumerate(tools)
+    )
+    if not known or choice == "none":
+        return "", ""
+    if isinstance(choice, ForcedTool):
+        return as_json(tools), as_json(choice)
+    return as_json(tools), choice or "auto"
+
+
+def as_json(value: object) -> str:
+    """JSON, also of a struct."""
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,26 @@
+"""This process's edge on a socket, for clients that want one."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import uvicorn
+
+from localai_cluster.asgi import application
+from localai_cluster.connections import BoundedHead
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[str]:
+    """The address, as `manage.py serve` has it."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(
+            uvicorn.Config(application, http=BoundedHead, lifespan="off", log_config=None, access_log=False)
+        )
+        serving = asyncio.create_task(server._serve([listening]))
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            await serving

@@ -1,0 +1,253 @@
+"""Anthropic's dialect: what a request may be, what an engine is told, the events and their order."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localai_cluster.errors import (
+    ClusterError,
+    Forbidden,
+    InvalidInput,
+    NotAuthenticated,
+    NotFound,
+    Unavailable,
+)
+from nodes.inference import blocks
+from nodes.inference.anthropic_answers import DIALECT, refused
+from nodes.inference.anthropic_requests import read
+from nodes.inference.blocks import BlockKind
+from nodes.inference.endpoint import TooLarge
+from nodes.inference.generation import Conversation, TextDelta, ToolPiece, Usage, folded
+from tests.support.deltas import HEAD, answers, played
+
+ASK: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hello"}]}
+TOOL = {"name": "f", "input_schema": {"type": "object"}}
+PNG = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
+IMAGE = {"type": "image", "source": PNG}
+RECURSIVE = {"type": "object", "properties": {"next": {"$ref": "#"}}}
+
+
+def of_user(*content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(content)}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"model": None}, "model"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": ASK["messages"] * 10_000}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        (of_user({"type": "smell"}), "messages"),
+        (of_user({"type": "text"}), "messages"),
+        (
+            of_user({"type": "image", "source": {"type": "url", "url": "https://example.org/a.png"}}),
+            "messages",
+        ),
+        (of_user({"type": "image", "source": PNG | {"data": "!!"}}), "messages"),
+        (of_user({"type": "tool_use", "id": "1", "name": "f", "input": {}}), "messages"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "image", "source": PNG}]}]}, "messages"),
+        ({"messages": [{"role": "system", "content": [{"type": "image", "source": PNG}]}]}, "messages"),
+        ({"system": 5}, "system"),
+        ({"temperature": 1.5}, "temperature"),
+        ({"top_p": -1}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"stop_sequences": ["x"] * 17}, "stop_sequences"),
+        ({"stop_sequences": "x"}, "stop_sequences"),
+        ({"stream": "yes"}, "stream"),
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools"),
+        ({"tools": [TOOL | {"input_schema": RECURSIVE}]}, "tools"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "tool"}, "tools": [TOOL]}, "tool_choice"),
+        ({"tool_choice": {"type": "tool", "name": "g"}, "tools": [TOOL]}, "tool_choice"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": RECURSIVE}}}, "output_config"),
+        ({"container": "x"}, "container"),
+        ({"mcp_servers": [{}]}, "mcp_servers"),
+    ],
+)
+def test_a_wrong_field_is_named(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidInput) as told:
+        read(ASK | change)
+    assert told.value.field == field
+    assert field in json.loads(refused(told.value).body)["error"]["message"]
+
+
+def conversation(change: dict[str, Any]) -> Conversation:
+    """What an engine is told."""
+    (prompt,) = read(ASK | change).prompts
+    assert isinstance(prompt, Conversation)
+    return prompt
+
+
+def test_blocks_of_a_conversation_reach_the_engine() -> None:
+    """Results of tools become messages of their own, before what the user says beside them."""
+    told = conversation(
+        {
+            "system": [{"type": "text", "text": one, "cache_control": {"type": "ephemeral"}} for one in "ab"],
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "see"}, IMAGE]},
+                {"role": "assistant", "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "x"},
+                    {"type": "redacted_thinking", "data": "x"},
+                    {"type": "text", "text": "I look."},
+                    {"type": "tool_use", "id": "1", "name": "f", "input": {"a": 1}},
+                ]},
+                {"role": "user", "content": [
+                    {"type": "tool_result", "tool_use_id": "1", "is_error": True, "content": [
+                        {"type": "text", "text": "sun"}, IMAGE]},
+                    {"type": "text", "text": "And now?"},
+                ]},
+            ],
+        }
+    )  # fmt: skip
+    said = [(one.role, one.content) for one in told.messages]
+    assert said == [
+        ("system", "a\nb"),
+        ("user", "see"),
+        ("assistant", "I look."),
+        ("tool", "sun"),
+        ("user", "And now?"),
+    ]
+    answer, result = told.messages[2:4]
+    assert answer.reasoning == "hm"
+    (call,) = json.loads(answer.tool_calls)
+    assert (call["id"], call["function"]) == ("1", {"name": "f", "arguments": '{"a":1}'})
+    assert result.tool_call_id == "1"
+    assert told.images == (PNG["data"], PNG["data"])
+
+
+@pytest.mark.parametrize(
+    ("choice", "word", "parallel"),
+    [
+        (None, "auto", None),
+        ({"type": "auto", "disable_parallel_tool_use": True}, "auto", False),
+        ({"type": "any"}, "required", None),
+        ({"type": "tool", "name": "f"}, '{"function":{"name":"f"},"type":"function"}', None),
+        ({"type": "none"}, "", None),
+    ],
+    ids=["absent", "auto", "any", "tool", "none"],
+)
+def test_which_tool_is_called(choice: Any, word: str, parallel: bool | None) -> None:
+    told = conversation({"tools": [TOOL], "tool_choice": choice})
+    assert (told.tool_choice, told.parallel_tool_calls) == (word, parallel)
+    known = [{"function": {"name": "f", "parameters": {"type": "object"}}, "type": "function"}]
+    assert json.loads(told.tools or "[]") == (known if word else [])
+
+
+def test_how_tokens_are_chosen_reaches_the_engine() -> None:
+    form = {"format": {"type": "json_schema", "schema": {"type": "object"}}, "effort": "low"}
+    more = {"temperature": 1, "top_p": 0.5, "top_k": 3, "stop_sequences": ["x"], "output_config": form}
+    ignored = {"thinking": {"type": "enabled"}, "metadata": {"user_id": "x"}, "service_tier": "auto"}
+    asked = read(ASK | more | ignored)
+    chosen = asked.sampling
+    assert (chosen.max_tokens, chosen.temperature, chosen.top_p, chosen.top_k) == (5, 1, 0.5, 3)
+    assert (chosen.stop, chosen.grammar, asked.stream) == (("x",), '{"type":"object"}', False)
+    assert read(ASK | {"stream": True}).stream
+
+
+def events(stream: bytes) -> list[dict[str, Any]]:
+    """The events; each has its type in its name too."""
+    told = []
+    for event in stream.split(b"\n\n")[:-1]:
+        name, data = event.split(b"\n")
+        told.append(json.loads(data.removeprefix(b"data: ")))
+        assert name.decode() == f"event: {told[-1]['type']}"
+    return told
+
+
+@given(answers(), st.data())
+def test_a_stream_says_what_the_whole_answer_says(deltas: list[TextDelta], data: st.DataObject) -> None:
+    """However the deltas are bundled; one block after the other, each opened and closed once."""
+    told = events(played(DIALECT, deltas, data))
+    whole = json.loads(DIALECT.whole(HEAD, deltas))
+    assert told[0]["type"] == "message_start"
+    assert [one["type"] for one in told[-2:]] == ["message_delta", "message_stop"]
+    message, end = told[0]["message"], told[-2]
+    built: list[dict[str, Any]] = []
+    open_block = -1
+    for event in told[1:-2]:
+        if event["type"] == "content_block_start":
+            assert (open_block, event["index"]) == (-1, len(built))
+            open_block = event["index"]
+            built.append(event["content_block"] | {"json": ""})
+        elif event["type"] == "content_block_stop":
+            assert event["index"] == open_block
+            open_block = -1
+        else:
+            assert event["index"] == open_block
+            kind, said = (event["delta"][name] for name in event["delta"])
+            field = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "json"}[kind]
+            built[-1][field] += said
+    assert open_block == -1
+    for block in built:
+        arguments = block.pop("json")
+        if block["type"] == "tool_use":
+            block["input"] = blocks.arguments(arguments)
+    assert message | {"content": built, "usage": end["usage"]} | end["delta"] == whole
+
+
+@given(answers())
+def test_blocks_are_the_answer(deltas: list[TextDelta]) -> None:
+    """Nothing is lost and nothing is said twice; each call is one block."""
+    (choice,) = folded(deltas, 1)
+    made = blocks.of(deltas)
+
+    def all_of(kind: BlockKind) -> str:
+        return "".join(block.content for block in made if block.kind is kind)
+
+    assert (all_of(BlockKind.THOUGHT), all_of(BlockKind.TEXT)) == (choice.reasoning, choice.text)
+    calls = {block.call.index: block.content for block in made if block.kind is BlockKind.CALL}
+    assert calls == {piece.index: piece.arguments for piece in choice.tools}
+    assert len(calls) == sum(block.kind is BlockKind.CALL for block in made)
+
+
+@pytest.mark.parametrize(
+    ("finish", "reason"), [("stop", "end_turn"), ("length", "max_tokens"), ("tool_calls", "tool_use")]
+)
+def test_why_it_ended_and_what_it_took(finish: str, reason: str) -> None:
+    """What was remembered does not count as the prompt's, and is told only if the engine said so."""
+    call = TextDelta(0, tools=(ToolPiece(0, "", "f", '{"a": 1}'),))
+    whole = json.loads(DIALECT.whole(HEAD, [call, TextDelta(0, finish=finish, usage=Usage(7, 2, 3))]))
+    assert (whole["stop_reason"], whole["stop_sequence"], whole["id"]) == (reason, None, f"msg_{HEAD.id}")
+    assert whole["usage"] == {"input_tokens": 4, "output_tokens": 2, "cache_read_input_tokens": 3}
+    (block,) = whole["content"]
+    assert block == {"type": "tool_use", "id": f"toolu_{HEAD.id[:24]}_0", "name": "f", "input": {"a": 1}}
+    silent = json.loads(DIALECT.whole(HEAD, [TextDelta(0, finish=finish, usage=Usage(7, 2))]))
+    assert silent["usage"] == {"input_tokens": 7, "output_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind"),
+    [
+        (InvalidInput("no", field="model"), 400, "invalid_request_error"),
+        (NotAuthenticated(), 401, "authentication_error"),
+        (Forbidden(), 403, "permission_error"),
+        (NotFound(), 404, "not_found_error"),
+        (TooLarge(), 413, "request_too_large"),
+        (Unavailable("busy", retry_after=7), 503, "overloaded_error"),
+        (ClusterError("broken"), 500, "api_error"),
+    ],
+    ids=["400", "401", "403", "404", "413", "503", "500"],
+)
+def test_refusals_have_anthropics_envelope(error: ClusterError, status: int, kind: str) -> None:
+    told = refused(error)
+    body = json.loads(told.body)
+    assert (told.status, body["type"], body["error"]["type"]) == (status, "error", kind)
+    assert set(body["error"]) == {"type", "message"}
+    if status == 503:
+        assert (b"retry-after", b"7") in told.headers
+
+
+def test_a_stream_that_breaks_off_ends_with_an_error() -> None:
+    stream = DIALECT.events(HEAD)
+    begun = stream.told([TextDelta(0, "Half")])
+    *_, last = events(begun + stream.failed(Unavailable("gone")))
+    assert last == {"type": "error", "error": {"type": "overloaded_error", "message": "gone"}}
+    assert DIALECT.keep_alive == b'event: ping\ndata: {"type":"ping"}\n\n'
