@@ -6,6 +6,7 @@ byte is a refusal like any other.
 Errors of authentication come before errors of content, and a request without any credential is refused
 before its body is read. The statement that picks the replica checks a stored key; a request that ends before
 its pick has the key checked by a statement of its own. A wrong key is counted for its address after that.
+A request without a key may come from the page: then its session is looked up, and its token checked.
 """
 
 import asyncio
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from localai_cluster import clock
-from localai_cluster.accounts import credentials
+from localai_cluster.accounts import browsers, credentials
 from localai_cluster.accounts.credentials import StoredKey, WrongKey
 from localai_cluster.errors import ClusterError, NotAuthenticated
 from localai_cluster.logs import request_id
@@ -80,7 +81,7 @@ class Endpoint:
     ) -> Answer | int:
         """The answer, or the status of one that has been streamed."""
         try:
-            identify(request, scope)
+            await identify(request, scope)
             if scope["method"] != self.method:
                 raise MethodNotAllowed(f"only {self.method} is accepted here")
             return await self._work(request, receive, send)
@@ -123,7 +124,7 @@ class Endpoint:
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"xi-api-key"})
 
 
-def identify(request: InferenceRequest, scope: Scope) -> None:
+async def identify(request: InferenceRequest, scope: Scope) -> None:
     """Fills in the caller, or a stored key to confirm; raises NotAuthenticated without either."""
     headers: dict[bytes, bytes] = {name: value for name, value in scope["headers"] if name in _CREDENTIALS}
 
@@ -134,7 +135,10 @@ def identify(request: InferenceRequest, scope: Scope) -> None:
     if isinstance(credential, StoredKey):
         request.key_hash = credential.hash
     elif credential is None:
-        raise NotAuthenticated("a valid API key is required")
+        if not browsers.has_session(scope):
+            raise NotAuthenticated("a valid API key is required")
+        request.principal = await browsers.principal_of(scope)
+        request.names_node = request.principal.is_admin
     elif not credential.is_authenticated:
         if credentials.offered(header):
             raise WrongKey("this API key is not valid")
