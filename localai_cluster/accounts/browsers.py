@@ -11,6 +11,7 @@ from django.conf import settings
 from django.contrib.auth import get_user
 from django.core.handlers.asgi import ASGIRequest
 from django.db import DatabaseError
+from django.http import HttpRequest, HttpResponse
 from rest_framework.authentication import CSRFCheck
 
 from localai_cluster.accounts import passwords, principals
@@ -41,6 +42,10 @@ async def principal_of(scope: Scope) -> Principal:
         raise Unavailable("the database is not reachable", retry_after=2) from unreachable
 
 
+def _nothing(_: HttpRequest) -> HttpResponse:
+    return HttpResponse()
+
+
 def _principal(scope: Scope) -> Principal:
     headers = [(name, value) for name, value in scope["headers"] if name in _READ]
     request = ASGIRequest({**scope, "headers": headers, "query_string": b""}, io.BytesIO())
@@ -48,9 +53,9 @@ def _principal(scope: Scope) -> Principal:
     who = principals.of_session(get_user(request))
     if not who.is_authenticated:
         raise NotAuthenticated("sign-in required")
-    check = CSRFCheck(lambda _: None)
+    check = CSRFCheck(_nothing)
     check.process_request(request)
-    if reason := check.process_view(request, None, (), {}):
+    if reason := check.process_view(request, _nothing, (), {}):
         raise Forbidden(f"CSRF Failed: {reason}")
     if who.kind == "newcomer":
         raise passwords.PasswordChangeRequired

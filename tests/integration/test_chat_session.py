@@ -19,6 +19,7 @@ from localai_cluster.accounts.models import InitialPassword
 from localai_cluster.asgi import application
 from nodes.models import BackendNode
 from tests.support import hot
+from tests.support.environment import API_KEY
 from tests.support.scripted import Scripted, running, words
 
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.rule("UI-10.11")]
@@ -158,6 +159,6 @@ def test_without_a_database_it_is_said_that_it_may_work_later(monkeypatch: pytes
 
 def test_a_key_causes_no_look_for_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(browsers, "principal_of", None)
-    headers = signed_in(person(), authorization=f"Bearer {hot.API_KEY}")
+    headers = signed_in(person(), authorization=f"Bearer {API_KEY}")
     answer, _ = asked(headers)
     assert answer.status == 200
