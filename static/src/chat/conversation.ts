@@ -100,7 +100,8 @@ export class Conversation {
 
   private async run(id: number, request: Parameters<typeof ask>[0], signal: AbortSignal): Promise<void> {
     try {
-      await rest(Math.min(Math.max(this.notBefore - performance.now(), 0), LONGEST_REST_MS), signal);
+      const early = Math.min(this.notBefore - performance.now(), LONGEST_REST_MS);
+      if (early > 0) await rest(early, signal);
       while (!(await this.answered(id, request, signal))) await untilLoaded(this.store, request.model, signal);
       this.end(id, { state: "done" });
     } catch (error) {

@@ -26,9 +26,8 @@ export function ended(reason: string, usage: Record<string, unknown> = { prompt_
   return event({ choices: [{ index: 0, delta: {}, finish_reason: reason }], usage: null }) + event({ choices: [], usage });
 }
 
-/** An answer that a test lets come piece by piece; a client that leaves is noted. */
+/** An answer that a test lets come piece by piece. */
 export class Open {
-  left = false;
   readonly response: Response;
   private readonly encoder = new TextEncoder();
   private controller: ReadableStreamDefaultController<Uint8Array> | undefined;
@@ -38,9 +37,6 @@ export class Open {
       start: (controller) => {
         this.controller = controller;
       },
-      cancel: () => {
-        this.left = true;
-      },
     });
     this.response = new Response(body, { headers: { "X-LocalAI-Node": node } });
   }
@@ -49,9 +45,8 @@ export class Open {
     for (const part of parts) this.controller?.enqueue(this.encoder.encode(part));
   }
 
-  end(): void {
-    this.controller?.close();
-  }
+  /** As the browser ends the body of a request that is called off. */
+  readonly cut = (): void => this.controller?.error(new DOMException("stopped", "AbortError"));
 }
 
 export interface Sent {
@@ -62,7 +57,7 @@ export interface Sent {
 }
 
 /** Answers requests by these, one after the other; what was sent. */
-export function serve(...answers: (Response | Error)[]): Sent[] {
+export function serve(...answers: (Response | Error | Open)[]): Sent[] {
   const sent: Sent[] = [];
   vi.stubGlobal("fetch", (path: string, { body, headers, signal }: { body: string; headers: Record<string, string>; signal: AbortSignal }) => {
     sent.push({ path, body: JSON.parse(body) as Sent["body"], headers, signal });
@@ -70,7 +65,10 @@ export function serve(...answers: (Response | Error)[]): Sent[] {
     return new Promise<Response>((resolve, reject) => {
       signal.addEventListener("abort", () => reject(new DOMException("stopped", "AbortError")));
       if (answer instanceof Error) reject(answer);
-      else if (answer !== undefined) resolve(answer);
+      else if (answer instanceof Open) {
+        signal.addEventListener("abort", answer.cut);
+        resolve(answer.response);
+      } else if (answer !== undefined) resolve(answer);
     });
   });
   return sent;

@@ -72,6 +72,6 @@ describe("text of a model (UI-10.4)", () => {
     const heading = container.querySelector(".chat-heading");
     rerender(<Rendered blocks={grown(first, " and more\n\nthree")} />);
     expect(container.querySelector(".chat-heading")).toBe(heading);
-    expect(container.textContent?.replaceAll("\n", "")).toBe("Onetwo and morethree");
+    expect(container.textContent.replaceAll("\n", "")).toBe("Onetwo and morethree");
   });
 });
