@@ -29,6 +29,21 @@ WIDE = {"width": 1400, "height": 700}
 PATIENCE = 20_000
 HOW = [(narrow, dark) for narrow in (False, True) for dark in (False, True)]
 
+TALKER = "repeats-what-you-say"
+SAID = """Bytes are divided by 1024 until few are left:
+
+```python
+def words(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+```
+
+1. **Binary** units, as the pages have them.
+2. One decimal is enough."""
+
 Prepare = Callable[[Page, Fleet], None]
 
 
@@ -79,6 +94,16 @@ def search(page: Page, fleet: Fleet) -> None:
     expect(page.get_by_role("option").first).to_be_visible()
 
 
+def talked(page: Page, fleet: Fleet) -> None:
+    """The chat with an answer; the engine repeats what it is told, a word in 20 ms."""
+    definition = f"name: {TALKER}\nbackend: echo\nparameters:\n  model: {TALKER}\noptions: ['delay_ms:20']\n"
+    (fleet.cluster.models / f"{TALKER}.yaml").write_text(definition)
+    page.reload()
+    page.get_by_role("textbox", name="Message").fill(SAID)
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Regenerate")).to_be_visible()
+
+
 SCREENS: tuple[tuple[str, str, Prepare], ...] = (
     ("nodes-waiting", "/app/nodes", plain),
     ("nodes", "/app/nodes", scrolled),
@@ -89,6 +114,7 @@ SCREENS: tuple[tuple[str, str, Prepare], ...] = (
     ("activity", "/app/activity", opened_strip),
     ("picker", "/app/backends", picker),
     ("search", "/app/nodes", search),
+    ("chat", f"/app/chat?model={TALKER}", talked),
 )
 
 

@@ -50,6 +50,19 @@ def chat(screen: Screen, model: str) -> Page:
     return page
 
 
+def searched(screen: Screen, model: str) -> Page:
+    """The same by the search, which is asked to talk to it."""
+    page = screen.go("/app/nodes")
+    expect(page.get_by_test_id("connection")).to_have_text("Live")
+    page.keyboard.press("Control+k")
+    expect(page.get_by_role("combobox", name="Search")).to_be_focused()
+    page.keyboard.type(f"talk to {model}")
+    expect(page.get_by_role("option", name=f"Chat with {model}")).to_have_attribute("aria-selected", "true")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("combobox", name="Model")).to_have_value(model)
+    return page
+
+
 def say(page: Page, text: str) -> Locator:
     """Asks this; answers the article of what is answered."""
     page.get_by_role("textbox", name="Message").fill(text)
@@ -82,17 +95,7 @@ def test_a_model_is_loaded_by_the_first_question_and_what_it_says_is_harmless(
 
 @pytest.mark.rule("UI-10.5", "UI-10.7", "UI-10.10", "UI-10.12", "UI-10.13")
 def test_a_talk_goes_by_keyboard_and_stops_at_once(screen: Screen, models: Fleet) -> None:
-    page = screen.go("/app/nodes")
-    expect(page.get_by_test_id("connection")).to_have_text("Live")
-    page.keyboard.press("Control+k")
-    expect(page.get_by_role("combobox", name="Search")).to_be_focused()
-    page.keyboard.type("talk to slow-talker")
-    expect(page.get_by_role("option", name="Chat with slow-talker")).to_have_attribute(
-        "aria-selected", "true"
-    )
-    page.keyboard.press("Enter")
-    expect(page.get_by_role("combobox", name="Model")).to_have_value("slow-talker")
-
+    page = searched(screen, "slow-talker")
     words = [f"word-{number}" for number in range(400)]
     answer = say(page, "\n\n".join(f"{one} and" for one in words))
     expect(answer.get_by_text("word-20 and")).to_be_attached()
@@ -114,18 +117,22 @@ def test_a_talk_goes_by_keyboard_and_stops_at_once(screen: Screen, models: Fleet
     answer = say(page, "Something shorter")
     expect(answer).to_contain_text("Something shorter")
     expect(answer.get_by_role("button", name="Regenerate")).to_be_visible()
-    stops = checks.walk(page)
-    assert [stop["name"] for stop in stops if not stop["ring"]] == []
-    names = [stop["name"] for stop in stops]
+    expect(field).to_be_focused()
+    for name in ("Regenerate", "Copy answer"):
+        page.keyboard.press("Shift+Tab")
+        expect(answer.get_by_role("button", name=name)).to_be_focused()
     page.get_by_role("link", name="Nodes").first.click()
     expect(page.get_by_role("heading", level=1)).to_have_text("Nodes")
     page.go_back()
     expect(answer).to_contain_text("Something shorter")
-    order = ["Settings", "As curl and Python", "Edit", "Copy answer", "Regenerate"]
-    assert [name for name in names if name in order] == order
     page.reload()
     expect(page.get_by_role("textbox", name="Message")).to_be_visible()
     expect(page.get_by_role("log", name="Conversation").get_by_role("article")).to_have_count(0)
+    stops = checks.walk(page)
+    assert [stop["name"] for stop in stops if not stop["ring"]] == []
+    names = [stop["name"] for stop in stops]
+    order = ["SELECT", "Settings", "As curl and Python", "TEXTAREA", "Send"]
+    assert [name for name in names if name in order] == order
 
 
 def _in_flight(fleet: Fleet) -> int:

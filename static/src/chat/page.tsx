@@ -68,11 +68,13 @@ function ChatOf({ conversation }: { conversation: Conversation }): ReactNode {
         <Clear conversation={conversation} empty={chat.turns.length === 0} />
       </PageHead>
       <Model conversation={conversation} chat={chat} />
-      <details className="chat-more" open={open} onToggle={(event) => setOpen(event.currentTarget.open)}>
-        <summary>Settings</summary>
-        <SettingsFields settings={chat.settings} wrong={wrong} onChange={(settings) => conversation.set({ settings })} />
-      </details>
-      <AsCode chat={chat} />
+      <div className="chat-mores">
+        <details className="chat-more" open={open} onToggle={(event) => setOpen(event.currentTarget.open)}>
+          <summary>Settings</summary>
+          <SettingsFields settings={chat.settings} wrong={wrong} onChange={(settings) => conversation.set({ settings })} />
+        </details>
+        <AsCode chat={chat} />
+      </div>
       {/* Whole answers are announced, not each token. */}
       <div className="chat-log" role="log" aria-live="off" aria-label="Conversation">
         {chat.turns.map((turn) => (
