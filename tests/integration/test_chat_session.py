@@ -75,6 +75,7 @@ def asked(headers: Mapping[str, str]) -> tuple[hot.Reply, Scripted]:
     return asyncio.run(whole()), engine
 
 
+@pytest.mark.rule("http-6.3", "http-0.2")
 @pytest.mark.parametrize("admin", [True, False], ids=["admin", "user"])
 def test_a_session_chats_and_an_administrator_is_told_the_node(admin: bool) -> None:
     answer, _ = asked(signed_in(person(is_staff=admin)))

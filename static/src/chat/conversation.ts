@@ -30,6 +30,7 @@ export class Conversation {
   private readonly listeners = new Set<() => void>();
   private readonly came: Piece[] = [];
   private readonly frame = new NextFrame(() => this.takeIn());
+  private resting = false;
   private control = new AbortController();
   private lastId = 0;
   /** Not before then does it help to ask again, ms of this page. */
@@ -120,7 +121,7 @@ export class Conversation {
       for await (const piece of pieces) {
         if (signal.aborted) throw new DOMException("stopped", "AbortError");
         this.came.push(piece);
-        this.frame.ask();
+        if (!this.resting) this.frame.ask();
       }
       return true;
     } catch (error) {
@@ -133,7 +134,21 @@ export class Conversation {
   private takeIn(): void {
     const last = this.chat.turns.at(-1);
     const came = this.came.splice(0);
-    if (last !== undefined && isOpen(last.answer) && came.length > 0) this.answer(last.id, extended(last.answer, came));
+    if (last === undefined || !isOpen(last.answer) || came.length === 0) return;
+    this.rest();
+    this.answer(last.id, extended(last.answer, came));
+  }
+
+  /** A long list or table is drawn whole for each token of it: two thirds of the time are left for everything else. */
+  private rest(): void {
+    const began = performance.now();
+    this.resting = true;
+    const end = () => {
+      this.resting = false;
+      if (this.came.length > 0) this.frame.ask();
+    };
+    // What is drawn now is drawn before the next task.
+    setTimeout(() => setTimeout(end, 2 * (performance.now() - began)));
   }
 
   private end(id: number, outcome: Partial<Answer>): void {
