@@ -30,19 +30,11 @@ PATIENCE = 20_000
 HOW = [(narrow, dark) for narrow in (False, True) for dark in (False, True)]
 
 TALKER = "repeats-what-you-say"
-SAID = """Bytes are divided by 1024 until few are left:
+SAID = """Bytes are shown in **binary** units:
 
 ```python
-def words(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-```
-
-1. **Binary** units, as the pages have them.
-2. One decimal is enough."""
+size, unit = 5_046_586_573 / 1024**3, "GiB"
+```"""
 
 Prepare = Callable[[Page, Fleet], None]
 
