@@ -90,10 +90,12 @@ def talked(page: Page, fleet: Fleet) -> None:
     """The chat with an answer; the engine repeats what it is told, a word in 20 ms."""
     definition = f"name: {TALKER}\nbackend: echo\nparameters:\n  model: {TALKER}\noptions: ['delay_ms:20']\n"
     (fleet.cluster.models / f"{TALKER}.yaml").write_text(definition)
+    eventually(lambda: TALKER in fleet.get("/api/models/capabilities").text, what="the definition is read")
     page.reload()
     page.get_by_role("textbox", name="Message").fill(SAID)
     page.keyboard.press("Enter")
     expect(page.get_by_role("button", name="Regenerate")).to_be_visible()
+    expect(page.get_by_text("1 replica loaded", exact=True)).to_be_attached()
 
 
 SCREENS: tuple[tuple[str, str, Prepare], ...] = (
