@@ -276,7 +276,8 @@ def announce(cluster: Cluster, seconds: float) -> None:
     log.say("run", f"sign in as admin; {_initial_password(cluster)}")
     if layout.open_to_others:
         _announce_worker(cluster)
-    log.say("run", "try it, an answer that streams and then three vectors:")
+    log.say("run", f"talk to a model: {layout.base_url}/app/chat")
+    log.say("run", "or paste: an answer that streams and then three vectors:")
     for request in example_requests(layout):
         log.say("run", request)
 

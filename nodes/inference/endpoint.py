@@ -7,7 +7,8 @@ by a 503 (`end_all`).
 Errors of authentication come before errors of content, and a request without any credential is refused
 before its body is read; a form, which may be large, is read for a known caller only. The statement that picks
 the replica checks a stored key; a request that ends before its pick has the key checked by a statement of its
-own. A wrong key is counted for its address after that.
+own. A wrong key is counted for its address after that. A request without a key may come from the page: then
+its session is looked up, and its token checked.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from localai_cluster import clock
-from localai_cluster.accounts import credentials
+from localai_cluster.accounts import browsers, credentials
 from localai_cluster.accounts.credentials import StoredKey, WrongKey
 from localai_cluster.errors import ClusterError, NotAuthenticated, Unavailable
 from localai_cluster.logs import request_id
@@ -97,7 +98,7 @@ class Endpoint:
     ) -> Answer | int:
         """The answer, or the status of one that has been streamed."""
         try:
-            identify(request, scope)
+            await identify(request, scope)
             if scope["method"] != self.method:
                 raise MethodNotAllowed(f"only {self.method} is accepted here")
             await self._read(request, scope, receive)
@@ -174,7 +175,7 @@ def end_all() -> None:
 _CREDENTIALS = frozenset({b"authorization", b"x-api-key", b"xi-api-key"})
 
 
-def identify(request: InferenceRequest, scope: Scope) -> None:
+async def identify(request: InferenceRequest, scope: Scope) -> None:
     """Fills in the caller, or a stored key to confirm; raises NotAuthenticated without either."""
     headers: dict[bytes, bytes] = {name: value for name, value in scope["headers"] if name in _CREDENTIALS}
 
@@ -185,7 +186,10 @@ def identify(request: InferenceRequest, scope: Scope) -> None:
     if isinstance(credential, StoredKey):
         request.key_hash = credential.hash
     elif credential is None:
-        raise NotAuthenticated("a valid API key is required")
+        if not browsers.has_session(scope):
+            raise NotAuthenticated("a valid API key is required")
+        request.principal = await browsers.principal_of(scope)
+        request.names_node = request.principal.is_admin
     elif not credential.is_authenticated:
         if credentials.offered(header):
             raise WrongKey()

@@ -4,7 +4,7 @@ from localai_cluster.web.openapi import Operation, schema_of
 from nodes.inference import openapi_dialects, openapi_media, openapi_text
 from nodes.inference.embeddings import EmbeddingsBody
 
-_SECURITY: list[dict[str, list[str]]] = [{"apiKey": []}]
+_SECURITY: list[dict[str, list[str]]] = [{"apiKey": []}, {"session": []}]
 _LOADING: Operation = {
     "type": "object",
     "description": "Where the load stands, when the wait for it is over but the load goes on.",
@@ -39,8 +39,8 @@ _ERROR: Operation = {
 }
 _MEANINGS = {
     400: "The request is not valid; `param` names the field.",
-    401: "A valid API key is required.",
-    403: "This API key may not do that.",
+    401: "A valid API key is required, or the session of a signed-in browser.",
+    403: "Of a session: no CSRF token, another site asks, or the password has to be changed first.",
     404: "No model of that name is defined.",
     413: "The request body is too large.",
     429: "Too many wrong API keys from this address; Retry-After says when to come back.",
@@ -123,7 +123,7 @@ def _embeddings(name: str) -> Operation:
         "requestBody": {"required": True, "content": _json(schema_of(EmbeddingsBody))},
         "responses": {
             "200": {"description": "The vectors.", "content": _json(_EMBEDDINGS_ANSWER)},
-            **error_answers(400, 401, 404, 429, 500, 503),
+            **error_answers(400, 401, 403, 404, 429, 500, 503),
         },
     }
 
@@ -136,7 +136,7 @@ def _models(name: str) -> Operation:
         "security": _SECURITY,
         "responses": {
             "200": {"description": "The models.", "content": _json(_MODELS_ANSWER)},
-            **error_answers(401, 429, 500, 503),
+            **error_answers(401, 403, 429, 500, 503),
         },
     }
 
@@ -157,12 +157,12 @@ _ONE_MODEL: Operation = {
     ],
     "responses": {
         "200": {"description": "The model.", "content": _json(_MODEL)},
-        **error_answers(401, 404, 429, 500, 503),
+        **error_answers(401, 403, 404, 429, 500, 503),
     },
 }
 
 
-_OF_TEXT = error_answers(400, 401, 404, 413, 429, 500, 503)
+_OF_TEXT = error_answers(400, 401, 403, 404, 413, 429, 500, 503)
 ROUTES: dict[str, dict[str, Operation]] = {
     "/v1/embeddings": {"POST": _embeddings("create_embeddings")},
     "/embeddings": {"POST": _embeddings("create_embeddings_without_prefix")},
@@ -171,5 +171,5 @@ ROUTES: dict[str, dict[str, Operation]] = {
     "/models": {"GET": _models("list_models_without_prefix")},
     **openapi_text.routes(_SECURITY, _OF_TEXT),
     **openapi_dialects.routes(_SECURITY, _OF_TEXT),
-    **openapi_media.routes(_SECURITY, error_answers(400, 401, 404, 413, 429, 500, 503)),
+    **openapi_media.routes(_SECURITY, _OF_TEXT),
 }

@@ -208,6 +208,7 @@ class Outgoing:
 
 def node_header(request: InferenceRequest) -> Sequence[Header]:
     """§6.3: which node answered, if that is told."""
-    if not conf.cluster().expose_node_header or request.replica is None:
+    told = request.names_node or conf.cluster().expose_node_header
+    if not told or request.replica is None:
         return ()
     return ((b"x-localai-node", str(request.replica.node_id).encode()),)

@@ -60,6 +60,8 @@ class InferenceRequest:
     """When the answer must be complete, on the monotonic clock; set with the first replica."""
     replica: Replica | None = None
     """The replica of the latest pick."""
+    names_node: bool = False
+    """Whether the answer says which node made it, whatever the setting: an administrator's page asks."""
     begun: bool = False
     """Whether the client has a part of the answer: then no other replica may begin another one."""
     picked: "asyncio.Future[None]" = field(init=False, repr=False)

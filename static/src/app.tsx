@@ -43,6 +43,7 @@ const pages: RouteObject[] = [
   { path: "capacity", lazy: lazyPage(async () => (await import("./capacity/page")).CapacityPage) },
   { path: "capacity/what-if", lazy: lazyPage(async () => (await import("./capacity/what-if")).WhatIfPage) },
   { path: "models", lazy: lazyPage(async () => (await import("./models/page")).ModelsPage) },
+  { path: "chat", lazy: lazyPage(async () => (await import("./chat/page")).ChatPage) },
   { path: "scheduling", lazy: lazyPage(async () => (await import("./scheduling/page")).SchedulingPage) },
   { path: "backends", lazy: lazyPage(async () => (await import("./backends/page")).BackendsPage) },
   { path: "health", lazy: lazyPage(async () => (await import("./system/page")).HealthPage) },

@@ -7,3 +7,6 @@ const LONG = 30_000;
 configure({ asyncUtilTimeout: LONG });
 const { waitFor } = vi;
 vi.waitFor = (callback, options = LONG) => waitFor(callback, options);
+
+// Of the browser's streams jsdom shows only those of answers.
+Object.assign(globalThis, { ReadableStream: new Response("x").body?.constructor });

@@ -29,6 +29,13 @@ WIDE = {"width": 1400, "height": 700}
 PATIENCE = 20_000
 HOW = [(narrow, dark) for narrow in (False, True) for dark in (False, True)]
 
+TALKER = "repeats-what-you-say"
+SAID = """Bytes are shown in **binary** units:
+
+```python
+size, unit = 5_046_586_573 / 1024**3, "GiB"
+```"""
+
 Prepare = Callable[[Page, Fleet], None]
 
 
@@ -79,6 +86,18 @@ def search(page: Page, fleet: Fleet) -> None:
     expect(page.get_by_role("option").first).to_be_visible()
 
 
+def talked(page: Page, fleet: Fleet) -> None:
+    """The chat with an answer; the engine repeats what it is told, a word in 20 ms."""
+    definition = f"name: {TALKER}\nbackend: echo\nparameters:\n  model: {TALKER}\noptions: ['delay_ms:20']\n"
+    (fleet.cluster.models / f"{TALKER}.yaml").write_text(definition)
+    eventually(lambda: TALKER in fleet.get("/api/models/capabilities").text, what="the definition is read")
+    page.reload()
+    page.get_by_role("textbox", name="Message").fill(SAID)
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("button", name="Regenerate")).to_be_visible()
+    expect(page.get_by_text("1 replica loaded", exact=True)).to_be_attached()
+
+
 SCREENS: tuple[tuple[str, str, Prepare], ...] = (
     ("nodes-waiting", "/app/nodes", plain),
     ("nodes", "/app/nodes", scrolled),
@@ -89,6 +108,7 @@ SCREENS: tuple[tuple[str, str, Prepare], ...] = (
     ("activity", "/app/activity", opened_strip),
     ("picker", "/app/backends", picker),
     ("search", "/app/nodes", search),
+    ("chat", f"/app/chat?model={TALKER}", talked),
 )
 
 

@@ -68,11 +68,11 @@ SHEETS = (
     Sheet("operations-and-ui.md", re.compile(r"^- (E\d+)\. (.+)")),
     Sheet("operations-and-ui.md", re.compile(r"^- \*\*(UW\d+) \(\d\)\.\*\* (.+)"), section="weaknesses"),
     Sheet("README.md", re.compile(r"^\| (I\d+) \| (.+)")),
-    Sheet("pages.md", re.compile(r"^\| (UI-\d\.\d+) \| (.+)"), section="pages"),
+    Sheet("pages.md", re.compile(r"^\| (UI-\d+\.\d+) \| (.+)"), section="pages"),
 )
 _LATER = "| later"
 """In the row of a behaviour that waits for a page which is not there yet."""
-_CITED = re.compile(r"\b(?:UI-\d\.\d+|[AEHO]\d+|UW\d+)\b")
+_CITED = re.compile(r"\b(?:UI-\d+\.\d+|[AEHO]\d+|UW\d+)\b")
 
 
 def _numbers(prefix: str, *spans: range) -> frozenset[str]:

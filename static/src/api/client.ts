@@ -68,6 +68,32 @@ client.use({
   },
 });
 
+/**
+ * Sends what is answered piece by piece, for as long as that takes; a refusal is an answer too. Raises `ApiError` if
+ * nothing answers.
+ */
+export async function send(path: string, body: unknown, signal: AbortSignal): Promise<Response> {
+  const sentAt = performance.now();
+  const headers = { "Content-Type": "application/json", "X-CSRFToken": cookie("csrftoken") };
+  const sent = { method: "POST", credentials: "same-origin", headers, body: JSON.stringify(body), signal } as const;
+  try {
+    const response = await fetch(path, sent);
+    if (response.status === 401) tellSignedOut(sentAt);
+    return response;
+  } catch (error) {
+    throw unreachable(error);
+  }
+}
+
+function unreachable(error: unknown): Error {
+  if (error instanceof ApiError || (error instanceof DOMException && error.name === "AbortError")) return error;
+  return new ApiError("The server is unreachable.", 0);
+}
+
+function tellSignedOut(sentAt: number): void {
+  for (const listener of listeners) listener(sentAt);
+}
+
 /** The answer's body; raises `ApiError` for anything but a success. */
 export async function call<Data>(request: Promise<Result<Data>>): Promise<Data> {
   const sentAt = performance.now();
@@ -75,13 +101,12 @@ export async function call<Data>(request: Promise<Result<Data>>): Promise<Data> 
   try {
     result = await request;
   } catch (error) {
-    if (error instanceof ApiError || (error instanceof DOMException && error.name === "AbortError")) throw error;
-    throw new ApiError("The server is unreachable.", 0);
+    throw unreachable(error);
   }
   const { data, error, response } = result;
   if (response.ok) return data as Data;
   const failure = explain(error, response);
-  if (failure.status === 401) for (const listener of listeners) listener(sentAt);
+  if (failure.status === 401) tellSignedOut(sentAt);
   throw failure;
 }
 

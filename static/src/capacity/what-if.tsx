@@ -6,10 +6,10 @@ import { useInAddress } from "../lib/in-address";
 import { useDefinitions } from "../models/data";
 import { Details } from "../models/decision";
 import { slotOf } from "../models/explained";
-import { Said } from "../nodes/detail/panel";
 import { Button } from "../ui/button";
 import { Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
+import { TextField } from "../ui/text-field";
 import { PageHead } from "../ui/title";
 import { CapacityTabs } from "./tabs";
 import { addressOf, BLANK, usePlan, wishIn, wrongIn, type Plan, type Wish } from "./wish";
@@ -55,7 +55,7 @@ function Form({ wish, busy, onChange, onAsk }: FormProps): ReactNode {
     if (Object.keys(own).length === 0) onAsk();
   };
   const field = (name: keyof Wish, label: string, hint: string) => (
-    <Field label={label} hint={hint} value={wish[name]} wrong={sent ? (own[name] ?? "") : ""} numeric={!["model", "selector", "addLabels"].includes(name)} {...(name === "model" ? { list } : {})} onChange={(text) => onChange({ ...wish, [name]: text })} />
+    <TextField label={label} hint={hint} value={wish[name]} wrong={sent ? own[name] : ""} numeric={!["model", "selector", "addLabels"].includes(name)} {...(name === "model" ? { list } : {})} onChange={(text) => onChange({ ...wish, [name]: text })} />
   );
   return (
     <form className="nd-panel" noValidate onSubmit={submit}>
@@ -102,39 +102,6 @@ function Form({ wish, busy, onChange, onAsk }: FormProps): ReactNode {
         </Button>
       </div>
     </form>
-  );
-}
-
-interface FieldProps {
-  label: string;
-  hint: string;
-  value: string;
-  wrong: string;
-  numeric: boolean;
-  list?: string;
-  onChange: (text: string) => void;
-}
-
-function Field({ label, hint, value, wrong, numeric, list, onChange }: FieldProps): ReactNode {
-  const id = useId();
-  return (
-    <div className="field">
-      <label htmlFor={id}>{label}</label>
-      <input
-        id={id}
-        className="input"
-        value={value}
-        autoComplete="off"
-        autoCapitalize="none"
-        spellCheck={false}
-        inputMode={numeric ? "decimal" : "text"}
-        aria-invalid={wrong !== "" || undefined}
-        aria-describedby={`${id}-said`}
-        {...(list === undefined ? {} : { list })}
-        onChange={(event) => onChange(event.target.value)}
-      />
-      <Said id={`${id}-said`} wrong={wrong} hint={hint} />
-    </div>
   );
 }
 

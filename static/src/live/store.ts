@@ -1,5 +1,6 @@
 // What the page knows: one state, changed by the messages of the feed and by nothing else. `apply` is pure; the
 // store gathers messages and applies them once a frame, so that a burst of ten thousand costs as much as one.
+import { NextFrame } from "../lib/next-frame";
 import type { BackendsTold, FeedMessage, LiveNode, LiveNodePatch, Notice, Operation } from "./messages";
 
 /** How the feed is: `live`, or why what is shown may be old. */
@@ -156,16 +157,12 @@ function patched(
 
 type Listener = () => void;
 
-/** How long messages wait for a frame, in ms. */
-const UNDRAWN_MS = 250;
-
 /** Holds the state and tells its listeners, at most once a frame. */
 export class LiveStore {
   private state = EMPTY;
   private readonly waiting: FeedMessage[] = [];
   private readonly listeners = new Set<Listener>();
-  private frame = 0;
-  private timer: ReturnType<typeof setTimeout> | undefined;
+  private readonly frame = new NextFrame(() => this.set(apply(this.state, this.waiting.splice(0), Date.now())));
 
   readonly read = (): LiveState => this.state;
 
@@ -177,23 +174,13 @@ export class LiveStore {
   /** Takes a message; it shows with the next frame. */
   push(message: FeedMessage): void {
     this.waiting.push(message);
-    if (this.timer !== undefined) return;
-    this.frame = requestAnimationFrame(this.flush);
-    // A tab that is hidden, or is being hidden, draws no frames, and must not gather messages for hours.
-    this.timer = setTimeout(this.flush, UNDRAWN_MS);
+    this.frame.ask();
   }
-
-  private readonly flush = (): void => {
-    cancelAnimationFrame(this.frame);
-    clearTimeout(this.timer);
-    this.timer = undefined;
-    this.set(apply(this.state, this.waiting.splice(0), Date.now()));
-  };
 
   /** The feed is lost, or refused. */
   lost(connection: Exclude<Connection, "live">): void {
     // What came before the end is shown first, or it would say afterwards that the feed is live.
-    this.flush();
+    this.frame.now();
     const staleSince = this.state.staleSince ?? Date.now();
     this.set({ ...this.state, connection, staleSince });
   }

@@ -1,6 +1,8 @@
 // What can be done about a model as a whole: load it, unload it everywhere after a question, give it a rule.
 import { useMutation } from "@tanstack/react-query";
 import { Suspense, useState, type ReactNode } from "react";
+import { Link } from "react-router";
+import { canChat, chatAddress } from "../chat/models";
 import { count } from "../lib/format";
 import { announce } from "../ui/announce";
 import { Button } from "../ui/button";
@@ -19,6 +21,11 @@ export function Actions({ row, ruled }: { row: ModelRow; ruled: readonly string[
   const close = () => setAsked("");
   return (
     <div className="row wrap model-actions">
+      {row.definition !== undefined && canChat(row.definition) && (
+        <Link to={chatAddress(row.name)} aria-label={`Chat with ${row.name}`}>
+          Chat
+        </Link>
+      )}
       <Button small aria-label={`Load ${row.name}`} busy={load.isPending} refusal={loadRefusal(row)} onClick={() => load.mutate()}>
         Load
       </Button>

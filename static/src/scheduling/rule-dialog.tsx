@@ -2,12 +2,12 @@
 import { useMutation } from "@tanstack/react-query";
 import { useId, useState, type ReactNode, type SubmitEvent } from "react";
 import { useDefinitions } from "../models/data";
-import { Said } from "../nodes/detail/panel";
 import { announce } from "../ui/announce";
 import { Button } from "../ui/button";
 import { Dialog } from "../ui/dialog";
 import { Problem } from "../ui/problem";
-import { BLANK, draftOf, refusedField, saveRule, useReread, wrongIn, type Draft, type Field, type Rule, type Wrong } from "./rules";
+import { Said, TextField } from "../ui/text-field";
+import { BLANK, draftOf, refusedField, saveRule, useReread, wrongIn, type Draft, type Rule, type Wrong } from "./rules";
 import { Preview } from "./preview";
 import { SelectorField } from "./selector";
 import "../nodes/detail/detail.css";
@@ -84,11 +84,11 @@ function ModelField({ draft, wrong, change }: FormProps): ReactNode {
     <>
       <TextField
         label="Model"
-        field="model_name"
-        value={draft.model}
-        wrong={wrong}
+       value={draft.model}
+        wrong={wrong.model_name}
         hint={unknown ? "No model of this name is defined yet." : ""}
         list={list}
+        first
         onChange={(model) => change({ model })}
       />
       <datalist id={list}>
@@ -113,8 +113,8 @@ function ReplicaFields({ draft, wrong, change }: FormProps): ReactNode {
       </div>
       {!draft.spread && (
         <div className="rule-pair">
-          <TextField label="Minimum replicas" field="min_replicas" value={draft.min} wrong={wrong} hint="Empty or 0: loaded on request." numeric onChange={(min) => change({ min })} />
-          <TextField label="Maximum replicas" field="max_replicas" value={draft.max} wrong={wrong} hint="Empty or 0: no limit." numeric onChange={(max) => change({ max })} />
+          <TextField label="Minimum replicas" value={draft.min} wrong={wrong.min_replicas} hint="Empty or 0: loaded on request." numeric onChange={(min) => change({ min })} />
+          <TextField label="Maximum replicas" value={draft.max} wrong={wrong.max_replicas} hint="Empty or 0: no limit." numeric onChange={(max) => change({ max })} />
         </div>
       )}
     </>
@@ -139,47 +139,12 @@ function MoreFields({ draft, wrong, change }: FormProps): ReactNode {
           </select>
           <Said id={`${id}-said`} wrong={wrong.route_policy ?? ""} hint="" />
         </div>
-        <TextField label="Minimum prefix match" field="min_prefix_match" value={draft.prefix} wrong={wrong} hint="0 to 1. Empty: as the cluster does." numeric onChange={(prefix) => change({ prefix })} />
+        <TextField label="Minimum prefix match" value={draft.prefix} wrong={wrong.min_prefix_match} hint="0 to 1. Empty: as the cluster does." numeric onChange={(prefix) => change({ prefix })} />
         <div className="rule-pair">
-          <TextField label="Absolute balance threshold" field="balance_abs_threshold" value={draft.absolute} wrong={wrong} hint="Empty: as the cluster does." numeric onChange={(absolute) => change({ absolute })} />
-          <TextField label="Relative balance threshold" field="balance_rel_threshold" value={draft.relative} wrong={wrong} hint="At least 1. Empty: as the cluster does." numeric onChange={(relative) => change({ relative })} />
+          <TextField label="Absolute balance threshold" value={draft.absolute} wrong={wrong.balance_abs_threshold} hint="Empty: as the cluster does." numeric onChange={(absolute) => change({ absolute })} />
+          <TextField label="Relative balance threshold" value={draft.relative} wrong={wrong.balance_rel_threshold} hint="At least 1. Empty: as the cluster does." numeric onChange={(relative) => change({ relative })} />
         </div>
       </div>
     </details>
-  );
-}
-
-interface TextFieldProps {
-  label: string;
-  field: Field;
-  value: string;
-  wrong: Wrong;
-  hint: string;
-  numeric?: boolean;
-  list?: string;
-  onChange: (text: string) => void;
-}
-
-function TextField({ label, field, value, wrong, hint, numeric = false, list, onChange }: TextFieldProps): ReactNode {
-  const id = useId();
-  const said = wrong[field] ?? "";
-  return (
-    <div className="field">
-      <label htmlFor={id}>{label}</label>
-      <input
-        id={id}
-        className="input"
-        value={value}
-        autoComplete="off"
-        autoCapitalize="none"
-        spellCheck={false}
-        inputMode={numeric ? "decimal" : "text"}
-        aria-invalid={said !== "" || undefined}
-        aria-describedby={`${id}-said`}
-        {...(list === undefined ? {} : { list, "data-first": "" })}
-        onChange={(event) => onChange(event.target.value)}
-      />
-      <Said id={`${id}-said`} wrong={said} hint={hint} />
-    </div>
   );
 }

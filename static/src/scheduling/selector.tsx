@@ -3,8 +3,8 @@
 import { useId, useRef, type KeyboardEvent, type ReactNode } from "react";
 import { useRoster } from "../backends/roster";
 import { keyProblem, valueProblem, written } from "../nodes/shared/labels";
-import { Said } from "../nodes/detail/panel";
 import { Button, IconButton } from "../ui/button";
+import { Said } from "../ui/text-field";
 import { candidates, labelKeys, labelValues, matching, matchWords, selectorIn, type Draft } from "./rules";
 
 interface SelectorProps {

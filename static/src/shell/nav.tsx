@@ -77,6 +77,7 @@ const PLACES: readonly Place[] = [
   { to: "/app/nodes", label: "Nodes", icon: "nodes", signal: <NodesSignal /> },
   { to: "/app/capacity", label: "Capacity", icon: "capacity" },
   { to: "/app/models", label: "Models", icon: "model" },
+  { to: "/app/chat", label: "Chat", icon: "chat" },
   { to: "/app/scheduling", label: "Scheduling", icon: "scheduling" },
   { to: "/app/backends", label: "Backends", icon: "backends" },
   { to: "/app/activity", label: "Activity", icon: "activity", signal: <ActivitySignal /> },

@@ -1,7 +1,7 @@
 import { describe, expect, it } from "vitest";
 import type { components } from "../api/schema";
 import type { LiveNode, Operation } from "../live/messages";
-import { atFirst, backendEntries, find, index, modelEntries, nodeEntries, operationEntries, verbEntries, withVerbs, type Entry } from "./palette-search";
+import { atFirst, backendEntries, chatEntries, find, index, modelEntries, nodeEntries, operationEntries, verbEntries, withVerbs, type Entry } from "./palette-search";
 
 function node(name: string, more: Partial<LiveNode> = {}): LiveNode {
   const none = { status: "healthy", address: "", http_address: "", gpu_vendor: "", labels: {}, models: [], backends: [] };
@@ -91,6 +91,15 @@ describe("verbs in the search (UW37)", () => {
   it("install by backend or on a node", () => {
     expect(said("install")).toEqual([["Install llama-cpp…", "/app/backends?install=llama-cpp"]]);
     expect(said("inst thr")).toEqual([["Install a backend on three…", "/app/nodes/id-three?do=install"]]);
+  });
+
+  it("lead to a talk with a model (UI-10.12)", () => {
+    const talk = (query: string) => chatEntries(query, ["smollm2", "org/qwen"]).map(({ title, to }) => [title, to]);
+    expect(talk("talk to smollm2")).toEqual([["Chat with smollm2", "/app/chat?model=smollm2"]]);
+    expect(talk("chat with qw")).toEqual([["Chat with org/qwen", "/app/chat?model=org%2Fqwen"]]);
+    expect(talk("chat")).toHaveLength(2);
+    expect(talk("ta")).toEqual([]);
+    expect(talk("drain smollm2")).toEqual([]);
   });
 
   it("come first once it is said to what: a verb alone may be the beginning of a name", () => {

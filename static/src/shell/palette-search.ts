@@ -1,6 +1,7 @@
 // What the search knows and how it finds: every word must be somewhere in an entry, and the nearer to the start of
 // its title, the earlier it comes. Pure.
 import type { components } from "../api/schema";
+import { chatAddress } from "../chat/models";
 import { count } from "../lib/format";
 import type { LiveNode, Operation } from "../live/messages";
 import { isActive, needsAttention } from "../live/store";
@@ -118,6 +119,18 @@ export function verbEntries(query: string, nodes: Iterable<LiveNode>, backends: 
   const offered = installs ? backends.filter(({ title }) => fits(title)) : [];
   const asked = offered.map(({ title, detail }): Entry => ({ key: `install ${title}`, kind: "Actions", icon: "backends", title: `Install ${title}…`, detail, to: `/app/backends?install=${encodeURIComponent(title)}` }));
   return [...byTitle(asked), ...byTitle(found)];
+}
+
+const TALKS = ["chat", "talk"];
+const BETWEEN = new Set(["to", "with"]);
+
+/** Who can be talked to: "talk to smollm2", "chat smol". */
+export function chatEntries(query: string, models: readonly string[]): Entry[] {
+  const [first = "", ...rest] = plain(query.trim()).split(/\s+/);
+  if (first.length < LEAST_OF_A_VERB || !TALKS.some((verb) => verb.startsWith(first))) return [];
+  const words = rest.filter((word) => !BETWEEN.has(word));
+  const meant = models.filter((name) => words.every((word) => plain(name).includes(word)));
+  return byTitle(meant.map((name): Entry => ({ key: `chat ${name}`, kind: "Actions", icon: "chat", title: `Chat with ${name}`, detail: "", to: chatAddress(name) })));
 }
 
 function onNode(node: LiveNode, verb: string, title: string): Entry {

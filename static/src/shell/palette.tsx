@@ -7,13 +7,16 @@ import { useDeferredValue, useMemo, useRef, useState, type ReactNode } from "rea
 import { useNavigate } from "react-router";
 import { call, client } from "../api/client";
 import type { components } from "../api/schema";
+import { canChat } from "../chat/models";
 import { useLive } from "../live/hooks";
+import { useDefinitions } from "../models/data";
 import { Icon } from "../ui/icons";
 import { useReturnFocus } from "../ui/return-focus";
 import { choose } from "../ui/theme";
 import {
   atFirst,
   backendEntries,
+  chatEntries,
   find,
   index,
   modelEntries,
@@ -136,16 +139,20 @@ function useResults(query: string, present: Entry[]): Map<Kind, Entry[]> {
   const known = useMemo(() => index(entries), [entries]);
   const backends = useMemo(() => entries.filter((entry) => entry.kind === "Backends"), [entries]);
   const nodes = useDeferredValue(useLive((state) => state.nodes));
+  const { data: defined } = useDefinitions();
+  const models = useMemo(() => (defined ?? []).filter(canChat).map(({ id }) => id), [defined]);
   return useMemo(() => {
     if (query.trim() === "") return atFirst(entries, LIMIT);
-    return withVerbs(query, verbEntries(query, nodes.values(), backends), find(known, query, LIMIT), LIMIT);
-  }, [entries, known, query, nodes, backends]);
+    const verbs = [...chatEntries(query, models), ...verbEntries(query, nodes.values(), backends)];
+    return withVerbs(query, verbs, find(known, query, LIMIT), LIMIT);
+  }, [entries, known, query, nodes, backends, models]);
 }
 
 function places({ onShortcuts, onSignOut }: PaletteProps): Entry[] {
   return [
     { key: "page nodes", kind: "Pages", icon: "nodes", title: "Nodes", detail: "g n", to: "/app/nodes" },
     { key: "page models", kind: "Pages", icon: "model", title: "Models", detail: "g m", to: "/app/models" },
+    { key: "page chat", kind: "Pages", icon: "chat", title: "Chat", detail: "g t", words: "talk try ask model playground", to: "/app/chat" },
     { key: "page capacity", kind: "Pages", icon: "capacity", title: "Capacity", detail: "g c", words: "memory vram free map fit what if plan", to: "/app/capacity" },
     { key: "page scheduling", kind: "Pages", icon: "scheduling", title: "Scheduling", detail: "g s", words: "rules replicas selector", to: "/app/scheduling" },
     { key: "page backends", kind: "Pages", icon: "backends", title: "Backends", detail: "g b", to: "/app/backends" },

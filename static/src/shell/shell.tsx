@@ -88,6 +88,7 @@ function useKeys(open: (overlay: "search" | "shortcuts") => void): void {
   useShortcut("g n", () => void navigate("/app/nodes"), "Go to Nodes");
   useShortcut("g c", () => void navigate("/app/capacity"), "Go to Capacity");
   useShortcut("g m", () => void navigate("/app/models"), "Go to Models");
+  useShortcut("g t", () => void navigate("/app/chat"), "Go to Chat");
   useShortcut("g s", () => void navigate("/app/scheduling"), "Go to Scheduling");
   useShortcut("g b", () => void navigate("/app/backends"), "Go to Backends");
   useShortcut("g a", () => void navigate("/app/activity"), "Go to Activity");

@@ -1,23 +1,31 @@
 // Copying: says whether it worked, because a page without a secure origin may not.
 import { useState, type ReactNode } from "react";
+import { announce } from "./announce";
 import { Button } from "./button";
 
 export function CopyButton({ text, label = "Copy", small = false }: { text: string; label?: string; small?: boolean }): ReactNode {
   const [said, setSaid] = useState("");
   const copy = async () => {
-    try {
-      await navigator.clipboard.writeText(text);
-      setSaid("Copied");
-    } catch {
-      setSaid("Select the text and copy it manually");
-    }
+    const outcome = await written(text);
+    setSaid(outcome);
+    // Not by a region in the button, which would have no name then.
+    announce(outcome);
     setTimeout(() => setSaid(""), 2000);
   };
   return (
     <Button small={small} onClick={() => void copy()}>
-      <span role="status">{said === "" ? label : said}</span>
+      {said === "" ? label : said}
     </Button>
   );
+}
+
+async function written(text: string): Promise<string> {
+  try {
+    await navigator.clipboard.writeText(text);
+    return "Copied";
+  } catch {
+    return "Select the text and copy it manually";
+  }
 }
 
 /** A command to paste, with its button. */

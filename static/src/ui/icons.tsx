@@ -24,6 +24,7 @@ const PATHS = {
   leave: "M6.5 2.5h-4v11h4M10 4.8 13.2 8 10 11.2M13.2 8H6",
   keyboard: "M1.5 4h13v8.5h-13zM4 6.7h.01M6.7 6.7h.01M9.3 6.7h.01M12 6.7h.01M5 10h6",
   scheduling: "M2.5 4h4M9.5 4h4M8 2.5v3M2.5 8h1M6.5 8h7M5 6.5v3M2.5 12h7M12.5 12h1M11 10.5v3",
+  chat: "M2.5 3h11v8h-6l-3 2.5V11h-2zM5 6h6M5 8.3h4",
   capacity: "M2.5 2.5h4.5v4.5H2.5zM9 2.5h4.5v4.5H9zM2.5 9h4.5v4.5H2.5zM9 9h4.5v4.5H9z",
   model: "M8 2 10 6l4 2-4 2-2 4-2-4-4-2 4-2z",
   more: "M3.5 8h.01M8 8h.01M12.5 8h.01",

@@ -5,9 +5,9 @@ import { ApiError } from "../../api/client";
 import { Button, IconButton } from "../../ui/button";
 import { Confirm } from "../../ui/dialog";
 import { Problem } from "../../ui/problem";
+import { Said } from "../../ui/text-field";
 import type { Action } from "./data";
 import { decide, overtaken } from "./editing";
-import { Said } from "./panel";
 
 interface InlineEditProps {
   /** What is edited, as in "Edit maximum replicas per model". */

@@ -6,11 +6,12 @@ import { announce } from "../../ui/announce";
 import { Button, IconButton } from "../../ui/button";
 import { goOnAt } from "../../ui/go-on";
 import { Problem } from "../../ui/problem";
+import { Said } from "../../ui/text-field";
 import { Tip } from "../../ui/tip";
 import { isAutomatic, keyProblem, valueProblem, written } from "../shared/labels";
 import { mergeLabels, removeLabel } from "../shared/verbs";
 import { useAction, type NodeDetail } from "./data";
-import { Panel, Said } from "./panel";
+import { Panel } from "./panel";
 
 type Sources = NodeDetail["label_sources"];
 type Source = Sources[string];

@@ -43,12 +43,3 @@ export function Fetched<Data>({ query, what, children }: FetchedProps<Data>): Re
     </>
   );
 }
-
-/** Under a field: what is wrong with it, else a hint. */
-export function Said({ id, wrong, hint }: { id: string; wrong: string; hint: string }): ReactNode {
-  return (
-    <p id={id} className={wrong === "" ? "field-hint" : "field-hint bad"} role={wrong === "" ? undefined : "alert"}>
-      {wrong || hint}
-    </p>
-  );
-}

@@ -3,6 +3,7 @@
 import { useId, useState, type ReactNode } from "react";
 import { count, grouped } from "../../lib/format";
 import type { LiveNode } from "../../live/messages";
+import { TextField } from "../../ui/text-field";
 import { IdentityFacts, Risk, RISK, WEAK_RISK } from "./identity";
 import { isAutomatic, keyProblem, valueProblem, written } from "./labels";
 import { VerbDialog, type NodesDialogProps } from "./verb-dialog";
@@ -201,59 +202,26 @@ function Modes({ mode, onChange }: { mode: "set" | "remove"; onChange: (mode: "s
 }
 
 interface FieldProps {
-  label: string;
   value: string;
   onChange: (value: string) => void;
-  hint?: string;
-  problem?: string;
-  list?: string;
-  numeric?: boolean;
-  /** The focus starts here and not on the safe answer. */
-  autoFocus?: boolean;
+  problem: string;
 }
 
-function TextField({ label, value, onChange, hint = "", problem = "", list, numeric = false, autoFocus = false }: FieldProps): ReactNode {
-  const id = useId();
-  const said = problem || hint;
-  return (
-    <label className="field" htmlFor={id}>
-      <span>{label}</span>
-      <input
-        id={id}
-        className="input"
-        value={value}
-        autoComplete="off"
-        autoFocus={autoFocus}
-        inputMode={numeric ? "numeric" : "text"}
-        aria-invalid={problem !== "" || undefined}
-        aria-describedby={said === "" ? undefined : `${id}-hint`}
-        {...(list === undefined ? {} : { list })}
-        onChange={(event) => onChange(event.target.value)}
-      />
-      {said !== "" && (
-        <span id={`${id}-hint`} className={`field-hint ${problem === "" ? "" : "bad"}`}>
-          {said}
-        </span>
-      )}
-    </label>
-  );
+function ReasonField({ value, onChange }: Omit<FieldProps, "problem">): ReactNode {
+  return <TextField label="Reason" value={value} onChange={onChange} hint="Shown in the timeline." wrong={tooLong(value)} />;
 }
 
-function ReasonField({ value, onChange }: Pick<FieldProps, "value" | "onChange">): ReactNode {
-  return <TextField label="Reason" value={value} onChange={onChange} hint="Shown in the timeline." problem={tooLong(value)} />;
-}
-
-function MinutesField({ value, onChange, problem }: Pick<FieldProps, "value" | "onChange"> & { problem: string }): ReactNode {
+function MinutesField({ value, onChange, problem }: FieldProps): ReactNode {
   const hint = "Leave empty for the server default (1 h). 0 = immediately.";
-  return <TextField label="Deadline in minutes" value={value} onChange={onChange} hint={hint} problem={problem} numeric />;
+  return <TextField label="Deadline in minutes" value={value} onChange={onChange} hint={hint} wrong={problem} numeric />;
 }
 
-function KeyField({ nodes, ...rest }: Omit<FieldProps, "label"> & { nodes: readonly LiveNode[] }): ReactNode {
+function KeyField({ nodes, value, onChange, problem }: FieldProps & { nodes: readonly LiveNode[] }): ReactNode {
   const list = useId();
   const keys = [...new Set(nodes.flatMap((node) => Object.keys(node.labels)))].sort();
   return (
     <>
-      <TextField label="Key" {...rest} list={list} autoFocus />
+      <TextField label="Key" value={value} onChange={onChange} wrong={problem} list={list} first />
       <datalist id={list}>
         {keys.map((key) => (
           <option key={key} value={key} />

@@ -1,0 +1,194 @@
+// The conversation of this tab: what was said, what is being answered, what is typed. It is in this tab's memory and
+// nowhere else; another person begins with an empty one. What comes is taken in once a frame.
+import { useSyncExternalStore } from "react";
+import { ApiError } from "../api/client";
+import { NextFrame } from "../lib/next-frame";
+import type { LiveStore } from "../live/store";
+import { announce } from "../ui/announce";
+import { begun, extended, isOpen, messagesOf, type Answer, type Turn } from "./answer";
+import { ask, StillLoading, type Piece } from "./ask";
+import { textOf } from "./blocks";
+import { loadedOf, rest, untilLoaded } from "./loads";
+import { requestOf, UNSET, type Settings } from "./settings";
+
+export interface Chat {
+  model: string;
+  settings: Settings;
+  turns: readonly Turn[];
+  draft: string;
+  /** Whether the draft replaces the last question. */
+  editing: boolean;
+}
+
+const EMPTY: Chat = { model: "", settings: UNSET, turns: [], draft: "", editing: false };
+
+/** Longest wait before an attempt that comes too early, in ms. */
+const LONGEST_REST_MS = 30_000;
+
+export class Conversation {
+  private chat = EMPTY;
+  private readonly listeners = new Set<() => void>();
+  private readonly came: Piece[] = [];
+  private readonly frame = new NextFrame(() => this.takeIn());
+  private resting = false;
+  private control = new AbortController();
+  private lastId = 0;
+  /** Not before then does it help to ask again, ms of this page. */
+  private notBefore = 0;
+
+  constructor(private readonly store: LiveStore) {}
+
+  readonly read = (): Chat => this.chat;
+
+  readonly subscribe = (listener: () => void): (() => void) => {
+    this.listeners.add(listener);
+    return () => this.listeners.delete(listener);
+  };
+
+  /** Changes what is typed or chosen. */
+  set(change: Partial<Pick<Chat, "model" | "settings" | "draft">>): void {
+    this.change(change);
+  }
+
+  get busy(): boolean {
+    const last = this.chat.turns.at(-1);
+    return last !== undefined && isOpen(last.answer);
+  }
+
+  /** Asks what is typed. */
+  send(): void {
+    const { draft, model, turns, editing } = this.chat;
+    if (this.busy || draft.trim() === "" || model === "") return;
+    this.lastId += 1;
+    const kept = editing ? turns.slice(0, -1) : turns;
+    this.change({ draft: "", editing: false });
+    this.begin(kept, { id: this.lastId, question: draft });
+  }
+
+  /** Asks the last question again. */
+  again(): void {
+    const last = this.chat.turns.at(-1);
+    if (last === undefined || this.busy || this.chat.model === "") return;
+    this.begin(this.chat.turns.slice(0, -1), last);
+  }
+
+  /** Puts the last question into the field; what is sent next replaces it. */
+  edit(): void {
+    const last = this.chat.turns.at(-1);
+    if (last !== undefined && !this.busy) this.change({ draft: last.question, editing: true });
+  }
+
+  leaveEdit(): void {
+    this.change({ draft: "", editing: false });
+  }
+
+  readonly stop = (): void => this.control.abort();
+
+  /** Forgets what was said; model and settings stay. */
+  clear(): void {
+    this.stop();
+    this.change({ turns: [], draft: "", editing: false });
+  }
+
+  private begin(before: readonly Turn[], { id, question }: Pick<Turn, "id" | "question">): void {
+    const { model, settings } = this.chat;
+    const request = requestOf(model, settings, [...messagesOf(before), { role: "user", content: question }]);
+    this.came.length = 0;
+    this.change({ turns: [...before, { id, question, answer: begun(model) }] });
+    this.control = new AbortController();
+    void this.run(id, request, this.control.signal);
+  }
+
+  private async run(id: number, request: Parameters<typeof ask>[0], signal: AbortSignal): Promise<void> {
+    try {
+      const early = Math.min(this.notBefore - performance.now(), LONGEST_REST_MS);
+      if (early > 0) await rest(early, signal);
+      while (!(await this.answered(id, request, signal))) await untilLoaded(this.store, request.model, signal);
+      this.end(id, { state: "done" });
+    } catch (error) {
+      const stopped = signal.aborted;
+      this.end(id, stopped ? { state: "stopped" } : { state: "failed", error: error instanceof Error ? error : new Error(String(error)) });
+      if (error instanceof ApiError && !stopped) this.notBefore = performance.now() + 1000 * error.retryAfter;
+    }
+  }
+
+  /** Whether the request was answered; it was not if the model is still being loaded. */
+  private async answered(id: number, request: Parameters<typeof ask>[0], signal: AbortSignal): Promise<boolean> {
+    this.answer(id, { sentAt: performance.now(), cold: loadedOf(this.store.read(), request.model) === 0 });
+    try {
+      const { node, pieces } = await ask(request, signal);
+      this.answer(id, { node, loading: null });
+      for await (const piece of pieces) {
+        if (signal.aborted) throw new DOMException("stopped", "AbortError");
+        this.came.push(piece);
+        if (!this.resting) this.frame.ask();
+      }
+      return true;
+    } catch (error) {
+      if (!(error instanceof StillLoading)) throw error;
+      this.answer(id, { loading: error.loading });
+      return false;
+    }
+  }
+
+  private takeIn(): void {
+    const last = this.chat.turns.at(-1);
+    const came = this.came.splice(0);
+    if (last === undefined || !isOpen(last.answer) || came.length === 0) return;
+    this.rest();
+    this.answer(last.id, extended(last.answer, came));
+  }
+
+  /** A long list or table is drawn whole for each token of it: two thirds of the time are left for everything else. */
+  private rest(): void {
+    const began = performance.now();
+    this.resting = true;
+    const end = () => {
+      this.resting = false;
+      if (this.came.length > 0) this.frame.ask();
+    };
+    // What is drawn now is drawn before the next task.
+    setTimeout(() => setTimeout(end, 2 * (performance.now() - began)));
+  }
+
+  private end(id: number, outcome: Partial<Answer>): void {
+    this.frame.now();
+    const last = this.chat.turns.at(-1);
+    if (last?.id !== id || !isOpen(last.answer)) return;
+    this.answer(id, { ...outcome, loading: null });
+    announce(said(outcome, textOf(last.answer.blocks), last.answer.model));
+  }
+
+  /** Changes the answer of this turn, which may have been cleared meanwhile. */
+  private answer(id: number, change: Partial<Answer>): void {
+    const { turns } = this.chat;
+    const last = turns.at(-1);
+    if (last?.id === id) this.change({ turns: [...turns.slice(0, -1), { ...last, answer: { ...last.answer, ...change } }] });
+  }
+
+  private change(part: Partial<Chat>): void {
+    this.chat = { ...this.chat, ...part };
+    for (const listener of this.listeners) listener();
+  }
+}
+
+/** Whole answers are announced, not their tokens. */
+function said({ state }: Partial<Answer>, text: string, model: string): string {
+  if (state === "failed") return "The answer failed.";
+  return `${state === "stopped" ? "Stopped. " : ""}${model}: ${text === "" ? "no text" : text}`;
+}
+
+let kept: { user: string; conversation: Conversation } | null = null;
+
+/** The conversation of this person, which outlives the page; that of another one is forgotten. */
+export function conversationOf(user: string, store: LiveStore): Conversation {
+  if (kept?.user !== user) {
+    kept?.conversation.clear();
+    kept = { user, conversation: new Conversation(store) };
+  }
+  return kept.conversation;
+}
+
+export function useChat(conversation: Conversation): Chat {
+  return useSyncExternalStore(conversation.subscribe, conversation.read);
+}

@@ -1,0 +1,65 @@
+// Loads of a model as the feed tells them; without the feed, as the server answers.
+import { ApiError, call, client } from "../api/client";
+import type { Operation } from "../live/messages";
+import { isActive, type LiveState, type LiveStore } from "../live/store";
+
+const LOOK_MS = 1_000;
+const ASK_MS = 2_000;
+
+/** How many replicas of it answer. */
+export function loadedOf({ nodes }: Pick<LiveState, "nodes">, model: string): number {
+  let found = 0;
+  for (const node of nodes.values()) for (const one of node.models) if (one.model_name === model && one.state === "loaded") found += 1;
+  return found;
+}
+
+/** The load of it that is under way, the oldest. */
+export function loadOf({ operations }: Pick<LiveState, "operations">, model: string): Operation | undefined {
+  let found: Operation | undefined;
+  for (const one of operations.values()) {
+    if (one.kind === "model_load" && one.fullName === model && isActive(one) && !(found !== undefined && found.createdAt <= one.createdAt)) found = one;
+  }
+  return found;
+}
+
+/** Waits until the model is loaded, or its load has ended otherwise: then the same request says how. */
+export async function untilLoaded(store: LiveStore, model: string, signal: AbortSignal): Promise<void> {
+  for (;;) {
+    const live = store.read().connection === "live";
+    await rest(live ? LOOK_MS : ASK_MS, signal);
+    const state = store.read();
+    const goesOn = state.connection === "live" ? loadedOf(state, model) === 0 && loadOf(state, model) !== undefined : await asked(model, signal);
+    if (!goesOn) return;
+  }
+}
+
+/** Whether the load goes on, as the server says; it may be away. */
+async function asked(model: string, signal: AbortSignal): Promise<boolean> {
+  try {
+    const params = { path: { model } };
+    return (await call(client.GET("/api/models/{model}/load-status", { params, signal }))).state !== "failed";
+  } catch (error) {
+    if (error instanceof ApiError && error.status === 0) return true;
+    if (error instanceof ApiError) return error.status >= 500;
+    throw error;
+  }
+}
+
+/** Lets time pass; raises AbortError when it is stopped. */
+export function rest(ms: number, signal: AbortSignal): Promise<void> {
+  return new Promise((resolve, reject) => {
+    const over = () => reject(new DOMException("stopped", "AbortError"));
+    if (signal.aborted) {
+      over();
+      return;
+    }
+    const timer = setTimeout(() => {
+      signal.removeEventListener("abort", over);
+      resolve();
+    }, ms);
+    signal.addEventListener("abort", () => {
+      clearTimeout(timer);
+      over();
+    }, { once: true });
+  });
+}

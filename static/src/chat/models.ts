@@ -1,0 +1,17 @@
+// Which models can be talked to, and in which state they are. Pure.
+import type { Definition } from "../models/rows";
+import { count } from "../lib/format";
+
+export function canChat({ capabilities }: Pick<Definition, "capabilities">): boolean {
+  return !capabilities.includes("FLAG_EMBEDDINGS");
+}
+
+/** The page with this model chosen. */
+export function chatAddress(model: string): string {
+  return `/app/chat?model=${encodeURIComponent(model)}`;
+}
+
+/** "loaded on 2 replicas" */
+export function stateWords(replicas: number): string {
+  return replicas === 0 ? "not loaded" : `${count(replicas, "replica")} loaded`;
+}

@@ -1,0 +1,85 @@
+// Which model, and what is set for its answers.
+import { useId, type ReactNode } from "react";
+import type { Definition } from "../models/rows";
+import { Said, TextField } from "../ui/text-field";
+import { canChat, stateWords } from "./models";
+import type { Settings, Wrong } from "./settings";
+
+interface ModelProps {
+  model: string;
+  definitions: readonly Definition[];
+  /** By model, how many replicas of it are loaded. */
+  loaded: ReadonlyMap<string, number>;
+  onChange: (model: string) => void;
+}
+
+export function ModelField({ model, definitions, loaded, onChange }: ModelProps): ReactNode {
+  const id = useId();
+  const chosen = definitions.find((one) => one.id === model);
+  const offered = definitions.filter((one) => canChat(one) || one.id === model);
+  const replicas = loaded.get(model) ?? 0;
+  const warnings = chosen?.warnings ?? [];
+  return (
+    <div className="field chat-model">
+      <label htmlFor={id}>Model</label>
+      <div className="row wrap">
+        <select id={id} className="input" value={model} aria-describedby={`${id}-said`} onChange={(event) => onChange(event.target.value)}>
+          {model === "" && <option value="">Choose a model</option>}
+          {model !== "" && chosen === undefined && <option value={model}>{model} (not defined)</option>}
+          {offered.map((one) => (
+            <option key={one.id} value={one.id}>
+              {one.id} ({stateWords(loaded.get(one.id) ?? 0)})
+            </option>
+          ))}
+        </select>
+        {model !== "" && <span className={`pill ${replicas > 0 ? "good" : ""}`}>{stateWords(replicas)}</span>}
+      </div>
+      <p id={`${id}-said`} className="field-hint">
+        {model !== "" && replicas === 0 ? "The first question loads it." : ""}
+      </p>
+      {warnings.map((warning) => (
+        <p key={warning} className="risk">
+          {warning}
+        </p>
+      ))}
+    </div>
+  );
+}
+
+interface SettingsProps {
+  settings: Settings;
+  wrong: Wrong;
+  onChange: (settings: Settings) => void;
+}
+
+export function SettingsFields({ settings, wrong, onChange }: SettingsProps): ReactNode {
+  const change = (name: keyof Settings) => (text: string) => onChange({ ...settings, [name]: text });
+  return (
+    <div className="chat-settings">
+      <Lines label="System prompt" hint="What the model is told before everything else." value={settings.system} wrong="" onChange={change("system")} />
+      <Lines label="Stop at" hint="Each line is a text at which the answer ends." value={settings.stop} wrong={wrong.stop ?? ""} onChange={change("stop")} />
+      <TextField label="Temperature" hint="0 to 2. Empty: the model's own." numeric value={settings.temperature} wrong={wrong.temperature} onChange={change("temperature")} />
+      <TextField label="Most tokens" hint="Of an answer. Empty: the model's own." numeric value={settings.maxTokens} wrong={wrong.maxTokens} onChange={change("maxTokens")} />
+      <TextField label="Seed" hint="The same one gives the same answer again. Empty: another one each time." numeric value={settings.seed} wrong={wrong.seed} onChange={change("seed")} />
+    </div>
+  );
+}
+
+interface LinesProps {
+  label: string;
+  hint: string;
+  value: string;
+  wrong: string;
+  onChange: (text: string) => void;
+}
+
+function Lines({ label, hint, value, wrong, onChange }: LinesProps): ReactNode {
+  const id = useId();
+  return (
+    <div className="field">
+      <label htmlFor={id}>{label}</label>
+      <textarea id={id} className="input" rows={2} dir="auto" value={value} aria-invalid={wrong !== "" || undefined} aria-describedby={`${id}-said`} onChange={(event) => onChange(event.target.value)} />
+      <Said id={`${id}-said`} wrong={wrong} hint={hint} />
+    </div>
+  );
+}

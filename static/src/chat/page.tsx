@@ -1,0 +1,183 @@
+// The page to try a deployment: choose a model, watch it load, talk to it, see what each answer took. What is said is in
+// the memory of this tab only (`conversation.ts`).
+import { useContext, useEffect, useMemo, useRef, useState, type ReactNode } from "react";
+import { useSearchParams } from "react-router";
+import { isTold, useRoster } from "../backends/roster";
+import { LiveContext } from "../live/hooks";
+import { useDefinitions } from "../models/data";
+import { useSession } from "../shell/session";
+import { Button } from "../ui/button";
+import { Confirm } from "../ui/dialog";
+import { Empty, Loading } from "../ui/empty";
+import { Problem } from "../ui/problem";
+import { useShortcut } from "../ui/shortcuts";
+import { PageHead } from "../ui/title";
+import { isOpen, messagesOf } from "./answer";
+import { Composer } from "./composer";
+import { conversationOf, useChat, type Chat, type Conversation } from "./conversation";
+import { Code } from "./markdown";
+import { canChat } from "./models";
+import { ModelField, SettingsFields } from "./options";
+import { requestOf, wrongIn } from "./settings";
+import { curl, python } from "./snippets";
+import { TurnView } from "./turn";
+import { useFollow } from "./use-follow";
+import "../nodes/shared/shared.css";
+import "../operations/operations.css";
+import "./chat.css";
+
+export function ChatPage(): ReactNode {
+  const store = useContext(LiveContext);
+  const { data: user } = useSession();
+  if (user === undefined || user === null) return null;
+  return <ChatOf conversation={conversationOf(user.id, store)} />;
+}
+
+function ChatOf({ conversation }: { conversation: Conversation }): ReactNode {
+  const chat = useChat(conversation);
+  const last = chat.turns.at(-1);
+  const busy = last !== undefined && isOpen(last.answer);
+  const field = useRef<HTMLTextAreaElement>(null);
+  const [open, setOpen] = useState(false);
+  const { away, jump } = useFollow(chat.turns);
+  const wrong = wrongIn(chat.settings);
+  const invalid = Object.keys(wrong).length > 0;
+  useShortcut("escape", conversation.stop, "Stop the answer", busy);
+  const send = () => {
+    if (invalid) setOpen(true);
+    else conversation.send();
+    jump();
+    field.current?.focus();
+  };
+  const stop = () => {
+    conversation.stop();
+    field.current?.focus();
+  };
+  const [edit] = useState(() => () => {
+    conversation.edit();
+    field.current?.focus();
+  });
+  const [again] = useState(() => () => {
+    conversation.again();
+    // The button goes.
+    field.current?.focus();
+  });
+  return (
+    <div className="chat">
+      <PageHead title="Chat" note="Try a model. What is said stays in the memory of this tab: the server keeps none of it.">
+        <Clear conversation={conversation} empty={chat.turns.length === 0} />
+      </PageHead>
+      <Model conversation={conversation} chat={chat} />
+      <div className="chat-mores">
+        <details className="chat-more" open={open} onToggle={(event) => setOpen(event.currentTarget.open)}>
+          <summary>Settings</summary>
+          <SettingsFields settings={chat.settings} wrong={wrong} onChange={(settings) => conversation.set({ settings })} />
+        </details>
+        <AsCode chat={chat} />
+      </div>
+      {/* Whole answers are announced, not each token. */}
+      <div className="chat-log" role="log" aria-live="off" aria-label="Conversation">
+        {chat.turns.map((turn) => (
+          <TurnView key={turn.id} turn={turn} last={turn === last} onAgain={again} onEdit={edit} />
+        ))}
+      </div>
+      <div className="chat-bottom">
+        {away && (
+          <Button small className="chat-jump" onClick={jump}>
+            Jump to latest
+          </Button>
+        )}
+        <Composer conversation={conversation} chat={chat} busy={busy} refusal={refusalOf(chat, invalid)} field={field} onSend={send} onStop={stop} />
+      </div>
+    </div>
+  );
+}
+
+function refusalOf({ model, draft }: Chat, invalid: boolean): string {
+  if (model === "") return "Choose a model first";
+  // What is wrong stands at its field, which a press opens.
+  return draft.trim() === "" && !invalid ? "Type a message first" : "";
+}
+
+/** The model of the address, of the conversation, or the first one that is loaded. */
+function Model({ conversation, chat }: { conversation: Conversation; chat: Chat }): ReactNode {
+  const [query, setQuery] = useSearchParams();
+  const definitions = useDefinitions();
+  const nodes = useRoster();
+  const loaded = useMemo(() => {
+    const found = new Map<string, number>();
+    for (const node of nodes.values()) for (const { model_name, state } of node.models) if (state === "loaded") found.set(model_name, (found.get(model_name) ?? 0) + 1);
+    return found;
+  }, [nodes]);
+  const known = useMemo(() => definitions.data ?? [], [definitions.data]);
+  const asked = query.get("model") ?? "";
+  const offered = useMemo(() => known.filter(canChat), [known]);
+  const usual = isTold(nodes) ? ((offered.find((one) => loaded.has(one.id)) ?? offered[0])?.id ?? "") : "";
+  const wanted = asked || chat.model || usual;
+  useEffect(() => {
+    if (wanted !== chat.model) conversation.set({ model: wanted });
+  }, [conversation, wanted, chat.model]);
+  if (definitions.data === undefined) {
+    return definitions.error === null ? <Loading what="models" /> : <Problem error={definitions.error} onRetry={() => void definitions.refetch()} />;
+  }
+  if (offered.length === 0 && wanted === "") return <NoModels />;
+  const choose = (model: string) => {
+    conversation.set({ model });
+    setQuery({ model }, { replace: true, preventScrollReset: true });
+  };
+  return <ModelField model={wanted} definitions={known} loaded={loaded} onChange={choose} />;
+}
+
+function NoModels(): ReactNode {
+  return (
+    <Empty title="No model to talk to">
+      <p>A model is defined by a YAML file in the folder of models (LOCALAI_MODELS_PATH). Those for embeddings are not offered here.</p>
+    </Empty>
+  );
+}
+
+function Clear({ conversation, empty }: { conversation: Conversation; empty: boolean }): ReactNode {
+  const [asked, setAsked] = useState(false);
+  const clear = () => {
+    conversation.clear();
+    setAsked(false);
+  };
+  return (
+    <>
+      <Button refusal={empty ? "Nothing has been said" : ""} onClick={() => setAsked(true)}>
+        Clear…
+      </Button>
+      {asked && (
+        <Confirm open danger onClose={() => setAsked(false)} title="Clear the conversation" action="Clear" onConfirm={clear}>
+          <p>It is kept nowhere else.</p>
+        </Confirm>
+      )}
+    </>
+  );
+}
+
+/** The last question with all before it, as one would send it; written when it is opened. */
+function AsCode({ chat }: { chat: Chat }): ReactNode {
+  const [open, setOpen] = useState(false);
+  return (
+    <details className="chat-more" onToggle={(event) => setOpen(event.currentTarget.open)}>
+      <summary>As curl and Python</summary>
+      {open && <Snippets chat={chat} />}
+    </details>
+  );
+}
+
+function Snippets({ chat: { model, settings, turns, draft } }: { chat: Chat }): ReactNode {
+  const question = turns.at(-1)?.question ?? (draft.trim() === "" ? "Hello!" : draft);
+  const request = requestOf(model, settings, [...messagesOf(turns.slice(0, -1)), { role: "user", content: question }]);
+  const { origin } = window.location;
+  return (
+    <div className="stack">
+      <p className="muted">Up to the last question. Put an API key of yours into LOCALAI_API_KEY; none is in here.</p>
+      <h2>curl</h2>
+      <Code text={curl(origin, request)} />
+      <h2>Python</h2>
+      <Code text={python(origin, request)} />
+    </div>
+  );
+}

@@ -1,0 +1,27 @@
+// Something that is done once a frame, however often it is asked for.
+
+/** How long it waits for a frame, in ms. */
+const UNDRAWN_MS = 250;
+
+export class NextFrame {
+  private frame = 0;
+  private timer: ReturnType<typeof setTimeout> | undefined;
+
+  constructor(private readonly run: () => void) {}
+
+  /** Does it with the next frame. */
+  ask(): void {
+    if (this.timer !== undefined) return;
+    this.frame = requestAnimationFrame(this.now);
+    // A tab that is hidden, or is being hidden, draws no frames, and must not gather what comes for hours.
+    this.timer = setTimeout(this.now, UNDRAWN_MS);
+  }
+
+  /** Does it at once. */
+  readonly now = (): void => {
+    cancelAnimationFrame(this.frame);
+    clearTimeout(this.timer);
+    this.timer = undefined;
+    this.run();
+  };
+}

@@ -1,0 +1,49 @@
+// A field with its label, and under it what is wrong with what is in it, else a hint.
+import { useId, type ReactNode } from "react";
+
+interface TextFieldProps {
+  label: string;
+  value: string;
+  onChange: (text: string) => void;
+  hint?: string;
+  /** What is wrong with it; "" if nothing is. */
+  wrong?: string | undefined;
+  numeric?: boolean;
+  /** The id of a list of suggestions. */
+  list?: string;
+  /** A dialog's focus starts here. */
+  first?: boolean;
+}
+
+export function TextField({ label, value, onChange, hint = "", wrong = "", numeric = false, list, first = false }: TextFieldProps): ReactNode {
+  const id = useId();
+  return (
+    <div className="field">
+      <label htmlFor={id}>{label}</label>
+      <input
+        id={id}
+        className="input"
+        value={value}
+        autoComplete="off"
+        autoCapitalize="none"
+        spellCheck={false}
+        inputMode={numeric ? "decimal" : "text"}
+        aria-invalid={wrong !== "" || undefined}
+        aria-describedby={`${id}-said`}
+        {...(list === undefined ? {} : { list })}
+        {...(first ? { autoFocus: true, "data-first": "" } : {})}
+        onChange={(event) => onChange(event.target.value)}
+      />
+      <Said id={`${id}-said`} wrong={wrong} hint={hint} />
+    </div>
+  );
+}
+
+/** Under a field: what is wrong with it, else a hint. */
+export function Said({ id, wrong, hint }: { id: string; wrong: string; hint: string }): ReactNode {
+  return (
+    <p id={id} className={wrong === "" ? "field-hint" : "field-hint bad"} role={wrong === "" ? undefined : "alert"}>
+      {wrong || hint}
+    </p>
+  );
+}
