@@ -60,6 +60,7 @@ SHEETS = (
     Sheet("scheduling.md", re.compile(r"^\| (C\d+) \| (.+)")),
     Sheet("scheduling.md", re.compile(r"^- (T-[A-Z]+-[\d…]+) (.+)")),
     Sheet("http-api.md", re.compile(r"^### (\d+\.\d+) (.+)"), "http-"),
+    Sheet("http-api.md", re.compile(r"^\| (6[a-z]) (.+)"), "http-"),
     Sheet("worker.md", re.compile(r"^#{2,3} (\d+(?:\.\d+)?)\.? (.+)"), "worker-"),
     Sheet("worker.md", re.compile(r"^(\d+)\. (.+)"), "W", only="W22"),
     Sheet("grpc.md", re.compile(r"^\| ([A-Z]\w+) \| (\w.+)"), "grpc-", section="grpc"),
@@ -75,7 +76,7 @@ _LATER = "| later"
 _CITED = re.compile(r"\b(?:UI-\d+\.\d+|[AEHO]\d+|UW\d+)\b")
 
 
-def _numbers(prefix: str, *spans: range) -> frozenset[str]:
+def _numbers(prefix: str, *spans: Iterable[int | str]) -> frozenset[str]:
     return frozenset(f"{prefix}{number}" for span in spans for number in span)
 
 
@@ -207,7 +208,8 @@ COVERED: dict[str, frozenset[str] | None] = {
     "worker-18": frozenset({"worker-18.1", "worker-18.2", "worker-18.5"}),
     # How the page is served and whom it asks first; which page calls what else (5.3, 5.5) the pages say.
     "http-5": frozenset({"http-5.1", "http-5.2", "http-5.4"}),
-    "http-6": frozenset({"http-6.1", "http-6.2", "http-6.3"}),
+    # Of 6a not edits, moderations and MCP, of 6b not faces. Rows without a letter are left out.
+    "http-6": frozenset({"http-6.1", "http-6.2", "http-6.3"}) | _numbers("http-6", "abcd"),
     "pages": None,
 }
 

@@ -491,10 +491,14 @@ def test_a_template_of_go_falls_back_to_the_models_own_with_a_warning(definition
 
 @pytest.mark.parametrize("name", ["m", "org/m", "a b"])
 def test_one_model(name: str, definitions: Path) -> None:
-    (definitions / "other.yaml").write_text(DEFINITION.replace("name: m", f"name: {name}"))
+    file = definitions / "other.yaml"
+    file.write_text(DEFINITION.replace("name: m", f"name: {name}"))
+    if name == "m":
+        file = definitions / "m.yaml"
     path = f"/v1/models/{name}"
     answer = play(lambda client, _: reply(client.request("GET", path)), Scripted())
-    assert (answer.status, answer.body) == (200, {"id": name, "object": "model", "owned_by": "localai"})
+    told = {"id": name, "object": "model", "created": int(file.stat().st_mtime), "owned_by": "localai"}
+    assert (answer.status, answer.body) == (200, told)
 
 
 def test_a_model_that_is_not_defined_is_a_404() -> None:

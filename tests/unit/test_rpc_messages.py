@@ -57,7 +57,8 @@ def test_methods() -> None:
     service = PredictOptions.DESCRIPTOR.file.services_by_name["Backend"]
     assert service.full_name == "backend.Backend"
     streams = {method.name: method.server_streaming for method in service.methods}
-    assert [name for name, streaming in streams.items() if streaming] == ["PredictStream"]
+    streamed = {name for name, streaming in streams.items() if streaming}
+    assert streamed == {"PredictStream", "AudioTranscriptionStream", "TTSStream"}
     assert set(streams) >= {"Health", "LoadModel", "Predict", "Embedding", "TokenizeString", "Status", "Free"}
 
 

@@ -106,6 +106,7 @@ def test_every_rule_of_the_nodes_part_is_covered() -> None:
         *(f"http-4.{number}" for number in range(1, 6)),
         *(f"http-5.{number}" for number in (1, 2, 4)),
         *(f"http-6.{number}" for number in range(1, 4)),
+        *(f"http-6{letter}" for letter in "abcd"),
     ]
     assert {f"T-REG-{number}" for number in (*range(1, 12), *range(33, 49), *range(103, 110))} < set(wanted)
     assert len(wanted) == len(set(wanted))
