@@ -5,9 +5,9 @@ ended attempt may still run at that place, bring the backend if the worker lacks
 which others may join) and the model's files (`delivery.py`), have the process started, `LoadModel`, publish
 the row. Each step may be the last one of this process: the row carries the attempt's mark, the operation its
 fence, and the next attempt starts by clearing up. An attempt lives as long as its row, which goes with the
-node. An attempt that does not publish a replica has its engine stopped, and the note in `engines.py` stays until a controller has
-seen that it is gone. Several loads of a model may run at once: only who has a place may have the engine there
-stopped by its key. What is loaded depends on the stored definition only, where on the slot.
+node. One that publishes no replica has its engine stopped, and the note in `engines.py` stays until a
+controller has seen that it is gone. Several loads of a model may run at once: only who has a place may have
+the engine there stopped by its key. What is loaded depends on the stored definition only, where on the slot.
 """
 
 import asyncio
