@@ -8,6 +8,7 @@ worker's: another controller goes on where this one was killed.
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -220,19 +221,23 @@ class Transfer:
     def _moves(self) -> None:
         """The file has got further than ever before."""
         self._moved_at = asyncio.get_running_loop().time()
-        self._watch.reschedule(self._moved_at + self._stall)
+        self._until(self._moved_at + self._stall)
 
     def _worker_hashes(self) -> None:
         """The worker may have to read the whole file before it answers: that time does not count."""
         self._hashing_since = asyncio.get_running_loop().time()
-        self._watch.reschedule(self._moved_at + self._stall + deadlines.hashing(self._file.size))
+        self._until(self._moved_at + self._stall + deadlines.hashing(self._file.size))
 
     def _worker_answered(self) -> None:
         if self._hashing_since is not None:
             took = asyncio.get_running_loop().time() - self._hashing_since
             self._moved_at += min(took, deadlines.hashing(self._file.size))
             self._hashing_since = None
-            self._watch.reschedule(self._moved_at + self._stall)
+            self._until(self._moved_at + self._stall)
+
+    def _until(self, when: float) -> None:
+        if not self._watch.expired():
+            self._watch.reschedule(when)
 
     async def _pause(self, reason: str) -> None:
         seconds = retry_delay(self._pauses)
@@ -254,7 +259,7 @@ async def _text(answer: httpx.Response) -> str:
 def _words(error: Exception) -> str:
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return cause.strerror.lower()
+        if isinstance(cause, OSError) and cause.errno and cause.errno > 0:
+            return os.strerror(cause.errno).lower()
         cause = cause.__cause__ or cause.__context__
     return str(error)[:200] or type(error).__name__

@@ -1,4 +1,4 @@
-"""A worker's file server as worker.md §12 has it, which can be told to go wrong, and a log of what it was asked."""
+"""A worker's file server as worker.md §12 has it, which can be told to go wrong, and what it was asked."""
 
 import asyncio
 import contextlib
@@ -64,7 +64,7 @@ class FileServer:
     most: int = 0
     """Uploads at the same time, at most."""
     _now: int = 0
-    _over: asyncio.Event = field(default_factory=asyncio.Event)
+    _connections: set["asyncio.Task[None]"] = field(default_factory=set)
 
     @property
     def server(self) -> HttpServer:
@@ -80,9 +80,19 @@ class FileServer:
         """Where a key lies."""
         return self.folder / key
 
+    def begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A new connection."""
+        self._connections.add(asyncio.create_task(self.handle(reader, writer)))
+
+    async def close(self) -> None:
+        """Ends all connections."""
+        for one in self._connections:
+            one.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection."""
-        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             while head := await reader.readuntil(b"\r\n\r\n"):
                 first, *lines = head.decode().split("\r\n")
                 method, path, _ = first.split(" ")
@@ -94,7 +104,9 @@ class FileServer:
                     break
                 writer.write(self._encoded(method, *answer))
                 await writer.drain()
-        writer.close()
+        writer.transport.abort()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
 
     def _encoded(self, method: str, status: int, body: str, more: dict[str, Any]) -> bytes:
         content = "" if method == "HEAD" else body
@@ -184,7 +196,7 @@ class FileServer:
             while left:
                 if fault is not None and got >= limit:
                     if isinstance(fault, Hangs):
-                        await self._over.wait()
+                        await asyncio.Event().wait()
                     return False
                 piece = await reader.read(min(left, max(limit - got, 1), 65536))
                 if not piece:
@@ -207,10 +219,11 @@ class FileServer:
 async def file_server(folder: Path) -> AsyncIterator[FileServer]:
     """A server on a free port, in the running loop."""
     made = FileServer(folder)
-    server = await asyncio.start_server(made.handle, "127.0.0.1", 0, limit=2**20)
+    server = await asyncio.start_server(made.begin, "127.0.0.1", 0, limit=2**20)
     made.address = "{}:{}".format(*server.sockets[0].getsockname())
     try:
         yield made
     finally:
-        made._over.set()
         server.close()
+        await made.close()
+        await server.wait_closed()
