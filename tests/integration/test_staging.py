@@ -18,9 +18,9 @@ from nodes.staging import hashes, transfer
 from nodes.staging.meter import Meter
 from nodes.staging.plan import LocalFile, Plan, plan
 from nodes.staging.send import IN_ALL, OF_A_NODE, Lanes, Sending, Sent
-from nodes.staging.source import Changed
+from nodes.staging.source import Changed, Source
 from nodes.staging.transfer import Refusal, Stalled, Transfer, connected
-from operations.executor.work import in_thread
+from operations.executor.work import in_thread, retry_delay
 from tests.support.backends import ROOT
 from tests.support.file_server import TOKEN, Cut, FileServer, Hangs, Says, file_server
 
@@ -75,13 +75,12 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses between attempts, none of which is waited for."""
     kept: list[float] = []
-    plain = transfer.retry_delay
 
-    def retry_delay(attempts: int) -> float:
-        kept.append(plain(attempts))
+    def none(attempts: int) -> float:
+        kept.append(retry_delay(attempts))
         return 0.0
 
-    monkeypatch.setattr(transfer, "retry_delay", retry_delay)
+    monkeypatch.setattr(transfer, "retry_delay", none)
     return kept
 
 
@@ -92,7 +91,7 @@ async def test_a_file_goes_there_whole_and_is_verified(tmp_path: Path) -> None:
         assert one.there.read_bytes() == one.file.read_bytes()
 
 
-@pytest.mark.rule("worker-13", "T-FTS-26", "T-FTS-24", "T-FTS-16")
+@pytest.mark.rule("worker-13", "T-FTS-26", "T-FTS-24")
 async def test_the_requests_are_those_of_the_recording(tmp_path: Path) -> None:
     """A new file: HEAD, HEAD, PUT with its range and hash. An unchanged one: exactly one HEAD."""
     recorded = [json.loads(line) for line in (RECORDED / "staging.jsonl").read_text().splitlines()]
@@ -109,7 +108,7 @@ async def test_the_requests_are_those_of_the_recording(tmp_path: Path) -> None:
         assert one.worker.steps == [("HEAD", 200)]
 
 
-@pytest.mark.rule("worker-13", "T-FTS-35", "T-FTS-36", "T-FTS-28", "T-FTS-32")
+@pytest.mark.rule("worker-13", "T-FTS-35", "T-FTS-36")
 @pytest.mark.parametrize("after", [1, 65_536, 1_500_000, SIZE - 1])
 async def test_an_upload_that_was_cut_goes_on_where_it_broke_off(
     tmp_path: Path, pauses: list[float], after: int
@@ -142,7 +141,7 @@ async def test_another_controller_goes_on_where_one_was_killed(tmp_path: Path) -
         assert one.there.read_bytes() == one.file.read_bytes()
 
 
-@pytest.mark.rule("worker-13", "T-FTS-25", "T-FTS-33")
+@pytest.mark.rule("worker-13", "T-FTS-25")
 async def test_a_changed_file_goes_again_as_a_whole(tmp_path: Path) -> None:
     """Also one that became shorter, and one in place of which an older file was put."""
     async with site(tmp_path) as one:
@@ -170,7 +169,7 @@ async def test_a_part_of_another_file_is_replaced(tmp_path: Path, pauses: list[f
         assert one.ranges()[-1] == f"bytes 0-{SIZE - 1}/{SIZE}"
 
 
-@pytest.mark.rule("worker-13", "T-FTS-31")
+@pytest.mark.rule("worker-13")
 async def test_a_part_with_wrong_bytes_fails_once_and_the_next_attempt_starts_clean(
     tmp_path: Path, pauses: list[float]
 ) -> None:
@@ -185,7 +184,7 @@ async def test_a_part_with_wrong_bytes_fails_once_and_the_next_attempt_starts_cl
         assert one.there.read_bytes() == one.file.read_bytes()
 
 
-@pytest.mark.rule("worker-13", "T-FTS-29")
+@pytest.mark.rule("worker-13")
 @pytest.mark.parametrize(
     "hidden",
     [("X-Content-SHA256",), ("X-Local-Path",), ("X-File-Size",), ("X-Content-SHA256", "X-File-Size")],
@@ -220,7 +219,7 @@ async def test_what_may_pass_is_tried_again_after_longer_and_longer_pauses(
         assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
 
 
-@pytest.mark.rule("worker-13", "T-FTS-13", "T-FTS-12")
+@pytest.mark.rule("worker-13")
 @pytest.mark.parametrize("status", [400, 409, 500, 502, 301, 507])
 async def test_any_other_status_ends_it_with_the_workers_words(
     tmp_path: Path, pauses: list[float], status: int
@@ -232,7 +231,7 @@ async def test_any_other_status_ends_it_with_the_workers_words(
         assert (refusal.value.full, pauses) == (status == 507, [])
 
 
-@pytest.mark.rule("worker-13", "T-FTS-20")
+@pytest.mark.rule("worker-13")
 async def test_a_token_that_is_refused_ends_it_before_any_byte(tmp_path: Path) -> None:
     async with site(tmp_path) as one:
         sending = one.sending()
@@ -276,6 +275,41 @@ async def test_a_worker_that_is_not_there_stalls_it_with_the_reason(
         one.stall, one.worker.address = 0.3, "127.0.0.1:1"
         with pytest.raises(Stalled, match="refused"):
             await one.sent()
+
+
+@pytest.mark.rule("T-DL-18", "T-DL-19", "T-DL-20", "R2.24")
+async def test_reading_a_file_for_its_hash_keeps_it_alive_and_silence_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it is all there: what is verified after the end of the wait counts no more."""
+    plain = Source.add_to
+
+    async def slowly(source: Source, digest: Any, most: int) -> int:
+        await asyncio.sleep(0.25)
+        return await plain(source, digest, SIZE // 6)
+
+    async def never(source: Source, digest: Any, most: int) -> int:
+        return await asyncio.Event().wait()
+
+    async with site(tmp_path) as one:
+        one.stall = 1.0
+        monkeypatch.setattr(Source, "add_to", slowly)
+        await one.sent()
+        monkeypatch.setattr(Source, "add_to", never)
+        with pytest.raises(Stalled):
+            await one.sent()
+        assert one.there.read_bytes() == one.file.read_bytes()
+
+
+@pytest.mark.rule("T-FTS-27", "worker-13")
+@pytest.mark.parametrize("status", [405, 500])
+async def test_a_worker_that_does_not_tell_what_it_has_is_sent_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    monkeypatch.setattr(FileServer, "_head", lambda server, key: (status, "", {}))
+    async with site(tmp_path) as one:
+        await one.sent()
+        assert one.worker.steps == [("HEAD", status), ("HEAD", status), ("PUT", 200)]
 
 
 @pytest.mark.rule("R2.57", "worker-14")

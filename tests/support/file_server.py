@@ -61,6 +61,7 @@ class FileServer:
     hides: frozenset[str] = frozenset()
     """Headers of answers that something on the way takes out."""
     address: str = ""
+    token: str = TOKEN
     most: int = 0
     """Uploads at the same time, at most."""
     _now: int = 0
@@ -69,7 +70,7 @@ class FileServer:
     @property
     def server(self) -> HttpServer:
         """As the control plane knows it."""
-        return HttpServer("gpu", "healthy", Contact(str(parse(self.address)), TOKEN))
+        return HttpServer("gpu", "healthy", Contact(str(parse(self.address)), self.token))
 
     @property
     def steps(self) -> list[tuple[str, int]]:
@@ -117,7 +118,7 @@ class FileServer:
     async def _answer(
         self, method: str, key: str, headers: dict[str, str], reader: asyncio.StreamReader
     ) -> tuple[int, str, dict[str, Any]]:
-        if headers.get("authorization") != f"Bearer {TOKEN}":
+        if headers.get("authorization") != f"Bearer {self.token}":
             return 401, "unauthorized", {"Connection": "close"}
         assert ".." not in key
         assert key.startswith("models/")

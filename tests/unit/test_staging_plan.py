@@ -229,7 +229,7 @@ def test_a_relative_value_resolves_on_the_worker_to_what_it_means_here(
 ) -> None:
     """Whatever the folder looks like: what an option names here is found there under its unchanged text."""
     folder = tmp_path_factory.mktemp("models")
-    there = []
+    there: list[str] = []
     for name in names:
         if not any(other.startswith(name + "/") or name.startswith(other + "/") for other in there):
             put(folder, name)
