@@ -25,10 +25,10 @@ from nodes.registry import dialling
 from nodes.replicas import slots
 from nodes.replicas.slots import Slot
 from nodes.staging.meter import Meter
-from nodes.staging.plan import Plan, Unsendable, plan
+from nodes.staging.plan import FilePlan, Unsendable, plan
 from nodes.staging.send import Lanes, Sending, Sent
 from nodes.staging.source import Changed, aside
-from nodes.staging.transfer import Refusal, Stalled
+from nodes.staging.transfer import FileRefused, Stalled
 from operations.executor.work import Postpone, Work, in_thread
 from operations.ledger.progress import Tick
 
@@ -90,7 +90,7 @@ async def delivered(
     return told, warnings
 
 
-async def _planned(definition: Definition, options: Mapping[str, Any]) -> Plan:
+async def _planned(definition: Definition, options: Mapping[str, Any]) -> FilePlan:
     folder = conf.cluster().models_path
     try:
         async with asyncio.timeout(_LOOK_LIMIT):
@@ -118,7 +118,7 @@ def _begin(attempt: Delivering) -> bool | None:
     return slots.begin_staging(attempt.slot, mark=attempt.mark, running=engines.running_attempts())
 
 
-async def _bounded(attempt: Delivering, planned: Plan, lanes: Lanes) -> Sent:
+async def _bounded(attempt: Delivering, planned: FilePlan, lanes: Lanes) -> Sent:
     """All files, within the time that a load may take at all (C31)."""
     age = (clock.now() - attempt.work.operation.created_at).total_seconds()
     try:
@@ -129,7 +129,7 @@ async def _bounded(attempt: Delivering, planned: Plan, lanes: Lanes) -> Sent:
         raise LoadFailed(
             f"staging: deadline exceeded, the files were not there after {hours:.0f} h"
         ) from None
-    except (Refusal, Stalled) as refusal:
+    except (FileRefused, Stalled) as refusal:
         raise NodeRefused(f"staging: {refusal}") from refusal
     except Changed as change:
         raise Postpone(f"staging: {change}; looking again", seconds=_AFTER_CHANGE) from change
@@ -137,7 +137,7 @@ async def _bounded(attempt: Delivering, planned: Plan, lanes: Lanes) -> Sent:
         raise LoadFailed(f"staging: a file cannot be read ({error.strerror or error})") from error
 
 
-async def _sent(attempt: Delivering, planned: Plan, lanes: Lanes) -> Sent:
+async def _sent(attempt: Delivering, planned: FilePlan, lanes: Lanes) -> Sent:
     slot = attempt.slot
     try:
         server = await in_thread(_server, slot, planned.total)

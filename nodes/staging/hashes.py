@@ -12,7 +12,7 @@ from datetime import datetime, timedelta
 from localai_cluster import clock
 from nodes.models import FileHash
 from nodes.staging.plan import LocalFile
-from nodes.staging.source import Changed, Source, aside, stamp_of
+from nodes.staging.source import Changed, OpenedFile, aside, stamp_of
 from operations.executor.work import in_thread
 
 CHUNK = 2**20
@@ -35,7 +35,7 @@ async def hash_of(file: LocalFile, moved: Callable[[int], None]) -> tuple[str, s
     known = await in_thread(_known, file.relative, stamp, clock.now() - KEPT)
     if known is not None:
         return known, stamp
-    began, source, digest = clock.now(), Source(file, stamp), hashlib.sha256()
+    began, source, digest = clock.now(), OpenedFile(file, stamp), hashlib.sha256()
     try:
         while count := await source.add_to(digest, CHUNK):
             moved(count)

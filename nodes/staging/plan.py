@@ -1,7 +1,7 @@
 """Which files of the models folder an engine needs on another machine, and what it is told of them there.
 
 The options of a definition name them: the model's file, others beside it, and values in `Options` and
-`Overrides` (R2.57, worker.md §14). `plan` looks at the folder; `Plan.told` turns what came of it into the
+`Overrides` (R2.57, worker.md §14). `plan` looks at the folder; `FilePlan.told` turns what came of it into the
 options of the engine, without I/O. Nothing leaves the models folder: a path or a link that leads out of it is
 not followed.
 """
@@ -50,7 +50,7 @@ class Named:
 
 
 @dataclass(frozen=True)
-class Plan:
+class FilePlan:
     """What to bring for one model."""
 
     options: Mapping[str, Any]
@@ -119,12 +119,12 @@ def _rewritten(options: Mapping[str, Any], places: Mapping[tuple[str, str], str]
     return made
 
 
-def plan(folder: Path, name: str, options: Mapping[str, Any]) -> Plan:
+def plan(folder: Path, name: str, options: Mapping[str, Any]) -> FilePlan:
     """Looks at the files that the options of the model `name` mean.
 
     Raises Unsendable for the model's own file if it is there and must not leave, and OSError.
     """
-    look = _Look(folder, name)
+    look = _FolderLook(folder, name)
     named: list[Named] = []
     missing: dict[tuple[str, str], str] = {}
     for option, text in _texts(options):
@@ -139,7 +139,7 @@ def plan(folder: Path, name: str, options: Mapping[str, Any]) -> Plan:
                 named.append(found)
             elif option not in _VALUES:
                 missing[option, text] = "is not in the models folder"
-    return Plan(options, tuple(named), missing)
+    return FilePlan(options, tuple(named), missing)
 
 
 def _texts(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -157,7 +157,7 @@ def _texts(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield name, value
 
 
-class _Look:
+class _FolderLook:
     """One look at the models folder for one model."""
 
     def __init__(self, folder: Path, model: str) -> None:

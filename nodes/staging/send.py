@@ -17,8 +17,8 @@ from nodes.placement import deadlines
 from nodes.registry.dialling import HttpServer
 from nodes.staging.keys import NoKey, key_of, root_of
 from nodes.staging.meter import Meter
-from nodes.staging.plan import LocalFile, Plan
-from nodes.staging.transfer import Refusal, Transfer, connected
+from nodes.staging.plan import FilePlan, LocalFile
+from nodes.staging.transfer import FileRefused, Transfer, connected
 
 OF_A_NODE, IN_ALL = 4, 16
 """Files that are sent at once."""
@@ -54,7 +54,7 @@ class Sending:
     """The files of one model on their way to one worker."""
 
     model: str
-    plan: Plan
+    plan: FilePlan
     server: HttpServer
     node_id: UUID
     lanes: Lanes
@@ -62,7 +62,7 @@ class Sending:
     stall: float = deadlines.STALL
 
     async def run(self) -> Sent:
-        """Returns when all of them are there. Raises Refusal, Stalled, Changed and OSError."""
+        """Returns when all of them are there. Raises FileRefused, Stalled, Changed and OSError."""
         roots: set[str] = set()
         failed: dict[str, str] = {}
         files = iter(self.plan.files.values())
@@ -73,7 +73,7 @@ class Sending:
         except BaseExceptionGroup as several:
             raise several.exceptions[0] from several
         if len(roots) > 1:
-            raise Refusal(self.model, 200, f"it keeps the files in several places: {sorted(roots)[:3]}")
+            raise FileRefused(self.model, 200, f"it keeps the files in several places: {sorted(roots)[:3]}")
         return Sent(next(iter(roots), ""), failed)
 
     async def _lane(
@@ -84,7 +84,7 @@ class Sending:
             try:
                 async with self.lanes.to(self.node_id), self.lanes.all:
                     roots.add(await self._bring(client, file))
-            except Refusal as refusal:
+            except FileRefused as refusal:
                 if refusal.full or self.plan.is_vital(file.relative):
                     raise
                 failed[file.relative] = str(refusal)
@@ -97,4 +97,4 @@ class Sending:
         try:
             return root_of(path, file.relative)
         except NoKey as why:
-            raise Refusal(file.relative, 200, str(why)) from why
+            raise FileRefused(file.relative, 200, str(why)) from why

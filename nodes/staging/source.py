@@ -48,7 +48,7 @@ async def aside(function: Callable[[], T]) -> T:
     return await done
 
 
-class Source:
+class OpenedFile:
     """The file, if it still has the stamp; opened with the first read. `close` it, it does not wait."""
 
     def __init__(self, file: LocalFile, stamp: str, offset: int = 0) -> None:

@@ -16,14 +16,14 @@ from pathlib import PurePosixPath
 
 import httpx
 
-from localai_cluster import names
+from localai_cluster import clock, names
 from nodes.placement import deadlines
 from nodes.registry.dialling import HttpServer
 from nodes.staging.hashes import CHUNK, hash_of
 from nodes.staging.keys import path_of
 from nodes.staging.meter import Meter
 from nodes.staging.plan import LocalFile
-from nodes.staging.source import Source
+from nodes.staging.source import OpenedFile
 from operations.executor.work import retry_delay
 
 CONNECT_LIMIT = 10.0
@@ -36,7 +36,7 @@ _FULL = (507,)
 _NO_SPACE = ("no space left", "disk quota exceeded", "not enough space", "insufficient storage")
 
 
-class Refusal(Exception):
+class FileRefused(Exception):
     """The worker does not take the file; the text has its words."""
 
     def __init__(self, file: str, status: int, said: str) -> None:
@@ -69,7 +69,7 @@ class Remote:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Received:
     """To a PUT."""
 
     status: int
@@ -115,7 +115,7 @@ class Transfer:
         self._reason = "no answer"
 
     async def bring(self) -> str:
-        """The file's path on the worker, where it is now. Raises Refusal, Stalled, Changed and OSError."""
+        """The file's path on the worker, where it is now. Raises FileRefused, Stalled, Changed, OSError."""
         try:
             async with asyncio.timeout(self._stall) as self._watch:
                 self._moves()
@@ -161,7 +161,7 @@ class Transfer:
             if answer.status == 200 and (path := answer.path):
                 break
             if answer.status not in _TRANSIENT:
-                raise Refusal(self._file.relative, answer.status, answer.body)
+                raise FileRefused(self._file.relative, answer.status, answer.body)
             refused = offset if answer.status == 416 and ranged else None
             await self._pause(f"its worker has another part of the file ({answer.status})")
         self._meter.arrived(self._file.relative)
@@ -174,7 +174,7 @@ class Transfer:
         finally:
             self._worker_answered()
         if answer.status_code in _NOT_FOR_US:
-            raise Refusal(self._file.relative, answer.status_code, "it does not accept our token")
+            raise FileRefused(self._file.relative, answer.status_code, "it does not accept our token")
         said = answer.headers
         size = said.get(_SIZE, "")
         return Remote(
@@ -185,7 +185,7 @@ class Transfer:
             said.get(_PATH, ""),
         )
 
-    async def _put(self, sha256: str, stamp: str, offset: int, *, ranged: bool) -> Answer:
+    async def _put(self, sha256: str, stamp: str, offset: int, *, ranged: bool) -> Received:
         size = self._file.size
         headers = {
             "Content-Type": "application/octet-stream",
@@ -195,16 +195,16 @@ class Transfer:
         if ranged:
             headers["Content-Range"] = f"bytes {offset}-{size - 1}/{size}"
         self._meter.starts(self._file.relative, offset)
-        source = Source(self._file, stamp, offset)
+        source = OpenedFile(self._file, stamp, offset)
         try:
             body = self._pieces(source, offset)
             async with self._client.stream("PUT", self._url, content=body, headers=headers) as answer:
-                return Answer(answer.status_code, await _text(answer))
+                return Received(answer.status_code, await _text(answer))
         finally:
             self._worker_answered()
             source.close()
 
-    async def _pieces(self, source: Source, at: int) -> AsyncIterator[bytes]:
+    async def _pieces(self, source: OpenedFile, at: int) -> AsyncIterator[bytes]:
         while piece := await source.take(CHUNK):
             yield piece
             at += len(piece)
@@ -220,17 +220,17 @@ class Transfer:
 
     def _moves(self) -> None:
         """The file has got further than ever before."""
-        self._moved_at = asyncio.get_running_loop().time()
+        self._moved_at = clock.monotonic()
         self._until(self._moved_at + self._stall)
 
     def _worker_hashes(self) -> None:
         """The worker may have to read the whole file before it answers: that time does not count."""
-        self._hashing_since = asyncio.get_running_loop().time()
+        self._hashing_since = clock.monotonic()
         self._until(self._moved_at + self._stall + deadlines.hashing(self._file.size))
 
     def _worker_answered(self) -> None:
         if self._hashing_since is not None:
-            took = asyncio.get_running_loop().time() - self._hashing_since
+            took = clock.monotonic() - self._hashing_since
             self._moved_at += min(took, deadlines.hashing(self._file.size))
             self._hashing_since = None
             self._until(self._moved_at + self._stall)

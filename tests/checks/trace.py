@@ -154,6 +154,11 @@ COVERED: dict[str, frozenset[str] | None] = {
     "7F": _numbers("T-HLT-", range(1, 7), range(8, 15)),
     "7G": None,
     "7H": None,
+    # Of files of models; not T-STG-30: 3D. Those of requests are the inference edge's, what a worker answers
+    # is worker-12's. Not T-FLW-16: an object store.
+    "7I": _numbers("T-STG-", range(1, 30))
+    | _numbers("T-FTS-", range(24, 28), range(35, 37))
+    | _numbers("T-FLW-", range(3, 4), range(6, 7), range(15, 16), range(17, 20)),
     # Credentials of the bus; logs of engines.
     "7J": _numbers("T-JWT-", range(1, 7)) | _numbers("T-LOG-", range(1, 16)),
     "W22": _numbers("W", range(4, 5), range(8, 27), range(31, 33), range(35, 36)),
@@ -190,6 +195,9 @@ COVERED: dict[str, frozenset[str] | None] = {
     "worker-10": None,
     "worker-11": None,
     "worker-12": frozenset({"worker-12.7"}),
+    "worker-13": None,
+    "worker-14": None,
+    "worker-16": None,
     # Not where galleries come from, and what a machine can run.
     "worker-18": frozenset({"worker-18.1", "worker-18.2", "worker-18.5"}),
     # How the page is served and whom it asks first; which page calls what else (5.3, 5.5) the pages say.

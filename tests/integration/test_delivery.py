@@ -24,9 +24,10 @@ from nodes.staging.plan import plan
 from operations.executor.operation_queue import write_batch
 from operations.executor.recorder import Recorder
 from operations.executor.work import Postpone, Work, in_thread
-from operations.ledger import admission, lease
+from operations.ledger import admission, lease, outcome
 from operations.ledger.progress import Tick, record
 from operations.models import Operation
+from operations.states import Event
 from tests.integration.test_load_steps import told
 from tests.integration.test_loading import BACKEND, STARTED, Stage, loads, stage
 from tests.support import backends
@@ -83,7 +84,17 @@ async def holds(what: Callable[[], Any]) -> None:
 
 
 @pytest.mark.rule(
-    "R2.26", "R2.56", "R2.29", "T-ROU-2", "T-STG-9", "T-FLW-3", "T-FLW-6", "T-FLW-17", "T-FLW-18"
+    "R2.26",
+    "R2.56",
+    "R2.29",
+    "T-ROU-2",
+    "T-STG-9",
+    "T-STG-28",
+    "T-STG-29",
+    "T-FLW-3",
+    "T-FLW-6",
+    "T-FLW-17",
+    "T-FLW-18",
 )
 async def test_the_files_are_there_before_the_engine_starts(
     stage: Stage, files: Path, told: list[Any], tmp_path: Path
@@ -100,6 +111,7 @@ async def test_the_files_are_there_before_the_engine_starts(
         stage.installs(stage.one, starting)
         result = await stage.handler(stage.work)
     assert result["warnings"] == []
+    assert not stage.bus.published, "D-STAGE-ROWS: no message tells it"
     assert steps == [(["a.gguf", "proj.bin"], [("one", 0, "loading")])]
     root = str(server.folder / "models/echo")
     (options,) = told
@@ -135,7 +147,7 @@ async def test_every_process_sees_bytes_and_files_while_they_are_sent(
     assert "file 1 of 2" in look.message
 
 
-@pytest.mark.rule("R2.23", "T-STG-26")
+@pytest.mark.rule("R2.23", "T-STG-26", "T-STG-27")
 def test_the_time_that_is_left_follows_from_what_moved_of_late(stage: Stage) -> None:
     """What the node had before is there, and no speed; bytes begin again after those of an installation."""
     attempt, now = stage.work.attempt, clock.now()
@@ -149,14 +161,17 @@ def test_the_time_that_is_left_follows_from_what_moved_of_late(stage: Stage) -> 
     assert look is not None
     assert (look.current_bytes, look.total_bytes, look.progress) == (80, 100, 45)
     assert wait.eta_seconds(look, now) == 5
+    assert record({(attempt[0], attempt[1] + 1): [files]}, now=now), "nobody else says it"
     late = replace(files, current_bytes=70, bytes_per_second=0)
     assert not record({attempt: [late.after(files)]}, now=now)
     look = wait.status("echo", now)
     assert look is not None
     assert (look.current_bytes, wait.eta_seconds(look, now)) == (80, None)
+    outcome.finish(*attempt, Event.CANCEL, now=now)
+    assert wait.status("echo", now) is None
 
 
-@pytest.mark.rule("R2.56", "R2.36", "T-STG-8", "T-DSK-12", "worker-14")
+@pytest.mark.rule("R2.56", "R2.36", "T-STG-8", "T-DSK-12", "T-FLW-19", "worker-14")
 async def test_with_shared_models_nothing_is_sent_nor_rewritten(
     stage: Stage, files: Path, told: list[Any], settings: Settings
 ) -> None:

@@ -16,10 +16,10 @@ from localai_cluster import clock
 from nodes.models import FileHash
 from nodes.staging import hashes, transfer
 from nodes.staging.meter import Meter
-from nodes.staging.plan import LocalFile, Plan, plan
+from nodes.staging.plan import FilePlan, LocalFile, plan
 from nodes.staging.send import IN_ALL, OF_A_NODE, Lanes, Sending, Sent
-from nodes.staging.source import Changed, Source
-from nodes.staging.transfer import Refusal, Stalled, Transfer, connected
+from nodes.staging.source import Changed, OpenedFile
+from nodes.staging.transfer import FileRefused, Stalled, Transfer, connected
 from operations.executor.work import in_thread, retry_delay
 from tests.support.backends import ROOT
 from tests.support.file_server import TOKEN, Cut, FileServer, Hangs, Says, file_server
@@ -47,15 +47,15 @@ class Site:
     def there(self) -> Path:
         return self.worker.file(KEY)
 
-    def planned(self, **options: Any) -> Plan:
+    def planned(self, **options: Any) -> FilePlan:
         return plan(self.folder, "m", {"Model": "a.gguf", **options})
 
-    def sending(self, planned: Plan | None = None, node: Any = None) -> Sending:
+    def sending(self, planned: FilePlan | None = None, node: Any = None) -> Sending:
         made = planned or self.planned()
         meter = Meter({file.relative: file.size for file in made.files.values()}, "gpu")
         return Sending("m", made, self.worker.server, node or uuid4(), self.lanes, meter, self.stall)
 
-    async def sent(self, planned: Plan | None = None) -> Sent:
+    async def sent(self, planned: FilePlan | None = None) -> Sent:
         return await self.sending(planned).run()
 
     def ranges(self) -> list[str]:
@@ -161,7 +161,7 @@ async def test_a_changed_file_goes_again_as_a_whole(tmp_path: Path) -> None:
 async def test_a_part_of_another_file_is_replaced(tmp_path: Path, pauses: list[float]) -> None:
     async with site(tmp_path) as one:
         one.worker.faults = [Cut(2_000_000), Says(500, "broken")]
-        with pytest.raises(Refusal):
+        with pytest.raises(FileRefused):
             await one.sent()
         one.file.write_bytes(os.urandom(SIZE))
         await one.sent()
@@ -175,10 +175,10 @@ async def test_a_part_with_wrong_bytes_fails_once_and_the_next_attempt_starts_cl
 ) -> None:
     async with site(tmp_path) as one:
         one.worker.faults = [Cut(1_000_000), Says(500)]
-        with pytest.raises(Refusal):
+        with pytest.raises(FileRefused):
             await one.sent()
         one.there.write_bytes(bytes(1_000_000))
-        with pytest.raises(Refusal, match="sha256 mismatch"):
+        with pytest.raises(FileRefused, match="sha256 mismatch"):
             await one.sent()
         await one.sent()
         assert one.there.read_bytes() == one.file.read_bytes()
@@ -226,7 +226,7 @@ async def test_any_other_status_ends_it_with_the_workers_words(
 ) -> None:
     async with site(tmp_path) as one:
         one.worker.faults = [Says(status, "these words", ("Location: http://127.0.0.1:1/",))]
-        with pytest.raises(Refusal, match="these words") as refusal:
+        with pytest.raises(FileRefused, match="these words") as refusal:
             await one.sent()
         assert (refusal.value.full, pauses) == (status == 507, [])
 
@@ -239,7 +239,7 @@ async def test_a_token_that_is_refused_ends_it_before_any_byte(tmp_path: Path) -
             "gpu", "healthy", type(one.worker.server.contact)(one.worker.address, "x")
         )
         object.__setattr__(sending, "server", strange)
-        with pytest.raises(Refusal, match="does not accept our token"):
+        with pytest.raises(FileRefused, match="does not accept our token"):
             await sending.run()
         assert [status for _, status in one.worker.steps] == [401]
 
@@ -282,20 +282,20 @@ async def test_reading_a_file_for_its_hash_keeps_it_alive_and_silence_ends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if it is all there: what is verified after the end of the wait counts no more."""
-    plain = Source.add_to
+    plain = OpenedFile.add_to
 
-    async def slowly(source: Source, digest: Any, most: int) -> int:
+    async def slowly(source: OpenedFile, digest: Any, most: int) -> int:
         await asyncio.sleep(0.25)
         return await plain(source, digest, SIZE // 6)
 
-    async def never(source: Source, digest: Any, most: int) -> int:
+    async def never(source: OpenedFile, digest: Any, most: int) -> int:
         return await asyncio.Event().wait()
 
     async with site(tmp_path) as one:
         one.stall = 1.0
-        monkeypatch.setattr(Source, "add_to", slowly)
+        monkeypatch.setattr(OpenedFile, "add_to", slowly)
         await one.sent()
-        monkeypatch.setattr(Source, "add_to", never)
+        monkeypatch.setattr(OpenedFile, "add_to", never)
         with pytest.raises(Stalled):
             await one.sent()
         assert one.there.read_bytes() == one.file.read_bytes()
@@ -331,7 +331,7 @@ async def test_a_companion_that_is_refused_is_left_out_and_a_full_disk_is_not(
         assert list(sent.failed) == ["proj.bin"]
         assert "not that one" in sent.failed["proj.bin"]
         for full in (Says(507, "full"), Says(500, "write: no space left on device")):
-            with pytest.raises(Refusal) as refusal:
+            with pytest.raises(FileRefused) as refusal:
                 await one_after_the_other(full)
             assert refusal.value.full
 
@@ -369,7 +369,7 @@ async def test_several_files_at_once_within_both_bounds(tmp_path: Path) -> None:
         assert one.worker.most <= 2 < IN_ALL
 
 
-def planned_other(one: Site) -> Plan:
+def planned_other(one: Site) -> FilePlan:
     (one.folder / "b.gguf").write_bytes(os.urandom(500_000))
     return plan(one.folder, "m", {"Model": "b.gguf"})
 

@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nodes.definitions.files import Unusable, read
+from nodes.definitions.sizes import measure
+from nodes.placement.estimate import disk
 from nodes.staging.keys import NoKey, key_of, path_of, root_of
-from nodes.staging.plan import Plan, Unsendable, plan
+from nodes.staging.plan import FilePlan, Unsendable, plan
 
 ROOT = "/srv/w/models/flux"
 
@@ -20,11 +23,11 @@ def put(folder: Path, *names: str, content: bytes = b"abc") -> None:
         (folder / name).write_bytes(content)
 
 
-def told(made: Plan, **failed: str) -> dict[str, Any]:
+def told(made: FilePlan, **failed: str) -> dict[str, Any]:
     return made.told(ROOT, failed)[0]
 
 
-def warned(made: Plan, **failed: str) -> list[str]:
+def warned(made: FilePlan, **failed: str) -> list[str]:
     return made.told(ROOT, failed)[1]
 
 
@@ -214,6 +217,42 @@ def test_an_empty_folder_is_an_error_of_the_model_and_a_warning_of_others(tmp_pa
     assert "MMProj empty: is an empty folder" in warned(
         plan(tmp_path, "m", {"Model": "a.gguf", "MMProj": "empty"})
     )
+
+
+@pytest.mark.rule("T-STG-11", "R2.37", "C38", "worker-16")
+def test_what_counts_is_what_goes(tmp_path: Path) -> None:
+    """Every file that options name, once, without checksums kept beside files."""
+    put(
+        tmp_path,
+        "tree/w.bin",
+        "tree/w.bin.sha256",
+        "tree/w.bin.sha256.target",
+        "tree/own.sha256",
+        "t",
+        "c",
+        "a",
+    )
+    text = (
+        "name: m\nbackend: b\nparameters: {model: tree, tokenizer: t}\nlora_adapters: [a, t]\n"
+        "diffusers: {clip_model: c}\ntts: {audio_path: a}\nlora_scales: [1, 0.5]\noverrides: ['x:c']\n"
+    )
+    (tmp_path / "m.yaml").write_text(text)
+    defined = read(tmp_path / "m.yaml")
+    made = plan(tmp_path, "m", defined.options)
+    assert measure(tmp_path, defined).payload == made.total == 5 * 3
+    assert disk(made.total) == 15 + 2**30
+    assert (told(made)["CLIPModel"], told(made)["AudioPath"]) == (f"{ROOT}/c", f"{ROOT}/a")
+    assert (told(made)["LoraAdapters"], told(made)["LoraScales"]) == ([f"{ROOT}/a", f"{ROOT}/t"], [1.0, 0.5])
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["lora_adapters: x", "lora_scales: [a]", "lora_scales: [true]", "overrides: [1]", "options: {a: b}"],
+)
+def test_lists_of_definitions_are_checked(tmp_path: Path, line: str) -> None:
+    (tmp_path / "m.yaml").write_text(f"name: m\nbackend: b\nparameters: {{model: x}}\n{line}\n")
+    with pytest.raises(Unusable, match=r"is not a (list of|number)"):
+        read(tmp_path / "m.yaml")
 
 
 NAMES = st.from_regex(r"[a-z]{1,4}", fullmatch=True)
