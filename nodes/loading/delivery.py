@@ -25,7 +25,7 @@ from nodes.registry import dialling
 from nodes.replicas import slots
 from nodes.replicas.slots import Slot
 from nodes.staging.meter import Meter
-from nodes.staging.plan import FilePlan, Unsendable, plan
+from nodes.staging.plan import MODEL_FILE, FilePlan, Unsendable, plan
 from nodes.staging.send import Lanes, Sending, Sent
 from nodes.staging.source import Changed, aside
 from nodes.staging.transfer import FileRefused, Stalled
@@ -69,14 +69,14 @@ class Delivering(Protocol):
 
 async def delivered(
     attempt: Delivering, options: Mapping[str, Any], lanes: Lanes
-) -> tuple[Mapping[str, Any], list[str]]:
-    """The options as an engine on the node must be told them, and what it goes without.
+) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The options as an engine on the node must be told them, and what the load's result says of them.
 
     Raises NodeRefused, WorkerGone, LoadFailed and Postpone.
     """
     cluster, definition = conf.cluster(), attempt.definition
     if cluster.shared_models:
-        return sizes.located(cluster.models_path, definition.model, options), []
+        return sizes.located(cluster.models_path, definition.model, options), {}
     planned = await _planned(definition, options)
     sent = Sent("", {})
     if planned.files:
@@ -87,7 +87,14 @@ async def delivered(
     told, warnings = planned.told(sent.root, sent.failed)
     for warning in warnings:
         log.warning("%s on %s goes without %s", definition.name, attempt.slot.node_name, warning)
-    return told, warnings
+    return told, _warned(warnings)
+
+
+def _warned(warnings: list[str]) -> dict[str, Any]:
+    """Many engines bring their models themselves: that is no news for the people who read the operation."""
+    lost = [warning for warning in warnings if not warning.startswith(f"{MODEL_FILE} ")]
+    said = {"message": f"completed without {'; '.join(lost)}"} if lost else {}
+    return {"warnings": warnings, **said}
 
 
 async def _planned(definition: Definition, options: Mapping[str, Any]) -> FilePlan:

@@ -207,7 +207,7 @@ class LoadModel:
             "address": engine.address,
             "replica_index": attempt.slot.replica_index,
             "why": attempt.why,
-            "warnings": without,
+            **without,
         }
 
     async def _bring_backend(self, attempt: Attempt) -> None:

@@ -122,7 +122,7 @@ def _rewritten(options: Mapping[str, Any], places: Mapping[tuple[str, str], str]
 def plan(folder: Path, name: str, options: Mapping[str, Any]) -> FilePlan:
     """Looks at the files that the options of the model `name` mean.
 
-    Raises Unsendable for the model's own file if it is there and must not leave, and OSError.
+    Raises Unsendable for the model's own file if it is there and must not leave or cannot be read.
     """
     look = _FolderLook(folder, name)
     named: list[Named] = []
@@ -130,10 +130,11 @@ def plan(folder: Path, name: str, options: Mapping[str, Any]) -> FilePlan:
     for option, text in _texts(options):
         try:
             found = look.named(option, text)
-        except Unsendable as why:
+        except (Unsendable, OSError) as why:
+            said = f"cannot be read: {why.strerror}" if isinstance(why, OSError) else str(why)
             if option == MODEL_FILE:
-                raise Unsendable(f"the model's file {text} {why}") from why
-            missing[option, text] = str(why)
+                raise Unsendable(f"the model's file {text} {said}") from why
+            missing[option, text] = said
         else:
             if found is not None:
                 named.append(found)

@@ -85,9 +85,14 @@ class Sending:
                 async with self.lanes.to(self.node_id), self.lanes.all:
                     roots.add(await self._bring(client, file))
             except FileRefused as refusal:
-                if refusal.full or self.plan.is_vital(file.relative):
+                if refusal.of_node or self.plan.is_vital(file.relative):
                     raise
                 failed[file.relative] = str(refusal)
+                self.meter.leaves_out(file.relative)
+            except OSError as error:
+                if self.plan.is_vital(file.relative):
+                    raise
+                failed[file.relative] = f"cannot be read: {error.strerror or error}"
                 self.meter.leaves_out(file.relative)
 
     async def _bring(self, client: httpx.AsyncClient, file: LocalFile) -> str:

@@ -32,7 +32,7 @@ _MOST_WORDS = 64 * 1024
 _TRANSIENT = (308, 416)
 _HASH, _TARGET, _SIZE, _PATH = "X-Content-SHA256", "X-Target-SHA256", "X-File-Size", "X-Local-Path"
 _NOT_FOR_US = (401, 403)
-_FULL = (507,)
+_FULL = 507
 _NO_SPACE = ("no space left", "disk quota exceeded", "not enough space", "insufficient storage")
 
 
@@ -42,7 +42,9 @@ class FileRefused(Exception):
     def __init__(self, file: str, status: int, said: str) -> None:
         words = names.readable(said).strip() or "no reason given"
         super().__init__(f"its worker refused {file}: {words} ({status})")
-        self.full = status in _FULL or any(sign in said.lower() for sign in _NO_SPACE)
+        full = status == _FULL or any(sign in said.lower() for sign in _NO_SPACE)
+        self.of_node = full or status in _NOT_FOR_US
+        """Whether the node would refuse any other file too."""
 
 
 class Stalled(Exception):

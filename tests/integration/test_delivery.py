@@ -179,7 +179,7 @@ async def test_with_shared_models_nothing_is_sent_nor_rewritten(
     settings.CLUSTER = replace(settings.CLUSTER, shared_models=True)
     await in_thread(lambda: BackendNode.objects.update(total_disk=10**9, available_disk=0))
     result = await stage.handler(stage.work)
-    assert result["warnings"] == []
+    assert "warnings" not in result
     (options,) = told
     assert (options.ModelFile, options.ModelPath) == (str(files / "sub/a.gguf"), str(files))
     assert options.MMProj == "proj.bin"
@@ -220,6 +220,7 @@ async def test_a_companion_that_is_refused_is_told_and_the_model_loads(
     (warning,) = result["warnings"]
     assert "MMProj proj.bin" in warning
     assert "no projectors here" in warning
+    assert result["message"] == f"completed without {warning}"
     assert warning in caplog.text
     assert told[0].MMProj == ""
 
@@ -233,6 +234,7 @@ async def test_a_model_without_a_file_here_loads_by_its_name(
     stage.installs(stage.one, STARTED)
     result = await stage.handler(stage.work)
     assert result["warnings"] == ["ModelFile echo: is not in the models folder"]
+    assert "message" not in result
     assert (told[0].Model, told[0].ModelFile, told[0].ModelPath) == ("echo", "", "")
 
 

@@ -228,7 +228,7 @@ async def test_any_other_status_ends_it_with_the_workers_words(
         one.worker.faults = [Says(status, "these words", ("Location: http://127.0.0.1:1/",))]
         with pytest.raises(FileRefused, match="these words") as refusal:
             await one.sent()
-        assert (refusal.value.full, pauses) == (status == 507, [])
+        assert (refusal.value.of_node, pauses) == (status == 507, [])
 
 
 @pytest.mark.rule("worker-13")
@@ -314,7 +314,7 @@ async def test_a_worker_that_does_not_tell_what_it_has_is_sent_the_file(
 
 @pytest.mark.rule("R2.57", "worker-14")
 async def test_a_companion_that_is_refused_is_left_out_and_a_full_disk_is_not(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with site(tmp_path) as one:
         (one.folder / "proj.bin").write_bytes(b"projector")
@@ -330,10 +330,13 @@ async def test_a_companion_that_is_refused_is_left_out_and_a_full_disk_is_not(
         assert sent.root
         assert list(sent.failed) == ["proj.bin"]
         assert "not that one" in sent.failed["proj.bin"]
-        for full in (Says(507, "full"), Says(500, "write: no space left on device")):
+        monkeypatch.setattr(OpenedFile, "_take", unreadable(OpenedFile._take))
+        assert "cannot be read" in (await one.sent(planned)).failed["proj.bin"]
+        monkeypatch.undo()
+        for full in (Says(507, "full"), Says(500, "write: no space left on device"), Says(401)):
             with pytest.raises(FileRefused) as refusal:
                 await one_after_the_other(full)
-            assert refusal.value.full
+            assert refusal.value.of_node
 
 
 @pytest.mark.rule("worker-13")
@@ -372,6 +375,17 @@ async def test_several_files_at_once_within_both_bounds(tmp_path: Path) -> None:
 def planned_other(one: Site) -> FilePlan:
     (one.folder / "b.gguf").write_bytes(os.urandom(500_000))
     return plan(one.folder, "m", {"Model": "b.gguf"})
+
+
+def unreadable(plain: Any) -> Any:
+    """The projector cannot be read; everything else can, also by root."""
+
+    def take(source: Any, most: int) -> bytes:
+        if source._told.relative == "proj.bin":
+            raise PermissionError(13, "Permission denied")
+        return bytes(plain(source, most))
+
+    return take
 
 
 def looked(one: Site) -> LocalFile:
