@@ -308,6 +308,8 @@ class ClusterSettings:
     """`prefer` or `require`: whether a load may go to a node with too little free VRAM (R2.32)."""
     disk_headroom_check: bool
     """Whether a node with too little free disk space is refused (R2.39)."""
+    shared_models: bool
+    """Whether every worker has the models folder under the same path, so that no file is sent (R2.56)."""
     node_options: bool
     """Whether some load options follow from the node's memory and GPU (R2.80)."""
     node_hosts: Mapping[str, frozenset[str]]
@@ -424,6 +426,7 @@ def load(values: Mapping[str, str] = os.environ) -> tuple[ClusterSettings, Envir
         expose_node_header=env.boolean("LOCALAI_EXPOSE_NODE_HEADER"),
         vram_policy=env.parsed("LOCALAI_VRAM_POLICY", parse_vram_policy, "prefer", "Use prefer or require."),
         disk_headroom_check=env.boolean("LOCALAI_DISTRIBUTED_DISK_HEADROOM_CHECK", True),
+        shared_models=env.boolean("LOCALAI_DISTRIBUTED_SHARED_MODELS"),
         node_options=env.boolean("CLUSTER_NODE_OPTIONS", True),
         node_hosts=env.parsed(
             "CLUSTER_NODE_HOSTS",

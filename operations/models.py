@@ -134,6 +134,11 @@ class Operation(models.Model):
     progress = models.FloatField(default=0)
     current_bytes = models.BigIntegerField(default=0)
     total_bytes = models.BigIntegerField(default=0)
+    file_index = models.PositiveIntegerField(default=0, db_default=0)
+    """Of files that are sent the one that is under way, from 1; 0 = none is."""
+    total_files = models.PositiveIntegerField(default=0, db_default=0)
+    bytes_per_second = models.BigIntegerField(default=0, db_default=0)
+    """What was sent of late; 0 = not known."""
     cancellable = models.BooleanField(default=False)
 
     actor = models.CharField(max_length=150, default="system")

@@ -6,6 +6,7 @@ from localai_cluster.web.admin import Observed
 from nodes.models import (
     BackendOffer,
     EngineStart,
+    FileHash,
     MassSilence,
     NodeBackend,
     NodeModel,
@@ -77,3 +78,11 @@ class MassSilenceAdmin(Observed):
     """That many nodes fell silent at once, while they are kept for that."""
 
     list_display = ("__str__", "since", "until")
+
+
+@admin.register(FileHash)
+class FileHashAdmin(Observed):
+    """What files of the models folder hashed to."""
+
+    list_display = ("path", "sha256", "hashed_at")
+    search_fields = ("path", "sha256")

@@ -64,7 +64,19 @@ _FIELDS: dict[str, tuple[str, type]] = {
     "lora_base": ("LoraBase", str),
     "lora_adapter": ("LoraAdapter", str),
     "lora_scale": ("LoraScale", float),
+    "tokenizer": ("Tokenizer", str),
 }
+_LISTS: dict[str, tuple[str, type]] = {
+    "options": ("Options", str),
+    "overrides": ("Overrides", str),
+    "lora_adapters": ("LoraAdapters", str),
+    "lora_scales": ("LoraScales", float),
+}
+_IN_SECTIONS: dict[tuple[str, str], str] = {
+    ("diffusers", "clip_model"): "CLIPModel",
+    ("tts", "audio_path"): "AudioPath",
+}
+"""Texts that stand in a section of their own."""
 
 
 class Unusable(ValueError):
@@ -169,12 +181,20 @@ def _options_of(settings: Mapping[Any, Any]) -> dict[str, Any]:
         for key, (field, kind) in _FIELDS.items()
         if settings.get(key) is not None
     }
-    extra = settings.get("options")
-    if extra is not None:
-        if not isinstance(extra, list) or not all(isinstance(item, str) for item in extra):
-            raise Unusable("`options` is not a list of texts")
-        options["Options"] = list(extra)
+    for key, (field, kind) in _LISTS.items():
+        if settings.get(key) is not None:
+            options[field] = _listed(key, settings[key], kind)
+    for (section, key), field in _IN_SECTIONS.items():
+        found = settings.get(section)
+        if isinstance(found, Mapping) and found.get(key) is not None:
+            options[field] = _typed(f"{section}.{key}", found[key], str)
     return options
+
+
+def _listed(key: str, value: object, kind: type) -> list[Any]:
+    if not isinstance(value, list) or not all(isinstance(item, str) == (kind is str) for item in value):
+        raise Unusable(f"`{key}` is not a list of {'texts' if kind is str else 'numbers'}")
+    return [item if kind is str else _typed(key, item, kind) for item in value]
 
 
 def _typed(key: str, value: object, kind: type) -> Any:

@@ -11,7 +11,7 @@ import re
 import stat
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -26,8 +26,10 @@ MEASURE_LIMIT = 10.0
 """C37: seconds."""
 MOST_FILES = 100_000
 """Of one folder; what is beyond them does not count."""
-_PAYLOAD = ("Model", "MMProj", "LoraAdapter", "LoraBase", "DraftModel")
-"""R2.37: the options that name a file."""
+NAMED = ("MMProj", "LoraAdapter", "LoraBase", "DraftModel", "CLIPModel", "Tokenizer", "AudioPath")
+"""R2.37: the options that name a file besides that of the model; each of the list `ADAPTERS` does too."""
+ADAPTERS = "LoraAdapters"
+_SIDES = (".sha256", ".sha256.target")
 _WEIGHTS = (".gguf", ".safetensors", ".bin", ".pt")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.\w+)", re.ASCII)
 _MOST_SHARDS = 1000
@@ -46,10 +48,11 @@ class ModelFiles:
 
 def measure(folder: Path, definition: Definition) -> ModelFiles:
     """Looks at the files that the definition names; raises OSError."""
-    named = (definition.options.get(option) for option in _PAYLOAD)
-    paths = {path for text in named if (path := _inside(folder, text)) is not None}
+    options = definition.options
+    named = [options.get(option) for option in ("Model", *NAMED)] + list(options.get(ADAPTERS, ()))
+    paths = {path for text in named if (path := inside(folder, text)) is not None}
     payload = sum(size for path in paths for _, size in _files(path))
-    model = _inside(folder, definition.model)
+    model = inside(folder, definition.model)
     if model is None:
         return ModelFiles(payload=payload)
     found = list(_files(model))
@@ -62,14 +65,14 @@ def measure(folder: Path, definition: Definition) -> ModelFiles:
 def located(folder: Path, model: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options with the place of the model's file in this folder, whether or not it is there.
 
-    A worker that shares the folder finds it there; an engine with a model of its own looks at the name only.
+    Only for workers that share the folder; an engine with a model of its own looks at the name only.
     """
-    path = _inside(folder, model)
+    path = inside(folder, model)
     return dict(options) if path is None else {**options, "ModelFile": str(path), "ModelPath": str(folder)}
 
 
-def _inside(folder: Path, text: object) -> Path | None:
-    """The path in the folder that an option means; None if it leads out of it."""
+def inside(folder: Path, text: object) -> Path | None:
+    """The path in the folder that an option's text means; None if it leads out of it."""
     if not isinstance(text, str) or "\0" in text:
         return None
     path = PurePosixPath(text)
@@ -81,11 +84,12 @@ def _inside(folder: Path, text: object) -> Path | None:
 def _files(path: Path) -> Iterator[tuple[str, int]]:
     """(name, size) of the file and its shards, or of every file below the folder; nothing if it is absent."""
     if not os.path.isdir(path):
-        for one in _shards(path):
+        for one in shards(path):
             yield from _size(one)
         return
     left = MOST_FILES
-    for base, _, names in os.walk(path):
+    for base, _, found in os.walk(path):
+        names = without_side_files(found)
         for name in names[:left]:
             yield from _size(Path(base, name))
         left -= len(names)
@@ -93,13 +97,23 @@ def _files(path: Path) -> Iterator[tuple[str, int]]:
             return
 
 
-def _shards(path: Path) -> list[Path]:
+def shards(path: Path) -> list[Path]:
     """The parts of a model that was divided; any other file alone."""
     if (shard := _SHARD.fullmatch(path.name)) is None:
         return [path]
     stem, count, suffix = shard["stem"], shard["count"], shard["suffix"]
     numbers = range(1, min(int(count), _MOST_SHARDS) + 1)
     return [path.with_name(f"{stem}-{number:05}-of-{count}{suffix}") for number in numbers]
+
+
+def without_side_files(names: Sequence[str]) -> list[str]:
+    """The names in a folder, in order, without those of checksums kept beside a file (T-STG-11).
+
+    Such a file with no other beside it is one like any other.
+    """
+    there = frozenset(names)
+    sides = {name + suffix for name in there for suffix in _SIDES}
+    return sorted(there - sides)
 
 
 def _size(path: Path) -> Iterator[tuple[str, int]]:

@@ -2,12 +2,12 @@
 
 Steps: free the slots that ended attempts have left, place on a node whose worker answers, clear what an
 ended attempt may still run at that place, bring the backend if the worker lacks it (an operation of its own,
-which others may join), have the process started, `LoadModel`, publish the row. Each step may be the last one
-of this process: the row in `loading` carries the attempt's mark, the operation its fence, and the next
-attempt starts by clearing up. An attempt lives as long as its row, which goes with the node. An attempt that
-does not publish a replica has its engine stopped, and the note in `engines.py` stays until a controller has
-seen that it is gone. Several loads of a model may run at once: only who has a place may have the engine there
-stopped by its key. What is loaded depends on the stored definition only, where on the slot.
+which others may join) and the model's files (`delivery.py`), have the process started, `LoadModel`, publish
+the row. Each step may be the last one of this process: the row carries the attempt's mark, the operation its
+fence, and the next attempt starts by clearing up. An attempt lives as long as its row, which goes with the
+node. One that publishes no replica has its engine stopped, and the note in `engines.py` stays until a
+controller has seen that it is gone. Several loads of a model may run at once: only who has a place may have
+the engine there stopped by its key. What is loaded depends on the stored definition only, where on the slot.
 """
 
 import asyncio
@@ -30,10 +30,9 @@ from nodes.backends import admission, install, wishes
 from nodes.backends.commands import Worker, unless
 from nodes.backends.outcomes import BusDown, Done, NoResponders, StillRunning, Unreadable
 from nodes.backends.outcomes import Refused as WorkerRefused
-from nodes.definitions import sizes
 from nodes.definitions.files import Definition, load_options, revision
 from nodes.definitions.folder import Folder, FolderHangs
-from nodes.loading import attempts, engines, needs, node_options, pinning, placing
+from nodes.loading import attempts, delivery, engines, needs, node_options, pinning, placing
 from nodes.loading.failures import Cause, LoadFailed, NodeRefused, WorkerGone
 from nodes.loading.hold import MovingWish
 from nodes.loading.retrying import again, elsewhere
@@ -47,6 +46,7 @@ from nodes.placement.tuning import fingerprint
 from nodes.registry import dialling
 from nodes.replicas import retire, slots, snapshot
 from nodes.replicas.slots import Slot
+from nodes.staging.send import Lanes
 from operations.executor.waiting import Hints
 from operations.executor.work import Abandoned, Postpone, Work, in_thread
 from operations.ledger.progress import Tick
@@ -60,8 +60,8 @@ ALL = "all"
 _LOOK_AT_CHILD = 2.0
 _LOOK_AT_SLOT = 2.0
 _ON_ITS_WAY = "waits for another replica of the model that is being loaded"
-_SHARE_OF_INSTALL = 0.9
-"""How far a load is when its backend has been brought; starting and loading are the rest."""
+_SHARE_OF_INSTALL, _AND_FILES = 0.9, 0.45
+"""How far a load is when its backend has been brought; the second if the model's files may follow."""
 
 
 def key(model_name: str, share: str = "0") -> str:
@@ -116,6 +116,7 @@ class LoadModel:
 
     def __init__(self, bus: Bus, definitions: Folder, hints: Hints) -> None:
         self._bus, self._definitions, self._hints = bus, definitions, hints
+        self._lanes = Lanes()
 
     async def __call__(self, work: Work) -> Mapping[str, Any]:
         """Carries the load out, or says what it waits for."""
@@ -183,9 +184,10 @@ class LoadModel:
         if attempt.room is not None:
             await made(attempt.room, attempt.work, attempt.slot)
         await self._bring_backend(attempt)
-        engine = await self._start_engine(attempt)
         options = await in_thread(node_options.of, attempt.definition, attempt.slot.node_id)
-        await self._load(attempt, engine, options)
+        located, without = await delivery.delivered(attempt, options, self._lanes)
+        engine = await self._start_engine(attempt)
+        await self._load(attempt, engine, located)
         published = await in_thread(
             slots.publish,
             attempt.slot,
@@ -205,6 +207,7 @@ class LoadModel:
             "address": engine.address,
             "replica_index": attempt.slot.replica_index,
             "why": attempt.why,
+            **without,
         }
 
     async def _bring_backend(self, attempt: Attempt) -> None:
@@ -231,6 +234,7 @@ class LoadModel:
         Raises WorkerGone when it has to wait for its worker: it goes on by itself, the load tries elsewhere.
         """
         message = f"installing {attempt.definition.backend} on {attempt.slot.node_name}"
+        share = _AND_FILES if attempt.payload else _SHARE_OF_INSTALL
         before = (await in_thread(Operation.objects.get, pk=child)).attempts
         with self._hints.watch(child) as watch:
             while (state := await in_thread(Operation.objects.get, pk=child)).status not in TERMINAL:
@@ -242,7 +246,7 @@ class LoadModel:
                         message,
                         current_bytes=state.current_bytes,
                         total_bytes=state.total_bytes,
-                        percentage=state.progress * _SHARE_OF_INSTALL,
+                        percentage=state.progress * share,
                     )
                     attempt.work.progress(figures)
                     await attempt.hold.moved(state.current_bytes)
@@ -290,8 +294,7 @@ class LoadModel:
         await attempt.report("loading", f"loading {attempt.definition.name} on {attempt.slot.node_name}")
         client = BackendClient(engine.address, engine.token)
         try:
-            located = sizes.located(conf.cluster().models_path, attempt.definition.model, options)
-            told = options_from_mapping(pinning.split(located, attempt.slot))
+            told = options_from_mapping(pinning.split(options, attempt.slot))
             result = await client.load_model(told, timeout=limit)
         except DeadlineExceeded as error:
             raise LoadFailed(

@@ -34,6 +34,7 @@ def from_payload(payload: Mapping[str, Any]) -> Need:
 def _need(vram: int, disk: int, *, own_gpus: bool) -> Need:
     """Whether lack of it keeps a node out is the operator's to say (R2.32, R2.39)."""
     settings = conf.cluster()
+    disk = 0 if settings.shared_models else disk  # R2.36
     return Need(
         vram=vram,
         vram_required=settings.vram_policy == "require",

@@ -61,6 +61,9 @@ class Look:
     error: str
     started_at: datetime | None
     finished_at: datetime | None
+    file_index: int = 0
+    total_files: int = 0
+    bytes_per_second: int = 0
     kind: str = KIND
     """Another one is an unload or a deletion, which must end before the model can be loaded."""
 
@@ -70,7 +73,13 @@ _UNSEEN = Look(UUID(int=0), "pending", "", "", 0.0, 0, 0, "", "", None, None)
 
 
 def eta_seconds(look: Look, now: datetime) -> float | None:
-    """R2.23: what is left over the rate seen so far; None until bytes move for at least a second."""
+    """R2.23: what is left over the rate seen so far; None until bytes move for at least a second.
+
+    A load that sends files says the rate itself: it knows which bytes were there before.
+    """
+    if look.phase == "staging":
+        left = look.total_bytes - look.current_bytes
+        return left / look.bytes_per_second if left > 0 and look.bytes_per_second > 0 else None
     elapsed = (now - look.started_at).total_seconds() if look.started_at else 0.0
     if not 0 < look.current_bytes < look.total_bytes or elapsed < 1:
         return None
@@ -82,11 +91,11 @@ def loading_body(model: str, look: Look, now: datetime) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": model,
         "state": _state(look),
-        "progress": look.progress,
+        "progress": _percent(look),
         "bytes_sent": look.current_bytes,
         "total_bytes": look.total_bytes,
-        "file_index": 0,
-        "total_files": 0,
+        "file_index": look.file_index,
+        "total_files": look.total_files,
     }
     if look.node_name:
         body["node"] = look.node_name
@@ -96,10 +105,17 @@ def loading_body(model: str, look: Look, now: datetime) -> dict[str, Any]:
     return body
 
 
+def _percent(look: Look) -> float:
+    """Of the files while they are sent, else of the whole load."""
+    if _state(look) == "staging" and look.total_bytes > 0:
+        return min(100 * look.current_bytes / look.total_bytes, 100.0)
+    return look.progress
+
+
 def still_loading(model: str, look: Look, budget: float, now: datetime) -> StillLoading:
     """The answer to a request whose wait is over while the load goes on (R2.22)."""
     eta = eta_seconds(look, now)
-    details = [f"{look.progress:.0f}%"] if look.progress else []
+    details = [f"{percent:.0f}%"] if (percent := _percent(look)) else []
     details += [f"ETA ~{math.ceil(eta)}s"] if eta is not None else []
     message = f"model {model} is {_state(look)}"
     message += f" on node {look.node_name}" if look.node_name else ""

@@ -9,17 +9,20 @@ from nodes.models.joining import JoinToken
 from nodes.models.memory import ModelLoadInfo, ModelSchedulingConfig, RoutePolicy
 from nodes.models.node import BackendNode, NodeLabel, NodeStatus, NodeType
 from nodes.models.reasons import DecisionKind, PlacementLog, PlacementOutcome, PlacementRecord
-from nodes.models.replica import NodeModel, ReplicaState, ReplicaUse, WebProcess
+from nodes.models.replica import BEING_LOADED, NodeModel, ReplicaState, ReplicaUse, WebProcess
 from nodes.models.samples import NodeSample
 from nodes.models.silence import MassSilence
+from nodes.models.staging import FileHash
 from nodes.models.upgrades import BackendOffer, UpgradeCheck
 
 __all__ = [
+    "BEING_LOADED",
     "BackendNode",
     "BackendOffer",
     "BusCredential",
     "DecisionKind",
     "EngineStart",
+    "FileHash",
     "JoinToken",
     "MassSilence",
     "ModelLoadInfo",

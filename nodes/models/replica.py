@@ -22,6 +22,9 @@ class ReplicaState(models.TextChoices):
     IDLE = "idle"
 
 
+BEING_LOADED = (ReplicaState.STAGING, ReplicaState.LOADING)
+"""Rows of loads: their files are brought, or their engine loads."""
+
 _NOT_CHOSEN = """
 SELECT FROM model_scheduling_configs c
  CROSS JOIN jsonb_each(CASE WHEN jsonb_typeof(c.node_selector) = 'object' THEN c.node_selector
@@ -76,8 +79,8 @@ class NodeModel(models.Model):
     last_released_at = models.DateTimeField(null=True, blank=True, editable=False)
     """When the last request ended: idle replicas are retired by it (R4.18)."""
     loading_by = models.CharField(max_length=64, blank=True, default="")
-    """Operation id and fence that own a row in `loading`; of one in `unloading` the operation's id, or
-    `eviction`."""
+    """Operation id and fence that own a row in `staging` or `loading`; of one in `unloading` the
+    operation's id, or `eviction`."""
     vram_needed = models.BigIntegerField(default=0, db_default=0)
     """Bytes that its engine is estimated to allocate, 0 = not known; by the next two a load reserves them
     (`placement/reservations.py`)."""

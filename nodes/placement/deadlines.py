@@ -12,6 +12,7 @@ MARGIN, LEAST_HOLD = 300.0, 1500.0
 """C29."""
 STALL = 300.0
 """C30: without progress for so long, a load is not wanted any more."""
+_READ_A_SECOND = 32 * 2**20
 LONGEST_HOLD = 24 * 3600.0
 """C31."""
 
@@ -34,3 +35,8 @@ def pushed_on(age: float, more: float, base: float) -> float:
     Never past the absolute limit, which is at least the base.
     """
     return max(min(more, max(LONGEST_HOLD, base) - age), 0.0)
+
+
+def hashing(size: int) -> float:
+    """How long a worker may take that reads a file of `size` bytes for its hash."""
+    return max(size, 0) / _READ_A_SECOND

@@ -17,7 +17,7 @@ from django.db.models import Exists, OuterRef, Q, QuerySet
 
 from localai_cluster.commits import committed
 from localai_cluster.messaging.messages import split_process_key
-from nodes.models import EngineStart, NodeModel, ReplicaState
+from nodes.models import BEING_LOADED, EngineStart, NodeModel, ReplicaState
 from nodes.replicas import hooks, vram
 from nodes.replicas.evidence import Running, lists
 from nodes.replicas.hooks import ALL_REPLICAS, Removed
@@ -99,7 +99,7 @@ def retire_slot(slot: Slot, *, mark: str) -> None:
 
     Such a row is `unloading` without an address: the engine's note says how it is stopped (`retire_noted`).
     """
-    mine = NodeModel.objects.filter(pk=slot.id, loading_by=mark, state="loading")
+    mine = NodeModel.objects.filter(pk=slot.id, loading_by=mark, state__in=BEING_LOADED)
     with transaction.atomic():
         row = mine.select_for_update(of=("self",)).first()
         if row is None:
@@ -131,7 +131,7 @@ def retire_unloaded(replica_id: UUID, *, stop_sent: datetime | None = None) -> b
     """
     with committed("unload.gone"):
         beside = NodeModel.objects.filter(pk=replica_id).values("node_id")
-        short = Q(state="loading", vram_on_node=False, vram_needed__gt=0, node_id__in=beside)
+        short = Q(state__in=BEING_LOADED, vram_on_node=False, vram_needed__gt=0, node_id__in=beside)
         rows = NodeModel.objects.filter(short | Q(pk=replica_id, state="unloading")).order_by("id")
         locked = {row.pk: row for row in rows.select_for_update(of=("self",))}
         row = locked.pop(replica_id, None)
@@ -157,7 +157,7 @@ def retire_lifeless(rows: Sequence[NodeModel]) -> None:
 
 def _retire_slots(stale: QuerySet[NodeModel]) -> list[Slot]:
     with transaction.atomic():
-        loading = stale.filter(state="loading").order_by("id")
+        loading = stale.filter(state__in=BEING_LOADED).order_by("id")
         rows = list(loading.select_for_update(of=("self",)).select_related("node"))
         _delete_rows(rows)
     return [Slot(row.id, row.node_id, row.node.name, row.replica_index) for row in rows]

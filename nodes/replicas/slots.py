@@ -9,8 +9,10 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
+from django.db.models import Exists, OuterRef, QuerySet
+
 from localai_cluster.commits import committed
-from nodes.models import BackendNode, EngineStart, ModelLoadInfo, NodeModel
+from nodes.models import BEING_LOADED, BackendNode, EngineStart, ModelLoadInfo, NodeModel, ReplicaState
 from nodes.placement.choose import NOTHING, Candidate, Need, Reason, lowest_free
 from nodes.placement.evict import Eviction
 from nodes.replicas import eviction, leaving, reasons, vram
@@ -116,6 +118,34 @@ def still_reserved(slot: Slot, *, mark: str) -> bool:
     """Whether the slot is this attempt's; it stays so until the transaction ends."""
     mine = NodeModel.objects.filter(pk=slot.id, loading_by=mark, state="loading")
     return mine.select_for_update(no_key=True, of=("self",)).first() is not None
+
+
+def begin_staging(slot: Slot, *, mark: str, running: QuerySet[Any]) -> bool | None:
+    """The attempt brings the model's files to its node now, alone of all loads of the model there (R2.26).
+
+    False while another of the attempts in `running`, by its `mark`, does that; None when the slot is no
+    longer this attempt's.
+    """
+    with committed("load.staging"):
+        # As for a slot: of two that begin at once one sees the other.
+        BackendNode.objects.filter(pk=slot.node_id).select_for_update(no_key=True).first()
+        mine = NodeModel.objects.filter(pk=slot.id, loading_by=mark, state__in=BEING_LOADED)
+        row = mine.select_for_update(no_key=True, of=("self",)).first()
+        if row is None:
+            return None
+        beside = NodeModel.objects.of(row.model_name).filter(node_id=slot.node_id, state="staging")
+        if beside.exclude(pk=slot.id).filter(Exists(running.filter(mark=OuterRef("loading_by")))).exists():
+            return False
+        row.state = ReplicaState.STAGING
+        row.save(update_fields=["state"])
+    return True
+
+
+def end_staging(slot: Slot, *, mark: str) -> bool:
+    """The files are there; False when the slot is no longer this attempt's."""
+    with committed("load.staged"):
+        mine = NodeModel.objects.filter(pk=slot.id, loading_by=mark, state="staging")
+        return bool(mine.update(state="loading"))
 
 
 def publish(

@@ -9,7 +9,7 @@ from uuid import UUID
 from django.db.models import Count, Q, Sum
 from django.db.models.functions import Coalesce
 
-from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel, selectors
+from nodes.models import BEING_LOADED, BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel, selectors
 from nodes.placement.choose import Candidate
 from nodes.placement.reservations import Reservation
 from nodes.placement.selector import ANY, Selector
@@ -38,7 +38,7 @@ def serving(model_name: str, *, besides: Collection[UUID] = ()) -> bool:
 
 def on_its_way(model_name: str, *, besides: Collection[UUID] = ()) -> bool:
     """Whether a load has a slot of the model, on another node than these."""
-    loading = NodeModel.objects.of(model_name).filter(state="loading", node__status="healthy")
+    loading = NodeModel.objects.of(model_name).filter(state__in=BEING_LOADED, node__status="healthy")
     return loading.exclude(node__in=besides).exists()
 
 

@@ -13,7 +13,7 @@ from uuid import UUID
 
 from localai_cluster import conf, errors
 from nodes.loading import load
-from nodes.models import BackendNode, NodeModel, NodeType
+from nodes.models import BEING_LOADED, BackendNode, NodeModel, NodeType
 from nodes.replicas import finders, leaving
 from nodes.unloading import records
 from operations.ledger.admission import Admission, OperationRequest, admit, in_progress
@@ -104,7 +104,7 @@ def _keep(wish: UnloadWish, what: str, operation: Operation, now: datetime) -> N
 
 def loading_there(model: str, node_id: UUID) -> UUID | None:
     """The load that has a place for the model on the node, or an id of nothing if it has just ended."""
-    rows = NodeModel.objects.of(model).filter(node_id=node_id, state="loading")
+    rows = NodeModel.objects.of(model).filter(node_id=node_id, state__in=BEING_LOADED)
     mark = rows.values_list("loading_by", flat=True).first()
     return None if mark is None else UUID(mark.partition(":")[0])
 

@@ -103,7 +103,8 @@ class OperationQueue:
                 work, Event.FAIL, error=f"internal error; the log has it under {request_id.get()}"
             )
         else:
-            return await self._finish(work, Event.COMPLETE, result=result)
+            said = str(result.get("message", "")) if result else ""
+            return await self._finish(work, Event.COMPLETE, result=result, message=said)
 
     async def _finish(self, work: Work, event: Event, **said: Any) -> Event:
         log.info(

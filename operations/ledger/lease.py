@@ -20,6 +20,7 @@ MAX_LOST_LEASES = 10
 _CLAIMED = [
     "status", "lease_owner", "lease_until", "fence", "started_at", "updated_at",
     "phase", "message", "progress", "current_bytes", "total_bytes",
+    "file_index", "total_files", "bytes_per_second",
 ]  # fmt: skip
 _HANDED_BACK = [
     "status", "lease_owner", "lease_until", "next_attempt_at", "updated_at", "message", "phase",
@@ -43,6 +44,7 @@ def claim(owner: str, *, now: datetime, lease: float, limit: int) -> list[Operat
             operation.updated_at = now
             operation.phase, operation.message = "", "starting"
             operation.progress = operation.current_bytes = operation.total_bytes = 0
+            operation.file_index = operation.total_files = operation.bytes_per_second = 0
         targets.restart_parts(operation for operation in due if operation.fence > 1)
         update(due, _CLAIMED)
         announce(due)

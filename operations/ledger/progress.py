@@ -22,6 +22,7 @@ Attempt = tuple[UUID, int]
 """One attempt at an operation: id and fence."""
 REPORTED = [
     "phase", "message", "current_bytes", "total_bytes", "progress", "updated_at", "node_id", "node_name",
+    "file_index", "total_files", "bytes_per_second",
 ]  # fmt: skip
 _PART = ["status", "phase", "percentage", "file_name", "current_bytes", "total_bytes"]
 BATCH_LOCK_TIMEOUT = "500ms"
@@ -43,10 +44,14 @@ class Tick:
     file_name: str = ""
     node_id: UUID | None = None
     node_name: str = ""
+    file_index: int = 0
+    total_files: int = 0
+    """Files that are sent to a node; their bytes are counted from the first report of them."""
+    bytes_per_second: int = 0
 
     def after(self, former: Self) -> Self:
         """Both reports as one. A figure that came late does not undo a higher one (O69)."""
-        same_file = self.file_name == former.file_name
+        same_file = (self.file_name, self.total_files) == (former.file_name, former.total_files)
         return replace(
             self,
             phase=self.phase or former.phase,
@@ -115,8 +120,12 @@ def _move(
 
 def _move_whole(operation: Operation, tick: Tick) -> None:
     operation.message = storable(tick.message) or operation.message
-    operation.current_bytes = max(tick.current_bytes, operation.current_bytes)
+    reached = 0 if tick.total_files and not operation.total_files else operation.current_bytes
+    operation.current_bytes = max(tick.current_bytes, reached)
     operation.total_bytes = tick.total_bytes or operation.total_bytes
+    operation.total_files = tick.total_files or operation.total_files
+    operation.file_index = max(tick.file_index, operation.file_index)
+    operation.bytes_per_second = tick.bytes_per_second
     targets.reach(operation, tick.percentage)
 
 

@@ -82,11 +82,8 @@ def _numbers(prefix: str, *spans: Iterable[int | str]) -> frozenset[str]:
 
 # The sections that must have no gap, and of each the rules that count; None: all of the section.
 COVERED: dict[str, frozenset[str] | None] = {
-    # Not prefixes and pressure (C40 to C44), nor the mirror of staged files (C48).
-    "0": _numbers(
-        "C",
-        *(range(1, 40), range(45, 48), range(49, 50)),
-    ),
+    # Not prefixes and pressure (C40 to C44).
+    "0": _numbers("C", range(1, 40), range(45, 50)),
     "1A": None,
     "1B": None,
     "1C": None,
@@ -109,14 +106,14 @@ COVERED: dict[str, frozenset[str] | None] = {
     "2A": _numbers("R2.", range(1, 6), range(7, 14), range(15, 16)),
     "2B": None,
     "2C": None,
-    # Not R2.27: a definition always has options. Staging itself is 2J.
+    # Not R2.27: a definition always has options.
     "2D": frozenset({"R2.26", "R2.28", "R2.29"}),
     "2E": None,
-    # Not R2.36: there is no mode in which nodes share their models.
-    "2F": _numbers("R2.", range(37, 40)),
+    "2F": None,
     "2G": None,
     "2H": None,
     "2I": None,
+    "2J": None,
     "2K": None,
     "2L": None,
     "2M": None,
@@ -145,13 +142,13 @@ COVERED: dict[str, frozenset[str] | None] = {
     | _numbers("T-PICK-", range(1, 8)),
     "7B": None,
     # Not T-ROU-3, T-ROU-8: without a database. T-ROU-28 to 37: prefixes. T-ROU-39: a definition has a name.
-    # T-DL-18 to 20: staged files. T-DSK-12: models that nodes share. Of T-ADP the hooks and the picks; not
-    # the handles and the model store of a process, nor a mode without a cluster.
+    # Of T-ADP the hooks and the picks; not the handles and the model store of a process, nor a mode without a
+    # cluster.
     "7C": _numbers("T-ROU-", range(1, 3), range(4, 8), range(9, 28), range(38, 39), range(40, 53))
     | _numbers("T-INF-", range(1, 29))
     | _numbers("T-ADP-", range(6, 7), range(22, 24))
-    | _numbers("T-DL-", range(1, 18), range(21, 25))
-    | _numbers("T-DSK-", range(1, 12), range(13, 14))
+    | _numbers("T-DL-", range(1, 25))
+    | _numbers("T-DSK-", range(1, 14))
     | _numbers("T-HW-", range(1, 11))
     | _numbers("T-REV-", range(1, 15)),
     # Not T-REC-9, T-REC-10 and T-REC-12 to T-REC-15: pressure.
@@ -160,6 +157,11 @@ COVERED: dict[str, frozenset[str] | None] = {
     "7F": _numbers("T-HLT-", range(1, 7), range(8, 15)),
     "7G": None,
     "7H": None,
+    # Of files of models; not T-STG-30: 3D. Those of requests are the inference edge's, what a worker answers
+    # is worker-12's. Not T-FLW-16: an object store.
+    "7I": _numbers("T-STG-", range(1, 30))
+    | _numbers("T-FTS-", range(24, 28), range(35, 37))
+    | _numbers("T-FLW-", range(3, 4), range(6, 7), range(15, 16), range(17, 20)),
     # Credentials of the bus; logs of engines.
     "7J": _numbers("T-JWT-", range(1, 7)) | _numbers("T-LOG-", range(1, 16)),
     "W22": _numbers("W", range(4, 5), range(8, 33), range(35, 36)),
@@ -204,6 +206,9 @@ COVERED: dict[str, frozenset[str] | None] = {
     "worker-10": None,
     "worker-11": None,
     "worker-12": None,
+    "worker-13": None,
+    "worker-14": None,
+    "worker-16": None,
     # Not where galleries come from, and what a machine can run.
     "worker-18": frozenset({"worker-18.1", "worker-18.2", "worker-18.5"}),
     # How the page is served and whom it asks first; which page calls what else (5.3, 5.5) the pages say.

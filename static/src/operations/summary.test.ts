@@ -3,6 +3,7 @@ import type { Operation } from "../live/messages";
 import { at, byJob, install } from "./fixtures";
 import { groups, type Group } from "./model";
 import { hasBar } from "./summary";
+import { phaseOf } from "./words";
 
 function only(operation: Operation): Group {
   const [group] = groups(byJob(operation).values(), new Map());
@@ -23,4 +24,8 @@ describe("bar and percent (UI-1.6)", () => {
   it("are gone with what has finished", () => {
     expect(groups(byJob(install("gpu-1", { status: "completed" })).values(), new Map())).toEqual([]);
   });
+});
+
+it("says of a load that it sends files", () => {
+  expect(phaseOf(install("gpu-1", { kind: "model_load", status: "processing", phase: "staging" }))).toBe("sending files");
 });

@@ -1,0 +1,198 @@
+"""A load's step between backend and engine: the model's files go to the node, unless nodes share the folder.
+
+One load of a model at a time brings files to a node, so no file is written twice at once; the others wait and
+then find them there. What an attempt says meanwhile is kept in its operation: bytes, files, rate. An attempt
+that ends leaves what has arrived, and the next one goes on there (`nodes/staging`).
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any, NoReturn, Protocol
+
+from localai_cluster import clock, conf, errors
+from nodes.backends.commands import unless
+from nodes.definitions import sizes
+from nodes.definitions.files import Definition
+from nodes.definitions.folder import FolderHangs
+from nodes.loading import engines
+from nodes.loading.failures import LoadFailed, NodeRefused, WorkerGone
+from nodes.loading.hold import MovingWish
+from nodes.models import BackendNode
+from nodes.placement import deadlines, estimate
+from nodes.placement.choose import gib
+from nodes.registry import dialling
+from nodes.replicas import slots
+from nodes.replicas.slots import Slot
+from nodes.staging.meter import Meter
+from nodes.staging.plan import MODEL_FILE, FilePlan, Unsendable, plan
+from nodes.staging.send import Lanes, Sending, Sent
+from nodes.staging.source import Changed, aside
+from nodes.staging.transfer import FileRefused, Stalled
+from operations.executor.work import Postpone, Work, in_thread
+from operations.ledger.progress import Tick
+
+log = logging.getLogger(__name__)
+
+PHASE = "staging"
+TELL_EVERY = 1.0
+"""C48: seconds between two reports of bytes."""
+_LOOK_AT_OTHER = 2.0
+_LOOK_LIMIT = 10.0
+_AFTER_CHANGE = 2.0
+_SHARE = 90.0
+"""How far a load is when its files are there, in percent."""
+
+
+class Delivering(Protocol):
+    """An attempt of a load with its place."""
+
+    @property
+    def work(self) -> Work:
+        """Its operation."""
+
+    @property
+    def definition(self) -> Definition:
+        """The model."""
+
+    @property
+    def slot(self) -> Slot:
+        """Where it goes."""
+
+    @property
+    def mark(self) -> str:
+        """What its row carries."""
+
+    def tick(self, phase: str, message: str, **figures: Any) -> Tick:
+        """A report of it."""
+
+
+async def delivered(
+    attempt: Delivering, options: Mapping[str, Any], lanes: Lanes
+) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """The options as an engine on the node must be told them, and what the load's result says of them.
+
+    Raises NodeRefused, WorkerGone, LoadFailed and Postpone.
+    """
+    cluster, definition = conf.cluster(), attempt.definition
+    if cluster.shared_models:
+        return sizes.located(cluster.models_path, definition.model, options), {}
+    planned = await _planned(definition, options)
+    sent = Sent("", {})
+    if planned.files:
+        await _turn(attempt)
+        sent = await _bounded(attempt, planned, lanes)
+        if not await in_thread(slots.end_staging, attempt.slot, mark=attempt.mark):
+            raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
+    told, warnings = planned.told(sent.root, sent.failed)
+    for warning in warnings:
+        log.warning("%s on %s goes without %s", definition.name, attempt.slot.node_name, warning)
+    return told, _warned(warnings)
+
+
+def _warned(warnings: list[str]) -> dict[str, Any]:
+    """Many engines bring their models themselves: that is no news for the people who read the operation."""
+    lost = [warning for warning in warnings if not warning.startswith(f"{MODEL_FILE} ")]
+    said = {"message": f"completed without {'; '.join(lost)}"} if lost else {}
+    return {"warnings": warnings, **said}
+
+
+async def _planned(definition: Definition, options: Mapping[str, Any]) -> FilePlan:
+    folder = conf.cluster().models_path
+    try:
+        async with asyncio.timeout(_LOOK_LIMIT):
+            return await aside(lambda: plan(folder, definition.name, options))
+    except TimeoutError:
+        hangs = FolderHangs(f"the models folder {folder.name!r} of the control plane does not answer")
+        raise Postpone(hangs.message, seconds=hangs.retry_after) from hangs
+    except (Unsendable, OSError) as error:
+        raise LoadFailed(f"staging: {error}") from error
+
+
+async def _turn(attempt: Delivering) -> None:
+    """Returns when no other load brings files of the model to the node."""
+    name, wish = attempt.definition.name, MovingWish(attempt.work)
+    while not (begun := await in_thread(_begin, attempt)):
+        if begun is None:
+            raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
+        said = f"another load brings the files of {name} to {attempt.slot.node_name}"
+        await attempt.work.report(attempt.tick(PHASE, said))
+        await wish.lasts(deadlines.STALL)
+        await asyncio.sleep(_LOOK_AT_OTHER)
+
+
+def _begin(attempt: Delivering) -> bool | None:
+    return slots.begin_staging(attempt.slot, mark=attempt.mark, running=engines.running_attempts())
+
+
+async def _bounded(attempt: Delivering, planned: FilePlan, lanes: Lanes) -> Sent:
+    """All files, within the time that a load may take at all (C31)."""
+    age = (clock.now() - attempt.work.operation.created_at).total_seconds()
+    try:
+        async with asyncio.timeout(max(deadlines.LONGEST_HOLD - age, 0)):
+            return await _sent(attempt, planned, lanes)
+    except TimeoutError:
+        hours = deadlines.LONGEST_HOLD / 3600
+        raise LoadFailed(
+            f"staging: deadline exceeded, the files were not there after {hours:.0f} h"
+        ) from None
+    except (FileRefused, Stalled) as refusal:
+        raise NodeRefused(f"staging: {refusal}") from refusal
+    except Changed as change:
+        raise Postpone(f"staging: {change}; looking again", seconds=_AFTER_CHANGE) from change
+    except OSError as error:
+        raise LoadFailed(f"staging: a file cannot be read ({error.strerror or error})") from error
+
+
+async def _sent(attempt: Delivering, planned: FilePlan, lanes: Lanes) -> Sent:
+    slot = attempt.slot
+    try:
+        server = await in_thread(_server, slot, planned.total)
+    except errors.NotFound as gone:
+        raise WorkerGone(gone.message) from gone
+    except (dialling.NotReachable, dialling.AddressRefused, errors.Conflict) as refusal:
+        raise NodeRefused(f"staging: {refusal.message}") from refusal
+    meter = Meter({file.relative: file.size for file in planned.files.values()}, slot.node_name)
+    meter.waits(f"looking for the files of {attempt.definition.name} on {slot.node_name}")
+    await attempt.work.report(_tick(attempt, meter))
+    sending = Sending(attempt.definition.name, planned, server, slot.node_id, lanes, meter)
+    sent = await unless(_told(attempt, meter), sending.run())
+    attempt.work.progress(_tick(attempt, meter))
+    return sent
+
+
+def _server(slot: Slot, payload: int) -> dialling.HttpServer:
+    """The worker's HTTP server, if its node still has room (R2.38): others may have brought files there."""
+    server = dialling.http_server(slot.node_id)
+    node = BackendNode.objects.filter(pk=slot.node_id).first()
+    needed = estimate.disk(payload)
+    if node is not None and node.total_disk > 0 and node.available_disk < needed:
+        said = f"{gib(node.available_disk)} of disk space free, {gib(needed)} needed"
+        if conf.cluster().disk_headroom_check:
+            raise NodeRefused(f"staging: {said}")
+        log.warning("%s: %s", slot.node_name, said)
+    return server
+
+
+async def _told(attempt: Delivering, meter: Meter) -> NoReturn:
+    """Says how far the files are, each second, and that the load is wanted while something moves."""
+    wish = MovingWish(attempt.work)
+    while True:
+        await asyncio.sleep(TELL_EVERY)
+        attempt.work.progress(_tick(attempt, meter))
+        await wish.moved(meter.moved)
+
+
+def _tick(attempt: Delivering, meter: Meter) -> Tick:
+    rate = meter.rate(clock.monotonic())
+    total = meter.total
+    return attempt.tick(
+        PHASE,
+        meter.sentence(rate),
+        current_bytes=meter.current,
+        total_bytes=total,
+        percentage=_SHARE * meter.current / total if total else 0.0,
+        file_index=meter.file_index,
+        total_files=len(meter.sizes),
+        bytes_per_second=rate,
+    )

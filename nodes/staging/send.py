@@ -1,0 +1,105 @@
+"""All files of a plan to one worker: several at once, each by `transfer.py`; what fails, by the rules.
+
+A node takes so many files at once from this controller, and the controller sends so many in all. A file of
+the model itself that is refused ends the attempt; of others the engine is told nothing, and the operator is
+warned (R2.57). A full disk and a worker that cannot be reached end it always: they are no matter of the file.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from uuid import UUID
+from weakref import WeakValueDictionary
+
+import httpx
+
+from nodes.placement import deadlines
+from nodes.registry.dialling import HttpServer
+from nodes.staging.keys import NoKey, key_of, root_of
+from nodes.staging.meter import Meter
+from nodes.staging.plan import FilePlan, LocalFile
+from nodes.staging.transfer import FileRefused, Transfer, connected
+
+OF_A_NODE, IN_ALL = 4, 16
+"""Files that are sent at once."""
+
+
+class Lanes:
+    """The bounds of one controller."""
+
+    def __init__(self) -> None:
+        self.all = asyncio.Semaphore(IN_ALL)
+        self._nodes: WeakValueDictionary[UUID, asyncio.Semaphore] = WeakValueDictionary()
+
+    def to(self, node_id: UUID) -> asyncio.Semaphore:
+        """The bound of this node; it lives as long as it is used."""
+        found = self._nodes.get(node_id)
+        if found is None:
+            found = self._nodes[node_id] = asyncio.Semaphore(OF_A_NODE)
+        return found
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What is on the worker now."""
+
+    root: str
+    """The folder there against which relative options resolve; "" if nothing was to be sent."""
+    failed: dict[str, str]
+    """By path: why a file is not there."""
+
+
+@dataclass(frozen=True)
+class Sending:
+    """The files of one model on their way to one worker."""
+
+    model: str
+    plan: FilePlan
+    server: HttpServer
+    node_id: UUID
+    lanes: Lanes
+    meter: Meter
+    stall: float = deadlines.STALL
+
+    async def run(self) -> Sent:
+        """Returns when all of them are there. Raises FileRefused, Stalled, Changed and OSError."""
+        roots: set[str] = set()
+        failed: dict[str, str] = {}
+        files = iter(self.plan.files.values())
+        try:
+            async with connected(self.server) as client, asyncio.TaskGroup() as group:
+                for _ in range(min(OF_A_NODE, len(self.plan.files))):
+                    group.create_task(self._lane(client, files, roots, failed))
+        except BaseExceptionGroup as several:
+            raise several.exceptions[0] from several
+        if len(roots) > 1:
+            raise FileRefused(self.model, 200, f"it keeps the files in several places: {sorted(roots)[:3]}")
+        return Sent(next(iter(roots), ""), failed)
+
+    async def _lane(
+        self, client: httpx.AsyncClient, files: Iterator[LocalFile], roots: set[str], failed: dict[str, str]
+    ) -> None:
+        """Takes one file after another."""
+        for file in files:
+            try:
+                async with self.lanes.to(self.node_id), self.lanes.all:
+                    roots.add(await self._bring(client, file))
+            except FileRefused as refusal:
+                if refusal.of_node or self.plan.is_vital(file.relative):
+                    raise
+                failed[file.relative] = str(refusal)
+                self.meter.leaves_out(file.relative)
+            except OSError as error:
+                if self.plan.is_vital(file.relative):
+                    raise
+                failed[file.relative] = f"cannot be read: {error.strerror or error}"
+                self.meter.leaves_out(file.relative)
+
+    async def _bring(self, client: httpx.AsyncClient, file: LocalFile) -> str:
+        """The worker's folder of the model."""
+        key = key_of(self.model, file.relative)
+        path = await Transfer(client, file, key, self.meter, self.stall).bring()
+        try:
+            return root_of(path, file.relative)
+        except NoKey as why:
+            raise FileRefused(file.relative, 200, str(why)) from why
