@@ -332,7 +332,8 @@ class ClusterSettings:
     node_hosts: Mapping[str, frozenset[str]]
     """By a node's name: hosts that its addresses may have besides the one it registers."""
     prefix_cache: bool
-    """Whether requests for text are routed by the beginning of their prompts, unless a rule says not (R3.1)."""
+    """Whether requests for text are routed by the beginning of their prompt, if their model's rule does not
+    say otherwise (R3.1)."""
     prefix_match: float
     """C41: the share of a prompt that a replica must have been given before to be preferred."""
     prefix_balance_abs: int

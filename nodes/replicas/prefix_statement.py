@@ -22,7 +22,8 @@ EXCHANGE_BY_PREFIX = f"""
 WITH RECURSIVE {OWNERS}, wanted AS (
     SELECT a.ask, a.plainly, a.model, a.nodes, a.node, a.index, a.share, sum(a.n)::int AS n
       FROM jsonb_to_recordset($3::jsonb -> 'picks') AS a(
-               ask int, plainly int, model text, key text, n int, nodes jsonb, node uuid, index int, share float8
+               ask int, plainly int, model text, key text, n int, nodes jsonb, node uuid, index int,
+               share float8
            )
      WHERE {ADMITTED}
      GROUP BY a.ask, a.plainly, a.model, a.nodes, a.node, a.index, a.share
@@ -71,7 +72,8 @@ WITH RECURSIVE {OWNERS}, wanted AS (
     SELECT r.*, r.in_flight - r.less AS load, COALESCE(w.weight, 0) AS weight,
            row_number() OVER (PARTITION BY r.model_name ORDER BY r.id)::int AS k
       FROM counted r
-      LEFT JOIN jsonb_to_recordset($3::jsonb -> 'weights') AS w(model text, node uuid, index int, weight float8)
+      LEFT JOIN jsonb_to_recordset($3::jsonb -> 'weights')
+                AS w(model text, node uuid, index int, weight float8)
              ON w.model = r.model_name AND w.node = r.node_id AND w.index = r.replica_index
      WHERE r.serving AND r.model_name IN (SELECT model FROM guided)
 ), lined AS MATERIALIZED (
@@ -113,8 +115,9 @@ SELECT {CHOSEN_COLUMNS}, (SELECT l.hot IS NOT NULL FROM lined l WHERE l.ask = c.
  UNION ALL
 SELECT {OWNER_COLUMNS}, NULL FROM owners
 """
-"""The parameters of `EXCHANGE`; $3 has more: of each pick `share` and `plainly`, and `thresholds` ({match, abs,
-rel}, the cluster's) and `weights` ({model, node, index, weight}, of replicas that are the home of anything).
+"""The parameters of `EXCHANGE`; $3 has more: of each pick `share` and `plainly`, and `thresholds` ({match,
+abs, rel}, the cluster's) and `weights` ({model, node, index, weight}, of replicas that are the home of
+anything).
 
 A pick with a `share`, unless its model's rule is for `round_robin`, goes by the prefix: `index` on `node` had
 that share of its prompt last. R3.14, with a rule's own thresholds in the place of the cluster's: that replica

@@ -1,4 +1,4 @@
-"""From a prompt to its chain: a hash for each of its blocks, over the block and all that came before it. Pure.
+"""From a prompt to its chain: a hash for each of its blocks, over the block and all that came before. Pure.
 
 Two prompts for one model have the same hash at a position exactly if they are the same up to there. Every
 process makes the same numbers of the same prompt: they travel between them (R3.4).

@@ -316,9 +316,7 @@ class _Asks:
         return (own,) if plainly is None else (own, plainly)
 
 
-def _exchanged(
-    requests: Iterable[InferenceRequest], asks: _Asks, released: Counter[UUID]
-) -> dict[str, Any]:
+def _exchanged(requests: Iterable[InferenceRequest], asks: _Asks, released: Counter[UUID]) -> dict[str, Any]:
     picks = Counter((request.wish, request.key_hash) for request in requests if request.model)
     return {
         "keys": list({request.key_hash for request in requests if request.key_hash}),

@@ -83,6 +83,10 @@ class InferenceRequest:
         """What its pick is to find."""
         return PickWish(self.model, self.candidates, self.preferred, self.share)
 
+    def route_plainly(self) -> None:
+        """Its next picks do not go by its prompt."""
+        self.chain, self.preferred, self.share = (), None, None
+
     def begin_pick(self) -> "asyncio.Future[None]":
         """Starts a pick, the first one or another; what it returns is done when the picker has decided."""
         self.replica, self.remembered, self.pick_attempts = None, None, 0

@@ -1,4 +1,4 @@
-"""Picks by the prefix against a real PostgreSQL: the guard, the order, and that choosing and counting are one."""
+"""Picks by the prefix against a real PostgreSQL: the guard, the order, and the pure function beside them."""
 
 import asyncio
 import json
@@ -112,7 +112,9 @@ LIMITS = st.builds(
 
 
 @pytest.mark.rule("R3.11", "R3.13", "R3.14", "R3.24", "C41", "C42")
-@settings(max_examples=60 * EFFORT, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=60 * EFFORT, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
 @given(rows=FLEETS, asks=ASKS, limits=LIMITS)
 def test_statement_and_pure_function_agree(
     raw: psycopg.Connection[Any],
