@@ -25,7 +25,7 @@ from nodes.loading.wait import Loads
 from nodes.registry import known
 from nodes.replicas import hooks
 from nodes.routing import pool, prefix_service
-from nodes.routing.picks import Picker
+from nodes.routing.picks import Picker, no_weights
 from nodes.routing.prefix_service import PrefixService
 from nodes.routing.prefixes import Prefixes
 from nodes.routing.process import ProcessHeartbeat
@@ -179,9 +179,9 @@ async def start() -> None:
     global _running
     shared = await pool.open_shared()
     by_prefix = prefix_service.begin(conf.cluster().prefix_ttl) if conf.cluster().prefix_cache else None
-    prefixes = by_prefix.prefixes if by_prefix else None
+    prefixes = None if by_prefix is None else by_prefix.prefixes
     connection, hints = pool.DedicatedConnection(conf.cluster().database_url), Hints()
-    picker = Picker(shared, connection, prefixes.weights) if prefixes else Picker(shared, connection)
+    picker = Picker(shared, connection, prefixes.weights if prefixes is not None else no_weights)
     clients, loads = ClientPool(), Loads(hints)
     metrics.IN_FLIGHT.set_function(picker.in_flight)
     metrics.WAITING.set_function(loads.waiting)

@@ -49,14 +49,15 @@ Weights = Callable[[str], Iterable[tuple[tuple[UUID, int], float]]]
 """Tells of a model how much of prompts each replica, by node and index, is the home of (R3.12)."""
 
 
-def _no_weights(_: str) -> Iterable[tuple[tuple[UUID, int], float]]:
+def no_weights(_: str) -> Iterable[tuple[tuple[UUID, int], float]]:
+    """Prompts do not count."""
     return ()
 
 
 class Picker:
     """Picks and releases of one web process; lives on one event loop."""
 
-    def __init__(self, pool: Pool, connection: DedicatedConnection, weights: Weights = _no_weights) -> None:
+    def __init__(self, pool: Pool, connection: DedicatedConnection, weights: Weights = no_weights) -> None:
         self.process_id = uuid4()
         self._weights = weights
         self._pool = pool

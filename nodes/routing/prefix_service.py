@@ -28,7 +28,7 @@ class PrefixService:
 
     async def start(self, pool: Pool, process: UUID) -> None:
         """Begins to tell and to hear; waits for nobody."""
-        metrics.PREFIX_ENTRIES.set_function(self.prefixes.__len__)
+        metrics.PREFIX_ENTRIES.set_function(self.prefixes.entries)
         hooks.on_removed.append(self._telling.removed)
         await hear(self._bus, self.prefixes.heard)
         self._tasks = [

@@ -41,7 +41,8 @@ class Prefixes:
         self._tell = tell
         self._sweep_every, self._swept = ttl / 2, clock.monotonic()
 
-    def __len__(self) -> int:
+    def entries(self) -> int:
+        """How many blocks of prompts it knows a replica of."""
         return len(self._affinity)
 
     def advise(self, request: InferenceRequest) -> None:

@@ -34,7 +34,7 @@ def told(kind: str, body: Any) -> Any:
 
 @pytest.mark.rule("R3.20", "nats-7.4")
 def test_what_is_on_the_wire() -> None:
-    """R3.20: plain JSON numbers of 64 bits, and the reference's names; a field that is not known is ignored."""
+    """R3.20: plain JSON numbers of 64 bits, the reference's names; a field that is not known is ignored."""
     observed = Observed("m", (1, LARGEST), NODE, 1)
     assert told("observe", OBSERVED) == told("observe", OBSERVED | {"more": 1}) == observed
     assert told("invalidate", INVALIDATED) == Invalidated("m", NODE, -1)
@@ -159,9 +159,9 @@ def test_only_what_went_by_the_prefix_is_remembered() -> None:
     assert (plain.preferred, plain.share) == (None, None)
     ours.landed(plain)
     landed(ours, (NODE, 1), remembered=None)
-    assert len(ours) == 0
+    assert ours.entries() == 0
     landed(ours, (NODE, 1))
-    assert len(ours) == 3
+    assert ours.entries() == 3
     assert (asked(ours).preferred, asked(ours).share) == ((NODE, 1), 1.0)
 
 
