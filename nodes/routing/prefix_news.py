@@ -29,7 +29,7 @@ _HASHES = 2**64
 _INDICES = 2**31
 
 
-class Observed(msgspec.Struct, frozen=True):
+class Given(msgspec.Struct, frozen=True):
     """A replica was given a prompt. Hashes are whole numbers of 64 bits, which no double holds."""
 
     model: str
@@ -46,9 +46,9 @@ class Invalidated(msgspec.Struct, frozen=True):
     replica: int
 
 
-News = Observed | Invalidated
+News = Given | Invalidated
 _KINDS: dict[str, type[Any]] = {
-    subjects.PREFIX_OBSERVED: Observed,
+    subjects.PREFIX_OBSERVED: Given,
     subjects.PREFIX_INVALIDATED: Invalidated,
 }
 _SUBJECTS = {kind: subject for subject, kind in _KINDS.items()}

@@ -19,7 +19,7 @@ from localai_cluster.metrics import web as metrics
 from nodes.replicas.hooks import Removed
 from nodes.routing.affinity import Affinity, Place
 from nodes.routing.pool import UNREACHABLE, Parameters, Pool
-from nodes.routing.prefix_news import News, Observed
+from nodes.routing.prefix_news import Given, News
 from nodes.routing.pressure import Pressure
 from nodes.routing.request import InferenceRequest
 from nodes.scheduling.pressure import REPORT, WINDOW
@@ -66,7 +66,7 @@ class Prefixes:
         share = request.share if request.remembered and not kept_away else 0.0
         metrics.prefix_picked(model, request.remembered, kept_away, len(chain), share or 0.0)
         if self._affinity.observe(model, chain, place, clock.monotonic()):
-            self._tell(Observed(model, chain, *place))
+            self._tell(Given(model, chain, *place))
 
     def weights(self, model: str) -> list[tuple[Place, float]]:
         """R3.12: for the pick."""
@@ -74,7 +74,7 @@ class Prefixes:
 
     def heard(self, news: News) -> None:
         """R3.21: another process told it; it is not told again."""
-        if isinstance(news, Observed):
+        if isinstance(news, Given):
             place = news.node_id, news.replica
             self._affinity.observe(news.model, news.chain, place, clock.monotonic())
         else:

@@ -1,10 +1,10 @@
 """What routing by prefix is worth on real engines: tokens that need not be read again, and the first token.
 
 `python -m tests.benchmarks.bench_prefix [--rounds N] [--clients N]` starts a temporary cluster's parts
-(servers, a web process for each policy, two llama.cpp engines with two slots and no memory but those) and asks
-questions that begin with one of four texts of about 1,000 tokens, shuffled. The policies follow each other on
-the same engines, each with texts of its own, so that the second finds nothing of the first. Compare figures of
-one run only.
+(servers, a web process for each policy, two llama.cpp engines with two slots and no memory but those) and
+asks questions that begin with one of four texts of about 1,000 tokens, shuffled. The policies follow each
+other on the same engines, each with texts of its own, so that the second finds nothing of the first. Compare
+figures of one run only.
 """
 
 import argparse

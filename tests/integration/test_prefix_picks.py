@@ -9,11 +9,12 @@ from uuid import UUID, uuid4
 
 import psycopg
 import pytest
+from django.db import IntegrityError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localai_cluster import clock
-from nodes.models import BackendNode, ModelSchedulingConfig, NodeModel
+from nodes.models import BackendNode, ModelSchedulingConfig, NodeModel, RoutePolicy
 from nodes.replicas import statements
 from nodes.replicas.prefix_statement import EXCHANGE_BY_PREFIX
 from nodes.routing.request import InferenceRequest, Replica
@@ -230,6 +231,22 @@ def test_the_replica_that_remembers_is_picked_unless_it_is_too_busy() -> None:
     assert [one.index for one in picks([kept_from_it, new])] == [0, 0]
     assert [one.index for one in picks([scarcely])] == [0]
     assert (kept_from_it.remembered, new.remembered, scarcely.remembered) == (True, False, False)
+
+
+@pytest.mark.rule("R3.1", "R3.2", "T-PFX-9", "T-PFX-10", "T-PFX-11")
+@pytest.mark.parametrize(("policy", "counts"), [("", True), ("prefix_cache", True), ("round_robin", False)])
+def test_the_policy_of_a_rule(policy: str, counts: bool) -> None:
+    """R3.1: the empty one is the cluster's, which is to go by the prefix; no other text can be stored."""
+    node = hot.node()
+    for index in range(2):
+        hot.replica(node, index=index)
+    rule = ModelSchedulingConfig.objects.create(model_name="echo", route_policy=policy)
+    request = prefixed((node.pk, 1))
+    assert picks([request])[0].index == int(counts)
+    assert request.remembered is (True if counts else None)
+    assert RoutePolicy.values == ["round_robin", "prefix_cache"]
+    with pytest.raises(IntegrityError):
+        ModelSchedulingConfig.objects.filter(pk=rule.pk).update(route_policy="other")
 
 
 @pytest.mark.rule("R3.2")

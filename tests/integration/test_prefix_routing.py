@@ -23,7 +23,7 @@ from nodes.replicas import hooks, retire
 from nodes.replicas.hooks import ALL_REPLICAS, Removed
 from nodes.routing.chains import chain
 from nodes.routing.pool import Pool
-from nodes.routing.prefix_news import Observed
+from nodes.routing.prefix_news import Given
 from nodes.routing.prefix_service import PrefixService
 from nodes.routing.prefixes import Prefixes
 from nodes.routing.request import InferenceRequest, Replica
@@ -97,7 +97,7 @@ def test_a_prompt_goes_where_its_beginning_was() -> None:
     counts, _ = asyncio.run(scenario())
     assert counts == [4, 4]
     first = told[0]
-    assert isinstance(first, Observed)
+    assert isinstance(first, Given)
     prompt = "".join(f"{one['role']}\n{one['content']}\n" for one in LAW["messages"])
     assert (first.model, first.chain, first.replica) == ("m", chain("m", prompt.encode()), 0)
     assert len(told) == 8, "each question is new at its end"

@@ -90,7 +90,7 @@ STEPS = st.lists(
 
 
 @pytest.mark.rule("R3.8", "R3.9", "R3.10", "R3.11", "R3.12", "R3.22", "T-PFX-26", "T-RDX-2", "T-RDX-3")
-@pytest.mark.rule("T-RDX-5", "T-RDX-12…14", "T-RDX-17", "T-RDX-18", "T-RDX-19")
+@pytest.mark.rule("T-RDX-5", "T-RDX-12", "T-RDX-13", "T-RDX-14", "T-RDX-17", "T-RDX-18", "T-RDX-19")
 @settings(max_examples=300 * EFFORT, deadline=None)
 @given(STEPS, st.lists(st.tuples(MODELS, TEXTS), min_size=1, max_size=6))
 def test_it_is_the_radix_tree(steps: list[tuple], asked: list[tuple[str, str]]) -> None:  # type: ignore[type-arg]

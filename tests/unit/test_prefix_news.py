@@ -16,7 +16,7 @@ from nodes.replicas import hooks
 from nodes.replicas.hooks import Removed
 from nodes.routing import prefix_news
 from nodes.routing.chains import chain
-from nodes.routing.prefix_news import Invalidated, Observed, Telling, hear, read
+from nodes.routing.prefix_news import Given, Invalidated, Telling, hear, read
 from nodes.routing.prefixes import Prefixes
 from nodes.routing.request import InferenceRequest, Replica
 from tests.support.bus import PlayedBus
@@ -35,7 +35,7 @@ def told(kind: str, body: Any) -> Any:
 @pytest.mark.rule("R3.20", "nats-7.4")
 def test_what_is_on_the_wire() -> None:
     """R3.20: plain JSON numbers of 64 bits, the reference's names; a field that is not known is ignored."""
-    observed = Observed("m", (1, LARGEST), NODE, 1)
+    observed = Given("m", (1, LARGEST), NODE, 1)
     assert told("observe", OBSERVED) == told("observe", OBSERVED | {"more": 1}) == observed
     assert told("invalidate", INVALIDATED) == Invalidated("m", NODE, -1)
     assert (subjects.PREFIX_OBSERVED, subjects.PREFIX_INVALIDATED) == (
@@ -137,7 +137,7 @@ def test_news_are_told_once_and_never_repeated() -> None:
     ours, peer = Prefixes(300, sent.append), Prefixes(300, sent.append)
     landed(ours, (NODE, 1))
     landed(ours, (NODE, 1), remembered=True)
-    assert sent == [Observed("m", CHAIN, NODE, 1)]
+    assert sent == [Given("m", CHAIN, NODE, 1)]
     peer.heard(sent[0])
     assert (asked(peer).preferred, asked(peer).share) == ((NODE, 1), 1.0)
     peer.heard(Invalidated("m", NODE, 0))
@@ -228,4 +228,4 @@ def test_what_is_heard_is_taken_in_order() -> None:
             await handler(Message(f"prefixcache.{kind}", json.dumps(body).encode(), wants_reply=False))
         return heard
 
-    assert asyncio.run(scenario()) == [Observed("m", (1, LARGEST), NODE, 1), Invalidated("m", NODE, -1)]
+    assert asyncio.run(scenario()) == [Given("m", (1, LARGEST), NODE, 1), Invalidated("m", NODE, -1)]
