@@ -92,7 +92,8 @@ WITH RECURSIVE {OWNERS}, wanted AS (
       FROM numbered GROUP BY model_name
      UNION ALL
     SELECT w.model, t.turn, w.loads[:c.k - 1] || (w.loads[c.k] + 1) || w.loads[c.k + 1:], t.ask, c.k
-      FROM walk w JOIN turns t ON t.model = w.model AND t.turn = w.turn + 1
+      FROM walk w
+     CROSS JOIN LATERAL (SELECT * FROM turns WHERE turn = w.turn + 1 AND model = w.model OFFSET 0) t
      CROSS JOIN LATERAL (
                SELECT l.k FROM (
                    SELECT o.k, o.place, w.loads[o.k] AS load, min(w.loads[o.k]) OVER () AS least
@@ -130,4 +131,5 @@ together, whatever their prompts. Picks without a share are those of `EXCHANGE`.
 
 The rows of picks that went by the prefix say last whether such a replica was there with share enough (R3.18),
 all others null. All weights are compared among the replicas that were locked: the least busy ones, as many as
-there are requests and `SPARE` more, and those asked for."""
+there are requests and `SPARE` more, and those asked for. `OFFSET 0` keeps each step of the walk from sorting
+all turns again."""
