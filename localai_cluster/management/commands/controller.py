@@ -129,6 +129,7 @@ async def run() -> None:
     for loop in loops:
         loop.cancel()
     await asyncio.gather(*loops, return_exceptions=True)
+    hooks.on_removed.remove(news.removed)
     with contextlib.suppress(DatabaseError):
         await in_thread(controllers.sign_off, owner)
     await bus.close()
