@@ -167,7 +167,7 @@ def main() -> None:
     """Runs the whole benchmark."""
     options = argparse.ArgumentParser(description="Measures routing by prefix on real engines.")
     options.add_argument("--rounds", type=int, default=6)
-    options.add_argument("--clients", type=int, default=2)
+    options.add_argument("--clients", type=int, default=1)
     chosen = options.parse_args()
     with running_cluster(CLUSTER_NODE_STALE_AFTER="24h") as cluster:
         planted.set_up(cluster)

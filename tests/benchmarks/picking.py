@@ -8,6 +8,7 @@ server's own durability. It shows what the machine can do at that moment.
 """
 
 import asyncio
+import itertools
 import json
 import sys
 import time
@@ -95,16 +96,14 @@ async def picker(
     async def pair(caller: int) -> None:
         request = InferenceRequest(model=model)
         if by_prefix:
-            nonlocal turn
-            turn += 1
-            request.chain = (*range(caller * BLOCKS, (caller + 1) * BLOCKS - 1), 10**9 + turn)
+            request.chain = (*range(caller * BLOCKS, (caller + 1) * BLOCKS - 1), next(ends))
         prefixes.advise(request)
         replica = await ours.acquire(request)
         prefixes.landed(request)
         assert replica is not None
         ours.release(replica)
 
-    pool, connection, turn = Pool(url), Counting(url), 0
+    pool, connection, ends = Pool(url), Counting(url), itertools.count(10**9)
     await pool.open()
     prefixes = Prefixes(300.0, lambda news: None)
     ours = Picker(pool, connection, prefixes.weights)
