@@ -8,6 +8,7 @@ traceback after another. A secret may be given as `NAME` or as `NAME_FILE`, the 
 """
 
 import json
+import math
 import os
 import re
 import ssl
@@ -38,6 +39,8 @@ WELL_KNOWN_SECRETS = {
     "secret",
 }
 LONGEST_URL = 512
+MOST_PRESSURE = 100
+"""What a web process reports at most of a model, so more than that cannot be asked for."""
 SERVERS = ("uvicorn", "daphne")
 VRAM_POLICIES = ("prefer", "require")
 _TLS_HINT = "Name readable PEM files that belong together."
@@ -222,6 +225,22 @@ class Environment:
 
         return self.parsed(name, parse, default, "Use a duration such as 60s or 5m.")
 
+    def number(self, name: str, default: float, least: float, most: float, *, whole: bool = False) -> float:
+        """A number from `least` to `most`."""
+        kind = "a whole number" if whole else "a number"
+
+        def parse(text: str) -> float:
+            # What is no number compares false with everything.
+            try:
+                value = float(text)
+            except ValueError:
+                value = math.nan
+            if not least <= value <= most or (whole and value != int(value)):
+                raise ValueError(f"not {kind} from {least:g} to {most:,}")
+            return value
+
+        return self.parsed(name, parse, default, f"Use {kind} such as {default:g}.")
+
     def seed(self, name: str, role: nkeys.Role) -> str:
         """The seed of a NATS key of this role, read as `secret`; a problem never quotes it."""
         text = self.secret(name)
@@ -314,6 +333,16 @@ class ClusterSettings:
     """Whether some load options follow from the node's memory and GPU (R2.80)."""
     node_hosts: Mapping[str, frozenset[str]]
     """By a node's name: hosts that its addresses may have besides the one it registers."""
+    prefix_cache: bool
+    """Whether requests for text are routed by the beginning of their prompt, if their model's rule does not
+    say otherwise (R3.1)."""
+    prefix_match: float
+    """C41: the share of a prompt that a replica must have been given before to be preferred."""
+    prefix_balance_abs: int
+    prefix_balance_rel: float
+    """C42: how many requests more than on the idlest replica may run there, and how many times as many."""
+    prefix_pressure: int
+    """C44: requests a minute that were kept from such a replica, for which one more is loaded; 0 means 1."""
     galleries: list[dict[str, Any]]
     gallery_dir: Path | None
     """The folder of the gallery that we serve to our workers: `cluster:` URLs."""
@@ -354,6 +383,8 @@ class ClusterSettings:
     """How long a controller keeps a claimed operation without renewing the claim."""
     request_timeout: float
     """Limit of one inference call to a backend process; of a streamed answer until its first piece."""
+    prefix_ttl: float
+    """C43: how long it counts what a replica was given."""
     stream_stall: float
     """Limit of the silence between two pieces, and of a reader who takes nothing."""
 
@@ -377,6 +408,7 @@ _DURATIONS: dict[str, tuple[str, float, float]] = {
     "operation_retention": ("CLUSTER_OPERATION_RETENTION", 90 * 86400.0, 3600.0),
     "operation_lease": ("CLUSTER_OPERATION_LEASE", 10.0, 1.0),
     "request_timeout": ("CLUSTER_REQUEST_TIMEOUT", 600.0, 1.0),
+    "prefix_ttl": ("LOCALAI_DISTRIBUTED_PREFIX_CACHE_TTL", 300.0, 1.0),
     "stream_stall": ("CLUSTER_STREAM_STALL", 120.0, 1.0),
 }
 """By their field: the variable of each duration, its default and the shortest one, in seconds."""
@@ -428,6 +460,11 @@ def load(values: Mapping[str, str] = os.environ) -> tuple[ClusterSettings, Envir
         disk_headroom_check=env.boolean("LOCALAI_DISTRIBUTED_DISK_HEADROOM_CHECK", True),
         shared_models=env.boolean("LOCALAI_DISTRIBUTED_SHARED_MODELS"),
         node_options=env.boolean("CLUSTER_NODE_OPTIONS", True),
+        prefix_cache=env.boolean("LOCALAI_DISTRIBUTED_PREFIX_CACHE", True),
+        prefix_match=env.number("CLUSTER_PREFIX_MATCH", 0.3, 0, 1),
+        prefix_balance_abs=int(env.number("CLUSTER_PREFIX_BALANCE_ABS", 2, 0, 1_000_000, whole=True)),
+        prefix_balance_rel=env.number("CLUSTER_PREFIX_BALANCE_REL", 1.5, 1, 1_000_000),
+        prefix_pressure=int(env.number("CLUSTER_PREFIX_PRESSURE", 1, 0, MOST_PRESSURE, whole=True)),
         node_hosts=env.parsed(
             "CLUSTER_NODE_HOSTS",
             parse_node_hosts,

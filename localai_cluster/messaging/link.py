@@ -50,7 +50,7 @@ class Link:
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
         self._listening: asyncio.Future[Any] | None = None
 
-    async def dial(self, servers: Servers, name: str) -> None:
+    async def dial(self, servers: Servers, name: str, *, echo: bool = True) -> None:
         """Connects within 5 s. nats.errors.Error, OSError."""
         credentials, tls = servers.credentials, servers.tls
         if tls is None and any(url.startswith("tls:") for url in servers.urls):
@@ -71,6 +71,7 @@ class Link:
                 reconnect_time_wait=0,
                 connect_timeout=int(DIAL_TIMEOUT),
                 pending_size=0,
+                no_echo=not echo,
                 ping_interval=10,
                 max_outstanding_pings=2,
                 error_cb=self._on_error,

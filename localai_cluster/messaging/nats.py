@@ -54,13 +54,19 @@ class NatsBus:
     meanwhile.
 
     Without servers it does not connect until `use` names some. `on_refused` is called whenever a server does
-    not accept the credentials.
+    not accept the credentials. Without `echo` it does not hear what it says itself.
     """
 
     def __init__(
-        self, servers: Servers | None, *, name: str, on_refused: Callable[[], None] = lambda: None
+        self,
+        servers: Servers | None,
+        *,
+        name: str,
+        on_refused: Callable[[], None] = lambda: None,
+        echo: bool = True,
     ) -> None:
         self._servers = servers
+        self._echo = echo
         self._name = name
         self._on_refused = on_refused
         self._changed = asyncio.Event()
@@ -242,7 +248,7 @@ class NatsBus:
             return None
         link = Link(self.complain)
         try:
-            await link.dial(self._servers, self._name)
+            await link.dial(self._servers, self._name, echo=self._echo)
             return link
         except (nats.errors.Error, OSError) as error:
             self.complain(f"cannot reach the message bus at {self._where}: {_reason(error)}; trying again")

@@ -5,6 +5,12 @@ mapping is not reversible, so payloads repeat the real ids and nothing ever read
 subject.
 """
 
+PREFIX_NEWS = "prefixcache.*"
+PREFIX_OBSERVED = "prefixcache.observe"
+"""Published by a web process: a replica was given a prompt."""
+PREFIX_INVALIDATED = "prefixcache.invalidate"
+"""Published by who removed a replica's row: what it was given counts no more."""
+
 _UNSAFE = str.maketrans(dict.fromkeys(".*> \t\n", "-"))
 
 

@@ -56,6 +56,20 @@ PICKS = counter(
 PICK_SECONDS = seconds(
     "pick_duration_seconds", "How long a request waited for the pick of its replica.", buckets=REQUESTS
 )
+PREFIX_PICKS = counter(
+    "prefix_picks",
+    "Picks by the prefix of a prompt: the replica that had it last (`hit`), another one because that was too"
+    " busy (`kept_away`), none had enough of it (`miss`).",
+    "model",
+    "outcome",
+)
+PREFIX_BLOCKS = counter(
+    "prefix_blocks",
+    "Blocks of 256 bytes of those prompts, at most 64 each; `hit`: those that the picked replica had before.",
+    "model",
+    "kind",
+)
+PREFIX_ENTRIES = gauge("prefix_entries", "Blocks of prompts that this process knows a replica of.")
 HEARTBEATS = counter("heartbeats", "Heartbeats of workers, by the status they were answered with.", "status")
 HEARTBEATS_LOST = counter(
     "heartbeats_lost", "Heartbeats that were accepted, but could not be written to the database."
@@ -71,6 +85,9 @@ FIGURES = (
     TOKENS,
     PICKS,
     PICK_SECONDS,
+    PREFIX_PICKS,
+    PREFIX_BLOCKS,
+    PREFIX_ENTRIES,
     HEARTBEATS,
     HEARTBEATS_LOST,
 )
@@ -134,6 +151,8 @@ def _of_model(model: str, status: int | str) -> tuple[Counter, Histogram]:
 _of_outcome = cache(PICKS.labels)
 _first_of_model = cache(FIRST_TOKEN.labels)
 _tokens_of_model = cache(TOKENS.labels)
+_prefix_outcome = cache(PREFIX_PICKS.labels)
+_prefix_blocks = cache(PREFIX_BLOCKS.labels)
 
 
 def request_ended(path: str, status: int | str, took: float) -> None:
@@ -166,3 +185,10 @@ def pick_ended(outcome: str, took: float) -> None:
     """One pick has ended."""
     _of_outcome(outcome).inc()
     PICK_SECONDS.observe(took)
+
+
+def prefix_picked(model: str, remembered: bool, kept_away: bool, blocks: int, share: float) -> None:
+    """One pick went by the prefix: of so many blocks the replica had this share."""
+    _prefix_outcome(model, "kept_away" if kept_away else "hit" if remembered else "miss").inc()
+    _prefix_blocks(model, "asked").inc(blocks)
+    _prefix_blocks(model, "hit").inc(round(blocks * share))

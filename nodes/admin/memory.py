@@ -10,7 +10,14 @@ from django.http import HttpRequest
 
 from localai_cluster import clock, errors
 from localai_cluster.web.admin import ModelAdmin, Observed
-from nodes.models import ModelLoadInfo, ModelSchedulingConfig, NodeSample, PlacementLog, PlacementRecord
+from nodes.models import (
+    ModelLoadInfo,
+    ModelSchedulingConfig,
+    NodeSample,
+    PlacementLog,
+    PlacementRecord,
+    PrefixPressure,
+)
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule, check
 
@@ -91,6 +98,14 @@ class PlacementLogAdmin(Observed):
         return bytes(row.body[:_SHOWN]).decode(errors="replace")
 
 
+@admin.register(PrefixPressure)
+class PrefixPressureAdmin(Observed):
+    """Requests that were kept from the replica that remembers their prompt, by web process."""
+
+    list_display = ("model_name", "process_id", "times", "reported_at")
+    search_fields = ("model_name",)
+
+
 class RuleForm(RuleModelForm):
     """A rule as REST would take it."""
 
@@ -131,6 +146,7 @@ class ModelSchedulingConfigAdmin(ModelAdmin):
         "loading_replicas",
         "reason",
         "looked_at",
+        "pressure_ended_at",
         "unsatisfiable_until",
         "unsatisfiable_ticks",
         "created_at",

@@ -181,13 +181,13 @@ def _options_of(settings: Mapping[Any, Any]) -> dict[str, Any]:
         for key, (field, kind) in _FIELDS.items()
         if settings.get(key) is not None
     }
-    for key, (field, kind) in _LISTS.items():
+    for key, (option, kind) in _LISTS.items():
         if settings.get(key) is not None:
-            options[field] = _listed(key, settings[key], kind)
-    for (section, key), field in _IN_SECTIONS.items():
+            options[option] = _listed(key, settings[key], kind)
+    for (section, key), option in _IN_SECTIONS.items():
         found = settings.get(section)
         if isinstance(found, Mapping) and found.get(key) is not None:
-            options[field] = _typed(f"{section}.{key}", found[key], str)
+            options[option] = _typed(f"{section}.{key}", found[key], str)
     return options
 
 

@@ -23,8 +23,11 @@ from localai_cluster.rpc.errors import BackendError, IdentityMismatch, Lost, Mod
 from localai_cluster.web import sockets
 from nodes.loading.wait import Loads
 from nodes.registry import known
-from nodes.routing import pool
-from nodes.routing.picks import Picker
+from nodes.replicas import hooks
+from nodes.routing import pool, prefix_service
+from nodes.routing.picks import Picker, no_weights
+from nodes.routing.prefix_service import PrefixService
+from nodes.routing.prefixes import Prefixes
 from nodes.routing.process import ProcessHeartbeat
 from nodes.routing.request import InferenceRequest, Replica
 from operations.changes.events import NODES, OPERATIONS, listen
@@ -53,8 +56,11 @@ def wait_until() -> float:
 class Gateway:
     """Replicas, engines and loads as one web process sees them."""
 
-    def __init__(self, picker: Picker, clients: ClientPool, loads: Loads) -> None:
+    def __init__(
+        self, picker: Picker, clients: ClientPool, loads: Loads, prefixes: Prefixes | None = None
+    ) -> None:
         self.picker = picker
+        self._prefixes = prefixes
         self._clients = clients
         self._loads = loads
         self._probes: dict[tuple[str, str], asyncio.Task[bool]] = {}
@@ -85,16 +91,26 @@ class Gateway:
                 if over or not (error.repeatable or lost):
                     raise
                 logger.info("%s at %s: %s; going on", replica.model, replica.address, error.message)
+                # That replica may serve and still have its prompt: the next pick is to find another one.
+                request.route_plainly()
             finally:
                 self.picker.release(replica)
         raise AssertionError("the last attempt returns or raises")
 
     async def _acquire(self, request: InferenceRequest) -> Replica:
         loaded = 0
-        while (replica := await self.picker.acquire(request)) is None:
+        while (replica := await self._pick(request)) is None:
             if loaded == MAX_LOADS:
                 raise Unavailable(f"model {request.model} was loaded, but no replica of it is available")
             loaded += await self._loads.wait(request)
+        return replica
+
+    async def _pick(self, request: InferenceRequest) -> Replica | None:
+        if self._prefixes is None:
+            return await self.picker.acquire(request)
+        self._prefixes.advise(request)
+        replica = await self.picker.acquire(request)
+        self._prefixes.landed(request)
         return replica
 
     async def _check(self, replica: Replica, error: BackendError) -> None:
@@ -140,6 +156,7 @@ class _Running:
     clients: ClientPool
     loads: Loads
     listener: "asyncio.Task[None]"
+    by_prefix: PrefixService | None = None
 
 
 _running: _Running | None = None
@@ -161,15 +178,20 @@ async def start() -> None:
     """Opens the pool, announces this process, and makes it able to serve."""
     global _running
     shared = await pool.open_shared()
-    picker = Picker(shared, pool.DedicatedConnection(conf.cluster().database_url))
-    hints = Hints()
+    by_prefix = prefix_service.begin(conf.cluster().prefix_ttl) if conf.cluster().prefix_cache else None
+    prefixes = None if by_prefix is None else by_prefix.prefixes
+    connection, hints = pool.DedicatedConnection(conf.cluster().database_url), Hints()
+    picker = Picker(shared, connection, prefixes.weights if prefixes is not None else no_weights)
     clients, loads = ClientPool(), Loads(hints)
     metrics.IN_FLIGHT.set_function(picker.in_flight)
     metrics.WAITING.set_function(loads.waiting)
     heartbeat = ProcessHeartbeat(picker, conf.cluster().web_stale_after)
     await heartbeat.start()
-    listener = asyncio.create_task(_listen(hints))
-    _running = _Running(Gateway(picker, clients, loads), heartbeat, clients, loads, listener)
+    if by_prefix is not None:
+        await by_prefix.start(shared, picker.process_id)
+    listener = asyncio.create_task(_listen(hints, prefixes))
+    gateway = Gateway(picker, clients, loads, prefixes)
+    _running = _Running(gateway, heartbeat, clients, loads, listener, by_prefix)
 
 
 async def end_waits() -> None:
@@ -187,14 +209,16 @@ async def stop() -> None:
     running.listener.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running.listener
+    if running.by_prefix is not None:
+        await running.by_prefix.stop()
     await running.loads.close()
     await running.heartbeat.stop()
     await running.clients.close()
     await pool.close_shared()
 
 
-async def _listen(hints: Hints) -> None:
-    async for channel, payload in listen(OPERATIONS, NODES, ACCESS):
+async def _listen(hints: Hints, prefixes: Prefixes | None = None) -> None:
+    async for channel, payload in listen(OPERATIONS, NODES, ACCESS, hooks.CHANNEL):
         # After a reconnect, "", all of them.
         if channel in (NODES, ""):
             known.shared().forget(payload)
@@ -202,3 +226,7 @@ async def _listen(hints: Hints) -> None:
             hints.notify(payload.partition(" ")[0])
         if channel in (ACCESS, ""):
             sockets.look_again(payload)
+        if prefixes is not None and channel == hooks.CHANNEL:
+            prefixes.removed(hooks.heard(payload))
+        if prefixes is not None and channel == "":
+            prefixes.forget_all()

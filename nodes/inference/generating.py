@@ -16,7 +16,7 @@ from localai_cluster.rpc.client import BackendClient
 from localai_cluster.rpc.errors import DeadlineExceeded, Rejected, Unimplemented
 from localai_cluster.rpc.messages import DetokenizeRequest, PredictOptions, Reply
 from nodes.definitions.files import Definition
-from nodes.inference import gateway, templates
+from nodes.inference import gateway, prompt_bytes, templates
 from nodes.inference.defined import defined
 from nodes.inference.engine_calls import (
     CACHED_TOKENS,
@@ -28,6 +28,7 @@ from nodes.inference.engine_calls import (
 )
 from nodes.inference.generation import Conversation, Generation, Prompt, Sink, TextDelta, Took
 from nodes.inference.limits import silence
+from nodes.routing.chains import chain
 from nodes.routing.request import InferenceRequest
 
 AT_ONCE = 8
@@ -46,6 +47,8 @@ async def generate(
         await templated(definition, prompt) if isinstance(prompt, Conversation) else prompt
         for prompt in asked.prompts
     ]
+    if conf.cluster().prefix_cache:
+        request.chain = chain(definition.name, prompt_bytes.of(prompts[0]))
     options = sampling_options(asked.sampling, definition, request.request_id, random.getrandbits(31))
     began = clock.monotonic()
 

@@ -6,7 +6,7 @@ from nodes.models.history import NodeConflict, NodeEvent, RevokedSecret
 from nodes.models.intent import PendingBackendOp
 from nodes.models.inventory import NodeBackend
 from nodes.models.joining import JoinToken
-from nodes.models.memory import ModelLoadInfo, ModelSchedulingConfig, RoutePolicy
+from nodes.models.memory import ModelLoadInfo, ModelSchedulingConfig, PrefixPressure, RoutePolicy
 from nodes.models.node import BackendNode, NodeLabel, NodeStatus, NodeType
 from nodes.models.reasons import DecisionKind, PlacementLog, PlacementOutcome, PlacementRecord
 from nodes.models.replica import BEING_LOADED, NodeModel, ReplicaState, ReplicaUse, WebProcess
@@ -39,6 +39,7 @@ __all__ = [
     "PlacementLog",
     "PlacementOutcome",
     "PlacementRecord",
+    "PrefixPressure",
     "ReplicaState",
     "ReplicaUse",
     "RevokedSecret",

@@ -55,6 +55,8 @@ class ModelSchedulingConfig(models.Model):
     loading_replicas = models.IntegerField(default=0, db_default=0, editable=False)
     reason = models.TextField(blank=True, default="", db_default="", editable=False)
     """What the last pass made of it, and why."""
+    pressure_ended_at = models.DateTimeField(null=True, blank=True, editable=False)
+    """When one more replica was last loaded for pressure (R4.13): what was reported of it before is over."""
     looked_at = models.DateTimeField(null=True, blank=True, editable=False)
     """When that was; null until a pass has looked at what the rule says now."""
     created_at = models.DateTimeField(default=clock.now, editable=False)
@@ -93,3 +95,24 @@ class ModelSchedulingConfig(models.Model):
             selectors.check(self.node_selector)
         except errors.InvalidInput as refusal:
             raise ValidationError({"node_selector": refusal.message}) from None
+
+
+class PrefixPressure(models.Model):
+    """What one web process saw of pressure on a model (R3.18): requests that were kept from the replica that
+    remembers their prompt, because it was too busy."""
+
+    process_id = models.UUIDField()
+    model_name = models.CharField(max_length=255)
+    times = models.JSONField(default=list)
+    """When that was, in ISO 8601: all that counted at the report."""
+    reported_at = models.DateTimeField(default=clock.now)
+
+    class Meta:
+        db_table = "prefix_pressures"
+        verbose_name, verbose_name_plural = "pressure on a model", "pressure on models"
+        constraints = [
+            models.UniqueConstraint(name="pressure_once_a_process", fields=["model_name", "process_id"])
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.model_name}: {len(self.times)}"

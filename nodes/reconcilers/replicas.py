@@ -18,7 +18,7 @@ from django.db import transaction
 from django.db.models import Case, Exists, F, Q, Value, When
 from django.db.models.functions import Greatest
 
-from localai_cluster import clock, errors
+from localai_cluster import clock, conf, errors
 from localai_cluster.locks import Lock, try_lock_across
 from localai_cluster.outage import is_outage
 from nodes.definitions import folder
@@ -27,11 +27,12 @@ from nodes.loading.load import KIND
 from nodes.models import BackendNode, MassSilence, NodeLabel, NodeModel
 from nodes.reconcilers import scale_records
 from nodes.replicas import leaving
-from nodes.scheduling import passes
+from nodes.scheduling import passes, pressure
 from nodes.scheduling.picture import (
     Action,
     ClearFlags,
     Demand,
+    EndPressure,
     Failure,
     Fleet,
     GiveWay,
@@ -70,7 +71,7 @@ def look(*, tick: bool) -> bool:
 def _carried_out(
     demands: Sequence[Demand], revisions: Mapping[str, str] | None, now: datetime, *, tick: bool
 ) -> list[Ruling]:
-    about, fleet = {demand.model: demand for demand in demands}, observe(demands, revisions)
+    about, fleet = {demand.model: demand for demand in demands}, observe(demands, revisions, now)
     rulings = plan(fleet, demands, now, tick=tick)
     seen = scale_records.keep(rulings, fleet, about, now, tick=tick)
     done = [apply(ruling, now) for ruling in rulings]
@@ -78,8 +79,8 @@ def _carried_out(
     return done
 
 
-def observe(demands: Sequence[Demand], revisions: Mapping[str, str] | None) -> Fleet:
-    """What the rules are about; five queries for any number of rules, nodes and replicas.
+def observe(demands: Sequence[Demand], revisions: Mapping[str, str] | None, now: datetime) -> Fleet:
+    """What the rules are about; seven queries for any number of rules, nodes and replicas.
 
     `revisions`: of the definitions that are there, None if that cannot be told.
     """
@@ -103,7 +104,14 @@ def observe(demands: Sequence[Demand], revisions: Mapping[str, str] | None) -> F
         defined=None if revisions is None else frozenset(revisions),
         revisions=revisions or {},
         replacing=loads.replacing,
+        pressed=_pressed(names, now),
     )
+
+
+def _pressed(models: Sequence[str], now: datetime) -> dict[str, int]:
+    """R4.13, R4.16: of models under enough pressure, how much."""
+    least = max(conf.cluster().prefix_pressure, 1)
+    return {model: count for model, count in pressure.counts(models, now).items() if count >= least}
 
 
 def _state() -> Case:
@@ -173,6 +181,8 @@ def _carry_out(action: Action, now: datetime) -> None:
             log.info("%s: %s", model, reason)
         case Unsatisfiable(model, ticks, _, reason):
             log.warning("%s (%d times): %s", model, ticks, reason)
+        case EndPressure():
+            pass
         case ClearFlags(model):
             log.info("%s: its rule can be carried out again", model)
         case _:

@@ -41,7 +41,7 @@ def preview(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> Row:
         rule.spread_all,
     )
     picture = _picture(rule, nodes, now)
-    fleet = _with(replicas.observe([demand], replicas.revisions_now()), picture)
+    fleet = _with(replicas.observe([demand], replicas.revisions_now(), now), picture)
     (ruling,) = plan(fleet, [demand], now, tick=True)
     if not rule.counts:
         ruling = replace(ruling, wanted=0, reason=_ONLY_ROUTES, actions=())

@@ -12,7 +12,7 @@ from nodes.replicas import fleet_log, reasons
 from nodes.replicas.fleet_log import Seen
 from nodes.replicas.reasons import Decided
 from nodes.scheduling import coded
-from nodes.scheduling.picture import ClearFlags, Demand, Fleet, Ruling, Unsatisfiable
+from nodes.scheduling.picture import ClearFlags, Demand, EndPressure, Fleet, Ruling, Unsatisfiable
 
 
 def keep(
@@ -42,7 +42,7 @@ def keep_refused(planned: Iterable[Ruling], done: Sequence[Ruling], seen: Seen |
 
 def outcome(ruling: Ruling) -> Ending | None:
     """What it decides; None if everything stays as it is."""
-    deeds = [action for action in ruling.actions if not isinstance(action, ClearFlags)]
+    deeds = [action for action in ruling.actions if not isinstance(action, ClearFlags | EndPressure)]
     if not deeds:
         return None
     return Ending.WAITING if all(isinstance(one, Unsatisfiable) for one in deeds) else Ending.SCALED

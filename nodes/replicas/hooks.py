@@ -1,7 +1,8 @@
 """Who is told when a replica's row has gone (R1.101 to R1.103).
 
 A hook is a function that is called after commit, once for each removal, in the process that removed the row.
-A hook that fails is logged and keeps no other from being called.
+A hook that fails is logged and keeps no other from being called. Other processes hear of it by a NOTIFY of
+the same transaction.
 """
 
 import logging
@@ -22,6 +23,21 @@ class Removed:
     model_name: str
     node_id: UUID
     replica_index: int
+
+
+CHANNEL = "cluster_removed_replicas"
+"""NOTIFY channel: `<node id> <index> <model>`."""
+
+
+def told(one: Removed) -> str:
+    """The payload that says so."""
+    return f"{one.node_id} {one.replica_index} {one.model_name}"
+
+
+def heard(payload: str) -> Removed:
+    """What such a payload says."""
+    node, index, model = payload.split(" ", 2)
+    return Removed(model, UUID(node), int(index))
 
 
 Hook = Callable[[Removed], None]

@@ -178,8 +178,9 @@ def _release(rows: Sequence[NodeModel]) -> None:
 
 
 def _delete(ids: list[UUID], removed: Iterable[Removed]) -> None:
-    """Deletes locked rows; the hooks are called after commit."""
+    """Deletes locked rows; other processes hear of it, and the hooks are called, after commit."""
     if ids:
         NodeModel.objects.filter(pk__in=ids).delete()
         announced = sorted(removed)
+        events.notify(hooks.CHANNEL, *map(hooks.told, announced))
         transaction.on_commit(lambda: hooks.announce(announced))

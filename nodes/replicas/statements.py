@@ -23,7 +23,7 @@ SPARE = 64
 """So many replicas of a model more than there are requests are locked. All of them are compared before that;
 among those that were locked the choice is exact, whatever other processes have counted meanwhile."""
 
-_ALLOWED = """(a.nodes IS NULL OR a.nodes ? r.node_id::text) AND (a.labels IS NULL OR NOT EXISTS (
+ALLOWED = """(a.nodes IS NULL OR a.nodes ? r.node_id::text) AND (a.labels IS NULL OR NOT EXISTS (
                SELECT FROM jsonb_each(a.labels) AS wanted(key, value) WHERE NOT EXISTS (
                    SELECT FROM node_labels l
                     WHERE l.node_id = r.node_id AND l.key = wanted.key AND to_jsonb(l.value) = wanted.value
@@ -31,36 +31,24 @@ _ALLOWED = """(a.nodes IS NULL OR a.nodes ? r.node_id::text) AND (a.labels IS NU
            ))"""
 """Whether `a`, which asks, may be given the replica `r`: by its candidates and by the rule of its model."""
 
-EXCHANGE = f"""
-WITH owners AS MATERIALIZED (
+LABELS = """CASE WHEN jsonb_typeof(c.node_selector) = 'object' THEN NULLIF(c.node_selector, '{}')
+                           ELSE '{"unreadable": []}' END"""
+"""What the rule `c` wants of a node; null if nothing."""
+
+ADMITTED = "a.key = '' OR EXISTS (SELECT FROM owners o WHERE o.key_hash = a.key)"
+
+OWNERS = f"""owners AS MATERIALIZED (
     SELECT k.key_hash, u.id AS user_id, u.username, u.is_staff OR u.is_superuser AS is_admin
       FROM api_keys k JOIN auth_user u ON u.id = k.user_id
      WHERE k.key_hash = ANY(ARRAY(SELECT jsonb_array_elements_text($3::jsonb -> 'keys')))
        AND {VALID_SQL}
-), asked AS MATERIALIZED (
-    SELECT a.ask, a.model, a.nodes, a.node, a.index, sum(a.n)::int AS n, (
-               SELECT CASE WHEN jsonb_typeof(c.node_selector) = 'object' THEN NULLIF(c.node_selector, '{{}}')
-                           ELSE '{{"unreadable": []}}' END
-                 FROM model_scheduling_configs c WHERE c.model_name = a.model
-           ) AS labels
-      FROM jsonb_to_recordset($3::jsonb -> 'picks')
-           AS a(ask int, model text, key text, n int, nodes jsonb, node uuid, index int)
-     WHERE a.key = '' OR EXISTS (SELECT FROM owners o WHERE o.key_hash = a.key)
-     GROUP BY a.ask, a.model, a.nodes, a.node, a.index
-), released AS MATERIALIZED (
+)"""
+
+RELEASED = """released AS MATERIALIZED (
     SELECT g.id, g.n FROM jsonb_to_recordset($3::jsonb -> 'releases') AS g(id uuid, n int)
-), nearest AS MATERIALIZED (
-    SELECT near.id FROM asked a CROSS JOIN LATERAL (
-        SELECT r.id FROM node_models r CROSS JOIN LATERAL (
-                   SELECT available_vram, status, node_type FROM backend_nodes WHERE id = r.node_id OFFSET 0
-               ) n
-         WHERE r.state = 'loaded' AND r.model_name = a.model
-           AND n.status = 'healthy' AND n.node_type = 'backend' AND {_ALLOWED}
-         ORDER BY (r.node_id = a.node AND r.replica_index = a.index) IS NOT TRUE, r.in_flight, r.last_used,
-                  n.available_vram DESC, r.id
-         LIMIT a.n + {SPARE}
-    ) near
-), locked AS MATERIALIZED (
+)"""
+
+COUNTED = """locked AS MATERIALIZED (
     SELECT r.id, r.model_name, r.node_id, r.replica_index, r.in_flight, r.last_used, n.available_vram,
            n.weak_identity, n.engine_token,
            r.state = 'loaded' AND n.status = 'healthy' AND n.node_type = 'backend' AS serving
@@ -76,7 +64,10 @@ WITH owners AS MATERIALIZED (
       FROM locked l
       LEFT JOIN replica_uses u ON u.replica_id = l.id AND u.process_id = $1
       LEFT JOIN released g ON g.id = l.id
-), ranked AS (
+)"""
+"""What may be chosen, and what is counted out, with what this process holds of it."""
+
+PLACES = f"""ranked AS (
     SELECT a.ask, a.n, r.*, (r.node_id = a.node AND r.replica_index = a.index) IS TRUE AS preferred,
            row_number() OVER (
                PARTITION BY a.ask
@@ -84,7 +75,7 @@ WITH owners AS MATERIALIZED (
                         r.in_flight - r.less, r.last_used, r.available_vram DESC, r.id
            )::int AS rank
       FROM counted r JOIN asked a ON a.model = r.model_name
-     WHERE r.serving AND {_ALLOWED}
+     WHERE r.serving AND {ALLOWED}
 ), places AS (
     SELECT r.ask, r.id, r.n, row_number() OVER (
                PARTITION BY r.ask
@@ -92,9 +83,10 @@ WITH owners AS MATERIALIZED (
                         CASE j WHEN 0 THEN r.last_used ELSE $2::timestamptz END, r.available_vram DESC, r.id
            ) AS place
       FROM ranked r CROSS JOIN LATERAL generate_series(0, r.n - r.rank) AS j
-), chosen AS MATERIALIZED (
-    SELECT ask, id, count(*)::int AS n FROM places WHERE place <= n GROUP BY ask, id
-), moves AS MATERIALIZED (
+)"""
+"""Where the requests of each ask go that are spread by R1.78."""
+
+MOVED = """moves AS MATERIALIZED (
     SELECT c.id, c.held, c.less, COALESCE(h.n, 0) AS more, c.weak_identity, c.engine_token
       FROM counted c LEFT JOIN (SELECT id, sum(n)::int AS n FROM chosen GROUP BY id) h ON h.id = c.id
      WHERE c.less > 0 OR h.n > 0
@@ -110,11 +102,40 @@ WITH owners AS MATERIALIZED (
            updated_at = CASE WHEN m.more > 0 THEN $2::timestamptz ELSE r.updated_at END
       FROM moves m WHERE r.id = m.id AND r.id = ANY(ARRAY(SELECT id FROM moves))
     RETURNING r.id, r.node_id, r.model_name, r.replica_index, r.address, m.weak_identity, m.engine_token
-)
-SELECT m.id, m.node_id, m.model_name, m.address, c.n, m.weak_identity, m.engine_token, c.ask, m.replica_index
+)"""
+
+CHOSEN_COLUMNS = """m.id, m.node_id, m.model_name, m.address, c.n, m.weak_identity, m.engine_token, c.ask,
+       m.replica_index"""
+OWNER_COLUMNS = "NULL, NULL, key_hash, username, user_id, is_admin, NULL, NULL, NULL"
+
+EXCHANGE = f"""
+WITH {OWNERS}, asked AS MATERIALIZED (
+    SELECT a.ask, a.model, a.nodes, a.node, a.index, sum(a.n)::int AS n, (
+               SELECT {LABELS}
+                 FROM model_scheduling_configs c WHERE c.model_name = a.model
+           ) AS labels
+      FROM jsonb_to_recordset($3::jsonb -> 'picks')
+           AS a(ask int, model text, key text, n int, nodes jsonb, node uuid, index int)
+     WHERE {ADMITTED}
+     GROUP BY a.ask, a.model, a.nodes, a.node, a.index
+), {RELEASED}, nearest AS MATERIALIZED (
+    SELECT near.id FROM asked a CROSS JOIN LATERAL (
+        SELECT r.id FROM node_models r CROSS JOIN LATERAL (
+                   SELECT available_vram, status, node_type FROM backend_nodes WHERE id = r.node_id OFFSET 0
+               ) n
+         WHERE r.state = 'loaded' AND r.model_name = a.model
+           AND n.status = 'healthy' AND n.node_type = 'backend' AND {ALLOWED}
+         ORDER BY (r.node_id = a.node AND r.replica_index = a.index) IS NOT TRUE, r.in_flight, r.last_used,
+                  n.available_vram DESC, r.id
+         LIMIT a.n + {SPARE}
+    ) near
+), {COUNTED}, {PLACES}, chosen AS MATERIALIZED (
+    SELECT ask, id, count(*)::int AS n FROM places WHERE place <= n GROUP BY ask, id
+), {MOVED}
+SELECT {CHOSEN_COLUMNS}
   FROM moved m JOIN chosen c ON c.id = m.id
  UNION ALL
-SELECT NULL, NULL, key_hash, username, user_id, is_admin, NULL, NULL, NULL FROM owners
+SELECT {OWNER_COLUMNS} FROM owners
 """
 """All picks and releases that wait in a process, in one statement: $1 this process, $2 now, $3 the waiting
 ones.

@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 from uuid import UUID, uuid4
@@ -28,6 +28,7 @@ from localai_cluster.errors import ClusterError, Unavailable
 from localai_cluster.metrics import web as metrics
 from nodes.registry import dialling
 from nodes.replicas import leaving, statements
+from nodes.replicas.prefix_statement import EXCHANGE_BY_PREFIX
 from nodes.routing.pool import UNREACHABLE, DedicatedConnection, Parameters, Pool
 from nodes.routing.request import InferenceRequest, PickWish, Replica
 
@@ -44,11 +45,21 @@ RELEASE_DELAY = 0.005
 """Seconds that a release waits for others to share its statement."""
 
 
+Weights = Callable[[str], Iterable[tuple[tuple[UUID, int], float]]]
+"""Tells of a model how much of prompts each replica, by node and index, is the home of (R3.12)."""
+
+
+def no_weights(_: str) -> Iterable[tuple[tuple[UUID, int], float]]:
+    """Prompts do not count."""
+    return ()
+
+
 class Picker:
     """Picks and releases of one web process; lives on one event loop."""
 
-    def __init__(self, pool: Pool, connection: DedicatedConnection) -> None:
+    def __init__(self, pool: Pool, connection: DedicatedConnection, weights: Weights = no_weights) -> None:
         self.process_id = uuid4()
+        self._weights = weights
         self._pool = pool
         self._connection = connection
         self._identity = {
@@ -187,16 +198,37 @@ class Picker:
         released, self._released = self._released, Counter()
         if not requests and not released:
             return
-        asks = _asks(requests)
-        values = (str(self.process_id), clock.now().isoformat(), _exchanged(requests, asks, released))
+        asks = _Asks(requests)
+        document = _exchanged(requests, asks, released)
+        statement = statements.EXCHANGE
+        if asks.by_prefix:
+            statement = EXCHANGE_BY_PREFIX
+            document |= self._about_prefixes(asks)
+        values = (str(self.process_id), clock.now().isoformat(), orjson.dumps(document).decode())
         try:
-            rows = await self._connection.rows(statements.EXCHANGE, values)
+            rows = await self._connection.rows(statement, values)
         except (*_REPEATABLE, *UNREACHABLE) as error:
             # It is unknown whether the statement took effect: a settlement comes before the next exchange.
             self._unsettled = True
             self._waiting = [*self._retried(requests, error), *self._waiting]
         else:
             self._distribute(requests, asks, rows)
+
+    def _about_prefixes(self, asks: "_Asks") -> dict[str, Any]:
+        cluster = conf.cluster()
+        models = dict.fromkeys(wish.model for wish in asks.by_prefix)
+        return {
+            "thresholds": {
+                "match": cluster.prefix_match,
+                "abs": cluster.prefix_balance_abs,
+                "rel": cluster.prefix_balance_rel,
+            },
+            "weights": [
+                {"model": model, "node": node, "index": index, "weight": weight}
+                for model in models
+                for (node, index), weight in self._weights(model)
+            ],
+        }
 
     def _retried(self, requests: list[InferenceRequest], error: Exception) -> list[InferenceRequest]:
         # After a lost connection there is exactly one more attempt: perhaps only that connection was dead.
@@ -210,24 +242,27 @@ class Picker:
         return [request for request in requests if not request.picked.done()]
 
     def _distribute(
-        self, requests: list[InferenceRequest], asks: dict[PickWish, int], rows: list[tuple[Any, ...]]
+        self, requests: list[InferenceRequest], asks: "_Asks", rows: list[tuple[Any, ...]]
     ) -> None:
         owners: dict[str, Principal] = {}
         replicas: dict[int, list[Replica]] = {}
-        for replica, node, name, text, number, flag, token, ask, index in rows:
+        remembered: dict[int, bool | None] = {}
+        for replica, node, name, text, number, flag, token, ask, index, *told in rows:
             if replica is None:
                 owners[name] = Principal("admin" if flag else "user", text, user_id=number)
             else:
                 self._held[replica] += number
                 picked = Replica(replica, node, index, name, text, dialling.bearer(token, flag))
                 replicas.setdefault(ask, []).extend([picked] * number)
+                remembered[ask] = told[0] if told else None
         for request in requests:
             owner = owners.get(request.key_hash)
             if request.key_hash and owner is None:
                 _fail(request, WrongKey())
                 continue
-            waiting = replicas.get(asks[request.wish]) if request.model else None
-            self._answer(request, owner, waiting.pop() if waiting else None)
+            ask = next((ask for ask in asks.of(request) if replicas.get(ask)), None)
+            request.remembered = remembered.get(ask) if ask is not None else None
+            self._answer(request, owner, replicas[ask].pop() if ask is not None else None)
 
     def _answer(self, request: InferenceRequest, owner: Principal | None, replica: Replica | None) -> None:
         if request.picked.done():
@@ -253,30 +288,50 @@ def _fail(request: InferenceRequest, error: Exception) -> None:
         request.picked.set_exception(error)
 
 
-def _asks(requests: Iterable[InferenceRequest]) -> dict[PickWish, int]:
-    """The different wishes, numbered."""
-    wishes = dict.fromkeys(request.wish for request in requests if request.model)
-    return {wish: number for number, wish in enumerate(wishes)}
+class _Asks:
+    """The different wishes, numbered. Those with a share have a second number, below zero, which all share
+    that differ in nothing but their prompts.
+    """
+
+    def __init__(self, requests: Iterable[InferenceRequest]) -> None:
+        wishes = dict.fromkeys(request.wish for request in requests if request.model)
+        self.by_prefix = [wish for wish in wishes if wish.share is not None]
+        plainly = dict.fromkeys(wish.whichever for wish in self.by_prefix)
+        self._numbers = {wish: number for number, wish in enumerate(wishes)}
+        self._plainly = {wish: -1 - number for number, wish in enumerate(plainly)}
+
+    def number(self, wish: PickWish) -> int:
+        """Its own."""
+        return self._numbers[wish]
+
+    def plainly(self, wish: PickWish) -> int | None:
+        """The one for all such prompts; None if it is not to go by its prompt."""
+        return None if wish.share is None else self._plainly[wish.whichever]
+
+    def of(self, request: InferenceRequest) -> tuple[int, ...]:
+        """The numbers under which there may be a replica for it."""
+        if not request.model:
+            return ()
+        wish = request.wish
+        own, plainly = self._numbers[wish], self.plainly(wish)
+        return (own,) if plainly is None else (own, plainly)
 
 
-def _exchanged(
-    requests: Iterable[InferenceRequest], asks: Mapping[PickWish, int], released: Counter[UUID]
-) -> str:
+def _exchanged(requests: Iterable[InferenceRequest], asks: _Asks, released: Counter[UUID]) -> dict[str, Any]:
     picks = Counter((request.wish, request.key_hash) for request in requests if request.model)
-    document = {
+    return {
         "keys": list({request.key_hash for request in requests if request.key_hash}),
-        "picks": [
-            {
-                "ask": asks[wish],
-                "model": wish.model,
-                "key": key,
-                "n": n,
-                "nodes": None if wish.candidates is None else list(wish.candidates),
-                "node": wish.preferred and wish.preferred[0],
-                "index": wish.preferred and wish.preferred[1],
-            }
-            for (wish, key), n in picks.items()
-        ],
+        "picks": [_pick(wish, asks) | {"key": key, "n": n} for (wish, key), n in picks.items()],
         "releases": [{"id": replica, "n": n} for replica, n in released.items()],
     }
-    return orjson.dumps(document).decode()
+
+
+def _pick(wish: PickWish, asks: _Asks) -> dict[str, Any]:
+    pick = {
+        "ask": asks.number(wish),
+        "model": wish.model,
+        "nodes": None if wish.candidates is None else list(wish.candidates),
+        "node": wish.preferred and wish.preferred[0],
+        "index": wish.preferred and wish.preferred[1],
+    }
+    return pick if wish.share is None else pick | {"share": wish.share, "plainly": asks.plainly(wish)}

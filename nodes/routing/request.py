@@ -12,6 +12,7 @@ from uuid import UUID
 
 from localai_cluster.accounts.principals import ANONYMOUS, Principal
 from localai_cluster.web.multipart import Form
+from nodes.routing.chains import Chain
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,12 @@ class PickWish(NamedTuple):
     model: str
     candidates: frozenset[UUID] | None
     preferred: tuple[UUID, int] | None
+    share: float | None = None
+
+    @property
+    def whichever(self) -> "PickWish":
+        """What is left of it where prefixes do not count."""
+        return PickWish(self.model, self.candidates, None, 0.0)
 
 
 @dataclass(slots=True, eq=False)
@@ -53,7 +60,14 @@ class InferenceRequest:
     candidates: frozenset[UUID] | None = None
     """The nodes whose replicas it may have; None: all that its model's rule allows."""
     preferred: tuple[UUID, int] | None = None
-    """Node and index of the replica that it should have, however busy that is (R1.80)."""
+    """Node and index of the replica that it should have, however busy that is (R1.80); with a `share`, if
+    that is not too busy (R3.14)."""
+    chain: Chain = ()
+    """Of its prompt; empty if it is not to be routed by that."""
+    share: float | None = None
+    """How much of the prompt that replica was given last, 0 if there is none; None without a chain."""
+    remembered: bool | None = None
+    """Whether the latest pick found such a replica, with share enough; None if prefixes had no part in it."""
     wait_until: float = math.inf
     """When it stops waiting for a load, on the monotonic clock; infinite without a limit."""
     deadline: float = math.inf
@@ -72,10 +86,14 @@ class InferenceRequest:
     @property
     def wish(self) -> PickWish:
         """What its pick is to find."""
-        return PickWish(self.model, self.candidates, self.preferred)
+        return PickWish(self.model, self.candidates, self.preferred, self.share)
+
+    def route_plainly(self) -> None:
+        """Its next picks do not go by its prompt."""
+        self.chain, self.preferred, self.share = (), None, None
 
     def begin_pick(self) -> "asyncio.Future[None]":
         """Starts a pick, the first one or another; what it returns is done when the picker has decided."""
-        self.replica, self.pick_attempts = None, 0
+        self.replica, self.remembered, self.pick_attempts = None, None, 0
         self.picked = asyncio.get_running_loop().create_future()
         return self.picked

@@ -43,6 +43,7 @@ _OF_RULE: Mapping[str, tuple[_Told, _Read]] = {
         lambda fleet, model: fleet.revisions.get(model),
         lambda model, told: {} if told is None else {model: told},
     ),
+    "pressed": (lambda fleet, model: fleet.pressed.get(model, 0), lambda model, told: {model: told}),
     # Of all models: there are few, and one rule looks at its own replicas only.
     "replacing": (
         lambda fleet, _: tuple(sorted((str(id), lacks) for id, lacks in fleet.replacing.items())),
@@ -89,7 +90,8 @@ def seen(state: State, model: str) -> tuple[Fleet, Demand, datetime, bool] | Non
             for id, (name, slots) in state.get("hosts", {}).items()
         ],
         replicas=[_replica(model, row) for row in state.get(f"replicas/{model}", {}).values()],
-        **{field: read(model, told[field]) for field, (_, read) in _OF_RULE.items()},
+        # One that is not there was not seen yet when this was written.
+        **{field: read(model, told[field]) for field, (_, read) in _OF_RULE.items() if field in told},
     )
     return fleet, _demand(model, told), datetime.fromisoformat(told["now"]), told["tick"]
 

@@ -11,12 +11,12 @@ from django.db import transaction
 from django.db.models import Q, QuerySet
 
 from nodes.models import ModelSchedulingConfig, selectors
-from nodes.scheduling.picture import ClearFlags, Demand, Ruling, Unsatisfiable
+from nodes.scheduling.picture import ClearFlags, Demand, EndPressure, Ruling, Unsatisfiable
 from operations.ledger.progress import update
 
 _WRITTEN = [
     "wanted_replicas", "current_replicas", "loading_replicas", "reason", "looked_at",
-    "unsatisfiable_until", "unsatisfiable_ticks",
+    "unsatisfiable_until", "unsatisfiable_ticks", "pressure_ended_at",
 ]  # fmt: skip
 
 
@@ -75,5 +75,7 @@ def _write(row: ModelSchedulingConfig, ruling: Ruling, now: datetime) -> None:
                 row.unsatisfiable_ticks, row.unsatisfiable_until = ticks, until
             case ClearFlags():
                 row.unsatisfiable_ticks, row.unsatisfiable_until = 0, None
+            case EndPressure():
+                row.pressure_ended_at = now
             case _:
                 pass

@@ -84,6 +84,9 @@ class Fleet:
     """What the definitions are now, by model."""
     replacing: Mapping[UUID, bool] = field(default_factory=dict)
     """The replicas that a load under way will replace, and whether it lacks the room that they take."""
+    pressed: Mapping[str, int] = field(default_factory=dict)
+    """Of models under enough pressure (R4.13): how many requests were kept from the replica that remembers
+    their prompt within the last minute."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,14 @@ class ClearFlags:
     model: str
 
 
-Action = LoadAnother | Retire | GiveWay | Unsatisfiable | ClearFlags
+@dataclass(frozen=True)
+class EndPressure:
+    """One more replica was loaded for it: what was reported before that is over."""
+
+    model: str
+
+
+Action = LoadAnother | Retire | GiveWay | Unsatisfiable | ClearFlags | EndPressure
 
 
 @dataclass(frozen=True)

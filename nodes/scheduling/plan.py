@@ -1,9 +1,8 @@
 """What each scheduling rule needs now (R4.6 to R4.23), from one picture of the fleet; pure.
 
 `Fleet` and `Demand`s -> `plan` -> a `Ruling` for each rule: what the pass is to do, and a sentence of why.
-The order is the reference's: spread, cooldown, minimum, busy burst, scale-down. Its pressure step (R4.13) is
-left out: requests do not choose by their prefix yet, so nothing counts pressure. Where none of these has
-replicas to bring or to retire, those of a former definition are replaced (`renewal.py`).
+The order is the reference's: spread, cooldown, minimum, busy burst, pressure, scale-down. Where none of these
+has replicas to bring or to retire, those of a former definition are replaced (`renewal.py`).
 
 Replicas count where requests may find them: loaded, on a healthy node that the selector chooses. Others serve
 until they are idle. A load under way counts as the replica that it will be.
@@ -11,15 +10,14 @@ until they are idle. A load under way counts as the replica that it will be.
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import cached_property
 from uuid import UUID
 
 from nodes.scheduling.picture import (
     Action,
     ClearFlags,
     Demand,
+    EndPressure,
     Fleet,
     Host,
     LoadAnother,
@@ -29,6 +27,7 @@ from nodes.scheduling.picture import (
     Unsatisfiable,
 )
 from nodes.scheduling.renewal import Renewal
+from nodes.scheduling.scene import LOADING, Ground, Scene
 
 IDLE_FOR = timedelta(minutes=5)
 """C2: how long nothing ran on a replica that is retired."""
@@ -36,103 +35,8 @@ MOST_TICKS = 3
 """C9: passes without success before the next ones are left out."""
 COOLDOWN = timedelta(minutes=5)
 """C10: for how long they are."""
-LOADING = ("loading", "staging")
 _NAMED = 5
 """Nodes that a reason names."""
-
-
-class _Ground(tuple[Host, ...]):
-    """The nodes that a selector chooses, by name. Rules share it, so that none has to look at every node."""
-
-    @cached_property
-    def by_id(self) -> dict[UUID, Host]:
-        """The same by their ids."""
-        return {host.id: host for host in self}
-
-    @cached_property
-    def ids(self) -> frozenset[UUID]:
-        """Only these."""
-        return frozenset(self.by_id)
-
-    @cached_property
-    def slots(self) -> int:
-        """Those of all of them, for one model."""
-        return sum(host.slots for host in self)
-
-
-@dataclass(frozen=True)
-class _Scene:
-    """One rule, and what of the fleet concerns it."""
-
-    demand: Demand
-    fits: _Ground
-    hosts: Mapping[UUID, Host]
-    """Every healthy node."""
-    rows: Sequence[Placed]
-    """All of the model."""
-    serving: Sequence[Placed]
-    """Those that are loaded, on healthy nodes."""
-    loads: int
-    placed: int
-    """Loads that have a slot."""
-    pinned: frozenset[UUID]
-    """Nodes that have a load under way for them alone."""
-    failure: str
-    """Why the last load failed, if that was after the last pass."""
-    failed_at: datetime | None
-    """When the last load failed."""
-    defined: bool
-    revision: str
-    """Of its definition; empty if that cannot be told."""
-    replacing: Mapping[UUID, bool]
-    """Its replicas that a load will replace; see `Fleet`."""
-
-    @cached_property
-    def held(self) -> dict[UUID, list[Placed]]:
-        """The rows by node. Any state keeps a slot (R1.62, R1.65)."""
-        found: dict[UUID, list[Placed]] = defaultdict(list)
-        for row in self.rows:
-            found[row.node_id].append(row)
-        return dict(found)
-
-    @cached_property
-    def fitting(self) -> list[Placed]:
-        """Those of `serving` where the rule wants them."""
-        return [row for row in self.serving if row.node_id in self.fits.ids]
-
-    @property
-    def room(self) -> int:
-        """R1.65: slots that are free for one more load."""
-        there = ((self.fits.by_id[id], rows) for id, rows in self.held.items() if id in self.fits.ids)
-        taken = sum(min(len(rows), host.slots) for host, rows in there)
-        return self.fits.slots - taken - (self.loads - self.placed)
-
-    def free(self, host: Host) -> int:
-        """The node's free slots."""
-        return max(host.slots - len(self.held.get(host.id, ())), 0)
-
-    @property
-    def leaving(self) -> bool:
-        """Whether a slot will be free without more ado."""
-        return any(row.state == "unloading" and row.node_id in self.fits.ids for row in self.rows)
-
-    @property
-    def wanted(self) -> int:
-        """The number of replicas below which it is not satisfied."""
-        return len(self.fits) if self.demand.spread else self.demand.minimum
-
-    @property
-    def only(self) -> frozenset[UUID] | None:
-        """R4.15: where a load may go."""
-        return None if self.demand.selector == {} else self.fits.ids
-
-    def ruling(self, reason: str, *actions: Action) -> Ruling:
-        """What is to be done, with the figures."""
-        more = sum(isinstance(action, LoadAnother) and action.replaces is None for action in actions)
-        less = sum(isinstance(action, Retire) for action in actions)
-        less += sum(row.id in self.replacing for row in self.serving)
-        aim = max(self.wanted, len(self.serving) + self.loads + more - less)
-        return Ruling(self.demand.model, aim, len(self.serving), self.loads, reason, actions)
 
 
 def plan(fleet: Fleet, demands: Iterable[Demand], now: datetime, *, tick: bool) -> list[Ruling]:
@@ -144,7 +48,7 @@ def plan(fleet: Fleet, demands: Iterable[Demand], now: datetime, *, tick: bool) 
     rows, hosts = defaultdict(list), {host.id: host for host in fleet.hosts}
     for replica in sorted(fleet.replicas, key=lambda one: (one.index, one.id)):
         rows[replica.model].append(replica)
-    chosen: dict[tuple[tuple[str, str], ...] | None, _Ground] = {}
+    chosen: dict[tuple[tuple[str, str], ...] | None, Ground] = {}
     found = []
     for demand in sorted(demands, key=lambda one: one.model):
         key = None if demand.selector is None else tuple(sorted(demand.selector.items()))
@@ -154,7 +58,7 @@ def plan(fleet: Fleet, demands: Iterable[Demand], now: datetime, *, tick: bool) 
         placed = sum(row.state in LOADING for row in own)
         failure = fleet.failures.get(demand.model)
         fresh = failure is not None and demand.looked_at is not None and failure.at > demand.looked_at
-        scene = _Scene(
+        scene = Scene(
             demand,
             fits=chosen[key],
             hosts=hosts,
@@ -169,6 +73,7 @@ def plan(fleet: Fleet, demands: Iterable[Demand], now: datetime, *, tick: bool) 
             defined=fleet.defined is None or demand.model in fleet.defined,
             revision=fleet.revisions.get(demand.model, ""),
             replacing={one.id: fleet.replacing[one.id] for one in own if one.id in fleet.replacing},
+            pressed=fleet.pressed.get(demand.model, 0),
         )
         # A failure is counted by the next tick, so an earlier pass must not have looked after it.
         if tick or not scene.failure:
@@ -176,15 +81,15 @@ def plan(fleet: Fleet, demands: Iterable[Demand], now: datetime, *, tick: bool) 
     return found
 
 
-def _matching(hosts: Iterable[Host], selector: Mapping[str, str] | None) -> _Ground:
+def _matching(hosts: Iterable[Host], selector: Mapping[str, str] | None) -> Ground:
     """R1.68, R1.69."""
     if selector is None:
-        return _Ground()
+        return Ground()
     found = (host for host in hosts if selector.items() <= host.labels.items())
-    return _Ground(sorted(found, key=lambda host: (host.name, host.id)))
+    return Ground(sorted(found, key=lambda host: (host.name, host.id)))
 
 
-def _decide(scene: _Scene, now: datetime, *, tick: bool) -> Ruling:
+def _decide(scene: Scene, now: datetime, *, tick: bool) -> Ruling:
     """R4.6: the first step that has something to say."""
     demand = scene.demand
     if not demand.counts:
@@ -198,13 +103,14 @@ def _decide(scene: _Scene, now: datetime, *, tick: bool) -> Ruling:
     met = bool(demand.ticks or demand.until) and len(scene.fitting) >= scene.wanted
     cleared = (ClearFlags(demand.model),) if met else ()
     if tick and len(scene.fitting) >= scene.wanted:
-        actions = _burst(scene) or _scale_down(scene, now)
+        actions = _burst(scene) or _pressure(scene) or _scale_down(scene, now)
         if actions:
-            return scene.ruling("; ".join(action.reason for action in actions), *cleared, *actions)
+            reasons = (action.reason for action in actions if isinstance(action, LoadAnother | Retire))
+            return scene.ruling("; ".join(reasons), *cleared, *actions)
     return scene.ruling(_at_rest(scene), *cleared)
 
 
-def _renewed(scene: _Scene, ruling: Ruling, now: datetime, *, tick: bool) -> Ruling:
+def _renewed(scene: Scene, ruling: Ruling, now: datetime, *, tick: bool) -> Ruling:
     """The ruling, and how a former definition's replicas are replaced if it brings and retires none.
 
     Also while a cooldown lasts: that is about how many there are. After a load that failed it rests as long.
@@ -227,7 +133,7 @@ def _renewed(scene: _Scene, ruling: Ruling, now: datetime, *, tick: bool) -> Rul
     return scene.ruling(more[0].reason, *ruling.actions, *more)
 
 
-def _missing(scene: _Scene) -> int:
+def _missing(scene: Scene) -> int:
     """R4.7, R4.10: how many replicas are neither there nor on their way."""
     if scene.demand.spread:
         # A load that is for any node may get its slot on each of them; one that replaces has its node.
@@ -236,13 +142,13 @@ def _missing(scene: _Scene) -> int:
     return max(scene.demand.minimum - len(scene.fitting) - scene.loads, 0)
 
 
-def _bare(scene: _Scene) -> list[Host]:
+def _bare(scene: Scene) -> list[Host]:
     """Nodes that a spread model is not on and no load is for, or that it is about to leave."""
     there = {row.node_id for row in scene.rows if row.state != "unloading"} | scene.pinned
     return [host for host in scene.fits if host.id not in there]
 
 
-def _fill(scene: _Scene, missing: int, now: datetime, *, tick: bool) -> Ruling:
+def _fill(scene: Scene, missing: int, now: datetime, *, tick: bool) -> Ruling:
     """R4.10: loads what is missing, as far as there is room, or says why not."""
     demand = scene.demand
     if problem := _problem(scene):
@@ -261,7 +167,7 @@ def _fill(scene: _Scene, missing: int, now: datetime, *, tick: bool) -> Ruling:
     return scene.ruling(loads[0].reason, loads[0], *cleared, *loads[1:])
 
 
-def _refill(scene: _Scene) -> Ruling | None:
+def _refill(scene: Scene) -> Ruling | None:
     """In a cooldown only what was there a moment ago is missed: that it could be had is known.
 
     A slot that is being freed will do: the load waits for it, and the next pass does not know of the loss.
@@ -277,7 +183,7 @@ def _refill(scene: _Scene) -> Ruling | None:
     return scene.ruling(loads[0].reason, *loads) if loads else None
 
 
-def _loads(scene: _Scene, missing: int) -> list[LoadAnother]:
+def _loads(scene: Scene, missing: int) -> list[LoadAnother]:
     """As many as there is room for. A spread model has a load for each of its nodes."""
     model = scene.demand.model
     if scene.demand.spread:
@@ -292,7 +198,7 @@ def _loads(scene: _Scene, missing: int) -> list[LoadAnother]:
     return [LoadAnother(model, scene.only, reason)] * more
 
 
-def _problem(scene: _Scene) -> str:
+def _problem(scene: Scene) -> str:
     """Why nothing can be loaded; empty if something can."""
     if not scene.defined:
         return _undefined(scene)
@@ -310,7 +216,7 @@ def _problem(scene: _Scene) -> str:
     return f"{scene.wanted} wanted, {there}, but no free slot on the {nodes}"
 
 
-def _unsatisfiable(scene: _Scene, reason: str, now: datetime, *, pause: bool = True) -> Ruling:
+def _unsatisfiable(scene: Scene, reason: str, now: datetime, *, pause: bool = True) -> Ruling:
     """R4.23: one tick more, and a cooldown after enough of them."""
     ticks = scene.demand.ticks + 1
     until = now + COOLDOWN if pause and ticks >= MOST_TICKS else None
@@ -319,21 +225,34 @@ def _unsatisfiable(scene: _Scene, reason: str, now: datetime, *, pause: bool = T
     return scene.ruling(reason, Unsatisfiable(scene.demand.model, ticks, until, reason))
 
 
-def _burst(scene: _Scene) -> list[LoadAnother]:
-    """R4.11, R4.14: one more while every replica is busy, and none is on its way."""
-    demand, busy = scene.demand, scene.serving and all(row.in_flight > 0 for row in scene.serving)
+def _may_grow(scene: Scene) -> bool:
+    """Whether one more may be loaded beside those that serve, with none on its way."""
     # Whatever has a row may serve again, so it counts against the limit.
-    below = demand.maximum == 0 or len(scene.rows) + scene.loads - scene.placed < demand.maximum
-    if demand.spread or not busy or not below or scene.loads:
-        return []
-    if scene.room <= 0 or scene.failure or not scene.defined:
+    there = len(scene.rows) + scene.loads - scene.placed
+    below = scene.demand.maximum == 0 or there < scene.demand.maximum
+    possible = scene.room > 0 and scene.defined and not scene.failure
+    return bool(scene.serving) and below and possible and not scene.demand.spread and not scene.loads
+
+
+def _burst(scene: Scene) -> list[Action]:
+    """R4.11, R4.14: one more while every replica is busy, and none is on its way."""
+    if not _may_grow(scene) or not all(row.in_flight > 0 for row in scene.serving):
         return []
     count = len(scene.serving)
     said = "the one replica is busy: one more" if count == 1 else f"all {count} replicas are busy: one more"
-    return [LoadAnother(demand.model, scene.only, said)]
+    return [LoadAnother(scene.demand.model, scene.only, said)]
 
 
-def _scale_down(scene: _Scene, now: datetime) -> list[Retire]:
+def _pressure(scene: Scene) -> list[Action]:
+    """R4.13: one more while requests are kept from the replica that remembers their prompt."""
+    if not scene.pressed or not _may_grow(scene):
+        return []
+    model, many = scene.demand.model, f"{scene.pressed} request{'' if scene.pressed == 1 else 's'}"
+    said = f"{many} within a minute not sent to the replica that remembers the prompt: too busy; one more"
+    return [LoadAnother(model, scene.only, said), EndPressure(model)]
+
+
+def _scale_down(scene: Scene, now: datetime) -> list[Action]:
     """R4.17, R4.18: idle ones beyond the floor; those that the rule does not want there come first."""
     wanted = {row.id for row in scene.fitting}
     kept = {row.id for row in _first_of_each_node(scene)} if scene.demand.spread else set()
@@ -354,7 +273,7 @@ def _scale_down(scene: _Scene, now: datetime) -> list[Retire]:
     return [_retire(scene, row, now) for row in victims]
 
 
-def _first_of_each_node(scene: _Scene) -> Iterable[Placed]:
+def _first_of_each_node(scene: Scene) -> Iterable[Placed]:
     """The replicas that a spread model keeps."""
     kept: dict[UUID, Placed] = {}
     for row in scene.fitting:
@@ -362,7 +281,7 @@ def _first_of_each_node(scene: _Scene) -> Iterable[Placed]:
     return kept.values()
 
 
-def _would_burst(scene: _Scene, victims: Sequence[Placed]) -> bool:
+def _would_burst(scene: Scene, victims: Sequence[Placed]) -> bool:
     """Whether all that is left is busy, so that the next tick would load again what went."""
     gone = {row.id for row in victims}
     left = [row for row in scene.serving if row.id not in gone]
@@ -370,7 +289,7 @@ def _would_burst(scene: _Scene, victims: Sequence[Placed]) -> bool:
     return bool(victims) and not scene.demand.spread and below and all(row.in_flight for row in left)
 
 
-def _retire(scene: _Scene, row: Placed, now: datetime) -> Retire:
+def _retire(scene: Scene, row: Placed, now: datetime) -> Retire:
     minutes = int((now - row.idle_since).total_seconds() // 60)
     floor = max(scene.wanted, 1)
     which = f"replica {row.index} on {scene.hosts[row.node_id].name}"
@@ -378,7 +297,7 @@ def _retire(scene: _Scene, row: Placed, now: datetime) -> Retire:
     return Retire(scene.demand.model, row.id, reason)
 
 
-def _at_rest(scene: _Scene) -> str:
+def _at_rest(scene: Scene) -> str:
     """Why nothing is done."""
     if not scene.defined:
         return _undefined(scene)
@@ -391,9 +310,9 @@ def _at_rest(scene: _Scene) -> str:
     return f"satisfied: {len(scene.serving)} there"
 
 
-def _undefined(scene: _Scene) -> str:
+def _undefined(scene: Scene) -> str:
     return f"no model {scene.demand.model} is defined in the models folder"
 
 
-def _failed(scene: _Scene) -> str:
+def _failed(scene: Scene) -> str:
     return f"the last load failed: {scene.failure}"

@@ -82,7 +82,7 @@ def run(nodes: int) -> None:
     plant(nodes)
     measure(nodes, "replica pass", lambda: replicas.look(tick=True))
     rules = passes.demands()
-    fleet = replicas.observe(rules, None)
+    fleet = replicas.observe(rules, None, now)
     measure(nodes, "of that, the plan", lambda: plan(fleet, rules, now, tick=True))
     measure(nodes, "liveness", tasks.liveness)
     measure(nodes, "state pass: asking and counts", tasks.state_pass)

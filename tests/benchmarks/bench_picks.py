@@ -57,12 +57,13 @@ def measured(cluster: Cluster, processes: int, **order: Any) -> list[Figures]:
 
 
 def run(cluster: Cluster, callers: int, seconds: float) -> None:
-    """Prints a line for the textbook's way, and one each for one and for two web processes."""
+    """Prints a line for the textbook's way, and one each for one web process, the same by prefix, and two."""
     [plain] = measured(cluster, 1, callers=callers, seconds=seconds, plain=True)
     basis = plain.pairs / plain.seconds
     for what, found in (
         ("textbook", [plain]),
         ("one process", measured(cluster, 1, callers=callers, seconds=seconds)),
+        ("by prefix", measured(cluster, 1, callers=callers, seconds=seconds, by_prefix=True)),
         ("two processes", measured(cluster, 2, callers=(callers + 1) // 2, seconds=seconds)),
     ):
         rate = sum(one.pairs / one.seconds for one in found)

@@ -1,12 +1,14 @@
 """Callers of one web process's picker, without the web: the other side of `bench_picks`.
 
-`python -m tests.benchmarks.picking '<json>'` with `url`, `model`, `callers`, `seconds` and `plain` prints one
-JSON line. `plain` is the textbook's way in the place of the picker: a transaction that locks a replica and
-counts it in, and a statement that counts it out, on a connection for each caller, with the server's own
-durability. It shows what the machine can do at that moment.
+`python -m tests.benchmarks.picking '<json>'` with `url`, `model`, `callers`, `seconds`, `plain` and
+`by_prefix` prints one JSON line. With `by_prefix` each caller has a long prompt of its own, of which the last
+block is new every time. `plain` is the textbook's way in the place of the picker: a transaction that locks a
+replica and counts it in, and a statement that counts it out, on a connection for each caller, with the
+server's own durability. It shows what the machine can do at that moment.
 """
 
 import asyncio
+import itertools
 import json
 import sys
 import time
@@ -67,11 +69,18 @@ async def textbook(url: str, model: str, callers: int) -> AsyncIterator[tuple[Pa
         await link.close()
 
 
+BLOCKS = 64
+"""Of a prompt, for callers by prefix: the longest chain."""
+
+
 @asynccontextmanager
-async def picker(url: str, model: str) -> AsyncIterator[tuple[Pair, Callable[[], int]]]:
+async def picker(
+    url: str, model: str, by_prefix: bool = False
+) -> AsyncIterator[tuple[Pair, Callable[[], int]]]:
     """The picker of a web process, and how many statements it has made."""
     from nodes.routing.picks import Picker
     from nodes.routing.pool import DedicatedConnection, Pool
+    from nodes.routing.prefixes import Prefixes
     from nodes.routing.request import InferenceRequest
 
     class Counting(DedicatedConnection):
@@ -84,21 +93,29 @@ async def picker(url: str, model: str) -> AsyncIterator[tuple[Pair, Callable[[],
             self.executed += 1
             return await super().rows(statement, parameters)
 
-    async def pair(_: int) -> None:
-        replica = await ours.acquire(InferenceRequest(model=model))
+    async def pair(caller: int) -> None:
+        request = InferenceRequest(model=model)
+        if by_prefix:
+            request.chain = (*range(caller * BLOCKS, (caller + 1) * BLOCKS - 1), next(ends))
+        prefixes.advise(request)
+        replica = await ours.acquire(request)
+        prefixes.landed(request)
         assert replica is not None
         ours.release(replica)
 
-    pool, connection = Pool(url), Counting(url)
+    pool, connection, ends = Pool(url), Counting(url), itertools.count(10**9)
     await pool.open()
-    ours = Picker(pool, connection)
+    prefixes = Prefixes(300.0, lambda news: None)
+    ours = Picker(pool, connection, prefixes.weights)
     await ours.settle()
     yield pair, lambda: connection.executed
     await ours.sign_off()
     await pool.close()
 
 
-async def measure(url: str, model: str, callers: int, seconds: float, plain: bool = False) -> Figures:
+async def measure(
+    url: str, model: str, callers: int, seconds: float, plain: bool = False, by_prefix: bool = False
+) -> Figures:
     """As many pairs as so many callers get."""
     times: list[float] = []
 
@@ -110,7 +127,8 @@ async def measure(url: str, model: str, callers: int, seconds: float, plain: boo
             times.append(ended - began)
             began = ended
 
-    async with textbook(url, model, callers) if plain else picker(url, model) as (pair, made):
+    way = textbook(url, model, callers) if plain else picker(url, model, by_prefix)
+    async with way as (pair, made):
         await asyncio.gather(*(call(number, clock.monotonic() + 0.3, []) for number in range(callers)))
         before, began, used = made(), clock.monotonic(), time.process_time()
         await asyncio.gather(*(call(number, began + seconds, times) for number in range(callers)))

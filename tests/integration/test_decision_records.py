@@ -214,7 +214,7 @@ class TestScaling:
                 rule(1, model=name)
                 (models / f"{name}.yaml").write_text(f"name: {name}\nbackend: b\nparameters: {{model: x}}\n")
             demands = passes.demands()
-            fleet = replicas.observe(demands, replicas.revisions_now())
+            fleet = replicas.observe(demands, replicas.revisions_now(), clock.now())
             rulings = plan(fleet, demands, clock.now(), tick=True)
             about = {demand.model: demand for demand in demands}
             with CaptureQueriesContext(connection) as queries:

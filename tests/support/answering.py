@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from typing import Any
+from uuid import UUID
 
 from localai_cluster.asgi import application
 from nodes.models import BackendNode, ReplicaUse
@@ -26,7 +27,13 @@ def play(scenario: Scenario, *engines: Scripted) -> Any:
             for number, engine in enumerate(engines):
                 address = await stack.enter_async_context(running(engine))
                 await hot.in_thread(
-                    lambda n=number, a=address: hot.replica(hot.node(f"n{n}"), "m", index=n, address=a)
+                    lambda n=number, a=address: hot.replica(
+                        # In the order in which an unknown prompt finds them.
+                        hot.node(f"n{n}", id=UUID(int=n + 1)),
+                        "m",
+                        index=n,
+                        address=a,
+                    )
                 )
             outcome = await scenario(hot.Client(application), picker)
             assert picker.in_flight() == 0

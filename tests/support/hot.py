@@ -20,6 +20,7 @@ from nodes.loading.wait import Loads
 from nodes.models import BackendNode, NodeModel, ReplicaState, WebProcess
 from nodes.routing.picks import Picker
 from nodes.routing.pool import DedicatedConnection, Pool
+from nodes.routing.prefixes import Prefixes
 from nodes.routing.process import ProcessHeartbeat
 from operations.executor.waiting import Hints
 from tests.support.backends import TOKEN
@@ -79,17 +80,22 @@ class CountingConnection(DedicatedConnection):
 class CountedPicker(Picker):
     """A picker whose statements are counted."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, prefixes: Prefixes) -> None:
         self.connection = CountingConnection(database_url())
-        super().__init__(pool, self.connection)
+        super().__init__(pool, self.connection, prefixes.weights)
+
+
+def alone() -> Prefixes:
+    """The prompts of a process that tells nobody."""
+    return Prefixes(300.0, lambda news: None)
 
 
 @asynccontextmanager
-async def picker() -> AsyncIterator[CountedPicker]:
+async def picker(prefixes: Prefixes | None = None) -> AsyncIterator[CountedPicker]:
     """A picker with its own connections and its process row, as one web process has it; not signed off."""
     pool = Pool(database_url())
     await pool.open()
-    made = CountedPicker(pool)
+    made = CountedPicker(pool, prefixes or alone())
     try:
         await made.settle()
         yield made
@@ -109,15 +115,15 @@ def processes() -> int:
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[CountedPicker]:
-    """This process as a web process: what `manage.py serve` starts, on the test database."""
-    hints = Hints()
+async def serving(prefixes: Prefixes | None = None) -> AsyncIterator[CountedPicker]:
+    """This process as a web process: what `manage.py serve` starts, on the test database, without a bus."""
+    hints, prefixes = Hints(), prefixes or alone()
     clients, loads = ClientPool(), Loads(hints)
-    async with picker() as made:
-        listener = asyncio.create_task(gateway._listen(hints))
+    async with picker(prefixes) as made:
+        listener = asyncio.create_task(gateway._listen(hints, prefixes))
         heartbeat = ProcessHeartbeat(made, 15)
         gateway._running = gateway._Running(
-            gateway.Gateway(made, clients, loads), heartbeat, clients, loads, listener
+            gateway.Gateway(made, clients, loads, prefixes), heartbeat, clients, loads, listener
         )
         try:
             yield made

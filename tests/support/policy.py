@@ -2,7 +2,7 @@
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from uuid import UUID
@@ -32,3 +32,42 @@ def spread(candidates: Iterable[Candidate], requests: int, now: datetime) -> Cou
         taken[replica] += 1
         heapq.heapreplace(heap, (in_flight + 1, now, vram, replica))
     return taken
+
+
+@dataclass(frozen=True)
+class Warm:
+    """A loaded replica as a prompt's choice sees it: `weight` is what it is the home of."""
+
+    node: UUID
+    index: int
+    in_flight: int
+    weight: float = 0.0
+
+    @property
+    def place(self) -> tuple[UUID, int]:
+        """Its key on the wire."""
+        return self.node, self.index
+
+
+@dataclass(frozen=True)
+class Limits:
+    """C41, C42."""
+
+    match: float = 0.3
+    abs: int = 2
+    rel: float = 1.5
+
+
+USUAL = Limits()
+
+
+def select(
+    candidates: Sequence[Warm], hot: tuple[UUID, int] | None, share: float, limits: Limits = USUAL
+) -> Warm | None:
+    """Which replica gets a prompt whose beginning, this share of it, `hot` was given last (R3.13, R3.14)."""
+    least = min((one.in_flight for one in candidates), default=0)
+    most = min(least + limits.abs, least * limits.rel + 1)
+    cold = sorted(candidates, key=lambda one: (one.weight, one.node, one.index))
+    eligible = [one for one in cold if one.in_flight <= most]
+    near = share >= limits.match
+    return next((one for one in eligible if near and one.place == hot), next(iter(eligible), None))

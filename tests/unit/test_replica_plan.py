@@ -16,6 +16,7 @@ from nodes.scheduling.picture import (
     Action,
     ClearFlags,
     Demand,
+    EndPressure,
     Failure,
     Fleet,
     Host,
@@ -284,6 +285,39 @@ def test_a_replica_that_may_come_back_counts_against_the_limit() -> None:
     assert decided(rule(1, 2), hosts=[on], replicas=rows).actions == ()
 
 
+# --- pressure
+
+
+@pytest.mark.rule("R4.13", "R4.14", "T-REC-9", "T-REC-10", "T-REC-14", "T-REC-15")
+def test_one_more_under_pressure_where_there_is_room_for_it() -> None:
+    """R4.13: never over the limit, no eviction, no cooldown; it ends only with what is loaded."""
+    on = host(1, slots=3)
+    there = [row(on, idle_since=NOW), row(on, 1, in_flight=1)]
+    ruling = decided(rule(1, 3), hosts=[on], replicas=there, pressed={"m": 4})
+    assert [type(action) for action in ruling.actions] == [LoadAnother, EndPressure]
+    assert ruling.reason == (
+        "4 requests within a minute not sent to the replica that remembers the prompt: too busy; one more"
+    )
+    assert loads(decided(rule(1), hosts=[on], replicas=there, pressed={"m": 1}).actions)
+    for demand, fleet in (
+        (rule(1, 2), {}),
+        (rule(1, 3), {"loads": {"m": 1}}),
+        (rule(1, 3), {"hosts": [host(1, slots=2)]}),
+        (rule(1, 3), {"replicas": []}),
+        (rule(spread=True), {}),
+        (rule(0, 0), {}),
+        (rule(1, 3, until=NOW + TICK), {}),
+        (rule(1, 3), {"pressed": {"other": 9}}),
+    ):
+        scene: dict[str, Any] = {"hosts": [on], "replicas": there, "pressed": {"m": 1}} | fleet
+        actions = decided(demand, **scene).actions
+        assert not any(isinstance(action, EndPressure | Unsatisfiable) for action in actions)
+    assert not decided(rule(1, 3), tick=False, hosts=[on], replicas=there, pressed={"m": 4}).actions
+    busy = [replace(one, in_flight=1) for one in there]
+    both = decided(rule(1, 3), hosts=[on], replicas=busy, pressed={"m": 4}).actions
+    assert [type(action) for action in both] == [LoadAnother]
+
+
 # --- scale-down
 
 
@@ -384,7 +418,8 @@ def fleets(draw: st.DrawFn) -> tuple[Fleet, list[Demand]]:
     ]
     placed = Counter(one.model for one in rows if one.state in ("loading", "staging"))
     under_way = {model: placed[model] + draw(st.integers(0, 2)) for model in MODELS}
-    return Fleet(hosts, rows, under_way), [draw(demands(model)) for model in MODELS]
+    pressed = {model: draw(st.integers(0, 2)) for model in MODELS}
+    return Fleet(hosts, rows, under_way, pressed=pressed), [draw(demands(model)) for model in MODELS]
 
 
 @st.composite
@@ -427,6 +462,8 @@ class Played:
                     self._flags(model, ticks, until)
                 case ClearFlags(model):
                     self._flags(model, 0, None)
+                case EndPressure(model):
+                    self.fleet = replace(self.fleet, pressed={**self.fleet.pressed, model: 0})
 
     def _gone(self, one: Placed, gone: UUID) -> Placed:
         return replace(one, state="unloading") if one.id == gone else one

@@ -84,6 +84,32 @@ def test_the_first_hit_wins(wrong: dict[str, Any], field: str) -> None:
     assert refusal.field == field
 
 
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.rule("R3.2"), pytest.mark.rule(name)])
+        for name, *case in (
+            (
+                "T-PFX-3",
+                {"route_policy": "prefix_cache", "min_prefix_match": 1, "balance_rel_threshold": 1},
+                "",
+            ),
+            ("T-PFX-4", {"route_policy": "PREFIX_CACHE"}, "route_policy"),
+            ("T-PFX-5", {"min_prefix_match": 1.01}, "min_prefix_match"),
+            ("T-PFX-6", {"min_prefix_match": -0.01}, "min_prefix_match"),
+            ("T-PFX-7", {"balance_abs_threshold": -1}, "balance_abs_threshold"),
+            ("T-PFX-8", {"balance_rel_threshold": 0.99}, "balance_rel_threshold"),
+        )
+    ],
+)
+def test_how_a_model_is_routed(given: dict[str, Any], field: str) -> None:
+    """R3.2: what is stored is in bounds; 0 and the empty policy are the cluster's."""
+    refusal = refused(Rule("m", **given))
+    assert (refusal.field if refusal else "") == field
+    assert not refused(Rule("m", route_policy="", balance_abs_threshold=0, min_prefix_match=0))
+    assert not refused(Rule("m", route_policy="round_robin", balance_rel_threshold=0))
+
+
 def read(**given_settings: str) -> tuple[list[Rule], list[str]]:
     """The rules, and the problems as an operator reads them."""
     environment = Environment(given_settings)

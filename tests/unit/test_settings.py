@@ -135,3 +135,33 @@ def test_what_is_no_base_url(text: str) -> None:
 @pytest.mark.parametrize("text", ["http://h", "https://h:1/", "http://[::1]:8080", "https://h/under/"])
 def test_a_base_url_has_no_slash_at_its_end(text: str) -> None:
     assert env.parse_base_url(text) == text.rstrip("/")
+
+
+@pytest.mark.rule("R3.2", "C41", "C42", "C43", "C44", "T-PFX-1")
+def test_routing_by_prefix_is_on_and_has_the_references_bounds() -> None:
+    cluster, environment = env.load({})
+    assert not environment.problems
+    found = (cluster.prefix_cache, cluster.prefix_match, cluster.prefix_ttl, cluster.prefix_pressure)
+    assert found == (True, 0.3, 300.0, 1)
+    assert (cluster.prefix_balance_abs, cluster.prefix_balance_rel) == (2, 1.5)
+
+
+@pytest.mark.rule("R3.2", "T-PFX-2")
+@pytest.mark.parametrize(
+    ("name", "wrong", "right"),
+    [
+        ("LOCALAI_DISTRIBUTED_PREFIX_CACHE", ["maybe"], "false"),
+        ("LOCALAI_DISTRIBUTED_PREFIX_CACHE_TTL", ["0", "-5m", "5"], "1s"),
+        ("CLUSTER_PREFIX_MATCH", ["-0.1", "1.1", "nan", "x"], "1"),
+        ("CLUSTER_PREFIX_BALANCE_ABS", ["-1", "1.5", "inf", "1e999"], "0"),
+        ("CLUSTER_PREFIX_BALANCE_REL", ["0.99", "nan", "inf"], "1"),
+        ("CLUSTER_PREFIX_PRESSURE", ["-1", "101", "2.5"], "0"),
+    ],
+)
+def test_the_bounds_of_routing_by_prefix(name: str, wrong: list[str], right: str) -> None:
+    """R3.2: what is wrong keeps the process from starting, with the setting's name and what to do."""
+    for text in wrong:
+        (problem,) = env.load({name: text})[1].problems
+        assert problem.setting == name
+        assert problem.hint.startswith("Use ")
+    assert not env.load({name: right})[1].problems

@@ -1,12 +1,13 @@
 """`manage.py controller`: the process that runs operations.
 
-Twelve tasks in one event loop: the executors of operations and of intents on nodes, the inventory of
+Thirteen tasks in one event loop: the executors of operations and of intents on nodes, the inventory of
 backends, the wakes of what waits for nodes, the scaler that carries out scheduling rules, the stopper of
 engines that nothing accounts for, the state pass over engines that may have ended, the revocations of
 credentials for the bus, the check for upgrades, the LISTEN task whose hints trigger those nine, the ticker of
-django-q2's schedules, the heartbeat that tells pages that a controller is running, and the server of its
-figures, if it has an address. Any number may run: they claim operations, intents, inventory questions, stops,
-replicas in question and checks, and lock schedules and the scaler's looks.
+django-q2's schedules, the heartbeat that tells pages that a controller is running, the news of replicas that
+have gone, for routing by prefix, and the server of its figures, if it has an address. Any number may run:
+they claim operations, intents, inventory questions, stops, replicas in question and checks, and lock
+schedules and the scaler's looks.
 """
 
 import asyncio
@@ -42,7 +43,8 @@ from nodes.reconcilers.scaler import Scaler
 from nodes.reconcilers.state_pass import StatePass
 from nodes.reconcilers.wakes import Wakes
 from nodes.registry import bus_credentials
-from nodes.replicas import checks
+from nodes.replicas import checks, hooks
+from nodes.routing.prefix_news import Telling
 from nodes.scheduling import store
 from nodes.unloading import asking, carry_out
 from operations.changes.events import NODES, OPERATIONS, listen
@@ -97,6 +99,8 @@ async def run() -> None:
     lists, wakes, stopper, revocations = Inventory(bus), Wakes(nodes_changed), Stopper(bus), Revocations()
     checker, scaler, engines = UpgradeChecker(owner), Scaler(), StatePass(bus)
     metrics.BUS_CONNECTED.set_function(lambda: bus.connected)
+    news = Telling(bus)
+    hooks.on_removed.append(news.removed)
     for name, executor in executors.items():
         metrics.RUNNING.labels(name).set_function(executor.running)
     loops = [
@@ -116,6 +120,7 @@ async def run() -> None:
         ),
         asyncio.create_task(tick(), name="schedules"),
         asyncio.create_task(beat(owner, bus), name="beat"),
+        asyncio.create_task(news.run(), name="prefix news"),
         asyncio.create_task(scraping.serve("controller", conf.cluster().controller_metrics), name="metrics"),
     ]
     log.info("controller %s is ready", owner)
@@ -124,6 +129,7 @@ async def run() -> None:
     for loop in loops:
         loop.cancel()
     await asyncio.gather(*loops, return_exceptions=True)
+    hooks.on_removed.remove(news.removed)
     with contextlib.suppress(DatabaseError):
         await in_thread(controllers.sign_off, owner)
     await bus.close()

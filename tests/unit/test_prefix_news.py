@@ -1,0 +1,231 @@
+"""What web processes tell each other of prompts (R3.20 to R3.23), and what they make of it."""
+
+import asyncio
+import json
+from typing import Any
+from uuid import UUID
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from localai_cluster import clock
+from localai_cluster.messaging import subjects
+from localai_cluster.messaging.bus import Message, NotConnected
+from nodes.replicas import hooks
+from nodes.replicas.hooks import Removed
+from nodes.routing import prefix_news
+from nodes.routing.chains import chain
+from nodes.routing.prefix_news import Given, Invalidated, Telling, hear, read
+from nodes.routing.prefixes import Prefixes
+from nodes.routing.request import InferenceRequest, Replica
+from tests.support.bus import PlayedBus
+
+NODE = UUID(int=7)
+LARGEST = 2**64 - 1
+OBSERVED = {"model": "m", "chain": [1, LARGEST], "node_id": str(NODE), "replica": 1}
+INVALIDATED = {"model": "m", "node_id": str(NODE), "replica": -1}
+CHAIN = chain("m", b"x" * 600)
+
+
+def told(kind: str, body: Any) -> Any:
+    return read(f"prefixcache.{kind}", body if isinstance(body, bytes) else json.dumps(body).encode())
+
+
+@pytest.mark.rule("R3.20", "nats-7.4")
+def test_what_is_on_the_wire() -> None:
+    """R3.20: plain JSON numbers of 64 bits, the reference's names; a field that is not known is ignored."""
+    observed = Given("m", (1, LARGEST), NODE, 1)
+    assert told("observe", OBSERVED) == told("observe", OBSERVED | {"more": 1}) == observed
+    assert told("invalidate", INVALIDATED) == Invalidated("m", NODE, -1)
+    assert (subjects.PREFIX_OBSERVED, subjects.PREFIX_INVALIDATED) == (
+        "prefixcache.observe",
+        "prefixcache.invalidate",
+    )
+
+    async def sent() -> list[tuple[str, bytes]]:
+        bus = PlayedBus()
+        telling = Telling(bus)
+        sending = asyncio.create_task(telling.run())
+        telling.tell(observed)
+        telling.removed(Removed("m", NODE, hooks.ALL_REPLICAS))
+        assert await clock.wait_until(lambda: _is(len(bus.published) == 2), timeout=10, every=0.001)
+        sending.cancel()
+        return bus.published
+
+    (first, one), (second, two) = asyncio.run(sent())
+    assert (first, second) == (subjects.PREFIX_OBSERVED, subjects.PREFIX_INVALIDATED)
+    assert (json.loads(one), json.loads(two)) == (OBSERVED, INVALIDATED)
+
+
+async def _is(true: bool) -> bool:
+    return true
+
+
+@pytest.mark.rule("R3.20")
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        pytest.param(kind, body, id=f"{number}")
+        for number, (kind, body) in enumerate(
+            [
+                ("observe", OBSERVED | {"chain": []}),
+                ("observe", OBSERVED | {"chain": [1] * 65}),
+                ("observe", OBSERVED | {"chain": [-1]}),
+                ("observe", OBSERVED | {"chain": [2**64]}),
+                ("observe", OBSERVED | {"chain": [1.5]}),
+                ("observe", OBSERVED | {"chain": [1e300]}),
+                ("observe", OBSERVED | {"chain": [True]}),
+                ("observe", OBSERVED | {"chain": ["1"]}),
+                ("observe", OBSERVED | {"chain": None}),
+                ("observe", OBSERVED | {"chain": {"0": 1}}),
+                ("observe", OBSERVED | {"node_id": "n"}),
+                ("observe", OBSERVED | {"node_id": 1}),
+                ("observe", OBSERVED | {"replica": -1}),
+                ("observe", OBSERVED | {"replica": 2**31}),
+                ("observe", OBSERVED | {"replica": "0"}),
+                ("observe", OBSERVED | {"model": ""}),
+                ("observe", OBSERVED | {"model": "m" * 256}),
+                ("observe", OBSERVED | {"model": None}),
+                ("observe", INVALIDATED),
+                ("invalidate", INVALIDATED | {"replica": -2}),
+                ("invalidate", INVALIDATED | {"replica": None}),
+                ("invalidate", {}),
+                ("other", OBSERVED),
+                ("observe", []),
+                ("observe", b""),
+                ("observe", b"{" * 100),
+                ("observe", b"[" * 15000),
+                ("observe", b"\xff\xfe"),
+                ("observe", b'{"model":"' + b"m" * 20000),
+            ]
+        )
+    ],
+)
+def test_what_cannot_be_right_is_ignored(kind: str, body: Any) -> None:
+    """Wrong types, sizes and numbers: nothing is made of them, and nothing is raised."""
+    assert told(kind, body) is None
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_harmless(body: bytes) -> None:
+    """From the bus may come anything."""
+    assert told("observe", body) is None
+
+
+def landed(
+    prefixes: Prefixes, place: tuple[UUID, int], *, remembered: bool | None = False
+) -> InferenceRequest:
+    request = InferenceRequest(model="m", chain=CHAIN)
+    prefixes.advise(request)
+    request.remembered = remembered
+    request.replica = Replica(UUID(int=1), *place, "m", "a:1")
+    prefixes.landed(request)
+    return request
+
+
+def asked(prefixes: Prefixes) -> InferenceRequest:
+    request = InferenceRequest(model="m", chain=CHAIN)
+    prefixes.advise(request)
+    return request
+
+
+@pytest.mark.rule("R3.9", "R3.21", "T-PFX-49", "T-PFX-53", "T-PFX-54", "T-PFX-55")
+def test_news_are_told_once_and_never_repeated() -> None:
+    """R3.21: what changes nothing is not told, and what was heard is not told again."""
+    sent: list[Any] = []
+    ours, peer = Prefixes(300, sent.append), Prefixes(300, sent.append)
+    landed(ours, (NODE, 1))
+    landed(ours, (NODE, 1), remembered=True)
+    assert sent == [Given("m", CHAIN, NODE, 1)]
+    peer.heard(sent[0])
+    assert (asked(peer).preferred, asked(peer).share) == ((NODE, 1), 1.0)
+    peer.heard(Invalidated("m", NODE, 0))
+    assert asked(peer).preferred == (NODE, 1)
+    peer.heard(Invalidated("m", NODE, 1))
+    assert (asked(peer).preferred, asked(peer).share) == (None, 0.0)
+    peer.heard(sent[0])
+    peer.heard(Invalidated("m", NODE, -1))
+    assert asked(peer).preferred is None
+    assert len(sent) == 1
+
+
+@pytest.mark.rule("R3.15", "R3.17", "T-ROU-28", "T-ROU-29", "T-ROU-30", "T-ROU-32", "T-ROU-33")
+def test_only_what_went_by_the_prefix_is_remembered() -> None:
+    """R3.15: without a chain nothing is advised; a pick that the rule made otherwise leaves no trace."""
+    ours = Prefixes(300, lambda news: None)
+    plain = InferenceRequest(model="m")
+    ours.advise(plain)
+    assert (plain.preferred, plain.share) == (None, None)
+    ours.landed(plain)
+    landed(ours, (NODE, 1), remembered=None)
+    assert ours.entries() == 0
+    landed(ours, (NODE, 1))
+    assert ours.entries() == 3
+    assert (asked(ours).preferred, asked(ours).share) == ((NODE, 1), 1.0)
+
+
+@pytest.mark.rule("R3.18", "T-ROU-34", "T-ROU-35", "T-ROU-36")
+def test_pressure_is_a_request_that_was_kept_away() -> None:
+    """R3.18: a replica had share enough, and another one got it; never for a prompt that is new."""
+    ours, now = Prefixes(300, lambda news: None), clock.now()
+    landed(ours, (NODE, 1))
+    landed(ours, (NODE, 1), remembered=True)
+    assert ours._pressure.within("m", now) == ()
+    landed(ours, (NODE, 2), remembered=True)
+    assert len(ours._pressure.within("m", now)) == 1
+
+
+@pytest.mark.rule("R3.21", "R3.23", "T-PFX-48", "T-PFX-50", "T-PFX-51", "T-PFX-52", "R1.106")
+def test_a_removal_is_told_whether_or_not_it_was_known() -> None:
+    """R3.21: by who removed the row; and by a NOTIFY, which all processes of the cluster hear."""
+    for removed in (Removed("a b/c", NODE, 3), Removed("m", NODE, -1)):
+        assert hooks.heard(hooks.told(removed)) == removed
+    ours = Prefixes(300, lambda news: None)
+    ours.removed(Removed("m", NODE, -1))
+    assert not ours._affinity._tables
+    landed(ours, (NODE, 1))
+    ours.removed(Removed("m", NODE, 0))
+    assert asked(ours).preferred == (NODE, 1)
+    ours.removed(Removed("m", NODE, 1))
+    assert asked(ours).preferred is None
+
+
+def test_a_lost_bus_costs_only_the_news() -> None:
+    """What cannot be sent is dropped, and what is told after that leaves."""
+
+    class Lost(PlayedBus):
+        async def publish(self, subject: str, payload: bytes) -> None:
+            if not self.connected:
+                raise NotConnected
+            await super().publish(subject, payload)
+
+    async def scenario() -> list[tuple[str, bytes]]:
+        bus = Lost()
+        bus.connected, telling = False, Telling(bus)
+        sending = asyncio.create_task(telling.run())
+        for index in range(prefix_news.MOST_WAITING + 5):
+            telling.tell(Invalidated("m", NODE, index))
+        assert len(telling._waiting) == prefix_news.MOST_WAITING
+        assert await clock.wait_until(lambda: _is(not telling._waiting), timeout=10, every=0.001)
+        bus.connected = True
+        telling.tell(Invalidated("m", NODE, 1))
+        assert await clock.wait_until(lambda: _is(bool(bus.published)), timeout=10, every=0.001)
+        sending.cancel()
+        return bus.published
+
+    assert len(asyncio.run(scenario())) == 1
+
+
+def test_what_is_heard_is_taken_in_order() -> None:
+    """One subscription for both kinds."""
+
+    async def scenario() -> list[Any]:
+        bus, heard = PlayedBus(), []  # type: ignore[var-annotated]
+        await hear(bus, heard.append)
+        handler = bus.handlers[subjects.PREFIX_NEWS]
+        for kind, body in (("observe", OBSERVED), ("invalidate", INVALIDATED), ("observe", [])):
+            await handler(Message(f"prefixcache.{kind}", json.dumps(body).encode(), wants_reply=False))
+        return heard
+
+    assert asyncio.run(scenario()) == [Given("m", (1, LARGEST), NODE, 1), Invalidated("m", NODE, -1)]
