@@ -461,7 +461,7 @@ class TestRows:
             claimed = claim()
         findings = [Finding(gone=True, confirmed=True), ALIVE, Finding(missed_probes=1)]
         found = {one: findings[one.replica_index] for one in claimed}
-        with django_assert_num_queries(9):
+        with django_assert_num_queries(10):
             assert len(checks.settle(found, now=clock.now())) == count
 
     @pytest.mark.rule("R4.3", "C1", "R4.4", "C49")
