@@ -34,7 +34,7 @@ class Chars:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class Reference:
     """What the rule of this name says."""
 
     name: str
@@ -63,11 +63,11 @@ class Many:
     most: int | None = None
 
 
-Grammar = Text | Chars | Named | All | Any_ | Many
+Grammar = Text | Chars | Reference | All | Any_ | Many
 
 _HEX = Chars("0-9a-fA-F")
 _DIGIT = Chars("0-9")
-_SPACE = Named("space")
+_SPACE = Reference("space")
 _COMMA = All((Text(","), _SPACE))
 _NOTHING = Text("")
 
@@ -123,22 +123,22 @@ _PLAIN: Mapping[str, Grammar] = {
             All((Text("\\"), Any_((Chars('"\\\\/bfnrt'), All((Text("u"), Many(_HEX, 4, 4))))))),
         )
     ),
-    "string": _quoted(Many(Named("character"))),
+    "string": _quoted(Many(Reference("character"))),
     "whole": _WHOLE,
-    "integer": All((_optional(Text("-")), Named("whole"))),
+    "integer": All((_optional(Text("-")), Reference("whole"))),
     "fraction": All(
         (
             _optional(All((Text("."), Many(_DIGIT, 1, 16)))),
             _optional(All((Chars("eE"), _optional(Chars("-+")), Many(_DIGIT, 1, 3)))),
         )
     ),
-    "number": All((Named("integer"), Named("fraction"))),
+    "number": All((Reference("integer"), Reference("fraction"))),
     "boolean": Any_((Text("true"), Text("false"))),
     "null": Text("null"),
-    "member": All((Named("string"), Text(":"), _SPACE, Named("value"))),
-    "object": _enclosed("{", _listed(Named("member"), 0, None), "}"),
-    "array": _enclosed("[", _listed(Named("value"), 0, None), "]"),
-    "value": Any_(tuple(map(Named, ("object", "array", "string", "number", "boolean", "null")))),
+    "member": All((Reference("string"), Text(":"), _SPACE, Reference("value"))),
+    "object": _enclosed("{", _listed(Reference("member"), 0, None), "}"),
+    "array": _enclosed("[", _listed(Reference("value"), 0, None), "]"),
+    "value": Any_(tuple(map(Reference, ("object", "array", "string", "number", "boolean", "null")))),
 }
 _OF_OBJECTS = ("properties", "required", "additionalProperties")
 _OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems")
@@ -162,14 +162,14 @@ class _Rules:
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self._schema = schema
         self.rules = dict(_PLAIN)
-        self._references: dict[str, Named] = {}
+        self._references: dict[str, Reference] = {}
         self._steps = 0
 
-    def add(self, name: str, part: Grammar) -> Named:
+    def add(self, name: str, part: Grammar) -> Reference:
         self.rules[name] = part
-        return Named(name)
+        return Reference(name)
 
-    def _named(self, part: Grammar) -> Named:
+    def _named(self, part: Grammar) -> Reference:
         return self.add(f"r{len(self.rules)}", part)
 
     def of(self, part: Any) -> Grammar:
@@ -180,7 +180,7 @@ class _Rules:
                 "response_format: the schema combines too many choices", field="response_format"
             )
         if not isinstance(part, Mapping):
-            return Named("value")
+            return Reference("value")
         if isinstance(part.get("$ref"), str):
             return self._referred(part["$ref"])
         for name in ("anyOf", "oneOf"):
@@ -206,10 +206,12 @@ class _Rules:
         if kind == "string":
             return _text(part)
         if kind in ("integer", "number") and _at_least_zero(part):
-            return Named("whole") if kind == "integer" else All((Named("whole"), Named("fraction")))
-        return Named(kind if kind in ("integer", "number", "boolean", "null") else "value")
+            return (
+                Reference("whole") if kind == "integer" else All((Reference("whole"), Reference("fraction")))
+            )
+        return Reference(kind if kind in ("integer", "number", "boolean", "null") else "value")
 
-    def _referred(self, reference: str) -> Named:
+    def _referred(self, reference: str) -> Reference:
         if reference not in self._references:
             rule = self._references[reference] = self._named(_NOTHING)
             self.add(rule.name, self.of(self._found(reference)))
@@ -252,10 +254,10 @@ class _Rules:
         ]
         others = None
         if extra is not False:
-            others = self._named(All((Named("string"), Text(":"), _SPACE, self.of(extra))))
+            others = self._named(All((Reference("string"), Text(":"), _SPACE, self.of(extra))))
         return _enclosed("{", self._members(members, others), "}")
 
-    def _members(self, members: Sequence[tuple[bool, Grammar]], others: Named | None) -> Grammar:
+    def _members(self, members: Sequence[tuple[bool, Grammar]], others: Reference | None) -> Grammar:
         """From the last to the first: what may follow with a member before it, and with none."""
         begun: Grammar = Many(All((_COMMA, others))) if others else _NOTHING
         fresh: Grammar = _listed(others, 0, None) if others else _NOTHING
@@ -290,8 +292,8 @@ def _text(part: Mapping[str, Any]) -> Grammar:
         return _FORMATS[known]
     least, most = _bound(part.get("minLength")) or 0, _bound(part.get("maxLength"))
     if not least and most is None:
-        return Named("string")
-    return _quoted(Many(Named("character"), least, None if most is None else max(most, least)))
+        return Reference("string")
+    return _quoted(Many(Reference("character"), least, None if most is None else max(most, least)))
 
 
 def _at_least_zero(part: Mapping[str, Any]) -> bool:
@@ -319,7 +321,7 @@ def _written(part: Grammar) -> str:
             return f'"{text.translate(_ESCAPES)}"'
         case Chars(members):
             return f"[{members}]"
-        case Named(name):
+        case Reference(name):
             return name
         case All(parts):
             return " ".join(map(_inner, parts)) or '""'

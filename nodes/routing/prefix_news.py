@@ -72,7 +72,7 @@ def read(subject: str, payload: bytes) -> News | None:
     return told if named and max(told.replica, least) < _INDICES and told.replica >= least else None
 
 
-class Telling:
+class Outbox:
     """One process's news on their way out; lives on the loop of its bus."""
 
     def __init__(self, bus: Bus) -> None:

@@ -13,7 +13,7 @@ from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.metrics import web as metrics
 from nodes.replicas import hooks
 from nodes.routing.pool import Pool
-from nodes.routing.prefix_news import Telling, hear
+from nodes.routing.prefix_news import Outbox, hear
 from nodes.routing.prefixes import Prefixes
 
 
@@ -22,7 +22,7 @@ class PrefixService:
 
     def __init__(self, ttl: float, bus: Bus) -> None:
         self._bus = bus
-        self._telling = Telling(bus)
+        self._telling = Outbox(bus)
         self.prefixes = Prefixes(ttl, self._telling.tell)
         self._tasks: list[asyncio.Task[None]] = []
 

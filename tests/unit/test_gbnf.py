@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from localai_cluster.errors import InvalidInput
 from nodes.inference import gbnf
-from nodes.inference.gbnf import All, Any_, Chars, Grammar, Many, Named, Text
+from nodes.inference.gbnf import All, Any_, Chars, Grammar, Many, Reference, Text
 
 SIMPLE: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.sampled_from(
@@ -79,7 +79,7 @@ class Speaker:
                 return text
             case Chars(members):
                 return self._one_of(members)
-            case Named(name):
+            case Reference(name):
                 return self.says(self._rules[name], depth + 1)
             case All(parts):
                 return "".join(self.says(one, depth) for one in parts)
@@ -117,7 +117,7 @@ class Hearer:
                 return {at + len(text)} if self._text.startswith(text, at) else set()
             case Chars(members):
                 return {at + 1} if at < len(self._text) and _among(self._text[at], members) else set()
-            case Named(name):
+            case Reference(name):
                 return self.after(self._rules[name], at)
             case All(parts):
                 places = {at}

@@ -16,7 +16,7 @@ from nodes.replicas import hooks
 from nodes.replicas.hooks import Removed
 from nodes.routing import prefix_news
 from nodes.routing.chains import chain
-from nodes.routing.prefix_news import Given, Invalidated, Telling, hear, read
+from nodes.routing.prefix_news import Given, Invalidated, Outbox, hear, read
 from nodes.routing.prefixes import Prefixes
 from nodes.routing.request import InferenceRequest, Replica
 from tests.support.bus import PlayedBus
@@ -45,7 +45,7 @@ def test_what_is_on_the_wire() -> None:
 
     async def sent() -> list[tuple[str, bytes]]:
         bus = PlayedBus()
-        telling = Telling(bus)
+        telling = Outbox(bus)
         sending = asyncio.create_task(telling.run())
         telling.tell(observed)
         telling.removed(Removed("m", NODE, hooks.ALL_REPLICAS))
@@ -202,7 +202,7 @@ def test_a_lost_bus_costs_only_the_news() -> None:
 
     async def scenario() -> list[tuple[str, bytes]]:
         bus = Lost()
-        bus.connected, telling = False, Telling(bus)
+        bus.connected, telling = False, Outbox(bus)
         sending = asyncio.create_task(telling.run())
         for index in range(prefix_news.MOST_WAITING + 5):
             telling.tell(Invalidated("m", NODE, index))
