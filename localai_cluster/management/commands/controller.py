@@ -44,7 +44,7 @@ from nodes.reconcilers.state_pass import StatePass
 from nodes.reconcilers.wakes import Wakes
 from nodes.registry import bus_credentials
 from nodes.replicas import checks, hooks
-from nodes.routing.prefix_news import Telling
+from nodes.routing.prefix_news import Outbox
 from nodes.scheduling import store
 from nodes.unloading import asking, carry_out
 from operations.changes.events import NODES, OPERATIONS, listen
@@ -99,7 +99,7 @@ async def run() -> None:
     lists, wakes, stopper, revocations = Inventory(bus), Wakes(nodes_changed), Stopper(bus), Revocations()
     checker, scaler, engines = UpgradeChecker(owner), Scaler(), StatePass(bus)
     metrics.BUS_CONNECTED.set_function(lambda: bus.connected)
-    news = Telling(bus)
+    news = Outbox(bus)
     hooks.on_removed.append(news.removed)
     for name, executor in executors.items():
         metrics.RUNNING.labels(name).set_function(executor.running)
