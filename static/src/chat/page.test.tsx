@@ -224,5 +224,5 @@ it("shows the load of a model that is not there, as the feed tells it (E68, UI-1
   await say("Hello");
   const bar = await screen.findByRole("progressbar", { name: "Loading model cold" });
   expect(bar.getAttribute("aria-valuenow")).toBe("40");
-  expect(answers()[0]?.textContent).toMatch(/to n1.*staging · 1 MiB \/ 4 MiB/s);
+  expect(answers()[0]?.textContent).toMatch(/to n1.*sending files · 1 MiB \/ 4 MiB/s);
 });
