@@ -174,7 +174,7 @@ def allowed(path: str, kind: str) -> bool | int:
         # Open to all; a change needs the CSRF token, which callers without a session do not send here.
         return kind.endswith("session") or 403
     if kind == "newcomer session":
-        return 401 if path.startswith("/v1/") or path in (*INFERENCE, "/metrics") else 403
+        return 401 if path == "/metrics" else 403
     if path in ("/version", "/api/features") or path.endswith("/load-status"):
         return True if person else 401
     if path in ("/join", "/join/wheel"):
@@ -187,9 +187,7 @@ def allowed(path: str, kind: str) -> bool | int:
         # Keys only: a scraper has no session.
         return True if kind in ("admin", "scraper") else 403 if kind == "user" else 401
     if path.startswith(("/v1/", "/api/schema", "/api/docs")) or path in INFERENCE:
-        # The hot path knows keys only: a browser's session belongs to the pages.
-        in_session = kind.endswith("session") and not path.startswith(("/api/schema", "/api/docs"))
-        return True if person and not in_session else 401
+        return True if person else 401
     return True if admin else 403 if person else 401
 
 
