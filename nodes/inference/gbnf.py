@@ -17,6 +17,14 @@ MOST_REPEATS = 1000
 """A larger bound counts as none: llama.cpp refuses a grammar that repeats a thing more often."""
 MOST_STEPS = 20_000
 """Parts of a schema, each counted as often as choices beside it repeat it."""
+MOST_COPIED = 1_000_000
+"""Characters that a grammar repeats from its schema, and entries that are put together, in all. References
+and choices repeat them, so a small schema could become a grammar that no memory holds.
+"""
+MOST_CHARACTERS = 20_000
+"""Places of all texts together whose lengths are bounded; engines make a rule for each. The bounds of texts
+beyond that are left out.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +149,7 @@ _PLAIN: Mapping[str, Grammar] = {
     "value": Any_(tuple(map(Reference, ("object", "array", "string", "number", "boolean", "null")))),
 }
 _OF_OBJECTS = ("properties", "required", "additionalProperties")
+_JOINED = ("properties", "required")
 _OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems")
 
 
@@ -163,7 +172,7 @@ class _Rules:
         self._schema = schema
         self.rules = dict(_PLAIN)
         self._references: dict[str, Reference] = {}
-        self._steps = 0
+        self._steps = self._copied = self._characters = 0
 
     def add(self, name: str, part: Grammar) -> Reference:
         self.rules[name] = part
@@ -172,13 +181,32 @@ class _Rules:
     def _named(self, part: Grammar) -> Reference:
         return self.add(f"r{len(self.rules)}", part)
 
-    def of(self, part: Any) -> Grammar:
-        """What a schema, or a part of one, describes; anything where it is not to be understood."""
-        self._steps += 1
-        if self._steps > MOST_STEPS:
+    def _check(self) -> None:
+        if self._steps > MOST_STEPS or self._copied > MOST_COPIED:
             raise InvalidInput(
                 "response_format: the schema combines too many choices", field="response_format"
             )
+
+    def _exactly(self, value: Any) -> Text:
+        text = _json(value)
+        self._copied += len(text)
+        self._check()
+        return Text(text)
+
+    def _text(self, part: Mapping[str, Any]) -> Grammar:
+        known = part.get("format")
+        if isinstance(known, str) and known in _FORMATS:
+            return _FORMATS[known]
+        least, most = _bound(part.get("minLength")) or 0, _bound(part.get("maxLength"))
+        self._characters += max(least, most or 0)
+        if (not least and most is None) or self._characters > MOST_CHARACTERS:
+            return Reference("string")
+        return _quoted(Many(Reference("character"), least, None if most is None else max(most, least)))
+
+    def of(self, part: Any) -> Grammar:
+        """What a schema, or a part of one, describes; anything where it is not to be understood."""
+        self._steps += 1
+        self._check()
         if not isinstance(part, Mapping):
             return Reference("value")
         if isinstance(part.get("$ref"), str):
@@ -191,9 +219,9 @@ class _Rules:
             rest = {key: value for key, value in part.items() if key != "allOf"}
             return self.of(self._both((rest, *part["allOf"])))
         if "const" in part:
-            return Text(_json(part["const"]))
+            return self._exactly(part["const"])
         if isinstance(part.get("enum"), list) and part["enum"]:
-            return Any_(tuple(Text(_json(value)) for value in part["enum"]))
+            return Any_(tuple(map(self._exactly, part["enum"])))
         return self._of_type(part, part.get("type"))
 
     def _of_type(self, part: Mapping[str, Any], kind: Any) -> Grammar:
@@ -204,7 +232,7 @@ class _Rules:
         if kind == "array" or (kind is None and any(name in part for name in _OF_ARRAYS)):
             return self._array(part)
         if kind == "string":
-            return _text(part)
+            return self._text(part)
         if kind in ("integer", "number") and _at_least_zero(part):
             return (
                 Reference("whole") if kind == "integer" else All((Reference("whole"), Reference("fraction")))
@@ -237,6 +265,11 @@ class _Rules:
                 joined["properties"] = {**both["properties"], **part["properties"]}
             if isinstance(both.get("required"), list) and isinstance(part.get("required"), list):
                 joined["required"] = [*both["required"], *part["required"]]
+            self._copied += len(joined)
+            self._copied += sum(
+                len(joined[name]) for name in _JOINED if isinstance(joined.get(name), Mapping | list)
+            )
+            self._check()
             both = joined
         return both
 
@@ -248,7 +281,7 @@ class _Rules:
         known = {**listed, **dict.fromkeys(sorted(needed - listed.keys()), True)}
         extra = part.get("additionalProperties", not known)
         members = [
-            (name in needed, All((Text(_json(str(name))), Text(":"), _SPACE, self.of(value))))
+            (name in needed, All((self._exactly(str(name)), Text(":"), _SPACE, self.of(value))))
             for name, value in known.items()
             if value is not False
         ]
@@ -284,16 +317,6 @@ class _Rules:
         if items is False:
             return _enclosed("[", _NOTHING, "]")
         return _enclosed("[", _listed(self._named(self.of(items)), least, most), "]")
-
-
-def _text(part: Mapping[str, Any]) -> Grammar:
-    known = part.get("format")
-    if isinstance(known, str) and known in _FORMATS:
-        return _FORMATS[known]
-    least, most = _bound(part.get("minLength")) or 0, _bound(part.get("maxLength"))
-    if not least and most is None:
-        return Reference("string")
-    return _quoted(Many(Reference("character"), least, None if most is None else max(most, least)))
 
 
 def _at_least_zero(part: Mapping[str, Any]) -> bool:

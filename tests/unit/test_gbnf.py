@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster.errors import InvalidInput
-from nodes.inference import gbnf
+from nodes.inference import gbnf, schemas
 from nodes.inference.gbnf import All, Any_, Chars, Grammar, Many, Reference, Text
 
 SIMPLE: st.SearchStrategy[dict[str, Any]] = st.one_of(
@@ -216,3 +216,42 @@ def test_choices_that_multiply_are_refused() -> None:
     some = [{"type": "integer", "title": str(number)} for number in range(1000)]
     with pytest.raises(InvalidInput, match="too many choices"):
         gbnf.of({"allOf": [{"anyOf": some}, {"oneOf": some}]})
+
+
+_LONG = {"const": "x" * 5000}
+_ENTRIES = [{"required": [f"{part} {name}" for name in range(100)]} for part in range(4000)]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        pytest.param(
+            {
+                "$defs": {"long": _LONG},
+                "properties": {
+                    str(one): {"title": "t", "anyOf": [{"$ref": "#/$defs/long"}]} for one in range(400)
+                },
+            },
+            id="a long value by many references",
+        ),
+        pytest.param({"allOf": _ENTRIES}, id="required, put together one after the other"),
+        pytest.param(
+            {
+                "type": "string",
+                "properties": dict.fromkeys(map(str, range(10_000)), True),
+                "anyOf": [{"properties": {"a": {}}}] * 1000,
+            },
+            id="properties, beside each choice",
+        ),
+    ],
+)
+def test_a_schema_that_becomes_huge_is_refused(schema: dict[str, Any]) -> None:
+    schemas.check([(schema, "response_format")])
+    with pytest.raises(InvalidInput, match="too many choices"):
+        gbnf.of(schema)
+
+
+def test_bounded_lengths_of_many_texts_do_not_add_up() -> None:
+    properties = {str(one): {"type": "string", "maxLength": 1000} for one in range(100)}
+    made = gbnf.of({"type": "object", "properties": properties})
+    assert made.count("{0,1000}") == gbnf.MOST_CHARACTERS // 1000
