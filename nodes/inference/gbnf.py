@@ -148,8 +148,11 @@ _PLAIN: Mapping[str, Grammar] = {
     "array": _enclosed("[", _listed(Reference("value"), 0, None), "]"),
     "value": Any_(tuple(map(Reference, ("object", "array", "string", "number", "boolean", "null")))),
 }
+_BESIDE = frozenset({"$ref", "$defs", "definitions", "title", "description", "default", "examples"})
+"""What may stand beside a reference and changes nothing."""
 _OF_OBJECTS = ("properties", "required", "additionalProperties")
-_JOINED = ("properties", "required")
+_JOINED = frozenset({"properties", "required", "allOf"})
+_CHOICES = frozenset({"anyOf", "oneOf"})
 _OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems")
 
 
@@ -210,7 +213,8 @@ class _Rules:
         if not isinstance(part, Mapping):
             return Reference("value")
         if isinstance(part.get("$ref"), str):
-            return self._referred(part["$ref"])
+            alone = part.keys() <= _BESIDE
+            return self._referred(part["$ref"]) if alone else self.of(self._unfolded(part))
         for name in ("anyOf", "oneOf"):
             if isinstance(part.get(name), list) and part[name]:
                 rest = {key: value for key, value in part.items() if key != name}
@@ -254,24 +258,37 @@ class _Rules:
 
     def _both(self, parts: Iterable[Any]) -> Mapping[str, Any]:
         """One schema that says what all of them say, as far as they do not contradict each other."""
-        both: dict[str, Any] = {}
-        for part in parts:
-            if isinstance(part, Mapping) and isinstance(part.get("$ref"), str) and both:
-                part = self._found(part["$ref"])
-            if not isinstance(part, Mapping):
-                continue
-            joined = {**both, **part}
-            if isinstance(both.get("properties"), Mapping) and isinstance(part.get("properties"), Mapping):
-                joined["properties"] = {**both["properties"], **part["properties"]}
-            if isinstance(both.get("required"), list) and isinstance(part.get("required"), list):
-                joined["required"] = [*both["required"], *part["required"]]
-            self._copied += len(joined)
-            self._copied += sum(
-                len(joined[name]) for name in _JOINED if isinstance(joined.get(name), Mapping | list)
-            )
-            self._check()
-            both = joined
+        given = [part for part in parts if isinstance(part, Mapping) and part]
+        if len(given) == 1:
+            return given[0]
+        both: Mapping[str, Any] = {}
+        for part in given:
+            both = self._joined(both, self._unfolded(part))
         return both
+
+    def _unfolded(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The same without a reference, which would hide what stands beside it."""
+        if not isinstance(part.get("$ref"), str):
+            return part
+        found = self._found(part["$ref"])
+        beside = {key: value for key, value in part.items() if key != "$ref"}
+        return self._joined(self._unfolded(found), beside) if isinstance(found, Mapping) else beside
+
+    def _joined(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]:
+        joined = {**one, **other}
+        for name in _JOINED & one.keys() & other.keys():
+            if isinstance(one[name], Mapping) and isinstance(other[name], Mapping):
+                joined[name] = {**one[name], **other[name]}
+            elif isinstance(one[name], list) and isinstance(other[name], list):
+                joined[name] = [*one[name], *other[name]]
+        for name in _CHOICES & one.keys() & other.keys():
+            joined[name] = one[name]
+            joined["allOf"] = [*joined.get("allOf", ()), {name: other[name]}]
+        self._copied += len(joined) + sum(
+            len(joined[name]) for name in _JOINED & joined.keys() if isinstance(joined[name], Mapping | list)
+        )
+        self._check()
+        return joined
 
     def _object(self, part: Mapping[str, Any]) -> Grammar:
         properties = part.get("properties")

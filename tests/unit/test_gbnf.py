@@ -184,6 +184,11 @@ BOTH = {
         {"properties": {"b": {"type": "null"}}, "required": ["b"]},
     ]
 }
+BASE = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
+MORE = {"properties": {"b": {"type": "null"}}, "required": ["b"]}
+NAMED = {
+    "$defs": {"base": BASE, "other": {"$ref": "#/$defs/base"}, "all": {"allOf": [{"$ref": "#/$defs/base"}]}}
+}
 PAIR = {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "items": False}
 
 
@@ -202,6 +207,18 @@ PAIR = {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}
         (OPEN, {"b": 1}, False),
         (BOTH, {"a": None, "b": None}, True),
         (BOTH, {"a": None}, False),
+        *(
+            (NAMED | {"items": part}, [value], fits)
+            for part in (
+                {"allOf": [{"$ref": "#/$defs/base"}, MORE]},
+                {"allOf": [{"$ref": "#/$defs/other"}, MORE]},
+                {"allOf": [{"$ref": "#/$defs/all"}, {"allOf": [MORE]}]},
+                {"$ref": "#/$defs/base", **MORE},
+                {"allOf": [{"anyOf": [{"$ref": "#/$defs/base"}]}, {"anyOf": [MORE]}]},
+            )
+            for value, fits in (({"a": None, "b": None}, True), ({"a": None}, False), ({"b": None}, False))
+        ),
+        ({"$ref": "#/$defs/base", "title": "A", **NAMED}, {"a": None}, True),
         (PAIR, [1, "b"], True),
         (PAIR, ["b", 1], False),
         (PAIR, [1, "b", 2], False),
