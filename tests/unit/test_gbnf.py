@@ -272,3 +272,29 @@ def test_bounded_lengths_of_many_texts_do_not_add_up() -> None:
     properties = {str(one): {"type": "string", "maxLength": 1000} for one in range(100)}
     made = gbnf.of({"type": "object", "properties": properties})
     assert made.count("{0,1000}") == gbnf.MOST_CHARACTERS // 1000
+
+
+def chained(links: int, depth: int) -> dict[str, Any]:
+    """References one after the other, each so many parts below the one before."""
+    parts: dict[str, Any] = {"0": {"type": "null"}}
+    for link in range(1, links + 1):
+        part: dict[str, Any] = {"$ref": f"#/$defs/{link - 1}"}
+        for _ in range(depth):
+            part = {"anyOf": [{"type": "array", "items": part}, {"type": "null"}]}
+        parts[str(link)] = part
+    return {"$ref": f"#/$defs/{links}", "$defs": parts}
+
+
+@pytest.mark.parametrize(("links", "depth"), [(126, 0), (10, 3), (2, 15)], ids=str)
+def test_a_deep_schema_is_a_grammar(links: int, depth: int) -> None:
+    schema = chained(links, depth)
+    schemas.check([(schema, "format")])
+    assert Hearer(gbnf.rules(schema), "null").whole()
+    assert gbnf.of(schema)
+
+
+@pytest.mark.parametrize(("links", "depth"), [(128, 0), (1000, 0), (40, 10)], ids=str)
+def test_a_schema_that_references_make_deep_is_refused(links: int, depth: int) -> None:
+    with pytest.raises(InvalidInput, match="inside each other") as refused:
+        schemas.check([(chained(links, depth), "format")])
+    assert refused.value.field == "format"
