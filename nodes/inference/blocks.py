@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from nodes.inference.generation import TextDelta, ToolPiece
+from nodes.inference.generation import NO_ARGUMENTS, TextDelta, ToolPiece
 
 
 class BlockKind(Enum):
@@ -94,7 +94,7 @@ class Blocks:
         for pieces in self._held.values():
             for piece in pieces:
                 yield from self._with(piece)
-        yield from self._closed()
+        yield from self._closed(cut=delta.finish == "length")
 
     def _with(self, piece: _Piece) -> Iterator[BlockStep]:
         if piece.key != self._open:
@@ -108,10 +108,14 @@ class Blocks:
         if piece.text or piece.logprobs:
             yield BlockStep(BlockChange.SAID, block, piece.text, piece.logprobs)
 
-    def _closed(self) -> Iterator[BlockStep]:
+    def _closed(self, *, cut: bool = False) -> Iterator[BlockStep]:
         if self._open:
             self._open = None
-            yield BlockStep(BlockChange.CLOSED, self.made[-1])
+            block = self.made[-1]
+            if block.kind is BlockKind.CALL and not (block.content or cut):
+                block.parts.append(NO_ARGUMENTS)
+                yield BlockStep(BlockChange.SAID, block, NO_ARGUMENTS)
+            yield BlockStep(BlockChange.CLOSED, block)
 
 
 def _pieces(delta: TextDelta) -> Iterator[_Piece]:

@@ -17,6 +17,14 @@ MOST_REPEATS = 1000
 """A larger bound counts as none: llama.cpp refuses a grammar that repeats a thing more often."""
 MOST_STEPS = 20_000
 """Parts of a schema, each counted as often as choices beside it repeat it."""
+MOST_COPIED = 1_000_000
+"""Characters that a grammar repeats from its schema, and entries that are put together, in all. References
+and choices repeat them, so a small schema could become a grammar that no memory holds.
+"""
+MOST_CHARACTERS = 20_000
+"""Places of all texts together whose lengths are bounded; engines make a rule for each. The bounds of texts
+beyond that are left out.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +148,11 @@ _PLAIN: Mapping[str, Grammar] = {
     "array": _enclosed("[", _listed(Reference("value"), 0, None), "]"),
     "value": Any_(tuple(map(Reference, ("object", "array", "string", "number", "boolean", "null")))),
 }
+_BESIDE = frozenset({"$ref", "$defs", "definitions", "title", "description", "default", "examples"})
+"""What may stand beside a reference and changes nothing."""
 _OF_OBJECTS = ("properties", "required", "additionalProperties")
+_JOINED = frozenset({"properties", "required", "allOf"})
+_CHOICES = frozenset({"anyOf", "oneOf"})
 _OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems")
 
 
@@ -163,7 +175,7 @@ class _Rules:
         self._schema = schema
         self.rules = dict(_PLAIN)
         self._references: dict[str, Reference] = {}
-        self._steps = 0
+        self._steps = self._copied = self._characters = 0
 
     def add(self, name: str, part: Grammar) -> Reference:
         self.rules[name] = part
@@ -172,17 +184,37 @@ class _Rules:
     def _named(self, part: Grammar) -> Reference:
         return self.add(f"r{len(self.rules)}", part)
 
-    def of(self, part: Any) -> Grammar:
-        """What a schema, or a part of one, describes; anything where it is not to be understood."""
-        self._steps += 1
-        if self._steps > MOST_STEPS:
+    def _check(self) -> None:
+        if self._steps > MOST_STEPS or self._copied > MOST_COPIED:
             raise InvalidInput(
                 "response_format: the schema combines too many choices", field="response_format"
             )
+
+    def _exactly(self, value: Any) -> Text:
+        text = _json(value)
+        self._copied += len(text)
+        self._check()
+        return Text(text)
+
+    def _text(self, part: Mapping[str, Any]) -> Grammar:
+        known = part.get("format")
+        if isinstance(known, str) and known in _FORMATS:
+            return _FORMATS[known]
+        least, most = _bound(part.get("minLength")) or 0, _bound(part.get("maxLength"))
+        self._characters += max(least, most or 0)
+        if (not least and most is None) or self._characters > MOST_CHARACTERS:
+            return Reference("string")
+        return _quoted(Many(Reference("character"), least, None if most is None else max(most, least)))
+
+    def of(self, part: Any) -> Grammar:
+        """What a schema, or a part of one, describes; anything where it is not to be understood."""
+        self._steps += 1
+        self._check()
         if not isinstance(part, Mapping):
             return Reference("value")
         if isinstance(part.get("$ref"), str):
-            return self._referred(part["$ref"])
+            alone = part.keys() <= _BESIDE
+            return self._referred(part["$ref"]) if alone else self.of(self._unfolded(part))
         for name in ("anyOf", "oneOf"):
             if isinstance(part.get(name), list) and part[name]:
                 rest = {key: value for key, value in part.items() if key != name}
@@ -191,9 +223,9 @@ class _Rules:
             rest = {key: value for key, value in part.items() if key != "allOf"}
             return self.of(self._both((rest, *part["allOf"])))
         if "const" in part:
-            return Text(_json(part["const"]))
+            return self._exactly(part["const"])
         if isinstance(part.get("enum"), list) and part["enum"]:
-            return Any_(tuple(Text(_json(value)) for value in part["enum"]))
+            return Any_(tuple(map(self._exactly, part["enum"])))
         return self._of_type(part, part.get("type"))
 
     def _of_type(self, part: Mapping[str, Any], kind: Any) -> Grammar:
@@ -204,7 +236,7 @@ class _Rules:
         if kind == "array" or (kind is None and any(name in part for name in _OF_ARRAYS)):
             return self._array(part)
         if kind == "string":
-            return _text(part)
+            return self._text(part)
         if kind in ("integer", "number") and _at_least_zero(part):
             return (
                 Reference("whole") if kind == "integer" else All((Reference("whole"), Reference("fraction")))
@@ -226,19 +258,37 @@ class _Rules:
 
     def _both(self, parts: Iterable[Any]) -> Mapping[str, Any]:
         """One schema that says what all of them say, as far as they do not contradict each other."""
-        both: dict[str, Any] = {}
-        for part in parts:
-            if isinstance(part, Mapping) and isinstance(part.get("$ref"), str) and both:
-                part = self._found(part["$ref"])
-            if not isinstance(part, Mapping):
-                continue
-            joined = {**both, **part}
-            if isinstance(both.get("properties"), Mapping) and isinstance(part.get("properties"), Mapping):
-                joined["properties"] = {**both["properties"], **part["properties"]}
-            if isinstance(both.get("required"), list) and isinstance(part.get("required"), list):
-                joined["required"] = [*both["required"], *part["required"]]
-            both = joined
+        given = [part for part in parts if isinstance(part, Mapping) and part]
+        if len(given) == 1:
+            return given[0]
+        both: Mapping[str, Any] = {}
+        for part in given:
+            both = self._joined(both, self._unfolded(part))
         return both
+
+    def _unfolded(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The same without a reference, which would hide what stands beside it."""
+        if not isinstance(part.get("$ref"), str):
+            return part
+        found = self._found(part["$ref"])
+        beside = {key: value for key, value in part.items() if key != "$ref"}
+        return self._joined(self._unfolded(found), beside) if isinstance(found, Mapping) else beside
+
+    def _joined(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> Mapping[str, Any]:
+        joined = {**one, **other}
+        for name in _JOINED & one.keys() & other.keys():
+            if isinstance(one[name], Mapping) and isinstance(other[name], Mapping):
+                joined[name] = {**one[name], **other[name]}
+            elif isinstance(one[name], list) and isinstance(other[name], list):
+                joined[name] = [*one[name], *other[name]]
+        for name in _CHOICES & one.keys() & other.keys():
+            joined[name] = one[name]
+            joined["allOf"] = [*joined.get("allOf", ()), {name: other[name]}]
+        self._copied += len(joined) + sum(
+            len(joined[name]) for name in _JOINED & joined.keys() if isinstance(joined[name], Mapping | list)
+        )
+        self._check()
+        return joined
 
     def _object(self, part: Mapping[str, Any]) -> Grammar:
         properties = part.get("properties")
@@ -248,7 +298,7 @@ class _Rules:
         known = {**listed, **dict.fromkeys(sorted(needed - listed.keys()), True)}
         extra = part.get("additionalProperties", not known)
         members = [
-            (name in needed, All((Text(_json(str(name))), Text(":"), _SPACE, self.of(value))))
+            (name in needed, All((self._exactly(str(name)), Text(":"), _SPACE, self.of(value))))
             for name, value in known.items()
             if value is not False
         ]
@@ -284,16 +334,6 @@ class _Rules:
         if items is False:
             return _enclosed("[", _NOTHING, "]")
         return _enclosed("[", _listed(self._named(self.of(items)), least, most), "]")
-
-
-def _text(part: Mapping[str, Any]) -> Grammar:
-    known = part.get("format")
-    if isinstance(known, str) and known in _FORMATS:
-        return _FORMATS[known]
-    least, most = _bound(part.get("minLength")) or 0, _bound(part.get("maxLength"))
-    if not least and most is None:
-        return Reference("string")
-    return _quoted(Many(Reference("character"), least, None if most is None else max(most, least)))
 
 
 def _at_least_zero(part: Mapping[str, Any]) -> bool:

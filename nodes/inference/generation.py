@@ -97,6 +97,10 @@ class ToolPiece:
     arguments: str = ""
 
 
+NO_ARGUMENTS = "{}"
+"""Said for the arguments of a call of which the engine says none: clients read JSON."""
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Tokens, as the engine counted them; `cached` of the prompt's, None if it did not say."""

@@ -10,6 +10,7 @@ from localai_cluster.errors import InvalidInput
 from localai_cluster.web import wire
 from nodes.inference import generation, openai_bodies, openai_messages, schemas
 from nodes.inference.generation import (
+    NO_ARGUMENTS,
     Conversation,
     Dialect,
     FoldedChoice,
@@ -153,7 +154,7 @@ def _message(head: Head, index: int, choice: FoldedChoice) -> dict[str, Any]:
             {
                 "id": piece.id or _call_id(head, index, piece),
                 "type": "function",
-                "function": {"name": piece.name, "arguments": piece.arguments},
+                "function": {"name": piece.name, "arguments": piece.arguments or _missing(choice.finish)},
             }
             for piece in choice.tools
         ]
@@ -165,13 +166,19 @@ def _call_id(head: Head, choice: int, piece: ToolPiece) -> str:
     return f"call_{head.id[:24]}_{choice}_{piece.index}"
 
 
+def _missing(finish: str) -> str:
+    """What stands for the arguments of a call of which the engine says none; it may have been cut off."""
+    return "" if finish == "length" else NO_ARGUMENTS
+
+
 class ChatChunks(Chunks):
     """What the events so far leave to be said."""
 
     def __init__(self, head: Head) -> None:
         self._head = head
         self._begun: set[int] = set()
-        self._calls: set[tuple[int, int]] = set()
+        self._calls: dict[tuple[int, int], bool] = {}
+        """By choice and index, whether any arguments were told."""
         self._ended: list[TextDelta] = []
 
     def told(self, deltas: Sequence[TextDelta], /) -> bytes:
@@ -186,6 +193,8 @@ class ChatChunks(Chunks):
         if news := self._news(delta):
             made.append(self._chunk(delta.choice, news, logprobs=delta.logprobs))
         if delta.finish:
+            if _missing(delta.finish) and (bare := self._without_arguments(delta.choice)):
+                made.append(self._chunk(delta.choice, {"tool_calls": bare}))
             made.append(self._chunk(delta.choice, {}, finish=delta.finish))
             self._ended.append(delta)
             if self._head.generation.usage_in_stream and len(self._ended) == self._head.generation.choices:
@@ -207,10 +216,15 @@ class ChatChunks(Chunks):
         told: dict[str, Any] = {"index": piece.index, "function": function}
         if piece.name:
             function["name"] = piece.name
-        if (choice, piece.index) not in self._calls:
-            self._calls.add((choice, piece.index))
+        known = self._calls.get((choice, piece.index))
+        self._calls[choice, piece.index] = bool(known or piece.arguments)
+        if known is None:
             told |= {"id": piece.id or _call_id(self._head, choice, piece), "type": "function"}
         return told
+
+    def _without_arguments(self, choice: int) -> list[dict[str, Any]]:
+        bare = [index for (of, index), told in self._calls.items() if of == choice and not told]
+        return [self._tool(choice, ToolPiece(index, arguments=NO_ARGUMENTS)) for index in bare]
 
     def _chunk(
         self, index: int, delta: Mapping[str, Any], *, finish: str = "", logprobs: Sequence[Any] = ()

@@ -18,6 +18,8 @@ MOST_STEPS = 10_000
 """Parts of all schemas of a request, counted again wherever a reference names them. Values of an `enum`
 count, and so do the items that a list must or may have: an engine makes rules for each of them.
 """
+DEEPEST_SCHEMA = 128
+"""Parts inside each other, counted on through references: who reads a schema calls itself for each."""
 LONGEST_REFERENCE = 512
 """Characters: a reference is looked up again at each step that meets it."""
 _SKIPPED = frozenset({"$defs", "definitions", "enum", "const", "default"})
@@ -55,19 +57,21 @@ def check(schemas: Iterable[tuple[Mapping[str, Any], str]]) -> None:
     """Raises InvalidInput, naming a schema's field, unless every reference leads somewhere and none back."""
     steps = 0.0
     for schema, field in schemas:
-        # Each step is a part of the schema and the references that led to it.
-        waiting: list[tuple[Any, frozenset[str]]] = [(schema, frozenset())]
+        # Each step is a part of the schema the references that led to it, and how deep it is.
+        waiting: list[tuple[Any, frozenset[str], int]] = [(schema, frozenset(), 1)]
         while waiting:
-            part, behind = waiting.pop()
+            part, behind, level = waiting.pop()
             steps += _weight(part)
             # Each that waits is one more at least.
             if steps + len(waiting) > MOST_STEPS:
                 raise wrong(field, f"the schema has more than {MOST_STEPS} parts, values and items")
+            if level > DEEPEST_SCHEMA:
+                raise wrong(field, f"the schema has more than {DEEPEST_SCHEMA} parts inside each other")
             reference = part.get("$ref") if isinstance(part, dict) else None
             if isinstance(reference, str):
                 found = _resolved(schema, reference, behind, field)
-                waiting.append((found, behind | {reference}))
-            waiting.extend((inner, behind) for inner in _inside(part))
+                waiting.append((found, behind | {reference}, level + 1))
+            waiting.extend((inner, behind, level + 1) for inner in _inside(part))
 
 
 def _weight(part: Any) -> float:

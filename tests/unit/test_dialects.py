@@ -501,3 +501,20 @@ def test_every_field_of_a_body_is_in_the_table() -> None:
         for body, refused in bodies:
             for name in (*(field.name for field in msgspec.structs.fields(body)), *refused):
                 assert any(f"`{name}`" in row for row in rows), (title, name)
+
+
+@pytest.mark.parametrize(("finish", "arguments"), [("tool_calls", "{}"), ("length", "")])
+def test_a_call_without_arguments_has_an_empty_object(finish: str, arguments: str) -> None:
+    """Clients read JSON. Of an answer that was cut off nothing is made up."""
+    head = Head("id", 1, Generation("m", ("hi",), Sampling(), 1, True))
+    deltas = [TextDelta(0, tools=(ToolPiece(0, name="now"),)), TextDelta(0, finish=finish, usage=Usage(1, 1))]
+    chat = json.loads(openai_chat.DIALECT.whole(head, deltas))["choices"][0]["message"]
+    assert chat["tool_calls"][0]["function"] == {"name": "now", "arguments": arguments}
+    (item,) = json.loads(responses_answers.DIALECT.whole(head, deltas))["output"]
+    assert item["arguments"] == arguments
+    (block,) = json.loads(anthropic_answers.DIALECT.whole(head, deltas))["content"]
+    assert block["input"] == {}
+    for dialect in (openai_chat.DIALECT, responses_answers.DIALECT, anthropic_answers.DIALECT):
+        told = dialect.events(head).told(deltas)
+        pieces = (b'"arguments":"{}"' in told) or (b'"partial_json":"{}"' in told)
+        assert pieces is bool(arguments)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster.errors import InvalidInput
-from nodes.inference import gbnf
+from nodes.inference import gbnf, schemas
 from nodes.inference.gbnf import All, Any_, Chars, Grammar, Many, Reference, Text
 
 SIMPLE: st.SearchStrategy[dict[str, Any]] = st.one_of(
@@ -184,6 +184,11 @@ BOTH = {
         {"properties": {"b": {"type": "null"}}, "required": ["b"]},
     ]
 }
+BASE = {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]}
+MORE = {"properties": {"b": {"type": "null"}}, "required": ["b"]}
+NAMED = {
+    "$defs": {"base": BASE, "other": {"$ref": "#/$defs/base"}, "all": {"allOf": [{"$ref": "#/$defs/base"}]}}
+}
 PAIR = {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "items": False}
 
 
@@ -202,6 +207,18 @@ PAIR = {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}
         (OPEN, {"b": 1}, False),
         (BOTH, {"a": None, "b": None}, True),
         (BOTH, {"a": None}, False),
+        *(
+            (NAMED | {"items": part}, [value], fits)
+            for part in (
+                {"allOf": [{"$ref": "#/$defs/base"}, MORE]},
+                {"allOf": [{"$ref": "#/$defs/other"}, MORE]},
+                {"allOf": [{"$ref": "#/$defs/all"}, {"allOf": [MORE]}]},
+                {"$ref": "#/$defs/base", **MORE},
+                {"allOf": [{"anyOf": [{"$ref": "#/$defs/base"}]}, {"anyOf": [MORE]}]},
+            )
+            for value, fits in (({"a": None, "b": None}, True), ({"a": None}, False), ({"b": None}, False))
+        ),
+        ({"$ref": "#/$defs/base", "title": "A", **NAMED}, {"a": None}, True),
         (PAIR, [1, "b"], True),
         (PAIR, ["b", 1], False),
         (PAIR, [1, "b", 2], False),
@@ -216,3 +233,68 @@ def test_choices_that_multiply_are_refused() -> None:
     some = [{"type": "integer", "title": str(number)} for number in range(1000)]
     with pytest.raises(InvalidInput, match="too many choices"):
         gbnf.of({"allOf": [{"anyOf": some}, {"oneOf": some}]})
+
+
+_LONG = {"const": "x" * 5000}
+_ENTRIES = [{"required": [f"{part} {name}" for name in range(100)]} for part in range(4000)]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        pytest.param(
+            {
+                "$defs": {"long": _LONG},
+                "properties": {
+                    str(one): {"title": "t", "anyOf": [{"$ref": "#/$defs/long"}]} for one in range(400)
+                },
+            },
+            id="a long value by many references",
+        ),
+        pytest.param({"allOf": _ENTRIES}, id="required, put together one after the other"),
+        pytest.param(
+            {
+                "type": "string",
+                "properties": dict.fromkeys(map(str, range(10_000)), True),
+                "anyOf": [{"properties": {"a": {}}}] * 1000,
+            },
+            id="properties, beside each choice",
+        ),
+    ],
+)
+def test_a_schema_that_becomes_huge_is_refused(schema: dict[str, Any]) -> None:
+    schemas.check([(schema, "response_format")])
+    with pytest.raises(InvalidInput, match="too many choices"):
+        gbnf.of(schema)
+
+
+def test_bounded_lengths_of_many_texts_do_not_add_up() -> None:
+    properties = {str(one): {"type": "string", "maxLength": 1000} for one in range(100)}
+    made = gbnf.of({"type": "object", "properties": properties})
+    assert made.count("{0,1000}") == gbnf.MOST_CHARACTERS // 1000
+
+
+def chained(links: int, depth: int) -> dict[str, Any]:
+    """References one after the other, each so many parts below the one before."""
+    parts: dict[str, Any] = {"0": {"type": "null"}}
+    for link in range(1, links + 1):
+        part: dict[str, Any] = {"$ref": f"#/$defs/{link - 1}"}
+        for _ in range(depth):
+            part = {"anyOf": [{"type": "array", "items": part}, {"type": "null"}]}
+        parts[str(link)] = part
+    return {"$ref": f"#/$defs/{links}", "$defs": parts}
+
+
+@pytest.mark.parametrize(("links", "depth"), [(126, 0), (10, 3), (2, 15)], ids=str)
+def test_a_deep_schema_is_a_grammar(links: int, depth: int) -> None:
+    schema = chained(links, depth)
+    schemas.check([(schema, "format")])
+    assert Hearer(gbnf.rules(schema), "null").whole()
+    assert gbnf.of(schema)
+
+
+@pytest.mark.parametrize(("links", "depth"), [(128, 0), (1000, 0), (40, 10)], ids=str)
+def test_a_schema_that_references_make_deep_is_refused(links: int, depth: int) -> None:
+    with pytest.raises(InvalidInput, match="inside each other") as refused:
+        schemas.check([(chained(links, depth), "format")])
+    assert refused.value.field == "format"
