@@ -219,6 +219,33 @@ async def test_what_may_pass_is_tried_again_after_longer_and_longer_pauses(
         assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
 
 
+@pytest.mark.rule("worker-13", "worker-12.3")
+async def test_a_file_above_the_largest_body_goes_in_several_parts(
+    tmp_path: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a pause between them, also on from a cut."""
+    monkeypatch.setattr(transfer, "LARGEST_PART", 1_500_000)
+    async with site(tmp_path) as one:
+        one.worker.faults = [Cut(1_000_000)]
+        await one.sent()
+        assert one.there.read_bytes() == one.file.read_bytes()
+        assert one.ranges() == [
+            f"bytes {part}/{SIZE}" for part in ("0-1499999", "1000000-2499999", f"2500000-{SIZE - 1}")
+        ]
+        assert pauses == [1.0]
+        assert await one.sent() == Sent(str(one.worker.folder / "models/m"), {})
+
+
+@pytest.mark.rule("worker-13")
+@pytest.mark.parametrize("status", [408, 503])
+async def test_a_pause_on_the_way_is_no_refusal(tmp_path: Path, pauses: list[float], status: int) -> None:
+    """Our worker says 408 when no bytes came for 20 s, and 503 at its end or with too many connections."""
+    async with site(tmp_path) as one:
+        one.worker.faults = [Says(status, "too slow")]
+        await one.sent()
+        assert (pauses, one.there.read_bytes()) == ([1.0], one.file.read_bytes())
+
+
 @pytest.mark.rule("worker-13")
 @pytest.mark.parametrize("status", [400, 409, 500, 502, 301, 507])
 async def test_any_other_status_ends_it_with_the_workers_words(
