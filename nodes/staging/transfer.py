@@ -52,7 +52,9 @@ class FileRefused(Exception):
         words = names.readable(said).strip() or "no reason given"
         super().__init__(f"its worker refused {file}: {words} ({status})")
         full = status == _FULL or any(sign in said.lower() for sign in _NO_SPACE)
-        self.of_node = full or status in _NOT_FOR_US
+        self.of_token = status in _NOT_FOR_US
+        """Whether the worker does not know our token."""
+        self.of_node = full or self.of_token
         """Whether the node would refuse any other file too."""
 
 
