@@ -133,7 +133,7 @@ async def test_every_process_sees_bytes_and_files_while_they_are_sent(
         server.faults = [Hangs(5), Hangs(5)]
         attempt = asyncio.create_task(stage.handler(stage.work))
         try:
-            await holds(lambda: Operation.objects.get().current_bytes > 0)
+            await holds(lambda: Operation.objects.get().current_bytes > 9)  # more than the projector
             assert await states() == [("one", 0, "staging")]
             look = await in_thread(wait.status, "echo", clock.now())
         finally:
