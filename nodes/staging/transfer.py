@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -19,7 +18,6 @@ import httpx
 
 from localai_cluster import clock, names
 from nodes.placement import deadlines
-from nodes.registry.dialling import HttpServer
 from nodes.staging.hashes import CHUNK, hash_of
 from nodes.staging.keys import path_of
 from nodes.staging.meter import Meter
@@ -27,7 +25,6 @@ from nodes.staging.plan import LocalFile
 from nodes.staging.source import OpenedFile
 from operations.executor.work import retry_delay
 
-CONNECT_LIMIT = 10.0
 _MOST_WORDS = 64 * 1024
 """Bytes of an answer that are read."""
 LARGEST_PART = 50 * 2**30
@@ -99,20 +96,6 @@ class Received:
         return path if isinstance(path, str) and PurePosixPath(path).is_absolute() else ""
 
 
-@asynccontextmanager
-async def connected(server: HttpServer) -> AsyncIterator[httpx.AsyncClient]:
-    """A client for one worker: no redirect, no proxy of the environment, no other address."""
-    bearer = {"Authorization": f"Bearer {server.contact.token}"} if server.contact.token else {}
-    async with httpx.AsyncClient(
-        base_url=f"http://{server.contact.address}",
-        headers=bearer | {"Accept-Encoding": "identity"},
-        timeout=httpx.Timeout(None, connect=CONNECT_LIMIT),
-        trust_env=False,
-        follow_redirects=False,
-    ) as client:
-        yield client
-
-
 class Transfer:
     """One file on its way. `stall` is the time in seconds in which something has to move."""
 
@@ -175,7 +158,7 @@ class Transfer:
             if answer.status == 200 and (path := answer.path):
                 break
             if answer.status not in _TRANSIENT:
-                raise FileRefused(self._file.relative, answer.status, answer.body)
+                raise FileRefused(self._file.relative, answer.status, self._without_token(answer.body))
             refused = offset if answer.status == 416 and ranged else None
             if answer.status != 308 or not before < self._furthest < self._file.size:
                 await self._pause(f"{_TRANSIENT[answer.status]} ({answer.status})")
@@ -229,6 +212,10 @@ class Transfer:
                 self._furthest, self._pauses = at, 0
                 self._moves()
         self._worker_hashes()
+
+    def _without_token(self, text: str) -> str:
+        token = self._client.headers.get("Authorization", "").removeprefix("Bearer ")
+        return text.replace(token, "…") if token else text
 
     def _read(self, count: int) -> None:
         self._meter.reads(self._file.relative, count)

@@ -14,12 +14,13 @@ import pytest
 
 from localai_cluster import clock
 from nodes.models import FileHash
+from nodes.registry.http_client import client_of
 from nodes.staging import hashes, transfer
 from nodes.staging.meter import Meter
 from nodes.staging.plan import FilePlan, LocalFile, plan
 from nodes.staging.send import IN_ALL, OF_A_NODE, Lanes, Sending, Sent
 from nodes.staging.source import Changed, OpenedFile
-from nodes.staging.transfer import FileRefused, Stalled, Transfer, connected
+from nodes.staging.transfer import FileRefused, Stalled, Transfer
 from operations.executor.work import in_thread, retry_delay
 from tests.support.backends import ROOT
 from tests.support.file_server import TOKEN, Cut, FileServer, Hangs, Says, file_server
@@ -259,6 +260,16 @@ async def test_any_other_status_ends_it_with_the_workers_words(
 
 
 @pytest.mark.rule("worker-13")
+async def test_words_that_repeat_our_token_are_kept_without_it(tmp_path: Path) -> None:
+    """They stand in the operation, in its log and on a page; a stock worker's token opens the cluster."""
+    async with site(tmp_path) as one:
+        one.worker.faults = [Says(400, f"no such header: Bearer {TOKEN}, sorry")]
+        with pytest.raises(FileRefused, match=r"Bearer …, sorry") as refusal:
+            await one.sent()
+        assert TOKEN not in str(refusal.value)
+
+
+@pytest.mark.rule("worker-13")
 async def test_a_token_that_is_refused_ends_it_before_any_byte(tmp_path: Path) -> None:
     async with site(tmp_path) as one:
         sending = one.sending()
@@ -452,7 +463,7 @@ async def test_a_file_that_is_being_written_is_not_sent(
         now = looked(one)
         one.file.write_bytes(b"something else")
         meter = Meter({"a.gguf": now.size}, "gpu")
-        async with connected(one.worker.server) as client:
+        async with client_of(one.worker.server) as client:
             moving = Transfer(client, now, KEY, meter, 5)
             async with asyncio.timeout(20) as moving._watch:
                 moving._moves()
