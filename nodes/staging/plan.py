@@ -162,6 +162,11 @@ def _texts(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield name, value
 
 
+def _raised(error: OSError) -> None:
+    """A folder that cannot be read has files all the same."""
+    raise error
+
+
 class _FolderLook:
     """One look at the models folder for one model."""
 
@@ -216,7 +221,7 @@ class _FolderLook:
             yield from map(self._file, parts)
             return
         count = 0
-        for base, folders, names in os.walk(path):
+        for base, folders, names in os.walk(path, onerror=_raised):
             folders.sort()
             for name in without_side_files(names):
                 count += 1

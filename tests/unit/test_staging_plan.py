@@ -289,3 +289,20 @@ def test_a_relative_value_resolves_on_the_worker_to_what_it_means_here(
     assert os.path.join(options["ModelPath"], value) in remote
     assert os.path.join(options["ModelPath"], model) == options["ModelFile"]
     assert options["Options"] == [f"file:{value}"]
+
+
+@pytest.mark.rule("R2.57")
+def test_a_folder_that_cannot_be_read_whole_is_not_sent_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, "tree/a", "tree/closed/b")
+    plain = os.scandir
+
+    def scandir(path: Any = ".") -> Any:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return plain(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(Unsendable, match="the model's file tree cannot be read: Permission denied"):
+        plan(tmp_path, "m", {"Model": "tree"})
