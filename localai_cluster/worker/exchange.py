@@ -74,6 +74,11 @@ class Exchange:
                 return body
         return b""
 
+    async def left(self) -> None:
+        """Returns when the client has left; a body that it sends is forgotten."""
+        while not self.gone:
+            self.gone = (await self._receive())["type"] == "http.disconnect"
+
     async def answer(self, answer: Answer) -> None:
         """Sends it, and ends the connection if much of the body was not read."""
         body = answer.text.encode()

@@ -29,7 +29,8 @@ MOST_FILES = 100_000
 NAMED = ("MMProj", "LoraAdapter", "LoraBase", "DraftModel", "CLIPModel", "Tokenizer", "AudioPath")
 """R2.37: the options that name a file besides that of the model; each of the list `ADAPTERS` does too."""
 ADAPTERS = "LoraAdapters"
-_SIDES = (".sha256", ".sha256.target")
+SIDES = (".sha256", ".sha256.target")
+"""How names of checksums end that are kept beside a file."""
 _WEIGHTS = (".gguf", ".safetensors", ".bin", ".pt")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.\w+)", re.ASCII)
 _MOST_SHARDS = 1000
@@ -112,7 +113,7 @@ def without_side_files(names: Sequence[str]) -> list[str]:
     Such a file with no other beside it is one like any other.
     """
     there = frozenset(names)
-    sides = {name + suffix for name in there for suffix in _SIDES}
+    sides = {name + suffix for name in there for suffix in SIDES}
     return sorted(there - sides)
 
 

@@ -25,6 +25,7 @@ from localai_cluster.errors import ClusterError, Unavailable
 from localai_cluster.rpc.errors import BackendError, BackendFailed, DeadlineExceeded
 from nodes.registry import dialling
 from nodes.registry.dialling import HttpServer
+from nodes.registry.http_client import client_of
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class WorkerFiles:
         try:
             async with asyncio.timeout(EMPTY_LIMIT):
                 for key in self._keys:
-                    await self._client.put(self._url(key), headers=self._headers(), content=b"")
+                    await self._client.put(ROUTE + quote(key), content=b"")
         except (httpx.HTTPError, TimeoutError) as error:
             logger.info("node %s: files of a request stay on its worker: %r", self._server.node, error)
 
@@ -127,12 +128,11 @@ class WorkerFiles:
         self, method: str, key: str, failure: type[FilesUnavailable], **sent: Any
     ) -> AsyncIterator[httpx.Response]:
         """The answer of status 200."""
-        headers = self._headers() | sent.pop("headers", {})
         where = f"node {self._server.node}: its worker"
         try:
             async with (
                 asyncio.timeout(self._deadline - clock.monotonic()),
-                self._client.stream(method, self._url(key), headers=headers, **sent) as answer,
+                self._client.stream(method, ROUTE + quote(key), **sent) as answer,
             ):
                 if answer.status_code != 200:
                     raise failure(f"{where} answers {answer.status_code} to {method} of a file")
@@ -141,14 +141,6 @@ class WorkerFiles:
             raise DeadlineExceeded(f"{where} has not answered in time") from None
         except httpx.HTTPError as error:
             raise failure(f"{where} does not answer: {error or type(error).__name__}") from error
-
-    def _url(self, key: str) -> str:
-        return f"http://{self._server.contact.address}{ROUTE}{quote(key)}"
-
-    def _headers(self) -> dict[str, str]:
-        token = self._server.contact.token
-        told = {"Accept-Encoding": "identity"}
-        return told | ({"Authorization": f"Bearer {token}"} if token else {})
 
     def _path(self, body: bytes) -> str:
         try:
@@ -169,8 +161,7 @@ async def open_files(node_id: UUID, deadline: float) -> AsyncIterator[WorkerFile
         raise _NothingDone(error.message) from error
     except DatabaseError as error:
         raise Unavailable("the database is not reachable", retry_after=2) from error
-    # Plain HTTP, so nothing is verified; reading all certificates would take 20 ms.
-    client = httpx.AsyncClient(timeout=None, trust_env=False, follow_redirects=False, verify=False)
+    client = client_of(server)
     files = WorkerFiles(server, client, deadline)
     try:
         yield files

@@ -40,6 +40,8 @@ TELL_EVERY = 1.0
 _LOOK_AT_OTHER = 2.0
 _LOOK_LIMIT = 10.0
 _AFTER_CHANGE = 2.0
+_REGISTERS = 10.0
+"""Seconds in which a worker that has started again registers."""
 _SHARE = 90.0
 """How far a load is when its files are there, in percent."""
 
@@ -128,20 +130,24 @@ def _begin(attempt: Delivering) -> bool | None:
 async def _bounded(attempt: Delivering, planned: FilePlan, lanes: Lanes) -> Sent:
     """All files, within the time that a load may take at all (C31)."""
     age = (clock.now() - attempt.work.operation.created_at).total_seconds()
+    limit = asyncio.timeout(max(deadlines.LONGEST_HOLD - age, 0))
     try:
-        async with asyncio.timeout(max(deadlines.LONGEST_HOLD - age, 0)):
+        async with limit:
             return await _sent(attempt, planned, lanes)
-    except TimeoutError:
+    except OSError as error:
+        if not limit.expired():
+            raise LoadFailed(f"staging: a file cannot be read ({error.strerror or error})") from error
         hours = deadlines.LONGEST_HOLD / 3600
         raise LoadFailed(
             f"staging: deadline exceeded, the files were not there after {hours:.0f} h"
         ) from None
     except (FileRefused, Stalled) as refusal:
+        if isinstance(refusal, FileRefused) and refusal.of_token:
+            # A worker that has started again has another token. As soon as it registers, the place is lost.
+            await asyncio.sleep(_REGISTERS)
         raise NodeRefused(f"staging: {refusal}") from refusal
     except Changed as change:
         raise Postpone(f"staging: {change}; looking again", seconds=_AFTER_CHANGE) from change
-    except OSError as error:
-        raise LoadFailed(f"staging: a file cannot be read ({error.strerror or error})") from error
 
 
 async def _sent(attempt: Delivering, planned: FilePlan, lanes: Lanes) -> Sent:

@@ -41,6 +41,6 @@ def path_of(key: str) -> str:
 def root_of(local_path: str, relative: str) -> str:
     """The worker's folder of the model, by its path of one file there; NoKey if that does not end so."""
     root = local_path.removesuffix("/" + relative)
-    if root == local_path or not PurePosixPath(root).is_absolute():
+    if root == local_path or not PurePosixPath(root).is_absolute() or names.unprintable(root):
         raise NoKey(f"is kept by its worker at {names.plain(local_path[:200])!r}, which is no place for it")
     return root

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nodes.definitions.sizes import ADAPTERS, MOST_FILES, NAMED, inside, shards, without_side_files
+from nodes.definitions.sizes import ADAPTERS, MOST_FILES, NAMED, SIDES, inside, shards, without_side_files
 from nodes.staging.keys import NoKey, key_of
 
 MODEL_FILE, MODEL_PATH = "ModelFile", "ModelPath"
@@ -48,6 +48,15 @@ class Named:
     relative: str
     files: tuple[LocalFile, ...]
 
+    @property
+    def needed(self) -> frozenset[str]:
+        """The paths of those without which it is lost.
+
+        A checksum in a folder may stay away: our own worker takes none, it would vouch for another file.
+        """
+        paths = (file.relative for file in self.files)
+        return frozenset(path for path in paths if path == self.relative or not path.lower().endswith(SIDES))
+
 
 @dataclass(frozen=True)
 class FilePlan:
@@ -71,7 +80,7 @@ class FilePlan:
 
     def is_vital(self, relative: str) -> bool:
         """Whether the model cannot be loaded without this file."""
-        return any(one.option == MODEL_FILE and relative in _relatives(one) for one in self.named)
+        return any(one.option == MODEL_FILE and relative in one.needed for one in self.named)
 
     def told(self, root: str, failed: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
         """The options for an engine where the model's files lie in `root`, and a warning for each loss.
@@ -82,19 +91,14 @@ class FilePlan:
         lost = dict(self.missing)
         places: dict[tuple[str, str], str] = {}
         for one in self.named:
-            reasons = [failed[relative] for relative in _relatives(one) if relative in failed]
-            if reasons:
-                lost[one.option, one.text] = reasons[0]
+            if reason := next((why for relative, why in failed.items() if relative in one.needed), ""):
+                lost[one.option, one.text] = reason
             else:
                 places[one.option, one.text] = f"{root}/{one.relative}"
         options = _rewritten(self.options, places)
         if root:
             options[MODEL_PATH] = root
         return options, [f"{option} {text}: {why}" for (option, text), why in sorted(lost.items())]
-
-
-def _relatives(one: Named) -> list[str]:
-    return [file.relative for file in one.files]
 
 
 def _rewritten(options: Mapping[str, Any], places: Mapping[tuple[str, str], str]) -> dict[str, Any]:
@@ -158,6 +162,11 @@ def _texts(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield name, value
 
 
+def _raised(error: OSError) -> None:
+    """A folder that cannot be read has files all the same."""
+    raise error
+
+
 class _FolderLook:
     """One look at the models folder for one model."""
 
@@ -212,7 +221,7 @@ class _FolderLook:
             yield from map(self._file, parts)
             return
         count = 0
-        for base, folders, names in os.walk(path):
+        for base, folders, names in os.walk(path, onerror=_raised):
             folders.sort()
             for name in without_side_files(names):
                 count += 1

@@ -15,10 +15,11 @@ import httpx
 
 from nodes.placement import deadlines
 from nodes.registry.dialling import HttpServer
+from nodes.registry.http_client import client_of
 from nodes.staging.keys import NoKey, key_of, root_of
 from nodes.staging.meter import Meter
 from nodes.staging.plan import FilePlan, LocalFile
-from nodes.staging.transfer import FileRefused, Transfer, connected
+from nodes.staging.transfer import FileRefused, Transfer
 
 OF_A_NODE, IN_ALL = 4, 16
 """Files that are sent at once."""
@@ -67,7 +68,7 @@ class Sending:
         failed: dict[str, str] = {}
         files = iter(self.plan.files.values())
         try:
-            async with connected(self.server) as client, asyncio.TaskGroup() as group:
+            async with client_of(self.server) as client, asyncio.TaskGroup() as group:
                 for _ in range(min(OF_A_NODE, len(self.plan.files))):
                     group.create_task(self._lane(client, files, roots, failed))
         except BaseExceptionGroup as several:

@@ -1,7 +1,8 @@
 """One file to one worker over HTTP: asked for first, resumed where it broke off, verified by its hash.
 
 HEAD tells what the worker has. A file with our hash is there; the rest is sent by one PUT with its range and
-the hash of the whole file (worker.md §12, §13). What may pass is tried again after 1, 2, 4 … 30 s for as long
+the hash of the whole file (worker.md §12, §13), or by several, since a worker refuses a body above its limit.
+What may pass is tried again after 1, 2, 4 … 30 s for as long
 as bytes get further than ever before; everything else is a refusal with the worker's words. The state is the
 worker's: another controller goes on where this one was killed.
 """
@@ -10,7 +11,6 @@ import asyncio
 import json
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -18,7 +18,6 @@ import httpx
 
 from localai_cluster import clock, names
 from nodes.placement import deadlines
-from nodes.registry.dialling import HttpServer
 from nodes.staging.hashes import CHUNK, hash_of
 from nodes.staging.keys import path_of
 from nodes.staging.meter import Meter
@@ -26,10 +25,17 @@ from nodes.staging.plan import LocalFile
 from nodes.staging.source import OpenedFile
 from operations.executor.work import retry_delay
 
-CONNECT_LIMIT = 10.0
 _MOST_WORDS = 64 * 1024
 """Bytes of an answer that are read."""
-_TRANSIENT = (308, 416)
+LARGEST_PART = 50 * 2**30
+"""Bytes of one PUT: a worker takes no larger body (worker.md §12.3)."""
+_TRANSIENT = {
+    308: "its worker has only a part of the file",
+    408: "its worker did not get the bytes in time",
+    416: "its worker has another part of the file",
+    503: "its worker is busy or shutting down",
+}
+"""What may pass, in words."""
 _HASH, _TARGET, _SIZE, _PATH = "X-Content-SHA256", "X-Target-SHA256", "X-File-Size", "X-Local-Path"
 _NOT_FOR_US = (401, 403)
 _FULL = 507
@@ -43,7 +49,9 @@ class FileRefused(Exception):
         words = names.readable(said).strip() or "no reason given"
         super().__init__(f"its worker refused {file}: {words} ({status})")
         full = status == _FULL or any(sign in said.lower() for sign in _NO_SPACE)
-        self.of_node = full or status in _NOT_FOR_US
+        self.of_token = status in _NOT_FOR_US
+        """Whether the worker does not know our token."""
+        self.of_node = full or self.of_token
         """Whether the node would refuse any other file too."""
 
 
@@ -86,20 +94,6 @@ class Received:
             return ""
         path = said.get("local_path") if isinstance(said, dict) else None
         return path if isinstance(path, str) and PurePosixPath(path).is_absolute() else ""
-
-
-@asynccontextmanager
-async def connected(server: HttpServer) -> AsyncIterator[httpx.AsyncClient]:
-    """A client for one worker: no redirect, no proxy of the environment, no other address."""
-    bearer = {"Authorization": f"Bearer {server.contact.token}"} if server.contact.token else {}
-    async with httpx.AsyncClient(
-        base_url=f"http://{server.contact.address}",
-        headers=bearer | {"Accept-Encoding": "identity"},
-        timeout=httpx.Timeout(None, connect=CONNECT_LIMIT),
-        trust_env=False,
-        follow_redirects=False,
-    ) as client:
-        yield client
 
 
 class Transfer:
@@ -147,6 +141,7 @@ class Transfer:
         """Attempts, until the file is there."""
         refused: int | None = None
         while True:
+            before = self._furthest
             try:
                 there = await self._head()
                 if there.has(sha256):
@@ -163,9 +158,10 @@ class Transfer:
             if answer.status == 200 and (path := answer.path):
                 break
             if answer.status not in _TRANSIENT:
-                raise FileRefused(self._file.relative, answer.status, answer.body)
+                raise FileRefused(self._file.relative, answer.status, self._without_token(answer.body))
             refused = offset if answer.status == 416 and ranged else None
-            await self._pause(f"its worker has another part of the file ({answer.status})")
+            if answer.status != 308 or not before < self._furthest < self._file.size:
+                await self._pause(f"{_TRANSIENT[answer.status]} ({answer.status})")
         self._meter.arrived(self._file.relative)
         return path
 
@@ -189,25 +185,26 @@ class Transfer:
 
     async def _put(self, sha256: str, stamp: str, offset: int, *, ranged: bool) -> Received:
         size = self._file.size
+        end = min(size, offset + LARGEST_PART) if ranged else size
         headers = {
             "Content-Type": "application/octet-stream",
-            "Content-Length": str(size - offset),
+            "Content-Length": str(end - offset),
             _HASH: sha256,
         }
         if ranged:
-            headers["Content-Range"] = f"bytes {offset}-{size - 1}/{size}"
+            headers["Content-Range"] = f"bytes {offset}-{end - 1}/{size}"
         self._meter.starts(self._file.relative, offset)
         source = OpenedFile(self._file, stamp, offset)
         try:
-            body = self._pieces(source, offset)
+            body = self._pieces(source, offset, end)
             async with self._client.stream("PUT", self._url, content=body, headers=headers) as answer:
                 return Received(answer.status_code, await _text(answer))
         finally:
             self._worker_answered()
             source.close()
 
-    async def _pieces(self, source: OpenedFile, at: int) -> AsyncIterator[bytes]:
-        while piece := await source.take(CHUNK):
+    async def _pieces(self, source: OpenedFile, at: int, end: int) -> AsyncIterator[bytes]:
+        while piece := await source.take(min(CHUNK, end - at)):
             yield piece
             at += len(piece)
             self._meter.sends(self._file.relative, len(piece))
@@ -215,6 +212,10 @@ class Transfer:
                 self._furthest, self._pauses = at, 0
                 self._moves()
         self._worker_hashes()
+
+    def _without_token(self, text: str) -> str:
+        token = self._client.headers.get("Authorization", "").removeprefix("Bearer ")
+        return text.replace(token, "…") if token else text
 
     def _read(self, count: int) -> None:
         self._meter.reads(self._file.relative, count)

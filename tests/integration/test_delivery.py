@@ -1,6 +1,7 @@
 """A load whose model has files: they go to the node before its engine starts; what follows if they do not."""
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from nodes.placement.choose import NOTHING
 from nodes.replicas import retire, slots, snapshot
 from nodes.staging import transfer
 from nodes.staging.plan import plan
+from nodes.staging.source import OpenedFile
 from operations.executor.operation_queue import write_batch
 from operations.executor.recorder import Recorder
 from operations.executor.work import Postpone, Work, in_thread
@@ -131,7 +133,7 @@ async def test_every_process_sees_bytes_and_files_while_they_are_sent(
         server.faults = [Hangs(5), Hangs(5)]
         attempt = asyncio.create_task(stage.handler(stage.work))
         try:
-            await holds(lambda: Operation.objects.get().current_bytes > 0)
+            await holds(lambda: Operation.objects.get().current_bytes > 9)  # more than the projector
             assert await states() == [("one", 0, "staging")]
             look = await in_thread(wait.status, "echo", clock.now())
         finally:
@@ -346,6 +348,37 @@ async def test_a_lost_place_ends_the_upload(
     assert "disconnected or restarted" in ended.reason
 
 
+async def test_a_worker_that_started_again_is_no_node_that_refuses(
+    stage: Stage, files: Path, told: list[Any], tmp_path: Path
+) -> None:
+    """It serves by a new token before it registers: its node has not refused the load."""
+    async with worker(tmp_path / "w", stage.one) as server:
+        server.token = "of its new process"
+
+        def registers() -> bool:
+            return ("HEAD", 401) in server.steps and NodeModel.objects.all().delete()[0] > 0
+
+        await in_thread(stage.need_until)
+        ended = await stage.play(registers)
+    assert isinstance(ended, Postpone), ended
+    assert ended.payload is not None
+    assert not refusals(ended.payload)
+    assert "disconnected or restarted" in ended.reason
+
+
+async def test_a_token_that_stays_wrong_goes_to_the_next_node(
+    stage: Stage, files: Path, told: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(delivery, "_REGISTERS", 0.0)
+    async with worker(tmp_path / "w", stage.one) as server:
+        server.token = "another"
+        await in_thread(stage.need_until)
+        ended = await stage.play()
+    assert isinstance(ended, Postpone), ended
+    assert ended.payload is not None
+    assert "does not accept our token" in refusals(ended.payload)[0].reason
+
+
 @pytest.mark.rule("C31", "R2.24", "T-DL-15")
 async def test_no_load_sends_for_longer_than_a_day(
     stage: Stage, files: Path, told: list[Any], tmp_path: Path
@@ -356,6 +389,22 @@ async def test_no_load_sends_for_longer_than_a_day(
         ended = await stage.play()
     assert isinstance(ended, LoadFailed), ended
     assert "deadline exceeded" in str(ended)
+
+
+async def test_a_folder_whose_server_does_not_answer_is_no_deadline(
+    stage: Stage, files: Path, told: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount answers ETIMEDOUT, which Python calls a TimeoutError too."""
+
+    def late(*args: Any) -> Any:
+        raise OSError(errno.ETIMEDOUT, "Connection timed out")
+
+    monkeypatch.setattr(OpenedFile, "_take", late)
+    async with worker(tmp_path / "w", stage.one):
+        await in_thread(stage.need_until)
+        ended = await stage.play()
+    assert isinstance(ended, LoadFailed), ended
+    assert "a file cannot be read (Connection timed out)" in str(ended)
 
 
 async def test_a_model_that_leads_out_of_the_folder_is_no_matter_of_the_node(

@@ -14,12 +14,13 @@ import pytest
 
 from localai_cluster import clock
 from nodes.models import FileHash
+from nodes.registry.http_client import client_of
 from nodes.staging import hashes, transfer
 from nodes.staging.meter import Meter
 from nodes.staging.plan import FilePlan, LocalFile, plan
 from nodes.staging.send import IN_ALL, OF_A_NODE, Lanes, Sending, Sent
 from nodes.staging.source import Changed, OpenedFile
-from nodes.staging.transfer import FileRefused, Stalled, Transfer, connected
+from nodes.staging.transfer import FileRefused, Stalled, Transfer
 from operations.executor.work import in_thread, retry_delay
 from tests.support.backends import ROOT
 from tests.support.file_server import TOKEN, Cut, FileServer, Hangs, Says, file_server
@@ -219,6 +220,33 @@ async def test_what_may_pass_is_tried_again_after_longer_and_longer_pauses(
         assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
 
 
+@pytest.mark.rule("worker-13", "worker-12.3")
+async def test_a_file_above_the_largest_body_goes_in_several_parts(
+    tmp_path: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a pause between them, also on from a cut."""
+    monkeypatch.setattr(transfer, "LARGEST_PART", 1_500_000)
+    async with site(tmp_path) as one:
+        one.worker.faults = [Cut(1_000_000)]
+        await one.sent()
+        assert one.there.read_bytes() == one.file.read_bytes()
+        assert one.ranges() == [
+            f"bytes {part}/{SIZE}" for part in ("0-1499999", "1000000-2499999", f"2500000-{SIZE - 1}")
+        ]
+        assert pauses == [1.0]
+        assert await one.sent() == Sent(str(one.worker.folder / "models/m"), {})
+
+
+@pytest.mark.rule("worker-13")
+@pytest.mark.parametrize("status", [408, 503])
+async def test_a_pause_on_the_way_is_no_refusal(tmp_path: Path, pauses: list[float], status: int) -> None:
+    """Our worker says 408 when no bytes came for 20 s, and 503 at its end or with too many connections."""
+    async with site(tmp_path) as one:
+        one.worker.faults = [Says(status, "too slow")]
+        await one.sent()
+        assert (pauses, one.there.read_bytes()) == ([1.0], one.file.read_bytes())
+
+
 @pytest.mark.rule("worker-13")
 @pytest.mark.parametrize("status", [400, 409, 500, 502, 301, 507])
 async def test_any_other_status_ends_it_with_the_workers_words(
@@ -229,6 +257,16 @@ async def test_any_other_status_ends_it_with_the_workers_words(
         with pytest.raises(FileRefused, match="these words") as refusal:
             await one.sent()
         assert (refusal.value.of_node, pauses) == (status == 507, [])
+
+
+@pytest.mark.rule("worker-13")
+async def test_words_that_repeat_our_token_are_kept_without_it(tmp_path: Path) -> None:
+    """They stand in the operation, in its log and on a page; a stock worker's token opens the cluster."""
+    async with site(tmp_path) as one:
+        one.worker.faults = [Says(400, f"no such header: Bearer {TOKEN}, sorry")]
+        with pytest.raises(FileRefused, match=r"Bearer …, sorry") as refusal:
+            await one.sent()
+        assert TOKEN not in str(refusal.value)
 
 
 @pytest.mark.rule("worker-13")
@@ -425,7 +463,7 @@ async def test_a_file_that_is_being_written_is_not_sent(
         now = looked(one)
         one.file.write_bytes(b"something else")
         meter = Meter({"a.gguf": now.size}, "gpu")
-        async with connected(one.worker.server) as client:
+        async with client_of(one.worker.server) as client:
             moving = Transfer(client, now, KEY, meter, 5)
             async with asyncio.timeout(20) as moving._watch:
                 moving._moves()

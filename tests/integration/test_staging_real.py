@@ -12,6 +12,8 @@ from uuid import uuid4
 
 import pytest
 
+from localai_cluster.worker import exchange
+from localai_cluster.worker.files import disk
 from nodes.registry.dialling import Contact, HttpServer
 from nodes.staging import transfer
 from nodes.staging.meter import Meter
@@ -133,3 +135,33 @@ async def test_a_token_of_another_time_is_refused(folder: Path, monkeypatch: pyt
         monkeypatch.setattr(worker_http, "ENGINE_TOKEN", "another")
         with pytest.raises(FileRefused, match="does not accept our token"):
             await send(folder, worker.address)
+
+
+@pytest.mark.rule("worker-13", "worker-12.3")
+async def test_a_refusal_before_a_large_body_is_read_is_heard(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker cuts the connection over what it does not read; its words are there by then."""
+    monkeypatch.setattr(exchange, "LINGER", 0.05)
+    monkeypatch.setattr(disk, "HEADROOM", 2**60)
+    os.truncate(folder / "größe" / "a.gguf", 400_000_000)
+    with worker_http.worker() as worker, pytest.raises(FileRefused, match="not enough disk space"):
+        await send(folder, worker.address)
+
+
+@pytest.mark.rule("T-STG-11", "T-STG-12", "R2.57", "worker-14")
+async def test_a_checksum_without_its_file_does_not_keep_a_model_from_its_worker(folder: Path) -> None:
+    """Ours takes none, since it would vouch for a file that comes later."""
+    tree = folder / "tree"
+    tree.mkdir()
+    (tree / "a.bin").write_bytes(b"weights")
+    (tree / "all.sha256").write_bytes(b"0" * 64)
+    planned = plan(folder, "m", {"Model": "tree"})
+    assert "tree/all.sha256" in planned.files, "a stock worker takes it"
+    with worker_http.worker() as worker:
+        server = HttpServer("gpu", "healthy", Contact(worker.address, worker_http.ENGINE_TOKEN))
+        meter = Meter({file.relative: file.size for file in planned.files.values()}, "gpu")
+        sent = await Sending("m", planned, server, uuid4(), Lanes(), meter, 60.0).run()
+        options, warnings = planned.told(sent.root, sent.failed)
+        assert (options["ModelFile"], warnings) == (f"{sent.root}/tree", [])
+        assert list(sent.failed) == ["tree/all.sha256"]

@@ -160,6 +160,9 @@ class FileServer:
                 return 0, "", {}
         finally:
             self._now -= 1
+        total = int(headers.get("content-range", "/0").partition("/")[2])
+        if (size := file.stat().st_size) < total:
+            return 308, "", {"Range": f"bytes=0-{size - 1}", "X-File-Size": size}
         return self._end(file, headers)
 
     def _begin(self, file: Path, headers: dict[str, str]) -> tuple[int, str, dict[str, Any]] | None:

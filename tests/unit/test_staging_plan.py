@@ -70,6 +70,14 @@ def test_every_key_stays_below_its_model_and_its_url_means_it(parts: list[str], 
     assert path.count("/") == key.count("/") + 3, "no character of a name divides the path"
 
 
+@pytest.mark.rule("T-STG-20", "worker-14")
+@pytest.mark.parametrize("root", ["/srv/\ud800", "/srv/a\nb", "/srv/\u202ex", "relative", ""])
+def test_a_place_that_cannot_be_told_to_an_engine_is_none(root: str) -> None:
+    """The worker says it, and gRPC takes no such text."""
+    with pytest.raises(NoKey):
+        root_of(f"{root}/sd/a.gguf", "sd/a.gguf")
+
+
 @pytest.mark.rule("T-STG-21", "T-STG-22", "T-STG-23", "T-STG-24", "R2.58", "worker-14")
 @given(st.lists(st.from_regex(r"[a-z0-9._ -]{1,9}", fullmatch=True), min_size=1, max_size=4))
 def test_the_remote_root_and_the_relative_path_give_the_remote_path(parts: list[str]) -> None:
@@ -281,3 +289,20 @@ def test_a_relative_value_resolves_on_the_worker_to_what_it_means_here(
     assert os.path.join(options["ModelPath"], value) in remote
     assert os.path.join(options["ModelPath"], model) == options["ModelFile"]
     assert options["Options"] == [f"file:{value}"]
+
+
+@pytest.mark.rule("R2.57")
+def test_a_folder_that_cannot_be_read_whole_is_not_sent_in_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path, "tree/a", "tree/closed/b")
+    plain = os.scandir
+
+    def scandir(path: Any = ".") -> Any:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return plain(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(Unsendable, match="the model's file tree cannot be read: Permission denied"):
+        plan(tmp_path, "m", {"Model": "tree"})

@@ -1,5 +1,6 @@
 """Which staged files go after a day, and which never do (worker.md §14: the reference never cleans)."""
 
+import asyncio
 import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -10,6 +11,7 @@ from localai_cluster import clock
 from localai_cluster.worker.files import cleaning
 from localai_cluster.worker.files.cleaning import KEPT, clean
 from localai_cluster.worker.files.keys import Folders
+from localai_cluster.worker.files.path_locks import PathLocks
 from localai_cluster.worker.files.routes import FileServer
 
 
@@ -52,6 +54,41 @@ def test_a_folder_that_is_a_link_is_not_entered(tmp_path: Path) -> None:
     assert clean(staging, clock.now() + 3 * KEPT, lambda path: False) == 0
     assert clean(tmp_path / "missing", clock.now(), lambda path: False) == 0
     assert (other / "kept").exists()
+
+
+@pytest.mark.rule("worker-14")
+def test_an_upload_that_ends_while_a_thread_asks_for_it_does_not_end_the_cleaning() -> None:
+    """The cleaning looks from another thread: an entry may go between any two of its looks."""
+
+    class Ends(dict[Path, object]):
+        def __contains__(self, path: object) -> bool:
+            return True
+
+    locks = PathLocks()
+    locks._entries = Ends()  # type: ignore[assignment]
+    assert not locks.uploading(Path("a"))
+
+
+@pytest.mark.rule("worker-14")
+async def test_a_cleaning_that_fails_is_told_and_comes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    times, third = 0, asyncio.Event()
+
+    def broken(*arguments: object) -> int:
+        nonlocal times
+        times += 1
+        if times == 3:
+            loop.call_soon_threadsafe(third.set)
+        raise RuntimeError("a link to itself")
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(cleaning, "EVERY", 0.0)
+    monkeypatch.setattr(cleaning, "clean", broken)
+    async with FileServer(Folders.of_worker(tmp_path / "models", tmp_path / "own", ())).running():
+        async with asyncio.timeout(60):
+            await third.wait()
+    assert "a link to itself" in caplog.text
 
 
 @pytest.mark.rule("worker-12.1", "worker-14")

@@ -1,13 +1,18 @@
 """The worker's file server over real sockets: routes, headers, parts, side files (worker.md §12)."""
 
+import asyncio
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
 
+from localai_cluster.worker.exchange import Exchange
+from localai_cluster.worker.files.keys import Folders
+from localai_cluster.worker.files.routes import SENT, FileServer
 from tests.support.file_client import BEARER, Files, sha256
 from tests.support.worker_http import ENGINE_TOKEN, Served, worker
 
@@ -300,3 +305,26 @@ def test_a_folder_is_listed(served: Served, files: Files) -> None:
     assert files.ask("GET", "/v1/files-list/models/listed/empty").json == {"files": []}
     for path in ("models/listed/none", "models/listed/b.bin"):
         assert files.ask("GET", f"/v1/files-list/{path}").status == 404
+
+
+@pytest.mark.rule("worker-12.4")
+async def test_a_reader_that_leaves_ends_the_reading(tmp_path: Path) -> None:
+    """The server under us forgets what is sent to it: 100 GB would be read for nothing."""
+    folders = Folders.of_worker(tmp_path / "models", tmp_path / "own", ())
+    folders.models.mkdir()
+    (folders.models / "big").touch()
+    os.truncate(folders.models / "big", 1000 * SENT)
+    sent: list[int] = []
+    left = asyncio.Event()
+
+    async def receive() -> dict[str, Any]:
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(len(message.get("body", b"")))
+        left.set()
+
+    scope = {"type": "http", "method": "GET", "path": "/v1/files/models/big", "headers": []}
+    await FileServer(folders)(Exchange(scope, receive, send), True)
+    assert 0 < sum(sent) < 20 * SENT

@@ -38,8 +38,9 @@ class PathLocks:
         return self._held(path, self._entries.setdefault(path, _Entry()))
 
     def uploading(self, path: Path) -> bool:
-        """Whether the file is written, or is about to be."""
-        return path in self._entries and self._entries[path].uploads > 0
+        """Whether the file is written, or is about to be; from any thread."""
+        entry = self._entries.get(path)
+        return entry is not None and entry.uploads > 0
 
     @contextlib.asynccontextmanager
     async def _held(self, path: Path, entry: _Entry) -> AsyncIterator[None]:

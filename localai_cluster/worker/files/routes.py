@@ -59,9 +59,12 @@ class FileServer:
     async def _clean(self) -> None:
         while True:
             staging = self._folders.staging
-            gone = await self._threads.run(cleaning.clean, staging, clock.now(), self._locks.uploading)
-            if gone:
-                log.info("removed %d files of former requests from %s", gone, staging)
+            try:
+                gone = await self._threads.run(cleaning.clean, staging, clock.now(), self._locks.uploading)
+                if gone:
+                    log.info("removed %d files of former requests from %s", gone, staging)
+            except Exception:
+                log.exception("cannot clean %s, again in %.0f s", staging, cleaning.EVERY)
             await asyncio.sleep(cleaning.EVERY)
 
     @staticmethod
@@ -149,12 +152,22 @@ class FileServer:
             await self._threads.run(file.close)
 
     async def _send_bytes(self, file: BinaryIO, left: int, exchange: Exchange) -> None:
-        """So many bytes. A file that has become shorter, or a reader that does not read, ends it early."""
-        with contextlib.suppress(TimeoutError):
-            while left and (piece := await self._threads.run(file.read, min(SENT, left))):
+        """So many bytes; less of a file that became shorter, and to a reader that leaves or does not read.
+
+        What is sent to one that has left is forgotten without a word, so we look for its end.
+        """
+        leaving = asyncio.create_task(exchange.left())
+        try:
+            while (
+                left and not leaving.done() and (piece := await self._threads.run(file.read, min(SENT, left)))
+            ):
                 left -= len(piece)
                 async with asyncio.timeout(SEND_LIMIT):
                     await exchange.send(piece, more=True)
+        except TimeoutError:
+            return
+        finally:
+            await cancel.end(leaving)
         if not left:
             await exchange.send(b"", more=False)
 
