@@ -4,7 +4,7 @@ import type { ReactNode } from "react";
 import { Link } from "react-router";
 import { useLive } from "../live/hooks";
 import { figures, NextLook } from "../operations/lines";
-import { pageOf, phaseOf, phrase, placeOf, stateOf } from "../operations/words";
+import { pageOf, phaseOf, phrase, placeOf, sendingOf, stateOf } from "../operations/words";
 import { useWork } from "../operations/watch";
 import type { Operation } from "../live/messages";
 import { left } from "../lib/format";
@@ -41,7 +41,7 @@ function Load({ operation, eta }: { operation: Operation; eta: number | undefine
       </div>
       <Bar title={title} percent={operation.progress} />
       <p className="muted">
-        {[phaseOf(operation), told, remaining].filter(Boolean).join(" · ")} <NextLook operation={operation} />
+        {sendingOf(operation) || [phaseOf(operation), told, remaining].filter(Boolean).join(" · ")} <NextLook operation={operation} />
       </p>
       <p className="muted">Your question is asked as soon as the model is there.</p>
     </div>

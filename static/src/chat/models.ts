@@ -11,7 +11,7 @@ export function chatAddress(model: string): string {
   return `/app/chat?model=${encodeURIComponent(model)}`;
 }
 
-/** "loaded on 2 replicas" */
+/** "2 replicas loaded" */
 export function stateWords(replicas: number): string {
   return replicas === 0 ? "not loaded" : `${count(replicas, "replica")} loaded`;
 }

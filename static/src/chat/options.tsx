@@ -10,10 +10,12 @@ interface ModelProps {
   definitions: readonly Definition[];
   /** By model, how many replicas of it are loaded. */
   loaded: ReadonlyMap<string, number>;
+  /** Whether a load of the chosen one is under way. */
+  loading: boolean;
   onChange: (model: string) => void;
 }
 
-export function ModelField({ model, definitions, loaded, onChange }: ModelProps): ReactNode {
+export function ModelField({ model, definitions, loaded, loading, onChange }: ModelProps): ReactNode {
   const id = useId();
   const chosen = definitions.find((one) => one.id === model);
   const offered = definitions.filter((one) => canChat(one) || one.id === model);
@@ -32,10 +34,10 @@ export function ModelField({ model, definitions, loaded, onChange }: ModelProps)
             </option>
           ))}
         </select>
-        {model !== "" && <span className={`pill ${replicas > 0 ? "good" : ""}`}>{stateWords(replicas)}</span>}
+        {chosen !== undefined && <Standing replicas={replicas} loading={loading} />}
       </div>
       <p id={`${id}-said`} className="field-hint">
-        {model !== "" && replicas === 0 ? "The first question loads it." : ""}
+        {chosen !== undefined && replicas === 0 && !loading ? "The first question loads it." : ""}
       </p>
       {warnings.map((warning) => (
         <p key={warning} className="risk">
@@ -44,6 +46,11 @@ export function ModelField({ model, definitions, loaded, onChange }: ModelProps)
       ))}
     </div>
   );
+}
+
+function Standing({ replicas, loading }: { replicas: number; loading: boolean }): ReactNode {
+  if (replicas === 0 && loading) return <span className="pill info">loading</span>;
+  return <span className={`pill ${replicas > 0 ? "good" : ""}`}>{stateWords(replicas)}</span>;
 }
 
 interface SettingsProps {

@@ -69,6 +69,13 @@ describe("the models to talk to (UI-10.1)", () => {
     const field = await screen.findByRole<HTMLSelectElement>("combobox", { name: "Model" });
     expect(field.value).toBe("cold");
   });
+
+  it("promises no load for one that is not defined", async () => {
+    open("/app/chat?model=gone");
+    expect(await screen.findByRole("option", { name: "gone (not defined)" })).toBeTruthy();
+    expect(screen.queryByText("The first question loads it.")).toBeNull();
+    expect(screen.queryByText("not loaded")).toBeNull();
+  });
 });
 
 describe("a talk", () => {
@@ -217,12 +224,14 @@ describe("what is set", () => {
 it("shows the load of a model that is not there, as the feed tells it (E68, UI-10.8)", async () => {
   const load = {
     jobID: "j", id: "cold", kind: "model_load", fullName: "cold", name: "cold", status: "processing", seq: 1, progress: 40, taskType: "staging", isDeletion: false, isBackend: false,
-    message: "", phase: "staging", attempts: 0, nextLookAt: "", createdAt: "2026-08-22T10:00:00Z", actor: "x", requestID: "", nodeName: "n1", currentBytes: 1024 ** 2, totalBytes: 4 * 1024 ** 2,
+    message: "sending b.bin to n1, file 2 of 3: 1 MiB of 4 MiB, 1 MiB/s, 3 s left", phase: "staging", attempts: 0, nextLookAt: "", createdAt: "2026-08-22T10:00:00Z", actor: "x", requestID: "", nodeName: "n1", currentBytes: 1024 ** 2, totalBytes: 4 * 1024 ** 2,
   } as unknown as Operation;
   serve();
   open("/app/chat?model=cold", HERE, load);
   await say("Hello");
   const bar = await screen.findByRole("progressbar", { name: "Loading model cold" });
   expect(bar.getAttribute("aria-valuenow")).toBe("40");
-  expect(answers()[0]?.textContent).toMatch(/to n1.*sending files · 1 MiB \/ 4 MiB/s);
+  expect(answers()[0]?.textContent).toMatch(/to n1.*sending b\.bin to n1, file 2 of 3: 1 MiB of 4 MiB, 1 MiB\/s, 3 s left/s);
+  expect(screen.getByText("loading")).toBeTruthy();
+  expect(screen.queryByText("The first question loads it.")).toBeNull();
 });

@@ -3,7 +3,7 @@
 import { useContext, useEffect, useMemo, useRef, useState, type ReactNode } from "react";
 import { useSearchParams } from "react-router";
 import { isTold, useRoster } from "../backends/roster";
-import { LiveContext } from "../live/hooks";
+import { LiveContext, useLive } from "../live/hooks";
 import { useDefinitions } from "../models/data";
 import { useSession } from "../shell/session";
 import { Button } from "../ui/button";
@@ -16,6 +16,7 @@ import { isOpen, messagesOf } from "./answer";
 import { Composer } from "./composer";
 import { conversationOf, useChat, type Chat, type Conversation } from "./conversation";
 import { Code } from "./markdown";
+import { loadOf } from "./loads";
 import { canChat } from "./models";
 import { ModelField, SettingsFields } from "./options";
 import { requestOf, wrongIn } from "./settings";
@@ -114,6 +115,7 @@ function Model({ conversation, chat }: { conversation: Conversation; chat: Chat 
   const offered = useMemo(() => known.filter(canChat), [known]);
   const usual = isTold(nodes) ? ((offered.find((one) => loaded.has(one.id)) ?? offered[0])?.id ?? "") : "";
   const wanted = asked || chat.model || usual;
+  const loading = useLive((state) => loadOf(state, wanted) !== undefined);
   useEffect(() => {
     if (wanted !== chat.model) conversation.set({ model: wanted });
   }, [conversation, wanted, chat.model]);
@@ -125,7 +127,7 @@ function Model({ conversation, chat }: { conversation: Conversation; chat: Chat 
     conversation.set({ model });
     setQuery({ model }, { replace: true, preventScrollReset: true });
   };
-  return <ModelField model={wanted} definitions={known} loaded={loaded} onChange={choose} />;
+  return <ModelField model={wanted} definitions={known} loaded={loaded} loading={loading} onChange={choose} />;
 }
 
 function NoModels(): ReactNode {

@@ -11,7 +11,7 @@ import { Leaving, Unload } from "../nodes/detail/unload";
 import { logAddress } from "../nodes/logs/lines";
 import { FailureActions, Reason } from "../operations/failure";
 import { figures, NextLook, WorkGlyph } from "../operations/lines";
-import { pageOf, phaseOf, phrase, placeOf, stateOf } from "../operations/words";
+import { pageOf, phaseOf, phrase, placeOf, sendingOf, stateOf } from "../operations/words";
 import { demand, useRules, type Rule } from "../scheduling/rules";
 import { ProgressBar } from "../ui/bars";
 import { Button } from "../ui/button";
@@ -160,7 +160,7 @@ function Work({ operation }: { operation: Operation }): ReactNode {
           {phrase(operation, state)} {placeOf(operation)}
         </Link>
         <span className="muted">
-          {phaseOf(operation)} {figures(operation.currentBytes ?? 0, operation.totalBytes ?? 0, undefined)} <NextLook operation={operation} />
+          {sendingOf(operation) || `${phaseOf(operation)} ${figures(operation.currentBytes ?? 0, operation.totalBytes ?? 0, undefined)}`} <NextLook operation={operation} />
         </span>
       </div>
       <div className="row">

@@ -109,6 +109,11 @@ export function placeOf(operation: Operation): string {
   return place(operation, names.length > 0 ? names : [operation.nodeName ?? ""]);
 }
 
+/** What a load says of the files it sends, in the server's words: which one of how many, bytes, rate, time left. */
+export function sendingOf(operation: Operation): string {
+  return stateOf(operation) === "running" && operation.phase === "staging" ? operation.message : "";
+}
+
 /** What a running or queued operation is at: its phase, else what it waits for. */
 export function phaseOf(operation: Operation): string {
   const state = stateOf(operation);
