@@ -275,6 +275,12 @@ def load(sweep: Sweep, name: str, victim: Any) -> None:
     sweep.ask(name)
 
 
+def load_of_a_file(sweep: Sweep, name: str, victim: Any) -> None:
+    """The same of a model that has a file, which is sent to the worker."""
+    (sweep.cluster.models / name).write_bytes(name.encode() * 100_000)
+    load(sweep, name, victim)
+
+
 def load_by(sweep: Sweep, name: str, victim: Any) -> None:
     """The web process that is to be killed is asked."""
     write_model(sweep.cluster, name, load_seconds=1)

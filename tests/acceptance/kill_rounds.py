@@ -44,6 +44,8 @@ def loads() -> list[Round]:
         *_each("ledger.cancel", COMMIT, WEB, "cancel a load", do.load_cancelled_by, **cancelled),
         *_each("ledger.claim", COMMIT, CONTROLLER, "load", do.load),
         *_each("load.reserve", COMMIT, CONTROLLER, "load", do.load),
+        *_each("load.staging", COMMIT, CONTROLLER, "load of a file", do.load_of_a_file),
+        *_each("load.staged", COMMIT, CONTROLLER, "load of a file", do.load_of_a_file),
         *_each("load.note", COMMIT, CONTROLLER, "load", do.load),
         *_each("load.publish", COMMIT, CONTROLLER, "load", do.load),
         *_each("ledger.renew", COMMIT, CONTROLLER, "load", do.load),
