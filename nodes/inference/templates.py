@@ -86,9 +86,13 @@ def _limited_time() -> Iterator[None]:
     until, before = clock.monotonic() + LONGEST, sys.gettrace()
 
     def look(frame: FrameType, event: str, told: object) -> Any:
+        # Only the template's own steps are ended: an error in what Python calls between them, as when it
+        # collects garbage, is swallowed, and takes the tracing with it.
+        if frame.f_code.co_filename != "<template>":
+            return None
         if clock.monotonic() > until:
             raise InvalidInput(_TOO_MUCH, field="messages")
-        return look if frame.f_code.co_filename == "<template>" else None
+        return look
 
     sys.settrace(look)
     try:

@@ -1,6 +1,7 @@
 """Chat templates of definitions: what they see, and that none of them holds a process up."""
 
 import asyncio
+import gc
 
 import pytest
 
@@ -35,6 +36,29 @@ def test_a_template_that_writes_nothing_for_long_is_given_up(
     with pytest.raises(InvalidInput, match="too much"):
         made(source)
     assert clock.monotonic() - began < 30
+
+
+def test_the_limit_holds_beside_collections_of_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Python calls in between swallows errors, and an error of a tracing function ends the tracing."""
+    calls: list[str] = []
+
+    def collected(phase: str, told: object) -> None:
+        calls.append(phase)
+
+    monkeypatch.setattr(templates, "LONGEST", 0.1)
+    before = gc.get_threshold()
+    gc.callbacks.append(collected)
+    gc.set_threshold(1)
+    try:
+        with pytest.raises(InvalidInput, match="too much"):
+            made(
+                "{% set all = namespace(kept=[]) %}{% for a in range(99999) %}{% set all.kept = [all.kept] %}"
+                "{% endfor %}"
+            )
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(collected)
+    assert calls
 
 
 @pytest.mark.parametrize(
