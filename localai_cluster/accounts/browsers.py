@@ -1,7 +1,7 @@
 """Who a browser is on the routes in front of Django: the session of a signed-in person, as over REST.
 
-A browser sends its cookie with every request, whoever made the page that asks. So a change also needs the
-token of the cookie in a header, and a page of this host: Django's own check of both, which REST uses too.
+A browser sends its cookie with every request, also with one that a page of another site makes. So a change
+needs the CSRF token in a header and an origin of this host: Django's own check of both, which REST uses too.
 """
 
 import io

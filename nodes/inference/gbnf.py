@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from localai_cluster.errors import InvalidInput
+from nodes.inference import schemas
 
 MOST_REPEATS = 1000
 """A larger bound counts as none: llama.cpp refuses a grammar that repeats a thing more often."""
@@ -246,15 +247,8 @@ class _Rules:
     def _referred(self, reference: str) -> Reference:
         if reference not in self._references:
             rule = self._references[reference] = self._named(_NOTHING)
-            self.add(rule.name, self.of(self._found(reference)))
+            self.add(rule.name, self.of(schemas.referred(self._schema, reference)))
         return self._references[reference]
-
-    def _found(self, reference: str) -> Any:
-        found: Any = self._schema
-        for name in reference.removeprefix("#").split("/")[1:]:
-            name = name.replace("~1", "/").replace("~0", "~")
-            found = found.get(name) if isinstance(found, Mapping) else None
-        return found
 
     def _both(self, parts: Iterable[Any]) -> Mapping[str, Any]:
         """One schema that says what all of them say, as far as they do not contradict each other."""
@@ -270,7 +264,7 @@ class _Rules:
         """The same without a reference, which would hide what stands beside it."""
         if not isinstance(part.get("$ref"), str):
             return part
-        found = self._found(part["$ref"])
+        found = schemas.referred(self._schema, part["$ref"])
         beside = {key: value for key, value in part.items() if key != "$ref"}
         return self._joined(self._unfolded(found), beside) if isinstance(found, Mapping) else beside
 

@@ -103,10 +103,16 @@ def _resolved(schema: Mapping[str, Any], reference: str, behind: frozenset[str],
         raise wrong(field, f"the schema is recursive ({reference[:100]})")
     if len(reference) > LONGEST_REFERENCE:
         raise wrong(field, f"a reference has more than {LONGEST_REFERENCE} characters")
+    found = referred(schema, reference)
+    if not reference.startswith("#") or not isinstance(found, dict):
+        raise wrong(field, f"the schema has no {reference[:100]!r}")
+    return found
+
+
+def referred(schema: Mapping[str, Any], reference: str) -> Any:
+    """The part of the schema that a reference such as `#/$defs/city` leads to; None if there is none."""
     found: Any = schema
     for name in reference.removeprefix("#").split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
         found = found.get(name) if isinstance(found, dict) else None
-    if not reference.startswith("#") or not isinstance(found, dict):
-        raise wrong(field, f"the schema has no {reference[:100]!r}")
     return found

@@ -2,7 +2,7 @@
 
 A process reports of a model all times that count, in a row of its own, so a report that is made twice changes
 nothing. The replica pass adds up what is younger than the window, and younger than the load that it asked for
-last because of it. Rows that nobody renews are old, and the next report of another process deletes them.
+last because of it. A row that its process no longer renews grows old; the next report of another deletes it.
 """
 
 from collections.abc import Collection, Iterable, Mapping

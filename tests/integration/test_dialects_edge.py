@@ -10,6 +10,7 @@ import grpc
 import pytest
 from pytest_django import Settings
 
+from localai_cluster import clock
 from localai_cluster.asgi import application
 from nodes.inference import streams
 from nodes.models import BackendNode
@@ -264,11 +265,15 @@ def test_tokens_of_a_conversation_are_counted(definitions: Path) -> None:
     (definitions / "m.yaml").write_text(DEFINITION + template)
 
     async def until_it_is_read(client: hot.Client, _: Any) -> Any:
-        while True:
+        counted = answer.body
+
+        async def changed() -> bool:
+            nonlocal counted
             counted = (await reply(client.post(path, body))).body
-            if counted != answer.body:
-                return counted
-            await asyncio.sleep(0.1)
+            return bool(counted != answer.body)
+
+        assert await clock.wait_until(changed, timeout=60)
+        return counted
 
     assert play(until_it_is_read, Scripted()) == {"input_tokens": len("system user ")}
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,12 +21,7 @@ from nodes.staging.send import Lanes, Sending, Sent
 from nodes.staging.transfer import FileRefused
 from tests.support import worker_http
 
-pytestmark = [
-    pytest.mark.django_db(transaction=True),
-    pytest.mark.skipif(
-        importlib.util.find_spec("localai_cluster.worker.files") is None, reason="the worker serves no files"
-    ),
-]
+pytestmark = pytest.mark.django_db(transaction=True)
 SIZE = 3_000_000
 
 
