@@ -38,7 +38,7 @@ IN_FLIGHT = gauge("inference_requests_in_flight", "Requests that run on replicas
 WAITING = gauge("inference_requests_waiting", "Requests that wait in this process for a model to be loaded.")
 FIRST_TOKEN = seconds(
     "inference_first_token_seconds",
-    "From a request for text to the first piece of its answer, waits for a load included.",
+    "From a request for a stream of text to its first piece, waits for a load included.",
     "model",
     buckets=REQUESTS,
 )

@@ -98,9 +98,10 @@ class BackendClient:
         """The vector of `options.Embeddings`."""
         return await self._ask(self._stub.Embedding(options, timeout=timeout, metadata=self._metadata))
 
-    async def predict(self, options: PredictOptions, timeout: float) -> Reply:
-        """The whole answer to a prompt."""
-        return await self._ask(self._stub.Predict(options, timeout=timeout, metadata=self._metadata))
+    def predict(self, options: PredictOptions, timeout: float | None = None) -> "Replies[Reply]":
+        """The whole answer to a prompt, as one piece."""
+        call = self._stub.Predict(options, timeout=timeout, metadata=self._metadata)
+        return Replies(call, self._channel, self._translated)
 
     def predict_stream(self, options: PredictOptions, timeout: float | None = None) -> "Replies[Reply]":
         """The answer piece by piece; without a timeout it may take as long as pieces come."""
@@ -185,7 +186,7 @@ class BackendClient:
 
 
 class Replies(Generic[Piece]):
-    """An answer that comes piece by piece; leaving it early has to be followed by `cancel`."""
+    """An answer that comes piece by piece, or as one; leaving it early has to be followed by `cancel`."""
 
     def __init__(self, call: Any, channel: grpc.aio.Channel, translated: "_Translated") -> None:
         self._call = call
@@ -200,6 +201,9 @@ class Replies(Generic[Piece]):
 
     async def _pieces(self) -> AsyncGenerator[Piece, None]:
         try:
+            if isinstance(self._call, grpc.aio.UnaryUnaryCall):
+                yield await self._call
+                return
             async for reply in self._call:
                 yield reply
         except grpc.aio.AioRpcError as error:

@@ -1,8 +1,8 @@
 """From a generation to deltas: the calls to one engine, side by side, and what they may take.
 
-Engines always stream, also when the client wants one whole answer, so a client that leaves ends their work at
-the next token. There is no limit on the whole: the first piece has to come within the limit of a request, and
-each later one within that of a stall (`CLUSTER_REQUEST_TIMEOUT`, `CLUSTER_STREAM_STALL`).
+A stream comes piece by piece: its first one within the limit of a request, each later one within that of a
+stall (`CLUSTER_REQUEST_TIMEOUT`, `CLUSTER_STREAM_STALL`). A whole answer is one piece, which saves work for
+each token, so the limit of a request is one on the whole. A client that leaves ends the call of either.
 """
 
 import asyncio
@@ -33,6 +33,8 @@ from nodes.routing.request import InferenceRequest
 
 AT_ONCE = 8
 """How many answers of one request its replica works on at the same time."""
+_SILENT = "the engine has sent nothing for too long"
+_TOO_LONG = "the whole answer took longer than CLUSTER_REQUEST_TIMEOUT allows; a streamed one may take longer"
 
 
 async def generate(
@@ -109,44 +111,42 @@ class _Answering:
 
     async def _some(self, waiting: Iterator[tuple[int, PredictOptions]]) -> None:
         for choice, options in waiting:
+            streamed = self._asked.stream
             try:
-                await self._streamed(choice, options)
+                await self._answer(choice, options, streamed)
             except Unimplemented:
-                await self._at_once(choice, options)
+                await self._answer(choice, options, not streamed)
 
-    async def _streamed(self, choice: int, options: PredictOptions) -> None:
+    async def _answer(self, choice: int, options: PredictOptions, streamed: bool) -> None:
         reading = Reading(choice, self._asked.sampling, options.Tokens)
-        replies = self._engine.predict_stream(options)
+        replies = self._engine.predict_stream(options) if streamed else self._engine.predict(options)
         first = self._request.deadline - clock.monotonic()
         try:
             async with silence(conf.cluster().stream_stall, first) as limit:
                 async for reply in replies:
                     # Only the engine's time counts, not that of a client who reads slowly.
                     limit.pause()
-                    await self._tell(reading, reply)
+                    delta = reading.delta(reply)
+                    if delta is not None:
+                        if self._first is None:
+                            self._first = self._begun(reply, streamed)
+                        await self._sink(delta)
                     limit.begin()
                 said = await replies.trailing(CACHED_TOKENS), await replies.trailing(FINISH_REASON)
         except TimeoutError:
-            raise DeadlineExceeded("the engine has sent nothing for too long") from None
+            raise DeadlineExceeded(_SILENT if streamed else _TOO_LONG) from None
         finally:
             replies.cancel()
         await self._end(reading.last(*said))
 
-    async def _at_once(self, choice: int, options: PredictOptions) -> None:
-        """For an engine that does not stream."""
-        reading = Reading(choice, self._asked.sampling, options.Tokens)
-        left = self._request.deadline - clock.monotonic()
-        await self._tell(reading, await self._engine.predict(options, left))
-        await self._end(reading.last())
-
-    async def _tell(self, reading: Reading, reply: Reply) -> None:
-        delta = reading.delta(reply)
-        if delta is None:
-            return
-        if self._first is None:
-            self._first = clock.monotonic()
-            metrics.first_token(self._asked.model, self._first - self._began)
-        await self._sink(delta)
+    def _begun(self, reply: Reply, streamed: bool) -> float:
+        """When the answer began: with its first piece, or where the engine says that the prompt was done."""
+        now = clock.monotonic()
+        if streamed:
+            metrics.first_token(self._asked.model, now - self._began)
+            return now
+        prompt = reply.timing_prompt_processing / 1000
+        return self._called + (min(prompt, now - self._called) if prompt > 0 else 0.0)
 
     async def _end(self, last: TextDelta) -> None:
         if last.usage is not None:

@@ -41,6 +41,11 @@ class Talker(_Servicer):
                 await asyncio.sleep(due - clock.monotonic())
             yield Reply(message=b" word", tokens=number, prompt_tokens=7)
 
+    async def Predict(self, request: PredictOptions, context: Any) -> Reply:
+        pieces = [piece async for piece in self.PredictStream(request, context)]
+        text = b"".join(piece.message for piece in pieces)
+        return Reply(message=text, tokens=len(pieces), prompt_tokens=7)
+
 
 async def main(port: int) -> None:
     """Answers until the process ends."""

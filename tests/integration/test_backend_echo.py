@@ -64,7 +64,7 @@ async def test_completions(client: BackendClient) -> None:
     """Predict answers at once what PredictStream answers in pieces; the token ids are counted."""
     await client.load_model(ModelOptions(Model="m"), LIMIT)
     prompt = PredictOptions(Prompt="one two three", ModelIdentity="m")
-    whole = await client.predict(prompt, LIMIT)
+    whole = await anext(aiter(client.predict(prompt, LIMIT)))
     pieces = [reply.message async for reply in client.predict_stream(prompt, LIMIT)]
     assert whole.message == b"".join(pieces) == b"one two three"
     assert len(pieces) == 3
@@ -80,7 +80,7 @@ async def test_every_method_needs_the_token(backend: Backend, token: str) -> Non
         stranger.health(LIMIT),
         stranger.load_model(ModelOptions(Model="m"), LIMIT),
         stranger.embedding(text("a cat"), LIMIT),
-        stranger.predict(PredictOptions(Prompt="a"), LIMIT),
+        anext(aiter(stranger.predict(PredictOptions(Prompt="a"), LIMIT))),
         stranger.tokenize(PredictOptions(Prompt="a"), LIMIT),
         stranger.status(LIMIT),
         stranger.free(LIMIT),

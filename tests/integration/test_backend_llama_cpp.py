@@ -316,6 +316,18 @@ async def test_a_cancelled_stream_ends_its_work(engine: Engine) -> None:
     assert await clock.wait_until(engine.idle, timeout=3.0, every=0.02)
 
 
+async def test_a_cancelled_whole_answer_ends_its_work(engine: Engine) -> None:
+    """It is streamed inside, so it ends as a stream does."""
+    answering = asyncio.ensure_future(engine.said(prompt("Once upon", tokens=900, IgnoreEOS=True)))
+
+    async def begun() -> bool:
+        return await engine.running() == 1
+
+    assert await clock.wait_until(begun, timeout=LIMIT, every=0.01)
+    answering.cancel()
+    assert await clock.wait_until(engine.idle, timeout=3.0, every=0.02)
+
+
 async def test_a_cancelled_prompt_ends_with_its_batch(engine: Engine) -> None:
     """Before the first token the work ends after the batch that is being read, not with the whole prompt."""
     request = prompt(" ".join(str(number) for number in range(110)), tokens=1)

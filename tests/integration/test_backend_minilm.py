@@ -72,7 +72,7 @@ async def test_any_text_has_a_unit_vector(client: BackendClient, text: str) -> N
 async def test_it_offers_no_completions(client: BackendClient) -> None:
     """Methods an engine does not offer answer UNIMPLEMENTED."""
     with pytest.raises(errors.Unimplemented):
-        await client.predict(PredictOptions(Prompt="hello"), LIMIT)
+        await anext(aiter(client.predict(PredictOptions(Prompt="hello"), LIMIT)))
 
 
 async def test_it_carries_one_model_only(client: BackendClient) -> None:

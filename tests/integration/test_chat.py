@@ -13,7 +13,7 @@ from pytest_django import Settings
 
 from localai_cluster import clock
 from localai_cluster.asgi import application
-from localai_cluster.rpc.messages import ChatDelta, Reply
+from localai_cluster.rpc.messages import ChatDelta, PredictOptions, Reply
 from nodes.inference import streams
 from nodes.models import BackendNode, NodeModel
 from nodes.replicas import leaving
@@ -108,8 +108,6 @@ def test_the_first_piece_leaves_at_once() -> None:
 @pytest.mark.rule("R2.73")
 @pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
 def test_a_leaving_client_ends_the_engines_work(stream: bool) -> None:
-    """Engines stream for whole answers too, so both end where the engine stands."""
-
     async def scenario(*_: Any) -> None:
         async with asked(application, CHAT, ASK | {"stream": stream}) as (answer, work):
             assert await clock.wait_until(lambda: _is(engine.sent > 0), timeout=60, every=0.01)
@@ -246,6 +244,14 @@ def test_an_engine_that_says_nothing_is_given_up(settings: Settings) -> None:
     assert json.loads(answer.taken)["error"]["code"] == "backend_timeout"
 
 
+def test_a_whole_answer_has_the_limit_of_a_request(settings: Settings) -> None:
+    """It is one piece, so only a stream shows that the engine still works."""
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, request_timeout=0.3, stream_stall=60)
+    answer, _ = one(ASK, [*words("Half"), asyncio.Event()])
+    assert (answer.status, answer.body["error"]["code"]) == (503, "backend_timeout")
+    assert "a streamed one may take longer" in answer.body["error"]["message"]
+
+
 def test_a_process_that_stops_ends_its_streams_with_an_error() -> None:
     """A client that only sees its connection break cannot tell the answer's half from its whole."""
 
@@ -370,10 +376,8 @@ def test_many_choices_of_one_request() -> None:
 
 def test_the_first_choice_that_fails_ends_the_others() -> None:
     class Uneven(Scripted):
-        async def _played(self, context: Any) -> Any:
-            self.script = [Refusal(grpc.StatusCode.INTERNAL)] if len(self.asked) > 2 else [asyncio.Event()]
-            async for step in super()._played(context):
-                yield step
+        def script_for(self, request: PredictOptions) -> Iterable[Step]:
+            return [Refusal(grpc.StatusCode.INTERNAL)] if len(self.asked) > 2 else [asyncio.Event()]
 
     answer = play(lambda client, _: reply(client.post(CHAT, ASK | {"n": 3})), Uneven())
     assert (answer.status, answer.body["error"]["code"]) == (503, "backend_failed")
@@ -454,6 +458,18 @@ def test_an_engine_that_does_not_stream_answers_whole() -> None:
     engine = Scripted(words("at once"), streams=False)
     answer: Streamed = play(lambda *_: finished(ASK | {"stream": True}), engine)
     assert answer.text == "at once"
+
+
+@pytest.mark.rule("grpc-Predict", "grpc-PredictStream")
+def test_a_whole_answer_is_one_piece_unless_the_engine_only_streams() -> None:
+    """No token passes through the web process on its own, and the end is told as that of a stream."""
+    script = [*words("One two"), {"localai-cached-tokens": "3", "localai-finish-reason": "length"}]
+    for engine in (Scripted(script, streams=False), Scripted(script, answers_whole=False)):
+        answer = play(lambda client, _: reply(client.post(CHAT, ASK)), engine)
+        (choice,) = answer.body["choices"]
+        assert (choice["message"]["content"], choice["finish_reason"]) == ("One two", "length")
+        assert answer.body["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+        assert len(engine.asked) == 1
 
 
 def test_a_character_may_be_cut_between_two_pieces() -> None:

@@ -12,6 +12,7 @@ from pytest_django import Settings
 
 from localai_cluster import clock
 from localai_cluster.asgi import application
+from localai_cluster.rpc.messages import Reply
 from nodes.inference import streams
 from nodes.models import BackendNode
 from tests.support import hot
@@ -103,6 +104,19 @@ def test_ollama_streams_unless_it_is_told_not_to() -> None:
     *_, last = told(OLLAMA, answer.taken)
     assert (last["done"], last["done_reason"], last["eval_count"]) == (True, "stop", 2)
     assert last["total_duration"] >= last["eval_duration"] >= 0
+
+
+@pytest.mark.parametrize("said", [20.0, 0.0, float("nan"), -5.0, 1e9], ids=str)
+def test_what_the_prompt_of_a_whole_answer_took_is_what_the_engine_says(said: float) -> None:
+    """Within what was measured; the rest of that made the answer."""
+    script = [0.05, Reply(message=b"One", tokens=1, prompt_tokens=7, timing_prompt_processing=said)]
+    answer, _ = one(BODIES[OLLAMA], script, OLLAMA)
+    prompt, rest = answer.body["prompt_eval_duration"], answer.body["eval_duration"]
+    measured = answer.body["total_duration"] - answer.body["load_duration"]
+    assert prompt + rest == pytest.approx(measured, abs=10)
+    expected = {20.0: 20_000_000, 1e9: prompt}.get(said, 0)
+    assert prompt == pytest.approx(expected, abs=10)
+    assert (prompt > 0) is (said > 0)
 
 
 @pytest.mark.parametrize("path", [MESSAGES, RESPONSES, OLLAMA], ids=["messages", "responses", "chat"])

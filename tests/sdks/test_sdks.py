@@ -3,20 +3,19 @@
 import asyncio
 import dataclasses
 import os
-from collections.abc import AsyncIterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
 from pytest_django import Settings
 
-from localai_cluster.rpc.messages import PredictOptions, Reply
+from localai_cluster.rpc.messages import PredictOptions
 from tests.sdks.install import command, install
 from tests.support import hot
 from tests.support.effort import swept
 from tests.support.environment import API_KEY
-from tests.support.scripted import Refusal, Scripted, call, running, words
+from tests.support.scripted import Refusal, Scripted, Step, call, running, words
 from tests.support.served import served
 
 pytestmark = [pytest.mark.django_db(transaction=True), swept]
@@ -30,22 +29,18 @@ FAILURE = Refusal(grpc.StatusCode.INTERNAL, "out of ideas")
 class Obliging(Scripted):
     """Does what the request asks for: `playing.py` says what that is."""
 
-    async def PredictStream(self, request: PredictOptions, context: Any) -> AsyncIterator[Reply]:
-        """Chooses the script, and plays it."""
+    def script_for(self, request: PredictOptions) -> Iterable[Step]:
         said = request.Messages[-1] if request.Messages else None
         text = said.content if said else request.Prompt
         if request.Tools and said and said.role != "tool":
-            self.script = call(0, "weather", '{"city":', ' "Rome"}', id="call_1")
-        elif request.Grammar:
-            self.script = words('{"name": "Rome", "people": 3}')
-        elif text == "Break off.":
-            self.script = [*words("Half"), FAILURE]
-        elif text == "Fail.":
-            self.script = [FAILURE]
-        else:
-            self.script = [*words("Hello you, how are you?"), {"localai-cached-tokens": "3"}]
-        async for reply in super().PredictStream(request, context):
-            yield reply
+            return call(0, "weather", '{"city":', ' "Rome"}', id="call_1")
+        if request.Grammar:
+            return words('{"name": "Rome", "people": 3}')
+        if text == "Break off.":
+            return [*words("Half"), FAILURE]
+        if text == "Fail.":
+            return [FAILURE]
+        return [*words("Hello you, how are you?"), {"localai-cached-tokens": "3"}]
 
 
 @pytest.fixture(scope="module", autouse=True)

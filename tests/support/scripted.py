@@ -88,6 +88,7 @@ class Scripted(_Servicer):
 
     script: Iterable[Step] = ()
     streams: bool = True
+    answers_whole: bool = True
     asked: list[PredictOptions] = field(default_factory=list)
     others: list[Any] = field(default_factory=list)
     open: int = 0
@@ -103,22 +104,38 @@ class Scripted(_Servicer):
         self.asked.append(request)
         self.open += 1
         try:
-            async for reply in self._played(context):
+            async for reply in self._played(request, context):
                 yield reply
                 self.sent += 1
         finally:
             self.open -= 1
 
     async def Predict(self, request: PredictOptions, context: Any) -> Reply:
+        if not self.answers_whole:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "only streams")
         self.asked.append(request)
+        self.open += 1
         whole = Reply()
-        async for reply in self._played(context):
-            whole.message += reply.message
-            whole.tokens, whole.prompt_tokens = reply.tokens, reply.prompt_tokens
+        tokens: list[Any] = []
+        try:
+            async for reply in self._played(request, context):
+                self.sent += 1
+                tokens += json.loads(reply.logprobs)["content"] if reply.logprobs else []
+                whole.message += reply.message
+                whole.chat_deltas.extend(reply.chat_deltas)
+                whole.tokens, whole.prompt_tokens = reply.tokens, reply.prompt_tokens
+                whole.timing_prompt_processing = reply.timing_prompt_processing
+        finally:
+            self.open -= 1
+        whole.logprobs = json.dumps({"content": tokens}).encode() if tokens else b""
         return whole
 
-    async def _played(self, context: Any) -> AsyncIterator[Reply]:
-        for step in self.script:
+    def script_for(self, request: PredictOptions) -> Iterable[Step]:
+        """What this call plays."""
+        return self.script
+
+    async def _played(self, request: PredictOptions, context: Any) -> AsyncIterator[Reply]:
+        for step in self.script_for(request):
             if isinstance(step, Reply):
                 yield step
             elif isinstance(step, asyncio.Event):
