@@ -1,7 +1,7 @@
 """The NATS adapter against a real server: loss, refusal, order and bounds."""
 
 import asyncio
-import contextlib
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -14,6 +14,7 @@ from localai_cluster.messaging.bus import (
     RequestTimeout,
 )
 from localai_cluster.messaging.codec import DecodeError, encode
+from localai_cluster.messaging.link import Link
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.messaging.servers import parse_url
 from tests.conformance.worker_support import INBOX, NatsServer, ask, eventually
@@ -153,14 +154,7 @@ async def test_closing_lets_a_running_handler_answer(nats: NatsServer, bus: Nats
         return b"done"
 
     await leaving.subscribe("long", long)
-
-    async def asked() -> bytes:
-        while True:
-            # A busy server has said that nothing listens, right after the flush of the subscription.
-            with contextlib.suppress(NoResponders):
-                return await bus.request("long", b"", 60, inbox=INBOX)
-
-    reply = asyncio.create_task(asked())
+    reply = asyncio.create_task(bus.request("long", b"", 60, inbox=INBOX))
     await asyncio.wait_for(taken.wait(), 30)
     closing = asyncio.create_task(leaving.close())
     finish.set()
@@ -168,6 +162,35 @@ async def test_closing_lets_a_running_handler_answer(nats: NatsServer, bus: Nats
     await closing
     with pytest.raises(NoResponders):
         await bus.request("long", b"", 2, inbox=INBOX)
+
+
+async def test_a_flush_follows_what_was_said_before_it(nats: NatsServer) -> None:
+    """Or its answer would not show that the server knows a subscription, and a request would find none."""
+    heard = bytearray()
+
+    async def overheard(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        onward, back = await asyncio.open_connection(server.hostname, server.port)
+
+        async def passed(source: asyncio.StreamReader, sink: asyncio.StreamWriter, note: bytearray) -> None:
+            while data := await source.read(65536):
+                note += data
+                sink.write(data)
+            sink.close()
+
+        await asyncio.gather(passed(reader, back, heard), passed(onward, writer, bytearray()))
+
+    server = urlsplit(nats.url)
+    between = await asyncio.start_server(overheard, "127.0.0.1", 0)
+    link = Link(lambda text: None)
+    port = between.sockets[0].getsockname()[1]
+    await link.dial(parse_url(nats.url.replace(f":{server.port}", f":{port}")), "flushing")
+    heard.clear()
+    await link.client.subscribe("quick")
+    await link.client.flush()
+    assert 0 <= heard.find(b"SUB quick") < heard.find(b"PING")
+    await link.discard()
+    between.close()
+    await between.wait_closed()
 
 
 def test_credentials_leave_the_url() -> None:
