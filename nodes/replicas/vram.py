@@ -103,7 +103,8 @@ def take(node: BackendNode, need: Need, *, now: datetime, soon: Collection[Resid
     shares = fit(free_later, later, need.vram)
     if shares is None and need.vram_required:
         return None
-    if shares is None:
+    if shares is None and node.total_vram:
+        # Without a GPU all models use the main memory, and there is nothing to be said.
         log.warning("%s has too little free VRAM for a load that needs %d bytes", node.name, need.vram)
     expected = filled(later, need.vram) if shares is None else shares
     amount = total(shares or {}, need.vram)

@@ -196,6 +196,15 @@ def test_a_refusal_before_the_first_byte_has_its_status() -> None:
     assert json.loads(answer.taken)["error"]["param"] == "tool_choice"
 
 
+@pytest.mark.parametrize(
+    "engine", ["the request exceeds the available context size (8192 tokens)", "Context window"]
+)
+def test_a_prompt_beyond_the_context_has_openais_code(engine: str) -> None:
+    answer, _ = one(ASK, [Refusal(grpc.StatusCode.INVALID_ARGUMENT, engine)])
+    error = answer.body["error"]
+    assert (answer.status, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
+
+
 @pytest.mark.rule("http-6.1")  # D-STREAM-STATUS
 def test_a_model_that_is_not_loaded_in_time_is_a_503_of_a_stream_too(settings: Settings) -> None:
     settings.CLUSTER = dataclasses.replace(settings.CLUSTER, model_load_wait=0.2)

@@ -338,6 +338,25 @@ def test_what_ollamas_clients_ask_about_models(definitions: Path) -> None:
     play(scenario, Scripted())
 
 
+@pytest.mark.rule("http-6b")
+def test_ollamas_default_tag_is_no_part_of_a_models_name() -> None:
+    tagged = {"model": "m:latest"}
+
+    async def scenario(client: hot.Client, _: Any) -> None:
+        for path, body in {
+            OLLAMA: BODIES[OLLAMA],
+            GENERATE: BODIES[GENERATE],
+            "/api/embed": {"input": "a"},
+            "/api/embeddings": {"prompt": "a"},
+            "/api/show": {},
+        }.items():
+            answer = await reply(client.post(path, body | tagged))
+            assert answer.status == 200, path
+        assert (await reply(client.post(OLLAMA, BODIES[OLLAMA] | {"model": "m:other"}))).status == 404
+
+    play(scenario, Scripted(words("One two")))
+
+
 def test_a_refusal_of_an_engine_names_the_clients_field() -> None:
     """In the client's dialect, not in OpenAI's."""
     schema = {"type": "object"}
