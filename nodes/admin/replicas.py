@@ -5,6 +5,7 @@ from django.contrib import admin
 from localai_cluster.web.admin import Observed
 from nodes.models import (
     BackendOffer,
+    BroughtModel,
     EngineStart,
     FileHash,
     MassSilence,
@@ -78,6 +79,15 @@ class MassSilenceAdmin(Observed):
     """That many nodes fell silent at once, while they are kept for that."""
 
     list_display = ("__str__", "since", "until")
+
+
+@admin.register(BroughtModel)
+class BroughtModelAdmin(Observed):
+    """How much of each model's files the nodes have."""
+
+    list_display = ("model_name", "node", "size", "seen_at")
+    list_select_related = ("node",)
+    search_fields = ("model_name",)
 
 
 @admin.register(FileHash)

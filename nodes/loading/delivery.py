@@ -22,8 +22,10 @@ from nodes.models import BackendNode
 from nodes.placement import deadlines, estimate
 from nodes.placement.choose import gib
 from nodes.registry import dialling
+from nodes.registry.http_client import client_of
 from nodes.replicas import slots
 from nodes.replicas.slots import Slot
+from nodes.staging import brought
 from nodes.staging.meter import Meter
 from nodes.staging.plan import MODEL_FILE, FilePlan, Unsendable, plan
 from nodes.staging.send import Lanes, Sending, Sent
@@ -153,7 +155,7 @@ async def _bounded(attempt: Delivering, planned: FilePlan, lanes: Lanes) -> Sent
 async def _sent(attempt: Delivering, planned: FilePlan, lanes: Lanes) -> Sent:
     slot = attempt.slot
     try:
-        server = await in_thread(_server, slot, planned.total)
+        server = await in_thread(dialling.http_server, slot.node_id)
     except errors.NotFound as gone:
         raise WorkerGone(gone.message) from gone
     except (dialling.NotReachable, dialling.AddressRefused, errors.Conflict) as refusal:
@@ -161,23 +163,33 @@ async def _sent(attempt: Delivering, planned: FilePlan, lanes: Lanes) -> Sent:
     meter = Meter({file.relative: file.size for file in planned.files.values()}, slot.node_name)
     meter.waits(f"looking for the files of {attempt.definition.name} on {slot.node_name}")
     await attempt.work.report(_tick(attempt, meter))
-    sending = Sending(attempt.definition.name, planned, server, slot.node_id, lanes, meter)
-    sent = await unless(_told(attempt, meter), sending.run())
-    attempt.work.progress(_tick(attempt, meter))
-    return sent
+    async with client_of(server) as client:
+        sending = Sending(attempt.definition.name, planned, client, slot.node_id, lanes, meter)
+        return await unless(_told(attempt, meter), _looked_and_sent(attempt, sending))
 
 
-def _server(slot: Slot, payload: int) -> dialling.HttpServer:
-    """The worker's HTTP server, if its node still has room (R2.38): others may have brought files there."""
-    server = dialling.http_server(slot.node_id)
+async def _looked_and_sent(attempt: Delivering, sending: Sending) -> Sent:
+    """What is there is noted, also of an attempt that fails: so much less space does the next one need."""
+    missing, name = await sending.look(), attempt.definition.name
+    try:
+        await in_thread(_check_room, attempt.slot, missing)
+        sent = await sending.run()
+        attempt.work.progress(_tick(attempt, sending.meter))
+        return sent
+    finally:
+        there = sending.meter.current
+        await in_thread(lambda: brought.remember(attempt.slot.node_id, name, there, now=clock.now()))
+
+
+def _check_room(slot: Slot, missing: int) -> None:
+    """R2.38: whether the node has room for what is not there; others may have brought files since."""
     node = BackendNode.objects.filter(pk=slot.node_id).first()
-    needed = estimate.disk(payload)
+    needed = estimate.disk(missing) if missing else 0
     if node is not None and node.total_disk > 0 and node.available_disk < needed:
         said = f"{gib(node.available_disk)} of disk space free, {gib(needed)} needed"
         if conf.cluster().disk_headroom_check:
             raise NodeRefused(f"staging: {said}")
         log.warning("%s: %s", slot.node_name, said)
-    return server
 
 
 async def _told(attempt: Delivering, meter: Meter) -> NoReturn:

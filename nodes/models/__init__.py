@@ -12,13 +12,14 @@ from nodes.models.reasons import DecisionKind, PlacementLog, PlacementOutcome, P
 from nodes.models.replica import BEING_LOADED, NodeModel, ReplicaState, ReplicaUse, WebProcess
 from nodes.models.samples import NodeSample
 from nodes.models.silence import MassSilence
-from nodes.models.staging import FileHash
+from nodes.models.staging import BroughtModel, FileHash
 from nodes.models.upgrades import BackendOffer, UpgradeCheck
 
 __all__ = [
     "BEING_LOADED",
     "BackendNode",
     "BackendOffer",
+    "BroughtModel",
     "BusCredential",
     "DecisionKind",
     "EngineStart",

@@ -89,6 +89,8 @@ class Candidate:
     total_disk: int = 0
     """0 = not reported."""
     available_disk: int = 0
+    brought: int = 0
+    """Bytes of this model's files that it has."""
     gpus: Rooms = frozenset()
     """What is effectively free on each GPU, by index; empty if the node does not tell them."""
     conflicts: frozenset[str] = frozenset()
@@ -174,8 +176,8 @@ def refusal(
 
 
 def lacks_disk(node: Candidate, need: Need) -> bool:
-    """R2.38: whether it reports a disk, and that with less space than needed."""
-    return node.total_disk > 0 and node.available_disk < need.disk
+    """R2.38: whether it reports a disk, and that with less space than is needed beside what is there."""
+    return node.total_disk > 0 and node.available_disk + node.brought < need.disk
 
 
 def has_memory(node: Candidate, need: Need) -> bool:

@@ -1,8 +1,8 @@
 """The decision of a load as sections of a log, and read back from them. Pure.
 
 What all loads see of the nodes is one section; what only this model has there (slots taken, labels asked for,
-concurrency groups) are sections of the model, and what only this load knows is one of the load. So two loads
-of different models share what they can.
+concurrency groups, files) are sections of the model, and what only this load knows is one of the load. So two
+loads of different models share what they can.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -27,6 +27,7 @@ _OF_MODEL: Mapping[str, _Read] = {
     "taken": frozenset,
     "labels": lambda pairs: frozenset(map(tuple, pairs)),
     "conflicts": frozenset,
+    "brought": lambda size: size or 0,
 }
 """What of a node is another thing for each model, a section each; and how it is read back."""
 _READ: Mapping[str, _Read] = {"id": UUID}

@@ -49,7 +49,7 @@ def _emptied(node: Candidate, room: Eviction) -> Candidate:
 
 def _with(node: Candidate, index: int, need: Need) -> Candidate:
     """The node when the replica is loaded; the model's files are there once."""
-    disk = 0 if node.taken else need.disk
+    disk = 0 if node.taken else max(need.disk - node.brought, 0)
     shares = shares_of(node, need)
     if shares is None:
         shares = filled(node.gpus, need.vram)

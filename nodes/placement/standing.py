@@ -27,17 +27,24 @@ _REBUILT = 8
 
 @dataclass(frozen=True)
 class Own:
-    """What a model sees of nodes that others do not: its slots taken there, and models of its groups."""
+    """What a model sees of nodes that others do not: slots taken, models of its groups, files."""
 
     taken: Mapping[UUID, frozenset[int]] = field(default_factory=dict)
     conflicts: Mapping[UUID, frozenset[str]] = field(default_factory=dict)
+    brought: Mapping[UUID, int] = field(default_factory=dict)
+
+    def nodes(self) -> set[UUID]:
+        """Those that it sees so."""
+        return {*self.taken, *self.conflicts, *self.brought}
 
     def of(self, node: Candidate) -> Candidate:
         """The node as the model sees it."""
-        taken, conflicts = self.taken.get(node.id), self.conflicts.get(node.id)
-        if taken is None and conflicts is None:
-            return node
-        return replace(node, taken=taken or frozenset(), conflicts=conflicts or frozenset())
+        return replace(
+            node,
+            taken=self.taken.get(node.id, frozenset()),
+            conflicts=self.conflicts.get(node.id, frozenset()),
+            brought=self.brought.get(node.id, 0),
+        )
 
 
 NOTHING_OWN = Own()
@@ -137,7 +144,7 @@ class StandingFleet:
         need, selector = asked.need, asked.selector
         standing = self._standing(need, selector.labels)
         nodes, refused, order = standing.nodes.copy(), standing.refused.copy(), standing.order.copy()
-        for id in {*own.taken, *own.conflicts, *asked.setbacks, *asked.resting} & nodes.keys():
+        for id in (own.nodes() | {*asked.setbacks, *asked.resting}) & nodes.keys():
             if refused.pop(id, None) is None:
                 order.remove(id, standing.ranks[id])
             nodes[id] = node = own.of(nodes[id])

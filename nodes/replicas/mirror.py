@@ -184,25 +184,26 @@ class Mirror:
                 model_name, selector=asked.selector, only=only, besides=besides, conflicts=conflicts
             )
             return _plainly(asked, fleet)
+        brought = snapshot.files_there(model_name) if asked.need.disk else {}
         asked_in = self._looks
         with self._lock:
             if self._mark is None or self._looks == asked_in:  # else a look has begun since: it is as good
                 self._looks += 1
                 self._follow()
-            seen, decision = self._fleet.decide(asked, self._own(model_name, conflicts))
+            seen, decision = self._fleet.decide(asked, self._own(model_name, conflicts, brought))
         if only is None and not besides:
             return seen, decision
         allowed = (one for one in seen.nodes if one.id not in besides and (only is None or one.id in only))
         return _plainly(asked, list(allowed))
 
-    def _own(self, model_name: str, conflicts: Collection[str]) -> Own:
+    def _own(self, model_name: str, conflicts: Collection[str], brought: Mapping[UUID, int]) -> Own:
         taken: dict[UUID, frozenset[int]] = {}
         for one in self._replicas.of(model_name):
             taken[one.node_id] = taken.get(one.node_id, frozenset()) | {one.slot}
         there: dict[UUID, frozenset[str]] = {}
         for one in (one for name in conflicts for one in self._replicas.of(name) if one.loaded):
             there[one.node_id] = there.get(one.node_id, frozenset()) | {one.model_name}
-        return Own(taken, there)
+        return Own(taken, there, brought)
 
     def _follow(self) -> None:
         before, self._mark = self._mark, None  # whatever ends a look half-way, the next one begins again

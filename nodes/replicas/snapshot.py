@@ -9,7 +9,15 @@ from uuid import UUID
 from django.db.models import Count, Q, Sum
 from django.db.models.functions import Coalesce
 
-from nodes.models import BEING_LOADED, BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel, selectors
+from nodes.models import (
+    BEING_LOADED,
+    BackendNode,
+    BroughtModel,
+    ModelSchedulingConfig,
+    NodeLabel,
+    NodeModel,
+    selectors,
+)
 from nodes.placement.choose import Candidate
 from nodes.placement.reservations import Reservation
 from nodes.placement.selector import ANY, Selector
@@ -67,7 +75,7 @@ def fleet(
     conflicts: Collection[str] = (),
 ) -> list[Candidate]:
     """Every node, or only these, and not `besides`, as placement sees them, with the labels that `selector`
-    asks for; three queries for any number, four with a selector, one more with `conflicts`.
+    asks for; four queries for any number, five with a selector, one more with `conflicts`.
 
     Those are the models that share a concurrency group with this one.
     """
@@ -79,7 +87,7 @@ def fleet(
         asked_for = NodeLabel.objects.filter(key__in=[key for key, _ in selector.labels])
         for node_id, key, value in asked_for.values_list("node_id", "key", "value"):
             labels.setdefault(node_id, set()).add((key, value))
-    there = _loaded_among(conflicts)
+    there, brought = _loaded_among(conflicts), files_there(model_name)
     asked = BackendNode.objects.all() if only is None else BackendNode.objects.filter(pk__in=only)
     nodes = asked.exclude(pk__in=besides).annotate(
         loaded=Count("replicas", filter=Q(replicas__state="loaded")),
@@ -92,9 +100,16 @@ def fleet(
             taken=frozenset(taken.get(row["id"], ())),
             labels=frozenset(labels.get(row["id"], ())),
             conflicts=frozenset(there.get(row["id"], ())),
+            brought=brought.get(row["id"], 0),
         )
         for row in nodes.values(*COLUMNS, "loaded", "busy")
     ]
+
+
+def files_there(model_name: str) -> dict[UUID, int]:
+    """Bytes of the model's files on each node that has any."""
+    rows = BroughtModel.objects.filter(model_name=model_name)
+    return dict(rows.values_list("node_id", "size"))
 
 
 def candidate(

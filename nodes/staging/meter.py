@@ -44,6 +44,10 @@ class Meter:
         """The number of the file that is sent, from 1."""
         return min(len(self._there) + 1, len(self.sizes))
 
+    def finds(self, relative: str, position: int) -> None:
+        """So much of the file is there, if it is the same file."""
+        self._at[relative] = position
+
     def starts(self, relative: str, position: int) -> None:
         """The file is sent from here on; what is before it is there already."""
         self._at[relative] = position

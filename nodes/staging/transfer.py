@@ -10,9 +10,10 @@ worker's: another controller goes on where this one was killed.
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
+from typing import TypeVar
 
 import httpx
 
@@ -40,6 +41,9 @@ _HASH, _TARGET, _SIZE, _PATH = "X-Content-SHA256", "X-Target-SHA256", "X-File-Si
 _NOT_FOR_US = (401, 403)
 _FULL = 507
 _NO_SPACE = ("no space left", "disk quota exceeded", "not enough space", "insufficient storage")
+
+
+Result = TypeVar("Result")
 
 
 class FileRefused(Exception):
@@ -109,33 +113,40 @@ class Transfer:
         self._moved_at = 0.0
         self._hashing_since: float | None = None
         self._reason = "no answer"
+        self._seen = Remote()
+
+    async def look(self) -> None:
+        """Sees how much of the file is there, as its size says. Raises FileRefused and Stalled."""
+        await self._watched(self._look)
 
     async def bring(self) -> str:
         """The file's path on the worker, where it is now. Raises FileRefused, Stalled, Changed, OSError."""
+        return await self._watched(self._bring)
+
+    async def _watched(self, step: Callable[[], Awaitable[Result]]) -> Result:
         try:
             async with asyncio.timeout(self._stall) as self._watch:
                 self._moves()
-                return await self._bring()
+                return await step()
         except TimeoutError:
             if not self._watch.expired():
                 raise
             limit = f"{self._stall:g} s"
             raise Stalled(f"{self._file.relative} got no further for {limit} ({self._reason})") from None
 
-    async def _bring(self) -> str:
-        first = await self._first_look()
-        sha256, stamp = await hash_of(self._file, self._read)
-        if not first.has(sha256):
-            return await self._send(sha256, stamp)
-        self._meter.arrived(self._file.relative)
-        return first.path
-
-    async def _first_look(self) -> Remote:
+    async def _look(self) -> None:
         try:
-            return await self._head()
+            self._seen = await self._head()
         except httpx.TransportError as error:
             self._reason = _words(error)
-            return Remote()
+        self._meter.finds(self._file.relative, min(self._seen.size, self._file.size))
+
+    async def _bring(self) -> str:
+        sha256, stamp = await hash_of(self._file, self._read)
+        if not self._seen.has(sha256):
+            return await self._send(sha256, stamp)
+        self._meter.arrived(self._file.relative)
+        return self._seen.path
 
     async def _send(self, sha256: str, stamp: str) -> str:
         """Attempts, until the file is there."""

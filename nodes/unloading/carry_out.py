@@ -25,6 +25,7 @@ from nodes.loading.exact_stop import Stopped, stop_exactly
 from nodes.models import BackendNode
 from nodes.replicas import leaving, retire
 from nodes.replicas.leaving import Leaving
+from nodes.staging import brought
 from nodes.unloading import asking
 from operations import targets
 from operations.executor.work import Work, in_thread
@@ -164,6 +165,7 @@ class DeleteModel(UnloadModel):
             answer = await Worker(self._bus, str(part.node_id), part.name).delete_model(model)
             match answer:
                 case Done():
+                    await in_thread(brought.forget, part.node_id, model)
                     return Stopped(True)
                 case Refused(reason) | Unreadable(reason):
                     return Stopped(True, reason)

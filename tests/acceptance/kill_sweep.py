@@ -250,6 +250,11 @@ class Sweep:
         """As an admin."""
         httpx.delete(web.url + path, headers=ADMIN, timeout=20)
 
+    def registered(self) -> bool:
+        """Whether every simulated worker has a node; one whose node was removed comes back as another."""
+        found = self.cluster.rows("SELECT id::text FROM backend_nodes")
+        return {worker.node_id for worker in self.fleet.workers} <= {id for (id,) in found}
+
     def id_of(self, name: str) -> str:
         """The newest operation on a backend or model."""
         query = "SELECT id::text FROM operations WHERE element = %s ORDER BY created_at DESC LIMIT 1"
@@ -394,6 +399,7 @@ def kill(sweep: Sweep, one: Round) -> Result:
     sweep.controllers.clear()
     sweep.gate.unlink(missing_ok=True)
     sweep.opened = False
+    eventually(sweep.registered, what="the workers are back from the round before")
     sweep.script(install=Act(seconds=0.6, ticks=4), upgrade=Act(seconds=0.6, ticks=4))
     watch, name, wrong, outcome = Watch(sweep.cluster.postgres.url, since), sweep.name(), [], ""
     visited = True

@@ -18,9 +18,11 @@ from localai_cluster.messaging import subjects
 from nodes.loading import delivery, engines, load, wait
 from nodes.loading.failures import LoadFailed, NodeRefused, refusals
 from nodes.models import BackendNode, EngineStart, NodeModel
-from nodes.placement.choose import NOTHING
-from nodes.replicas import retire, slots, snapshot
-from nodes.staging import transfer
+from nodes.placement import estimate
+from nodes.placement.choose import NOTHING, Need, Reason, refusal
+from nodes.placement.explain import FleetView
+from nodes.replicas import mirror, retire, slots, snapshot
+from nodes.staging import brought, transfer
 from nodes.staging.plan import plan
 from nodes.staging.source import OpenedFile
 from operations.executor.operation_queue import write_batch
@@ -242,17 +244,51 @@ async def test_a_model_without_a_file_here_loads_by_its_name(
 
 @pytest.mark.rule("worker-16", "R2.38", "T-DSK-11")
 async def test_the_disk_is_looked_at_again_just_before(
-    stage: Stage, files: Path, told: list[Any], tmp_path: Path, settings: Settings
+    stage: Stage, files: Path, told: list[Any], settings: Settings
 ) -> None:
     """Others may have brought files since the node was chosen."""
     slot = await in_thread(taken, stage, stage.one, stage.work)
-    lack = {"total_disk": 10**12, "available_disk": 10**9}
-    async with worker(tmp_path / "w", stage.one) as server:
-        await in_thread(lambda: BackendNode.objects.filter(pk=stage.one.pk).update(**lack))
-        with pytest.raises(NodeRefused, match=r"0\.9 GiB of disk space free, 1\.0 GiB needed"):
-            await in_thread(delivery._server, slot, SIZE)
-        settings.CLUSTER = replace(settings.CLUSTER, disk_headroom_check=False)
-        assert (await in_thread(delivery._server, slot, SIZE)).contact.address == server.address
+    await in_thread(disk_of, stage.one, 10**9)
+    with pytest.raises(NodeRefused, match=r"0\.9 GiB of disk space free, 1\.0 GiB needed"):
+        await in_thread(delivery._check_room, slot, SIZE)
+    await in_thread(delivery._check_room, slot, 0)
+    settings.CLUSTER = replace(settings.CLUSTER, disk_headroom_check=False)
+    await in_thread(delivery._check_room, slot, SIZE)
+
+
+@pytest.mark.rule("R2.38")  # D-DISK-BROUGHT
+async def test_a_node_needs_no_space_for_files_that_it_has(
+    stage: Stage, files: Path, told: list[Any], tmp_path: Path
+) -> None:
+    """A full disk keeps out a model that it has not, and takes one back that it has, also half of it."""
+    need = Need(disk=estimate.disk(40 * 2**30), disk_required=True)
+
+    def refused() -> Any:
+        looks = snapshot.fleet("echo"), mirror.Mirror().decided("echo", FleetView((), need))[0].nodes
+        first, second = ({one.id: refusal(one, need=need) for one in nodes} for nodes in looks)
+        assert first == second
+        return first[stage.one.pk]
+
+    async with worker(tmp_path / "w", stage.one):
+        await in_thread(disk_of, stage.one, 2 * 2**30)
+        assert await in_thread(refused) is Reason.DISK
+        await in_thread(lambda: brought.remember(stage.one.pk, "echo", 30 * 2**30, now=clock.now()))
+        assert await in_thread(refused) is Reason.DISK
+        await in_thread(lambda: brought.remember(stage.one.pk, "echo", 40 * 2**30, now=clock.now()))
+        assert await in_thread(refused) is None
+        await stage.handler(stage.work)
+        there = await in_thread(snapshot.files_there, "echo")
+        assert there == {stage.one.pk: SIZE + len(b"projector")}
+        await in_thread(disk_of, stage.one, 2**30)
+        await in_thread(lambda: NodeModel.objects.all().delete())
+        await in_thread(lambda: BackendNode.objects.exclude(pk=stage.one.pk).delete())
+        assert (await stage.handler(await in_thread(another_load)))["warnings"] == []
+    await in_thread(brought.forget, stage.one.pk, "echo")
+    assert await in_thread(snapshot.files_there, "echo") == {}
+
+
+def disk_of(node: BackendNode, free: int) -> None:
+    BackendNode.objects.filter(pk=node.pk).update(total_disk=10**12, available_disk=free)
 
 
 def taken(stage: Stage, node: BackendNode, work: Work) -> Any:

@@ -255,7 +255,7 @@ def test_the_facts_of_an_eviction_are_three_queries(django_assert_num_queries: A
     question = asked("m", need)
     with django_assert_num_queries(3):
         what_makes_room("m", question, question.view.decide())
-    with django_assert_num_queries(4):
+    with django_assert_num_queries(5):
         found = snapshot.fleet("m", conflicts={"a", "c"})
     assert {one.conflicts for one in found} == {frozenset({"a"})}
 

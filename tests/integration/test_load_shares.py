@@ -289,7 +289,7 @@ class TestPlacing:
         for size in (1, 5):
             for number in range(size):
                 labelled(f"{size}-{number}", tier="fast", zone="x", rack=str(number))
-            with django_assert_num_queries(5):
+            with django_assert_num_queries(6):
                 selector = snapshot.selectors_of(["m", "n"])["m"]
                 seen = snapshot.fleet("m", selector=selector)
             assert all(selector.matches(node.labels) for node in seen)

@@ -51,13 +51,17 @@ class Site:
     def planned(self, **options: Any) -> FilePlan:
         return plan(self.folder, "m", {"Model": "a.gguf", **options})
 
-    def sending(self, planned: FilePlan | None = None, node: Any = None) -> Sending:
+    @asynccontextmanager
+    async def sending(self, planned: FilePlan | None = None, node: Any = None) -> AsyncIterator[Sending]:
         made = planned or self.planned()
         meter = Meter({file.relative: file.size for file in made.files.values()}, "gpu")
-        return Sending("m", made, self.worker.server, node or uuid4(), self.lanes, meter, self.stall)
+        async with client_of(self.worker.server) as client:
+            yield Sending("m", made, client, node or uuid4(), self.lanes, meter, self.stall)
 
-    async def sent(self, planned: FilePlan | None = None) -> Sent:
-        return await self.sending(planned).run()
+    async def sent(self, planned: FilePlan | None = None, node: Any = None) -> Sent:
+        async with self.sending(planned, node) as sending:
+            await sending.look()
+            return await sending.run()
 
     def ranges(self) -> list[str]:
         return [one.headers.get("content-range", "") for one in self.worker.asked if one.method == "PUT"]
@@ -272,13 +276,10 @@ async def test_words_that_repeat_our_token_are_kept_without_it(tmp_path: Path) -
 @pytest.mark.rule("worker-13")
 async def test_a_token_that_is_refused_ends_it_before_any_byte(tmp_path: Path) -> None:
     async with site(tmp_path) as one:
-        sending = one.sending()
-        strange = one.worker.server.__class__(
-            "gpu", "healthy", type(one.worker.server.contact)(one.worker.address, "x")
-        )
-        object.__setattr__(sending, "server", strange)
-        with pytest.raises(FileRefused, match="does not accept our token"):
-            await sending.run()
+        async with one.sending() as sending:
+            sending.client.headers["Authorization"] = "Bearer x"
+            with pytest.raises(FileRefused, match="does not accept our token"):
+                await sending.look()
         assert [status for _, status in one.worker.steps] == [401]
 
 
@@ -406,7 +407,7 @@ async def test_several_files_at_once_within_both_bounds(tmp_path: Path) -> None:
             path.write_bytes(os.urandom(300_000))
         again = plan(one.folder, "m", {"Model": "tree"})
         one.lanes.all = asyncio.Semaphore(2)
-        await asyncio.gather(one.sending(again, node).run(), one.sending(planned_other(one), uuid4()).run())
+        await asyncio.gather(one.sent(again, node), one.sent(planned_other(one)))
         assert one.worker.most <= 2 < IN_ALL
 
 

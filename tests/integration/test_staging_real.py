@@ -14,6 +14,7 @@ import pytest
 from localai_cluster.worker import exchange
 from localai_cluster.worker.files import disk
 from nodes.registry.dialling import Contact, HttpServer
+from nodes.registry.http_client import client_of
 from nodes.staging import transfer
 from nodes.staging.meter import Meter
 from nodes.staging.plan import plan
@@ -73,7 +74,10 @@ async def send(folder: Path, address: str) -> tuple[Sent, Meter]:
     planned = plan(folder, "org/m", {"Model": "größe/a.gguf", "MMProj": "p.bin"})
     meter = Meter({file.relative: file.size for file in planned.files.values()}, "gpu")
     server = HttpServer("gpu", "healthy", Contact(address, worker_http.ENGINE_TOKEN))
-    return await Sending("org/m", planned, server, uuid4(), Lanes(), meter, 60.0).run(), meter
+    async with client_of(server) as client:
+        sending = Sending("org/m", planned, client, uuid4(), Lanes(), meter, 60.0)
+        await sending.look()
+        return await sending.run(), meter
 
 
 def spoiled(path: Path) -> Path:
@@ -155,7 +159,8 @@ async def test_a_checksum_without_its_file_does_not_keep_a_model_from_its_worker
     with worker_http.worker() as worker:
         server = HttpServer("gpu", "healthy", Contact(worker.address, worker_http.ENGINE_TOKEN))
         meter = Meter({file.relative: file.size for file in planned.files.values()}, "gpu")
-        sent = await Sending("m", planned, server, uuid4(), Lanes(), meter, 60.0).run()
+        async with client_of(server) as client:
+            sent = await Sending("m", planned, client, uuid4(), Lanes(), meter, 60.0).run()
         options, warnings = planned.told(sent.root, sent.failed)
         assert (options["ModelFile"], warnings) == (f"{sent.root}/tree", [])
         assert list(sent.failed) == ["tree/all.sha256"]

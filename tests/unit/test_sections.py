@@ -133,6 +133,7 @@ def test_every_field_of_a_node_comes_back() -> None:
         available_vram=5,
         total_disk=6,
         available_disk=7,
+        brought=8,
     )
     question = LoadQuestion(FleetView([node], Need(1, True, 2, True)))
     known = coded.known(read_back(coded.sections("1", "m", question)), "1", "m")
