@@ -114,7 +114,9 @@ SCREENS: tuple[tuple[str, str, Prepare], ...] = (
 
 def shoot(page: Page, name: str) -> Path:
     """Takes the picture once nothing loads any more."""
-    expect(page.get_by_text(re.compile(r"^\s*Loading .*…$"))).to_have_count(0)
+    # Not what is said of a model's load.
+    waits = page.get_by_role("status").filter(has_text=re.compile(r"^\s*Loading .*…$"))
+    expect(waits).to_have_count(0)
     path = TAKEN / f"{name}.png"
     page.screenshot(path=path, animations="disabled", caret="hide")
     return path
