@@ -133,7 +133,7 @@ class Endpoint:
 
     async def _handle(self, request: InferenceRequest, send: Send) -> Answer | int:
         try:
-            with _until_stop():
+            with until_stop():
                 answer = await self.handler(request)
             return answer if isinstance(answer, Answer) else await answer.play(send)
         except ClusterError as error:
@@ -148,7 +148,7 @@ def _too_large(limit: int) -> TooLarge:
 
 
 @contextlib.contextmanager
-def _until_stop() -> Iterator[None]:
+def until_stop() -> Iterator[None]:
     """What `end_all` cancels in here is Unavailable."""
     task = asyncio.current_task()
     assert task is not None
@@ -166,7 +166,7 @@ def _until_stop() -> Iterator[None]:
 
 
 def end_all() -> None:
-    """Ends the work on all answers that have not begun: this process is about to stop."""
+    """Ends the work on all answers that have not begun, and on sound: this process is about to stop."""
     for task in list(_unanswered):
         _stopped.add(task)
         task.cancel()
