@@ -2,7 +2,8 @@
 
 Everything that comes in passes `Edge`: it gives the request its id, accepts a trailing slash without a
 redirect, and makes sure that an unexpected error leaves as a plain 500 of the route's dialect with that id
-while the log has the cause. What an answer does not say itself is added on its way out: nothing is kept, and no type is guessed.
+while the log has the cause. What an answer does not say itself is added on its way out: nothing is kept, and
+no type is guessed.
 """
 
 import logging

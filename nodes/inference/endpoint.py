@@ -8,7 +8,7 @@ Errors of authentication come before errors of content, and a request without an
 before its body is read; a form, which may be large, is read for a known caller only. The statement that picks
 the replica checks a stored key; a request that ends before its pick has the key checked by a statement of its
 own. A wrong key is counted for its address after that. A request without a key may come from the page: then
-its session is looked up, and its token checked.
+its session is looked up, and its token checked; one that is not there counts as a wrong key.
 """
 
 import asyncio
