@@ -1,8 +1,9 @@
 """The outermost ASGI application: raw routes in front, Django behind, websockets beside.
 
 Everything that comes in passes `Edge`: it gives the request its id, accepts a trailing slash without a
-redirect, and makes sure that an unexpected error leaves as a plain 500 with that id while the log has the
-cause. What an answer does not say itself is added on its way out: nothing is kept, and no type is guessed.
+redirect, and makes sure that an unexpected error leaves as a plain 500 of the route's dialect with that id
+while the log has the cause. What an answer does not say itself is added on its way out: nothing is kept, and
+no type is guessed.
 """
 
 import logging
@@ -19,6 +20,7 @@ from localai_cluster.web.middleware import BoundedBody, Utf8Only
 from localai_cluster.web.static_files import StaticFiles
 from localai_cluster.websockets import websocket_application
 from nodes.inference import gateway
+from nodes.inference.endpoint import Endpoint
 
 logger = logging.getLogger(__name__)
 
@@ -72,22 +74,23 @@ class Edge:
 
     async def _http(self, scope: wire.Scope, receive: wire.Receive, send: wire.Send) -> None:
         began, answer = clock.monotonic(), _Tagged(send, logs.request_id.get().encode(), scope["path"])
+        app: Any = raw_routes.find(scope["path"]) or self._django
+        refused = app.refused if isinstance(app, Endpoint) else wire.error_answer
         try:
             if self.stopping:
-                await wire.send_answer(answer, _STOPPING)
+                await wire.send_answer(answer, refused(_STOPPING))
                 return
-            app: Any = raw_routes.find(scope["path"]) or self._django
             await app(scope, receive, answer)
         except Exception:
             logger.exception("%s %r failed", scope["method"], scope["path"])
             if not answer.status:
-                await wire.send_answer(answer, _FAILED)
+                await wire.send_answer(answer, refused(_FAILED))
         finally:
             metrics.request_ended(scope["path"], answer.status or metrics.LEFT, clock.monotonic() - began)
 
 
-_FAILED = wire.error_answer(ClusterError("internal error"))
-_STOPPING = wire.error_answer(Unavailable("this web process is stopping", retry_after=1))
+_FAILED = ClusterError("internal error")
+_STOPPING = Unavailable("this web process is stopping", retry_after=1)
 
 
 _UNLESS_SAID = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))

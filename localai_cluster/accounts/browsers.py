@@ -15,6 +15,7 @@ from django.http import HttpRequest, HttpResponse
 from rest_framework.authentication import CSRFCheck
 
 from localai_cluster.accounts import passwords, principals
+from localai_cluster.accounts.credentials import WrongKey
 from localai_cluster.accounts.principals import Principal
 from localai_cluster.accounts.session_store import SessionStore
 from localai_cluster.errors import Forbidden, NotAuthenticated, Unavailable
@@ -33,8 +34,9 @@ def has_session(scope: Scope) -> bool:
 async def principal_of(scope: Scope) -> Principal:
     """The person whose session this is.
 
-    Raises NotAuthenticated without one, Forbidden if another site asks or the token is missing, and
-    PasswordChangeRequired while the password is the generated one.
+    Raises NotAuthenticated without one, as WrongKey if it was looked for: guesses count as those of keys do.
+    Raises Forbidden if another site asks or the token is missing, and PasswordChangeRequired while the
+    password is the generated one.
     """
     try:
         return await database_sync_to_async(_principal)(scope)
@@ -50,9 +52,10 @@ def _principal(scope: Scope) -> Principal:
     headers = [(name, value) for name, value in scope["headers"] if name in _READ]
     request = ASGIRequest({**scope, "headers": headers, "query_string": b""}, io.BytesIO())
     request.session = SessionStore(request.COOKIES.get(settings.SESSION_COOKIE_NAME))
+    could_be_one = request.session.session_key is not None
     who = principals.of_session(get_user(request))
     if not who.is_authenticated:
-        raise NotAuthenticated("sign-in required")
+        raise WrongKey("sign-in required") if could_be_one else NotAuthenticated("sign-in required")
     check = CSRFCheck(_nothing)
     check.process_request(request)
     if reason := check.process_view(request, _nothing, (), {}):

@@ -8,7 +8,6 @@ next. Every failure is one line with a hint, and exit code 1.
 import errno
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -23,9 +22,8 @@ import httpx
 
 from localai_cluster import clock, join_script, procs
 from localai_cluster import env as environment
-from localai_cluster.embedded import external, package
+from localai_cluster.embedded import external, package, requests
 from localai_cluster.embedded.layout import (
-    EXAMPLES,
     GALLERY,
     LOCAL_WORKER,
     WORKER_COMMAND,
@@ -277,9 +275,9 @@ def announce(cluster: Cluster, seconds: float) -> None:
     if layout.open_to_others:
         _announce_worker(cluster)
     log.say("run", f"talk to a model: {layout.base_url}/app/chat")
-    log.say("run", "or paste: an answer that streams and then three vectors:")
-    for request in example_requests(layout):
-        log.say("run", request)
+    for request in requests.of(layout, requests.models(layout)):
+        log.say("run", f"or paste, for {request.what}:")
+        log.say("run", request.line)
 
 
 def _initial_password(cluster: Cluster) -> str:
@@ -303,21 +301,6 @@ def _announce_worker(cluster: Cluster) -> None:
         log.say("run", f"other machines cannot install the worker: {layout.wheel_dir} has no package of it")
     shown = path.read_text(encoding="utf-8").strip() if log.terminal else f"the line in {path}"
     log.say("run", f"to add a worker on another machine, run there within 1 h: {shown}")
-
-
-def example_requests(layout: Layout) -> list[str]:
-    """A chat that streams, then embeddings. Both read the key from its file and work from any folder."""
-    demo = json.loads((EXAMPLES / "demo.json").read_text(encoding="utf-8"))
-    path = layout.secrets.path("admin_api_key")
-    key = f"$(cat {shlex.quote(str(path))})" if path else "$LOCALAI_API_KEY"
-    made = []
-    for request in (demo["chat"], demo["request"]):
-        body = shlex.quote(json.dumps(request["body"], separators=(",", ":")))
-        made.append(
-            f'curl -sN {layout.base_url}{request["path"]} -H "Authorization: Bearer {key}"'
-            f" -H 'Content-Type: application/json' -d {body}"
-        )
-    return made
 
 
 def _remove_if_empty(path: Path) -> None:

@@ -18,7 +18,11 @@ LOADING = Shape(
     [
         field("model", TEXT),
         field("state", {"type": "string", "enum": ["pending", "installing", "staging", "loading", "failed"]}),
-        field("progress", {"type": "number"}, "Percent."),
+        field(
+            "progress",
+            {"type": "number"},
+            "Percent of the whole load. It never falls, until an attempt begins again.",
+        ),
         field("bytes_sent", BYTES),
         field("total_bytes", BYTES),
         field("file_index", count()),

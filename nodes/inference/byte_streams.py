@@ -1,7 +1,8 @@
 """Answers of bytes that are no text: a file that is there already, or sound while it is made.
 
 A reader who takes nothing for as long as an engine may say nothing counts as one that has left. What fails
-after the first byte cannot be told any more: the connection ends without the end of the body.
+after the first byte cannot be told any more: the connection ends without the end of the body. So ends sound
+that is being made when this process stops; before its first byte that is a refusal.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from localai_cluster import conf
 from localai_cluster.errors import ClusterError
 from localai_cluster.web import wire
 from localai_cluster.web.wire import Header, Send
+from nodes.inference.endpoint import until_stop
 from nodes.inference.limits import silence
 from nodes.inference.streams import Outgoing
 
@@ -66,7 +68,8 @@ class ByteStream:
                 await out.body(piece)
 
             try:
-                await self._work(sink)
+                with until_stop():
+                    await self._work(sink)
             except ClusterError:
                 if self._begun:
                     raise wire.Disconnected from None

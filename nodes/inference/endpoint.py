@@ -8,7 +8,7 @@ Errors of authentication come before errors of content, and a request without an
 before its body is read; a form, which may be large, is read for a known caller only. The statement that picks
 the replica checks a stored key; a request that ends before its pick has the key checked by a statement of its
 own. A wrong key is counted for its address after that. A request without a key may come from the page: then
-its session is looked up, and its token checked.
+its session is looked up, and its token checked; one that is not there counts as a wrong key.
 """
 
 import asyncio
@@ -133,7 +133,7 @@ class Endpoint:
 
     async def _handle(self, request: InferenceRequest, send: Send) -> Answer | int:
         try:
-            with _until_stop():
+            with until_stop():
                 answer = await self.handler(request)
             return answer if isinstance(answer, Answer) else await answer.play(send)
         except ClusterError as error:
@@ -148,7 +148,7 @@ def _too_large(limit: int) -> TooLarge:
 
 
 @contextlib.contextmanager
-def _until_stop() -> Iterator[None]:
+def until_stop() -> Iterator[None]:
     """What `end_all` cancels in here is Unavailable."""
     task = asyncio.current_task()
     assert task is not None
@@ -166,7 +166,7 @@ def _until_stop() -> Iterator[None]:
 
 
 def end_all() -> None:
-    """Ends the work on all answers that have not begun: this process is about to stop."""
+    """Ends the work on all answers that have not begun, and on sound: this process is about to stop."""
     for task in list(_unanswered):
         _stopped.add(task)
         task.cancel()

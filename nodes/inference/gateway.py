@@ -219,14 +219,22 @@ async def stop() -> None:
 
 async def _listen(hints: Hints, prefixes: Prefixes | None = None) -> None:
     async for channel, payload in listen(OPERATIONS, NODES, ACCESS, hooks.CHANNEL):
-        # After a reconnect, "", all of them.
-        if channel in (NODES, ""):
-            known.shared().forget(payload)
-        if channel in (OPERATIONS, ""):
-            hints.notify(payload.partition(" ")[0])
-        if channel in (ACCESS, ""):
-            sockets.look_again(payload)
-        if prefixes is not None and channel == hooks.CHANNEL:
-            prefixes.removed(hooks.heard(payload))
-        if prefixes is not None and channel == "":
-            prefixes.forget_all()
+        try:
+            _heard(channel, payload, hints, prefixes)
+        except Exception:
+            # One that is not understood must not end the listening to all others.
+            logger.exception("a notification on %s is passed over: %r", channel, payload)
+
+
+def _heard(channel: str, payload: str, hints: Hints, prefixes: Prefixes | None) -> None:
+    # After a reconnect, "", all of them.
+    if channel in (NODES, ""):
+        known.shared().forget(payload)
+    if channel in (OPERATIONS, ""):
+        hints.notify(payload.partition(" ")[0])
+    if channel in (ACCESS, ""):
+        sockets.look_again(payload)
+    if prefixes is not None and channel == hooks.CHANNEL:
+        prefixes.removed(hooks.heard(payload))
+    if prefixes is not None and channel == "":
+        prefixes.forget_all()

@@ -1,18 +1,20 @@
 """From a JSON schema to GBNF, the grammars of llama.cpp, which engines read in `Grammar`. Pure.
 
 Start reading at `of`. Every answer that follows the grammar is JSON of the schema's shape: types, properties
-in the schema's order, lists and their lengths, values to choose from, references, texts of a known form. What
+in the schema's order, lists and their lengths, values to choose from, references, texts of a known form. One
+that leaves no value by its `const` and `enum` is refused. What
 takes a grammar too many words is left out: bounds of numbers (but the sign), `pattern`, `not`, `uniqueItems`.
 An engine that knows better finds the schema beside the grammar.
 """
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from localai_cluster.errors import InvalidInput
 from nodes.inference import schemas
+from nodes.inference.gbnf_text import All, Any_, Chars, Grammar, Many, Reference, Text, written
 
 MOST_REPEATS = 1000
 """A larger bound counts as none: llama.cpp refuses a grammar that repeats a thing more often."""
@@ -27,52 +29,6 @@ MOST_CHARACTERS = 20_000
 beyond that are left out.
 """
 
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """Exactly this."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Chars:
-    """One of these characters, written as the inside of a class, as `a-z`."""
-
-    members: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """What the rule of this name says."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class All:
-    """One after the other."""
-
-    parts: tuple["Grammar", ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Any_:
-    """One of them."""
-
-    options: tuple["Grammar", ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Many:
-    """At least `least` and at most `most` of them; None: without end."""
-
-    part: "Grammar"
-    least: int = 0
-    most: int | None = None
-
-
-Grammar = Text | Chars | Reference | All | Any_ | Many
 
 _HEX = Chars("0-9a-fA-F")
 _DIGIT = Chars("0-9")
@@ -159,7 +115,7 @@ _OF_ARRAYS = ("items", "prefixItems", "minItems", "maxItems")
 
 def of(schema: Mapping[str, Any]) -> str:
     """The grammar's text; its rule `root` is what the schema describes, which `schemas.check` has passed."""
-    return "\n".join(f"{name} ::= {_written(part)}" for name, part in rules(schema).items())
+    return "\n".join(f"{name} ::= {written(part)}" for name, part in rules(schema).items())
 
 
 def rules(schema: Mapping[str, Any]) -> dict[str, Grammar]:
@@ -167,6 +123,13 @@ def rules(schema: Mapping[str, Any]) -> dict[str, Grammar]:
     made = _Rules(schema)
     made.add("root", made.of(schema))
     return made.rules
+
+
+class _Contradiction(InvalidInput):
+    """response_format: the schema leaves no value that all of its `const` and `enum` name."""
+
+    def __init__(self) -> None:
+        super().__init__(field="response_format")
 
 
 class _Rules:
@@ -218,16 +181,33 @@ class _Rules:
             return self._referred(part["$ref"]) if alone else self.of(self._unfolded(part))
         for name in ("anyOf", "oneOf"):
             if isinstance(part.get(name), list) and part[name]:
-                rest = {key: value for key, value in part.items() if key != name}
-                return Any_(tuple(self.of(self._both((rest, option))) for option in part[name]))
+                return self._choice({key: value for key, value in part.items() if key != name}, part[name])
         if isinstance(part.get("allOf"), list):
             rest = {key: value for key, value in part.items() if key != "allOf"}
             return self.of(self._both((rest, *part["allOf"])))
-        if "const" in part:
-            return self._exactly(part["const"])
-        if isinstance(part.get("enum"), list) and part["enum"]:
-            return Any_(tuple(map(self._exactly, part["enum"])))
+        if lists := _values(part):
+            return Any_(tuple(map(self._exactly, self._common(lists))))
         return self._of_type(part, part.get("type"))
+
+    def _choice(self, rest: Mapping[str, Any], options: Iterable[Any]) -> Grammar:
+        """One of the options that the rest leaves possible."""
+        possible: list[Grammar] = []
+        for option in options:
+            with contextlib.suppress(_Contradiction):
+                possible.append(self.of(self._both((rest, option))))
+        if not possible:
+            raise _Contradiction
+        return Any_(tuple(possible))
+
+    def _common(self, lists: Iterable[Iterable[Any]]) -> list[Any]:
+        """The values that are in all lists."""
+        first, *others = [{_key(value): value for value in values} for values in lists]
+        self._copied += sum(len(key) for values in (first, *others) for key in values)
+        self._check()
+        common = [value for key, value in first.items() if all(key in values for values in others)]
+        if not common:
+            raise _Contradiction
+        return common
 
     def _of_type(self, part: Mapping[str, Any], kind: Any) -> Grammar:
         if isinstance(kind, list) and kind:
@@ -246,8 +226,7 @@ class _Rules:
 
     def _referred(self, reference: str) -> Reference:
         if reference not in self._references:
-            rule = self._references[reference] = self._named(_NOTHING)
-            self.add(rule.name, self.of(schemas.referred(self._schema, reference)))
+            self._references[reference] = self._named(self.of(schemas.referred(self._schema, reference)))
         return self._references[reference]
 
     def _both(self, parts: Iterable[Any]) -> Mapping[str, Any]:
@@ -278,6 +257,9 @@ class _Rules:
         for name in _CHOICES & one.keys() & other.keys():
             joined[name] = one[name]
             joined["allOf"] = [*joined.get("allOf", ()), {name: other[name]}]
+        if (lists := _values(one)) and (more := _values(other)):
+            joined.pop("const", None)
+            joined["enum"] = self._common((*lists, *more))
         self._copied += len(joined) + sum(
             len(joined[name]) for name in _JOINED & joined.keys() if isinstance(joined[name], Mapping | list)
         )
@@ -337,6 +319,19 @@ def _at_least_zero(part: Mapping[str, Any]) -> bool:
     )
 
 
+def _values(part: Mapping[str, Any]) -> list[list[Any]]:
+    """The lists, one for `const` and one for `enum`, that a value has to be in."""
+    enum = part.get("enum")
+    lists = [[part["const"]]] if "const" in part else []
+    return [*lists, enum] if isinstance(enum, list) and enum else lists
+
+
+def _key(value: Any) -> str:
+    """The same for values that are equal in JSON, where 1 is 1.0 and not true."""
+    whole = isinstance(value, float) and value.is_integer()
+    return json.dumps(int(value) if whole else value, sort_keys=True)
+
+
 def _bound(value: Any) -> int | None:
     known = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_REPEATS
     return value if known else None
@@ -344,32 +339,3 @@ def _bound(value: Any) -> int | None:
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(", ", ": "))
-
-
-_ESCAPES = str.maketrans({"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"})
-
-
-def _written(part: Grammar) -> str:
-    match part:
-        case Text(text):
-            return f'"{text.translate(_ESCAPES)}"'
-        case Chars(members):
-            return f"[{members}]"
-        case Reference(name):
-            return name
-        case All(parts):
-            return " ".join(map(_inner, parts)) or '""'
-        case Any_(options):
-            return " | ".join(map(_inner, options))
-        case Many(inside, least, most):
-            return f"{_inner(inside)}{_times(least, most)}"
-
-
-def _inner(part: Grammar) -> str:
-    return f"({_written(part)})" if isinstance(part, All | Any_) else _written(part)
-
-
-def _times(least: int, most: int | None) -> str:
-    if most is None:
-        return "*" if least == 0 else f"{{{least},}}"
-    return "?" if (least, most) == (0, 1) else f"{{{least},{most}}}"

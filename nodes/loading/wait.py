@@ -91,7 +91,7 @@ def loading_body(model: str, look: Look, now: datetime) -> dict[str, Any]:
     body: dict[str, Any] = {
         "model": model,
         "state": _state(look),
-        "progress": _percent(look),
+        "progress": look.progress,
         "bytes_sent": look.current_bytes,
         "total_bytes": look.total_bytes,
         "file_index": look.file_index,
@@ -105,17 +105,10 @@ def loading_body(model: str, look: Look, now: datetime) -> dict[str, Any]:
     return body
 
 
-def _percent(look: Look) -> float:
-    """Of the files while they are sent, else of the whole load."""
-    if _state(look) == "staging" and look.total_bytes > 0:
-        return min(100 * look.current_bytes / look.total_bytes, 100.0)
-    return look.progress
-
-
 def still_loading(model: str, look: Look, budget: float, now: datetime) -> StillLoading:
     """The answer to a request whose wait is over while the load goes on (R2.22)."""
     eta = eta_seconds(look, now)
-    details = [f"{percent:.0f}%"] if (percent := _percent(look)) else []
+    details = [f"{look.progress:.0f}%"] if look.progress else []
     details += [f"ETA ~{math.ceil(eta)}s"] if eta is not None else []
     message = f"model {model} is {_state(look)}"
     message += f" on node {look.node_name}" if look.node_name else ""

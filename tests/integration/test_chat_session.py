@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from django.db import DatabaseError
 from django.test import Client
 from pytest_django import Settings
 
+from localai_cluster import clock
 from localai_cluster.accounts import browsers
 from localai_cluster.accounts.models import InitialPassword
 from localai_cluster.asgi import application
+from localai_cluster.web.throttle import LIMIT, WINDOW, Failures
 from nodes.models import BackendNode
 from tests.support import hot
 from tests.support.environment import API_KEY
@@ -125,6 +128,23 @@ def test_no_session_is_no_credential(cookie: str) -> None:
     answer, engine = asked({name: value for name, value in headers.items() if value})
     assert (answer.status, answer.body["error"]["code"]) == (401, "unauthorized")
     assert not engine.asked
+
+
+@pytest.mark.rule("http-0.2")
+def test_sessions_that_are_not_there_count_as_wrong_keys(failed_keys: Failures) -> None:
+    """D-FAILED-TOKENS: 429 after too many from one address; a session that holds goes on from there."""
+    now = clock.now()
+    for minute in (now, now + timedelta(seconds=WINDOW)):
+        for _ in range(LIMIT):
+            failed_keys.note("192.0.2.7", minute)
+    headers = signed_in(person())
+    refused, _ = asked(headers | {"cookie": f"csrftoken={TOKEN}; sessionid={'a' * 32}"})
+    assert (refused.status, refused.body["error"]["code"]) == (429, "too_many_failures")
+    assert 1 <= int(refused.headers["retry-after"]) <= WINDOW
+    BackendNode.objects.all().delete()
+    assert asked(headers)[0].status == 200
+    BackendNode.objects.all().delete()
+    assert asked(headers | {"cookie": "sessionid="})[0].status == 401, "no guess"
 
 
 def test_who_is_no_longer_active_is_refused() -> None:

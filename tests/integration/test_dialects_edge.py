@@ -13,6 +13,7 @@ from pytest_django import Settings
 from localai_cluster import clock
 from localai_cluster.asgi import application
 from localai_cluster.rpc.messages import Reply
+from localai_cluster.web import wire
 from nodes.inference import streams
 from nodes.models import BackendNode
 from tests.support import hot
@@ -188,6 +189,26 @@ def test_refusals_have_their_status_and_the_dialects_envelope(path: str) -> None
         wrong = await reply(client.request("GET", path))
         assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
         message_of(path, wrong.body)
+
+    play(scenario)
+
+
+@pytest.mark.rule("http-6.1")
+@EVERY
+def test_refusals_of_the_process_have_the_dialects_envelope(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one that stops, and of one with a defect."""
+
+    async def scenario(client: hot.Client, _: Any) -> None:
+        with monkeypatch.context() as defect:
+            defect.setattr(wire, "json_object", None)
+            failed = await reply(client.post(path, BODIES[path]))
+        assert (failed.status, message_of(path, failed.body)) == (500, "internal error")
+        monkeypatch.setattr(application, "stopping", True)
+        away = await reply(client.post(path, BODIES[path]))
+        assert (away.status, away.headers["retry-after"]) == (503, "1")
+        assert message_of(path, away.body) == "this web process is stopping"
 
     play(scenario)
 

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from localai_cluster import clock, procs
-from localai_cluster.embedded import lock, manage, package, prepare, run, worker
+from localai_cluster.embedded import lock, manage, package, prepare, requests, run, worker
 from localai_cluster.embedded.layout import Layout, address_for_others
 from localai_cluster.embedded.log import Log
 from localai_cluster.embedded.resources import SetupError, free_port, runtime_directory
@@ -130,17 +130,15 @@ def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def registry(*stamps: str) -> Iterator[int]:
-    """The port of a registry that knows a drained `local`, heard at one of `stamps` after the other."""
-    answers = [*stamps]
+def serving(*bodies: object) -> Iterator[int]:
+    """The port of a server that gives these answers one after the other, the last one for ever."""
+    answers = [*bodies]
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            stamp = answers.pop(0) if len(answers) > 1 else answers[0]
-            node = {"name": "local", "status": "draining", "last_heartbeat": stamp}
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(json.dumps([node]).encode())
+            self.wfile.write(json.dumps(answers.pop(0) if len(answers) > 1 else answers[0]).encode())
 
         def log_message(self, format: str, *args: object) -> None:
             pass
@@ -163,7 +161,8 @@ def test_a_worker_without_work_or_without_registration_ends_no_cluster(
 ) -> None:
     monkeypatch.setattr(run, "READY_SECONDS", 5 if "new" in stamps else 0.1)
     said = io.StringIO()
-    with registry(*stamps) as port:
+    heard = [[{"name": "local", "status": "draining", "last_heartbeat": stamp}] for stamp in stamps]
+    with serving(*heard) as port:
         cluster = run.Cluster({"CLUSTER_DATA_DIR": str(tmp_path), "PORT": str(port)}, Log(said))
         cluster._wait_registered(cluster._last_heartbeat())
     assert f"run        | {told}" in said.getvalue()
@@ -358,7 +357,7 @@ def test_the_printed_requests_work_from_any_folder(tmp_path: Path, place: int, p
     """What is pasted into another terminal finds its key there too, no matter what the folders are called."""
     data = tmp_path / "my data"
     layout = Layout.of({"CLUSTER_DATA_DIR": str(data), "PORT": str(free_port())})
-    request = run.example_requests(layout)[place]
+    request = requests.of(layout, {"smollm2", "minilm"})[place].line
     key = subprocess.run(
         ["sh", "-c", request.partition('Bearer $(')[2].partition(')"')[0]],
         cwd="/", capture_output=True, text=True, check=True,
@@ -368,6 +367,16 @@ def test_the_printed_requests_work_from_any_folder(tmp_path: Path, place: int, p
     assert path in request
     body = json.loads(shlex.split(request.partition(" -d ")[2])[0])
     assert body.get("stream", False) is (place == 0)
+
+
+def test_a_request_is_printed_for_a_model_that_is_there(tmp_path: Path) -> None:
+    """A models folder of an earlier version lacks some, one of your own all."""
+    with serving({"data": [{"id": "minilm"}, {"id": "mine"}]}, {"error": {}}) as port:
+        layout = Layout.of({"CLUSTER_DATA_DIR": str(tmp_path), "PORT": str(port)})
+        (request,) = requests.of(layout, requests.models(layout))
+        assert (request.what, '"model":"minilm"' in request.line) == ("three vectors", True)
+        assert requests.of(layout, requests.models(layout)) == []
+    assert requests.models(layout) == frozenset(), "nothing listens"
 
 
 def test_a_new_models_folder_has_the_examples_and_their_files(

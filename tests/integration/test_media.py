@@ -353,9 +353,10 @@ def test_a_leaving_client_ends_the_engines_work(path: str) -> None:
     play(scenario, artist)
 
 
-def test_a_process_that_stops_answers_what_has_not_begun() -> None:
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_process_that_stops_answers_what_has_not_begun(stream: bool) -> None:
     async def scenario() -> Streamed:
-        async with asked(application, SPEAK, SAY) as (answer, work):
+        async with asked(application, SPEAK, SAY | {"stream": stream}) as (answer, work):
             assert await clock.wait_until(lambda: _is(artist.open > 0), timeout=60, every=0.01)
             endpoint.end_all()
             await work
@@ -364,6 +365,20 @@ def test_a_process_that_stops_answers_what_has_not_begun() -> None:
     artist = Artist(pieces=[asyncio.Event()])
     answer: Streamed = play(scenario, artist)
     assert (answer.status, answer.headers["retry-after"], answer.whole) == (503, "1", True)
+    assert "stopping" in told(answer)["error"]["message"]
+
+
+def test_a_process_that_stops_breaks_sound_off_that_has_begun() -> None:
+    async def scenario() -> Streamed:
+        async with asked(application, SPEAK, SAY | {"stream": True}) as (answer, work):
+            while b"one" not in answer.taken:
+                await answer.news()
+            endpoint.end_all()
+            await work
+            return answer
+
+    answer: Streamed = play(scenario, Artist(pieces=[Reply(audio=b"one"), asyncio.Event()]))
+    assert (answer.status, answer.whole) == (200, False)
 
 
 def test_openais_client() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, cast
 from uuid import uuid4
 
@@ -22,10 +22,15 @@ from localai_cluster.rpc.errors import (
     Refused,
     Rejected,
 )
+from nodes.inference import gateway
 from nodes.inference.gateway import MAX_REPLICAS, Gateway
 from nodes.loading.wait import Loads
+from nodes.replicas import hooks
 from nodes.routing.picks import Picker
+from nodes.routing.prefixes import Prefixes
 from nodes.routing.request import InferenceRequest, Replica
+from operations.changes.events import NODES, OPERATIONS
+from operations.executor.waiting import Hints
 
 
 class Replicas:
@@ -121,3 +126,22 @@ def test_the_time_limit_is_one_budget_over_all_attempts(settings: Settings) -> N
     assert len(played.deadlines) == 4
     assert set(played.deadlines) == {played.request.wait_until}
     assert before + 30 <= played.deadlines[0] <= clock.monotonic() + 30
+
+
+async def test_a_notification_that_is_not_understood_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends nothing: what is notified after it is heard."""
+    operation = uuid4()
+
+    async def told(*_: str) -> AsyncIterator[tuple[str, str]]:
+        yield NODES, "no node"
+        yield hooks.CHANNEL, "no replica"
+        yield OPERATIONS, f"{operation} completed"
+
+    monkeypatch.setattr(gateway, "listen", told)
+    hints = Hints()
+    with hints.watch(operation) as watch:
+        await gateway._listen(hints, Prefixes(300.0, lambda news: None))
+        assert await watch.changed(timeout=0)
+    assert ["'no node'" in caplog.text, "'no replica'" in caplog.text] == [True, True]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from localai_cluster.errors import InvalidInput
 from nodes.inference import gbnf, schemas
-from nodes.inference.gbnf import All, Any_, Chars, Grammar, Many, Reference, Text
+from nodes.inference.gbnf_text import All, Any_, Chars, Grammar, Many, Reference, Text
 
 SIMPLE: st.SearchStrategy[dict[str, Any]] = st.one_of(
     st.sampled_from(
@@ -219,6 +219,18 @@ PAIR = {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}
             for value, fits in (({"a": None, "b": None}, True), ({"a": None}, False), ({"b": None}, False))
         ),
         ({"$ref": "#/$defs/base", "title": "A", **NAMED}, {"a": None}, True),
+        *(
+            ({"allOf": parts}, value, fits)
+            for parts in (
+                [{"const": 2}, {"enum": [1, 2, 3]}],
+                [{"enum": [1, 2, 3]}, {"const": 2}],
+                [{"enum": [1, 2]}, {"enum": [2.0, 3]}],
+                [{"enum": [2, True]}, {"enum": [1, 2]}],
+                [{"anyOf": [{"const": 1}, {"const": 2}]}, {"enum": [2, 3]}],
+                [{"$ref": "#/allOf/1"}, {"enum": [2, 3], "const": 2}],
+            )
+            for value, fits in ((2, True), (1, False), (3, False), (True, False))
+        ),
         (PAIR, [1, "b"], True),
         (PAIR, ["b", 1], False),
         (PAIR, [1, "b", 2], False),
@@ -227,6 +239,23 @@ PAIR = {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}
 )
 def test_what_a_grammar_lets_pass(schema: dict[str, Any], value: object, fits: bool) -> None:
     assert Hearer(gbnf.rules(schema), json.dumps(value)).whole() is fits
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"const": 1}, {"const": 2}]},
+        {"allOf": [{"enum": [1, 2]}, {"enum": [3]}]},
+        {"const": 1, "enum": [True]},
+        {"allOf": [{"anyOf": [{"const": 1}, {"const": 2}]}, {"enum": [3]}]},
+        {"$defs": {"a": {"const": 1}}, "items": {"$ref": "#/$defs/a", "const": 2}},
+        {"$defs": {"a": {"const": 1, "enum": [2]}}, "properties": {"b": {"$ref": "#/$defs/a"}}},
+    ],
+)
+def test_a_schema_that_contradicts_itself_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(InvalidInput, match="leaves no value") as refused:
+        gbnf.of(schema)
+    assert refused.value.field == "response_format"
 
 
 def test_choices_that_multiply_are_refused() -> None:

@@ -1,5 +1,6 @@
 """What a request that waited for a load is told (R2.22, R2.23, `contract/http-api.md` §6.1)."""
 
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 from uuid import UUID
@@ -50,6 +51,15 @@ def test_the_loading_object() -> None:
         "model": "m", "state": "pending", "progress": 0.0, "bytes_sent": 0, "total_bytes": 0,
         "file_index": 0, "total_files": 0,
     }  # fmt: skip
+
+
+@pytest.mark.rule("I6", "http-6.1")
+def test_progress_is_of_the_whole_load() -> None:
+    """That of the row, which never falls within an attempt; the files are counted beside it."""
+    sending = look(phase="staging", progress=45.0, current_bytes=1, total_bytes=4)
+    assert loading_body("m", sending, NOW)["progress"] == 45.0
+    assert loading_body("m", replace(sending, progress=90.0, current_bytes=4), NOW)["progress"] == 90.0
+    assert loading_body("m", replace(sending, phase="loading", progress=90.0), NOW)["progress"] == 90.0
 
 
 @pytest.mark.rule("R2.22", "C35", "http-6.1")

@@ -3,6 +3,7 @@ import { client } from "../api/client";
 import { model, node } from "../live/fixtures";
 import type { Operation } from "../live/messages";
 import { LiveStore } from "../live/store";
+import { tellOver } from "../shell/session";
 import { textOf } from "./blocks";
 import { Conversation, conversationOf } from "./conversation";
 import { ended, Open, refused, said, serve, whole } from "./fixtures";
@@ -142,6 +143,24 @@ describe("a conversation", () => {
     expect(theirs.read().draft).toBe("");
     expect(mine.read().draft).toBe("");
   });
+});
+
+it("an answer stops with the session, as the page learns of its end", async () => {
+  const open = new Open();
+  const sent = serve(open);
+  const mine = conversationOf("3", store);
+  mine.set({ model: "m", draft: "Talk" });
+  mine.send();
+  open.say(said("one "));
+  await vi.waitFor(() => expect(mine.read().turns[0]?.answer.firstAt).not.toBeNull());
+  tellOver();
+  expect(sent[0]?.signal.aborted).toBe(true);
+  await vi.waitFor(() => expect(mine.read().turns[0]?.answer.state).toBe("stopped"));
+  // That of another person is not asked to.
+  conversationOf("4", store);
+  const before = mine.read();
+  tellOver();
+  expect(mine.read()).toBe(before);
 });
 
 describe("a model that is being loaded (E68, UI-10.8)", () => {

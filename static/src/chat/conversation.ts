@@ -4,6 +4,7 @@ import { useSyncExternalStore } from "react";
 import { ApiError } from "../api/client";
 import { NextFrame } from "../lib/next-frame";
 import type { LiveStore } from "../live/store";
+import { whenOver } from "../shell/session";
 import { announce } from "../ui/announce";
 import { begun, extended, isOpen, messagesOf, type Answer, type Turn } from "./answer";
 import { ask, StillLoading, type Piece } from "./ask";
@@ -178,13 +179,15 @@ function said({ state }: Partial<Answer>, text: string, model: string): string {
   return `${state === "stopped" ? "Stopped. " : ""}${model}: ${text === "" ? "no text" : text}`;
 }
 
-let kept: { user: string; conversation: Conversation } | null = null;
+let kept: { user: string; conversation: Conversation; forget: () => void } | null = null;
 
-/** The conversation of this person, which outlives the page; that of another one is forgotten. */
+/** The conversation of this person, which outlives the page; that of another one is forgotten. Its answer stops with the session. */
 export function conversationOf(user: string, store: LiveStore): Conversation {
   if (kept?.user !== user) {
     kept?.conversation.clear();
-    kept = { user, conversation: new Conversation(store) };
+    kept?.forget();
+    const conversation = new Conversation(store);
+    kept = { user, conversation, forget: whenOver(conversation.stop) };
   }
   return kept.conversation;
 }

@@ -25,6 +25,14 @@ it("a filter that nothing matches says no more than that, and leads back to ever
   expect(await screen.findByRole("region", { name: "In progress" })).toBeTruthy();
 });
 
+it("a load that sends files says which one of how many, and its bytes once", async () => {
+  const message = "sending b.bin to n1, file 2 of 3: 1 MiB of 4 MiB, 1 MiB/s, 3 s left";
+  const load = { kind: "model_load", taskType: "staging", isBackend: false, phase: "staging", message } as const;
+  await open("", install("n1", { ...load, progress: 40, currentBytes: 1024 ** 2, totalBytes: 4 * 1024 ** 2 }));
+  expect(await screen.findByText(message)).toBeTruthy();
+  expect(screen.queryByText(/1 MiB \/ 4 MiB/)).toBeNull();
+});
+
 it.each<[Operation[], string]>([
   [[install("a")], "1 in progress"],
   [[install("a", { status: "failed" })], "1 needs attention"],

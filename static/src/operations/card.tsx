@@ -8,11 +8,11 @@ import { CopyButton } from "../ui/copy";
 import { Ago } from "../ui/time";
 import { CancelButton } from "./cancel";
 import { FailureActions, PartRetry, Reason } from "./failure";
-import { figures, NextLook, WorkGlyph } from "./lines";
+import { NextLook, WorkGlyph } from "./lines";
 import { latestParts, underWay, type Group, type Part } from "./model";
 import type { Pace } from "./pace";
 import { NodeLink, Parts } from "./parts";
-import { hasBar, headline, looksAgain, what, where } from "./summary";
+import { hasBar, headline, looksAgain, numbers, what, where } from "./summary";
 import { Waves } from "./waves-panel";
 import { pageOf, phrase, rests, type State } from "./words";
 
@@ -28,7 +28,7 @@ export const ProgressCard = memo(function ProgressCard({ group, pace, target }: 
   // An operation is in one section: what failed as a whole is among the failures.
   const failures = new Set(group.failed);
   const parts = work.parts.filter((part) => !failures.has(part.job));
-  const numbers = figures(work.current, work.total, pace);
+  const told = numbers(work, pace);
   const percent = Math.floor(work.progress);
   return (
     <Card state={work.state} title={headline(work)} speaker={work.speaker} parts={parts} jobs={work.active} where={where({ ...work, parts })}>
@@ -36,7 +36,7 @@ export const ProgressCard = memo(function ProgressCard({ group, pace, target }: 
         <bdi className={rests(work.state) ? "waits" : ""}>{what(work)}</bdi>
         {looksAgain(work) && <NextLook operation={work.speaker} />}
         {parts.length === 1 && parts[0] !== undefined && parts[0].file !== "" && <bdi className="name muted">{parts[0].file}</bdi>}
-        {numbers !== "" && <span className="work-figures">{numbers}</span>}
+        {told !== "" && <span className="work-figures">{told}</span>}
         {hasBar(work) && <span className="work-percent">{percent}%</span>}
       </div>
       {hasBar(work) && <ProgressBar value={percent} name={`${headline(work)} ${work.name}`} />}

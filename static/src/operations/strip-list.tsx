@@ -6,7 +6,7 @@ import type { Operation } from "../live/messages";
 import { ProgressBar } from "../ui/bars";
 import { figures, NextLook, WorkGlyph } from "./lines";
 import type { Pace } from "./pace";
-import { pageOf, phaseOf, phrase, placeOf, rests, stateOf } from "./words";
+import { pageOf, phaseOf, phrase, placeOf, rests, sendingOf, stateOf } from "./words";
 import type { Work } from "./watch";
 
 const SHOWN = 30;
@@ -28,7 +28,7 @@ export function StripList({ work }: { work: Work }): ReactNode {
 const Line = memo(function Line({ operation, pace }: { operation: Operation; pace: Pace | undefined }): ReactNode {
   const state = stateOf(operation);
   const title = `${phrase(operation, state)} ${operation.name}`;
-  const numbers = state === "running" ? figures(operation.currentBytes ?? 0, operation.totalBytes ?? 0, pace) : "";
+  const numbers = state === "running" && sendingOf(operation) === "" ? figures(operation.currentBytes ?? 0, operation.totalBytes ?? 0, pace) : "";
   return (
     <li className={`strip-row ${state}`}>
       <WorkGlyph state={state} />

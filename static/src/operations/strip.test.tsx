@@ -50,6 +50,15 @@ it("what waits says when it retries and when it gives up (UW23)", async () => {
   expect(screen.getByText("retrying in 1h, gives up in 23h")).toBeTruthy();
 });
 
+it("a load that sends files says which one of how many, and its bytes once", async () => {
+  const message = "sending b.bin to n1, file 2 of 3: 1 MiB of 4 MiB, 1 MiB/s, 3 s left";
+  const load = { kind: "model_load", taskType: "staging", isBackend: false, phase: "staging", message } as const;
+  await open(install("n1", { ...load, progress: 40, currentBytes: 1024 ** 2, totalBytes: 4 * 1024 ** 2 }));
+  fireEvent.click(screen.getByRole("button", { name: "Show every operation" }));
+  expect(screen.getAllByText(message)).toHaveLength(2);
+  expect(screen.queryByText(/1 MiB \/ 4 MiB/)).toBeNull();
+});
+
 it("a press that was begun on one failure dismisses no other one", async () => {
   await open(install("a", { name: "first", status: "failed", finishedAt: "2026-08-22T10:00:01Z" }));
   const button = screen.getByRole("button", { name: "Dismiss the failure of first" });

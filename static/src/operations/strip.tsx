@@ -10,12 +10,12 @@ import { Icon } from "../ui/icons";
 import { Problem } from "../ui/problem";
 import { dismiss, inTurn } from "./calls";
 import { spoken } from "./ends";
-import { figures, NextLook, WorkGlyph } from "./lines";
+import { NextLook, WorkGlyph } from "./lines";
 import type { Group } from "./model";
 import "./operations.css";
 import type { Pace } from "./pace";
 import { StripList } from "./strip-list";
-import { hasBar, headline, looksAgain, what, where } from "./summary";
+import { hasBar, headline, looksAgain, numbers, what, where } from "./summary";
 import { useWatch, useWork, type Work } from "./watch";
 
 const SUCCESS_MS = 4_000;
@@ -156,7 +156,7 @@ function StripLine({ shown, group, pace, more, open, list, onToggle, onHide }: L
 
 function StripDetail({ group, pace }: { group: Group; pace: Pace | undefined }): ReactNode {
   const percent = Math.floor(group.progress);
-  const numbers = figures(group.current, group.total, pace);
+  const told = numbers(group, pace);
   return (
     <>
       <span className="strip-where" title={where(group)}>
@@ -164,7 +164,7 @@ function StripDetail({ group, pace }: { group: Group; pace: Pace | undefined }):
       </span>
       <bdi className="name grow strip-detail">{what(group)}</bdi>
       {looksAgain(group) && <NextLook operation={group.speaker} />}
-      {group.state === "running" && numbers !== "" && <span className="strip-figures">{numbers}</span>}
+      {group.state === "running" && told !== "" && <span className="strip-figures">{told}</span>}
       {hasBar(group) && (
         <span className="strip-progress">
           <span aria-hidden="true">{percent}%</span>

@@ -1,8 +1,10 @@
 // A group in one line of words, the same on the strip and on its card. Pure.
 import { brief, count } from "../lib/format";
+import { figures } from "./lines";
 import { failedNodes, hasFailed, type Group } from "./model";
+import type { Pace } from "./pace";
 import { tally } from "./tally";
-import { ENDED, phaseOf, phrase, place, rests, stateOf, type PartState } from "./words";
+import { ENDED, phaseOf, phrase, place, rests, sendingOf, stateOf, type PartState } from "./words";
 
 /** "Installing backend": what comes before the name. */
 export function headline(group: Group): string {
@@ -31,6 +33,12 @@ export function what(group: Group): string {
   if (several && left.length > 1) return tally(left);
   if (several && last !== undefined && MOVING.has(last.status)) return last.phase || last.status;
   return phaseOf(group.speaker);
+}
+
+/** Bytes, rate and time left; "" if `what` says them: of files that are sent. */
+export function numbers(group: Group, pace: Pace | undefined): string {
+  const sending = sendingOf(group.speaker);
+  return sending !== "" && sending === what(group) ? "" : figures(group.current, group.total, pace);
 }
 
 /** Whether its progress is worth a bar (§2.1): nothing that is queued, waits, failed or has not begun. */

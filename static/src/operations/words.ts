@@ -120,7 +120,7 @@ export function phaseOf(operation: Operation): string {
   if (state === "queued") return "Waiting for a controller";
   if (rests(state)) return operation.message;
   // A phase of "queued" is what it had before it was taken up.
-  if (operation.phase === "staging") return "sending files";
+  if (operation.phase === "staging") return operation.message || "sending files";
   if (operation.phase !== undefined && !["", "queued"].includes(operation.phase)) return operation.phase.replaceAll("_", " ");
   return "Starting";
 }

@@ -5,7 +5,7 @@ import { afterEach, beforeEach, expect, it, vi } from "vitest";
 import { call, client } from "../api/client";
 import { LiveContext } from "../live/hooks";
 import { LiveStore } from "../live/store";
-import type { Person } from "./session";
+import { whenOver, type Person } from "./session";
 import { SessionEnd } from "./session-end";
 
 afterEach(cleanup);
@@ -58,8 +58,12 @@ it("a session that is refused again though it was found to hold is over", async 
   expect(await screen.findByRole("dialog", { name: "Your session has ended" })).toBeTruthy();
 });
 
-it("a session that no one has is over", async () => {
+it("a session that no one has is over, which is told to what goes on in the page", async () => {
   signedIn = null;
+  const told = vi.fn();
+  const stop = whenOver(told);
   await sent()();
   expect(await screen.findByRole("dialog", { name: "Your session has ended" })).toBeTruthy();
+  expect(told).toHaveBeenCalledOnce();
+  stop();
 });

@@ -7,7 +7,7 @@ import { LiveContext, useChange, useLive } from "../live/hooks";
 import { Button } from "../ui/button";
 import { Dialog } from "../ui/dialog";
 import { Banner } from "./banners";
-import { askAgain, useSetSession, type Person } from "./session";
+import { askAgain, tellOver, useSetSession, type Person } from "./session";
 import { SignInForm } from "./sign-in-form";
 
 /** A session that is said to be over again so soon after it was found to hold is over. */
@@ -23,6 +23,7 @@ export function SessionEnd({ user, onBack }: { user: Person; onBack: () => void 
     onBack();
   });
   useEnd(back, held, () => {
+    tellOver();
     setOver(true);
     setAside(false);
   });

@@ -21,6 +21,18 @@ export function askAgain(): Promise<Person | null> {
   return ask();
 }
 
+const listeners = new Set<() => void>();
+
+/** Calls `listener` when it is known that this page's session is over; returns how to stop that. */
+export function whenOver(listener: () => void): () => void {
+  listeners.add(listener);
+  return () => listeners.delete(listener);
+}
+
+export function tellOver(): void {
+  for (const listener of listeners) listener();
+}
+
 export interface Credentials {
   username: string;
   password: string;
