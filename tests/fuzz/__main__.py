@@ -130,7 +130,9 @@ def prepare(cluster: Cluster) -> Stage:
     job = cluster.post(web, f"/api/nodes/{worker}/backends/install", {"backend": "echo"}).json()["jobID"]
     failure = failed_install(cluster, web, worker)
     token = cluster.post(web, "/api/join-tokens").raise_for_status().json()["id"]
-    return Stage(cluster, web, worker, node, pending, job, failure, token, own_ids(cluster, web))
+    # Cases may bind a model to nodes that are not there: then each request for it waits as long as it may.
+    asked = cluster.web(LOCALAI_MODEL_LOAD_WAIT="1s")
+    return Stage(cluster, asked, worker, node, pending, job, failure, token, own_ids(cluster, web))
 
 
 def offer_package(cluster: Cluster) -> None:
