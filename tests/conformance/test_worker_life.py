@@ -24,20 +24,7 @@ from tests.conformance.worker_support import (
     engines_of,
     eventually,
 )
-
-ENDINGS = (
-    "backend.install",
-    "backend.upgrade",
-    "backend.cancel",
-    "backend.stop",
-    "backend.delete",
-    "backend.list",
-    "models.running",
-    "model.unload",
-    "model.stop",
-    "model.delete",
-    "stop",
-)
+from tests.support.simulator import script
 
 
 async def probe(port: int, path: str) -> int:
@@ -185,7 +172,7 @@ async def test_every_subject_has_a_listener_and_no_other_node(
     prefix = subjects.node_prefix(node)
     assert prefix == "nodes.node-a-1-b"
     listening = [subject for subject in await running.nats.subscriptions() if subject.startswith("nodes.")]
-    assert sorted(listening) == sorted(f"{prefix}.{ending}" for ending in ENDINGS)
+    assert sorted(listening) == sorted(f"{prefix}.{ending}" for ending in script.ALL)
 
 
 @pytest.mark.rule("worker-5.2")

@@ -16,8 +16,9 @@ from localai_cluster import clock
 from nodes.definitions.files import Definition, Unusable, load_options, read
 from nodes.definitions.folder import Folder, FolderHangs
 from tests.conftest import eventually
+from tests.support.definitions import PLAIN, write
 
-PLAIN = {"name": "mini", "backend": "numpy", "parameters": {"model": "mini.bin"}, "embeddings": True}
+__all__ = ["write"]
 
 
 class Clock:
@@ -27,16 +28,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[..., Path]:
-    def _write(name: str, content: Any) -> Path:
-        path = tmp_path / name
-        path.write_text(content if isinstance(content, str) else yaml.safe_dump(content), encoding="utf-8")
-        return path
-
-    return _write
 
 
 def find(folder: Folder, name: str) -> Definition | None:
