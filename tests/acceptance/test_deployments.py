@@ -37,9 +37,7 @@ BEFORE = [["localai-cluster-manage", "migrate", "--no-input"], ["localai-cluster
 NOT_OURS = {"MALLOC_ARENA_MAX", "PYTHONUNBUFFERED", "PIP_NO_CACHE_DIR", "PIP_ROOT_USER_ACTION"}
 KEYS = BusKeys.generate()
 GIVEN = {
-    "DATABASE_URL": "postgresql://user@127.0.0.1:1/name",
-    "REDIS_URL": "redis://127.0.0.1:1/0",
-    "LOCALAI_NATS_URL": "nats://127.0.0.1:1",
+    **wheel.NO_SERVERS,
     "LOCALAI_NATS_ACCOUNT_SEED": KEYS.account.seed,
     "CLUSTER_NATS_OPERATOR_SEED": KEYS.operator.seed,
     "CLUSTER_NATS_SYSTEM_SEED": KEYS.system.seed,
