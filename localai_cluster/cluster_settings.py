@@ -21,6 +21,7 @@ MOST_PRESSURE = 100
 """What a web process reports at most of a model, so more than that cannot be asked for."""
 SERVERS = ("uvicorn", "daphne")
 VRAM_POLICIES = ("prefer", "require")
+"""The first of each is the default."""
 REQUIRE_AUTH = ("LOCALAI_DISTRIBUTED_REQUIRE_AUTH", "LOCALAI_NATS_REQUIRE_AUTH")
 
 
@@ -30,20 +31,6 @@ def parse_listener(text: str) -> addresses.Address:
         return addresses.parse(text)
     except ValueError:
         raise ValueError("not an address such as 127.0.0.1:9101") from None
-
-
-def parse_server(text: str) -> str:
-    """A web server that we can serve with; raises ValueError."""
-    if text not in SERVERS:
-        raise ValueError(f"none of {', '.join(SERVERS)}")
-    return text
-
-
-def parse_vram_policy(text: str) -> str:
-    """What lack of VRAM means for a load; raises ValueError."""
-    if text not in VRAM_POLICIES:
-        raise ValueError(f"none of {', '.join(VRAM_POLICIES)}")
-    return text
 
 
 def parse_galleries(text: str) -> list[dict[str, Any]]:
@@ -213,17 +200,17 @@ _DURATIONS: dict[str, tuple[str, float, float]] = {
 def load(values: Mapping[str, str] = os.environ) -> tuple[ClusterSettings, Environment]:
     """Reads every setting; returns them with the environment that has collected the problems."""
     env = Environment(values)
-    data_dir = Path(env.text("CLUSTER_DATA_DIR", "data")).absolute()
+    data_dir = env.folder("CLUSTER_DATA_DIR", Path("data"))
     cluster = ClusterSettings(
         data_dir=data_dir,
-        models_path=Path(env.text("LOCALAI_MODELS_PATH", str(data_dir / "models"))).absolute(),
+        models_path=env.folder("LOCALAI_MODELS_PATH", data_dir / "models"),
         host=env.text("HOST", "127.0.0.1"),
         port=env.parsed("PORT", parse_port, 8080, "Use a port between 1 and 65535."),
-        server=env.parsed("CLUSTER_SERVER", parse_server, "uvicorn", "Use uvicorn or daphne."),
+        server=env.choice("CLUSTER_SERVER", SERVERS),
         public_url=env.parsed(
             "CLUSTER_PUBLIC_URL", parse_base_url, "", "Use a URL such as http://192.0.2.10:8080."
         ),
-        wheel_dir=Path(env.text("CLUSTER_WHEEL_DIR", str(_ROOT / "dist"))).absolute(),
+        wheel_dir=env.folder("CLUSTER_WHEEL_DIR", _ROOT / "dist"),
         database_url=env.secret("DATABASE_URL"),
         redis_url=env.secret("REDIS_URL"),
         nats_url=env.secret("LOCALAI_NATS_URL"),
@@ -252,7 +239,7 @@ def load(values: Mapping[str, str] = os.environ) -> tuple[ClusterSettings, Envir
         allow_shared_token_nodes=env.boolean("LOCALAI_ALLOW_SHARED_TOKEN_NODES"),
         auto_upgrade_backends=env.boolean("LOCALAI_AUTO_UPGRADE_BACKENDS"),
         expose_node_header=env.boolean("LOCALAI_EXPOSE_NODE_HEADER"),
-        vram_policy=env.parsed("LOCALAI_VRAM_POLICY", parse_vram_policy, "prefer", "Use prefer or require."),
+        vram_policy=env.choice("LOCALAI_VRAM_POLICY", VRAM_POLICIES),
         disk_headroom_check=env.boolean("LOCALAI_DISTRIBUTED_DISK_HEADROOM_CHECK", True),
         shared_models=env.boolean("LOCALAI_DISTRIBUTED_SHARED_MODELS"),
         node_options=env.boolean("CLUSTER_NODE_OPTIONS", True),

@@ -10,7 +10,7 @@ traceback after another. A secret may be given as `NAME` or as `NAME_FILE`, the 
 import math
 import re
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -154,6 +154,20 @@ class Environment:
     def boolean(self, name: str, default: bool = False) -> bool:
         """A switch."""
         return self.parsed(name, parse_bool, default, "Use true or false.")
+
+    def choice(self, name: str, choices: Sequence[str]) -> str:
+        """One of these words; the first one by default."""
+
+        def parse(text: str) -> str:
+            if text not in choices:
+                raise ValueError(f"none of {', '.join(choices)}")
+            return text
+
+        return self.parsed(name, parse, choices[0], f"Use {' or '.join(choices)}.")
+
+    def folder(self, name: str, default: Path) -> Path:
+        """An absolute path."""
+        return Path(self.text(name, str(default))).absolute()
 
     def seconds(self, name: str, default: float, minimum: float = 1.0) -> float:
         """A Go duration, in seconds, not shorter than `minimum`."""
