@@ -1,4 +1,4 @@
-"""Django's settings. Everything that an operator may change comes from `env.py`.
+"""Django's settings. Everything that an operator may change is read by `env.py`.
 
 The web process keeps a pool of database connections, every other process persistent ones: a pool that is open
 when django-q2 forks breaks it (`docs/decisions/0003-processes.md`).
@@ -13,12 +13,13 @@ from psycopg.conninfo import conninfo_to_dict
 from psycopg.errors import ProgrammingError
 
 from localai_cluster import __version__, logs
+from localai_cluster import cluster_settings as _cluster_settings
 from localai_cluster import env as _env
 
 _BUNDLED = Path(__file__).resolve().parent / "bundled"
 FILES = _BUNDLED if _BUNDLED.is_dir() else _BUNDLED.parent.parent
 """Where templates and pages are: inside of an installed wheel, or at the top of a working copy."""
-CLUSTER, _environment = _env.load()
+CLUSTER, _environment = _cluster_settings.load()
 
 SECRET_KEY = _environment.secret("SECRET_KEY")
 SECRET_KEY_IS_STAND_IN = not SECRET_KEY

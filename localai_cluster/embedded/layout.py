@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from localai_cluster import env as environment
+from localai_cluster import cluster_settings
 from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
 from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.resources import (
@@ -71,7 +71,7 @@ class Layout:
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> "Layout":
         """Reads the environment and creates the directory. `SetupError` names a wrong setting."""
-        settings, view = environment.load(environ)
+        settings, view = cluster_settings.load(environ)
         for problem in view.problems:
             raise SetupError(f"{problem.setting}: {problem.message}.", problem.hint)
         if settings.web_tls:
@@ -126,7 +126,7 @@ class Layout:
     @property
     def wheel_dir(self) -> Path:
         """The folder with the package that other machines install."""
-        return environment.load(self.environ)[0].wheel_dir
+        return cluster_settings.load(self.environ)[0].wheel_dir
 
     def given(self, name: str) -> bool:
         """Whether the operator has set NAME or NAME_FILE."""

@@ -20,8 +20,7 @@ from typing import Any
 
 import httpx
 
-from localai_cluster import clock, join_script, procs
-from localai_cluster import env as environment
+from localai_cluster import clock, cluster_settings, join_script, procs
 from localai_cluster.embedded import external, package, requests
 from localai_cluster.embedded.layout import (
     GALLERY,
@@ -154,7 +153,7 @@ class Cluster:
             external.check_nats(
                 self._given("LOCALAI_NATS_URL"),
                 self._given("LOCALAI_NATS_ACCOUNT_SEED"),
-                environment.load(self.layout.environ)[0].nats_tls,
+                cluster_settings.load(self.layout.environ)[0].nats_tls,
             )
         if not (GALLERY / "index.yaml").exists():
             raise SetupError(f"The example gallery is missing from {GALLERY}.", "Run `make gallery`.")

@@ -83,27 +83,8 @@ class Worker:
         self._gpus = _gpu_reader(config, lambda: (engine.gpus for engine in self._supervisor.engines()))
         self._install_commands = self._installs(store, downloads)
         self._pauses = Pauses()
-        self._commands = Commands(
-            config,
-            self._bus,
-            store,
-            self._supervisor,
-            self._install_commands,
-            instance,
-            self._pauses,
-            self._stop.set,
-        )
-        self._heartbeats = HeartbeatLoop(
-            self._control_plane,
-            self._off_bus,
-            config.heartbeat_interval,
-            lambda: self._node_id,
-            lambda: figures(config.models_path, self._gpus),
-            self._register,
-            self._register_once,
-            self._commands.unsubscribe,
-            exits,
-        )
+        self._commands = self._commanded(store, instance)
+        self._heartbeats = self._beats(exits)
 
     def _installs(self, store: BackendStore, downloads: httpx.AsyncClient) -> InstallCommands:
         config = self._config
@@ -117,6 +98,32 @@ class Worker:
         )
         return InstallCommands(
             config, store, installer, self._supervisor, self._open_progress, self._gpus.known
+        )
+
+    def _commanded(self, store: BackendStore, instance: str) -> Commands:
+        return Commands(
+            self._config,
+            self._bus,
+            store,
+            self._supervisor,
+            self._install_commands,
+            instance,
+            self._pauses,
+            self._stop.set,
+        )
+
+    def _beats(self, exits: Exits) -> HeartbeatLoop:
+        config = self._config
+        return HeartbeatLoop(
+            self._control_plane,
+            self._off_bus,
+            config.heartbeat_interval,
+            lambda: self._node_id,
+            lambda: figures(config.models_path, self._gpus),
+            self._register,
+            self._register_once,
+            self._commands.unsubscribe,
+            exits,
         )
 
     async def run(self) -> None:

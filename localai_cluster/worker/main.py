@@ -14,7 +14,8 @@ import click
 from localai_cluster import logs
 from localai_cluster.errors import ClusterError
 from localai_cluster.worker import identity
-from localai_cluster.worker.config import SETTINGS, InvalidSettings, build
+from localai_cluster.worker.config import build
+from localai_cluster.worker.config_table import SETTINGS, InvalidSettings
 from localai_cluster.worker.lifecycle import run
 
 log = logging.getLogger(__name__)

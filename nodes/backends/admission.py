@@ -87,19 +87,23 @@ def _ask(wish: Wish, asked: Asked, now: datetime) -> admission.Admission:
     replaced = _replace(in_the_way, _held(wish, ids, active), end, _taken_over(active, shared, end), now)
     if PendingBackendOp.objects.filter(node__in=ids, backend=wish.backend).exclude(pk__in=known).exists():
         raise _Raced
-    if active is not None and Operation.objects.active().filter(pk=active.pk).exists():
-        raise errors.Conflict(
-            f"{active.kind} of {active.element} on these nodes has not ended (operation {active.id})",
-            operation=active.id,
-            kind=active.kind,
-            state=active.status,
-        )
+    if active is not None:
+        _refuse_unless_ended(active)
     operation, superseded = admission.made(_request(wish, asked, key), now, by_parts=True, id=id)
     _refresh(wish, shared, now)
+    _write_parts(operation, wish, asked, shared, now)
+    announce([*replaced.operations, *superseded, operation])
+    return admission.Admission(operation, created=True)
+
+
+def _write_parts(
+    operation: Operation, wish: Wish, asked: Asked, shared: Sequence[PendingBackendOp], now: datetime
+) -> None:
+    """The parts of a new operation, and intents for those whose turn is now."""
     turns = wave_requests.plan_for(wish.backend, asked.nodes, asked.waves) if asked.waves else {}
     if turns:
         operation.waves, operation.open_wave = Waves.RUNNING, min(turns.values())
-    beginning = {id for id in ids if turns.get(id) == operation.open_wave}
+    beginning = {node.id for node in asked.nodes if turns.get(node.id) == operation.open_wave}
     carried_by = _carriers(operation, wish, shared, beginning, now)
     made = [_part(operation, node, carried_by.get(node.id), turns.get(node.id), now) for node in asked.nodes]
     made += [one.part(operation, now) for one in asked.left_out]
@@ -107,8 +111,16 @@ def _ask(wish: Wish, asked: Asked, now: datetime) -> admission.Admission:
     OperationTarget.objects.bulk_create(made)
     targets.adopt(operation, made, now)
     operation.save()
-    announce([*replaced.operations, *superseded, operation])
-    return admission.Admission(operation, created=True)
+
+
+def _refuse_unless_ended(active: Operation) -> None:
+    if Operation.objects.active().filter(pk=active.pk).exists():
+        raise errors.Conflict(
+            f"{active.kind} of {active.element} on these nodes has not ended (operation {active.id})",
+            operation=active.id,
+            kind=active.kind,
+            state=active.status,
+        )
 
 
 def _refuse_other_waves(active: Operation, asked: Asked) -> None:

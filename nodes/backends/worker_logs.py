@@ -24,7 +24,7 @@ ANSWER_LIMIT = 15.0
 """Seconds for a whole answer (operations-and-ui.md 1.19)."""
 HANDSHAKE_LIMIT = 10.0
 LARGEST = 16 * 1024 * 1024
-"""Bytes of an answer or a message; our workers keep less (`worker/config.py`)."""
+"""Bytes of an answer or a message; our workers keep less (`worker/config_table.py`)."""
 QUEUE = 4
 """Messages that are read ahead of a slow reader."""
 PING_EVERY, PONG_WITHIN = 30.0, 90.0

@@ -10,6 +10,7 @@ from localai_cluster import clock, conf, env, join_script
 from localai_cluster.env import parse_duration
 from nodes.api.join_tokens import rows
 from nodes.management import lookup, rendering
+from nodes.management.verbs import Add
 from nodes.models import JoinToken
 from nodes.registry import joining
 
@@ -18,7 +19,7 @@ SHOWN = 100
 _LIST = ("ID", "STATE", "USES", "EXPIRES", "MADE BY", "LAST USED BY", "NOTE")
 
 
-def add_to(add: Callable[..., CommandParser]) -> None:
+def add_to(add: Add) -> None:
     """Adds the verb with its own verbs."""
     parser = add("join-token", listed, "Make, list or revoke the tokens that other machines join with.")
     verbs = parser.add_subparsers(dest="token_verb", metavar="make|list|revoke", required=True)

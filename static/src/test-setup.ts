@@ -8,5 +8,13 @@ configure({ asyncUtilTimeout: LONG });
 const { waitFor } = vi;
 vi.waitFor = (callback, options = LONG) => waitFor(callback, options);
 
+// Outside of a browser an address needs its host, and the client takes `Request` when it is made.
+const Plain = globalThis.Request;
+globalThis.Request = class extends Plain {
+  constructor(input: RequestInfo | URL, init?: RequestInit) {
+    super(typeof input === "string" ? new URL(input, "http://localhost") : input, init);
+  }
+};
+
 // Of the browser's streams jsdom shows only those of answers.
 Object.assign(globalThis, { ReadableStream: new Response("x").body?.constructor });

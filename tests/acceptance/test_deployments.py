@@ -18,7 +18,7 @@ import yaml
 from localai_cluster import procs
 from localai_cluster.embedded.nats import BusKeys
 from localai_cluster.embedded.resources import free_port
-from localai_cluster.worker import config
+from localai_cluster.worker import config, config_table
 from tests.conftest import eventually
 from tests.support import wheel
 from tests.support.cluster import ROOT, Cluster, Process, is_ready, is_whole, running_cluster
@@ -37,9 +37,7 @@ BEFORE = [["localai-cluster-manage", "migrate", "--no-input"], ["localai-cluster
 NOT_OURS = {"MALLOC_ARENA_MAX", "PYTHONUNBUFFERED", "PIP_NO_CACHE_DIR", "PIP_ROOT_USER_ACTION"}
 KEYS = BusKeys.generate()
 GIVEN = {
-    "DATABASE_URL": "postgresql://user@127.0.0.1:1/name",
-    "REDIS_URL": "redis://127.0.0.1:1/0",
-    "LOCALAI_NATS_URL": "nats://127.0.0.1:1",
+    **wheel.NO_SERVERS,
     "LOCALAI_NATS_ACCOUNT_SEED": KEYS.account.seed,
     "CLUSTER_NATS_OPERATOR_SEED": KEYS.operator.seed,
     "CLUSTER_NATS_SYSTEM_SEED": KEYS.system.seed,
@@ -156,12 +154,12 @@ def test_every_setting_is_documented_and_read(
 ) -> None:
     """By docs/configuration.md or the worker's own table; with these values the programs accept them all."""
     known = set(re.findall(r"`([A-Z][A-Z0-9_]+)`", (ROOT / "docs" / "configuration.md").read_text()))
-    worker = {name for setting in config.SETTINGS for name in setting.environment}
+    worker = {name for setting in config_table.SETTINGS for name in setting.environment}
     for name in environment:
         assert name.removesuffix("_FILE") in (worker if where.endswith("worker") else known), name
     settings = with_files(environment, tmp_path)
     if where.endswith("worker"):
-        given = {one.key: first(settings, one.environment) for one in config.SETTINGS}
+        given = {one.key: first(settings, one.environment) for one in config_table.SETTINGS}
         assert config.build(given, settings).registration_token.startswith("a-long")
     else:
         checked = whole.run("localai-cluster-manage", "check", **settings)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from localai_cluster import clock
+from localai_cluster.cluster_settings import load
 from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
-from localai_cluster.env import load
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import nkeys, subjects
 from localai_cluster.messaging.codec import encode_galleries
@@ -21,7 +21,8 @@ from localai_cluster.messaging.messages import Gallery
 from localai_cluster.messaging.nats import NatsBus, complaint
 from localai_cluster.messaging.servers import Servers, parse_url
 from localai_cluster.tls import TlsFiles
-from localai_cluster.worker.config import InvalidSettings, build
+from localai_cluster.worker.config import build
+from localai_cluster.worker.config_table import InvalidSettings
 from tests.conformance.worker_support import NatsServer, StubControlPlane, Worker, ask, eventually, free_port
 from tests.support.certificates import Authority
 

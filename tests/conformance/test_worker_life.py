@@ -24,20 +24,7 @@ from tests.conformance.worker_support import (
     engines_of,
     eventually,
 )
-
-ENDINGS = (
-    "backend.install",
-    "backend.upgrade",
-    "backend.cancel",
-    "backend.stop",
-    "backend.delete",
-    "backend.list",
-    "models.running",
-    "model.unload",
-    "model.stop",
-    "model.delete",
-    "stop",
-)
+from tests.support.simulator import script
 
 
 async def probe(port: int, path: str) -> int:
@@ -51,6 +38,15 @@ async def probe(port: int, path: str) -> int:
     writer.close()
     await writer.wait_closed()
     return int(line.split()[1])
+
+
+async def started(running: Worker, bus: NatsBus) -> m.InstallReply:
+    """An engine that the worker has started on command."""
+    request = m.InstallRequest("engine", uri=str(running.source("engine")), model_id="m")
+    subject = subjects.backend_install(running.control_plane.node_id)
+    reply = await ask(bus, subject, request, m.InstallReply, 60)
+    assert reply.success, reply.error
+    return reply
 
 
 @pytest.mark.rule("W1", "W2", "worker-5.1", "I16")
@@ -185,7 +181,7 @@ async def test_every_subject_has_a_listener_and_no_other_node(
     prefix = subjects.node_prefix(node)
     assert prefix == "nodes.node-a-1-b"
     listening = [subject for subject in await running.nats.subscriptions() if subject.startswith("nodes.")]
-    assert sorted(listening) == sorted(f"{prefix}.{ending}" for ending in ENDINGS)
+    assert sorted(listening) == sorted(f"{prefix}.{ending}" for ending in script.ALL)
 
 
 @pytest.mark.rule("worker-5.2")
@@ -194,9 +190,7 @@ async def test_an_unknown_node_registers_again_and_listens_under_its_new_id(
 ) -> None:
     """D-AGAIN-ON-404, D-REREGISTER-ROWS: a 404 heartbeat leads to a registration that tells what runs; a
     changed id to new subscriptions."""
-    request = m.InstallRequest("engine", uri=str(running.source("engine")), model_id="m")
-    reply = await ask(bus, subjects.backend_install(control_plane.node_id), request, m.InstallReply, 60)
-    assert reply.success, reply.error
+    reply = await started(running, bus)
     control_plane.heartbeat_status, control_plane.node_id = 404, "second"
     await eventually(lambda: len(control_plane.seen("/register")) == 2)
     control_plane.heartbeat_status = 200
@@ -282,10 +276,7 @@ async def test_a_stop_message_ends_the_worker_in_order(
     running: Worker, bus: NatsBus, control_plane: StubControlPlane
 ) -> None:
     """Drain, models poll, deregister, backends gone, exit 0."""
-    source = running.source("engine")
-    request = m.InstallRequest("engine", uri=str(source), model_id="m")
-    reply = await ask(bus, subjects.backend_install(control_plane.node_id), request, m.InstallReply, 60)
-    assert reply.success, reply.error
+    reply = await started(running, bus)
     control_plane.in_flight = [1, 0]
     await bus.publish(subjects.stop(control_plane.node_id), b"null")
     assert await running.ended() == 0
@@ -324,10 +315,7 @@ async def test_a_killed_worker_leaves_no_engine(
     running: Worker, bus: NatsBus, control_plane: StubControlPlane
 ) -> None:
     """Issue part 3: leaves no orphan when killed; the next start tidies and keeps its identity."""
-    source = running.source("engine")
-    request = m.InstallRequest("engine", uri=str(source), model_id="m")
-    reply = await ask(bus, subjects.backend_install(control_plane.node_id), request, m.InstallReply, 60)
-    assert reply.success, reply.error
+    await started(running, bus)
     assert len(engines_of(running.folder)) == 1
     secret = (running.folder / "node-secret").read_text()
     (running.backends / "half.install-tmp").mkdir()

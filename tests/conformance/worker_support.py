@@ -5,11 +5,9 @@ import json
 import os
 import shutil
 import socket
-import ssl
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import NAMESPACE_DNS, uuid5
@@ -24,6 +22,7 @@ from localai_cluster.messaging.codec import encode_galleries
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.rpc.build import build as build_stubs
 from tests.conftest import BUSY
+from tests.wire.servers import Call, HttpServer
 
 ROOT = Path(__file__).parent.parent.parent
 FAKE_ENGINE = Path(__file__).parent / "fake_engine.py"
@@ -107,23 +106,11 @@ class NatsServer:
             self._process = None
 
 
-@dataclass
-class Call:
-    """One HTTP request as the stub control plane saw it; `at` on the monotonic clock."""
-
-    method: str
-    path: str
-    headers: dict[str, str]
-    body: Any
-    at: float
-
-
-class StubControlPlane:
-    """Answers the self-service routes and keeps what it was sent."""
+class StubControlPlane(HttpServer):
+    """Answers the self-service routes."""
 
     def __init__(self) -> None:
-        self.port = free_port()
-        self.calls: list[Call] = []
+        super().__init__()
         self.refusals: list[int] = []
         self.node_id = "node.a 1*b"
         self.status = "healthy"
@@ -132,47 +119,13 @@ class StubControlPlane:
         self.in_flight: list[int] = []
         self.credentials: Callable[[], dict[str, str]] = dict
         """What an answer to a registration says of the bus."""
-        self.tls: ssl.SSLContext | None = None
-        self._server: asyncio.Server | None = None
-        self._links: set[asyncio.StreamWriter] = set()
 
-    async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, ssl=self.tls)
+    def answer(self, call: Call) -> tuple[int, bytes]:
+        """As the contract has it, but for what the test has set."""
+        status, body = self._said(call)
+        return status, json.dumps(body).encode()
 
-    async def stop(self) -> None:
-        assert self._server
-        self._server.close()
-        for link in list(self._links):
-            link.close()
-        await self._server.wait_closed()
-
-    def seen(self, ending: str) -> list[Call]:
-        return [call for call in self.calls if call.path.endswith(ending)]
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._links.add(writer)
-        try:
-            while call := await self._read(reader):
-                self.calls.append(call)
-                status, body = self._answer(call)
-                text = json.dumps(body).encode()
-                writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text)
-                await writer.drain()
-        except (OSError, asyncio.IncompleteReadError):
-            pass
-        finally:
-            self._links.discard(writer)
-            writer.close()
-
-    async def _read(self, reader: asyncio.StreamReader) -> Call:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        first, *lines = head.strip().split("\r\n")
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        text = await reader.readexactly(int(headers.get("content-length", 0)))
-        method, path, _ = first.split(" ")
-        return Call(method, path, headers, json.loads(text) if text else None, clock.monotonic())
-
-    def _answer(self, call: Call) -> tuple[int, Any]:
+    def _said(self, call: Call) -> tuple[int, Any]:
         if call.path.endswith("/register"):
             if self.refusals:
                 return self.refusals.pop(0), {"error": {"message": "not now"}}
@@ -194,10 +147,10 @@ class StubControlPlane:
 class Registry(StubControlPlane):
     """Gives every name an id of its own."""
 
-    def _answer(self, call: Call) -> tuple[int, Any]:
+    def _said(self, call: Call) -> tuple[int, Any]:
         if call.path.endswith("/register"):
             self.node_id = str(uuid5(NAMESPACE_DNS, call.body["name"]))
-        return super()._answer(call)
+        return super()._said(call)
 
 
 TOKEN = "tok-en"

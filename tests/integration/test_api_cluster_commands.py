@@ -4,12 +4,10 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import pytest
 import yaml
-from django.db import connection
 
 from localai_cluster import clock
 from nodes.api import plain_commands
@@ -20,6 +18,7 @@ from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from operations.models import Operation
 from tests.integration.test_api_document import document, fits
 from tests.support import api, hot
+from tests.support.races import meanwhile
 
 pytestmark = pytest.mark.django_db
 
@@ -60,22 +59,14 @@ def parts(job: str) -> list[str]:
 @contextmanager
 def a_controller(**ended: Ended) -> Iterator[None]:
     """Carries out what is asked for meanwhile; on these nodes with this outcome, elsewhere well."""
-    over = Event()
 
     def work() -> None:
-        while not over.wait(0.02):
-            for one in intents.claim("controller", now=clock.now(), lease=60, limit=9):
-                outcome = ended.get(one.node.name, Ended())
-                intents.settle({(one.id, one.fence): (outcome, ())}, now=clock.now())
-        connection.close()
+        for one in intents.claim("controller", now=clock.now(), lease=60, limit=9):
+            outcome = ended.get(one.node.name, Ended())
+            intents.settle({(one.id, one.fence): (outcome, ())}, now=clock.now())
 
-    thread = Thread(target=work)
-    thread.start()
-    try:
+    with meanwhile(work):
         yield
-    finally:
-        over.set()
-        thread.join()
 
 
 @pytest.fixture

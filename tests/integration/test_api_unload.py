@@ -4,12 +4,11 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from threading import Event, Thread
 from typing import Any
 from uuid import uuid4
 
 import pytest
-from django.db import OperationalError, connection
+from django.db import OperationalError
 
 from localai_cluster import clock
 from localai_cluster.rpc.errors import Lost
@@ -25,6 +24,7 @@ from operations.states import Event as State
 from tests.integration.test_api_document import document, fits
 from tests.support import api, hot
 from tests.support.fleet import at_once
+from tests.support.races import meanwhile
 
 pytestmark = pytest.mark.django_db
 
@@ -54,21 +54,13 @@ def at_once_wish(**more: Any) -> dict[str, Any]:
 @contextmanager
 def a_controller(event: State, **said: Any) -> Iterator[None]:
     """Ends every operation that is asked for meanwhile in this way."""
-    over = Event()
 
     def work() -> None:
-        while not over.wait(0.02):
-            for operation in lease.claim("controller", now=clock.now(), lease=60, limit=9):
-                outcome.finish(operation.id, operation.fence, event, now=clock.now(), **said)
-        connection.close()
+        for operation in lease.claim("controller", now=clock.now(), lease=60, limit=9):
+            outcome.finish(operation.id, operation.fence, event, now=clock.now(), **said)
 
-    thread = Thread(target=work)
-    thread.start()
-    try:
+    with meanwhile(work):
         yield
-    finally:
-        over.set()
-        thread.join()
 
 
 @pytest.mark.django_db(transaction=True)

@@ -1,11 +1,9 @@
 """A signed-in browser at the inference edge: its session, the CSRF token, the page's origin, nothing less."""
 
 import asyncio
-import dataclasses
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,22 +20,20 @@ from localai_cluster.asgi import application
 from localai_cluster.web.throttle import LIMIT, WINDOW, Failures
 from nodes.models import BackendNode
 from tests.support import hot
+from tests.support.answering import ASK, CHAT, definitions
 from tests.support.environment import API_KEY
 from tests.support.scripted import Scripted, running, words
 
+__all__ = ["definitions"]
 pytestmark = [pytest.mark.django_db(transaction=True), pytest.mark.rule("UI-10.11")]
 
-CHAT = "/v1/chat/completions"
-ASK = {"model": "m", "messages": [{"role": "user", "content": "hello there"}]}
 TOKEN = "c" * 32
 HERE, ELSEWHERE = "http://cluster.test", "http://elsewhere.test"
 
 
 @pytest.fixture(autouse=True)
-def definitions(tmp_path: Path, settings: Settings) -> None:
-    """A models folder with `m`; this host by its name."""
-    (tmp_path / "m.yaml").write_text("name: m\nbackend: scripted\nparameters: {model: m.gguf}\n")
-    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=tmp_path, model_load_wait=2.0)
+def named(settings: Settings) -> None:
+    """This host has a name."""
     settings.ALLOWED_HOSTS = ["cluster.test"]
 
 

@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from io import StringIO
 from typing import Any
 
@@ -26,19 +27,13 @@ from nodes.models import BackendNode, BackendOffer, NodeBackend, PendingBackendO
 from operations.changes import events
 from operations.ledger.progress import Tick
 from operations.models import Operation, OperationTarget
-from tests.support import api, hot
+from tests.support import api, command_line, hot
 from tests.support.terminal import Screen
 
 pytestmark = pytest.mark.django_db(transaction=True)
+run = partial(command_line.run, "backends")
 
 DIGEST = f"sha256:{'a' * 64}"
-
-
-def run(*arguments: str) -> str:
-    """What a command prints."""
-    out = StringIO()
-    call_command("backends", *arguments, stdout=out)
-    return out.getvalue()
 
 
 @pytest.fixture

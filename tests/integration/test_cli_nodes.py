@@ -1,10 +1,9 @@
 """`manage.py nodes`: what it prints, what it does, and what it says to anyone who asks for what cannot be."""
 
-import json
 import os
 import pwd
+from functools import partial
 from io import StringIO
-from typing import Any
 
 import pytest
 from django.core.management import CommandError, call_command
@@ -13,31 +12,14 @@ from localai_cluster import clock
 from localai_cluster.accounts.actors import MAKE_RUN, WORKER
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel
 from nodes.registry import services
-from tests.support import api
+from tests.support import api, command_line
 
 pytestmark = pytest.mark.django_db
+run = partial(command_line.run, "nodes")
+told = partial(command_line.told, "nodes")
+refused = partial(command_line.refused, "nodes")
 
 ME = pwd.getpwuid(os.getuid()).pw_name
-
-
-def run(*arguments: str) -> str:
-    """What a command prints."""
-    out = StringIO()
-    call_command("nodes", *arguments, stdout=out)
-    return out.getvalue()
-
-
-def told(*arguments: str) -> Any:
-    """What a command prints with `--json`."""
-    return json.loads(run(*arguments, "--json"))
-
-
-def refused(*arguments: str) -> str:
-    """Why a command ends with exit code 1."""
-    with pytest.raises(CommandError) as caught:
-        run(*arguments)
-    assert caught.value.returncode == 1
-    return str(caught.value)
 
 
 def last_event(node: BackendNode) -> NodeEvent:

@@ -1,9 +1,8 @@
 """`manage.py operations`: what it prints, what it does, and what it says to requests that cannot be met."""
 
-import json
 import os
 import pwd
-from io import StringIO
+from functools import partial
 from typing import Any
 from uuid import UUID
 
@@ -24,33 +23,15 @@ from operations.ledger import lease, outcome
 from operations.ledger.progress import Tick
 from operations.models import Operation, OperationTarget, Waves
 from operations.states import Event
-from tests.support import api, hot
+from tests.support import api, command_line, hot
 from tests.support.terminal import Screen
 
 pytestmark = pytest.mark.django_db(transaction=True)
+run = partial(command_line.run, "operations")
+told = partial(command_line.told, "operations")
+refused = partial(command_line.refused, "operations")
 
 ME = pwd.getpwuid(os.getuid()).pw_name
-
-
-def run(*arguments: str) -> str:
-    """What a command prints."""
-    out = StringIO()
-    call_command("operations", *arguments, stdout=out)
-    return out.getvalue()
-
-
-def told(*arguments: str) -> Any:
-    """What a command prints with `--json`."""
-    return json.loads(run(*arguments, "--json"))
-
-
-def refused(*arguments: str) -> str:
-    """Why a command ends with exit code 1: one line."""
-    with pytest.raises(CommandError) as caught:
-        run(*arguments)
-    assert caught.value.returncode == 1
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def ask(*nodes: BackendNode, kind: str = INSTALL, backend: str = "echo", **more: Any) -> Operation:

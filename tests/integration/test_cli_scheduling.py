@@ -1,24 +1,18 @@
 """`manage.py scheduling`: what it prints, stores and refuses."""
 
 import json
-from io import StringIO
+from functools import partial
 
 import pytest
-from django.core.management import CommandError, call_command
+from django.core.management import CommandError
 
 from localai_cluster import clock
 from localai_cluster.accounts.models import AuditEntry
 from nodes.models import ModelSchedulingConfig
-from tests.support import api
+from tests.support import api, command_line
 
 pytestmark = pytest.mark.django_db
-
-
-def run(*arguments: str) -> str:
-    """What a command prints."""
-    out = StringIO()
-    call_command("scheduling", *arguments, stdout=out)
-    return out.getvalue()
+run = partial(command_line.run, "scheduling")
 
 
 @pytest.mark.rule("R1.85", "http-2.12")

@@ -32,8 +32,8 @@ from nodes.unloading.asking import UnloadWish
 from operations.executor.work import in_thread
 from operations.models import Operation
 from tests.integration.test_evicting import old, short_of_room, waits
-from tests.integration.test_loading import BACKEND, STARTED, Stage, loads, stage
 from tests.support import api, hot
+from tests.support.loading import BACKEND, STARTED, Stage, loads, stage
 
 __all__ = ["loads", "stage"]
 pytestmark = pytest.mark.django_db(transaction=True)

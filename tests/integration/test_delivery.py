@@ -33,9 +33,9 @@ from operations.ledger.progress import Tick, record
 from operations.models import Operation
 from operations.states import Event
 from tests.integration.test_load_steps import told
-from tests.integration.test_loading import BACKEND, STARTED, Stage, loads, stage
 from tests.support import backends
 from tests.support.file_server import Cut, FileServer, Hangs, Says, file_server
+from tests.support.loading import BACKEND, STARTED, Stage, loads, stage
 
 __all__ = ["loads", "stage", "told"]
 pytestmark = pytest.mark.django_db(transaction=True)

@@ -35,9 +35,9 @@ from nodes.routing.pool import Pool
 from nodes.routing.request import InferenceRequest
 from operations.executor.work import Postpone, in_thread
 from operations.models import Operation
-from tests.integration.test_loading import BACKEND, STARTED, Stage, loads, stage
 from tests.support import hot
 from tests.support.fleet import at_once, unexpected
+from tests.support.loading import BACKEND, STARTED, Stage, loads, stage
 
 __all__ = ["loads", "stage"]
 pytestmark = pytest.mark.django_db(transaction=True)

@@ -24,13 +24,13 @@ import redis
 from nats.aio.client import Client
 
 from localai_cluster import clock, procs
+from localai_cluster.cluster_settings import load
 from localai_cluster.embedded import secrets as secret_files
 from localai_cluster.embedded.nats import BusKeys, EmbeddedNats, binary
 from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.resources import SetupError, free_port, runtime_directory
 from localai_cluster.embedded.server import wait_for
 from localai_cluster.embedded.valkey import EmbeddedValkey
-from localai_cluster.env import load
 from localai_cluster.messaging import nkeys
 from localai_cluster.messaging.credentials import Credentials, mint_service, mint_worker
 from localai_cluster.messaging.nats import complaint

@@ -19,7 +19,7 @@ from nodes.definitions.files import Definition, parse
 from nodes.loading import load, placing
 from nodes.loading.another import load_another, under_way
 from nodes.loading.elsewhere import load_elsewhere
-from nodes.loading.wish import wish_of
+from nodes.loading.wish import ANOTHER, wish_of
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel
 from nodes.placement.choose import NOTHING, choose
 from nodes.reconcilers import wakes
@@ -36,8 +36,10 @@ from operations.states import Event
 from tests.support import hot
 from tests.support.bus import PlayedBus
 from tests.support.fleet import at_once, unexpected
+from tests.support.loading import BACKEND, STARTED, Stage, loads, stage
 from tests.support.races import ROUNDS
 
+__all__ = ["loads", "stage"]
 pytestmark = pytest.mark.django_db(transaction=True)
 
 
@@ -343,3 +345,15 @@ class TestAnother:
         work = await hot.in_thread(given)
         with pytest.raises(Postpone, match="none of the nodes that it may use is registered"):
             await placed(work)
+
+
+@pytest.mark.parametrize("more", [True, False], ids=["one more", "any"])
+async def test_only_a_load_of_one_more_replica_is_carried_out_beside_one_that_serves(
+    stage: Stage, loads: list[Any], more: bool
+) -> None:
+    await hot.in_thread(hot.replica, stage.two)
+    stage.lists(stage.one, BACKEND)
+    stage.installs(stage.one, STARTED)
+    stage.work.operation.payload = {ANOTHER: more}
+    result = await stage.handler(stage.work)
+    assert (result.get("node"), result.get("already_loaded")) == (("one", None) if more else (None, True))

@@ -26,8 +26,8 @@ from nodes.models import BackendNode, EngineStart, ModelLoadInfo, ModelSchedulin
 from operations.executor.recorder import Recorder
 from operations.executor.work import Postpone, Work, in_thread
 from operations.ledger.progress import Tick
-from tests.integration.test_loading import BACKEND, ROOM, STARTED, Stage, loads, stage
 from tests.support import hot
+from tests.support.loading import BACKEND, ROOM, STARTED, Stage, loads, stage
 
 __all__ = ["loads", "stage"]
 pytestmark = pytest.mark.django_db(transaction=True)

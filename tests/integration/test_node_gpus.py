@@ -27,10 +27,10 @@ from nodes.registry.heartbeats import Beat
 from nodes.replicas import retire, slots, snapshot
 from nodes.replicas.slots import NoSlot, Slot
 from operations.executor.work import Postpone
-from tests.integration.test_loading import BACKEND, STARTED, Stage, stage, stops
 from tests.support import api, hot, pages
 from tests.support.beating import Counted, beat, made, now_of
 from tests.support.fleet import at_once, unexpected
+from tests.support.loading import BACKEND, STARTED, Stage, stage, stops
 
 __all__ = ["stage"]
 pytestmark = pytest.mark.django_db(transaction=True)

@@ -37,9 +37,7 @@ print(page.status_code, Path(finders.find(script)).is_file(), Path(finders.find(
 UNWANTED = re.compile(r"(^|/)(tests?|data|__pycache__|node_modules|secrets?)/|\.(pyc|stamp|key|pem|env)$")
 KEYS = BusKeys.generate()
 SETTINGS = {
-    "DATABASE_URL": "postgresql://user@127.0.0.1:1/name",
-    "REDIS_URL": "redis://127.0.0.1:1/0",
-    "LOCALAI_NATS_URL": "nats://127.0.0.1:1",
+    **package.NO_SERVERS,
     "LOCALAI_NATS_ACCOUNT_SEED": KEYS.account.seed,
     "CLUSTER_NATS_OPERATOR_SEED": KEYS.operator.seed,
     "CLUSTER_NATS_SYSTEM_SEED": KEYS.system.seed,

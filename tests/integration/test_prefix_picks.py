@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -20,19 +20,15 @@ from nodes.replicas.prefix_statement import EXCHANGE_BY_PREFIX
 from nodes.routing.request import InferenceRequest, Replica
 from tests.support import hot
 from tests.support.effort import EFFORT
+from tests.support.picks import raw
 from tests.support.policy import Limits, Warm, select
 
+__all__ = ["raw"]
 pytestmark = pytest.mark.django_db(transaction=True)
 
 NODES = [UUID(int=number) for number in range(1, 5)]
 PLACES = [(node, index) for node in NODES for index in range(2)]
 Place = tuple[UUID, int]
-
-
-@pytest.fixture
-def raw() -> Iterator[psycopg.Connection[Any]]:
-    with psycopg.connect(hot.database_url()) as connection:
-        yield connection
 
 
 @pytest.fixture

@@ -32,19 +32,13 @@ from nodes.scheduling.rules import Rule
 from operations.models import Operation, Status
 from tests.conformance.worker_support import NatsServer
 from tests.support import hot
+from tests.support.answering import CHAT, definitions
 from tests.support.scripted import Scripted, running, words
 
+__all__ = ["definitions"]
 pytestmark = pytest.mark.django_db(transaction=True)
 
-CHAT = "/v1/chat/completions"
 NODE = UUID(int=9)
-
-
-@pytest.fixture(autouse=True)
-def definitions(tmp_path: Path, settings: Settings) -> Path:
-    (tmp_path / "m.yaml").write_text("name: m\nbackend: scripted\nparameters: {model: m.gguf}\n")
-    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=tmp_path, model_load_wait=2.0)
-    return tmp_path
 
 
 def body(system: str, question: str = "and now?") -> dict[str, Any]:

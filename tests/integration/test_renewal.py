@@ -33,9 +33,9 @@ from operations.executor.work import Postpone, Work
 from operations.ledger import lease, outcome
 from operations.models import Operation
 from operations.states import Event
-from tests.integration.test_loading import BACKEND, STARTED, loads
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
+from tests.support.loading import BACKEND, STARTED, loads
 
 __all__ = ["loads"]
 pytestmark = pytest.mark.django_db(transaction=True)

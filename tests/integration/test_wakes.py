@@ -283,11 +283,12 @@ async def test_a_controller_leaves_a_waiting_load_alone_while_labels_change(
         hear(node_id)
 
     monkeypatch.setattr(heard, "changed", told)
-    others: Any = (*(Listener() for _ in range(5)), Hints())
-    executors: Any = [executor]
+    quiet = ("scaler", "stopper", "engines", "revocations", "checker", "news")
+    parts: dict[str, Any] = {name: Listener() for name in quiet}
+    parts |= {"executors": {"operations": executor}, "inventory": lists, "wakes": heard, "hints": Hints()}
     tasks = [
         asyncio.create_task(heard.run()),
-        asyncio.create_task(controller.listen_for_changes(executors, lists, heard, *others)),  # type: ignore[arg-type]
+        asyncio.create_task(controller.listen_for_changes(controller.Parts(**parts))),
     ]
 
     async def due() -> bool:

@@ -1,10 +1,15 @@
 """Requests for text through the edge, with scripted engines as the replicas of the model `m`."""
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 from uuid import UUID
+
+import pytest
+from pytest_django import Settings
 
 from localai_cluster.asgi import application
 from nodes.models import BackendNode, ReplicaUse
@@ -13,9 +18,19 @@ from tests.support.scripted import Scripted, Step, running
 from tests.support.streaming import Streamed, asked
 
 CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+ASK = {"model": "m", "messages": [{"role": "user", "content": "hello there"}]}
 DEFINITION = "name: m\nbackend: scripted\nparameters: {model: m.gguf}\n"
 
 Scenario = Callable[[hot.Client, Any], Awaitable[Any]]
+
+
+@pytest.fixture(autouse=True)
+def definitions(tmp_path: Path, settings: Settings) -> Path:
+    """A models folder with `m`; requests wait two seconds for a load."""
+    (tmp_path / "m.yaml").write_text(DEFINITION)
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, models_path=tmp_path, model_load_wait=2.0)
+    return tmp_path
 
 
 def play(scenario: Scenario, *engines: Scripted) -> Any:

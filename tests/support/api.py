@@ -19,6 +19,7 @@ from localai_cluster.accounts.principals import hash_secret
 from nodes.api.registrations import RegistrationApplication
 from nodes.models import BackendNode, NodeModel
 from nodes.registry import services
+from tests.support.asgi import exchange
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN
 
 RECORDINGS = Path(__file__).parent.parent / "data" / "http"
@@ -71,26 +72,13 @@ class Caller:
     def _raw(self, method: str, body: bytes, headers: dict[str, str]) -> HttpResponse:
         """A registration, by an application of its own: as if it had come to another web process."""
         cookies = {"cookie": self.client.cookies.output(header="", sep=";")} if self.client.cookies else {}
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-        sent: list[dict[str, Any]] = []
-
-        async def receive() -> dict[str, Any]:
-            return messages.pop(0) if messages else {"type": "http.disconnect"}
-
-        async def send(message: dict[str, Any]) -> None:
-            sent.append(message)
-
-        scope = {
-            "type": "http",
-            "method": method,
-            "path": REGISTER,
-            "headers": [(k.lower().encode(), v.encode("latin-1")) for k, v in {**headers, **cookies}.items()],
-            "client": [self.client.defaults.get("REMOTE_ADDR", "127.0.0.1"), 40000],
-        }
+        raw = [(k.lower().encode(), v.encode("latin-1")) for k, v in {**headers, **cookies}.items()]
+        client = self.client.defaults.get("REMOTE_ADDR", "127.0.0.1")
         # The connection of a test's own transaction has to stay open.
         in_test = connection.in_atomic_block
         with patch("channels.db.close_old_connections") if in_test else nullcontext():
-            async_to_sync(RegistrationApplication())(scope, receive, send)
+            ask = async_to_sync(exchange)
+            sent = ask(RegistrationApplication(), method, REGISTER, body, raw, client=client)
         answer = Answer(sent[1]["body"], status=sent[0]["status"])
         for name, value in sent[0]["headers"]:
             answer[name.decode()] = value.decode()

@@ -10,6 +10,7 @@ from nodes.api.heartbeats import HeartbeatApplication
 from nodes.models import BackendNode
 from nodes.routing.pool import Pool
 from tests.support import api
+from tests.support.asgi import exchange
 
 
 class Counted:
@@ -41,23 +42,8 @@ async def beat(
         headers.append((b"x-localai-node-instance", instance.encode("latin-1")))
     if secret is not None:
         headers.append((b"authorization", f"Bearer {secret}".encode()))
-    messages = [{"type": "http.request", "body": raw, "more_body": False}]
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        return messages.pop(0) if messages else {"type": "http.disconnect"}
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    scope = {
-        "type": "http",
-        "method": method,
-        "path": f"/api/node/{node_id}/heartbeat",
-        "headers": headers,
-        "client": ["192.0.2.7", 40000],
-    }
-    await application(scope, receive, send)
+    path = f"/api/node/{node_id}/heartbeat"
+    sent = await exchange(application, method, path, raw, headers, client="192.0.2.7")
     await application.settled()
     return sent[0]["status"], json.loads(sent[1]["body"])
 

@@ -5,11 +5,15 @@ import hashlib
 import json
 import socket
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPResponse
+from pathlib import Path
 from typing import Any
 
-from tests.support.worker_http import ENGINE_TOKEN
+import pytest
+
+from tests.support.worker_http import ENGINE_TOKEN, Served, worker
 
 PATIENCE = 120.0
 BEARER = {"Authorization": f"Bearer {ENGINE_TOKEN}"}
@@ -133,3 +137,21 @@ def answered(link: socket.socket, method: str) -> Got:
 def _headers(body: bytes, digest: str | None, more: dict[str, str]) -> dict[str, str]:
     given = {"X-Content-SHA256": digest} if digest else {}
     return BEARER | {"Content-Length": str(len(body))} | given | more
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    """One real server for the tests of a module."""
+    with worker() as one:
+        yield one
+
+
+@pytest.fixture
+def files(served: Served) -> Files:
+    """A client of its file server."""
+    return Files(served.address)
+
+
+def on_disk(served: Served, key: str) -> Path:
+    """Where a file of `models/` lies."""
+    return served.folders.models / key.removeprefix("models/")

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import psycopg
+from django.db import connection
 
 from nodes.models import BackendNode, RevokedSecret
 from tests.conftest import eventually
@@ -43,6 +44,25 @@ def waiting(count: int = 1) -> None:
             return found is not None and found[0] >= count
 
         eventually(enough, what=f"{count} wait for a lock")
+
+
+@contextmanager
+def meanwhile(step: Callable[[], None]) -> Iterator[None]:
+    """Does this again and again in another thread, as a controller beside a request does."""
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.wait(0.02):
+            step()
+        connection.close()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @contextmanager

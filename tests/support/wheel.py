@@ -17,6 +17,12 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "localai-cluster"
+NO_SERVERS = {
+    "DATABASE_URL": "postgresql://user@127.0.0.1:1/name",
+    "REDIS_URL": "redis://127.0.0.1:1/0",
+    "LOCALAI_NATS_URL": "nats://127.0.0.1:1",
+}
+"""Settings that name servers where none is."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from localai_cluster import env, gallery_index
+from localai_cluster import cluster_settings, gallery_index
 from localai_cluster.messaging.messages import Gallery
 from nodes.backends.install import GalleryOffer, is_loopback, offer
 
@@ -101,8 +101,8 @@ def test_a_cluster_url_names_a_file_of_the_folder_and_nothing_else(name: str, tm
 def test_a_cluster_gallery_needs_its_folder() -> None:
     """The error names the setting and what to do."""
     galleries = {"LOCALAI_BACKEND_GALLERIES": '[{"name":"a","url":"cluster:index.yaml"}]'}
-    settings, read = env.load(galleries)
+    settings, read = cluster_settings.load(galleries)
     (problem,) = read.problems
     assert (problem.setting, "CLUSTER_GALLERY_DIR" in problem.hint) == ("LOCALAI_BACKEND_GALLERIES", True)
-    settings, read = env.load({**galleries, "CLUSTER_GALLERY_DIR": "gallery"})
+    settings, read = cluster_settings.load({**galleries, "CLUSTER_GALLERY_DIR": "gallery"})
     assert (read.problems, settings.gallery_dir) == ([], Path("gallery").absolute())

@@ -5,29 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster.rpc.messages import options_from_mapping
 from nodes.definitions.files import Unusable, load_options, parse, read, revision
+from tests.support.definitions import PLAIN, write
 
-PLAIN: dict[str, Any] = {
-    "name": "mini",
-    "backend": "numpy",
-    "parameters": {"model": "mini.bin"},
-    "embeddings": True,
-}
-
-
-@pytest.fixture
-def write(tmp_path: Path) -> Callable[..., Path]:
-    def _write(name: str, content: Any) -> Path:
-        path = tmp_path / name
-        path.write_text(content if isinstance(content, str) else yaml.safe_dump(content), encoding="utf-8")
-        return path
-
-    return _write
+__all__ = ["write"]
 
 
 @pytest.mark.rule("R2.3")

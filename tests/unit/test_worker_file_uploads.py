@@ -7,7 +7,7 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -30,31 +30,17 @@ from localai_cluster.worker.http_server import WorkerApplication
 from localai_cluster.worker.log_rings import LogRings
 from tests.conftest import eventually
 from tests.support.effort import EFFORT
-from tests.support.file_client import BEARER, Files, answered, sha256
-from tests.support.worker_http import ENGINE_TOKEN, Served, worker
+from tests.support.file_client import BEARER, Files, answered, files, on_disk, served, sha256
+from tests.support.worker_http import ENGINE_TOKEN, Served
 
+__all__ = ["files", "served"]
 CONTENT = bytes(range(256)) * 40
 DIGEST = sha256(CONTENT)
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with worker() as one:
-        yield one
-
-
-@pytest.fixture
-def files(served: Served) -> Files:
-    return Files(served.address)
 
 
 @pytest.fixture
 def key() -> str:
     return f"models/{uuid4()}/f.bin"
-
-
-def on_disk(served: Served, key: str) -> Path:
-    return served.folders.models / key.removeprefix("models/")
 
 
 def tree(folder: Path) -> dict[str, bytes]:

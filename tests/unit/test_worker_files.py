@@ -3,7 +3,6 @@
 import asyncio
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -13,34 +12,20 @@ import pytest
 from localai_cluster.worker.exchange import Exchange
 from localai_cluster.worker.files.keys import Folders
 from localai_cluster.worker.files.routes import SENT, FileServer
-from tests.support.file_client import BEARER, Files, sha256
-from tests.support.worker_http import ENGINE_TOKEN, Served, worker
+from tests.support.file_client import BEARER, Files, files, on_disk, served, sha256
+from tests.support.worker_http import ENGINE_TOKEN, Served
 
+__all__ = ["files", "served"]
 CONTENT = bytes(range(256)) * 12
 DIGEST = sha256(CONTENT)
 OTHER = sha256(b"other")
 OLD = 1_600_000_000
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with worker() as one:
-        yield one
-
-
-@pytest.fixture
-def files(served: Served) -> Files:
-    return Files(served.address)
-
-
 @pytest.fixture
 def key(request: pytest.FixtureRequest) -> str:
     """Of a file of this test's own."""
     return f"models/{request.node.name.replace('[', '-').rstrip(']')}/dir/f.bin"
-
-
-def on_disk(served: Served, key: str) -> Path:
-    return served.folders.models / key.removeprefix("models/")
 
 
 def side(path: Path, ending: str = ".sha256") -> Path:

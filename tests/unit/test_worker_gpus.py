@@ -14,7 +14,8 @@ import pynvml
 import pytest
 
 from localai_cluster.worker import gpus, hardware
-from localai_cluster.worker.config import InvalidSettings, build
+from localai_cluster.worker.config import build
+from localai_cluster.worker.config_table import InvalidSettings
 from localai_cluster.worker.gpus import (
     Gpu,
     GpuReader,

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from localai_cluster import __version__
 from localai_cluster.messaging.messages import ProgressEvent, human_bytes
 from localai_cluster.worker import hardware, identity
-from localai_cluster.worker.config import Config, InvalidSettings, build, host_port
+from localai_cluster.worker.config import Config, build, host_port
+from localai_cluster.worker.config_table import InvalidSettings
 from localai_cluster.worker.control_plane import CallFailed, Registered
 from localai_cluster.worker.hardware import Figures, Gpus
 from localai_cluster.worker.progress import ProgressStream, Tick, event

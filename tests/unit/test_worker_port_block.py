@@ -9,7 +9,8 @@ from threading import Barrier
 
 import pytest
 
-from localai_cluster.worker.config import Config, InvalidSettings, build
+from localai_cluster.worker.config import Config, build
+from localai_cluster.worker.config_table import InvalidSettings
 from localai_cluster.worker.port_block import BLOCK, open_probe_listener
 
 BASE = 21051

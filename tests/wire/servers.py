@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import socket
+import ssl
 import subprocess
 import sysconfig
 import time
@@ -83,30 +84,27 @@ class NatsServer:
 
 @dataclass
 class Call:
-    """One HTTP request as the control plane saw it."""
+    """One HTTP request as the server saw it; `at` on the monotonic clock."""
 
     method: str
     path: str
     headers: dict[str, str]
     body: Any
+    at: float
 
 
-class ControlPlane:
-    """Answers the routes a worker calls, keeps what it was sent, and serves `files` under `/files/`."""
+class HttpServer:
+    """Keeps what it was sent, and answers each request by `answer`."""
 
     def __init__(self) -> None:
         self.port = free_ports(1)
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.node_id = "node.a 1*b"
         self.calls: list[Call] = []
-        self.files: dict[str, bytes] = {}
-        self.in_flight: list[int] = []
-        """What the next polls of the node's models say; then none."""
+        self.tls: ssl.SSLContext | None = None
         self._server: asyncio.Server | None = None
         self._links: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port, ssl=self.tls)
 
     async def stop(self) -> None:
         assert self._server
@@ -118,10 +116,9 @@ class ControlPlane:
     def seen(self, ending: str) -> list[Call]:
         return [call for call in self.calls if call.path.endswith(ending)]
 
-    def serve(self, name: str, content: bytes) -> str:
-        """The address under which a worker can download `content`."""
-        self.files[name] = content
-        return f"{self.url}/files/{name}"
+    def answer(self, call: Call) -> tuple[int, bytes]:
+        """Status and body."""
+        raise NotImplementedError
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._links.add(writer)
@@ -129,7 +126,7 @@ class ControlPlane:
             while True:
                 call = await self._read(reader)
                 self.calls.append(call)
-                status, text = self._answer(call)
+                status, text = self.answer(call)
                 writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text)
                 await writer.drain()
         except (OSError, asyncio.IncompleteReadError):
@@ -144,9 +141,26 @@ class ControlPlane:
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         text = await reader.readexactly(int(headers.get("content-length", 0)))
         method, path, _ = first.split(" ")
-        return Call(method, path, headers, json.loads(text) if text else None)
+        return Call(method, path, headers, json.loads(text) if text else None, time.monotonic())
 
-    def _answer(self, call: Call) -> tuple[int, bytes]:
+
+class ControlPlane(HttpServer):
+    """Answers the routes a worker calls, and serves `files` under `/files/`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.node_id = "node.a 1*b"
+        self.files: dict[str, bytes] = {}
+        self.in_flight: list[int] = []
+        """What the next polls of the node's models say; then none."""
+
+    def serve(self, name: str, content: bytes) -> str:
+        """The address under which a worker can download `content`."""
+        self.files[name] = content
+        return f"{self.url}/files/{name}"
+
+    def answer(self, call: Call) -> tuple[int, bytes]:
         if call.path.startswith("/files/"):
             content = self.files.get(call.path.removeprefix("/files/"))
             return (404, b"") if content is None else (200, content)

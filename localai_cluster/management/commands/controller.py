@@ -17,8 +17,9 @@ import os
 import signal
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from django.core.checks import Tags
@@ -74,62 +75,88 @@ class Command(BaseCommand):
         asyncio.run(run())
 
 
-async def run() -> None:
-    """Runs until a signal; releases all leases before it returns."""
-    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "database"))
-    owner = f"{socket.gethostname()[:20]}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
-    bus, hints = NatsBus(bus_access.service("controller"), name="controller"), Hints()
-    bus.start()
+@dataclass(frozen=True)
+class Parts:
+    """What a controller runs, each in a loop of its own, and the hints that some of them wait for."""
+
+    executors: Mapping[str, Executor[Any]]
+    inventory: Inventory
+    wakes: Wakes
+    scaler: Scaler
+    stopper: Stopper
+    engines: StatePass
+    revocations: Revocations
+    checker: UpgradeChecker
+    news: Outbox
+    hints: Hints
+
+
+def _parts(owner: str, bus: Bus) -> Parts:
+    hints, lease, queue = Hints(), conf.cluster().operation_lease, IntentQueue(bus, load_elsewhere)
     table: dict[str, Handler] = {
         asking.UNLOAD: carry_out.UnloadModel(bus),
         asking.DELETE: carry_out.DeleteModel(bus),
         load.KIND: load.LoadModel(bus, Folder(conf.cluster().models_path), hints),
     }
-    lease, queue = conf.cluster().operation_lease, IntentQueue(bus, load_elsewhere)
-    operations, on_nodes = (
-        Executor(owner, OperationQueue(table), lease=lease),
-        Executor(owner, queue, lease=lease),
-    )
-    executors: dict[str, Executor[Any]] = {"operations": operations, "intents": on_nodes}
+    on_nodes = Executor(owner, queue, lease=lease)
 
     async def nodes_changed() -> None:
         await queue.nodes_changed()
         on_nodes.hint()
 
-    lists, wakes, stopper, revocations = Inventory(bus), Wakes(nodes_changed), Stopper(bus), Revocations()
-    checker, scaler, engines = UpgradeChecker(owner), Scaler(), StatePass(bus)
+    return Parts(
+        executors={"operations": Executor(owner, OperationQueue(table), lease=lease), "intents": on_nodes},
+        inventory=Inventory(bus),
+        wakes=Wakes(nodes_changed),
+        scaler=Scaler(),
+        stopper=Stopper(bus),
+        engines=StatePass(bus),
+        revocations=Revocations(),
+        checker=UpgradeChecker(owner),
+        news=Outbox(bus),
+        hints=hints,
+    )
+
+
+def _loops(parts: Parts, owner: str, bus: Bus) -> list[asyncio.Task[None]]:
+    """Everything that runs until the controller stops, by the name that a failure is logged with."""
+    loops: dict[str, Coroutine[Any, Any, None]] = {
+        **{name: executor.run() for name, executor in parts.executors.items()},
+        "inventory": parts.inventory.run(),
+        "wakes": parts.wakes.run(),
+        "scaler": parts.scaler.run(),
+        "stopper": parts.stopper.run(),
+        "state pass": parts.engines.run(),
+        "revocations": parts.revocations.run(),
+        "upgrade check": parts.checker.run(),
+        "hints": listen_for_changes(parts),
+        "schedules": tick(),
+        "beat": beat(owner, bus),
+        "prefix news": parts.news.run(),
+        "metrics": scraping.serve("controller", conf.cluster().controller_metrics),
+    }
+    return [asyncio.create_task(loop, name=name) for name, loop in loops.items()]
+
+
+async def run() -> None:
+    """Runs until a signal; releases all leases before it returns."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(THREADS, "database"))
+    owner = f"{socket.gethostname()[:20]}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
+    bus = NatsBus(bus_access.service("controller"), name="controller")
+    bus.start()
+    parts = _parts(owner, bus)
     metrics.BUS_CONNECTED.set_function(lambda: bus.connected)
-    news = Outbox(bus)
-    hooks.on_removed.append(news.removed)
-    for name, executor in executors.items():
+    for name, executor in parts.executors.items():
         metrics.RUNNING.labels(name).set_function(executor.running)
-    loops = [
-        *(asyncio.create_task(executor.run(), name=name) for name, executor in executors.items()),
-        asyncio.create_task(lists.run(), name="inventory"),
-        asyncio.create_task(wakes.run(), name="wakes"),
-        asyncio.create_task(scaler.run(), name="scaler"),
-        asyncio.create_task(stopper.run(), name="stopper"),
-        asyncio.create_task(engines.run(), name="state pass"),
-        asyncio.create_task(revocations.run(), name="revocations"),
-        asyncio.create_task(checker.run(), name="upgrade check"),
-        asyncio.create_task(
-            listen_for_changes(
-                [*executors.values()], lists, wakes, scaler, stopper, engines, revocations, checker, hints
-            ),
-            name="hints",
-        ),
-        asyncio.create_task(tick(), name="schedules"),
-        asyncio.create_task(beat(owner, bus), name="beat"),
-        asyncio.create_task(news.run(), name="prefix news"),
-        asyncio.create_task(scraping.serve("controller", conf.cluster().controller_metrics), name="metrics"),
-    ]
+    hooks.on_removed.append(parts.news.removed)
+    loops = _loops(parts, owner, bus)
     log.info("controller %s is ready", owner)
     await _until_signal_or_failure(loops)
-    await asyncio.gather(*(executor.stop() for executor in executors.values()))
+    await asyncio.gather(*(executor.stop() for executor in parts.executors.values()))
     for loop in loops:
         loop.cancel()
     await asyncio.gather(*loops, return_exceptions=True)
-    hooks.on_removed.remove(news.removed)
+    hooks.on_removed.remove(parts.news.removed)
     with contextlib.suppress(DatabaseError):
         await in_thread(controllers.sign_off, owner)
     await bus.close()
@@ -147,17 +174,7 @@ async def _until_signal_or_failure(loops: list[asyncio.Task[None]]) -> None:
         log.error("the %s loop ended", task.get_name(), exc_info=task.exception())
 
 
-async def listen_for_changes(
-    executors: Sequence[Executor[Any]],
-    lists: Inventory,
-    wakes: Wakes,
-    scaler: Scaler,
-    stopper: Stopper,
-    engines: StatePass,
-    revocations: Revocations,
-    checker: UpgradeChecker,
-    hints: Hints,
-) -> None:
+async def listen_for_changes(parts: Parts) -> None:
     """Turns notifications into checks; after each (re)connect everything is checked."""
     async for channel, payload in listen(
         OPERATIONS,
@@ -169,23 +186,23 @@ async def listen_for_changes(
         store.CHANNEL,
     ):
         if channel in (bus_credentials.CHANNEL, ""):
-            revocations.hint()
+            parts.revocations.hint()
         if channel in (upgrade_state.CHANNEL, ""):
-            checker.hint()
+            parts.checker.hint()
         if channel in (checks.CHANNEL, ""):
-            engines.hint()
+            parts.engines.hint()
         if channel in (NODES, inventory.CHANNEL, ""):
-            lists.hint()
+            parts.inventory.hint()
         if channel in (NODES, ""):
-            wakes.changed(payload)
-            scaler.hint()
-            stopper.hint()
+            parts.wakes.changed(payload)
+            parts.scaler.hint()
+            parts.stopper.hint()
         if channel == store.CHANNEL:
-            scaler.hint()
+            parts.scaler.hint()
         if channel in (OPERATIONS, ""):
             operation, _, status = payload.partition(" ")
-            hints.notify(operation)
-            for executor in executors:
+            parts.hints.notify(operation)
+            for executor in parts.executors.values():
                 executor.hint(cancelled=status == Status.CANCELLED)
 
 

@@ -6,7 +6,7 @@ code 1 and one line, an operation that failed with the reasons by node.
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser, OutputWrapper
@@ -29,6 +29,7 @@ from nodes.backends.installed import InstalledBackend
 from nodes.backends.upgrade_rules import Upgrade
 from nodes.backends.wishes import DELETE, UPGRADE, Asked, Wish, everywhere
 from nodes.management import following, lookup, rendering
+from nodes.management.verbs import Add, adder
 from nodes.models import BackendNode, NodeModel
 
 Options = Mapping[str, Any]
@@ -42,14 +43,7 @@ class Command(BaseCommand):
     help = "Shows the backends of the cluster, installs, upgrades and deletes them."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-
-        def add(name: str, act: Callable[[Options, OutputWrapper], str], description: str) -> CommandParser:
-            found: CommandParser = verbs.add_parser(name, help=description, description=description)
-            found.set_defaults(act=act)
-            found.add_argument("--json", action="store_true", help="print the answer of the REST API")
-            return found
-
+        add = adder(parser)
         listed = add(
             "list", list_backends, "List installed backends, the nodes that have them, and upgrades."
         )
@@ -66,7 +60,7 @@ class Command(BaseCommand):
             raise CommandError(_explained(refusal)) from refusal
 
 
-def _changing(add: Callable[..., CommandParser]) -> None:
+def _changing(add: Add) -> None:
     made = _on_nodes(add("install", install, "Install a backend on all nodes, or on some."))
     made.add_argument("name", nargs="?", default="", metavar="NAME", help="of a gallery, or gallery@name")
     made.add_argument("--uri", default="", help="address of an image, archive or folder instead of a gallery")

@@ -16,6 +16,7 @@ from localai_cluster import clock, errors
 from localai_cluster.accounts import audit
 from localai_cluster.env import parse_duration
 from nodes.management import join_tokens, lookup, rendering
+from nodes.management.verbs import Add, adder
 from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeStatus, NodeType
 from nodes.registry import listing, node_rows, outcomes, services
 from nodes.registry.shape import CONFLICT
@@ -39,14 +40,7 @@ class Command(BaseCommand):
     help = "Manages the nodes of the cluster."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-
-        def add(name: str, act: Callable[[Options], str], description: str) -> CommandParser:
-            found: CommandParser = verbs.add_parser(name, help=description, description=description)
-            found.set_defaults(act=act)
-            found.add_argument("--json", action="store_true", help="print the answer of the REST API")
-            return found
-
+        add = adder(parser)
         _reading(add)
         _deciding(add)
         _identity(add)
@@ -64,7 +58,7 @@ class Command(BaseCommand):
             raise CommandError(refusal.message) from refusal
 
 
-def _reading(add: Callable[..., CommandParser]) -> None:
+def _reading(add: Add) -> None:
     listed = add("list", list_nodes, "List all nodes, or those that match the filters.")
     listed.add_argument("--status", choices=NodeStatus.values)
     listed.add_argument("--type", choices=NodeType.values)
@@ -77,7 +71,7 @@ def _reading(add: Callable[..., CommandParser]) -> None:
     claims.add_argument("node", nargs="?", metavar="NODE")
 
 
-def _deciding(add: Callable[..., CommandParser]) -> None:
+def _deciding(add: Add) -> None:
     approved = add("approve", approve, "Approve pending nodes.")
     approved.add_argument("nodes", nargs="+", metavar="NODE", help="name, id or id prefix")
     rejected = _of_a_node(add("reject", reject, "Reject a pending node."))
@@ -93,7 +87,7 @@ def _deciding(add: Callable[..., CommandParser]) -> None:
     labels.add_argument("labels", nargs="*", metavar="LABEL", help="KEY=VALUE or KEY-")
 
 
-def _identity(add: Callable[..., CommandParser]) -> None:
+def _identity(add: Add) -> None:
     for name, act, says in (
         ("accept", accept, "Accept a conflict: the claimant becomes the node."),
         ("refuse", refuse, "Refuse a conflict: the node stays as it is, and the claimant stays refused."),

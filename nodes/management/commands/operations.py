@@ -4,7 +4,7 @@ Each command calls what the REST API calls; `--json` prints what REST answers. A
 or the beginning of it. A refused command ends with exit code 1 and one line.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from uuid import UUID
 
@@ -18,6 +18,7 @@ from nodes.api.operations import entry_of, live
 from nodes.backends import wave_requests
 from nodes.backends.wishes import Asked
 from nodes.management import following, lookup, operation_texts, rendering
+from nodes.management.verbs import adder
 from operations.api.history import record, undecided
 from operations.ledger import admission
 from operations.models import Operation
@@ -43,38 +44,27 @@ class Command(BaseCommand):
     help = "Shows operations, ends them, and tries them again."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-
-        def add(
-            name: str, act: Callable[[Options, OutputWrapper], str], description: str, *, one: bool = True
-        ) -> CommandParser:
-            found: CommandParser = verbs.add_parser(name, help=description, description=description)
-            found.set_defaults(act=act)
-            found.add_argument("--json", action="store_true", help="print the answer of the REST API")
-            if one:
-                found.add_argument("operation", metavar="ID", help="id or id prefix")
-            return found
-
-        add("list", list_operations, "List what waits and runs, and failures not dismissed.", one=False)
-        add("inbox", inbox, "List failures that no one has dismissed.", one=False)
-        ended = add("history", history, "List what has ended, the latest first.", one=False)
+        add = adder(parser)
+        add("list", list_operations, "List what waits and runs, and failures not dismissed.")
+        add("inbox", inbox, "List failures that no one has dismissed.")
+        ended = add("history", history, "List what has ended, the latest first.")
         for name, (metavar, what) in FILTERS.items():
             ended.add_argument(f"--{name}", metavar=metavar, help=what)
-        shown = add("show", show, "Show one operation and its part on each node.")
+        shown = _of_one(add("show", show, "Show one operation and its part on each node."))
         shown.add_argument(
             "--follow", action="store_true", help="until it has ended; exit code 1 if it failed"
         )
-        add("cancel", cancel, "End an operation for good.").add_argument(
+        _of_one(add("cancel", cancel, "End an operation for good.")).add_argument(
             "--node", action="append", default=[], metavar="NODE", help="only there; repeatable"
         )
-        tried = add("retry", retry, "Ask again for what failed; what still waits is tried at once.")
+        tried = _of_one(add("retry", retry, "Ask again for what failed; what still waits is tried at once."))
         tried.add_argument(
             "--node", action="append", default=[], metavar="NODE", help="only there; repeatable"
         )
-        add("dismiss", dismiss, "Take a failure out of the inbox; its record stays.").add_argument(
+        _of_one(add("dismiss", dismiss, "Take a failure out of the inbox; its record stays.")).add_argument(
             "--comment", default="", help="why it needs no more attention"
         )
-        continued = add("continue", go_on, "Open the next wave of an upgrade after one that failed.")
+        continued = _of_one(add("continue", go_on, "Open the next wave of an upgrade after one that failed."))
         continued.add_argument(
             "--confirm-last",
             action="append",
@@ -82,7 +72,7 @@ class Command(BaseCommand):
             metavar="MODEL",
             help="the last replica of this model may stop; repeatable",
         )
-        add("stop", stop, "End an upgrade in waves after the open wave.")
+        _of_one(add("stop", stop, "End an upgrade in waves after the open wave."))
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Runs the verb and prints the result; CommandError if it is refused."""
@@ -92,6 +82,11 @@ class Command(BaseCommand):
                     self.stdout.write(text)
         except errors.ClusterError as refusal:
             raise CommandError(refusal.message) from refusal
+
+
+def _of_one(parser: CommandParser) -> CommandParser:
+    parser.add_argument("operation", metavar="ID", help="id or id prefix")
+    return parser
 
 
 def list_operations(options: Options, _: OutputWrapper) -> str:

@@ -8,7 +8,7 @@ import json
 import math
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -20,6 +20,7 @@ from localai_cluster.web.envelopes import translated
 from nodes.api.placement import PlacementPlanRequestSerializer, plan_of
 from nodes.loading import explaining
 from nodes.management import placement_texts, rendering
+from nodes.management.verbs import adder
 from nodes.models import PlacementRecord
 from nodes.reconcilers import recomputing
 
@@ -36,14 +37,7 @@ class Command(BaseCommand):
     help = "Explains where models run, and plans where they would go; changes nothing."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-
-        def add(name: str, act: Callable[[Options], str], description: str) -> CommandParser:
-            found: CommandParser = verbs.add_parser(name, help=description, description=description)
-            found.set_defaults(act=act)
-            found.add_argument("--json", action="store_true", help="print the answer of the REST API")
-            return found
-
+        add = adder(parser)
         add(
             "explain", explain, "Show where a model runs, why, and what its next request would find."
         ).add_argument("model", metavar="MODEL")

@@ -5,7 +5,7 @@ exit code 1 and one line.
 """
 
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser
@@ -13,6 +13,7 @@ from django.core.management.base import BaseCommand, CommandError, CommandParser
 from localai_cluster import clock, errors
 from localai_cluster.accounts import audit
 from nodes.management import lookup, rendering
+from nodes.management.verbs import adder
 from nodes.models import ModelSchedulingConfig, RoutePolicy
 from nodes.scheduling import shape, store
 from nodes.scheduling.rules import Rule
@@ -27,14 +28,7 @@ class Command(BaseCommand):
     help = "Shows, sets and deletes scheduling rules: where and how often models shall run."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-
-        def add(name: str, act: Callable[[Options], str], description: str) -> CommandParser:
-            found: CommandParser = verbs.add_parser(name, help=description, description=description)
-            found.set_defaults(act=act)
-            found.add_argument("--json", action="store_true", help="print the answer of the REST API")
-            return found
-
+        add = adder(parser)
         add("list", list_rules, "List the rules, and what the last pass made of each.")
         _demands(add("set", set_rule, "Set the rule of a model; what is not given is cleared."))
         add("delete", delete_rule, "Delete the rule of a model.").add_argument("model", metavar="MODEL")

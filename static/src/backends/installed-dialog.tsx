@@ -5,6 +5,7 @@ import { useId, useRef, useState, type ReactNode, type SubmitEvent } from "react
 import { count } from "../lib/format";
 import type { LiveNode } from "../live/messages";
 import { usersOf } from "../nodes/detail/words";
+import { Names } from "../nodes/shared/names";
 import { refusal } from "../nodes/shared/verbs";
 import { Confirmations } from "../operations/last-replicas";
 import { announce } from "../ui/announce";
@@ -27,7 +28,6 @@ const EFFECT: Readonly<Record<Verb, string>> = {
   delete: "Its files are removed from these nodes. A model that needs it there has it installed again.",
 };
 
-const NAMED_FIRST = 10;
 const NOTHING: Outcome = { started: [], lastReplicas: new Map(), failed: new Map() };
 
 export function ChangeDialog({ change: { verb, backends }, onClose }: { change: Change; onClose: () => void }): ReactNode {
@@ -68,11 +68,11 @@ export function ChangeDialog({ change: { verb, backends }, onClose }: { change: 
   return (
     <Dialog open onClose={onClose} title={title} first={cancel}>
       <form className="stack" onSubmit={submit}>
-        <Names nodes={fit} said={(node, names) => <Stops node={node} backends={names} named={backends.length > 1} />} />
+        <Names nodes={fit.map(([node, names]) => [node, <Stops key={node.id} node={node} backends={names} named={backends.length > 1} />])} />
         {left.length > 0 && (
           <section className="stack" aria-label="Skipped">
             <h3>Skipped: {count(left.length, "node")}</h3>
-            <Names nodes={left} said={(node) => <span className="muted">{refusal("install", node)}</span>} />
+            <Names nodes={left.map(([node]) => [node, <span key={node.id} className="muted">{refusal("install", node)}</span>])} />
           </section>
         )}
         <p>{EFFECT[verb]} Replicas that use it by another name, such as an alias, stop too. The next request for such a model loads it again.</p>
@@ -150,32 +150,6 @@ function Way({ inWaves, onChange }: { inWaves: boolean; onChange: (inWaves: bool
         All at once: requests in flight end with an error.
       </label>
     </fieldset>
-  );
-}
-
-/** The first ten by name, the others on demand. */
-function Names({ nodes, said }: { nodes: readonly Named[]; said: (node: LiveNode, backends: readonly string[]) => ReactNode }): ReactNode {
-  const [all, setAll] = useState(false);
-  const shown = all ? nodes : nodes.slice(0, NAMED_FIRST);
-  return (
-    <div className="stack">
-      {/* Scrolled by keys as well. */}
-      <ul className="verb-nodes" tabIndex={0} aria-label="Nodes">
-        {shown.map(([node, backends]) => (
-          <li key={node.id} className="verb-node">
-            <bdi className="name" title={node.name}>
-              {node.name}
-            </bdi>
-            {said(node, backends)}
-          </li>
-        ))}
-      </ul>
-      {shown.length < nodes.length && (
-        <Button small kind="ghost" onClick={() => setAll(true)}>
-          and {nodes.length - shown.length} more
-        </Button>
-      )}
-    </div>
   );
 }
 

@@ -7,8 +7,7 @@ import { count } from "../lib/format";
 import { useInAddress } from "../lib/in-address";
 import { useLive } from "../live/hooks";
 import type { Operation } from "../live/messages";
-import { Leaving, Unload } from "../nodes/detail/unload";
-import { logAddress } from "../nodes/logs/lines";
+import { Leaving, LogsAndUnload } from "../nodes/detail/unload";
 import { FailureActions, Reason } from "../operations/failure";
 import { figures, NextLook, WorkGlyph } from "../operations/lines";
 import { pageOf, phaseOf, phrase, placeOf, sendingOf, stateOf } from "../operations/words";
@@ -256,14 +255,7 @@ function Replica({ node, model }: Place): ReactNode {
       <td data-label="Since">
         <Ago at={model.created_at} />
       </td>
-      <td data-label="Logs">
-        <Link to={logAddress(node.id, `${model.model_name}#${model.replica_index}`)} aria-label={`Logs of ${model.model_name}, replica ${model.replica_index}, on ${node.name}`}>
-          Logs
-        </Link>
-      </td>
-      <td data-label="Action">
-        <Unload node={node} model={model} />
-      </td>
+      <LogsAndUnload node={node} model={model} where={`, on ${node.name}`} />
     </tr>
   );
 }

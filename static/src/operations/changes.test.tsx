@@ -1,23 +1,9 @@
-import { cleanup, configure, fireEvent, screen } from "@testing-library/react";
+import { cleanup, fireEvent, screen } from "@testing-library/react";
 import { createMemoryRouter } from "react-router";
 import { afterEach, expect, it, vi } from "vitest";
 import { stage } from "../live/stage";
 import { LiveStore } from "../live/store";
 import { ChangesPage } from "./changes";
-
-const PATIENCE = 10_000;
-configure({ asyncUtilTimeout: PATIENCE });
-vi.setConfig({ testTimeout: 3 * PATIENCE });
-
-// Outside of a browser an address needs its host, and the client takes `Request` when it is made.
-vi.hoisted(() => {
-  const Plain = globalThis.Request;
-  globalThis.Request = class extends Plain {
-    constructor(input: RequestInfo | URL, init?: RequestInit) {
-      super(typeof input === "string" ? new URL(input, "http://localhost") : input, init);
-    }
-  };
-});
 
 afterEach(() => {
   cleanup();

@@ -1,4 +1,4 @@
-import { cleanup, configure, fireEvent, screen, within } from "@testing-library/react";
+import { cleanup, fireEvent, screen, within } from "@testing-library/react";
 import { createMemoryRouter } from "react-router";
 import { afterEach, expect, it, vi } from "vitest";
 import type { Operation } from "../live/messages";
@@ -10,20 +10,6 @@ import { OperationPage } from "./one";
 import { merged } from "./one-query";
 
 vi.mock("./calls", { spy: true });
-
-const PATIENCE = 10_000;
-configure({ asyncUtilTimeout: PATIENCE });
-vi.setConfig({ testTimeout: 3 * PATIENCE });
-
-// Outside of a browser an address needs its host, and the client takes `Request` when it is made.
-vi.hoisted(() => {
-  const Plain = globalThis.Request;
-  globalThis.Request = class extends Plain {
-    constructor(input: RequestInfo | URL, init?: RequestInit) {
-      super(typeof input === "string" ? new URL(input, "http://localhost") : input, init);
-    }
-  };
-});
 
 afterEach(() => {
   cleanup();
@@ -76,7 +62,7 @@ it("is live, and says what a queued node waits for", async () => {
   serve({ ...job, nodes: [NODES[0], waiting] });
   const store = open("j", job);
   expect((await screen.findAllByRole("list", { name: "Nodes of echo" })).length).toBeGreaterThan(0);
-  await vi.waitFor(() => expect(screen.getAllByText(waiting.waitsFor).length).toBeGreaterThan(0), { timeout: PATIENCE });
+  await vi.waitFor(() => expect(screen.getAllByText(waiting.waitsFor).length).toBeGreaterThan(0));
   store.push({ type: "operations.delta", seq: 999, operations: [{ ...job, status: "cancelled", seq: 999, finishedAt: at(9), nodes: NODES.map((part) => ({ ...part, status: "cancelled" as const })) }] });
   expect(await screen.findByRole("heading", { level: 1, name: "Cancelled: install backend echo on 2 nodes" })).toBeTruthy();
 });
@@ -90,13 +76,13 @@ it("asks for the changes of people again when one was made, and not with each st
     return answers(request);
   });
   const store = open("j", job);
-  await vi.waitFor(() => expect(asked).toBe(1), { timeout: PATIENCE });
+  await vi.waitFor(() => expect(asked).toBe(1));
   const step = (percentage: number) => [{ ...NODES[0], percentage }, NODES[1]];
   for (const percentage of [50, 60, 70]) store.push({ type: "operations.delta", seq: 900 + percentage, operations: [{ ...job, seq: 900 + percentage, nodes: step(percentage) }] });
-  await vi.waitFor(() => expect(screen.getAllByText(/70/).length).toBeGreaterThan(0), { timeout: PATIENCE });
+  await vi.waitFor(() => expect(screen.getAllByText(/70/).length).toBeGreaterThan(0));
   expect(asked).toBe(1);
   store.push({ type: "operations.delta", seq: 999, operations: [{ ...job, seq: 999, nodes: [NODES[0], { ...NODES[1], status: "cancelled" }] }] });
-  await vi.waitFor(() => expect(asked).toBe(2), { timeout: PATIENCE });
+  await vi.waitFor(() => expect(asked).toBe(2));
 });
 
 it("cancels one node only, after a question", async () => {
@@ -106,7 +92,7 @@ it("cancels one node only, after a question", async () => {
   open("j", job);
   fireEvent.click(await screen.findByRole("button", { name: "Cancel echo on gpu-2" }));
   fireEvent.click(within(await screen.findByRole("alertdialog")).getByRole("button", { name: "Cancel on this node" }));
-  await vi.waitFor(() => expect(cancelOn.mock.calls.map(([one, node]) => [one.jobID, node])).toEqual([["j", "n2"]]), { timeout: PATIENCE });
+  await vi.waitFor(() => expect(cancelOn.mock.calls.map(([one, node]) => [one.jobID, node])).toEqual([["j", "n2"]]));
 });
 
 it("the newer of record and feed counts, and an older record still says what is waited for", () => {

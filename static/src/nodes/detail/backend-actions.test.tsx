@@ -1,30 +1,15 @@
 import { cleanup, fireEvent, screen, within } from "@testing-library/react";
 import { createMemoryRouter } from "react-router";
-import { afterEach, beforeEach, expect, it, vi } from "vitest";
-import { client } from "../../api/client";
+import { afterEach, expect, it, vi } from "vitest";
 import { model, node, show } from "../../live/fixtures";
 import type { LiveNode, Operation } from "../../live/messages";
 import { stage } from "../../live/stage";
 import { LiveStore } from "../../live/store";
+import { posted, watchPosts } from "../../live/written";
 import { install } from "../../operations/fixtures";
 import { BackendActions } from "./backend-actions";
 
-/** What was asked for: path and body. */
-let written: [string, unknown][];
-let refused: string | null;
-
-beforeEach(() => {
-  written = [];
-  refused = null;
-  vi.spyOn(client, "POST").mockImplementation(((path: string, sent: { body?: unknown }) => {
-    written.push([path, sent.body]);
-    const answer =
-      refused === null
-        ? { data: {}, response: new Response(null, { status: 202 }) }
-        : { error: { error: { code: 409, message: refused, type: "conflict" } }, response: new Response(null, { status: 409 }) };
-    return Promise.resolve(answer);
-  }) as never);
-});
+watchPosts(409, "conflict");
 
 afterEach(cleanup);
 
@@ -53,9 +38,9 @@ it.each([
   expect(question.getByRole("heading").textContent).toContain(`${verb} backend llama-cpp on n1`);
   expect(question.getByText(/2 replicas with 2 requests in flight stop immediately/)).toBeTruthy();
   expect(question.getAllByText(/replica \d/).map((item) => item.textContent)).toEqual(["tiny, replica 0", "tiny, replica 1"]);
-  expect(written).toEqual([]);
+  expect(posted.written).toEqual([]);
   fireEvent.click(question.getByRole("button", { name: verb }));
-  await vi.waitFor(() => expect(written).toEqual([[path, { backend: "llama-cpp" }]]));
+  await vi.waitFor(() => expect(posted.written).toEqual([[path, { backend: "llama-cpp" }]]));
   await vi.waitFor(() => expect(screen.queryByRole("alertdialog")).toBeNull());
   expect(screen.getByText(`${verb} of llama-cpp requested.`)).toBeTruthy();
 });
@@ -68,16 +53,16 @@ it("the safe answer to Delete has the focus, and sends nothing", async () => {
   expect(question.getByText("No replica on this node uses it by this name.")).toBeTruthy();
   fireEvent.click(cancel);
   expect(screen.queryByRole("alertdialog")).toBeNull();
-  expect(written).toEqual([]);
+  expect(posted.written).toEqual([]);
 });
 
 it("a refusal is said in the question, which stays", async () => {
-  refused = "backend_install of llama-cpp is in progress (operation 7, processing)";
+  posted.refused = "backend_install of llama-cpp is in progress (operation 7, processing)";
   await open();
   const question = ask("Delete");
   fireEvent.click(question.getByRole("button", { name: "Delete" }));
   expect(await question.findByRole("alert")).toBeTruthy();
-  expect(question.getByRole("alert").textContent).toContain(refused);
+  expect(question.getByRole("alert").textContent).toContain(posted.refused);
 });
 
 it("what is under way shows in the row, and keeps from another command", async () => {
@@ -103,5 +88,5 @@ it.each([
   await open({}, [install("n1", failure)]);
   expect(screen.getByText("no room left")).toBeTruthy();
   fireEvent.click(screen.getByRole("button", { name: "Retry llama-cpp on n1" }));
-  await vi.waitFor(() => expect(written).toEqual([["/api/operations/{job_id}/retry", {}]]));
+  await vi.waitFor(() => expect(posted.written).toEqual([["/api/operations/{job_id}/retry", {}]]));
 });

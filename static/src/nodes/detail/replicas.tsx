@@ -7,7 +7,7 @@ import { StatusPill } from "../../ui/status";
 import { Ago } from "../../ui/time";
 import { logAddress } from "../logs/lines";
 import { Panel } from "./panel";
-import { Leaving, Unload } from "./unload";
+import { Leaving, LogsAndUnload } from "./unload";
 
 export function Replicas({ node }: { node: LiveNode }): ReactNode {
   const models = [...node.models].sort(byModel);
@@ -75,14 +75,7 @@ function Row({ node, model, several }: { node: LiveNode; model: LiveModel; sever
       <td data-label="Backend">
         <bdi>{model.backend_type || "unknown"}</bdi>
       </td>
-      <td data-label="Logs">
-        <Link to={logAddress(node.id, `${model.model_name}#${model.replica_index}`)} aria-label={`Logs of ${model.model_name}, replica ${model.replica_index}`}>
-          Logs
-        </Link>
-      </td>
-      <td data-label="Action">
-        <Unload node={node} model={model} />
-      </td>
+      <LogsAndUnload node={node} model={model} />
     </tr>
   );
 }

@@ -1,28 +1,14 @@
 import { cleanup, fireEvent, screen, within } from "@testing-library/react";
 import { createMemoryRouter } from "react-router";
-import { afterEach, beforeEach, expect, it, vi } from "vitest";
-import { client } from "../../api/client";
+import { afterEach, expect, it, vi } from "vitest";
 import { model, node, show } from "../../live/fixtures";
 import type { LiveModel } from "../../live/messages";
 import { stage } from "../../live/stage";
 import { LiveStore } from "../../live/store";
+import { posted, watchPosts } from "../../live/written";
 import { Replicas } from "./replicas";
 
-let written: [string, unknown][];
-let refused: string | null;
-
-beforeEach(() => {
-  written = [];
-  refused = null;
-  vi.spyOn(client, "POST").mockImplementation(((path: string, sent: { body?: unknown }) => {
-    written.push([path, sent.body]);
-    const answer =
-      refused === null
-        ? { data: {}, response: new Response(null, { status: 202 }) }
-        : { error: { error: { code: 404, message: refused, type: "node_error" } }, response: new Response(null, { status: 404 }) };
-    return Promise.resolve(answer);
-  }) as never);
-});
+watchPosts(404, "node_error");
 
 afterEach(cleanup);
 
@@ -43,20 +29,20 @@ it("the question names model, node and requests, and one replica is unloaded aft
   expect(question.getByRole("heading").textContent).toContain("Unload tiny, replica 1, from n1");
   expect(question.getByText(/2 requests in flight may finish before it stops/)).toBeTruthy();
   expect(document.activeElement).toBe(question.getByRole("button", { name: "Cancel" }));
-  expect(written).toEqual([]);
+  expect(posted.written).toEqual([]);
   fireEvent.click(question.getByRole("button", { name: "Unload" }));
   const body = { model_name: "tiny", replica_index: 1, wait: false };
-  await vi.waitFor(() => expect(written).toEqual([["/api/nodes/{node_id}/models/unload", body]]));
+  await vi.waitFor(() => expect(posted.written).toEqual([["/api/nodes/{node_id}/models/unload", body]]));
   await vi.waitFor(() => expect(screen.queryByRole("alertdialog")).toBeNull());
 });
 
 it("a refusal is said in the question, which stays", async () => {
-  refused = "model tiny is not loaded as replica 0 on node n1";
+  posted.refused = "model tiny is not loaded as replica 0 on node n1";
   await open(model("tiny", 0));
   fireEvent.click(button(0));
   const question = within(screen.getByRole("alertdialog"));
   fireEvent.click(question.getByRole("button", { name: "Unload" }));
-  expect((await question.findByRole("alert")).textContent).toContain(refused);
+  expect((await question.findByRole("alert")).textContent).toContain(posted.refused);
 });
 
 const LATER = new Date(Date.now() + 600_000).toISOString();

@@ -1,5 +1,6 @@
 // Unloading one replica, in its row: a question that says what it costs, and how far it is while it leaves.
 import { useState, type ReactNode } from "react";
+import { Link } from "react-router";
 import { call, client } from "../../api/client";
 import { count, left } from "../../lib/format";
 import { useNow } from "../../live/hooks";
@@ -8,6 +9,7 @@ import { announce } from "../../ui/announce";
 import { Button } from "../../ui/button";
 import { Confirm } from "../../ui/dialog";
 import { Ago } from "../../ui/time";
+import { logAddress } from "../logs/lines";
 import { useAction } from "./data";
 
 /** Asks for it; the answer does not wait for the end, which the feed tells. */
@@ -16,7 +18,24 @@ function unload(nodeID: string, model: LiveModel): Promise<unknown> {
   return call(client.POST("/api/nodes/{node_id}/models/unload", { params: { path: { node_id: nodeID } }, body }));
 }
 
-export function Unload({ node, model }: { node: LiveNode; model: LiveModel }): ReactNode {
+/** The last cells of a replica's row, under "Logs" and "Action"; `where` ends the link's name in a table of several nodes. */
+export function LogsAndUnload({ node, model, where = "" }: { node: LiveNode; model: LiveModel; where?: string }): ReactNode {
+  const key = `${model.model_name}#${model.replica_index}`;
+  return (
+    <>
+      <td data-label="Logs">
+        <Link to={logAddress(node.id, key)} aria-label={`Logs of ${model.model_name}, replica ${model.replica_index}${where}`}>
+          Logs
+        </Link>
+      </td>
+      <td data-label="Action">
+        <Unload node={node} model={model} />
+      </td>
+    </>
+  );
+}
+
+function Unload({ node, model }: { node: LiveNode; model: LiveModel }): ReactNode {
   const [asked, setAsked] = useState(false);
   const name = `${model.model_name}, replica ${model.replica_index}`;
   const action = useAction<LiveModel, unknown>(

@@ -11,6 +11,7 @@ import { Button } from "../../ui/button";
 import { CopyButton } from "../../ui/copy";
 import { Dialog } from "../../ui/dialog";
 import { tally, useBulk, type Bulk, type Outcome, type Outcomes, type Work } from "./bulk";
+import { Names } from "./names";
 import "./shared.css";
 
 /** What every dialog of a verb is given. */
@@ -40,7 +41,6 @@ interface VerbDialogProps extends NodesDialogProps {
   work: Work<LiveNode>;
 }
 
-const NAMED_FIRST = 10;
 
 export function VerbDialog(props: VerbDialogProps): ReactNode {
   const { action, done, onClose, refuse } = props;
@@ -121,11 +121,11 @@ function Question(props: QuestionProps): ReactNode {
   };
   return (
     <form className="stack" onSubmit={submit}>
-      {(nodes.length > 1 || details !== undefined) && <Names nodes={fit} said={details} />}
+      {(nodes.length > 1 || details !== undefined) && <Names nodes={fit.map((node) => [node, details?.(node)])} />}
       {left.length > 0 && (
         <section className="stack" aria-label="Skipped">
           <h3>Skipped: {count(left.length, "node")}</h3>
-          <Names nodes={left} said={(node) => <span className="muted">{refuse(node)}</span>} />
+          <Names nodes={left.map((node) => [node, <span key={node.id} className="muted">{refuse(node)}</span>])} />
         </section>
       )}
       {typeof props.children === "function" ? props.children(nodes) : props.children}
@@ -138,32 +138,6 @@ function Question(props: QuestionProps): ReactNode {
         </Button>
       </div>
     </form>
-  );
-}
-
-/** The first ten by name, the others on demand. */
-function Names({ nodes, said }: { nodes: readonly LiveNode[]; said?: ((node: LiveNode) => ReactNode) | undefined }): ReactNode {
-  const [all, setAll] = useState(false);
-  const shown = all ? nodes : nodes.slice(0, NAMED_FIRST);
-  return (
-    <div className="stack">
-      {/* Scrolled by keys as well. */}
-      <ul className="verb-nodes" tabIndex={0} aria-label="Nodes">
-        {shown.map((node) => (
-          <li key={node.id} className="verb-node">
-            <bdi className="name" title={node.name}>
-              {node.name}
-            </bdi>
-            {said?.(node)}
-          </li>
-        ))}
-      </ul>
-      {shown.length < nodes.length && (
-        <Button small kind="ghost" onClick={() => setAll(true)}>
-          and {nodes.length - shown.length} more
-        </Button>
-      )}
-    </div>
   );
 }
 

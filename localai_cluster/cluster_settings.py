@@ -1,0 +1,276 @@
+"""The settings of the server processes: what each is called, its type, its default and how to fix it.
+
+`load` reads them all through `env.Environment`, once, in `settings.py`; the rest of the product asks
+`conf.cluster()`. The parsers here are of values that only these settings have.
+"""
+
+import json
+import os
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from localai_cluster import addresses
+from localai_cluster.env import Environment, parse_base_url, parse_count, parse_port
+from localai_cluster.tls import TlsFiles
+
+_ROOT = Path(__file__).resolve().parents[1]
+MOST_PRESSURE = 100
+"""What a web process reports at most of a model, so more than that cannot be asked for."""
+SERVERS = ("uvicorn", "daphne")
+VRAM_POLICIES = ("prefer", "require")
+"""The first of each is the default."""
+REQUIRE_AUTH = ("LOCALAI_DISTRIBUTED_REQUIRE_AUTH", "LOCALAI_NATS_REQUIRE_AUTH")
+
+
+def parse_listener(text: str) -> addresses.Address:
+    """Where a process listens; raises ValueError."""
+    try:
+        return addresses.parse(text)
+    except ValueError:
+        raise ValueError("not an address such as 127.0.0.1:9101") from None
+
+
+def parse_galleries(text: str) -> list[dict[str, Any]]:
+    """A JSON list of objects with `name` and `url` (`contract/nats.md` §4.1); raises ValueError."""
+    try:
+        value = json.loads(text) if text.strip() else []
+    except json.JSONDecodeError:
+        raise ValueError("not JSON") from None
+    if not isinstance(value, list) or not all(isinstance(g, dict) and g.get("url") for g in value):
+        raise ValueError('not a JSON list of {"name": …, "url": …}')
+    return value
+
+
+def parse_node_hosts(text: str) -> dict[str, frozenset[str]]:
+    """A JSON object of lists: further hosts by a node's name; raises ValueError."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError("not JSON") from None
+    if not isinstance(value, dict) or not all(isinstance(hosts, list) for hosts in value.values()):
+        raise ValueError('not a JSON object such as {"gpu-1": ["10.0.0.5"]}')
+    return {name: frozenset(_host(one, name) for one in hosts) for name, hosts in value.items()}
+
+
+def _host(value: Any, node: str) -> str:
+    try:
+        return addresses.host(value if isinstance(value, str) else "")
+    except ValueError:
+        raise ValueError(f"wrong at {node!r}: {value!r} is neither a host name nor an IP address") from None
+
+
+@dataclass(frozen=True)
+class ClusterSettings:
+    """The settings of the server processes; times in seconds."""
+
+    data_dir: Path
+    models_path: Path
+    host: str
+    server: str
+    port: int
+    public_url: str
+    """Base URL under which other machines reach the web server; "" if the operator did not say."""
+    wheel_dir: Path
+    """Folder with the package that joining machines install."""
+    database_url: str
+    redis_url: str
+    nats_url: str
+    nats_account_seed: str = field(repr=False)
+    """The account key of the bus: it mints the credentials of nodes and of our own processes."""
+    nats_operator_seed: str = field(repr=False)
+    """With the next one, revokes credentials at once; without them they work until they expire."""
+    nats_system_seed: str = field(repr=False)
+    """The key of the bus's system account."""
+    nats_service_jwt: str = field(repr=False)
+    nats_service_seed: str = field(repr=False)
+    """Credentials of the server processes; without them they mint their own."""
+    nats_worker_jwt_ttl: float
+    worker_nats_url: str
+    """The bus as workers dial it."""
+    nats_tls: ssl.SSLContext | None
+    """With it the connections to the bus are encrypted or not made."""
+    web_tls: TlsFiles
+    """Certificate and key with which the web process serves HTTPS; none = HTTP."""
+    require_auth: bool
+    """The reference's switch; ours never goes without, and says so when it is set to false."""
+    registration_token: str
+    api_key: str
+    metrics_token: str = field(repr=False)
+    """With it a scraper may read the figures of every server process, and nothing else."""
+    controller_metrics: addresses.Address | None
+    tasks_metrics: addresses.Address | None
+    """Where these two serve their figures; None: nowhere."""
+    auto_approve_nodes: bool
+    allow_shared_token_nodes: bool
+    expose_node_header: bool
+    vram_policy: str
+    """`prefer` or `require`: whether a load may go to a node with too little free VRAM (R2.32)."""
+    disk_headroom_check: bool
+    """Whether a node with too little free disk space is refused (R2.39)."""
+    shared_models: bool
+    """Whether every worker has the models folder under the same path, so that no file is sent (R2.56)."""
+    node_options: bool
+    """Whether some load options follow from the node's memory and GPU (R2.80)."""
+    node_hosts: Mapping[str, frozenset[str]]
+    """By a node's name: hosts that its addresses may have besides the one it registers."""
+    prefix_cache: bool
+    """Whether requests for text are routed by the beginning of their prompt, if their model's rule does not
+    say otherwise (R3.1)."""
+    prefix_match: float
+    """C41: the share of a prompt that a replica must have been given before to be preferred."""
+    prefix_balance_abs: int
+    prefix_balance_rel: float
+    """C42: how many requests more than on the idlest replica may run there, and how many times as many."""
+    prefix_pressure: int
+    """C44: requests a minute that were kept from such a replica, for which one more is loaded; 0 means 1."""
+    galleries: list[dict[str, Any]]
+    gallery_dir: Path | None
+    """The folder of the gallery that we serve to our workers: `cluster:` URLs."""
+    model_load_wait: float
+    """How long a request waits for a running load (C32); 0 = without limit."""
+    install_timeout: float
+    """Reply limit of `backend.install` (C21)."""
+    upgrade_timeout: float
+    """Reply limit of `backend.upgrade` (C22)."""
+    install_wait: float
+    """How long an install, upgrade or deletion waits for a node that is offline before it fails."""
+    model_load_timeout: float
+    """Limit of one gRPC LoadModel; 0 = by the size of the model's files (C28)."""
+    load_failure_grace: float
+    """How long requests get the error of a failed load before it is tried again (C33)."""
+    node_stale_after: float
+    """Silence after which a node is offline (C15)."""
+    mass_silence_hold: float
+    """How long nodes that fell silent together are kept before they are offline; 0 = not at all."""
+    web_stale_after: float
+    """Silence after which a web process is dead and its in-flight counts are dropped."""
+    failed_tokens: int
+    """Failed registration tokens and node secrets allowed per address and minute, and as many API keys."""
+    drain_deadline: float
+    """How long a node drained by an admin keeps replicas with running requests."""
+    unload_grace: float
+    """How long running requests may take before an unloaded replica's engine is stopped."""
+    auto_upgrade_backends: bool
+    """Whether controllers upgrade backends by themselves when a check has found something newer (O103)."""
+    upgrade_drain: float
+    """How long an upgrade in waves waits for running requests before it stops a node's engines."""
+    event_retention: float
+    snapshot_retention: float
+    """How long it is kept what decisions of placement saw, so that they can be made again."""
+    operation_retention: float
+    """How long the timelines of nodes are kept, also of deregistered ones."""
+    operation_lease: float
+    """How long a controller keeps a claimed operation without renewing the claim."""
+    request_timeout: float
+    """Limit of one inference call to a backend process; of a streamed answer until its first piece."""
+    prefix_ttl: float
+    """C43: how long it counts what a replica was given."""
+    stream_stall: float
+    """Limit of the silence between two pieces, and of a reader who takes nothing."""
+
+
+_DURATIONS: dict[str, tuple[str, float, float]] = {
+    "nats_worker_jwt_ttl": ("LOCALAI_NATS_WORKER_JWT_TTL", 86400.0, 10.0),
+    "model_load_wait": ("LOCALAI_MODEL_LOAD_WAIT", 60.0, 0.0),
+    "install_timeout": ("LOCALAI_NATS_BACKEND_INSTALL_TIMEOUT", 900.0, 1.0),
+    "upgrade_timeout": ("LOCALAI_NATS_BACKEND_UPGRADE_TIMEOUT", 900.0, 1.0),
+    "install_wait": ("CLUSTER_INSTALL_WAIT", 900.0, 1.0),
+    "model_load_timeout": ("LOCALAI_NATS_MODEL_LOAD_TIMEOUT", 0.0, 0.0),
+    "load_failure_grace": ("CLUSTER_LOAD_FAILURE_GRACE", 15.0, 0.0),
+    "node_stale_after": ("CLUSTER_NODE_STALE_AFTER", 60.0, 1.0),
+    "mass_silence_hold": ("LOCALAI_MASS_SILENCE_HOLD", 300.0, 0.0),
+    "web_stale_after": ("CLUSTER_WEB_STALE_AFTER", 15.0, 1.0),
+    "drain_deadline": ("CLUSTER_DRAIN_DEADLINE", 3600.0, 1.0),
+    "unload_grace": ("CLUSTER_UNLOAD_GRACE", 30.0, 0.0),
+    "upgrade_drain": ("CLUSTER_UPGRADE_DRAIN", 120.0, 0.0),
+    "event_retention": ("CLUSTER_EVENT_RETENTION", 30 * 86400.0, 3600.0),
+    "snapshot_retention": ("CLUSTER_SNAPSHOT_RETENTION", 2 * 86400.0, 7200.0),
+    "operation_retention": ("CLUSTER_OPERATION_RETENTION", 90 * 86400.0, 3600.0),
+    "operation_lease": ("CLUSTER_OPERATION_LEASE", 10.0, 1.0),
+    "request_timeout": ("CLUSTER_REQUEST_TIMEOUT", 600.0, 1.0),
+    "prefix_ttl": ("LOCALAI_DISTRIBUTED_PREFIX_CACHE_TTL", 300.0, 1.0),
+    "stream_stall": ("CLUSTER_STREAM_STALL", 120.0, 1.0),
+}
+"""By their field: the variable of each duration, its default and the shortest one, in seconds."""
+
+
+def load(values: Mapping[str, str] = os.environ) -> tuple[ClusterSettings, Environment]:
+    """Reads every setting; returns them with the environment that has collected the problems."""
+    env = Environment(values)
+    data_dir = env.folder("CLUSTER_DATA_DIR", Path("data"))
+    cluster = ClusterSettings(
+        data_dir=data_dir,
+        models_path=env.folder("LOCALAI_MODELS_PATH", data_dir / "models"),
+        host=env.text("HOST", "127.0.0.1"),
+        port=env.parsed("PORT", parse_port, 8080, "Use a port between 1 and 65535."),
+        server=env.choice("CLUSTER_SERVER", SERVERS),
+        public_url=env.parsed(
+            "CLUSTER_PUBLIC_URL", parse_base_url, "", "Use a URL such as http://192.0.2.10:8080."
+        ),
+        wheel_dir=env.folder("CLUSTER_WHEEL_DIR", _ROOT / "dist"),
+        database_url=env.secret("DATABASE_URL"),
+        redis_url=env.secret("REDIS_URL"),
+        nats_url=env.secret("LOCALAI_NATS_URL"),
+        nats_account_seed=env.seed("LOCALAI_NATS_ACCOUNT_SEED", "account"),
+        nats_operator_seed=env.seed("CLUSTER_NATS_OPERATOR_SEED", "operator"),
+        nats_system_seed=env.seed("CLUSTER_NATS_SYSTEM_SEED", "account"),
+        nats_service_jwt=env.secret("LOCALAI_NATS_SERVICE_JWT"),
+        nats_service_seed=env.seed("LOCALAI_NATS_SERVICE_SEED", "user"),
+        worker_nats_url=env.text("CLUSTER_WORKER_NATS_URL"),
+        nats_tls=env.tls("LOCALAI_NATS_TLS"),
+        web_tls=env.tls_server("CLUSTER_TLS"),
+        require_auth=all(env.boolean(name, True) for name in REQUIRE_AUTH),
+        registration_token=env.secret("LOCALAI_REGISTRATION_TOKEN"),
+        api_key=env.secret("LOCALAI_API_KEY"),
+        metrics_token=env.secret("LOCALAI_METRICS_TOKEN"),
+        controller_metrics=env.parsed(
+            "CLUSTER_CONTROLLER_METRICS_ADDRESS",
+            parse_listener,
+            None,
+            "Use host:port, such as 127.0.0.1:9101.",
+        ),
+        tasks_metrics=env.parsed(
+            "CLUSTER_TASKS_METRICS_ADDRESS", parse_listener, None, "Use host:port, such as 127.0.0.1:9102."
+        ),
+        auto_approve_nodes=env.boolean("LOCALAI_AUTO_APPROVE_NODES"),
+        allow_shared_token_nodes=env.boolean("LOCALAI_ALLOW_SHARED_TOKEN_NODES"),
+        auto_upgrade_backends=env.boolean("LOCALAI_AUTO_UPGRADE_BACKENDS"),
+        expose_node_header=env.boolean("LOCALAI_EXPOSE_NODE_HEADER"),
+        vram_policy=env.choice("LOCALAI_VRAM_POLICY", VRAM_POLICIES),
+        disk_headroom_check=env.boolean("LOCALAI_DISTRIBUTED_DISK_HEADROOM_CHECK", True),
+        shared_models=env.boolean("LOCALAI_DISTRIBUTED_SHARED_MODELS"),
+        node_options=env.boolean("CLUSTER_NODE_OPTIONS", True),
+        prefix_cache=env.boolean("LOCALAI_DISTRIBUTED_PREFIX_CACHE", True),
+        prefix_match=env.number("CLUSTER_PREFIX_MATCH", 0.3, 0, 1),
+        prefix_balance_abs=int(env.number("CLUSTER_PREFIX_BALANCE_ABS", 2, 0, 1_000_000, whole=True)),
+        prefix_balance_rel=env.number("CLUSTER_PREFIX_BALANCE_REL", 1.5, 1, 1_000_000),
+        prefix_pressure=int(env.number("CLUSTER_PREFIX_PRESSURE", 1, 0, MOST_PRESSURE, whole=True)),
+        node_hosts=env.parsed(
+            "CLUSTER_NODE_HOSTS",
+            parse_node_hosts,
+            {},
+            'Use a JSON object: {"gpu-1": ["10.0.0.5", "gpu-1.lan"]}, hosts without ports.',
+        ),
+        galleries=env.parsed(
+            "LOCALAI_BACKEND_GALLERIES", parse_galleries, [], 'Use a JSON list: [{"name": …, "url": …}].'
+        ),
+        gallery_dir=Path(served).absolute() if (served := env.text("CLUSTER_GALLERY_DIR")) else None,
+        failed_tokens=env.parsed(
+            "CLUSTER_FAILED_TOKENS", parse_count, 30, "Use a whole number such as 30, or 3000 behind a proxy."
+        ),
+        **{name: env.seconds(*setting) for name, setting in _DURATIONS.items()},
+    )
+    _check_galleries(cluster, env)
+    return cluster, env
+
+
+def _check_galleries(cluster: ClusterSettings, env: Environment) -> None:
+    if cluster.gallery_dir is None and any(str(g["url"]).startswith("cluster:") for g in cluster.galleries):
+        env.refuse(
+            "LOCALAI_BACKEND_GALLERIES",
+            "has a cluster: URL, but CLUSTER_GALLERY_DIR is not set",
+            "Set CLUSTER_GALLERY_DIR to the folder of that gallery.",
+        )

@@ -1,0 +1,33 @@
+// Nodes by name in a question about many of them: the first ten, the others on demand.
+import { useState, type ReactNode } from "react";
+import type { LiveNode } from "../../live/messages";
+import { Button } from "../../ui/button";
+import "./shared.css";
+
+const NAMED_FIRST = 10;
+
+/** Each node with what is said beside its name. */
+export function Names({ nodes }: { nodes: readonly (readonly [node: LiveNode, said: ReactNode])[] }): ReactNode {
+  const [all, setAll] = useState(false);
+  const shown = all ? nodes : nodes.slice(0, NAMED_FIRST);
+  return (
+    <div className="stack">
+      {/* Scrolled by keys as well. */}
+      <ul className="verb-nodes" tabIndex={0} aria-label="Nodes">
+        {shown.map(([node, said]) => (
+          <li key={node.id} className="verb-node">
+            <bdi className="name" title={node.name}>
+              {node.name}
+            </bdi>
+            {said}
+          </li>
+        ))}
+      </ul>
+      {shown.length < nodes.length && (
+        <Button small kind="ghost" onClick={() => setAll(true)}>
+          and {nodes.length - shown.length} more
+        </Button>
+      )}
+    </div>
+  );
+}

@@ -1,0 +1,214 @@
+"""An attempt of a load stops the engine that it has left, and no other one."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from uuid import uuid4
+
+import psycopg
+import pytest
+from django.db import connection, transaction
+
+from localai_cluster import clock
+from localai_cluster.messaging import messages as m
+from localai_cluster.messaging import subjects
+from localai_cluster.messaging.bus import RequestTimeout
+from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost
+from nodes.loading import engines
+from nodes.loading.another import load_another
+from nodes.loading.failures import LoadFailed
+from nodes.loading.wish import ANOTHER
+from nodes.models import BackendNode, EngineStart, NodeModel
+from nodes.replicas import retire, slots, snapshot
+from nodes.replicas.slots import Slot
+from operations.executor.work import Abandoned, Postpone, in_thread
+from operations.ledger import lease
+from tests.conftest import eventually
+from tests.support import hot
+from tests.support.loading import BACKEND, STARTED, Stage, left, loads, stage
+
+__all__ = ["loads", "stage"]
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+async def test_an_address_belongs_to_the_engine_that_was_started_there_last(
+    stage: Stage, loads: list[Any]
+) -> None:
+    """A stock worker that restarted gives its ports again; rows of its former engines survive until asked."""
+
+    def rows() -> list[tuple[str, str]]:
+        return sorted((str(row), row.node.name) for row in NodeModel.objects.select_related("node"))
+
+    def former() -> None:
+        BackendNode.objects.update(max_replicas_per_model=2)
+        hot.replica(stage.one, "other", address=STARTED.address)
+        hot.replica(stage.one, "echo", 1, address=STARTED.address, state="unloading")
+        hot.replica(stage.one, "third", address="127.0.0.1:8")
+        hot.replica(stage.two, "other", address=STARTED.address)
+
+    seen: list[Any] = []
+    stage.lists(stage.one, BACKEND)
+    stage.installs(stage.one, STARTED)
+    await hot.in_thread(former)
+    loads.append(lambda: seen.append(rows()))
+    assert (await stage.handler(stage.work))["node"] == "one"
+    expected = [("echo#0", "one"), ("other#0", "two"), ("third#0", "one")]
+    assert seen == [expected], "before the engine loads: a request must not reach it as the former one"
+    assert await hot.in_thread(rows) == expected
+
+
+@pytest.mark.rule("R2.62", "T-ROU-4")
+async def test_a_cancelled_load_has_its_engine_stopped(stage: Stage) -> None:
+    """No request waits any more while the engine still starts."""
+    stage.lists(stage.one, BACKEND)
+    stage.installs(stage.one, RequestTimeout("late"))
+    ended = await stage.play()
+    assert isinstance(ended, Abandoned), ended
+    assert stage.bus.stops(stage.one.id) == ["echo#0"]
+    assert await hot.in_thread(left) == [("echo#0", "")], "until a controller has seen that it is gone"
+    kept = await hot.in_thread(NodeModel.objects.get)
+    assert (kept.state, kept.address) == ("unloading", ""), "its place is not free before"
+
+
+@pytest.mark.rule("R2.62", "R2.61", "T-DL-21", "T-DL-22", "T-DL-23", "T-DL-24")
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (DeadlineExceeded("late"), LoadFailed),
+        (BackendError("no such file"), Postpone),
+        (Lost("the engine died"), Postpone),
+        (lambda: NodeModel.objects.all().delete(), Postpone),
+    ],
+    ids=["deadline", "refused", "died", "not published"],
+)
+async def test_an_attempt_without_a_replica_has_its_engine_stopped(
+    stage: Stage, loads: list[Any], error: Any, ends: type
+) -> None:
+    """Exactly that process, by its key; how the load ended is still what is told."""
+    stage.lists(stage.one, BACKEND)
+    stage.installs(stage.one, STARTED)
+    await hot.in_thread(stage.need_until)
+    loads.append(error)
+    ended = await stage.play()
+    assert isinstance(ended, ends), ended
+    assert stage.bus.stops(stage.one.id) == ["echo#0"]
+    assert await hot.in_thread(left) == [("echo#0", STARTED.address)]
+
+
+async def test_an_attempt_whose_place_was_taken_over_stops_nothing(stage: Stage, loads: list[Any]) -> None:
+    """The engine under this key is a later attempt's."""
+    stage.lists(stage.one, BACKEND)
+    stage.installs(stage.one, STARTED)
+    await hot.in_thread(stage.need_until)
+
+    def taken_over() -> None:
+        slot = Slot(NodeModel.objects.get().pk, stage.one.id, "one", 0)
+        NodeModel.objects.update(loading_by="later:2")
+        assert engines.note(slot, "echo", mark="later:2", now=clock.now())
+
+    loads.append(taken_over)
+    ended = await stage.play()
+    assert isinstance(ended, Postpone), ended
+    assert stage.bus.stops(stage.one.id) == []
+    assert await hot.in_thread(left) == [("echo#0", "")]
+
+
+async def test_an_attempt_whose_place_is_lost_starts_nothing(stage: Stage) -> None:
+    """Its row went between the look at the backends and the start."""
+    await hot.in_thread(stage.need_until)
+
+    async def lost() -> m.ListReply:
+        if await hot.in_thread(NodeModel.objects.exists):
+            await hot.in_thread(NodeModel.objects.all().delete)
+        return m.ListReply((BACKEND,))
+
+    stage.bus.replies[subjects.backend_list(str(stage.one.id))] = lost
+    stage.installs(stage.one, STARTED)
+    ended = await stage.play()
+    assert isinstance(ended, Postpone), ended
+    assert stage.bus.asked[subjects.backend_install(str(stage.one.id))] == []
+    assert await hot.in_thread(left) == []
+
+
+async def test_an_attempt_before_the_start_stops_nothing(stage: Stage) -> None:
+    """There is no engine, and another one may have the key."""
+    await hot.in_thread(stage.need_until)
+    ended = await stage.play()
+    assert isinstance(ended, Postpone), ended
+    assert stage.bus.published == []
+
+
+async def test_the_next_attempt_stops_what_a_killed_one_has_left(stage: Stage, loads: list[Any]) -> None:
+    """At the place that it has taken itself: another load may have a place that was left elsewhere."""
+    killed = f"{stage.work.id}:0"
+
+    def left_behind() -> None:
+        row = NodeModel.objects.create(node=stage.two, model_name="echo", state="loading", loading_by=killed)
+        assert engines.note(Slot(row.pk, stage.two.id, "two", 0), "echo", mark=killed, now=clock.now())
+        row.delete()
+
+    await in_thread(left_behind)
+    stage.lists(stage.two, BACKEND)
+    stage.installs(stage.two, STARTED)
+    assert (await stage.handler(stage.work))["node"] == "two"
+    assert stage.bus.stops(stage.two.id) == ["echo#0"]
+
+
+@pytest.mark.rule("R2.44")
+async def test_a_load_leaves_the_engines_and_slots_of_another_active_load_alone(
+    stage: Stage, loads: list[Any]
+) -> None:
+    """Several replicas of a model may be loaded at once; what an ended load has left is cleared.
+
+    A request's load does not make one beside that which is on its way.
+    """
+    marks: list[str] = []
+
+    def others() -> None:
+        BackendNode.objects.update(max_replicas_per_model=3)
+        active = load_another("echo", only=None, actor="test", reason="test")
+        (operation,) = lease.claim("controller", now=clock.now(), lease=60, limit=1)
+        assert operation.id == active.id
+        marks.extend((f"{active.id}:{operation.fence}", f"{uuid4()}:1"))
+        for index, mark in enumerate(marks):
+            (view, _) = sorted(snapshot.fleet("echo"), key=lambda one: one.name)
+            slot = slots.reserve(view, "echo", mark=mark, backend="echo", now=clock.now())
+            assert isinstance(slot, Slot)
+            assert slot.replica_index == index
+            assert engines.note(slot, "echo", mark=mark, now=clock.now())
+
+    await in_thread(others)
+    stage.lists(stage.one, BACKEND)
+    stage.installs(stage.one, STARTED)
+    with pytest.raises(Abandoned, match="another replica of the model"):
+        await stage.handler(stage.work)
+    stage.work.operation.payload[ANOTHER] = True
+    assert (await stage.handler(stage.work))["replica_index"] == 1
+    assert stage.bus.stops(stage.one.id) == ["echo#1"]
+    active, _ = marks
+    left = await in_thread(lambda: list(NodeModel.objects.filter(state="loading").values_list("loading_by")))
+    assert left == [(active,)]
+    assert await in_thread(lambda: list(EngineStart.objects.values_list("mark"))) == [(active,)]
+
+
+def test_leftovers_are_locked_in_the_order_of_their_ids() -> None:
+    """Anyone who ends replicas of several nodes may hold an earlier one: nothing is held while it waits."""
+    early, late = sorted((uuid4(), uuid4()))
+    for number, pk in enumerate((late, early)):
+        NodeModel.objects.create(
+            id=pk, node=hot.node(f"n{number}"), model_name="m", state="loading", loading_by="gone"
+        )
+
+    def clear() -> list[Slot]:
+        try:
+            return retire.retire_slots_of_ended(engines.running_attempts(), "m")
+        finally:
+            connection.close()
+
+    waiting = "SELECT 1 FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+    with ThreadPoolExecutor(1) as pool, psycopg.connect(hot.database_url(), autocommit=True) as watcher:
+        with transaction.atomic():
+            NodeModel.objects.select_for_update().get(pk=early)
+            cleared = pool.submit(clear)
+            eventually(lambda: watcher.execute(waiting).fetchone(), what="it waits for the earlier one")
+            NodeModel.objects.select_for_update(nowait=True).get(pk=late)
+        assert {slot.id for slot in cleared.result(timeout=90)} == {early, late}

@@ -1,0 +1,180 @@
+"""Upgrades in waves beside installs, deletions and other upgrades of the same nodes."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime, timedelta
+from functools import partial
+from random import Random
+from typing import Any
+
+import pytest
+
+from localai_cluster import clock, errors
+from localai_cluster.accounts import actors
+from nodes.backends import admission, intents, wave_requests, wishes
+from nodes.backends.intents import Ended, PutBack
+from nodes.backends.wave_plan import Options
+from nodes.backends.wishes import DELETE, UPGRADE, Asked, Wish
+from nodes.models import BackendNode, PendingBackendOp
+from nodes.reconcilers import intents as reconciler
+from nodes.registry import services
+from operations import targets
+from operations.models import Operation, OperationTarget, Status, Waves
+from tests.support.effort import EFFORT
+from tests.support.fleet import at_once, unexpected
+from tests.support.waves import ECHO, again, asked, claimed, fleet, settled, states, story
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+def test_a_part_waits_for_other_work_on_its_node_and_begins_after_it() -> None:
+    nodes = fleet("a", "b")
+    operation = asked(nodes)
+    canary = claimed()["a"]
+    admission.ask(Wish(wishes.INSTALL, "echo"), Asked([nodes[1]], actor="eve"), now=clock.now())
+    settled(canary)
+    assert story(operation)["b"][2] == "other work on this backend has not ended on b"
+    assert again(operation).open_wave == 1
+    install = claimed()["b"]
+    assert install.row.op == "install"
+    later = clock.now() + timedelta(minutes=1)
+    reconciler.clean(now=later)
+    assert story(operation)["b"][2] == "other work on this backend has not ended on b"
+    settled(install)
+    reconciler.clean(now=later + timedelta(minutes=1))
+    upgrade = claimed(now=later + timedelta(minutes=1))["b"]
+    assert (upgrade.row.op, upgrade.row.spares_requests) == ("upgrade", True)
+    settled(upgrade)
+    assert again(operation).status == Status.COMPLETED
+
+
+def test_a_deletion_takes_over_the_parts_that_wait_for_their_wave() -> None:
+    nodes = fleet("a", "b", "c")
+    operation = asked(nodes)
+    canary = claimed()["a"]
+    newer = admission.ask(Wish(DELETE, "echo"), Asked(nodes[1:], actor="eve"), now=clock.now()).operation
+    reason = f"superseded by backend_delete of echo (operation {newer.id})"
+    assert story(operation)["b"][1:] == ("superseded", reason)
+    settled(canary)
+    assert again(operation).status == Status.COMPLETED
+    assert {i.op for i in PendingBackendOp.objects.all()} == {"delete"}
+
+
+def test_the_same_request_joins_and_one_with_other_waves_is_refused() -> None:
+    nodes = fleet("a", "b")
+    operation = asked(nodes)
+    wanted = Asked(nodes, actor="eve", waves=Options())
+    joined = admission.ask(ECHO, wanted, now=clock.now())
+    assert (joined.operation.id, joined.created) == (operation.id, False)
+    for other in (Options(max_unavailable=2), Options(canary=False), None):
+        with pytest.raises(errors.Conflict, match="with other waves"):
+            admission.ask(ECHO, replace(wanted, waves=other), now=clock.now())
+
+
+def test_a_retry_of_a_failed_upgrade_goes_in_waves_again() -> None:
+    operation = asked(fleet("a", "b", "c"), max_unavailable=1)
+    settled(claimed()["a"])
+    settled(claimed()["b"], outcome=Ended(error="full"))
+    wave_requests.choose(operation.id, "stop", actor="bob", now=clock.now())
+    newer = admission.retry(operation.id, asked_by=Asked([], actor="bob"), now=clock.now()).operation
+    assert {name: wave for name, (wave, _, _) in story(newer).items()} == {"b": 0, "c": 1}
+
+
+BACKENDS = ("echo", "mock")
+
+
+def meddles(seed: int, nodes: Sequence[BackendNode]) -> None:
+    """One of several that do everything at once to the same nodes; only refusals are allowed."""
+    random = Random(seed)
+    for _ in range(15 * EFFORT):
+        now = clock.now() + timedelta(minutes=random.randint(0, 1))
+        there = list(BackendNode.objects.filter(pk__in=[node.pk for node in nodes]).order_by("name"))
+        some = random.sample(there, min(3, len(there)))
+        backend, ids = random.choice(BACKENDS), list(Operation.objects.active().values_list("pk", flat=True))
+        acts: list[Callable[[], Any]] = [
+            partial(in_waves, backend, some, now),
+            partial(admission.ask, Wish(DELETE, backend), Asked(some, actor="eve"), now=now),
+            partial(carries_out, random, now),
+            partial(carries_out, random, now),
+            partial(reconciler.clean, now=now),
+        ]
+        if ids:
+            chosen, id = random.choice(wave_requests.CHOICES), random.choice(ids)
+            acts.append(partial(wave_requests.choose, id, chosen, last_replicas=["m"], actor="bob", now=now))
+            acts.append(partial(admission.cancel, id, actor="bob", now=now))
+        if seed == 0 and len(there) > 3 and random.random() < 0.2:
+            acts = [partial(services.deregister, there[-1].pk, actor=actors.CONTROLLER, now=now)]
+        with suppress(errors.ClusterError):
+            random.choice(acts)()
+
+
+def in_waves(backend: str, nodes: Sequence[BackendNode], now: datetime) -> None:
+    wanted = Asked(nodes, actor="ann", waves=Options(max_unavailable=2))
+    admission.ask(Wish(UPGRADE, backend), wanted, now=now)
+
+
+def carries_out(random: Random, now: datetime) -> None:
+    outcomes = (Ended(), Ended(), Ended(error="no"), PutBack("away"))
+    found = intents.claim("controller", now=now, lease=60, limit=3)
+    called_off = {(one.id, one.fence): "stopped" for one in found if one.row.cancelled_at}
+    others = {(one.id, one.fence): (random.choice(outcomes), ()) for one in found if not one.row.cancelled_at}
+    intents.called_off(called_off, now=now)
+    intents.settle(others, now=now)
+
+
+@pytest.mark.rule("A78")
+def test_whatever_happens_at_once_nothing_hangs_and_everything_ends() -> None:
+    nodes = fleet(*"abcdef")
+    found = unexpected(at_once(*(partial(meddles, seed, nodes) for seed in range(4))))
+    assert found == []
+    now = clock.now()
+    for _ in range(100):
+        now += timedelta(minutes=2)
+        intents.reap(now=now)
+        reconciler.clean(now=now)
+        found = intents.claim("last", now=now, lease=30, limit=100)
+        intents.called_off({(i.id, i.fence): "" for i in found if i.row.cancelled_at}, now=now)
+        done = {(i.id, i.fence): (Ended(), ()) for i in found if not i.row.cancelled_at}
+        intents.settle(done, now=now)
+        for asks in Operation.objects.active().filter(waves=Waves.ASKS):
+            wave_requests.choose(asks.pk, "continue", actor="bob", now=now)
+        if not Operation.objects.active().exists():
+            break
+    left = [(one.waves, one.message, story(one)) for one in Operation.objects.active()]
+    assert left == []
+    assert not PendingBackendOp.objects.exists()
+    ended = OperationTarget.objects.exclude(status__in=targets.ENDED)
+    assert not ended.exists()
+
+
+def test_a_new_upgrade_takes_over_what_is_left_of_one_that_lost_a_node_to_a_deletion() -> None:
+    nodes = fleet("a", "b", "c")
+    older = asked(nodes)
+    admission.ask(Wish(DELETE, "echo"), Asked([nodes[0]], actor="eve"), now=clock.now())
+    assert states(older) == {"a": "superseded", "b": "queued", "c": "queued"}
+    newer = asked(nodes)
+    assert newer.id != older.id
+    assert set(states(older).values()) == {"superseded"}
+    assert story(newer)["c"] == (2, "queued", "waits for wave 3 of 3")
+
+
+def test_an_install_on_the_nodes_of_an_upgrade_that_asks_takes_over_what_has_not_begun() -> None:
+    """The upgrade owns the key of these nodes; it must not keep them until someone decides."""
+    nodes = fleet("a", "b")
+    operation = asked(nodes)
+    settled(*claimed().values(), outcome=Ended(error="no such image"))
+    assert again(operation).waves == Waves.ASKS
+    newer = admission.ask(
+        Wish("backend_install", "echo"), Asked(nodes, actor="bob"), now=clock.now()
+    ).operation
+    assert states(operation) == {"a": "error", "b": "superseded"}
+    assert str(newer.id) in story(operation)["b"][2]
+    assert states(newer) == {"a": "queued", "b": "queued"}
+
+
+def test_an_intent_that_no_operation_asks_for_is_not_carried_out() -> None:
+    operation = asked(fleet("a"))
+    OperationTarget.objects.filter(operation=operation).update(status="cancelled")
+    assert reconciler.clean(now=clock.now()) == 1
+    assert not PendingBackendOp.objects.exists()

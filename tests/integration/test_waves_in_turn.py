@@ -1,0 +1,135 @@
+"""Upgrades in waves: which nodes have an intent when, and that each wave opens once."""
+
+from datetime import timedelta
+from functools import partial
+
+import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+
+from localai_cluster import clock
+from nodes.backends import admission, intents, wave_requests
+from nodes.backends.intents import Failed, PutBack
+from nodes.backends.wishes import Asked
+from nodes.models import BackendNode, PendingBackendOp
+from nodes.reconcilers import intents as reconciler
+from operations.models import Operation, OperationTarget, Status, Waves
+from tests.support.fleet import at_once
+from tests.support.waves import ECHO, again, asked, claimed, fleet, settled, states, story
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+def test_only_the_open_wave_has_intents_and_the_others_say_what_they_wait_for() -> None:
+    operation = asked(fleet("a", "b", "c", "d"), max_unavailable=2)
+    assert {intent.node.name for intent in PendingBackendOp.objects.all()} == {"a"}
+    assert story(operation) == {
+        "a": (0, "queued", "queued"),
+        "b": (1, "queued", "waits for wave 2 of 3"),
+        "c": (1, "queued", "waits for wave 2 of 3"),
+        "d": (2, "queued", "waits for wave 3 of 3"),
+    }
+    assert operation.message == "wave 1 of 3: 0 of 4 nodes done"
+    assert (operation.waves, operation.open_wave) == (Waves.RUNNING, 0)
+
+
+def test_the_transaction_that_ends_a_wave_opens_the_next() -> None:
+    operation = asked(fleet("a", "b", "c", "d"), max_unavailable=2)
+    settled(*claimed().values())
+    second = claimed()
+    assert second.keys() == {"b", "c"}
+    settled(second["b"])
+    assert claimed() == {}, "a wave opens when the whole one before it has ended"
+    assert again(operation).message == "wave 2 of 3: 2 of 4 nodes done"
+    settled(second["c"])
+    settled(claimed()["d"])
+    ended = again(operation)
+    assert (ended.status, ended.message, ended.waves) == (Status.COMPLETED, "completed", Waves.RUNNING)
+    assert set(states(operation).values()) == {"success"}
+
+
+def test_an_attempt_that_is_repeated_keeps_its_wave_open() -> None:
+    operation = asked(fleet("a", "b"))
+    settled(*claimed().values(), outcome=Failed("no answer"))
+    assert claimed() == {}
+    settled(*claimed(now=clock.now() + timedelta(minutes=1)).values(), outcome=PutBack("away"))
+    assert states(operation) == {"a": "queued", "b": "queued"}
+    settled(*claimed().values())
+    assert claimed().keys() == {"b"}
+
+
+def test_two_controllers_that_end_the_last_parts_of_a_wave_at_once_open_the_next_one_once() -> None:
+    for _ in range(5):
+        BackendNode.objects.all().delete()
+        Operation.objects.all().delete()
+        operation = asked(fleet("a", "b", "c", "d"), max_unavailable=2, canary=False)
+        first = claimed()
+        assert first.keys() == {"a", "b"}
+        assert at_once(*(partial(settled, one) for one in first.values())) == [None, None]
+        assert again(operation).open_wave == 2
+        assert sorted(i.node.name for i in PendingBackendOp.objects.select_related("node")) == ["c", "d"]
+
+
+def test_a_controller_that_dies_between_waves_leaves_work_for_the_next_one() -> None:
+    operation = asked(fleet("a", "b"))
+    settled(*claimed("one").values())
+    assert claimed("one").keys() == {"b"}
+    assert intents.reap(now=clock.now() + timedelta(minutes=5)) == (1, 0)
+    settled(*claimed("two", now=clock.now() + timedelta(minutes=5)).values())
+    assert again(operation).status == Status.COMPLETED
+
+
+def test_a_node_that_was_removed_before_its_wave_fails_the_wave() -> None:
+    nodes = fleet("a", "b", "c")
+    operation = asked(nodes)
+    nodes[1].delete()
+    settled(*claimed().values())
+    rows = {part.node_name: part for part in OperationTarget.objects.filter(operation=operation)}
+    assert rows["b"].error == "node b was removed"
+    assert again(operation).waves == Waves.ASKS
+    wave_requests.choose(operation.id, "continue", actor="bob", now=clock.now())
+    assert claimed().keys() == {"c"}
+
+
+def test_a_node_that_is_away_goes_last_and_waits_with_its_reason() -> None:
+    nodes = fleet("a", "b")
+    BackendNode.objects.filter(pk=nodes[0].pk).update(offline_at=clock.now())
+    operation = asked([BackendNode.objects.get(pk=node.pk) for node in nodes])
+    settled(claimed()["b"])
+    assert story(operation)["a"][2] == "node a is offline"
+    assert again(operation).status == Status.WAITING
+
+
+def test_a_node_that_is_given_up_while_it_is_away_ends_its_wave() -> None:
+    nodes = fleet("a", "b")
+    operation = asked(nodes)
+    settled(claimed()["a"])
+    gone = clock.now() - timedelta(days=2)
+    BackendNode.objects.filter(pk=nodes[1].pk).update(offline_at=gone, last_heartbeat=gone)
+    reconciler.clean(now=clock.now())
+    assert again(operation).status == Status.FAILED
+    assert "given up" in again(operation).error
+
+
+def test_an_upgrade_without_waves_is_on_all_nodes_at_once() -> None:
+    nodes = fleet("a", "b")
+    operation = admission.ask(ECHO, Asked(nodes, actor="ann"), now=clock.now()).operation
+    found = claimed()
+    assert found.keys() == {"a", "b"}
+    assert not any(intent.row.spares_requests for intent in found.values())
+    assert {wave for wave, _, _ in story(operation).values()} == {None}
+
+
+def test_a_wave_of_many_nodes_opens_with_as_many_statements_as_one_of_few() -> None:
+    counts = []
+    for size in (2, 30):
+        BackendNode.objects.all().delete()
+        Operation.objects.all().delete()
+        asked(fleet(*(f"node-{number:02}" for number in range(1 + size))), max_unavailable=size)
+        (canary,) = claimed().values()
+        with CaptureQueriesContext(connection) as made:
+            settled(canary)
+        counts.append(len(made))
+        assert len(claimed()) == size
+    assert counts[0] == counts[1]
+    assert counts[0] < 30

@@ -1,0 +1,152 @@
+"""Upgrades in waves: replicas of the backend leave the picks and come back; a model's last one stays."""
+
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+
+from localai_cluster import clock
+from nodes.backends import admission, intents
+from nodes.backends.intents import Intent
+from nodes.models import BackendNode, NodeModel
+from nodes.reconcilers import intents as reconciler
+from nodes.replicas import withdrawn
+from operations.models import Operation
+from tests.support import api, hot
+from tests.support.fleet import at_once
+from tests.support.waves import asked, claimed, fleet
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+def on(node: BackendNode, model: str = "m", **fields: Any) -> NodeModel:
+    port = 50000 + NodeModel.objects.count()
+    return hot.replica(node, model, address=f"127.0.0.1:{port}", backend_type="echo", **fields)
+
+
+def loaded() -> set[tuple[str, str]]:
+    rows = NodeModel.objects.loaded().values_list("node__name", "model_name")
+    return set(rows)
+
+
+def upgrading(node: BackendNode) -> Intent:
+    """A claimed intent of an upgrade in waves of this node alone."""
+    asked([node])
+    return claimed()[node.name]
+
+
+def test_the_replicas_of_the_backend_leave_the_picks_and_come_back_when_the_attempt_is_over() -> None:
+    a, b = fleet("a", "b")
+    for node in (a, b):
+        on(node)
+    on(a, "n", in_flight=2)
+    on(b, "n")
+    hot.replica(a, "of-another", address="127.0.0.1:1", backend_type="other")
+    intent = upgrading(a)
+    found = withdrawn.withdraw(a.id, "ECHO", intent_id=intent.id, confirmed=())
+    assert found == withdrawn.Withdrawal(running=2)
+    assert loaded() == {("b", "m"), ("b", "n"), ("a", "of-another")}
+    withdrawn.put_back(intent.id, intent.fence + 1)
+    assert len(loaded()) == 3, "a later attempt has them now"
+    withdrawn.put_back(intent.id, intent.fence)
+    assert len(loaded()) == 5
+    assert not NodeModel.objects.filter(withdrawn_for__isnull=False).exists()
+
+
+def test_a_models_last_replica_stays_unless_it_is_confirmed() -> None:
+    a, b = fleet("a", "b")
+    for node, model in ((a, "alone"), (a, "both"), (b, "both")):
+        on(node, model)
+    intent = upgrading(a)
+    blocked = withdrawn.withdraw(a.id, "echo", intent_id=intent.id, confirmed=["both"])
+    assert blocked == withdrawn.Withdrawal(last_of=("alone",))
+    assert len(loaded()) == 3, "all of them or none"
+    withdrawn.withdraw(a.id, "echo", intent_id=intent.id, confirmed=["alone"])
+    assert loaded() == {("b", "both")}
+
+
+def test_a_replica_on_a_node_that_is_away_is_no_other_replica() -> None:
+    a, b = fleet("a", "b")
+    on(a)
+    on(b)
+    BackendNode.objects.filter(pk=b.pk).update(offline_at=clock.now())
+    assert withdrawn.last_replicas("echo", [a.id, b.id]) == {a.id: {"m"}}
+
+
+def test_two_nodes_at_once_never_take_out_the_last_two_replicas() -> None:
+    for _ in range(5):
+        BackendNode.objects.all().delete()
+        Operation.objects.all().delete()
+        for node in (pair := fleet("a", "b")):
+            on(node)
+        asked(pair, canary=False, max_unavailable=2)
+        both = claimed()
+        jobs = (
+            partial(withdrawn.withdraw, one.node.id, "echo", intent_id=one.id, confirmed=())
+            for one in both.values()
+        )
+        found = at_once(*jobs)
+        assert sorted(one.last_of for one in found) == [(), ("m",)]
+        assert len(loaded()) == 1
+
+
+def test_replicas_of_a_dead_controllers_attempt_serve_again() -> None:
+    a, b = fleet("a", "b")
+    on(a)
+    on(b)
+    intent = upgrading(a)
+    withdrawn.withdraw(a.id, "echo", intent_id=intent.id, confirmed=())
+    reconciler.clean(now=clock.now())
+    assert len(loaded()) == 1, "the attempt is under way"
+    intents.reap(now=clock.now() + timedelta(minutes=5))
+    reconciler.clean(now=clock.now())
+    assert len(loaded()) == 2
+
+
+def test_replicas_of_a_cancelled_upgrade_serve_again() -> None:
+    a, b = fleet("a", "b")
+    on(a)
+    on(b)
+    operation = asked([a])
+    intent = claimed()["a"]
+    withdrawn.withdraw(a.id, "echo", intent_id=intent.id, confirmed=())
+    admission.cancel(operation.id, actor="bob", now=clock.now())
+    called_off = claimed()["a"]
+    intents.called_off({(called_off.id, called_off.fence): "stopped"}, now=clock.now())
+    reconciler.clean(now=clock.now())
+    assert len(loaded()) == 2
+
+
+def test_a_replica_that_an_unload_has_taken_over_stays_out() -> None:
+    a, b = fleet("a", "b")
+    mine = on(a)
+    on(b)
+    intent = upgrading(a)
+    withdrawn.withdraw(a.id, "echo", intent_id=intent.id, confirmed=())
+    NodeModel.objects.filter(pk=mine.pk).update(loading_by="an unload")
+    withdrawn.put_back(intent.id, intent.fence)
+    assert loaded() == {("b", "m")}
+
+
+def test_the_answer_names_last_replicas_until_they_are_confirmed() -> None:
+    a, b = fleet("a", "b")
+    for node, model in ((a, "alone"), (a, "both"), (b, "both")):
+        on(node, model)
+    body: dict[str, Any] = {"nodes": [str(a.id), str(b.id)], "waves": {}}
+    refused = api.admin().post("/api/backends/upgrade/echo", body)
+    assert refused.status_code == 409
+    assert (refused.json()["field"], refused.json()["last_replicas"]) == ("last_replicas", ["alone"])
+    assert not Operation.objects.exists()
+    started = api.admin().post("/api/backends/upgrade/echo", body | {"last_replicas": ["alone"]})
+    assert started.status_code == 200, started.content
+    (listed,) = api.admin().get("/api/operations").json()["operations"]
+    assert listed["waves"] == {
+        "state": "running",
+        "open": 0,
+        "count": 2,
+        "maxUnavailable": 1,
+        "canary": True,
+        "lastReplicas": ["alone"],
+    }
+    assert {part["node_name"]: part["wave"] for part in listed["nodes"]} == {"b": 0, "a": 1}

@@ -1,0 +1,141 @@
+"""A claimed `model_load` on two nodes, whose workers and engines the test plays."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from django.db.models import F
+
+from localai_cluster import clock
+from localai_cluster.messaging import messages as m
+from localai_cluster.messaging import subjects
+from nodes.definitions.folder import Folder
+from nodes.loading import load
+from nodes.loading.stopping import Stopper
+from nodes.models import BackendNode, EngineStart, NodeModel
+from operations.executor.operation_queue import write_batch
+from operations.executor.recorder import Recorder
+from operations.executor.waiting import Hints
+from operations.executor.work import Work, in_thread
+from operations.ledger import admission, lease
+from operations.models import Operation
+from tests.support import backends, hot
+from tests.support.bus import PlayedBus
+
+BACKEND = m.InstalledBackend(name="echo")
+
+
+class Stage:
+    """Two nodes, a definition, and one claimed load."""
+
+    def __init__(self, folder: Path) -> None:
+        (folder / "echo.yaml").write_text("name: echo\nbackend: echo\nparameters: {model: echo}\n")
+        self.bus, self.folder = PlayedBus(), folder
+        self.one, self.two = hot.node("one"), hot.node("two")
+        now = clock.now()
+        request = admission.OperationRequest(
+            load.KIND,
+            key=load.key("echo"),
+            element="echo",
+            actor="test",
+            needed_until=now - timedelta(seconds=1),
+        )
+        admission.admit(request, now=now)
+        (operation,) = lease.claim("controller", now=now, lease=60, limit=1)
+        self.work = Work(operation, Recorder(write_batch))
+        self.handler = load.LoadModel(self.bus, Folder(folder), Hints())
+
+    def lists(self, node: BackendNode, *backends: m.InstalledBackend) -> None:
+        self.bus.replies[subjects.backend_list(str(node.id))] = m.ListReply(backends)
+
+    def installs(self, node: BackendNode, reply: Any) -> None:
+        self.bus.replies[subjects.backend_install(str(node.id))] = reply
+
+    def need_until(self) -> None:
+        """Somebody waits again, as a request says that attaches to the running load."""
+        admission.need_until(self.work.id, clock.now() + timedelta(seconds=60))
+
+    async def play(self, happens: Callable[[], bool] = lambda: True) -> BaseException:
+        """Runs the handler; `happens` is tried until it has happened. Answers how the attempt ended."""
+        attempt = asyncio.create_task(self.handler(self.work))
+
+        async def happened() -> bool:
+            return await hot.in_thread(happens)
+
+        try:
+            assert await clock.wait_until(happened, timeout=60)
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(asyncio.shield(attempt), 60)
+            assert attempt.done(), "the attempt goes on forever"
+            error = attempt.exception()
+            assert error is not None
+            return error
+        finally:
+            attempt.cancel()
+            await asyncio.gather(attempt, return_exceptions=True)
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Stage:
+    return Stage(tmp_path)
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What `LoadModel` of each engine comes to, in turn: nothing, an error, or something to do first."""
+    script: list[Any] = []
+
+    class Client:
+        def __init__(self, address: str, token: str) -> None:
+            assert (address, token) == (STARTED.address, backends.TOKEN)
+
+        async def load_model(self, options: Any, timeout: float) -> Any:
+            what = script.pop(0) if script else None
+            if isinstance(what, Exception):
+                raise what
+            if what is not None:
+                await hot.in_thread(what)
+            return SimpleNamespace(success=True, message="")
+
+        async def close(self) -> None:
+            """Nothing to end."""
+
+    monkeypatch.setattr(load, "BackendClient", Client)
+    return script
+
+
+STARTED = m.InstallReply(True, "127.0.0.1:7")
+
+
+def left() -> list[tuple[str, str]]:
+    """Engines that may have to be stopped, with their addresses."""
+    return [(str(row), row.address) for row in EngineStart.objects.all()]
+
+
+async def stops(stage: Stage) -> None:
+    """The attempt is over, controllers stop what it has left; then its place is free, for the next one."""
+    await in_thread(Operation.objects.update, fence=F("fence") + 1)
+    stage.bus.replies[subjects.model_stop(str(stage.one.id))] = m.StopModelReply(terminated=True)
+    await Stopper(stage.bus).look_once()
+    assert await in_thread(NodeModel.objects.count) == 0
+    await in_thread(Operation.objects.update, fence=F("fence") - 1)
+
+
+ROOM: dict[str, tuple[dict[str, int], dict[str, Any], str]] = {
+    "memory": (
+        {"available_vram": 0},
+        {"vram_policy": "require"},
+        "2 without the VRAM it needs (0.1 GiB: one has 0.0 GiB free, two has 0.0 GiB free)",
+    ),
+    "disk": (
+        {"total_disk": 9 * 2**30, "available_disk": 2**30},
+        {},
+        "2 without the disk space it needs"
+        " (1.1 GiB: one has 1.0 GiB of 9.0 GiB free, two has 1.0 GiB of 9.0 GiB free)",
+    ),
+}

@@ -1,0 +1,25 @@
+"""Picks of a test, and a connection that sees rows before they are committed."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+from nodes.routing.picks import Picker
+from nodes.routing.request import InferenceRequest, Replica
+from tests.support import hot
+
+
+async def acquire(picker: Picker, model: str = "echo") -> Replica:
+    """A pick that must succeed."""
+    replica = await picker.acquire(InferenceRequest(model=model))
+    assert replica is not None
+    return replica
+
+
+@pytest.fixture
+def raw() -> Iterator[psycopg.Connection[Any]]:
+    """A plain connection to the test database."""
+    with psycopg.connect(hot.database_url()) as connection:
+        yield connection

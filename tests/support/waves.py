@@ -1,0 +1,64 @@
+"""Upgrades in waves on real rows: asked for, carried out by hand, and looked at."""
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from localai_cluster import clock
+from nodes.backends import admission, intents
+from nodes.backends.intents import Ended, Intent
+from nodes.backends.wave_plan import Options
+from nodes.backends.wishes import UPGRADE, Asked, Wish
+from nodes.models import BackendNode
+from operations.models import Operation, OperationTarget
+from tests.support import hot
+
+ECHO = Wish(UPGRADE, "echo")
+
+
+def fleet(*names: str) -> list[BackendNode]:
+    """Approved nodes of these names."""
+    return [hot.node(name) for name in names]
+
+
+def asked(nodes: Sequence[BackendNode], **options: Any) -> Operation:
+    """An upgrade of echo in waves."""
+    wanted = Asked(nodes, actor="ann", waves=Options(**options))
+    return admission.ask(ECHO, wanted, now=clock.now()).operation
+
+
+def claimed(owner: str = "controller", *, now: datetime | None = None) -> dict[str, Intent]:
+    """What a controller takes up now, by node."""
+    found = intents.claim(owner, now=now or clock.now(), lease=60, limit=100)
+    return {intent.node.name: intent for intent in found}
+
+
+def settled(*found: Intent, outcome: Any = None) -> None:
+    """Ends these attempts, all with this outcome (done by default)."""
+    written = intents.settle(
+        {(one.id, one.fence): (outcome or Ended(), ()) for one in found}, now=clock.now()
+    )
+    assert not written
+
+
+def story(operation: Operation) -> dict[str, tuple[int | None, str, str]]:
+    """Wave, state and reason of each part, by node."""
+    rows = OperationTarget.objects.filter(operation=operation)
+    return {part.node_name: (part.wave, part.status, part.reason) for part in rows}
+
+
+def states(operation: Operation) -> dict[str, str]:
+    """The state of each part, by node."""
+    return {name: status for name, (_, status, _) in story(operation).items()}
+
+
+def again(operation: Operation) -> Operation:
+    """The operation as its row says now."""
+    return Operation.objects.get(pk=operation.pk)
+
+
+def failed_canary() -> Operation:
+    """An upgrade of three nodes whose first wave has failed."""
+    operation = asked(fleet("a", "b", "c"))
+    settled(*claimed().values(), outcome=Ended(error="no such image"))
+    return again(operation)
