@@ -44,7 +44,7 @@ async def generate(
     `request.begun` says that the client has it.
     """
     definition = await defined(asked.model)
-    request.model = asked.model
+    request.model = definition.name
     prompts = [
         await templated(definition, prompt) if isinstance(prompt, Conversation) else prompt
         for prompt in asked.prompts
@@ -143,7 +143,7 @@ class _Answering:
         """When the answer began: with its first piece, or where the engine says that the prompt was done."""
         now = clock.monotonic()
         if streamed:
-            metrics.first_token(self._asked.model, now - self._began)
+            metrics.first_token(self._request.model, now - self._began)
             return now
         prompt = reply.timing_prompt_processing / 1000
         return self._called + (min(prompt, now - self._called) if prompt > 0 else 0.0)
@@ -151,7 +151,7 @@ class _Answering:
     async def _end(self, last: TextDelta) -> None:
         if last.usage is not None:
             metrics.tokens_used(
-                self._asked.model, last.usage.prompt, last.usage.completion, last.usage.cached or 0
+                self._request.model, last.usage.prompt, last.usage.completion, last.usage.cached or 0
             )
         now = clock.monotonic()
         first = now if self._first is None else self._first

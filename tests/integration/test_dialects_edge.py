@@ -352,9 +352,21 @@ def test_ollamas_default_tag_is_no_part_of_a_models_name() -> None:
         }.items():
             answer = await reply(client.post(path, body | tagged))
             assert answer.status == 200, path
+            assert answer.body.get("model", "m:latest") == "m:latest", "as the client calls it"
         assert (await reply(client.post(OLLAMA, BODIES[OLLAMA] | {"model": "m:other"}))).status == 404
 
     play(scenario, Scripted(words("One two")))
+
+
+@pytest.mark.rule("http-6b")
+def test_a_model_may_have_ollamas_default_tag_in_its_name(definitions: Path) -> None:
+    (definitions / "tagged.yaml").write_text(DEFINITION.replace("name: m", "name: n:latest"))
+
+    async def scenario(client: hot.Client, _: Any) -> None:
+        assert (await reply(client.post("/api/show", {"model": "n:latest"}))).status == 200
+        assert (await reply(client.post("/api/show", {"model": "n"}))).status == 404
+
+    play(scenario, Scripted())
 
 
 def test_a_refusal_of_an_engine_names_the_clients_field() -> None:
