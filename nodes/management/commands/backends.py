@@ -42,7 +42,7 @@ class Command(BaseCommand):
     help = "Shows the backends of the cluster, installs, upgrades and deletes them."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+        verbs = parser.add_subparsers(dest="verb", required=True)
 
         def add(name: str, act: Callable[[Options, OutputWrapper], str], description: str) -> CommandParser:
             found: CommandParser = verbs.add_parser(name, help=description, description=description)

@@ -39,7 +39,7 @@ class Command(BaseCommand):
     help = "Manages the nodes of the cluster."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+        verbs = parser.add_subparsers(dest="verb", required=True)
 
         def add(name: str, act: Callable[[Options], str], description: str) -> CommandParser:
             found: CommandParser = verbs.add_parser(name, help=description, description=description)

@@ -43,7 +43,7 @@ class Command(BaseCommand):
     help = "Shows operations, ends them, and tries them again."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+        verbs = parser.add_subparsers(dest="verb", required=True)
 
         def add(
             name: str, act: Callable[[Options, OutputWrapper], str], description: str, *, one: bool = True

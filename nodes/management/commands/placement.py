@@ -36,7 +36,7 @@ class Command(BaseCommand):
     help = "Explains where models run, and plans where they would go; changes nothing."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+        verbs = parser.add_subparsers(dest="verb", required=True)
 
         def add(name: str, act: Callable[[Options], str], description: str) -> CommandParser:
             found: CommandParser = verbs.add_parser(name, help=description, description=description)

@@ -27,7 +27,7 @@ class Command(BaseCommand):
     help = "Shows, sets and deletes scheduling rules: where and how often models shall run."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+        verbs = parser.add_subparsers(dest="verb", required=True)
 
         def add(name: str, act: Callable[[Options], str], description: str) -> CommandParser:
             found: CommandParser = verbs.add_parser(name, help=description, description=description)
