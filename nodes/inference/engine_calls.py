@@ -20,6 +20,9 @@ from nodes.inference.generation import Conversation, Generation, Sampling, TextD
 CACHED_TOKENS = "localai-cached-tokens"
 FINISH_REASON = "localai-finish-reason"
 """Trailing metadata by which an engine may say how much of a prompt it remembered, and why it ended."""
+_COUNT = re.compile("[0-9]{1,10}")
+_REASONS = ("stop", "length", "tool_calls")
+"""What is believed of it: clients read no other numbers and reasons."""
 SCHEMA = "json_schema"
 """Metadata of a request: the schema of which `Grammar` was made, for an engine that reads schemas itself."""
 _DEFAULTS: Mapping[str, float | int] = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "typical_p": 1.0}
@@ -187,8 +190,10 @@ class Reading:
     def last(self, cached: str = "", finish: str = "") -> TextDelta:
         """The end of the choice, with what the engine said of remembered tokens and of the reason."""
         text = "" if self._parsed else self._decoder.decode(b"", final=True)
-        usage = Usage(self._prompt, self._completion, int(cached) if cached.isdecimal() else None)
-        return TextDelta(self._choice, text, finish=finish or self._finish(), usage=usage)
+        remembered = min(int(cached), self._prompt) if _COUNT.fullmatch(cached) else None
+        usage = Usage(self._prompt, self._completion, remembered)
+        ended = finish if finish in _REASONS else self._finish()
+        return TextDelta(self._choice, text, finish=ended, usage=usage)
 
     def _finish(self) -> str:
         if self._called:
