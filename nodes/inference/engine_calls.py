@@ -38,8 +38,6 @@ _NUMBERS = {
     "presence_penalty": "PresencePenalty",
     "max_tokens": "Tokens",
 }
-_CONTEXT = re.compile("context (size|length|window)", re.IGNORECASE)
-"""Engines have no status for a prompt beyond it, only words."""
 _LARGEST_SEED = 2**31 - 1
 _ANY_SEED = -1
 """As the reference has it, in definitions and in requests."""
@@ -62,12 +60,6 @@ class LogprobsUnsupported(InvalidInput):
     """The model's engine does not tell log probabilities."""
 
     code = "unsupported_by_backend"
-
-
-class ContextExceeded(Rejected):
-    """The prompt is longer than the model's context."""
-
-    code = "context_length_exceeded"
 
 
 def sampling_options(
@@ -137,10 +129,8 @@ def with_prompt(options: PredictOptions, prompt: Conversation | str, answer: int
 
 def named(refusal: Rejected, asked: Generation) -> Rejected:
     """The same refusal with the field of the request that it is about: the one whose name it begins with, or
-    else the prompt. One that is too long has the code by which OpenAI's clients know that.
+    else the prompt, such as one that is too long.
     """
-    if _CONTEXT.search(refusal.message):
-        refusal = ContextExceeded(refusal.message)
     prompt = "messages" if isinstance(asked.prompts[0], Conversation) else "prompt"
     field = _ASKED_AS.get(re.split(r"\W", refusal.message, maxsplit=1)[0], prompt)
     refusal.field = asked.names.get(field, field)
