@@ -178,8 +178,6 @@ class Worker:
         if (former, self._status) != (self._node_id, registered.status):
             self._status = registered.status
             log.info("registered id=%s status=%s", registered.node_id, registered.status)
-            if self._status == "pending":
-                log.info("an administrator has to approve this node: on the Nodes page, by its fingerprint")
         self._bus_credentials.adopt(registered)
         if former and (former != self._node_id or not self._commands.subscribed):
             log.warning("subscribing to the commands of node %s", self._node_id)
