@@ -142,8 +142,9 @@ class _Answering:
     def _begun(self, reply: Reply, streamed: bool) -> float:
         """When the answer began: with its first piece, or where the engine says that the prompt was done."""
         now = clock.monotonic()
-        if streamed:
+        if self._asked.stream:
             metrics.first_token(self._request.model, now - self._began)
+        if streamed:
             return now
         prompt = reply.timing_prompt_processing / 1000
         return self._called + (min(prompt, now - self._called) if prompt > 0 else 0.0)
