@@ -127,13 +127,16 @@ def with_prompt(options: PredictOptions, prompt: Conversation | str, answer: int
     return call
 
 
-def named(refusal: Rejected, asked: Generation) -> Rejected:
-    """The same refusal with the field of the request that it is about: the one whose name it begins with, or
-    else the prompt, such as one that is too long.
+def named(refusal: InvalidInput, asked: Generation) -> InvalidInput:
+    """The same refusal with the field of the request that it is about, as the client calls it. An engine's is
+    about the one whose name its text begins with, or else the prompt, such as one that is too long.
     """
-    prompt = "messages" if isinstance(asked.prompts[0], Conversation) else "prompt"
-    field = _ASKED_AS.get(re.split(r"\W", refusal.message, maxsplit=1)[0], prompt)
-    refusal.field = asked.names.get(field, field)
+    field = refusal.field
+    if isinstance(refusal, Rejected):
+        prompt = "messages" if isinstance(asked.prompts[0], Conversation) else "prompt"
+        field = _ASKED_AS.get(re.split(r"\W", refusal.message, maxsplit=1)[0], prompt)
+    if field:
+        refusal.field = asked.names.get(field, field)
     return refusal
 
 

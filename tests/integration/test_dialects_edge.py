@@ -369,6 +369,28 @@ def test_a_model_may_have_ollamas_default_tag_in_its_name(definitions: Path) -> 
     play(scenario, Scripted())
 
 
+def test_a_schema_that_no_grammar_holds_names_the_clients_field() -> None:
+    schema = {"allOf": [{"anyOf": [{"minLength": one} for one in range(4)]}] * 10}
+    changes: dict[str, Any] = {
+        MESSAGES: {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
+        RESPONSES: {"text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}},
+        OLLAMA: {"format": schema},
+    }
+    for path, change in changes.items():
+        answer, _ = one(BODIES[path] | change, words("no"), path)
+        (field,) = change
+        assert answer.status == 400
+        named = answer.body["error"]["param"] if path == RESPONSES else message_of(path, answer.body)
+        assert named.startswith(field)
+        assert "response_format" not in str(answer.body)
+
+
+def test_log_probabilities_that_no_engine_tells_are_the_clients_include() -> None:
+    asked = BODIES[RESPONSES] | {"include": ["message.output_text.logprobs"]}
+    answer, _ = one(asked, words("One two"), RESPONSES)
+    assert (answer.status, answer.body["error"]["param"]) == (400, "include")
+
+
 def test_a_refusal_of_an_engine_names_the_clients_field() -> None:
     """In the client's dialect, not in OpenAI's."""
     schema = {"type": "object"}
