@@ -13,6 +13,10 @@ from localai_cluster.errors import ClusterError, InvalidInput, Unavailable
 IDENTITY_MARKER = "model identity mismatch"
 NOT_LOADED_MARKER = "not loaded"
 
+# There is no status for a prompt beyond the model's context, only words; stock engines report a failure.
+_CONTEXT = ("context size", "context length", "context window")
+_STOCK_CONTEXT = "exceeds the available context size"
+
 # gRPC reports a refused connection and a broken one by the same status; only its text tells them apart.
 # Refused: the request never left. Broken: it may have reached the engine.
 _REFUSED = ("failed to connect", "connections to all backends failing", "errors resolving", "lookup failed")
@@ -109,6 +113,12 @@ class Rejected(BackendError, InvalidInput):
     code = "rejected_by_backend"
 
 
+class ContextExceeded(Rejected):
+    """The prompt is longer than the model's context."""
+
+    code = "context_length_exceeded"
+
+
 class BackendFailed(BackendError, Unavailable):
     """The engine failed while it worked on the request."""
 
@@ -137,6 +147,10 @@ def translate(status: grpc.StatusCode, details: str) -> BackendError:
     if status is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" not in text:
         return Busy(details or None)
     kind = _BY_STATUS.get(status)
+    if (kind is Rejected and any(sign in text for sign in _CONTEXT)) or (
+        kind is None and _STOCK_CONTEXT in text
+    ):
+        return ContextExceeded(details)
     if kind is None:
         # Stock engines report a missing model as a plain error.
         kind = ModelNotLoaded if NOT_LOADED_MARKER in text else BackendFailed

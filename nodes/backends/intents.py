@@ -106,6 +106,9 @@ class Ended:
     reason: str = ""
     attempts: int | None = None
 
+    def __str__(self) -> str:
+        return f"failed: {self.error}" if self.error else "done"
+
     @property
     def change(self) -> parts.Change:
         """What happens to the parts."""
@@ -119,6 +122,9 @@ class Failed:
 
     error: str
 
+    def __str__(self) -> str:
+        return f"this attempt failed: {self.error}"
+
 
 @dataclass(frozen=True)
 class PutBack:
@@ -128,6 +134,9 @@ class PutBack:
     seconds: float = 0.0
     busy: bool = False
     """Whether the worker may still be at it."""
+
+    def __str__(self) -> str:
+        return f"put back: {self.reason}"
 
 
 Settlement = Ended | Failed | PutBack

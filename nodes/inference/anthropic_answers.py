@@ -70,7 +70,7 @@ def _reason(finish: str) -> str:
 
 def _usage(taken: Usage) -> dict[str, int]:
     """Remembered tokens do not count as the prompt's, and are told only if the engine said so."""
-    told = {"input_tokens": max(taken.prompt - (taken.cached or 0), 0), "output_tokens": taken.completion}
+    told = {"input_tokens": taken.prompt - (taken.cached or 0), "output_tokens": taken.completion}
     return told if taken.cached is None else told | {"cache_read_input_tokens": taken.cached}
 
 

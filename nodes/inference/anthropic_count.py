@@ -23,7 +23,7 @@ async def count_tokens(request: InferenceRequest) -> Answer:
     """Answers the count."""
     body = wire.typed(wire.json_object(request.body), CountBody)
     definition = await defined(body.model)
-    request.model = body.model
+    request.model = definition.name
     prompt = await templated(definition, body.conversation)
     options = with_prompt(PredictOptions(ModelIdentity=definition.model), prompt, 0)
     if prompt.rendered is None:

@@ -61,7 +61,7 @@ def speech(tells_node: bool) -> Callable[[InferenceRequest], Awaitable[Spoken]]:
     async def answer(request: InferenceRequest) -> Spoken:
         body = parse(wire.json_object(request.body))
         definition = await defined(body.model)
-        request.model = body.model
+        request.model = definition.name
         asked = _asked(body, definition.model)
 
         def headers() -> tuple[Header, ...]:

@@ -53,7 +53,7 @@ async def transcribe(request: InferenceRequest) -> Answer | EventStream:
     """Answers one request."""
     upload, body = _read(request)
     definition = await defined(body.model)
-    request.model = body.model
+    request.model = definition.name
     asked = TranscriptRequest(
         language=body.language or "",
         prompt=body.prompt or "",

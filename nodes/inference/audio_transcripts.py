@@ -14,7 +14,6 @@ from nodes.inference.openai_events import DONE, Chunks, event
 
 _SECOND = 1_000_000_000
 _JSON, _PLAIN = b"application/json", b"text/plain; charset=utf-8"
-FORMS = ("json", "text", "verbose_json", "srt", "vtt")
 
 
 def rendered(form: str, result: TranscriptResult, words: bool, segments: bool) -> tuple[bytes, bytes]:

@@ -92,7 +92,7 @@ async def embed(request: InferenceRequest) -> Answer:
 async def vectors(request: InferenceRequest, body: EmbeddingsBody) -> Sequence[EmbeddingResult]:
     """What a replica makes of each input; raises InvalidInput unless that is what was asked for."""
     definition = await defined(body.model)
-    request.model = body.model
+    request.model = definition.name
     options = PredictOptions(ModelIdentity=definition.model, CorrelationId=request.request_id)
     results = await gateway.current().run(
         request, lambda engine: _ask_engine(engine, options, body.inputs, request.deadline)

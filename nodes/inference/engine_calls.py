@@ -20,6 +20,9 @@ from nodes.inference.generation import Conversation, Generation, Sampling, TextD
 CACHED_TOKENS = "localai-cached-tokens"
 FINISH_REASON = "localai-finish-reason"
 """Trailing metadata by which an engine may say how much of a prompt it remembered, and why it ended."""
+_COUNT = re.compile("[0-9]{1,10}")
+_REASONS = ("stop", "length", "tool_calls")
+"""What is believed of it: clients read no other numbers and reasons."""
 SCHEMA = "json_schema"
 """Metadata of a request: the schema of which `Grammar` was made, for an engine that reads schemas itself."""
 _DEFAULTS: Mapping[str, float | int] = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "typical_p": 1.0}
@@ -35,8 +38,6 @@ _NUMBERS = {
     "presence_penalty": "PresencePenalty",
     "max_tokens": "Tokens",
 }
-_CONTEXT = re.compile("context (size|length|window)", re.IGNORECASE)
-"""Engines have no status for a prompt beyond it, only words."""
 _LARGEST_SEED = 2**31 - 1
 _ANY_SEED = -1
 """As the reference has it, in definitions and in requests."""
@@ -59,12 +60,6 @@ class LogprobsUnsupported(InvalidInput):
     """The model's engine does not tell log probabilities."""
 
     code = "unsupported_by_backend"
-
-
-class ContextExceeded(Rejected):
-    """The prompt is longer than the model's context."""
-
-    code = "context_length_exceeded"
 
 
 def sampling_options(
@@ -132,15 +127,16 @@ def with_prompt(options: PredictOptions, prompt: Conversation | str, answer: int
     return call
 
 
-def named(refusal: Rejected, asked: Generation) -> Rejected:
-    """The same refusal with the field of the request that it is about: the one whose name it begins with, or
-    else the prompt. One that is too long has the code by which OpenAI's clients know that.
+def named(refusal: InvalidInput, asked: Generation) -> InvalidInput:
+    """The same refusal with the field of the request that it is about, as the client calls it. An engine's is
+    about the one whose name its text begins with, or else the prompt, such as one that is too long.
     """
-    if _CONTEXT.search(refusal.message):
-        refusal = ContextExceeded(refusal.message)
-    prompt = "messages" if isinstance(asked.prompts[0], Conversation) else "prompt"
-    field = _ASKED_AS.get(re.split(r"\W", refusal.message, maxsplit=1)[0], prompt)
-    refusal.field = asked.names.get(field, field)
+    field = refusal.field
+    if isinstance(refusal, Rejected):
+        prompt = "messages" if isinstance(asked.prompts[0], Conversation) else "prompt"
+        field = _ASKED_AS.get(re.split(r"\W", refusal.message, maxsplit=1)[0], prompt)
+    if field:
+        refusal.field = asked.names.get(field, field)
     return refusal
 
 
@@ -187,8 +183,10 @@ class Reading:
     def last(self, cached: str = "", finish: str = "") -> TextDelta:
         """The end of the choice, with what the engine said of remembered tokens and of the reason."""
         text = "" if self._parsed else self._decoder.decode(b"", final=True)
-        usage = Usage(self._prompt, self._completion, int(cached) if cached.isdecimal() else None)
-        return TextDelta(self._choice, text, finish=finish or self._finish(), usage=usage)
+        remembered = min(int(cached), self._prompt) if _COUNT.fullmatch(cached) else None
+        usage = Usage(self._prompt, self._completion, remembered)
+        ended = finish if finish in _REASONS else self._finish()
+        return TextDelta(self._choice, text, finish=ended, usage=usage)
 
     def _finish(self) -> str:
         if self._called:

@@ -150,9 +150,7 @@ class _Rules:
 
     def _check(self) -> None:
         if self._steps > MOST_STEPS or self._copied > MOST_COPIED:
-            raise InvalidInput(
-                "response_format: the schema combines too many choices", field="response_format"
-            )
+            raise InvalidInput("the schema combines too many choices", field="response_format")
 
     def _exactly(self, value: Any) -> Text:
         text = _json(value)

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from localai_cluster import clock, conf
+from localai_cluster.errors import InvalidInput
 from localai_cluster.metrics import web as metrics
 from localai_cluster.rpc.client import BackendClient
-from localai_cluster.rpc.errors import DeadlineExceeded, Rejected, Unimplemented
+from localai_cluster.rpc.errors import DeadlineExceeded, Unimplemented
 from localai_cluster.rpc.messages import DetokenizeRequest, PredictOptions, Reply
 from nodes.definitions.files import Definition
 from nodes.inference import gateway, prompt_bytes, templates
@@ -43,26 +44,26 @@ async def generate(
     """Has a replica answer. `restart` is called before each attempt: what an earlier one told is void, unless
     `request.begun` says that the client has it.
     """
-    definition = await defined(asked.model)
-    request.model = asked.model
-    prompts = [
-        await templated(definition, prompt) if isinstance(prompt, Conversation) else prompt
-        for prompt in asked.prompts
-    ]
-    if conf.cluster().prefix_cache:
-        request.chain = chain(definition.name, prompt_bytes.of(prompts[0]))
-    options = sampling_options(asked.sampling, definition, request.request_id, random.getrandbits(31))
-    began = clock.monotonic()
-
-    async def work(engine: BackendClient) -> None:
-        restart()
-        texts = [await _text(engine, prompt, request) for prompt in prompts]
-        calls = [with_prompt(options, text, answer) for text in texts for answer in range(asked.n)]
-        await _Answering(engine, request, asked, sink, began).all(calls)
-
     try:
+        definition = await defined(asked.model)
+        request.model = definition.name
+        prompts = [
+            await templated(definition, prompt) if isinstance(prompt, Conversation) else prompt
+            for prompt in asked.prompts
+        ]
+        if conf.cluster().prefix_cache:
+            request.chain = chain(definition.name, prompt_bytes.of(prompts[0]))
+        options = sampling_options(asked.sampling, definition, request.request_id, random.getrandbits(31))
+        began = clock.monotonic()
+
+        async def work(engine: BackendClient) -> None:
+            restart()
+            texts = [await _text(engine, prompt, request) for prompt in prompts]
+            calls = [with_prompt(options, text, answer) for text in texts for answer in range(asked.n)]
+            await _Answering(engine, request, asked, sink, began).all(calls)
+
         await gateway.current().run(request, work)
-    except Rejected as refusal:
+    except InvalidInput as refusal:
         raise named(refusal, asked) from None
 
 
@@ -142,8 +143,9 @@ class _Answering:
     def _begun(self, reply: Reply, streamed: bool) -> float:
         """When the answer began: with its first piece, or where the engine says that the prompt was done."""
         now = clock.monotonic()
+        if self._asked.stream:
+            metrics.first_token(self._request.model, now - self._began)
         if streamed:
-            metrics.first_token(self._asked.model, now - self._began)
             return now
         prompt = reply.timing_prompt_processing / 1000
         return self._called + (min(prompt, now - self._called) if prompt > 0 else 0.0)
@@ -151,7 +153,7 @@ class _Answering:
     async def _end(self, last: TextDelta) -> None:
         if last.usage is not None:
             metrics.tokens_used(
-                self._asked.model, last.usage.prompt, last.usage.completion, last.usage.cached or 0
+                self._request.model, last.usage.prompt, last.usage.completion, last.usage.cached or 0
             )
         now = clock.monotonic()
         first = now if self._first is None else self._first

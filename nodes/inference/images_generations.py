@@ -88,7 +88,7 @@ async def generate(request: InferenceRequest) -> Answer:
     """Answers one request."""
     body = parse(wire.json_object(request.body))
     definition = await defined(body.model)
-    request.model = body.model
+    request.model = definition.name
     calls = _calls(body, definition.model, definition.answering.defaults)
     images = await gateway.current().run(request, lambda engine: _drawn(request, engine, calls))
     made = await asyncio.to_thread(render, request.request_id, int(clock.now().timestamp()), images)

@@ -11,7 +11,6 @@ from localai_cluster.web import wire
 from localai_cluster.web.wire import Answer
 from nodes.inference import embeddings
 from nodes.inference.ollama_answers import nanoseconds
-from nodes.inference.ollama_requests import untagged
 from nodes.inference.openai_bodies import Count, Text
 from nodes.inference.streams import node_header
 from nodes.routing.request import InferenceRequest
@@ -36,7 +35,7 @@ async def embed(request: InferenceRequest) -> Answer:
     """Answers a vector for each text."""
     began = clock.monotonic()
     body = wire.typed(wire.json_object(request.body), EmbedBody)
-    asked = {"model": untagged(body.model), "input": body.input, "dimensions": body.dimensions}
+    asked = {"model": body.model, "input": body.input, "dimensions": body.dimensions}
     results = await embeddings.vectors(request, embeddings.parse(asked))
     answer = {
         "model": body.model,
@@ -52,7 +51,7 @@ async def embed_one(request: InferenceRequest) -> Answer:
     """Answers the vector of one text."""
     body = wire.typed(wire.json_object(request.body), OlderEmbedBody)
     try:
-        asked = embeddings.parse({"model": untagged(body.model), "input": body.prompt})
+        asked = embeddings.parse({"model": body.model, "input": body.prompt})
     except InvalidInput as error:
         raise InvalidInput(error.message, field="prompt") from error
     (result,) = await embeddings.vectors(request, asked)

@@ -15,7 +15,6 @@ from nodes.definitions.files import Definition
 from nodes.inference.defined import defined
 from nodes.inference.endpoint import confirm
 from nodes.inference.ollama_answers import moment
-from nodes.inference.ollama_requests import untagged
 from nodes.inference.openai_bodies import Text
 from nodes.models import NodeModel
 from nodes.routing.request import InferenceRequest
@@ -71,7 +70,7 @@ async def show(request: InferenceRequest) -> Answer:
     """Answers what is known of one model; raises ModelNotFound."""
     await confirm(request)
     body = wire.typed(wire.json_object(request.body), ShowBody)
-    one = await defined(untagged(body.model or body.name or ""))
+    one = await defined(body.model or body.name or "")
     context = one.options.get("ContextSize")
     return Answer(
         orjson.dumps(

@@ -22,11 +22,6 @@ _NO_LIMITS = (-1, -2)
 _NAMES = {"response_format": "format"}
 
 
-def untagged(model: str) -> str:
-    """The name without Ollama's default tag, which many of its clients add."""
-    return model.removesuffix(":latest")
-
-
 class OllamaOptions(msgspec.Struct, kw_only=True, frozen=True):
     """How tokens are chosen. Other options of Ollama's are ignored."""
 
@@ -82,7 +77,7 @@ class _Body(msgspec.Struct, kw_only=True, frozen=True):
     def asked(self, prompt: Prompt, names: Mapping[str, str]) -> Generation:
         """This prompt, answered as the body says."""
         return Generation(
-            model=untagged(self.model),
+            model=self.model,
             prompts=(prompt,),
             sampling=self._sampling(),
             stream=self.stream is not False,

@@ -44,7 +44,7 @@ async def rerank(request: InferenceRequest) -> Answer:
     """Answers one request."""
     body = wire.typed(wire.json_object(request.body), RerankBody)
     definition = await defined(body.model)
-    request.model = body.model
+    request.model = definition.name
     asked = RerankRequest(
         query=body.query, documents=body.texts, top_n=body.top_n or 0, ModelIdentity=definition.model
     )

@@ -37,7 +37,7 @@ _FAILURES = (
     *(jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError),
     *(RuntimeError, TypeError, ValueError),
 )
-_TOO_MUCH = "messages: the model's template makes too much of them"
+_TOO_MUCH = "the model's template makes too much of it"
 
 
 class _Refused(Exception):
@@ -64,7 +64,7 @@ def _rendered(source: str, conversation: Conversation) -> str:
         made.encode()  # a template can write what is no text
         return made
     except _Refused as error:
-        raise InvalidInput(f"messages: {error}", field="messages") from error
+        raise InvalidInput(str(error), field="messages") from error
     except _FAILURES as error:
         raise TemplateUnusable(f"the chat template of the model's definition fails: {error}") from error
 

@@ -35,7 +35,7 @@ async def tokenize(request: InferenceRequest) -> Answer:
     """Answers the token ids of a text."""
     body = wire.typed(_fields(request), TokenizeBody)
     definition = await defined(body.model)
-    request.model = body.model
+    request.model = definition.name
     options = PredictOptions(Prompt=body.content, ModelIdentity=definition.model)
 
     async def work(engine: BackendClient) -> list[int]:
@@ -47,8 +47,8 @@ async def tokenize(request: InferenceRequest) -> Answer:
 async def detokenize(request: InferenceRequest) -> Answer:
     """Answers the text of token ids."""
     body = wire.typed(_fields(request), DetokenizeBody)
-    await defined(body.model)
-    request.model = body.model
+    definition = await defined(body.model)
+    request.model = definition.name
     asked = DetokenizeRequest(tokens=body.tokens)
 
     async def work(engine: BackendClient) -> str:

@@ -89,16 +89,13 @@ async def delivered(
         if not await in_thread(slots.end_staging, attempt.slot, mark=attempt.mark):
             raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
     told, warnings = planned.told(sent.root, sent.failed)
-    for warning in warnings:
-        log.warning("%s on %s goes without %s", definition.name, attempt.slot.node_name, warning)
-    return told, _warned(warnings)
-
-
-def _warned(warnings: list[str]) -> dict[str, Any]:
-    """Many engines bring their models themselves: that is no news for the people who read the operation."""
+    # Many engines bring their models themselves: no news for people who read the operation or the log.
     lost = [warning for warning in warnings if not warning.startswith(f"{MODEL_FILE} ")]
+    for warning in warnings:
+        level = logging.WARNING if warning in lost else logging.INFO
+        log.log(level, "%s on %s goes without %s", definition.name, attempt.slot.node_name, warning)
     said = {"message": f"completed without {'; '.join(lost)}"} if lost else {}
-    return {"warnings": warnings, **said}
+    return told, {"warnings": warnings, **said}
 
 
 async def _planned(definition: Definition, options: Mapping[str, Any]) -> FilePlan:

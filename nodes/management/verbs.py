@@ -9,7 +9,7 @@ Add = Callable[[str, Callable[..., str], str], CommandParser]
 
 def adder(parser: CommandParser) -> Add:
     """Adds a verb to this command: its name, what carries it out (`options["act"]`), and its help."""
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    verbs = parser.add_subparsers(dest="verb", required=True)
 
     def add(name: str, act: Callable[..., str], description: str) -> CommandParser:
         found: CommandParser = verbs.add_parser(name, help=description, description=description)

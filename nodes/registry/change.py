@@ -196,7 +196,8 @@ def save_all(changes: Sequence[Change]) -> None:
         node.status = states.status_of(facts_of(node))
     for entry in entries:
         with logs.of_request(entry.request_id):
-            log.info("node %s: %s by %s %s", entry.node_name, entry.kind, entry.actor, entry.cause)
+            cause = f" ({entry.cause})" if entry.cause else ""
+            log.info("node %s: %s by %s%s", entry.node_name, entry.kind, entry.actor, cause)
 
 
 def _write(nodes: Sequence[BackendNode], attributes: Collection[str]) -> None:

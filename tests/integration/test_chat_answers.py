@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from pytest_django import Settings
 
+from localai_cluster.metrics import web
 from localai_cluster.rpc.messages import ChatDelta, Reply
 from nodes.models import BackendNode
 from tests.support import hot
@@ -165,6 +166,21 @@ def test_a_whole_answer_is_one_piece_unless_the_engine_only_streams() -> None:
         assert (choice["message"]["content"], choice["finish_reason"]) == ("One two", "length")
         assert answer.body["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
         assert len(engine.asked) == 1
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_the_first_token_is_measured_of_what_clients_have_streamed(streams: bool) -> None:
+    """However the engine answers."""
+
+    def measured() -> float:
+        samples = (one for metric in web.FIRST_TOKEN.collect() for one in metric.samples)
+        return sum(one.value for one in samples if one.name.endswith("_count") and one.labels["model"] == "m")
+
+    before = measured()
+    play(lambda client, _: reply(client.post(CHAT, ASK)), Scripted(words("a b"), answers_whole=not streams))
+    assert measured() == before
+    play(lambda *_: finished(ASK | {"stream": True}), Scripted(words("a b"), streams=streams))
+    assert measured() == before + 1
 
 
 def test_a_character_may_be_cut_between_two_pieces() -> None:

@@ -95,6 +95,17 @@ def test_a_refusal_before_the_first_byte_has_its_status() -> None:
     assert json.loads(answer.taken)["error"]["param"] == "tool_choice"
 
 
+@pytest.mark.parametrize("cached", ["9" * 5000, "9" * 20, "99", "-1"], ids=len)
+def test_odd_trailing_metadata_does_not_spoil_an_answer(cached: str) -> None:
+    """An engine cannot have remembered more than the whole prompt."""
+    odd = {"localai-cached-tokens": cached, "localai-finish-reason": "tired"}
+    answer, _ = one(ASK, [*words("One two"), odd])
+    assert answer.status == 200
+    assert answer.body["choices"][0]["finish_reason"] == "stop"
+    usage = answer.body["usage"]
+    assert usage.get("prompt_tokens_details", {}).get("cached_tokens", 0) <= usage["prompt_tokens"]
+
+
 @pytest.mark.parametrize(
     "engine", ["the request exceeds the available context size (8192 tokens)", "Context window"]
 )

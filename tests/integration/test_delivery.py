@@ -231,7 +231,7 @@ async def test_a_companion_that_is_refused_is_told_and_the_model_loads(
 
 @pytest.mark.rule("R2.57", "T-STG-6")
 async def test_a_model_without_a_file_here_loads_by_its_name(
-    stage: Stage, told: list[Any], settings: Settings
+    stage: Stage, told: list[Any], settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings.CLUSTER = replace(settings.CLUSTER, models_path=stage.folder)
     stage.lists(stage.one, BACKEND)
@@ -239,6 +239,8 @@ async def test_a_model_without_a_file_here_loads_by_its_name(
     result = await stage.handler(stage.work)
     assert result["warnings"] == ["ModelFile echo: is not in the models folder"]
     assert "message" not in result
+    (line,) = (record for record in caplog.records if "goes without" in record.message)
+    assert line.levelname == "INFO", "the example model of the README loads so"
     assert (told[0].Model, told[0].ModelFile, told[0].ModelPath) == ("echo", "", "")
 
 

@@ -373,9 +373,43 @@ def test_ollamas_default_tag_is_no_part_of_a_models_name() -> None:
         }.items():
             answer = await reply(client.post(path, body | tagged))
             assert answer.status == 200, path
+            assert answer.body.get("model", "m:latest") == "m:latest", "as the client calls it"
         assert (await reply(client.post(OLLAMA, BODIES[OLLAMA] | {"model": "m:other"}))).status == 404
 
     play(scenario, Scripted(words("One two")))
+
+
+@pytest.mark.rule("http-6b")
+def test_a_model_may_have_ollamas_default_tag_in_its_name(definitions: Path) -> None:
+    (definitions / "tagged.yaml").write_text(DEFINITION.replace("name: m", "name: n:latest"))
+
+    async def scenario(client: hot.Client, _: Any) -> None:
+        assert (await reply(client.post("/api/show", {"model": "n:latest"}))).status == 200
+        assert (await reply(client.post("/api/show", {"model": "n"}))).status == 404
+
+    play(scenario, Scripted())
+
+
+def test_a_schema_that_no_grammar_holds_names_the_clients_field() -> None:
+    schema = {"allOf": [{"anyOf": [{"minLength": one} for one in range(4)]}] * 10}
+    changes: dict[str, Any] = {
+        MESSAGES: {"output_config": {"format": {"type": "json_schema", "schema": schema}}},
+        RESPONSES: {"text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}},
+        OLLAMA: {"format": schema},
+    }
+    for path, change in changes.items():
+        answer, _ = one(BODIES[path] | change, words("no"), path)
+        (field,) = change
+        assert answer.status == 400
+        named = answer.body["error"]["param"] if path == RESPONSES else message_of(path, answer.body)
+        assert named.startswith(field)
+        assert "response_format" not in str(answer.body)
+
+
+def test_log_probabilities_that_no_engine_tells_are_the_clients_include() -> None:
+    asked = BODIES[RESPONSES] | {"include": ["message.output_text.logprobs"]}
+    answer, _ = one(asked, words("One two"), RESPONSES)
+    assert (answer.status, answer.body["error"]["param"]) == (400, "include")
 
 
 def test_a_refusal_of_an_engine_names_the_clients_field() -> None:

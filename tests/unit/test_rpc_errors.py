@@ -36,6 +36,9 @@ Status = grpc.StatusCode
         (Status.NOT_FOUND, "no such file", errors.BackendFailed),
         (Status.CANCELLED, "", errors.Cancelled),
         (Status.INVALID_ARGUMENT, "prompt is too long", errors.Rejected),
+        (Status.INVALID_ARGUMENT, "the maximum context length is 4096", errors.ContextExceeded),
+        (Status.INTERNAL, "9 tokens exceeds the available context size (4)", errors.ContextExceeded),
+        (Status.INTERNAL, "Context size has been exceeded.", errors.BackendFailed),
         (Status.INTERNAL, "boom", errors.BackendFailed),
     ],
 )

@@ -61,7 +61,7 @@ class Failed(Exception):
 
 
 STATUS = {
-    Unsupported: (grpc.StatusCode.UNIMPLEMENTED, "this engine does not offer that"),
+    Unsupported: (grpc.StatusCode.UNIMPLEMENTED, "the engine of this model does not do this kind of request"),
     Invalid: (grpc.StatusCode.INVALID_ARGUMENT, "the request cannot be honoured"),
     NotLoaded: (grpc.StatusCode.FAILED_PRECONDITION, "model not loaded"),
     Failed: (grpc.StatusCode.INTERNAL, "the engine failed"),

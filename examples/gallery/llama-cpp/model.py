@@ -134,5 +134,5 @@ class Model:
 def failure(error: Chunk) -> Exception:
     """What an error of llama.cpp means to the caller."""
     if error["code"] == http.HTTPStatus.NOT_IMPLEMENTED:
-        return Unsupported("the definition of this model does not ask for it (`embeddings`, `reranking`)")
+        return Unsupported("needs `embeddings: true` or `reranking: true` in the definition of the model")
     return (Invalid if error["code"] == http.HTTPStatus.BAD_REQUEST else Failed)(error["message"])
