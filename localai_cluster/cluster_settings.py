@@ -247,7 +247,7 @@ def load(values: Mapping[str, str] = os.environ) -> tuple[ClusterSettings, Envir
         prefix_match=env.number("CLUSTER_PREFIX_MATCH", 0.3, 0, 1),
         prefix_balance_abs=int(env.number("CLUSTER_PREFIX_BALANCE_ABS", 2, 0, 1_000_000, whole=True)),
         prefix_balance_rel=env.number("CLUSTER_PREFIX_BALANCE_REL", 1.5, 1, 1_000_000),
-        prefix_pressure=int(env.number("CLUSTER_PREFIX_PRESSURE", 1, 0, MOST_PRESSURE, whole=True)),
+        prefix_pressure=int(env.number("CLUSTER_PREFIX_PRESSURE", 20, 0, MOST_PRESSURE, whole=True)),
         node_hosts=env.parsed(
             "CLUSTER_NODE_HOSTS",
             parse_node_hosts,
