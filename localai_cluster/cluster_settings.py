@@ -159,6 +159,8 @@ class ClusterSettings:
     """How long an upgrade in waves waits for running requests before it stops a node's engines."""
     event_retention: float
     snapshot_retention: float
+    decision_space: int
+    """Bytes that the records of placement may take, and as many what those saw."""
     """How long it is kept what decisions of placement saw, so that they can be made again."""
     operation_retention: float
     """How long the timelines of nodes are kept, also of deregistered ones."""
@@ -243,11 +245,12 @@ def load(values: Mapping[str, str] = os.environ) -> tuple[ClusterSettings, Envir
         disk_headroom_check=env.boolean("LOCALAI_DISTRIBUTED_DISK_HEADROOM_CHECK", True),
         shared_models=env.boolean("LOCALAI_DISTRIBUTED_SHARED_MODELS"),
         node_options=env.boolean("CLUSTER_NODE_OPTIONS", True),
+        decision_space=int(env.number("CLUSTER_DECISION_SPACE", 2, 0.01, 10_000) * 2**30),
         prefix_cache=env.boolean("LOCALAI_DISTRIBUTED_PREFIX_CACHE", True),
         prefix_match=env.number("CLUSTER_PREFIX_MATCH", 0.3, 0, 1),
         prefix_balance_abs=int(env.number("CLUSTER_PREFIX_BALANCE_ABS", 2, 0, 1_000_000, whole=True)),
         prefix_balance_rel=env.number("CLUSTER_PREFIX_BALANCE_REL", 1.5, 1, 1_000_000),
-        prefix_pressure=int(env.number("CLUSTER_PREFIX_PRESSURE", 1, 0, MOST_PRESSURE, whole=True)),
+        prefix_pressure=int(env.number("CLUSTER_PREFIX_PRESSURE", 20, 0, MOST_PRESSURE, whole=True)),
         node_hosts=env.parsed(
             "CLUSTER_NODE_HOSTS",
             parse_node_hosts,

@@ -19,7 +19,7 @@ import httpx
 import yaml
 from yaml.composer import Composer
 
-from localai_cluster import nesting, regular_files
+from localai_cluster import nesting, regular_files, yaml_text
 from localai_cluster.errors import ClusterError
 from localai_cluster.messaging.messages import Gallery
 
@@ -29,6 +29,8 @@ MOST_ENTRIES, MOST_TEXTS, LONGEST_TEXT = 10_000, 100, 16 * 1024
 """Limits on entries per index, texts per field and characters per text: YAML aliases can multiply data."""
 MOST_MERGED = 1_000_000
 """Entries that all merges (`<<`) of one index may copy; a real index has a few thousand."""
+_MOST_BITS = 1024
+"""Of a number that is taken for a text, such as a version."""
 
 CLUSTER = "cluster:"
 """What a URL of the control plane's own gallery begins with."""
@@ -82,11 +84,9 @@ def folded(name: str) -> str:
 def parse(text: bytes, gallery: Gallery) -> list[GalleryEntry]:
     """The entries of an index; anything else in it is skipped. GalleryUnreadable."""
     try:
-        listed = yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise GalleryUnreadable(
-            f"the index of gallery {gallery.name or gallery.url} is not YAML: {error}"
-        ) from error
+        listed = yaml_text.load(text, _Loader)
+    except yaml_text.InvalidYAML as error:
+        raise GalleryUnreadable(f"the index of gallery {gallery.name or gallery.url} {error}") from error
     if not isinstance(listed, list):
         raise GalleryUnreadable(f"the index of gallery {gallery.name or gallery.url} is not a YAML list")
     named = (item for item in listed if isinstance(item, dict) and _text(item.get("name")))
@@ -96,7 +96,7 @@ def parse(text: bytes, gallery: Gallery) -> list[GalleryEntry]:
 _FAST: tuple[Any, ...] = (Composer, yaml.CSafeLoader) if yaml.__with_libyaml__ else (yaml.SafeLoader,)
 
 
-class _Loader(*_FAST):  # type: ignore[misc]
+class _Loader(yaml_text.LocatedErrors, *_FAST):  # type: ignore[misc]
     """Safe YAML of bounded depth and size.
 
     libyaml splits the text, Python composes it: libyaml's own composer goes down on the stack of the process,
@@ -299,7 +299,9 @@ def _texts(value: Any) -> tuple[str, ...]:
 
 
 def _text(value: Any) -> str:
-    """The text, without lone surrogates, which cannot be encoded."""
+    """Return a text or number as text, without lone surrogates, which cannot be encoded; "" for others."""
     if not isinstance(value, str | int | float):
         return ""
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return ""  # Python refuses to write down a number of more than a few thousand digits
     return str(value)[:LONGEST_TEXT].encode("utf-8", "replace").decode()

@@ -1,6 +1,7 @@
 """`/api/system/health`: every part of the system with its state, since when, and what to do. Admins only.
 
-A constant number of queries, besides a question to NATS, to Redis and to the disk, each for a second at most.
+A constant number of queries, besides a question to NATS, to Redis and to the disk, each for a second at most,
+and a look at the models folder.
 What they say since when is this process's knowledge: the first of its looks that found it so.
 """
 
@@ -10,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from asgiref.sync import async_to_sync
 from django.db import connection
 from django.db.models import Count, Max, Min, OuterRef, Q, Subquery
 from django_q.models import Schedule as ScheduleRow
@@ -23,6 +25,7 @@ from localai_cluster import __version__, clock, conf, health, periodic
 from localai_cluster.system_verdicts import Facts, Process, Schedule, State, Verdict, Work, verdicts, worst
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.shapes import FLAG, TEXT, TIME, Row, Shape, count, field, mapping
+from nodes.definitions import folder
 from nodes.models import BackendNode, PendingBackendOp, WebProcess
 from nodes.registry import mass_silence, versions
 from operations.models import ControllerBeat, Operation, Status
@@ -92,7 +95,7 @@ class SystemHealthView(APIView):
         responses={200: HEALTH.ref, **refusals(401, 403)},
     )
     def get(self, request: Request) -> Response:
-        """Database, NATS, Redis, processes, schedules, workers, operations, versions and disk."""
+        """Database, NATS, Redis, processes, schedules, workers, work, definitions, versions and disk."""
         now = clock.now()
         facts = read(now)
         found = verdicts(facts, now)
@@ -115,6 +118,7 @@ def read(now: datetime) -> Facts:
         version, since = cursor.fetchone()
     workers, others = _workers()
     operations, failures, oldest_failure = _operations()
+    definitions = async_to_sync(folder.problems)()
     return Facts(
         version=__version__,
         database=f"PostgreSQL {version}",
@@ -132,6 +136,8 @@ def read(now: datetime) -> Facts:
         failures=failures,
         oldest_failure=oldest_failure,
         intents=_intents(),
+        models_folder=definitions.folder,
+        broken_definitions=definitions.files,
         disk=health.within_limit(lambda: _disk(conf.cluster().data_dir)),
         data_dir=str(conf.cluster().data_dir),
     )
@@ -207,11 +213,11 @@ def _intents() -> Work:
     return Work(found["waiting"], found["running"], found["oldest"])
 
 
-def _disk(folder: Path) -> tuple[int, int]:
+def _disk(data_dir: Path) -> tuple[int, int]:
     """Of the folder, or of the nearest one above it that exists."""
-    while not os.path.exists(folder) and folder != folder.parent:
-        folder = folder.parent
-    usage = shutil.disk_usage(folder)
+    while not os.path.exists(data_dir) and data_dir != data_dir.parent:
+        data_dir = data_dir.parent
+    usage = shutil.disk_usage(data_dir)
     return usage.free, usage.total
 
 

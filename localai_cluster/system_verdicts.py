@@ -16,6 +16,8 @@ OVERDUE = timedelta(seconds=30)
 """How late a schedule may be triggered."""
 LITTLE_DISK, NO_DISK = 0.10, 0.03
 """Shares of the disk."""
+_MOST_NAMED = 3
+"""Files that one sentence names."""
 _TASKS_WAIT = timedelta(seconds=SILENT_AFTER)
 
 
@@ -96,6 +98,10 @@ class Facts:
     intents: Work = Work()
     failures: int = 0
     oldest_failure: datetime | None = None
+    models_folder: str = ""
+    """The reason why the folder of model definitions cannot be read, if so."""
+    broken_definitions: Mapping[str, str] = field(default_factory=dict)
+    """By file: the reason why it cannot be used."""
     disk: tuple[int, int] | None = None
     """Bytes free and in all; None if the disk did not answer in time."""
     data_dir: str = ""
@@ -117,6 +123,7 @@ def verdicts(facts: Facts, now: datetime) -> list[Verdict]:
         _schedules(facts, now),
         _workers(facts),
         _work(facts),
+        _definitions(facts),
         _versions(facts, now),
         _disk(facts),
     ]
@@ -218,6 +225,20 @@ def _work(facts: Facts) -> Verdict:
         hint = "Retry or dismiss them in Activity, under Inbox."
         return Verdict("operations", "Operations", State.WARNING, text, hint, facts.oldest_failure)
     return Verdict("operations", "Operations", State.OK, text, since=oldest)
+
+
+def _definitions(facts: Facts) -> Verdict:
+    name, broken = "Model definitions", facts.broken_definitions
+    if facts.models_folder:
+        hint = "Check LOCALAI_MODELS_PATH on this web process's machine."
+        return Verdict("models", name, State.ERROR, f"the models folder {facts.models_folder}", hint)
+    if broken:
+        listed = "; ".join(f"{file} {reason}" for file, reason in list(broken.items())[:_MOST_NAMED])
+        more = f"; and {len(broken) - _MOST_NAMED} more" if len(broken) > _MOST_NAMED else ""
+        hint = "Correct or remove the files: the models in them do not serve. The Models page lists them all."
+        text = f"{_number(len(broken), 'file')} cannot be used: {listed}{more}"
+        return Verdict("models", name, State.WARNING, text, hint)
+    return Verdict("models", name, State.OK, "every file can be used")
 
 
 def _versions(facts: Facts, now: datetime) -> Verdict:

@@ -49,8 +49,20 @@ MODEL = Shape(
         field("warnings", TEXTS, "What of the definition is not followed.", optional=True),
     ],
 )
-MODELS = Shape("InstalledModels", "All models, by name.", [field("data", MODEL.many)])
-COMPONENTS = (PLACE, MODEL, MODELS)
+DEFINITION_ERROR = Shape(
+    "DefinitionError",
+    "A file of the models folder that cannot be used.",
+    [field("file", TEXT), field("error", TEXT)],
+)
+MODELS = Shape(
+    "InstalledModels",
+    "All models, by name.",
+    [
+        field("data", MODEL.many),
+        field("definitionErrors", DEFINITION_ERROR.many, "Files whose models do not serve, and why."),
+    ],
+)
+COMPONENTS = (PLACE, MODEL, DEFINITION_ERROR, MODELS)
 _PLACE = {"node_id": NODE_ID, "node_name": "gpu-a", "state": "loaded", "node_status": "healthy"}
 _EXAMPLE = {
     "id": "minilm",
@@ -74,10 +86,13 @@ class CapabilitiesView(APIView):
         summary="List models",
         tags=["nodes"],
         responses={200: MODELS.ref, **flat_refusals()},
-        examples=[answered({"data": [_EXAMPLE]})],
+        examples=[answered({"data": [_EXAMPLE], "definitionErrors": []})],
     )
     def get(self, request: Request) -> Response:
-        """Every usable definition and every model of a node; 503 while the models folder does not answer."""
+        """Every usable definition and every model of a node; files that cannot be used with their reason.
+
+        503 while the models folder does not answer.
+        """
         defined = {one.name: one for one in async_to_sync(folder.every)()}
         places: dict[str, list[Row]] = defaultdict(list)
         backends: dict[str, str] = {}
@@ -89,7 +104,9 @@ class CapabilitiesView(APIView):
         found = [
             _told(name, defined.get(name), backends.get(name, ""), places.get(name, [])) for name in names
         ]
-        return Response(MODELS.of(data=found))
+        broken = async_to_sync(folder.problems)().files
+        errors = [DEFINITION_ERROR.of(file=file, error=reason) for file, reason in broken.items()]
+        return Response(MODELS.of(data=found, definitionErrors=errors))
 
 
 def _told(name: str, definition: Definition | None, backend: str, places: list[Row]) -> Row:

@@ -8,6 +8,7 @@ cannot be read is named beside what the others offer. `entries` is pure.
 
 import asyncio
 import hashlib
+import logging
 import threading
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -20,13 +21,15 @@ import httpx
 from django.db import connection
 from django.db.models import F
 
-from localai_cluster import clock, conf, gallery_index
+from localai_cluster import clock, conf, gallery_index, yaml_text
 from localai_cluster.gallery_index import GalleryEntry, GalleryUnreadable, folded
 from localai_cluster.messaging.messages import Gallery
 from localai_cluster.web import shapes
 from nodes.models import NodeBackend
 from nodes.registry.shape import NODE_STATUS
 from operations.models import ACTIVE, Operation, Status
+
+logger = logging.getLogger(__name__)
 
 READ_WITHIN = 10.0
 """Seconds that a gallery has, with all its mirrors."""
@@ -175,6 +178,9 @@ async def _read(gallery: Gallery, client: httpx.AsyncClient) -> list[GalleryEntr
         return error.message
     except TimeoutError:
         return f"gallery {gallery.name} cannot be read: no answer within {READ_WITHIN:.0f} s"
+    except Exception as error:  # a gallery that fails in an unforeseen way must not hide the others
+        logger.exception("The gallery %s cannot be read", gallery.name)
+        return f"gallery {gallery.name} cannot be read: {yaml_text.reason_of(error)}"
 
 
 async def _served(name: str) -> bytes:

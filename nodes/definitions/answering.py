@@ -57,7 +57,7 @@ def answering_of(document: Mapping[Any, Any], parameters: Mapping[Any, Any]) -> 
         else:
             defaults[name] = kind(value)
     stop = document.get("stopwords") or []
-    if not isinstance(stop, list) or not all(isinstance(word, str) and word for word in stop):
+    if not isinstance(stop, list) or not all(_is_text(word) for word in stop):
         warnings.append("`stopwords` is not a list of texts and is ignored")
         stop = []
     return Answering(defaults, tuple(stop), _template(document.get("template"), warnings), tuple(warnings))
@@ -74,6 +74,14 @@ def _template(section: object, warnings: list[str]) -> str:
     if not written or section.get("use_tokenizer_template") is True:
         return ""
     if section.get("jinja_template") is True and "chat" in written:
-        return str(section["chat"])
+        if _is_text(section["chat"]):
+            return str(section["chat"])
+        warnings.append("`template.chat` has characters that are no text and is ignored")
+        return ""
     warnings.append(GO_TEMPLATE)
     return ""
+
+
+def _is_text(value: object) -> bool:
+    """Return True for a text that an engine can be sent: neither empty nor with half a pair of surrogates."""
+    return isinstance(value, str) and bool(value) and not any("\ud800" <= one <= "\udfff" for one in value)

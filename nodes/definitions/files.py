@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from localai_cluster import names, regular_files
+from localai_cluster import names, regular_files, yaml_text
 from nodes.definitions.answering import SILENT, Answering, answering_of
 
 MAX_FILE_BYTES = 256 * 1024
@@ -220,23 +220,34 @@ def _fingerprint(backend: str, options: Mapping[str, Any]) -> str:
 
 
 def read(path: Path) -> Definition:
-    """Reads and checks one file; raises Unusable."""
+    """Read and check one file; raise Unusable, and nothing else, for any file that does not serve."""
     try:
         content = regular_files.read(path, MAX_FILE_BYTES)
-        if len(content) > MAX_FILE_BYTES:
-            raise Unusable(f"is larger than {MAX_FILE_BYTES} bytes")
-        return parse(yaml.load(content.decode("utf-8"), Loader=PlainLoader), path.name)
     except OSError as error:
         raise Unusable(f"cannot be read: {error.strerror}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise Unusable(f"is larger than {MAX_FILE_BYTES} bytes")
+    return parse_file(content, path.name)
+
+
+def parse_file(content: bytes, source: str) -> Definition:
+    """Check the content of one file; raise Unusable, and nothing else, for any content that does not serve.
+
+    What goes wrong in an unforeseen way is the error of this file too: the models of others must go on.
+    """
+    try:
+        return parse(yaml_text.load(content.decode("utf-8"), PlainLoader), source)
+    except Unusable:
+        raise
     except UnicodeDecodeError as error:
         raise Unusable("is not UTF-8 text") from error
-    except yaml.YAMLError as error:
-        raise Unusable(f"is not valid YAML: {' '.join(str(error).split())}") from error
-    except RecursionError as error:
-        raise Unusable("is nested too deeply") from error
+    except yaml_text.InvalidYAML as error:
+        raise Unusable(str(error)) from error
+    except Exception as error:
+        raise Unusable(f"cannot be used: {yaml_text.reason_of(error)}") from error
 
 
-class PlainLoader(yaml.SafeLoader):
+class PlainLoader(yaml_text.LocatedErrors, yaml.SafeLoader):
     """Safe YAML without aliases: a few hundred bytes of them can stand for gigabytes."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:

@@ -1,7 +1,8 @@
 """The models folder: every usable definition in it, by name, re-read when a file changed.
 
 The folder is looked at no more than once a second and only files whose size or time changed are read again. A
-file that cannot be used is logged once with its reason and does not take the others down.
+file that cannot be used is logged once with its reason, is listed by `problems` as long as it is there, and
+does not take the others down.
 
 Looks have a thread of their own, so a folder that hangs (a mount whose server is gone) stops neither the
 event loop nor the process: what was read before goes on serving, everything else is 503 until the folder
@@ -14,11 +15,12 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
-from localai_cluster import clock, conf
+from localai_cluster import clock, conf, names, yaml_text
 from localai_cluster.errors import Unavailable
 from nodes.definitions.files import Definition, Unusable, read
 from nodes.definitions.sizes import Sizes
@@ -40,6 +42,19 @@ _Files = dict[str, tuple[_Stamp, Definition | Unusable]]
 
 class FolderHangs(Unavailable):
     """The models folder does not answer."""
+
+
+@dataclass(frozen=True)
+class Problems:
+    """The reasons why models of a folder do not serve; each is one line that can be shown."""
+
+    folder: str = ""
+    """Of the folder as a whole."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """By name of the file."""
+
+    def __bool__(self) -> bool:
+        return bool(self.folder or self.files)
 
 
 @dataclass(frozen=True)
@@ -69,7 +84,7 @@ class Folder:
         self._looked_at = float("-inf")
         self._files: _Files = {}
         self._by_name: Mapping[str, Definition] | None = None
-        self._reported: set[tuple[str, str]] = set()
+        self._problems = Problems()
         self._hangs = False
 
     async def find(self, name: str) -> Definition | None:
@@ -85,6 +100,12 @@ class Folder:
     async def all(self) -> list[Definition]:
         """Every usable definition, by name; FolderHangs if the folder has never answered."""
         return sorted((await self._current()).values(), key=lambda definition: definition.name)
+
+    async def problems(self) -> Problems:
+        """Return the reasons why files, or the whole folder, do not serve now."""
+        with suppress(FolderHangs):
+            await self._current()
+        return replace(self._problems, folder="does not answer") if self._hangs else self._problems
 
     async def conflicting(self, definition: Definition) -> frozenset[str]:
         """The models that should have no node in common with this one (R2.81)."""
@@ -129,20 +150,21 @@ class Folder:
     def _carry_out(self, look: _Look) -> None:
         """One look, on a thread of its own."""
         try:
-            files = self._read_files()
-            changed = self._by_name is None or files is not self._files
-            by_name = self._index(files) if changed else self._by_name
+            stamps, problem = self._stamps()
+            files = self._read_files(stamps)
+            by_name, broken = _indexed(files)
             with self._lock:
                 self._files, self._by_name = files, by_name
                 self._looked_at, self._look = look.began, None
+            self._report(Problems(problem, broken))
             if self._hangs:
                 self._hangs = False
                 logger.warning("The models folder %s answers again", self._path)
-        except Exception:
-            logger.exception("The models folder %s cannot be read", self._path)
+        except Exception as error:
             with self._lock:
                 self._by_name = self._by_name or {}
                 self._looked_at, self._look = look.began, None
+            self._report(Problems(_line(f"cannot be read: {yaml_text.reason_of(error)}")), error)
         finally:
             look.done.set_result(None)
 
@@ -158,11 +180,9 @@ class Folder:
     def _hanging(self) -> FolderHangs:
         return FolderHangs(f"the models folder {self._path.name!r} of the control plane does not answer")
 
-    def _read_files(self) -> _Files:
-        """The files as they are now; the same object if nothing changed."""
-        stamps, known = self._stamps(), self._files
-        if {name: stamp for name, (stamp, _) in known.items()} == stamps:
-            return known
+    def _read_files(self, stamps: Mapping[str, _Stamp]) -> _Files:
+        """Read the files that are new or changed; the others are kept as they were read."""
+        known = self._files
         return {
             name: known[name]
             if name in known and known[name][0] == stamp
@@ -170,16 +190,19 @@ class Folder:
             for name, stamp in sorted(stamps.items())
         }
 
-    def _stamps(self) -> dict[str, _Stamp]:
+    def _stamps(self) -> tuple[dict[str, _Stamp], str]:
+        """Return the definitions that there are, and what is wrong with the folder."""
         try:
             with os.scandir(self._path) as entries:
                 listed = sorted(entry.name for entry in entries if entry.name.endswith(_SUFFIXES))
         except OSError as error:
-            self._report(self._path.name, f"cannot be listed: {error.strerror}")
-            return {}
+            return {}, _line(f"cannot be listed: {error.strerror}")
+        problem = ""
         if len(listed) > MAX_FILES:
-            self._report(self._path.name, f"holds more than {MAX_FILES} definitions; the rest is ignored")
-        return {name: stamp for name in listed[:MAX_FILES] if (stamp := self._stamp(name)) is not None}
+            problem = f"holds more than {MAX_FILES} definitions; the rest is ignored"
+        return {
+            name: stamp for name in listed[:MAX_FILES] if (stamp := self._stamp(name)) is not None
+        }, problem
 
     def _stamp(self, name: str) -> _Stamp | None:
         try:
@@ -194,23 +217,31 @@ class Folder:
         except Unusable as error:
             return error
 
-    def _index(self, files: _Files) -> dict[str, Definition]:
-        by_name: dict[str, Definition] = {}
-        for name, (_, found) in files.items():
-            if isinstance(found, Unusable):
-                self._report(name, str(found))
-            elif found.name in by_name:
-                self._report(
-                    name, f"defines {found.name!r} again; {by_name[found.name].source} stays in force"
-                )
-            else:
-                by_name[found.name] = found
-        return by_name
+    def _report(self, problems: Problems, error: Exception | None = None) -> None:
+        """Keep the problems, and log those that the look before this one did not find."""
+        before, self._problems = self._problems, problems
+        if problems.folder not in ("", before.folder):
+            logger.warning("The models folder %s %s", self._path, problems.folder, exc_info=error)
+        for name, reason in problems.files.items():
+            if before.files.get(name) != reason:
+                logger.warning("Model definition %s %s", name, reason)
 
-    def _report(self, name: str, reason: str) -> None:
-        if (name, reason) not in self._reported:
-            self._reported.add((name, reason))
-            logger.warning("Model definition %s %s", name, reason)
+
+def _indexed(files: _Files) -> tuple[dict[str, Definition], dict[str, str]]:
+    """Return the definitions by model, and the reasons why files do not serve by file."""
+    by_name: dict[str, Definition] = {}
+    broken: dict[str, str] = {}
+    for name, (_, content) in files.items():
+        if isinstance(content, Unusable):
+            broken[_line(name)] = _line(str(content))
+        elif (first := by_name.setdefault(content.name, content)) is not content:
+            broken[_line(name)] = _line(f"defines {content.name!r} again; {first.source} stays in force")
+    return by_name, broken
+
+
+def _line(text: str) -> str:
+    """Return the text as a page and a log can show it; names of files may be no text at all."""
+    return names.plain(text[:1000])
 
 
 @lru_cache(maxsize=8)
@@ -231,3 +262,8 @@ async def find(name: str) -> Definition | None:
 async def every() -> list[Definition]:
     """Every usable definition, by name; FolderHangs if that cannot be told now."""
     return await folder().all()
+
+
+async def problems() -> Problems:
+    """Return the reasons why files of the models folder, or all of it, do not serve now."""
+    return await folder().problems()

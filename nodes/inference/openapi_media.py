@@ -35,13 +35,15 @@ _IMAGES: Operation = {
         },
     },
 }
+UNPROVED = "Tried with scripted engines only, so far with no real one."
+"""Part of each description: the examples have no engine that hears, speaks or draws."""
 _SPEAK = (
     "The engine's sound as it is: nothing is converted. With `stream` it is sent while it is made; what fails"
-    " after the first byte ends the connection."
+    " after the first byte ends the connection. " + UNPROVED
 )
 _TRANSCRIBE = (
     "The file is read by the model's engine. With `stream`, server-sent events: pieces, then all of the text,"
-    " then `data: [DONE]`."
+    " then `data: [DONE]`. " + UNPROVED
 )
 
 
@@ -94,7 +96,7 @@ def routes(
             f"{prefix}/images/generations": operation(
                 "create_images" + suffix,
                 "Make images",
-                "One after the other, each with the next seed.",
+                f"One after the other, each with the next seed. {UNPROVED}",
                 images,
                 {"application/json": {"schema": _IMAGES}},
             ),

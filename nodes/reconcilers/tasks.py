@@ -80,13 +80,16 @@ def keep_samples() -> None:
 def prune_timeline() -> None:
     """Deletes events, join tokens, audit, reasons of placement and what those saw, past their retention.
 
-    A chunk a transaction; at once if another process is at it. Expired credentials for the bus go with them.
+    The last two are bounded by their size too: a fleet may make a decision every second. A chunk a
+    transaction; at once if another process is at it. Expired credentials for the bus go with them.
     """
     now, cluster = clock.now(), conf.cluster()
     before = now - timedelta(seconds=cluster.event_retention)
     snapshots_before = now - timedelta(seconds=cluster.snapshot_retention)
-    kept = [(prune, before) for prune in (timeline.prune, joining.prune, audit.prune, reasons.prune)]
-    for prune, since in (*kept, (fleet_log.prune, snapshots_before)):
+    kept = [(prune, before) for prune in (timeline.prune, joining.prune, audit.prune)]
+    kept.append((reasons.prune, _later(before, reasons.fitting_since(cluster.decision_space))))
+    kept.append((fleet_log.prune, _later(snapshots_before, fleet_log.fitting_since(cluster.decision_space))))
+    for prune, since in kept:
         while _chunk(prune, since) == PRUNED_AT_ONCE:
             pass
     bus_credentials.prune(now)
@@ -98,6 +101,10 @@ def check_upgrades() -> None:
     with try_lock(Lock.UPGRADE_CHECK) as mine:
         if mine:
             upgrade_state.ask()
+
+
+def _later(one: datetime, other: datetime | None) -> datetime:
+    return one if other is None else max(one, other)
 
 
 def _chunk(prune: Callable[..., int], before: datetime) -> int:

@@ -16,6 +16,7 @@ from django.db import IntegrityError, connection
 
 from nodes.models import PlacementLog
 from nodes.placement.sections import Changes, Sections, State, apply, changes, encoded, restored
+from nodes.replicas.space import time_of_oldest_fitting
 
 LASTS = timedelta(minutes=1)
 UNCHANGED = timedelta(hours=1)
@@ -113,6 +114,11 @@ def recall(seen: Seen) -> State | None:
     rows = PlacementLog.objects.filter(base=seen.base, position__lte=seen.position).order_by("position")
     entries = [bytes(body) for body in rows.values_list("body", flat=True)]
     return restored(entries) if len(entries) == seen.position + 1 else None
+
+
+def fitting_since(space: int) -> datetime | None:
+    """Return the time of the oldest entries that fit into `space` bytes with all newer ones; None: all."""
+    return time_of_oldest_fitting(PlacementLog.objects.all(), "at", ("body",), space)
 
 
 def prune(*, before: datetime, limit: int) -> int:

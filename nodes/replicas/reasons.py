@@ -16,6 +16,7 @@ from nodes.models import DecisionKind, PlacementRecord
 from nodes.placement.evict import Resident
 from nodes.placement.explain import NO_FLEET, Ending, Explanation
 from nodes.replicas.fleet_log import Seen
+from nodes.replicas.space import time_of_oldest_fitting
 
 _FIGURES = ("reason", "facts", "base", "position", "last_at")
 
@@ -139,6 +140,14 @@ def _still(decided: Decided, now: datetime) -> bool:
 
 def _kinds(refused: list[dict[str, Any]]) -> set[str]:
     return {one["code"] for one in refused}
+
+
+def fitting_since(space: int) -> datetime | None:
+    """Return the time of the oldest records that fit into `space` bytes with all newer ones; None if all fit.
+
+    One query, which reads no facts.
+    """
+    return time_of_oldest_fitting(PlacementRecord.objects.all(), "last_at", ("facts", "reason"), space)
 
 
 def prune(*, before: datetime, limit: int) -> int:

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
-from localai_cluster import errors, nesting, regular_files
+from localai_cluster import errors, nesting, regular_files, yaml_text
 from localai_cluster.env import Environment
 from nodes.definitions.files import PlainLoader
 from nodes.scheduling.rules import Rule, check
@@ -58,13 +57,13 @@ def _file(path: Path) -> Any:
         content = regular_files.read(path, LARGEST)
         if len(content) > LARGEST:
             raise ValueError(f"{path} is larger than {LARGEST} bytes")
-        return yaml.load(content.decode("utf-8"), Loader=PlainLoader)
+        return yaml_text.load(content.decode("utf-8"), PlainLoader)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text") from error
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    except yaml_text.InvalidYAML as error:
+        raise ValueError(f"{path} {error}") from error
 
 
 def _rules(environment: Environment, setting: str, document: Callable[[], Any]) -> Iterator[Rule]:

@@ -244,8 +244,14 @@ def _burst(scene: Scene) -> list[Action]:
 
 
 def _pressure(scene: Scene) -> list[Action]:
-    """R4.13: one more while requests are kept from the replica that remembers their prompt."""
+    """R4.13: one more while requests are kept from the replica that remembers their prompt.
+
+    All requests may begin with one text, and then a further replica ends no pressure. So a rule without a
+    maximum has at most one more than it wants.
+    """
     if not scene.pressed or not _may_grow(scene):
+        return []
+    if scene.demand.maximum == 0 and len(scene.rows) > max(scene.demand.minimum, 1):
         return []
     model, many = scene.demand.model, f"{scene.pressed} request{'' if scene.pressed == 1 else 's'}"
     said = f"{many} within a minute not sent to the replica that remembers the prompt: too busy; one more"

@@ -1,24 +1,63 @@
-"""How long the record of operations lasts."""
+"""How long the record of operations lasts, and how large it and the inbox may grow."""
 
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from django.db.models import Q
 
 from localai_cluster.accounts import audit
 from localai_cluster.accounts.audit import Change
 from localai_cluster.commits import committed
+from operations.changes.announce import announce
 from operations.models import Operation, Status
 
 AT_ONCE = 1000
 """Operations deleted in one transaction."""
+DISMISSED_AT_ONCE = 100
+MOST_FAILURES = 1000
+"""Failures in the inbox; every page that is open is told all of them."""
+MOST_ENDED = 100_000
+"""Operations in the record."""
+ACTOR = "system"
+TOO_MANY = f"more than {MOST_FAILURES} failures waited for somebody: the oldest were dismissed"
+
+
+_ENDED = Q(status__in=(Status.COMPLETED, Status.CANCELLED)) | Q(
+    status=Status.FAILED, dismissed_at__isnull=False
+)
+
+
+def dismiss_oldest_failures(*, now: datetime) -> int:
+    """Dismiss, with a comment, the oldest failures beyond `MOST_FAILURES`; return how many.
+
+    They are in the record from then on, for as long as everything else there.
+    """
+    waiting = Operation.objects.filter(status=Status.FAILED, dismissed_at__isnull=True)
+    dismissed = 0
+    while True:
+        with committed("ledger.dismiss"):
+            oldest = waiting.order_by("-finished_at", "-pk")[MOST_FAILURES:][:DISMISSED_AT_ONCE]
+            # Read again under the lock: somebody may have dismissed or retried them meanwhile.
+            some = waiting.filter(pk__in=list(oldest.values_list("pk", flat=True))).order_by("pk")
+            failures = list(some.select_for_update(no_key=True))
+            for failure in failures:
+                failure.dismissed_at, failure.dismissed_by, failure.dismissed_comment = now, ACTOR, TOO_MANY
+            Operation.objects.bulk_update(failures, ["dismissed_at", "dismissed_by", "dismissed_comment"])
+            announce(failures)
+        dismissed += len(failures)
+        if len(failures) < DISMISSED_AT_ONCE:
+            return dismissed
+
+
+def oldest_kept(*, before: datetime) -> datetime:
+    """Return `before`, or the later end of the first operation that is beyond the newest `MOST_ENDED`."""
+    beyond = Operation.objects.filter(_ENDED).order_by("-finished_at", "-pk")[MOST_ENDED:]
+    last = beyond.values_list("finished_at", flat=True).first()
+    return before if last is None else max(before, last + timedelta(microseconds=1))
 
 
 def clear(*, before: datetime | None = None) -> int:
     """Deletes what has ended, before a time or at all; answers how many. Undismissed failures stay (O98)."""
-    ended = Q(status__in=(Status.COMPLETED, Status.CANCELLED)) | Q(
-        status=Status.FAILED, dismissed_at__isnull=False
-    )
-    rows = Operation.objects.filter(ended)
+    rows = Operation.objects.filter(_ENDED)
     if before is not None:
         rows = rows.filter(finished_at__lt=before)
     deleted = 0

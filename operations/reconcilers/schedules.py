@@ -6,5 +6,5 @@ SCHEDULES = [
     Recurring(
         "operations: expired leases", "operations.reconcilers.tasks.reap_expired_leases", "* * * * * */5"
     ),
-    Recurring("operations: record", "operations.reconcilers.tasks.prune_record", "23 4 * * * 0"),
+    Recurring("operations: record", "operations.reconcilers.tasks.prune_record", "23 * * * * 0"),
 ]

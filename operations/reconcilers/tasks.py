@@ -29,7 +29,10 @@ def reap() -> None:
 
 @left_out_in_an_outage
 def prune_record() -> None:
-    """Deletes operations that ended before the retention (O100)."""
-    before = clock.now() - timedelta(seconds=conf.cluster().operation_retention)
+    """Deletes operations that ended before the retention (O100); bounds record and inbox by number."""
+    now = clock.now()
+    if dismissed := retention.dismiss_oldest_failures(now=now):
+        log.warning("inbox: the %d oldest failures dismissed; they are in the record", dismissed)
+    before = retention.oldest_kept(before=now - timedelta(seconds=conf.cluster().operation_retention))
     if pruned := retention.clear(before=before):
         log.info("record of operations: %d deleted", pruned)

@@ -323,6 +323,38 @@ def test_without_galleries_the_catalogue_is_empty(configured: Galleries) -> None
     assert (reply["backends"], reply["repositories"], reply["allTags"]) == ([], [], [])
 
 
+@pytest.mark.parametrize("scalar", ["!!bool maybe", "!!int ''", "2026-13-45", "0x" + "f" * 6000])
+def test_a_hostile_index_hides_no_other_gallery(
+    scalar: str, local: Path, tmp_path: Path, configured: Galleries
+) -> None:
+    """Review X2: one value that is no YAML error made the catalogue and every install a 500."""
+    bad = tmp_path / "bad.yaml"
+    bad.write_text(f"- name: one\n  x: {scalar}\n  version: {scalar}\n")
+    configured(local=local.as_uri(), bad=bad.as_uri())
+    reply = offered()
+    assert {"whisper", "cuda-llama-cpp"} <= {entry["name"] for entry in reply["backends"]}
+    if not scalar.startswith("0x"):  # a number too long to be written down is an entry without a version
+        (problem,) = reply["galleryErrors"]
+        assert (problem["name"], "line 2" in problem["error"]) == ("bad", True)
+
+
+def test_a_defect_of_ours_in_one_gallery_hides_no_other(
+    local: Path, configured: Galleries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Review X2: whatever escapes the reader of one index is the error of that gallery."""
+    configured(local=local.as_uri(), bad="https://example.invalid/index.yaml")
+    read = gallery_index.fetch
+
+    async def failing(gallery: Any, *rest: Any, **options: Any) -> Any:
+        if gallery.name == "bad":
+            raise KeyError("unforeseen")
+        return await read(gallery, *rest, **options)
+
+    monkeypatch.setattr(gallery_index, "fetch", failing)
+    reply = offered()
+    assert (len(reply["backends"]), [one["name"] for one in reply["galleryErrors"]]) == (5, ["bad"])
+
+
 @pytest.mark.rule("http-4.1")
 def test_a_broken_gallery_is_named_beside_what_the_others_offer(
     local: Path, tmp_path: Path, configured: Galleries

@@ -391,3 +391,11 @@ def test_documents_are_made_one_after_the_other(monkeypatch: pytest.MonkeyPatch)
     for reader in readers:
         reader.join()
     assert together == []
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/audio/transcriptions", "/v1/audio/speech", "/tts", "/v1/images/generations"]
+)
+def test_what_no_real_engine_has_answered_says_so(path: str) -> None:
+    """Review R22: an operator who reads only the API document took sound and images for proved."""
+    assert "scripted engines only" in document()["paths"][path]["post"]["description"]

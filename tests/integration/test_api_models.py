@@ -37,6 +37,22 @@ def test_defined_models_and_those_that_only_nodes_have_are_listed_by_name(models
     assert (stray["source"], stray["loaded_on"]) == ("registry-only", [place])
 
 
+def test_files_that_cannot_be_used_are_named_with_their_reason(models: Path) -> None:
+    """Review R6: only the log knew."""
+    (models / "date.yaml").write_text("name: date\nsince: 2026-13-45\n")
+    (models / "good.yaml").write_text("name: good\nbackend: echo\nparameters:\n  model: x\n")
+    answer = api.admin().get(LISTED).json()
+    assert [one["id"] for one in answer["data"]] == ["good"]
+    reason = "is not valid YAML: not a value of timestamp: month must be in 1..12 (line 2, column 8)"
+    assert answer["definitionErrors"] == [
+        {"file": "broken.yaml", "error": "has no `parameters` section"},
+        {"file": "date.yaml", "error": reason},
+    ]
+    health = {one["id"]: one for one in api.admin().get("/api/system/health").json()["parts"]}
+    assert health["models"]["state"] == "warning"
+    assert f"date.yaml {reason}" in health["models"]["text"]
+
+
 def test_the_list_costs_the_same_queries_for_any_number_of_replicas() -> None:
     client = api.admin()
     node, costs = fleet.approved(), list[int]()

@@ -8,12 +8,14 @@ from uuid import uuid4
 
 import pytest
 from django.db import connection
+from django.test.utils import CaptureQueriesContext
 
 from localai_cluster import clock
 from nodes.backends import intents
 from nodes.backends.intents import Ended, Failed, Settlement
 from nodes.models import BackendNode, PendingBackendOp
 from operations.changes import feed
+from operations.ledger import retention
 from operations.ledger.progress import Tick
 from operations.models import Operation, OperationTarget
 from operations.reconcilers.tasks import prune_record
@@ -267,6 +269,38 @@ def test_the_record_ends_after_its_time_and_what_waits_for_someone_never() -> No
     ]
     prune_record()
     assert set(Operation.objects.values_list("id", flat=True)) == {row.id for row in kept}
+
+
+def test_the_inbox_and_the_record_are_bounded_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Review X11: failures that nobody dismissed stayed for ever, and each open page is told all of them."""
+    monkeypatch.setattr(retention, "MOST_FAILURES", 3)
+    monkeypatch.setattr(retention, "DISMISSED_AT_ONCE", 2)
+    now = clock.now()
+    failures = [ended("failed", now - timedelta(minutes=number)) for number in range(8)]
+    prune_record()
+    inbox = api.admin().get("/api/operations/inbox").json()["operations"]
+    assert [one["jobID"] for one in inbox] == [str(row.id) for row in failures[:3]]
+    dismissed = Operation.objects.filter(dismissed_by="system").order_by("-finished_at")
+    assert [row.id for row in dismissed] == [row.id for row in failures[3:]], "deleted by nobody"
+    assert {row.dismissed_comment for row in dismissed} == {retention.TOO_MANY}
+    assert len({row.seq for row in dismissed}) == 5, "open pages are told"
+    monkeypatch.setattr(retention, "MOST_ENDED", 2)
+    running = ended("processing", now, finished_at=None, fence=1, lease_until=now + timedelta(hours=1))
+    prune_record()
+    kept = [*failures[:5], running]
+    assert set(Operation.objects.values_list("id", flat=True)) == {row.id for row in kept}
+
+
+def test_bounding_costs_the_same_queries_for_any_number() -> None:
+    """Review X11: also where nothing is beyond a bound."""
+    costs = []
+    for number in range(1, 4):
+        ended("failed", clock.now() - timedelta(minutes=number))
+        ended("completed", clock.now() - timedelta(minutes=number))
+        with CaptureQueriesContext(connection) as queries:
+            prune_record()
+        costs.append(len(queries))
+    assert len(set(costs)) == 1
 
 
 UNKNOWN = uuid4()

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import secrets
 from datetime import timedelta
 from io import StringIO
 from pathlib import Path
@@ -14,13 +16,21 @@ from django.core.management import CommandError, call_command
 from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
+from pytest_django import Settings
 
 from localai_cluster import clock
 from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from nodes.definitions.files import Definition, parse
 from nodes.loading import load, placing
-from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel, PlacementRecord
+from nodes.models import (
+    BackendNode,
+    ModelSchedulingConfig,
+    NodeLabel,
+    NodeModel,
+    PlacementLog,
+    PlacementRecord,
+)
 from nodes.models.reasons import PlacementOutcome
 from nodes.placement.choose import NOTHING, Need
 from nodes.placement.explain import Ending
@@ -175,6 +185,37 @@ class TestRecords:
         PlacementRecord.objects.filter(model_name="m50").update(last_at=now)
         tasks.prune_timeline()
         assert {one.model_name for one in kept()} == {"m0", "m29", "m50"}
+
+
+def test_records_of_decisions_are_bounded_by_their_size(settings: Settings) -> None:
+    """Review X11: at one decision a second they took 41 GB a month. The newest ones are kept."""
+    now = clock.now()
+    for number in range(6):
+        PlacementRecord.objects.create(
+            model_name=f"m{number}",
+            at=now - timedelta(days=9),
+            last_at=now - timedelta(minutes=number),
+            outcome="waiting",
+            reason="x",
+            # As text that cannot be compressed, so that the row is as large as it looks.
+            facts={"best": secrets.token_hex(8000)},
+        )
+        PlacementLog.objects.create(position=0, at=now - timedelta(minutes=number), body=os.urandom(10_000))
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, decision_space=10**6)
+    with CaptureQueriesContext(connection) as none_deleted:
+        tasks.prune_timeline()
+    assert len(kept()) == PlacementLog.objects.count() == 6
+    settings.CLUSTER = dataclasses.replace(settings.CLUSTER, decision_space=36_000)
+    with CaptureQueriesContext(connection) as some_deleted:
+        tasks.prune_timeline()
+    assert len(some_deleted) - len(none_deleted) == 2, "a deletion of each, whatever their number"
+    names = {one.model_name for one in kept()}
+    assert names == {f"m{number}" for number in range(len(names))}, "the newest"
+    assert 1 <= len(names) <= 2
+    assert PlacementLog.objects.count() == 3
+    tasks.prune_timeline()
+    assert (len(kept()), PlacementLog.objects.count()) == (len(names), 3), "what fits stays"
+    PlacementRecord.objects.all().delete()  # nobody made these decisions
 
 
 def explained(model: str = "m") -> Any:

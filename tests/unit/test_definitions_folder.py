@@ -1,6 +1,7 @@
 """The models folder: what changes is seen, what is broken or hangs takes nothing else down."""
 
 import asyncio
+import json
 import logging
 import os
 import socket
@@ -17,6 +18,7 @@ from nodes.definitions.files import Definition, Unusable, load_options, read
 from nodes.definitions.folder import Folder, FolderHangs
 from tests.conftest import eventually
 from tests.support.definitions import PLAIN, write
+from tests.support.hostile_yaml import HOSTILE_SCALARS
 
 __all__ = ["write"]
 
@@ -56,6 +58,50 @@ def test_one_broken_file_does_not_take_the_others_down(
         "b.yaml",
         "c.yml",
     ]
+
+
+@pytest.mark.parametrize("scalar", HOSTILE_SCALARS)
+def test_a_hostile_file_is_its_own_error_only(
+    scalar: str, write: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Review R6: after a restart one such file left no model at all, and only the log said so."""
+    write("a.yaml", PLAIN)
+    write("b.yaml", f"name: other\nthreads: {scalar}\n")
+    clock = Clock()
+    folder = Folder(tmp_path, clock)
+    for _ in range(3):
+        assert [one.name for one in every(folder)] == ["mini"]
+        clock.now += 2
+    problems = asyncio.run(folder.problems())
+    assert (problems.folder, list(problems.files)) == ("", ["b.yaml"])
+    assert caplog.messages == [f"Model definition b.yaml {problems.files['b.yaml']}"]
+    json.dumps(problems.files).encode()
+
+
+def test_problems_end_with_the_file_and_are_logged_again_when_they_return(
+    write: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Review R6: names of files are whatever the disk has; an absent folder is a problem of its own."""
+    clock = Clock()
+    folder = Folder(tmp_path / "models", clock)
+    problems = asyncio.run(folder.problems())
+    assert (problems.folder, problems.files) == ("cannot be listed: No such file or directory", {})
+    (tmp_path / "models").mkdir()
+    odd_name = os.fsdecode(b"\xff\n.yaml")
+    for _ in range(2):
+        write("models/a.yaml", "name: [")
+        (tmp_path / "models" / odd_name).write_text("- x")
+        clock.now += 2
+        problems = asyncio.run(folder.problems())
+        assert (problems.folder, list(problems.files)) == ("", ["a.yaml", ".yaml"])
+        for path in (tmp_path / "models").iterdir():
+            path.unlink()
+        clock.now += 2
+        assert not asyncio.run(folder.problems())
+    assert [line.partition(" is")[0] for line in caplog.messages[1:]] == [
+        "Model definition a.yaml",
+        "Model definition .yaml",
+    ] * 2
 
 
 def test_changes_are_seen_within_a_second(write: Callable[..., Path], tmp_path: Path) -> None:
@@ -170,6 +216,7 @@ def test_a_folder_that_hangs_stops_nothing_that_is_known(
         folder._limit = 0.05
         mount.hangs.set()
         now.now += 2
+        assert (await folder.problems()).folder == "does not answer"
         turns, done = 0, asyncio.ensure_future(folder.find("mini"))
         while not done.done():
             turns += 1
@@ -232,14 +279,19 @@ def _async(condition: Callable[[], bool]) -> Any:
 
 
 def test_a_defect_of_ours_leaves_what_was_known(
-    write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """When a look raises, those who wait for it get an answer."""
     write("a.yaml", PLAIN)
     now = Clock()
     folder = Folder(tmp_path, now)
     assert find(folder, "mini") is not None
-    monkeypatch.setattr("nodes.definitions.files.yaml.load", lambda *_, **__: 1 / 0)
-    write("a.yaml", PLAIN | {"context_size": 9})
-    now.now += 2
-    assert find(folder, "mini") is not None
+    monkeypatch.setattr("nodes.definitions.folder._indexed", lambda *_: 1 / 0)
+    for _ in range(3):
+        now.now += 2
+        assert find(folder, "mini") is not None
+    assert asyncio.run(folder.problems()).folder == "cannot be read: division by zero"
+    assert len(caplog.messages) == 1, "logged once, not with every look"

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
 
 from localai_cluster import cluster_settings, gallery_index
 from localai_cluster.messaging.messages import Gallery
 from nodes.backends.install import GalleryOffer, is_loopback, offer
+from tests.support.hostile_yaml import documents
 
 WEB = Gallery("https://example.com/index.yaml", "web")
 FILE = Gallery("file:///srv/index.yaml", "file")
@@ -106,3 +108,17 @@ def test_a_cluster_gallery_needs_its_folder() -> None:
     assert (problem.setting, "CLUSTER_GALLERY_DIR" in problem.hint) == ("LOCALAI_BACKEND_GALLERIES", True)
     settings, read = cluster_settings.load({**galleries, "CLUSTER_GALLERY_DIR": "gallery"})
     assert (read.problems, settings.gallery_dir) == ([], Path("gallery").absolute())
+
+
+@given(documents())
+def test_no_text_breaks_the_reader_of_an_index(content: bytes) -> None:
+    """Review X2: any index is a list of entries that can be sent, or `GalleryUnreadable`."""
+    try:
+        sent = [str(entry) for entry in gallery_index.parse(content, WEB)]
+    except gallery_index.GalleryUnreadable as error:
+        sent = [error.message]
+        long = len(error.message) > 1000
+    else:
+        long = False
+    "".join(sent).encode()
+    assert not long

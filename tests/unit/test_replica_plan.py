@@ -298,9 +298,10 @@ def test_one_more_under_pressure_where_there_is_room_for_it() -> None:
     assert ruling.reason == (
         "4 requests within a minute not sent to the replica that remembers the prompt: too busy; one more"
     )
-    assert loads(decided(rule(1), hosts=[on], replicas=there, pressed={"m": 1}).actions)
+    assert loads(decided(rule(1), hosts=[on], replicas=there[:1], pressed={"m": 1}).actions)
     for demand, fleet in (
         (rule(1, 2), {}),
+        (rule(1), {}),
         (rule(1, 3), {"loads": {"m": 1}}),
         (rule(1, 3), {"hosts": [host(1, slots=2)]}),
         (rule(1, 3), {"replicas": []}),
@@ -316,6 +317,27 @@ def test_one_more_under_pressure_where_there_is_room_for_it() -> None:
     busy = [replace(one, in_flight=1) for one in there]
     both = decided(rule(1, 3), hosts=[on], replicas=busy, pressed={"m": 4}).actions
     assert [type(action) for action in both] == [LoadAnother]
+
+
+@pytest.mark.rule("R4.13")
+@given(minimum=st.integers(1, 4), maximum=st.integers(0, 6), slots=st.integers(1, 12))
+def test_a_text_that_all_prompts_share_does_not_take_the_fleet(
+    minimum: int, maximum: int, slots: int
+) -> None:
+    """Review R18: with a minimum of 1 and no maximum, one system prompt grew a model over every slot."""
+    on = host(1, slots=slots)
+    played = Played(
+        Fleet([on], [row(on, idle_since=NOW)]), [rule(minimum, maximum and max(minimum, maximum))]
+    )
+    for _ in range(12):
+        played.fleet = replace(played.fleet, pressed={"m": 99})
+        played.apply(played.plan())
+        played.end()
+        played.fleet = replace(
+            played.fleet, replicas=[replace(one, idle_since=played.now) for one in played.fleet.replicas]
+        )
+    limit = max(minimum, maximum) if maximum else minimum + 1
+    assert len(played.fleet.replicas) == max(min(limit, slots), 1)
 
 
 # --- scale-down

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localai_cluster.rpc.messages import options_from_mapping
-from nodes.definitions.files import Unusable, load_options, parse, read, revision
+from nodes.definitions.files import Unusable, load_options, parse, parse_file, read, revision
 from tests.support.definitions import PLAIN, write
+from tests.support.hostile_yaml import HOSTILE_SCALARS, documents
 
 __all__ = ["write"]
 
@@ -120,3 +121,30 @@ def test_no_document_breaks_the_loader(document: Any) -> None:
             options_from_mapping(load_options(parse(candidate, "x.yaml")))
         except Unusable:
             continue
+
+
+@pytest.mark.parametrize("scalar", HOSTILE_SCALARS)
+@pytest.mark.parametrize("place", ["description: {}", "threads: {}", "options: [{}]", "{}: x", "- {}", "{}"])
+def test_a_value_that_python_cannot_hold_is_an_error_of_its_file(scalar: str, place: str) -> None:
+    """Review R6: what raised anything but a YAML error took all other models away."""
+    text = f"name: x\nbackend: y\nparameters: {{model: m}}\n{place.format(scalar)}\n"
+    assert_usable_or_explained(text.encode("utf-8", "surrogatepass"))
+
+
+@given(documents())
+def test_no_text_breaks_the_reader(content: bytes) -> None:
+    """Review R6: every file is a definition or `Unusable`, and its reason can be sent and logged."""
+    assert_usable_or_explained(content)
+
+
+def assert_usable_or_explained(content: bytes) -> None:
+    """Raise unless the file is a definition that engines can be sent, or `Unusable` with a short reason."""
+    try:
+        definition = parse_file(content, "x.yaml")
+    except Unusable as error:
+        reason = str(error)
+    else:
+        options_from_mapping(load_options(definition)).SerializeToString()
+        reason = "none"
+        "".join((*definition.answering.stop, definition.answering.template)).encode()
+    assert 0 < len(reason.encode()) < 1000

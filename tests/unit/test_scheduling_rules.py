@@ -247,6 +247,8 @@ def test_a_file_follows_what_is_inline(tmp_path: Path) -> None:
         b"[" * 600,
         b"- {model_name: m, min_replicas: " + b"9" * 5000 + b"}",
         b"- {1: 2}",
+        b"- !!bool maybe",
+        b"- !!int ''",
         b"- {? [a] : b}",
         b"- {model_name: m, min_prefix_match: .nan}",
         b"#" * (boot.LARGEST + 1),

@@ -141,10 +141,11 @@ def test_a_base_url_has_no_slash_at_its_end(text: str) -> None:
 
 @pytest.mark.rule("R3.2", "C41", "C42", "C43", "C44", "T-PFX-1")
 def test_routing_by_prefix_is_on_and_has_the_references_bounds() -> None:
+    """All but the threshold of pressure, which is 20 instead of 1 (review R18)."""
     cluster, environment = cluster_settings.load({})
     assert not environment.problems
     found = (cluster.prefix_cache, cluster.prefix_match, cluster.prefix_ttl, cluster.prefix_pressure)
-    assert found == (True, 0.3, 300.0, 1)
+    assert found == (True, 0.3, 300.0, 20)
     assert (cluster.prefix_balance_abs, cluster.prefix_balance_rel) == (2, 1.5)
 
 

@@ -1,19 +1,38 @@
 // What is asked of the server about models; where they run comes with the feed.
 import { useQuery, type UseQueryResult } from "@tanstack/react-query";
 import { call, client } from "../api/client";
+import type { components } from "../api/schema";
 import type { Definition } from "./rows";
+
+type Installed = components["schemas"]["InstalledModels"];
+type DefinitionError = components["schemas"]["DefinitionError"];
 
 /** What is defined. Files change without a word: they are read when a page opens and when a person comes back to it. */
 export function useDefinitions(): UseQueryResult<Definition[]> {
+  return useInstalled(definedIn);
+}
+
+/** Files of the models folder that cannot be used, read with the definitions. */
+export function useBrokenDefinitions(): UseQueryResult<DefinitionError[]> {
+  return useInstalled(brokenIn);
+}
+
+function useInstalled<T>(select: (installed: Installed) => T): UseQueryResult<T> {
   return useQuery({
     queryKey: ["models", "definitions"],
-    queryFn: async ({ signal }) => {
-      const { data } = await call(client.GET("/api/models/capabilities", { signal }));
-      // What only nodes have comes with the feed.
-      return data.filter((one) => one.source === undefined);
-    },
+    queryFn: ({ signal }) => call(client.GET("/api/models/capabilities", { signal })),
     refetchOnWindowFocus: true,
+    select,
   });
+}
+
+/** What only nodes have comes with the feed. */
+function definedIn(installed: Installed): Definition[] {
+  return installed.data.filter((one) => one.source === undefined);
+}
+
+function brokenIn(installed: Installed): DefinitionError[] {
+  return installed.definitionErrors;
 }
 
 /** Has one replica loaded; the answer does not wait for it, the feed tells. */

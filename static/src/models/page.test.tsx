@@ -9,12 +9,14 @@ import { LiveStore } from "../live/store";
 import { ModelsPage } from "./page";
 
 let asked: [string, unknown][];
+let broken: { file: string; error: string }[];
 
 beforeEach(() => {
   asked = [];
+  broken = [];
   const defined = [{ id: "idle", backend: "echo", capabilities: [], disabled: false, pinned: false }];
   const rule = { id: "1", model_name: "tiny", min_replicas: 1, max_replicas: 0, unsatisfiable_ticks: 0, created_at: "", updated_at: "" };
-  vi.spyOn(client, "GET").mockImplementation(((path: string) => Promise.resolve({ data: path === "/api/models/capabilities" ? { data: defined } : [rule], response: new Response() })) as never);
+  vi.spyOn(client, "GET").mockImplementation(((path: string) => Promise.resolve({ data: path === "/api/models/capabilities" ? { data: defined, definitionErrors: broken } : [rule], response: new Response() })) as never);
   vi.spyOn(client, "POST").mockImplementation(((path: string, sent: { body: unknown }) => {
     asked.push([path, sent.body]);
     return Promise.resolve({ data: {}, response: new Response(null, { status: 202 }) });
@@ -48,6 +50,17 @@ it("shows every model with its replicas by node and the way to its rule (E65, UI
   const rule = await tiny.findByRole("link", { name: "Rule: at least 1, of tiny" });
   expect(rule.getAttribute("href")).toBe("/app/scheduling?q=tiny");
   expect((await panel("idle")).getByText("not running")).toBeTruthy();
+});
+
+it("names files that cannot be used, with their reason (review R6)", async () => {
+  broken = Array.from({ length: 7 }, (_, index) => ({ file: `m${index}.yaml`, error: "is not valid YAML: month must be in 1..12 (line 2, column 8)" }));
+  open();
+  const section = within(await screen.findByRole("region", { name: "Definitions that cannot be used" }));
+  expect(section.getByText("7 model definitions cannot be used.")).toBeTruthy();
+  expect(section.getAllByRole("listitem").map((item) => item.textContent)).toEqual(broken.slice(0, 5).map(({ file, error }) => `${file} ${error}`));
+  fireEvent.click(section.getByRole("button", { name: "Show 2 more" }));
+  expect(section.getAllByRole("listitem")).toHaveLength(7);
+  expect(await panel("idle")).toBeTruthy();
 });
 
 it("loads a model that does not run, without waiting for the end (UI-8.4)", async () => {

@@ -20,7 +20,7 @@ import { StatusPill } from "../ui/status";
 import { Ago } from "../ui/time";
 import { PageHead } from "../ui/title";
 import { Actions } from "./actions";
-import { useDefinitions } from "./data";
+import { useBrokenDefinitions, useDefinitions } from "./data";
 import { addressOf, backendOf, modelRows, SHOWN, wantedIn, wantedRows, type ModelRow, type Place, type Places, type Shown, type Wanted } from "./rows";
 import { Why } from "./why";
 import "../nodes/detail/detail.css";
@@ -29,6 +29,7 @@ import "../operations/operations.css";
 import "./models.css";
 
 const DRAWN = 40;
+const BROKEN_FIRST = 5;
 
 export function ModelsPage(): ReactNode {
   const definitions = useDefinitions();
@@ -43,9 +44,40 @@ export function ModelsPage(): ReactNode {
       {!known && <Loading what="models" />}
       {definitions.error !== null && <Problem error={definitions.error} onRetry={() => void definitions.refetch()} />}
       {rules.error !== null && <Problem error={rules.error} onRetry={() => void rules.refetch()} />}
+      <BrokenDefinitions />
       {known && rows.length === 0 && definitions.error === null && <NoModels />}
       {known && rows.length > 0 && <Models rows={rows} rules={rules.data} />}
     </div>
+  );
+}
+
+/** Files that define no model, with their reason: they would be missing from the list without a word. */
+function BrokenDefinitions(): ReactNode {
+  const { data = [], refetch } = useBrokenDefinitions();
+  const [all, setAll] = useState(false);
+  if (data.length === 0) return null;
+  const shown = all ? data : data.slice(0, BROKEN_FIRST);
+  return (
+    <section className="problem" aria-label="Definitions that cannot be used">
+      <div className="grow">
+        <strong>{count(data.length, "model definition")} cannot be used.</strong>
+        <ul className="anywhere">
+          {shown.map(({ file, error }) => (
+            <li key={file}>
+              <code>{file}</code> {error}
+            </li>
+          ))}
+        </ul>
+      </div>
+      {shown.length < data.length && (
+        <Button small onClick={() => setAll(true)}>
+          Show {data.length - shown.length} more
+        </Button>
+      )}
+      <Button small onClick={() => void refetch()}>
+        Refresh
+      </Button>
+    </section>
   );
 }
 

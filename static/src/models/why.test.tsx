@@ -50,7 +50,7 @@ beforeEach(() => {
       expect(sent.params?.path).toEqual({ model: "tiny" });
       return new Promise<Answer>((answer) => reads.push(answer));
     }
-    return Promise.resolve({ data: path === "/api/models/capabilities" ? { data: [] } : [], response: new Response() });
+    return Promise.resolve({ data: path === "/api/models/capabilities" ? { data: [], definitionErrors: [] } : [], response: new Response() });
   }) as never);
   store = show(new LiveStore(), node("n1", { models: [model("tiny", 0)] }), node("n2"));
   store.push({ type: "operations.snapshot", seq: 1, operations: [] });

@@ -1,0 +1,120 @@
+"""The process that runs the chat templates of definitions; `templates` starts it and talks to it over pipes.
+
+A template comes with a definition, and those come from galleries. One filter or operator can hold an
+interpreter for a minute or take gigabytes in a single step, which no check between steps can end. So the
+kernel holds the limits: a timer of processor time for each prompt ends the process, and an allocation beyond
+its memory fails. The process has no environment, writes no file and ends when its input closes.
+
+Run as a script, it imports nothing of this project. A request is its length and JSON, a reply is `REPLY` and
+a text.
+"""
+
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, BinaryIO
+
+import jinja2
+import jinja2.sandbox
+import orjson
+
+LENGTH = struct.Struct(">Q")
+REPLY = struct.Struct(">?BQ")
+"""Whether the process ends after this reply, one of the results, and the bytes of the text."""
+PROMPT, REFUSED, UNUSABLE, TOO_MUCH = range(4)
+"""The text is the prompt, the template's own refusal, the error of a template, or empty."""
+LARGEST_PROMPT = 32 * 1024 * 1024
+"""Characters."""
+_LONGEST_ERROR = 500
+_KEPT_MEMORY = 256 * 1024
+"""KiB; a process that once needed more than that ends, so that its memory returns to the machine."""
+
+_FAILURES = (
+    *(jinja2.TemplateError, ArithmeticError, AssertionError, AttributeError, LookupError),
+    *(RuntimeError, TypeError, ValueError),
+)
+
+
+class _Refused(Exception):
+    """The template itself says that it cannot make a prompt of this."""
+
+
+class _TooMuch(Exception):
+    """The prompt is longer than `LARGEST_PROMPT`."""
+
+
+def serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    """Answer requests until the input closes, or until a reply says that this process ends."""
+    ends = False
+    while not ends and len(header := requests.read(LENGTH.size)) == LENGTH.size:
+        result, text = _answer(orjson.loads(requests.read(LENGTH.unpack(header)[0])))
+        ends = result == TOO_MUCH or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > _KEPT_MEMORY
+        replies.write(REPLY.pack(ends, result, len(text)))
+        replies.write(text)
+        replies.flush()
+
+
+def _answer(request: Any) -> tuple[int, bytes]:
+    """Return the result and the text of one request; the timer ends the process if that takes too long."""
+    signal.setitimer(signal.ITIMER_PROF, request["seconds"])
+    try:
+        values = request["values"] | {"raise_exception": _raise}
+        return PROMPT, "".join(_bounded(_compiled(request["source"]).generate(values))).encode()
+    except _Refused as error:
+        return REFUSED, _cut(error)
+    except (MemoryError, _TooMuch):
+        return TOO_MUCH, b""
+    except _FAILURES as error:
+        return UNUSABLE, _cut(error)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _bounded(pieces: Iterator[str]) -> Iterator[str]:
+    size = 0
+    for piece in pieces:
+        size += len(piece)
+        if size > LARGEST_PROMPT:
+            raise _TooMuch
+        yield piece
+
+
+def _cut(error: Exception) -> bytes:
+    return str(error)[:_LONGEST_ERROR].encode("utf-8", "backslashreplace")
+
+
+def _raise(message: object) -> None:
+    raise _Refused(str(message))
+
+
+@lru_cache(maxsize=64)
+def _compiled(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> jinja2.sandbox.SandboxedEnvironment:
+    # As templates of models expect it.
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, indent=None: orjson.dumps(
+        value, option=orjson.OPT_INDENT_2 if indent else None
+    ).decode()
+    return environment
+
+
+def _limit(memory: int) -> None:
+    """Bind this process to `memory` bytes of addresses, no file and no core; its timer ends it."""
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+
+
+if __name__ == "__main__":
+    _limit(int(sys.argv[1]))
+    serve(sys.stdin.buffer, sys.stdout.buffer)
