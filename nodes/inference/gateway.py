@@ -234,6 +234,8 @@ def _heard(channel: str, payload: str, hints: Hints, prefixes: Prefixes | None) 
         hints.notify(payload.partition(" ")[0])
     if channel in (ACCESS, ""):
         sockets.look_again(payload)
+        if _running is not None:
+            _running.gateway.picker.confirmed_keys.clear()
     if prefixes is not None and channel == hooks.CHANNEL:
         prefixes.removed(hooks.heard(payload))
     if prefixes is not None and channel == "":

@@ -29,6 +29,7 @@ from localai_cluster.metrics import web as metrics
 from nodes.registry import dialling
 from nodes.replicas import leaving, statements
 from nodes.replicas.prefix_statement import EXCHANGE_BY_PREFIX
+from nodes.routing.confirmed_keys import ConfirmedKeys
 from nodes.routing.pool import UNREACHABLE, DedicatedConnection, Parameters, Pool
 from nodes.routing.request import InferenceRequest, PickWish, Replica
 
@@ -59,6 +60,7 @@ class Picker:
 
     def __init__(self, pool: Pool, connection: DedicatedConnection, weights: Weights = no_weights) -> None:
         self.process_id = uuid4()
+        self.confirmed_keys = ConfirmedKeys()
         self._weights = weights
         self._pool = pool
         self._connection = connection
@@ -258,6 +260,7 @@ class Picker:
         for request in requests:
             owner = owners.get(request.key_hash)
             if request.key_hash and owner is None:
+                self.confirmed_keys.discard(request.key_hash)
                 _fail(request, WrongKey())
                 continue
             ask = next((ask for ask in asks.of(request) if replicas.get(ask)), None)
@@ -270,6 +273,7 @@ class Picker:
                 self.release(replica)
             return
         if owner is not None:
+            self.confirmed_keys.add(request.key_hash)
             request.principal, request.key_hash = owner, ""
         request.replica = replica
         request.picked.set_result(None)
