@@ -1,8 +1,8 @@
 """API keys that the database confirmed a moment ago, in the memory of a web process.
 
 A hint, never a proof: it only decides how much of a body is read before the statement that picks a replica
-checks the key again. A change of a key or user empties it (NOTIFY); after a lost NOTIFY a body of a revoked key
-is read, no more.
+checks the key again. A change of a key or user empties it (NOTIFY); after a lost NOTIFY a body of a revoked
+key is read, no more.
 """
 
 from localai_cluster import clock
