@@ -150,6 +150,8 @@ def _judged(rows: Collection[BackendNode], made: Claim) -> tuple[BackendNode, No
     named = next((row for row in rows if row.name == made.told.name), None)
     other = next((row for row in rows if row is not named), None)
     kind = claims.judge(named, made.fingerprint, made.instance) if named else None
+    if named and not kind and claims.has_moved(named, made.source_address, made.told.address):
+        kind = NodeConflict.Mismatch.ADDRESS
     if other is not None and kind is None:
         return other, NodeConflict.Mismatch.NAME
     assert named is not None
@@ -161,6 +163,8 @@ def _claimed(kind: NodeConflict.Mismatch, made: Claim) -> str:
         return principals.hash_secret(made.told.name)
     if kind == NodeConflict.Mismatch.TOKEN:
         return made.source_address
+    if kind == NodeConflict.Mismatch.ADDRESS:
+        return principals.hash_secret(f"{made.source_address} {made.told.address}")
     return made.instance if kind == NodeConflict.Mismatch.INSTANCE else made.fingerprint
 
 
