@@ -21,7 +21,7 @@ from uuid import UUID, uuid4
 import orjson
 import psycopg
 
-from localai_cluster import __version__, clock, conf
+from localai_cluster import __version__, clock, conf, disk
 from localai_cluster.accounts.credentials import WrongKey
 from localai_cluster.accounts.principals import Principal
 from localai_cluster.errors import ClusterError, Unavailable
@@ -120,7 +120,7 @@ class Picker:
         self._wake()
         await self.idle()
         if self._unsettled:
-            raise Unavailable("the database is not reachable", retry_after=2)
+            raise Unavailable(disk.explained("the database is not reachable"), retry_after=2)
 
     async def lose(self, replica: Replica, *, strange: bool = False) -> bool:
         """Takes a replica out of the picks that did no work: the row that was picked, not one in its place.
@@ -179,7 +179,7 @@ class Picker:
                 await self._exchange()
         except (*_REPEATABLE, *UNREACHABLE) as error:
             logger.warning("Cannot settle the counts of this process: %s", error)
-            self._refuse(Unavailable("the database is not reachable", retry_after=2))
+            self._refuse(Unavailable(disk.explained("the database is not reachable"), retry_after=2))
         except Exception:
             logger.exception("Picking failed")
             self._unsettled = True
@@ -238,7 +238,7 @@ class Picker:
         for request in requests:
             request.pick_attempts += 1
             if request.pick_attempts >= limit:
-                _fail(request, Unavailable("the database is not reachable", retry_after=2))
+                _fail(request, Unavailable(disk.explained("the database is not reachable"), retry_after=2))
         if requests and requests[0].pick_attempts >= limit:
             logger.warning("Cannot pick replicas: %s", error)
         return [request for request in requests if not request.picked.done()]

@@ -160,7 +160,7 @@ def test_a_secret_for_a_node_known_by_the_shared_token_is_a_conflict() -> None:
     ],
     ids=["elsewhere", "pretends", "diverts"],
 )
-def test_a_weak_node_at_another_address_is_a_conflict(claimed: dict[str, str]) -> None:
+def test_a_weak_node_at_another_address_is_a_conflict(claimed: dict[str, Any]) -> None:
     """Review X7: the shared token is no proof, so the address is; nothing of the node changes until an admin
     accepts. Then the worker there is the node, and credentials for the bus end."""
     node = approved(secret="")
