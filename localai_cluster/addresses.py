@@ -75,6 +75,46 @@ def is_local(host: str) -> bool:
     return number.is_loopback or number.is_unspecified
 
 
+_METADATA_NAMES = frozenset(
+    {"metadata", "metadata.goog", "metadata.google.internal", "instance-data", "instance-data.ec2.internal"}
+)
+_METADATA_NUMBERS = frozenset(
+    map(ipaddress.ip_address, ("100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::254"))
+)
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+
+
+def is_special(host: str) -> bool:
+    """Return True if this host is no machine of a fleet: a cloud's metadata service, link-local or multicast.
+
+    A metadata service gives its secrets to whoever calls from the machine, such as this server.
+    """
+    try:
+        number = ipaddress.ip_address(host)
+    except ValueError:
+        return host in _METADATA_NAMES
+    if number in _NAT64:
+        number = ipaddress.IPv4Address(int(number) & 0xFFFFFFFF)
+    return number.is_link_local or number.is_multicast or number in _METADATA_NUMBERS
+
+
+def host_of(text: str) -> str:
+    """Return the host of `host:port`, the text itself if it is no such address."""
+    try:
+        return parse(text).host
+    except ValueError:
+        return text
+
+
+def same_host(host_a: str, host_b: str) -> bool:
+    """Return True if both texts name one host; loopback is one host, however it is written."""
+    try:
+        host_a, host_b = host(host_a), host(host_b)
+    except ValueError:
+        return host_a == host_b
+    return host_a == host_b or (is_local(host_a) and is_local(host_b))
+
+
 def same(one: str, other: str) -> bool:
     """Whether both mean one address; texts that are no addresses only if they are equal."""
     try:

@@ -149,6 +149,10 @@ class ClusterSettings:
     """Silence after which a web process is dead and its in-flight counts are dropped."""
     failed_tokens: int
     """Failed registration tokens and node secrets allowed per address and minute, and as many API keys."""
+    pending_nodes: int
+    """Nodes that may await approval before further ones are refused, unless they come with a join token."""
+    pending_nodes_per_address: int
+    """The same for nodes that register from one address."""
     drain_deadline: float
     """How long a node drained by an admin keeps replicas with running requests."""
     unload_grace: float
@@ -263,6 +267,15 @@ def load(values: Mapping[str, str] = os.environ) -> tuple[ClusterSettings, Envir
         gallery_dir=Path(served).absolute() if (served := env.text("CLUSTER_GALLERY_DIR")) else None,
         failed_tokens=env.parsed(
             "CLUSTER_FAILED_TOKENS", parse_count, 30, "Use a whole number such as 30, or 3000 behind a proxy."
+        ),
+        pending_nodes=env.parsed(
+            "CLUSTER_PENDING_NODES", parse_count, 500, "Use a whole number such as 500."
+        ),
+        pending_nodes_per_address=env.parsed(
+            "CLUSTER_PENDING_NODES_PER_ADDRESS",
+            parse_count,
+            100,
+            "Use a whole number such as 100, or 500 behind a proxy.",
         ),
         **{name: env.seconds(*setting) for name, setting in _DURATIONS.items()},
     )

@@ -81,6 +81,9 @@ class Edge:
                 await wire.send_answer(answer, refused(_STOPPING))
                 return
             await app(scope, receive, answer)
+        except Unavailable as error:
+            if not answer.status:
+                await wire.send_answer(answer, refused(error))
         except Exception:
             logger.exception("%s %r failed", scope["method"], scope["path"])
             if not answer.status:

@@ -20,12 +20,13 @@ from django.views.decorators.csrf import csrf_exempt
 from django.views.decorators.http import require_safe
 from django_q.models import Schedule
 
-from localai_cluster import clock, conf
+from localai_cluster import clock, conf, disk
 from localai_cluster.messaging.servers import parse_url
 
 T = TypeVar("T")
 
 LIMIT = 1.0
+NOT_REACHABLE = "not reachable"
 OVERDUE = timedelta(seconds=30)
 
 # Enough for checks that hang; when all threads are taken, the next look runs into its limit and says so.
@@ -71,7 +72,7 @@ def look(names: Collection[str] | None = None) -> dict[str, str]:
             found[name] = str(reason)
         except Exception as error:
             # Any error of a client library means the same: this dependency does not work.
-            found[name] = f"not reachable ({type(error).__name__})"
+            found[name] = f"{NOT_REACHABLE} ({type(error).__name__})"
     return found
 
 
@@ -91,6 +92,12 @@ def _database() -> None:
                 raise NotReady("the tables are missing: run migrate")
     finally:
         connection.close()
+
+
+def _disk() -> None:
+    usage = disk.read(conf.cluster().data_dir)
+    if usage.is_full:
+        raise NotReady(f"{disk.IS_FULL}: the database cannot write if it lies there")
 
 
 def _channel_layer() -> None:
@@ -135,7 +142,7 @@ def _controller() -> None:
         connection.close()
 
 
-WATCHED = frozenset({"controller"})
+WATCHED = frozenset({"controller", "disk"})
 """Named, but not needed by a warm request."""
 
 CHECKS: Mapping[str, Callable[[], None]] = {
@@ -143,4 +150,5 @@ CHECKS: Mapping[str, Callable[[], None]] = {
     "channel layer": _channel_layer,
     "nats": _nats,
     "controller": _controller,
+    "disk": _disk,
 }

@@ -220,6 +220,7 @@ LOGGING = {
     "filters": {
         "request_id": {"()": "localai_cluster.logs.RequestIdFilter"},
         "no_refusals": {"()": "localai_cluster.logs.NoExpectedRefusals"},
+        "repeat_limit": {"()": "localai_cluster.outage.RepeatLimit"},
         "one_line_outages": {"()": "localai_cluster.outage.OneLineOutages"},
     },
     "formatters": {
@@ -233,7 +234,7 @@ LOGGING = {
     "handlers": {
         "console": {
             "class": "logging.StreamHandler",
-            "filters": ["request_id", "one_line_outages"],
+            "filters": ["request_id", "repeat_limit", "one_line_outages"],
             "formatter": "line",
         }
     },

@@ -1,18 +1,17 @@
 """`/api/system/health`: every part of the system with its state, since when, and what to do. Admins only.
 
 A constant number of queries, besides a question to NATS, to Redis and to the disk, each for a second at most,
-and a look at the models folder.
+and a look at the models folder. Without the database it answers what it knows without it, to an admin who
+was known a moment ago.
 What they say since when is this process's knowledge: the first of its looks that found it so.
 """
 
-import os
-import shutil
+from collections.abc import Mapping
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from asgiref.sync import async_to_sync
-from django.db import connection
+from django.db import InterfaceError, OperationalError, connection
 from django.db.models import Count, Max, Min, OuterRef, Q, Subquery
 from django_q.models import Schedule as ScheduleRow
 from django_q.models import Task
@@ -21,7 +20,8 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from localai_cluster import __version__, clock, conf, health, periodic
+from localai_cluster import __version__, clock, conf, disk, health, periodic
+from localai_cluster.accounts.authentication import BearerAuthentication, RememberingAuthentication
 from localai_cluster.system_verdicts import Facts, Process, Schedule, State, Verdict, Work, verdicts, worst
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.shapes import FLAG, TEXT, TIME, Row, Shape, count, field, mapping
@@ -80,13 +80,15 @@ HEALTH = Shape(
     ],
 )
 COMPONENTS = (PART, SCHEDULE, PROCESS, HEALTH)
-_PROBES = {"nats": "nats", "redis": "channel layer"}
+_PROBES = {"database": "database", "nats": "nats", "redis": "channel layer"}
 _noticed: dict[str, tuple[str, datetime]] = {}
 """What each probe said last, and since when."""
 
 
 class SystemHealthView(APIView):
     """`/api/system/health`."""
+
+    authentication_classes = [BearerAuthentication, RememberingAuthentication]
 
     @extend_schema(
         operation_id="system_health",
@@ -112,7 +114,27 @@ class SystemHealthView(APIView):
 
 
 def read(now: datetime) -> Facts:
-    """Everything at once; ten queries."""
+    """Everything at once; ten queries. Without the database what can be known without it."""
+    probes = _probed(now)
+    # One that was only slow to answer is asked all the same.
+    if not probes["database"][0].startswith(health.NOT_REACHABLE):
+        try:
+            return _read_rows(now, probes)
+        except (OperationalError, InterfaceError) as error:
+            said = _notice("database", f"{health.NOT_REACHABLE} ({type(error).__name__})", now)
+            probes = {**probes, "database": said}
+    return Facts(
+        version=__version__,
+        database="",
+        database_since=None,
+        is_database_away=True,
+        probes=probes,
+        disk=_disk(),
+        data_dir=str(conf.cluster().data_dir),
+    )
+
+
+def _read_rows(now: datetime, probes: Mapping[str, tuple[str, datetime]]) -> Facts:
     with connection.cursor() as cursor:
         cursor.execute("SELECT current_setting('server_version'), pg_postmaster_start_time()")
         version, since = cursor.fetchone()
@@ -123,7 +145,7 @@ def read(now: datetime) -> Facts:
         version=__version__,
         database=f"PostgreSQL {version}",
         database_since=since,
-        probes=_probed(now),
+        probes=probes,
         processes=_processes(),
         web_silent_after=conf.cluster().web_stale_after,
         schedules=_schedules(),
@@ -138,7 +160,7 @@ def read(now: datetime) -> Facts:
         intents=_intents(),
         models_folder=definitions.folder,
         broken_definitions=definitions.files,
-        disk=health.within_limit(lambda: _disk(conf.cluster().data_dir)),
+        disk=_disk(),
         data_dir=str(conf.cluster().data_dir),
     )
 
@@ -146,10 +168,15 @@ def read(now: datetime) -> Facts:
 def _probed(now: datetime) -> dict[str, tuple[str, datetime]]:
     found = health.look(set(_PROBES.values()))
     for id, name in _PROBES.items():
-        said = found.get(name, "not asked")
-        if _noticed.get(id, ("", now))[0] != said:
-            _noticed[id] = (said, now)
+        _notice(id, found.get(name, "not asked"), now)
     return dict(_noticed)
+
+
+def _notice(id: str, said: str, now: datetime) -> tuple[str, datetime]:
+    """Keep what was said of a part, with the time since when it is so."""
+    if _noticed.get(id, ("", now))[0] != said:
+        _noticed[id] = (said, now)
+    return _noticed[id]
 
 
 def _processes() -> list[Process]:
@@ -213,12 +240,8 @@ def _intents() -> Work:
     return Work(found["waiting"], found["running"], found["oldest"])
 
 
-def _disk(data_dir: Path) -> tuple[int, int]:
-    """Of the folder, or of the nearest one above it that exists."""
-    while not os.path.exists(data_dir) and data_dir != data_dir.parent:
-        data_dir = data_dir.parent
-    usage = shutil.disk_usage(data_dir)
-    return usage.free, usage.total
+def _disk() -> disk.DiskUsage | None:
+    return health.within_limit(lambda: disk.read(conf.cluster().data_dir))
 
 
 def _text(at: datetime | None) -> str | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
 
+from localai_cluster.disk import DiskUsage
 from localai_cluster.periodic import SILENT_AFTER
 from nodes.registry.mass_silence import Held
 from operations.executor import controllers
@@ -82,6 +83,7 @@ class Facts:
     version: str
     database: str
     database_since: datetime | None
+    """Empty and None while the database is away."""
     probes: Mapping[str, tuple[str, datetime]]
     processes: Sequence[Process] = ()
     web_silent_after: float = controllers.SILENT_AFTER
@@ -102,21 +104,20 @@ class Facts:
     """The reason why the folder of model definitions cannot be read, if so."""
     broken_definitions: Mapping[str, str] = field(default_factory=dict)
     """By file: the reason why it cannot be used."""
-    disk: tuple[int, int] | None = None
-    """Bytes free and in all; None if the disk did not answer in time."""
+    disk: DiskUsage | None = None
+    """None if the disk did not answer in time."""
     data_dir: str = ""
+    is_database_away: bool = False
+    """Then nothing that is read from rows is known."""
 
 
 def verdicts(facts: Facts, now: datetime) -> list[Verdict]:
     """Every part, in the order of the page."""
+    if facts.is_database_away:
+        return [_database_away(facts), *_reached(facts), _disk(facts)]
     return [
         Verdict("database", "Database", State.OK, facts.database, since=facts.database_since),
-        _probe(
-            facts, "nats", "NATS", "Commands to workers are paused. Check the server and LOCALAI_NATS_URL."
-        ),
-        _probe(
-            facts, "redis", "Redis or Valkey", "Pages hear of changes later. Check the server and REDIS_URL."
-        ),
+        *_reached(facts),
         _web(facts, now),
         _controllers(facts, now),
         _tasks(facts, now),
@@ -126,6 +127,25 @@ def verdicts(facts: Facts, now: datetime) -> list[Verdict]:
         _definitions(facts),
         _versions(facts, now),
         _disk(facts),
+    ]
+
+
+def _database_away(facts: Facts) -> Verdict:
+    said, since = facts.probes.get("database", ("not asked", None))
+    hint = "Check PostgreSQL and DATABASE_URL. What the other parts do is not known until then."
+    if facts.disk is not None and facts.disk.is_full:
+        said, hint = f"{said}; the disk is full: {facts.disk}", f"Free space on {facts.disk.mount}. {hint}"
+    return Verdict("database", "Database", State.ERROR, said, hint, since)
+
+
+def _reached(facts: Facts) -> list[Verdict]:
+    return [
+        _probe(
+            facts, "nats", "NATS", "Commands to workers are paused. Check the server and LOCALAI_NATS_URL."
+        ),
+        _probe(
+            facts, "redis", "Redis or Valkey", "Pages hear of changes later. Check the server and REDIS_URL."
+        ),
     ]
 
 
@@ -258,9 +278,8 @@ def _disk(facts: Facts) -> Verdict:
     if facts.disk is None:
         hint = "Check the disk or mount of CLUSTER_DATA_DIR on this web process's machine."
         return Verdict("disk", name, State.ERROR, f"{facts.data_dir} does not answer", hint)
-    free, total = facts.disk
-    share = free / total if total else 0.0
-    text = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free ({facts.data_dir})"
+    share = facts.disk.free / facts.disk.total if facts.disk.total else 0.0
+    text = str(facts.disk)
     if share >= LITTLE_DISK:
         return Verdict("disk", name, State.OK, text)
     state = State.ERROR if share < NO_DISK else State.WARNING

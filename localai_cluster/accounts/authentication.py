@@ -8,10 +8,12 @@ routes use `nodes/api/worker_auth.py`.
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from django.conf import settings
+from django.db import InterfaceError, OperationalError
 from django.http import HttpRequest
 from rest_framework.authentication import BaseAuthentication, SessionAuthentication
 from rest_framework.exceptions import AuthenticationFailed
-from rest_framework.permissions import BasePermission
+from rest_framework.permissions import SAFE_METHODS, BasePermission
 from rest_framework.request import Request
 
 from localai_cluster import clock
@@ -83,11 +85,63 @@ class CookieAuthentication(SessionAuthentication):
         who = principals.of_session(found[0])
         if who.kind == "newcomer":
             raise passwords.PasswordChangeRequired
-        return (who, None) if who.is_authenticated else None
+        if not who.is_authenticated:
+            return None
+        recent_sessions.add(_session_key(request), who)
+        return who, None
 
     def authenticate_header(self, request: Request) -> str:
         """Makes DRF answer 401, not 403."""
         return CHALLENGE
+
+
+class RecentSessions:
+    """Who the sessions of the last minutes belong to, for the one route that answers without the database."""
+
+    MAX_AGE, MOST = 900.0, 1000
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Principal, float]] = {}
+
+    def add(self, session_key: str, who: Principal) -> None:
+        """Remember that the session was valid now."""
+        if len(self._known) >= self.MOST:
+            self._known.clear()
+        self._known[principals.hash_secret(session_key)] = (who, clock.monotonic())
+
+    def find(self, session_key: str) -> Principal | None:
+        """Return whose the session was a few minutes ago, None if it was nobody's."""
+        who, since = self._known.get(principals.hash_secret(session_key), (None, 0.0))
+        return who if clock.monotonic() - since < self.MAX_AGE else None
+
+    def clear(self) -> None:
+        """Forget all: somebody's access has ended."""
+        self._known.clear()
+
+
+recent_sessions = RecentSessions()
+"""Those of this web process."""
+
+
+def _session_key(request: Request) -> str:
+    return str(request.COOKIES.get(settings.SESSION_COOKIE_NAME, ""))
+
+
+class RememberingAuthentication(CookieAuthentication):
+    """A session that this process has seen valid in the last minutes counts while the database is away.
+
+    For reading what is wrong with the system, nothing else.
+    """
+
+    def authenticate(self, request: Request) -> tuple[Any, None] | None:
+        """The principal of the session, None without one; raises as `CookieAuthentication` does."""
+        try:
+            return super().authenticate(request)
+        except (OperationalError, InterfaceError):
+            who = recent_sessions.find(_session_key(request))
+            if who is None or request.method not in SAFE_METHODS:
+                raise
+            return who, None
 
 
 class SignInAuthentication(CookieAuthentication):

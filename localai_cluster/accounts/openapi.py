@@ -34,3 +34,10 @@ class SignInScheme(CookieScheme):  # type: ignore[no-untyped-call]
 
     target_class = "localai_cluster.accounts.authentication.SignInAuthentication"
     name = "signedIn"
+
+
+class RememberingScheme(CookieScheme):  # type: ignore[no-untyped-call]
+    """The same cookie, good for a few minutes more while the database is away."""
+
+    target_class = "localai_cluster.accounts.authentication.RememberingAuthentication"
+    name = "recentSession"

@@ -17,7 +17,7 @@ from rest_framework import exceptions
 from rest_framework.response import Response
 from rest_framework.views import set_rollback
 
-from localai_cluster import errors, names
+from localai_cluster import disk, errors, names, outage
 from localai_cluster.web.parsers import MALFORMED
 
 log = logging.getLogger(__name__)
@@ -75,6 +75,8 @@ def translated(exc: Exception) -> errors.ClusterError | None:
         # Two callers wrote what only one may; the verbs foresee what is known, this is what is not.
         log.exception("a constraint refused a write")
         return errors.Conflict("changed by another request at the same time; try again")
+    if outage.is_disk_full(exc):
+        return errors.Unavailable("the database cannot write: its disk is full")
     return next((make() for kind, make in _OTHERS if isinstance(exc, kind)), None)
 
 
@@ -92,8 +94,8 @@ _OTHERS: tuple[tuple[type[Exception], Callable[[], errors.ClusterError]], ...] =
     (PermissionDenied, errors.Forbidden),
     (RequestDataTooBig, lambda: _with_status(413, "the request body is too large")),
     (SuspiciousOperation, errors.InvalidInput),
-    (OperationalError, lambda: errors.Unavailable("the database is unavailable")),
-    (InterfaceError, lambda: errors.Unavailable("the database is unavailable")),
+    (OperationalError, lambda: errors.Unavailable(disk.explained("the database is unavailable"))),
+    (InterfaceError, lambda: errors.Unavailable(disk.explained("the database is unavailable"))),
 )
 
 

@@ -2,31 +2,52 @@
 
 from typing import Any
 
-LARGEST_BODY = 8 * 1024 * 1024
+from localai_cluster.web.bodies import Budget, too_many
+
+LARGEST_BODY = 1024 * 1024 + 64 * 1024
 """Bytes passed on of a request's body, above every route's own limit; the rest is read and dropped."""
+FREE_BODY = 64 * 1024
+"""Bytes of a body that are always admitted. Django reads a body before it knows the caller."""
+MOST_HELD = 64 * 1024 * 1024
+"""Bytes that larger bodies hold together in one process."""
 
 
 class BoundedBody:
-    """ASGI middleware: keeps a huge body off the disk, to which Django would write all of it."""
+    """ASGI middleware: bounds what Django keeps of each body, and of all larger ones together.
+
+    Raises Unavailable when the larger ones hold too much.
+    """
 
     def __init__(self, application: Any) -> None:
         self._application = application
+        self._budget = Budget(MOST_HELD)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Passes the request on."""
-        passed = 0
+        passed, taken, refused = 0, 0, False
 
         async def bounded() -> Any:
-            nonlocal passed
+            nonlocal passed, taken, refused
             message = await receive()
             while passed > LARGEST_BODY and message["type"] == "http.request" and message.get("more_body"):
                 message = await receive()
             if message["type"] == "http.request" and passed > LARGEST_BODY:
                 return {**message, "body": b""}
             passed += len(message.get("body", b""))
+            if passed > FREE_BODY:
+                self._budget.take(passed - taken)
+                taken = passed
+                refused = self._budget.is_exceeded
+                if refused:
+                    return {"type": "http.disconnect"}  # Django then closes what it has of the body
             return message
 
-        await self._application(scope, bounded, send)
+        try:
+            await self._application(scope, bounded, send)
+            if refused:
+                raise too_many()
+        finally:
+            self._budget.give_back(taken)
 
 
 class Utf8Only:

@@ -4,8 +4,10 @@ Over the limit an address may not try another token until the minute is over, no
 names a node is still looked at, so that it cannot be locked out: its own secret, 256 random bits, and the
 shared token of a node that has nothing better. Everything else is answered 429, also the shared token for a
 node that is not known by it: a right guess must look like a wrong one. A right API key too goes on working
-beside wrong ones, and its way costs nothing: only what was refused is counted. Passwords are fewer and looked
-at slowly, so their tries are counted before they are looked at, and those that were right are taken back.
+beside wrong ones, and its way costs nothing: only what was refused is counted. From an address over the limit
+a body is read after its key is confirmed, which costs a statement if the process does not know the key.
+Passwords are fewer and looked at slowly, so their tries are counted before they are looked at, and those that
+were right are taken back.
 
 The counts lie in Valkey, so that all web processes share them; while it is away each process counts for
 itself: that locks no address out, and nothing fails. A count lives for two minutes, and a process keeps
@@ -81,6 +83,8 @@ class Failures:
         what: str = "tokens or secrets",
     ) -> None:
         self._shared, self._own, self._limit, self._what = shared, own, limit, what
+        self._refused: dict[str, int] = {}
+        """Addresses that `note` refused in this process, with the window in which it did."""
 
     def check(self, address: str, now: datetime) -> None:
         """Raises TooManyFailures if the address may not try another one in this window."""
@@ -94,7 +98,15 @@ class Failures:
         """
         count = self._add(address, now)
         self.tell(address, now)
+        if count > self._limit:
+            if len(self._refused) >= MOST_ADDRESSES:
+                self._refused.clear()
+            self._refused[source(address)] = _window(now)
         self._judge(count, now)
+
+    def was_refused(self, address: str, now: datetime) -> bool:
+        """Return True if this process refused the address in this window; without I/O."""
+        return self._refused.get(source(address)) == _window(now)
 
     async def noted(self, refusal: errors.ClusterError, address: str) -> errors.ClusterError:
         """Counts one failure off the event loop; the refusal that the caller gets, `refusal` or 429."""

@@ -67,12 +67,12 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-async def send_answer(send: Send, answer: Answer) -> None:
-    """Sends a whole answer."""
+async def send_answer(send: Send, answer: Answer, *, more: bool = False) -> None:
+    """Send a whole answer. With `more` the caller ends the response itself."""
     length = (b"content-length", str(len(answer.body)).encode())
     headers = [(b"content-type", answer.kind), length, *answer.headers]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    await send({"type": "http.response.body", "body": answer.body})
+    await send({"type": "http.response.body", "body": answer.body, "more_body": more})
 
 
 def json_object(body: bytes) -> Mapping[str, Any]:

@@ -263,6 +263,8 @@ def _not_refusable(conflict: NodeConflict) -> str:
 def _acceptance(conflict: NodeConflict) -> str:
     if conflict.kind == NodeConflict.Mismatch.NAME:
         return f"the node is renamed to {conflict.claimed_name}"
+    if conflict.kind == NodeConflict.Mismatch.ADDRESS:
+        return f"the worker at {conflict.source_address} becomes the node; the current one is refused"
     return f"the worker at {conflict.source_address} becomes the node; the current secret is rejected"
 
 
@@ -272,7 +274,8 @@ CONFLICT_VERBS = (
         "Accept",
         "accepted",
         "The node takes over the claimant's secret; the previous secret is permanently rejected. The node is"
-        " offline until the new worker registers. Accepting a claim to another name only renames the node.",
+        " offline until the new worker registers. Accepting a claim to another name only renames the node;"
+        " one to another address makes the worker there the node.",
         _not_acceptable,
         _acceptance,
         _silent(lambda pk, actor, now, asked: services.accept_conflict(pk, actor=actor, now=now)),

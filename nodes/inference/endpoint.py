@@ -6,9 +6,12 @@ by a 503 (`end_all`).
 
 Errors of authentication come before errors of content, and a request without any credential is refused
 before its body is read; a form, which may be large, is read for a known caller only. The statement that picks
-the replica checks a stored key; a request that ends before its pick has the key checked by a statement of its
-own. A wrong key is counted for its address after that. A request without a key may come from the page: then
-its session is looked up, and its token checked; one that is not there counts as a wrong key.
+the replica checks a stored key. If this process has not seen the key confirmed lately, it reads no more than
+the first part of a body before a statement of its own confirms the key, and nothing at all from an address
+that is over its limit of failures; the pick checks the key again. A request that ends before its pick has the
+key checked by such a statement too. A wrong key is counted for its address after that. A request without a
+key may come from the page: then its session is looked up, and its token checked; one that is not there counts
+as a wrong key.
 """
 
 import asyncio
@@ -24,7 +27,7 @@ from localai_cluster.accounts.credentials import StoredKey, WrongKey
 from localai_cluster.errors import ClusterError, NotAuthenticated, Unavailable
 from localai_cluster.logs import request_id
 from localai_cluster.metrics import web as metrics
-from localai_cluster.web import multipart, throttle, wire
+from localai_cluster.web import bodies, multipart, throttle, wire
 from localai_cluster.web.wire import Answer, Receive, Scope, Send
 from nodes.inference import gateway
 from nodes.routing.request import InferenceRequest
@@ -79,11 +82,13 @@ class Endpoint:
         request = InferenceRequest(
             client_address=wire.client_of(scope), request_id=request_id.get(), path=scope["path"]
         )
+        limit = self.limit or wire.MAX_BODY
+        body = bodies.Body(scope, receive, limit, _too_large(limit) if self.limit else None)
         try:
             with contextlib.suppress(wire.Disconnected):
-                answer = await self._answer(request, scope, receive, send)
+                answer = await self._answer(request, scope, body, receive, send)
                 if isinstance(answer, Answer):
-                    await wire.send_answer(send, answer)
+                    await body.answer(send, answer)
                     status = answer.status
                 else:
                     # Only now: the end of a body looks like the client's leaving.
@@ -91,17 +96,18 @@ class Endpoint:
                     status = answer
         finally:
             request.form.close()
+            body.release()
             metrics.inference_ended(request.model, status or metrics.LEFT, clock.monotonic() - began)
 
     async def _answer(
-        self, request: InferenceRequest, scope: Scope, receive: Receive, send: Send
+        self, request: InferenceRequest, scope: Scope, body: bodies.Body, receive: Receive, send: Send
     ) -> Answer | int:
         """The answer, or the status of one that has been streamed."""
         try:
             await identify(request, scope)
             if scope["method"] != self.method:
                 raise MethodNotAllowed(f"only {self.method} is accepted here")
-            await self._read(request, scope, receive)
+            await self._read(request, scope, body)
             return await until_disconnected(self._handle(request, send), receive)
         except MethodNotAllowed as error:
             answer = self.refused(error)
@@ -113,23 +119,25 @@ class Endpoint:
                 logger.warning("%s %s: %s", scope["method"], scope["path"], error.message.partition("\n")[0])
             return self.refused(error)
 
-    async def _read(self, request: InferenceRequest, scope: Scope, receive: Receive) -> None:
+    async def _read(self, request: InferenceRequest, scope: Scope, body: bodies.Body) -> None:
         if self.form:
-            await confirm(request)
+            await _confirm_early(request)
             kind = dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")
             limit = self.limit or wire.MAX_BODY
-            request.form = await multipart.read(receive, kind, limit, _too_large(limit))
+            request.form = await multipart.read(body.receive, kind, limit, _too_large(limit))
             return
+        if not _is_confirmed(request):
+            if not _is_suspect(request):
+                await body.read_first_part()
+            if not body.is_complete:
+                await _confirm_early(request)
         try:
-            request.body = await self._body(receive)
+            request.body = await body.read_all()
         except ClusterError:
             await confirm(request)
             raise
-
-    async def _body(self, receive: Receive) -> bytes:
-        if self.limit is None:
-            return await wire.read_body(receive)
-        return await wire.read_body(receive, self.limit, _too_large(self.limit))
+        finally:
+            body.release()
 
     async def _handle(self, request: InferenceRequest, send: Send) -> Answer | int:
         try:
@@ -141,6 +149,23 @@ class Endpoint:
             if error.status < 500 and not isinstance(error, NotAuthenticated):
                 await confirm(request)
             raise
+
+
+def _is_confirmed(request: InferenceRequest) -> bool:
+    """Return True if the caller is known, or its key was confirmed a moment ago."""
+    return not request.key_hash or request.key_hash in gateway.current().picker.confirmed_keys
+
+
+def _is_suspect(request: InferenceRequest) -> bool:
+    """Return True if no part of the body may be read before the key is confirmed."""
+    return bodies.shared.is_half_used or throttle.api_keys().was_refused(request.client_address, clock.now())
+
+
+async def _confirm_early(request: InferenceRequest) -> None:
+    """Confirm the key before the body is read. The pick checks it again: it may be revoked meanwhile."""
+    key_hash = request.key_hash
+    await confirm(request)
+    request.key_hash = key_hash
 
 
 def _too_large(limit: int) -> TooLarge:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from localai_cluster import clock, conf
+from localai_cluster.accounts.authentication import recent_sessions
 from localai_cluster.accounts.websockets import ACCESS
 from localai_cluster.errors import Unavailable
 from localai_cluster.metrics import web as metrics
@@ -234,6 +235,9 @@ def _heard(channel: str, payload: str, hints: Hints, prefixes: Prefixes | None) 
         hints.notify(payload.partition(" ")[0])
     if channel in (ACCESS, ""):
         sockets.look_again(payload)
+        recent_sessions.clear()
+        if _running is not None:
+            _running.gateway.picker.confirmed_keys.clear()
     if prefixes is not None and channel == hooks.CHANNEL:
         prefixes.removed(hooks.heard(payload))
     if prefixes is not None and channel == "":

@@ -9,6 +9,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from localai_cluster import __version__, periodic
+from localai_cluster.disk import DiskUsage
 from localai_cluster.env import weak_secret
 from nodes.live.shapes import NOTICE
 from nodes.registry.mass_silence import Held
@@ -36,6 +37,8 @@ class ClusterFacts:
     redis_away: bool = False
     held: Held | None = None
     """Nodes that fell silent together and are kept."""
+    disk: DiskUsage | None = None
+    """The disk of the server's data folder; None if it has not been read."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ def unreachable(as_of: datetime | None) -> Notice:
 def notices(facts: ClusterFacts, told: Told, now: datetime) -> list[Notice]:
     """All that holds, the worst first."""
     return [
+        *disk_notices(facts.disk),
         *_engine(facts, now),
         *_helpers(facts, now),
         *_silence(facts),
@@ -72,6 +76,15 @@ def notices(facts: ClusterFacts, told: Told, now: datetime) -> list[Notice]:
         *_versions(facts),
         *_secrets(told),
     ]
+
+
+def disk_notices(usage: DiskUsage | None) -> list[Notice]:
+    """The disk of the data folder is full: then little else works, whether or not the database is read."""
+    if usage is None or not usage.is_full:
+        return []
+    text = f"The disk of the server's data folder is full: {usage}."
+    hint = "Free space there. What cannot be written until then is tried again or refused."
+    return [_notice("disk-full", "error", text, hint)]
 
 
 def _engine(facts: ClusterFacts, now: datetime) -> list[Notice]:

@@ -20,11 +20,11 @@ import redis.asyncio
 from channels.db import database_sync_to_async
 from django.db import Error as DatabaseError
 
-from localai_cluster import cancel, clock, conf, periodic
+from localai_cluster import cancel, clock, conf, disk, periodic
 from nodes.backends import upgrade_state
 from nodes.live import rows, shapes
 from nodes.live.history import Difference, History
-from nodes.live.notices import ClusterFacts, Notice, Told, notices, unreachable
+from nodes.live.notices import ClusterFacts, Notice, Told, disk_notices, notices, unreachable
 from nodes.registry import mass_silence
 from nodes.scheduling import store as rules
 from operations.changes import events, feed
@@ -101,6 +101,7 @@ class NodeFeed:
         self._failing = False
         self._readable_since: datetime | None = None
         self._texts: dict[int | None, str] = {}
+        self._disk: disk.DiskUsage | None = None
 
     async def follow(self, cursor: str = "") -> AsyncGenerator[str, None]:
         """The messages for one watcher who stands at `cursor`, forever.
@@ -159,6 +160,7 @@ class NodeFeed:
         woken = asyncio.Event()
         hearing = asyncio.create_task(self._hear(woken), name="node feed hears")
         pinging = asyncio.create_task(self._keep_pinging(), name="node feed pings")
+        measuring = asyncio.create_task(self._keep_measuring(), name="node feed measures the disk")
         try:
             while True:
                 began = clock.monotonic()
@@ -173,12 +175,19 @@ class NodeFeed:
         finally:
             await cancel.end(hearing)
             await cancel.end(pinging)
+            await cancel.end(measuring)
 
     async def _keep_pinging(self) -> None:
         self._unanswered = 0
         while self._ping is not None:
             self._unanswered = 0 if await self._ping() else self._unanswered + 1
             await asyncio.sleep(PING_EVERY)
+
+    async def _keep_measuring(self) -> None:
+        while True:
+            # In a thread: a disk that hangs must not hold up what else the pages are told.
+            self._disk = await asyncio.to_thread(disk.current)
+            await asyncio.sleep(disk.MAX_AGE)
 
     @staticmethod
     async def _hear(woken: asyncio.Event) -> None:
@@ -227,14 +236,15 @@ class NodeFeed:
             tasks_wait_since=found.tasks_wait_since,
             redis_away=self._unanswered > 1,
             held=found.held,
+            disk=self._disk,
         )
 
     def _fail(self, why: str) -> None:
         if not self._failing:
             log.warning("nodes not read: %s; looking again", why)
             self._failing = True
-        known = [one for one in self.notices if one["id"] != "database-unreachable"]
-        self._tell([unreachable(self._as_of), *known], False)
+        known = [one for one in self.notices if one["id"] not in ("database-unreachable", "disk-full")]
+        self._tell([*disk_notices(self._disk), unreachable(self._as_of), *known], False)
 
     def _tell(self, found: list[Notice], moved: bool, more: bool = False) -> None:
         """Wakes the watchers if there is anything new."""

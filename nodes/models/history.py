@@ -85,6 +85,7 @@ class NodeConflict(models.Model):
         TOKEN = "token", "the shared token for a node with a secret"
         INSTANCE = "instance", "two processes with one secret"
         NAME = "name", "the node's secret under another name"
+        ADDRESS = "address", "another address for a node known by the shared token"
 
     class State(models.TextChoices):
         """What an admin said."""
@@ -98,7 +99,7 @@ class NodeConflict(models.Model):
     kind = models.CharField(max_length=16, choices=Mismatch)
     state = models.CharField(max_length=16, choices=State, default=State.OPEN)
     claim = models.CharField(max_length=64)
-    """What tells one claimant from the next: fingerprint, instance or source address."""
+    """What tells one claimant from the next: fingerprint, instance, source address or hash of addresses."""
     claimed_name = models.CharField(max_length=255, blank=True, default="")
     source_address = models.CharField(max_length=64, blank=True, default="")
     advertised_address = models.CharField(max_length=512, blank=True, default="")

@@ -11,7 +11,7 @@ from localai_cluster.outage import left_out_in_an_outage
 from nodes.backends import upgrade_state
 from nodes.reconcilers import intents, replicas, stuck
 from nodes.reconcilers.liveness import Limits, apply, observe, plan_liveness
-from nodes.registry import bus_credentials, joining, samples, services, timeline
+from nodes.registry import bus_credentials, joining, pending, samples, services, timeline
 from nodes.replicas import checks, fleet_log, reasons, recount
 
 PRUNED_AT_ONCE = 5000
@@ -81,7 +81,8 @@ def prune_timeline() -> None:
     """Deletes events, join tokens, audit, reasons of placement and what those saw, past their retention.
 
     The last two are bounded by their size too: a fleet may make a decision every second. A chunk a
-    transaction; at once if another process is at it. Expired credentials for the bus go with them.
+    transaction; at once if another process is at it. Expired credentials for the bus go with them, and
+    pending nodes that have been silent for a day.
     """
     now, cluster = clock.now(), conf.cluster()
     before = now - timedelta(seconds=cluster.event_retention)
@@ -93,6 +94,8 @@ def prune_timeline() -> None:
         while _chunk(prune, since) == PRUNED_AT_ONCE:
             pass
     bus_credentials.prune(now)
+    if expired := pending.expire(now=now):
+        log.info("%d pending nodes were silent for a day and are removed", expired)
 
 
 @left_out_in_an_outage

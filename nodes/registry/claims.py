@@ -12,7 +12,7 @@ from uuid import UUID
 from django.db import transaction
 from django.db.models import F, QuerySet
 
-from localai_cluster import errors, names
+from localai_cluster import addresses, errors, names
 from localai_cluster.accounts import actors, principals
 from localai_cluster.accounts.actors import Actor
 from nodes.models import BackendNode, NodeConflict, NodeEvent, RevokedSecret
@@ -32,6 +32,8 @@ _SAID = {
     Kind.TOKEN: "the name {name!r} belongs to a worker with a secret; the shared token is not enough",
     Kind.INSTANCE: "another process has since registered with this secret; its data folder may be a copy",
     Kind.NAME: "this secret belongs to the node {name!r}: an administrator must accept the new name",
+    Kind.ADDRESS: "the node {name!r} is known by the shared token at another address; an administrator must"
+    " accept this one",
 }
 NOT_ACCEPTABLE = {
     Kind.TOKEN: "a node with a secret cannot fall back to the shared token; deregister it instead",
@@ -49,6 +51,21 @@ def judge(node: BackendNode, fingerprint: str, instance: str) -> NodeConflict.Mi
     if not fingerprint:
         return Kind.TOKEN if node.bound_at else None
     return Kind.WEAK if node.weak_identity else None
+
+
+def has_moved(node: BackendNode, source_address: str, address: str) -> bool:
+    """Return True if an approved node without a secret would register from, or at, another host than before.
+
+    Its address is all that tells its worker from others who have the shared token. Another port of the same
+    host is a restart.
+    """
+    if not node.weak_identity or node.approved_at is None:
+        return False
+    if not addresses.same_host(source_address, node.source_address):
+        return True
+    return bool(address and node.address) and not addresses.same_host(
+        addresses.host_of(address), addresses.host_of(node.address)
+    )
 
 
 def bind(change: Change, fingerprint: str, instance: str) -> None:
@@ -139,7 +156,9 @@ def accept_conflict(
         _decide(conflict, NodeConflict.State.ACCEPTED, actor, now)
         if conflict.kind == Kind.NAME:
             _rename(change, conflict.claimed_name)
-        if conflict.kind == Kind.NAME or conflict.claim == change.node.fingerprint:
+        if conflict.kind == Kind.ADDRESS:
+            _move(change, conflict, actor)
+        elif conflict.kind == Kind.NAME or conflict.claim == change.node.fingerprint:
             change.tell(NodeEvent.Kind.CONFLICT_ACCEPTED, actor, Kind(conflict.kind).label, _detail(conflict))
         else:
             _hand_over(change, conflict, actor)
@@ -191,6 +210,23 @@ def _hand_over(change: Change, conflict: NodeConflict, actor: Actor) -> None:
     change.set(instance="", former_instances=[], engine_token="")
     agents.revoke(change)
     change.happen(Event.HANDED_OVER, actor, reason=Kind(conflict.kind).label, detail=_detail(conflict))
+
+
+def _move(change: Change, conflict: NodeConflict, actor: Actor) -> None:
+    """The node is at the claimed address from now on; who was it before is refused, also on the bus."""
+    if not change.node.weak_identity:
+        raise errors.Conflict("the node has a secret of its own by now", field="kind")
+    change.set(
+        source_address=conflict.source_address,
+        address=conflict.advertised_address or change.node.address,
+        http_address="",
+        fingerprint="",  # another identity: credentials for the bus end
+        instance="",
+        former_instances=[],
+        engine_token="",
+    )
+    agents.revoke(change)
+    change.happen(Event.HANDED_OVER, actor, reason=Kind.ADDRESS.label, detail=_detail(conflict))
 
 
 def _replace_secret(change: Change, fingerprint: str, actor: Actor) -> None:

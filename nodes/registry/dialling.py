@@ -62,10 +62,18 @@ def check_registered(name: str, address: str, http_address: str, source_address:
     """Raises InvalidInput naming the field unless both are `host:port` ("" = not told) of one host.
 
     The HTTP address may also have a host that the operator lists for the node of this name. Loopback is the
-    machine that dials: only a worker that came from this machine may name it.
+    machine that dials: only a worker that came from this machine may name it. Nobody may name a cloud's
+    metadata service or a link-local address, unless the operator lists it for the node.
     """
     own, other = _checked("address", address), _checked("http_address", http_address)
     for field_name, given in (("address", own), ("http_address", other)):
+        if given and _is_barred(given.host, name):
+            raise errors.InvalidInput(
+                f"{field_name} has the host {given.host}, which is link-local or a cloud's metadata service:"
+                " set LOCALAI_ADVERTISE_ADDR to the worker's own; an operator can allow it for"
+                f" {name!r} by CLUSTER_NODE_HOSTS",
+                field=field_name,
+            )
         if given and addresses.is_local(given.host) and not _own_machine(source_address):
             raise errors.InvalidInput(
                 f"{field_name} has the host {given.host}, which others cannot reach: set"
@@ -85,6 +93,8 @@ def permitted(address: str, *, name: str, registered: tuple[str, ...]) -> bool:
     try:
         host = addresses.parse(address).host
     except ValueError:
+        return False
+    if _is_barred(host, name):
         return False
     return host in _listed(name) or host in {found.host for one in registered if (found := _parsed(one))}
 
@@ -144,6 +154,10 @@ def http_server(node_id: UUID) -> HttpServer:
         )
     contact = Contact(str(addresses.parse(node.http_address)), bearer(node.engine_token, node.weak_identity))
     return HttpServer(node.name, node.status, contact)
+
+
+def _is_barred(host: str, name: str) -> bool:
+    return addresses.is_special(host) and host not in _listed(name)
 
 
 def _own_machine(source_address: str) -> bool:

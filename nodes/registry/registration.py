@@ -19,7 +19,7 @@ from localai_cluster.accounts import actors, principals
 from localai_cluster.messaging.credentials import Credentials
 from localai_cluster.messaging.messages import process_key
 from nodes.models import BackendNode, NodeConflict, NodeModel, NodeType
-from nodes.registry import agents, budget, bus_credentials, claims, dialling, joining, states
+from nodes.registry import agents, budget, bus_credentials, claims, dialling, joining, pending, states
 from nodes.registry.change import ENGINES_UNKNOWN, Change, facts_of, save_all
 from nodes.registry.fleet import lock_in_order
 from nodes.registry.labels import reported_labels
@@ -87,8 +87,9 @@ def register_all(
 ) -> list[RegistrationOutcome]:
     """Registers claims, no two of one name or secret, in one transaction and a constant number of statements.
 
-    Raises Forbidden for a revoked secret, TokenRefused for a join token that was spent meanwhile and Conflict
-    for what cannot be recorded; then none of them counts. A join token costs one statement more.
+    Raises Forbidden for a revoked secret, TokenRefused for a join token that was spent meanwhile, Conflict
+    for what cannot be recorded and TooManyPending; then none of them counts. A join token costs one statement
+    more, a new node that must be approved two.
     With `patience` it gives up (OperationalError) when another transaction holds a row for so many seconds.
     """
     with transaction.atomic():
@@ -103,6 +104,8 @@ def register_all(
         judged = [_judged(rows, one) for rows, one in zip(held, made, strict=True)]
         fitting = [(node, one) for (node, kind), one in zip(judged, made, strict=True) if kind is None]
         joining.spend(_newcomers(fitting), now)
+        if not auto_approve:
+            pending.check_limits([node for node, one in fitting if not node.revision and one.ticket is None])
         admitted = {node.id: found for node, found in _admit_all(fitting, now, auto_approve)}
         return [
             admitted[node.id] if kind is None else _note(node, kind, one, now)
@@ -147,6 +150,8 @@ def _judged(rows: Collection[BackendNode], made: Claim) -> tuple[BackendNode, No
     named = next((row for row in rows if row.name == made.told.name), None)
     other = next((row for row in rows if row is not named), None)
     kind = claims.judge(named, made.fingerprint, made.instance) if named else None
+    if named and not kind and claims.has_moved(named, made.source_address, made.told.address):
+        kind = NodeConflict.Mismatch.ADDRESS
     if other is not None and kind is None:
         return other, NodeConflict.Mismatch.NAME
     assert named is not None
@@ -158,6 +163,8 @@ def _claimed(kind: NodeConflict.Mismatch, made: Claim) -> str:
         return principals.hash_secret(made.told.name)
     if kind == NodeConflict.Mismatch.TOKEN:
         return made.source_address
+    if kind == NodeConflict.Mismatch.ADDRESS:
+        return principals.hash_secret(f"{made.source_address} {made.told.address}")
     return made.instance if kind == NodeConflict.Mismatch.INSTANCE else made.fingerprint
 
 

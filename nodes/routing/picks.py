@@ -21,7 +21,7 @@ from uuid import UUID, uuid4
 import orjson
 import psycopg
 
-from localai_cluster import __version__, clock, conf
+from localai_cluster import __version__, clock, conf, disk
 from localai_cluster.accounts.credentials import WrongKey
 from localai_cluster.accounts.principals import Principal
 from localai_cluster.errors import ClusterError, Unavailable
@@ -29,6 +29,7 @@ from localai_cluster.metrics import web as metrics
 from nodes.registry import dialling
 from nodes.replicas import leaving, statements
 from nodes.replicas.prefix_statement import EXCHANGE_BY_PREFIX
+from nodes.routing.confirmed_keys import ConfirmedKeys
 from nodes.routing.pool import UNREACHABLE, DedicatedConnection, Parameters, Pool
 from nodes.routing.request import InferenceRequest, PickWish, Replica
 
@@ -59,6 +60,7 @@ class Picker:
 
     def __init__(self, pool: Pool, connection: DedicatedConnection, weights: Weights = no_weights) -> None:
         self.process_id = uuid4()
+        self.confirmed_keys = ConfirmedKeys()
         self._weights = weights
         self._pool = pool
         self._connection = connection
@@ -118,7 +120,7 @@ class Picker:
         self._wake()
         await self.idle()
         if self._unsettled:
-            raise Unavailable("the database is not reachable", retry_after=2)
+            raise Unavailable(disk.explained("the database is not reachable"), retry_after=2)
 
     async def lose(self, replica: Replica, *, strange: bool = False) -> bool:
         """Takes a replica out of the picks that did no work: the row that was picked, not one in its place.
@@ -177,7 +179,7 @@ class Picker:
                 await self._exchange()
         except (*_REPEATABLE, *UNREACHABLE) as error:
             logger.warning("Cannot settle the counts of this process: %s", error)
-            self._refuse(Unavailable("the database is not reachable", retry_after=2))
+            self._refuse(Unavailable(disk.explained("the database is not reachable"), retry_after=2))
         except Exception:
             logger.exception("Picking failed")
             self._unsettled = True
@@ -236,7 +238,7 @@ class Picker:
         for request in requests:
             request.pick_attempts += 1
             if request.pick_attempts >= limit:
-                _fail(request, Unavailable("the database is not reachable", retry_after=2))
+                _fail(request, Unavailable(disk.explained("the database is not reachable"), retry_after=2))
         if requests and requests[0].pick_attempts >= limit:
             logger.warning("Cannot pick replicas: %s", error)
         return [request for request in requests if not request.picked.done()]
@@ -258,6 +260,7 @@ class Picker:
         for request in requests:
             owner = owners.get(request.key_hash)
             if request.key_hash and owner is None:
+                self.confirmed_keys.discard(request.key_hash)
                 _fail(request, WrongKey())
                 continue
             ask = next((ask for ask in asks.of(request) if replicas.get(ask)), None)
@@ -270,6 +273,7 @@ class Picker:
                 self.release(replica)
             return
         if owner is not None:
+            self.confirmed_keys.add(request.key_hash)
             request.principal, request.key_hash = owner, ""
         request.replica = replica
         request.picked.set_result(None)

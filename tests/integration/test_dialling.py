@@ -140,3 +140,35 @@ def own_address() -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))
         return str(probe.getsockname()[0])
+
+
+@pytest.mark.rule("http-1.1")
+@pytest.mark.parametrize(
+    "host",
+    [
+        "169.254.169.254",
+        "169.254.170.2",
+        "[::ffff:169.254.169.254]",
+        "[64:ff9b::a9fe:a9fe]",
+        "[fd00:ec2::254]",
+        "[fe80::1]",
+        "100.100.100.200",
+        "168.63.129.16",
+        "Metadata.Google.Internal.",
+        "224.0.0.1",
+    ],
+)
+def test_no_node_is_a_clouds_metadata_service(host: str, settings: Settings) -> None:
+    """Review X12: such a service gives its secrets to whoever calls from the machine. An operator can list
+    it."""
+    for fields in ({"address": f"{host}:80"}, {"address": "gpu-1:1", "http_address": f"{host}:80"}):
+        answer = api.register(api.registration("gpu-1", **fields))
+        assert answer.status_code == 400
+        assert "metadata" in api.message(answer)
+    node = api.make_node("gpu-1", address="gpu-1:50051")
+    type(node).objects.filter(pk=node.pk).update(address=f"{host}:50051")  # registered before
+    assert "registered" in refused(node.id, f"{host}:50053")
+    plain = host.lower().strip("[].").removeprefix("::ffff:")
+    listed = {"gpu-1": frozenset({plain})}
+    settings.CLUSTER = replace(settings.CLUSTER, node_hosts=listed)
+    assert dialling.accept(node.id, f"{host}:50053", now=NOW)

@@ -6,7 +6,7 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.db import OperationalError
 
-from localai_cluster import clock
+from localai_cluster import clock, disk
 from nodes.live import watch as watching
 from operations.changes import cursor, fanout
 from operations.executor import controllers
@@ -44,6 +44,25 @@ async def test_an_outage_is_told_and_what_was_seen_stays(
     await page.until(lambda: shown(page, node)["status"] == "draining")
     await page.until(lambda: "database-unreachable" not in page.notices)
     assert sum("nodes not read" in line for line in caplog.messages) == 1
+
+
+async def test_a_full_disk_is_named_while_the_database_is_away(
+    tab: Open, process: watching.NodeFeed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Review X4: with its mount and folder, before the notice about the database that it explains."""
+    full = disk.DiskUsage("/var/lib/cluster", "/var", 0, 2**30)
+    monkeypatch.setattr(disk, "current", lambda: full)
+    monkeypatch.setattr(watching, "LOOK_EVERY", 0.05)
+
+    def broken() -> watching.Snapshot:
+        raise OperationalError("No space left on device")
+
+    page = await (await tab()).greeted()
+    process._read = broken
+    await page.until(lambda: {"disk-full", "database-unreachable"} <= set(page.notices))
+    told = page.told("notices")[-1]["notices"]
+    assert [one["id"] for one in told][:2] == ["disk-full", "database-unreachable"]
+    assert "0.0 of 1.0 GiB free on /var (folder /var/lib/cluster)" in told[0]["text"]
 
 
 async def test_a_look_that_failed_is_not_rested_from(

@@ -10,7 +10,7 @@ from localai_cluster import errors
 from localai_cluster.accounts.actors import MAKE_RUN
 from localai_cluster.accounts.credentials import identify, principal_of
 from localai_cluster.accounts.principals import hash_secret
-from nodes.models import BackendNode, NodeConflict, RevokedSecret
+from nodes.models import BackendNode, BusCredential, NodeConflict, RevokedSecret
 from nodes.registry import services
 from nodes.registry.claims import MOST_CONFLICTS, MOST_INSTANCES
 from tests.support.fleet import (
@@ -148,6 +148,49 @@ def test_a_secret_for_a_node_known_by_the_shared_token_is_a_conflict() -> None:
     stored = row(node)
     assert (stored.weak_identity, stored.status) == (False, "healthy")
     assert refused(secret="", now=later(62)).kind == Kind.TOKEN
+
+
+@pytest.mark.usefixtures("weak_allowed")
+@pytest.mark.parametrize(
+    "claimed",
+    [
+        {"source": "10.0.0.66", "address": "10.0.0.66:50051"},
+        {"source": "10.0.0.66"},
+        {"address": "10.0.0.66:50051"},
+    ],
+    ids=["elsewhere", "pretends", "diverts"],
+)
+def test_a_weak_node_at_another_address_is_a_conflict(claimed: dict[str, Any]) -> None:
+    """Review X7: the shared token is no proof, so the address is; nothing of the node changes until an admin
+    accepts. Then the worker there is the node, and credentials for the bus end."""
+    node = approved(secret="")
+    replica(node)
+    before = row(node)
+    conflict = refused(secret="", now=later(1), **claimed)
+    assert (conflict.kind, conflict.node_id) == (Kind.ADDRESS, node.pk)
+    assert (row(node).address, row(node).source_address) == (before.address, before.source_address)
+    assert len(replicas(node)) == 1
+    assert register(secret="", now=later(2)).node.pk == node.pk
+
+    accept(conflict)
+    assert (status(node), replicas(node)) == ("offline", [])
+    assert not BusCredential.objects.filter(node_id=node.pk, revoked_at=None).exists()
+    assert refused(secret="", now=later(61)).kind == Kind.ADDRESS
+    registered = register(secret="", now=later(62), **claimed)
+    assert (registered.node.pk, status(node)) == (node.pk, "healthy")
+    assert registered.credentials is not None
+
+
+@pytest.mark.usefixtures("weak_allowed")
+def test_a_weak_node_that_restarts_at_its_address_is_none() -> None:
+    """Another port, another spelling of its address, or not yet approved: no conflict."""
+    node = approved(secret="")
+    register(secret="", now=later(1), address="10.0.0.1:50099", source="::ffff:10.0.0.1")
+    assert row(node).address == "10.0.0.1:50099"
+    pending = register("w2", secret="").node
+    register("w2", secret="", now=later(1), source="10.0.0.9", address="10.0.0.9:1")
+    assert row(pending).address == "10.0.0.9:1"
+    assert not NodeConflict.objects.exists()
 
 
 @pytest.mark.usefixtures("weak_allowed")

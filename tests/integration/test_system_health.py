@@ -4,13 +4,15 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from django.db import connection
+from django.db import OperationalError, connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django_q.models import OrmQ, Schedule, Task
 
-from localai_cluster import clock, health, periodic, system_health
+from localai_cluster import clock, disk, health, periodic, system_health
+from localai_cluster.accounts.authentication import recent_sessions
 from localai_cluster.accounts.models import AuditEntry
+from localai_cluster.accounts.session_store import SessionStore
 from localai_cluster.periodic import Recurring
 from nodes.live import watch
 from nodes.models import WebProcess
@@ -35,7 +37,7 @@ def root() -> Client:
 def _probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every dependency answers."""
     monkeypatch.setattr(system_health, "_noticed", {})
-    monkeypatch.setattr(health, "CHECKS", dict.fromkeys(("nats", "channel layer"), lambda: None))
+    monkeypatch.setattr(health, "CHECKS", dict.fromkeys(("database", "nats", "channel layer"), lambda: None))
 
 
 def asked() -> Any:
@@ -152,3 +154,54 @@ def test_who_may_only_see_schedules_cannot_pause_them() -> None:
     viewer.handler.enforce_csrf_checks = False
     viewer.post("/admin/django_q/schedule/", body)
     assert Schedule.objects.get().repeats == -1
+
+
+FULL = disk.DiskUsage("/var/lib/cluster", "/var", 0, 100)
+
+
+def test_health_is_answered_without_the_database(root: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Review X4: to an admin who was known a moment ago, by session or static key; the disk is named."""
+
+    def away(*arguments: Any) -> Any:
+        raise OperationalError("connection refused")
+
+    assert root.get("/api/nodes").status_code == 200
+    monkeypatch.setattr(SessionStore, "load", away)
+    monkeypatch.setattr(health, "CHECKS", {**health.CHECKS, "database": away})
+    monkeypatch.setattr(disk, "read", lambda folder: FULL)
+    for answer in (root.get(PATH), api.admin().get(PATH)):
+        found = {one["id"]: one for one in answer.json()["parts"]}
+        assert (answer.status_code, answer.json()["state"]) == (200, "error")
+        assert "/var (folder /var/lib/cluster)" in found["database"]["text"]
+        assert found["nats"]["state"] == "ok"
+    shape = document()["paths"][PATH]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+    assert fits(shape, answer.json()) == []
+    assert root.get("/api/nodes").status_code == 503
+    recent_sessions.clear()
+    assert root.get(PATH).status_code == 503
+
+
+def test_a_database_that_is_lost_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*arguments: Any) -> Any:
+        raise OperationalError("terminated")
+
+    monkeypatch.setattr(system_health, "_read_rows", away)
+    assert parts()["database"] == ("error", "not reachable (OperationalError)")
+
+
+def test_a_full_disk_is_the_reason_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Review X4: anybody is told that it is full, not which it is."""
+    monkeypatch.setattr(health, "CHECKS", {"disk": health._disk})
+    monkeypatch.setattr(disk, "read", lambda folder: FULL)
+    monkeypatch.setattr(disk, "_last", None)
+    answer = api.Caller().get("/readyz")
+    assert "data folder is full" in answer.json()["checks"]["disk"]
+    assert "/var" not in answer.content.decode()
+
+    def away(*arguments: Any) -> Any:
+        raise OperationalError("connection refused")
+
+    monkeypatch.setattr("nodes.registry.listing.wanted_nodes", away)
+    refused = api.admin().get("/api/nodes")
+    assert refused.status_code == 503
+    assert api.message(refused) == "the database is unavailable: the disk of the server's data folder is full"

@@ -12,7 +12,7 @@ from django.db import connections
 from django.utils.module_loading import import_string
 from psycopg import errors
 
-from localai_cluster.outage import OneLineOutages, is_outage, left_out_in_an_outage
+from localai_cluster.outage import OneLineOutages, RepeatLimit, is_outage, left_out_in_an_outage
 from localai_cluster.periodic import Recurring
 from nodes.reconcilers import schedules as node_schedules
 from operations.reconcilers import schedules as ledger_schedules
@@ -31,6 +31,7 @@ OUTAGES = [
     errors.AdminShutdown("terminating connection"),
     errors.ConnectionFailure("gone"),
     wrapped(errors.CannotConnectNow("starting up")),
+    wrapped(errors.DiskFull("could not extend file: No space left on device")),
 ]
 REFUSALS: list[Exception] = [
     wrapped(errors.DeadlockDetected("deadlock")),
@@ -108,3 +109,25 @@ def test_every_recurring_task_leaves_a_run_out(
     monkeypatch.setattr(connections["default"], "ensure_connection", away)
     import_string(recurring.function)()
     assert [record.getMessage() for record in caplog.records] == [f"{function} left out: {OUTAGES[0]}"]
+
+
+def test_an_outage_is_not_told_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Review X4: a few lines of each kind in a minute; then how many were left out. Others are unaffected."""
+    now = [0.0]
+    monkeypatch.setattr("localai_cluster.clock.monotonic", lambda: now[0])
+    stream, log = io.StringIO(), logging.Logger("probe")
+    handler = logging.StreamHandler(stream)
+    handler.addFilter(RepeatLimit())
+    log.addHandler(handler)
+    for number in range(50):
+        log.warning("cannot claim: %s", OUTAGES[0])
+        log.warning("node %s is refused", number)
+        log.info("going on")
+    now[0] = 61.0
+    log.warning("cannot claim: %s", OUTAGES[0])
+    lines = stream.getvalue().splitlines()
+    claims = [line for line in lines if line.startswith("cannot claim")]
+    assert claims == ["cannot claim: connection refused"] * 2 + [
+        "cannot claim: connection refused (48 more like it left out)"
+    ]
+    assert (len([line for line in lines if "is refused" in line]), lines.count("going on")) == (50, 50)

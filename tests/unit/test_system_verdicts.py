@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from localai_cluster.disk import DiskUsage
 from localai_cluster.system_verdicts import Facts, Process, Schedule, State, Verdict, Work, verdicts, worst
 from nodes.registry.mass_silence import Held
 
@@ -32,9 +33,13 @@ WELL = Facts(
     schedules=[SCHEDULE],
     tasks_ended_at=ago(3),
     workers={"healthy": 2, "draining": 1},
-    disk=(50 * GIB, 100 * GIB),
+    disk=DiskUsage("/data", "/mnt", 50 * GIB, 100 * GIB),
     data_dir="/data",
 )
+
+
+def disk(free: int) -> DiskUsage:
+    return DiskUsage("/data", "/mnt", free * GIB, 100 * GIB)
 
 
 def of(part: str, **changed: Any) -> Verdict:
@@ -155,8 +160,8 @@ def test_all_is_well_and_nothing_asks_for_anything() -> None:
             None,
         ),
         ("models", {"models_folder": "does not answer"}, "error", "the models folder does not answer", None),
-        ("disk", {"disk": (9 * GIB, 100 * GIB)}, "warning", "9.0 of 100.0 GiB free (/data)", None),
-        ("disk", {"disk": (2 * GIB, 100 * GIB)}, "error", "2.0 of 100.0 GiB free (/data)", None),
+        ("disk", {"disk": disk(9)}, "warning", "9.0 of 100.0 GiB free on /mnt (folder /data)", None),
+        ("disk", {"disk": disk(2)}, "error", "2.0 of 100.0 GiB free on /mnt (folder /data)", None),
         ("disk", {"disk": None}, "error", "/data does not answer", None),
     ],
 )
@@ -165,3 +170,19 @@ def test_each_part(part: str, changed: dict[str, Any], state: str, text: str, si
     found = of(part, **changed)
     assert (found.state, found.text, found.since) == (state, text, since)
     assert bool(found.hint) == (state != "ok")
+
+
+def test_without_the_database_the_rest_is_told() -> None:
+    """Review X4: and the disk that is full is named with its folder."""
+    away = dataclasses.replace(
+        WELL,
+        is_database_away=True,
+        probes={**WELL.probes, "database": ("not reachable", ago(9))},
+        disk=disk(0),
+    )
+    found = {one.id: one for one in verdicts(away, NOW)}
+    assert list(found) == ["database", "nats", "redis", "disk"]
+    assert (found["database"].state, found["database"].since) == ("error", ago(9))
+    assert "0.0 of 100.0 GiB free on /mnt (folder /data)" in found["database"].text
+    assert found["database"].hint.startswith("Free space on /mnt.")
+    assert found["nats"].state == "ok"

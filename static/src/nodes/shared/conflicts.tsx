@@ -48,6 +48,13 @@ export const MEANINGS: Readonly<Record<Kind, Meaning>> = {
     refuse: STAYS,
     instead: "",
   },
+  address: {
+    happened:
+      "A worker that has only the shared token claims this node from another address. Accept it if the machine's address changed: whoever is there gets the node's commands, its requests and the shared token.",
+    accept: "The worker at the claimed address becomes the node, and the one at the current address is refused. The node is offline until it registers.",
+    refuse: STAYS,
+    instead: "",
+  },
   token: {
     happened: "A worker that has only the shared token claims this node, which has a secret.",
     accept: "",

@@ -1,0 +1,86 @@
+"""Nodes that await approval: how many there may be at once, and how long a silent one is kept.
+
+Whoever has the registration token can register names, so what that costs is limited: per address, and in all.
+A join token has a limit of its own, so nodes that come with one are always let in; they count for the others.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Collection
+from datetime import datetime, timedelta
+
+from django.db import transaction
+
+from localai_cluster import conf, errors
+from localai_cluster.accounts import actors
+from localai_cluster.locks import stand_in_line
+from localai_cluster.web import throttle
+from nodes.models import BackendNode
+from nodes.registry.change import Change
+from nodes.registry.states import Event
+
+log = logging.getLogger(__name__)
+
+SILENT_FOR = timedelta(days=1)
+"""After this long without a sign of life a pending node is removed."""
+_RETRY_AFTER = 60.0
+
+
+class TooManyPending(errors.ClusterError):
+    """Too many nodes await approval."""
+
+    status = 429
+    code = "too_many_pending"
+    permanent = False
+    retry_after = _RETRY_AFTER
+
+
+def check_limits(newcomers: Collection[BackendNode]) -> None:
+    """Raise TooManyPending if these new rows of the caller's transaction exceed a limit.
+
+    Transactions with new nodes pass here one at a time, so that several at once do not exceed it either.
+    """
+    if not newcomers:
+        return
+    stand_in_line("pending nodes")
+    limits = conf.cluster()
+    addresses = list(BackendNode.objects.filter(approved_at=None).values_list("source_address", flat=True))
+    if len(addresses) > limits.pending_nodes:
+        raise _refusal(f"{limits.pending_nodes} nodes await approval", "CLUSTER_PENDING_NODES")
+    per_source = Counter(map(throttle.source, addresses))
+    for source in {throttle.source(node.source_address) for node in newcomers} - {""}:
+        if per_source[source] > limits.pending_nodes_per_address:
+            raise _refusal(
+                f"{limits.pending_nodes_per_address} nodes from {source} await approval",
+                "CLUSTER_PENDING_NODES_PER_ADDRESS",
+            )
+
+
+def _refusal(problem: str, setting: str) -> TooManyPending:
+    log.warning("a new node is refused: %s (%s)", problem, setting)
+    return TooManyPending(
+        f"{problem}: an administrator must approve or remove some, or give out a join token ({setting})"
+    )
+
+
+def expire(*, now: datetime) -> int:
+    """Remove the pending nodes that are silent for a day; return how many.
+
+    A node that an administrator rejected or revoked stays: that decision outlives its worker.
+    """
+    silent = BackendNode.objects.filter(
+        approved_at=None, rejected_at=None, revoked_at=None, last_heartbeat__lt=now - SILENT_FOR
+    )
+    removed = 0
+    for node_id in list(silent.values_list("pk", flat=True)):
+        with transaction.atomic():
+            node = silent.select_for_update().filter(pk=node_id).first()
+            if node is not None:
+                change = Change(node, now)
+                change.happen(
+                    Event.DEREGISTERED, actors.task("pending nodes"), reason="pending, and silent for a day"
+                )
+                change.save()
+                node.delete()
+                removed += 1
+    return removed

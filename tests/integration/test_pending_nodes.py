@@ -1,0 +1,96 @@
+"""Nodes that await approval are limited per address and in all, and a silent one expires (review R20, X8)."""
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from django.conf import settings
+
+from localai_cluster import clock
+from nodes.models import BackendNode, NodeEvent
+from nodes.reconcilers import tasks
+from nodes.registry import joining, services
+from nodes.registry.pending import SILENT_FOR, TooManyPending
+from tests.support import api
+from tests.support.fleet import NOW, ROOT, at_once, own_secret, register
+
+pytestmark = pytest.mark.django_db
+HERE, ELSEWHERE = "192.0.2.1", "192.0.2.2"
+
+
+@pytest.fixture(autouse=True)
+def limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = replace(settings.CLUSTER, pending_nodes=5, pending_nodes_per_address=3)
+    monkeypatch.setattr(settings, "CLUSTER", changed)
+
+
+def join(number: int, source: str = HERE, **fields: Any) -> BackendNode:
+    name = f"w{number}"
+    return register(name, secret=own_secret(name), source=source, **fields).node
+
+
+def test_one_address_has_a_few_pending_nodes() -> None:
+    """Beyond that 429 and no row; who is there already registers again, and other addresses are admitted."""
+    for number in range(3):
+        join(number)
+    with pytest.raises(TooManyPending, match=r"3 nodes from 192\.0\.2\.1 await approval"):
+        join(3)
+    with pytest.raises(TooManyPending):
+        join(3, "::ffff:192.0.2.1")
+    assert join(2).revision == 2
+    join(4, ELSEWHERE)
+    services.approve(join(0).pk, actor=ROOT, now=NOW)
+    join(3)
+    assert set(BackendNode.objects.values_list("name", flat=True)) == {"w0", "w1", "w2", "w3", "w4"}
+
+
+def test_all_addresses_together_have_a_few_pending_nodes() -> None:
+    """A token of the administrator's own opens the way beside them, and so does approval without asking."""
+    for number in range(5):
+        join(number, f"192.0.2.{number}")
+    with pytest.raises(TooManyPending, match="5 nodes await approval"):
+        join(5, "192.0.2.99")
+    _, plain = joining.make(actor=ROOT, now=NOW)
+    ticket = joining.recognise(plain, own_secret("invited"), NOW)
+    invited = services.claim(
+        services.Registration(name="invited", address="gpu-1:1"),
+        secret=own_secret("invited"),
+        source_address=HERE,
+        ticket=ticket,
+    )
+    services.register_one(invited, now=NOW, auto_approve=False)
+    join(6, auto_approve=True)
+    assert BackendNode.objects.count() == 7
+
+
+@pytest.mark.django_db(transaction=True)
+def test_many_at_once_do_not_exceed_the_limit() -> None:
+    outcomes = at_once(*(lambda number=number: join(number) for number in range(8)))
+    assert sum(isinstance(outcome, TooManyPending) for outcome in outcomes) == 5
+    assert BackendNode.objects.count() == 3
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.rule("http-1.1")
+def test_over_http_it_is_429_with_the_reason() -> None:
+    for number in range(4):
+        name = f"w{number}"
+        answer = api.register(api.registration(name, address="gpu-1:51100"), own_secret(name))
+    assert answer.status_code == 429
+    assert answer["Retry-After"] == "60"
+    assert "join token" in api.message(answer)
+
+
+def test_a_silent_pending_node_is_removed() -> None:
+    """With an event; not one that is heard, nor one that an administrator has decided about."""
+    past = clock.now() - SILENT_FOR - timedelta(minutes=1)
+    join(0, now=past)
+    services.reject(join(1, now=past).pk, actor=ROOT, now=past, reason="unknown machine")
+    services.revoke(join(2, now=past).pk, actor=ROOT, now=past)
+    services.approve(join(3, ELSEWHERE, now=past).pk, actor=ROOT, now=past)
+    join(4, ELSEWHERE, now=clock.now() - timedelta(minutes=5))
+    tasks.prune_timeline()
+    assert set(BackendNode.objects.values_list("name", flat=True)) == {"w1", "w2", "w3", "w4"}
+    event = NodeEvent.objects.get(kind="deregistered")
+    assert (event.node_name, event.cause) == ("w0", "pending, and silent for a day")
