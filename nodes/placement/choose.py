@@ -29,6 +29,7 @@ class Reason(StrEnum):
     OFFLINE = "offline"
     DRAINING = "draining"
     UNHEALTHY = "unhealthy"
+    FILE_PORT = "with a file port that does not answer"
     DISK = "without the disk space it needs"
     FULL = "no free slot for this model"
     MEMORY = "without the VRAM it needs"
@@ -93,6 +94,8 @@ class Candidate:
     """Bytes of this model's files that it has."""
     gpus: Rooms = frozenset()
     """What is effectively free on each GPU, by index; empty if the node does not tell them."""
+    file_port_failed: bool = False
+    """A model's files cannot be sent there now (`registry/file_port.py`)."""
     conflicts: frozenset[str] = frozenset()
     """Loaded models that share a concurrency group with this one (R2.81)."""
 
@@ -166,6 +169,8 @@ def refusal(
         return Reason.SELECTOR
     if node.status in _BY_STATUS:
         return _BY_STATUS[node.status]
+    if need.disk > 0 and node.file_port_failed:
+        return Reason.FILE_PORT
     if need.disk_required and lacks_disk(node, need):
         return Reason.DISK
     if free_index(node) is None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import httpx
 import pytest
 
 from localai_cluster import clock
@@ -20,7 +21,7 @@ from nodes.staging.meter import Meter
 from nodes.staging.plan import FilePlan, LocalFile, plan
 from nodes.staging.send import IN_ALL, OF_A_NODE, Lanes, Sending, Sent
 from nodes.staging.source import Changed, OpenedFile
-from nodes.staging.transfer import FileRefused, Stalled, Transfer
+from nodes.staging.transfer import FileRefused, Stalled, Transfer, Unreachable
 from operations.executor.work import in_thread, retry_delay
 from tests.support.backends import ROOT
 from tests.support.file_server import TOKEN, Cut, FileServer, Hangs, Says, file_server
@@ -306,14 +307,36 @@ async def test_a_connection_that_always_breaks_at_one_place_stalls_it(
         assert len(one.ranges()) > 2
 
 
-async def test_a_worker_that_is_not_there_stalls_it_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.rule("worker-13")
+async def test_a_port_that_refuses_is_given_up_after_three_requests(
+    tmp_path: Path, pauses: list[float]
 ) -> None:
-    monkeypatch.setattr(transfer, "retry_delay", lambda attempts: 0.05)
+    """Review R4: it was tried for five minutes."""
     async with site(tmp_path) as one:
-        one.stall, one.worker.address = 0.3, "127.0.0.1:1"
-        with pytest.raises(Stalled, match="refused"):
+        one.worker.address = "127.0.0.1:1"
+        with pytest.raises(Unreachable, match="connection refused"):
             await one.sent()
+        assert pauses == [1.0, 2.0]
+
+
+@pytest.mark.rule("worker-13")
+async def test_a_port_that_answers_again_in_time_is_not_given_up(
+    tmp_path: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each answer starts the count again (review R4)."""
+    failures = iter([True, True, False, True, True])
+    plain = httpx.AsyncClient.head
+
+    async def head(client: httpx.AsyncClient, url: str) -> httpx.Response:
+        if next(failures, False):
+            raise httpx.ConnectError("not there")
+        return await plain(client, url)
+
+    monkeypatch.setattr(httpx.AsyncClient, "head", head)
+    async with site(tmp_path) as one:
+        await one.sent()
+        assert one.there.read_bytes() == one.file.read_bytes()
+        assert pauses == [1.0, 2.0, 4.0, 8.0]
 
 
 @pytest.mark.rule("T-DL-18", "T-DL-19", "T-DL-20", "R2.24")

@@ -45,6 +45,7 @@ export function Name({ node }: { node: LiveNode }): ReactNode {
       <span className="second name" title={gpuWords(node)}>
         {node.node_type === "agent" ? "agent" : gpuWords(node) || "no GPU"}
         {node.open_conflicts > 0 && <span className="flag"> · identity conflict</span>}
+        {node.file_port !== null && <span className="flag"> · file port unreachable</span>}
         {node.rotation_requested_at !== null && <span> · rotation requested</span>}
         {node.version_skew !== "" && <span className="flag"> · {node.version_skew}</span>}
       </span>
