@@ -20,7 +20,7 @@ from nodes.loading.failures import LoadFailed, NodeRefused, WorkerGone
 from nodes.loading.hold import MovingWish
 from nodes.models import BackendNode
 from nodes.placement import deadlines, estimate
-from nodes.placement.choose import gib
+from nodes.placement.choose import disk_words, gib
 from nodes.registry import dialling, file_port
 from nodes.registry.http_client import client_of
 from nodes.replicas import slots
@@ -189,7 +189,7 @@ def _check_room(slot: Slot, missing: int) -> None:
     node = BackendNode.objects.filter(pk=slot.node_id).first()
     needed = estimate.disk(missing) if missing else 0
     if node is not None and node.total_disk > 0 and node.available_disk < needed:
-        said = f"{gib(node.available_disk)} of disk space free, {gib(needed)} needed"
+        said = f"{gib(node.available_disk)} of disk space free, {disk_words(missing, needed)} needed"
         if conf.cluster().disk_headroom_check:
             raise NodeRefused(f"staging: {said}")
         log.warning("%s: %s", slot.node_name, said)

@@ -32,7 +32,7 @@ from nodes.placement.setbacks import (
     resting,
 )
 from nodes.placement.settle import LoadQuestion, settle
-from nodes.replicas import eviction, fleet_log, mirror, reasons, slots, snapshot
+from nodes.replicas import eviction, fleet_log, installed, mirror, reasons, slots, snapshot
 from nodes.replicas.reasons import Decided
 from nodes.replicas.slots import NoSlot, Slot
 from operations.executor.work import Abandoned, Postpone, Work, in_thread
@@ -107,6 +107,7 @@ def asked(
         besides=wish.besides,
         conflicts=what.conflicts,
     )
+    view, decision = installed.prefer(view, decision, what.definition.backend)
     return LoadQuestion(view, frozenset(refusing), evicts=not wish.another), decision
 
 

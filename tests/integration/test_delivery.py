@@ -242,8 +242,8 @@ async def test_a_load_without_files_goes_to_a_node_whose_file_port_failed(
     """And one with files waits, with the reason, while there is no other node (review R4)."""
     await in_thread(lambda: BackendNode.objects.update(file_port_error="down"))
     nodes = await in_thread(snapshot.fleet, "echo")
-    assert {refusal(node, need=NOTHING) for node in nodes} == {None}
-    decision = FleetView(nodes, Need(disk=1)).decide()
+    assert {refusal(node, need=Need(disk=1)) for node in nodes} == {None}
+    decision = FleetView(nodes, Need(files=1)).decide()
     assert decision.why_none() == "no node can take it: 2 with a file port that does not answer"
 
 
@@ -286,7 +286,9 @@ async def test_the_disk_is_looked_at_again_just_before(
     """Others may have brought files since the node was chosen."""
     slot = await in_thread(taken, stage, stage.one, stage.work)
     await in_thread(disk_of, stage.one, 10**9)
-    with pytest.raises(NodeRefused, match=r"0\.9 GiB of disk space free, 1\.0 GiB needed"):
+    with pytest.raises(
+        NodeRefused, match=r"0\.9 GiB of disk space free, 3 MiB of files and 1\.0 GiB to spare needed"
+    ):
         await in_thread(delivery._check_room, slot, SIZE)
     await in_thread(delivery._check_room, slot, 0)
     settings.CLUSTER = replace(settings.CLUSTER, disk_headroom_check=False)

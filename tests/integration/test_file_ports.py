@@ -83,10 +83,10 @@ def test_each_failure_doubles_the_pause_and_is_seen_by_placement() -> None:
     assert pauses[-1] == LONGEST_PAUSE
     assert stored(node).file_port_failed_at == began
     (candidate,) = snapshot.fleet("echo")
-    assert choose.refusal(candidate, need=choose.Need(disk=1)) is choose.Reason.FILE_PORT
+    assert choose.refusal(candidate, need=choose.Need(files=1)) is choose.Reason.FILE_PORT
     record_check(node.id, "", now=now)
     (candidate,) = snapshot.fleet("echo")
-    assert choose.refusal(candidate, need=choose.Need(disk=1)) is None
+    assert choose.refusal(candidate, need=choose.Need(files=1)) is None
 
 
 def test_loads_that_fail_at_once_count_as_one_failure() -> None:
