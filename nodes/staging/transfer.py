@@ -163,10 +163,12 @@ class Transfer:
     async def _send(self, sha256: str, stamp: str) -> str:
         """Attempts, until the file is there."""
         refused: int | None = None
+        # One HEAD is enough for the first attempt: a range that is no longer true would be refused.
+        seen = self._seen if self._seen.status else None
         while True:
             before = self._furthest
             try:
-                there = await self._head()
+                there, seen = seen or await self._head(), None
                 if there.has(sha256):
                     path = there.path
                     break

@@ -99,11 +99,14 @@ async def test_a_file_goes_there_whole_and_is_verified(tmp_path: Path) -> None:
 
 @pytest.mark.rule("worker-13", "T-FTS-26", "T-FTS-24")
 async def test_the_requests_are_those_of_the_recording(tmp_path: Path) -> None:
-    """A new file: HEAD, HEAD, PUT with its range and hash. An unchanged one: exactly one HEAD."""
+    """A new file: HEAD, PUT with its range and hash. An unchanged one: exactly one HEAD.
+
+    D-ONE-HEAD (review L5): the reference asks twice before the first upload.
+    """
     recorded = [json.loads(line) for line in (RECORDED / "staging.jsonl").read_text().splitlines()]
     async with site(tmp_path) as one:
         await one.sent()
-        assert one.worker.steps == [(line["method"], line["status"]) for line in recorded]
+        assert one.worker.steps == [(line["method"], line["status"]) for line in recorded[1:]]
         ours, theirs = one.worker.asked[-1].headers, recorded[-1]["request_headers"]
         assert {name.lower() for name in theirs} <= ours.keys()
         assert ours["content-range"] == f"bytes 0-{SIZE - 1}/{SIZE}"
@@ -125,7 +128,7 @@ async def test_an_upload_that_was_cut_goes_on_where_it_broke_off(
         assert one.there.read_bytes() == one.file.read_bytes()
         assert one.ranges() == [f"bytes 0-{SIZE - 1}/{SIZE}", f"bytes {after}-{SIZE - 1}/{SIZE}"]
         assert pauses == [1.0]
-        assert [method for method, _ in one.worker.steps] == ["HEAD", "HEAD", "PUT", "HEAD", "PUT"]
+        assert [method for method, _ in one.worker.steps] == ["HEAD", "PUT", "HEAD", "PUT"]
 
 
 @pytest.mark.rule("worker-13", "R2.59")
@@ -334,9 +337,10 @@ async def test_a_port_that_answers_again_in_time_is_not_given_up(
 
     monkeypatch.setattr(httpx.AsyncClient, "head", head)
     async with site(tmp_path) as one:
+        one.worker.faults = [Cut(1_000_000)]
         await one.sent()
         assert one.there.read_bytes() == one.file.read_bytes()
-        assert pauses == [1.0, 2.0, 4.0, 8.0]
+        assert pauses == [1.0, 2.0, 1.0, 2.0, 4.0]
 
 
 @pytest.mark.rule("T-DL-18", "T-DL-19", "T-DL-20", "R2.24")
@@ -371,7 +375,7 @@ async def test_a_worker_that_does_not_tell_what_it_has_is_sent_the_file(
     monkeypatch.setattr(FileServer, "_head", lambda server, key: (status, "", {}))
     async with site(tmp_path) as one:
         await one.sent()
-        assert one.worker.steps == [("HEAD", status), ("HEAD", status), ("PUT", 200)]
+        assert one.worker.steps == [("HEAD", status), ("PUT", 200)]
 
 
 @pytest.mark.rule("R2.57", "worker-14")
