@@ -83,6 +83,11 @@ class NodeDisplay:
         """Since when, by whom, why."""
         return _fact(node.unhealthy_at, node.unhealthy_by, node.unhealthy_reason)
 
+    @admin.display(description="file port")
+    def file_port(self, node: BackendNode) -> Shown:
+        """Since when it does not answer, and why."""
+        return _fact(node.file_port_failed_at, "a check", node.file_port_error)
+
     @admin.display(description="fingerprint")
     def secret(self, node: BackendNode) -> Shown:
         """SHA-256 of the worker's secret, to search for."""

@@ -39,6 +39,7 @@ _IF_SO = {
     "drain": "drained_at",
     "absence": "offline_at",
     "health": "unhealthy_at",
+    "file_port": "file_port_failed_at",
 }
 """NodeDisplay that are shown if they hold, and the column that says so."""
 _IDENTITY = ("proof", "secret", "bound", "rotation", "joined", "source_address", "instance")
@@ -70,6 +71,7 @@ _IN_OTHER_WORDS = {
     "rejected",
     "revoked",
     "drain",
+    "file_port",
     "inventory_at",
     "fingerprint",
     "rotation_requested_at",

@@ -59,7 +59,7 @@ _DECISION = {
             "node": "b",
             "replica_index": 0,
             "terms": _TERMS | {"memory": 12884901888},
-            "against": _SENTENCE,
+            "against": "less VRAM free: 12.0 GiB against 20.0 GiB on a",
         },
     ],
     "misses": [
@@ -265,9 +265,12 @@ def plan_of(body: dict[str, Any], now: datetime) -> Row:
         wanted = explaining.wanted_of(model)
         if wanted is None:
             raise errors.InvalidInput(f"model: {model} is not defined", field="model")
-        need, conflicts = wanted.need, wanted.conflicts
+        need, conflicts, backend = wanted.need, wanted.conflicts, wanted.definition.backend
     else:
         asked = body["need"]
-        need, conflicts = planning.need_for(asked.get("vram", 0), asked.get("disk", 0)), frozenset[str]()
-    wish = planning.PlanWish(need, model, conflicts, body.get("selector"), body.get("replicas", 1), nodes)
+        need = planning.need_for(asked.get("vram", 0), asked.get("disk", 0))
+        conflicts, backend = frozenset[str](), ""
+    wish = planning.PlanWish(
+        need, model, conflicts, body.get("selector"), body.get("replicas", 1), nodes, backend
+    )
     return planning.planned(wish, now)

@@ -101,6 +101,8 @@ class Worker:
     name: str
     instance: str = ""
     """Its process, if that is known already: commands are sent without asking for it first."""
+    answered: bool = False
+    """It has just answered, also without naming its process: the first command is sent without asking."""
 
     async def backends(self, timeout: float = LIST_TIMEOUT) -> Outcome[messages.ListReply]:
         """What is installed, asked once."""
@@ -346,8 +348,9 @@ class Worker:
     ) -> Outcome[R]:
         """Sends the command, again after each loss of our connection, and watches over the worker."""
         deadline, instance = clock.monotonic() + timeout, self.instance
+        ask_first = not (instance or self.answered)
         while (left := deadline - clock.monotonic()) > 0:
-            if not instance:
+            if ask_first:
                 found = await self.contact()
                 match found:
                     case Done(listed) | Refused(_, listed):
@@ -366,7 +369,7 @@ class Worker:
             )
             if outcome is not None and not isinstance(outcome, BusDown):
                 return outcome
-            instance = ""  # the next turn begins by waiting for the bus
+            instance, ask_first = "", True  # the next turn begins by waiting for the bus
             await asyncio.sleep(_ASK_AGAIN)
         return StillRunning(f"node {self.name} has not finished within {timeout:.0f} s")
 

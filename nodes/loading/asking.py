@@ -11,6 +11,7 @@ from typing import assert_never
 from uuid import UUID
 
 from localai_cluster.messaging.bus import Bus, NotConnected
+from localai_cluster.messaging.messages import ListReply
 from nodes.backends.commands import Worker
 from nodes.backends.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
 from nodes.placement.choose import Candidate
@@ -27,6 +28,8 @@ class Answer:
 
     node: Candidate | None
     silent: frozenset[UUID]
+    listed: ListReply | None = None
+    """The backends of that node; None if its worker could not list them."""
 
 
 async def best_that_answers(bus: Bus, ranked: Sequence[Candidate]) -> Answer:
@@ -38,8 +41,9 @@ async def best_that_answers(bus: Bus, ranked: Sequence[Candidate]) -> Answer:
     silent: set[UUID] = set()
     try:
         for node in ranked[:AT_ONCE]:
-            if await asked[node.id]:
-                return Answer(node, frozenset(silent))
+            there, listed = await asked[node.id]
+            if there:
+                return Answer(node, frozenset(silent), listed)
             silent.add(node.id)
         return Answer(None, frozenset(silent))
     finally:
@@ -48,17 +52,19 @@ async def best_that_answers(bus: Bus, ranked: Sequence[Candidate]) -> Answer:
         await asyncio.gather(*asked.values(), return_exceptions=True)
 
 
-async def _answers(bus: Bus, node: Candidate) -> bool:
+async def _answers(bus: Bus, node: Candidate) -> tuple[bool, ListReply | None]:
     try:
         async with asyncio.timeout(ANSWER_WITHIN):
             answer = await Worker(bus, str(node.id), node.name).backends(ANSWER_WITHIN)
     except TimeoutError:
-        return False
+        return False, None
     match answer:
-        case Done() | Refused() | Unreadable():
-            return True  # its worker is there; what it said is for the attempt to judge
+        case Done(listed):
+            return True, listed
+        case Refused() | Unreadable():
+            return True, None  # its worker is there; what it said is for the attempt to judge
         case NoResponders() | StillRunning():
-            return False
+            return False, None
         case BusDown(reason):
             raise NotConnected(reason)
         case _:

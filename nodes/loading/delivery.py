@@ -20,8 +20,8 @@ from nodes.loading.failures import LoadFailed, NodeRefused, WorkerGone
 from nodes.loading.hold import MovingWish
 from nodes.models import BackendNode
 from nodes.placement import deadlines, estimate
-from nodes.placement.choose import gib
-from nodes.registry import dialling
+from nodes.placement.choose import disk_words, gib
+from nodes.registry import dialling, file_port
 from nodes.registry.http_client import client_of
 from nodes.replicas import slots
 from nodes.replicas.slots import Slot
@@ -30,7 +30,7 @@ from nodes.staging.meter import Meter
 from nodes.staging.plan import MODEL_FILE, FilePlan, Unsendable, plan
 from nodes.staging.send import Lanes, Sending, Sent
 from nodes.staging.source import Changed, aside
-from nodes.staging.transfer import FileRefused, Stalled
+from nodes.staging.transfer import FileRefused, Stalled, Unreachable
 from operations.executor.work import Postpone, Work, in_thread
 from operations.ledger.progress import Tick
 
@@ -160,9 +160,15 @@ async def _sent(attempt: Delivering, planned: FilePlan, lanes: Lanes) -> Sent:
     meter = Meter({file.relative: file.size for file in planned.files.values()}, slot.node_name)
     meter.waits(f"looking for the files of {attempt.definition.name} on {slot.node_name}")
     await attempt.work.report(_tick(attempt, meter))
-    async with client_of(server) as client:
-        sending = Sending(attempt.definition.name, planned, client, slot.node_id, lanes, meter)
-        return await unless(_told(attempt, meter), _looked_and_sent(attempt, sending))
+    try:
+        async with client_of(server) as client:
+            sending = Sending(attempt.definition.name, planned, client, slot.node_id, lanes, meter)
+            return await unless(_told(attempt, meter), _looked_and_sent(attempt, sending))
+    except Unreachable as unreachable:
+        # Not a refusal of the model: the node is left out of loads until its port answers.
+        problem = file_port.sentence(server.contact.address, str(unreachable))
+        await in_thread(lambda: file_port.record_failure(slot.node_id, problem, now=clock.now()))
+        raise WorkerGone(f"staging: {slot.node_name}: {problem}") from unreachable
 
 
 async def _looked_and_sent(attempt: Delivering, sending: Sending) -> Sent:
@@ -183,7 +189,7 @@ def _check_room(slot: Slot, missing: int) -> None:
     node = BackendNode.objects.filter(pk=slot.node_id).first()
     needed = estimate.disk(missing) if missing else 0
     if node is not None and node.total_disk > 0 and node.available_disk < needed:
-        said = f"{gib(node.available_disk)} of disk space free, {gib(needed)} needed"
+        said = f"{gib(node.available_disk)} of disk space free, {disk_words(missing, needed)} needed"
         if conf.cluster().disk_headroom_check:
             raise NodeRefused(f"staging: {said}")
         log.warning("%s: %s", slot.node_name, said)

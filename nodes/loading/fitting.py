@@ -10,7 +10,7 @@ from nodes.loading import explaining
 from nodes.loading.reason_shapes import DECISION, decision
 from nodes.placement.choose import has_memory
 from nodes.placement.explain import FleetView, explain
-from nodes.replicas import snapshot
+from nodes.replicas import installed, snapshot
 
 NODE_FIT = Shape(
     "NodeFit",
@@ -40,6 +40,7 @@ def fit_of(model_name: str) -> Row:
         raise errors.NotFound("there is no such model")
     selector = snapshot.selectors_of([model_name])[model_name]
     fleet = snapshot.fleet(model_name, selector=selector, conflicts=wanted.conflicts)
+    fleet = installed.mark(fleet, wanted.definition.backend)
     view = FleetView(fleet, wanted.need, selector)
     found = view.decide()
     return FIT.of(

@@ -86,6 +86,8 @@ class Attempt:
     """Bytes of the model's files; 0 = not known."""
     room: Room | None = None
     """What has to leave before the place can be used."""
+    listed: messages.ListReply | None = None
+    """The worker's backends, if it has listed them since the place was free."""
 
     @property
     def mark(self) -> str:
@@ -167,7 +169,14 @@ class LoadModel:
         need = needs.of(definition, files)
         what = placing.Wanted(definition, need, await self._definitions.conflicting(definition))
         place = await placing.place(self._bus, work, what, mark=mark_of(work))
-        worker = Worker(self._bus, str(place.slot.node_id), place.slot.node_name)
+        listed = place.listed
+        worker = Worker(
+            self._bus,
+            str(place.slot.node_id),
+            place.slot.node_name,
+            listed.instance if listed is not None else "",
+            answered=listed is not None,
+        )
         return Attempt(
             work,
             definition,
@@ -178,6 +187,7 @@ class LoadModel:
             MovingWish(work),
             files.payload,
             place.room,
+            listed,
         )
 
     async def _carry_out(self, attempt: Attempt) -> Mapping[str, Any]:
@@ -214,7 +224,7 @@ class LoadModel:
         """Has the backend installed when the worker does not list it, and waits for that operation."""
         backend = attempt.definition.backend
         await attempt.report("installing", f"looking for {backend} on {attempt.slot.node_name}")
-        listed = await _listed(attempt)
+        listed = attempt.listed or await _listed(attempt)
         if any(entry.name.lower() == backend.lower() for entry in listed.backends):
             return
         try:

@@ -9,7 +9,7 @@ from nodes.definitions.sizes import ModelFiles
 from nodes.placement import estimate
 from nodes.placement.choose import Need
 
-VRAM, DISK, OWN_GPUS = "vram_needed", "disk_needed", "own_gpus"
+VRAM, DISK, FILES, OWN_GPUS = "vram_needed", "disk_needed", "files_size", "own_gpus"
 """Where the payload of a load that waits says what it needs, in bytes."""
 
 
@@ -18,27 +18,33 @@ def of(definition: Definition, files: ModelFiles) -> Need:
     options = load_options(definition)
     vram = estimate.vram(files.weights, files.header, options)
     own_gpus = bool(options.get("MainGPU") or options.get("TensorSplit"))
-    return _need(vram, estimate.disk(files.payload), own_gpus=own_gpus)
+    return _need(vram, estimate.disk(files.payload), files.payload, own_gpus=own_gpus)
 
 
 def into_payload(payload: Mapping[str, Any], need: Need) -> dict[str, Any]:
     """The payload with what the load needs."""
-    return {**payload, VRAM: need.vram, DISK: need.disk, OWN_GPUS: need.own_gpus}
+    return {**payload, VRAM: need.vram, DISK: need.disk, FILES: need.files, OWN_GPUS: need.own_gpus}
 
 
 def from_payload(payload: Mapping[str, Any]) -> Need:
     """What an operation's payload says; nothing before its first look."""
-    return _need(payload.get(VRAM, 0), payload.get(DISK, 0), own_gpus=payload.get(OWN_GPUS, False))
+    return _need(
+        payload.get(VRAM, 0),
+        payload.get(DISK, 0),
+        payload.get(FILES, 0),
+        own_gpus=payload.get(OWN_GPUS, False),
+    )
 
 
-def _need(vram: int, disk: int, *, own_gpus: bool) -> Need:
+def _need(vram: int, disk: int, files: int, *, own_gpus: bool) -> Need:
     """Whether lack of it keeps a node out is the operator's to say (R2.32, R2.39)."""
     settings = conf.cluster()
-    disk = 0 if settings.shared_models else disk  # R2.36
+    disk, files = (0, 0) if settings.shared_models else (disk, files)  # R2.36
     return Need(
         vram=vram,
         vram_required=settings.vram_policy == "require",
         disk=disk,
         disk_required=settings.disk_headroom_check,
+        files=files,
         own_gpus=own_gpus,
     )

@@ -12,6 +12,7 @@ from uuid import UUID
 
 from localai_cluster import clock
 from localai_cluster.messaging.bus import Bus, NotConnected
+from localai_cluster.messaging.messages import ListReply
 from nodes.definitions.files import Definition
 from nodes.loading import attempts, needs
 from nodes.loading.asking import Answer, best_that_answers
@@ -32,7 +33,7 @@ from nodes.placement.setbacks import (
     resting,
 )
 from nodes.placement.settle import LoadQuestion, settle
-from nodes.replicas import eviction, fleet_log, mirror, reasons, slots, snapshot
+from nodes.replicas import eviction, fleet_log, installed, mirror, reasons, slots, snapshot
 from nodes.replicas.reasons import Decided
 from nodes.replicas.slots import NoSlot, Slot
 from operations.executor.work import Abandoned, Postpone, Work, in_thread
@@ -63,6 +64,8 @@ class Place:
     why: str
     room: Room | None = None
     """What has to leave the node first."""
+    listed: ListReply | None = None
+    """The node's backends, as its worker has just listed them; None if they have to be listed again."""
 
 
 async def place(bus: Bus, work: Work, what: Wanted, *, mark: str) -> Place:
@@ -70,7 +73,7 @@ async def place(bus: Bus, work: Work, what: Wanted, *, mark: str) -> Place:
     wish = wish_of(work.operation)
     setbacks = from_payload(work.operation.payload)
     refusing = frozenset(one.node_id for one in refusals(work.operation.payload))
-    rest, answered = resting(setbacks, clock.now()) | refusing, set[UUID]()
+    rest, answered = resting(setbacks, clock.now()) | refusing, dict[UUID, ListReply | None]()
     while True:
         question, decision = await in_thread(asked, what, wish, setbacks, rest, refusing)
         room = await _room(question, decision, what)
@@ -84,12 +87,16 @@ async def place(bus: Bus, work: Work, what: Wanted, *, mark: str) -> Place:
             for silent in answer.silent:
                 setbacks = after_failure(setbacks, silent, clock.now())
             rest |= answer.silent
-            answered |= {answer.node.id} if answer.node is not None else set()
+            if answer.node is not None:
+                answered[answer.node.id] = answer.listed
             continue
         slot = await in_thread(_take, work.id, what, question, room, told, mark)
         if isinstance(slot, Slot):
             _warn(told.node, what)
-            return Place(slot, setbacks, told.sentence, room_of(room))
+            leaves = room_of(room)
+            # What has to leave first takes its time.
+            listed = answered[told.node.id] if leaves is None else None
+            return Place(slot, setbacks, told.sentence, leaves, listed)
         # The next look at the rows sees the same: this node is refused then.
         log.info("no place for %s on %s: %s", what.definition.name, told.node.name, slot.reason)
 
@@ -107,6 +114,7 @@ def asked(
         besides=wish.besides,
         conflicts=what.conflicts,
     )
+    view, decision = installed.prefer(view, decision, what.definition.backend)
     return LoadQuestion(view, frozenset(refusing), evicts=not wish.another), decision
 
 

@@ -15,7 +15,7 @@ from nodes.placement.plan import successive
 from nodes.placement.selector import ANY, Selector
 from nodes.placement.settle import LoadQuestion, Occupants
 from nodes.registry.labels import auto_labels
-from nodes.replicas import eviction, snapshot
+from nodes.replicas import eviction, installed, snapshot
 
 GIB = 2**30
 
@@ -44,12 +44,14 @@ class PlanWish:
     """None: that of the model's rule."""
     replicas: int = 1
     nodes: Sequence[NewNodes] = ()
+    backend: str = ""
+    """Of the model; of equal nodes those that have it come first."""
 
 
 def need_for(vram: int, disk: int) -> Need:
     """A need in bytes, obliging as the settings say (R2.32, R2.39)."""
     settings = conf.cluster()
-    return Need(vram, settings.vram_policy == "require", disk, settings.disk_headroom_check)
+    return Need(vram, settings.vram_policy == "require", disk, settings.disk_headroom_check, disk)
 
 
 def planned(question: PlanWish, now: datetime) -> Row:
@@ -82,6 +84,7 @@ def pictured(question: PlanWish, now: datetime, *, evicts: bool = True) -> PlanP
     """What a load would see; a constant number of queries."""
     model, selector = question.model, _selector(question)
     fleet = snapshot.fleet(model, selector=selector, conflicts=question.conflicts)
+    fleet = installed.mark(fleet, question.backend)
     added = list(added_nodes(question.nodes))
     found = eviction.residents([node.id for node in fleet], now=now)
     return PlanPicture(

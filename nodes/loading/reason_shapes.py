@@ -40,6 +40,9 @@ NEED = Shape(
         field("vram_required", FLAG, "Whether lack of it keeps a node out, or only ranks it lower."),
         field("disk", _BYTES),
         field("disk_required", FLAG),
+        field(
+            "files", _BYTES, "The part of `disk` that is the model's files; 0 means not known.", optional=True
+        ),
         field("own_gpus", FLAG, "Whether the definition says which GPUs it uses.", optional=True),
     ],
 )
@@ -77,7 +80,7 @@ BEST = Shape(
             "gpus", _COUNTS, "The GPUs it would be on, by index; none if that is not known.", optional=True
         ),
         field("terms", TERMS.ref),
-        field("against", TEXT, "Why the best node comes before this one.", optional=True),
+        field("against", TEXT, "Why this node comes after the best.", optional=True),
     ],
 )
 MISS = Shape(

@@ -214,6 +214,14 @@ class BackendNode(models.Model):
     """When the worker is asked again; null = as soon as somebody looks."""
     inventory_error = models.CharField(max_length=255, blank=True, default="", editable=False)
     """Why the last question had no answer."""
+    file_port_error = models.CharField(max_length=255, blank=True, default="", db_default="", editable=False)
+    """Why its HTTP server could not be reached; empty while nothing is wrong with it."""
+    file_port_failed_at = _when()
+    """Since when it could not be reached."""
+    file_port_failures = models.IntegerField(default=0, db_default=0, editable=False)
+    """Failed contacts in a row; each doubles the time until the next check."""
+    file_port_next_check_at = _when()
+    """When a controller checks it again; null = at once."""
     revision = models.IntegerField(default=0, editable=False)
     """Moves with every change but heartbeats; who edits the node shows the one he saw."""
     created_at = models.DateTimeField(default=clock.now, editable=False)

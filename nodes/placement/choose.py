@@ -3,8 +3,8 @@
 First comes the question why each node cannot take the replica; those without a reason are ranked: fewest
 failures of this load first, then those without a model of its concurrency groups (R2.82), then as R1.70 to
 R1.72 say, in the order that `nodes/replicas/finders.py` has in SQL: those with enough memory free, idle
-ones, fewest requests, most memory. The reasons of all others stay in the decision, so that the caller can say
-what is missing.
+ones, fewest requests, most memory. Of nodes that are still equal, those that have the backend come first. The
+reasons of all others stay in the decision, so that the caller can say what is missing.
 """
 
 from collections import Counter
@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 from uuid import UUID
 
+from nodes.placement.estimate import UNKNOWN_PAYLOAD
 from nodes.placement.gpus import Rooms, Shares, fit
 from nodes.placement.selector import ANY, Labels, Selector
 from nodes.placement.setbacks import Setbacks
@@ -29,6 +30,7 @@ class Reason(StrEnum):
     OFFLINE = "offline"
     DRAINING = "draining"
     UNHEALTHY = "unhealthy"
+    FILE_PORT = "with a file port that does not answer"
     DISK = "without the disk space it needs"
     FULL = "no free slot for this model"
     MEMORY = "without the VRAM it needs"
@@ -57,6 +59,8 @@ class Need:
     """R2.32: otherwise a node that lacks it only comes after those that have it."""
     disk: int = 0
     disk_required: bool = False
+    files: int = 0
+    """The part of `disk` that is the model's files, which are sent to the node; 0 = none, or not known."""
     own_gpus: bool = False
     """Its definition says which GPUs it uses: then it sees all of them, and the node counts as a whole."""
 
@@ -93,8 +97,12 @@ class Candidate:
     """Bytes of this model's files that it has."""
     gpus: Rooms = frozenset()
     """What is effectively free on each GPU, by index; empty if the node does not tell them."""
+    file_port_failed: bool = False
+    """A model's files cannot be sent there now (`registry/file_port.py`)."""
     conflicts: frozenset[str] = frozenset()
     """Loaded models that share a concurrency group with this one (R2.81)."""
+    has_backend: bool = False
+    """The model's backend is installed; said of nodes that are equal otherwise (`replicas/installed.py`)."""
 
     def why_not_alone(self) -> str:
         """Why it takes a model beside those of its groups, for people."""
@@ -146,6 +154,8 @@ class Rank(NamedTuple):
     in_flight: int
     memory: int
     """Negative: the most comes first."""
+    lacks_backend: bool
+    """The model's backend would have to be installed."""
     name: str
 
 
@@ -166,6 +176,8 @@ def refusal(
         return Reason.SELECTOR
     if node.status in _BY_STATUS:
         return _BY_STATUS[node.status]
+    if need.files > 0 and node.file_port_failed:
+        return Reason.FILE_PORT
     if need.disk_required and lacks_disk(node, need):
         return Reason.DISK
     if free_index(node) is None:
@@ -247,7 +259,22 @@ def rank(node: Candidate, need: Need, setbacks: Setbacks) -> Rank:
     busy = node.loaded > 0
     shared = bool(node.conflicts)
     parts, in_flight = len(shares or ()) or 1, node.in_flight if busy else 0
-    return Rank(failures, shared, not by_need, parts, busy, in_flight, -memory, node.name)
+    return Rank(
+        failures, shared, not by_need, parts, busy, in_flight, -memory, not node.has_backend, node.name
+    )
+
+
+def equal_to_best(decision: Decision, need: Need, setbacks: Setbacks) -> list[Candidate]:
+    """Return the ranked nodes that only their names put behind the best, with it."""
+    ranks = ((node, rank(node, need, setbacks)) for node in decision.ranked)
+    best: tuple[object, ...] = ()
+    equal: list[Candidate] = []
+    for node, its in ranks:
+        best = best or its[:-1]
+        if its[:-1] != best:
+            break
+        equal.append(node)
+    return equal
 
 
 def _room(nodes: Sequence[Candidate], refused: Mapping[UUID, Reason], need: Need) -> dict[Reason, str]:
@@ -262,20 +289,37 @@ def _room(nodes: Sequence[Candidate], refused: Mapping[UUID, Reason], need: Need
     )
     if by_memory:
         has = [f"{n.name} has {gib(n.free_vram)} free" for n in by_memory]
-        words[Reason.MEMORY] = _listed(need.vram, has)
+        words[Reason.MEMORY] = _listed(_up(need.vram), has)
     if by_gpus:
         has = [f"{n.name} has {gpus_free(n)} free" for n in by_gpus]
-        words[Reason.GPUS] = _listed(need.vram, has)
+        words[Reason.GPUS] = _listed(_up(need.vram), has)
     if by_disk:
         has = [f"{n.name} has {gib(n.available_disk)} of {gib(n.total_disk)} free" for n in by_disk]
-        words[Reason.DISK] = _listed(need.disk, has)
+        words[Reason.DISK] = _listed(disk_words(need.files, need.disk), has)
     return words
 
 
-def _listed(needed: int, nodes: Sequence[str]) -> str:
+def _listed(needed: str, nodes: Sequence[str]) -> str:
     more = [f"and {len(nodes) - _NAMED} more"] if len(nodes) > _NAMED else []
-    tenths = -(-needed * 10 // 2**30)
-    return f" ({tenths / 10:.1f} GiB: {', '.join([*nodes[:_NAMED], *more])})"
+    return f" ({needed}: {', '.join([*nodes[:_NAMED], *more])})"
+
+
+def disk_words(files: int, needed: int) -> str:
+    """Return the disk space that is needed and what it is for: `files` bytes of it are the model's files."""
+    if files <= 0:
+        return _up(needed) + (" assumed for files of unknown size" if needed == UNKNOWN_PAYLOAD else "")
+    size = (
+        _up(files) if files >= 2**30 else next(f"{-(-files // 2**n)} {u}" for n, u in _UNITS if files >= 2**n)
+    )
+    return f"{size} of files and {_up(needed - files)} to spare" if needed > files else size
+
+
+_UNITS = ((20, "MiB"), (10, "KiB"), (0, "B"))
+
+
+def _up(amount: int) -> str:
+    """Rounded up: what is needed never looks as small as what is there."""
+    return f"{-(-amount * 10 // 2**30) / 10:.1f} GiB"
 
 
 def gpus_free(node: Candidate) -> str:

@@ -28,6 +28,7 @@ _OF_MODEL: Mapping[str, _Read] = {
     "labels": lambda pairs: frozenset(map(tuple, pairs)),
     "conflicts": frozenset,
     "brought": lambda size: size or 0,
+    "has_backend": bool,
 }
 """What of a node is another thing for each model, a section each; and how it is read back."""
 _READ: Mapping[str, _Read] = {"id": UUID}

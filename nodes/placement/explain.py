@@ -174,44 +174,91 @@ def _against(snapshot: FleetView, chosen: Candidate, other: Candidate) -> str:
     """The term of the rank that put one node before the other."""
     mine, its = (rank(one, snapshot.need, snapshot.setbacks) for one in (chosen, other))
     behind = cut(other.name, _LONGEST_NAME)
-    term = next((name for name in TERMS if getattr(mine, name) != getattr(its, name)), None)
+    term, one, two = _differing(snapshot.need, (mine, chosen), (its, other))
     if term is None:
         return f"equal to {behind} in every term, the first by name"
-    what, figure = TERMS[term]
-    one, two = figure(mine, chosen, snapshot.need), figure(its, other, snapshot.need)
+    return f"{term.ahead(mine)}: {one} against {two} on {behind}"
+
+
+def _behind(snapshot: FleetView, other: Candidate, chosen: Candidate) -> str:
+    """The same, said of the node that comes after the chosen one."""
+    its, best = (rank(one, snapshot.need, snapshot.setbacks) for one in (other, chosen))
+    ahead = cut(chosen.name, _LONGEST_NAME)
+    term, one, two = _differing(snapshot.need, (its, other), (best, chosen))
+    if term is None:
+        return f"equal to {ahead} in every term, later by name"
+    return f"{term.behind(best)}: {one} against {two} on {ahead}"
+
+
+def _differing(
+    need: Need, this: tuple[Rank, Candidate], that: tuple[Rank, Candidate]
+) -> tuple["Term | None", str, str]:
+    """The first term in which two nodes differ, and its figures; None if they are equal."""
+    term = next((name for name in TERMS if getattr(this[0], name) != getattr(that[0], name)), None)
+    if term is None:
+        return None, "", ""
+    one, two = TERMS[term].figure(*this, need), TERMS[term].figure(*that, need)
     if term == "memory" and one == two:  # too near for GiB
-        one, two = f"{-mine.memory} bytes", f"{-its.memory} bytes"
-    return f"{what(mine)}: {one} against {two} on {behind}"
+        one, two = f"{-this[0].memory} bytes", f"{-that[0].memory} bytes"
+    return TERMS[term], one, two
 
 
 _Words = Callable[[Rank], str]
 _Figure = Callable[[Rank, Candidate, Need], str]
 
-TERMS: Mapping[str, tuple[_Words, _Figure]] = {
-    "failures": (lambda _: "fewest failures of this load", lambda rank, *_: str(rank.failures)),
-    "shared": (
+
+@dataclass(frozen=True)
+class Term:
+    """A term of the rank in words: of the node that it puts ahead, of the one behind, and its figure."""
+
+    ahead: _Words
+    behind: _Words
+    figure: _Figure
+
+
+TERMS: Mapping[str, Term] = {
+    "failures": Term(
+        lambda _: "fewest failures of this load",
+        lambda _: "more failures of this load",
+        lambda rank, *_: str(rank.failures),
+    ),
+    "shared": Term(
         lambda _: "no model of the same concurrency group there",
+        lambda _: "models of the same concurrency group there",
         lambda _, node, __: str(len(node.conflicts)),
     ),
-    "lacks": (
+    "lacks": Term(
         lambda _: "it has the VRAM needed",
+        lambda _: "it lacks the VRAM needed",
         lambda _, node, need: f"{gpus_free(node) or gib(node.free_vram)} free of {gib(need.vram)} needed",
     ),
-    "gpus": (lambda _: "on the fewest GPUs", lambda rank, *_: str(rank.gpus)),
-    "busy": (lambda _: "it is idle; loaded replicas", lambda _, node, __: str(node.loaded)),
-    "in_flight": (lambda _: "fewest requests", lambda rank, *_: str(rank.in_flight)),
-    "memory": (
+    "gpus": Term(lambda _: "on the fewest GPUs", lambda _: "on more GPUs", lambda rank, *_: str(rank.gpus)),
+    "busy": Term(
+        lambda _: "it is idle; loaded replicas",
+        lambda _: "it is not idle; loaded replicas",
+        lambda _, node, __: str(node.loaded),
+    ),
+    "in_flight": Term(
+        lambda _: "fewest requests", lambda _: "more requests", lambda rank, *_: str(rank.in_flight)
+    ),
+    "memory": Term(
         lambda rank: "most VRAM available" if rank.lacks else "most VRAM free",
+        lambda rank: "less VRAM available" if rank.lacks else "less VRAM free",
         lambda rank, *_: gib(-rank.memory),
     ),
+    "lacks_backend": Term(
+        lambda _: "the backend is there already",
+        lambda _: "the backend is not there yet",
+        lambda rank, *_: "not installed" if rank.lacks_backend else "installed",
+    ),
 }
-"""What each term of the rank means, in its order, and its figure on one node."""
+"""The terms of the rank, in its order."""
 
 
 def _best(snapshot: FleetView, decision: Decision) -> Iterator[dict[str, Any]]:
     for place, node in enumerate(decision.ranked[:SHOWN]):
         terms = rank(node, snapshot.need, snapshot.setbacks)
-        against = {"against": _against(snapshot, decision.ranked[0], node)} if place else {}
+        against = {"against": _behind(snapshot, node, decision.ranked[0])} if place else {}
         yield {
             "node_id": str(node.id),
             "node": node.name,

@@ -69,7 +69,8 @@ def _picture(rule: Rule, nodes: Sequence[NewNodes], now: datetime) -> PlanPictur
     """What its loads would see: nothing is evicted for a replica that no request waits for."""
     wanted = wanted_of(rule.model_name)
     need, conflicts = (wanted.need, wanted.conflicts) if wanted is not None else (NOTHING, frozenset())
-    wish = PlanWish(need, rule.model_name, conflicts, rule.node_selector, nodes=nodes)
+    backend = wanted.definition.backend if wanted is not None else ""
+    wish = PlanWish(need, rule.model_name, conflicts, rule.node_selector, nodes=nodes, backend=backend)
     return planning.pictured(wish, now, evicts=False)
 
 

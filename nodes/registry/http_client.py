@@ -1,5 +1,7 @@
 """The HTTP client for the files of one worker: no redirect, no proxy of the environment, no other address."""
 
+import os
+
 import httpx
 
 from nodes.registry.dialling import HttpServer
@@ -19,3 +21,15 @@ def client_of(server: HttpServer) -> httpx.AsyncClient:
         # Plain HTTP, so nothing is verified; reading all certificates would hold the event loop for 20 ms.
         verify=False,
     )
+
+
+def reason_of(error: Exception) -> str:
+    """Return why a connection failed, in the operating system's words where it has any."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno and cause.errno > 0:
+            return os.strerror(cause.errno).lower()
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(error, httpx.ConnectTimeout):
+        return f"no connection within {CONNECT_LIMIT:.0f} s"
+    return str(error)[:200] or type(error).__name__

@@ -19,7 +19,17 @@ from localai_cluster.accounts import actors, principals
 from localai_cluster.messaging.credentials import Credentials
 from localai_cluster.messaging.messages import process_key
 from nodes.models import BackendNode, NodeConflict, NodeModel, NodeType
-from nodes.registry import agents, budget, bus_credentials, claims, dialling, joining, pending, states
+from nodes.registry import (
+    agents,
+    budget,
+    bus_credentials,
+    claims,
+    dialling,
+    file_port,
+    joining,
+    pending,
+    states,
+)
 from nodes.registry.change import ENGINES_UNKNOWN, Change, facts_of, save_all
 from nodes.registry.fleet import lock_in_order
 from nodes.registry.labels import reported_labels
@@ -289,7 +299,8 @@ def _admit(node: BackendNode, made: Claim, now: datetime, auto_approve: bool, ro
         del figures["available_vram"], figures["gpus"], figures["vram_read_at"]
     change.set(engine_token=told.engine_token, **figures)
     if not routine:
-        change.set(inventory_due_at=now + timedelta(seconds=LISTS_AFTER))
+        soon = now + timedelta(seconds=LISTS_AFTER)
+        change.set(inventory_due_at=soon, **{**file_port.UNCHECKED, "file_port_next_check_at": soon})
     return change
 
 

@@ -150,6 +150,15 @@ INVENTORY = Shape(
         column("error", TEXT, "Why there is no newer one.", source=F("inventory_error")),
     ],
 )
+FILE_PORT = Shape(
+    "FilePort",
+    "A file port that does not answer: no load brings files to the node until a check succeeds.",
+    [
+        column("error", TEXT, source=F("file_port_error")),
+        column("since", TIME, source=Time("file_port_failed_at")),
+        column("next_check_at", TIME, source=Time("file_port_next_check_at"), nullable=True),
+    ],
+)
 
 GPU = Shape(
     "Gpu",
@@ -325,6 +334,17 @@ FIELDS: tuple[tuple[tuple[str, ...], Field], ...] = (
         field("label_sources", mapping(enum("", NodeLabel.Source).schema), "Who set which label."),
     ),
     ((DETAIL,), column("inventory", INVENTORY.ref, source=INVENTORY.read(), inner=INVENTORY)),
+    (
+        (DETAIL, LIVE),
+        column(
+            "file_port",
+            FILE_PORT.ref,
+            "Null while its file port answers.",
+            source=FILE_PORT.read(unless_null="file_port_failed_at"),
+            nullable=True,
+            inner=FILE_PORT,
+        ),
+    ),
     ((LIVE,), field("models", LIVE_MODEL.many)),
     ((LIVE,), field("backends", TEXTS, "Names of what is installed.")),
     (
@@ -441,6 +461,7 @@ COMPONENTS: tuple[Named, ...] = (
     OVERRIDE,
     OVERRIDES,
     INVENTORY,
+    FILE_PORT,
     GPU,
     JOINED,
     REPLICA,

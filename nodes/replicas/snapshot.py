@@ -28,7 +28,7 @@ COLUMNS = (
     *("id", "name", "node_type", "status", "max_replicas_per_model"),
     *("available_vram", "reserved_vram", "vram_read_at", "vram_budget_bytes", "gpus"),
     *("returned_vram", "returned_beside", "total_vram"),
-    *("total_disk", "available_disk"),
+    *("total_disk", "available_disk", "file_port_error"),
 )
 """What `candidate` needs of a node's row."""
 
@@ -130,6 +130,7 @@ def candidate(
         most_vram=min(row["total_vram"], row["vram_budget_bytes"] or row["total_vram"]),
         total_disk=row["total_disk"],
         available_disk=row["available_disk"],
+        file_port_failed=bool(row["file_port_error"]),
         gpus=vram.rooms_of(row, reservations),
     )
 

@@ -2,19 +2,33 @@
 
 import json
 
-from django.db.models import F, QuerySet
+from django.db.models import Count, F, Model, OuterRef, QuerySet, Subquery
+from django.db.models.functions import Coalesce
 
 from localai_cluster.web.shapes import FLAG, TEXT, TIME, UUID, Row, Shape, Time, column, count
-from nodes.models import ModelSchedulingConfig, RoutePolicy
+from nodes.models import ModelSchedulingConfig, NodeModel, RoutePolicy
+from operations.models import Operation
 
+LOAD_KIND = "model_load"
+"""The kind of the operation that loads a model (`nodes/loading/load.py`)."""
 NUMBER = {"type": "number", "minimum": 0}
+
+
+def _counted(rows: QuerySet[Model], model_column: str) -> Coalesce:
+    """The number of these rows that belong to the rule's model."""
+    mine = rows.filter(**{model_column: OuterRef("model_name")}).order_by().values(model_column)
+    return Coalesce(Subquery(mine.annotate(rows=Count("pk")).values("rows")), 0)
+
+
+CURRENT = _counted(NodeModel.objects.serving(), "model_name")
+LOADING = _counted(Operation.objects.active().filter(kind=LOAD_KIND), "element")
 STATE = Shape(
     "SchedulingState",
-    "What the last pass made of the rule. It says how many replicas, so it has none if it only routes.",
+    "What the last pass aims at and did, and what is there now. A rule that only routes has none.",
     [
         column("wanted", count(), "Replicas that the pass aims at.", source=F("wanted_replicas")),
-        column("current", count(), "Loaded on healthy nodes.", source=F("current_replicas")),
-        column("loading", count(), "Loads under way.", source=F("loading_replicas")),
+        column("current", count(), "Loaded on healthy nodes now.", source=CURRENT),
+        column("loading", count(), "Loads under way now.", source=LOADING),
         column("reason", TEXT, "What the pass did and why, or why it could not."),
         column("at", TIME, "When that was.", source=Time("looked_at")),
     ],

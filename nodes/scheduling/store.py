@@ -18,7 +18,7 @@ from localai_cluster.accounts.audit import Change
 from localai_cluster.web.shapes import Row
 from nodes.models import ModelSchedulingConfig
 from nodes.scheduling.rules import Rule, check
-from nodes.scheduling.shape import rows
+from nodes.scheduling.shape import CURRENT, LOADING, rows
 from operations.changes.events import notify
 
 log = logging.getLogger(__name__)
@@ -76,12 +76,14 @@ def find(model_name: str) -> Row | None:
 
 
 def revision() -> str:
-    """Another one when a rule, or what a pass made of it, has changed; one query.
+    """Return another text when a rule, what a pass made of it, or a count of its replicas has changed.
+
+    One query.
 
     Of all rows, because clocks of processes differ: the latest time among them may stay while one changes.
     """
     columns = ("model_name", "updated_at", "looked_at", "reason")
-    found = ModelSchedulingConfig.objects.order_by("model_name").values_list(*columns)
+    found = ModelSchedulingConfig.objects.order_by("model_name").values_list(*columns, CURRENT, LOADING)
     return hashlib.sha256(repr(list(found)).encode()).hexdigest()[:16]
 
 

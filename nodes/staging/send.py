@@ -70,7 +70,7 @@ class Sending:
         ]
 
     async def look(self) -> int:
-        """How many bytes are not there. Raises FileRefused and Stalled."""
+        """How many bytes are not there. Raises FileRefused, Stalled and Unreachable."""
 
         async def seen(_: LocalFile, transfer: Transfer) -> None:
             await transfer.look()
@@ -79,7 +79,7 @@ class Sending:
         return self.plan.total - self.meter.current
 
     async def run(self) -> Sent:
-        """Returns when all of them are there. Raises FileRefused, Stalled, Changed and OSError."""
+        """Return when all are there. Raises FileRefused, Stalled, Unreachable, Changed and OSError."""
         roots: set[str] = set()
         failed: dict[str, str] = {}
 

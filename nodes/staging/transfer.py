@@ -3,13 +3,13 @@
 HEAD tells what the worker has. A file with our hash is there; the rest is sent by one PUT with its range and
 the hash of the whole file (worker.md §12, §13), or by several, since a worker refuses a body above its limit.
 What may pass is tried again after 1, 2, 4 … 30 s for as long
-as bytes get further than ever before; everything else is a refusal with the worker's words. The state is the
+as bytes get further than ever before, but a worker that does not answer at all only `MOST_UNANSWERED` times;
+everything else is a refusal with the worker's words. The state is the
 worker's: another controller goes on where this one was killed.
 """
 
 import asyncio
 import json
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -19,6 +19,7 @@ import httpx
 
 from localai_cluster import clock, names
 from nodes.placement import deadlines
+from nodes.registry.http_client import reason_of
 from nodes.staging.hashes import CHUNK, hash_of
 from nodes.staging.keys import path_of
 from nodes.staging.meter import Meter
@@ -28,6 +29,8 @@ from operations.executor.work import retry_delay
 
 _MOST_WORDS = 64 * 1024
 """Bytes of an answer that are read."""
+MOST_UNANSWERED = 3
+"""Requests in a row without any answer, after which the port counts as unreachable."""
 LARGEST_PART = 50 * 2**30
 """Bytes of one PUT: a worker takes no larger body (worker.md §12.3)."""
 _TRANSIENT = {
@@ -61,6 +64,10 @@ class FileRefused(Exception):
 
 class Stalled(Exception):
     """Nothing has moved for too long."""
+
+
+class Unreachable(Exception):
+    """The worker's file port did not answer several times in a row."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,7 @@ class Transfer:
     ) -> None:
         self._client, self._file, self._meter, self._stall = client, file, meter, stall
         self._url = path_of(key)
-        self._furthest, self._pauses = -1, 0
+        self._furthest, self._pauses, self._unanswered = -1, 0, 0
         self._watch: asyncio.Timeout
         self._moved_at = 0.0
         self._hashing_since: float | None = None
@@ -116,11 +123,14 @@ class Transfer:
         self._seen = Remote()
 
     async def look(self) -> None:
-        """Sees how much of the file is there, as its size says. Raises FileRefused and Stalled."""
+        """See how much of the file is there, by its size. Raises FileRefused, Stalled and Unreachable."""
         await self._watched(self._look)
 
     async def bring(self) -> str:
-        """The file's path on the worker, where it is now. Raises FileRefused, Stalled, Changed, OSError."""
+        """Return the file's path on the worker, where it is now.
+
+        Raises FileRefused, Stalled, Unreachable, Changed and OSError.
+        """
         return await self._watched(self._bring)
 
     async def _watched(self, step: Callable[[], Awaitable[Result]]) -> Result:
@@ -135,10 +145,12 @@ class Transfer:
             raise Stalled(f"{self._file.relative} got no further for {limit} ({self._reason})") from None
 
     async def _look(self) -> None:
-        try:
-            self._seen = await self._head()
-        except httpx.TransportError as error:
-            self._reason = _words(error)
+        while True:
+            try:
+                self._seen = await self._head()
+                break
+            except httpx.TransportError as error:
+                await self._pause(reason_of(error))
         self._meter.finds(self._file.relative, min(self._seen.size, self._file.size))
 
     async def _bring(self) -> str:
@@ -151,10 +163,12 @@ class Transfer:
     async def _send(self, sha256: str, stamp: str) -> str:
         """Attempts, until the file is there."""
         refused: int | None = None
+        # One HEAD is enough for the first attempt: a range that is no longer true would be refused.
+        seen = self._seen if self._seen.status else None
         while True:
             before = self._furthest
             try:
-                there = await self._head()
+                there, seen = seen or await self._head(), None
                 if there.has(sha256):
                     path = there.path
                     break
@@ -164,7 +178,7 @@ class Transfer:
                 ranged = self._file.size > 0 and offset != refused
                 answer = await self._put(sha256, stamp, offset if ranged else 0, ranged=ranged)
             except httpx.TransportError as error:
-                await self._pause(_words(error))
+                await self._pause(reason_of(error))
                 continue
             if answer.status == 200 and (path := answer.path):
                 break
@@ -180,6 +194,12 @@ class Transfer:
         self._worker_hashes()
         try:
             answer = await self._client.head(self._url)
+            self._unanswered = 0
+        except httpx.TransportError as error:
+            self._unanswered += 1
+            if self._unanswered >= MOST_UNANSWERED:
+                raise Unreachable(reason_of(error)) from error
+            raise
         finally:
             self._worker_answered()
         if answer.status_code in _NOT_FOR_US:
@@ -268,12 +288,3 @@ async def _text(answer: httpx.Response) -> str:
         if len(body) >= _MOST_WORDS:
             break
     return bytes(body[:_MOST_WORDS]).decode("utf-8", "replace")
-
-
-def _words(error: Exception) -> str:
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.errno and cause.errno > 0:
-            return os.strerror(cause.errno).lower()
-        cause = cause.__cause__ or cause.__context__
-    return str(error)[:200] or type(error).__name__

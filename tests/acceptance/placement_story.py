@@ -206,7 +206,7 @@ def record_text(model: str, one: dict[str, Any]) -> str:
         first = one["best"][0]
         parts.append(f"GPUs {first.get('gpus', [])}, needs {one['need']['vram'] / GIB:.1f} GiB")
         others = one["best"][2:]
-        parts += [f"before {other['node']}: {other['against']}" for other in others]
+        parts += [f"behind it {other['node']}: {other['against']}" for other in others]
     parts += [f"not {miss['node']}: {miss['reason']}" for miss in one["misses"]]
     parts += [f"evicts {gone['replica']}, idle since {gone['last_used']}" for gone in one["evicts"]]
     return "\n           ".join(parts)

@@ -212,6 +212,41 @@ async def test_a_refusal_of_the_models_file_goes_to_the_next_node(
     assert not stage.bus.asked[subjects.backend_install(str(stage.one.id))], "no engine was started for it"
 
 
+CLOSED = "127.0.0.1:1"
+
+
+@pytest.mark.rule("R2.26", "worker-13")
+async def test_a_file_port_that_refuses_sends_this_load_and_the_next_to_another_node(
+    stage: Stage, files: Path, told: list[Any], tmp_path: Path
+) -> None:
+    """Review R4: it was no refusal of the model, and the next load went there again."""
+    await in_thread(lambda: BackendNode.objects.filter(pk=stage.one.pk).update(http_address=CLOSED))
+    await in_thread(stage.need_until)
+    ended = await stage.play()
+    assert isinstance(ended, Postpone), ended
+    said = f"its file port {CLOSED} does not answer: connection refused"
+    assert ended.reason == f"staging: one: {said}; trying another node"
+    assert (ended.seconds, refusals(ended.payload or {})) == (0, [])
+    node = await in_thread(BackendNode.objects.get, pk=stage.one.pk)
+    assert (node.file_port_error, node.file_port_failures) == (said, 1)
+    assert await states() == []
+    async with worker(tmp_path / "w", stage.two):
+        # The same operation without what it knows: as a load of anybody else.
+        assert (await stage.handler(stage.work))["node"] == "two"
+
+
+@pytest.mark.rule("R2.38")
+async def test_a_load_without_files_goes_to_a_node_whose_file_port_failed(
+    stage: Stage, told: list[Any]
+) -> None:
+    """And one with files waits, with the reason, while there is no other node (review R4)."""
+    await in_thread(lambda: BackendNode.objects.update(file_port_error="down"))
+    nodes = await in_thread(snapshot.fleet, "echo")
+    assert {refusal(node, need=Need(disk=1)) for node in nodes} == {None}
+    decision = FleetView(nodes, Need(files=1)).decide()
+    assert decision.why_none() == "no node can take it: 2 with a file port that does not answer"
+
+
 @pytest.mark.rule("R2.57")
 async def test_a_companion_that_is_refused_is_told_and_the_model_loads(
     stage: Stage, files: Path, told: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -251,7 +286,9 @@ async def test_the_disk_is_looked_at_again_just_before(
     """Others may have brought files since the node was chosen."""
     slot = await in_thread(taken, stage, stage.one, stage.work)
     await in_thread(disk_of, stage.one, 10**9)
-    with pytest.raises(NodeRefused, match=r"0\.9 GiB of disk space free, 1\.0 GiB needed"):
+    with pytest.raises(
+        NodeRefused, match=r"0\.9 GiB of disk space free, 3 MiB of files and 1\.0 GiB to spare needed"
+    ):
         await in_thread(delivery._check_room, slot, SIZE)
     await in_thread(delivery._check_room, slot, 0)
     settings.CLUSTER = replace(settings.CLUSTER, disk_headroom_check=False)

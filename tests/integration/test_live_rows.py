@@ -47,7 +47,14 @@ def test_every_key_is_there_for_a_node_of_which_nothing_is_known() -> None:
         "backends": [],
         "last_heartbeat": None,
     }
-    empty |= {"rejected": None, "revoked": None, "drain": None, "inventory_at": None, "open_conflicts": 0}
+    empty |= {
+        "rejected": None,
+        "revoked": None,
+        "drain": None,
+        "inventory_at": None,
+        "open_conflicts": 0,
+        "file_port": None,
+    }
     assert node.items() >= empty.items()
 
 

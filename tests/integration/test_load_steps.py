@@ -94,6 +94,8 @@ async def test_the_steps_of_a_load_and_what_is_there_after_each(
     stage.installs(stage.one, starting)
     loads.append(lambda: looked("loads"))
     assert (await stage.handler(stage.work))["node"] == "one"
+    # Review L5: it was asked three times.
+    assert len(stage.bus.asked[subjects.backend_list(str(stage.one.id))]) == 1
     assert steps.said == [
         "installing",
         "loading",

@@ -9,11 +9,10 @@ import pytest
 from django.db import connection, transaction
 
 from localai_cluster import clock
-from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost
-from nodes.loading import engines
+from nodes.loading import engines, node_options
 from nodes.loading.another import load_another
 from nodes.loading.failures import LoadFailed
 from nodes.loading.wish import ANOTHER
@@ -112,16 +111,19 @@ async def test_an_attempt_whose_place_was_taken_over_stops_nothing(stage: Stage,
     assert await hot.in_thread(left) == [("echo#0", "")]
 
 
-async def test_an_attempt_whose_place_is_lost_starts_nothing(stage: Stage) -> None:
+async def test_an_attempt_whose_place_is_lost_starts_nothing(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its row went between the look at the backends and the start."""
     await hot.in_thread(stage.need_until)
+    plain = node_options.of
 
-    async def lost() -> m.ListReply:
-        if await hot.in_thread(NodeModel.objects.exists):
-            await hot.in_thread(NodeModel.objects.all().delete)
-        return m.ListReply((BACKEND,))
+    def lost(*given: Any) -> Any:
+        NodeModel.objects.all().delete()
+        return plain(*given)
 
-    stage.bus.replies[subjects.backend_list(str(stage.one.id))] = lost
+    monkeypatch.setattr(node_options, "of", lost)
+    stage.lists(stage.one, BACKEND)
     stage.installs(stage.one, STARTED)
     ended = await stage.play()
     assert isinstance(ended, Postpone), ended

@@ -224,7 +224,7 @@ async def test_a_lost_bus_and_an_early_lack_of_a_listener_move_no_load(
 
     listed = m.ListReply((BACKEND,))
     absent = NoResponders("early")
-    stage.bus.replies[subjects.backend_list(str(stage.one.id))] = [*[listed] * 3, absent, absent, listed]
+    stage.bus.replies[subjects.backend_list(str(stage.one.id))] = [listed, absent, absent, listed]
     stage.installs(stage.one, [lost, STARTED])
     assert (await stage.handler(stage.work))["node"] == "one"
     assert stage.bus.stops(stage.one.id) == []

@@ -26,6 +26,7 @@ from nodes.loading import load, placing
 from nodes.models import (
     BackendNode,
     ModelSchedulingConfig,
+    NodeBackend,
     NodeLabel,
     NodeModel,
     PlacementLog,
@@ -112,6 +113,27 @@ class TestRecords:
         again = await hot.in_thread(recomputing.recomputed, row)
         assert again == recomputing.said(row) == Found("placed", row.reason, row.node_id)
         assert (await hot.in_thread(NodeModel.objects.get)).node_id == row.node_id
+
+    @pytest.mark.rule("R1.72", "I14")
+    async def test_of_equal_nodes_the_one_that_has_the_backend_is_chosen(self) -> None:
+        """Review R14. The record alone leads to the same decision; the other node says why it is behind."""
+
+        def given() -> Work:
+            hot.node("a")
+            NodeBackend.objects.create(node=hot.node("b"), name=definition().backend.upper())
+            hot.node("c", offline_at=clock.now())
+            return claimed()
+
+        work = await hot.in_thread(given)
+        assert (await placed(work)).slot.node_name == "b"
+        (row,) = await hot.in_thread(kept)
+        assert row.reason == "the backend is there already: installed against not installed on a"
+        assert [one.get("against") for one in row.facts["best"]] == [
+            None,
+            "the backend is not there yet: not installed against installed on b",
+        ]
+        again = await hot.in_thread(recomputing.recomputed, row)
+        assert again == recomputing.said(row) == Found("placed", row.reason, row.node_id)
 
     async def test_who_did_not_answer_is_a_miss_of_the_record(self) -> None:
         def given() -> Work:

@@ -28,7 +28,7 @@ from nodes.reconcilers.schedules import SCHEDULES
 from nodes.registry import services
 from nodes.replicas import leaving
 from nodes.routing.request import InferenceRequest
-from nodes.scheduling import passes, store
+from nodes.scheduling import passes, shape, store
 from nodes.scheduling.cooldowns import clear_cooldowns
 from nodes.scheduling.picture import Ruling, Unsatisfiable
 from nodes.scheduling.rules import Rule
@@ -161,6 +161,29 @@ def test_a_refusal_is_said_and_stops_no_other_model(models: Path, monkeypatch: p
     assert stored("bad").reason.endswith("2 more; refused: model_unload of bad is in progress")
     assert stored("worse").reason.endswith("2 more; it failed: see the log")
     assert [stored(name).unsatisfiable_ticks for name in ("bad", "m", "worse")] == [1, 0, 1]
+
+
+@commits
+def test_a_rule_shows_what_is_there_now_not_what_the_last_pass_found() -> None:
+    """Review R14: for up to 30 s it said "running 0, loading 0" beside a running replica."""
+    node = hot.node("one")
+    rule(1)
+
+    def shown() -> tuple[int, int, int]:
+        state = api.admin().get("/api/nodes/scheduling/m").json()["state"]
+        return state["wanted"], state["current"], state["loading"]
+
+    revisions = [store.revision()]
+    replicas.look(tick=True)
+    assert shown() == (1, 0, 1), "the load that the pass has asked for"
+    revisions.append(store.revision())
+    hot.replica(node, "m")
+    revisions.append(store.revision())
+    (load_of_m,) = loads()
+    ends(load_of_m, Status.COMPLETED)
+    assert shown() == (1, 1, 0)
+    assert len({*revisions, store.revision()}) == 4, "pages read the rules again each time"
+    assert shape.LOAD_KIND == load.KIND
 
 
 # --- what cannot be had

@@ -283,7 +283,7 @@ async def test_a_controller_leaves_a_waiting_load_alone_while_labels_change(
         hear(node_id)
 
     monkeypatch.setattr(heard, "changed", told)
-    quiet = ("scaler", "stopper", "engines", "revocations", "checker", "news")
+    quiet = ("file_ports", "scaler", "stopper", "engines", "revocations", "checker", "news")
     parts: dict[str, Any] = {name: Listener() for name in quiet}
     parts |= {"executors": {"operations": executor}, "inventory": lists, "wakes": heard, "hints": Hints()}
     tasks = [

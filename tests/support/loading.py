@@ -136,6 +136,7 @@ ROOM: dict[str, tuple[dict[str, int], dict[str, Any], str]] = {
         {"total_disk": 9 * 2**30, "available_disk": 2**30},
         {},
         "2 without the disk space it needs"
-        " (1.1 GiB: one has 1.0 GiB of 9.0 GiB free, two has 1.0 GiB of 9.0 GiB free)",
+        " (4 KiB of files and 1.0 GiB to spare:"
+        " one has 1.0 GiB of 9.0 GiB free, two has 1.0 GiB of 9.0 GiB free)",
     ),
 }

@@ -117,6 +117,10 @@ def test_it_is_never_larger_than_16_kib(size: int, letter: str) -> None:
             "most VRAM available: 21474836482 bytes against 21474836481 bytes on b",
         ),
         (fleet({}, {}), "equal to b in every term, the first by name"),
+        (
+            fleet({}, {"has_backend": True}),
+            "the backend is there already: installed against not installed on a",
+        ),
         (fleet(), "no node is registered"),
         (fleet(restricted=True), "none of the nodes that it may use is registered"),
         (fleet({"status": "offline"}), "no node can take it: 1 offline"),
@@ -159,11 +163,12 @@ def test_the_nearest_misses_come_first_with_their_figures() -> None:
 
 
 def test_those_behind_say_what_put_them_there() -> None:
+    """Of themselves: the sentence about the best stood in their rows (review R14)."""
     told = explained(fleet({}, {"loaded": 1}, {"loaded": 1, "in_flight": 2}))
     assert [one.get("against") for one in told.facts["best"]] == [
         None,
-        "it is idle; loaded replicas: 0 against 1 on b",
-        "it is idle; loaded replicas: 0 against 1 on c",
+        "it is not idle; loaded replicas: 1 against 0 on a",
+        "it is not idle; loaded replicas: 1 against 0 on a",
     ]
     assert isinstance(told.node, Candidate)
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nodes.placement import setbacks
-from nodes.placement.choose import Candidate, Need, Reason, choose, free_index, refusal
+from nodes.placement import estimate, setbacks
+from nodes.placement.choose import Candidate, Need, Reason, choose, disk_words, free_index, refusal
 from nodes.placement.selector import ANY, Selector
 from nodes.placement.setbacks import Setback
 
@@ -156,6 +156,21 @@ def test_the_order_with_and_without_an_estimate() -> None:
     assert order(40) == ["idle-large", "quiet", "busy", "idle-small"]
     assert order(80) == ["busy", "idle-small", "idle-large", "quiet"]
     assert order(0) == order(99) == ["idle-small", "idle-large", "quiet", "busy"]
+
+
+@pytest.mark.rule("R2.37", "R2.39")
+@pytest.mark.parametrize(
+    ("payload", "said"),
+    [
+        (0, "2.0 GiB assumed for files of unknown size"),
+        (100, "100 B of files and 1.0 GiB to spare"),
+        (3_000_000, "3 MiB of files and 1.0 GiB to spare"),
+        (40 * GIB, "40.0 GiB of files and 2.0 GiB to spare"),
+    ],
+)
+def test_the_disk_space_that_is_needed_is_explained(payload: int, said: str) -> None:
+    """Review X10: a load of a model of 100 bytes was refused for want of "2.0 GiB"."""
+    assert disk_words(payload, estimate.disk(payload)) == said
 
 
 @pytest.mark.rule("R2.38", "R2.39", "T-DSK-3", "T-DSK-4", "T-DSK-5", "T-DSK-7", "T-DSK-9")

@@ -134,6 +134,8 @@ def test_every_field_of_a_node_comes_back() -> None:
         total_disk=6,
         available_disk=7,
         brought=8,
+        file_port_failed=True,
+        has_backend=True,
     )
     question = LoadQuestion(FleetView([node], Need(1, True, 2, True)))
     known = coded.known(read_back(coded.sections("1", "m", question)), "1", "m")

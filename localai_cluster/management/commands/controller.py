@@ -1,13 +1,13 @@
 """`manage.py controller`: the process that runs operations.
 
-Thirteen tasks in one event loop: the executors of operations and of intents on nodes, the inventory of
-backends, the wakes of what waits for nodes, the scaler that carries out scheduling rules, the stopper of
-engines that nothing accounts for, the state pass over engines that may have ended, the revocations of
-credentials for the bus, the check for upgrades, the LISTEN task whose hints trigger those nine, the ticker of
-django-q2's schedules, the heartbeat that tells pages that a controller is running, the news of replicas that
-have gone, for routing by prefix, and the server of its figures, if it has an address. Any number may run:
-they claim operations, intents, inventory questions, stops, replicas in question and checks, and lock
-schedules and the scaler's looks.
+Fifteen tasks in one event loop: the executors of operations and of intents on nodes, the inventory of
+backends, the checks of the nodes' file ports, the wakes of what waits for nodes, the scaler that carries out
+scheduling rules, the stopper of engines that nothing accounts for, the state pass over engines that may have
+ended, the revocations of credentials for the bus, the check for upgrades, the LISTEN task whose hints trigger
+those ten, the ticker of django-q2's schedules, the heartbeat that tells pages that a controller is running,
+the news of replicas that have gone, for routing by prefix, and the server of its figures, if it has an
+address. Any number may run: they claim operations, intents, inventory questions, port checks, stops, replicas
+in question and checks, and lock schedules and the scaler's looks.
 """
 
 import asyncio
@@ -39,6 +39,7 @@ from nodes.loading import load
 from nodes.loading.elsewhere import load_elsewhere
 from nodes.loading.stopping import Stopper
 from nodes.reconcilers import schedules
+from nodes.reconcilers.file_ports import FilePorts
 from nodes.reconcilers.revocations import Revocations
 from nodes.reconcilers.scaler import Scaler
 from nodes.reconcilers.state_pass import StatePass
@@ -81,6 +82,7 @@ class Parts:
 
     executors: Mapping[str, Executor[Any]]
     inventory: Inventory
+    file_ports: FilePorts
     wakes: Wakes
     scaler: Scaler
     stopper: Stopper
@@ -107,6 +109,7 @@ def _parts(owner: str, bus: Bus) -> Parts:
     return Parts(
         executors={"operations": Executor(owner, OperationQueue(table), lease=lease), "intents": on_nodes},
         inventory=Inventory(bus),
+        file_ports=FilePorts(),
         wakes=Wakes(nodes_changed),
         scaler=Scaler(),
         stopper=Stopper(bus),
@@ -123,6 +126,7 @@ def _loops(parts: Parts, owner: str, bus: Bus) -> list[asyncio.Task[None]]:
     loops: dict[str, Coroutine[Any, Any, None]] = {
         **{name: executor.run() for name, executor in parts.executors.items()},
         "inventory": parts.inventory.run(),
+        "file ports": parts.file_ports.run(),
         "wakes": parts.wakes.run(),
         "scaler": parts.scaler.run(),
         "stopper": parts.stopper.run(),
@@ -193,6 +197,7 @@ async def listen_for_changes(parts: Parts) -> None:
             parts.engines.hint()
         if channel in (NODES, inventory.CHANNEL, ""):
             parts.inventory.hint()
+            parts.file_ports.hint()
         if channel in (NODES, ""):
             parts.wakes.changed(payload)
             parts.scaler.hint()

@@ -4,7 +4,7 @@ import type { Gpu } from "../live/gpus";
 import { gpuWords } from "../live/gpus";
 import type { LiveNode } from "../live/messages";
 import { verdicts, versionOf, type Fit } from "./fit";
-import { addressOf, grouped, groupKeys, lookIn, poolsOf, summed } from "./fleet";
+import { addressOf, freeOf, grouped, groupKeys, lookIn, poolsOf, summed } from "./fleet";
 
 function gpu(index: number, free: number, reserved = 0): Gpu {
   return { index, uuid: `GPU-${index}`, name: "NVIDIA L4", total_vram: 24 * GIB, free_vram: free * GIB, utilization: index === 0 ? 40 : null, reserved_vram: reserved * GIB };
@@ -28,6 +28,10 @@ describe("the map of capacity (UW8, UI-7.1)", () => {
     expect(group?.places.map((place) => place.node.name)).toEqual(["gone", "one", "two"]);
     const sums = summed(group?.places ?? []);
     expect([sums.nodes, sums.total / GIB, sums.reserved / GIB, sums.free / GIB, sums.largest / GIB, sums.largestAt]).toEqual([2, 60, 12, 26, 20, "two, GPU 1"]);
+  });
+
+  it("has free what all its GPUs have free together (review R14)", () => {
+    expect(freeOf(poolsOf(two, "vram")) / GIB).toBe(26);
   });
 
   it("groups by GPU, state or a label, and puts the freest first", () => {

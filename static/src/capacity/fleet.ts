@@ -36,6 +36,11 @@ export function poolsOf(node: LiveNode, resource: Resource): Pool[] {
   return [pool("", limit, limit - usedVram(node), node.reserved_vram)];
 }
 
+/** Free in all pools together; one load can have at most the largest of them, unless it is split. */
+export function freeOf(pools: readonly Pool[]): number {
+  return pools.reduce((sum, one) => sum + one.free, 0);
+}
+
 export interface Place {
   node: LiveNode;
   pools: readonly Pool[];
@@ -121,7 +126,7 @@ export function grouped(nodes: Iterable<LiveNode>, { resource, group, order }: P
     if (node.node_type === "agent") continue;
     const pools = poolsOf(node, resource);
     if (pools.length === 0) continue;
-    const place = { node, pools, free: isOpen(node) ? Math.max(...pools.map((one) => one.free)) : -1 };
+    const place = { node, pools, free: isOpen(node) ? freeOf(pools) : -1 };
     const name = groupOf(node, group);
     const known = found.get(name);
     if (known === undefined) found.set(name, [place]);

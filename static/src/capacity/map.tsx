@@ -6,7 +6,7 @@ import { bytes, count } from "../lib/format";
 import { fillOf } from "../ui/bars";
 import { shownStatus } from "../nodes/shared/node-status";
 import type { Verdict } from "./fit";
-import { isOpen, summed, type Group, type Place, type Pool } from "./fleet";
+import { freeOf, isOpen, summed, type Group, type Place, type Pool } from "./fleet";
 
 interface MapProps {
   groups: readonly Group[];
@@ -121,7 +121,7 @@ const Cell = memo(function Cell({ node, pools, verdict, tabbable, onActive }: Ce
         {pools.map((one) => (
           <Bar key={one.name} pool={one} />
         ))}
-        <span className="cap-said">{verdict?.tone === "bad" ? verdict.words : `${bytes(Math.max(...pools.map((one) => one.free)))} free`}</span>
+        <span className="cap-said">{verdict?.tone === "bad" ? verdict.words : `${bytes(freeOf(pools))} free`}</span>
       </Link>
     </li>
   );

@@ -14,7 +14,7 @@ export function node(name: string, more: Partial<LiveNode> = {}): LiveNode {
     max_replicas_per_model: 2, max_replicas_per_model_manually_set: false, last_heartbeat: REGISTERED, created_at: REGISTERED,
     labels: {}, models: [], model_count: 0, in_flight_count: 0, backends: [], inventory_at: null, weak_identity: false,
     fingerprint: "abcd1234", source_address: "10.0.0.1", rejected: null, revoked: null, drain: null, open_conflicts: 0,
-    rotation_requested_at: null, revision: 1, joined: null, worker_version: "", version_skew: "", inventory_error: "", ...more,
+    rotation_requested_at: null, revision: 1, joined: null, worker_version: "", version_skew: "", inventory_error: "", file_port: null, ...more,
   };
 }
 

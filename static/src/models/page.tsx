@@ -21,7 +21,7 @@ import { Ago } from "../ui/time";
 import { PageHead } from "../ui/title";
 import { Actions } from "./actions";
 import { useBrokenDefinitions, useDefinitions } from "./data";
-import { addressOf, backendOf, modelRows, SHOWN, wantedIn, wantedRows, type ModelRow, type Place, type Places, type Shown, type Wanted } from "./rows";
+import { addressOf, backendOf, modelRows, replicaWords, SHOWN, wantedIn, wantedRows, type ModelRow, type Place, type Places, type Shown, type Wanted } from "./rows";
 import { Why } from "./why";
 import "../nodes/detail/detail.css";
 import "../nodes/shared/shared.css";
@@ -145,6 +145,7 @@ function Filter({ wanted, said, onChange }: { wanted: Wanted; said: string; onCh
 function Model({ row, rules }: { row: ModelRow; rules: ReadonlyMap<string, Rule> | null }): ReactNode {
   const rule = rules?.get(row.name);
   const backend = backendOf(row);
+  const replicas = replicaWords(row);
   return (
     <section className="nd-panel" aria-label={row.name}>
       <header>
@@ -154,7 +155,7 @@ function Model({ row, rules }: { row: ModelRow; rules: ReadonlyMap<string, Rule>
         <Actions row={row} ruled={rules === null ? null : [...rules.keys()]} />
       </header>
       <div className="row wrap model-facts">
-        <span className={`pill ${row.places.length > 0 ? "good" : ""}`}>{row.places.length > 0 ? count(row.places.length, "replica") : "not running"}</span>
+        <span className={`pill ${replicas.tone}`}>{replicas.words}</span>
         {backend !== "" && (
           <span>
             Backend <bdi>{backend}</bdi>

@@ -1,7 +1,7 @@
 import { describe, expect, it } from "vitest";
 import { model, node } from "../live/fixtures";
-import type { Operation } from "../live/messages";
-import { addressOf, backendOf, loadRefusal, modelRows, unloadRefusal, wantedIn, wantedRows, type Definition, type ModelRow } from "./rows";
+import type { LiveModel, Operation } from "../live/messages";
+import { addressOf, backendOf, loadRefusal, modelRows, replicaWords, unloadRefusal, wantedIn, wantedRows, type Definition, type ModelRow } from "./rows";
 
 function defined(name: string): Definition {
   return { id: name, backend: "echo", capabilities: [], disabled: false, pinned: false };
@@ -33,6 +33,13 @@ describe("models (E65, UI-8.1)", () => {
     expect(named("b", found).places.map(({ node: { name }, model: { replica_index } }) => `${name}#${replica_index}`)).toEqual(["n2#0", "n10#0", "n10#1"]);
     expect([named("b", found).active.length, named("gone", found).failed.length]).toEqual([1, 1]);
     expect([backendOf(named("a", found)), backendOf(named("stray", found)), backendOf(named("gone", found))]).toEqual(["echo", "vllm", ""]);
+  });
+
+  it("count as replicas only when they are loaded (review R14)", () => {
+    const words = (...states: LiveModel["state"][]) => replicaWords({ places: states.map((state, index) => ({ node: node("n"), model: model("m", index, { state }) })) });
+    expect(words("loaded", "staging")).toEqual({ tone: "good", words: "1 replica" });
+    expect([words("staging"), words("loading", "unloading")]).toEqual([{ tone: "info", words: "1 loading" }, { tone: "info", words: "1 loading" }]);
+    expect([words("unloading"), words()]).toEqual([{ tone: "warn", words: "1 unloading" }, { tone: "", words: "not running" }]);
   });
 
   it("a dismissed failure is no longer shown", () => {

@@ -2,6 +2,7 @@
 import type { components } from "../api/schema";
 import type { LiveModel, LiveNode, Operation } from "../live/messages";
 import { isActive, needsAttention } from "../live/store";
+import { count } from "../lib/format";
 
 export type Definition = components["schemas"]["InstalledModel"];
 
@@ -80,6 +81,14 @@ export function wantedRows(rows: readonly ModelRow[], { term, shown }: Wanted): 
     const text = `${row.name} ${backendOf(row)}`.toLowerCase();
     return words.every((word) => text.includes(word));
   });
+}
+
+/** How many replicas serve it; if none does, what becomes of those that are there. */
+export function replicaWords({ places }: Pick<ModelRow, "places">): { tone: "good" | "info" | "warn" | ""; words: string } {
+  const inState = (...states: LiveModel["state"][]) => places.filter(({ model }) => states.includes(model.state)).length;
+  if (inState("loaded") > 0) return { tone: "good", words: count(inState("loaded"), "replica") };
+  if (inState("loading", "staging") > 0) return { tone: "info", words: `${inState("loading", "staging")} loading` };
+  return places.length > 0 ? { tone: "warn", words: `${places.length} unloading` } : { tone: "", words: "not running" };
 }
 
 /** The backend that it is defined for, else that of a replica. */

@@ -6,7 +6,7 @@ import { count } from "../lib/format";
 import { useLive } from "../live/hooks";
 import type { LiveNode } from "../live/messages";
 import { NodeStatus } from "../nodes/shared/node-status";
-import { written } from "../nodes/shared/labels";
+import { listedLabels, written } from "../nodes/shared/labels";
 import { Button } from "../ui/button";
 import { Loading } from "../ui/empty";
 import { AT_FIRST, labelled, MORE } from "./labels";
@@ -74,7 +74,7 @@ function Nodes(): ReactNode {
 }
 
 function Labelled({ node }: { node: LiveNode }): ReactNode {
-  const labels = Object.entries(node.labels).sort(([left], [right]) => left.localeCompare(right));
+  const labels = listedLabels(node);
   return (
     <li className="label-node">
       <div className="row spread">

@@ -1,6 +1,6 @@
 // The labels of all nodes, searched as forgivingly as people type. Pure.
 import type { LiveNode } from "../live/messages";
-import { written } from "../nodes/shared/labels";
+import { listedLabels, written } from "../nodes/shared/labels";
 
 /** How many nodes are shown at first, and how many more with each press. */
 export const AT_FIRST = 5;
@@ -21,8 +21,8 @@ export function forgiving(text: string, word: string): boolean {
 export function labelled(nodes: readonly LiveNode[], term: string): LiveNode[] {
   const words = term.toLowerCase().split(/\s+/).filter(Boolean);
   if (words.length === 0) return [...nodes];
-  return nodes.filter(({ name, id, labels }) => {
-    const texts = [name, id, ...Object.entries(labels).map(([key, value]) => written(key, value))].map((text) => text.toLowerCase());
+  return nodes.filter((node) => {
+    const texts = [node.name, node.id, ...listedLabels(node).map(([key, value]) => written(key, value))].map((text) => text.toLowerCase());
     return words.every((word) => texts.some((text) => forgiving(text, word)));
   });
 }

@@ -150,7 +150,7 @@ function Chips({ rule }: { rule: Rule }): ReactNode {
   );
 }
 
-/** As the last pass found them. */
+/** What the last pass aims at, and what is there now. */
 function Figures({ rule }: { rule: Rule }): ReactNode {
   const figures = rule.state;
   if (figures === undefined) return null;

@@ -10,6 +10,7 @@ registration brought.
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -65,7 +66,9 @@ async def fleet(
             shared = NatsBus(bus, name=f"{name} fleet")
             shared.start()
             await asyncio.wait_for(shared.wait_connected(), 60)
-        home = Home(url, token, client, beat_every, shared)
+        http = await asyncio.start_server(_says_that_it_is_there, "127.0.0.1", 0)
+        http_address = "127.0.0.1:{1}".format(*http.sockets[0].getsockname())
+        home = Home(url, token, client, beat_every, shared, http_address)
         workers = [
             SimulatedWorker(called, number, home, script(number))
             for number, called in enumerate(names or [f"{name}-{number}" for number in range(count)])
@@ -85,3 +88,12 @@ async def fleet(
             if shared is not None:
                 await shared.close()
             await asyncio.gather(*(worker.stop() for worker in workers))
+            http.close()
+
+
+async def _says_that_it_is_there(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        await writer.drain()
+    writer.close()

@@ -60,6 +60,8 @@ class Home:
     client: httpx.AsyncClient
     beat_every: float
     bus: NatsBus | None = None
+    http_address: str = ""
+    """One HTTP server for all of them: it only says that it is there."""
 
 
 @dataclass
@@ -112,7 +114,7 @@ class SimulatedWorker:
             {
                 "name": self.name,
                 "address": f"127.0.0.1:{self.machine.port}",
-                "http_address": f"127.0.0.1:{self.machine.port - 1}",
+                "http_address": self.home.http_address,
                 "gpu_vendor": "",
                 "gpu_compute_capability": "",
                 "capability": "default",

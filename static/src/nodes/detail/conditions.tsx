@@ -61,6 +61,11 @@ function Row({ condition }: { condition: Condition }): ReactNode {
             : <bdi>{condition.reason}</bdi>
           </>
         )}
+        {condition.next != null && (
+          <span className="muted">
+            ; next check <Ago at={condition.next} every={1000} />
+          </span>
+        )}
       </span>
     </li>
   );

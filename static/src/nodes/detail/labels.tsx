@@ -8,16 +8,13 @@ import { goOnAt } from "../../ui/go-on";
 import { Problem } from "../../ui/problem";
 import { Said } from "../../ui/text-field";
 import { Tip } from "../../ui/tip";
-import { isAutomatic, keyProblem, valueProblem, written } from "../shared/labels";
+import { isAutomatic, keyProblem, listedLabels, valueProblem, written } from "../shared/labels";
 import { mergeLabels, removeLabel } from "../shared/verbs";
 import { useAction, type NodeDetail } from "./data";
 import { Panel } from "./panel";
 
 type Sources = NodeDetail["label_sources"];
 type Source = Sources[string];
-
-/** Capacity shows and sets it. */
-const OF_CAPACITY = "node.replica-slots";
 
 const MEANING: Readonly<Record<Source, string>> = {
   worker: "Set by the worker, and again at each registration.",
@@ -30,9 +27,7 @@ export function Labels({ node, sources }: { node: LiveNode; sources: Sources | u
   const key = useRef<HTMLInputElement>(null);
   const list = useRef<HTMLUListElement>(null);
   const [draft, setDraft] = useState({ key: "", value: "" });
-  const labels = Object.entries(node.labels)
-    .filter(([name]) => name !== OF_CAPACITY)
-    .sort(([left], [right]) => left.localeCompare(right));
+  const labels = listedLabels(node);
   const [removed, setRemoved] = useState<Draft | null>(null);
   const remove = useAction(
     node.id,

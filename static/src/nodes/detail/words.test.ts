@@ -6,7 +6,7 @@ import { by, concerns, conditions, confirmationWord, drainLeft, provenance } fro
 const AT = "2026-01-01T00:00:00Z";
 
 function node(part: Partial<LiveNode> = {}): LiveNode {
-  const plain = { status: "healthy", rejected: null, revoked: null, drain: null, created_at: AT, models: [], in_flight_count: 0 };
+  const plain = { status: "healthy", rejected: null, revoked: null, drain: null, created_at: AT, models: [], in_flight_count: 0, file_port: null };
   return { ...plain, ...part } as LiveNode;
 }
 
@@ -30,6 +30,14 @@ describe("provenance (UW14, UW17)", () => {
       ["offline", "by silence", "no heartbeat"],
       ["drain", "by anna", "fan"],
     ]);
+  });
+
+  it("names a file port that does not answer, with the next check, and gives draining its one colour (review R4, R14)", () => {
+    const drain = { since: AT, by: "anna", reason: "", own: false, deadline: null, engines_gone_at: null, engines_error: "" };
+    const port = { error: "its file port 10.0.0.1:50050 does not answer: connection refused", since: AT, next_check_at: "2026-01-01T00:05:00Z" };
+    const found = conditions(node({ drain, file_port: port }), undefined);
+    expect(found.map(({ id, tone }) => [id, tone])).toEqual([["approval", "good"], ["file-port", "bad"], ["drain", "info"]]);
+    expect(found[1]).toMatchObject({ title: "File port unreachable", at: AT, reason: port.error, next: port.next_check_at });
   });
 
   it("shows a pending node's no before that it waits", () => {

@@ -21,11 +21,13 @@ export function provenance(override: { by: string } | undefined, manuallySet: bo
 
 export interface Condition {
   id: string;
-  tone: "good" | "warn" | "bad";
+  tone: "good" | "warn" | "bad" | "info";
   title: string;
   at: string | null;
   by: string;
   reason: string;
+  /** When it is checked next. */
+  next?: string | null;
 }
 
 interface Said {
@@ -46,9 +48,13 @@ export function conditions(node: LiveNode, detail: NodeDetail | undefined): Cond
   found.push(approval(node, detail));
   if (detail?.offline !== undefined) found.push(condition("offline", "bad", "Offline", detail.offline));
   if (detail?.unhealthy !== undefined) found.push(condition("unhealthy", "bad", "Unhealthy", detail.unhealthy));
+  if (node.file_port !== null) {
+    const { error, since, next_check_at: next } = node.file_port;
+    found.push({ id: "file-port", tone: "bad", title: "File port unreachable", at: since, by: "", reason: error, next });
+  }
   if (node.drain !== null) {
     const title = node.drain.own ? "Draining (worker shutting down)" : "Draining";
-    found.push(condition("drain", "warn", title, { ...node.drain, at: node.drain.since }));
+    found.push(condition("drain", "info", title, { ...node.drain, at: node.drain.since }));
   }
   return found;
 }

@@ -4,7 +4,7 @@ import { Link } from "react-router";
 import { ago, bytes, count, exact } from "../../lib/format";
 import type { LiveModel, LiveNode } from "../../live/messages";
 import { gpuWords } from "../../live/gpus";
-import { Meter } from "../../ui/bars";
+import { fillOf, Meter } from "../../ui/bars";
 import { usedVram, vramLimit } from "../detail/samples";
 import { isAutomatic, written } from "../shared/labels";
 import { useClock } from "../shared/clock";
@@ -45,6 +45,7 @@ export function Name({ node }: { node: LiveNode }): ReactNode {
       <span className="second name" title={gpuWords(node)}>
         {node.node_type === "agent" ? "agent" : gpuWords(node) || "no GPU"}
         {node.open_conflicts > 0 && <span className="flag"> · identity conflict</span>}
+        {node.file_port !== null && <span className="flag"> · file port unreachable</span>}
         {node.rotation_requested_at !== null && <span> · rotation requested</span>}
         {node.version_skew !== "" && <span className="flag"> · {node.version_skew}</span>}
       </span>
@@ -102,8 +103,9 @@ export function Disk({ node }: { node: LiveNode }): ReactNode {
 function Pair({ node, used, total }: { node: LiveNode; used: number; total: number }): ReactNode {
   return (
     <AsTold node={node}>
-      <span className="nowrap">{bytes(used)}</span>
+      <span className={`nowrap fill ${fillOf(used, total)}`}>{bytes(used)}</span>
       <span className="second nowrap">used of {bytes(total)}</span>
+      {fillOf(used, total) !== "" && <span className="visually-hidden">, {Math.floor((100 * used) / total)}%</span>}
     </AsTold>
   );
 }

@@ -50,6 +50,8 @@ describe("what works on a machine that joins", () => {
     expect(check("address", "n", { ...own, source_address: "127.0.0.1" }).state).toBe("waiting");
     expect(check("address", "n", { source_address: "192.0.2.7" }).hint).toContain("calls from 192.0.2.7");
     expect(check("address", "n", { model_count: 1 }).state).toBe("ok");
+    const port = { error: "its file port does not answer: connection refused", since: "2026-08-22T10:00:00Z", next_check_at: null };
+    expect(check("address", "n", { file_port: port })).toMatchObject({ state: "failed" });
   });
 });
 

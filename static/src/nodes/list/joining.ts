@@ -100,6 +100,9 @@ function onBus(node: LiveNode, isApproved: boolean): Check {
 function reachable(node: LiveNode): Check {
   const told = { id: "address", text: "Its address is reachable", hint: "" } as const;
   const host = node.address.replace(/:\d+$/, "");
+  if (node.file_port !== null) {
+    return { ...told, state: "failed", hint: `${node.file_port.error}. Check its firewall, and what LOCALAI_ADVERTISE_HTTP_ADDR says there.` };
+  }
   if (node.model_count > 0) return { ...told, state: "ok" };
   if (isLoopback(host) && node.source_address !== "" && !isLoopback(node.source_address)) {
     const hint = `It advertises ${node.address}, which only that machine can reach. Set LOCALAI_ADVERTISE_ADDR there.`;

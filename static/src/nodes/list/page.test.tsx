@@ -231,3 +231,11 @@ it("the key that selects does nothing to a row that the filter hides", async () 
   expect(screen.queryByRole("toolbar", { name: "Selected nodes" })).toBeNull();
   stop();
 });
+
+it("colours a disk that is nearly full, and says so in words too (review R14)", async () => {
+  show(store, node("full", { total_disk: 100 * GIB, available_disk: 4 * GIB }));
+  open();
+  const used = await screen.findByText("96 GiB");
+  expect(used.className).toContain("full");
+  expect(used.parentElement?.textContent).toContain("96%");
+});

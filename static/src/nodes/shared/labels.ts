@@ -21,6 +21,16 @@ export function isAutomatic(key: string): boolean {
   return key === "node.name" || key === "node.replica-slots" || key === "gpu.vendor" || key === "gpu.vram";
 }
 
+/** Its value is the node's replica slots, which Capacity shows and sets. */
+const OF_CAPACITY = "node.replica-slots";
+
+/** The labels that pages list, by key. */
+export function listedLabels({ labels }: { labels: Readonly<Record<string, string>> }): [string, string][] {
+  return Object.entries(labels)
+    .filter(([key]) => key !== OF_CAPACITY)
+    .sort(([left], [right]) => left.localeCompare(right));
+}
+
 /** A label as one word: `zone=west`, or only the key if the value is empty. */
 export function written(key: string, value: string): string {
   return value === "" ? key : `${key}=${value}`;

@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 import type { LiveNode } from "../../live/messages";
-import { keyProblem, written } from "./labels";
+import { keyProblem, listedLabels, written } from "./labels";
 import { refusal, type Verb } from "./verbs";
 
 function node(more: Partial<LiveNode>): LiveNode {
@@ -34,4 +34,8 @@ describe("labels", () => {
   ])("the key %s: %s", (key, wanted) => expect(keyProblem(key)).toBe(wanted));
 
   it("writes them as one word", () => expect([written("a", "b"), written("a", "")]).toEqual(["a=b", "a"]));
+});
+
+it("the node's page and Scheduling list the same labels (UI-4.13, review R14)", () => {
+  expect(listedLabels({ labels: { zone: "b", "node.replica-slots": "2", "gpu.vendor": "nvidia" } })).toEqual([["gpu.vendor", "nvidia"], ["zone", "b"]]);
 });

@@ -1,0 +1,150 @@
+"""The HTTP server of a node, through which it gets the files of models: can it be reached?
+
+A load that cannot reach it records a failure and goes to another node; placement then leaves the node out of
+loads that bring files. `nodes/reconcilers/file_ports.py` checks the port when the node has been approved,
+every `EVERY` seconds, and after a failure at growing intervals, until it answers. The row is the truth
+(`file_port_*`), so every controller sees the failure of one.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+import httpx
+from django.db import transaction
+from django.db.models import F, Q
+
+from localai_cluster import errors, names
+from nodes.models import BackendNode
+from nodes.models.node import BackendNodeQuerySet
+from nodes.registry import dialling
+from nodes.registry.http_client import CONNECT_LIMIT, client_of, reason_of
+from operations.changes import events
+
+EVERY = 300.0
+"""Seconds between two checks of a port that answers."""
+FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0
+"""Seconds until a port that did not answer is checked again; the pause doubles with each failure."""
+CLAIMED_FOR = 30.0
+"""Seconds for which a node that is being checked is left alone by other controllers."""
+UNCHECKED: Mapping[str, Any] = {
+    "file_port_error": "",
+    "file_port_failed_at": None,
+    "file_port_failures": 0,
+    "file_port_next_check_at": None,
+}
+"""The columns of a node whose port has not been checked: it is due at once."""
+_ANSWER_LIMIT = 5.0
+_ERROR_LENGTH = 255
+_ROUTE = "/healthz"
+
+
+@dataclass(frozen=True)
+class DueCheck:
+    """A node whose port is to be checked."""
+
+    node_id: UUID
+    node_name: str
+
+
+def claim_due(limit: int, *, now: datetime) -> list[DueCheck]:
+    """Claim at most `limit` due nodes for this caller; the longest waiting first."""
+    until = now + timedelta(seconds=CLAIMED_FOR)
+    due = Q(file_port_next_check_at__isnull=True) | Q(file_port_next_check_at__lte=now)
+    with transaction.atomic():
+        # Locked rows are skipped, so the order of the locks does not matter.
+        rows = _checkable().filter(due).order_by(F("file_port_next_check_at").asc(nulls_first=True))
+        rows = rows.select_for_update(no_key=True, skip_locked=True, of=("self",))
+        nodes = [DueCheck(*row) for row in rows.values_list("id", "name")[:limit]]
+        if nodes:
+            claimed = BackendNode.objects.filter(pk__in=[node.node_id for node in nodes])
+            claimed.update(file_port_next_check_at=until)
+    return nodes
+
+
+def seconds_until_due(*, now: datetime, at_most: float) -> float:
+    """Return the seconds until a node is due."""
+    order = F("file_port_next_check_at").asc(nulls_first=True)
+    first = list(_checkable().order_by(order).values_list("file_port_next_check_at", flat=True)[:1])
+    if not first:
+        return at_most
+    return 0.0 if first[0] is None else min(max((first[0] - now).total_seconds(), 0.0), at_most)
+
+
+def _checkable() -> BackendNodeQuerySet:
+    """Approved backend nodes that are not offline and have told an HTTP address."""
+    statuses = ("healthy", "draining", "unhealthy")
+    return BackendNode.objects.filter(node_type="backend", status__in=statuses).exclude(http_address="")
+
+
+def record_failure(node_id: UUID, reason: str, *, now: datetime) -> None:
+    """Record that the port could not be reached, and when it is checked next.
+
+    Several loads may fail at once: while a check is pending, only the first failure counts.
+    """
+    with transaction.atomic():
+        node = BackendNode.objects.select_for_update(no_key=True, of=("self",)).filter(pk=node_id).first()
+        if node is None:
+            return
+        pending = node.file_port_next_check_at is not None and node.file_port_next_check_at > now
+        if node.file_port_error and pending:
+            return
+        _write_failure(node, reason, now)
+
+
+def record_check(node_id: UUID, error: str, *, now: datetime) -> None:
+    """Record the result of a check: `error` is empty if the port answered."""
+    with transaction.atomic():
+        node = BackendNode.objects.select_for_update(no_key=True, of=("self",)).filter(pk=node_id).first()
+        if node is None:
+            return
+        if error:
+            _write_failure(node, error, now)
+            return
+        next_check_at = now + timedelta(seconds=EVERY)
+        rows = BackendNode.objects.filter(pk=node_id)
+        rows.update(**{**UNCHECKED, "file_port_next_check_at": next_check_at})
+        if node.file_port_error:
+            events.notify(events.NODES, str(node_id))
+
+
+def _write_failure(node: BackendNode, reason: str, now: datetime) -> None:
+    pause = min(FIRST_PAUSE * 2.0 ** min(node.file_port_failures, 10), LONGEST_PAUSE)
+    BackendNode.objects.filter(pk=node.pk).update(
+        file_port_error=names.plain(reason)[:_ERROR_LENGTH],
+        file_port_failed_at=node.file_port_failed_at or now,
+        file_port_failures=node.file_port_failures + 1,
+        file_port_next_check_at=now + timedelta(seconds=pause),
+    )
+    events.notify(events.NODES, str(node.pk))
+
+
+async def probe(server: dialling.HttpServer) -> str:
+    """Return why the port does not answer, "" if it does. The node's token is not sent.
+
+    A worker that reads a large file may be slow to answer: a connection is enough.
+    """
+    anonymous = replace(server, contact=dialling.Contact(server.contact.address, ""))
+    async with client_of(anonymous) as client:
+        try:
+            await client.head(_ROUTE, timeout=httpx.Timeout(_ANSWER_LIMIT, connect=CONNECT_LIMIT))
+        except httpx.ReadTimeout:
+            return ""
+        except httpx.TransportError as error:
+            return sentence(server.contact.address, reason_of(error))
+    return ""
+
+
+def sentence(address: str, reason: str) -> str:
+    """Return for people that the file port at this address does not answer, and why."""
+    return f"its file port {address} does not answer: {reason}"
+
+
+def server_of(node_id: UUID) -> dialling.HttpServer | None:
+    """Return how to call the node's HTTP server; None for one that must not be called."""
+    try:
+        return dialling.http_server(node_id)
+    except errors.ClusterError:
+        return None
