@@ -139,7 +139,6 @@ class Operation(models.Model):
     total_files = models.PositiveIntegerField(default=0, db_default=0)
     bytes_per_second = models.BigIntegerField(default=0, db_default=0)
     """What was sent of late; 0 = not known."""
-    cancellable = models.BooleanField(default=False)
 
     actor = models.CharField(max_length=150, default="system")
     client_address = models.CharField(max_length=64, blank=True, default="")
@@ -220,6 +219,12 @@ class Operation(models.Model):
 
     def __str__(self) -> str:
         return f"{self.kind} {self.element}"
+
+    @property
+    def cancellable(self) -> bool:
+        """O57: active, and not a deletion that a worker has begun."""
+        deletion_has_begun = self.kind.endswith("_delete") and self.status == Status.PROCESSING
+        return self.status in ACTIVE and not deletion_has_begun
 
 
 class OperationTarget(models.Model):

@@ -44,7 +44,6 @@ class State:
     error: str = ""
     phase: str = ""
     progress: float = 0.0
-    cancellable: bool = False
     next_look_at: datetime | None = None
     attempts: int = 0
 
@@ -71,7 +70,6 @@ def state_of(kind: str, parts: Sequence[OperationTarget]) -> State:
         left[0].reason if len(parts) == 1 else _count(parts, left),
         phase=(left[0].phase if len(parts) == 1 else "") if running else QUEUED,
         progress=progress,
-        cancellable=not (deletes and running),
         next_look_at=min(looks, default=None),
         attempts=attempts,
     )
@@ -125,7 +123,6 @@ def adopt(operation: Operation, parts: Sequence[OperationTarget], now: datetime)
     state = state_of(operation.kind, parts)
     operation.status, operation.message, operation.error = state.status, state.message, state.error
     operation.phase, operation.progress, operation.attempts = state.phase, state.progress, state.attempts
-    operation.cancellable = state.cancellable
     operation.current_bytes = min(sum(part.current_bytes for part in parts), _MOST_BYTES)
     operation.total_bytes = min(sum(part.total_bytes for part in parts), _MOST_BYTES)
     operation.next_attempt_at = state.next_look_at or now

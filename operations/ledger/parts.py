@@ -27,7 +27,7 @@ PART = [
     "reason", "attempts", "next_look_at", "waits_for_node", "overdue_since", "started_at", "finished_at",
 ]  # fmt: skip
 STATE = [
-    "status", "message", "error", "phase", "progress", "attempts", "cancellable", "current_bytes",
+    "status", "message", "error", "phase", "progress", "attempts", "current_bytes",
     "total_bytes", "next_attempt_at", "updated_at", "started_at", "finished_at",
 ]  # fmt: skip
 

@@ -14,6 +14,7 @@ from nodes.backends import intents
 from nodes.backends.intents import Ended, Failed, Settlement
 from nodes.models import BackendNode, PendingBackendOp
 from operations.changes import feed
+from operations.ledger import admission, lease
 from operations.ledger.progress import Tick
 from operations.models import Operation, OperationTarget
 from operations.reconcilers.tasks import prune_record
@@ -301,6 +302,23 @@ def test_what_cannot_be_cancelled_is_409_and_says_why() -> None:
     cancelled(install)
     again = api.admin().post(f"/api/operations/{install.id}/cancel")
     assert (again.status_code, api.message(again)) == (409, "the operation is cancelled already")
+
+
+@pytest.mark.rule("O57", "http-3.2")
+@pytest.mark.parametrize("running", [False, True])
+@pytest.mark.parametrize("kind", ["model_load", "model_unload", "model_delete"])
+def test_the_list_offers_to_cancel_exactly_what_the_server_cancels(kind: str, running: bool) -> None:
+    """Review R3: a load could be cancelled over REST, while every page said that it could not."""
+    request = admission.OperationRequest(kind, f"model:{kind}#all", "smollm2", actor="alice")
+    operation = admission.admit(request, now=clock.now()).operation
+    if running:
+        lease.claim("controller", now=clock.now(), lease=60, limit=1)
+    (entry,) = api.admin().get("/api/operations").json()["operations"]
+    assert entry["cancellable"] == (not running or kind != "model_delete")
+    answer = api.admin().post(f"/api/operations/{operation.id}/cancel")
+    assert (answer.status_code == 200) == entry["cancellable"]
+    (status,) = api.admin().get("/models/jobs").json().values()
+    assert (status["cancelled"], status["cancellable"]) == (entry["cancellable"], False)
 
 
 @pytest.mark.rule("E2", "O59")
