@@ -53,7 +53,7 @@ def target_done(
             targets.add_up(operation, parts)
         operation.updated_at = now
         operation.save(update_fields=REPORTED)
-        announce([operation])
+        announce([operation], {operation_id: parts}, [part])
 
 
 def finish(

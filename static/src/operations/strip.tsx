@@ -8,7 +8,7 @@ import { ProgressBar } from "../ui/bars";
 import { Button, IconButton } from "../ui/button";
 import { Icon } from "../ui/icons";
 import { Problem } from "../ui/problem";
-import { dismiss, inTurn } from "./calls";
+import { act } from "./calls";
 import { spoken } from "./ends";
 import { NextLook, WorkGlyph } from "./lines";
 import type { Group } from "./model";
@@ -112,7 +112,7 @@ interface LineProps {
 
 function StripLine({ shown, group, pace, more, open, list, onToggle, onHide }: LineProps): ReactNode {
   // Dismissed on the server, for all users.
-  const { mutate, reset, variables, isPending, error } = useMutation({ mutationFn: (asked: Asked) => inTurn(asked.failed, dismiss) });
+  const { mutate, reset, variables, isPending, error } = useMutation({ mutationFn: (asked: Asked) => act("dismiss", asked.failed) });
   const mine = variables?.shown === shown;
   const away = () => mutate({ shown, failed: group.failed });
   return (
