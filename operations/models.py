@@ -140,6 +140,11 @@ class Operation(models.Model):
     bytes_per_second = models.BigIntegerField(default=0, db_default=0)
     """What was sent of late; 0 = not known."""
 
+    last_progress_at = models.DateTimeField(null=True, blank=True)
+    """When this attempt began, or when something was last heard of its work."""
+    time_limit_at = models.DateTimeField(null=True, blank=True)
+    """When the step under way is given up as unanswered; null = it has no limit of its own."""
+
     actor = models.CharField(max_length=150, default="system")
     client_address = models.CharField(max_length=64, blank=True, default="")
     request_id = models.CharField(max_length=64, blank=True, default="")
@@ -252,6 +257,9 @@ class OperationTarget(models.Model):
     waits_for_node = models.BooleanField(default=False)
     overdue_since = models.DateTimeField(null=True, blank=True)
     """Since when its time limit is over while the worker may still be busy with it (O19)."""
+    last_progress_at = models.DateTimeField(null=True, blank=True)
+    time_limit_at = models.DateTimeField(null=True, blank=True)
+    """Both as those of an operation."""
     started_at = models.DateTimeField(null=True, blank=True)
     finished_at = models.DateTimeField(null=True, blank=True)
 

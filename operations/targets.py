@@ -46,6 +46,8 @@ class State:
     progress: float = 0.0
     next_look_at: datetime | None = None
     attempts: int = 0
+    last_progress_at: datetime | None = None
+    time_limit_at: datetime | None = None
 
 
 def state_of(kind: str, parts: Sequence[OperationTarget]) -> State:
@@ -64,6 +66,8 @@ def state_of(kind: str, parts: Sequence[OperationTarget]) -> State:
         return _end_of(parts, progress, attempts)
     running = [part for part in left if part.status != TargetStatus.QUEUED]
     waits = all(part.waits_for_node for part in left)
+    heard = [part.last_progress_at for part in running if part.last_progress_at is not None]
+    limits = [part.time_limit_at for part in running if part.time_limit_at is not None]
     looks = [part.next_look_at for part in left if part.next_look_at is not None]
     return State(
         Status.PROCESSING if running else Status.WAITING if waits else Status.PENDING,
@@ -72,6 +76,8 @@ def state_of(kind: str, parts: Sequence[OperationTarget]) -> State:
         progress=progress,
         next_look_at=min(looks, default=None),
         attempts=attempts,
+        last_progress_at=max(heard, default=None),
+        time_limit_at=max(limits, default=None),
     )
 
 
@@ -123,6 +129,7 @@ def adopt(operation: Operation, parts: Sequence[OperationTarget], now: datetime)
     state = state_of(operation.kind, parts)
     operation.status, operation.message, operation.error = state.status, state.message, state.error
     operation.phase, operation.progress, operation.attempts = state.phase, state.progress, state.attempts
+    operation.last_progress_at, operation.time_limit_at = state.last_progress_at, state.time_limit_at
     operation.current_bytes = min(sum(part.current_bytes for part in parts), _MOST_BYTES)
     operation.total_bytes = min(sum(part.total_bytes for part in parts), _MOST_BYTES)
     operation.next_attempt_at = state.next_look_at or now

@@ -36,7 +36,7 @@ _KINDS = {
 _JOB = "e63fad81-e53f-4e5f-a2a5-0eb06c5b5af7"
 _RESPONSES = {
     202: OpenApiResponse(ACCEPTED.ref, "The operation is recorded and will be carried out."),
-    **refusals(400, 401, 403, 409, 413),
+    **refusals(400, 401, 403, 413),
 }
 
 
@@ -156,7 +156,7 @@ class BulkInstallView(NodeView):
         summary="Install a backend on many nodes",
         tags=["backends"],
         request=BulkInstallSerializer,
-        responses=_RESPONSES,
+        responses={**_RESPONSES, **refusals(409)},
         examples=[
             sent({"ids": [NODE_ID], "backend": "local@minilm"}),
             answered(_example("backend installation started"), status="202"),

@@ -248,7 +248,7 @@ def cancel(
         ]
         update(parts, columns)
         operation.status, operation.message, operation.phase = Status.CANCELLED, message, ""
-        operation.lease_owner, operation.lease_until = "", None
+        operation.lease_owner, operation.lease_until, operation.time_limit_at = "", None, None
         operation.finished_at = operation.updated_at = now
         operation.save()
         audit.record(changed("cancelled", operation), at=now)

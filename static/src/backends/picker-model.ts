@@ -83,7 +83,7 @@ export function onNode(operation: Operation, nodeID: string): Operation {
   const part = nodes.length < 2 ? undefined : partsByNode(operation).get(nodeID);
   if (part === undefined) return operation;
   const nodesOfPart = nodes.filter((one) => one.node_id === nodeID);
-  const own = { ...operation, nodes: nodesOfPart, progress: Math.floor(part.value), phase: part.phase, message: part.reason, attempts: part.attempts };
+  const own = { ...operation, nodes: nodesOfPart, progress: Math.floor(part.value), phase: part.phase, message: part.reason, attempts: part.attempts, lastProgressAt: part.lastProgressAt, timeLimitAt: part.timeLimitAt };
   return { ...own, status: statusOf(part, operation), ...(part.error === "" ? {} : { error: part.error }) };
 }
 
