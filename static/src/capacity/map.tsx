@@ -103,6 +103,8 @@ const same = (before: CellProps, after: CellProps) =>
 const Cell = memo(function Cell({ node, pools, verdict, tabbable, onActive }: CellProps): ReactNode {
   const status = shownStatus(node);
   const words = [...pools.map(wordsOf), ...(isOpen(node) ? [] : [status]), ...(verdict === undefined ? [] : [verdict.words])].join("; ");
+  const mark = verdict?.mark ?? (isOpen(node) ? "" : status);
+  const said = verdict?.tone === "bad" ? verdict.words : `${bytes(Math.max(...pools.map((one) => one.free)))} free`;
   return (
     <li className="cap-place">
       <Link
@@ -111,7 +113,8 @@ const Cell = memo(function Cell({ node, pools, verdict, tabbable, onActive }: Ce
         tabIndex={tabbable ? 0 : -1}
         data-open={isOpen(node) || undefined}
         title={`${node.name}: ${words}`}
-        aria-label={`${node.name}: ${words}`}
+        // Begins with what is seen: who speaks to the page says that.
+        aria-label={`${[node.name, mark, said].filter(Boolean).join(" ")}: ${words}`}
         onFocus={() => onActive(node.id)}
       >
         <span className="cap-name">
@@ -121,7 +124,7 @@ const Cell = memo(function Cell({ node, pools, verdict, tabbable, onActive }: Ce
         {pools.map((one) => (
           <Bar key={one.name} pool={one} />
         ))}
-        <span className="cap-said">{verdict?.tone === "bad" ? verdict.words : `${bytes(Math.max(...pools.map((one) => one.free)))} free`}</span>
+        <span className="cap-said">{said}</span>
       </Link>
     </li>
   );
