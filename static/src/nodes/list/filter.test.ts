@@ -15,7 +15,7 @@ function model(name: string, backend = "llama-cpp") {
   return { id: name, model_name: name, backend_type: backend, in_flight: 0, vram_needed: 0, state: "loaded", replica_index: 0, last_used: "", created_at: "" } as const;
 }
 
-const gpu = (index: number, name: string) => ({ index, uuid: "", name, total_vram: 80 * GIB, free_vram: 0, utilization: null });
+const gpu = (index: number, name: string) => ({ index, uuid: "", name, total_vram: 80 * GIB, free_vram: 0, reserved_vram: 0, utilization: null });
 const west = node("gpu-1", {
   status: "offline",
   gpu_vendor: "nvidia",

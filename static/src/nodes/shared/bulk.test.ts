@@ -16,7 +16,7 @@ function drains(seq: number, status: Operation["status"], ...nodes: ReturnType<t
 describe("a verb over many nodes (review R2)", () => {
   it("says of each node what the operation's part says", () => {
     const outcomes = outcomesOf(drains(1, "processing", part("a", "success"), part("b", "error", "no"), part("c", "queued"), part("d", "cancelled")));
-    expect([...outcomes.values()].map(({ state }) => state)).toEqual(["done", "failed", "running", "stopped"]);
+    expect([...outcomes.values()].map(({ state }) => state)).toEqual(["done", "failed", "waiting", "stopped"]);
     expect(outcomes.get("b")?.error).toMatchObject({ message: "no", status: 409 });
   });
 

@@ -44,6 +44,7 @@ const STATES: Readonly<Partial<Record<OperationTarget["status"], Outcome["state"
   success: "done",
   error: "failed",
   cancelled: "stopped",
+  queued: "waiting",
   superseded: "stopped",
 };
 

@@ -201,7 +201,7 @@ function isConflict(outcome: Outcome | undefined): boolean {
 
 const SAID: Readonly<Record<Exclude<Outcome["state"], "done" | "failed">, string>> = {
   waiting: "waiting",
-  running: "in progress…",
+  running: "sending…",
   stopped: "cancelled",
 };
 
