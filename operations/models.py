@@ -139,7 +139,11 @@ class Operation(models.Model):
     total_files = models.PositiveIntegerField(default=0, db_default=0)
     bytes_per_second = models.BigIntegerField(default=0, db_default=0)
     """What was sent of late; 0 = not known."""
-    cancellable = models.BooleanField(default=False)
+
+    last_progress_at = models.DateTimeField(null=True, blank=True)
+    """When this attempt began, or when something was last heard of its work."""
+    time_limit_at = models.DateTimeField(null=True, blank=True)
+    """When the step under way is given up as unanswered; null = it has no limit of its own."""
 
     actor = models.CharField(max_length=150, default="system")
     client_address = models.CharField(max_length=64, blank=True, default="")
@@ -221,6 +225,12 @@ class Operation(models.Model):
     def __str__(self) -> str:
         return f"{self.kind} {self.element}"
 
+    @property
+    def cancellable(self) -> bool:
+        """O57: active, and not a deletion that a worker has begun."""
+        deletion_has_begun = self.kind.endswith("_delete") and self.status == Status.PROCESSING
+        return self.status in ACTIVE and not deletion_has_begun
+
 
 class OperationTarget(models.Model):
     """One node's part of an operation."""
@@ -247,6 +257,9 @@ class OperationTarget(models.Model):
     waits_for_node = models.BooleanField(default=False)
     overdue_since = models.DateTimeField(null=True, blank=True)
     """Since when its time limit is over while the worker may still be busy with it (O19)."""
+    last_progress_at = models.DateTimeField(null=True, blank=True)
+    time_limit_at = models.DateTimeField(null=True, blank=True)
+    """Both as those of an operation."""
     started_at = models.DateTimeField(null=True, blank=True)
     finished_at = models.DateTimeField(null=True, blank=True)
 

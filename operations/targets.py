@@ -44,9 +44,10 @@ class State:
     error: str = ""
     phase: str = ""
     progress: float = 0.0
-    cancellable: bool = False
     next_look_at: datetime | None = None
     attempts: int = 0
+    last_progress_at: datetime | None = None
+    time_limit_at: datetime | None = None
 
 
 def state_of(kind: str, parts: Sequence[OperationTarget]) -> State:
@@ -65,15 +66,18 @@ def state_of(kind: str, parts: Sequence[OperationTarget]) -> State:
         return _end_of(parts, progress, attempts)
     running = [part for part in left if part.status != TargetStatus.QUEUED]
     waits = all(part.waits_for_node for part in left)
+    heard = [part.last_progress_at for part in running if part.last_progress_at is not None]
+    limits = [part.time_limit_at for part in running if part.time_limit_at is not None]
     looks = [part.next_look_at for part in left if part.next_look_at is not None]
     return State(
         Status.PROCESSING if running else Status.WAITING if waits else Status.PENDING,
         left[0].reason if len(parts) == 1 else _count(parts, left),
         phase=(left[0].phase if len(parts) == 1 else "") if running else QUEUED,
         progress=progress,
-        cancellable=not (deletes and running),
         next_look_at=min(looks, default=None),
         attempts=attempts,
+        last_progress_at=max(heard, default=None),
+        time_limit_at=max(limits, default=None),
     )
 
 
@@ -125,7 +129,7 @@ def adopt(operation: Operation, parts: Sequence[OperationTarget], now: datetime)
     state = state_of(operation.kind, parts)
     operation.status, operation.message, operation.error = state.status, state.message, state.error
     operation.phase, operation.progress, operation.attempts = state.phase, state.progress, state.attempts
-    operation.cancellable = state.cancellable
+    operation.last_progress_at, operation.time_limit_at = state.last_progress_at, state.time_limit_at
     operation.current_bytes = min(sum(part.current_bytes for part in parts), _MOST_BYTES)
     operation.total_bytes = min(sum(part.total_bytes for part in parts), _MOST_BYTES)
     operation.next_attempt_at = state.next_look_at or now

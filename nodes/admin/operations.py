@@ -28,7 +28,7 @@ class CommentForm(forms.Form):
 def _not_cancellable(operation: Operation) -> str:
     if operation.status not in ACTIVE:
         return f"{operation.status} already"
-    return "" if admission.cancellable(operation) else "a deletion that has begun cannot be cancelled"
+    return "" if operation.cancellable else "a deletion that has begun cannot be cancelled"
 
 
 def _not_retryable(operation: Operation) -> str:

@@ -36,7 +36,11 @@ _FILTERS = [
     query("status", one_of(NodeStatus.values), "Only nodes of this status."),
     query("type", one_of(NodeType.values), "Only nodes of this type."),
     query("vendor", text(listing.LONGEST_VENDOR), "Only nodes with GPUs of this vendor."),
-    query("search", text(listing.LONGEST_SEARCH), "Only nodes with this in their name or address."),
+    query(
+        "search",
+        text(listing.LONGEST_SEARCH),
+        "Only nodes with this in name, address or GPUs.",
+    ),
     query(
         "label",
         {"type": "array", "items": _PAIR, "minItems": 1, "maxItems": listing.MOST_LABELS},

@@ -7,6 +7,8 @@ from django.urls import path
 
 from nodes.api import (
     backends,
+    bulk,
+    bulk_operations,
     catalogue,
     cluster_backends,
     definitions,
@@ -46,6 +48,8 @@ urlpatterns = [
     path("nodes/models", replicas.ReplicasView.as_view()),
     path("nodes/models/unload", models.ModelUnloadView.as_view()),
     path("nodes/models/delete", models.ModelDeleteView.as_view()),
+    path("nodes/bulk", bulk.BulkView.as_view()),
+    path("nodes/backends/install", bulk.BulkInstallView.as_view()),
     path("nodes/approve", lifecycle.ApproveManyView.as_view()),
     path("nodes/conflicts", identity.ConflictsView.as_view()),
     path("nodes/scheduling", scheduling.SchedulingRulesView.as_view()),
@@ -89,6 +93,7 @@ urlpatterns = [
     path("backends/usecases", gallery_lists.UseCasesView.as_view()),
     path("backends/upgrade/<str:name>", cluster_backends.UpgradeEverywhereView.as_view()),
     path("backends/delete/<str:name>", cluster_backends.DeleteEverywhereView.as_view()),
+    path("operations/bulk", bulk_operations.BulkOperationsView.as_view()),
     path("operations", operations.OperationsView.as_view()),
     path("operations/<str:job_id>", operations.OperationView.as_view()),
     path("operations/<str:job_id>/nodes/<str:node_id>/cancel", operation_verbs.CancelPartView.as_view()),

@@ -232,6 +232,18 @@ def _shares(wish: Wish, intent: PendingBackendOp, names: Mapping[UUID, str], *, 
     return False
 
 
+def refusals_by_node(wish: Wish, nodes: Sequence[BackendNode]) -> dict[UUID, str]:
+    """Return for each of these nodes whose present work contradicts the request the reason."""
+    names = {node.id: node.name for node in nodes}
+    refusals: dict[UUID, str] = {}
+    for intent in PendingBackendOp.objects.filter(node__in=names, backend=wish.backend):
+        try:
+            _shares(wish, intent, names, may_replace=True)
+        except errors.Conflict as refusal:
+            refusals[intent.node_id] = refusal.message
+    return refusals
+
+
 def _held(wish: Wish, node_ids: Sequence[UUID], active: Operation | None) -> list[int]:
     """Parts whose wave has not opened: those that a deletion takes over, and those of `active`."""
     upgrades = Operation.objects.active().filter(waves__gt="", payload__backend=wish.backend)

@@ -89,7 +89,8 @@ class IntentQueue:
 
     def claim(self, owner: str, *, now: datetime, lease: float, limit: int) -> Sequence[Intent]:
         """See `Queue`."""
-        return intents.claim(owner, now=now, lease=lease, limit=limit)
+        time_limits = {op: command.limit() for op, command in COMMANDS.items()}
+        return intents.claim(owner, now=now, lease=lease, limit=limit, time_limits=time_limits)
 
     def renew(self, owner: str, ids: Sequence[UUID], *, now: datetime, lease: float) -> dict[UUID, int]:
         """See `Queue`."""
@@ -188,6 +189,8 @@ class IntentQueue:
         if (instead := await sparing.spare(intent, self._recorder, self._load_elsewhere)) is not None:
             return instead
         limit = command.limit()
+        if intent.row.spares_requests:
+            await in_thread(intents.command_sent, intent, limit, now=clock.now())
         sent = asyncio.create_task(command.send(self._bus, intent, 2 * limit, say))
         try:
             done, _ = await asyncio.wait({sent}, timeout=limit)

@@ -41,6 +41,7 @@ _PUT_BACK = [
     "lease_owner", "lease_until", "next_retry_at", "attempts", "last_error", "drain_until",
     "unanswered_since",
 ]  # fmt: skip
+_NO_LIMITS: Mapping[str, float] = {}
 _LOOKED_AT = 64
 """How many due intents are looked at beside four for each that is wanted.
 
@@ -147,8 +148,13 @@ def backoff(failures: int) -> float:
     return float(min(_FIRST_PAUSE * 2.0 ** min(failures - 1, 10), _LONGEST_PAUSE))
 
 
-def claim(owner: str, *, now: datetime, lease: float, limit: int) -> list[Intent]:
-    """Takes up to `limit` intents that are due, few of each node, under a lease of `lease` seconds."""
+def claim(
+    owner: str, *, now: datetime, lease: float, limit: int, time_limits: Mapping[str, float] = _NO_LIMITS
+) -> list[Intent]:
+    """Takes up to `limit` intents that are due, few of each node, under a lease of `lease` seconds.
+
+    `time_limits`: seconds in which a worker has to answer, by `PendingBackendOp.op`.
+    """
     with committed("intents.claim"):
         with connection.cursor() as cursor:
             cursor.execute(_DUE, {"now": now, "limit": limit, "looked_at": _LOOKED_AT + 4 * limit})
@@ -161,10 +167,17 @@ def claim(owner: str, *, now: datetime, lease: float, limit: int) -> list[Intent
         for row in rows:
             row.lease_owner, row.lease_until, row.fence = owner, until, row.fence + 1
         update(rows, ["lease_owner", "lease_until", "fence"])
-        beginning = {row.id: parts.begin for row in rows if row.cancelled_at is None}
+        beginning = {row.id: _beginning(row, time_limits) for row in rows if row.cancelled_at is None}
         changed = parts.change(beginning, now=now)
         announce(changed.operations, changed.parts, changed.moved)
     return _with_nodes(rows)
+
+
+def _beginning(row: PendingBackendOp, time_limits: Mapping[str, float]) -> parts.Change:
+    """Say when an answer is due, unless requests in flight may end before the command is sent."""
+    if row.spares_requests or row.op not in time_limits:
+        return parts.begin
+    return parts.begin_within(time_limits[row.op])
 
 
 def _with_nodes(rows: Sequence[PendingBackendOp]) -> list[Intent]:
@@ -254,6 +267,12 @@ def confirm(intent: Intent) -> None:
     """Raises LeaseLost when the intent is no longer this attempt's; locks and writes nothing."""
     if not _of_attempt(intent).exists():
         raise LeaseLost(str(intent.id))
+
+
+def command_sent(intent: Intent, time_limit: float, *, now: datetime) -> None:
+    """Record that the command of an attempt that had to wait for requests is sent now."""
+    if _of_attempt(intent).exists():
+        parts.happen({intent.id: parts.time_limit(time_limit)}, now=now)
 
 
 def drain_until(intent: Intent, *, now: datetime) -> datetime:

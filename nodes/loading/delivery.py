@@ -8,6 +8,7 @@ that ends leaves what has arrived, and the next one goes on there (`nodes/stagin
 import asyncio
 import logging
 from collections.abc import Mapping
+from datetime import datetime
 from typing import Any, NoReturn, Protocol
 
 from localai_cluster import clock, conf, errors
@@ -197,14 +198,16 @@ def _check_room(slot: Slot, missing: int) -> None:
 
 async def _told(attempt: Delivering, meter: Meter) -> NoReturn:
     """Says how far the files are, each second, and that the load is wanted while something moves."""
-    wish = MovingWish(attempt.work)
+    wish, moved, moved_at = MovingWish(attempt.work), meter.moved, clock.now()
     while True:
         await asyncio.sleep(TELL_EVERY)
-        attempt.work.progress(_tick(attempt, meter))
+        if meter.moved != moved:
+            moved, moved_at = meter.moved, clock.now()
+        attempt.work.progress(_tick(attempt, meter, progress_at=moved_at))
         await wish.moved(meter.moved)
 
 
-def _tick(attempt: Delivering, meter: Meter) -> Tick:
+def _tick(attempt: Delivering, meter: Meter, *, progress_at: datetime | None = None) -> Tick:
     rate = meter.rate(clock.monotonic())
     total = meter.total
     return attempt.tick(
@@ -216,4 +219,5 @@ def _tick(attempt: Delivering, meter: Meter) -> Tick:
         file_index=meter.file_index,
         total_files=len(meter.sizes),
         bytes_per_second=rate,
+        progress_at=progress_at,
     )

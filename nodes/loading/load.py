@@ -15,6 +15,7 @@ import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NoReturn, assert_never
 from uuid import UUID
 
@@ -103,9 +104,10 @@ class Attempt:
         """Where the load stands."""
         return Tick(phase, message, node_id=self.slot.node_id, node_name=self.slot.node_name, **figures)
 
-    async def report(self, phase: str, message: str) -> None:
-        """Says what comes next; raises LeaseLost when it must not."""
-        await self.work.report(self.tick(phase, message))
+    async def report(self, phase: str, message: str, *, time_limit: float | None = None) -> None:
+        """Says what comes next, and in how many seconds it is over; raises LeaseLost when it must not."""
+        limit_at = None if time_limit is None else clock.now() + timedelta(seconds=time_limit)
+        await self.work.report(self.tick(phase, message, time_limit_at=limit_at))
 
 
 def mark_of(work: Work) -> str:
@@ -250,13 +252,15 @@ class LoadModel:
             while (state := await in_thread(Operation.objects.get, pk=child)).status not in TERMINAL:
                 if state.status == Status.WAITING or state.attempts > before:
                     raise WorkerGone(state.message)
-                if state.total_bytes:
+                if state.total_bytes or state.time_limit_at is not None:
                     figures = attempt.tick(
                         "installing",
                         message,
                         current_bytes=state.current_bytes,
                         total_bytes=state.total_bytes,
                         percentage=state.progress * share,
+                        progress_at=state.last_progress_at,
+                        time_limit_at=state.time_limit_at,
                     )
                     attempt.work.progress(figures)
                     await attempt.hold.moved(state.current_bytes)
@@ -264,7 +268,8 @@ class LoadModel:
         return state
 
     async def _start_engine(self, attempt: Attempt) -> dialling.Contact:
-        await attempt.report("loading", f"starting {attempt.definition.backend} on {attempt.slot.node_name}")
+        starting = f"starting {attempt.definition.backend} on {attempt.slot.node_name}"
+        await attempt.report("loading", starting, time_limit=conf.cluster().install_timeout)
         node = await in_thread(BackendNode.objects.filter(pk=attempt.slot.node_id).first)
         if node is None:
             raise WorkerGone(f"node {attempt.slot.node_name} is no longer registered")
@@ -301,7 +306,8 @@ class LoadModel:
     async def _load(self, attempt: Attempt, engine: dialling.Contact, options: Mapping[str, Any]) -> None:
         limit = load_limit(attempt.payload, conf.cluster().model_load_timeout)
         await attempt.hold.lasts(limit + MARGIN)
-        await attempt.report("loading", f"loading {attempt.definition.name} on {attempt.slot.node_name}")
+        loading = f"loading {attempt.definition.name} on {attempt.slot.node_name}"
+        await attempt.report("loading", loading, time_limit=limit)
         client = BackendClient(engine.address, engine.token)
         try:
             told = options_from_mapping(pinning.split(options, attempt.slot))

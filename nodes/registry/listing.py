@@ -10,8 +10,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from django.db.models import F, Q
+from django.db.models import F, Func, Q, TextField
 from django.db.models.expressions import OrderBy
+from django.db.models.lookups import IContains
 from django.http import QueryDict
 from rest_framework.request import Request
 
@@ -39,6 +40,13 @@ SORTED_BY = (
 )
 ORDERS = tuple(sign + name for name in SORTED_BY for sign in ("", "-"))
 _NUMBER = re.compile(r"[0-9]{1,19}\Z", re.ASCII)
+
+
+class _GpuNames(Func):
+    """The names of a node's GPUs, a line each."""
+
+    template = "(SELECT string_agg(gpu->>'name', E'\\n') FROM jsonb_array_elements(%(expressions)s) AS gpu)"
+    output_field = TextField()
 
 
 class Parameters:
@@ -168,7 +176,8 @@ def _condition(parameters: Parameters) -> Q:
     if vendor := parameters.text("vendor", LONGEST_VENDOR):
         condition &= Q(gpu_vendor__iexact=vendor)
     if search := parameters.text("search", LONGEST_SEARCH):
-        condition &= Q(name__icontains=search) | Q(address__icontains=search)
+        hardware = Q(gpu_vendor__icontains=search) | Q(IContains(_GpuNames("gpus"), search))
+        condition &= Q(name__icontains=search) | Q(address__icontains=search) | hardware
     return condition
 
 

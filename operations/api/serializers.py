@@ -38,6 +38,12 @@ class OperationTargetSerializer(WaitSerializer):
     )
     attempts = serializers.IntegerField(required=False, help_text="Attempts that failed.")
     nextLookAt = serializers.DateTimeField(required=False)
+    lastProgressAt = serializers.DateTimeField(
+        required=False, help_text="While it runs: when something was last heard of it."
+    )
+    timeLimitAt = serializers.DateTimeField(
+        required=False, help_text="While it runs: when its step is given up as unanswered."
+    )
     overdueSince = serializers.DateTimeField(
         required=False, help_text="Since when its time limit is over; the worker may still be busy with it."
     )
@@ -78,6 +84,12 @@ class OperationSerializer(WaitSerializer):
     isBackend = serializers.BooleanField()
     isQueued = serializers.BooleanField()
     cancellable = serializers.BooleanField()
+    lastProgressAt = serializers.DateTimeField(
+        required=False, help_text="While it runs: when something was last heard of it."
+    )
+    timeLimitAt = serializers.DateTimeField(
+        required=False, help_text="While it runs: when its step is given up as unanswered."
+    )
     message = serializers.CharField(allow_blank=True)
     attempts = serializers.IntegerField()
     nextLookAt = serializers.DateTimeField()

@@ -34,6 +34,7 @@ class Feed:
 def part_as_dict(target: OperationTarget) -> dict[str, Any]:
     """One node's part for the wire. A stock page reads the reason of a wait from `error` (§3.2)."""
     waits = target.status in (TargetStatus.QUEUED, TargetStatus.RUNNING_ON_WORKER)
+    runs = target.status in (TargetStatus.DOWNLOADING, TargetStatus.RUNNING_ON_WORKER)
     explained = target.waits_for_node or target.attempts or target.overdue_since
     optional = {
         "file_name": target.file_name,
@@ -42,6 +43,8 @@ def part_as_dict(target: OperationTarget) -> dict[str, Any]:
         "reason": target.reason,
         "attempts": target.attempts,
         "nextLookAt": _moment(target.next_look_at),
+        "lastProgressAt": _moment(target.last_progress_at) if runs else "",
+        "timeLimitAt": _moment(target.time_limit_at) if runs else "",
         "overdueSince": _moment(target.overdue_since),
         "startedAt": _moment(target.started_at),
         "finishedAt": _moment(target.finished_at),
@@ -97,7 +100,7 @@ def _gives_up_at(operation: Operation) -> str:
 def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> dict[str, Any]:
     """One operation for the wire."""
     name = operation.element.rpartition("@")[2]
-    targets = list(targets)
+    targets, runs = list(targets), operation.status == Status.PROCESSING
     optional: dict[str, Any] = {
         "nodeID": str(operation.node_id) if operation.node_id else "",
         "nodeName": operation.node_name,
@@ -113,6 +116,8 @@ def as_dict(operation: Operation, targets: Iterable[OperationTarget] = ()) -> di
         "dismissedComment": operation.dismissed_comment,
         "allNodes": bool(operation.payload.get("all_nodes")),
         "clientAddress": operation.client_address,
+        "lastProgressAt": _moment(operation.last_progress_at) if runs else "",
+        "timeLimitAt": _moment(operation.time_limit_at) if runs else "",
         "givesUpAt": _gives_up_at(operation),
         "waves": _waves(operation, targets),
     }

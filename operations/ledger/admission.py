@@ -228,7 +228,7 @@ def cancel(
         operation = locked(operation_id)
         if operation.status not in ACTIVE:
             raise errors.Conflict(f"the operation is {operation.status} already", field="status")
-        if not cancellable(operation):
+        if not operation.cancellable:
             raise errors.Conflict("a deletion that has begun cannot be cancelled", field="status")
         message = f"cancelled by {actor}"[:_LONGEST_ACTOR]
         parts = list(OperationTarget.objects.filter(operation=operation).exclude(status__in=targets.ENDED))
@@ -248,19 +248,12 @@ def cancel(
         ]
         update(parts, columns)
         operation.status, operation.message, operation.phase = Status.CANCELLED, message, ""
-        operation.lease_owner, operation.lease_until, operation.cancellable = "", None, False
+        operation.lease_owner, operation.lease_until, operation.time_limit_at = "", None, None
         operation.finished_at = operation.updated_at = now
         operation.save()
         audit.record(changed("cancelled", operation), at=now)
         announce([operation])
     return operation
-
-
-def cancellable(operation: Operation) -> bool:
-    """O57: whatever is active, but a deletion that a worker has begun."""
-    return operation.status in ACTIVE and not (
-        operation.kind.endswith("_delete") and operation.status == Status.PROCESSING
-    )
 
 
 def need_until(operation_id: UUID, until: datetime) -> None:

@@ -20,7 +20,7 @@ MAX_LOST_LEASES = 10
 _CLAIMED = [
     "status", "lease_owner", "lease_until", "fence", "started_at", "updated_at",
     "phase", "message", "progress", "current_bytes", "total_bytes",
-    "file_index", "total_files", "bytes_per_second",
+    "file_index", "total_files", "bytes_per_second", "last_progress_at", "time_limit_at",
 ]  # fmt: skip
 _HANDED_BACK = [
     "status", "lease_owner", "lease_until", "next_attempt_at", "updated_at", "message", "phase",
@@ -45,6 +45,7 @@ def claim(owner: str, *, now: datetime, lease: float, limit: int) -> list[Operat
             operation.phase, operation.message = "", "starting"
             operation.progress = operation.current_bytes = operation.total_bytes = 0
             operation.file_index = operation.total_files = operation.bytes_per_second = 0
+            operation.last_progress_at, operation.time_limit_at = now, None
         targets.restart_parts(operation for operation in due if operation.fence > 1)
         update(due, _CLAIMED)
         announce(due)

@@ -53,7 +53,7 @@ def target_done(
             targets.add_up(operation, parts)
         operation.updated_at = now
         operation.save(update_fields=REPORTED)
-        announce([operation])
+        announce([operation], {operation_id: parts}, [part])
 
 
 def finish(
@@ -73,11 +73,12 @@ def finish(
     """
     with committed("ledger.finish"):
         operation, error = owned(operation_id, fence), storable(error)
-        catch_up(operation, ticks)
+        catch_up(operation, ticks, now)
         ok = event is Event.COMPLETE
         operation.status = after(event, operation.status)
         operation.lease_owner, operation.lease_until = "", None
         operation.finished_at = operation.updated_at = now
+        operation.time_limit_at = None
         operation.error = error
         said = "completed" if ok else f"error: {error}" if error else event.value
         operation.message = storable(message) or said
@@ -110,14 +111,14 @@ def put_back(
     """
     with committed("ledger.put_back"):
         operation = owned(operation_id, fence)
-        catch_up(operation, ticks)
+        catch_up(operation, ticks, now)
         operation.status = after(event, operation.status)
         operation.lease_owner, operation.lease_until = "", None
         operation.attempts += 1 if event is Event.POSTPONE else 0
         wanted = operation.needed_until
         operation.next_attempt_at = wanted if wanted is not None and now < wanted < until else until
         operation.message = storable(reason) or operation.message
-        operation.phase = QUEUED
+        operation.phase, operation.time_limit_at = QUEUED, None
         operation.updated_at = now
         if payload is not None:
             operation.payload = dict(payload)

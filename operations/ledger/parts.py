@@ -8,7 +8,7 @@ locks those first. An operation that has ended takes no part in it, so its end i
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from uuid import UUID
 
 from django.db import connection
@@ -25,10 +25,12 @@ Change = Callable[[OperationTarget, datetime], None]
 PART = [
     "intent_id", "status", "phase", "percentage", "current_bytes", "total_bytes", "file_name", "error",
     "reason", "attempts", "next_look_at", "waits_for_node", "overdue_since", "started_at", "finished_at",
+    "last_progress_at", "time_limit_at",
 ]  # fmt: skip
 STATE = [
-    "status", "message", "error", "phase", "progress", "attempts", "cancellable", "current_bytes",
+    "status", "message", "error", "phase", "progress", "attempts", "current_bytes",
     "total_bytes", "next_attempt_at", "updated_at", "started_at", "finished_at",
+    "last_progress_at", "time_limit_at",
 ]  # fmt: skip
 
 
@@ -91,8 +93,23 @@ def begin(part: OperationTarget, now: datetime) -> None:
     if part.overdue_since is not None:
         return
     part.phase = "resolving"
+    part.last_progress_at, part.time_limit_at = now, None
     part.percentage, part.file_name, part.current_bytes, part.total_bytes = 0, "", 0, 0
     part.reason, part.error = f"contacting {part.node_name}", ""
+
+
+def begin_within(seconds: float) -> Change:
+    """A controller takes it up and sends the command now; an answer is due within `seconds`."""
+    return both(begin, time_limit(seconds))
+
+
+def time_limit(seconds: float) -> Change:
+    """The command is sent now; an answer is due within `seconds`."""
+
+    def happens(part: OperationTarget, now: datetime) -> None:
+        part.time_limit_at = now + timedelta(seconds=seconds)
+
+    return happens
 
 
 def report(ticks: Collection[Tick]) -> Change:
@@ -100,7 +117,7 @@ def report(ticks: Collection[Tick]) -> Change:
 
     def happens(part: OperationTarget, now: datetime) -> None:
         for tick in ticks:
-            move_part(part, tick)
+            move_part(part, tick, now)
             part.reason = storable(tick.message) or part.reason
 
     return happens
@@ -126,7 +143,7 @@ def rest(
     """It waits: for its node, or until its next attempt. A worker that is gone is busy with it no more."""
 
     def happens(part: OperationTarget, now: datetime) -> None:
-        part.status, part.phase = TargetStatus.QUEUED, ""
+        part.status, part.phase, part.time_limit_at = TargetStatus.QUEUED, "", None
         part.reason, part.next_look_at, part.waits_for_node = storable(reason), until, node
         part.attempts = part.attempts if attempts is None else attempts
         part.overdue_since = None if worker_gone else part.overdue_since
@@ -138,7 +155,7 @@ def end(status: TargetStatus, *, error: str = "", reason: str = "", attempts: in
     """It ends; what it had reached stays (O70)."""
 
     def happens(part: OperationTarget, now: datetime) -> None:
-        part.status, part.phase = status, ""
+        part.status, part.phase, part.time_limit_at = status, "", None
         part.percentage = targets.share(part)
         part.error, part.reason = storable(error), storable(reason)
         part.attempts = part.attempts if attempts is None else attempts

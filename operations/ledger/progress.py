@@ -22,9 +22,12 @@ Attempt = tuple[UUID, int]
 """One attempt at an operation: id and fence."""
 REPORTED = [
     "phase", "message", "current_bytes", "total_bytes", "progress", "updated_at", "node_id", "node_name",
-    "file_index", "total_files", "bytes_per_second",
+    "file_index", "total_files", "bytes_per_second", "last_progress_at", "time_limit_at",
 ]  # fmt: skip
-_PART = ["status", "phase", "percentage", "file_name", "current_bytes", "total_bytes"]
+_PART = [
+    "status", "phase", "percentage", "file_name", "current_bytes", "total_bytes",
+    "last_progress_at", "time_limit_at",
+]  # fmt: skip
 BATCH_LOCK_TIMEOUT = "500ms"
 """How long a batch waits for a row or for the change counter.
 
@@ -48,6 +51,10 @@ class Tick:
     total_files: int = 0
     """Files that are sent to a node; their bytes are counted from the first report of them."""
     bytes_per_second: int = 0
+    progress_at: datetime | None = None
+    """When something was last heard of the work; None: this report is the news."""
+    time_limit_at: datetime | None = None
+    """When the step is given up as unanswered."""
 
     def after(self, former: Self) -> Self:
         """Both reports as one. A figure that came late does not undo a higher one (O69)."""
@@ -80,7 +87,7 @@ def record(
         moved: list[OperationTarget] = []
         for operation in mine:
             ticks = reports[operation.id, operation.fence]
-            moved += _move(operation, parts.get(operation.id, ()), ticks)
+            moved += _move(operation, parts.get(operation.id, ()), ticks, now)
             operation.updated_at = now
         update(mine, REPORTED)
         update(moved, _PART)
@@ -88,15 +95,15 @@ def record(
     return reports.keys() - rows.keys()
 
 
-def catch_up(operation: Operation, ticks: Collection[Tick]) -> None:
+def catch_up(operation: Operation, ticks: Collection[Tick], now: datetime) -> None:
     """Takes the last reports of an attempt into its operation, which is about to be saved."""
     if not ticks:
         return
-    update(_move(operation, targets.of([operation]).get(operation.id, ()), ticks), _PART)
+    update(_move(operation, targets.of([operation]).get(operation.id, ()), ticks, now), _PART)
 
 
 def _move(
-    operation: Operation, parts: Sequence[OperationTarget], ticks: Collection[Tick]
+    operation: Operation, parts: Sequence[OperationTarget], ticks: Collection[Tick], now: datetime
 ) -> list[OperationTarget]:
     """Moves the parts that the reports are about, and the operation by what its parts add up to.
 
@@ -106,9 +113,11 @@ def _move(
     running = {part.node_id: part for part in parts if part.status not in targets.ENDED}
     for tick in ticks:
         operation.phase = storable(tick.phase, 32) or operation.phase
+        operation.last_progress_at, operation.time_limit_at = tick.progress_at or now, tick.time_limit_at
         if tick.node_id in running:
             part = moved[tick.node_id] = running[tick.node_id]
-            move_part(part, tick)
+            move_part(part, tick, now)
+            part.time_limit_at = tick.time_limit_at
         if len(parts) <= 1:
             _move_whole(operation, tick)
         if tick.node_id is not None and not parts:
@@ -129,8 +138,9 @@ def _move_whole(operation: Operation, tick: Tick) -> None:
     targets.reach(operation, tick.percentage)
 
 
-def move_part(part: OperationTarget, tick: Tick) -> None:
+def move_part(part: OperationTarget, tick: Tick, now: datetime) -> None:
     """Moves one part forward by a report."""
+    part.last_progress_at = tick.progress_at or now
     part.status = TargetStatus.DOWNLOADING if tick.total_bytes else TargetStatus.RUNNING_ON_WORKER
     part.phase = storable(tick.phase, 32)
     # O69: reports may come out of order.

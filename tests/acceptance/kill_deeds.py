@@ -225,6 +225,11 @@ def unload_model(sweep: Sweep, name: str, victim: Any) -> None:
     sweep.post(path, {"model_name": name, "wait": False})
 
 
+def label_nodes(sweep: Sweep, name: str, victim: Any) -> None:
+    """A verb of the registry on two nodes, as one operation."""
+    sweep.post("/api/nodes/bulk", {"verb": "label", "ids": sweep.nodes, "labels": {"round": name}})
+
+
 def cancelled_without_the_bus(sweep: Sweep, name: str, victim: Any) -> None:
     """While a worker is at it the bus is cut, so that nobody can ask it to stop."""
     _begun(sweep, name, _UNTIL_CANCELLED)

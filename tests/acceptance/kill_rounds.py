@@ -159,4 +159,5 @@ def of_models() -> list[Round]:
         *_each("unload.gone", COMMIT, CONTROLLER, "unload a model", do.unload_model),
         *_each("model.delete", QUESTION, CONTROLLER, "delete a model", do.delete_model),
         *_each("ledger.target_done", COMMIT, CONTROLLER, "delete a model", do.delete_model),
+        *_each("nodes.bulk", COMMIT, CONTROLLER, "label nodes", do.label_nodes),
     ]

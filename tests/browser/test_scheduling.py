@@ -41,7 +41,7 @@ def test_a_rule_is_made_and_its_replica_appears(screen: Screen, settled: Fleet) 
     replica = model.get_by_role("row").filter(has=page.get_by_role("rowheader", name="fine"))
     expect(replica).to_contain_text("loaded")
     page.goto(f"{screen.url}/app/capacity?of=ram&model={MODEL}")
-    expect(page.get_by_role("link", name=re.compile("^fine: .* free of "))).to_be_visible()
+    expect(page.get_by_role("link", name=re.compile("^fine .* free of "))).to_be_visible()
     expect(
         page.get_by_role("link", name=re.compile("^slow: .*not matching the rule's selector$"))
     ).to_be_visible()

@@ -201,6 +201,8 @@ def let_in(read: Reader) -> None:
     read("POST", f"/api/nodes/{healthy.id}/approve")
     read("POST", f"/api/nodes/{poor.id}/approve", {"fingerprint": "f" * 64})
     read("POST", "/api/nodes/approve", {"ids": [str(node.id) for node in (poor, agent, healthy)]})
+    read("POST", "/api/nodes/bulk", {"verb": "drain", "ids": [str(healthy.id)]})
+    read("POST", "/api/nodes/bulk", {"verb": "drain"})
     read("POST", "/api/nodes/approve", {})
 
 

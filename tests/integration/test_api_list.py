@@ -166,6 +166,8 @@ def zoo() -> None:
     for age, name in enumerate(("gamma", "alpha", "Delta")):
         BackendNode.objects.filter(name=name).update(last_heartbeat=now - timedelta(seconds=age))
     BackendNode.objects.filter(name="beta").update(last_heartbeat=None)
+    h100 = {"index": 0, "uuid": "", "name": "NVIDIA H100 80GB HBM3", "total_vram": 4, "free_vram": 4}
+    BackendNode.objects.filter(name="alpha").update(gpus=[h100, h100 | {"index": 1}])
 
 
 @pytest.mark.rule("http-2.1", "http-2.2")
@@ -182,6 +184,9 @@ def zoo() -> None:
         ("?vendor=nvi", set()),
         ("?search=ALPH", {"alpha"}),
         ("?search=10.0.0.", {"alpha", "beta"}),
+        ("?search=h100", {"alpha"}),
+        ("?search=Nvidia", {"alpha"}),
+        ("?search=%5B", set()),
         ("?search=%25", set()),
         ("?search=_", set()),
         ("?label=tier%3Dfast", {"beta", "gamma"}),

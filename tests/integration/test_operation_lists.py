@@ -12,14 +12,17 @@ from django.test.utils import CaptureQueriesContext
 
 from localai_cluster import clock
 from nodes.backends import intents
+from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import Ended, Failed, Settlement
+from nodes.loading.elsewhere import load_elsewhere
 from nodes.models import BackendNode, PendingBackendOp
 from operations.changes import feed
-from operations.ledger import retention
+from operations.ledger import admission, lease, progress, retention
 from operations.ledger.progress import Tick
 from operations.models import Operation, OperationTarget
 from operations.reconcilers.tasks import prune_record
 from tests.support import api, hot
+from tests.support.bus import PlayedBus
 from tests.support.effort import EFFORT
 from tests.support.fleet import at_once, unexpected
 from tests.support.intents import DELETE, INSTALL, ask, claim
@@ -335,6 +338,65 @@ def test_what_cannot_be_cancelled_is_409_and_says_why() -> None:
     cancelled(install)
     again = api.admin().post(f"/api/operations/{install.id}/cancel")
     assert (again.status_code, api.message(again)) == (409, "the operation is cancelled already")
+
+
+@pytest.mark.rule("O57", "http-3.2")
+@pytest.mark.parametrize("running", [False, True])
+@pytest.mark.parametrize("kind", ["model_load", "model_unload", "model_delete"])
+def test_the_list_offers_to_cancel_exactly_what_the_server_cancels(kind: str, running: bool) -> None:
+    """Review R3: a load could be cancelled over REST, while every page said that it could not."""
+    request = admission.OperationRequest(kind, f"model:{kind}#all", "smollm2", actor="alice")
+    operation = admission.admit(request, now=clock.now()).operation
+    if running:
+        lease.claim("controller", now=clock.now(), lease=60, limit=1)
+    (entry,) = api.admin().get("/api/operations").json()["operations"]
+    assert entry["cancellable"] == (not running or kind != "model_delete")
+    answer = api.admin().post(f"/api/operations/{operation.id}/cancel")
+    assert (answer.status_code == 200) == entry["cancellable"]
+    (status,) = api.admin().get("/models/jobs").json().values()
+    assert (status["cancelled"], status["cancellable"]) == (entry["cancellable"], False)
+
+
+def test_work_that_runs_says_when_it_was_last_heard_of_and_when_it_is_given_up() -> None:
+    """Review R5: a worker that never answers was a spinner for 15 minutes."""
+    operation, began = ask(INSTALL, hot.node("one")), clock.now()
+    queue = IntentQueue(PlayedBus(), load_elsewhere)
+    (intent,) = queue.claim("controller", now=began, lease=60, limit=1)
+    assert times_of(operation) == [(began, began + timedelta(seconds=900))] * 2
+    heard = began + timedelta(seconds=100)
+    intents.record({(intent.id, intent.fence): [Tick("downloading", "x", 1, 9)]}, now=heard)
+    assert times_of(operation) == [(heard, began + timedelta(seconds=900))] * 2
+    intents.settle({(intent.id, intent.fence): (Failed("no answer"), ())}, now=heard)
+    assert times_of(operation) == [(None, None)] * 2
+
+
+def test_a_load_says_the_limit_of_its_step_and_what_has_moved() -> None:
+    """A report in which nothing has moved is no news, and the next step has another limit."""
+    request = admission.OperationRequest("model_load", "model:m#0", "m", actor="alice")
+    operation = admission.admit(request, now=clock.now()).operation
+    began = clock.now()
+    (claimed,) = lease.claim("controller", now=began, lease=60, limit=1)
+    attempt, limit = (claimed.id, claimed.fence), began + timedelta(seconds=300)
+    later, moved = began + timedelta(seconds=9), began + timedelta(seconds=2)
+    progress.record({attempt: [Tick("staging", "sending", 5, 9, progress_at=moved)]}, now=later)
+    assert times_of(operation) == [(moved, None)]
+    progress.record({attempt: [Tick("loading", "loading m", time_limit_at=limit)]}, now=later)
+    assert times_of(operation) == [(later, limit)]
+    lease.release("controller", now=later)
+    assert times_of(operation) == [(None, None)]
+
+
+def times_of(operation: Operation) -> list[tuple[datetime | None, datetime | None]]:
+    """Last progress and time limit of the operation and of its parts, as the live list has them."""
+    entry = api.admin().get(f"/api/operations/{operation.id}").json()
+    moments = [
+        [row.get(name) for name in ("lastProgressAt", "timeLimitAt")]
+        for row in (entry, *entry.get("nodes", ()))
+    ]
+    return [
+        (heard and datetime.fromisoformat(heard), until and datetime.fromisoformat(until))
+        for heard, until in moments
+    ]
 
 
 @pytest.mark.rule("E2", "O59")

@@ -261,7 +261,7 @@ def test_the_live_list_has_the_keys_of_the_reference() -> None:
         "taskType": "installation",
         "isDeletion": False,
         "isBackend": True,
-        "cancellable": False,
+        "cancellable": True,
     }
     assert entries[0].items() >= (always | {"progress": 0, "isQueued": True, "message": "queued"}).items()
     assert (

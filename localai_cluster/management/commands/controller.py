@@ -44,7 +44,7 @@ from nodes.reconcilers.revocations import Revocations
 from nodes.reconcilers.scaler import Scaler
 from nodes.reconcilers.state_pass import StatePass
 from nodes.reconcilers.wakes import Wakes
-from nodes.registry import bus_credentials
+from nodes.registry import bulk, bus_credentials
 from nodes.replicas import checks, hooks
 from nodes.routing.prefix_news import Outbox
 from nodes.scheduling import store
@@ -98,6 +98,7 @@ def _parts(owner: str, bus: Bus) -> Parts:
     table: dict[str, Handler] = {
         asking.UNLOAD: carry_out.UnloadModel(bus),
         asking.DELETE: carry_out.DeleteModel(bus),
+        **dict.fromkeys(bulk.VERBS, bulk.RunOnNodes()),
         load.KIND: load.LoadModel(bus, Folder(conf.cluster().models_path), hints),
     }
     on_nodes = Executor(owner, queue, lease=lease)

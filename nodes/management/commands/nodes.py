@@ -64,7 +64,7 @@ def _reading(add: Add) -> None:
     listed.add_argument("--type", choices=NodeType.values)
     listed.add_argument("--vendor", help="GPU vendor")
     listed.add_argument("--label", action="append", default=[], metavar="KEY=VALUE", help="can be repeated")
-    listed.add_argument("--search", help="part of the name or address")
+    listed.add_argument("--search", help="part of the name, address, GPU vendor or a GPU's name")
     listed.add_argument("--sort", metavar="FIELD", help="--sort=-FIELD reverses the order")
     _of_a_node(add("show", show, "Show one node: its facts and its latest events."))
     claims = add("conflicts", list_conflicts, "List the open conflicts, or all conflicts of one node.")

@@ -4,7 +4,12 @@ import { useDeferredValue, useEffect, useMemo, useState, type ReactNode } from "
 import { Link, useLocation } from "react-router";
 import { count } from "../lib/format";
 import { useInAddress } from "../lib/in-address";
+import type { Operation } from "../live/messages";
+import { NoNews } from "../operations/lines";
+import { partsOf } from "../operations/model";
+import { newsOf } from "../operations/silence";
 import { useWork } from "../operations/watch";
+import { ENDED } from "../operations/words";
 import { Button } from "../ui/button";
 import { Command } from "../ui/copy";
 import { Empty, Loading } from "../ui/empty";
@@ -18,6 +23,7 @@ import { isTold, useRoster } from "./roster";
 import { byName } from "./runs";
 
 const DRAWN = 60;
+const NONE: readonly Operation[] = [];
 
 export function BackendsPage(): ReactNode {
   const [picked, setPicked] = usePicked();
@@ -140,7 +146,7 @@ function List({ entries, onInstall }: { entries: readonly Entry[]; onInstall: (n
   const { groups } = useWork();
   const installed = useMemo(() => (isTold(nodes) ? installedOn(nodes.values()) : null), [nodes]);
   const running = useMemo(
-    () => new Map(groups.filter((group) => group.kind === "backend_install" && group.active.length > 0).map((group) => [group.name, group.active.length])),
+    () => new Map(groups.filter((group) => group.kind === "backend_install" && group.active.length > 0).map((group) => [group.name, group.active])),
     [groups],
   );
   return (
@@ -150,7 +156,7 @@ function List({ entries, onInstall }: { entries: readonly Entry[]; onInstall: (n
           key={entry.id}
           entry={entry}
           on={installed === null ? null : (installed.get(entry.name.toLowerCase()) ?? 0)}
-          running={running.get(entry.name) ?? 0}
+          running={running.get(entry.name) ?? NONE}
           onInstall={() => onInstall(entry.name)}
         />
       ))}
@@ -162,12 +168,13 @@ interface LineProps {
   entry: Entry;
   /** On how many nodes it is installed, null while that is not known. */
   on: number | null;
-  running: number;
+  running: readonly Operation[];
   onInstall: () => void;
 }
 
 function Line({ entry, on, running, onInstall }: LineProps): ReactNode {
   const said = summary(entry.description);
+  const onNodes = running.flatMap(partsOf).filter((part) => !ENDED.has(part.status)).length;
   return (
     <li className="catalogue-line">
       <div className="catalogue-text">
@@ -184,11 +191,12 @@ function Line({ entry, on, running, onInstall }: LineProps): ReactNode {
         )}
       </div>
       <div className="catalogue-state">
-        {running > 0 && (
+        {onNodes > 0 && (
           <Link className="pill info" to="/app/activity?show=backends">
-            installing on {count(running, "node")}
+            installing on {count(onNodes, "node")}
           </Link>
         )}
+        {onNodes > 0 && <NoNews of={newsOf(running)} />}
         {on !== null && <span className={on > 0 ? "" : "muted"}>{on > 0 ? `on ${count(on, "node")}` : "not installed"}</span>}
       </div>
       <Button small aria-label={`Install ${entry.name}…`} onClick={onInstall}>

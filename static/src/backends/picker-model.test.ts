@@ -37,6 +37,16 @@ describe("before the press", () => {
     expect([...underWayFor("localai@echo", operations).keys()]).toEqual(["a"]);
   });
 
+  it("knows the nodes of one operation on many, and how each of them goes (review R2)", () => {
+    const part = (id: string, status: "queued" | "downloading" | "success" | "error") => ({ node_id: id, node_name: id, status, percentage: 30, ...(status === "error" ? { error: "no space left" } : {}) });
+    const many = install("x", { nodes: [part("a", "downloading"), part("b", "success"), part("c", "error"), part("d", "queued")] });
+    expect([...underWayFor("echo", [{ ...many, name: "echo" }]).keys()]).toEqual(["a", "d"]);
+    const told = ["a", "b", "c", "d"].map((id) => progressOf(ACCEPTED, many, undefined, id));
+    expect(told.map(({ word, ended }) => [word, ended])).toEqual([["Installing", "no"], ["Installed", "well"], ["Failed", "badly"], ["Queued", "no"]]);
+    expect(told[0]?.value).toBe(30);
+    expect(told[2]?.detail).toBe("no space left");
+  });
+
   it("finds nodes by name and by label", () => {
     const labelled = node({ labels: { Zone: "Rack-2" } });
     expect([matches(labelled, "GPU"), matches(labelled, "zone=rack"), matches(labelled, "zone=x"), matches(labelled, "rack")]).toEqual([

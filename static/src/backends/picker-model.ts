@@ -4,7 +4,8 @@ import { advice, ApiError } from "../api/client";
 import type { components } from "../api/schema";
 import type { LiveNode, Operation } from "../live/messages";
 import { isActive } from "../live/store";
-import { phaseOf, stateOf } from "../operations/words";
+import { partsOf, type Part } from "../operations/model";
+import { ENDED, phaseOf, stateOf } from "../operations/words";
 
 type Job = components["schemas"]["Job"];
 
@@ -43,9 +44,8 @@ export function has(node: LiveNode, backend: string): boolean {
 export function underWayFor(backend: string, operations: Iterable<Operation>): Map<string, Operation> {
   const found = new Map<string, Operation>();
   for (const operation of operations) {
-    if (operation.isBackend && isActive(operation) && operation.name === plain(backend) && operation.nodeID !== undefined) {
-      found.set(operation.nodeID, operation);
-    }
+    if (!operation.isBackend || !isActive(operation) || operation.name !== plain(backend)) continue;
+    for (const part of partsOf(operation)) if (!ENDED.has(part.status) && part.nodeID !== "") found.set(part.nodeID, operation);
   }
   return found;
 }
@@ -68,13 +68,48 @@ export function canInstall(expected: Outlook): boolean {
   return expected.kind === "install" || expected.kind === "joins" || expected.kind === "waits";
 }
 
-/** How a request goes. `asked`: what the server said of a job that the feed no longer names. */
-export function progressOf(sent: Sent, operation: Operation | undefined, asked: Job | Error | undefined): Progress {
+const PARTS = new WeakMap<Operation, ReadonlyMap<string, Part>>();
+
+/** Three hundred rows look for their part in the same operation. */
+function partsByNode(operation: Operation): ReadonlyMap<string, Part> {
+  const parts = PARTS.get(operation) ?? new Map(partsOf(operation).map((part) => [part.nodeID, part]));
+  PARTS.set(operation, parts);
+  return parts;
+}
+
+/** The operation as if it were for this node alone. */
+export function onNode(operation: Operation, nodeID: string): Operation {
+  const { nodes = [] } = operation;
+  const part = nodes.length < 2 ? undefined : partsByNode(operation).get(nodeID);
+  if (part === undefined) return operation;
+  const nodesOfPart = nodes.filter((one) => one.node_id === nodeID);
+  const own = { ...operation, nodes: nodesOfPart, progress: Math.floor(part.value), phase: part.phase, message: part.reason, attempts: part.attempts, lastProgressAt: part.lastProgressAt, timeLimitAt: part.timeLimitAt };
+  return { ...own, status: statusOf(part, operation), ...(part.error === "" ? {} : { error: part.error }) };
+}
+
+function statusOf({ status }: Part, operation: Operation): Operation["status"] {
+  if (status === "success" || status === "completed") return "completed";
+  if (status === "error" || status === "failed") return "failed";
+  if (status === "cancelled" || status === "superseded") return "cancelled";
+  if (status === "waiting") return "waiting_for_nodes";
+  return status === "queued" || status === "retrying" ? "pending" : isActive(operation) ? "processing" : operation.status;
+}
+
+/** How a request goes on a node. `asked`: what the server said of a job that the feed no longer names. */
+export function progressOf(sent: Sent, operation: Operation | undefined, asked: Job | Error | undefined, nodeID = ""): Progress {
   if (sent.step === "sending") return { tone: "", word: "Sending", detail: "", value: null, ended: "no" };
   if (sent.step === "refused") return failed("Not sent", reasonOf(sent.error));
-  if (operation !== undefined) return live(operation);
+  if (operation !== undefined) return live(onNode(operation, nodeID));
   if (asked instanceof ApiError && asked.status === 404) return failed("Unknown", "The server has no record of this operation.");
   if (asked === undefined || asked instanceof Error) return { tone: "", word: "Sent", detail: "Waiting for a status update", value: null, ended: "no" };
+  return recorded(asked, nodeID);
+}
+
+/** What the server says of a job that the feed no longer names, on this node. */
+function recorded(asked: Job, nodeID: string): Progress {
+  const part = asked.nodes?.find((one) => one.node_id === nodeID);
+  if (part?.status === "success") return INSTALLED;
+  if (part?.status === "error") return failed("Failed", part.error ?? "");
   if (asked.completed === true) return INSTALLED;
   if (asked.processed) return asked.error === undefined ? failed("Cancelled", "") : failed("Failed", asked.error);
   return { tone: "info", word: "Installing", detail: asked.message, value: Math.floor(asked.progress), ended: "no" };

@@ -57,7 +57,7 @@ function rowOf(
   const expected = outlook(node, backend, underWay);
   const jobID = sent?.step === "accepted" ? sent.jobID : "";
   const operation = operations.get(jobID) ?? underWay;
-  let progress = sent === undefined ? null : progressOf(sent, operation, asked.get(jobID));
+  let progress = sent === undefined ? null : progressOf(sent, operation, asked.get(jobID), node.id);
   // It came there in another way meanwhile.
   if (progress?.ended === "badly" && expected.kind === "there") progress = null;
   return { node, expected, progress, mine: progress !== null && !isTheirs(sent), operation, open: progress === null && canInstall(expected) };
@@ -97,12 +97,13 @@ function useAsked(run: Run, operations: ReadonlyMap<string, Operation>): Readonl
   const live = useLive((state) => state.connection === "live");
   const skew = useLive((state) => state.skew);
   const now = useNow(1000) - skew;
-  const missing: string[] = [];
+  const missing = new Set<string>();
   for (const sent of run.values()) {
-    if (live && sent.step === "accepted" && !operations.has(sent.jobID) && now - sent.at > OVERDUE_MS) missing.push(sent.jobID);
+    if (live && sent.step === "accepted" && !operations.has(sent.jobID) && now - sent.at > OVERDUE_MS) missing.add(sent.jobID);
   }
+  const uids = [...missing];
   return useQueries({
-    queries: missing.map((uid) => ({
+    queries: uids.map((uid) => ({
       queryKey: ["backends", "job", uid],
       queryFn: () => call(client.GET("/api/backends/job/{uid}", { params: { path: { uid } } })),
       staleTime: Infinity,
@@ -112,7 +113,7 @@ function useAsked(run: Run, operations: ReadonlyMap<string, Operation>): Readonl
       new Map(
         results.flatMap((result, index) => {
           const said: Job | Error | null = result.data ?? result.error;
-          const uid = missing[index];
+          const uid = uids[index];
           return uid === undefined || said === null ? [] : [[uid, said] as const];
         }),
       ),

@@ -3,13 +3,13 @@ import { memo, useRef, useEffect, useState, type ReactNode } from "react";
 import { Link } from "react-router";
 import { bytes, count } from "../lib/format";
 import type { LiveNode } from "../live/messages";
-import { NextLook } from "../operations/lines";
+import { NextLook, NoNews } from "../operations/lines";
 import { pageOf, rests, stateOf } from "../operations/words";
 import { ProgressBar } from "../ui/bars";
 import { Button } from "../ui/button";
 import { NodeStatus } from "../nodes/shared/node-status";
 import { isAutomatic } from "../nodes/shared/labels";
-import type { Progress } from "./picker-model";
+import { onNode, type Progress } from "./picker-model";
 import type { Row } from "./picker-rows";
 
 const DRAWN = 100;
@@ -146,6 +146,7 @@ function How({ row, progress, onRetry }: { row: Row; progress: Progress; onRetry
         {progress.value !== null && <span className="how-percent">{progress.value}%</span>}
         {progress.detail !== "" && <bdi className={progress.ended === "badly" ? "how-reason" : "muted"}>{progress.detail}</bdi>}
         {operation !== undefined && progress.ended === "no" && rests(stateOf(operation)) && <NextLook operation={operation} />}
+        {operation !== undefined && progress.ended === "no" && <NoNews of={onNode(operation, node.id)} />}
       </div>
       {progress.value !== null && <ProgressBar value={progress.value} name={`Installing on ${node.name}`} />}
       {progress.ended === "badly" && (

@@ -1,34 +1,32 @@
 import { describe, expect, it } from "vitest";
 import { Runs } from "./runs";
 
-function parked(): { runs: Runs; asked: string[]; answer: (id: string, error?: Error) => void } {
-  const asked: string[] = [];
-  const answers = new Map<string, (error?: Error) => void>();
-  const runs = new Runs((id) => {
-    asked.push(id);
+function parked(): { runs: Runs; asked: (readonly string[])[]; answer: (error?: Error) => void } {
+  const asked: (readonly string[])[] = [];
+  let settle: (error?: Error) => void = () => undefined;
+  const runs = new Runs((ids) => {
+    asked.push(ids);
     return new Promise((resolve, reject) => {
-      answers.set(id, (error) => (error === undefined ? resolve({ jobID: `job-${id}` }) : reject(error)));
+      settle = (error) => (error === undefined ? resolve({ jobID: `job-${asked.length}` }) : reject(error));
     });
   });
-  return { runs, asked, answer: (id, error) => answers.get(id)?.(error) };
+  return { runs, asked, answer: (error) => settle(error) };
 }
 
 describe("requests of the picker", () => {
-  it("go out together, eight at a time, and each stands for itself", async () => {
+  it("are one request for all nodes: leaving the page loses none of them (review R2)", async () => {
     const { runs, asked, answer } = parked();
-    const ids = Array.from({ length: 10 }, (_, n) => `n${n}`);
+    const ids = Array.from({ length: 301 }, (_, n) => `n${n}`);
     const done = runs.start("echo", ids);
-    expect(asked).toHaveLength(8);
-    answer("n0", new Error("no"));
-    await Promise.resolve();
-    for (const id of ids.slice(1, 8)) answer(id);
-    await expect.poll(() => asked.length).toBe(10);
-    answer("n8");
-    answer("n9");
+    expect(asked).toEqual([ids]);
+    expect(runs.of("echo").get("n300")).toEqual({ step: "sending" });
+    answer();
     await done;
-    const run = runs.of("echo");
-    expect(run.get("n0")).toMatchObject({ step: "refused" });
-    expect(run.get("n9")).toMatchObject({ step: "accepted", jobID: "job-n9" });
+    expect(new Set([...runs.of("echo").values()].map((sent) => sent.step === "accepted" && sent.jobID))).toEqual(new Set(["job-1"]));
+    void runs.start("echo", ids.slice(0, 2));
+    answer(new Error("no"));
+    await expect.poll(() => runs.of("echo").get("n1")).toMatchObject({ step: "refused" });
+    expect(runs.of("echo").get("n2")).toMatchObject({ step: "accepted" });
   });
 
   it("are known after the dialog was closed, together with what ran already", async () => {
@@ -36,10 +34,10 @@ describe("requests of the picker", () => {
     const done = runs.start("echo", ["a"]);
     runs.adopt("echo", [["a", "other"], ["b", "job-b"]]);
     expect(runs.of("echo").get("a")).toEqual({ step: "sending" });
-    answer("a");
+    answer();
     await done;
-    runs.adopt("echo", [["a", "job-a"], ["b", "newer"]]);
-    expect([...runs.of("echo").values()]).toMatchObject([{ jobID: "job-a" }, { jobID: "newer" }]);
+    runs.adopt("echo", [["a", "job-1"], ["b", "newer"]]);
+    expect([...runs.of("echo").values()]).toMatchObject([{ jobID: "job-1" }, { jobID: "newer" }]);
     runs.forget("echo", ["b"]);
     expect([...runs.of("echo").keys()]).toEqual(["a"]);
   });

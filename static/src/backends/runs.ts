@@ -1,13 +1,12 @@
 // Requests that a person has sent from the picker, by backend and node. They live outside it: closing the dialog
 // stops nothing and forgets nothing, and opening it again for the same backend shows how they went.
 import { useSyncExternalStore } from "react";
-import { installFrom, installOn } from "../operations/calls";
+import { install } from "../operations/calls";
 import { keyOf, type Address } from "./address";
 import type { Sent } from "./picker-model";
 
 export type Run = ReadonlyMap<string, Sent>;
 
-const AT_ONCE = 8;
 const NONE: Run = new Map();
 
 /** Whether it was not asked for from here. */
@@ -19,7 +18,7 @@ export class Runs {
   private readonly runs = new Map<string, Run>();
   private readonly listeners = new Set<() => void>();
 
-  constructor(private readonly send: (nodeID: string, backend: string) => Promise<{ jobID: string }>) {}
+  constructor(private readonly send: (nodeIDs: readonly string[], backend: string) => Promise<{ jobID: string }>) {}
 
   readonly subscribe = (listener: () => void): (() => void) => {
     this.listeners.add(listener);
@@ -28,22 +27,16 @@ export class Runs {
 
   readonly of = (backend: string): Run => this.runs.get(backend) ?? NONE;
 
-  /** Asks these nodes for the backend, all of them, a few at a time. */
+  /** Asks for the backend on these nodes: one request and one operation, which goes on without this page. */
   async start(backend: string, nodeIDs: readonly string[]): Promise<void> {
-    this.set(backend, nodeIDs.map((id) => [id, { step: "sending" }]));
-    const waiting = [...nodeIDs];
-    const worker = async () => {
-      for (let id = waiting.shift(); id !== undefined; id = waiting.shift()) this.set(backend, [[id, await this.ask(id, backend)]]);
-    };
-    await Promise.all(Array.from({ length: AT_ONCE }, worker));
-  }
-
-  private async ask(nodeID: string, backend: string): Promise<Sent> {
+    if (nodeIDs.length === 0) return;
+    const all = (sent: Sent) => this.set(backend, nodeIDs.map((id) => [id, sent]));
+    all({ step: "sending" });
     try {
-      const { jobID } = await this.send(nodeID, backend);
-      return { step: "accepted", jobID, at: Date.now() };
+      const { jobID } = await this.send(nodeIDs, backend);
+      all({ step: "accepted", jobID, at: Date.now() });
     } catch (error) {
-      return { step: "refused", error: error instanceof Error ? error : new Error(String(error)) };
+      all({ step: "refused", error: error instanceof Error ? error : new Error(String(error)) });
     }
   }
 
@@ -99,10 +92,7 @@ export function addressOf(backend: string): Address | undefined {
   return addresses.get(backend);
 }
 
-export const runs = new Runs((nodeID, backend) => {
-  const from = addresses.get(backend);
-  return from === undefined ? installOn(nodeID, backend) : installFrom(nodeID, from);
-});
+export const runs = new Runs((nodeIDs, backend) => install(nodeIDs, addresses.get(backend) ?? backend));
 
 export function useRun(backend: string): Run {
   return useSyncExternalStore(runs.subscribe, () => runs.of(backend));

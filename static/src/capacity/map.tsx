@@ -103,25 +103,27 @@ const same = (before: CellProps, after: CellProps) =>
 const Cell = memo(function Cell({ node, pools, verdict, tabbable, onActive }: CellProps): ReactNode {
   const status = shownStatus(node);
   const words = [...pools.map(wordsOf), ...(isOpen(node) ? [] : [status]), ...(verdict === undefined ? [] : [verdict.words])].join("; ");
+  const said = verdict?.tone === "bad" ? verdict.words : `${bytes(freeOf(pools))} free`;
   return (
     <li className="cap-place">
+      {/* Named by its content, so that the name has what is seen: who speaks to the page says that. */}
       <Link
         className={`cap-cell ${verdict?.tone ?? ""}`}
         to={`/app/nodes/${node.id}`}
         tabIndex={tabbable ? 0 : -1}
         data-open={isOpen(node) || undefined}
         title={`${node.name}: ${words}`}
-        aria-label={`${node.name}: ${words}`}
         onFocus={() => onActive(node.id)}
       >
         <span className="cap-name">
-          <bdi className="name">{node.name}</bdi>
+          <bdi className="name">{node.name}</bdi>{" "}
           {verdict !== undefined ? <b className={`cap-verdict ${verdict.tone}`}>{verdict.mark}</b> : !isOpen(node) && <span className="cap-status">{status}</span>}
-        </span>
+        </span>{" "}
         {pools.map((one) => (
           <Bar key={one.name} pool={one} />
         ))}
-        <span className="cap-said">{verdict?.tone === "bad" ? verdict.words : `${bytes(freeOf(pools))} free`}</span>
+        <span className="cap-said">{said}</span>
+        <span className="visually-hidden">: {words}</span>
       </Link>
     </li>
   );

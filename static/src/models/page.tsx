@@ -9,7 +9,7 @@ import { useLive } from "../live/hooks";
 import type { Operation } from "../live/messages";
 import { Leaving, LogsAndUnload } from "../nodes/detail/unload";
 import { FailureActions, Reason } from "../operations/failure";
-import { figures, NextLook, WorkGlyph } from "../operations/lines";
+import { figures, NextLook, NoNews, WorkGlyph } from "../operations/lines";
 import { pageOf, phaseOf, phrase, placeOf, sendingOf, stateOf } from "../operations/words";
 import { demand, useRules, type Rule } from "../scheduling/rules";
 import { ProgressBar } from "../ui/bars";
@@ -192,7 +192,7 @@ function Work({ operation }: { operation: Operation }): ReactNode {
           {phrase(operation, state)} {placeOf(operation)}
         </Link>
         <span className="muted">
-          {sendingOf(operation) || `${phaseOf(operation)} ${figures(operation.currentBytes ?? 0, operation.totalBytes ?? 0, undefined)}`} <NextLook operation={operation} />
+          {sendingOf(operation) || `${phaseOf(operation)} ${figures(operation.currentBytes ?? 0, operation.totalBytes ?? 0, undefined)}`} <NextLook operation={operation} /> <NoNews of={operation} />
         </span>
       </div>
       <div className="row">

@@ -1,5 +1,5 @@
 // What a person can do about an operation, as calls to the server.
-import { call, client } from "../api/client";
+import { ApiError, call, client } from "../api/client";
 import type { components } from "../api/schema";
 import type { Operation } from "../live/messages";
 
@@ -18,6 +18,26 @@ export function cancel(operation: Pick<Operation, "jobID">): Promise<unknown> {
   return call(client.POST("/api/operations/{job_id}/cancel", { params: { path: { job_id: operation.jobID } } }));
 }
 
+type Counts = components["schemas"]["OperationCounts"];
+export type BulkVerb = "cancel" | "dismiss" | "retry";
+
+/** Does `verb` to all of these operations in one call: what has ended meanwhile is counted, and no failure. */
+export function onAll(verb: BulkVerb, operations: readonly Pick<Operation, "jobID">[], comment = ""): Promise<Counts> {
+  const body = { verb, ids: operations.map((one) => one.jobID), ...(comment === "" ? {} : { comment }) };
+  return call(client.POST("/api/operations/bulk", { body }));
+}
+
+/** Does `verb` to one operation or to several, in one call; raises `ApiError` if one was refused. */
+export async function act(verb: BulkVerb, operations: readonly Pick<Operation, "jobID">[], comment = ""): Promise<void> {
+  const [first] = operations;
+  if (first !== undefined && operations.length === 1) {
+    await (verb === "cancel" ? cancel(first) : verb === "retry" ? retry(first) : dismiss(first, comment));
+    return;
+  }
+  const { done, refused, reasons } = await onAll(verb, operations, comment);
+  if (refused > 0) throw new ApiError(`${done} done, ${refused} refused: ${reasons.join("; ")}`, 409);
+}
+
 /** Ends an operation for good on one of its nodes; the others go on. */
 export function cancelOn(operation: Pick<Operation, "jobID">, nodeID: string): Promise<unknown> {
   const path = { job_id: operation.jobID, node_id: nodeID };
@@ -31,18 +51,13 @@ export function retry(operation: Pick<Operation, "jobID">, nodes: readonly strin
   return call(client.POST("/api/operations/{job_id}/retry", { params: { path }, body }));
 }
 
-/** Asks one node for a backend; joins what is under way there. */
-export function installOn(nodeID: string, backend: string): Promise<Accepted> {
+/** Asks nodes for a backend, by its name or from an address: one operation, which joins what is under way there. */
+export function install(nodeIDs: readonly string[], from: string | { uri: string; name: string; alias: string }): Promise<Accepted> {
   // What was asked for by an address is known by that address.
-  const body = backend.includes("://") ? { uri: backend } : { backend };
-  const path = { node_id: nodeID };
-  return call(client.POST("/api/nodes/{node_id}/backends/install", { params: { path }, body }));
-}
-
-/** Asks one node for a backend from an address; the name may be empty. */
-export function installFrom(nodeID: string, from: { uri: string; name: string; alias: string }): Promise<Accepted> {
-  const path = { node_id: nodeID };
-  return call(client.POST("/api/nodes/{node_id}/backends/install", { params: { path }, body: from }));
+  const what = typeof from !== "string" ? from : from.includes("://") ? { uri: from } : { backend: from };
+  const [only = ""] = nodeIDs;
+  if (nodeIDs.length === 1) return call(client.POST("/api/nodes/{node_id}/backends/install", { params: { path: { node_id: only } }, body: what }));
+  return call(client.POST("/api/nodes/backends/install", { body: { ids: [...nodeIDs], ...what } }));
 }
 
 /** Stops the backend's engines on one node and installs it again; joins an upgrade under way there. */
@@ -66,23 +81,5 @@ export function chooseWaves(operation: Pick<Operation, "jobID">, choice: "contin
 /** Whether what failed or was cancelled can be asked for again; a load cannot, because it comes again with its request. */
 export function canRetry({ kind, status, nodes = [] }: Pick<Operation, "kind" | "status" | "nodes">): boolean {
   const leftOut = status === "completed" && nodes.some((part) => part.status === "cancelled");
-  return kind.startsWith("backend_") && (status === "failed" || status === "cancelled" || leftOut);
-}
-
-/** Runs `work` on every item, at most eight at a time, all of them; raises what the first that failed says. */
-export async function inTurn<Item>(items: readonly Item[], work: (item: Item) => Promise<unknown>): Promise<void> {
-  const failures: Error[] = [];
-  const waiting = [...items];
-  const worker = async () => {
-    for (let item = waiting.shift(); item !== undefined; item = waiting.shift()) {
-      try {
-        await work(item);
-      } catch (error) {
-        failures.push(error instanceof Error ? error : new Error(String(error)));
-      }
-    }
-  };
-  await Promise.all(Array.from({ length: Math.min(8, items.length) }, worker));
-  const [first] = failures;
-  if (first !== undefined) throw first;
+  return (kind.startsWith("backend_") || kind.startsWith("node_")) && (status === "failed" || status === "cancelled" || leftOut);
 }

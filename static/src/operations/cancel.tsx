@@ -8,7 +8,7 @@ import { isActive } from "../live/store";
 import { announce } from "../ui/announce";
 import { Button } from "../ui/button";
 import { Confirm } from "../ui/dialog";
-import { cancel, cancelOn, inTurn } from "./calls";
+import { act, cancelOn } from "./calls";
 import { partsOf, type Part } from "./model";
 import { ENDED, phrase, placeOf, stateOf } from "./words";
 
@@ -101,7 +101,7 @@ function CancelQuestion({ operations, first, where, onClose }: QuestionProps): R
   const nodes = useLive((state) => state.nodes);
   const left = operations.filter((one) => isActive(one) && one.cancellable);
   const asked = useMutation({
-    mutationFn: () => inTurn(left, cancel),
+    mutationFn: () => act("cancel", left),
     onSuccess: () => {
       announce(`Cancelled ${first.name} ${where}`);
       onClose();

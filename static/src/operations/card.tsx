@@ -8,10 +8,11 @@ import { CopyButton } from "../ui/copy";
 import { Ago } from "../ui/time";
 import { CancelButton } from "./cancel";
 import { FailureActions, PartRetry, Reason } from "./failure";
-import { NextLook, WorkGlyph } from "./lines";
+import { NextLook, NoNews, WorkGlyph } from "./lines";
 import { latestParts, underWay, type Group, type Part } from "./model";
 import type { Pace } from "./pace";
 import { NodeLink, Parts } from "./parts";
+import { newsOf } from "./silence";
 import { hasBar, headline, looksAgain, numbers, what, where } from "./summary";
 import { Waves } from "./waves-panel";
 import { pageOf, phrase, rests, type State } from "./words";
@@ -35,6 +36,7 @@ export const ProgressCard = memo(function ProgressCard({ group, pace, target }: 
       <div className="row wrap work-now">
         <bdi className={rests(work.state) ? "waits" : ""}>{what(work)}</bdi>
         {looksAgain(work) && <NextLook operation={work.speaker} />}
+        {work.state === "running" && <NoNews of={newsOf(work.active)} />}
         {parts.length === 1 && parts[0] !== undefined && parts[0].file !== "" && <bdi className="name muted">{parts[0].file}</bdi>}
         {told !== "" && <span className="work-figures">{told}</span>}
         {hasBar(work) && <span className="work-percent">{percent}%</span>}

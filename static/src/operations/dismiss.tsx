@@ -7,7 +7,7 @@ import { announce } from "../ui/announce";
 import { Button } from "../ui/button";
 import { Dialog } from "../ui/dialog";
 import { Problem } from "../ui/problem";
-import { dismiss, inTurn } from "./calls";
+import { act } from "./calls";
 
 const LONGEST = 500;
 
@@ -20,7 +20,7 @@ export function DismissDialog({ operations, onClose }: DismissProps): ReactNode 
   const [comment, setComment] = useState("");
   const id = useId();
   const asked = useMutation({
-    mutationFn: () => inTurn(operations, (one) => dismiss(one, comment.trim())),
+    mutationFn: () => act("dismiss", operations, comment.trim()),
     onSuccess: () => {
       announce(`${count(operations.length, "failure")} dismissed`);
       onClose();

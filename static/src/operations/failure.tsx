@@ -6,7 +6,7 @@ import type { Operation } from "../live/messages";
 import { Button } from "../ui/button";
 import { CopyButton } from "../ui/copy";
 import { Problem } from "../ui/problem";
-import { canRetry, dismiss, inTurn, retry } from "./calls";
+import { act, canRetry, retry } from "./calls";
 import { failedNodes, hasFailed, type Part } from "./model";
 import { placeOf } from "./words";
 
@@ -25,8 +25,8 @@ export function Reason({ error = "No reason given", name }: { error: string | un
 
 /** Buttons for one failed operation, or for several of the same kind; each acts on its own jobs. */
 export function FailureActions({ operations, small = false }: { operations: readonly Operation[]; small?: boolean }): ReactNode {
-  const again = useMutation({ mutationFn: (some: readonly Operation[]) => inTurn(some, (one) => retry(one)) });
-  const away = useMutation({ mutationFn: (some: readonly Operation[]) => inTurn(some, (one) => dismiss(one)) });
+  const again = useMutation({ mutationFn: (some: readonly Operation[]) => act("retry", some) });
+  const away = useMutation({ mutationFn: (some: readonly Operation[]) => act("dismiss", some) });
   // What was asked for and has come to pass is no answer for a failure that came after it.
   const settled = new Set([...asked(again), ...asked(away)]);
   const left = operations.filter((one) => !settled.has(one.jobID));

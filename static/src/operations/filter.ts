@@ -1,5 +1,6 @@
 // Which operations the Activity page shows: the choice is in the address. Pure.
 import type { Operation } from "../live/messages";
+import { isOfNodes } from "./words";
 
 export type Show = "all" | "models" | "backends" | "cluster";
 
@@ -46,7 +47,7 @@ export function finds(q: string, operation: Operation): boolean {
 
 /** Cluster: what happens on a node of its own, the loading of models too. */
 export function shows(show: Show, operation: Operation): boolean {
-  if (show === "models") return !operation.isBackend;
+  if (show === "models") return !operation.isBackend && !isOfNodes(operation);
   if (show === "backends") return operation.isBackend;
   if (show === "cluster") {
     const onNode = (operation.nodeID ?? "") !== "" || (operation.nodes ?? []).length > 0;

@@ -44,24 +44,21 @@ it("is live: what is dismissed elsewhere goes, what fails comes", async () => {
 });
 
 it("dismisses the selected ones with one comment, and no other", async () => {
-  const dismiss = vi.mocked(calls.dismiss).mockResolvedValue({});
+  const act = vi.mocked(calls.act).mockResolvedValue();
   await open(failure("a", 1), failure("b", 2), failure("c", 3));
   for (const node of ["a", "c"]) fireEvent.click(screen.getByRole("checkbox", { name: `Select: Could not install backend on-${node} on ${node}` }));
   fireEvent.click(screen.getByRole("button", { name: "Dismiss selected (2)…" }));
   fireEvent.change(screen.getByLabelText("Comment (optional)"), { target: { value: "  disks replaced " } });
   fireEvent.click(within(screen.getByRole("dialog")).getByRole("button", { name: "Dismiss" }));
-  await vi.waitFor(() => expect(dismiss.mock.calls.map(([one, comment]) => [one.jobID, comment])).toEqual([["job-c", "disks replaced"], ["job-a", "disks replaced"]]));
+  await vi.waitFor(() => expect(act.mock.calls.map(([verb, some, comment]) => [verb, some.map((one) => one.jobID), comment])).toEqual([["dismiss", ["job-c", "job-a"], "disks replaced"]]));
 });
 
 it("retries all that can be retried: a load comes again with its request", async () => {
-  const retry = vi.mocked(calls.retry).mockResolvedValue({} as Awaited<ReturnType<typeof calls.retry>>);
+  const act = vi.mocked(calls.act).mockResolvedValue();
   vi.mocked(calls.canRetry).mockImplementation((one) => one.kind.startsWith("backend_"));
-  vi.mocked(calls.inTurn).mockImplementation(async (items, work) => {
-    for (const one of items) await work(one);
-  });
   await open(failure("a", 1), failure("b", 2, { kind: "model_load", isBackend: false, taskType: "staging" }));
   fireEvent.click(screen.getByRole("button", { name: "Retry all (2)" }));
-  await vi.waitFor(() => expect(retry.mock.calls.map(([one]) => one.jobID)).toEqual(["job-a"]));
+  await vi.waitFor(() => expect(act.mock.calls.map(([verb, some]) => [verb, some.map((one) => one.jobID)])).toEqual([["retry", ["job-a"]]]));
 });
 
 it("of several nodes offers all that failed, and each of them", async () => {

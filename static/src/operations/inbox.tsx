@@ -14,7 +14,7 @@ import { Empty, Loading } from "../ui/empty";
 import { Problem } from "../ui/problem";
 import { Ago } from "../ui/time";
 import "./activity.css";
-import { canRetry, inTurn, retry } from "./calls";
+import { act, canRetry } from "./calls";
 import { DismissDialog } from "./dismiss";
 import { quote, Reason } from "./failure";
 import { WorkGlyph } from "./lines";
@@ -125,7 +125,7 @@ function Bulk({ failures, chosen, onPick, onDismiss }: BulkProps): ReactNode {
 
 function useRetry() {
   return useMutation({
-    mutationFn: (some: readonly Operation[]) => inTurn(some, (one) => retry(one)),
+    mutationFn: (some: readonly Operation[]) => act("retry", some),
     onSuccess: (_, some) => announce(`${count(some.length, "operation")} started again`),
   });
 }

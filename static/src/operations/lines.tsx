@@ -5,6 +5,7 @@ import type { Operation } from "../live/messages";
 import { useNow } from "../live/hooks";
 import { Icon, type IconName } from "../ui/icons";
 import type { Pace } from "./pace";
+import { silence, type News } from "./silence";
 import type { State } from "./words";
 
 const GLYPHS: Partial<Record<State, IconName>> = { failed: "warning", completed: "done", cancelled: "close" };
@@ -40,6 +41,13 @@ export function NextLook({ operation }: { operation: Pick<Operation, "nextLookAt
       {end !== null && end >= 1 && `, gives up in ${span(end)}`}
     </span>
   );
+}
+
+/** "No news for 2 min, limit at 15:27" of work that runs in silence; where it stands turns amber (`operations.css`). */
+export function NoNews({ of }: { of: News }): ReactNode {
+  const now = useNow(5000);
+  const text = silence(of, now);
+  return text === "" ? null : <span className="no-news">{text}</span>;
 }
 
 /** Where the person was. */

@@ -30,6 +30,8 @@ export interface Part {
   /** Times; "" if there is none. */
   nextLookAt: string;
   overdueSince: string;
+  lastProgressAt: string;
+  timeLimitAt: string;
   startedAt: string;
   finishedAt: string;
 }
@@ -167,7 +169,7 @@ export function partsOf(operation: Operation): Part[] {
   return nodes.map((target) => partOf(operation, state, target, nodes.length === 1));
 }
 
-const UNSAID = { file: "", phase: "", error: "", reason: "", current: 0, total: 0, attempts: 0, nextLookAt: "", overdueSince: "", startedAt: "", finishedAt: "" };
+const UNSAID = { file: "", phase: "", error: "", reason: "", current: 0, total: 0, attempts: 0, nextLookAt: "", overdueSince: "", lastProgressAt: "", timeLimitAt: "", startedAt: "", finishedAt: "" };
 
 /** What is there of these values. */
 function told<Values extends object>(values: Values): { [Key in keyof Values]?: Exclude<Values[Key], undefined> } {
@@ -188,6 +190,8 @@ function partOf(operation: Operation, state: State, target: OperationTarget, alo
     attempts: target.attempts,
     nextLookAt: target.nextLookAt,
     overdueSince: target.overdueSince,
+    lastProgressAt: target.lastProgressAt,
+    timeLimitAt: target.timeLimitAt,
     startedAt: target.startedAt,
     finishedAt: target.finishedAt,
   });
@@ -216,6 +220,8 @@ function wholePart(operation: Operation, state: State): Part {
     attempts: operation.attempts,
     nextLookAt: operation.nextLookAt,
     overdueSince: "",
+    lastProgressAt: operation.lastProgressAt ?? "",
+    timeLimitAt: operation.timeLimitAt ?? "",
     startedAt: operation.startedAt ?? "",
     finishedAt: operation.finishedAt ?? "",
   };

@@ -10,7 +10,7 @@ import { Ago } from "../ui/time";
 import { CancelButton, canCancelPart, PartCancel } from "./cancel";
 import { canRetry } from "./calls";
 import { FailureActions, PartRetry, Reason } from "./failure";
-import { NextLook } from "./lines";
+import { NextLook, NoNews } from "./lines";
 import { hasFailed, type Part } from "./model";
 import { partKey, type Pace } from "./pace";
 import { tally } from "./tally";
@@ -145,6 +145,7 @@ function PartFile({ part }: { part: Part }): ReactNode {
         </span>
       )}
       {part.attempts > 0 && part.status !== "success" && <span className="muted">attempt {part.attempts + 1}</span>}
+      {(part.status === "running" || part.status === "downloading") && <NoNews of={part} />}
       {(part.status === "waiting" || part.status === "retrying") && <NextLook operation={{ nextLookAt: part.nextLookAt }} />}
     </span>
   );

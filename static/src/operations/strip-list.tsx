@@ -4,7 +4,7 @@ import { Link } from "react-router";
 import { brief, count } from "../lib/format";
 import type { Operation } from "../live/messages";
 import { ProgressBar } from "../ui/bars";
-import { figures, NextLook, WorkGlyph } from "./lines";
+import { figures, NextLook, NoNews, WorkGlyph } from "./lines";
 import type { Pace } from "./pace";
 import { pageOf, phaseOf, phrase, placeOf, rests, sendingOf, stateOf } from "./words";
 import type { Work } from "./watch";
@@ -37,6 +37,7 @@ const Line = memo(function Line({ operation, pace }: { operation: Operation; pac
       </Link>
       <bdi className="name grow muted">{state === "failed" ? brief(operation.error ?? "") : phaseOf(operation)}</bdi>
       {rests(state) && <NextLook operation={operation} />}
+      {state === "running" && <NoNews of={operation} />}
       {numbers !== "" && <span className="strip-figures">{numbers}</span>}
       {state === "running" && operation.progress >= 1 && (
         <span className="strip-progress">

@@ -8,12 +8,13 @@ import { ProgressBar } from "../ui/bars";
 import { Button, IconButton } from "../ui/button";
 import { Icon } from "../ui/icons";
 import { Problem } from "../ui/problem";
-import { dismiss, inTurn } from "./calls";
+import { act } from "./calls";
 import { spoken } from "./ends";
-import { NextLook, WorkGlyph } from "./lines";
+import { NextLook, NoNews, WorkGlyph } from "./lines";
 import type { Group } from "./model";
 import "./operations.css";
 import type { Pace } from "./pace";
+import { newsOf } from "./silence";
 import { StripList } from "./strip-list";
 import { hasBar, headline, looksAgain, numbers, what, where } from "./summary";
 import { useWatch, useWork, type Work } from "./watch";
@@ -112,7 +113,7 @@ interface LineProps {
 
 function StripLine({ shown, group, pace, more, open, list, onToggle, onHide }: LineProps): ReactNode {
   // Dismissed on the server, for all users.
-  const { mutate, reset, variables, isPending, error } = useMutation({ mutationFn: (asked: Asked) => inTurn(asked.failed, dismiss) });
+  const { mutate, reset, variables, isPending, error } = useMutation({ mutationFn: (asked: Asked) => act("dismiss", asked.failed) });
   const mine = variables?.shown === shown;
   const away = () => mutate({ shown, failed: group.failed });
   return (
@@ -164,6 +165,7 @@ function StripDetail({ group, pace }: { group: Group; pace: Pace | undefined }):
       </span>
       <bdi className="name grow strip-detail">{what(group)}</bdi>
       {looksAgain(group) && <NextLook operation={group.speaker} />}
+      {group.state === "running" && <NoNews of={newsOf(group.active)} />}
       {group.state === "running" && told !== "" && <span className="strip-figures">{told}</span>}
       {hasBar(group) && (
         <span className="strip-progress">

@@ -49,8 +49,13 @@ export function rests(state: State): boolean {
   return state === "waiting" || state === "retrying" || state === "overdue";
 }
 
-export function noun(kind: Pick<Kind, "isBackend">): string {
-  return kind.isBackend ? "backend" : "model";
+/** Whether it is a verb over many nodes, whose name says how many. */
+export function isOfNodes({ kind }: Pick<Kind, "kind">): boolean {
+  return kind.startsWith("node_");
+}
+
+export function noun(kind: Pick<Kind, "kind" | "isBackend">): string {
+  return isOfNodes(kind) ? "" : kind.isBackend ? "backend" : "model";
 }
 
 interface Verb {
@@ -59,7 +64,18 @@ interface Verb {
   done: string;
 }
 
+const OF_NODES: Readonly<Record<string, Verb>> = {
+  node_approve: { do: "approve", doing: "Approving", done: "Approved" },
+  node_reject: { do: "reject", doing: "Rejecting", done: "Rejected" },
+  node_drain: { do: "drain", doing: "Draining", done: "Set to draining:" },
+  node_resume: { do: "resume", doing: "Resuming", done: "Resumed" },
+  node_label: { do: "label", doing: "Labelling", done: "Labelled" },
+  node_remove: { do: "remove", doing: "Removing", done: "Removed" },
+};
+
 function verb({ kind, isDeletion, taskType }: Kind): Verb {
+  const ofNodes = OF_NODES[kind];
+  if (ofNodes !== undefined) return ofNodes;
   if (isDeletion || kind.endsWith("_delete")) return { do: "remove", doing: "Removing", done: "Removed" };
   if (kind === "model_unload") return { do: "unload", doing: "Unloading", done: "Unloaded" };
   // The record knows two types of task; the kind says more.
@@ -71,13 +87,15 @@ function verb({ kind, isDeletion, taskType }: Kind): Verb {
 /** What was asked for, without a name: "Install backend". */
 export function request(kind: Kind): string {
   const words = verb(kind).do;
-  return `${words.slice(0, 1).toUpperCase()}${words.slice(1)} ${noun(kind)}`;
+  return `${words.slice(0, 1).toUpperCase()}${words.slice(1)} ${noun(kind)}`.trim();
 }
 
 /** What comes before the name: "Installing backend", "Queued to load model", "Could not remove backend". */
 export function phrase(kind: Kind, state: State): string {
-  const words = verb(kind);
-  const what = noun(kind);
+  return sentence(verb(kind), noun(kind), state).trim();
+}
+
+function sentence(words: Verb, what: string, state: State): string {
   if (state === "queued") return `Queued to ${words.do} ${what}`;
   if (state === "waiting") return `Waiting to ${words.do} ${what}`;
   if (state === "retrying") return `Retrying to ${words.do} ${what}`;
@@ -97,6 +115,7 @@ export function outcome(operation: Operation, took: string): string {
 
 /** "on gpu-1", "to gpu-1" for what is brought there, "on 3 nodes"; "" if no node is known. */
 export function place(kind: Kind, names: readonly string[]): string {
+  if (isOfNodes(kind)) return "";
   if (names.length > 1) return `on ${count(names.length, "node")}`;
   const name = names[0] ?? "";
   if (name === "") return "";

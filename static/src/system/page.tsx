@@ -63,11 +63,14 @@ function useHealth() {
 function Found({ health }: { health: Health }): ReactNode {
   return (
     <>
-      <ul className="system-lines" aria-label="Parts">
-        {health.parts.map((part) => (
-          <Line key={part.id} part={part} />
-        ))}
-      </ul>
+      <section>
+        <h2>Parts</h2>
+        <ul className="system-lines" aria-label="Parts">
+          {health.parts.map((part) => (
+            <Line key={part.id} part={part} />
+          ))}
+        </ul>
+      </section>
       <section>
         <h2>Schedules</h2>
         <ul className="system-lines" aria-label="Schedules">

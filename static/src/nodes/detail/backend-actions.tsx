@@ -6,7 +6,7 @@ import type { LiveModel, LiveNode, Operation } from "../../live/messages";
 import { isActive, needsAttention } from "../../live/store";
 import { deleteOn, upgradeOn } from "../../operations/calls";
 import { FailureActions, Reason } from "../../operations/failure";
-import { NextLook, WorkGlyph } from "../../operations/lines";
+import { NextLook, NoNews, WorkGlyph } from "../../operations/lines";
 import { partsOf } from "../../operations/model";
 import { phaseOf, phrase, stateOf } from "../../operations/words";
 import { announce } from "../../ui/announce";
@@ -74,6 +74,7 @@ function Progress({ operation }: { operation: Operation }): ReactNode {
         <span>{phrase(operation, state)}</span>
         <span>{phaseOf(operation)}</span>
         <NextLook operation={operation} />
+        <NoNews of={operation} />
       </div>
       {state === "running" && <ProgressBar name={`${phrase(operation, state)} ${operation.name}`} value={value} />}
     </>

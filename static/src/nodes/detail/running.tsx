@@ -6,7 +6,7 @@ import { useLive } from "../../live/hooks";
 import type { Operation } from "../../live/messages";
 import { isActive, needsAttention } from "../../live/store";
 import { Reason } from "../../operations/failure";
-import { figures, NextLook, WorkGlyph } from "../../operations/lines";
+import { figures, NextLook, NoNews, WorkGlyph } from "../../operations/lines";
 import { partsOf, type Part } from "../../operations/model";
 import { pageOf, phaseOf, phrase, stateOf } from "../../operations/words";
 import { ProgressBar } from "../../ui/bars";
@@ -91,6 +91,7 @@ function Progress({ operation, part }: { operation: Operation; part: Part }): Re
         {part.file !== "" && <bdi>{part.file}</bdi>}
         <span>{figures(part.current, part.total, undefined)}</span>
         <NextLook operation={operation} />
+        <NoNews of={part} />
       </div>
     </>
   );

@@ -7,7 +7,7 @@ import { DEFAULT_SORT, pressed, readSort, sorted } from "./sort";
 const GIB = 1024 ** 3;
 
 function node(name: string, more: Partial<LiveNode> = {}): LiveNode {
-  const empty = { open_conflicts: 0, rejected: null, labels: {}, models: [], backends: [], gpu_vendor: "", node_type: "backend", address: "", source_address: "" };
+  const empty = { open_conflicts: 0, rejected: null, labels: {}, models: [], backends: [], gpu_vendor: "", node_type: "backend", address: "", source_address: "", gpus: [] };
   return { id: name, name, status: "healthy", total_vram: 0, available_vram: 0, ...empty, ...more } as unknown as LiveNode;
 }
 
@@ -15,12 +15,14 @@ function model(name: string, backend = "llama-cpp") {
   return { id: name, model_name: name, backend_type: backend, in_flight: 0, vram_needed: 0, state: "loaded", replica_index: 0, last_used: "", created_at: "" } as const;
 }
 
+const gpu = (index: number, name: string) => ({ index, uuid: "", name, total_vram: 80 * GIB, free_vram: 0, reserved_vram: 0, utilization: null });
 const west = node("gpu-1", {
   status: "offline",
   gpu_vendor: "nvidia",
   address: "10.0.0.1:50051",
   labels: { zone: "west", "node.name": "gpu-1" },
   models: [model("all-MiniLM")],
+  gpus: [gpu(0, "NVIDIA H100 80GB HBM3"), gpu(1, "NVIDIA H100 80GB HBM3")],
 });
 const east = node("gpu-2", { gpu_vendor: "amd", labels: { zone: "east" }, backends: ["whisper"] });
 const agent = node("helper", { node_type: "agent", labels: { zone: "west" } });
@@ -42,6 +44,10 @@ describe("the box (UW3, UI-3.19)", () => {
     ["status:offline status:healthy gpu", ["gpu-1", "gpu-2"]],
     ["gpu:nvidia", ["gpu-1"]],
     ["gpu:none", ["helper"]],
+    ["h100", ["gpu-1"]],
+    ["gpu:h100", ["gpu-1"]],
+    ["nvidia", ["gpu-1"]],
+    ["-h100", ["gpu-2", "helper"]],
     ["zone=west", ["gpu-1", "helper"]],
     ["zone=", ["gpu-1", "gpu-2", "helper"]],
     ["zone=west zone=east type:backend", ["gpu-1", "gpu-2"]],

@@ -1,6 +1,7 @@
-// The language of the filter's box: words look in name, address, labels and models, and name states; `field:value` looks
+// The language of the filter's box: words look in name, address, GPUs, labels and models, and name states; `field:value` looks
 // in one thing; `key=value` in labels; `-` before any of them means "not". All have to hold; the same field twice means
 // one of them. Pure.
+import { gpusOf } from "../../live/gpus";
 import type { LiveNode } from "../../live/messages";
 import { shownStatus, type ShownStatus } from "../shared/node-status";
 
@@ -36,10 +37,10 @@ const TYPES = ["backend", "agent"];
 
 /** What people can type, with what it finds. */
 export const SYNTAX: readonly (readonly [string, string])[] = [
-  ["a100 west", "both words in name, address, labels or models"],
+  ["a100 west", "both words in name, address, GPUs, labels or models"],
   ["offline", "a state by its name"],
   ["status:offline", "nodes in this state; twice means either"],
-  ["gpu:nvidia", "GPU vendor; gpu:none without a GPU"],
+  ["gpu:h100", "GPU name or vendor; gpu:none without a GPU"],
   ["model:llama", "has a replica of such a model"],
   ["backend:vllm", "has such a backend"],
   ["type:agent", "backend or agent"],
@@ -143,7 +144,7 @@ export function matches(query: Query, node: LiveNode): boolean {
 
 const TESTS: Readonly<Record<Field, (node: LiveNode, value: string) => boolean>> = {
   status: (node, value) => shownStatus(node).startsWith(value),
-  gpu: (node, value) => (value === "none" ? node.gpu_vendor === "" : node.gpu_vendor.toLowerCase().startsWith(value)),
+  gpu: (node, value) => (value === "none" ? node.gpu_vendor === "" : gpuTexts(node).some((text) => text.toLowerCase().includes(value))),
   type: (node, value) => node.node_type.startsWith(value),
   model: (node, value) => node.models.some((model) => model.model_name.toLowerCase().includes(value)),
   backend: (node, value) =>
@@ -163,6 +164,11 @@ function hasLabel(node: LiveNode, key: string, values: readonly string[]): boole
   );
 }
 
+/** Vendor and names of a node's GPUs; none without a GPU. */
+function gpuTexts(node: LiveNode): string[] {
+  return [node.gpu_vendor, ...new Set(gpusOf(node).map((gpu) => gpu.name))];
+}
+
 const texts = new WeakMap<LiveNode, string>();
 
 /** Everything of a node that words look in; made once for each state of it. */
@@ -171,7 +177,7 @@ function searchable(node: LiveNode): string {
   if (text === undefined) {
     const labels = Object.entries(node.labels).map(([key, value]) => `${key}=${value}`);
     const models = node.models.map((model) => model.model_name);
-    text = [node.name, node.address, node.source_address, ...labels, ...models].join("\n").toLowerCase();
+    text = [node.name, node.address, node.source_address, ...gpuTexts(node), ...labels, ...models].join("\n").toLowerCase();
     texts.set(node, text);
   }
   return text;

@@ -1,51 +1,52 @@
-import { describe, expect, it } from "vitest";
-import { MOST_AT_ONCE, runAll, tally, type Outcome } from "./bulk";
+import { describe, expect, it, vi } from "vitest";
+import { client } from "../../api/client";
+import type { Operation } from "../../live/messages";
+import { LiveStore } from "../../live/store";
+import { install } from "../../operations/fixtures";
+import { follow, outcomesOf } from "./bulk";
 
-const items = Array.from({ length: 20 }, (_, n) => ({ id: `n${n}` }));
+const part = (id: string, status: "queued" | "success" | "error" | "cancelled", error?: string) => ({
+  node_id: id, node_name: id, status, percentage: 0, ...(error === undefined ? {} : { error }),
+});
 
-function collected(): { seen: Map<string, Outcome>; tell: (id: string, outcome: Outcome) => void } {
-  const seen = new Map<string, Outcome>();
-  return { seen, tell: (id, outcome) => void seen.set(id, outcome) };
+function drains(seq: number, status: Operation["status"], ...nodes: ReturnType<typeof part>[]): Operation {
+  return install("x", { jobID: "job", kind: "node_drain", isBackend: false, seq, status, nodes });
 }
 
-describe("a verb over many nodes", () => {
-  it("asks at most six at once and every one just once", async () => {
-    const { seen, tell } = collected();
-    const asked: string[] = [];
-    let under = 0;
-    let most = 0;
-    const work = async ({ id }: { id: string }) => {
-      asked.push(id);
-      most = Math.max(most, (under += 1));
-      await Promise.resolve();
-      under -= 1;
-    };
-    await runAll(items, work, tell, new AbortController().signal);
-    expect([most, asked.length, new Set(asked).size, tally(seen, "done")]).toEqual([MOST_AT_ONCE, 20, 20, 20]);
+describe("a verb over many nodes (review R2)", () => {
+  it("says of each node what the operation's part says", () => {
+    const outcomes = outcomesOf(drains(1, "processing", part("a", "success"), part("b", "error", "no"), part("c", "queued"), part("d", "cancelled")));
+    expect([...outcomes.values()].map(({ state }) => state)).toEqual(["done", "failed", "waiting", "stopped"]);
+    expect(outcomes.get("b")?.error).toMatchObject({ message: "no", status: 409 });
   });
 
-  it("goes on after a failure and keeps why", async () => {
-    const { seen, tell } = collected();
-    const work = ({ id }: { id: string }) => (id === "n3" ? Promise.reject(new Error("no")) : Promise.resolve());
-    await runAll(items, work, tell, new AbortController().signal);
-    expect([tally(seen, "done"), tally(seen, "failed"), seen.get("n3")?.error?.message]).toEqual([19, 1, "no"]);
+  it("is followed by the feed to its end", async () => {
+    const store = new LiveStore();
+    const seen: string[] = [];
+    const done = follow(store, "job", (one) => seen.push(one.status), new AbortController().signal);
+    store.push({ type: "operations.snapshot", seq: 1, operations: [drains(1, "processing", part("a", "queued"))] });
+    await vi.waitFor(() => expect(seen).toEqual(["processing"]));
+    store.push({ type: "operations.delta", seq: 2, operations: [drains(2, "completed", part("a", "success"))] });
+    await done;
+    expect(seen).toEqual(["processing", "completed"]);
   });
 
-  it("keeps an answer that is shown once", async () => {
-    const { seen, tell } = collected();
-    await runAll(items.slice(0, 1), () => Promise.resolve("token"), tell, new AbortController().signal);
-    expect(seen.get("n0")).toEqual({ state: "done", note: "token" });
+  it("is asked for when the feed does not tell it", async () => {
+    vi.useFakeTimers();
+    const ended = drains(3, "completed", part("a", "success"));
+    vi.spyOn(client, "GET").mockResolvedValue({ data: ended, response: new Response() });
+    const seen: string[] = [];
+    const done = follow(new LiveStore(), "job", (one) => seen.push(one.status), new AbortController().signal);
+    await vi.advanceTimersByTimeAsync(10_000);
+    await done;
+    expect(seen).toEqual(["completed"]);
+    vi.useRealTimers();
   });
 
-  it("leaves alone what was not sent when it is stopped", async () => {
-    const { seen, tell } = collected();
+  it("is no longer followed when its dialog has gone, and nothing is sent", async () => {
     const control = new AbortController();
-    const work = () => {
-      control.abort();
-      return Promise.resolve();
-    };
-    await runAll(items, work, tell, control.signal);
-    expect(tally(seen, "done") + tally(seen, "stopped")).toBe(20);
-    expect(tally(seen, "done")).toBeLessThanOrEqual(MOST_AT_ONCE);
+    const done = follow(new LiveStore(), "job", () => undefined, control.signal);
+    control.abort();
+    await done;
   });
 });

@@ -1,6 +1,11 @@
-// One verb over many nodes: at most six requests at once, and what became of each node. A failure stops nothing;
-// what failed can be asked again. Stopping leaves alone what has not been asked yet.
-import { useCallback, useEffect, useRef, useState } from "react";
+// One verb over many nodes: one request, one operation on the server, and what became of each node as the feed says.
+// Leaving the page or closing the dialog stops nothing. A verb on one node is a request that ends at once.
+import { useCallback, useContext, useEffect, useRef, useState } from "react";
+import { ApiError, call, client } from "../../api/client";
+import { LiveContext } from "../../live/hooks";
+import type { Operation, OperationTarget } from "../../live/messages";
+import { isActive, type LiveStore } from "../../live/store";
+import { cancel } from "../../operations/calls";
 
 export interface Outcome {
   state: "waiting" | "running" | "done" | "failed" | "stopped";
@@ -11,48 +16,20 @@ export interface Outcome {
 
 /** What is done with one item; an answer that is a text becomes its note. */
 export type Work<Item> = (item: Item) => Promise<unknown>;
-
-/** Requests under way at one moment; browsers keep about six connections to a host. */
-export const MOST_AT_ONCE = 6;
-
-/** Runs `work` on every item and tells each change; answers when all have ended. */
-export async function runAll<Item extends { id: string }>(
-  items: readonly Item[],
-  work: Work<Item>,
-  tell: (id: string, outcome: Outcome) => void,
-  signal: AbortSignal,
-): Promise<void> {
-  const queue = items.values();
-  const lane = async () => {
-    // All lanes draw from one iterator, so each item is taken once.
-    for (const item of queue) tell(item.id, signal.aborted ? { state: "stopped" } : await one(item, work, tell));
-  };
-  await Promise.all(Array.from({ length: Math.min(MOST_AT_ONCE, items.length) }, lane));
-}
-
-async function one<Item extends { id: string }>(
-  item: Item,
-  work: Work<Item>,
-  tell: (id: string, outcome: Outcome) => void,
-): Promise<Outcome> {
-  tell(item.id, { state: "running" });
-  try {
-    const note = await work(item);
-    return typeof note === "string" ? { state: "done", note } : { state: "done" };
-  } catch (error) {
-    return { state: "failed", error: error instanceof Error ? error : new Error(String(error)) };
-  }
-}
+/** Requests the verb for all items at once; answers the operation. */
+export type WorkOnAll<Item> = (items: readonly Item[]) => Promise<{ jobID: string }>;
 
 export type Outcomes = ReadonlyMap<string, Outcome>;
 
 export interface Bulk<Item> {
   outcomes: Outcomes;
   running: boolean;
-  /** Stopped, but what was asked before is not answered yet. */
+  /** Stopped, but the answer is not there yet. */
   stopping: boolean;
+  /** The operation that runs the verb on several items; "" for one item. */
+  jobID: string;
   /** Answers how it ended. */
-  start: (items: readonly Item[], work: Work<Item>) => Promise<Outcomes>;
+  start: (items: readonly Item[], work: Work<Item>, workOnAll: WorkOnAll<Item>) => Promise<Outcomes>;
   stop: () => void;
 }
 
@@ -63,33 +40,118 @@ export function tally(outcomes: Outcomes, state: Outcome["state"]): number {
   return found;
 }
 
-const WAITING: Outcome = { state: "waiting" };
+const STATES: Readonly<Partial<Record<OperationTarget["status"], Outcome["state"]>>> = {
+  success: "done",
+  error: "failed",
+  cancelled: "stopped",
+  queued: "waiting",
+  superseded: "stopped",
+};
+
+/** What became of each node of an operation. Every refusal may be looked into and tried again, as a conflict. */
+export function outcomesOf({ nodes = [] }: Operation): Outcomes {
+  return new Map(
+    nodes.map((part) => {
+      const state = STATES[part.status] ?? "running";
+      return [part.node_id, state === "failed" ? { state, error: new ApiError(part.error ?? "", 409) } : { state }];
+    }),
+  );
+}
+
+/** The feed tells an operation at once; only after this long is the server asked for it. */
+const ASK_EVERY_MS = 3_000;
+
+/** Follows the operation to its end and reports its state after each change. */
+export async function follow(store: LiveStore, jobID: string, report: (operation: Operation) => void, signal: AbortSignal): Promise<void> {
+  for (;;) {
+    const operation = store.read().operations.get(jobID) ?? (await changedOrAsked(store, jobID, signal));
+    if (signal.aborted) return;
+    if (operation !== undefined) {
+      report(operation);
+      if (!isActive(operation)) return;
+    }
+    await changed(store, jobID, operation, signal);
+  }
+}
+
+/** Resolves when the store has another state of the operation, or when it is time to ask the server. */
+function changed(store: LiveStore, jobID: string, before: Operation | undefined, signal: AbortSignal): Promise<void> {
+  return new Promise((resolve) => {
+    const done = () => {
+      clearTimeout(timer);
+      stop();
+      resolve();
+    };
+    const timer = setTimeout(done, ASK_EVERY_MS);
+    const stop = store.subscribe(() => {
+      if (store.read().operations.get(jobID) !== before) done();
+    });
+    signal.addEventListener("abort", done, { once: true });
+    if (signal.aborted || store.read().operations.get(jobID) !== before) done();
+  });
+}
+
+/** The operation if the feed names it soon, else what the server says of it. */
+async function changedOrAsked(store: LiveStore, jobID: string, signal: AbortSignal): Promise<Operation | undefined> {
+  await changed(store, jobID, undefined, signal);
+  const operation = store.read().operations.get(jobID);
+  if (operation !== undefined || signal.aborted) return operation;
+  try {
+    return await call(client.GET("/api/operations/{job_id}", { params: { path: { job_id: jobID } } }));
+  } catch {
+    return undefined;
+  }
+}
+
+function failureOf(error: unknown): Outcome {
+  return { state: "failed", error: error instanceof Error ? error : new Error(String(error)) };
+}
 
 /** The state of a bulk run inside a component. */
 export function useBulk<Item extends { id: string }>(): Bulk<Item> {
+  const store = useContext(LiveContext);
   const [outcomes, setOutcomes] = useState<Outcomes>(new Map());
   const [running, setRunning] = useState(false);
   const [stopping, setStopping] = useState(false);
+  const [jobID, setJobID] = useState("");
   const control = useRef<AbortController | null>(null);
   useEffect(() => () => control.current?.abort(), []);
-  const start = useCallback(async (items: readonly Item[], work: Work<Item>) => {
-    const mine = new AbortController();
-    control.current = mine;
-    const known = new Map<string, Outcome>();
-    const tell = (id: string, outcome: Outcome) => {
-      known.set(id, outcome);
-      setOutcomes((before) => new Map(before).set(id, outcome));
-    };
-    setRunning(true);
-    setStopping(false);
-    setOutcomes((before) => new Map([...before, ...items.map((item) => [item.id, WAITING] as const)]));
-    await runAll(items, work, tell, mine.signal);
-    setRunning(false);
-    return known;
-  }, []);
+  const start = useCallback(
+    async (items: readonly Item[], work: Work<Item>, workOnAll: WorkOnAll<Item>) => {
+      const mine = new AbortController();
+      control.current = mine;
+      let known: Outcomes = new Map();
+      const tell = (told: Outcomes) => {
+        known = told;
+        setOutcomes((before) => new Map([...before, ...told]));
+      };
+      const all = (outcome: Outcome) => tell(new Map(items.map((item) => [item.id, outcome])));
+      setRunning(true);
+      setStopping(false);
+      setJobID("");
+      all({ state: "running" });
+      const [only] = items;
+      try {
+        if (items.length === 1 && only !== undefined) {
+          const note = await work(only);
+          all(typeof note === "string" ? { state: "done", note } : { state: "done" });
+        } else {
+          const job = (await workOnAll(items)).jobID;
+          setJobID(job);
+          await follow(store, job, (operation) => tell(outcomesOf(operation)), mine.signal);
+        }
+      } catch (error) {
+        all(failureOf(error));
+      }
+      setRunning(false);
+      return known;
+    },
+    [store],
+  );
   const stop = useCallback(() => {
     setStopping(true);
-    control.current?.abort();
-  }, []);
-  return { outcomes, running, stopping: running && stopping, start, stop };
+    // What a single request does cannot be taken back; an operation is cancelled, and the feed says how it ended.
+    if (jobID !== "") void cancel({ jobID }).catch(() => setStopping(false));
+  }, [jobID]);
+  return { outcomes, running, stopping: running && stopping, jobID, start, stop };
 }

@@ -23,10 +23,16 @@ export function ApproveDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
       refuse={(node) => verbs.refusal("approve", node)}
       {...(alone ? {} : { details })}
       work={async (node) => (await verbs.approve(node.id, node.fingerprint)).api_token}
+      workOnAll={(all) => verbs.onAll("approve", all, { fingerprints: fingerprints(all) })}
     >
       {(seen) => (alone ? seen.map((node) => <Alone key={node.id} node={node} />) : <Risks nodes={seen} />)}
     </VerbDialog>
   );
+}
+
+/** What each node is approved by, for those that have one. */
+function fingerprints(nodes: readonly LiveNode[]): Record<string, string> {
+  return Object.fromEntries(nodes.filter((node) => node.fingerprint !== "").map((node) => [node.id, node.fingerprint]));
 }
 
 function Alone({ node }: { node: LiveNode }): ReactNode {
@@ -60,6 +66,7 @@ export function RejectDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
       refuse={(node) => verbs.refusal("reject", node)}
       problem={reason.trim() === "" ? "Enter a reason" : tooLong(reason)}
       work={(node) => verbs.reject(node.id, reason)}
+      workOnAll={(all) => verbs.onAll("reject", all, { reason })}
     >
       <p>The worker stays pending and receives no work, even if it re-registers. Approve it to undo.</p>
       <ReasonField value={reason} onChange={setReason} />
@@ -84,6 +91,7 @@ export function DrainDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
       problem={wrong || tooLong(reason)}
       details={running}
       work={(node) => verbs.drain(node.id, reason, deadline)}
+      workOnAll={(all) => verbs.onAll("drain", all, { reason, ...(deadline === null ? {} : { deadline_seconds: Math.round(deadline * 60) }) })}
     >
       <p>
         No new requests are sent to the node. Running requests may finish until the deadline; then replicas are stopped. Restarting the worker does not end the drain; Resume does.
@@ -124,6 +132,7 @@ export function ResumeDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
       onClose={onClose}
       refuse={(node) => verbs.refusal("resume", node)}
       work={(node) => verbs.resume(node.id)}
+      workOnAll={(all) => verbs.onAll("resume", all)}
     >
       <p>The node receives work again. An offline node does so after its next heartbeat.</p>
     </VerbDialog>
@@ -142,6 +151,7 @@ export function RemoveDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
       refuse={(node) => verbs.refusal("deregister", node)}
       details={running}
       work={(node) => verbs.deregister(node.id)}
+      workOnAll={(all) => verbs.onAll("remove", all)}
     >
       <p>
         The record is removed with its labels and waiting operations; its timeline stays. A running worker re-registers as a new, pending node, so stop it first.
@@ -172,6 +182,7 @@ export function LabelDialog({ nodes, onClose }: NodesDialogProps): ReactNode {
       refuse={refuse}
       problem={wrong}
       work={work}
+      workOnAll={(all) => verbs.onAll("label", all, mode === "set" ? { labels: { [trimmed]: value } } : { remove_labels: [trimmed] })}
     >
       <Modes mode={mode} onChange={setMode} />
       <KeyField value={key} onChange={setKey} nodes={nodes} problem={trimmed === "" ? "" : wrong} />

@@ -6,6 +6,7 @@ import { LiveContext } from "../../live/hooks";
 import type { LiveNode } from "../../live/messages";
 import { LiveStore } from "../../live/store";
 import { ApproveDialog, DrainDialog } from "./dialogs";
+import { install } from "../../operations/fixtures";
 import * as verbs from "./verbs";
 
 vi.mock("./verbs", { spy: true });
@@ -17,6 +18,8 @@ function node(id: string, more: Partial<LiveNode> = {}): LiveNode {
   const facts = { node_type: "backend", weak_identity: false, fingerprint: "aaaa", source_address: "", address: "", gpu_vendor: "" };
   return { id, name: id, status: "healthy", gpu_compute_capability: "", created_at: "", ...empty, ...facts, ...more } as LiveNode;
 }
+
+const part = (id: string, status: "success" | "error", more = {}) => ({ node_id: id, node_name: id, status, percentage: 0, ...more });
 
 const refused = (status: number) => Promise.reject(new ApiError(`no ${status}`, status));
 
@@ -54,19 +57,23 @@ describe("a verb's dialog (UW4, UW16, UW18)", () => {
     ]);
   });
 
-  it("names who is left out and why, starts on Cancel, and retries only what failed", async () => {
-    const done = Promise.resolve({ message: "" });
-    const drain = vi.mocked(verbs.drain).mockImplementation((id) => (id === "n2" ? refused(503) : done));
+  it("names who is left out and why, starts on Cancel, asks once for all, and retries only what failed", async () => {
+    const drain = vi.mocked(verbs.drain).mockResolvedValue({ message: "" });
+    const all = vi.mocked(verbs.onAll).mockResolvedValue({ jobID: "job", statusUrl: "", message: "" });
+    const store = new LiveStore();
     const nodes = [node("n1"), node("n2"), node("n3", { status: "pending" })];
-    show(<DrainDialog nodes={nodes} onClose={vi.fn()} />);
+    show(<DrainDialog nodes={nodes} onClose={vi.fn()} />, store);
     expect(screen.getByText("pending: receives no work")).toBeTruthy();
     expect(document.activeElement?.textContent).toBe("Cancel");
     fireEvent.change(screen.getByLabelText(/Deadline/), { target: { value: "2" } });
     press("Drain 2 nodes");
+    await screen.findByRole("button", { name: "Continue in background" });
+    const parts = [part("n1", "success"), part("n2", "error", { error: "busy" })];
+    store.push({ type: "operations.snapshot", seq: 1, operations: [install("x", { jobID: "job", kind: "node_drain", status: "failed", nodes: parts })] });
     await screen.findByText("1 node set to draining, 1 failed");
-    drain.mockImplementation(() => done);
     press("Retry failed (1)");
     await screen.findByText("2 nodes set to draining");
-    expect(drain.mock.calls).toEqual(["n1", "n2", "n2"].map((id) => [id, "", 2]));
+    expect(all.mock.calls.map(([verb, some, options]) => [verb, some.map(({ id }) => id), options])).toEqual([["drain", ["n1", "n2"], { reason: "", deadline_seconds: 120 }]]);
+    expect(drain.mock.calls).toEqual([["n2", "", 2]]);
   });
 });

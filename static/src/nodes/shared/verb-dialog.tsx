@@ -10,7 +10,7 @@ import { announce } from "../../ui/announce";
 import { Button } from "../../ui/button";
 import { CopyButton } from "../../ui/copy";
 import { Dialog } from "../../ui/dialog";
-import { tally, useBulk, type Bulk, type Outcome, type Outcomes, type Work } from "./bulk";
+import { tally, useBulk, type Bulk, type Outcome, type Outcomes, type Work, type WorkOnAll } from "./bulk";
 import { Names } from "./names";
 import "./shared.css";
 
@@ -37,8 +37,10 @@ interface VerbDialogProps extends NodesDialogProps {
   details?: (node: LiveNode) => ReactNode;
   /** What is said once, under the list: what will happen, and the fields. A function gets the nodes as named. */
   children: ReactNode | ((nodes: readonly LiveNode[]) => ReactNode);
-  /** Asks the server; a text as the answer is shown, this once. */
+  /** Asks the server about one node; a text as the answer is shown, this once. */
   work: Work<LiveNode>;
+  /** Asks the server about several nodes at once. */
+  workOnAll: WorkOnAll<LiveNode>;
 }
 
 
@@ -54,8 +56,9 @@ export function VerbDialog(props: VerbDialogProps): ReactNode {
   const run = async (chosen: readonly LiveNode[]) => {
     const all = asked.length === 0 ? chosen : asked;
     setAsked(all);
-    const outcomes = await bulk.start(chosen, props.work);
-    announce(summary(outcomes, done));
+    const outcomes = await bulk.start(chosen, props.work, props.workOnAll);
+    // The end of an operation is announced by whoever watches operations.
+    if (chosen.length === 1) announce(summary(outcomes, done));
     if (shown.current && all.length === 1 && [...outcomes.values()].every(isSilentSuccess)) onClose();
   };
   const lookAgain = () => {
@@ -69,7 +72,7 @@ export function VerbDialog(props: VerbDialogProps): ReactNode {
     </>
   );
   return (
-    <Dialog open onClose={bulk.running && !bulk.stopping ? bulk.stop : onClose} title={title} first={cancel}>
+    <Dialog open onClose={bulk.running && !bulk.stopping && bulk.jobID === "" ? bulk.stop : onClose} title={title} first={cancel}>
       {asked.length === 0 ? (
         <Question {...props} nodes={nodes} fit={fit} cancel={cancel} onRun={() => void run(fit)} />
       ) : (
@@ -101,7 +104,7 @@ function summary(outcomes: Outcomes, done: string): string {
   const stopped = tally(outcomes, "stopped");
   const parts = [`${count(tally(outcomes, "done"), "node")} ${done}`];
   if (failed > 0) parts.push(`${failed} failed`);
-  if (stopped > 0) parts.push(`${stopped} not sent`);
+  if (stopped > 0) parts.push(`${stopped} cancelled`);
   return parts.join(", ");
 }
 
@@ -151,7 +154,7 @@ interface ResultsProps {
 }
 
 function Results({ asked, bulk, done, onClose, onRun, onLook }: ResultsProps): ReactNode {
-  const { outcomes, running, stopping, stop } = bulk;
+  const { outcomes, running, stopping, stop, jobID } = bulk;
   const failed = asked.filter((node) => outcomes.get(node.id)?.state === "failed");
   const changed = failed.some((node) => isConflict(outcomes.get(node.id)));
   // The failed ones first: no one should have to look for them among five hundred.
@@ -159,7 +162,7 @@ function Results({ asked, bulk, done, onClose, onRun, onLook }: ResultsProps): R
   const ordered = running ? asked : asked.toSorted((left, right) => rank(left) - rank(right));
   return (
     <div className="stack">
-      <p>{running ? `${asked.length - pending(outcomes)} of ${asked.length} answered` : summary(outcomes, done)}</p>
+      <p>{running ? `${asked.length - pending(outcomes)} of ${asked.length} done` : summary(outcomes, done)}</p>
       <ul className="verb-nodes" tabIndex={0} aria-label="Results">
         {ordered.map((node) => (
           <Result key={node.id} node={node} outcome={outcomes.get(node.id)} done={done} />
@@ -173,6 +176,11 @@ function Results({ asked, bulk, done, onClose, onRun, onLook }: ResultsProps): R
           </Button>
         )}
         {!running && changed && <Button onClick={onLook}>Review again</Button>}
+        {running && !stopping && jobID !== "" && (
+          <Button autoFocus onClick={onClose}>
+            Continue in background
+          </Button>
+        )}
         {(!running || stopping) && (
           <Button autoFocus onClick={onClose}>
             Close
@@ -194,7 +202,7 @@ function isConflict(outcome: Outcome | undefined): boolean {
 const SAID: Readonly<Record<Exclude<Outcome["state"], "done" | "failed">, string>> = {
   waiting: "waiting",
   running: "sending…",
-  stopped: "not sent",
+  stopped: "cancelled",
 };
 
 interface ResultProps {

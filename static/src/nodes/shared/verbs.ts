@@ -1,6 +1,7 @@
 // What an admin can do to a node: one typed call for each verb of the API, and why one makes no sense now. The
 // result shows by the feed's change; nothing here touches what the page knows.
 import { call, client } from "../../api/client";
+import type { components } from "../../api/schema";
 import type { LiveNode } from "../../live/messages";
 
 export type Verb = "approve" | "reject" | "drain" | "resume" | "label" | "install" | "rotate" | "revoke" | "deregister";
@@ -74,6 +75,15 @@ export function acceptConflict(id: string, conflict: string) {
 export function refuseConflict(id: string, conflict: string) {
   const path = { node_id: id, conflict_id: conflict };
   return call(client.POST("/api/nodes/{node_id}/conflicts/{conflict_id}/refuse", { params: { path } }));
+}
+
+type Bulk = components["schemas"]["Bulk"];
+
+/** Runs a verb on many nodes: one operation of the server, which goes on without this page. */
+export function onAll(verb: Bulk["verb"], nodes: readonly Pick<LiveNode, "id">[], options: Omit<Bulk, "verb" | "ids"> = {}) {
+  const { reason, ...more } = options;
+  const body = { verb, ids: nodes.map((node) => node.id), ...because(reason ?? ""), ...more };
+  return call(client.POST("/api/nodes/bulk", { body }));
 }
 
 type Refusal = (node: LiveNode) => string;

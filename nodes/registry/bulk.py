@@ -1,0 +1,158 @@
+"""Verbs of the registry over many nodes: one operation with a part for each node.
+
+`request` admits the operation; a controller runs it with `RunOnNodes`. Each node is one transaction that
+holds the verb and the outcome of its part. So an attempt that is cut off at any statement is continued, and
+no node gets the verb twice. A refusal of one node does not stop the others. On one node a verb ends at once
+and is no operation.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from django.db import transaction
+
+from localai_cluster import clock, errors
+from localai_cluster.accounts.actors import Actor, ActorKind
+from localai_cluster.commits import committed
+from nodes.models import BackendNode
+from nodes.registry import services
+from operations import targets
+from operations.executor.work import Work, in_thread
+from operations.ledger import outcome
+from operations.ledger.admission import Admission, OperationRequest, admit
+from operations.ledger.fence import owned
+from operations.models import OperationTarget, TargetStatus
+
+APPROVE, REJECT, DRAIN = "node_approve", "node_reject", "node_drain"
+RESUME, LABEL, REMOVE = "node_resume", "node_label", "node_remove"
+
+Options = Mapping[str, Any]
+"""Arguments of a verb as the operation's payload keeps them."""
+Verb = Callable[[UUID, Actor, datetime, Options], object]
+
+
+class BulkFailed(errors.ClusterError):
+    """The verb was refused for at least one of the nodes."""
+
+    status = 409
+    code = "bulk_failed"
+
+
+@dataclass(frozen=True)
+class BulkRequest:
+    """A verb, the nodes that it is for, and who requests it."""
+
+    kind: str
+    node_ids: Sequence[UUID]
+    actor: Actor
+    options: Options = field(default_factory=dict)
+    request_id: str = ""
+    client_address: str = ""
+
+
+def request(bulk: BulkRequest, *, now: datetime) -> Admission:
+    """Admit the operation, or join the active one with the same verb, options and nodes.
+
+    A node that is not registered any more gets a part as well, which fails.
+    """
+    ids = sorted(set(bulk.node_ids))
+    names = dict(BackendNode.objects.filter(pk__in=ids).values_list("id", "name"))
+    described = repr((sorted(bulk.options.items()), [id.bytes for id in ids]))
+    digest = hashlib.sha256(described.encode()).hexdigest()[:32]
+    return admit(
+        OperationRequest(
+            bulk.kind,
+            key=f"{bulk.kind}:{digest}",
+            element=f"{len(ids)} node{'' if len(ids) == 1 else 's'}",
+            payload={"options": dict(bulk.options), "actor_kind": bulk.actor.kind.value},
+            actor=str(bulk.actor),
+            targets=[(id, names.get(id, str(id))) for id in ids],
+            request_id=bulk.request_id,
+            client_address=bulk.client_address,
+        ),
+        now=now,
+    )
+
+
+class RunOnNodes:
+    """Handler of every kind in `VERBS`."""
+
+    async def __call__(self, work: Work) -> Mapping[str, Any]:
+        """Run the verb on each node whose part has not ended. Raises BulkFailed if a node refused it."""
+        for node_id in await in_thread(_unfinished_nodes, work):
+            await in_thread(_run_on_node, work, node_id)
+        parts = await in_thread(lambda: list(OperationTarget.objects.filter(operation_id=work.id)))
+        refused = [f"{part.node_name}: {part.error}" for part in parts if part.status == TargetStatus.ERROR]
+        if refused:
+            raise BulkFailed("; ".join(refused))
+        return {"message": f"done on {work.operation.element}"}
+
+
+def _unfinished_nodes(work: Work) -> list[UUID]:
+    parts = OperationTarget.objects.filter(operation_id=work.id).exclude(status__in=targets.ENDED)
+    return list(parts.order_by("node_id").values_list("node_id", flat=True))
+
+
+def _run_on_node(work: Work, node_id: UUID) -> None:
+    """Run the verb and end the part, both or neither. Raises LeaseLost.
+
+    The operation's row is locked before the node's: the change counter must be the last lock (decision 0002).
+    """
+    payload, now = work.operation.payload, clock.now()
+    actor = Actor(ActorKind(payload["actor_kind"]), work.operation.actor)
+    with committed("nodes.bulk"):
+        owned(*work.attempt)
+        status, error = TargetStatus.SUCCESS, ""
+        try:
+            with transaction.atomic():
+                VERBS[work.operation.kind](node_id, actor, now, payload["options"])
+        except errors.ClusterError as refusal:
+            status, error = TargetStatus.ERROR, refusal.message
+        outcome.target_done(*work.attempt, node_id, status, error, now=now)
+
+
+def _approve(node_id: UUID, actor: Actor, now: datetime, options: Options) -> None:
+    """An agent gets its API token when it registers again: no operation keeps a secret."""
+    compared = options.get("fingerprints", {}).get(str(node_id))
+    services.approve(node_id, actor=actor, now=now, reason=_reason(options), fingerprint=compared)
+
+
+def _reject(node_id: UUID, actor: Actor, now: datetime, options: Options) -> None:
+    services.reject(node_id, actor=actor, now=now, reason=_reason(options))
+
+
+def _drain(node_id: UUID, actor: Actor, now: datetime, options: Options) -> None:
+    deadline = options.get("deadline_seconds")
+    services.drain(node_id, actor=actor, now=now, reason=_reason(options), deadline=deadline)
+
+
+def _resume(node_id: UUID, actor: Actor, now: datetime, options: Options) -> None:
+    services.resume(node_id, actor=actor, now=now, reason=_reason(options))
+
+
+def _label(node_id: UUID, actor: Actor, now: datetime, options: Options) -> None:
+    drop = options.get("remove_labels", ())
+    services.edit_labels(node_id, options.get("labels", {}), drop=drop, actor=actor, now=now)
+
+
+def _remove(node_id: UUID, actor: Actor, now: datetime, options: Options) -> None:
+    services.deregister(node_id, actor=actor, now=now)
+
+
+def _reason(options: Options) -> str:
+    return str(options.get("reason", ""))
+
+
+VERBS: Mapping[str, Verb] = {
+    APPROVE: _approve,
+    REJECT: _reject,
+    DRAIN: _drain,
+    RESUME: _resume,
+    LABEL: _label,
+    REMOVE: _remove,
+}
+"""By kind of operation."""

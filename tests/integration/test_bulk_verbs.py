@@ -1,0 +1,275 @@
+"""Review R2: a verb over many nodes, an install on many, a verb over many operations: one call each."""
+
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from asgiref.sync import async_to_sync
+
+from localai_cluster import clock
+from localai_cluster.accounts import actors
+from nodes.backends import intents
+from nodes.backends.intents import Ended
+from nodes.models import BackendNode, NodeEvent, PendingBackendOp
+from nodes.registry import bulk, services
+from operations.executor.operation_queue import OperationQueue
+from operations.executor.work import in_thread
+from operations.ledger import lease
+from operations.ledger.fence import LeaseLost
+from operations.models import Operation, OperationTarget
+from tests.support import api, hot
+from tests.support.intents import DELETE, INSTALL, UPGRADE, ask, claim
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+def nodes(count: int, **fields: Any) -> list[BackendNode]:
+    return [hot.node(f"node-{number}", **fields) for number in range(count)]
+
+
+def run(verb: str, on: list[BackendNode], **body: Any) -> Operation:
+    """The operation that one call makes."""
+    ids = [str(node.id) for node in on]
+    answer = api.admin().post("/api/nodes/bulk", {"verb": verb, "ids": ids, **body})
+    assert answer.status_code == 202, answer.content
+    return Operation.objects.get(pk=answer.json()["jobID"])
+
+
+@async_to_sync
+async def run_controller() -> None:
+    """Runs all operations that are due."""
+    queue = OperationQueue(dict.fromkeys(bulk.VERBS, bulk.RunOnNodes()))
+    for operation in await in_thread(lease.claim, "one", now=clock.now(), lease=60, limit=9):
+        await queue.carry_out(operation)
+
+
+def parts(operation: Operation) -> dict[str, tuple[str, str]]:
+    rows = OperationTarget.objects.filter(operation=operation)
+    return {part.node_name: (part.status, part.error) for part in rows}
+
+
+def statuses(on: list[BackendNode]) -> list[str]:
+    return [BackendNode.objects.get(pk=node.pk).status for node in on]
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "fields", "after"),
+    [
+        ("approve", {}, {"approved_at": None, "weak_identity": True}, "healthy"),
+        ("reject", {"reason": "unknown machine"}, {"approved_at": None, "weak_identity": True}, "pending"),
+        ("drain", {"reason": "new power supply", "deadline_seconds": 600}, {}, "draining"),
+        ("resume", {}, {"unhealthy_at": clock.now()}, "healthy"),
+    ],
+)
+def test_a_verb_over_many_nodes_is_one_operation(
+    verb: str, body: Mapping[str, Any], fields: Mapping[str, Any], after: str
+) -> None:
+    """Its caller may be gone: a controller runs it, in the caller's name."""
+    three = nodes(3, **fields)
+    operation = run(verb, three, **body)
+    assert (operation.kind, operation.element, operation.cancellable) == (f"node_{verb}", "3 nodes", True)
+    run_controller()
+    operation.refresh_from_db()
+    assert (operation.status, operation.progress, operation.error) == ("completed", 100, "")
+    assert set(parts(operation).values()) == {("success", "")}
+    assert statuses(three) == [after] * 3
+    events = NodeEvent.objects.filter(node_id__in=[node.id for node in three], actor="static-key")
+    assert {event.cause for event in events} == {body.get("reason", "")}
+    assert {event.actor_kind for event in events} == {"static_key"}
+
+
+def test_labels_are_set_and_removed_on_many_nodes() -> None:
+    two = nodes(2)
+    services.merge_labels(two[0].id, {"old": "x"}, actor=actors.STATIC_KEY, now=clock.now())
+    run("label", two, labels={"tier": "fast"}, remove_labels=["old"])
+    run_controller()
+    for node in two:
+        assert dict(node.label_set.values_list("key", "value")) == {"tier": "fast"}
+
+
+def test_removed_nodes_are_gone_and_their_parts_say_so() -> None:
+    two = nodes(2)
+    operation = run("remove", two)
+    run_controller()
+    assert not BackendNode.objects.exists()
+    assert parts(operation) == {"node-0": ("success", ""), "node-1": ("success", "")}
+
+
+def test_a_node_that_refuses_stops_no_other_and_is_retried_alone() -> None:
+    """The refusal is the part's, a node that has gone included; the operation is in the inbox."""
+    two, gone = nodes(2, approved_at=None, weak_identity=True), uuid4()
+    changed = {str(two[0].id): "f" * 64}
+    body = {"verb": "approve", "ids": [str(two[0].id), str(two[1].id), str(gone)], "fingerprints": changed}
+    operation = Operation.objects.get(pk=api.admin().post("/api/nodes/bulk", body).json()["jobID"])
+    run_controller()
+    operation.refresh_from_db()
+    assert operation.status == "failed"
+    assert parts(operation) == {
+        "node-0": ("error", "the fingerprint has changed; review the node again"),
+        "node-1": ("success", ""),
+        str(gone): ("error", "node not found"),
+    }
+    assert statuses(two) == ["pending", "healthy"]
+    answer = api.admin().post(f"/api/operations/{operation.id}/retry", {})
+    again = Operation.objects.get(pk=answer.json()["jobID"])
+    assert set(parts(again)) == {"node-0", str(gone)}
+
+
+def test_the_same_verb_on_the_same_nodes_is_joined() -> None:
+    two = nodes(2)
+    assert run("drain", two).id == run("drain", two[::-1]).id
+    assert run("drain", two, reason="another").id != run("drain", two).id
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_an_attempt_that_is_cut_off_is_continued(after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verb and outcome of a node are one transaction: none gets the verb twice."""
+    three = nodes(3, approved_at=None, weak_identity=True)
+    operation = run("approve", three)
+    calls: list[Any] = []
+    original = bulk.VERBS[bulk.APPROVE]
+
+    def counted(*args: Any) -> None:
+        original(*args)
+        calls.append(args[0])
+        if len(calls) == after + 1:
+            raise Killed  # after the verb, before the outcome of its part
+
+    monkeypatch.setitem(bulk.VERBS, bulk.APPROVE, counted)  # type: ignore[arg-type]
+    with pytest.raises(Killed):
+        run_controller()
+    operation.refresh_from_db()
+    assert (operation.status, sum(status == "healthy" for status in statuses(three))) == ("processing", after)
+    lease.release("one", now=clock.now())
+    run_controller()
+    operation.refresh_from_db()
+    assert (operation.status, statuses(three)) == ("completed", ["healthy"] * 3)
+
+
+def test_a_cancel_stops_the_nodes_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    three = nodes(3)
+    operation = run("drain", three)
+    monkeypatch.setattr(bulk, "_run_on_node", _cancelling(operation, bulk._run_on_node))
+    with pytest.raises(LeaseLost):
+        run_controller()
+    operation.refresh_from_db()
+    assert operation.status == "cancelled"
+    assert sorted(status for status, _ in parts(operation).values()) == ["cancelled", "cancelled", "success"]
+    assert sorted(statuses(three)) == ["draining", "healthy", "healthy"]
+
+
+def _cancelling(operation: Operation, run_on_node: Any) -> Any:
+    """Runs the first node, then an operator cancels."""
+
+    def wrapped(*args: Any) -> None:
+        run_on_node(*args)
+        assert api.admin().post(f"/api/operations/{operation.id}/cancel").status_code == 200
+
+    return wrapped
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"verb": "explode", "ids": [str(uuid4())]},
+        {"verb": "drain"},
+        {"verb": "drain", "ids": []},
+        {"verb": "drain", "ids": ["x"]},
+        {"verb": "reject", "ids": [str(uuid4())]},
+        {"verb": "reject", "ids": [str(uuid4())], "reason": "  "},
+        {"verb": "label", "ids": [str(uuid4())]},
+        {"verb": "label", "ids": [str(uuid4())], "labels": {"": "x"}},
+        {"verb": "approve", "ids": [str(uuid4())], "fingerprints": {"x": "f" * 64}},
+    ],
+)
+def test_a_request_that_cannot_be_is_400_and_no_operation(body: Any) -> None:
+    assert api.admin().post("/api/nodes/bulk", body).status_code == 400
+    assert not Operation.objects.exists()
+
+
+def install(on: list[str], **body: Any) -> Operation:
+    answer = api.admin().post("/api/nodes/backends/install", {"ids": on, "backend": "echo", **body})
+    assert answer.status_code == 202, answer.content
+    return Operation.objects.get(pk=answer.json()["jobID"])
+
+
+def test_an_install_on_many_nodes_is_one_operation_and_forces_nothing() -> None:
+    """What runs there already is joined by its intent."""
+    three = nodes(3)
+    earlier = ask(INSTALL, three[0])
+    operation = install([str(node.id) for node in three])
+    assert operation.id != earlier.id
+    assert len(parts(operation)) == 3
+    assert PendingBackendOp.objects.count() == 3
+    assert not PendingBackendOp.objects.filter(force=True).exists()
+    again = api.admin().post(
+        "/api/nodes/backends/install", {"ids": [str(node.id) for node in three], "backend": "echo"}
+    )
+    assert (again.json()["jobID"], again.json()["deduplicated"]) == (str(operation.id), True)
+
+
+def test_nodes_that_cannot_take_an_install_stop_no_other() -> None:
+    """A draining one, one that is being upgraded, one that has gone: each part says why."""
+    ready, draining, busy = hot.node("ready"), hot.node("draining", drained_at=clock.now()), hot.node("busy")
+    ask(UPGRADE, busy)
+    claim()
+    gone = str(uuid4())
+    operation = install([str(node.id) for node in (ready, draining, busy)] + [gone])
+    found = parts(operation)
+    assert found["ready"] == ("queued", "")
+    assert found["draining"] == ("error", "node draining is draining")
+    assert (found["busy"][0], "upgrade echo on busy is in progress" in found["busy"][1]) == ("error", True)
+    assert found[gone] == ("error", "the node is no longer registered")
+    (intent,) = claim()
+    intents.settle({(intent.id, intent.fence): (Ended(), ())}, now=clock.now())
+    operation.refresh_from_db()
+    assert (operation.status, parts(operation)["ready"][0]) == ("failed", "success")
+
+
+def test_an_install_on_nodes_that_all_refuse_says_so() -> None:
+    operation = install([str(hot.node("draining", drained_at=clock.now()).id)])
+    assert (operation.status, operation.error) == ("failed", "node draining is draining")
+
+
+def bulk_operations(verb: str, *operations: Operation, **body: Any) -> dict[str, Any]:
+    ids = [str(operation.id) for operation in operations]
+    answer = api.admin().post("/api/operations/bulk", {"verb": verb, "ids": ids, **body})
+    assert answer.status_code == 200, answer.content
+    counts: dict[str, Any] = answer.json()
+    return counts
+
+
+def test_cancel_all_cancels_what_it_can_and_counts_the_rest() -> None:
+    """What ended meanwhile is no refusal; a removal that has begun is."""
+    one, two, three = nodes(3)
+    waiting, ended, removal = ask(INSTALL, one), ask(INSTALL, two), ask(DELETE, three)
+    api.admin().post(f"/api/operations/{ended.id}/cancel")
+    for intent in claim(9):
+        if intent.row.op == "install":
+            intents.release("controller", now=clock.now())
+    PendingBackendOp.objects.filter(op="delete").update(lease_owner="x", lease_until=clock.now())
+    Operation.objects.filter(pk=removal.pk).update(status="processing")
+    unknown = Operation(id=uuid4())
+    assert bulk_operations("cancel", waiting, ended, removal, unknown, waiting) == {
+        "done": 1,
+        "ended": 2,
+        "refused": 1,
+        "reasons": ["a deletion that has begun cannot be cancelled"],
+    }
+    assert Operation.objects.get(pk=waiting.pk).status == "cancelled"
+    assert bulk_operations("cancel", waiting)["ended"] == 1
+
+
+def test_failures_are_dismissed_and_retried_together() -> None:
+    operations = [ask(INSTALL, node) for node in nodes(2)]
+    for intent in claim(9):
+        intents.settle({(intent.id, intent.fence): (Ended(error="disk full"), ())}, now=clock.now())
+    assert bulk_operations("dismiss", operations[0], comment="known")["done"] == 1
+    assert Operation.objects.get(pk=operations[0].pk).dismissed_comment == "known"
+    assert bulk_operations("retry", operations[1]) == {"done": 1, "ended": 0, "refused": 0, "reasons": []}
+    assert Operation.objects.active().count() == 1
