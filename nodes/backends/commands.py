@@ -114,7 +114,7 @@ class Worker:
         )
 
     async def contact(self) -> Outcome[messages.ListReply]:
-        """Return the worker's list of backends, or why there is none, once it is certain that it is there or not.
+        """Return the worker's list of backends, or why there is none, once that is certain.
 
         A worker that lost its connection dials again within seconds, so a missing listener counts when a
         second question, `PING_EVERY` seconds later, finds none either.
