@@ -49,7 +49,8 @@ export function rests(state: State): boolean {
   return state === "waiting" || state === "retrying" || state === "overdue";
 }
 
-export function noun(kind: Pick<Kind, "isBackend">): string {
+export function noun(kind: Pick<Kind, "isBackend" | "kind">): string {
+  if (kind.kind === "node_stop") return "node";
   return kind.isBackend ? "backend" : "model";
 }
 
@@ -61,6 +62,7 @@ interface Verb {
 
 function verb({ kind, isDeletion, taskType }: Kind): Verb {
   if (isDeletion || kind.endsWith("_delete")) return { do: "remove", doing: "Removing", done: "Removed" };
+  if (kind === "node_stop") return { do: "stop", doing: "Stopping", done: "Stopped" };
   if (kind === "model_unload") return { do: "unload", doing: "Unloading", done: "Unloaded" };
   // The record knows two types of task; the kind says more.
   if (taskType === "staging" || kind === "model_load") return { do: "load", doing: "Loading", done: "Loaded" };
