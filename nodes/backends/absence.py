@@ -13,18 +13,17 @@ _ABSENT = (NodeStatus.OFFLINE, NodeStatus.UNHEALTHY)
 _DEAF = "it sends heartbeats, but does not answer on the bus"
 
 
-def absent_since(node: BackendNode) -> datetime | None:
-    """Return since when no command has reached the node; None if it was never heard."""
+def gives_up_at(node: BackendNode) -> datetime | None:
+    """Return when work that waits for this absent node is given up; None, for at once, if it was never heard.
+
+    R1.118: the time counts from the last heartbeat, or from an earlier mark that the node still has.
+    """
     if node.last_heartbeat is None:
         return None
-    marked = (node.offline_at, node.unhealthy_at)
-    return min(node.last_heartbeat, *(at for at in marked if at is not None))
-
-
-def gives_up_at(node: BackendNode) -> datetime | None:
-    """Return when work that waits for this absent node is given up; None for at once (R1.118)."""
-    since = absent_since(node)
-    return since and since + timedelta(seconds=conf.cluster().install_wait)
+    since: datetime = node.last_heartbeat
+    for marked_at in (node.offline_at, node.unhealthy_at):
+        since = since if marked_at is None else min(since, marked_at)
+    return since + timedelta(seconds=conf.cluster().install_wait)
 
 
 def sends_heartbeats(node: BackendNode) -> bool:

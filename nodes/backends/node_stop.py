@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, assert_never
+from uuid import UUID
 
 from localai_cluster import clock, errors
 from localai_cluster.messaging.bus import Bus
@@ -123,12 +124,17 @@ async def _instance_of(worker: Worker, *, absence_fails: bool) -> str | None:
 
 def _has_left(work: Work) -> bool:
     """Return True if the worker has left since the operation was asked for, or the node is gone."""
-    operation = work.operation
-    node = BackendNode.objects.filter(pk=operation.node_id).only("offline_at").first()
+    node_id = _node_id(work)
+    node = BackendNode.objects.filter(pk=node_id).only("offline_at").first()
     if node is None or node.offline_at is not None:
         return True
-    left = NodeEvent.objects.filter(node_id=operation.node_id, kind=NodeEvent.Kind.DEACTIVATED)
-    return left.filter(at__gte=operation.created_at).exists()
+    left = NodeEvent.objects.filter(node_id=node_id, kind=NodeEvent.Kind.DEACTIVATED)
+    return left.filter(at__gte=work.operation.created_at).exists()
+
+
+def _node_id(work: Work) -> UUID:
+    assert work.operation.node_id is not None
+    return work.operation.node_id
 
 
 def _tick(work: Work, message: str) -> Tick:
@@ -138,7 +144,6 @@ def _tick(work: Work, message: str) -> Tick:
 
 async def _end(work: Work, problem: str) -> None:
     """Write how the operation's only part ended."""
-    assert work.operation.node_id is not None
     status = TargetStatus.ERROR if problem else TargetStatus.SUCCESS
-    node_id = work.operation.node_id
+    node_id = _node_id(work)
     await in_thread(outcome.target_done, *work.attempt, node_id, status, problem, now=clock.now())
