@@ -17,6 +17,7 @@ from localai_cluster import conf, errors, names
 from localai_cluster.accounts.actors import Actor
 from localai_cluster.fingerprints import grouped
 from nodes.admin import words
+from nodes.backends import node_stop
 from nodes.models import BackendNode, NodeConflict
 from nodes.registry import services, states
 from nodes.registry.states import Event
@@ -160,6 +161,14 @@ def _drain_now(node_id: UUID, actor: Actor, now: datetime, asked: Asked) -> None
     services.drain(node_id, actor=actor, now=now, reason=asked["reason"], deadline=asked["deadline"])
 
 
+def _stop(node_id: UUID, actor: Actor, now: datetime, asked: Asked) -> str:
+    node = BackendNode.objects.filter(pk=node_id).first()
+    if node is None:
+        raise errors.NotFound("node not found")
+    admission = node_stop.request_stop(node, actor=actor.name, now=now, reason=asked["reason"])
+    return f"operation {admission.operation.id} stops the worker of {node.name}"
+
+
 def _silent(act: Callable[[UUID, Actor, datetime, Asked], object]) -> Callable[..., str]:
     """A service of which nothing more is to be said."""
 
@@ -211,6 +220,18 @@ NODE_VERBS = (
         _refused(Event.RESUMED),
         lambda node: _moves(Event.RESUMED, node),
         _silent(lambda pk, actor, now, asked: services.resume(pk, actor=actor, now=now)),
+    ),
+    Verb(
+        "stop",
+        "Stop worker",
+        "worker told to stop",
+        "The worker drains itself, leaves and ends. It comes back only if its machine starts it again.",
+        node_stop.refusal,
+        lambda node: f"{remains(node)} stopped",
+        _stop,
+        ReasonForm,
+        grave=True,
+        many="Stop the workers of",
     ),
     Verb(
         "rotate",

@@ -4,17 +4,22 @@ import re
 from typing import Any
 from uuid import UUID
 
-from drf_spectacular.utils import extend_schema
+from drf_spectacular.utils import OpenApiResponse, extend_schema
 from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
 from localai_cluster import clock, names
+from localai_cluster.accounts.authentication import client_address
+from localai_cluster.logs import request_id
 from localai_cluster.web import fields
 from localai_cluster.web.fields import Described, NullIsAbsent, Strict, Text, Whole
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.parsers import validated
 from nodes.api.base import FINGERPRINT, NODE_ID, NodeView, actor_of, answered, existing, message, sent
+from nodes.api.installs import ACCEPTED
+from nodes.backends import node_stop
+from nodes.models import BackendNode
 from nodes.registry import outcomes, services
 
 LONGEST_REASON = 255
@@ -26,6 +31,13 @@ _OTHER_ID = "0c0e5b8a-4a7e-4c9c-9f37-1f0a3d1b2c44"
 _WHO = {"id": NODE_ID, "name": "gpu-a", "node_type": "backend", "status": "healthy"}
 _AGENT = {"name": "agent-1", "node_type": "agent", "api_token": "lai-" + "0" * 64}
 REASON = sent({"reason": "ticket 4711"})
+
+
+_STOPPING = {
+    "jobID": _OTHER_ID,
+    "statusUrl": f"/api/backends/job/{_OTHER_ID}",
+    "message": "the worker is being stopped",
+}
 
 
 class NodeIds(Strict, serializers.UUIDField):
@@ -252,3 +264,44 @@ class ResumeView(NodeView):
         reason = validated(ReasonSerializer, request).get("reason", "")
         services.resume(found, actor=actor_of(request), now=clock.now(), reason=reason)
         return Response({"message": "node resumed"})
+
+
+class StopView(NodeView):
+    """`/api/nodes/:id/stop` (nats.md §4.11)."""
+
+    @extend_schema(
+        operation_id="nodes_stop",
+        summary="Stop the worker of a node",
+        tags=["nodes"],
+        request=ReasonSerializer,
+        responses={
+            202: OpenApiResponse(ACCEPTED.ref, "The operation is recorded and goes on."),
+            **refusals(400, 401, 403, 404, 409, 413),
+        },
+        examples=[REASON, answered(_STOPPING, status="202")],
+    )
+    def post(self, request: Request, node_id: str) -> Response:
+        """Tells the worker to drain itself, to leave and to end. A repeated request joins the operation.
+
+        It comes back only if its machine starts it again. 409 for an agent, and for a node that is pending or
+        offline.
+        """
+        node = BackendNode.objects.get(pk=existing(node_id))
+        admission = node_stop.request_stop(
+            node,
+            actor=actor_of(request).name,
+            now=clock.now(),
+            reason=validated(ReasonSerializer, request).get("reason", ""),
+            request_id=request_id.get(),
+            client_address=client_address(request),
+        )
+        job = str(admission.operation.id)
+        body = ACCEPTED.of(
+            message="the worker is being stopped"
+            if admission.created
+            else "the worker is already being stopped",
+            jobID=job,
+            statusUrl=f"/api/backends/job/{job}",
+            deduplicated=not admission.created,
+        )
+        return Response(body, status=202)

@@ -62,6 +62,7 @@ urlpatterns = [
     path("nodes/<str:node_id>/reject", lifecycle.RejectView.as_view()),
     path("nodes/<str:node_id>/drain", lifecycle.DrainView.as_view()),
     path("nodes/<str:node_id>/resume", lifecycle.ResumeView.as_view()),
+    path("nodes/<str:node_id>/stop", lifecycle.StopView.as_view()),
     path("nodes/<str:node_id>/labels", labels.LabelsView.as_view()),
     path("nodes/<str:node_id>/labels/<path:key>", labels.LabelView.as_view()),
     path("nodes/<str:node_id>/max-replicas-per-model", overrides.ReplicaCapView.as_view()),

@@ -116,18 +116,27 @@ class Worker:
         )
 
     async def contact(self) -> Outcome[messages.ListReply]:
-        """What is installed, asked until it is certain whether the worker is there."""
-        since = clock.monotonic()
+        """Return the worker's list of backends, or why there is none, once that is certain.
+
+        A worker that lost its connection dials again within seconds, so a missing listener counts when a
+        second question, `PING_EVERY` seconds later, finds none either.
+        """
+        since, misses = clock.monotonic(), 0
         while True:
             outcome = await self.backends()
+            pause = _ASK_AGAIN
             match outcome:
-                case NoResponders() if not self._settled:
-                    pass
+                case NoResponders():
+                    misses += 1
+                    if self.is_settled:
+                        if misses >= _MISSES:
+                            return outcome
+                        pause = PING_EVERY
                 case BusDown() if clock.monotonic() - since < BUS_WAIT:
                     pass
                 case _:
                     return outcome
-            await asyncio.sleep(_ASK_AGAIN)
+            await asyncio.sleep(pause)
 
     async def running(self) -> Outcome[messages.RunningReply]:
         """The engine processes that live there."""
@@ -312,8 +321,8 @@ class Worker:
             yield
 
     @property
-    def _settled(self) -> bool:
-        """Whether our connection is old enough for a missing listener to mean a missing worker."""
+    def is_settled(self) -> bool:
+        """Return True if our connection is old enough for a missing listener to mean a missing worker."""
         return clock.monotonic() - self.bus.connected_since >= SETTLED_AFTER
 
     async def _ask(
@@ -383,7 +392,7 @@ class Worker:
             misses += 1
             if not isinstance(outcome, NoResponders):
                 return outcome
-            if misses >= _MISSES and self._settled:
+            if misses >= _MISSES and self.is_settled:
                 return Unheard(outcome.reason)
             await asyncio.sleep(PING_EVERY)
 
@@ -403,7 +412,7 @@ class Worker:
                         return Restarted(f"the worker of node {self.name} was restarted")
                 case NoResponders():
                     misses += 1
-                    if misses >= _MISSES and self._settled:
+                    if misses >= _MISSES and self.is_settled:
                         return NoResponders(f"node {self.name} stopped answering on the bus")
                 case StillRunning() | Unreadable() | BusDown():
                     pass

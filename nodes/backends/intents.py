@@ -19,7 +19,7 @@ from django.db import connection
 from localai_cluster import conf
 from localai_cluster.commits import committed
 from localai_cluster.locks import Lock, try_lock
-from nodes.backends import waves
+from nodes.backends import absence, waves
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from nodes.models.intent import PendingBackendOpQuerySet
 from operations.changes import events
@@ -336,6 +336,29 @@ def _settled(row: PendingBackendOp, outcome: Settlement, now: datetime) -> tuple
     row.next_retry_at = now + timedelta(seconds=pause)
     gone = isinstance(outcome, Failed)
     return parts.rest(reason, until=row.next_retry_at, attempts=row.attempts, worker_gone=gone), False
+
+
+def contact_failed(node_id: UUID, reason: str, *, now: datetime) -> int:
+    """Count a failed question on the bus as an attempt of each due intent of an unhealthy node.
+
+    No command is sent to an unhealthy node, so the intents of a worker that sends heartbeats but does not
+    listen on the bus would never reach their last attempt (A7, R4.30). Return the number of intents.
+    """
+    with committed("intents.settle"):
+        waiting = PendingBackendOp.objects.resting().filter(node_id=node_id, node__status="unhealthy")
+        due = waiting.filter(next_retry_at__lte=now).select_related("node").order_by("id")
+        changes: dict[UUID, parts.Change] = {}
+        ended: list[PendingBackendOp] = []
+        back: list[PendingBackendOp] = []
+        for row in due.select_for_update(no_key=True, of=("self",)):
+            change, ends = _settled(row, Failed(reason), now)
+            waits = parts.rest(absence.reason_to_wait(row.node, now=now), until=None, node=True)
+            changes[row.id] = change if ends else parts.both(change, waits)
+            (ended if ends else back).append(row)
+        update(back, _PUT_BACK)
+        if changes:
+            waves.conclude(changes, ended=[row.id for row in ended], now=now)
+    return len(changes)
 
 
 def _dead_letter(row: PendingBackendOp, error: str) -> Ended:

@@ -20,17 +20,19 @@ from django.db import Error as DatabaseError
 from django.db import transaction
 from django.db.models import Case, DateTimeField, F, Q, Value, When
 
-from localai_cluster import clock, names
+from localai_cluster import clock, conf, names
+from localai_cluster.accounts.actors import CONTROLLER
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.messages import InstalledBackend
 from localai_cluster.metrics import passes
-from nodes.backends import upgrade_state
+from nodes.backends import intents, upgrade_state
 from nodes.backends.commands import LIST_TIMEOUT, Worker
 from nodes.backends.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
 from nodes.backends.processes import engines_of
 from nodes.backends.together import Together
 from nodes.models import BackendNode, NodeBackend
 from nodes.models.node import BackendNodeQuerySet
+from nodes.registry import mass_silence
 from nodes.replicas.retire import retire_unlisted
 from operations.changes import events
 from operations.executor.work import in_thread
@@ -261,8 +263,9 @@ async def ask(bus: Bus, asked: Question, *, pause: float = _FIRST_PAUSE) -> bool
 
     Without one the node is due again after `pause` seconds. Raises DatabaseError.
     """
-    asked_at = clock.now()
-    answer = await Worker(bus, str(asked.id), asked.name).backends()
+    asked_at, silence = clock.now(), ""
+    worker = Worker(bus, str(asked.id), asked.name)
+    answer = await worker.backends()
     match answer:
         case Done(reply):
             await _answers.put(Listed(asked, reply.backends, asked_at))
@@ -271,8 +274,9 @@ async def ask(bus: Bus, asked: Question, *, pause: float = _FIRST_PAUSE) -> bool
             return True
         case Refused(reason):
             problem = f"the worker cannot read its backends: {reason}"
-        case NoResponders() | StillRunning():
+        case NoResponders(reason) | StillRunning(reason):
             problem = "the worker is not responding"
+            silence = reason if worker.is_settled else ""
         case BusDown(reason):
             problem = reason
         case Unreadable(reason):
@@ -280,7 +284,16 @@ async def ask(bus: Bus, asked: Question, *, pause: float = _FIRST_PAUSE) -> bool
         case _:
             assert_never(answer)
     await in_thread(store_error, asked, problem, asked_at=asked_at, pause=pause)
+    if silence:
+        await in_thread(_not_reached, asked.id, silence, isinstance(answer, NoResponders))
     return False
+
+
+def _not_reached(node_id: UUID, reason: str, deaf: bool) -> None:
+    """Act on a question that the worker did not answer; `deaf` if nothing listened for it."""
+    now, limit = clock.now(), conf.cluster().node_stale_after
+    if not deaf or not mass_silence.give_up(node_id, limit=limit, actor=CONTROLLER, now=now):
+        intents.contact_failed(node_id, reason, now=now)
 
 
 async def compare_replicas(bus: Bus, node_id: UUID, node_name: str) -> None:

@@ -1,15 +1,18 @@
 """The brake on mass failure: are so many nodes down, or are we cut off from them? Pure.
 
-When more than a third of the nodes, and at least three, fall silent together, a cut network between them and
-us is more likely than that many failures. Then they keep their state and their replicas until they are heard
-again, or until the hold runs out. Nodes that beat every ten seconds pass the limit of their silence over ten
-seconds, which is several passes; so those that are nearly silent count, as soon as one has passed it.
+When more than a third of at least twenty nodes fall silent together, a cut network between them and us is
+more likely than that many failures. Then they keep their state and their replicas until they are heard again,
+until a controller finds that nothing listens for them on the bus (`nodes/backends/inventory.py`), or until
+the hold runs out. In a smaller fleet a few machines are easily more than a third, so each is judged alone.
+Nodes that beat every ten seconds pass the limit of their silence over ten seconds, which is several passes;
+so those that are nearly silent count, as soon as one has passed it.
 """
 
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-FEWEST = 3
+SMALLEST_FLEET = 20
+"""Nodes, the silent ones among them, from which on silent nodes may be kept."""
 HEALING = timedelta(seconds=30)
 """Three beats of ten seconds."""
 NEARLY = 0.75
@@ -41,8 +44,7 @@ def decide(found: Silence, standing: Hold | None, now: datetime, seconds: float)
     """
     if not found.silent or not seconds:
         return None
-    together = found.silent + found.nearly
-    massive = together >= FEWEST and together * 3 > found.of
+    massive = found.of >= SMALLEST_FLEET and (found.silent + found.nearly) * 3 > found.of
     if standing is None:
         return Hold(now, now + timedelta(seconds=seconds)) if massive else None
     if not massive:

@@ -6,17 +6,16 @@ waits for an operator. A part whose intent went with its node ends the same way.
 
 import logging
 from collections.abc import Collection
-from datetime import datetime, timedelta
+from datetime import datetime
 from uuid import UUID
 
 from django.db.models import Exists, OuterRef
 
-from localai_cluster import conf
 from localai_cluster.commits import committed
 from localai_cluster.locks import Lock, try_lock
-from nodes.backends import intents, one_node, waves
+from nodes.backends import absence, intents, one_node, waves
 from nodes.backends.intents import Ended
-from nodes.models import BackendNode, PendingBackendOp
+from nodes.models import PendingBackendOp
 from nodes.replicas import withdrawn
 from operations import targets
 from operations.ledger import parts
@@ -24,20 +23,19 @@ from operations.models import OperationTarget, TargetStatus
 
 log = logging.getLogger(__name__)
 
-_ABSENT = ("offline", "unhealthy")
-
 
 def clean(*, now: datetime) -> int:
     """Ends intents that have no future, and parts whose intent is gone; answers how many.
 
     Also catches up on what upgrades in waves have left: parts that wait for other work on their node, and
-    replicas that were taken out of the picks by a controller that died.
+    replicas that were taken out of the picks by a controller that died. What waiting parts say of their node
+    is brought up to date, as the NOTIFY of a change may be lost.
 
     At once if another process is at it. A constant number of statements for any number of them.
     """
     ended = 0
     # A transaction each: no more rows are locked once the news of the first have a number.
-    for step in (_end_hopeless, _end_parts_without_intent, _catch_up, _put_back, _end_intents_without_part):
+    for step in _STEPS:
         with try_lock(Lock.STALE_INTENTS) as mine:
             ended += step(now) if mine else 0
     if ended:
@@ -47,15 +45,13 @@ def clean(*, now: datetime) -> int:
 
 def _end_hopeless(now: datetime) -> int:
     """Resting intents of nodes that left, or were away for longer than CLUSTER_INSTALL_WAIT."""
-    wait = timedelta(seconds=conf.cluster().install_wait)
     resting = PendingBackendOp.objects.resting().exclude(node__status="healthy", node__node_type="backend")
     found = {}
     for intent in resting.select_related("node"):
-        node = intent.node
-        if reason := one_node.refusal(node):
+        if reason := one_node.refusal(intent.node):
             found[intent.id] = Ended(error=f"given up: {reason}")
-        elif node.last_heartbeat is None or node.last_heartbeat <= now - wait:
-            found[intent.id] = Ended(error=f"given up: {_absence(node)} (CLUSTER_INSTALL_WAIT)")
+        elif (until := absence.gives_up_at(intent.node)) is None or until <= now:
+            found[intent.id] = Ended(error=absence.reason_to_give_up(intent.node))
     return intents.end(found, now=now)
 
 
@@ -72,11 +68,10 @@ def _put_back(now: datetime) -> int:
     return 0
 
 
-def _absence(node: BackendNode) -> str:
-    if node.last_heartbeat is None:
-        return f"node {node.name} is {node.status}"
-    heard = f"{node.last_heartbeat:%Y-%m-%d %H:%M:%S} UTC"
-    return f"node {node.name} is {node.status}; its last heartbeat was at {heard}"
+def _explain(now: datetime) -> int:
+    """Brings the reasons of waiting parts up to date; nothing ends."""
+    explain(None, now=now)
+    return 0
 
 
 def _end_intents_without_part(now: datetime) -> int:
@@ -117,7 +112,7 @@ def explain(changed: Collection[UUID] | None, *, now: datetime) -> None:
             continue
         intent = found[id]
         absent = intent.node.status != "healthy"
-        wanted = _waiting(intent.node) if absent else intent.last_error or "queued"
+        wanted = absence.reason_to_wait(intent.node, now=now) if absent else intent.last_error or "queued"
         if waits != absent or (absent and reason != wanted):
             changes[id] = parts.rest(wanted, until=None if absent else intent.next_retry_at, node=absent)
     with committed("intents.explain"):
@@ -127,9 +122,11 @@ def explain(changed: Collection[UUID] | None, *, now: datetime) -> None:
         parts.happen({id: change for id, change in changes.items() if id in free}, now=now)
 
 
-def _waiting(node: BackendNode) -> str:
-    until = ""
-    if node.last_heartbeat is not None and node.status in _ABSENT:
-        given_up = node.last_heartbeat + timedelta(seconds=conf.cluster().install_wait)
-        until = f"; it waits until {given_up:%Y-%m-%d %H:%M:%S} UTC"
-    return f"node {node.name} is {node.status}{until}"
+_STEPS = (
+    _end_hopeless,
+    _end_parts_without_intent,
+    _catch_up,
+    _put_back,
+    _end_intents_without_part,
+    _explain,
+)

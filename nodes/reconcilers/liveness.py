@@ -7,7 +7,7 @@ unhealthy, because nothing listened for its commands, is healthy again once it w
 question on the bus. A heartbeat alone proves nothing of the bus, and work would be tried there in a circle
 (H7).
 A web process that stopped refreshing its row is dead; what it carried is subtracted from the replicas. Nodes
-that fall silent in masses are kept for some time (`brake.py`).
+that fall silent in masses are kept for some time (`brake.py`), and a controller asks each of them on the bus.
 """
 
 from collections.abc import Sequence
@@ -150,8 +150,8 @@ def apply(plan: Plan, now: datetime, limits: Limits) -> tuple[int, int]:
     if plan.is_empty:
         return 0, 0
     actor = task("liveness")
-    if plan.doubtful:
-        inventory.wake(plan.doubtful, older_than=0.0, now=now)
+    if in_question := [*plan.doubtful, *plan.held]:
+        inventory.wake(in_question, older_than=0.0, now=now)
     with transaction.atomic():
         if plan.released:
             mass_silence.release()

@@ -126,15 +126,17 @@ def mark_healthy(node_id: UUID, *, actor: Actor, now: datetime, reason: str = ""
         change.happen(Event.MARKED_HEALTHY, actor, reason=reason)
 
 
-def fell_silent(node_ids: Collection[UUID], *, limit: float, actor: Actor, now: datetime) -> int:
+def fell_silent(
+    node_ids: Collection[UUID], *, limit: float, actor: Actor, now: datetime, detail: str = ""
+) -> int:
     """R5.4: declares those of the nodes gone that are still silent for `limit` seconds; answers how many.
 
-    A constant number of statements for any number of nodes.
+    `detail` is appended to the reason. A constant number of statements for any number of nodes.
     """
     if not node_ids:
         return 0
     silent = BackendNode.objects.silent(since=now - timedelta(seconds=limit)).filter(pk__in=node_ids)
-    reason = f"no heartbeat for more than {limit:.0f} s"
+    reason = f"no heartbeat for more than {limit:.0f} s{detail}"
     with transaction.atomic():
         nodes = lock_in_order(silent)
         return len(happen_to_all(nodes, Event.FELL_SILENT, actor, lambda node: (reason, {}), now=now))

@@ -8,6 +8,7 @@ from uuid import UUID
 from localai_cluster.accounts.actors import Actor
 from nodes.models import BackendNode, MassSilence, NodeEvent
 from nodes.registry import timeline
+from nodes.registry.lifecycle import fell_silent
 from nodes.registry.timeline import Entry
 
 
@@ -48,6 +49,19 @@ def hold(
     fresh = [node for node in nodes if str(node) not in known]
     if fresh:
         _tell(fresh, Held(since, until, len(silent), of), actor, now)
+
+
+def give_up(node_id: UUID, *, limit: float, actor: Actor, now: datetime) -> bool:
+    """Declare a kept node gone that has no listener on the bus either; return True if it was kept until now.
+
+    The question left through a live connection, so we are not cut off from this node. A node that was heard
+    within `limit` seconds stays.
+    """
+    row = MassSilence.objects.first()
+    if row is None or str(node_id) not in row.nodes:
+        return False
+    detail = ", and nothing listens for it on the bus"
+    return fell_silent([node_id], limit=limit, actor=actor, now=now, detail=detail) > 0
 
 
 def release() -> None:

@@ -154,6 +154,18 @@ def healthy(sweep: Sweep, name: str, victim: Any) -> None:
     )
 
 
+def stop_node(sweep: Sweep, name: str, victim: Any) -> None:
+    """The worker of a node is told to end."""
+    sweep.post(f"/api/nodes/{sweep.nodes[0]}/stop")
+
+
+def started_by_its_machine(sweep: Sweep, name: str, victim: Any) -> None:
+    """The worker has left, and its machine starts it again."""
+    left = "SELECT 1 FROM backend_nodes WHERE id = %s AND offline_at IS NOT NULL"
+    eventually(lambda: sweep.cluster.rows(left, sweep.nodes[0]), seconds=30, what="the worker has left")
+    sweep.restart_worker(0)
+
+
 def on_a_drained_node(sweep: Sweep, name: str, victim: Any) -> None:
     """Asked for while no controller runs; then one node is drained."""
     install(sweep, name, victim)

@@ -18,9 +18,7 @@ def _each(
         yield Round(point + kind, victim, what, act, **more)
 
 
-OUT_OF_REACH = {
-    "node.stop": "stop_node",
-}
+OUT_OF_REACH: dict[str, str] = {}
 """Points without a round, because no process calls their function; a test sees to it that none does."""
 
 
@@ -139,8 +137,11 @@ def left_behind() -> list[Round]:
 
 
 def sent() -> list[Round]:
-    """Messages to workers, about backends."""
+    """Messages to workers, about backends and about themselves."""
     return [
+        *_each(
+            "node.stop", MESSAGE, CONTROLLER, "stop a node", do.stop_node, again=do.started_by_its_machine
+        ),
         *_each("backend.list", QUESTION, CONTROLLER, "install", do.install),
         *_each("backend.install", QUESTION, CONTROLLER, "install", do.install),
         *_each("backend.upgrade", QUESTION, CONTROLLER, "upgrade", do.upgrade),

@@ -212,7 +212,7 @@ def endless(one: Teller) -> None:
     fleet.workers["killed"].kill()
     with beating(f"{fleet.webs[0].url}/api/node/{id}/heartbeat", secret):
         job = one.on("killed", "install", "doomed")
-        for _ in range(25):
+        for _ in range(50):
             time.sleep(4)
             if one.operation(job)["status"] == "failed":
                 break
@@ -223,7 +223,6 @@ def endless(one: Teller) -> None:
                 told["nodes"][0].get("attempts"),
                 told["message"],
             )
-            fleet.post(f"/api/operations/{job}/retry")
         one.manage("operations", "show", job[:8])
     one.restart("killed")
 

@@ -10,6 +10,7 @@ from localai_cluster import clock
 from localai_cluster.accounts.actors import Actor, ActorKind
 from nodes.models import BackendNode, NodeEvent, RevokedSecret
 from nodes.registry import services
+from operations.models import Operation
 from tests.support import api, pages
 
 pytestmark = pytest.mark.django_db
@@ -254,3 +255,18 @@ def test_at_most_five_hundred_at_once(root: Client) -> None:
     chosen = {**fields, "action": "drain", "select_across": "1", "_selected_action": str(uuid4())}
     page = root.post(pages.LIST, chosen, follow=True)
     assert pages.messages(page) == ["Select at most 500 rows."]
+
+
+@pytest.mark.parametrize("way", ["button", "list"])
+def test_stopping_a_worker_asks_and_then_makes_the_operation(root: Client, way: str) -> None:
+    """Review R12: the node itself is what it was until its worker has left."""
+    node = api.make_node()
+    page = root.get(pages.url(node.id, "stop")) if way == "button" else pages.select(root, "stop", node.id)
+    assert page.status_code == 200
+    assert not Operation.objects.exists(), "asking changes nothing"
+    answer = pages.confirm(root, page, reason="because")
+    operation = Operation.objects.get()
+    assert (operation.kind, operation.node_id, operation.actor) == ("node_stop", node.id, "root")
+    assert operation.payload == {"reason": "because"}
+    assert str(operation.id) in str(pages.messages(answer))
+    assert api.node(node.id).status == "healthy"

@@ -237,7 +237,7 @@ def test_a_viewer_sees_everything_and_changes_nothing() -> None:
     for absent in ("/approve/", "/remove/", 'name="_save"', 'name="cap"', 'name="label_set-0-value"'):
         assert absent not in text, absent
     assert viewer.get(pages.LIST).context["action_form"] is None
-    for verb in ("approve", "reject", "drain", "resume", "rotate", "revoke", "remove"):
+    for verb in ("approve", "reject", "drain", "resume", "stop", "rotate", "revoke", "remove"):
         assert viewer.get(pages.url(node.id, verb)).status_code == 403, verb
     viewer.handler.enforce_csrf_checks = False
     for path in (f"{pages.LIST}approve/", f"{pages.LIST}remove/", pages.url(node.id)):

@@ -221,9 +221,12 @@ def come_and_go(read: Reader) -> None:
     read("GET", at)
     for _ in range(2):
         read("POST", f"{at}/resume")
+    for _ in range(2):
+        read("POST", f"{at}/stop", {"reason": "moves"})
     for event in ("unhealthy", "silent"):
         api.mark(node, event)
         read("GET", at)
+    read("POST", f"{at}/stop")
     read("GET", "/api/nodes?limit=2&sort=-name")
 
 

@@ -21,6 +21,7 @@ VERBS = [
     ("POST", "reject", {"reason": "x"}),
     ("POST", "drain", {}),
     ("POST", "resume", {}),
+    ("POST", "stop", {}),
     ("POST", "identity/rotate", None),
     ("POST", "identity/revoke", {}),
     ("DELETE", "", None),
@@ -29,6 +30,7 @@ REASONED = [
     ("approve", False),
     ("drain", False),
     ("resume", False),
+    ("stop", False),
     ("reject", True),
     ("identity/revoke", False),
 ]

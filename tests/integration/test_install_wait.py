@@ -37,7 +37,7 @@ HOPELESS = ("A65", "A66", "A74", "A75", "A78", "O78", "O79", "O80", "R1.118", "R
 KEPT = [
     ("A61 T-REG-137", {"offline_at": NOW, "last_heartbeat": ago(1)}),
     ("A61", {"offline_at": NOW, "last_heartbeat": ago(14.9)}),
-    ("A63 T-REG-136", {"unhealthy_at": ago(60), "last_heartbeat": NOW}),
+    ("A63 T-REG-136", {"unhealthy_at": ago(14.9), "last_heartbeat": NOW}),
     ("A61", {"drained_at": NOW, "drain_is_own": True, "offline_at": NOW, "last_heartbeat": ago(1)}),
     ("A12", {}),
     ("A64 T-REG-138", {}),
@@ -53,6 +53,13 @@ ENDED = [
     ),
     ("A60", {"offline_at": NOW, "last_heartbeat": None}, "node one is offline (CLUSTER_INSTALL_WAIT)"),
     ("A62 T-REG-135", {"unhealthy_at": NOW, "last_heartbeat": ago(15.1)}, "node one is unhealthy"),
+    (
+        "A62",
+        {"unhealthy_at": ago(15.1), "last_heartbeat": NOW},
+        "UTC: it sends heartbeats, but does not answer on the bus (CLUSTER_INSTALL_WAIT)",
+    ),
+    ("A60", {"unhealthy_at": ago(15.1), "offline_at": ago(1), "last_heartbeat": ago(2)}, "is offline"),
+    ("A60", {"offline_at": ago(15.1), "last_heartbeat": NOW}, "node one is offline; its last heartbeat was"),
     ("A9", {"node_type": "agent"}, "is an agent node"),
     ("A9", {"approved_at": None}, "is pending approval"),
 ]
@@ -70,7 +77,8 @@ def test_what_may_still_be_done_is_kept(fields: dict[str, Any]) -> None:
     operation = asked(**fields)
     assert intents.clean(now=NOW) == 0
     operation.refresh_from_db()
-    assert operation.status == "pending"
+    waits = BackendNode.objects.get().status != "healthy"
+    assert operation.status == ("waiting_for_nodes" if waits else "pending")
     assert PendingBackendOp.objects.count() == 1
 
 
@@ -169,6 +177,20 @@ def test_what_waits_for_its_node_says_so_and_until_when(fields: dict[str, Any], 
     with CaptureQueriesContext(connection) as queries:
         intents.explain(None, now=NOW)
     assert not [query for query in queries if query["sql"].startswith("UPDATE")], "nothing is new"
+
+
+@pytest.mark.rule("R6.18")
+def test_work_for_a_node_that_is_deaf_on_the_bus_says_the_time_at_which_it_is_given_up() -> None:
+    """Review R1: each heartbeat moved the time, and nothing kept to it. A lost NOTIFY changes nothing."""
+    operation = asked(unhealthy_at=ago(10), last_heartbeat=NOW)
+    assert intents.clean(now=NOW) == 0
+    given_up = ago(10) + timedelta(seconds=conf.cluster().install_wait)
+    said = "node one is unhealthy: it sends heartbeats, but does not answer on the bus; it waits until"
+    assert part(operation).reason == f"{said} {given_up:%Y-%m-%d %H:%M:%S} UTC"
+    BackendNode.objects.update(last_heartbeat=given_up)
+    assert intents.clean(now=given_up - timedelta(seconds=1)) == 0
+    assert part(operation).reason == f"{said} {given_up:%Y-%m-%d %H:%M:%S} UTC"
+    assert intents.clean(now=given_up) == 1
 
 
 @pytest.mark.rule("R6.18")

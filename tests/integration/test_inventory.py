@@ -26,8 +26,9 @@ from localai_cluster.messaging.bus import NoResponders, NotConnected
 from localai_cluster.messaging.codec import encode
 from nodes.backends import inventory, upgrade_state
 from nodes.backends.intent_queue import IntentQueue
+from nodes.backends.intents import MOST_ATTEMPTS
 from nodes.loading.elsewhere import load_elsewhere
-from nodes.models import BackendNode, NodeBackend
+from nodes.models import BackendNode, NodeBackend, PendingBackendOp
 from nodes.registry import services
 from operations.changes import events
 from tests.support import api, hot
@@ -122,6 +123,12 @@ def wait_of(node: BackendNode, now: datetime | None = None) -> float:
     at = api.node(node.id).inventory_due_at
     assert at is not None
     return float((at - (now or clock.now())).total_seconds())
+
+
+def marked_unhealthy(node: BackendNode) -> None:
+    """It did not answer a command; its heartbeats still arrive."""
+    now = clock.now()
+    BackendNode.objects.filter(pk=node.pk).update(unhealthy_at=now, last_heartbeat=now)
 
 
 def keep(node: BackendNode, *backends: m.InstalledBackend, at: datetime | None = None) -> bool:
@@ -453,3 +460,46 @@ async def test_an_installation_does_not_fail_for_the_lists_sake(monkeypatch: pyt
     )
     assert notes == [""]
     assert await hot.in_thread(wait_of, stage.node) <= 0
+
+
+@pytest.mark.rule("A7", "A8", "R4.30", "O76", "H7")
+async def test_each_failed_contact_with_a_deaf_node_counts_as_an_attempt_until_the_last() -> None:
+    """Review R1: its worker sends heartbeats, so the node stays unhealthy and no command is ever sent."""
+    node = await hot.in_thread(lambda: hot.node("deaf"))
+    operation = await hot.in_thread(lambda: wished.ask(wished.INSTALL, node))
+    await hot.in_thread(lambda: marked_unhealthy(node))
+    bus = Bus()
+
+    async def contact() -> None:
+        assert not await inventory.ask(bus, await hot.in_thread(lambda: question(node)))
+        await hot.in_thread(operation.refresh_from_db)
+
+    for attempt in range(1, MOST_ATTEMPTS):
+        await contact()
+        part = await hot.in_thread(lambda: wished.part(operation))
+        assert (part.attempts, part.waits_for_node, part.next_look_at) == (attempt, True, None)
+        await contact()
+        row = await hot.in_thread(PendingBackendOp.objects.get)
+        assert (row.attempts, operation.status) == (attempt, "waiting_for_nodes"), "the pause is not over"
+        await hot.in_thread(wished.due_now)
+    await contact()
+    assert (operation.status, operation.attempts) == ("failed", MOST_ATTEMPTS)
+    assert operation.error == "given up after 10 attempts: node deaf is not responding"
+    assert not await hot.in_thread(PendingBackendOp.objects.exists)
+
+
+@pytest.mark.rule("A5", "R1.113")
+@pytest.mark.parametrize("case", ["healthy", "our connection is new", "no connection"])
+async def test_a_question_that_proves_nothing_of_the_worker_counts_no_attempt(case: str) -> None:
+    """Review R1: a healthy node is tried by its command; our own connection says nothing of it."""
+    node = await hot.in_thread(lambda: hot.node("one"))
+    await hot.in_thread(lambda: wished.ask(wished.INSTALL, node))
+    bus = Bus()
+    if case != "healthy":
+        await hot.in_thread(lambda: marked_unhealthy(node))
+    if case == "our connection is new":
+        bus.connected_since = clock.monotonic()
+    if case == "no connection":
+        bus.replies[subjects.backend_list(str(node.id))] = NotConnected("lost")
+    assert not await inventory.ask(bus, await hot.in_thread(lambda: question(node)))
+    assert (await hot.in_thread(PendingBackendOp.objects.get)).attempts == 0

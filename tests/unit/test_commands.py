@@ -236,9 +236,18 @@ async def test_a_worker_may_be_away_for_a_moment_while_a_command_runs(bus: Playe
 
 @pytest.mark.rule("R6.3", "T-UNL-17", "nats-6.1")
 async def test_a_worker_that_is_not_there_is_told_at_once(bus: PlayedBus) -> None:
-    """One question is enough while nothing was sent and our connection is old."""
+    """Two questions are enough while nothing was sent and our connection is old."""
     assert type(await install(bus)) is NoResponders
-    assert len(bus.asked[LIST]) == 1
+    assert len(bus.asked[LIST]) == 2
+
+
+@pytest.mark.rule("A3", "nats-6.1")
+async def test_a_worker_between_two_connections_is_not_taken_for_gone(bus: PlayedBus) -> None:
+    """Review R13: one "no responders" on our established connection proves nothing; it dials again."""
+    bus.replies |= {LIST: [NoListener("a moment"), HERE], INSTALL: STARTED}
+    assert await install(bus) == Done(STARTED)
+    bus.replies[LIST] = [NoListener("a moment"), HERE]
+    assert isinstance(await Worker(bus, "n", "one").contact(), Done)
 
 
 async def test_a_worker_that_vanishes_ends_the_command(bus: PlayedBus) -> None:

@@ -30,7 +30,7 @@ from localai_cluster import bus_access, clock, conf, periodic, scraping
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.metrics import controller as metrics
-from nodes.backends import inventory, upgrade_state
+from nodes.backends import inventory, node_stop, upgrade_state
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.inventory import Inventory
 from nodes.backends.upgrade_check import UpgradeChecker
@@ -99,6 +99,7 @@ def _parts(owner: str, bus: Bus) -> Parts:
         asking.UNLOAD: carry_out.UnloadModel(bus),
         asking.DELETE: carry_out.DeleteModel(bus),
         **dict.fromkeys(bulk.VERBS, bulk.RunOnNodes()),
+        node_stop.KIND: node_stop.StopNode(bus),
         load.KIND: load.LoadModel(bus, Folder(conf.cluster().models_path), hints),
     }
     on_nodes = Executor(owner, queue, lease=lease)

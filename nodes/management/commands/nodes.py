@@ -4,6 +4,7 @@ Each command calls a verb of `nodes.registry`, as the REST API does; `--json` pr
 is given by name, id or id prefix. A refused command ends with exit code 1 and one line with a hint.
 """
 
+import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,9 +16,10 @@ from django.http import QueryDict
 from localai_cluster import clock, errors
 from localai_cluster.accounts import audit
 from localai_cluster.env import parse_duration
+from nodes.backends import node_stop
 from nodes.management import join_tokens, lookup, rendering
 from nodes.management.verbs import Add, adder
-from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeStatus, NodeType
+from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel, NodeStatus, NodeType
 from nodes.registry import listing, node_rows, outcomes, services
 from nodes.registry.shape import CONFLICT
 from nodes.unloading import asking
@@ -81,6 +83,8 @@ def _deciding(add: Add) -> None:
         "--deadline", type=_duration, metavar="1h", help="time for running requests to finish"
     )
     _with_reason(_of_a_node(add("resume", resume, "Return a node to service.")))
+    stopped = _with_reason(_of_a_node(add("stop", stop, "Stop the worker of a node.")))
+    stopped.add_argument("--yes", action="store_true", help="do not ask")
     _of_a_node(add("evict", evict, "Unload a node's least recently used idle replica."))
     _of_a_node(add("remove", remove, "Remove a node; its timeline stays."))
     labels = _of_a_node(add("label", label, "Show labels, set KEY=VALUE, remove KEY-."))
@@ -191,6 +195,32 @@ def drain(options: Options) -> str:
 def resume(options: Options) -> str:
     """Ends a drain (also a worker's own) and the unhealthy state."""
     return _act(options, services.resume, "node resumed", reason=options["reason"])
+
+
+def stop(options: Options) -> str:
+    """Asks first: the worker comes back only if its machine starts it again."""
+    node = lookup.node(options["node"])
+    if text := node_stop.refusal(node):
+        raise CommandError(f"{node.name} cannot be stopped: {text}")
+    if not options["yes"]:
+        _confirm_stop(node)
+    asked = node_stop.request_stop(
+        node, actor=lookup.actor().name, now=clock.now(), reason=options["reason"]
+    ).operation
+    if options["json"]:
+        return rendering.as_json({"message": "the worker is being stopped", "operation": str(asked.id)})
+    return f"{node.name}: the worker is being stopped (operation {asked.id})"
+
+
+def _confirm_stop(node: BackendNode) -> None:
+    if not sys.stdin.isatty():
+        raise CommandError(f"give --yes to stop the worker of {node.name} without a question")
+    loaded = NodeModel.objects.loaded().filter(node=node).order_by("model_name", "replica_index")
+    replicas = ", ".join(f"{row.model_name}#{row.replica_index}" for row in loaded)
+    said = f"Stop the worker of {node.name}." + (f" This stops {replicas}." if replicas else "")
+    said += " It comes back only if its machine starts it again."
+    if input(f"{rendering.printable(said)} Go on? [y/N] ").strip().lower() not in ("y", "yes"):
+        raise CommandError("nothing was stopped")
 
 
 def evict(options: Options) -> str:

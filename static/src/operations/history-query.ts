@@ -27,6 +27,7 @@ export const KINDS: readonly (readonly [kind: string, label: string])[] = [
   ["model_load", "Model load"],
   ["model_unload", "Model unload"],
   ["model_delete", "Model removal"],
+  ["node_stop", "Node stop"],
 ];
 
 const UUID = /^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$/i;

@@ -51,10 +51,11 @@ export function rests(state: State): boolean {
 
 /** Whether it is a verb over many nodes, whose name says how many. */
 export function isOfNodes({ kind }: Pick<Kind, "kind">): boolean {
-  return kind.startsWith("node_");
+  return kind in OF_NODES;
 }
 
 export function noun(kind: Pick<Kind, "kind" | "isBackend">): string {
+  if (kind.kind === "node_stop") return "node";
   return isOfNodes(kind) ? "" : kind.isBackend ? "backend" : "model";
 }
 
@@ -77,6 +78,7 @@ function verb({ kind, isDeletion, taskType }: Kind): Verb {
   const ofNodes = OF_NODES[kind];
   if (ofNodes !== undefined) return ofNodes;
   if (isDeletion || kind.endsWith("_delete")) return { do: "remove", doing: "Removing", done: "Removed" };
+  if (kind === "node_stop") return { do: "stop", doing: "Stopping", done: "Stopped" };
   if (kind === "model_unload") return { do: "unload", doing: "Unloading", done: "Unloaded" };
   // The record knows two types of task; the kind says more.
   if (taskType === "staging" || kind === "model_load") return { do: "load", doing: "Loading", done: "Loaded" };

@@ -5,6 +5,7 @@ Each command is written down before anything else happens.
 """
 
 import asyncio
+import contextlib
 import secrets
 from dataclasses import dataclass, field
 
@@ -170,6 +171,12 @@ class SimulatedWorker:
         else:
             await self.deafen()
 
+    async def _leave(self) -> None:
+        """Ends as it was told to: it leaves the registry first."""
+        with contextlib.suppress(CallFailed):
+            await self._plane.deregister(self.node_id)
+        await self.stop()
+
     async def restart(self) -> None:
         """Ends without a word and comes back as another process of the same node."""
         await self.stop()
@@ -187,7 +194,7 @@ class SimulatedWorker:
         await self._awake.wait()
         if verb == "stop":
             # Not awaited: this very handler is among those that end.
-            self._leaving = asyncio.create_task(self.stop())
+            self._leaving = asyncio.create_task(self._leave())
             return None
         return await self.machine.answer(verb, message.payload, self._report)
 

@@ -6,12 +6,12 @@ import type { LiveNode } from "../../live/messages";
 import { announce } from "../../ui/announce";
 import { Button } from "../../ui/button";
 import { Confirm } from "../../ui/dialog";
-import { deregister, LONGEST_REASON, refusal, revoke, rotate, type Verb } from "../shared/verbs";
+import { deregister, LONGEST_REASON, refusal, revoke, rotate, stop, type Verb } from "../shared/verbs";
 import { useAction, type Action } from "./data";
 import { Panel } from "./panel";
 import { confirmationWord } from "./words";
 
-export type Danger = Extract<Verb, "deregister" | "revoke" | "rotate">;
+export type Danger = Extract<Verb, "stop" | "deregister" | "revoke" | "rotate">;
 
 interface Act {
   verb: Danger;
@@ -23,6 +23,7 @@ interface Act {
 
 /** What can be asked for, with the words of its buttons. */
 export const DANGERS: readonly (readonly [Danger, string])[] = [
+  ["stop", "Stop worker"],
   ["rotate", "Rotate secret"],
   ["revoke", "Revoke secret"],
   ["deregister", "Deregister"],
@@ -80,7 +81,12 @@ function useActs(node: LiveNode, close: (verb: Danger) => void): readonly Act[] 
     announce(`Secret rotation requested for ${name}.`);
     close("rotate");
   });
+  const stopped = useAction<string, unknown>(id, (reason) => stop(id, reason), () => {
+    announce(`The worker of ${name} is being stopped.`);
+    close("stop");
+  });
   return [
+    { verb: "stop", title: "Stop worker", short: "The worker drains itself and ends. It starts again only if its machine starts it.", action: stopped },
     { verb: "rotate", title: "Rotate secret", short: "The worker replaces its secret at next contact; no interruption.", action: renewed },
     { verb: "revoke", title: "Revoke secret", short: "Use if the secret has been compromised. It is permanently rejected.", action: refused },
     { verb: "deregister", title: "Deregister", short: "Removes the record. A running worker re-registers as a new, pending node.", action: gone },
@@ -118,17 +124,17 @@ function Ask({ act, node, operations, onClose }: AskProps): ReactNode {
       onConfirm={() => act.action.run(reason)}
     >
       <ul className="nd-effects">{effects(act.verb, node, operations)}</ul>
-      {act.verb === "revoke" && <Reason value={reason} onChange={setReason} />}
+      {(act.verb === "revoke" || act.verb === "stop") && <Reason value={reason} where={act.verb === "stop" ? "kept with the operation" : "shown in the timeline"} onChange={setReason} />}
       {word !== node.name && <p className="muted">To confirm, type the first characters of the node ID, because the name is hard to type.</p>}
     </Confirm>
   );
 }
 
-function Reason({ value, onChange }: { value: string; onChange: (value: string) => void }): ReactNode {
+function Reason({ value, where, onChange }: { value: string; where: string; onChange: (value: string) => void }): ReactNode {
   const id = useId();
   return (
     <label className="field" htmlFor={id}>
-      <span>Reason (shown in the timeline)</span>
+      <span>Reason ({where})</span>
       <input
         id={id}
         className="input"
@@ -152,6 +158,17 @@ function effects(verb: Danger, node: LiveNode, operations: number): ReactNode {
     );
   }
   const { length: replicas } = node.models;
+  if (verb === "stop") {
+    return (
+      <>
+        <li>
+          {replicas === 0 ? "No replicas running" : `${count(replicas, "replica")} with ${count(node.in_flight_count, "request")} in flight ${replicas === 1 ? "stops" : "stop"}; running requests have a minute to end.`}
+        </li>
+        {operations > 0 && <li>{count(operations, "operation")} in progress on this node will wait for it.</li>}
+        <li>The node stays registered and is offline. A service manager on the machine, such as systemd, may start the worker again.</li>
+      </>
+    );
+  }
   const lost =
     replicas === 0 ? (
       <li>No replicas running</li>

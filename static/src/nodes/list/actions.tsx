@@ -7,7 +7,7 @@ import type { NodesDialogProps } from "../shared/verb-dialog";
 import { refusal, type Verb } from "../shared/verbs";
 
 /** The verbs that the list offers; the others are on the page of a node. */
-export type ListVerb = Exclude<Verb, "rotate" | "revoke">;
+export type ListVerb = Exclude<Verb, "stop" | "rotate" | "revoke">;
 
 export interface Action {
   verb: ListVerb;

@@ -12,14 +12,15 @@ const DRAIN = { since: "", by: "admin", reason: "", own: false, deadline: null, 
 
 describe("which verbs make sense (R1.15 to R1.19)", () => {
   it.each<[Partial<LiveNode>, Verb[]]>([
-    [{}, ["drain", "label", "install", "rotate", "revoke", "deregister"]],
+    [{}, ["drain", "stop", "label", "install", "rotate", "revoke", "deregister"]],
     [{ status: "pending" }, ["approve", "reject", "label", "rotate", "revoke", "deregister"]],
     [{ status: "pending", fingerprint: "" }, ["reject", "label", "deregister"]],
-    [{ status: "draining", drain: DRAIN }, ["resume", "label", "install", "rotate", "revoke", "deregister"]],
-    [{ status: "draining", drain: { ...DRAIN, own: true } }, ["drain", "resume", "label", "install", "rotate", "revoke", "deregister"]],
+    [{ status: "draining", drain: DRAIN }, ["resume", "stop", "label", "install", "rotate", "revoke", "deregister"]],
+    [{ status: "draining", drain: { ...DRAIN, own: true } }, ["drain", "resume", "stop", "label", "install", "rotate", "revoke", "deregister"]],
+    [{ status: "offline" }, ["drain", "resume", "label", "install", "rotate", "revoke", "deregister"]],
     [{ node_type: "agent", fingerprint: "", weak_identity: true }, ["drain", "label", "revoke", "deregister"]],
   ])("of %j: %j", (more, wanted) => {
-    const all: Verb[] = ["approve", "reject", "drain", "resume", "label", "install", "rotate", "revoke", "deregister"];
+    const all: Verb[] = ["approve", "reject", "drain", "resume", "stop", "label", "install", "rotate", "revoke", "deregister"];
     expect(all.filter((verb) => refusal(verb, node(more)) === "")).toEqual(wanted);
   });
 });

@@ -4,7 +4,7 @@ import { call, client } from "../../api/client";
 import type { components } from "../../api/schema";
 import type { LiveNode } from "../../live/messages";
 
-export type Verb = "approve" | "reject" | "drain" | "resume" | "label" | "install" | "rotate" | "revoke" | "deregister";
+export type Verb = "approve" | "reject" | "drain" | "resume" | "stop" | "label" | "install" | "rotate" | "revoke" | "deregister";
 
 /** The longest reason that a verb takes, in characters. */
 export const LONGEST_REASON = 255;
@@ -38,6 +38,11 @@ export function drain(id: string, reason: string, minutes: number | null) {
 /** Takes it into service again. */
 export function resume(id: string, reason = "") {
   return call(client.POST("/api/nodes/{node_id}/resume", { params: of(id), body: because(reason) }));
+}
+
+/** Stops its worker, which drains itself first. The answer names the operation. */
+export function stop(id: string, reason = "") {
+  return call(client.POST("/api/nodes/{node_id}/stop", { params: of(id), body: because(reason) }));
 }
 
 /** Sets these labels; the others stay. Answers the whole set. */
@@ -106,6 +111,11 @@ const REFUSALS: Readonly<Record<Verb, Refusal>> = {
   resume: (node) => {
     if (node.status === "pending") return "pending: approve it first";
     return RESUMABLE.has(node.status) ? "" : "already in service";
+  },
+  stop: (node) => {
+    if (node.node_type === "agent") return "an agent is stopped on its machine";
+    if (node.status === "pending") return "pending: not on the bus";
+    return node.status === "offline" ? "already offline" : "";
   },
   label: () => "",
   install: (node) => {

@@ -1,0 +1,149 @@
+"""The operation `node_stop`: its worker drains itself, leaves and ends (nats.md §4.11).
+
+The command has no reply, so the rows prove it: the worker leaves the registry as it ends. Until then the
+operation runs, and a worker that says which process it is gets the command again. What starts the worker on
+its machine, such as systemd, may start it again.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, assert_never
+from uuid import UUID
+
+from localai_cluster import clock, errors
+from localai_cluster.messaging.bus import Bus
+from nodes.backends.commands import Worker
+from nodes.backends.one_node import CommandFailed
+from nodes.backends.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
+from nodes.models import BackendNode, NodeEvent, NodeType
+from operations.executor.work import Postpone, Work, in_thread
+from operations.ledger import admission, outcome
+from operations.ledger.progress import Tick
+from operations.models import TargetStatus
+
+KIND = "node_stop"
+LEAVE_WITHIN = 180.0
+"""Seconds until the node must have left: a worker drains for 60, and a stock one may go without a word."""
+LOOK_EVERY = 0.5
+REPEAT_EVERY = 30.0
+_BUS_PAUSE = 5.0
+
+
+def refusal(node: BackendNode) -> str:
+    """Return why the node cannot be stopped; "" if it can."""
+    if node.node_type != NodeType.BACKEND:
+        return "an agent does not listen for it; stop its process on its machine"
+    if node.status == "pending":
+        return "pending approval: it is not on the bus"
+    return "already offline" if node.status == "offline" else ""
+
+
+def request_stop(
+    node: BackendNode,
+    *,
+    actor: str,
+    now: datetime,
+    reason: str = "",
+    request_id: str = "",
+    client_address: str = "",
+) -> admission.Admission:
+    """Create the operation that stops the node's worker, or join the active one. Raises Conflict."""
+    if text := refusal(node):
+        raise errors.Conflict(f"node {node.name} cannot be stopped: {text}", field="status")
+    request = admission.OperationRequest(
+        KIND,
+        key=f"node-stop:{node.id}",
+        element=node.name,
+        actor=actor,
+        payload={"reason": reason},
+        node=(node.id, node.name),
+        targets=[(node.id, node.name)],
+        request_id=request_id,
+        client_address=client_address,
+    )
+    return admission.admit(request, now=now)
+
+
+class StopNode:
+    """Handler; one instance serves all operations of its controller."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+
+    async def __call__(self, work: Work) -> Mapping[str, Any]:
+        """Send the command and wait until the node has left."""
+        try:
+            await self._stop(work)
+        except CommandFailed as failure:
+            await _end(work, failure.message)
+            raise
+        await _end(work, "")
+        return {"nodes": [work.operation.node_name]}
+
+    async def _stop(self, work: Work) -> None:
+        worker = Worker(self._bus, str(work.operation.node_id), work.operation.node_name)
+        began, instance, sent_at = clock.monotonic(), "", -REPEAT_EVERY
+        while not await in_thread(_has_left, work):
+            elapsed = clock.monotonic() - began
+            if elapsed >= LEAVE_WITHIN:
+                raise CommandFailed(f"node {worker.name} has not left within {LEAVE_WITHIN:.0f} s")
+            first = sent_at < 0
+            if first or (instance and elapsed - sent_at >= REPEAT_EVERY):
+                present = await _instance_of(worker, absence_fails=first)
+                if not first and present != instance:
+                    if present:
+                        return  # another process: this one has ended, and was started again
+                    continue
+                await work.report(_tick(work, f"{worker.name} was told to stop; its requests may end"))
+                await worker.stop_node()
+                instance, sent_at = present or "", elapsed
+            await asyncio.sleep(LOOK_EVERY)
+
+
+async def _instance_of(worker: Worker, *, absence_fails: bool) -> str | None:
+    """Return the worker's process, "" for a stock worker, None if it is not there any more.
+
+    Raises CommandFailed if it is not there and `absence_fails`, and Postpone while our connection is down.
+    """
+    answer = await worker.contact()
+    match answer:
+        case Done(reply) | Refused(_, reply):
+            return reply.instance
+        case StillRunning() | Unreadable():
+            return ""  # something listens
+        case NoResponders(reason):
+            if absence_fails:
+                raise CommandFailed(f"{reason}; stop it on its machine")
+            return None
+        case BusDown(reason):
+            raise Postpone(reason, seconds=_BUS_PAUSE)
+        case _:
+            assert_never(answer)
+
+
+def _has_left(work: Work) -> bool:
+    """Return True if the worker has left since the operation was asked for, or the node is gone."""
+    node_id = _node_id(work)
+    node = BackendNode.objects.filter(pk=node_id).only("offline_at").first()
+    if node is None or node.offline_at is not None:
+        return True
+    left = NodeEvent.objects.filter(node_id=node_id, kind=NodeEvent.Kind.DEACTIVATED)
+    return left.filter(at__gte=work.operation.created_at).exists()
+
+
+def _node_id(work: Work) -> UUID:
+    assert work.operation.node_id is not None
+    return work.operation.node_id
+
+
+def _tick(work: Work, message: str) -> Tick:
+    node_id, name = work.operation.node_id, work.operation.node_name
+    return Tick("stopping", message, node_id=node_id, node_name=name)
+
+
+async def _end(work: Work, problem: str) -> None:
+    """Write how the operation's only part ended."""
+    status = TargetStatus.ERROR if problem else TargetStatus.SUCCESS
+    node_id = _node_id(work)
+    await in_thread(outcome.target_done, *work.attempt, node_id, status, problem, now=clock.now())
