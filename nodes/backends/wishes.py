@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
+from localai_cluster import errors
 from nodes.backends import one_node
 from nodes.backends.wave_plan import Options
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
@@ -136,3 +137,23 @@ def everywhere(wish: Wish) -> tuple[list[BackendNode], list[LeftOut]]:
     why = "left out: {} is draining; try it again there when the drain has ended"
     away = [LeftOut(node, why.format(node.name), fails=not ready) for node in found if node not in ready]
     return ready, away
+
+
+def unlisted(wish: Wish, nodes: Sequence[BackendNode]) -> list[BackendNode]:
+    """Return the reachable nodes whose last inventory lacks the backend of an upgrade.
+
+    Nothing is known of a node without an inventory; the one of a node that is away may be out of date.
+    """
+    if wish.kind != UPGRADE:
+        return []
+    listed = NodeBackend.objects.named(wish.backend).filter(node__in=[node.id for node in nodes])
+    having = set(listed.values_list("node_id", flat=True))
+    reachable = [node for node in nodes if node.status == "healthy" and node.inventory_at is not None]
+    return [node for node in reachable if node.id not in having]
+
+
+def refuse_unlisted(wish: Wish, nodes: Sequence[BackendNode]) -> None:
+    """Raise Conflict, which names the nodes, for an upgrade of what they do not list."""
+    if lacking := unlisted(wish, nodes):
+        names = ", ".join(node.name for node in lacking)
+        raise errors.Conflict(f"{wish.backend} is not installed on {names}; install it there", field="nodes")

@@ -250,12 +250,17 @@ def test_a_record_that_is_cleared_while_someone_waits_is_no_server_error(
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.rule("http-4.2")
-def test_what_is_nowhere_is_gone_and_what_is_in_the_way_is_a_409() -> None:
+def test_what_is_nowhere_is_gone_and_what_is_in_the_way_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plain_commands, "HOLD", 0.0)
     made = node("a")
     nowhere = post(SYSTEM_DELETE, name="other")
     assert (nowhere.status_code, nowhere.json()["message"]) == (200, "backend other is on no node")
     NodeBackend.objects.create(node=made, name="echo")
-    job = post("/api/backends/upgrade/{name}", name="echo").json()["jobID"]
+    post("/api/backends/upgrade/{name}", name="echo")
     intents.claim("controller", now=clock.now(), lease=60, limit=9)
-    busy = post(SYSTEM_DELETE, name="echo")
-    assert (busy.status_code, job in busy.json()["error"]) == (409, True)
+    waits = post(SYSTEM_DELETE, name="echo")
+    assert (waits.status_code, waits.json()["message"]) == (202, "the deletion goes on")
+    deletion = Operation.objects.get(pk=waits.json()["jobID"])
+    assert deletion.message == "waits for the upgrade of echo on a"

@@ -450,11 +450,14 @@ def test_what_cannot_be_is_one_line(arguments: list[str], words: str) -> None:
     assert not Operation.objects.exists()
 
 
-def test_the_opposite_that_runs_is_refused_with_its_name() -> None:
+def test_the_opposite_of_what_runs_is_carried_out_after_it() -> None:
+    """Review R10."""
     hot.node("a")
     asked("install", "echo", "--node", "a", "--detach")
     begin()
-    assert f"(operation {latest().id})" in refused("delete", "echo", "--node", "a", "--yes")
+    asked("delete", "echo", "--node", "a", "--yes", "--detach")
+    found = latest()
+    assert (found.kind, found.message) == ("backend_delete", "waits for the install of echo on a")
 
 
 def test_an_upgrade_of_what_is_nowhere_fails_and_says_so() -> None:
