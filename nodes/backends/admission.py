@@ -106,7 +106,8 @@ def _write_parts(operation: Operation, wish: Wish, asked: Asked, line: Line, now
     if turns:
         operation.waves, operation.open_wave = Waves.RUNNING, min(turns.values())
     beginning = {node.id for node in asked.nodes if turns.get(node.id) == operation.open_wave}
-    carried_by = _carriers(operation, wish, line, beginning, now)
+    spares = bool(operation.waves) or asked.drains
+    carried_by = _carriers(operation, wish, line, beginning, spares, now)
     made = [
         _part(operation, node, carried_by.get(node.id), line, turns.get(node.id), now) for node in asked.nodes
     ]
@@ -154,19 +155,20 @@ def _carriers(
     wish: Wish,
     line: Line,
     node_ids: Set[UUID],
+    spares: bool,
     now: datetime,
 ) -> dict[UUID, PendingBackendOp]:
     """The intents of these nodes: those that do the same already, and new ones for the others."""
     found = {id: intent for id, intent in line.same.items() if id in node_ids}
     requested_at = line.end(now)
-    if operation.waves:
+    if spares:
         waiting = PendingBackendOp.objects.resting().filter(pk__in=[intent.id for intent in found.values()])
         waiting.filter(unanswered_since__isnull=True).update(spares_requests=True)
     new = [
         PendingBackendOp(
             node_id=id,
             operation_id=operation.id,
-            spares_requests=bool(operation.waves),
+            spares_requests=spares,
             next_retry_at=now,
             requested_at=requested_at,
             created_at=now,
@@ -340,6 +342,7 @@ def retry(
         nodes=possible,
         waves=wave_requests.options_of(operation),
         last_replicas=wave_requests.confirmed_in(operation),
+        drains=operation.payload.get("drains", False),
     )
     result = ask(Wish.of(operation), asked, now=now)
     failed = OperationTarget.objects.filter(operation=operation, status=TargetStatus.ERROR)

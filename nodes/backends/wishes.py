@@ -111,6 +111,11 @@ class Asked:
     last_replicas: Sequence[str] = ()
     """Models whose last replica an upgrade in waves may stop."""
     left_out: Sequence[LeftOut] = ()
+    drains: bool = False
+    """Engines that the command stops get no new requests, and those that run may end before it is sent.
+
+    Unlike waves, this spares no model's last replica.
+    """
 
     @property
     def concerned(self) -> list[BackendNode]:
@@ -120,7 +125,8 @@ class Asked:
     def payload(self) -> dict[str, Any]:
         """What the operation keeps of it."""
         waves = asdict(self.waves) | {"last_replicas": list(self.last_replicas)} if self.waves else None
-        return {"all_nodes": self.all_nodes} | ({"waves": waves} if waves else {})
+        drains = {"drains": True} if self.drains else {}
+        return {"all_nodes": self.all_nodes} | drains | ({"waves": waves} if waves else {})
 
 
 def everywhere(wish: Wish) -> tuple[list[BackendNode], list[LeftOut]]:
