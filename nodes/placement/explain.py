@@ -188,7 +188,10 @@ _Words = Callable[[Rank], str]
 _Figure = Callable[[Rank, Candidate, Need], str]
 
 TERMS: Mapping[str, tuple[_Words, _Figure]] = {
-    "failures": (lambda _: "fewest failures of this load", lambda rank, *_: str(rank.failures)),
+    "failures": (
+        lambda _: "fewest failures of load or backend",
+        lambda rank, *_: str(rank.failures),
+    ),
     "shared": (
         lambda _: "no model of the same concurrency group there",
         lambda _, node, __: str(len(node.conflicts)),
