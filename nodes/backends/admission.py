@@ -19,7 +19,7 @@ from localai_cluster.accounts import audit
 from localai_cluster.commits import committed
 from localai_cluster.locks import stand_in_line
 from nodes.backends import intents, one_node, one_part, waits, wave_requests, waves
-from nodes.backends.precedence import Line
+from nodes.backends.precedence import RequestOrder
 from nodes.backends.wishes import DELETE, KINDS, Asked, Wish, refuse_unlisted, unlisted
 from nodes.models import BackendNode, PendingBackendOp
 from operations import targets
@@ -69,28 +69,28 @@ def _ask(wish: Wish, asked: Asked, now: datetime) -> admission.Admission:
     _keep(asked.nodes)
     found = PendingBackendOp.objects.filter(node__in=ids, backend=wish.backend).order_by("id")
     rows = list(found.select_for_update(no_key=True))
-    line = Line.of(wish, rows)
-    line.refuse(wish, {node.id: node.name for node in asked.nodes}, is_load=asked.parent is not None)
-    refuse_unlisted(wish, [node for node in asked.nodes if node.id not in line.same])
+    order = RequestOrder.of(wish, rows)
+    order.refuse(wish, {node.id: node.name for node in asked.nodes}, is_load=asked.parent is not None)
+    refuse_unlisted(wish, [node for node in asked.nodes if node.id not in order.same])
     key = _key(wish, asked.nodes or asked.concerned)
     active = Operation.objects.active().filter(key=key, kind=wish.kind).first() if asked.nodes else None
-    if active is not None and wish.is_that_of_operation(active) and line.can_join(_open_nodes(active)):
+    if active is not None and wish.is_that_of_operation(active) and order.can_join(_open_nodes(active)):
         _refuse_other_waves(active, asked)
-        _refresh(wish, line, now)
+        _refresh(wish, order, now)
         return admission.Admission(active, created=False)
     id = uuid4()
     # Parts that give way end first: what they own is free then. The news leaves last.
     reason = f"superseded by {wish.kind} of {wish.element} (operation {id})"
     end = parts.end(TargetStatus.SUPERSEDED, reason=reason)
-    replaced = _replace(_held(wish, ids, active), _taken_over(active, line, end), end, now)
+    replaced = _replace(_held(wish, ids, active), _taken_over(active, order, end), end, now)
     known = [row.id for row in rows]
     if PendingBackendOp.objects.filter(node__in=ids, backend=wish.backend).exclude(pk__in=known).exists():
         raise _Raced
     if active is not None:
         _refuse_unless_ended(active)
     operation, superseded = admission.made(_request(wish, asked, key), now, by_parts=True, id=id)
-    _refresh(wish, line, now)
-    _write_parts(operation, wish, asked, line, now)
+    _refresh(wish, order, now)
+    _write_parts(operation, wish, asked, order, now)
     announce([*replaced.operations, *superseded, operation])
     return admission.Admission(operation, created=True)
 
@@ -100,16 +100,17 @@ def _open_nodes(operation: Operation) -> set[UUID]:
     return set(left.values_list("node_id", flat=True))
 
 
-def _write_parts(operation: Operation, wish: Wish, asked: Asked, line: Line, now: datetime) -> None:
+def _write_parts(operation: Operation, wish: Wish, asked: Asked, order: RequestOrder, now: datetime) -> None:
     """The parts of a new operation, and intents for those whose turn is now."""
     turns = wave_requests.plan_for(wish.backend, asked.nodes, asked.waves) if asked.waves else {}
     if turns:
         operation.waves, operation.open_wave = Waves.RUNNING, min(turns.values())
     beginning = {node.id for node in asked.nodes if turns.get(node.id) == operation.open_wave}
     spares = bool(operation.waves) or asked.drains
-    carried_by = _carriers(operation, wish, line, beginning, spares, now)
+    carried_by = _carriers(operation, wish, order, beginning, spares, now)
     made = [
-        _part(operation, node, carried_by.get(node.id), line, turns.get(node.id), now) for node in asked.nodes
+        _part(operation, node, carried_by.get(node.id), order, turns.get(node.id), now)
+        for node in asked.nodes
     ]
     made += [one.part(operation, now) for one in asked.left_out]
     wave_requests.wait_for_turns(list(filter(targets.held, made)), made, now)
@@ -153,14 +154,14 @@ def _request(wish: Wish, asked: Asked, key: str) -> admission.OperationRequest:
 def _carriers(
     operation: Operation,
     wish: Wish,
-    line: Line,
+    order: RequestOrder,
     node_ids: Set[UUID],
     spares: bool,
     now: datetime,
 ) -> dict[UUID, PendingBackendOp]:
     """The intents of these nodes: those that do the same already, and new ones for the others."""
-    found = {id: intent for id, intent in line.same.items() if id in node_ids}
-    requested_at = line.end(now)
+    found = {id: intent for id, intent in order.same.items() if id in node_ids}
+    requested_at = order.end(now)
     if spares:
         waiting = PendingBackendOp.objects.resting().filter(pk__in=[intent.id for intent in found.values()])
         waiting.filter(unanswered_since__isnull=True).update(spares_requests=True)
@@ -199,7 +200,7 @@ def _part(
     operation: Operation,
     node: BackendNode,
     intent: PendingBackendOp | None,
-    line: Line,
+    order: RequestOrder,
     wave: int | None,
     now: datetime,
 ) -> OperationTarget:
@@ -211,7 +212,7 @@ def _part(
         parts.begin(part, now)
     elif node.status != "healthy":
         parts.rest(f"node {node.name} is {node.status}", until=None, node=True)(part, now)
-    elif (first := line.before(intent)) is not None:
+    elif (first := order.before(intent)) is not None:
         reason = f"waits for the {waits.in_words(first.op)} of {first.backend} on {node.name}"
         parts.rest(reason, until=None)(part, now)
     else:
@@ -240,7 +241,7 @@ def _replace(
     return changed
 
 
-def _taken_over(active: Operation | None, line: Line, end: parts.Change) -> dict[UUID, parts.Change]:
+def _taken_over(active: Operation | None, order: RequestOrder, end: parts.Change) -> dict[UUID, parts.Change]:
     """Return the ends of the parts of an equal operation on the same nodes, which owns the key.
 
     Different requests have followed it on some node. Its intents go on for the newer operation.
@@ -252,13 +253,13 @@ def _taken_over(active: Operation | None, line: Line, end: parts.Change) -> dict
         if part.operation_id == active.id:
             end(part, now)
 
-    return {intent.id: happens for intent in line.same.values()}
+    return {intent.id: happens for intent in order.same.values()}
 
 
-def _refresh(wish: Wish, line: Line, now: datetime) -> None:
+def _refresh(wish: Wish, order: RequestOrder, now: datetime) -> None:
     """Have the rows of the requested op tried now; one that a different request follows runs after it."""
-    intents.nudge([intent.id for intent in line.same.values()], now=now, galleries=wish.galleries)
-    followed, last = line.followed(), line.end(now)
+    intents.nudge([intent.id for intent in order.same.values()], now=now, galleries=wish.galleries)
+    followed, last = order.followed(), order.end(now)
     for intent in followed:
         intent.requested_at = last
     PendingBackendOp.objects.bulk_update(followed, ["requested_at"])

@@ -18,14 +18,14 @@ _NEXT = timedelta(microseconds=1)
 
 
 @dataclass(frozen=True)
-class Line:
+class RequestOrder:
     """The rows of a backend by node: `same` of the requested op, `others` in the order in which they run."""
 
     same: Mapping[UUID, PendingBackendOp]
     others: Mapping[UUID, list[PendingBackendOp]]
 
     @classmethod
-    def of(cls, wish: Wish, rows: Iterable[PendingBackendOp]) -> "Line":
+    def of(cls, wish: Wish, rows: Iterable[PendingBackendOp]) -> "RequestOrder":
         """Sort the rows of the requested backend."""
         same: dict[UUID, PendingBackendOp] = {}
         others: dict[UUID, list[PendingBackendOp]] = {}
