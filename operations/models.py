@@ -106,7 +106,7 @@ class Operation(models.Model):
     kind = models.CharField(max_length=32)
     """O31: `backend_install`, `model_load`, …; the handler registered under this name carries it out."""
     key = models.CharField(max_length=512)
-    """O34: what it owns while active, e.g. `node:<id>:<backend>`.
+    """O34: what it owns while active, e.g. `node:<id>:<backend>`; of work on backends, for its kind.
 
     `model:<name>#<share>` is a share: several operations of one kind may each have one, and none of another
     kind has one meanwhile.
@@ -183,7 +183,12 @@ class Operation(models.Model):
             models.UniqueConstraint(
                 name="operation_one_active_a_key",
                 fields=["key"],
-                condition=Q(status__in=[s.value for s in ACTIVE]),
+                condition=Q(status__in=[s.value for s in ACTIVE], by_parts=False),
+            ),
+            models.UniqueConstraint(
+                name="operation_one_active_a_key_and_kind",
+                fields=["key", "kind"],
+                condition=Q(status__in=[s.value for s in ACTIVE], by_parts=True),
             ),
             models.CheckConstraint(
                 name="operation_leased_while_processing",

@@ -15,7 +15,7 @@ from rest_framework.views import APIView
 
 from localai_cluster import clock, errors
 from localai_cluster.gallery_index import folded
-from localai_cluster.web.fields import NullIsAbsent, Text, Whole
+from localai_cluster.web.fields import Flag, NullIsAbsent, Text, Whole
 from localai_cluster.web.openapi import flat_refusals
 from localai_cluster.web.parsers import validated
 from localai_cluster.web.shapes import FLAG, TEXT, UUID, Shape, field
@@ -111,8 +111,20 @@ class UpgradeSerializer(NodesSerializer):
         return attrs
 
 
+def _forced(effect: str) -> Flag:
+    return Flag(required=False, allow_null=True, help_text=effect)
+
+
+class InstallEverywhereSerializer(NodesSerializer):
+    """For which nodes, and whether files that are there are replaced."""
+
+    force = _forced("Replace the files where it is installed: its engines stop, and their requests end.")
+
+
 class ExternalSerializer(InstallSerializer, NodesSerializer):
     """What to install from an address, and where."""
+
+    force = _forced("Stop engines of this name at once; without it, their requests may end first.")
 
 
 def _chosen(by: Asked, wish: Wish, fields: dict[str, Any]) -> Asked:
@@ -180,10 +192,11 @@ class _Everywhere(APIView):
 
     def _answer(self, request: Request, name: str) -> Response:
         fields = validated(self.body, request)
-        return Response(body_of(started(asked_by(request, []), self.wish(name), fields), SAID[self.kind]))
+        wish = self.wish(name, fields)
+        return Response(body_of(started(asked_by(request, []), wish, fields), SAID[self.kind]))
 
-    def wish(self, name: str) -> Wish:
-        """What is asked for."""
+    def wish(self, name: str, fields: dict[str, Any]) -> Wish:
+        """Return the request for all its nodes."""
         return Wish(self.kind, bare_name(name))
 
 
@@ -191,16 +204,20 @@ class InstallEverywhereView(_Everywhere):
     """`/api/backends/install/:id`."""
 
     kind = INSTALL
+    body = InstallEverywhereSerializer
 
-    @command("install", "Install a backend on all nodes, or on some", NodesSerializer)
+    @command("install", "Install a backend on all nodes, or on some", InstallEverywhereSerializer)
     def post(self, request: Request, name: str) -> Response:
-        """Installs the backend, also again where it is (O10). `nodes` limits it to these."""
+        """Installs the backend where it is not; with `force` also again where it is (O10).
+
+        `nodes` limits it to these.
+        """
         return self._answer(request, name)
 
-    def wish(self, name: str) -> Wish:
-        """Force: files that are there are replaced."""
-        bare = bare_name(name)
-        return Wish(INSTALL, bare, gallery=name.rpartition("@")[0], force=True)
+    def wish(self, name: str, fields: dict[str, Any]) -> Wish:
+        """The gallery of `gallery@name` is kept."""
+        gallery, force = name.rpartition("@")[0], fields.get("force", False)
+        return Wish(INSTALL, bare_name(name), gallery=gallery, force=force)
 
 
 class InstallExternalView(APIView):
@@ -210,12 +227,17 @@ class InstallExternalView(APIView):
 
     @command("install_external", "Install a backend from an address", ExternalSerializer)
     def post(self, request: Request) -> Response:
-        """Installs an image, archive or folder under `name` on all nodes, or on `nodes`."""
+        """Installs an image, archive or folder under `name` on all nodes, or on `nodes`.
+
+        It replaces what has this name. Engines of that get no new requests, and stop when those that run have
+        ended or after `CLUSTER_UPGRADE_DRAIN`; with `force` they stop at once.
+        """
         fields = validated(ExternalSerializer, request)
         if not fields.get("uri"):
             raise errors.InvalidInput("uri is required", field="uri")
         wish = install_wish({name: fields.get(name, "") for name in ("uri", "name", "alias")}, force=True)
-        return Response(body_of(started(asked_by(request, []), wish, fields), SAID[INSTALL]))
+        by = replace(asked_by(request, []), drains=not fields.get("force", False))
+        return Response(body_of(started(by, wish, fields), SAID[INSTALL]))
 
 
 class UpgradeEverywhereView(_Everywhere):

@@ -13,12 +13,13 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from localai_cluster import clock
+from localai_cluster.gallery_index import folded
 from localai_cluster.web.openapi import flat_refusals
 from localai_cluster.web.renderers import FastJSONRenderer
-from localai_cluster.web.shapes import FLAG, TEXT, UUID, Row, Shape, field, mapping
+from localai_cluster.web.shapes import FLAG, TEXT, UUID, Row, Shape, count, field, mapping
 from nodes.api.base import NODE_ID, answered
 from nodes.api.catalogue import CATALOGUE_OLD
-from nodes.backends import installed, inventory, upgrade_check, upgrade_state
+from nodes.backends import installed, intents, inventory, upgrade_check, upgrade_state
 from nodes.backends.catalogue import WHERE
 from nodes.backends.upgrade_rules import Upgrade
 
@@ -44,6 +45,12 @@ INSTALLED = Shape(
         field("Metadata", METADATA.ref, nullable=True),
         field("upgrade_available", FLAG, optional=True),
         field("available_version", TEXT, optional=True),
+        field(
+            "pending_operations",
+            count(1),
+            "Installs, upgrades and deletions of it that have not ended, one a node and command.",
+            optional=True,
+        ),
         field("nodes", WHERE.many),
     ],
 )
@@ -112,8 +119,12 @@ def upgrade_map(found: Iterable[Upgrade]) -> dict[str, Row]:
 
 
 def installed_list(picture: upgrade_check.Picture) -> list[Row]:
-    """The backends by name, as §4.3 has them."""
-    return [_installed(one, picture.upgrades.get(one.name)) for one in picture.backends]
+    """Return the backends by name, as §4.3 has them, with the number of pending operations of each."""
+    pending = intents.count_pending_by_backend()
+    return [
+        _installed(backend, picture.upgrades.get(backend.name), pending.get(folded(backend.name), 0))
+        for backend in picture.backends
+    ]
 
 
 def _upgrade(found: Upgrade) -> Row:
@@ -131,7 +142,7 @@ def _upgrade(found: Upgrade) -> Row:
     )
 
 
-def _installed(backend: installed.InstalledBackend, upgrade: Upgrade | None) -> Row:
+def _installed(backend: installed.InstalledBackend, upgrade: Upgrade | None, pending: int) -> Row:
     metadata = backend.metadata
     return INSTALLED.of(
         Name=backend.name,
@@ -141,6 +152,7 @@ def _installed(backend: installed.InstalledBackend, upgrade: Upgrade | None) -> 
         Metadata=METADATA.of(name=backend.name, **metadata) if metadata else None,
         upgrade_available=upgrade is not None,
         available_version=upgrade.available_version if upgrade else "",
+        pending_operations=pending,
         nodes=[dict(place.node) for place in backend.places],
     )
 

@@ -1,8 +1,8 @@
 """How operations on backends come to be: one operation, one part a node, one intent a part.
 
-`ask` is one transaction: it looks at the intents of the nodes concerned, joins what is the same, puts the
-newer wish in the place of one that has not begun, refuses what contradicts work under way, and writes
-operation, parts and intents. `cancel` is its counterpart. What may be asked: `wishes.py`.
+`ask` is one transaction: it looks at the intents of the nodes concerned, joins what is the same, puts what is
+different behind them (`precedence.py`), and writes operation, parts and intents. `cancel` is its counterpart.
+What may be asked: `wishes.py`.
 """
 
 import contextlib
@@ -18,8 +18,9 @@ from localai_cluster import errors
 from localai_cluster.accounts import audit
 from localai_cluster.commits import committed
 from localai_cluster.locks import stand_in_line
-from nodes.backends import intents, one_node, one_part, wave_requests, waves
-from nodes.backends.wishes import DELETE, KINDS, Asked, Wish
+from nodes.backends import intents, one_node, one_part, waits, wave_requests, waves
+from nodes.backends.precedence import RequestOrder
+from nodes.backends.wishes import DELETE, KINDS, Asked, Wish, refuse_unlisted, unlisted
 from nodes.models import BackendNode, PendingBackendOp
 from operations import targets
 from operations.changes.announce import announce
@@ -35,10 +36,11 @@ class _Raced(Exception):
 
 
 def ask(wish: Wish, asked: Asked, *, now: datetime) -> admission.Admission:
-    """Makes the operation, or joins the active one that wants the same on the same nodes (A38, O34).
+    """Make the operation, or join the active one that wants the same on the same nodes (A38, O34).
 
-    Raises Conflict, which names the operation, when another wish for one of the backends is under way, and
-    NotFound when a node was removed meanwhile.
+    A different request on the same backend runs first. Raise Conflict, which names the operation, if the same
+    is in progress with other options, or is in progress and followed by a different request; Conflict for an
+    upgrade of what a node does not list; NotFound if a node was removed meanwhile.
     """
     for _ in range(_TRIES):
         try:
@@ -66,46 +68,50 @@ def _ask(wish: Wish, asked: Asked, now: datetime) -> admission.Admission:
     ids = [node.id for node in asked.nodes]
     _keep(asked.nodes)
     found = PendingBackendOp.objects.filter(node__in=ids, backend=wish.backend).order_by("id")
-    there = {intent.node_id: intent for intent in found.select_for_update(no_key=True)}
-    known = [intent.id for intent in there.values()]
-    names = {node.id: node.name for node in asked.nodes}
-    # A load never takes the place of what somebody asked for.
-    may_replace = asked.parent is None
-    shared = [one for one in there.values() if _shares(wish, one, names, may_replace=may_replace)]
-    sharing = {intent.id for intent in shared}
-    in_the_way = [intent for intent in there.values() if intent.id not in sharing]
+    rows = list(found.select_for_update(no_key=True))
+    order = RequestOrder.of(wish, rows)
+    order.refuse(wish, {node.id: node.name for node in asked.nodes}, is_load=asked.parent is not None)
+    refuse_unlisted(wish, [node for node in asked.nodes if node.id not in order.same])
     key = _key(wish, asked.nodes or asked.concerned)
-    active = Operation.objects.active().filter(key=key).first() if asked.nodes else None
-    if active is not None and not in_the_way and wish.is_that_of_operation(active):
+    active = Operation.objects.active().filter(key=key, kind=wish.kind).first() if asked.nodes else None
+    if active is not None and wish.is_that_of_operation(active) and order.can_join(_open_nodes(active)):
         _refuse_other_waves(active, asked)
-        _refresh(wish, shared, now)
+        _refresh(wish, order, now)
         return admission.Admission(active, created=False)
     id = uuid4()
-    # Parts and intents that give way end first: what they own is free then. The news leaves last.
+    # Parts that give way end first: what they own is free then. The news leaves last.
     reason = f"superseded by {wish.kind} of {wish.element} (operation {id})"
     end = parts.end(TargetStatus.SUPERSEDED, reason=reason)
-    replaced = _replace(in_the_way, _held(wish, ids, active), end, _taken_over(active, shared, end), now)
+    replaced = _replace(_held(wish, ids, active), _taken_over(active, order, end), end, now)
+    known = [row.id for row in rows]
     if PendingBackendOp.objects.filter(node__in=ids, backend=wish.backend).exclude(pk__in=known).exists():
         raise _Raced
     if active is not None:
         _refuse_unless_ended(active)
     operation, superseded = admission.made(_request(wish, asked, key), now, by_parts=True, id=id)
-    _refresh(wish, shared, now)
-    _write_parts(operation, wish, asked, shared, now)
+    _refresh(wish, order, now)
+    _write_parts(operation, wish, asked, order, now)
     announce([*replaced.operations, *superseded, operation])
     return admission.Admission(operation, created=True)
 
 
-def _write_parts(
-    operation: Operation, wish: Wish, asked: Asked, shared: Sequence[PendingBackendOp], now: datetime
-) -> None:
+def _open_nodes(operation: Operation) -> set[UUID]:
+    left = OperationTarget.objects.filter(operation=operation).exclude(status__in=targets.ENDED)
+    return set(left.values_list("node_id", flat=True))
+
+
+def _write_parts(operation: Operation, wish: Wish, asked: Asked, order: RequestOrder, now: datetime) -> None:
     """The parts of a new operation, and intents for those whose turn is now."""
     turns = wave_requests.plan_for(wish.backend, asked.nodes, asked.waves) if asked.waves else {}
     if turns:
         operation.waves, operation.open_wave = Waves.RUNNING, min(turns.values())
     beginning = {node.id for node in asked.nodes if turns.get(node.id) == operation.open_wave}
-    carried_by = _carriers(operation, wish, shared, beginning, now)
-    made = [_part(operation, node, carried_by.get(node.id), turns.get(node.id), now) for node in asked.nodes]
+    spares = bool(operation.waves) or asked.drains
+    carried_by = _carriers(operation, wish, order, beginning, spares, now)
+    made = [
+        _part(operation, node, carried_by.get(node.id), order, turns.get(node.id), now)
+        for node in asked.nodes
+    ]
     made += [one.part(operation, now) for one in asked.left_out]
     wave_requests.wait_for_turns(list(filter(targets.held, made)), made, now)
     OperationTarget.objects.bulk_create(made)
@@ -148,21 +154,24 @@ def _request(wish: Wish, asked: Asked, key: str) -> admission.OperationRequest:
 def _carriers(
     operation: Operation,
     wish: Wish,
-    shared: Sequence[PendingBackendOp],
+    order: RequestOrder,
     node_ids: Set[UUID],
+    spares: bool,
     now: datetime,
 ) -> dict[UUID, PendingBackendOp]:
     """The intents of these nodes: those that do the same already, and new ones for the others."""
-    found = {intent.node_id: intent for intent in shared if intent.node_id in node_ids}
-    if operation.waves:
+    found = {id: intent for id, intent in order.same.items() if id in node_ids}
+    requested_at = order.end(now)
+    if spares:
         waiting = PendingBackendOp.objects.resting().filter(pk__in=[intent.id for intent in found.values()])
         waiting.filter(unanswered_since__isnull=True).update(spares_requests=True)
     new = [
         PendingBackendOp(
             node_id=id,
             operation_id=operation.id,
-            spares_requests=bool(operation.waves),
+            spares_requests=spares,
             next_retry_at=now,
+            requested_at=requested_at,
             created_at=now,
             **wish.columns(),
         )
@@ -191,6 +200,7 @@ def _part(
     operation: Operation,
     node: BackendNode,
     intent: PendingBackendOp | None,
+    order: RequestOrder,
     wave: int | None,
     now: datetime,
 ) -> OperationTarget:
@@ -202,6 +212,9 @@ def _part(
         parts.begin(part, now)
     elif node.status != "healthy":
         parts.rest(f"node {node.name} is {node.status}", until=None, node=True)(part, now)
+    elif (first := order.before(intent)) is not None:
+        reason = f"waits for the {waits.in_words(first.op)} of {first.backend} on {node.name}"
+        parts.rest(reason, until=None)(part, now)
     else:
         parts.rest(intent.last_error or "queued", until=intent.next_retry_at, attempts=intent.attempts)(
             part, now
@@ -209,38 +222,18 @@ def _part(
     return part
 
 
-def _shares(wish: Wish, intent: PendingBackendOp, names: Mapping[UUID, str], *, may_replace: bool) -> bool:
-    """Whether the intent does what is wished; False for one that gives way; raises Conflict otherwise."""
-    node = names[intent.node_id]
-    if intent.cancelled_at is not None:
-        raise errors.Conflict(
-            f"{intent} on {node} is being cancelled; ask again in a few seconds",
-            operation=intent.operation_id,
-        )
-    if wish.is_that_of(intent):
-        return True
-    begun = intent.lease_until is not None or intent.unanswered_since is not None
-    opposite = (intent.op == PendingBackendOp.Op.DELETE) != (wish.kind == DELETE)
-    if begun or not opposite or not may_replace:
-        state = "in progress" if begun else "waiting, and asks for something else"
-        raise errors.Conflict(
-            f"{intent} on {node} is {state} (operation {intent.operation_id})",
-            operation=intent.operation_id,
-            kind=f"backend_{intent.op}",
-            state="processing" if begun else "pending",
-        )
-    return False
-
-
 def refusals_by_node(wish: Wish, nodes: Sequence[BackendNode]) -> dict[UUID, str]:
     """Return for each of these nodes whose present work contradicts the request the reason."""
     names = {node.id: node.name for node in nodes}
     refusals: dict[UUID, str] = {}
+    rows: dict[UUID, list[PendingBackendOp]] = {}
     for intent in PendingBackendOp.objects.filter(node__in=names, backend=wish.backend):
+        rows.setdefault(intent.node_id, []).append(intent)
+    for node_id, intents_there in rows.items():
         try:
-            _shares(wish, intent, names, may_replace=True)
+            RequestOrder.of(wish, intents_there).refuse(wish, names, is_load=False)
         except errors.Conflict as refusal:
-            refusals[intent.node_id] = refusal.message
+            refusals[node_id] = refusal.message
     return refusals
 
 
@@ -255,27 +248,18 @@ def _held(wish: Wish, node_ids: Sequence[UUID], active: Operation | None) -> lis
 
 
 def _replace(
-    replaced: Sequence[PendingBackendOp],
-    held: Sequence[int],
-    end: parts.Change,
-    also: Mapping[UUID, parts.Change],
-    now: datetime,
+    held: Sequence[int], taken_over: Mapping[UUID, parts.Change], end: parts.Change, now: datetime
 ) -> parts.Changed:
-    """What has not begun gives way to the newer wish; its parts name that."""
-    ended = [intent.id for intent in replaced]
-    changes = dict.fromkeys(ended, end) | dict(also)
-    changed = parts.change(changes, held=dict.fromkeys(held, end), now=now)
-    PendingBackendOp.objects.filter(pk__in=ended).delete()
+    """End parts whose wave has not opened, and those of the operation that the newer one replaces."""
+    changed = parts.change(taken_over, held=dict.fromkeys(held, end), now=now)
     waves.go_on(changed, now=now)
     return changed
 
 
-def _taken_over(
-    active: Operation | None, shared: Sequence[PendingBackendOp], end: parts.Change
-) -> dict[UUID, parts.Change]:
-    """What is left of an operation on the same nodes that has lost some to another wish: it owns the key.
+def _taken_over(active: Operation | None, order: RequestOrder, end: parts.Change) -> dict[UUID, parts.Change]:
+    """Return the ends of the parts of an equal operation on the same nodes, which owns the key.
 
-    Its intents go on for the newer operation.
+    Different requests have followed it on some node. Its intents go on for the newer operation.
     """
     if active is None:
         return {}
@@ -284,11 +268,16 @@ def _taken_over(
         if part.operation_id == active.id:
             end(part, now)
 
-    return {intent.id: happens for intent in shared}
+    return {intent.id: happens for intent in order.same.values()}
 
 
-def _refresh(wish: Wish, shared: Sequence[PendingBackendOp], now: datetime) -> None:
-    intents.nudge([intent.id for intent in shared], now=now, galleries=wish.galleries)
+def _refresh(wish: Wish, order: RequestOrder, now: datetime) -> None:
+    """Have the rows of the requested op tried now; one that a different request follows runs after it."""
+    intents.nudge([intent.id for intent in order.same.values()], now=now, galleries=wish.galleries)
+    followed, last = order.followed(), order.end(now)
+    for intent in followed:
+        intent.requested_at = last
+    PendingBackendOp.objects.bulk_update(followed, ["requested_at"])
 
 
 def cancel(operation_id: UUID, *, actor: str, now: datetime, node_id: UUID | None = None) -> Operation:
@@ -359,6 +348,9 @@ def retry(
         return admission.Admission(operation, created=False)
     nodes = BackendNode.objects.filter(pk__in=[part.node_id for part in chosen]).order_by("name")
     possible = [node for node in nodes if not one_node.refusal(node)]
+    if not only:
+        lacking = unlisted(Wish.of(operation), possible)
+        possible = [node for node in possible if node not in lacking] or possible
     if operation.status in ACTIVE or not possible:
         raise errors.Conflict("no part of this operation can be tried again", field="nodes")
     asked = replace(
@@ -366,6 +358,7 @@ def retry(
         nodes=possible,
         waves=wave_requests.options_of(operation),
         last_replicas=wave_requests.confirmed_in(operation),
+        drains=operation.payload.get("drains", False),
     )
     result = ask(Wish.of(operation), asked, now=now)
     failed = OperationTarget.objects.filter(operation=operation, status=TargetStatus.ERROR)

@@ -3,6 +3,8 @@
 Which galleries a node is told about is decided here too (`offered_to`), for upgrades and loads as well.
 """
 
+import asyncio
+import contextlib
 import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,8 +98,15 @@ async def _send(bus: Bus, intent: Intent, timeout: float, say: OnProgress) -> Ou
         op_id=str(row.operation_id),
         install_only=True,
     )
-    worker = Worker(bus, str(intent.node.id), intent.node.name, intent.node.instance)
-    return await worker.install(request, timeout=timeout, on_progress=say)
+    node = intent.node
+    worker = Worker(bus, str(node.id), node.name, node.instance)
+    outcome = await worker.install(request, timeout=timeout, on_progress=say)
+    if row.force and isinstance(outcome, Done | Refused):
+        # The reply does not name the engines that it has stopped.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(inventory.QUICK):
+                await inventory.compare_replicas(bus, node.id, node.name)
+    return outcome
 
 
 async def _conclude(

@@ -14,7 +14,9 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from django.db import connection
+from django.db import IntegrityError, connection
+from django.db.models import Count
+from django.db.models.functions import Lower
 
 from localai_cluster import conf
 from localai_cluster.commits import committed
@@ -48,6 +50,16 @@ _LOOKED_AT = 64
 Those of a node that has its fill are left out, so it hides no other one for longer than a look.
 """
 
+RUNS_FIRST = """
+    (o.lease_until IS NOT NULL
+        OR (o.unanswered_since IS NULL AND o.cancelled_at IS NULL, o.requested_at, o.id)
+            < (i.unanswered_since IS NULL AND i.cancelled_at IS NULL, i.requested_at, i.id))"""
+"""SQL: row `o` runs before the unleased row `i` of the same node and backend; see `PendingBackendOp.turn`."""
+HELD_BACK = f"""
+    EXISTS (SELECT FROM pending_backend_ops o
+        WHERE o.node_id = i.node_id AND o.backend = i.backend AND o.id <> i.id AND {RUNS_FIRST})"""
+"""SQL: another row of the same node and backend runs before row `i`."""
+_ONE_AT_A_TIME = "intent_one_at_a_time"
 _DUE = f"""
     WITH busy AS (
         SELECT node_id, count(*) AS number FROM pending_backend_ops
@@ -63,6 +75,7 @@ _DUE = f"""
             WHERE i.lease_until IS NULL AND i.next_retry_at <= %(now)s
                 AND (i.cancelled_at IS NOT NULL OR (n.status = 'healthy' AND n.node_type = 'backend'))
                 AND i.node_id <> ALL (ARRAY(SELECT node_id FROM busy WHERE number >= {PER_NODE}))
+                AND NOT {HELD_BACK}
             ORDER BY i.next_retry_at LIMIT %(looked_at)s
         ) due LEFT JOIN busy ON busy.node_id = due.node_id
     ) placed WHERE place <= {PER_NODE} ORDER BY next_retry_at LIMIT %(limit)s"""
@@ -151,10 +164,22 @@ def backoff(failures: int) -> float:
 def claim(
     owner: str, *, now: datetime, lease: float, limit: int, time_limits: Mapping[str, float] = _NO_LIMITS
 ) -> list[Intent]:
-    """Takes up to `limit` intents that are due, few of each node, under a lease of `lease` seconds.
+    """Take up to `limit` due intents, few of each node and one of each backend there, for `lease` seconds.
 
     `time_limits`: seconds in which a worker has to answer, by `PendingBackendOp.op`.
     """
+    try:
+        rows = _claim(owner, now, lease, limit, time_limits)
+    except IntegrityError as error:
+        if _ONE_AT_A_TIME not in str(error):
+            raise
+        return []  # another controller has begun a row of the same backend and node; the next claim sees it
+    return _with_nodes(rows)
+
+
+def _claim(
+    owner: str, now: datetime, lease: float, limit: int, time_limits: Mapping[str, float]
+) -> list[PendingBackendOp]:
     with committed("intents.claim"):
         with connection.cursor() as cursor:
             cursor.execute(_DUE, {"now": now, "limit": limit, "looked_at": _LOOKED_AT + 4 * limit})
@@ -170,7 +195,13 @@ def claim(
         beginning = {row.id: _beginning(row, time_limits) for row in rows if row.cancelled_at is None}
         changed = parts.change(beginning, now=now)
         announce(changed.operations, changed.parts, changed.moved)
-    return _with_nodes(rows)
+    return rows
+
+
+def count_pending_by_backend() -> dict[str, int]:
+    """Return the number of rows by backend in lower case, over all nodes and ops (R1.110)."""
+    rows = PendingBackendOp.objects.order_by().values_list(Lower("backend"))
+    return dict(rows.annotate(number=Count("pk")))
 
 
 def _beginning(row: PendingBackendOp, time_limits: Mapping[str, float]) -> parts.Change:

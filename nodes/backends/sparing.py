@@ -1,5 +1,6 @@
-"""Before an upgrade in waves stops engines: their replicas leave the picks, and their requests may end.
+"""Before an upgrade in waves, or an install that drains, stops engines: their requests may end first.
 
+The node's replicas of the backend leave the picks.
 The wait ends when nothing runs on them any more, or at `CLUSTER_UPGRADE_DRAIN`. A model's last replica stays
 in the picks until another node has one, which is asked for here, or until an operator has confirmed that it
 may go. That wait has an end too: then the part says what it needs, and is looked at less and less often until
@@ -16,6 +17,7 @@ from localai_cluster import clock, conf, errors
 from localai_cluster.commits import committed
 from nodes.backends import intents
 from nodes.backends.intents import Intent, PutBack, Settlement
+from nodes.models import NodeModel
 from nodes.placement.deadlines import load_limit
 from nodes.replicas import withdrawn
 from nodes.replicas.withdrawn import Withdrawal
@@ -96,9 +98,15 @@ def _hear(intent: Intent, settlement: AsksOperator) -> None:
 
 
 def _confirmed(intent: Intent) -> Collection[str]:
-    """What was confirmed for any of the active operations that share the intent."""
+    """Return the models whose last replica may stop, by any of the active operations that share the intent.
+
+    An operation that only drains protects none.
+    """
     asking = OperationTarget.objects.filter(intent_id=intent.id, operation__status__in=ACTIVE)
-    payloads = asking.exclude(status__in=targets.ENDED).values_list("operation__payload", flat=True)
+    payloads = list(asking.exclude(status__in=targets.ENDED).values_list("operation__payload", flat=True))
+    if any(one.get("drains") for one in payloads):
+        mine = NodeModel.objects.filter(node_id=intent.node.id).of_backend(intent.row.backend)
+        return frozenset(mine.values_list("model_name", flat=True))
     return frozenset(model for one in payloads for model in one.get("waves", {}).get("last_replicas", ()))
 
 

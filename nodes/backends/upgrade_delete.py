@@ -59,7 +59,8 @@ async def _upgraded(
     if isinstance(answer, Refused):
         return Ended(error=install.offered_to(intent.node).explained(answer.reason))
     now = await in_thread(_known, intent)
-    if not listed or now is None or now != intent.known:
+    # A folder has no digest, and a stock worker may not say one: then nobody knows.
+    if not listed or now is None or not now.digest or now != intent.known:
         return Ended()
     return Ended(reason=f"nothing changed: {now.version or 'the same files'} was installed before")
 

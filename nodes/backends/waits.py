@@ -15,19 +15,20 @@ from typing import Any
 
 from django.db import connection
 
-from nodes.backends.intents import PER_NODE
+from nodes.backends.intents import HELD_BACK, PER_NODE, RUNS_FIRST
 from operations.models import ACTIVE
 
-_PARTS = """
+_PARTS = f"""
     WITH asked AS (
         SELECT t.operation_id, t.node_id, t.node_name, t.intent_id, o.payload->>'backend' AS backend
         FROM operation_targets t JOIN operations o ON o.id = t.operation_id
         WHERE t.operation_id = ANY(%(ids)s) AND t.status = 'queued'
             AND (t.intent_id IS NOT NULL OR t.wave = o.open_wave) AND o.by_parts
     ), due AS (
-        SELECT id, row_number() OVER (PARTITION BY node_id ORDER BY next_retry_at, id) AS place
-        FROM pending_backend_ops
-        WHERE node_id IN (SELECT node_id FROM asked) AND lease_until IS NULL AND next_retry_at <= %(now)s
+        SELECT i.id, row_number() OVER (PARTITION BY i.node_id ORDER BY i.next_retry_at, i.id) AS place
+        FROM pending_backend_ops i
+        WHERE i.node_id IN (SELECT node_id FROM asked) AND i.lease_until IS NULL
+            AND i.next_retry_at <= %(now)s AND NOT {HELD_BACK}
     ), running AS (
         SELECT node_id, count(*) AS number FROM pending_backend_ops
         WHERE node_id IN (SELECT node_id FROM asked) AND lease_until IS NOT NULL GROUP BY node_id
@@ -40,8 +41,13 @@ _PARTS = """
     JOIN backend_nodes n ON n.id = asked.node_id
     LEFT JOIN due ON due.id = asked.intent_id
     LEFT JOIN running ON running.node_id = asked.node_id
-    LEFT JOIN pending_backend_ops other ON asked.intent_id IS NULL
-        AND other.node_id = asked.node_id AND other.backend = asked.backend
+    LEFT JOIN pending_backend_ops i ON i.id = asked.intent_id
+    LEFT JOIN LATERAL (
+        SELECT o.op, o.backend, o.operation_id FROM pending_backend_ops o
+        WHERE o.node_id = asked.node_id AND o.backend = asked.backend
+            AND (i.id IS NULL OR o.id <> i.id AND {RUNS_FIRST})
+        ORDER BY o.lease_until IS NULL, o.requested_at, o.id LIMIT 1
+    ) other ON true
     LEFT JOIN operations first ON first.id = other.operation_id"""
 
 _WHOLES = """
@@ -57,6 +63,11 @@ _WHOLES = """
     WHERE o.id = ANY(%(ids)s) AND NOT o.by_parts AND (due.id IS NOT NULL OR child.id IS NOT NULL)"""
 
 _WORDS = {"install": "install", "upgrade": "upgrade", "delete": "removal"}
+
+
+def in_words(op: str) -> str:
+    """Return the noun for an op of `PendingBackendOp`."""
+    return _WORDS.get(op, op)
 
 
 @dataclass(frozen=True)
@@ -97,7 +108,7 @@ def of_part(
         return Wait(f"waits for node {name}, which is {status}", since=since)
     if other is not None:
         op, backend, actor = other
-        return Wait(f"waits for the {_WORDS.get(op, op)} of {backend} by {actor} on {name}")
+        return Wait(f"waits for the {in_words(op)} of {backend} by {actor} on {name}")
     if place is None:
         return None
     if place + running <= PER_NODE:

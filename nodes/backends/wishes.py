@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
+from localai_cluster import errors
 from nodes.backends import one_node
 from nodes.backends.wave_plan import Options
 from nodes.models import BackendNode, NodeBackend, PendingBackendOp
@@ -110,6 +111,11 @@ class Asked:
     last_replicas: Sequence[str] = ()
     """Models whose last replica an upgrade in waves may stop."""
     left_out: Sequence[LeftOut] = ()
+    drains: bool = False
+    """Engines that the command stops get no new requests, and those that run may end before it is sent.
+
+    Unlike waves, this spares no model's last replica.
+    """
 
     @property
     def concerned(self) -> list[BackendNode]:
@@ -119,7 +125,8 @@ class Asked:
     def payload(self) -> dict[str, Any]:
         """What the operation keeps of it."""
         waves = asdict(self.waves) | {"last_replicas": list(self.last_replicas)} if self.waves else None
-        return {"all_nodes": self.all_nodes} | ({"waves": waves} if waves else {})
+        drains = {"drains": True} if self.drains else {}
+        return {"all_nodes": self.all_nodes} | drains | ({"waves": waves} if waves else {})
 
 
 def everywhere(wish: Wish) -> tuple[list[BackendNode], list[LeftOut]]:
@@ -136,3 +143,23 @@ def everywhere(wish: Wish) -> tuple[list[BackendNode], list[LeftOut]]:
     why = "left out: {} is draining; try it again there when the drain has ended"
     away = [LeftOut(node, why.format(node.name), fails=not ready) for node in found if node not in ready]
     return ready, away
+
+
+def unlisted(wish: Wish, nodes: Sequence[BackendNode]) -> list[BackendNode]:
+    """Return the reachable nodes whose last inventory lacks the backend of an upgrade.
+
+    Nothing is known of a node without an inventory; the one of a node that is away may be out of date.
+    """
+    if wish.kind != UPGRADE:
+        return []
+    listed = NodeBackend.objects.named(wish.backend).filter(node__in=[node.id for node in nodes])
+    having = set(listed.values_list("node_id", flat=True))
+    reachable = [node for node in nodes if node.status == "healthy" and node.inventory_at is not None]
+    return [node for node in reachable if node.id not in having]
+
+
+def refuse_unlisted(wish: Wish, nodes: Sequence[BackendNode]) -> None:
+    """Raise Conflict, which names the nodes, for an upgrade of what they do not list."""
+    if lacking := unlisted(wish, nodes):
+        names = ", ".join(node.name for node in lacking)
+        raise errors.Conflict(f"{wish.backend} is not installed on {names}; install it there", field="nodes")

@@ -18,6 +18,7 @@ from nodes.loading.load import ALL, KIND, key
 from nodes.loading.placing import Wanted, asked
 from nodes.loading.reason_shapes import EXPLAINED, NEXT, RECORD, REPLICA, decision
 from nodes.loading.room import what_makes_room
+from nodes.loading.wait import has_other_node_since
 from nodes.loading.wish import ANYWHERE, wish_of
 from nodes.models import NodeModel, PlacementRecord
 from nodes.placement.explain import Ending, Explanation
@@ -105,6 +106,7 @@ def _operations(model_name: str, now: datetime) -> tuple[Operation | None, Opera
     goes_on = [one for one in rows if one.status != Status.FAILED]
     goes_on.sort(key=lambda one: one.key != own)
     ended = [one for one in rows if one.status == Status.FAILED and one.key == own]
+    ended = [one for one in ended if not has_other_node_since(one)]
     return next(iter(goes_on), None), next(iter(ended), None)
 
 

@@ -13,6 +13,7 @@ from uuid import UUID
 from localai_cluster import clock
 from localai_cluster.messaging.bus import Bus, NotConnected
 from localai_cluster.messaging.messages import ListReply
+from nodes.backends.refusals import recent_refusals
 from nodes.definitions.files import Definition
 from nodes.loading import attempts, needs
 from nodes.loading.asking import Answer, best_that_answers
@@ -104,8 +105,12 @@ async def place(bus: Bus, work: Work, what: Wanted, *, mark: str) -> Place:
 def asked(
     what: Wanted, wish: LoadWish, setbacks: Setbacks, rest: Set[UUID], refusing: Set[UUID]
 ) -> tuple[LoadQuestion, Decision]:
-    """The question for a replica, as the rows are now, and which node is the best."""
+    """Return the question for a replica, as the rows are now, and the decision which node is the best.
+
+    A node that has refused the backend of late counts as one that has failed the load: it comes last.
+    """
     name = what.definition.name
+    setbacks = {**recent_refusals(what.definition.backend, now=clock.now()), **setbacks}
     selector = snapshot.selectors_of([name])[name]
     view, decision = mirror.shared().decided(
         name,

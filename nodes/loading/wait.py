@@ -19,8 +19,9 @@ from django.db import DatabaseError
 
 from localai_cluster import clock, conf
 from localai_cluster.errors import ClusterError, Conflict, Unavailable
-from nodes.loading.failures import LoadFailed
+from nodes.loading.failures import LoadFailed, refusals
 from nodes.loading.load import KIND, key
+from nodes.models import BackendNode, NodeEvent
 from nodes.routing.request import InferenceRequest
 from operations.executor.waiting import Hints
 from operations.executor.work import in_thread
@@ -290,10 +291,19 @@ def _admit(wanted: admission.OperationRequest) -> Look:
 
 
 def _standing_failure(model: str, now: datetime) -> Operation | None:
-    """C33: the failure of the load that requests join, while it is their answer."""
+    """Return the failure of the load that requests join, while it is their answer (C33)."""
     since = now - timedelta(seconds=conf.cluster().load_failure_grace)
     failed = Operation.objects.filter(key=key(model), kind=KIND, status=Status.FAILED)
-    return failed.filter(dismissed_at__isnull=True, finished_at__gt=since).first()
+    found = failed.filter(dismissed_at__isnull=True, finished_at__gt=since).first()
+    return None if found is None or has_other_node_since(found) else found
+
+
+def has_other_node_since(failure: Operation) -> bool:
+    """Return True if a node that has not refused this failed load has become healthy after it."""
+    refused = [one.node_id for one in refusals(failure.payload)]
+    healthy = BackendNode.objects.filter(status="healthy", node_type="backend").exclude(pk__in=refused)
+    events = NodeEvent.objects.filter(at__gt=failure.finished_at, status_after="healthy")
+    return events.exclude(status_before="healthy").filter(node_id__in=healthy.values("pk")).exists()
 
 
 def status(model: str, now: datetime) -> Look | None:

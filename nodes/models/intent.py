@@ -29,7 +29,7 @@ class PendingBackendOpQuerySet(models.QuerySet["PendingBackendOp"]):
 
 
 class PendingBackendOp(models.Model):
-    """One intent. At most one a node and backend: an upgrade never meets a deletion on a worker."""
+    """One intent. At most one for each op of a backend on a node; these run one at a time, by `turn`."""
 
     class Op(models.TextChoices):
         """What must become true."""
@@ -55,6 +55,8 @@ class PendingBackendOp(models.Model):
     """The node's replicas of the backend leave the picks, and their requests may end, before it is sent."""
     drain_until = models.DateTimeField(null=True, blank=True)
     """Until when it waits for those requests, once the replicas are out."""
+    requested_at = models.DateTimeField(default=clock.now, editable=False)
+    """The latest request for it. Rows of one node and backend run in the order of these."""
     operation_id = models.UUIDField()
     """The operation that asked first. Workers know the work by this id; other operations may share it."""
 
@@ -77,7 +79,12 @@ class PendingBackendOp(models.Model):
         db_table = "pending_backend_ops"
         verbose_name, verbose_name_plural = "pending backend operation", "pending backend operations"
         constraints = [
-            models.UniqueConstraint(name="intent_once", fields=["node", "backend"]),
+            models.UniqueConstraint(name="intent_once", fields=["node", "backend", "op"]),
+            models.UniqueConstraint(
+                name="intent_one_at_a_time",
+                fields=["node", "backend"],
+                condition=Q(lease_until__isnull=False),
+            ),
             models.CheckConstraint(name="intent_names_backend", condition=~Q(backend="")),
             models.CheckConstraint(
                 name="intent_op_known", condition=Q(op__in=["install", "upgrade", "delete"])
@@ -97,3 +104,13 @@ class PendingBackendOp(models.Model):
 
     def __str__(self) -> str:
         return f"{self.op} {self.backend}"
+
+    @property
+    def has_begun(self) -> bool:
+        """True if a worker may be busy with it, or is to be asked to stop."""
+        return not (self.lease_until is None and self.unanswered_since is None and self.cancelled_at is None)
+
+    @property
+    def turn(self) -> tuple[bool, datetime, uuid.UUID]:
+        """Sort key among the rows of its node and backend: they run in this order."""
+        return not self.has_begun, self.requested_at, self.id

@@ -218,8 +218,8 @@ class Term:
 
 TERMS: Mapping[str, Term] = {
     "failures": Term(
-        lambda _: "fewest failures of this load",
-        lambda _: "more failures of this load",
+        lambda _: "fewest failures of load or backend",
+        lambda _: "more failures of load or backend",
         lambda rank, *_: str(rank.failures),
     ),
     "shared": Term(

@@ -18,7 +18,7 @@ from operations import targets
 from operations.changes.announce import announce
 from operations.ledger.fence import LeaseLost, owned
 from operations.ledger.progress import REPORTED, Tick, catch_up, record
-from operations.models import QUEUED, OperationTarget, TargetStatus, storable
+from operations.models import QUEUED, Operation, OperationTarget, Status, TargetStatus, storable
 from operations.states import Event, after
 
 
@@ -69,7 +69,8 @@ def finish(
 ) -> None:
     """Ends the attempt's operation: complete, fail or cancel. Raises LeaseLost when it is no longer ours.
 
-    Parts that have ended by themselves stay as they ended. `ticks` are reports that are not written yet.
+    Parts that have ended by themselves stay as they ended. A completed operation dismisses the failures of
+    its children. `ticks` are reports that are not written yet.
     """
     with committed("ledger.finish"):
         operation, error = owned(operation_id, fence), storable(error)
@@ -91,7 +92,18 @@ def finish(
             left.update(status=TargetStatus.SUCCESS, phase="", percentage=100)
         else:
             left.update(status=TargetStatus.ERROR, phase="", error=error or operation.message)
-        announce([operation])
+        announce([*(_dismiss_failed_children(operation, now) if ok else ()), operation])
+
+
+def _dismiss_failed_children(operation: Operation, now: datetime) -> list[Operation]:
+    """Dismiss what the operation asked for, did not get and could do without; the caller announces it."""
+    failed = operation.children.filter(status=Status.FAILED, dismissed_at__isnull=True)
+    children = list(failed.order_by("pk").select_for_update(no_key=True))
+    for child in children:
+        child.dismissed_at, child.dismissed_by = now, "system"
+        child.dismissed_comment = f"operation {operation.id} has completed without it"
+    Operation.objects.bulk_update(children, ["dismissed_at", "dismissed_by", "dismissed_comment"])
+    return children
 
 
 def put_back(

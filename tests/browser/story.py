@@ -327,15 +327,17 @@ def cancelled(one: Teller) -> None:
 
 
 def commands(one: Teller) -> None:
-    """What is independent does not wait, what contradicts is refused."""
+    """What is independent does not wait, a different request for the same backend runs afterwards."""
     one.until_ended(one.on("fine", "delete", "cutting"))
     one.until_ended(one.on("slow", "install", "batch"))
     upgraded = one.on("slow", "upgrade", "batch")
     one.on("slow", "install", "quick")
     time.sleep(4)
     one.manage("operations", "list")
-    one.on("slow", "delete", "batch")
+    deletion = one.on("slow", "delete", "batch")
+    one.manage("operations", "show", deletion[:8])
     one.until_ended(upgraded)
+    one.until_ended(deletion)
     one.manage("operations", "history", "--limit", "12")
 
 

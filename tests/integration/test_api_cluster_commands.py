@@ -82,17 +82,47 @@ def gallery(tmp_path: Path, settings: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.rule("http-4.2", "O10", "O13")
-def test_an_install_goes_to_all_nodes_and_replaces_files() -> None:
-    """Not to agents, nor to nodes that were not approved; `gallery@` is kept for the operation."""
+def test_an_install_goes_to_all_nodes() -> None:
+    """Not to agents, nor to nodes that were not approved; `gallery@` is kept for the operation.
+
+    Review R21: it leaves files and engines of nodes that have the backend as they are.
+    """
     node("a"), node("b")
     api.make_node("late", secret=api.OTHER_SECRET, approved=False)
     api.make_node("agent", secret="c" * 64, node_type="agent", address="")
     answer = post("/api/backends/install/{name}", name="local@echo")
     assert (answer.status_code, {"jobID", "message"} <= answer.json().keys()) == (200, True)
     assert parts(answer.json()["jobID"]) == ["a", "b"]
-    assert {(row.gallery, row.force) for row in PendingBackendOp.objects.all()} == {("local", True)}
+    assert {(row.gallery, row.force) for row in PendingBackendOp.objects.all()} == {("local", False)}
     again = post("/api/backends/install/{name}", name="local@echo")
     assert again.json() == answer.json() | {"deduplicated": True, "message": "already being installed"}
+
+
+@pytest.mark.rule("http-4.2", "O10")
+def test_a_reinstall_is_forced_and_waits_for_no_request() -> None:
+    """Review R21: whoever asked for it was told how many requests end."""
+    node("a")
+    post("/api/backends/install/{name}", {"force": True}, name="echo")
+    row = PendingBackendOp.objects.get()
+    assert (row.force, row.spares_requests) == (True, False)
+    refused = post("/api/backends/install/{name}", {"force": "yes"}, name="echo")
+    assert (refused.status_code, refused.json()["field"]) == (400, "force")
+
+
+@pytest.mark.rule("http-4.2")
+@pytest.mark.parametrize("force", [False, True])
+def test_an_install_from_an_address_drains_engines_unless_it_is_forced(force: bool) -> None:
+    """Review R21: it replaces what has this name; so does the operation that tries again."""
+    node("a")
+    body = {"uri": "oci://images.test/echo:1", "name": "mine", **({"force": True} if force else {})}
+    job = post("/api/backends/install-external", body).json()["jobID"]
+    row = PendingBackendOp.objects.get()
+    assert (row.force, row.spares_requests) == (True, not force)
+    api.admin().post(f"/api/operations/{job}/cancel", {})
+    again = api.admin().post(f"/api/operations/{job}/retry", {})
+    assert again.status_code == 200, again.content
+    row = PendingBackendOp.objects.get()
+    assert (row.force, row.spares_requests) == (True, not force)
 
 
 @pytest.mark.rule("http-4.2", "O23")
@@ -250,12 +280,17 @@ def test_a_record_that_is_cleared_while_someone_waits_is_no_server_error(
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.rule("http-4.2")
-def test_what_is_nowhere_is_gone_and_what_is_in_the_way_is_a_409() -> None:
+def test_what_is_nowhere_is_gone_and_what_is_in_the_way_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(plain_commands, "HOLD", 0.0)
     made = node("a")
     nowhere = post(SYSTEM_DELETE, name="other")
     assert (nowhere.status_code, nowhere.json()["message"]) == (200, "backend other is on no node")
     NodeBackend.objects.create(node=made, name="echo")
-    job = post("/api/backends/upgrade/{name}", name="echo").json()["jobID"]
+    post("/api/backends/upgrade/{name}", name="echo")
     intents.claim("controller", now=clock.now(), lease=60, limit=9)
-    busy = post(SYSTEM_DELETE, name="echo")
-    assert (busy.status_code, job in busy.json()["error"]) == (409, True)
+    waits = post(SYSTEM_DELETE, name="echo")
+    assert (waits.status_code, waits.json()["message"]) == (202, "the deletion goes on")
+    deletion = Operation.objects.get(pk=waits.json()["jobID"])
+    assert deletion.message == "waits for the upgrade of echo on a"

@@ -51,8 +51,8 @@ def test_an_install_has_a_part_for_every_node_that_may_get_it_and_for_no_other()
     assert names(operation) == ["away", "draining", "one"]
     rows = PendingBackendOp.objects.order_by("node__name")
     assert [(row.node_id, row.gallery, row.force) for row in rows] == [
-        (away.id, "local", True),
-        (one.id, "local", True),
+        (away.id, "local", False),
+        (one.id, "local", False),
     ]
     entry = listed()
     assert "nodeID" not in entry

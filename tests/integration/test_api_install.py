@@ -245,7 +245,7 @@ def test_if_the_nodes_cannot_be_read_nothing_is_begun(monkeypatch: pytest.Monkey
 
 @pytest.mark.rule("O34")
 def test_another_wish_for_the_same_backend_is_a_conflict() -> None:
-    """It waits, but it is no opposite: neither takes the place of the other. The refusal names it."""
+    """Of one command a node has one row for a backend. The refusal names its operation."""
     node = api.make_node()
     job = install(node.id, {"uri": "/srv/one", "name": "mock"}).json()["jobID"]
     for body in (

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from localai_cluster import clock
 from nodes.models import BackendNode, PendingBackendOp
 from operations.models import Operation
 from tests.support import api
@@ -48,61 +49,57 @@ def test_it_is_recorded_before_it_is_answered_and_joins_a_running_one(verb: str)
 
 @pytest.mark.parametrize("asked", ["install", *VERBS])
 @pytest.mark.parametrize("active", ["install", *VERBS])
+@pytest.mark.parametrize("begun", [True, False], ids=["begun", "waiting"])
 @pytest.mark.rule("O34", "R1.114")
-def test_different_commands_on_one_backend_of_one_node_exclude_each_other(active: str, asked: str) -> None:
-    """The refusal names the operation: its id, kind and state."""
+def test_a_different_command_on_a_backend_of_a_node_waits_for_the_first(
+    active: str, asked: str, begun: bool
+) -> None:
+    """Review R10: both are listed, in the order of the requests, and the second says what it waits for."""
     node = api.make_node()
     job = ask(active, node.id, {"backend": "mock"}).json()["jobID"]
-    claim()
+    if begun:
+        claim()
     answer = ask(asked, node.id, {"backend": "mock"})
+    assert answer.status_code == 202
     if asked == active:
         assert answer.json()["jobID"] == job
-    else:
-        assert answer.status_code == 409
-        assert api.message(answer) == f"{active} mock on w1 is in progress (operation {job})"
-    assert ask(asked, node.id, {"backend": "other"}).status_code == 202
-
-
-@pytest.mark.parametrize("asked", ["install", *VERBS])
-@pytest.mark.parametrize("waiting", ["install", *VERBS])
-@pytest.mark.rule("O34", "R1.114")
-def test_what_waits_gives_way_to_its_opposite_alone(waiting: str, asked: str) -> None:
-    """A deletion ends a waiting install or upgrade, and these end a waiting deletion; both are named."""
-    node = api.make_node()
-    job = ask(waiting, node.id, {"backend": "mock"}).json()["jobID"]
-    answer = ask(asked, node.id, {"backend": "mock"})
-    former = Operation.objects.get(pk=job)
-    if asked == waiting:
-        assert answer.json()["jobID"] == job
-    elif "delete" not in (asked, waiting):
-        assert answer.status_code == 409
-        assert job in api.message(answer)
-        assert former.status == "pending"
-    else:
-        newer = answer.json()["jobID"]
-        part = former.targets.get()
-        assert (former.status, part.status) == ("cancelled", "superseded")
-        assert f"superseded by backend_{asked} of mock (operation {newer})" in part.reason
-        assert former.message == part.reason
-        assert str(PendingBackendOp.objects.get().operation_id) == newer
+        return
+    listed = api.admin().get("/api/operations").json()["operations"]
+    by_job = {entry["jobID"]: entry for entry in listed}
+    assert by_job.keys() == {job, answer.json()["jobID"]}
+    word = {"delete": "removal"}.get(active, active)
+    assert by_job[answer.json()["jobID"]]["waitsFor"] == f"waits for the {word} of mock by static-key on w1"
 
 
 @pytest.mark.django_db(transaction=True)
 @pytest.mark.rule("O34")
-def test_of_simultaneous_requests_the_last_wish_stands() -> None:
-    """Real transactions: one operation is active, opposites were superseded or refused, nothing failed."""
+def test_simultaneous_requests_leave_one_row_for_each_command() -> None:
+    """Real transactions: equal ones joined, or took the place of one that a different one followed."""
     node = api.make_node()
     verbs = ["install", "upgrade", "delete"] * 4
     answers = at_once(*(partial(ask, verb, node.id, {"backend": "mock"}) for verb in verbs))
-    assert {answer.status_code for answer in answers} <= {202, 409}
-    (active,) = Operation.objects.active()
-    intent = PendingBackendOp.objects.get()
-    assert intent.operation_id == active.id
-    assert active.kind == f"backend_{intent.op}"
-    jobs = {answer.json()["jobID"] for answer in answers if answer.status_code == 202}
+    assert {answer.status_code for answer in answers} == {202}
+    active = Operation.objects.active()
+    assert sorted(active.values_list("kind", flat=True)) == [
+        "backend_delete", "backend_install", "backend_upgrade",
+    ]  # fmt: skip
+    rows = {intent.id for intent in PendingBackendOp.objects.all()}
+    assert {operation.targets.get().intent_id for operation in active} == rows
+    jobs = {answer.json()["jobID"] for answer in answers}
     assert jobs == {str(id) for id in Operation.objects.values_list("id", flat=True)}
-    ended = Operation.objects.exclude(pk=active.pk)
+    ended = Operation.objects.exclude(pk__in=active)
     assert {operation.targets.get().status for operation in ended} <= {"superseded"}
+
+
+@pytest.mark.rule("O17", "http-2.10")
+def test_an_upgrade_of_what_the_node_does_not_list_is_refused() -> None:
+    """Review R10."""
+    node = api.make_node()
+    BackendNode.objects.update(inventory_at=clock.now())
+    answer = ask("upgrade", node.id, {"backend": "mock"})
+    assert answer.status_code == 409
+    assert "mock is not installed on w1" in api.message(answer)
+    assert not Operation.objects.exists()
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -23,7 +23,7 @@ from nodes.backends.intents import Ended, Failed
 from nodes.backends.upgrade_rules import Offered
 from nodes.backends.wishes import INSTALL, Asked, Wish
 from nodes.management import bars, following
-from nodes.models import BackendNode, BackendOffer, NodeBackend, PendingBackendOp
+from nodes.models import BackendNode, BackendOffer, NodeBackend, NodeModel, PendingBackendOp
 from operations.changes import events
 from operations.ledger.progress import Tick
 from operations.models import Operation, OperationTarget
@@ -412,12 +412,19 @@ def test_a_delete_asks_first_and_names_nodes_and_replicas(
         return "n"
 
     monkeypatch.setattr("builtins.input", no)
-    assert refused("delete", "echo") == "nothing was deleted"
-    assert questions == ["Delete echo from a, b, c. This stops m on a. Go on? [y/N] "]
+    NodeModel.objects.update(in_flight=2)
+    assert refused("delete", "echo") == "nothing was done"
+    stops = "This stops m on a; requests in flight: 2."
+    assert questions == [f"Delete echo from a, b, c. {stops} Go on? [y/N] "]
+    assert refused("install", "echo", "--force") == "nothing was done"
+    assert questions[1:] == [f"Reinstall echo on a, b, c. {stops} Go on? [y/N] "]
     assert not Operation.objects.exists()
     monkeypatch.setattr("builtins.input", lambda question: "y")
     asked("delete", "echo", "--node", "b", "--detach")
     assert latest().node_name == "b"
+    monkeypatch.setattr("builtins.input", no)
+    refused("delete", "echo", "--node", "a")
+    assert questions[-1] == f"Delete echo from a. {stops} Operations pending on it: 1. Go on? [y/N] "
     asked("delete", "echo", "--node", "a", "--yes", "--detach")
     assert latest().kind == "backend_delete"
 
@@ -450,11 +457,14 @@ def test_what_cannot_be_is_one_line(arguments: list[str], words: str) -> None:
     assert not Operation.objects.exists()
 
 
-def test_the_opposite_that_runs_is_refused_with_its_name() -> None:
+def test_the_opposite_of_what_runs_is_carried_out_after_it() -> None:
+    """Review R10."""
     hot.node("a")
     asked("install", "echo", "--node", "a", "--detach")
     begin()
-    assert f"(operation {latest().id})" in refused("delete", "echo", "--node", "a", "--yes")
+    asked("delete", "echo", "--node", "a", "--yes", "--detach")
+    found = latest()
+    assert (found.kind, found.message) == ("backend_delete", "waits for the install of echo on a")
 
 
 def test_an_upgrade_of_what_is_nowhere_fails_and_says_so() -> None:

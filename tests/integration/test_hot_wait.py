@@ -14,10 +14,12 @@ from django.contrib.auth.models import User
 from pytest_django import Settings
 
 from localai_cluster import clock
-from localai_cluster.accounts import principals
+from localai_cluster.accounts import actors, principals
 from localai_cluster.asgi import application
 from nodes.inference import gateway
 from nodes.loading.load import KIND, key
+from nodes.models import BackendNode, NodeEvent
+from nodes.registry import timeline
 from operations.ledger import admission, lease, outcome
 from operations.ledger.progress import Tick
 from operations.models import Operation, Status
@@ -217,6 +219,42 @@ def test_a_failed_load_reaches_everyone_and_is_not_repeated(cluster: Callable[..
         assert "last line of stderr" in answered.body["error"]["message"]
         assert "loading" not in answered.body
     assert Operation.objects.count() == 2
+
+
+@pytest.mark.parametrize("returned", ["another", "refused", "agent", "away"])
+def test_a_failure_stands_no_longer_than_until_another_node_has_come_back(
+    cluster: Callable[..., None], returned: str
+) -> None:
+    """Review R9: a node that could load it was back, and requests were refused for 15 s all the same."""
+
+    async def scenario(client: hot.Client) -> hot.Reply:
+        asked = asyncio.create_task(ask_many(client, 1))
+        operation = await claimed()
+
+        def fails() -> None:
+            fields: dict[str, Any] = {"node_type": "agent"} if returned == "agent" else {}
+            node = hot.node("w1", offline_at=clock.now(), **fields)
+            if returned == "refused":
+                Operation.objects.update(payload={"refusals": [[str(node.id), "w1", "no room"]]})
+            end(operation, Event.FAIL, error="no node could load it")
+            if returned != "away":
+                BackendNode.objects.update(offline_at=None)
+            beat = timeline.Entry(
+                node.id, "w1", NodeEvent.Kind.HEARD_AGAIN, actors.WORKER, before="offline", after="healthy"
+            )
+            timeline.record(beat, at=clock.now())
+
+        await hot.in_thread(fails)
+        await asked
+        cluster(model_load_wait=0.5)
+        (later,) = await ask_many(client, 1)
+        return later
+
+    later = run(scenario)
+    assert later.status == 503
+    loads_again = returned == "another"
+    assert later.body["error"]["code"] == ("model_loading" if loads_again else "model_load_failed")
+    assert Operation.objects.count() == (2 if loads_again else 1)
 
 
 @pytest.mark.rule("R2.19", "T-JOB-15")

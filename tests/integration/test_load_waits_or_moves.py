@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from nodes.backends import commands, intents
 from nodes.definitions.folder import Folder
 from nodes.loading import asking, load
 from nodes.loading.failures import LoadFailed
-from nodes.models import NodeModel
+from nodes.models import NodeBackend, NodeModel
 from nodes.placement.setbacks import from_payload
 from operations.executor.waiting import Hints
 from operations.executor.work import Abandoned, Postpone, in_thread
@@ -54,6 +55,34 @@ async def test_a_load_leaves_a_worker_that_vanished_while_it_installed(stage: St
     assert ended.payload is not None
     assert list(from_payload(ended.payload)) == [stage.one.id]
     assert await hot.in_thread(NodeModel.objects.count) == 0
+
+
+def refused_by(stage: Stage) -> None:
+    """The first node's worker has refused to install the backend, for another load."""
+    wished.ask(wished.INSTALL, stage.one)
+    (held,) = wished.claim()
+    assert not intents.settle({(held.id, held.fence): (intents.Ended("no room"), ())}, now=clock.now())
+
+
+@pytest.mark.parametrize("since", ["now", "long-ago", "installed-since"])
+async def test_a_node_that_refused_the_backend_of_late_comes_last(stage: Stage, since: str) -> None:
+    """Review R9: after an engine's death the next load went there first, and failed to install again."""
+
+    def happened() -> None:
+        refused_by(stage)
+        if since == "long-ago":
+            ago = clock.now() - timedelta(hours=1)
+            Operation.objects.filter(kind=wished.INSTALL).update(finished_at=ago)
+        if since == "installed-since":
+            NodeBackend.objects.create(node=stage.one, name="Echo")
+
+    await hot.in_thread(happened)
+    for node in (stage.one, stage.two):
+        stage.lists(node, BACKEND)
+    stage.installs(stage.one, m.InstallReply(error="one was asked"))
+    stage.installs(stage.two, m.InstallReply(error="two was asked"))
+    ended = await stage.play()
+    assert f"{'two' if since == 'now' else 'one'} was asked" in str(ended)
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["begun", "waiting"])

@@ -63,6 +63,20 @@ def dismiss(operation_id: Any) -> Any:
     return api.admin().post(f"/api/operations/{operation_id}/dismiss")
 
 
+@pytest.mark.parametrize("event", [Event.COMPLETE, Event.FAIL])
+def test_an_operation_that_succeeds_dismisses_the_failures_of_its_children(event: Event) -> None:
+    """Review R9: a load that went to another node left its failed installation in the inbox."""
+    load = claimed(kind="model_load", key="model:m#0")
+    child, other = failed(key="node:a:echo", parent=load), failed(key="node:b:echo")
+    outcome.finish(load.id, load.fence, event, now=NOW, error="" if event is Event.COMPLETE else "no node")
+    dismissed = row(child).dismissed_at is not None
+    assert dismissed is (event is Event.COMPLETE)
+    assert (str(load.id) in row(child).dismissed_comment) is dismissed
+    assert row(other).dismissed_at is None
+    if dismissed:
+        assert feed.current_seq() == row(load).seq == row(child).seq + 1
+
+
 @pytest.mark.rule("O52", "O53", "http-3.5", "A37", "A45", "O81")
 def test_a_dismissed_failure_leaves_every_list_and_tells_everyone() -> None:
     """D-DISMISS: by job id; who and when are stored, a restart does not bring it back; again is fine."""

@@ -92,20 +92,22 @@ def test_load_info_outlives_replicas_and_nodes() -> None:
 
 
 @pytest.mark.rule("R1.7", "R1.114", "R1.115", "A11", "O23", "O72", "O79", "T-REC-27")
-def test_an_intent_is_unique_for_node_and_backend() -> None:
-    """Opposite wishes never wait side by side: a worker is told to do one thing with a backend at a time."""
+def test_an_intent_is_unique_for_node_backend_and_op() -> None:
+    """Different ops stand side by side (review R10); a worker does one thing with a backend at a time."""
     node = api.make_node()
     asked = {"node": node, "operation_id": uuid4()}
     intent = PendingBackendOp.objects.create(backend="echo", op="install", galleries="[]", **asked)
     assert (intent.attempts, intent.last_error) == (0, "")
     assert intent.next_retry_at <= clock.now()
     assert refused(PendingBackendOp, backend="echo", op="install", **asked)
-    assert refused(PendingBackendOp, backend="echo", op="delete", **asked)
+    assert not refused(PendingBackendOp, backend="echo", op="delete", **asked)
     assert not refused(PendingBackendOp, backend="other", op="delete", **asked)
     assert refused(PendingBackendOp, backend="third", op="polish", **asked)
     assert refused(PendingBackendOp, backend="", op="install", **asked)
     leased = {"lease_until": clock.now(), "fence": 1}
     assert refused(PendingBackendOp, backend="third", op="install", **asked, **leased)
+    PendingBackendOp.objects.filter(op="install").update(lease_owner="c", lease_until=clock.now())
+    assert refused(PendingBackendOp, backend="echo", op="upgrade", **asked, **leased, lease_owner="c")
 
 
 @pytest.mark.rule("R1.8", "T-REG-62")

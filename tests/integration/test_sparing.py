@@ -14,7 +14,9 @@ from django.db import OperationalError
 
 from localai_cluster import clock, errors
 from localai_cluster.messaging import messages as m
+from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import RequestTimeout
+from localai_cluster.messaging.codec import decode
 from nodes.backends import admission, intents, sparing, wave_requests, wishes
 from nodes.backends.intent_queue import IntentQueue
 from nodes.backends.intents import Intent
@@ -96,6 +98,29 @@ async def test_the_command_is_sent_when_the_requests_have_ended(stage: Stage) ->
     assert (await attempt).status == "success"
     assert len(stage.sent) == 1
     assert await hot.in_thread(stage.loaded, stage.node) == {"n"}, "what did not stop serves again"
+
+
+@pytest.mark.rule("O10")
+async def test_an_install_that_replaces_files_is_sent_when_the_requests_have_ended(stage: Stage) -> None:
+    """Review R21. It stops the last replica of m too: nobody would be asked about it."""
+    stage.kind = wishes.INSTALL
+    stage.bus.replies[subjects.models_running(str(stage.node.id))] = m.RunningReply(())
+
+    def begins() -> Intent:
+        stage.alone()
+        counted(stage.node, 2)()
+        asked = Asked([stage.node], actor="test", drains=True)
+        admission.ask(Wish(wishes.INSTALL, "echo", force=True), asked, now=clock.now())
+        return stage.claimed()
+
+    stage.answers(m.InstallReply(True))
+    attempt = asyncio.create_task(stage.carries_out(await hot.in_thread(begins)))
+    await until(lambda: reason() == "waiting for 2 requests on one")
+    assert not stage.sent
+    await hot.in_thread(counted(stage.node, 0))
+    assert (await attempt).status == "success"
+    assert decode(stage.sent[0], m.InstallRequest).force
+    assert not await hot.in_thread(NodeModel.objects.filter(node=stage.node).exists)
 
 
 @pytest.mark.rule("worker-7", "R6.32")

@@ -26,6 +26,7 @@ from nodes.reconcilers.schedules import SCHEDULES
 from operations.executor.work import in_thread
 from tests.integration.test_api_document import document, fits
 from tests.support import api
+from tests.support.intents import DELETE, INSTALL, ask
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -329,7 +330,7 @@ async def test_a_defect_ends_the_check_with_a_reason(monkeypatch: pytest.MonkeyP
     assert "internal error" in standing.problems[""]
 
 
-@pytest.mark.rule("R6.31", "R6.32", "http-4.3")
+@pytest.mark.rule("R6.31", "R6.32", "http-4.3", "R1.110")
 def test_the_installed_list_of_the_cluster(gallery: Write) -> None:
     """Keys as in the recording; what a pending node claims to have is not there."""
     gallery(minilm="2.0.0")
@@ -362,6 +363,9 @@ def test_the_installed_list_of_the_cluster(gallery: Write) -> None:
         ],
     }
     assert (system["Name"], system["IsSystem"], system["Metadata"]) == ("sys", True, None)
+    for kind in (DELETE, INSTALL):
+        ask(kind, first, second, backend="minilm")
+    assert [one.get("pending_operations") for one in answer("/backends")] == [4, None]
 
 
 @pytest.mark.rule("http-4.3", "R6.31")

@@ -261,6 +261,36 @@ async def test_a_worker_of_ours_that_does_not_listen_yet_gets_no_forced_install(
     assert not stage.bus.asked[subjects.backend_install(str(stage.node.id))]
 
 
+SAME = "sha256:" + "a" * 64
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        (SAME, SAME, "nothing changed: 1.0.0 was installed before"),
+        (SAME, SAME.replace("a", "b"), ""),
+        ("", "", ""),
+        (SAME, "", ""),
+    ],
+    ids=["same", "another", "unknown", "not-any-more"],
+)
+@pytest.mark.rule("O17")
+async def test_an_upgrade_changed_nothing_if_version_and_digest_are_the_same(
+    stage: Stage, before: str, after: str, says: str
+) -> None:
+    """Review R8: an image may change under an equal version; an unknown digest is not equal."""
+
+    def installed() -> Intent:
+        NodeBackend.objects.create(node=stage.node, name="echo", version="1.0.0", digest=before)
+        return stage.begins(UPGRADE)
+
+    intent = await hot.in_thread(installed)
+    stage.lists(replace(ECHO, digest=after))
+    stage.answers(stopped())
+    part = await stage.carries_out(intent)
+    assert (ended(part), part.reason) == (SUCCESS, says)
+
+
 @pytest.mark.parametrize(
     ("listed", "says"),
     [

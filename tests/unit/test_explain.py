@@ -96,7 +96,7 @@ def test_it_is_never_larger_than_16_kib(size: int, letter: str) -> None:
         ),
         (
             fleet({}, {}, setbacks={UUID(int=0): Setback(2, LATER)}),
-            "fewest failures of this load: 0 against 2 on a",
+            "fewest failures of load or backend: 0 against 2 on a",
         ),
         (
             fleet({"free_vram": 4 * GIB}, {"free_vram": 20 * GIB}, need=Need(vram=8 * GIB)),

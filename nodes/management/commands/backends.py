@@ -24,7 +24,7 @@ from nodes.api.cluster_backends import (
 )
 from nodes.api.installed import installed_list
 from nodes.api.installs import SAID
-from nodes.backends import upgrade_check
+from nodes.backends import intents, upgrade_check
 from nodes.backends.installed import InstalledBackend
 from nodes.backends.upgrade_rules import Upgrade
 from nodes.backends.wishes import DELETE, UPGRADE, Asked, Wish, everywhere
@@ -66,6 +66,7 @@ def _changing(add: Add) -> None:
     made.add_argument("--uri", default="", help="address of an image, archive or folder instead of a gallery")
     made.add_argument("--name", dest="called", default="", metavar="N", help="its name, with --uri")
     made.add_argument("--force", action="store_true", help="replace the files where it is installed")
+    made.add_argument("--yes", action="store_true", help="with --force: do not ask")
     newer = _on_nodes(add("upgrade", upgrade, "Upgrade a backend where it is; several nodes go in waves."))
     newer.add_argument("name", metavar="NAME")
     pace = newer.add_mutually_exclusive_group()
@@ -142,7 +143,12 @@ def install(options: Options, out: OutputWrapper) -> str:
         raise CommandError(
             "give the NAME of a backend, or --uri; `GET /api/backends` lists what galleries offer"
         )
-    return _ask(options, out, install_wish(fields, force=options["force"]), fields)
+    wish, nodes = install_wish(fields, force=options["force"]), _nodes(options)
+    if options["force"] and not options["yes"]:
+        nodes = nodes or everywhere(wish)[0]
+        if NodeModel.objects.loaded().filter(node__in=nodes).of_backend(wish.backend).exists():
+            _confirm("reinstall", wish, nodes)
+    return _ask(options, out, wish, fields)
 
 
 def upgrade(options: Options, out: OutputWrapper) -> str:
@@ -164,20 +170,25 @@ def delete(options: Options, out: OutputWrapper) -> str:
     wish = Wish(DELETE, bare_name(options["name"]))
     nodes = _nodes(options)
     if not options["yes"]:
-        _confirm(wish, nodes or everywhere(wish)[0])
+        _confirm("delete", wish, nodes or everywhere(wish)[0])
     return _ask(options, out, wish, _checked(NodesSerializer, _nodes_field(nodes)))
 
 
-def _confirm(wish: Wish, nodes: Sequence[BackendNode]) -> None:
+def _confirm(verb: str, wish: Wish, nodes: Sequence[BackendNode]) -> None:
+    """Ask with the replicas and requests that end, and what on the backend has not; raise CommandError."""
     if not sys.stdin.isatty():
-        raise CommandError(f"give --yes to delete {wish.backend} without a question")
+        raise CommandError(f"give --yes to {verb} {wish.backend} without a question")
     names = ", ".join(node.name for node in nodes) or "no node"
     stops = NodeModel.objects.loaded().filter(node__in=nodes).of_backend(wish.backend)
-    found = stops.order_by("model_name", "node__name").values_list("model_name", "node__name")
-    replicas = ", ".join(f"{model} on {node}" for model, node in found)
-    said = f"Delete {wish.backend} from {names}." + (f" This stops {replicas}." if replicas else "")
+    found = stops.order_by("model_name", "node__name").values_list("model_name", "node__name", "in_flight")
+    replicas = ", ".join(f"{model} on {node}" for model, node, _ in found)
+    said = f"{verb.capitalize()} {wish.backend} {'from' if verb == 'delete' else 'on'} {names}."
+    if replicas:
+        said += f" This stops {replicas}; requests in flight: {sum(busy for *_, busy in found)}."
+    if pending := intents.count_pending_by_backend().get(wish.backend.lower()):
+        said += f" Operations pending on it: {pending}."
     if input(f"{rendering.printable(said)} Go on? [y/N] ").strip().lower() not in ("y", "yes"):
-        raise CommandError("nothing was deleted")
+        raise CommandError("nothing was done")
 
 
 def _nodes(options: Options) -> list[BackendNode]:

@@ -23,7 +23,7 @@ it("several nodes are one request, and only an upgrade goes in waves", async () 
     ["/api/backends/upgrade/{name}", { nodes, waves }],
     ["/api/backends/upgrade/{name}", { nodes, waves, last_replicas: ["chat"] }],
     ["/api/backends/upgrade/{name}", { nodes }],
-    ["/api/backends/install/{name}", { nodes }],
+    ["/api/backends/install/{name}", { nodes, force: true }],
     ["/api/backends/delete/{name}", { nodes }],
   ]);
 });

@@ -20,8 +20,8 @@ export function change(verb: Verb, { backend, nodes }: Wish, inWaves: boolean, c
   const params = { path: { name: backend } };
   const body = { nodes: [...nodes] };
   if (verb === "delete") return call(client.POST("/api/backends/delete/{name}", { params, body }));
-  // An install by this route replaces the files that are there.
-  if (verb === "reinstall") return call(client.POST("/api/backends/install/{name}", { params, body }));
+  // The question has named the requests that end.
+  if (verb === "reinstall") return call(client.POST("/api/backends/install/{name}", { params, body: { ...body, force: true } }));
   const waves = inWaves ? { waves: WAVES, ...(confirmed.length === 0 ? {} : { last_replicas: [...confirmed] }) } : {};
   return call(client.POST("/api/backends/upgrade/{name}", { params, body: { ...body, ...waves } }));
 }

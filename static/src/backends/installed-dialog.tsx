@@ -8,10 +8,12 @@ import { usersOf } from "../nodes/detail/words";
 import { Names } from "../nodes/shared/names";
 import { refusal } from "../nodes/shared/verbs";
 import { Confirmations } from "../operations/last-replicas";
+import { useWork } from "../operations/watch";
 import { announce } from "../ui/announce";
 import { Button } from "../ui/button";
 import { Dialog } from "../ui/dialog";
 import { Problem } from "../ui/problem";
+import { pendingOf } from "./installed-model";
 import { change as ask, changeAll, type Outcome, type Verb, type Wish } from "./installed-calls";
 import "../nodes/shared/shared.css";
 
@@ -75,6 +77,7 @@ export function ChangeDialog({ change: { verb, backends }, onClose }: { change: 
             <Names nodes={left.map(([node]) => [node, <span key={node.id} className="muted">{refusal("install", node)}</span>])} />
           </section>
         )}
+        <Waits backends={backends} />
         <p>{EFFECT[verb]} Replicas that use it by another name, such as an alias, stop too. The next request for such a model loads it again.</p>
         {verb === "upgrade" && several && <Way inWaves={inWaves} onChange={setInWaves} />}
         <Confirmations models={toConfirm} confirmed={confirmed} onChange={setConfirmed} />
@@ -90,6 +93,13 @@ export function ChangeDialog({ change: { verb, backends }, onClose }: { change: 
       </form>
     </Dialog>
   );
+}
+
+/** What has been requested before and is done first where it is for the same node. */
+function Waits({ backends }: { backends: Change["backends"] }): ReactNode {
+  const { operations } = useWork();
+  const pending = backends.reduce((sum, { name }) => sum + pendingOf([...operations.values()], name).operations, 0);
+  return pending === 0 ? null : <p role="status">{count(pending, "operation")} pending on {backends.length === 1 ? "it" : "them"}. This runs after those on the same node.</p>;
 }
 
 /** Why it cannot be sent yet; "" if it can. */

@@ -13,7 +13,7 @@ import { Ago } from "../ui/time";
 import { Tip } from "../ui/tip";
 import type { Verb } from "./installed-calls";
 import type { Change } from "./installed-dialog";
-import { outdated, short, target, type Place, type Row } from "./installed-model";
+import { outdated, pendingOf, short, target, type Place, type Row } from "./installed-model";
 
 const FROM_ADDRESS = "Installed from an address: install it from there again";
 
@@ -45,6 +45,7 @@ export function InstalledLine({ row, open, operations, onToggle, onAsk }: LinePr
         <Facts row={row} />
       </div>
       <div className="catalogue-state">
+        <PendingChip operations={active} name={row.name} />
         <Running operations={active} />
         <Button small kind="ghost" aria-expanded={open} aria-label={`on ${count(row.places.length, "node")}: ${row.name}`} onClick={onToggle}>
           on {count(row.places.length, "node")}
@@ -121,6 +122,11 @@ function Version({ version, digest }: { version: string; digest: string }): Reac
       )}
     </>
   );
+}
+
+function PendingChip({ operations, name }: { operations: readonly Operation[]; name: string }): ReactNode {
+  const { nodes } = pendingOf(operations, name);
+  return nodes === 0 ? null : <span className="pill">pending on {count(nodes, "node")}</span>;
 }
 
 /** What goes on, by what is done; it leads to where it can be watched. */

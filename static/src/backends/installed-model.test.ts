@@ -1,7 +1,7 @@
 import { describe, expect, it } from "vitest";
 import { node } from "../live/fixtures";
 import type { Entry } from "./catalogue";
-import { addressOfWanted, outdated, rowsOf, short, shownRows, tallies, target, wantedIn, type Installed, type UpgradeInfo, type Wanted } from "./installed-model";
+import { addressOfWanted, outdated, pendingOf, rowsOf, short, shownRows, tallies, target, wantedIn, type Installed, type UpgradeInfo, type Wanted } from "./installed-model";
 
 const NODES = new Map(["a", "b", "c"].map((name) => [name, node(name, name === "c" ? { status: "offline" } : {})]));
 const ALL: Wanted = { term: "", state: "all", variants: false, development: false, open: "" };
@@ -92,4 +92,17 @@ describe("an upgrade", () => {
     expect([target(upgrade("v1.2")), target(upgrade("", { available_digest: `sha256:${"a".repeat(64)}` })), target(upgrade(""))]).toEqual(["v1.2", "sha256:aaaaaaaaaaaa", ""]);
     expect(short("x".repeat(50))).toHaveLength(20);
   });
+});
+
+it("pending work is counted once a node and command, and not before its wave opens (R1.110)", () => {
+  const part = (node_id: string, status: string, wave?: number) => ({ node_id, node_name: node_id, status, percentage: 0, ...(wave === undefined ? {} : { wave }) });
+  const work = (kind: string, nodes: object[], more: object = {}) => ({ kind, name: "echo", isBackend: true, status: "pending", nodes, ...more }) as never;
+  const operations = [
+    work("backend_delete", [part("a", "queued"), part("b", "success")]),
+    work("backend_delete", [part("a", "queued")]),
+    work("backend_upgrade", [part("a", "running_on_worker", 0), part("c", "queued", 1)], { waves: { open: 0 } }),
+    work("backend_install", [part("d", "queued")], { name: "other" }),
+    work("backend_install", [part("e", "error")], { status: "failed" }),
+  ];
+  expect(pendingOf(operations, "echo")).toEqual({ operations: 2, nodes: 1 });
 });

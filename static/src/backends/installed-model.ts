@@ -1,7 +1,10 @@
 // What the view of installed backends says: rows from the cluster's list, the upgrades, the catalogue and the live
 // nodes; which of them show; and on which nodes an action is taken. Pure.
 import type { components } from "../api/schema";
-import type { LiveNode } from "../live/messages";
+import type { LiveNode, Operation } from "../live/messages";
+import { isActive } from "../live/store";
+import { onBackend } from "../nodes/detail/words";
+import { ENDED, ownState } from "../operations/words";
 import type { Entry } from "./catalogue";
 import type { Roster } from "./roster";
 
@@ -100,6 +103,26 @@ function majority(places: readonly Build[]): Build {
 
 function compare(left: string, right: string): number {
   return left === right ? 0 : left < right ? -1 : 1;
+}
+
+/** What on a backend has not ended: pieces of work, one a node and command, and their nodes. */
+export interface Pending {
+  operations: number;
+  nodes: number;
+}
+
+/** Counts as the server does: a part whose wave has not opened is no work yet. */
+export function pendingOf(operations: readonly Operation[], name: string): Pending {
+  const work = new Set<string>();
+  const nodes = new Set<string>();
+  for (const operation of operations.filter((one) => isActive(one) && onBackend(one, name))) {
+    for (const part of operation.nodes ?? []) {
+      if (ENDED.has(ownState(part)) || (part.wave ?? 0) > (operation.waves?.open ?? 0)) continue;
+      work.add(`${operation.kind} ${part.node_id}`);
+      nodes.add(part.node_id);
+    }
+  }
+  return { operations: work.size, nodes: nodes.size };
 }
 
 export const STATES = ["all", "user", "system", "updates", "offline"] as const;
