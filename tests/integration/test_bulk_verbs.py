@@ -140,7 +140,7 @@ def test_an_attempt_that_is_cut_off_is_continued(after: int, monkeypatch: pytest
         if len(calls) == after + 1:
             raise Killed  # after the verb, before the outcome of its part
 
-    monkeypatch.setitem(bulk.VERBS, bulk.APPROVE, counted)  # type: ignore[arg-type]
+    monkeypatch.setitem(bulk.VERBS, bulk.APPROVE, counted)
     with pytest.raises(Killed):
         run_controller()
     operation.refresh_from_db()

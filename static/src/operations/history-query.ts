@@ -28,6 +28,12 @@ export const KINDS: readonly (readonly [kind: string, label: string])[] = [
   ["model_unload", "Model unload"],
   ["model_delete", "Model removal"],
   ["node_stop", "Node stop"],
+  ["node_approve", "Approve nodes"],
+  ["node_reject", "Reject nodes"],
+  ["node_drain", "Drain nodes"],
+  ["node_resume", "Resume nodes"],
+  ["node_label", "Label nodes"],
+  ["node_remove", "Remove nodes"],
 ];
 
 const UUID = /^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$/i;

@@ -22,7 +22,7 @@ const west = node("gpu-1", {
   address: "10.0.0.1:50051",
   labels: { zone: "west", "node.name": "gpu-1" },
   models: [model("all-MiniLM")],
-  gpus: [gpu(0, "NVIDIA H100 80GB HBM3"), gpu(1, "NVIDIA H100 80GB HBM3")],
+  gpus: [gpu(0, "Nvidia h100 80GB HBM3"), gpu(1, "Nvidia h100 80GB HBM3")],
 });
 const east = node("gpu-2", { gpu_vendor: "amd", labels: { zone: "east" }, backends: ["whisper"] });
 const agent = node("helper", { node_type: "agent", labels: { zone: "west" } });
