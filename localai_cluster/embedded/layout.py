@@ -38,6 +38,8 @@ WORKER_COMMAND = (sys.executable, "-m", "localai_cluster.worker")
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 LOCAL_WORKER = "local"
 NATS_PORT = 4222
+SERVER_URLS = "server_urls"
+"""The file in the secrets folder where `make run` writes the URLs of its bundled servers."""
 WORKER_PORT = 50051
 """The first port for a worker's engines; the probes use the one below. More workers use higher blocks."""
 
@@ -190,11 +192,17 @@ class Layout:
             "PYTHONUNBUFFERED": "1",
         }
 
-    def bootstrap_environment(self) -> dict[str, str]:
+    def forget_original(self) -> None:
+        """Remove what leads from a copied folder to the original cluster: its servers' keys and URLs."""
+        (self.secrets.directory / SERVER_URLS).unlink(missing_ok=True)
+        self.secrets.renew_bus_keys()
+        shutil.rmtree(self.data_dir / "nats" / "accounts", ignore_errors=True)
+
+    def bootstrap_environment(self, *, copied: bool = False) -> dict[str, str]:
         """What `manage.py bootstrap` needs in addition.
 
-        The node to enrol with its secret, whether the admin's password was generated, and where the line goes
-        that adds other machines.
+        The node to enrol with its secret, whether the admin's password was generated, whether the folder was
+        `copied`, and where the line goes that adds other machines.
         """
         home = private_directory(self.data_dir / "worker")
         ensure(home / "node-secret")
@@ -203,6 +211,7 @@ class Layout:
             "CLUSTER_ADMIN_PASSWORD_GENERATED": str(not self.secrets.given("admin_password")).lower(),
             "CLUSTER_ENROL_NODE": LOCAL_WORKER,
             "CLUSTER_ENROL_SECRET_FILE": str(home / "node-secret"),
+            "CLUSTER_DATA_COPIED": str(copied).lower(),
             **({"CLUSTER_JOIN_COMMAND_FILE": str(self.join_command)} if self.open_to_others else {}),
         }
 

@@ -21,10 +21,11 @@ from typing import Any
 import httpx
 
 from localai_cluster import clock, cluster_settings, join_script, procs
-from localai_cluster.embedded import external, package, requests
+from localai_cluster.embedded import external, folder_identity, package, requests
 from localai_cluster.embedded.layout import (
     GALLERY,
     LOCAL_WORKER,
+    SERVER_URLS,
     WORKER_COMMAND,
     Layout,
     free_bytes,
@@ -32,7 +33,6 @@ from localai_cluster.embedded.layout import (
 )
 from localai_cluster.embedded.lock import DataLock, end_leftovers
 from localai_cluster.embedded.log import Log
-from localai_cluster.embedded.manage import SERVER_URLS
 from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.resources import SetupError, write_private
 from localai_cluster.embedded.server import EmbeddedServer, wait_for
@@ -48,6 +48,10 @@ READY_SECONDS = 120.0
 MAKE_BEGAN = "CLUSTER_MAKE_BEGAN"
 """Variable with the time when `make run` was called, in seconds since 1970."""
 COMMAND_SECONDS = 300.0
+_COPIED = (
+    "this data folder is a copy of another one: this cluster gets new keys for its message bus, and its nodes"
+    " are offline until their workers register here"
+)
 
 
 class StartCancelled(Exception):
@@ -62,6 +66,7 @@ class Cluster:
         self.layout = Layout.of(environ)
         self.stopping = threading.Event()
         self._lock = DataLock(self.layout.data_dir)
+        self._copied = folder_identity.is_copy(self.layout.data_dir)
         self._guardian: procs.Guardian | None = None
         self._supervisor: Supervisor | None = None
         self.servers: dict[str, EmbeddedServer] = {}
@@ -71,7 +76,7 @@ class Cluster:
         """Starts everything; returns when it is ready. `SetupError`, or `StartCancelled` by `ask_to_stop`."""
         self._clean()
         self._check()
-        self._guardian = guardian = procs.Guardian(replaced=self._guardian_replaced)
+        self._guardian = guardian = procs.Guardian(self._lock.new_mark(), replaced=self._guardian_replaced)
         self._supervisor = supervisor = Supervisor(self.log, guardian)
         self._lock.note(port=self.layout.port, host=self.layout.host, mark=guardian.mark)
         self.servers = self.layout.servers()
@@ -81,6 +86,7 @@ class Cluster:
         urls = {name: server.url for name, server in self.servers.items()}
         write_private(self.layout.secrets.directory / SERVER_URLS, json.dumps(urls) + "\n")
         self._prepare_product(product)
+        folder_identity.claim(self.layout.data_dir)
         self._offer_package()
         *programs, worker = self._programs(product)
         for program in programs:
@@ -135,8 +141,10 @@ class Cluster:
         if before:
             self.log.say("run", f"cleaning up after a killed run (process id {before.get('pid')})")
             EmbeddedPostgres(self.layout.data_dir / "postgres").end_leftovers()
-            if mark := str(before.get("mark", "")):
-                end_leftovers(mark)
+            end_leftovers(before["mark"])
+        if self._copied:
+            self.log.say("run", _COPIED)
+            self.layout.forget_original()
 
     def _check(self) -> None:
         free = free_bytes(self.layout.data_dir)
@@ -179,7 +187,7 @@ class Cluster:
         mark = self._guardian.env if self._guardian else {}
         child = procs.spawn(
             [sys.executable, "-m", "localai_cluster.embedded.prepare"],
-            env={**product, **self.layout.bootstrap_environment(), **mark},
+            env={**product, **self.layout.bootstrap_environment(copied=self._copied), **mark},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )

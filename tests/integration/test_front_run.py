@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from localai_cluster import clock, procs
-from localai_cluster.embedded import lock, manage, package, prepare, requests, run, worker
+from localai_cluster.embedded import folder_identity, lock, manage, package, prepare, requests, run, worker
 from localai_cluster.embedded.layout import Layout, address_for_others
 from localai_cluster.embedded.log import Log
 from localai_cluster.embedded.resources import SetupError, free_port, runtime_directory
@@ -76,14 +76,73 @@ def test_a_data_directory_in_use_names_its_holder(tmp_path: Path) -> None:
     held.release()
 
 
+def leave_behind(folder: Path, mark: str) -> "subprocess.Popen[bytes]":
+    """A killed run: its record in the lock of `folder`, and a process with its mark."""
+    process = procs.spawn(["sleep", "1000"], env={"PATH": os.environ["PATH"], procs.MARK_VARIABLE: mark})
+    (folder / "run.lock").write_text(json.dumps({"pid": 4194305, "port": 1, "mark": mark}))
+    return process
+
+
 def test_a_stale_lock_is_taken_over_and_its_leftovers_end(tmp_path: Path) -> None:
     """The run before was killed, and so was its guardian."""
-    left = procs.spawn(["sleep", "1000"], env={"PATH": os.environ["PATH"], procs.MARK_VARIABLE: "stale-mark"})
-    (tmp_path / "run.lock").write_text('{"pid": 4194305, "port": 1, "mark": "stale-mark"}')
+    left = leave_behind(tmp_path, f"{folder_identity.folder_id(tmp_path)}.stale")
     with listener() as port:
         lines = attempt(tmp_path, PORT=str(port))
     assert lines[0] == "cleaning up after a killed run (process id 4194305)"
     assert left.wait(30) < 0
+
+
+def test_a_copied_lock_ends_no_process_of_the_original(tmp_path: Path) -> None:
+    """Review X1: `cp -a` of a live folder brings the record of a run that goes on elsewhere."""
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    original.mkdir()
+    folder_identity.claim(original)
+    left = leave_behind(original, f"{folder_identity.folder_id(original)}.live")
+    shutil.copytree(original, copy)
+    try:
+        assert lock.holder_of(copy) == {}
+        with listener() as port:
+            lines = attempt(copy, PORT=str(port))
+        assert lines[0].startswith("this data folder is a copy of another one: ")
+        assert not [line for line in lines if "cleaning up" in line]
+        assert left.poll() is None
+    finally:
+        left.kill()
+        left.wait()
+
+
+def test_a_copy_is_told_by_device_and_inode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Review X1: moving a folder makes no copy of it, nor does another device number after a reboot."""
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    original.mkdir()
+    assert not folder_identity.is_copy(original), "of an earlier version"
+    folder_identity.claim(original)
+    shutil.copytree(original, copy)
+    original.rename(tmp_path / "moved")
+    assert [folder_identity.is_copy(place) for place in (tmp_path / "moved", copy)] == [False, True]
+    folder_identity.claim(copy)
+    assert not folder_identity.is_copy(copy)
+    claimed = json.loads((copy / folder_identity.FILE).read_text())
+    inode = claimed["folder"].split(".")[1]
+    (copy / folder_identity.FILE).write_text(json.dumps({**claimed, "folder": f"ffff.{inode}"}))
+    assert folder_identity.is_copy(copy), "a snapshot keeps the inode"
+    monkeypatch.setattr(folder_identity, "_boot_id", lambda: "another boot")
+    assert not folder_identity.is_copy(copy)
+
+
+def test_a_copied_cluster_gets_its_own_bus_keys_and_keeps_the_operators(tmp_path: Path) -> None:
+    """Review X1: keys in settings are the operator's to change; only generated ones are replaced."""
+    given = nkeys.generate("account").seed
+    layout = Layout.of({"CLUSTER_DATA_DIR": str(tmp_path), "LOCALAI_NATS_ACCOUNT_SEED": given})
+    accounts = tmp_path / "nats" / "accounts"
+    accounts.mkdir(parents=True)
+    before = {path.name: path.read_text() for path in layout.secrets.directory.iterdir()}
+    layout.forget_original()
+    after = {path.name: path.read_text() for path in layout.secrets.directory.iterdir()}
+    changed = {name for name in before if before[name] != after.get(name)}
+    assert changed == {"nats_operator", "nats_system"}
+    assert layout.secrets.value("nats_account") == given
+    assert not accounts.exists()
 
 
 @pytest.mark.parametrize(

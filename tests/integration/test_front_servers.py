@@ -55,6 +55,12 @@ def answers(url: str) -> bool:
         return bool(client.ping())
 
 
+def listens(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
 def rows(url: str, query: str) -> list[tuple[object, ...]]:
     with psycopg.connect(url, autocommit=True) as connection:
         cursor = connection.execute(query.encode())
@@ -99,6 +105,13 @@ def test_postgres_ignores_a_note_whose_number_is_somebody_else_now(own: Embedded
     own.stop()
     note = own.data / "postmaster.pid"
     note.write_text(f"{os.getpid()}\n{own.data}\n1\n5432\n\n\n\n")
+    assert rows(own.start(), "select 1") == [(1,)]
+
+
+def test_postgres_ignores_the_socket_of_a_folder_that_was_copied(own: EmbeddedPostgres) -> None:
+    """Review X1: the socket's lock file names a process that runs, the server of the original."""
+    own.stop()
+    (own.sockets / ".s.PGSQL.5432.lock").write_text(f"{os.getpid()}\n{own.data}\n1\n5432\n\n")
     assert rows(own.start(), "select 1") == [(1,)]
 
 
@@ -168,6 +181,16 @@ async def test_nats_lets_no_one_in_without_a_credential(
     await controller.flush()
     assert heard.pending_msgs == 0
     await hang_up(controller)
+
+
+def test_a_foreign_nats_server_on_the_port_is_not_ours(nats_server: EmbeddedNats, tmp_path: Path) -> None:
+    """Review X1: a cluster whose port another one's server holds fails, and never shares that bus."""
+    other = EmbeddedNats(tmp_path / "other", port=nats_server.port, keys=nats_server.keys)
+    assert nats_server.ready()
+    assert not other.ready()
+    with pytest.raises(SetupError, match="address already in use"):
+        other.start()
+    assert nats_server.ready()
 
 
 async def hang_up(client: Client) -> None:
@@ -361,7 +384,7 @@ def test_a_server_of_your_own_runs_with_what_nats_config_writes(tmp_path: Path) 
     command = [str(binary()), "--config", str(folder / "nats.conf")]
     child = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
-        assert wait_for(server.ready, 30)
+        assert wait_for(lambda: listens(port), 30)
         servers = parse_url(server.url)
         assert asyncio.run(complaint(servers))
         assert asyncio.run(complaint(replace(servers, credentials=service_of(server)))) == ""

@@ -3,9 +3,11 @@
 Reads `CLUSTER_ADMIN_PASSWORD` and `CLUSTER_ENROL_NODE` with `CLUSTER_ENROL_SECRET` (each secret also as
 `…_FILE`). A generated password (`CLUSTER_ADMIN_PASSWORD_GENERATED`) must be changed at the first sign-in.
 Running it again changes nothing: an existing admin keeps password and permissions. But the rules of
-`LOCALAI_MODEL_SCHEDULING` and `LOCALAI_MODEL_SCHEDULING_CONFIG` replace those of their models each time. For
-`make run` it also makes a join token, each time, and writes the line that adds a machine to
-`CLUSTER_JOIN_COMMAND_FILE`.
+`LOCALAI_MODEL_SCHEDULING` and `LOCALAI_MODEL_SCHEDULING_CONFIG` replace those of their models each time.
+
+For `make run` it also makes a join token, each time, and writes the line that adds a machine to
+`CLUSTER_JOIN_COMMAND_FILE`. If the data folder was copied (`CLUSTER_DATA_COPIED`), all nodes are offline
+until their workers report here.
 """
 
 import os
@@ -39,11 +41,15 @@ class Command(BaseCommand):
         environment = Environment(os.environ)
         password = environment.secret("CLUSTER_ADMIN_PASSWORD")
         generated = environment.boolean("CLUSTER_ADMIN_PASSWORD_GENERATED")
+        copied = environment.boolean("CLUSTER_DATA_COPIED")
         node, secret = environment.text("CLUSTER_ENROL_NODE"), environment.secret("CLUSTER_ENROL_SECRET")
         join_command = environment.text("CLUSTER_JOIN_COMMAND_FILE")
         rules = boot.read(environment)
         for problem in environment.problems:
             raise CommandError(f"{problem.setting}: {problem.message}. {problem.hint}")
+        if copied:
+            reason = "the data folder was copied; no worker has reported to this cluster yet"
+            services.lose_contact(actor=actors.MAKE_RUN, now=clock.now(), reason=reason)
         self._admin(password, generated=generated)
         self._node(node, secret)
         if rules:
