@@ -20,7 +20,9 @@ def complaint(said: str) -> str:
         if "(cluster.E" in line:
             hint = "".join(following for following in lines[index + 1 : index + 2] if "HINT" in following)
             return f"{line} {hint}".strip()
-    return lines[-1] if lines else "no output"
+    # PostgreSQL adds the whole row that it refused, secrets and all.
+    facts = [line for line in lines if not line.startswith(("DETAIL:", "CONTEXT:"))]
+    return facts[-1] if facts else "no output"
 
 
 def main() -> int:

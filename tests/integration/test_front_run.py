@@ -286,6 +286,15 @@ def test_a_checks_finding_is_told_in_one_line() -> None:
     )
 
 
+def test_a_refused_row_is_not_printed() -> None:
+    """Review X5: the last line of PostgreSQL's message is the row, with what is in it."""
+    said = (
+        'null value in column "later" of relation "operations" violates not-null constraint\n'
+        "DETAIL:  Failing row contains (7, secret, null).\n"
+    )
+    assert prepare.complaint(said) == said.splitlines()[0]
+
+
 @pytest.mark.parametrize(
     ("environ", "generated", "told"),
     [

@@ -24,6 +24,7 @@ from django_q.signals import post_execute
 from django_q.utils import get_func_repr
 
 from localai_cluster import conf, scraping
+from localai_cluster.management import schema_version
 from localai_cluster.metrics import passes
 from nodes.reconcilers import schedules
 from operations.reconcilers import schedules as ledger_schedules
@@ -37,6 +38,7 @@ class Command(QCluster):
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Prepares the memory that the forks share, then runs until SIGTERM or SIGINT."""
+        schema_version.refuse_other(conf.cluster().database_url)
         for schedule in [*schedules.SCHEDULES, *ledger_schedules.SCHEDULES]:
             import_module(schedule.function.rpartition(".")[0])
         import_module("channels_redis.pubsub")
