@@ -1,7 +1,8 @@
 """Prepares the database: `check`, `migrate` and `bootstrap` of `manage.py`.
 
-All three run in one process, since starting Django takes a second. A failure is one line on standard output
-and exit code 1.
+All three run in one process, since starting Django takes a second. The settings are checked at once; then it
+prints `CHECKED` and waits for a line on standard input, by when the servers run. A failure is one line on
+standard output and exit code 1.
 """
 
 import io
@@ -11,6 +12,8 @@ import django
 from django.core.management import call_command
 from django.core.management.base import CommandError
 from django.db import Error as DatabaseError
+
+from localai_cluster.embedded.preparation import CHECKED
 
 
 def complaint(said: str) -> str:
@@ -30,7 +33,15 @@ def main() -> int:
     name = "check"
     try:
         django.setup()
+        # It imports models.
+        from localai_cluster.management.commands import bootstrap
+
         call_command("check", stdout=io.StringIO())
+        bootstrap.settings()
+        sys.stdout.write(f"{CHECKED}\n")
+        sys.stdout.flush()
+        if not sys.stdin.readline():
+            return 1  # the start was given up
         name = "migrate"
         call_command("migrate", verbosity=0, interactive=False)
         name = "bootstrap"

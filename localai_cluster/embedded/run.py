@@ -9,7 +9,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -34,6 +33,7 @@ from localai_cluster.embedded.layout import (
 from localai_cluster.embedded.lock import DataLock, end_leftovers
 from localai_cluster.embedded.log import Log
 from localai_cluster.embedded.postgres import EmbeddedPostgres
+from localai_cluster.embedded.preparation import PASSWORD_CHANGED, Preparation
 from localai_cluster.embedded.resources import SetupError, write_private
 from localai_cluster.embedded.server import EmbeddedServer, wait_for
 from localai_cluster.embedded.supervisor import Program, Supervisor, how_it_ended
@@ -47,7 +47,6 @@ _TASK_PROCESSES = 4
 READY_SECONDS = 120.0
 MAKE_BEGAN = "CLUSTER_MAKE_BEGAN"
 """Variable with the time when `make run` was called, in seconds since 1970."""
-COMMAND_SECONDS = 300.0
 _COPIED = (
     "this data folder is a copy of another one: this cluster gets new keys for its message bus, and its nodes"
     " are offline until their workers register here"
@@ -69,6 +68,9 @@ class Cluster:
         self._copied = folder_identity.is_copy(self.layout.data_dir)
         self._guardian: procs.Guardian | None = None
         self._supervisor: Supervisor | None = None
+        self._preparation: Preparation | None = None
+        self.password_changed = False
+        """Whether the initial password of the admin is not the password any more."""
         self.servers: dict[str, EmbeddedServer] = {}
         self._asked = 0
 
@@ -80,14 +82,19 @@ class Cluster:
         self._supervisor = supervisor = Supervisor(self.log, guardian)
         self._lock.note(port=self.layout.port, host=self.layout.host, mark=guardian.mark)
         self.servers = self.layout.servers()
+        product = self.layout.product_environment(self.servers)
+        # What is wrong with the settings is said before anything starts.
+        preparation = self._preparation = Preparation(
+            {**product, **self.layout.bootstrap_environment(copied=self._copied), **guardian.env}
+        )
+        preparation.wait_checked()
         for rank, server in enumerate(self.servers.values()):
             self._up(supervisor, Program.of(server, rank))
-        product = self.layout.product_environment(self.servers)
         urls = {name: server.url for name, server in self.servers.items()}
         write_private(self.layout.secrets.directory / SERVER_URLS, json.dumps(urls) + "\n")
-        self._prepare_product(product)
-        folder_identity.claim(self.layout.data_dir)
         self._offer_package()
+        self._prepare_database(preparation)
+        folder_identity.claim(self.layout.data_dir)
         *programs, worker = self._programs(product)
         for program in programs:
             supervisor.launch(program)
@@ -110,6 +117,8 @@ class Cluster:
 
     def stop(self) -> None:
         """Stops all processes in order and releases the data directory."""
+        if self._preparation:
+            self._preparation.close()
         if self._supervisor:
             killed = self._supervisor.stop()
             if killed:
@@ -180,30 +189,14 @@ class Cluster:
         path = self.layout.environ.get(f"{name}_FILE")
         return self.layout.environ.get(name) or Path(path or os.devnull).read_text().strip()
 
-    def _prepare_product(self, product: Mapping[str, str]) -> None:
-        """`check`, `migrate` and `bootstrap`; a failure becomes one line."""
+    def _prepare_database(self, preparation: Preparation) -> None:
+        """`migrate` and `bootstrap`; a failure becomes one line."""
         self._raise_if_cancelled()
         self.layout.seed_models()
-        mark = self._guardian.env if self._guardian else {}
-        child = procs.spawn(
-            [sys.executable, "-m", "localai_cluster.embedded.prepare"],
-            env={**product, **self.layout.bootstrap_environment(copied=self._copied), **mark},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            said = child.communicate(timeout=COMMAND_SECONDS)[0].decode(errors="replace").strip()
-        except subprocess.TimeoutExpired:
-            procs.end_child(child, procs.group_of(child.pid))
-            raise SetupError(
-                f"The migration took longer than {COMMAND_SECONDS:.0f} s.", "See what blocks the database."
-            ) from None
-        if child.returncode:
-            raise SetupError(
-                (said.splitlines() or ["The database cannot be prepared."])[-1], "Then run again."
-            )
-        if said:
-            self.log.say("run", said)
+        said = preparation.finish().splitlines()
+        self.password_changed = PASSWORD_CHANGED in said
+        if told := [line for line in said if line != PASSWORD_CHANGED]:
+            self.log.say("run", "\n".join(told))
 
     def _programs(self, product: Mapping[str, str]) -> list[Program]:
         """Web, controller, tasks and worker in start order; the highest rank stops first."""
@@ -288,7 +281,9 @@ def announce(cluster: Cluster, seconds: float) -> None:
 
 
 def _initial_password(cluster: Cluster) -> str:
-    """Where to find the initial password; it may have been changed since."""
+    """Return where to find the initial password, unless it was changed."""
+    if cluster.password_changed:
+        return "its password was changed since the first start"
     kept = cluster.layout.secrets
     if kept.given("admin_password"):
         return f"the initial password is in {kept.path('admin_password') or 'CLUSTER_ADMIN_PASSWORD'}"

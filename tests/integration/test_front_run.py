@@ -173,6 +173,22 @@ def test_a_wrong_setting(tmp_path: Path) -> None:
     assert line.endswith("Use a port between 1 and 65535.")
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"LOCALAI_MODEL_SCHEDULING": "[{]"}, "LOCALAI_MODEL_SCHEDULING: is not valid JSON"),
+        ({"CLUSTER_WORKER_NATS_URL": "http://x"}, "CLUSTER_WORKER_NATS_URL must start with one of: nats://"),
+    ],
+)
+def test_a_setting_that_only_the_product_reads_is_refused_before_the_servers_start(
+    tmp_path: Path, settings: dict[str, str], told: str
+) -> None:
+    """Review R16: it was found when PostgreSQL had made its files."""
+    (line,) = attempt(tmp_path, **settings)
+    assert told in line
+    assert not (tmp_path / "postgres").exists()
+
+
 def test_weak_secrets_do_not_open_the_product(tmp_path: Path) -> None:
     (line,) = attempt(tmp_path, HOST="0.0.0.0", LOCALAI_API_KEY="changeme")
     assert "HOST=0.0.0.0 exposes the cluster" in line
@@ -316,6 +332,17 @@ def test_a_password_that_no_one_chose_is_only_the_first(
     assert "| sign in as admin; the initial password is " in second
     assert second.endswith(told)
     cluster.stop()
+
+
+def test_a_password_that_was_changed_is_not_announced(tmp_path: Path) -> None:
+    """Review R16: the dead initial password was announced at every later start."""
+    said = io.StringIO()
+    cluster = run.Cluster({"CLUSTER_DATA_DIR": str(tmp_path), "PORT": "8123"}, Log(said))
+    cluster.password_changed = True
+    run.announce(cluster, 1)
+    cluster.stop()
+    assert "sign in as admin; its password was changed since the first start" in said.getvalue()
+    assert "admin_password" not in said.getvalue()
 
 
 @pytest.mark.parametrize(

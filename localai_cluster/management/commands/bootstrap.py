@@ -11,6 +11,7 @@ until their workers report here.
 """
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,46 @@ from django.db import transaction
 from localai_cluster import clock, conf, errors, join_script
 from localai_cluster.accounts import actors
 from localai_cluster.accounts.models import InitialPassword
+from localai_cluster.embedded.preparation import PASSWORD_CHANGED
 from localai_cluster.embedded.resources import write_private
 from localai_cluster.env import Environment
 from nodes.registry import identity, joining, services
 from nodes.scheduling import boot, store
+from nodes.scheduling.rules import Rule
 
 ADMIN = "admin"
 JOINING = 10
 """How many machines may join with the line that `make run` prints."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment says."""
+
+    password: str
+    generated: bool
+    node: str
+    secret: str
+    copied: bool
+    join_command: str
+    rules: list[Rule]
+
+
+def settings() -> Settings:
+    """Read them; CommandError names a wrong one."""
+    environment = Environment(os.environ)
+    found = Settings(
+        password=environment.secret("CLUSTER_ADMIN_PASSWORD"),
+        generated=environment.boolean("CLUSTER_ADMIN_PASSWORD_GENERATED"),
+        node=environment.text("CLUSTER_ENROL_NODE"),
+        secret=environment.secret("CLUSTER_ENROL_SECRET"),
+        copied=environment.boolean("CLUSTER_DATA_COPIED"),
+        join_command=environment.text("CLUSTER_JOIN_COMMAND_FILE"),
+        rules=boot.read(environment),
+    )
+    for problem in environment.problems:
+        raise CommandError(f"{problem.setting}: {problem.message}. {problem.hint}")
+    return found
 
 
 class Command(BaseCommand):
@@ -38,28 +71,24 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         """Does all of it; skips a part whose settings are missing."""
-        environment = Environment(os.environ)
-        password = environment.secret("CLUSTER_ADMIN_PASSWORD")
-        generated = environment.boolean("CLUSTER_ADMIN_PASSWORD_GENERATED")
-        copied = environment.boolean("CLUSTER_DATA_COPIED")
-        node, secret = environment.text("CLUSTER_ENROL_NODE"), environment.secret("CLUSTER_ENROL_SECRET")
-        join_command = environment.text("CLUSTER_JOIN_COMMAND_FILE")
-        rules = boot.read(environment)
-        for problem in environment.problems:
-            raise CommandError(f"{problem.setting}: {problem.message}. {problem.hint}")
-        if copied:
+        wanted = settings()
+        if wanted.copied:
             reason = "the data folder was copied; no worker has reported to this cluster yet"
             services.lose_contact(actor=actors.MAKE_RUN, now=clock.now(), reason=reason)
-        self._admin(password, generated=generated)
-        self._node(node, secret)
-        if rules:
-            self.stdout.write(f"scheduling rules set: {store.replace(rules, clock.now())}")
-        if join_command and (url := conf.cluster().public_url):
-            self._join_command(Path(join_command), url)
+        self._admin(wanted.password, generated=wanted.generated)
+        self._node(wanted.node, wanted.secret)
+        if wanted.rules:
+            self.stdout.write(f"scheduling rules set: {store.replace(wanted.rules, clock.now())}")
+        if wanted.join_command and (url := conf.cluster().public_url):
+            self._join_command(Path(wanted.join_command), url)
 
     def _admin(self, password: str, *, generated: bool) -> None:
         users = get_user_model().objects
-        if not password or users.filter(username=ADMIN).exists():
+        if not password:
+            return
+        if admin := users.filter(username=ADMIN).first():
+            if not admin.check_password(password):
+                self.stdout.write(PASSWORD_CHANGED)
             return
         with transaction.atomic():
             user = users.create_superuser(username=ADMIN, email=None, password=password)
