@@ -299,8 +299,12 @@ def _announce_worker(cluster: Cluster) -> None:
     if not path.exists():
         log.say("run", "to add a worker on another machine, press Add a node on the Nodes page")
         return
-    if join_script.find_wheel(layout.wheel_dir) is None:
-        log.say("run", f"other machines cannot install the worker: {layout.wheel_dir} has no package of it")
+    wheel = join_script.find_wheel(layout.wheel_dir)
+    url = cluster_settings.load(layout.environ)[0].public_url or layout.public_url
+    for warning in join_script.warnings(url, host=layout.host, wheel=wheel):
+        log.say("run", f"to add a worker on another machine: {warning}")
+    if wheel is None:
+        return
     shown = path.read_text(encoding="utf-8").strip() if log.terminal else f"the line in {path}"
     log.say("run", f"to add a worker on another machine, run there within 1 h: {shown}")
 

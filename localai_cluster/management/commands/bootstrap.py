@@ -111,4 +111,5 @@ class Command(BaseCommand):
     @staticmethod
     def _join_command(path: Path, url: str) -> None:
         _, token = joining.make(actor=actors.MAKE_RUN, now=clock.now(), note="make run", uses=JOINING)
-        write_private(path, join_script.command(url, token) + "\n")
+        wheel = join_script.find_wheel(conf.cluster().wheel_dir)
+        write_private(path, join_script.command(url, token, wheel) + "\n")
