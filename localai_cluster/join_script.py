@@ -58,8 +58,8 @@ def warnings(url: str, *, host: str, wheel: Wheel | None) -> list[str]:
         )
     elif parts.scheme == "http":
         found.append(
-            "The line uses plain HTTP. It runs only the script that it was made for, but whoever is on the way"
-            " can read the token. Use it on a network that you trust, or serve HTTPS (CLUSTER_TLS_CERT)."
+            "The line uses plain HTTP. It runs only the script that it was made for, but whoever is on the"
+            " way can read the token. Use it on a network that you trust, or serve HTTPS (CLUSTER_TLS_CERT)."
         )
     return found
 
@@ -83,8 +83,9 @@ def command(url: str, token: str, wheel: Wheel | None = None) -> str:
     digest = hashlib.sha256(script(wheel).encode()).hexdigest()
     again = """printf '%s\\n' "$S\""""
     return (
-        f"T={shlex.quote(token)}; S=$({fetch}); if {again} | (sha256sum || shasum -a 256) | grep -q ^{digest};"
-        f" then {again} | {told} sh; else echo {shlex.quote(_OTHER_SCRIPT)} >&2; false; fi"
+        f"T={shlex.quote(token)}; S=$({fetch});"
+        f" if {again} | (sha256sum || shasum -a 256) | grep -q ^{digest}; then {again} | {told} sh;"
+        f" else echo {shlex.quote(_OTHER_SCRIPT)} >&2; false; fi"
     )
 
 

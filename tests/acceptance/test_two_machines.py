@@ -1,7 +1,7 @@
 """A second machine joins by the printed line and serves; the cable is pulled; its secret is revoked.
 
 Network namespaces play the machines. The second one has no internet: it finds the packages that the worker
-needs in a folder, where they were packed from what `make install` brought; so the package of the product names
+needs in a folder, where they were packed from what `make install` brought. The package of the product names
 the hashes of these.
 """
 
