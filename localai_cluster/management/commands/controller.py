@@ -1,6 +1,6 @@
 """`manage.py controller`: the process that runs operations.
 
-Thirteen tasks in one event loop: the executors of operations and of intents on nodes, the inventory of
+Fourteen tasks in one event loop: the executors of operations and of intents on nodes, the inventory of
 backends, the wakes of what waits for nodes, the scaler that carries out scheduling rules, the stopper of
 engines that nothing accounts for, the state pass over engines that may have ended, the revocations of
 credentials for the bus, the check for upgrades, the LISTEN task whose hints trigger those nine, the ticker of
