@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import socket
+import ssl
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from localai_cluster import cluster_settings
+from localai_cluster.embedded import own_tls
 from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
 from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.resources import (
@@ -69,6 +71,8 @@ class Layout:
     environ: Mapping[str, str]
     secrets: Secrets
     sockets: Path
+    certificate: Path | None = None
+    """What the web process proves itself by; None: it serves HTTP."""
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> "Layout":
@@ -76,10 +80,10 @@ class Layout:
         settings, view = cluster_settings.load(environ)
         for problem in view.problems:
             raise SetupError(f"{problem.setting}: {problem.message}.", problem.hint)
-        if settings.web_tls:
+        if settings.web_tls and settings.server == "daphne":
             raise SetupError(
-                "CLUSTER_TLS_CERT: `make run` serves HTTP only.",
-                "Unset it and put a proxy with TLS in front, or start the processes yourself.",
+                "CLUSTER_TLS_CERT: daphne does not serve HTTPS here.",
+                "Unset it, or use CLUSTER_SERVER=uvicorn.",
             )
         settings.data_dir.mkdir(parents=True, exist_ok=True)
         kept = Secrets(settings.data_dir / "secrets", environ)
@@ -90,6 +94,7 @@ class Layout:
             environ,
             kept,
             runtime_directory(settings.data_dir),
+            Path(settings.web_tls.certificate) if settings.web_tls else None,
         )
         layout._refuse_weak_secrets()
         return layout
@@ -109,16 +114,39 @@ class Layout:
 
     @property
     def base_url(self) -> str:
-        """The URL of the cluster on this machine."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://{_bracketed(host)}:{self.port}"
+        """The URL of the cluster on this machine, under a name that its certificate is for."""
+        host = (
+            own_tls.certified_host(self.certificate, self._dial_host) if self.certificate else self._dial_host
+        )
+        return f"{self._scheme}://{_bracketed(host)}:{self.port}"
+
+    @property
+    def probe_url(self) -> str:
+        """The URL for probes of this process; with `probe_trust` the name does not matter."""
+        return f"{self._scheme}://{_bracketed(self._dial_host)}:{self.port}"
+
+    @property
+    def probe_trust(self) -> ssl.SSLContext | bool:
+        """What probes of this process trust, for httpx."""
+        return own_tls.trusting(self.certificate) if self.certificate else True
+
+    @property
+    def _dial_host(self) -> str:
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+
+    @property
+    def _scheme(self) -> str:
+        return "https" if self.certificate else "http"
 
     @property
     def public_url(self) -> str:
         """The URL for other machines, "" if they cannot reach the cluster; the operator may set another."""
         if not self.open_to_others:
             return ""
-        return f"http://{_bracketed(address_for_others(self.host))}:{self.port}"
+        host = address_for_others(self.host)
+        if self.certificate:
+            host = own_tls.public_host(self.certificate, host)
+        return f"{self._scheme}://{_bracketed(host)}:{self.port}"
 
     @property
     def join_command(self) -> Path:
@@ -236,6 +264,9 @@ class Layout:
             "PYTHONUNBUFFERED": "1",
         }
         passed = {key: value for key, value in self.environ.items() if key not in hidden}
+        given_ca = self.environ.get("LOCALAI_WORKER_TLS_CA")
+        if self.certificate and not given_ca and own_tls.is_self_signed(self.certificate):
+            own["LOCALAI_WORKER_TLS_CA"] = str(self.certificate)
         token = {}
         if not self.given("LOCALAI_REGISTRATION_TOKEN"):
             token = {"LOCALAI_REGISTRATION_TOKEN_FILE": str(self.secrets.path("registration_token"))}

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import signal
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -102,8 +103,8 @@ class Cluster:
             supervisor.settle(program, seconds=READY_SECONDS, cancelled=self.stopping.is_set)
         before = self._last_heartbeat()
         self._up(supervisor, worker)
-        url = f"{self.layout.base_url}/readyz"
-        if not wait_for(lambda: self.stopping.is_set() or answers(url), READY_SECONDS):
+        url, trust = f"{self.layout.probe_url}/readyz", self.layout.probe_trust
+        if not wait_for(lambda: self.stopping.is_set() or answers(url, trust), READY_SECONDS):
             raise SetupError(f"{url} does not become ready.", "See the output above.")
         self._raise_if_cancelled()
         self._wait_registered(before)
@@ -200,11 +201,14 @@ class Cluster:
 
     def _programs(self, product: Mapping[str, str]) -> list[Program]:
         """Web, controller, tasks and worker in start order; the highest rank stops first."""
-        layout, health = self.layout, f"{self.layout.base_url}/healthz"
+        layout, health = self.layout, f"{self.layout.probe_url}/healthz"
+        trust = layout.probe_trust
         worker = layout.worker_environment(LOCAL_WORKER, layout.data_dir / "worker")
         wait = self._wait_for_servers
         return [
-            Program("web", manage("serve"), product, rank=12, prepare=wait, ready=lambda: answers(health)),
+            Program(
+                "web", manage("serve"), product, rank=12, prepare=wait, ready=lambda: answers(health, trust)
+            ),
             Program("controller", manage("controller"), product, rank=11, prepare=wait),
             Program("tasks", manage("qcluster"), product, rank=10, prepare=wait, ready=self._tasks_run),
             Program("worker", WORKER_COMMAND, worker, rank=13),
@@ -244,22 +248,24 @@ class Cluster:
         self._raise_if_cancelled()
 
     def _local_node(self) -> Mapping[str, Any]:
-        return find_node(self.layout.base_url, self.layout.secrets.value("admin_api_key"), LOCAL_WORKER)
+        key = self.layout.secrets.value("admin_api_key")
+        return find_node(self.layout.probe_url, key, LOCAL_WORKER, self.layout.probe_trust)
 
 
-def answers(url: str) -> bool:
-    """Whether a GET gives 200."""
+def answers(url: str, trust: ssl.SSLContext | bool = True) -> bool:
+    """Return True if a GET gives 200."""
     try:
-        return httpx.get(url, timeout=2, trust_env=False).status_code == 200
+        return httpx.get(url, timeout=2, trust_env=False, verify=trust).status_code == 200
     except httpx.HTTPError:
         return False
 
 
-def find_node(url: str, key: str, name: str) -> Mapping[str, Any]:
+def find_node(url: str, key: str, name: str, trust: ssl.SSLContext | bool = True) -> Mapping[str, Any]:
     """The node with this name in the registry; empty if there is none, or no answer."""
+    headers = {"Authorization": f"Bearer {key}"}
     try:
         found = httpx.get(
-            f"{url}/api/nodes", headers={"Authorization": f"Bearer {key}"}, timeout=2, trust_env=False
+            f"{url}/api/nodes", headers=headers, timeout=2, trust_env=False, verify=trust
         ).json()
     except (httpx.HTTPError, ValueError):
         return {}

@@ -25,6 +25,7 @@ from localai_cluster.embedded.layout import Layout, address_for_others
 from localai_cluster.embedded.log import Log
 from localai_cluster.embedded.resources import SetupError, free_port, runtime_directory
 from localai_cluster.messaging import nkeys
+from tests.support.certificates import Authority
 
 ROOT = Path(run.__file__).resolve().parents[2]
 
@@ -187,6 +188,19 @@ def test_a_setting_that_only_the_product_reads_is_refused_before_the_servers_sta
     (line,) = attempt(tmp_path, **settings)
     assert told in line
     assert not (tmp_path / "postgres").exists()
+
+
+def test_https_is_served_under_a_name_of_the_certificate(tmp_path: Path) -> None:
+    """Review X6: the local worker and the printed lines verify the name; `make run`'s own probes need not."""
+    certificate, key = Authority(tmp_path / "ca").issue("web")
+    tls = {"CLUSTER_TLS_CERT": str(certificate), "CLUSTER_TLS_KEY": str(key), "PORT": "8123"}
+    here = Layout.of({"CLUSTER_DATA_DIR": str(tmp_path / "d"), **tls})
+    assert (here.base_url, here.public_url) == ("https://127.0.0.1:8123", "")
+    others = Layout.of({"CLUSTER_DATA_DIR": str(tmp_path / "d"), "HOST": "192.0.2.10", **tls})
+    assert (others.base_url, others.probe_url) == ("https://localhost:8123", "https://192.0.2.10:8123")
+    assert "LOCALAI_WORKER_TLS_CA" not in here.worker_environment("w", tmp_path / "w")
+    with pytest.raises(SetupError, match="daphne does not serve HTTPS"):
+        Layout.of({"CLUSTER_DATA_DIR": str(tmp_path / "d"), "CLUSTER_SERVER": "daphne", **tls})
 
 
 def test_weak_secrets_do_not_open_the_product(tmp_path: Path) -> None:
