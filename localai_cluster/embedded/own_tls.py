@@ -1,7 +1,6 @@
 """HTTPS of `make run`: the name that the operator's certificate is for, and how our own probes trust it."""
 
 import ssl
-from ipaddress import ip_address
 from pathlib import Path
 
 from cryptography import x509
@@ -51,7 +50,7 @@ def _names(certificate: Path) -> list[str]:
         names = _read(certificate).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:
         return []
-    addresses = [str(ip_address(address)) for address in names.get_values_for_type(x509.IPAddress)]
+    addresses = [str(address) for address in names.get_values_for_type(x509.IPAddress)]
     hosts = [*names.get_values_for_type(x509.DNSName), *addresses]
     return [host for host in hosts if not host.startswith("*")]
 

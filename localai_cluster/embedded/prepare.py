@@ -33,11 +33,8 @@ def main() -> int:
     name = "check"
     try:
         django.setup()
-        # It imports models.
-        from localai_cluster.management.commands import bootstrap
-
         call_command("check", stdout=io.StringIO())
-        bootstrap.settings()
+        call_command("bootstrap", "--check")
         sys.stdout.write(f"{CHECKED}\n")
         sys.stdout.flush()
         if not sys.stdin.readline():

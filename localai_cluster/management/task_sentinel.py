@@ -22,7 +22,7 @@ KILLED = 70
 """Exit status of a sentinel that gave up."""
 
 
-class CrashOnlySentinel(Sentinel):  # type: ignore[misc]
+class CrashOnlySentinel(Sentinel):
     """Guards pool, monitor and pusher; ends with `KILLED` when a signal has ended one of them."""
 
     def reincarnate(self, process: Any) -> None:

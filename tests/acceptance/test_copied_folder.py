@@ -3,6 +3,7 @@
 import json
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -38,18 +39,27 @@ def checkpoint_and_copy(run: Run, copy: Path) -> None:
     subprocess.run(["cp", "-a", str(run.data), str(copy)], check=False, capture_output=True)
 
 
+def is_there(folder: Path, wanted: bool) -> bool:
+    """Whether the folder exists, if that is wanted, or does not."""
+    return folder.exists() is wanted
+
+
+def accepts(url: str, headers: dict[str, str], backend: str) -> bool:
+    """Asks for it; not before what is in progress there has ended (409)."""
+    answer = httpx.post(url, headers=headers, json={"backend": backend}, timeout=30, trust_env=False)
+    assert answer.status_code in (200, 202, 409), answer.text
+    return answer.status_code != 409
+
+
 def install_and_delete(run: Run, backend: str) -> None:
     """Installs `backend` on every node of the cluster, then deletes it from there."""
     url, headers = run.target.url, run.target.headers
     node = find_node(url, run.target.key, "local")["id"]
     folder = run.data / "worker" / "backends" / backend
     for verb, present in (("install", True), ("delete", False)):
-        answer = httpx.post(
-            f"{url}/api/nodes/{node}/backends/{verb}",
-            headers=headers, json={"backend": backend}, timeout=30, trust_env=False,
-        )  # fmt: skip
-        assert answer.status_code in (200, 202), answer.text
-        eventually(lambda want=present: folder.exists() is want, seconds=30, what=f"{verb} at {run.data}")
+        path = f"{url}/api/nodes/{node}/backends/{verb}"
+        eventually(partial(accepts, path, headers, backend), seconds=30, what=f"{verb} is accepted")
+        eventually(partial(is_there, folder, present), seconds=30, what=f"{verb} at {run.data}")
 
 
 @pytest.mark.timeout(300)

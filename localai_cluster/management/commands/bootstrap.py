@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from django.contrib.auth import get_user_model
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import transaction
 
 from localai_cluster import clock, conf, errors, join_script
@@ -69,9 +69,15 @@ class Command(BaseCommand):
 
     help = "Creates the admin user and enrols a node, as the environment says. Idempotent."
 
+    def add_arguments(self, parser: CommandParser) -> None:
+        """Adds `--check`."""
+        parser.add_argument("--check", action="store_true", help="only check the settings")
+
     def handle(self, *args: Any, **options: Any) -> None:
         """Does all of it; skips a part whose settings are missing."""
         wanted = settings()
+        if options["check"]:
+            return
         if wanted.copied:
             reason = "the data folder was copied; no worker has reported to this cluster yet"
             services.lose_contact(actor=actors.MAKE_RUN, now=clock.now(), reason=reason)

@@ -54,7 +54,7 @@ class Command(QCluster):
         gc.collect()
         # A collection writes to every object that it looks at, and so would copy all of it in every fork.
         gc.freeze()
-        django_q.cluster.Sentinel = CrashOnlySentinel
+        setattr(django_q.cluster, "Sentinel", CrashOnlySentinel)  # noqa: B010 - a class, to mypy
         super().handle(*args, **options)
         for sentinel in multiprocessing.active_children():
             sentinel.join()
