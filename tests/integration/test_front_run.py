@@ -360,19 +360,27 @@ def test_a_password_that_was_changed_is_not_announced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "package", "told"),
     [
-        ("T=join-1; curl …", "run there within 1 h: the line in {path}"),
-        (None, "press Add a node on the Nodes page"),
+        ("T=join-1; curl …", True, "run there within 1 h: the line in {path}"),
+        ("T=join-1; curl …", False, "the server has no worker package: run `make package` there"),
+        (None, True, "press Add a node on the Nodes page"),
     ],
-    ids=["a line", "no line"],
+    ids=["a line", "no package", "no line"],
 )
 def test_the_line_that_adds_a_machine_is_in_a_file_and_never_in_a_log(
-    tmp_path: Path, line: str | None, told: str
+    tmp_path: Path, line: str | None, package: bool, told: str
 ) -> None:
-    """`bootstrap` writes the file at each start; what an earlier start wrote has expired."""
-    said = io.StringIO()
-    cluster = run.Cluster({"CLUSTER_DATA_DIR": str(tmp_path), "HOST": "0.0.0.0", "PORT": "8123"}, Log(said))
+    """`bootstrap` writes the file at each start; what an earlier start wrote has expired.
+
+    Review R16: a line that cannot work, for want of a package, is not shown.
+    """
+    said, wheels = io.StringIO(), tmp_path / "wheels"
+    wheels.mkdir()
+    if package:
+        (wheels / "localai_cluster-0.1.0-py3-none-any.whl").write_bytes(b"")
+    settings = {"CLUSTER_DATA_DIR": str(tmp_path), "HOST": "0.0.0.0", "PORT": "8123"}
+    cluster = run.Cluster({**settings, "CLUSTER_WHEEL_DIR": str(wheels)}, Log(said))
     path = cluster.layout.join_command
     path.write_text("of an earlier start")
     given = cluster.layout.bootstrap_environment()["CLUSTER_JOIN_COMMAND_FILE"]
@@ -382,6 +390,7 @@ def test_the_line_that_adds_a_machine_is_in_a_file_and_never_in_a_log(
     run.announce(cluster, 1)
     cluster.stop()
     assert told.format(path=path) in said.getvalue()
+    assert ("the line in" in said.getvalue()) is (line is not None and package)
     assert "join-1" not in said.getvalue()
 
 
