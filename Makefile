@@ -118,6 +118,8 @@ lock:
 			requirements/$$name.in -o requirements/$$name.txt || exit 1; \
 	done
 	@$(BIN)/uv pip compile -q --python-version 3.11 --generate-hashes --no-header --no-annotate \
+		-c requirements/run.txt pyproject.toml -o requirements/worker.txt
+	@$(BIN)/uv pip compile -q --python-version 3.11 --generate-hashes --no-header --no-annotate \
 		tests/sdks/requirements.in -o tests/sdks/requirements.txt
 
 clean:

@@ -1,20 +1,31 @@
 """What another machine runs to join: one line to paste, and the script that the line fetches.
 
 The line carries the server's URL and a token. The script (`join_script.sh`) carries no secret: it installs
-the package that the server offers, checks its SHA-256, and starts the worker with what the line has set.
+the package that the server offers, checks its SHA-256 and those of all that the package needs, and starts the
+worker with what the line has set. Over plain HTTP anyone on the way could send another script, so there the
+line names the SHA-256 of the script and runs no other.
 """
 
 import hashlib
 import re
 import shlex
+import zipfile
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from localai_cluster import __version__
 
 _WHEEL = re.compile(r"localai_cluster-([0-9][0-9A-Za-z.+!_]*)-py3-none-any\.whl\Z")
 _SCRIPT = Path(__file__).with_suffix(".sh")
+_REQUIREMENTS = "localai_cluster/bundled/worker.txt"
+_LOOPBACK = ("localhost", "127.", "::1")
+_OTHER_SCRIPT = (
+    "localai-cluster: this is not the script that the line was made for, so it is not run. The server has"
+    " another package by now, or something between changed it: make another line."
+)
 NO_WHEEL = "the server has no worker package: run `make package` there, or set CLUSTER_WHEEL_DIR"
 
 
@@ -24,23 +35,71 @@ class Wheel:
 
     path: Path
     sha256: str
+    requirements: str = ""
+    """What it needs, as pip's requirements with hashes; a package of an earlier version has none."""
 
 
-def command(url: str, token: str) -> str:
-    """The line for a shell on the other machine. It holds the token."""
+def warnings(url: str, *, host: str, wheel: Wheel | None) -> list[str]:
+    """Return why the line for `url` may not work on another machine, or what it risks.
+
+    The server listens on `host`. The list is empty if nothing is known against the line.
+    """
+    parts, found = urlsplit(url), []
+    if wheel is None:
+        found.append(f"The line cannot work yet: {NO_WHEEL}.")
+    if is_loopback(parts.hostname or ""):
+        found.append(
+            f"Other machines cannot reach {url}. "
+            + (
+                "This server listens on this machine only: stop it and start it with `HOST=0.0.0.0 make run`."
+                if is_loopback(host)
+                else "Open the page by an address that other machines reach, or set CLUSTER_PUBLIC_URL."
+            )
+        )
+    elif parts.scheme == "http":
+        found.append(
+            "The line uses plain HTTP. It runs only the script that it was made for, but whoever is on the"
+            " way can read the token. Use it on a network that you trust, or serve HTTPS (CLUSTER_TLS_CERT)."
+        )
+    return found
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if only this machine reaches `host`."""
+    return host.startswith(_LOOPBACK)
+
+
+def command(url: str, token: str, wheel: Wheel | None = None) -> str:
+    """Return the line for a shell on the other machine. It holds the token.
+
+    Over plain HTTP it runs only the script for `wheel`.
+    """
     # By a pipe: other users of that machine can read arguments.
     header = """printf 'header = "Authorization: Bearer %s"' "$T\""""
     fetch = f"{header} | curl -fgsS -K - {shlex.quote(f'{url}/join')}"
     told = f"LOCALAI_REGISTER_TO={shlex.quote(url)} LOCALAI_REGISTRATION_TOKEN=$T"
-    return f"T={shlex.quote(token)}; {fetch} | {told} sh"
+    if wheel is None or urlsplit(url).scheme != "http":
+        return f"T={shlex.quote(token)}; {fetch} | {told} sh"
+    digest = hashlib.sha256(script(wheel).encode()).hexdigest()
+    again = """printf '%s\\n' "$S\""""
+    return (
+        f"T={shlex.quote(token)}; S=$({fetch});"
+        f" if {again} | (sha256sum || shasum -a 256) | grep -q ^{digest}; then {again} | {told} sh;"
+        f" else echo {shlex.quote(_OTHER_SCRIPT)} >&2; false; fi"
+    )
 
 
 def script(wheel: Wheel | None) -> str:
     """The script for `wheel`; without one it says so and stops."""
-    name, digest = (wheel.path.name, wheel.sha256) if wheel else ("", "")
-    told = {"WHEEL": name, "SHA256": digest, "NO_WHEEL": NO_WHEEL}
+    wheel = wheel or Wheel(Path(), "")
+    told = {
+        "WHEEL": wheel.path.name,
+        "SHA256": wheel.sha256,
+        "REQUIREMENTS": wheel.requirements,
+        "NO_WHEEL": NO_WHEEL,
+    }
     head = "".join(f"{key}={shlex.quote(value)}\n" for key, value in told.items())
-    return f"#!/bin/sh\n{head}{_SCRIPT.read_text(encoding='utf-8')}"
+    return f"#!/bin/sh\n{head}{_SCRIPT.read_text(encoding='utf-8').rstrip()}\n"
 
 
 def find_wheel(folder: Path) -> Wheel | None:
@@ -53,7 +112,7 @@ def find_wheel(folder: Path) -> Wheel | None:
     if not found:
         return None
     best = max(found, key=lambda path: (_version(path) == __version__, stats[path].st_mtime_ns))
-    return Wheel(best, _digest(best, stats[best].st_mtime_ns, stats[best].st_size))
+    return _read(best, stats[best].st_mtime_ns, stats[best].st_size)
 
 
 def _version(path: Path) -> str:
@@ -62,5 +121,8 @@ def _version(path: Path) -> str:
 
 
 @lru_cache(maxsize=4)
-def _digest(path: Path, changed: int, size: int) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _read(path: Path, changed: int, size: int) -> Wheel:
+    requirements = ""
+    with suppress(zipfile.BadZipFile, KeyError), zipfile.ZipFile(path) as archive:
+        requirements = archive.read(_REQUIREMENTS).decode()
+    return Wheel(path, hashlib.sha256(path.read_bytes()).hexdigest(), requirements)

@@ -57,6 +57,11 @@ stop_running() {
   done
 }
 
+pip_install() {
+  "$home/venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input "$@" ||
+    fail 'the package could not be installed; see the output above'
+}
+
 install_wheel() {
   if ! "$home/venv/bin/python" -m pip --version >/dev/null 2>&1; then
     rm -f "$home/installed"
@@ -65,12 +70,16 @@ install_wheel() {
   fi
   if [ "$(cat "$home/installed" 2>/dev/null || true)" = "$SHA256" ]; then return; fi
   rm -f "$home/installed"
-  say "installing $WHEEL"
-  for options in '--force-reinstall --no-deps' ''; do
-    # shellcheck disable=SC2086 # the options are words
-    "$home/venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input $options "$home/download/$WHEEL" ||
-      fail 'the package could not be installed; see the output above'
-  done
+  say "installing $WHEEL (SHA-256 $SHA256)"
+  if [ -n "$REQUIREMENTS" ]; then
+    printf '%s' "$REQUIREMENTS" >"$home/download/requirements.txt"
+    pip_install --no-deps --require-hashes --requirement "$home/download/requirements.txt"
+    pip_install --no-deps --force-reinstall "$home/download/$WHEEL"
+  else
+    say 'the package is of an earlier version: what it needs is installed without comparing hashes'
+    pip_install --no-deps --force-reinstall "$home/download/$WHEEL"
+    pip_install "$home/download/$WHEEL"
+  fi
   printf '%s\n' "$SHA256" >"$home/installed"
 }
 

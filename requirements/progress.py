@@ -1,7 +1,8 @@
 """Installs one lock file with pip and shows the progress: `python requirements/progress.py LOCK`.
 
 pip prints each package that it downloads, but nothing while it unpacks them, so we count the packages in
-site-packages. A terminal shows one line that is rewritten; elsewhere every tenth package is a line. Uses only
+site-packages. A terminal shows one line that is rewritten; elsewhere every tenth package is a line, and while
+one takes long, every ten seconds. Uses only
 the standard library, because nothing is installed yet.
 """
 
@@ -15,6 +16,8 @@ from pathlib import Path
 
 LOOK_EVERY = 0.2
 LINE_EVERY = 10
+SILENT_LOOKS = 50
+"""The most looks without a line while pip unpacks: ten seconds."""
 LAST_LINES = 30
 FETCHING, FETCHED_ALL = ("Collecting ", "Requirement already satisfied"), "Installing collected packages: "
 
@@ -28,6 +31,7 @@ class Progress:
         self.said: deque[str] = deque(maxlen=LAST_LINES)
         self._fetched = self._unpacking = self._before = 0
         self._terminal = sys.stdout.isatty()
+        self._shown = self._looks = 0
 
     def hear(self, line: str) -> None:
         """Reads one line of pip's output and prints the progress."""
@@ -44,7 +48,11 @@ class Progress:
         """Prints how many packages pip has unpacked."""
         if self._unpacking:
             done = min(max(installed() - self._before, 0), self._unpacking)
-            self.say(f"unpacking package {done} of {self._unpacking}", passing=True)
+            self._looks += 1
+            due = done - self._shown >= LINE_EVERY or self._looks >= SILENT_LOOKS
+            if due:
+                self._shown, self._looks = done, 0
+            self.say(f"unpacking package {done} of {self._unpacking}", passing=not due)
 
     def say(self, text: str, *, passing: bool = False) -> None:
         """Rewrites the line on a terminal; elsewhere prints a line, unless it is only `passing`."""

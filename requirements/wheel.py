@@ -1,4 +1,4 @@
-"""What hatchling puts into the wheel beside the packages: templates, the built pages, the gRPC stubs.
+"""What hatchling puts into the wheel beside the packages: templates, pages, gRPC stubs, the worker's lock.
 
 Only for a wheel that is handed out (`make package`): a working copy serves its own files from where they are.
 """
@@ -9,7 +9,13 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 BUNDLED = "localai_cluster/bundled"
-FOLDERS = {"templates": "templates", "static/site": "static/site", "static/dist": "static/dist"}
+FOLDERS = {
+    "templates": "templates",
+    "static/site": "static/site",
+    "static/dist": "static/dist",
+    "requirements/worker.txt": "worker.txt",
+}
+"""By source, the name there. `worker.txt` has the hashes of what the worker needs, for joining machines."""
 NEEDED = {
     "static/dist/manifest.json": "the pages are not built: run `make ui`",
     "localai_cluster/rpc/generated/backend_pb2_grpc.py": "the gRPC stubs are not built: run `make install`",

@@ -22,6 +22,8 @@ KILLS = 5
 """How often the kills are repeated; each time is some minutes."""
 CUTS = 3
 """How often the cable between two machines is pulled."""
+FRONT = ("tests/acceptance/test_front_whole.py", "tests/acceptance/test_make_run.py")
+"""`make run` as a whole, with either web server."""
 PATIENCE = 7_200
 """Seconds that one test may take with so many rounds."""
 
@@ -34,6 +36,8 @@ class Part:
     argv: tuple[str, ...]
     effort: int = 1
     times: int = 1
+    settings: tuple[tuple[str, str], ...] = ()
+    """More of its environment."""
 
     @property
     def rounds(self) -> int:
@@ -77,6 +81,10 @@ def parts() -> tuple[Part, ...]:
             tests("tests/acceptance/test_kills.py", "tests/acceptance/test_stream_kills.py"),
             times=KILLS,
         ),
+        *(
+            Part(f"front, {server}", tests(*FRONT), settings=(("CLUSTER_SERVER", server),))
+            for server in ("uvicorn", "daphne")
+        ),
         Part("faults", tests("tests/acceptance/test_faults.py"), 10),
         Part("kill sweep", tests("tests/acceptance/test_kill_sweep.py", "-s"), EFFORT),
         Part("bus credentials", tests("tests/acceptance/test_bus_credentials.py")),
@@ -99,7 +107,7 @@ def run(part: Part) -> Result:
             code = subprocess.run(
                 [sys.executable, *part.argv, *more],
                 cwd=ROOT,
-                env={**os.environ, "TEST_EFFORT": str(part.effort)},
+                env={**os.environ, "TEST_EFFORT": str(part.effort), **dict(part.settings)},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 check=False,

@@ -28,7 +28,8 @@ ROOT = SOURCES.parents[1]
 SHARED = SOURCES / "_shared"
 RPC = ROOT / "localai_cluster" / "rpc"
 STAMP = ".assembled"
-INDEXES = ("index.yaml", "tests.yaml")
+TESTS = "tests.yaml"
+INDEXES = ("index.yaml", TESTS)
 """What `make run` offers, and what only the tests need."""
 VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
 PYTHON = Path(sys.base_prefix) / "bin" / f"python{VERSION}"
@@ -60,7 +61,10 @@ def assemble(target: Path) -> list[str]:
 def assemble_index(index: str, target: Path) -> list[str]:
     """Builds the engine folders of one index, then the index; the names that were built."""
     entries = yaml.safe_load((SOURCES / index).read_text())
-    built = [entry["name"] for entry in entries if refresh(SOURCES / entry["uri"], target / entry["uri"])]
+    purpose = " (only for the tests)" if index == TESTS else ""
+    built = [
+        entry["name"] for entry in entries if refresh(SOURCES / entry["uri"], target / entry["uri"], purpose)
+    ]
     for entry in entries:
         archive = f"{entry['uri']}.tar"
         entry["sha256"] = pack(target / entry["uri"], target / archive)
@@ -86,12 +90,15 @@ def write_if_changed(path: Path, text: str) -> None:
     os.replace(fresh, path)
 
 
-def refresh(source: Path, place: Path) -> bool:
-    """Builds one engine folder unless the one in place fits; returns whether it did."""
+def refresh(source: Path, place: Path, purpose: str = "") -> bool:
+    """Builds one engine folder unless the one in place fits; returns whether it did.
+
+    The `purpose` is printed behind its name.
+    """
     stamp = fingerprint(source)
     if (place / STAMP).exists() and (place / STAMP).read_text() == stamp:
         return False
-    print(f"gallery: building {place}", flush=True)
+    print(f"gallery: assembling the backend {place.name}{purpose}", flush=True)
     with tempfile.TemporaryDirectory(prefix=f".{place.name}-", dir=place.parent) as scratch:
         fresh = Path(scratch) / "fresh"
         fill(source, fresh)

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import socket
+import ssl
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from localai_cluster import cluster_settings
+from localai_cluster.embedded import own_tls
 from localai_cluster.embedded.nats import BusKeys, EmbeddedNats
 from localai_cluster.embedded.postgres import EmbeddedPostgres
 from localai_cluster.embedded.resources import (
@@ -38,6 +40,8 @@ WORKER_COMMAND = (sys.executable, "-m", "localai_cluster.worker")
 LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 LOCAL_WORKER = "local"
 NATS_PORT = 4222
+SERVER_URLS = "server_urls"
+"""The file in the secrets folder where `make run` writes the URLs of its bundled servers."""
 WORKER_PORT = 50051
 """The first port for a worker's engines; the probes use the one below. More workers use higher blocks."""
 
@@ -67,6 +71,8 @@ class Layout:
     environ: Mapping[str, str]
     secrets: Secrets
     sockets: Path
+    certificate: Path | None = None
+    """What the web process proves itself by; None: it serves HTTP."""
 
     @classmethod
     def of(cls, environ: Mapping[str, str]) -> "Layout":
@@ -74,10 +80,10 @@ class Layout:
         settings, view = cluster_settings.load(environ)
         for problem in view.problems:
             raise SetupError(f"{problem.setting}: {problem.message}.", problem.hint)
-        if settings.web_tls:
+        if settings.web_tls and settings.server == "daphne":
             raise SetupError(
-                "CLUSTER_TLS_CERT: `make run` serves HTTP only.",
-                "Unset it and put a proxy with TLS in front, or start the processes yourself.",
+                "CLUSTER_TLS_CERT: daphne does not serve HTTPS here.",
+                "Unset it, or use CLUSTER_SERVER=uvicorn.",
             )
         settings.data_dir.mkdir(parents=True, exist_ok=True)
         kept = Secrets(settings.data_dir / "secrets", environ)
@@ -88,6 +94,7 @@ class Layout:
             environ,
             kept,
             runtime_directory(settings.data_dir),
+            Path(settings.web_tls.certificate) if settings.web_tls else None,
         )
         layout._refuse_weak_secrets()
         return layout
@@ -107,16 +114,39 @@ class Layout:
 
     @property
     def base_url(self) -> str:
-        """The URL of the cluster on this machine."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://{_bracketed(host)}:{self.port}"
+        """The URL of the cluster on this machine, under a name that its certificate is for."""
+        host = (
+            own_tls.certified_host(self.certificate, self._dial_host) if self.certificate else self._dial_host
+        )
+        return f"{self._scheme}://{_bracketed(host)}:{self.port}"
+
+    @property
+    def probe_url(self) -> str:
+        """The URL for probes of this process; with `probe_trust` the name does not matter."""
+        return f"{self._scheme}://{_bracketed(self._dial_host)}:{self.port}"
+
+    @property
+    def probe_trust(self) -> ssl.SSLContext | bool:
+        """What probes of this process trust, for httpx."""
+        return own_tls.trusting(self.certificate) if self.certificate else True
+
+    @property
+    def _dial_host(self) -> str:
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+
+    @property
+    def _scheme(self) -> str:
+        return "https" if self.certificate else "http"
 
     @property
     def public_url(self) -> str:
         """The URL for other machines, "" if they cannot reach the cluster; the operator may set another."""
         if not self.open_to_others:
             return ""
-        return f"http://{_bracketed(address_for_others(self.host))}:{self.port}"
+        host = address_for_others(self.host)
+        if self.certificate:
+            host = own_tls.public_host(self.certificate, host)
+        return f"{self._scheme}://{_bracketed(host)}:{self.port}"
 
     @property
     def join_command(self) -> Path:
@@ -190,11 +220,17 @@ class Layout:
             "PYTHONUNBUFFERED": "1",
         }
 
-    def bootstrap_environment(self) -> dict[str, str]:
+    def forget_original(self) -> None:
+        """Remove what leads from a copied folder to the original cluster: its servers' keys and URLs."""
+        (self.secrets.directory / SERVER_URLS).unlink(missing_ok=True)
+        self.secrets.renew_bus_keys()
+        shutil.rmtree(self.data_dir / "nats" / "accounts", ignore_errors=True)
+
+    def bootstrap_environment(self, *, copied: bool = False) -> dict[str, str]:
         """What `manage.py bootstrap` needs in addition.
 
-        The node to enrol with its secret, whether the admin's password was generated, and where the line goes
-        that adds other machines.
+        The node to enrol with its secret, whether the admin's password was generated, whether the folder was
+        `copied`, and where the line goes that adds other machines.
         """
         home = private_directory(self.data_dir / "worker")
         ensure(home / "node-secret")
@@ -203,6 +239,7 @@ class Layout:
             "CLUSTER_ADMIN_PASSWORD_GENERATED": str(not self.secrets.given("admin_password")).lower(),
             "CLUSTER_ENROL_NODE": LOCAL_WORKER,
             "CLUSTER_ENROL_SECRET_FILE": str(home / "node-secret"),
+            "CLUSTER_DATA_COPIED": str(copied).lower(),
             **({"CLUSTER_JOIN_COMMAND_FILE": str(self.join_command)} if self.open_to_others else {}),
         }
 
@@ -227,6 +264,9 @@ class Layout:
             "PYTHONUNBUFFERED": "1",
         }
         passed = {key: value for key, value in self.environ.items() if key not in hidden}
+        given_ca = self.environ.get("LOCALAI_WORKER_TLS_CA")
+        if self.certificate and not given_ca and own_tls.is_self_signed(self.certificate):
+            own["LOCALAI_WORKER_TLS_CA"] = str(self.certificate)
         token = {}
         if not self.given("LOCALAI_REGISTRATION_TOKEN"):
             token = {"LOCALAI_REGISTRATION_TOKEN_FILE": str(self.secrets.path("registration_token"))}

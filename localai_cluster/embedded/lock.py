@@ -1,16 +1,20 @@
 """One run per data directory, and the cleanup after a killed run.
 
 The kernel holds the lock (`flock`), so it ends with its process; the file's content only names that process.
+A copied folder brings the content along, so the mark of a run begins with the folder's device and inode, and
+a record of another folder is no record.
 """
 
 import fcntl
 import json
 import os
+import secrets
 import signal
 from pathlib import Path
 from typing import Any
 
 from localai_cluster import procs
+from localai_cluster.embedded.folder_identity import folder_id
 from localai_cluster.embedded.resources import SetupError
 from localai_cluster.embedded.server import wait_for
 
@@ -24,7 +28,8 @@ class DataLock:
     def __init__(self, data_dir: Path) -> None:
         self.path = data_dir / "run.lock"
         self.taken_over: dict[str, Any] = {}
-        """The last holder, if that run ended without releasing the lock."""
+        """The last holder, if a run on this very folder ended without releasing the lock."""
+        self._folder = folder_id(data_dir)
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -37,6 +42,13 @@ class DataLock:
                 "Stop it with Ctrl-C, or choose another CLUSTER_DATA_DIR.",
             ) from None
         self.taken_over = self._read()
+        if not str(self.taken_over.get("mark", "")).startswith(f"{self._folder}."):
+            self.taken_over = {}
+            os.ftruncate(self._descriptor, 0)
+
+    def new_mark(self) -> str:
+        """Return a mark for the processes of a run on this folder, different for each run."""
+        return f"{self._folder}.{secrets.token_hex(8)}"
 
     def note(self, **holder: Any) -> None:
         """Records the holder: process id, port, and the mark in its children's environment."""

@@ -7,13 +7,10 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
-from localai_cluster.embedded.layout import ROOT, Layout
+from localai_cluster.embedded.layout import ROOT, SERVER_URLS, Layout
 from localai_cluster.embedded.lock import holder_of
 from localai_cluster.embedded.log import Log
 from localai_cluster.embedded.resources import SetupError
-
-SERVER_URLS = "server_urls"
-"""The file in the secrets folder where `make run` writes the URLs of its bundled servers."""
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:

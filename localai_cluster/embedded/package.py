@@ -14,7 +14,7 @@ from localai_cluster.embedded.ui import ROOT, fingerprint
 
 DIST = ROOT / "dist"
 FOLDERS = ("localai_cluster", "nodes", "operations", "templates", "static/site", "static/dist")
-FILES = ("pyproject.toml", "README.md", "requirements/wheel.py")
+FILES = ("pyproject.toml", "README.md", "requirements/wheel.py", "requirements/worker.txt")
 
 
 def build() -> bool:

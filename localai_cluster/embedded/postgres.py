@@ -151,10 +151,11 @@ class EmbeddedPostgres(EmbeddedServer):
         return not line.startswith(("LOG:", "HINT:")) or any(word in line for word in _WORTH_SAYING)
 
     def end_leftovers(self) -> None:
-        """Stops servers that a killed run left on the data directory, and removes their stale pid file.
+        """Stops servers that a killed run left on the data directory, and removes their stale pid files.
 
         After `kill -9` of the main process, a busy backend can keep the shared memory and so block every
-        later start. The process id in the file may belong to another process by now.
+        later start. The process id in the files may belong to another process by now, in a copied folder to
+        the server of the original.
         """
         note = self.data / "postmaster.pid"
         with suppress(OSError, ValueError):
@@ -167,17 +168,21 @@ class EmbeddedPostgres(EmbeddedServer):
                 break
             procs.kill(left)
         note.unlink(missing_ok=True)
+        for socket in self.sockets.glob(".s.PGSQL.*"):
+            socket.unlink(missing_ok=True)
 
     def _servers(self) -> set[int]:
-        """All `postgres` processes on our data directory, found by their working directory."""
-        home = self.data.resolve()
-        found = set()
-        for one in procs.processes():
+        """The ids of all `postgres` processes whose working directory is our data directory, by inode.
+
+        Its path may mean another folder for a process in a container.
+        """
+        servers = set()
+        for process in procs.processes():
             with suppress(OSError):
-                program = os.readlink(f"/proc/{one.pid}/exe")
-                if Path(program).name == "postgres" and Path(os.readlink(f"/proc/{one.pid}/cwd")) == home:
-                    found.add(one.pid)
-        return found
+                program = os.readlink(f"/proc/{process.pid}/exe")
+                if Path(program).name == "postgres" and self.data.samefile(f"/proc/{process.pid}/cwd"):
+                    servers.add(process.pid)
+        return servers
 
     def _initialise(self) -> None:
         # Created beside its place and renamed, so that an interrupted first start leaves nothing incomplete.

@@ -1,7 +1,8 @@
 """Prepares the database: `check`, `migrate` and `bootstrap` of `manage.py`.
 
-All three run in one process, since starting Django takes a second. A failure is one line on standard output
-and exit code 1.
+All three run in one process, since starting Django takes a second. The settings are checked at once; then it
+prints `CHECKED` and waits for a line on standard input, by when the servers run. A failure is one line on
+standard output and exit code 1.
 """
 
 import io
@@ -12,6 +13,8 @@ from django.core.management import call_command
 from django.core.management.base import CommandError
 from django.db import Error as DatabaseError
 
+from localai_cluster.embedded.preparation import CHECKED
+
 
 def complaint(said: str) -> str:
     """The line of a command's output that says what is wrong: a failed check, else the last line."""
@@ -20,7 +23,9 @@ def complaint(said: str) -> str:
         if "(cluster.E" in line:
             hint = "".join(following for following in lines[index + 1 : index + 2] if "HINT" in following)
             return f"{line} {hint}".strip()
-    return lines[-1] if lines else "no output"
+    # PostgreSQL adds the whole row that it refused, secrets and all.
+    facts = [line for line in lines if not line.startswith(("DETAIL:", "CONTEXT:"))]
+    return facts[-1] if facts else "no output"
 
 
 def main() -> int:
@@ -29,6 +34,11 @@ def main() -> int:
     try:
         django.setup()
         call_command("check", stdout=io.StringIO())
+        call_command("bootstrap", "--check")
+        sys.stdout.write(f"{CHECKED}\n")
+        sys.stdout.flush()
+        if not sys.stdin.readline():
+            return 1  # the start was given up
         name = "migrate"
         call_command("migrate", verbosity=0, interactive=False)
         name = "bootstrap"

@@ -27,7 +27,10 @@ def models(layout: Layout) -> frozenset[str]:
     """What the running cluster has; empty if it does not answer."""
     headers = {"Authorization": f"Bearer {layout.secrets.value('admin_api_key')}"}
     try:
-        found = httpx.get(f"{layout.base_url}/v1/models", headers=headers, timeout=10, trust_env=False).json()
+        found = httpx.get(
+            f"{layout.probe_url}/v1/models",
+            headers=headers, timeout=10, trust_env=False, verify=layout.probe_trust,
+        ).json()  # fmt: skip
         return frozenset(one["id"] for one in found["data"])
     except (httpx.HTTPError, ValueError, LookupError, TypeError):
         return frozenset()

@@ -9,7 +9,7 @@ import errno
 import json
 import os
 import signal
-import subprocess
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -21,10 +21,11 @@ from typing import Any
 import httpx
 
 from localai_cluster import clock, cluster_settings, join_script, procs
-from localai_cluster.embedded import external, package, requests
+from localai_cluster.embedded import external, folder_identity, package, requests
 from localai_cluster.embedded.layout import (
     GALLERY,
     LOCAL_WORKER,
+    SERVER_URLS,
     WORKER_COMMAND,
     Layout,
     free_bytes,
@@ -32,8 +33,8 @@ from localai_cluster.embedded.layout import (
 )
 from localai_cluster.embedded.lock import DataLock, end_leftovers
 from localai_cluster.embedded.log import Log
-from localai_cluster.embedded.manage import SERVER_URLS
 from localai_cluster.embedded.postgres import EmbeddedPostgres
+from localai_cluster.embedded.preparation import PASSWORD_CHANGED, Preparation
 from localai_cluster.embedded.resources import SetupError, write_private
 from localai_cluster.embedded.server import EmbeddedServer, wait_for
 from localai_cluster.embedded.supervisor import Program, Supervisor, how_it_ended
@@ -47,7 +48,10 @@ _TASK_PROCESSES = 4
 READY_SECONDS = 120.0
 MAKE_BEGAN = "CLUSTER_MAKE_BEGAN"
 """Variable with the time when `make run` was called, in seconds since 1970."""
-COMMAND_SECONDS = 300.0
+_COPIED = (
+    "this data folder is a copy of another one: this cluster gets new keys for its message bus, and its nodes"
+    " are offline until their workers register here"
+)
 
 
 class StartCancelled(Exception):
@@ -62,8 +66,12 @@ class Cluster:
         self.layout = Layout.of(environ)
         self.stopping = threading.Event()
         self._lock = DataLock(self.layout.data_dir)
+        self._copied = folder_identity.is_copy(self.layout.data_dir)
         self._guardian: procs.Guardian | None = None
         self._supervisor: Supervisor | None = None
+        self._preparation: Preparation | None = None
+        self.password_changed = False
+        """Whether the initial password of the admin is not the password any more."""
         self.servers: dict[str, EmbeddedServer] = {}
         self._asked = 0
 
@@ -71,17 +79,23 @@ class Cluster:
         """Starts everything; returns when it is ready. `SetupError`, or `StartCancelled` by `ask_to_stop`."""
         self._clean()
         self._check()
-        self._guardian = guardian = procs.Guardian(replaced=self._guardian_replaced)
+        self._guardian = guardian = procs.Guardian(self._lock.new_mark(), replaced=self._guardian_replaced)
         self._supervisor = supervisor = Supervisor(self.log, guardian)
         self._lock.note(port=self.layout.port, host=self.layout.host, mark=guardian.mark)
         self.servers = self.layout.servers()
+        product = self.layout.product_environment(self.servers)
+        # What is wrong with the settings is said before anything starts.
+        preparation = self._preparation = Preparation(
+            {**product, **self.layout.bootstrap_environment(copied=self._copied), **guardian.env}
+        )
+        preparation.wait_checked()
         for rank, server in enumerate(self.servers.values()):
             self._up(supervisor, Program.of(server, rank))
-        product = self.layout.product_environment(self.servers)
         urls = {name: server.url for name, server in self.servers.items()}
         write_private(self.layout.secrets.directory / SERVER_URLS, json.dumps(urls) + "\n")
-        self._prepare_product(product)
         self._offer_package()
+        self._prepare_database(preparation)
+        folder_identity.claim(self.layout.data_dir)
         *programs, worker = self._programs(product)
         for program in programs:
             supervisor.launch(program)
@@ -89,8 +103,8 @@ class Cluster:
             supervisor.settle(program, seconds=READY_SECONDS, cancelled=self.stopping.is_set)
         before = self._last_heartbeat()
         self._up(supervisor, worker)
-        url = f"{self.layout.base_url}/readyz"
-        if not wait_for(lambda: self.stopping.is_set() or answers(url), READY_SECONDS):
+        url, trust = f"{self.layout.probe_url}/readyz", self.layout.probe_trust
+        if not wait_for(lambda: self.stopping.is_set() or answers(url, trust), READY_SECONDS):
             raise SetupError(f"{url} does not become ready.", "See the output above.")
         self._raise_if_cancelled()
         self._wait_registered(before)
@@ -104,6 +118,8 @@ class Cluster:
 
     def stop(self) -> None:
         """Stops all processes in order and releases the data directory."""
+        if self._preparation:
+            self._preparation.close()
         if self._supervisor:
             killed = self._supervisor.stop()
             if killed:
@@ -135,8 +151,10 @@ class Cluster:
         if before:
             self.log.say("run", f"cleaning up after a killed run (process id {before.get('pid')})")
             EmbeddedPostgres(self.layout.data_dir / "postgres").end_leftovers()
-            if mark := str(before.get("mark", "")):
-                end_leftovers(mark)
+            end_leftovers(before["mark"])
+        if self._copied:
+            self.log.say("run", _COPIED)
+            self.layout.forget_original()
 
     def _check(self) -> None:
         free = free_bytes(self.layout.data_dir)
@@ -172,38 +190,25 @@ class Cluster:
         path = self.layout.environ.get(f"{name}_FILE")
         return self.layout.environ.get(name) or Path(path or os.devnull).read_text().strip()
 
-    def _prepare_product(self, product: Mapping[str, str]) -> None:
-        """`check`, `migrate` and `bootstrap`; a failure becomes one line."""
+    def _prepare_database(self, preparation: Preparation) -> None:
+        """`migrate` and `bootstrap`; a failure becomes one line."""
         self._raise_if_cancelled()
         self.layout.seed_models()
-        mark = self._guardian.env if self._guardian else {}
-        child = procs.spawn(
-            [sys.executable, "-m", "localai_cluster.embedded.prepare"],
-            env={**product, **self.layout.bootstrap_environment(), **mark},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            said = child.communicate(timeout=COMMAND_SECONDS)[0].decode(errors="replace").strip()
-        except subprocess.TimeoutExpired:
-            procs.end_child(child, procs.group_of(child.pid))
-            raise SetupError(
-                f"The migration took longer than {COMMAND_SECONDS:.0f} s.", "See what blocks the database."
-            ) from None
-        if child.returncode:
-            raise SetupError(
-                (said.splitlines() or ["The database cannot be prepared."])[-1], "Then run again."
-            )
-        if said:
-            self.log.say("run", said)
+        said = preparation.finish().splitlines()
+        self.password_changed = PASSWORD_CHANGED in said
+        if told := [line for line in said if line != PASSWORD_CHANGED]:
+            self.log.say("run", "\n".join(told))
 
     def _programs(self, product: Mapping[str, str]) -> list[Program]:
         """Web, controller, tasks and worker in start order; the highest rank stops first."""
-        layout, health = self.layout, f"{self.layout.base_url}/healthz"
+        layout, health = self.layout, f"{self.layout.probe_url}/healthz"
+        trust = layout.probe_trust
         worker = layout.worker_environment(LOCAL_WORKER, layout.data_dir / "worker")
         wait = self._wait_for_servers
         return [
-            Program("web", manage("serve"), product, rank=12, prepare=wait, ready=lambda: answers(health)),
+            Program(
+                "web", manage("serve"), product, rank=12, prepare=wait, ready=lambda: answers(health, trust)
+            ),
             Program("controller", manage("controller"), product, rank=11, prepare=wait),
             Program("tasks", manage("qcluster"), product, rank=10, prepare=wait, ready=self._tasks_run),
             Program("worker", WORKER_COMMAND, worker, rank=13),
@@ -243,22 +248,24 @@ class Cluster:
         self._raise_if_cancelled()
 
     def _local_node(self) -> Mapping[str, Any]:
-        return find_node(self.layout.base_url, self.layout.secrets.value("admin_api_key"), LOCAL_WORKER)
+        key = self.layout.secrets.value("admin_api_key")
+        return find_node(self.layout.probe_url, key, LOCAL_WORKER, self.layout.probe_trust)
 
 
-def answers(url: str) -> bool:
-    """Whether a GET gives 200."""
+def answers(url: str, trust: ssl.SSLContext | bool = True) -> bool:
+    """Return True if a GET gives 200."""
     try:
-        return httpx.get(url, timeout=2, trust_env=False).status_code == 200
+        return httpx.get(url, timeout=2, trust_env=False, verify=trust).status_code == 200
     except httpx.HTTPError:
         return False
 
 
-def find_node(url: str, key: str, name: str) -> Mapping[str, Any]:
+def find_node(url: str, key: str, name: str, trust: ssl.SSLContext | bool = True) -> Mapping[str, Any]:
     """The node with this name in the registry; empty if there is none, or no answer."""
+    headers = {"Authorization": f"Bearer {key}"}
     try:
         found = httpx.get(
-            f"{url}/api/nodes", headers={"Authorization": f"Bearer {key}"}, timeout=2, trust_env=False
+            f"{url}/api/nodes", headers=headers, timeout=2, trust_env=False, verify=trust
         ).json()
     except (httpx.HTTPError, ValueError):
         return {}
@@ -280,7 +287,9 @@ def announce(cluster: Cluster, seconds: float) -> None:
 
 
 def _initial_password(cluster: Cluster) -> str:
-    """Where to find the initial password; it may have been changed since."""
+    """Return where to find the initial password, unless it was changed."""
+    if cluster.password_changed:
+        return "its password was changed since the first start"
     kept = cluster.layout.secrets
     if kept.given("admin_password"):
         return f"the initial password is in {kept.path('admin_password') or 'CLUSTER_ADMIN_PASSWORD'}"
@@ -296,8 +305,12 @@ def _announce_worker(cluster: Cluster) -> None:
     if not path.exists():
         log.say("run", "to add a worker on another machine, press Add a node on the Nodes page")
         return
-    if join_script.find_wheel(layout.wheel_dir) is None:
-        log.say("run", f"other machines cannot install the worker: {layout.wheel_dir} has no package of it")
+    wheel = join_script.find_wheel(layout.wheel_dir)
+    url = cluster_settings.load(layout.environ)[0].public_url or layout.public_url
+    for warning in join_script.warnings(url, host=layout.host, wheel=wheel):
+        log.say("run", f"to add a worker on another machine: {warning}")
+    if wheel is None:
+        return
     shown = path.read_text(encoding="utf-8").strip() if log.terminal else f"the line in {path}"
     log.say("run", f"to add a worker on another machine, run there within 1 h: {shown}")
 

@@ -82,6 +82,14 @@ class Secrets:
             if not self.given(name) and (self.directory / name).exists()
         }
 
+    def renew_bus_keys(self) -> None:
+        """Replace the generated keys of the bundled NATS server; keys that the operator has set stay."""
+        for name, role in _KEYS.items():
+            path = self.directory / name
+            if not self.given(name) and path.exists():
+                path.unlink()
+                ensure(path, role)
+
     def weak(self) -> list[str]:
         """The variables whose secrets are too weak for a cluster that other machines can reach."""
         given = {

@@ -29,6 +29,7 @@ from localai_cluster.worker.port_block import bindable
 log = logging.getLogger(__name__)
 
 LOCAL = "127.0.0.1"
+EVERYWHERE = "0.0.0.0"
 READY_EVERY = 0.2
 READY_PROBE = 2.0
 READY_LIMIT = 30.0
@@ -116,15 +117,28 @@ class StopOutcome:
     error: str = ""
 
 
+def bind_host_for(advertised: str) -> str:
+    """Return where engines listen: on loopback alone if they are reached there, else everywhere."""
+    return LOCAL if advertised in (LOCAL, "localhost") else EVERYWHERE
+
+
 class EngineSupervisor:
     """Starts and stops the engines of one worker, which accept calls with `token` only.
 
-    Those that end by themselves are added to `exits`.
+    They listen on `bind_host`. Those that end by themselves are added to `exits`.
     """
 
     def __init__(
-        self, ports: PortAllocator, token: str, guardian: procs.Guardian, rings: LogRings, exits: Exits
+        self,
+        ports: PortAllocator,
+        token: str,
+        guardian: procs.Guardian,
+        rings: LogRings,
+        exits: Exits,
+        *,
+        bind_host: str = EVERYWHERE,
     ) -> None:
+        self._bind_host = bind_host
         self._ports = ports
         self._exits = exits
         self._token = token
@@ -254,7 +268,7 @@ class EngineSupervisor:
         process = await asyncio.create_subprocess_exec(
             program,
             "--addr",
-            f"0.0.0.0:{port}",
+            f"{self._bind_host}:{port}",
             cwd=folder,
             env=environment(self._token) | vulkan_drivers(folder) | visible_gpus(gpus) | self._guardian.env,
             stdin=asyncio.subprocess.DEVNULL,

@@ -25,7 +25,7 @@ from localai_cluster.worker.bus_credentials import BusCredentials
 from localai_cluster.worker.commands import Commands
 from localai_cluster.worker.config import Config
 from localai_cluster.worker.control_plane import CALL_LIMIT, ControlPlane, Registered
-from localai_cluster.worker.engines import EngineSupervisor
+from localai_cluster.worker.engines import EngineSupervisor, bind_host_for
 from localai_cluster.worker.exits import Exits
 from localai_cluster.worker.files.keys import Folders
 from localai_cluster.worker.files.routes import FileServer
@@ -79,7 +79,14 @@ class Worker:
         self._engine_token = secrets.token_hex(32)
         self._rings = LogRings(config.log_lines, config.log_bytes)
         exits = Exits(config.advertise_host)
-        self._supervisor = EngineSupervisor(ports, self._engine_token, guardian, self._rings, exits)
+        self._supervisor = EngineSupervisor(
+            ports,
+            self._engine_token,
+            guardian,
+            self._rings,
+            exits,
+            bind_host=bind_host_for(config.advertise_host),
+        )
         self._gpus = _gpu_reader(config, lambda: (engine.gpus for engine in self._supervisor.engines()))
         self._install_commands = self._installs(store, downloads)
         self._pauses = Pauses()

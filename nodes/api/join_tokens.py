@@ -14,7 +14,7 @@ from localai_cluster.web import fields
 from localai_cluster.web.fields import Described, NullIsAbsent, Text, Whole
 from localai_cluster.web.openapi import refusals
 from localai_cluster.web.parsers import validated
-from localai_cluster.web.shapes import FLAG, TEXT, TIME, Named, Row, Shape, count, field
+from localai_cluster.web.shapes import FLAG, TEXT, TEXTS, TIME, Named, Row, Shape, count, field
 from localai_cluster.web.shapes import UUID as UUID_FORMAT
 from nodes.api.base import MOMENT, NodeView, actor_of, answered, message, page_schema, sent
 from nodes.api.worker_auth import parse_node_id
@@ -49,6 +49,11 @@ MADE = Shape(
         field("command", TEXT, "The line to run on the other machine; it contains the token."),
         field("url", TEXT, "The server's URL in that line."),
         field("url_is_set", FLAG, "Whether the URL is CLUSTER_PUBLIC_URL and not what this request used."),
+        field(
+            "warnings",
+            TEXTS,
+            "Why the line may not work on another machine, and what it risks.",
+        ),
     ],
 )
 COMPONENTS = (JOIN_TOKEN_STATE, JOIN_TOKEN, MADE)
@@ -128,6 +133,7 @@ class JoinTokensView(NodeView):
                     "command": join_script.command(_URL, _TOKEN),
                     "url": _URL,
                     "url_is_set": True,
+                    "warnings": [],
                 },
                 status="201",
             ),
@@ -138,6 +144,7 @@ class JoinTokensView(NodeView):
         told = validated(JoinTokenRequestSerializer, request)
         configured = conf.cluster().public_url
         url = configured or _base_url(told.get("url") or request.build_absolute_uri("/"))
+        wheel = join_script.find_wheel(conf.cluster().wheel_dir)
         now = clock.now()
         token, plain = joining.make(
             actor=actor_of(request),
@@ -149,9 +156,10 @@ class JoinTokensView(NodeView):
         shown = MADE.of(
             **_facts(token, now),
             token=plain,
-            command=join_script.command(url, plain),
+            command=join_script.command(url, plain, wheel),
             url=url,
             url_is_set=bool(configured),
+            warnings=join_script.warnings(url, host=conf.cluster().host, wheel=wheel),
         )
         return Response(shown, status=201, headers={"Cache-Control": "private, no-store"})
 

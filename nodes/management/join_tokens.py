@@ -62,12 +62,17 @@ def make(options: Options) -> str:
         lifetime=options["lifetime"],
         uses=options["uses"],
     )
-    command = join_script.command(url, plain)
+    wheel = join_script.find_wheel(conf.cluster().wheel_dir)
+    command = join_script.command(url, plain, wheel)
+    warnings = join_script.warnings(url, host=conf.cluster().host, wheel=wheel)
     if options["json"]:
         (row,) = rows([token], clock.now())
-        return rendering.as_json(row | {"token": plain, "command": command, "url": url})
+        return rendering.as_json(row | {"token": plain, "command": command, "url": url, "warnings": warnings})
     expires = rendering.moment(token.expires_at)
-    return f"valid until {expires} for {token.max_uses} new node(s); run on the other machine:\n{command}"
+    shown = "".join(f"warning: {warning}\n" for warning in warnings)
+    return (
+        f"{shown}valid until {expires} for {token.max_uses} new node(s); run on the other machine:\n{command}"
+    )
 
 
 def listed(options: Options) -> str:

@@ -126,6 +126,16 @@ def mark_healthy(node_id: UUID, *, actor: Actor, now: datetime, reason: str = ""
         change.happen(Event.MARKED_HEALTHY, actor, reason=reason)
 
 
+def lose_contact(*, actor: Actor, now: datetime, reason: str) -> int:
+    """Declare every node silent until its next heartbeat; return how many were not before.
+
+    Their replicas leave. A constant number of statements for any number of nodes.
+    """
+    with transaction.atomic():
+        nodes = lock_in_order(BackendNode.objects.all())
+        return len(happen_to_all(nodes, Event.FELL_SILENT, actor, lambda node: (reason, {}), now=now))
+
+
 def fell_silent(
     node_ids: Collection[UUID], *, limit: float, actor: Actor, now: datetime, detail: str = ""
 ) -> int:

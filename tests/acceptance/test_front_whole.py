@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from localai_cluster import procs
 from localai_cluster.embedded.resources import free_port
 from localai_cluster.embedded.run import find_node
 from tests.conftest import eventually
+from tests.support.certificates import Authority
 from tests.support.effort import swept
 from tests.support.run import CHILDREN, Run
 
@@ -73,6 +75,26 @@ def test_a_cluster_survives_its_processes_and_leaves_nothing_behind(data: Path) 
         value = secret.read_text().strip()
         assert value not in first.output + second.output, secret.name
         assert secret.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.skipif(os.environ.get("CLUSTER_SERVER") == "daphne", reason="daphne serves no HTTPS here")
+@pytest.mark.timeout(240)
+def test_make_run_serves_https(data: Path, tmp_path: Path) -> None:
+    """Review X6: with a certificate of a private CA; its own worker registers over HTTPS."""
+    authority = Authority(tmp_path / "ca")
+    certificate, key = authority.issue("web")
+    tls = {"CLUSTER_TLS_CERT": certificate, "CLUSTER_TLS_KEY": key, "LOCALAI_WORKER_TLS_CA": authority.file}
+    run = Run(data, free_port(), **{name: str(path) for name, path in tls.items()})
+    try:
+        run.wait_ready()
+        url, trust = f"https://127.0.0.1:{run.port}", ssl.create_default_context(cafile=str(authority.file))
+        assert f"open {url} in a browser" in run.output
+        assert find_node(url, run.key, "local", trust)["status"] == "healthy"
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://127.0.0.1:{run.port}/healthz", trust_env=False)
+    finally:
+        run.process.terminate()
+        assert run.process.wait(360) == 0
 
 
 @swept

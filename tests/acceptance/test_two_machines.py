@@ -1,7 +1,8 @@
 """A second machine joins by the printed line and serves; the cable is pulled; its secret is revoked.
 
 Network namespaces play the machines. The second one has no internet: it finds the packages that the worker
-needs in a folder, where they were packed from what `make install` brought.
+needs in a folder, where they were packed from what `make install` brought. The package of the product names
+the hashes of these.
 """
 
 import json
@@ -50,6 +51,7 @@ class Site:
             HOST=here.address,
             CLUSTER_NODE_STALE_AFTER="5s",
             LOCALAI_EXPOSE_NODE_HEADER="true",
+            CLUSTER_WHEEL_DIR=str(home / "wheels"),
             **SOON,
         )
         self.joined: list[subprocess.Popen[bytes]] = []
@@ -117,6 +119,7 @@ def site() -> Iterator[Site]:
         home = Path(folder)
         (home / "server" / "data").mkdir(parents=True)
         wheel.pack(home / "packages")
+        wheel.relock(wheel.build(home / "wheels"), home / "packages")
         made = Site(home, *machines)
         try:
             yield made

@@ -41,7 +41,7 @@ def line_of(panel: Locator) -> str:
 
 def token_of(line: str) -> str:
     """The token in it."""
-    found = re.match(r"T=(join-[0-9a-f]{64}); printf ", line)
+    found = re.match(r"T=(join-[0-9a-f]{64}); ", line)
     assert found is not None, line
     return found[1]
 

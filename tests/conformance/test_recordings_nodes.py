@@ -23,7 +23,9 @@ import pytest
 from django.utils.dateparse import parse_datetime
 from pytest_django import Settings
 
+from localai_cluster import raw_routes
 from localai_cluster.asgi import application
+from nodes.api.heartbeats import HeartbeatApplication
 from nodes.models import NodeModel
 from nodes.registry import known
 from nodes.routing import pool
@@ -252,6 +254,13 @@ async def web_process() -> AsyncIterator[None]:
         await pool.close_shared()
 
 
+async def beats_written() -> None:
+    """Waits for the batch of the last heartbeat: the reference answers a beat after it has written it."""
+    applications = [route.app for route in raw_routes.ROUTES]
+    (heartbeats,) = (app for app in applications if isinstance(app, HeartbeatApplication))
+    await heartbeats.settled()
+
+
 async def replay() -> list[str]:
     """Plays the story; answers one line for every difference that is not expected, or expected and gone."""
     transport = httpx.ASGITransport(app=application, client=("127.0.0.44", 1234))
@@ -262,6 +271,7 @@ async def replay() -> list[str]:
             await story.before(entry.key, entry.recorded)
             known.shared().forget("")  # a web process listens; here nothing does
             answer = await story.send(entry.recorded)
+            await beats_written()
             found = set(story.differences(entry.recorded, answer))
             name, expected = DIFFERENCES.get(entry.key, ("no deviation", set()))
             unexpected += [f"{entry.key}: {what}" for what in sorted(found - expected)]

@@ -109,6 +109,7 @@ async def test_install_starts_once_with_a_plain_environment(node: Node) -> None:
     """W11, W12, W26: address, the same process again, argv, cwd, token, nothing of the worker's secrets.
 
     D-ENGINE-TOKEN: the token is the worker's own; the engine neither gets nor accepts the registration token.
+    D-ENGINE-LOOPBACK (review P13): the worker registers as localhost, so its engine listens there only.
     """
     source = node.worker.source("engine")
     reply = await node.install("engine", source, model_id="org/m")
@@ -126,7 +127,7 @@ async def test_install_starts_once_with_a_plain_environment(node: Node) -> None:
     assert clock.monotonic() - begin < 10
     assert len(engines_of(node.worker.folder)) == 1
     facts = node.worker.started("engine", reply.address)
-    assert facts["argv"] == ["--addr", f"0.0.0.0:{port}"]
+    assert facts["argv"] == ["--addr", f"127.0.0.1:{port}"]
     assert facts["cwd"] == str(node.worker.backends / "engine")
     assert facts["env"]["LOCALAI_GRPC_AUTH_TOKEN"] == node.worker.engine_token
     assert TOKEN.encode() not in environment_of(facts["pid"])

@@ -24,6 +24,7 @@ from localai_cluster import clock, conf, health, raw_routes
 from localai_cluster.accounts import principals
 from localai_cluster.accounts.models import ApiKey
 from localai_cluster.accounts.principals import hash_secret
+from localai_cluster.embedded.preparation import PASSWORD_CHANGED
 from localai_cluster.embedded.valkey import EmbeddedValkey
 from localai_cluster.web.middleware import Utf8Only
 from nodes.models import BackendNode
@@ -149,7 +150,9 @@ def test_bootstrap_is_idempotent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert user.check_password("first-password")
     user.set_password("mine now")
     user.save()
-    call_command("bootstrap", stdout=io.StringIO())
+    said = io.StringIO()
+    call_command("bootstrap", stdout=said)
+    assert PASSWORD_CHANGED in said.getvalue().splitlines(), "`make run` announces the first one no more"
     user.refresh_from_db()
     assert user.check_password("mine now")
     assert api.register(api.registration("local"), api.SECRET).json()["status"] == "healthy"

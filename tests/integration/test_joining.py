@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from datetime import timedelta
 from io import StringIO
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -72,7 +73,7 @@ def test_a_token_is_shown_once_and_stored_as_a_hash(monkeypatch: pytest.MonkeyPa
     assert answer.status_code == 201
     assert answer["Cache-Control"] == "private, no-store"
     assert re.fullmatch("join-[0-9a-f]{64}", told["token"])
-    assert told["command"].startswith(f"T={told['token']}; printf ")
+    assert told["command"].startswith(f"T={told['token']}; ")
     assert (told["url"], told["url_is_set"]) == ("http://192.0.2.10:8080", True)
     stored = JoinToken.objects.get()
     assert stored.token_hash == hash_secret(told["token"])
@@ -82,6 +83,30 @@ def test_a_token_is_shown_once_and_stored_as_a_hash(monkeypatch: pytest.MonkeyPa
     assert (listed["state"], listed["uses"], listed["max_uses"]) == ("usable", 0, 3)
     assert told["token"] not in json.dumps(listed)
     assert stored.token_hash not in json.dumps(listed)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sent", "told"),
+    [
+        ({"host": "127.0.0.1"}, {"url": "http://127.0.0.1:8080"}, ["make package", "HOST=0.0.0.0 make run"]),
+        ({"host": "0.0.0.0"}, {"url": "http://[::1]:8080"}, ["make package", "set CLUSTER_PUBLIC_URL"]),
+        ({"public_url": "http://192.0.2.10:8080"}, {}, ["make package", "plain HTTP"]),
+        ({"public_url": "https://ai.example"}, {}, ["make package"]),
+    ],
+    ids=["this machine only", "opened by loopback", "HTTP", "HTTPS"],
+)
+def test_what_keeps_the_line_from_working_comes_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    settings: dict[str, str],
+    sent: dict[str, str],
+    told: list[str],
+) -> None:
+    """Review R16 and X6: reported with the line, not by the machine that runs it; what helps is named."""
+    allow(monkeypatch, wheel_dir=tmp_path, **settings)
+    warnings = api.admin().post(TOKENS, sent).json()["warnings"]
+    assert len(warnings) == len(told), warnings
+    assert all(words in warning for words, warning in zip(told, warnings, strict=True)), warnings
 
 
 def test_defaults_are_one_hour_and_one_use() -> None:

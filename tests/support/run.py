@@ -14,6 +14,8 @@ from localai_cluster.embedded.run import answers, find_node
 from tests.conftest import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
+_PASSED = {name: value for name, value in os.environ.items() if name in ("PATH", "CLUSTER_SERVER")}
+"""`make sweep` chooses the web server."""
 CHILDREN = ("postgres", "nats", "valkey", "web", "controller", "tasks", "worker")
 
 
@@ -27,7 +29,7 @@ class Run:
             self.process = subprocess.Popen(
                 [*prefix, sys.executable, "-m", "localai_cluster.embedded.run"],
                 cwd=ROOT,
-                env={"PATH": os.environ["PATH"], "CLUSTER_DATA_DIR": str(data), "PORT": str(port), **more},
+                env={**_PASSED, "CLUSTER_DATA_DIR": str(data), "PORT": str(port), **more},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,

@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from email.parser import Parser
+from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "localai-cluster"
+LOCK = "localai_cluster/bundled/worker.txt"
 NO_SERVERS = {
     "DATABASE_URL": "postgresql://user@127.0.0.1:1/name",
     "REDIS_URL": "redis://127.0.0.1:1/0",
@@ -77,6 +79,19 @@ def pack(folder: Path) -> None:
             for file in found.files or ():
                 if ".." not in file.parts and file.suffix != ".pyc":
                     archive.write(str(found.locate_file(file)), str(file))
+
+
+def relock(wheel: Path, packages: Path) -> None:
+    """Has the wheel of the product name the hashes of these packages, which are no files of an index."""
+    lock = "".join(
+        "{}=={} --hash=sha256:{}\n".format(*path.name.split("-")[:2], sha256(path.read_bytes()).hexdigest())
+        for path in sorted(packages.iterdir())
+    )
+    with zipfile.ZipFile(wheel) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in (files | {LOCK: lock.encode()}).items():
+            archive.writestr(name, content)
 
 
 def _pip(*words: str) -> None:

@@ -1,9 +1,13 @@
 """`make`'s installing step: says how many packages are left, and passes pip's failure on."""
 
+import importlib.util
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 COUNT = 12
@@ -45,6 +49,28 @@ def test_it_says_how_many_packages_are_left(tmp_path: Path) -> None:
         "make: lock.txt: unpacking 3 packages",
         "make: installed the 12 packages of lock.txt",
     ]
+
+
+def test_unpacking_shows_progress_without_a_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Review R16: unpacking 88 packages took 88 s without a word."""
+    spec = importlib.util.spec_from_file_location("progress", ROOT / "requirements" / "progress.py")
+    assert spec
+    assert spec.loader
+    step = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(step)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    (tmp_path / "lock.txt").write_text("")
+    progress = step.Progress(str(tmp_path / "lock.txt"))
+    progress.hear("Installing collected packages: " + ", ".join(f"p{number}" for number in range(25)))
+    for number in range(25):
+        (tmp_path / f"p{number}.dist-info").mkdir()
+        progress.look()
+    for _ in range(step.SILENT_LOOKS):
+        progress.look()
+    lines = [line.rpartition(": ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["unpacking 25 packages", *(f"unpacking package {done} of 25" for done in (10, 20, 25))]
 
 
 def test_a_failure_is_passed_on_with_pips_words(tmp_path: Path) -> None:

@@ -49,6 +49,29 @@ async def test_never_healthy_is_given_up_and_killed(
     assert found is None or not found.running
 
 
+@pytest.mark.rule("worker-10.2", "W26")
+@pytest.mark.parametrize(
+    ("advertised", "bound"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("localhost", "127.0.0.1"),
+        ("192.0.2.7", "0.0.0.0"),
+        ("[::1]", "0.0.0.0"),
+        ("127.0.0.2", "0.0.0.0"),
+    ],
+)
+async def test_an_engine_listens_where_it_is_reached(tmp_path: Path, advertised: str, bound: str) -> None:
+    """D-ENGINE-LOOPBACK (review P13): an engine of this machine only is no open port."""
+    with procs.Guardian() as guardian:
+        supervisor = EngineSupervisor(
+            PortAllocator(46000, 46999), TOKEN, guardian, LogRings(), Exits("h"),
+            bind_host=engines.bind_host_for(advertised),
+        )  # fmt: skip
+        with pytest.raises(StartFailed, match=rf"--addr {bound}:46\d\d\d"):
+            await supervisor.start("m#0", "b", script(tmp_path, 'echo "$@" >&2; exit 3'))
+        await supervisor.close()
+
+
 async def test_last_words_do_not_tell_the_token(supervisor: EngineSupervisor, tmp_path: Path) -> None:
     """What an engine prints of its environment ends in operations and answers; the token must not."""
     start = script(tmp_path, "env >&2; exit 3")

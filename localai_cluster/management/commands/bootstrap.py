@@ -3,30 +3,65 @@
 Reads `CLUSTER_ADMIN_PASSWORD` and `CLUSTER_ENROL_NODE` with `CLUSTER_ENROL_SECRET` (each secret also as
 `…_FILE`). A generated password (`CLUSTER_ADMIN_PASSWORD_GENERATED`) must be changed at the first sign-in.
 Running it again changes nothing: an existing admin keeps password and permissions. But the rules of
-`LOCALAI_MODEL_SCHEDULING` and `LOCALAI_MODEL_SCHEDULING_CONFIG` replace those of their models each time. For
-`make run` it also makes a join token, each time, and writes the line that adds a machine to
-`CLUSTER_JOIN_COMMAND_FILE`.
+`LOCALAI_MODEL_SCHEDULING` and `LOCALAI_MODEL_SCHEDULING_CONFIG` replace those of their models each time.
+
+For `make run` it also makes a join token, each time, and writes the line that adds a machine to
+`CLUSTER_JOIN_COMMAND_FILE`. If the data folder was copied (`CLUSTER_DATA_COPIED`), all nodes are offline
+until their workers report here.
 """
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from django.contrib.auth import get_user_model
-from django.core.management.base import BaseCommand, CommandError
+from django.core.management.base import BaseCommand, CommandError, CommandParser
 from django.db import transaction
 
 from localai_cluster import clock, conf, errors, join_script
 from localai_cluster.accounts import actors
 from localai_cluster.accounts.models import InitialPassword
+from localai_cluster.embedded.preparation import PASSWORD_CHANGED
 from localai_cluster.embedded.resources import write_private
 from localai_cluster.env import Environment
 from nodes.registry import identity, joining, services
 from nodes.scheduling import boot, store
+from nodes.scheduling.rules import Rule
 
 ADMIN = "admin"
 JOINING = 10
 """How many machines may join with the line that `make run` prints."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the environment says."""
+
+    password: str
+    generated: bool
+    node: str
+    secret: str
+    copied: bool
+    join_command: str
+    rules: list[Rule]
+
+
+def settings() -> Settings:
+    """Read them; CommandError names a wrong one."""
+    environment = Environment(os.environ)
+    found = Settings(
+        password=environment.secret("CLUSTER_ADMIN_PASSWORD"),
+        generated=environment.boolean("CLUSTER_ADMIN_PASSWORD_GENERATED"),
+        node=environment.text("CLUSTER_ENROL_NODE"),
+        secret=environment.secret("CLUSTER_ENROL_SECRET"),
+        copied=environment.boolean("CLUSTER_DATA_COPIED"),
+        join_command=environment.text("CLUSTER_JOIN_COMMAND_FILE"),
+        rules=boot.read(environment),
+    )
+    for problem in environment.problems:
+        raise CommandError(f"{problem.setting}: {problem.message}. {problem.hint}")
+    return found
 
 
 class Command(BaseCommand):
@@ -34,26 +69,32 @@ class Command(BaseCommand):
 
     help = "Creates the admin user and enrols a node, as the environment says. Idempotent."
 
+    def add_arguments(self, parser: CommandParser) -> None:
+        """Adds `--check`."""
+        parser.add_argument("--check", action="store_true", help="only check the settings")
+
     def handle(self, *args: Any, **options: Any) -> None:
         """Does all of it; skips a part whose settings are missing."""
-        environment = Environment(os.environ)
-        password = environment.secret("CLUSTER_ADMIN_PASSWORD")
-        generated = environment.boolean("CLUSTER_ADMIN_PASSWORD_GENERATED")
-        node, secret = environment.text("CLUSTER_ENROL_NODE"), environment.secret("CLUSTER_ENROL_SECRET")
-        join_command = environment.text("CLUSTER_JOIN_COMMAND_FILE")
-        rules = boot.read(environment)
-        for problem in environment.problems:
-            raise CommandError(f"{problem.setting}: {problem.message}. {problem.hint}")
-        self._admin(password, generated=generated)
-        self._node(node, secret)
-        if rules:
-            self.stdout.write(f"scheduling rules set: {store.replace(rules, clock.now())}")
-        if join_command and (url := conf.cluster().public_url):
-            self._join_command(Path(join_command), url)
+        wanted = settings()
+        if options["check"]:
+            return
+        if wanted.copied:
+            reason = "the data folder was copied; no worker has reported to this cluster yet"
+            services.lose_contact(actor=actors.MAKE_RUN, now=clock.now(), reason=reason)
+        self._admin(wanted.password, generated=wanted.generated)
+        self._node(wanted.node, wanted.secret)
+        if wanted.rules:
+            self.stdout.write(f"scheduling rules set: {store.replace(wanted.rules, clock.now())}")
+        if wanted.join_command and (url := conf.cluster().public_url):
+            self._join_command(Path(wanted.join_command), url)
 
     def _admin(self, password: str, *, generated: bool) -> None:
         users = get_user_model().objects
-        if not password or users.filter(username=ADMIN).exists():
+        if not password:
+            return
+        if admin := users.filter(username=ADMIN).first():
+            if not admin.check_password(password):
+                self.stdout.write(PASSWORD_CHANGED)
             return
         with transaction.atomic():
             user = users.create_superuser(username=ADMIN, email=None, password=password)
@@ -76,4 +117,5 @@ class Command(BaseCommand):
     @staticmethod
     def _join_command(path: Path, url: str) -> None:
         _, token = joining.make(actor=actors.MAKE_RUN, now=clock.now(), note="make run", uses=JOINING)
-        write_private(path, join_script.command(url, token) + "\n")
+        wheel = join_script.find_wheel(conf.cluster().wheel_dir)
+        write_private(path, join_script.command(url, token, wheel) + "\n")

@@ -27,6 +27,7 @@ from django.core.management.base import BaseCommand
 from django.db import Error as DatabaseError
 
 from localai_cluster import bus_access, clock, conf, periodic, scraping
+from localai_cluster.management import schema_version
 from localai_cluster.messaging.bus import Bus
 from localai_cluster.messaging.nats import NatsBus
 from localai_cluster.metrics import controller as metrics
@@ -73,6 +74,7 @@ class Command(BaseCommand):
     requires_system_checks = (Tags.security,)
 
     def handle(self, *args: Any, **options: Any) -> None:
+        schema_version.refuse_other(conf.cluster().database_url)
         asyncio.run(run())
 
 

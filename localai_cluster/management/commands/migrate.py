@@ -3,14 +3,23 @@
 from typing import Any
 
 from django.core.management.commands.migrate import Command as Migrate
+from django.db import connection
 
 from localai_cluster.locks import Lock, wait_for_lock
+from localai_cluster.management.schema_version import Schema, note_version, refuse_newer
 
 
 class Command(Migrate):
     """Django's command, under the schema lock."""
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Waits for a migration in another process, after which nothing is left to do."""
+        """Waits for a migration in another process, after which nothing is left to do.
+
+        Refuses a database that later code has migrated.
+        """
         with wait_for_lock(Lock.SCHEMA):
+            connection.ensure_connection()
+            refuse_newer(Schema.of(connection.connection))
             super().handle(*args, **options)
+            if not (options["plan"] or options["check_unapplied"]):
+                note_version(connection.connection)

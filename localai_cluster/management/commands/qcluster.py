@@ -13,17 +13,22 @@ from zero.
 
 import asyncio
 import gc
+import multiprocessing
 import threading
 from functools import cache
 from importlib import import_module
 from typing import Any
 
+import django_q.cluster
 from django.core.checks import Tags
+from django.core.management.base import CommandError
 from django_q.management.commands.qcluster import Command as QCluster
 from django_q.signals import post_execute
 from django_q.utils import get_func_repr
 
 from localai_cluster import conf, scraping
+from localai_cluster.management import schema_version
+from localai_cluster.management.task_sentinel import CrashOnlySentinel
 from localai_cluster.metrics import passes
 from nodes.reconcilers import schedules
 from operations.reconcilers import schedules as ledger_schedules
@@ -36,7 +41,11 @@ class Command(QCluster):
     requires_system_checks = (Tags.security,)
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """Prepares the memory that the forks share, then runs until SIGTERM or SIGINT."""
+        """Prepares the memory that the forks share, then runs until SIGTERM or SIGINT.
+
+        Ends with status 1 if one of its processes was killed.
+        """
+        schema_version.refuse_other(conf.cluster().database_url)
         for schedule in [*schedules.SCHEDULES, *ledger_schedules.SCHEDULES]:
             import_module(schedule.function.rpartition(".")[0])
         import_module("channels_redis.pubsub")
@@ -45,7 +54,12 @@ class Command(QCluster):
         gc.collect()
         # A collection writes to every object that it looks at, and so would copy all of it in every fork.
         gc.freeze()
+        setattr(django_q.cluster, "Sentinel", CrashOnlySentinel)  # noqa: B010 - a class, to mypy
         super().handle(*args, **options)
+        for sentinel in multiprocessing.active_children():
+            sentinel.join()
+            if sentinel.exitcode:
+                raise CommandError("the task cluster ended early; the lines above say why")
 
 
 def count(sender: Any, task: dict[str, Any], **more: Any) -> None:

@@ -30,6 +30,7 @@ import uvicorn
 from localai_cluster.asgi import application
 from localai_cluster.connections import BoundedHead, WatchingSocket
 from localai_cluster.edge import Edge
+from localai_cluster.management import schema_version
 from localai_cluster.tls import TlsFiles
 from nodes.inference import endpoint, gateway, streams
 
@@ -119,6 +120,7 @@ class Command(BaseCommand):
     def handle(self, *args: Any, **options: Any) -> None:
         """Serves; raises CommandError when it cannot listen or start."""
         cluster = conf.cluster()
+        schema_version.refuse_other(cluster.database_url)
         listening = listen(cluster.host, cluster.port)
         if cluster.server == "daphne" and cluster.web_tls:
             raise CommandError(

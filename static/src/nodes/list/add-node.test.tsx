@@ -12,7 +12,7 @@ import type { MadeJoinToken } from "./joining";
 const TOKEN = `join-${"0".repeat(64)}`;
 const MADE = {
   id: "t1", state: "usable", note: "rack 4", created_at: "2026-08-22T10:00:00Z", created_by: "root", max_uses: 1, uses: 0,
-  token: TOKEN, command: `T=${TOKEN}; curl`, url: "http://192.0.2.10:8080", url_is_set: true,
+  token: TOKEN, command: `T=${TOKEN}; curl`, url: "http://192.0.2.10:8080", url_is_set: true, warnings: [] as string[],
 };
 
 let store: LiveStore;
@@ -66,10 +66,14 @@ it("a wrong number of machines is refused where it stands", () => {
   expect(post).not.toHaveBeenCalled();
 });
 
-it("says that other machines cannot reach a loopback address", async () => {
-  open({ url: "http://localhost:8080", url_is_set: false });
+it("says before the line why it cannot work (review R16)", async () => {
+  open({ url: "http://localhost:8080", url_is_set: false, warnings: ["Other machines cannot reach it: HOST=0.0.0.0 make run", "no package"] });
   fireEvent.click(screen.getByRole("button", { name: "Show the line" }));
-  expect(await screen.findByText(/Other machines cannot reach/)).toBeTruthy();
+  const line = await screen.findByText(MADE.command);
+  for (const warning of ["Other machines cannot reach it: HOST=0.0.0.0 make run", "no package"]) {
+    const shown = screen.getByText(warning);
+    expect(shown.compareDocumentPosition(line) & Node.DOCUMENT_POSITION_FOLLOWING).toBeTruthy();
+  }
 });
 
 it("shows the machine that joins with it, to compare and decide, then that it is connected (UI-3.8)", async () => {

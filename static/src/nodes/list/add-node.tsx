@@ -119,6 +119,11 @@ function Joining({ token, onAnother }: { token: MadeJoinToken; onAnother: () => 
     <>
       {open && (
         <>
+          {token.warnings.map((warning) => (
+            <p key={warning} className="risk">
+              {warning}
+            </p>
+          ))}
           <p>Run this line on the other machine. It contains the token and is not shown again:</p>
           <Command text={token.command} />
           <Reach token={token} />
@@ -145,17 +150,9 @@ function Joining({ token, onAnother }: { token: MadeJoinToken; onAnother: () => 
   );
 }
 
-/** Whether other machines can reach the URL in the line. */
+/** The address in the line, where nobody has set it; what is wrong with it is among the warnings. */
 function Reach({ token }: { token: MadeJoinToken }): ReactNode {
-  const { hostname } = new URL(token.url);
-  if (joining.isLoopback(hostname)) {
-    return (
-      <p className="risk">
-        Other machines cannot reach <code>{token.url}</code>. Open this page by an address of the server that they can reach, or set <code>CLUSTER_PUBLIC_URL</code>.
-      </p>
-    );
-  }
-  if (token.url_is_set) return null;
+  if (token.url_is_set || joining.isLoopback(new URL(token.url).hostname)) return null;
   return (
     <p className="muted">
       The machine must be able to reach <code>{token.url}</code>. Set <code>CLUSTER_PUBLIC_URL</code> to use another address.

@@ -69,7 +69,7 @@ describe("a machine that joins (UI-3.8)", () => {
   it("waits for its approval in one place: in the steps while they are open, then with the others", async () => {
     const made = {
       id: "t1", state: "usable", note: "rack 4", created_at: "2026-08-22T10:00:00Z", created_by: "root", max_uses: 2, uses: 0,
-      expires_at: new Date(Date.now() + 3_600_000).toISOString(), token: "join-0", command: "T=join-0; curl", url: "http://h:1", url_is_set: true,
+      expires_at: new Date(Date.now() + 3_600_000).toISOString(), token: "join-0", command: "T=join-0; curl", url: "http://h:1", url_is_set: true, warnings: [],
     };
     vi.spyOn(client, "GET").mockImplementation(() => Promise.resolve({ data: [], response: new Response() }) as never);
     vi.spyOn(client, "POST").mockImplementation(() => Promise.resolve({ data: made, response: new Response() }) as never);
