@@ -33,6 +33,7 @@ from nodes.placement.setbacks import (
 )
 from nodes.placement.settle import LoadQuestion, settle
 from nodes.replicas import eviction, fleet_log, mirror, reasons, slots, snapshot
+from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.reasons import Decided
 from nodes.replicas.slots import NoSlot, Slot
 from operations.executor.work import Abandoned, Postpone, Work, in_thread
@@ -65,7 +66,7 @@ class Place:
     """What has to leave the node first."""
 
 
-async def place(bus: Bus, work: Work, what: Wanted, *, mark: str) -> Place:
+async def place(bus: Bus, work: Work, what: Wanted, *, attempt: AttemptId) -> Place:
     """Takes a slot on the best node whose worker answers; raises what follows when there is none."""
     wish = wish_of(work.operation)
     setbacks = from_payload(work.operation.payload)
@@ -86,7 +87,7 @@ async def place(bus: Bus, work: Work, what: Wanted, *, mark: str) -> Place:
             rest |= answer.silent
             answered |= {answer.node.id} if answer.node is not None else set()
             continue
-        slot = await in_thread(_take, work.id, what, question, room, told, mark)
+        slot = await in_thread(_take, work.id, what, question, room, told, attempt)
         if isinstance(slot, Slot):
             _warn(told.node, what)
             return Place(slot, setbacks, told.sentence, room_of(room))
@@ -118,7 +119,12 @@ async def _room(question: LoadQuestion, decision: Decision, what: Wanted) -> Evi
 
 
 def _take(
-    load: UUID, what: Wanted, question: LoadQuestion, room: Eviction | None, told: Explanation, mark: str
+    load: UUID,
+    what: Wanted,
+    question: LoadQuestion,
+    room: Eviction | None,
+    told: Explanation,
+    attempt: AttemptId,
 ) -> Slot | NoSlot:
     """The slot that was decided for. What was seen is kept first: it is no part of the slot's transaction."""
     assert told.node is not None
@@ -127,7 +133,7 @@ def _take(
     return slots.reserve(
         told.node,
         definition.name,
-        mark=mark,
+        attempt=attempt,
         backend=definition.backend,
         now=now,
         need=what.need,

@@ -26,8 +26,9 @@ from localai_cluster.accounts.credentials import WrongKey
 from localai_cluster.accounts.principals import Principal
 from localai_cluster.errors import ClusterError, Unavailable
 from localai_cluster.metrics import web as metrics
+from nodes.models import Reason
 from nodes.registry import dialling
-from nodes.replicas import leaving, statements
+from nodes.replicas import statements, terminations
 from nodes.replicas.prefix_statement import EXCHANGE_BY_PREFIX
 from nodes.routing.pool import UNREACHABLE, DedicatedConnection, Parameters, Pool
 from nodes.routing.request import InferenceRequest, PickWish, Replica
@@ -125,8 +126,8 @@ class Picker:
 
         `strange`: its engine answers, but holds another model or none.
         """
-        why = leaving.STRANGE if strange else leaving.LOST
-        return await leaving.lose(self._pool, replica.id, replica.address, why=why)
+        reason = Reason.WRONG_MODEL if strange else Reason.LOST
+        return await terminations.lose(self._pool, replica.id, replica.address, reason=reason)
 
     async def renew(self) -> bool:
         """Says that this process lives; False when its row is gone."""

@@ -38,7 +38,7 @@ def plant(nodes: int) -> None:
         for turn in range(OTHERS)
     ]
     NodeModel.objects.bulk_create(
-        NodeModel(node_id=id, model_name=model, address="127.0.0.1:1", state="loaded", last_used=used)
+        NodeModel(node_id=id, model_name=model, address="127.0.0.1:1", phase="serving", last_used=used)
         for id, model in own + others
     )
     with connection.cursor() as cursor:

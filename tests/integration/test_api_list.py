@@ -37,7 +37,7 @@ def fleet(count: int, *, start: int = 0) -> list[BackendNode]:
     keys = ("tier", "zone", "node.name")
     NodeLabel.objects.bulk_create(NodeLabel(node=node, key=key, value="x") for node in nodes for key in keys)
     NodeModel.objects.bulk_create(
-        NodeModel(node=node, model_name="m", replica_index=index, state="loaded", address="x:1", in_flight=1)
+        NodeModel(node=node, model_name="m", replica_index=index, phase="serving", address="x:1", in_flight=1)
         for node in nodes
         for index in range(2)
     )

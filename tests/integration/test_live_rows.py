@@ -19,6 +19,7 @@ from nodes.registry.mass_silence import Held
 from operations.executor import controllers
 from tests.support import fleet, live
 from tests.support.fleet import ANNA, NOW, later
+from tests.support.replicas import columns
 
 pytestmark = pytest.mark.django_db
 
@@ -162,7 +163,9 @@ def grow(size: int) -> None:
     BackendNode.objects.bulk_create(nodes)
     NodeLabel.objects.bulk_create(NodeLabel(node=node, key=key, value="x") for node in nodes for key in "abc")
     NodeModel.objects.bulk_create(
-        NodeModel(node=node, model_name="m", replica_index=index) for node in nodes for index in range(2)
+        NodeModel(node=node, model_name="m", replica_index=index, **columns())
+        for node in nodes
+        for index in range(2)
     )
     NodeBackend.objects.bulk_create(NodeBackend(node=node, name="mock") for node in nodes)
     NodeConflict.objects.bulk_create(NodeConflict(node=node, kind="secret", claim="x") for node in nodes[::3])

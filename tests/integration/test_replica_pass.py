@@ -26,7 +26,7 @@ from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeMode
 from nodes.reconcilers import replicas, scaler, tasks
 from nodes.reconcilers.schedules import SCHEDULES
 from nodes.registry import services
-from nodes.replicas import leaving
+from nodes.replicas import drains, terminations
 from nodes.routing.request import InferenceRequest
 from nodes.scheduling import passes, store
 from nodes.scheduling.cooldowns import clear_cooldowns
@@ -264,7 +264,7 @@ def test_an_idle_replica_leaves_the_picks_and_is_unloaded_exactly() -> None:
     assert operation.payload["replica_index"] == 1
     assert operation.payload["reason"] == stored().reason
     gone.refresh_from_db()
-    assert (gone.state, gone.loading_by) == ("unloading", str(operation.id))
+    assert (gone.state, gone.owner_id) == ("unloading", operation.id)
     replicas.look(tick=True)
     kept.refresh_from_db()
     assert (kept.state, Operation.objects.count()) == ("loaded", 1)
@@ -294,7 +294,7 @@ def test_a_replica_serves_again_when_somebody_cancels_its_unload_in_time() -> No
     replica, _ = idle(hot.node("one"), 0), idle(hot.node("two"), 0)
     replicas.retire(replica.pk, "idle", clock.now())
     admission.cancel(Operation.objects.get().id, actor="anna", now=clock.now())
-    assert [one.id for one in leaving.put_back()] == [replica.pk]
+    assert [one.id for one in drains.return_abandoned()] == [replica.pk]
     assert NodeModel.objects.filter(state="loaded").count() == 2
 
 
@@ -302,7 +302,7 @@ def test_a_replica_serves_again_when_somebody_cancels_its_unload_in_time() -> No
 def test_a_replica_stays_when_an_eviction_took_the_other_one_since_the_plan() -> None:
     rule(1)
     replica, other = idle(hot.node("one"), 0), idle(hot.node("two"), 0)
-    NodeModel.objects.filter(pk=other.pk).update(state="unloading")
+    terminations.evict([other.pk], now=clock.now())
     with pytest.raises(errors.Conflict, match="another replica of the model has gone"):
         replicas.retire(replica.pk, "idle", clock.now())
     assert NodeModel.objects.get(pk=replica.pk).state == "loaded"
@@ -343,7 +343,7 @@ def test_a_replica_stays_when_its_unload_is_refused(monkeypatch: pytest.MonkeyPa
     def refuses(*_: Any, **__: Any) -> Any:
         raise errors.Conflict("busy")
 
-    monkeypatch.setattr(leaving, "take_out", refuses)
+    monkeypatch.setattr(drains, "drain_idle", refuses)
     with pytest.raises(errors.Conflict):
         replicas.retire(replica.pk, "idle", clock.now())
     assert (NodeModel.objects.get().state, Operation.objects.count()) == ("loaded", 0)
