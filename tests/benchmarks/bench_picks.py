@@ -91,6 +91,7 @@ def main() -> None:
         from nodes.models import BackendNode
 
         for nodes in chosen.nodes:
+            NodeModel.objects.all().delete()
             BackendNode.objects.all().delete()
             plant(nodes)
             connections.close_all()

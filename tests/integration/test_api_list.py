@@ -74,7 +74,7 @@ def test_counts_are_those_of_the_seed() -> None:
     """D4: `model_count` counts loaded replicas, `in_flight_count` sums loaded and unloading ones."""
     node = api.make_node()
     for index, (state, running) in enumerate(
-        [("loaded", 3), ("loaded", 0), ("unloading", 4), ("loading", 5), ("staging", 6), ("idle", 7)]
+        [("loaded", 3), ("loaded", 0), ("unloading", 4), ("loading", 5), ("staging", 6)]
     ):
         api.replica(node, replica_index=index, state=state, in_flight=running)
     (entry,) = api.admin().get("/api/nodes").json()

@@ -23,6 +23,7 @@ from tests.support import hot
 from tests.support.fleet import ROOT, at_once
 from tests.support.intents import DELETE, INSTALL, UPGRADE, ask, claim, part
 from tests.support.races import repeated, waiting
+from tests.support.replicas import forget_nodes
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -251,7 +252,7 @@ def test_opposite_requests_at_once_leave_one_wish_a_node() -> None:
 def test_a_request_and_a_claim_at_once_leave_work_or_a_newer_wish() -> None:
     """Either the attempt has begun and the opposite is refused, or it is superseded and never claimed."""
     for _ in range(5):
-        BackendNode.objects.all().delete()
+        forget_nodes()
         node = hot.node()
         former = ask(INSTALL, node)
         answer, claimed = at_once(outcome_of(partial(ask, DELETE, node)), claim)

@@ -22,7 +22,7 @@ from nodes.routing.pool import Pool
 from tests.support import api, hot
 from tests.support.effort import EFFORT
 from tests.support.fleet import at_once, unexpected
-from tests.support.replicas import attempt, publish
+from tests.support.replicas import attempt, forget_nodes, publish
 
 GB = 10**9
 Queries = Callable[[int], Any]
@@ -423,7 +423,7 @@ def test_finders_and_the_pure_choice_have_one_order(
     db: None, fleet: list[tuple[int, int, list[tuple[str, int]]]], least: int
 ) -> None:
     """R1.70 to R1.72: with an estimate the order of `with_vram`, without one `idle` before `least_loaded`."""
-    BackendNode.objects.all().delete()
+    forget_nodes()
     for number, (available, reserved, replicas) in enumerate(fleet):
         node = hot.node(f"n{number}", available_vram=available * GB, reserved_vram=reserved * GB)
         for index, (state, requests) in enumerate(replicas):

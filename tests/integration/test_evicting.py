@@ -170,6 +170,7 @@ def test_what_a_victim_gives_back_counts_once_whenever_the_readings_come() -> No
         assert free(2) == -8
         assert [one.vram for one in eviction.about_to_stop(node.pk, now=clock.now())] == [10 * GB]
         later = clock.now() + timedelta(seconds=2)
+        assert stops.record_sent(engine_of(victim), now=clock.now())
         assert retire.confirm(victim.pk, stop_sent=later)
     finally:
         hooks.on_removed.remove(removed.append)

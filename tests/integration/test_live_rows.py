@@ -56,7 +56,9 @@ def test_every_key_is_there_for_a_node_of_which_nothing_is_known() -> None:
 def test_replicas_of_all_states_come_and_counts_are_those_of_the_list() -> None:
     """D4: `model_count` counts loaded replicas, `in_flight_count` sums loaded and unloading ones."""
     node = fleet.approved()
-    for index, (state, running) in enumerate([("loaded", 3), ("unloading", 4), ("loading", 5), ("idle", 7)]):
+    for index, (state, running) in enumerate(
+        [("loaded", 3), ("unloading", 4), ("loading", 5), ("staging", 7)]
+    ):
         fleet.replica(node, "b", index, state=state, in_flight=running)
     fleet.replica(node, "a", backend_type="mock")
     NodeBackend.objects.create(node=node, name="mock")
@@ -69,7 +71,7 @@ def test_replicas_of_all_states_come_and_counts_are_those_of_the_list() -> None:
         ("b", 0, "loaded"),
         ("b", 1, "unloading"),
         ("b", 2, "loading"),
-        ("b", 3, "idle"),
+        ("b", 3, "staging"),
     ]
     assert shown["models"][0]["backend_type"] == "mock"
     assert shown["backends"] == ["echo", "mock"]

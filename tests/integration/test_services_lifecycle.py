@@ -370,7 +370,7 @@ def test_ending_drains_costs_the_same_for_one_and_for_twelve(
         node = approved(f"n{number}", secret=f"{number:064x}")
         replica(node, in_flight=1)
         services.drain(node.pk, actor=ROOT, now=NOW, deadline=1)
-    with django_assert_num_queries(13):
+    with django_assert_num_queries(12):
         assert services.finish_drains(now=later(2)) == count
     assert NodeModel.objects.count() == 0
 

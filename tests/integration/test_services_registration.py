@@ -66,7 +66,7 @@ def test_two_nodes_are_listed_by_name() -> None:
 def test_counts_of_a_node() -> None:
     """Models: loaded rows. In flight: loaded and unloading rows, as at the seed."""
     node = approved()
-    for index, (state, busy) in enumerate([("loaded", 2), ("unloading", 3), ("loading", 5), ("idle", 7)]):
+    for index, (state, busy) in enumerate([("loaded", 2), ("unloading", 3), ("loading", 5), ("staging", 7)]):
         replica(node, index=index, state=state, in_flight=busy)
     (counted,) = BackendNode.objects.with_counts()
     counts: dict[str, Any] = vars(counted)

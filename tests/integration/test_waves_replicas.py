@@ -17,6 +17,7 @@ from nodes.replicas import drains, upgrade_drains
 from operations.models import Operation
 from tests.support import api, hot
 from tests.support.fleet import at_once
+from tests.support.replicas import forget_nodes
 from tests.support.waves import asked, claimed, fleet
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -80,8 +81,7 @@ def test_a_replica_on_a_node_that_is_away_is_no_other_replica() -> None:
 
 def test_two_nodes_at_once_never_take_out_the_last_two_replicas() -> None:
     for _ in range(5):
-        NodeModel.objects.all().delete()
-        BackendNode.objects.all().delete()
+        forget_nodes()
         Operation.objects.all().delete()
         for node in (pair := fleet("a", "b")):
             on(node)

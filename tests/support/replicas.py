@@ -5,7 +5,7 @@ from typing import Any
 from uuid import NAMESPACE_OID, UUID, uuid5
 
 from localai_cluster import clock
-from nodes.models import LOADING_PHASES, NodeModel, OwnerKind, Phase, Reason
+from nodes.models import LOADING_PHASES, BackendNode, NodeModel, OwnerKind, Phase, Reason
 from nodes.replicas import slots
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
@@ -15,7 +15,6 @@ _OF_STATE = {
     "staging": Phase.STAGING,
     "loaded": Phase.SERVING,
     "unloading": Phase.STOPPING,
-    "idle": Phase.SERVING,
 }
 _REASONS = {
     Phase.DRAINING: Reason.UNLOAD,
@@ -68,6 +67,12 @@ def publish(slot: Slot, owner: AttemptId, *, address: str = "127.0.0.1:1", **fie
     values: dict[str, Any] = {"backend": "b", "options": {}, "revision": "", **fields}
     slots.start(slot, attempt=owner, now=now)
     return slots.publish(slot, attempt=owner, address=address, now=now, **values)
+
+
+def forget_nodes() -> None:
+    """Removes all nodes and their replicas."""
+    NodeModel.engines.all().delete()
+    BackendNode.objects.all().delete()
 
 
 def stop_now() -> None:
