@@ -43,7 +43,7 @@ from nodes.placement.deadlines import MARGIN, load_limit
 from nodes.placement.setbacks import Setbacks
 from nodes.placement.tuning import fingerprint
 from nodes.registry import dialling
-from nodes.replicas import retire, slots, snapshot
+from nodes.replicas import load_ends, retire, slots, snapshot
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
 from nodes.staging.send import Lanes
@@ -120,7 +120,7 @@ class LoadModel:
 
     async def __call__(self, work: Work) -> Mapping[str, Any]:
         """Carries the load out, or says what it waits for."""
-        await in_thread(slots.end_abandoned, work.operation.element, now=clock.now())
+        await in_thread(load_ends.end_abandoned, work.operation.element, now=clock.now())
         try:
             definition = await self._definitions.find(work.operation.element)
         except FolderHangs as hangs:
@@ -365,7 +365,7 @@ async def _give_up(attempt: Attempt) -> None:
 
     No other load uses the process key before the end of this engine is confirmed, which controllers see to.
     """
-    engine = await in_thread(slots.give_up, attempt.slot, attempt=attempt.id, now=clock.now())
+    engine = await in_thread(load_ends.give_up, attempt.slot, attempt=attempt.id, now=clock.now())
     if engine is not None:
         await attempt.worker.stop(attempt.process_key)
 

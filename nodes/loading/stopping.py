@@ -31,7 +31,7 @@ from nodes.loading.drained import Drained
 from nodes.loading.exact_stop import stop_exactly
 from nodes.models import BackendNode, NodeType
 from nodes.registry import dialling
-from nodes.replicas import drains, retire, slots, stops, terminations
+from nodes.replicas import drains, load_ends, retire, stops, terminations
 from nodes.replicas.lifecycle import Engine
 from operations.executor.work import in_thread
 
@@ -81,7 +81,7 @@ class Stopper:
     async def look_once(self) -> int:
         """Carries out what is due; answers how much that was."""
         now = clock.now()
-        for row in await in_thread(slots.end_abandoned, now=now):
+        for row in await in_thread(load_ends.end_abandoned, now=now):
             log.info("the slot of %s on %s is given up: its load has ended", row, row.node.name)
         for row in await in_thread(retire.forget_departed, now=now):
             log.warning("%s counts as ended: its node has been away since %s", row, row.updated_at)

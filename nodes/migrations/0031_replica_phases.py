@@ -4,8 +4,12 @@ Loads, stops and notes of started engines that are under way become rows of the 
 All server processes must be stopped for it; workers and engines may run.
 """
 
+from typing import Any
+
 import django.db.models.deletion
 from django.db import migrations, models
+
+from localai_cluster import clock
 
 CONVERT = """
 SET CONSTRAINTS ALL IMMEDIATE;
@@ -27,7 +31,7 @@ DELETE FROM node_models WHERE id IN (SELECT id FROM ended_rows);
 UPDATE node_models r
    SET phase = CASE WHEN e.mark IS NOT NULL THEN 'starting' WHEN r.state = 'staging' THEN 'staging' ELSE 'reserved' END,
        owner_kind = 'operation', owner_id = split_part(r.loading_by, ':', 1)::uuid,
-       owner_fence = split_part(r.loading_by, ':', 2)::bigint, deadline = now() + interval '30 hours',
+       owner_fence = split_part(r.loading_by, ':', 2)::bigint, deadline = %(now)s::timestamptz + interval '30 hours',
        started_at = e.started_at, start_answered = COALESCE(e.answered, false), address = COALESCE(e.address, '')
   FROM node_models s
   LEFT JOIN engine_starts e
@@ -35,7 +39,7 @@ UPDATE node_models r
  WHERE s.id = r.id AND r.state IN ('staging', 'loading');
 
 UPDATE node_models r
-   SET phase = 'stopping', reason = 'load_failed', owner_kind = 'controllers', deadline = now() + interval '2 minutes',
+   SET phase = 'stopping', reason = 'load_failed', owner_kind = 'controllers', deadline = %(now)s::timestamptz + interval '2 minutes',
        started_at = e.started_at, start_answered = e.answered, address = e.address,
        stop_attempts = e.stop_attempts, next_stop_at = e.stop_due_at
   FROM engine_starts e
@@ -49,8 +53,8 @@ UPDATE node_models r
    SET phase = CASE WHEN r.cleanup_attempts > c.stops_at THEN 'stopping'
                     WHEN c.reason IN ('evicted', 'replaced', 'wrong_model') THEN 'terminating' ELSE 'draining' END,
        reason = c.reason, owner_kind = c.owner_kind, owner_id = c.owner_id,
-       deadline = CASE WHEN r.cleanup_attempts > c.stops_at THEN now() + interval '2 minutes'
-                       ELSE COALESCE(r.cleanup_next_retry_at, c.drain_until, now()) END,
+       deadline = CASE WHEN r.cleanup_attempts > c.stops_at THEN %(now)s::timestamptz + interval '2 minutes'
+                       ELSE COALESCE(r.cleanup_next_retry_at, c.drain_until, %(now)s::timestamptz) END,
        next_stop_at = CASE WHEN r.cleanup_attempts > c.stops_at THEN r.cleanup_next_retry_at END,
        stop_attempts = CASE WHEN r.cleanup_attempts > c.stops_at THEN r.cleanup_attempts ELSE 0 END,
        stop_error = CASE WHEN r.cleanup_attempts > c.stops_at THEN r.cleanup_error ELSE '' END,
@@ -79,8 +83,8 @@ INSERT INTO node_models (
     phase, reason, owner_kind, deadline, started_at, start_answered, stop_attempts, next_stop_at
 )
 SELECT gen_random_uuid(), e.node_id, e.model_name, e.replica_index, e.address, 'unloading', 0, e.started_at, '', '',
-       '{}', '', '', '', 0, e.started_at, now(),
-       'departed', 'node_left', 'controllers', now() + interval '7 days', e.started_at, e.answered, e.stop_attempts,
+       '{}', '', '', '', 0, e.started_at, %(now)s::timestamptz,
+       'departed', 'node_left', 'controllers', %(now)s::timestamptz + interval '7 days', e.started_at, e.answered, e.stop_attempts,
        e.stop_due_at
   FROM engine_starts e JOIN backend_nodes n ON n.id = e.node_id
     ON CONFLICT (node_id, model_name, replica_index) DO NOTHING;
@@ -89,6 +93,12 @@ SET CONSTRAINTS ALL DEFERRED;
 """
 """A load that has not sent its start yet gives way to the engine of an earlier one at its slot. What left
 `unloading` without a readable owner is tried as a lost replica: it serves again if its engine answers."""
+
+
+def convert(apps: Any, editor: Any) -> None:
+    """Turn what is under way into rows of the new table."""
+    with editor.connection.cursor() as cursor:
+        cursor.execute(CONVERT, {"now": clock.now()})
 
 
 class Migration(migrations.Migration):
@@ -210,7 +220,7 @@ class Migration(migrations.Migration):
                 on_delete=django.db.models.deletion.PROTECT, related_name="replicas", to="nodes.backendnode"
             ),
         ),
-        migrations.RunSQL(CONVERT, migrations.RunSQL.noop),
+        migrations.RunPython(convert, migrations.RunPython.noop),
         migrations.RemoveIndex(
             model_name="nodemodel",
             name="replica_model",

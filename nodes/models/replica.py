@@ -32,7 +32,7 @@ class Phase(models.TextChoices):
     DEPARTED = "departed"
 
 
-class Reason(models.TextChoices):
+class PhaseReason(models.TextChoices):
     """Why a replica does not serve any more."""
 
     UNLOAD = "unload"
@@ -154,7 +154,8 @@ def _consistent() -> list[models.CheckConstraint]:
         | (loading & operation),
         "fence": (loading & Q(owner_fence__isnull=False)) | (~loading & Q(owner_fence__isnull=True)),
         "deadline": (serving & Q(deadline__isnull=True)) | (~serving & Q(deadline__isnull=False)),
-        "reason": ((loading | serving) & Q(reason="")) | (~(loading | serving) & Q(reason__in=Reason.values)),
+        "reason": ((loading | serving) & Q(reason=""))
+        | (~(loading | serving) & Q(reason__in=PhaseReason.values)),
         "stops": Q(phase__in=("stopping", "departed"))
         | Q(next_stop_at__isnull=True, stop_attempts=0, stop_error=""),
         "claim": Q(claimed_until__isnull=True) | ~(loading | serving),
@@ -184,7 +185,7 @@ class NodeModel(models.Model):
         expression=_STATE, output_field=models.CharField(max_length=16, null=True), db_persist=True
     )
     """R1.4: `ReplicaState`, which PostgreSQL generates from the phase. Null if departed."""
-    reason = models.CharField(max_length=16, choices=Reason, blank=True, default="", db_default="")
+    reason = models.CharField(max_length=16, choices=PhaseReason, blank=True, default="", db_default="")
     """Why it does not serve any more; empty until then."""
     owner_kind = models.CharField(max_length=16, choices=OwnerKind, blank=True, default="", db_default="")
     """Who moves the row on; empty while it serves."""

@@ -24,7 +24,7 @@ from localai_cluster.outage import is_outage
 from nodes.definitions import folder
 from nodes.loading import another
 from nodes.loading.load import KIND
-from nodes.models import BackendNode, MassSilence, NodeLabel, NodeModel, Reason
+from nodes.models import BackendNode, MassSilence, NodeLabel, NodeModel, PhaseReason
 from nodes.reconcilers import scale_records
 from nodes.replicas import drains, terminations
 from nodes.scheduling import passes, pressure
@@ -116,7 +116,7 @@ def _pressed(models: Sequence[str], now: datetime) -> dict[str, int]:
 
 def _state() -> Case:
     """While the brake holds, what did not answer a request counts as there: we may be cut off from it."""
-    kept = Q(reason=Reason.LOST, state="unloading") & Q(Exists(MassSilence.objects.all()))
+    kept = Q(reason=PhaseReason.LOST, state="unloading") & Q(Exists(MassSilence.objects.all()))
     return Case(When(kept, then=Value("loaded")), default=F("state"))
 
 

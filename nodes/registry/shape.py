@@ -51,7 +51,7 @@ from nodes.models import (
     NodeType,
     OwnerKind,
     Phase,
-    Reason,
+    PhaseReason,
     ReplicaState,
 )
 
@@ -208,10 +208,10 @@ _LOADING_BY = Case(
         then=Concat(Cast("owner_id", CharField()), Value(":"), Cast("owner_fence", CharField())),
     ),
     When(owner_kind=OwnerKind.OPERATION, then=Cast("owner_id", CharField())),
-    When(reason=Reason.EVICTED, then=Value("eviction")),
-    When(reason=Reason.REPLACED, then=Value("replaced")),
-    When(reason=Reason.LOST, then=Value("lost")),
-    When(reason=Reason.WRONG_MODEL, then=Value("another model")),
+    When(reason=PhaseReason.EVICTED, then=Value("eviction")),
+    When(reason=PhaseReason.REPLACED, then=Value("replaced")),
+    When(reason=PhaseReason.LOST, then=Value("lost")),
+    When(reason=PhaseReason.WRONG_MODEL, then=Value("another model")),
     default=Value(""),
     output_field=CharField(),
 )

@@ -13,11 +13,11 @@ from django.db.models import Case, Exists, F, IntegerField, OuterRef, Q, Value, 
 from django.db.models.fields.json import KeyTextTransform
 from django.db.models.functions import Cast, Least
 
-from nodes.models import NodeModel, OwnerKind, Phase, Reason, ReplicaState
+from nodes.models import NodeModel, OwnerKind, Phase, PhaseReason, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
 from nodes.replicas import lifecycle, upgrade_drains
 from nodes.replicas.lifecycle import Engine
-from nodes.replicas.states import Event
+from nodes.replicas.states import ReplicaEvent
 from operations import targets
 from operations.changes import events
 from operations.models import ACTIVE, Operation, OperationTarget
@@ -32,7 +32,7 @@ _RUNNING = ("id", "in_flight", "phase", "deadline")
 
 def held(model_name: str, *, node_id: UUID | None = None, index: int | None = None) -> NodeModelQuerySet:
     """Return the replicas that an unload of the model is about: everywhere, of one node, or exactly one."""
-    rows = NodeModel.objects.of(model_name).filter(state__in=HELD).exclude(reason=Reason.LOAD_FAILED)
+    rows = NodeModel.objects.of(model_name).filter(state__in=HELD).exclude(reason=PhaseReason.LOAD_FAILED)
     rows = rows if node_id is None else rows.filter(node_id=node_id)
     return rows if index is None else rows.filter(replica_index=index)
 
@@ -60,20 +60,23 @@ def drain(
     earlier = Least(F("deadline"), Value(deadline))
     lifecycle.move(
         mine.filter(
-            Q(phase__in=(Phase.TERMINATING, Phase.STOPPING)) | Q(phase=Phase.DRAINING, reason=Reason.LOST)
+            Q(phase__in=(Phase.TERMINATING, Phase.STOPPING))
+            | Q(phase=Phase.DRAINING, reason=PhaseReason.LOST)
         ),
-        Event.TAKEN_OVER,
+        ReplicaEvent.TAKEN_OVER,
         **owner,
-        reason=Reason.UNLOAD,
+        reason=PhaseReason.UNLOAD,
         deadline=Case(When(phase=Phase.STOPPING, then=F("deadline")), default=earlier),
     )
-    lifecycle.move(mine.filter(returns), Event.DRAINED, **owner, reason=Reason.UNLOAD, deadline=earlier)
+    lifecycle.move(
+        mine.filter(returns), ReplicaEvent.DRAINED, **owner, reason=PhaseReason.UNLOAD, deadline=earlier
+    )
     lifecycle.move(
         mine.filter(phase=Phase.SERVING),
-        Event.DRAINED,
+        ReplicaEvent.DRAINED,
         **owner,
         **lifecycle.drain_until(deadline),
-        reason=Reason.UNLOAD,
+        reason=PhaseReason.UNLOAD,
         updated_at=now,
     )
     events.notify(events.NODES, *sorted({str(row.node_id) for row in serving}))
@@ -84,10 +87,10 @@ def drain_idle(row: NodeModel, *, operation_id: UUID, now: datetime) -> None:
     """Take a locked replica on which nothing runs out of the picks for an operation."""
     lifecycle.move(
         NodeModel.objects.filter(pk=row.pk),
-        Event.DRAINED,
+        ReplicaEvent.DRAINED,
         **lifecycle.owned_by(OwnerKind.OPERATION, operation_id),
         **lifecycle.drain_until(now),
-        reason=Reason.UNLOAD,
+        reason=PhaseReason.UNLOAD,
         updated_at=now,
     )
     events.notify(events.NODES, str(row.node_id))
@@ -125,7 +128,9 @@ def return_abandoned() -> list[Engine]:
         kept = upgrade_drains.take_back(rows)
         back = [row for row in rows if row.pk not in kept]
         lifecycle.move(
-            NodeModel.objects.filter(pk__in=[row.pk for row in back]), Event.RETURNED, **lifecycle.SERVES
+            NodeModel.objects.filter(pk__in=[row.pk for row in back]),
+            ReplicaEvent.RETURNED,
+            **lifecycle.SERVES,
         )
         if back:
             events.notify(events.NODES, *sorted({str(row.node_id) for row in back}))

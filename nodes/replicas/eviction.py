@@ -11,13 +11,13 @@ from uuid import UUID
 
 from django.db.models import Count, Q
 
-from nodes.models import ModelSchedulingConfig, NodeModel, OwnerKind, Phase, Reason, ReplicaState
+from nodes.models import ModelSchedulingConfig, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
 from nodes.placement.evict import Guard, Resident
 
 STOPS_WITHIN = timedelta(seconds=60)
 """A node whose replicas have not stopped by then is left by the load that waits for them."""
-_NOT_COUNTED = (Reason.LOST, Reason.WRONG_MODEL, Reason.LOAD_FAILED)
+_NOT_COUNTED = (PhaseReason.LOST, PhaseReason.WRONG_MODEL, PhaseReason.LOAD_FAILED)
 """The reasons of engines that may have ended before."""
 _COLUMNS = (
     *("id", "node_id", "model_name", "replica_index", "state", "in_flight", "last_used"),

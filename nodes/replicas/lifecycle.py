@@ -17,7 +17,7 @@ from localai_cluster.messaging.messages import process_key
 from nodes.models import LOADING_PHASES, NodeModel, OwnerKind, Phase
 from nodes.models.replica import NodeModelQuerySet
 from nodes.replicas import states
-from nodes.replicas.states import TRANSITIONS, Event
+from nodes.replicas.states import TRANSITIONS, ReplicaEvent
 from operations.models import Operation, Status
 
 NO_OWNER: Mapping[str, Any] = {"owner_kind": "", "owner_id": None, "owner_fence": None}
@@ -90,7 +90,7 @@ def engine_of(row: NodeModel) -> Engine:
     )
 
 
-def move(rows: NodeModelQuerySet, event: Event, **columns: Any) -> int:
+def move(rows: NodeModelQuerySet, event: ReplicaEvent, **columns: Any) -> int:
     """Let `event` happen to those of the rows to which the table allows it; return how many.
 
     Writes the phase that follows and `columns`. Rows that the event ends are left alone: `retire.py` ends

@@ -21,7 +21,7 @@ from uuid import UUID
 from django.db import connection
 from django.db.models import Model
 
-from nodes.models import BackendNode, NodeLabel, NodeModel, Phase, Reason
+from nodes.models import BackendNode, NodeLabel, NodeModel, Phase, PhaseReason
 from nodes.placement.choose import Candidate, Decision
 from nodes.placement.explain import FleetView
 from nodes.placement.reservations import Reservation
@@ -102,7 +102,7 @@ class _Replica(NamedTuple):
         cls, _: UUID, node_id: UUID, name: str, slot: int, phase: str, reason: str, busy: int, *rest: Any
     ) -> Self:
         its = vram.reservation(*rest)
-        occupies = phase != Phase.DEPARTED and (phase, reason) != (Phase.STOPPING, Reason.LOAD_FAILED)
+        occupies = phase != Phase.DEPARTED and (phase, reason) != (Phase.STOPPING, PhaseReason.LOAD_FAILED)
         serves = phase == Phase.SERVING
         return cls(node_id, name, slot, serves, occupies, busy, its if its.needed > 0 else None)
 

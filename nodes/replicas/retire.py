@@ -16,12 +16,12 @@ from django.db.models import Q
 
 from localai_cluster.commits import committed
 from localai_cluster.messaging.messages import split_process_key
-from nodes.models import BEING_LOADED, NodeModel, OwnerKind, Phase, Reason, ReplicaUse
+from nodes.models import BEING_LOADED, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
 from nodes.models.replica import NodeModelQuerySet
 from nodes.replicas import hooks, lifecycle, states, vram
 from nodes.replicas.evidence import Running, lists
 from nodes.replicas.hooks import ALL_REPLICAS, Removed
-from nodes.replicas.states import Event
+from nodes.replicas.states import ReplicaEvent
 from operations.changes import events
 
 _WITHOUT_ENGINE = (Phase.RESERVED, Phase.STAGING)
@@ -41,10 +41,10 @@ def depart(*node_ids: UUID, now: datetime, keep: Collection[UUID] = (), ended: C
     ReplicaUse.objects.filter(replica__in=staying).delete()
     lifecycle.move(
         NodeModel.engines.filter(pk__in=staying),
-        Event.NODE_LEFT,
+        ReplicaEvent.NODE_LEFT,
         **lifecycle.CONTROLLERS,
         deadline=now + states.CONFIRMED_AFTER,
-        reason=Reason.NODE_LEFT,
+        reason=PhaseReason.NODE_LEFT,
         claimed_until=None,
         next_stop_at=None,
         in_flight=0,

@@ -10,29 +10,22 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from django.db import transaction
-from django.db.models import Q
-
 from localai_cluster.commits import committed
 from nodes.models import (
-    BEING_LOADED,
-    LOADING_PHASES,
     BackendNode,
     ModelLoadInfo,
     NodeModel,
     Phase,
-    Reason,
 )
 from nodes.models.replica import NodeModelQuerySet
 from nodes.placement.choose import NOTHING, Candidate, Need, lowest_free
 from nodes.placement.choose import Reason as RefusalReason
 from nodes.placement.evict import Eviction
-from nodes.replicas import eviction, lifecycle, reasons, retire, states, terminations, vram
-from nodes.replicas.lifecycle import AttemptId, Engine
+from nodes.replicas import eviction, lifecycle, reasons, states, terminations, vram
+from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.reasons import Decided
-from nodes.replicas.states import Event
+from nodes.replicas.states import ReplicaEvent
 from nodes.replicas.vram import GpuShare
-from operations.changes import events
 
 
 @dataclass(frozen=True)
@@ -157,13 +150,13 @@ def begin_staging(slot: Slot, *, attempt: AttemptId) -> bool | None:
         others = NodeModel.objects.of(row.model_name).filter(node_id=slot.node_id, phase=Phase.STAGING)
         if others.exclude(pk=slot.id).filter(lifecycle.has_running_attempt()).exists():
             return False
-        return bool(lifecycle.move(mine, Event.STAGING_BEGUN)) or None
+        return bool(lifecycle.move(mine, ReplicaEvent.STAGING_BEGUN)) or None
 
 
 def end_staging(slot: Slot, *, attempt: AttemptId) -> bool:
     """The files are there; return False when the attempt does not own the slot any more."""
     with committed("load.staged"):
-        return bool(lifecycle.move(_of(slot, attempt), Event.STAGED))
+        return bool(lifecycle.move(_of(slot, attempt), ReplicaEvent.STAGED))
 
 
 def start(slot: Slot, *, attempt: AttemptId, now: datetime) -> bool:
@@ -172,7 +165,7 @@ def start(slot: Slot, *, attempt: AttemptId, now: datetime) -> bool:
     Return False when the attempt does not own the slot any more: then it must not start an engine.
     """
     with committed("load.start"):
-        return bool(lifecycle.move(_of(slot, attempt), Event.START_SENT, started_at=now))
+        return bool(lifecycle.move(_of(slot, attempt), ReplicaEvent.START_SENT, started_at=now))
 
 
 def record_answer(slot: Slot, address: str = "") -> None:
@@ -181,7 +174,7 @@ def record_answer(slot: Slot, address: str = "") -> None:
     The row is this engine's whatever its phase is now, so a late answer tells a stop the right address.
     """
     rows = NodeModel.engines.filter(pk=slot.id, started_at__isnull=False).exclude(phase=Phase.SERVING)
-    with transaction.atomic():
+    with committed("load.answer"):
         rows.update(start_answered=True)
         if address:
             rows.filter(address="").update(address=address)
@@ -208,7 +201,7 @@ def publish(
         former = _locked_beside(slot, replaces)
         published = lifecycle.move(
             _of(slot, attempt),
-            Event.PUBLISHED,
+            ReplicaEvent.PUBLISHED,
             **lifecycle.SERVES,
             start_answered=True,
             address=address,
@@ -231,49 +224,8 @@ def publish(
     return bool(published)
 
 
-def give_up(slot: Slot, *, attempt: AttemptId, now: datetime) -> Engine | None:
-    """End an attempt without a replica; return its engine if it may have one, which is to be stopped now."""
-    with transaction.atomic():
-        ended = _end_loads(_of(slot, attempt), now)
-    return next((lifecycle.engine_of(row) for row in ended if row.phase == Phase.STOPPING), None)
-
-
-def end_abandoned(model_name: str | None = None, *, now: datetime) -> list[NodeModel]:
-    """End the loads, of one model or all, whose attempt does not run any more or is too old; return their
-    rows.
-
-    A killed attempt leaves its row, and so does one whose reservation was committed after its operation was
-    cancelled. Rows that may have an engine are stopped by the controllers.
-    """
-    rows = NodeModel.objects.all() if model_name is None else NodeModel.objects.of(model_name)
-    abandoned = rows.filter(Q(deadline__lte=now) | ~Q(lifecycle.has_running_attempt()))
-    if not abandoned.filter(phase__in=LOADING_PHASES).exists():
-        return []
-    with transaction.atomic():
-        return _end_loads(abandoned.filter(state__in=BEING_LOADED), now)
-
-
 def _of(slot: Slot, attempt: AttemptId) -> NodeModelQuerySet:
     return NodeModel.objects.filter(lifecycle.of_attempt(attempt), pk=slot.id)
-
-
-def _end_loads(loads: NodeModelQuerySet, now: datetime) -> list[NodeModel]:
-    """Free the slots of these loads, and have the engines stopped that may exist. Needs a transaction."""
-    rows = list(loads.order_by("id").select_for_update(of=("self",)).select_related("node"))
-    started = [row for row in rows if row.phase == Phase.STARTING]
-    lifecycle.move(
-        NodeModel.objects.filter(pk__in=[row.pk for row in started]),
-        Event.LOAD_ENDED,
-        **lifecycle.CONTROLLERS,
-        **lifecycle.stop_from(now),
-        reason=Reason.LOAD_FAILED,
-    )
-    for row in started:
-        row.phase, row.reason = Phase.STOPPING, Reason.LOAD_FAILED
-    retire.end([row for row in rows if row not in started])
-    if started:
-        events.notify(events.NODES, *sorted({str(row.node_id) for row in started}))
-    return rows
 
 
 def _locked_beside(slot: Slot, replaced: UUID | None) -> UUID | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
 
-from nodes.models.replica import OwnerKind, Phase, Reason
+from nodes.models.replica import OwnerKind, Phase, PhaseReason
 from nodes.placement import deadlines
 
 LOAD_WITHIN = timedelta(seconds=deadlines.LONGEST_HOLD + deadlines.LONGEST_LOAD)
@@ -25,11 +25,11 @@ CONFIRMED_AFTER = timedelta(days=7)
 """The time after which the engine of a node that has left counts as ended."""
 
 OPERATION, INTENT, CONTROLLERS = OwnerKind.OPERATION, OwnerKind.INTENT, OwnerKind.CONTROLLERS
-FINAL = frozenset({Reason.EVICTED, Reason.REPLACED, Reason.WRONG_MODEL})
+FINAL = frozenset({PhaseReason.EVICTED, PhaseReason.REPLACED, PhaseReason.WRONG_MODEL})
 """The reasons of replicas that terminate without an operation."""
-REPORTED = FINAL | {Reason.LOST}
+REPORTED = FINAL | {PhaseReason.LOST}
 """The reasons of stops that no operation owns and that an operator sees if they stay unconfirmed."""
-RETURNABLE = frozenset({Reason.UNLOAD, Reason.UPGRADE, Reason.LOST})
+RETURNABLE = frozenset({PhaseReason.UNLOAD, PhaseReason.UPGRADE, PhaseReason.LOST})
 """The reasons of draining replicas."""
 
 
@@ -43,7 +43,7 @@ class PhaseRules:
     """What happens at the deadline; empty if the phase has none."""
     ends: str
     """What moves the row on."""
-    reasons: frozenset[Reason] = frozenset()
+    reasons: frozenset[PhaseReason] = frozenset()
 
 
 PHASES: Mapping[Phase, PhaseRules] = {
@@ -84,14 +84,14 @@ PHASES: Mapping[Phase, PhaseRules] = {
         frozenset({OPERATION, CONTROLLERS}),
         "Its requests are not waited for any longer: the stop is sent.",
         "The unload that has taken it over, else a controller, as soon as no request runs there.",
-        FINAL | {Reason.UNLOAD},
+        FINAL | {PhaseReason.UNLOAD},
     ),
     Phase.STOPPING: PhaseRules(
         "The stop was sent or is due, until the worker confirms the end of the engine.",
         frozenset({OPERATION, CONTROLLERS}),
         "An operator sees an unload of it, unless the engine belongs to a failed load. Stops go on.",
         "The unload that owns it, else a controller, which sends the stop again after 2, 4 … 300 s.",
-        frozenset(Reason) - {Reason.NODE_LEFT, Reason.UPGRADE},
+        frozenset(PhaseReason) - {PhaseReason.NODE_LEFT, PhaseReason.UPGRADE},
     ),
     Phase.DEPARTED: PhaseRules(
         "Its node has left or its worker was replaced. It is a replica for no client, counter or hook; slot"
@@ -100,12 +100,12 @@ PHASES: Mapping[Phase, PhaseRules] = {
         "The engine counts as ended.",
         "A registration that does not list it, the removal of the node, or a controller, which stops exactly"
         " this engine as soon as the node can be reached.",
-        frozenset({Reason.NODE_LEFT}),
+        frozenset({PhaseReason.NODE_LEFT}),
     ),
 }
 
 
-class Event(StrEnum):
+class ReplicaEvent(StrEnum):
     """What can happen to an engine."""
 
     RESERVED = "reserved"
@@ -130,7 +130,7 @@ class Event(StrEnum):
 
 
 @dataclass(frozen=True)
-class Transition:
+class ReplicaTransition:
     """One row of the table. `follows` maps each phase in which the event is allowed to the next one."""
 
     sentence: str
@@ -149,64 +149,64 @@ def _to(target: Phase | None, *sources: Phase | None) -> dict[Phase | None, Phas
 _ENGINES = (Phase.STARTING, Phase.SERVING, Phase.DRAINING, Phase.TERMINATING, Phase.STOPPING)
 _WITHOUT = (Phase.RESERVED, Phase.STAGING)
 
-TRANSITIONS: Mapping[Event, Transition] = {
-    Event.RESERVED: Transition(
+TRANSITIONS: Mapping[ReplicaEvent, ReplicaTransition] = {
+    ReplicaEvent.RESERVED: ReplicaTransition(
         "A load takes the lowest free index and the memory that it needs (R1.63, R2.44).",
         _to(Phase.RESERVED, None),
     ),
-    Event.STAGING_BEGUN: Transition(
+    ReplicaEvent.STAGING_BEGUN: ReplicaTransition(
         "The load sends files, alone of all loads of the model on the node (R2.26).",
         _to(Phase.STAGING, Phase.RESERVED, Phase.STAGING),
     ),
-    Event.STAGED: Transition("The files are there.", _to(Phase.RESERVED, Phase.STAGING)),
-    Event.START_SENT: Transition(
+    ReplicaEvent.STAGED: ReplicaTransition("The files are there.", _to(Phase.RESERVED, Phase.STAGING)),
+    ReplicaEvent.START_SENT: ReplicaTransition(
         "The load is about to have the engine started. Only its own attempt may do so.",
         _to(Phase.STARTING, Phase.RESERVED),
     ),
-    Event.PUBLISHED: Transition(
+    ReplicaEvent.PUBLISHED: ReplicaTransition(
         "The engine has loaded the model, and its attempt still owns the row.",
         _to(Phase.SERVING, Phase.STARTING),
     ),
-    Event.LOAD_ENDED: Transition(
+    ReplicaEvent.LOAD_ENDED: ReplicaTransition(
         "The attempt ended without a replica, or does not run any more: its engine, if it can have one, is"
         " stopped (R2.62).",
         {**_to(None, *_WITHOUT), Phase.STARTING: Phase.STOPPING},
     ),
-    Event.DRAINED: Transition(
+    ReplicaEvent.DRAINED: ReplicaTransition(
         "An unload or an upgrade takes the replica out of the picks, or an unload takes it over from an"
         " upgrade or another unload.",
         _to(Phase.DRAINING, Phase.SERVING, Phase.DRAINING),
     ),
-    Event.TAKEN_OVER: Transition(
+    ReplicaEvent.TAKEN_OVER: ReplicaTransition(
         "An unload takes over a replica that controllers were about to stop: a lost one does not return.",
         {**_to(Phase.TERMINATING, Phase.DRAINING, Phase.TERMINATING), Phase.STOPPING: Phase.STOPPING},
     ),
-    Event.HANDED_BACK: Transition(
+    ReplicaEvent.HANDED_BACK: ReplicaTransition(
         "The unload ended before it sent a stop, while an upgrade is about to stop the engine.",
         _to(Phase.DRAINING, Phase.DRAINING),
     ),
-    Event.LOST: Transition(
+    ReplicaEvent.LOST: ReplicaTransition(
         "It did not answer a request or two probes. Before it is stopped a controller tries its engine once"
         " more.",
         _to(Phase.DRAINING, Phase.SERVING),
     ),
-    Event.RETURNED: Transition(
+    ReplicaEvent.RETURNED: ReplicaTransition(
         "The unload or upgrade ended before a stop was sent, or the engine of a lost replica answers.",
         _to(Phase.SERVING, Phase.DRAINING),
     ),
-    Event.EVICTED: Transition(
+    ReplicaEvent.EVICTED: ReplicaTransition(
         "A load takes its memory (R2.51).",
         _to(Phase.TERMINATING, Phase.SERVING),
     ),
-    Event.REPLACED: Transition(
+    ReplicaEvent.REPLACED: ReplicaTransition(
         "One of the edited definition serves, or needs its memory (T-REV-4).",
         _to(Phase.TERMINATING, Phase.SERVING),
     ),
-    Event.WRONG_MODEL: Transition(
+    ReplicaEvent.WRONG_MODEL: ReplicaTransition(
         "Its engine serves another model, or none.",
         _to(Phase.TERMINATING, Phase.SERVING),
     ),
-    Event.STOP_SENT: Transition(
+    ReplicaEvent.STOP_SENT: ReplicaTransition(
         "A stop is about to be sent, by the unload or by the controller that has claimed the row: no"
         " request runs there, the deadline is over, or the last stop was not confirmed.",
         {
@@ -214,21 +214,21 @@ TRANSITIONS: Mapping[Event, Transition] = {
             Phase.DEPARTED: Phase.DEPARTED,
         },
     ),
-    Event.STOP_FAILED: Transition(
+    ReplicaEvent.STOP_FAILED: ReplicaTransition(
         "The worker did not confirm it: the engine may still run.",
         {Phase.STOPPING: Phase.STOPPING, Phase.DEPARTED: Phase.DEPARTED},
     ),
-    Event.NODE_LEFT: Transition(
+    ReplicaEvent.NODE_LEFT: ReplicaTransition(
         "The node fell silent, was revoked or handed over, its worker left or its drain ended; or a"
         " registration does not say that the engine runs.",
         {**_to(None, *_WITHOUT), **_to(Phase.DEPARTED, *_ENGINES, Phase.DEPARTED)},
     ),
-    Event.CONFIRMED: Transition(
+    ReplicaEvent.CONFIRMED: ReplicaTransition(
         "The engine does not run any more: its worker confirmed the stop, does not list the engine, has given"
         " its address to another one, or started anew.",
         _to(None, *_WITHOUT, *_ENGINES, Phase.DEPARTED),
     ),
-    Event.NODE_FORGOTTEN: Transition(
+    ReplicaEvent.NODE_FORGOTTEN: ReplicaTransition(
         "An admin removes the node, or it has been away for too long.",
         _to(None, *_WITHOUT, *_ENGINES, Phase.DEPARTED),
     ),

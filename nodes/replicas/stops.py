@@ -14,7 +14,7 @@ from localai_cluster import names
 from nodes.models import NodeModel, OwnerKind, Phase
 from nodes.replicas import drains, lifecycle, states
 from nodes.replicas.lifecycle import Engine
-from nodes.replicas.states import Event
+from nodes.replicas.states import ReplicaEvent
 from operations.changes import events
 
 _LONGEST_ERROR = 240
@@ -50,7 +50,7 @@ def record_sent(engine: Engine, *, now: datetime) -> bool:
     deadline = Case(When(phase__in=_STOPPABLE, then=F("deadline")), default=Value(first))
     rows = NodeModel.engines.filter(pk=engine.id)
     attempts = F("stop_attempts") + 1
-    return bool(lifecycle.move(rows, Event.STOP_SENT, stop_attempts=attempts, deadline=deadline))
+    return bool(lifecycle.move(rows, ReplicaEvent.STOP_SENT, stop_attempts=attempts, deadline=deadline))
 
 
 def is_due(engine: Engine) -> bool:
@@ -68,7 +68,7 @@ def record_failure(engine: Engine, error: str, *, now: datetime) -> None:
         pause = min(2.0 ** min(row.stop_attempts, 10), _LONGEST_PAUSE)
         lifecycle.move(
             rows,
-            Event.STOP_FAILED,
+            ReplicaEvent.STOP_FAILED,
             stop_error=names.plain(error[:_LONGEST_ERROR]),
             next_stop_at=now + timedelta(seconds=pause),
             claimed_until=None,

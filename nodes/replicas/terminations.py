@@ -12,31 +12,31 @@ from uuid import UUID
 from django.db import transaction
 
 from localai_cluster import clock, conf
-from nodes.models import ModelSchedulingConfig, NodeModel, OwnerKind, Phase, Reason
+from nodes.models import ModelSchedulingConfig, NodeModel, OwnerKind, Phase, PhaseReason
 from nodes.replicas import lifecycle, statements
 from nodes.replicas.lifecycle import Engine
-from nodes.replicas.states import REPORTED, Event
+from nodes.replicas.states import REPORTED, ReplicaEvent
 from operations.changes import events
 
 
 def evict(ids: Collection[UUID], *, now: datetime) -> None:
     """Terminate these locked replicas, on which nothing runs, for a load that takes their memory."""
-    _terminate(ids, Event.EVICTED, Reason.EVICTED, deadline=now, now=now)
+    _terminate(ids, ReplicaEvent.EVICTED, PhaseReason.EVICTED, deadline=now, now=now)
 
 
 def replace(ids: Collection[UUID], *, now: datetime) -> None:
-    """Terminate these locked replicas of a former definition; requests have `unload_grace` to end."""
-    deadline = now + timedelta(seconds=conf.cluster().unload_grace)
-    _terminate(ids, Event.REPLACED, Reason.REPLACED, deadline=deadline, now=now)
+    """Terminate these locked replicas of a former definition. Requests that run there end."""
+    deadline = now + timedelta(seconds=conf.cluster().request_timeout)
+    _terminate(ids, ReplicaEvent.REPLACED, PhaseReason.REPLACED, deadline=deadline, now=now)
 
 
 def lose_all(ids: Collection[UUID], *, now: datetime) -> None:
     """Take these locked replicas, which did not answer, out of the picks without waiting for requests."""
-    _terminate(ids, Event.LOST, Reason.LOST, deadline=now, now=now)
+    _terminate(ids, ReplicaEvent.LOST, PhaseReason.LOST, deadline=now, now=now)
 
 
 def _terminate(
-    ids: Collection[UUID], event: Event, reason: Reason, *, deadline: datetime, now: datetime
+    ids: Collection[UUID], event: ReplicaEvent, reason: PhaseReason, *, deadline: datetime, now: datetime
 ) -> None:
     rows = NodeModel.objects.filter(pk__in=ids)
     columns = {**lifecycle.CONTROLLERS, **lifecycle.drain_until(deadline)}
@@ -45,7 +45,7 @@ def _terminate(
 
 
 async def lose(
-    database: statements.Rows, replica_id: UUID, address: str, *, reason: Reason = Reason.LOST
+    database: statements.Rows, replica_id: UUID, address: str, *, reason: PhaseReason = PhaseReason.LOST
 ) -> bool:
     """Take a replica that did no work out of the picks: the row that was picked, not one in its place since.
 
@@ -55,7 +55,7 @@ async def lose(
     values = {
         "replica": replica_id,
         "address": address,
-        "phase": Phase.DRAINING if reason == Reason.LOST else Phase.TERMINATING,
+        "phase": Phase.DRAINING if reason == PhaseReason.LOST else Phase.TERMINATING,
         "reason": reason,
         "deadline": now + timedelta(seconds=conf.cluster().unload_grace),
         "now": now,
@@ -67,10 +67,10 @@ async def lose(
 def restore_lost(engine: Engine) -> bool:
     """Return a lost replica whose engine answers to the picks, unless somebody else has taken it over."""
     rows = NodeModel.objects.filter(
-        pk=engine.id, reason=Reason.LOST, owner_kind=OwnerKind.CONTROLLERS, stop_attempts=0
+        pk=engine.id, reason=PhaseReason.LOST, owner_kind=OwnerKind.CONTROLLERS, stop_attempts=0
     )
     with transaction.atomic():
-        returned = lifecycle.move(rows, Event.RETURNED, **lifecycle.SERVES)
+        returned = lifecycle.move(rows, ReplicaEvent.RETURNED, **lifecycle.SERVES)
         if returned:
             events.notify(events.NODES, str(engine.node_id))
     return bool(returned)

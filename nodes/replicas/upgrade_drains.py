@@ -12,10 +12,10 @@ from uuid import UUID
 from django.db import transaction
 from django.db.models import Exists, OuterRef, Q, QuerySet, Sum
 
-from nodes.models import NodeModel, OwnerKind, PendingBackendOp, Phase, Reason
+from nodes.models import NodeModel, OwnerKind, PendingBackendOp, Phase, PhaseReason
 from nodes.models.replica import NodeModelQuerySet
 from nodes.replicas import lifecycle
-from nodes.replicas.states import Event
+from nodes.replicas.states import ReplicaEvent
 from operations.changes import events
 
 
@@ -63,10 +63,10 @@ def drain(
         if draining:
             lifecycle.move(
                 NodeModel.objects.filter(pk__in=[row.pk for row in draining]),
-                Event.DRAINED,
+                ReplicaEvent.DRAINED,
                 **lifecycle.owned_by(OwnerKind.INTENT, intent_id),
                 **lifecycle.drain_until(deadline),
-                reason=Reason.UPGRADE,
+                reason=PhaseReason.UPGRADE,
             )
             events.notify(events.NODES, str(node_id))
     out = mine.filter(phase=Phase.DRAINING, owner_id=intent_id).aggregate(running=Sum("in_flight"))
@@ -93,9 +93,9 @@ def take_back(rows: Sequence[NodeModel]) -> set[UUID]:
         ids = set(mine.of_backend(intent.backend).values_list("pk", flat=True))
         lifecycle.move(
             NodeModel.objects.filter(pk__in=ids),
-            Event.HANDED_BACK,
+            ReplicaEvent.HANDED_BACK,
             **lifecycle.owned_by(OwnerKind.INTENT, intent.pk),
-            reason=Reason.UPGRADE,
+            reason=PhaseReason.UPGRADE,
         )
         kept |= ids
     return kept
@@ -111,7 +111,9 @@ def _return(rows: NodeModelQuerySet) -> int:
     with transaction.atomic():
         found = list(draining.order_by("id").select_for_update(of=("self",)))
         lifecycle.move(
-            NodeModel.objects.filter(pk__in=[row.pk for row in found]), Event.RETURNED, **lifecycle.SERVES
+            NodeModel.objects.filter(pk__in=[row.pk for row in found]),
+            ReplicaEvent.RETURNED,
+            **lifecycle.SERVES,
         )
         if found:
             events.notify(events.NODES, *sorted({str(row.node_id) for row in found}))

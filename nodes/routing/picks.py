@@ -26,7 +26,7 @@ from localai_cluster.accounts.credentials import WrongKey
 from localai_cluster.accounts.principals import Principal
 from localai_cluster.errors import ClusterError, Unavailable
 from localai_cluster.metrics import web as metrics
-from nodes.models import Reason
+from nodes.models import PhaseReason
 from nodes.registry import dialling
 from nodes.replicas import statements, terminations
 from nodes.replicas.prefix_statement import EXCHANGE_BY_PREFIX
@@ -126,7 +126,7 @@ class Picker:
 
         `strange`: its engine answers, but holds another model or none.
         """
-        reason = Reason.WRONG_MODEL if strange else Reason.LOST
+        reason = PhaseReason.WRONG_MODEL if strange else PhaseReason.LOST
         return await terminations.lose(self._pool, replica.id, replica.address, reason=reason)
 
     async def renew(self) -> bool:

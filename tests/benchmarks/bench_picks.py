@@ -88,11 +88,10 @@ def main() -> None:
         planted.set_up(cluster)
         from django.db import connections
 
-        from nodes.models import BackendNode
+        from tests.support.replicas import forget_nodes
 
         for nodes in chosen.nodes:
-            NodeModel.objects.all().delete()
-            BackendNode.objects.all().delete()
+            forget_nodes()
             plant(nodes)
             connections.close_all()
             print(f"{nodes} nodes in the table, {REPLICAS} replicas of the model", flush=True)

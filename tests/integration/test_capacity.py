@@ -15,7 +15,7 @@ from localai_cluster import clock
 from nodes.models import BackendNode, NodeModel
 from nodes.placement.choose import Need, Reason, choose
 from nodes.registry import heartbeats
-from nodes.replicas import finders, slots, snapshot, vram
+from nodes.replicas import finders, load_ends, slots, snapshot, vram
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
 from nodes.routing.pool import Pool
@@ -175,10 +175,10 @@ def test_every_end_without_a_replica_gives_back_what_was_reserved(end: str) -> N
     assert slot is not None
     assert other is not None
     if end == "given up":
-        slots.give_up(slot, attempt=attempt("m:1"), now=clock.now())
-        slots.give_up(slot, attempt=attempt("m:1"), now=clock.now())
+        load_ends.give_up(slot, attempt=attempt("m:1"), now=clock.now())
+        load_ends.give_up(slot, attempt=attempt("m:1"), now=clock.now())
     elif end == "killed":
-        slots.end_abandoned("m", now=clock.now())
+        load_ends.end_abandoned("m", now=clock.now())
     else:
         NodeModel.objects.filter(model_name="m").delete()
         vram.release(node.pk, 4 * GB, since=clock.now())
@@ -210,7 +210,7 @@ def test_a_load_that_reserved_nothing_on_the_node_takes_nothing_back() -> None:
     slot = begun(node, "large", 10 * GB)
     assert slot is not None
     assert free(node) == -6 * GB
-    slots.give_up(slot, attempt=attempt("large:1"), now=clock.now())
+    load_ends.give_up(slot, attempt=attempt("large:1"), now=clock.now())
     assert (column(node), free(node)) == (12 * GB, 4 * GB)
 
 
@@ -278,7 +278,9 @@ def test_thirty_two_loads_race_for_eight_nodes() -> None:
     assert all(one.free_vram == (SIZE - there * EACH) * GB for one in snapshot.fleet("any"))
 
     marks = {row.pk: AttemptId(row.owner_id, row.owner_fence) for row in NodeModel.objects.all()}
-    ends = [lambda slot=slot: slots.give_up(slot, attempt=marks[slot.id], now=clock.now()) for slot in won]
+    ends = [
+        lambda slot=slot: load_ends.give_up(slot, attempt=marks[slot.id], now=clock.now()) for slot in won
+    ]
     assert unexpected(at_once(*ends)) == []
     assert all(one.free_vram == SIZE * GB for one in snapshot.fleet("any"))
     assert set(BackendNode.objects.values_list("reserved_vram", flat=True)) == {0}

@@ -22,7 +22,7 @@ from nodes.models import BackendNode, NodeModel
 from nodes.placement import estimate
 from nodes.placement.choose import NOTHING, Need, Reason, refusal
 from nodes.placement.explain import FleetView
-from nodes.replicas import mirror, slots, snapshot
+from nodes.replicas import load_ends, mirror, slots, snapshot
 from nodes.staging import brought, transfer
 from nodes.staging.plan import plan
 from nodes.staging.source import OpenedFile
@@ -331,7 +331,7 @@ async def test_one_load_at_a_time_brings_a_models_files_to_a_node(stage: Stage, 
     assert await in_thread(begin, theirs, other) is False
     await in_thread(lambda: Operation.objects.filter(pk=stage.work.id).update(fence=99))
     assert await in_thread(begin, theirs, other) is True
-    left = await in_thread(partial(slots.end_abandoned, "echo", now=clock.now()))
+    left = await in_thread(partial(load_ends.end_abandoned, "echo", now=clock.now()))
     assert [slot.replica_index for slot in left] == [0]
     assert await in_thread(begin, mine, stage.work) is None
     assert await in_thread(lambda: slots.end_staging(theirs, attempt=load.attempt_id(other)))

@@ -30,7 +30,7 @@ from nodes.placement.explain import FleetView
 from nodes.placement.settle import LoadQuestion
 from nodes.reconcilers import replicas, stuck, tasks
 from nodes.registry import services
-from nodes.replicas import drains, eviction, retire, slots, snapshot, terminations, vram
+from nodes.replicas import drains, eviction, load_ends, retire, slots, snapshot, terminations, vram
 from nodes.replicas import stops as stops_of_engines
 from nodes.replicas.lifecycle import engine_of
 from nodes.replicas.slots import Slot
@@ -170,7 +170,7 @@ def failed_load(node: BackendNode, *, started: bool) -> Slot:
     if started:
         assert slots.start(slot, attempt=mine, now=clock.now())
         slots.record_answer(slot, "127.0.0.1:7")
-    slots.give_up(slot, attempt=mine, now=clock.now())
+    load_ends.give_up(slot, attempt=mine, now=clock.now())
     return slot
 
 
@@ -268,7 +268,7 @@ def test_a_row_goes_although_its_memory_cannot_be_given_back(
     if state == "unloading":
         assert retire.confirm(row.pk, stop_sent=clock.now())
     else:
-        slots.give_up(Slot(row.pk, node.pk, node.name, 0), attempt=attempt("nobody:1"), now=clock.now())
+        load_ends.give_up(Slot(row.pk, node.pk, node.name, 0), attempt=attempt("nobody:1"), now=clock.now())
     assert not NodeModel.objects.exists()
 
 

@@ -19,7 +19,7 @@ from nodes.registry.mass_silence import Held
 from operations.executor import controllers
 from tests.support import fleet, live
 from tests.support.fleet import ANNA, NOW, later
-from tests.support.replicas import columns
+from tests.support.replicas import columns, forget_nodes
 
 pytestmark = pytest.mark.django_db
 
@@ -195,7 +195,7 @@ def test_a_look_sees_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def meanwhile() -> dict[str, str]:
         found = labels()
-        seen.append(fleet.at_once(lambda: BackendNode.objects.filter(pk=node.pk).delete())[0] is not None)
+        seen.append(fleet.at_once(forget_nodes)[0] is None)
         return found
 
     monkeypatch.setattr(rows, "_labels", meanwhile)

@@ -19,7 +19,7 @@ from nodes.loading.failures import LoadFailed
 from nodes.loading.stopping import Stopper
 from nodes.loading.wish import ANOTHER
 from nodes.models import BackendNode, NodeModel
-from nodes.replicas import retire, slots, snapshot
+from nodes.replicas import load_ends, retire, slots, snapshot
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
 from operations.executor.work import Abandoned, Postpone, in_thread
@@ -212,7 +212,7 @@ def test_leftovers_are_locked_in_the_order_of_their_ids() -> None:
 
     def clear() -> list[NodeModel]:
         try:
-            return slots.end_abandoned("m", now=clock.now())
+            return load_ends.end_abandoned("m", now=clock.now())
         finally:
             connection.close()
 

@@ -24,7 +24,7 @@ from nodes.placement.explain import FleetView
 from nodes.placement.settle import LoadQuestion
 from nodes.registry import heartbeats
 from nodes.registry.heartbeats import Beat
-from nodes.replicas import retire, slots, snapshot
+from nodes.replicas import load_ends, retire, slots, snapshot
 from nodes.replicas import stops as engine_stops
 from nodes.replicas.lifecycle import AttemptId, engine_of
 from nodes.replicas.slots import NoSlot, Slot
@@ -225,7 +225,7 @@ def test_a_split_reserves_on_each_and_its_end_gives_both_back() -> None:
     assert sum(one.amount for one in slot.gpus) == 41 * GIB
     assert rooms(node) == [3, 3, 6]
     assert api.node(node.id).reserved_vram == 41 * GIB
-    slots.give_up(slot, attempt=attempt("m:1"), now=clock.now())
+    load_ends.give_up(slot, attempt=attempt("m:1"), now=clock.now())
     assert rooms(node) == [24, 24, 6]
     assert api.node(node.id).reserved_vram == 0
 
@@ -318,7 +318,9 @@ def test_racers_for_the_gpus_of_one_node_overbook_none() -> None:
     assert all(0 < amount <= 24 * GIB for amount in taken.values())
     assert all(left < 9 for left in rooms(node)), "nothing that fits was refused"
     marks = {row.pk: AttemptId(row.owner_id, row.owner_fence) for row in NodeModel.objects.all()}
-    ends = [lambda slot=slot: slots.give_up(slot, attempt=marks[slot.id], now=clock.now()) for slot in won]
+    ends = [
+        lambda slot=slot: load_ends.give_up(slot, attempt=marks[slot.id], now=clock.now()) for slot in won
+    ]
     assert unexpected(at_once(*ends)) == []
     assert rooms(node) == [24, 24]
 

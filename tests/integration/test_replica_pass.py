@@ -41,6 +41,7 @@ from operations.models import Operation, Status
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
 from tests.support.races import after, holding
+from tests.support.replicas import columns
 
 pytestmark = pytest.mark.django_db
 
@@ -311,17 +312,18 @@ def test_a_replica_stays_when_an_eviction_took_the_other_one_since_the_plan() ->
 @pytest.mark.rule("R4.18", "R1.58")
 @pytest.mark.parametrize(
     ("column", "value"),
-    [("in_flight", 1), ("last_used", None), ("last_released_at", None), ("state", "loading")],
-    ids=["busy", "began", "ended", "loading"],
+    [("in_flight", 1), ("last_used", None), ("last_released_at", None), ("phase", "draining")],
+    ids=["busy", "began", "ended", "draining"],
 )
 def test_a_replica_that_is_used_before_its_row_is_locked_stays(column: str, value: Any) -> None:
     """The plan was made a moment ago; the row decides. A time without value is now."""
     replica = idle(hot.node("one"), 0)
-    NodeModel.objects.filter(pk=replica.pk).update(**{column: value or clock.now()})
+    changed = columns(phase=value) if column == "phase" else {column: value or clock.now()}
+    NodeModel.objects.filter(pk=replica.pk).update(**changed)
     with pytest.raises(errors.Conflict, match="in use again"):
         replicas.retire(replica.pk, "idle", clock.now())
     assert not Operation.objects.exists()
-    assert NodeModel.objects.get().state != "unloading"
+    assert NodeModel.objects.get().phase == changed.get("phase", "serving")
 
 
 @commits

@@ -18,7 +18,7 @@ from nodes.registry import services
 from nodes.registry.change import columns, facts_of
 from nodes.registry.heartbeats import Beat
 from nodes.registry.states import Facts, status_of
-from nodes.replicas import hooks, slots, snapshot
+from nodes.replicas import hooks, load_ends, slots, snapshot
 from nodes.replicas.hooks import Removed
 from nodes.replicas.lifecycle import AttemptId
 from operations.models import Operation
@@ -530,11 +530,11 @@ def test_single_removals_are_announced_with_their_index(removed: Any) -> None:
     other = slots.reserve(view, "m", attempt=AttemptId(operation.id, 1), backend="b", now=now)
     assert isinstance(mine, slots.Slot)
     assert isinstance(other, slots.Slot)
-    assert removed(lambda: slots.give_up(mine, attempt=attempt("another:1"), now=now)) == []
-    assert removed(lambda: slots.end_abandoned("n", now=now)) == []
-    assert removed(lambda: slots.end_abandoned("m", now=now)) == [("m", node.pk, 1)]
-    assert removed(lambda: slots.give_up(mine, attempt=current, now=now)) == [("m", node.pk, 0)]
-    assert removed(lambda: slots.give_up(mine, attempt=current, now=now)) == []
+    assert removed(lambda: load_ends.give_up(mine, attempt=attempt("another:1"), now=now)) == []
+    assert removed(lambda: load_ends.end_abandoned("n", now=now)) == []
+    assert removed(lambda: load_ends.end_abandoned("m", now=now)) == [("m", node.pk, 1)]
+    assert removed(lambda: load_ends.give_up(mine, attempt=current, now=now)) == [("m", node.pk, 0)]
+    assert removed(lambda: load_ends.give_up(mine, attempt=current, now=now)) == []
 
 
 # --- who may not be reached

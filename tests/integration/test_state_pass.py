@@ -407,7 +407,7 @@ class TestRows:
     @pytest.mark.rule("T-REG-127", "T-REG-129")
     @pytest.mark.parametrize(
         "meanwhile",
-        [{"address": "127.0.0.1:1"}, {"state": "unloading"}, {"checked_at": None}],
+        [{"address": "127.0.0.1:1"}, columns("unloading", address=ENGINE[2]), {"checked_at": None}],
         ids=["another engine", "being unloaded", "claimed again"],
     )
     @pytest.mark.parametrize(

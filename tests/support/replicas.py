@@ -5,7 +5,7 @@ from typing import Any
 from uuid import NAMESPACE_OID, UUID, uuid5
 
 from localai_cluster import clock
-from nodes.models import LOADING_PHASES, BackendNode, NodeModel, OwnerKind, Phase, Reason
+from nodes.models import LOADING_PHASES, BackendNode, NodeModel, OwnerKind, Phase, PhaseReason
 from nodes.replicas import slots
 from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
@@ -17,10 +17,10 @@ _OF_STATE = {
     "unloading": Phase.STOPPING,
 }
 _REASONS = {
-    Phase.DRAINING: Reason.UNLOAD,
-    Phase.TERMINATING: Reason.EVICTED,
-    Phase.STOPPING: Reason.UNLOAD,
-    Phase.DEPARTED: Reason.NODE_LEFT,
+    Phase.DRAINING: PhaseReason.UNLOAD,
+    Phase.TERMINATING: PhaseReason.EVICTED,
+    Phase.STOPPING: PhaseReason.UNLOAD,
+    Phase.DEPARTED: PhaseReason.NODE_LEFT,
 }
 SOON = timedelta(hours=1)
 
