@@ -127,7 +127,10 @@ class NodeModelQuerySet(QuerySet["NodeModel"]):
         return self.exclude(Q(phase="departed") | _FAILED_LOAD)
 
 
-class _Present(models.Manager.from_queryset(NodeModelQuerySet)):  # type: ignore[misc]
+_EngineManager = models.Manager.from_queryset(NodeModelQuerySet)
+
+
+class _Present(_EngineManager):  # type: ignore[type-arg]
     """Replicas of nodes that have not left."""
 
     def get_queryset(self) -> NodeModelQuerySet:
@@ -244,7 +247,7 @@ class NodeModel(models.Model):
 
     objects = _Present()
     """Replicas as clients, counters and hooks see them."""
-    engines = NodeModelQuerySet.as_manager()
+    engines = _EngineManager()
     """All rows, also those of nodes that have left: what slots, memory and stops are about."""
 
     class Meta:

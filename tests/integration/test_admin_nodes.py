@@ -13,7 +13,7 @@ from django.test.utils import CaptureQueriesContext
 
 from localai_cluster import clock
 from localai_cluster.accounts.actors import WORKER, Actor, ActorKind
-from nodes.models import BackendNode, RevokedSecret
+from nodes.models import BackendNode, NodeModel, RevokedSecret
 from nodes.registry import services
 from tests.support import api, pages
 
@@ -49,7 +49,9 @@ def fleet(count: int) -> list[BackendNode]:
     """Approved nodes with labels and a replica each."""
     made = [api.make_node(f"n{i:03}", labels={"rack": str(i % 3)}, total_vram=24 * GIB) for i in range(count)]
     for node in made:
-        node.replicas.create(model_name="m", phase="serving", address="h:1", in_flight=2)
+        # A node that registers again, without a list, leaves a row whose engine may run.
+        index = NodeModel.engines.filter(node=node).count()
+        node.replicas.create(model_name="m", replica_index=index, phase="serving", address="h:1", in_flight=2)
     return made
 
 

@@ -154,7 +154,7 @@ def message(response: HttpResponse) -> str:
 
 def replica(node: BackendNode, name: str = "m", **fields: Any) -> NodeModel:
     """A loaded replica on the node."""
-    return NodeModel.objects.create(node=node, model_name=name, **replicas.columns(**fields))
+    return NodeModel.engines.create(node=node, model_name=name, **replicas.columns(**fields))
 
 
 def mark(node: BackendNode, event: str) -> None:

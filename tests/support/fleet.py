@@ -74,8 +74,9 @@ def status(node: BackendNode | UUID) -> str:
 
 def replica(node: BackendNode, model: str = "m", index: int = 0, **fields: Any) -> NodeModel:
     """A loaded replica."""
-    values = columns(**({"address": f"10.0.0.1:{50100 + index}", "last_used": NOW} | fields))
-    return NodeModel.objects.create(node=node, model_name=model, replica_index=index, **values)
+    given: dict[str, Any] = {"address": f"10.0.0.1:{50100 + index}", "last_used": NOW}
+    values = columns(**given | fields)
+    return NodeModel.engines.create(node=node, model_name=model, replica_index=index, **values)
 
 
 def replicas(node: BackendNode) -> list[str]:
