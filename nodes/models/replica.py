@@ -130,7 +130,7 @@ class NodeModelQuerySet(QuerySet["NodeModel"]):
 _EngineManager = models.Manager.from_queryset(NodeModelQuerySet)
 
 
-class _Present(_EngineManager):  # type: ignore[type-arg]
+class _Present(_EngineManager["NodeModel"]):
     """Replicas of nodes that have not left."""
 
     def get_queryset(self) -> NodeModelQuerySet:

@@ -16,13 +16,12 @@ from nodes.models import BackendNode, NodeModel
 from nodes.placement.choose import Need, Reason, choose
 from nodes.registry import heartbeats
 from nodes.replicas import finders, load_ends, slots, snapshot, vram
-from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
 from nodes.routing.pool import Pool
 from tests.support import api, hot
 from tests.support.effort import EFFORT
 from tests.support.fleet import at_once, unexpected
-from tests.support.replicas import attempt, forget_nodes, publish
+from tests.support.replicas import attempt, forget_nodes, owner_of, publish
 
 GB = 10**9
 Queries = Callable[[int], Any]
@@ -277,7 +276,7 @@ def test_thirty_two_loads_race_for_eight_nodes() -> None:
     assert results[:RACERS].count(Reason.MEMORY) == RACERS - there * NODES
     assert all(one.free_vram == (SIZE - there * EACH) * GB for one in snapshot.fleet("any"))
 
-    marks = {row.pk: AttemptId(row.owner_id, row.owner_fence) for row in NodeModel.objects.all()}
+    marks = {row.pk: owner_of(row) for row in NodeModel.objects.all()}
     ends = [
         lambda slot=slot: load_ends.give_up(slot, attempt=marks[slot.id], now=clock.now()) for slot in won
     ]

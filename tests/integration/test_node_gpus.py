@@ -26,14 +26,14 @@ from nodes.registry import heartbeats
 from nodes.registry.heartbeats import Beat
 from nodes.replicas import load_ends, retire, slots, snapshot
 from nodes.replicas import stops as engine_stops
-from nodes.replicas.lifecycle import AttemptId, engine_of
+from nodes.replicas.lifecycle import engine_of
 from nodes.replicas.slots import NoSlot, Slot
 from operations.executor.work import Postpone
 from tests.support import api, hot, pages
 from tests.support.beating import Counted, beat, made, now_of
 from tests.support.fleet import at_once, unexpected
 from tests.support.loading import BACKEND, STARTED, Stage, stage, stops
-from tests.support.replicas import attempt, publish
+from tests.support.replicas import attempt, owner_of, publish
 
 __all__ = ["stage"]
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -317,7 +317,7 @@ def test_racers_for_the_gpus_of_one_node_overbook_none() -> None:
             taken[share.id] += share.amount
     assert all(0 < amount <= 24 * GIB for amount in taken.values())
     assert all(left < 9 for left in rooms(node)), "nothing that fits was refused"
-    marks = {row.pk: AttemptId(row.owner_id, row.owner_fence) for row in NodeModel.objects.all()}
+    marks = {row.pk: owner_of(row) for row in NodeModel.objects.all()}
     ends = [
         lambda slot=slot: load_ends.give_up(slot, attempt=marks[slot.id], now=clock.now()) for slot in won
     ]

@@ -136,7 +136,12 @@ def test_a_replica_that_an_unload_has_taken_over_stays_out() -> None:
     on(b)
     intent = upgrading(a)
     upgrade_drains.drain(a.id, "echo", intent_id=intent.id, confirmed=(), deadline=clock.now())
-    unload = {"index": None, "deadline": clock.now(), "operation_id": uuid4(), "now": clock.now()}
+    unload: dict[str, Any] = {
+        "index": None,
+        "deadline": clock.now(),
+        "operation_id": uuid4(),
+        "now": clock.now(),
+    }
     with transaction.atomic():
         (taken,) = drains.drain("m", [a.id], **unload)
     assert taken.id == mine.pk

@@ -35,6 +35,13 @@ def attempt(text: str) -> AttemptId:
     return AttemptId(operation, int(fence) if fence.isdigit() else 0)
 
 
+def owner_of(row: NodeModel) -> AttemptId:
+    """The attempt that owns the row of a load."""
+    assert row.owner_id is not None
+    assert row.owner_fence is not None
+    return AttemptId(row.owner_id, row.owner_fence)
+
+
 def columns(
     state: str = "loaded", *, owner: AttemptId | None = None, phase: str = "", **fields: Any
 ) -> dict[str, Any]:
