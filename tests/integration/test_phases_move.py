@@ -88,11 +88,9 @@ def moved() -> None:
 
 
 def _plant(old: Any) -> None:
-    now, models = (
-        clock.now(),
-        [old.get_model("nodes", name) for name in ("BackendNode", "NodeModel", "EngineStart")],
-    )
-    nodes, replicas, notes = models
+    now = clock.now()
+    names = ("BackendNode", "NodeModel", "EngineStart")
+    nodes, replicas, notes = (old.get_model("nodes", name).objects for name in names)
     node = nodes.create(name="one", name_key="one", address="a:1", approved_at=now, last_heartbeat=now)
     old.get_model("nodes", "PendingBackendOp").objects.create(
         id=INTENT, node=node, backend="echo", op="upgrade", operation_id=uuid4()
