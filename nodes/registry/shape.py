@@ -61,6 +61,7 @@ ZERO_TIME = "0001-01-01T00:00:00Z"
 NODE_STATUS = enum("NodeStatus", NodeStatus)
 NODE_TYPE = enum("NodeTypeEnum", NodeType)
 REPLICA_STATE = enum("ReplicaStateEnum", ReplicaState)
+PHASE_REASON = enum("PhaseReason", PhaseReason)
 CONFLICT_KIND = enum("ConflictKindEnum", NodeConflict.Mismatch)
 CONFLICT_STATE = enum("ConflictStateEnum", NodeConflict.State)
 EVENT_KIND = enum("EventKindEnum", NodeEvent.Kind)
@@ -260,6 +261,7 @@ LIVE_MODEL = Shape(
         column(
             "vram_needed", BYTES, "What it is estimated to allocate, reserved for its load; 0: not known."
         ),
+        column("reason", PHASE_REASON.ref, "Why it does not serve any more.", optional=True),
         *_LEAVING,
     ],
 )
@@ -480,6 +482,7 @@ COMPONENTS: tuple[Named, ...] = (
     NODE_STATUS,
     NODE_TYPE,
     REPLICA_STATE,
+    PHASE_REASON,
     CONFLICT_KIND,
     CONFLICT_STATE,
     EVENT_KIND,

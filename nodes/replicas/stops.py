@@ -11,7 +11,7 @@ from django.db import transaction
 from django.db.models import Case, F, Q, Value, When
 
 from localai_cluster import names
-from nodes.models import NodeModel, OwnerKind, Phase
+from nodes.models import NodeModel, OwnerKind, Phase, PhaseReason
 from nodes.replicas import drains, lifecycle, states
 from nodes.replicas.lifecycle import Engine
 from nodes.replicas.states import ReplicaEvent
@@ -24,6 +24,8 @@ _CLAIMED_FOR = timedelta(seconds=60)
 _REACHABLE = ("healthy", "unhealthy", "draining")
 """The statuses of nodes whose worker can be sent a stop."""
 _STOPPABLE = (Phase.STOPPING, Phase.DEPARTED)
+_NO_UNLOADS = (PhaseReason.LOAD_FAILED, PhaseReason.NODE_LEFT)
+"""The reasons of engines that no unload is about: they are no replicas."""
 
 
 def claim(limit: int, *, now: datetime) -> list[Engine]:
@@ -36,7 +38,8 @@ def claim(limit: int, *, now: datetime) -> list[Engine]:
     )
     is_free = Q(claimed_until__isnull=True) | Q(claimed_until__lte=now)
     with transaction.atomic():
-        found = NodeModel.engines.filter(due, is_free, drains.without_operation()).order_by("id")
+        is_left = Q(reason__in=_NO_UNLOADS) | drains.without_operation()
+        found = NodeModel.engines.filter(due, is_free, is_left).order_by("id")
         rows = list(found.select_for_update(of=("self",), skip_locked=True)[:limit])
         NodeModel.engines.filter(pk__in=[row.pk for row in rows]).update(
             **lifecycle.CONTROLLERS, claimed_until=now + _CLAIMED_FOR
