@@ -48,10 +48,11 @@ def claim(limit: int, *, now: datetime) -> list[Engine]:
 
 
 def record_sent(engine: Engine, *, now: datetime) -> bool:
-    """Record that a stop is about to be sent; False when the engine has ended or serves."""
+    """Record that a stop is about to be sent; False when the engine has ended, serves or has departed."""
     first = now + states.REPORTED_AFTER
     deadline = Case(When(phase__in=_STOPPABLE, then=F("deadline")), default=Value(first))
-    rows = NodeModel.engines.filter(pk=engine.id)
+    seen = NodeModel.engines if engine.phase == Phase.DEPARTED else NodeModel.objects
+    rows = seen.filter(pk=engine.id)
     attempts = F("stop_attempts") + 1
     return bool(lifecycle.move(rows, ReplicaEvent.STOP_SENT, stop_attempts=attempts, deadline=deadline))
 

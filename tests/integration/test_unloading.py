@@ -20,6 +20,7 @@ from nodes.backends import commands
 from nodes.backends.one_node import CommandFailed
 from nodes.loading.stopping import Stopper
 from nodes.models import BackendNode, NodeModel
+from nodes.registry import services
 from nodes.replicas import upgrade_drains
 from nodes.replicas.lifecycle import SERVES
 from nodes.routing.request import InferenceRequest
@@ -305,8 +306,7 @@ async def test_a_node_that_went_offline_meanwhile_says_that_nothing_is_known(sta
     work = await in_thread(stage.begins)
 
     def lost() -> None:
-        NodeModel.objects.filter(node=stage.one, model_name="echo").delete()
-        BackendNode.objects.filter(pk=stage.one.id).update(offline_at=clock.now())
+        services.deactivate(stage.one.id, now=clock.now())
 
     await in_thread(lost)
     assert await stage.fails(work) == "one: the node is offline, so what runs there is not known"
