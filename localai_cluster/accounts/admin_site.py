@@ -34,7 +34,6 @@ APP_NAMES = {
 INTERNAL = frozenset(
     {
         "ControllerBeat",
-        "EngineStart",
         "Failure",
         "InitialPassword",
         "ModelLoadInfo",

@@ -1,12 +1,12 @@
-"""Replicas and their use, started engines, installed backends, the upgrade check, mass silence: read-only."""
+"""Replicas and their use, installed backends, the upgrade check, mass silence: read-only."""
 
 from django.contrib import admin
+from django.http import HttpRequest
 
 from localai_cluster.web.admin import Observed
 from nodes.models import (
     BackendOffer,
     BroughtModel,
-    EngineStart,
     FileHash,
     MassSilence,
     NodeBackend,
@@ -15,16 +15,24 @@ from nodes.models import (
     UpgradeCheck,
     WebProcess,
 )
+from nodes.models.replica import NodeModelQuerySet
 
 
 @admin.register(NodeModel)
 class NodeModelAdmin(Observed):
-    """Replicas."""
+    """Replicas, and the engines of nodes that have left."""
 
-    list_display = ("model_name", "replica_index", "node", "state", "in_flight", "backend_type", "last_used")
-    list_filter = ("state", "backend_type")
+    list_display = (
+        *("model_name", "replica_index", "node", "phase", "reason", "deadline", "stop_error"),
+        *("in_flight", "backend_type", "last_used"),
+    )
+    list_filter = ("phase", "reason", "backend_type")
     list_select_related = ("node",)
     search_fields = ("model_name", "node__name")
+
+    def get_queryset(self, request: HttpRequest) -> NodeModelQuerySet:
+        """Include the departed rows."""
+        return NodeModel.engines.all()
 
 
 @admin.register(WebProcess)
@@ -65,13 +73,6 @@ class UpgradeCheckAdmin(Observed):
     """How the upgrade check stands."""
 
     list_display = ("id", "checked_at", "asked", "answered", "claimed_by", "claimed_until", "revision")
-
-
-@admin.register(EngineStart)
-class EngineStartAdmin(Observed):
-    """Engines that a load started and that are neither a replica nor confirmed stopped."""
-
-    list_display = ("model_name", "replica_index", "node_id", "address", "stop_due_at", "stop_attempts")
 
 
 @admin.register(MassSilence)

@@ -22,7 +22,7 @@ from nodes.backends.upgrade_rules import Offered, upgrades
 from nodes.backends.wave_plan import Options
 from nodes.backends.wishes import KINDS, UPGRADE, Asked, LeftOut, Wish
 from nodes.models import BackendNode, BackendOffer
-from nodes.replicas import withdrawn
+from nodes.replicas import upgrade_drains
 from operations.models import Operation
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def _nodes(backend: InstalledBackend) -> dict[str, BackendNode]:
 def _places(
     backend: InstalledBackend, nodes: Mapping[str, BackendNode], row: BackendOffer, offer: Offered
 ) -> list[BackendPlace]:
-    last = withdrawn.last_replicas(backend.name, [node.id for node in nodes.values()])
+    last = upgrade_drains.last_replicas(backend.name, [node.id for node in nodes.values()])
     decided = set(row.automatic_nodes) if row.automatic_to == identity(offer) else set()
     there = {str(place.node["node_id"]): place for place in backend.removable}
     return [

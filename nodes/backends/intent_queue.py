@@ -275,7 +275,7 @@ def _event(settlement: Settlement) -> Event:
 
 
 async def _over(intent: Intent, settlement: Settlement | None = None) -> None:
-    """The worker's answer is never lost to this; `withdrawn.put_back_forgotten` sees to what fails."""
+    """The worker's answer is never lost to this; `upgrade_drains.return_forgotten` sees to what fails."""
     try:
         await sparing.over(intent, settlement)
     except Exception:

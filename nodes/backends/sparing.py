@@ -10,7 +10,7 @@ an operator has chosen. When the attempt is over, what it did not stop serves ag
 import asyncio
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from uuid import UUID
 
 from localai_cluster import clock, conf, errors
@@ -19,8 +19,8 @@ from nodes.backends import intents
 from nodes.backends.intents import Intent, PutBack, Settlement
 from nodes.models import NodeModel
 from nodes.placement.deadlines import load_limit
-from nodes.replicas import withdrawn
-from nodes.replicas.withdrawn import Withdrawal
+from nodes.replicas import upgrade_drains
+from nodes.replicas.upgrade_drains import Withdrawal
 from operations import targets
 from operations.executor.recorder import Recorder
 from operations.executor.work import in_thread
@@ -82,7 +82,7 @@ async def spare(intent: Intent, recorder: Recorder, load_elsewhere: LoadElsewher
 async def over(intent: Intent, settlement: Settlement | None = None) -> None:
     """The attempt is over: replicas whose engines it did not stop serve again, unless the worker is busy."""
     if intent.row.spares_requests and not (isinstance(settlement, PutBack) and settlement.busy):
-        await in_thread(withdrawn.put_back, intent.id, intent.fence)
+        await in_thread(upgrade_drains.end, intent.id, intent.fence)
 
 
 async def settled(intent: Intent, settlement: Settlement) -> None:
@@ -123,10 +123,13 @@ def _keep(models: Collection[str]) -> str:
 def _withdraw(intent: Intent, confirmed: Collection[str]) -> tuple[Withdrawal, bool]:
     """What became of it, and whether the time for requests is over."""
     intents.confirm(intent)
-    found = withdrawn.withdraw(intent.node.id, intent.row.backend, intent_id=intent.id, confirmed=confirmed)
+    now = clock.now()
+    deadline = intent.row.drain_until or now + timedelta(seconds=conf.cluster().upgrade_drain)
+    found = upgrade_drains.drain(
+        intent.node.id, intent.row.backend, intent_id=intent.id, confirmed=confirmed, deadline=deadline
+    )
     if found.last_of:
         return found, False
-    now = clock.now()
     return found, intents.drain_until(intent, now=now) <= now
 
 

@@ -12,7 +12,7 @@ from localai_cluster.commits import committed
 from nodes.backends import intents, waves
 from nodes.backends.wave_plan import Member, Options, plan
 from nodes.models import BackendNode, NodeModel, PendingBackendOp
-from nodes.replicas import withdrawn
+from nodes.replicas import upgrade_drains
 from operations import targets
 from operations.changes.announce import announce
 from operations.ledger import admission, parts
@@ -39,7 +39,7 @@ def refuse_last_replicas(backend: str, nodes: Sequence[BackendNode], confirmed: 
 
     What is so now may be otherwise when the wave opens: then the part waits for a confirmation (`sparing`).
     """
-    last = withdrawn.last_replicas(backend, [node.id for node in nodes])
+    last = upgrade_drains.last_replicas(backend, [node.id for node in nodes])
     if missing := sorted(set().union(*last.values()) - set(confirmed)):
         raise errors.Conflict(
             f"the upgrade would stop the last replica of {', '.join(missing)}; confirm in last_replicas",
@@ -53,7 +53,7 @@ def plan_for(backend: str, nodes: Sequence[BackendNode], options: Options) -> di
     ids = [node.id for node in nodes]
     mine = NodeModel.objects.loaded().filter(node__in=ids).of_backend(backend)
     counted = mine.order_by().values_list("node_id").annotate(replicas=Count("pk"))
-    replicas, last = dict(counted), withdrawn.last_replicas(backend, ids)
+    replicas, last = dict(counted), upgrade_drains.last_replicas(backend, ids)
     return plan(
         (
             Member(node.id, node.name, replicas.get(node.id, 0), node.id in last, node.status == "healthy")

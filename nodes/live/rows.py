@@ -63,7 +63,7 @@ def read() -> dict[str, Raw]:
     """Every node by id, in the order of names; six queries, which the caller makes see one moment."""
     columns = (*LIVE_NODE.columns.values(), *_GPUS.values(), *_BEHIND.values())
     found = BackendNode.objects.order_by("name").values_list(*columns)
-    reservations = vram.by_node(NodeModel.objects.all())
+    reservations = vram.by_node(NodeModel.engines.all())
     labels, replicas, backends, conflicts = _labels(), _replicas(), _backends(), _conflicts()
     return {
         (node := columns[0]): Raw(

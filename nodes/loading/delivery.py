@@ -16,7 +16,6 @@ from nodes.backends.commands import unless
 from nodes.definitions import sizes
 from nodes.definitions.files import Definition
 from nodes.definitions.folder import FolderHangs
-from nodes.loading import engines
 from nodes.loading.failures import LoadFailed, NodeRefused, WorkerGone
 from nodes.loading.hold import MovingWish
 from nodes.models import BackendNode
@@ -25,6 +24,7 @@ from nodes.placement.choose import disk_words, gib
 from nodes.registry import dialling, file_port
 from nodes.registry.http_client import client_of
 from nodes.replicas import slots
+from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
 from nodes.staging import brought
 from nodes.staging.meter import Meter
@@ -65,8 +65,8 @@ class Delivering(Protocol):
         """Where it goes."""
 
     @property
-    def mark(self) -> str:
-        """What its row carries."""
+    def id(self) -> AttemptId:
+        """The owner of its row."""
 
     def tick(self, phase: str, message: str, **figures: Any) -> Tick:
         """A report of it."""
@@ -87,7 +87,7 @@ async def delivered(
     if planned.files:
         await _turn(attempt)
         sent = await _bounded(attempt, planned, lanes)
-        if not await in_thread(slots.end_staging, attempt.slot, mark=attempt.mark):
+        if not await in_thread(slots.end_staging, attempt.slot, attempt=attempt.id):
             raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
     told, warnings = planned.told(sent.root, sent.failed)
     # Many engines bring their models themselves: no news for people who read the operation or the log.
@@ -124,7 +124,7 @@ async def _turn(attempt: Delivering) -> None:
 
 
 def _begin(attempt: Delivering) -> bool | None:
-    return slots.begin_staging(attempt.slot, mark=attempt.mark, running=engines.running_attempts())
+    return slots.begin_staging(attempt.slot, attempt=attempt.id)
 
 
 async def _bounded(attempt: Delivering, planned: FilePlan, lanes: Lanes) -> Sent:

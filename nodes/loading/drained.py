@@ -1,7 +1,7 @@
 """Drained nodes whose engines are to be stopped, and what is known of them.
 
-A drain is over when the node has no replica and no load has an engine there. From then on a controller looks
-at what runs there until nothing does. What it finds is written only while the same drain lasts: a resumed
+A drain is over when the node has no replica and no engine of a former one. From then on a controller looks at
+what runs there until nothing does. What it finds is written only while the same drain lasts: a resumed
 node is no longer its business.
 """
 
@@ -13,7 +13,7 @@ from django.db import transaction
 from django.db.models import Exists, OuterRef, Q
 
 from localai_cluster import names
-from nodes.models import BackendNode, EngineStart, NodeModel
+from nodes.models import BackendNode, NodeModel
 from nodes.models.node import BackendNodeQuerySet
 from operations.changes import events
 
@@ -36,8 +36,7 @@ def claim(limit: int, *, now: datetime) -> list[Drained]:
     """Nodes that are due, for this caller alone; the longest drained first."""
     due = BackendNode.objects.filter(
         Q(engines_due_at__isnull=True) | Q(engines_due_at__lte=now),
-        ~Exists(NodeModel.objects.filter(node=OuterRef("pk"))),
-        ~Exists(EngineStart.objects.filter(node_id=OuterRef("pk"))),
+        ~Exists(NodeModel.engines.filter(node=OuterRef("pk"))),
         status="draining",
         engines_gone_at__isnull=True,
     )

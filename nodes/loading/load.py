@@ -1,13 +1,12 @@
 """The operation `model_load`: from "no node serves this model" to one replica that does.
 
-Steps: free the slots that ended attempts have left, place on a node whose worker answers, clear what an
-ended attempt may still run at that place, bring the backend if the worker lacks it (an operation of its own,
-which others may join) and the model's files (`delivery.py`), have the process started, `LoadModel`, publish
-the row. Each step may be the last one of this process: the row carries the attempt's mark, the operation its
-fence, and the next attempt starts by clearing up. An attempt lives as long as its row, which goes with the
-node. One that publishes no replica has its engine stopped, and the note in `engines.py` stays until a
-controller has seen that it is gone. Several loads of a model may run at once: only who has a place may have
-the engine there stopped by its key. What is loaded depends on the stored definition only, where on the slot.
+Steps: end the rows that ended attempts have left, place on a node whose worker answers, bring the backend if
+the worker lacks it (an operation of its own, which others may join) and the model's files (`delivery.py`),
+have the process started, `LoadModel`, publish the row. Each step may be the last one of this process: the row
+names the attempt that owns it, and each attempt has a row and a slot of its own. An attempt lives as long as
+it owns its row, which departs with the node. One that publishes no replica has its engine stopped, and the
+row stays until a controller has seen that it is gone. What is loaded depends on the stored definition only,
+where on the slot.
 """
 
 import asyncio
@@ -33,7 +32,7 @@ from nodes.backends.outcomes import BusDown, Done, NoResponders, StillRunning, U
 from nodes.backends.outcomes import Refused as WorkerRefused
 from nodes.definitions.files import Definition, load_options, revision
 from nodes.definitions.folder import Folder, FolderHangs
-from nodes.loading import attempts, delivery, engines, needs, node_options, pinning, placing
+from nodes.loading import attempts, delivery, needs, node_options, pinning, placing
 from nodes.loading.failures import Cause, LoadFailed, NodeRefused, WorkerGone
 from nodes.loading.hold import MovingWish
 from nodes.loading.retrying import again, elsewhere
@@ -45,7 +44,8 @@ from nodes.placement.deadlines import MARGIN, load_limit
 from nodes.placement.setbacks import Setbacks
 from nodes.placement.tuning import fingerprint
 from nodes.registry import dialling
-from nodes.replicas import retire, slots, snapshot
+from nodes.replicas import load_ends, retire, slots, snapshot
+from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
 from nodes.staging.send import Lanes
 from operations.executor.waiting import Hints
@@ -91,9 +91,9 @@ class Attempt:
     """The worker's backends, if it has listed them since the place was free."""
 
     @property
-    def mark(self) -> str:
-        """What the attempt's row carries."""
-        return mark_of(self.work)
+    def id(self) -> AttemptId:
+        """The owner of the attempt's row."""
+        return attempt_id(self.work)
 
     @property
     def process_key(self) -> str:
@@ -110,9 +110,9 @@ class Attempt:
         await self.work.report(self.tick(phase, message, time_limit_at=limit_at))
 
 
-def mark_of(work: Work) -> str:
-    """Operation and fence: unique for each attempt."""
-    return f"{work.id}:{work.operation.fence}"
+def attempt_id(work: Work) -> AttemptId:
+    """Return operation and fence: unique for each attempt."""
+    return AttemptId(work.id, work.operation.fence)
 
 
 class LoadModel:
@@ -124,8 +124,7 @@ class LoadModel:
 
     async def __call__(self, work: Work) -> Mapping[str, Any]:
         """Carries the load out, or says what it waits for."""
-        running = engines.running_attempts()
-        await in_thread(retire.retire_slots_of_ended, running, work.operation.element)
+        await in_thread(load_ends.end_abandoned, work.operation.element, now=clock.now())
         try:
             definition = await self._definitions.find(work.operation.element)
         except FolderHangs as hangs:
@@ -145,7 +144,6 @@ class LoadModel:
             return {"already_loaded": True}  # edited back, or somebody else's files
         attempt = await self._place(work, definition)
         try:
-            await _clear_place(attempt)
             return await unless(_slot_lost(attempt), self._carry_out(attempt))
         except (WorkerGone, Lost, Refused, Busy) as gone:
             await _give_up(attempt)
@@ -170,7 +168,7 @@ class LoadModel:
         files = await self._definitions.sizes.of(definition)
         need = needs.of(definition, files)
         what = placing.Wanted(definition, need, await self._definitions.conflicting(definition))
-        place = await placing.place(self._bus, work, what, mark=mark_of(work))
+        place = await placing.place(self._bus, work, what, attempt=attempt_id(work))
         listed = place.listed
         worker = Worker(
             self._bus,
@@ -203,7 +201,7 @@ class LoadModel:
         published = await in_thread(
             slots.publish,
             attempt.slot,
-            mark=attempt.mark,
+            attempt=attempt.id,
             address=engine.address,
             backend=attempt.definition.backend,
             options=load_options(attempt.definition),
@@ -283,23 +281,23 @@ class LoadModel:
             gpus=pinning.gpus_of(attempt.slot),
         )
         now = clock.now()
-        if not await in_thread(
-            engines.note, attempt.slot, attempt.definition.name, mark=attempt.mark, now=now
-        ):
+        if not await in_thread(slots.start, attempt.slot, attempt=attempt.id, now=now):
             raise WorkerGone(f"the place on node {attempt.slot.node_name} was lost")
         reply = await _started(attempt, request, offered)
-        # Also if it is refused below: its place is free as soon as the engine is gone.
-        await in_thread(engines.note_answer, attempt.mark)
+        # Also if it is refused below: its slot is free as soon as the engine is gone.
+        await in_thread(slots.record_answer, attempt.slot)
         if not reply.address:
             raise NodeRefused(f"its worker reported no address for {attempt.process_key}")
         try:
             engine = await in_thread(dialling.accept, attempt.slot.node_id, reply.address, now=clock.now())
         except dialling.AddressRefused as refused:
             raise NodeRefused(refused.message) from refused
-        await in_thread(engines.note_answer, attempt.mark, engine.address)
+        await in_thread(slots.record_answer, attempt.slot, engine.address)
         pinning.check(reply, attempt.slot)
         # Before it loads: a request for a former engine of this address would reach the new one.
-        if gone := await in_thread(retire.retire_at, engine.address, attempt.slot):
+        if gone := await in_thread(
+            retire.retire_at, engine.address, node_id=attempt.slot.node_id, but=attempt.slot.id
+        ):
             log.info("%s on %s took the address of %s", attempt.process_key, node.name, ", ".join(gone))
         return engine
 
@@ -359,7 +357,7 @@ async def _started(
             case WorkerRefused(reason, reply) if reply.interrupted:
                 raise Postpone(f"{attempt.process_key}: {reason}", seconds=1.0)
             case WorkerRefused(reason):
-                await in_thread(engines.note_answer, attempt.mark)
+                await in_thread(slots.record_answer, attempt.slot)
                 raise NodeRefused(f"{backend}: {offered.explained(reason)}")
             case Unreadable(reason):
                 raise NodeRefused(f"{backend}: {reason}")
@@ -378,22 +376,14 @@ async def _keep_waiting(attempt: Attempt, reason: str) -> None:
     await attempt.report("loading", f"{reason}; asking again")
 
 
-async def _clear_place(attempt: Attempt) -> None:
-    """Has an engine stopped that an ended attempt may have at this place.
-
-    The place is the attempt's now, so no other load has an engine there. What ended attempts have elsewhere
-    is the stopper's (`stopping.py`).
-    """
-    if await in_thread(engines.left_at, attempt.slot, attempt.definition.name, mark=attempt.mark):
-        log.info("clearing up %s on %s", attempt.process_key, attempt.slot.node_name)
-        await attempt.worker.stop(attempt.process_key)
-
-
 async def _give_up(attempt: Attempt) -> None:
-    """Has the attempt's engine stopped, unless a later attempt has taken its place over; frees the slot."""
-    if await in_thread(engines.noted, attempt.mark):
+    """Free the slot, or have the attempt's engine stopped if it may have one and still owns the slot.
+
+    No other load uses the process key before the end of this engine is confirmed, which controllers see to.
+    """
+    engine = await in_thread(load_ends.give_up, attempt.slot, attempt=attempt.id, now=clock.now())
+    if engine is not None:
         await attempt.worker.stop(attempt.process_key)
-    await in_thread(retire.retire_slot, attempt.slot, mark=attempt.mark)
 
 
 def _admit_install(attempt: Attempt) -> UUID:
@@ -407,9 +397,9 @@ def _admit_install(attempt: Attempt) -> UUID:
 
 
 async def _slot_lost(attempt: Attempt) -> NoReturn:
-    """Returns never; raises WorkerGone when the slot's row is gone."""
+    """Wait; raise WorkerGone when the attempt does not own its slot any more."""
     while True:
         await asyncio.sleep(_LOOK_AT_SLOT)
         with contextlib.suppress(DatabaseError):
-            if not await in_thread(snapshot.exists, attempt.slot):
+            if not await in_thread(slots.is_owned, attempt.slot, attempt=attempt.id):
                 raise WorkerGone(f"node {attempt.slot.node_name} disconnected or restarted")

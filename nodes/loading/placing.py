@@ -35,6 +35,7 @@ from nodes.placement.setbacks import (
 )
 from nodes.placement.settle import LoadQuestion, settle
 from nodes.replicas import eviction, fleet_log, installed, mirror, reasons, slots, snapshot
+from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.reasons import Decided
 from nodes.replicas.slots import NoSlot, Slot
 from operations.executor.work import Abandoned, Postpone, Work, in_thread
@@ -69,7 +70,7 @@ class Place:
     """The node's backends, as its worker has just listed them; None if they have to be listed again."""
 
 
-async def place(bus: Bus, work: Work, what: Wanted, *, mark: str) -> Place:
+async def place(bus: Bus, work: Work, what: Wanted, *, attempt: AttemptId) -> Place:
     """Takes a slot on the best node whose worker answers; raises what follows when there is none."""
     wish = wish_of(work.operation)
     setbacks = from_payload(work.operation.payload)
@@ -91,7 +92,7 @@ async def place(bus: Bus, work: Work, what: Wanted, *, mark: str) -> Place:
             if answer.node is not None:
                 answered[answer.node.id] = answer.listed
             continue
-        slot = await in_thread(_take, work.id, what, question, room, told, mark)
+        slot = await in_thread(_take, work.id, what, question, room, told, attempt)
         if isinstance(slot, Slot):
             _warn(told.node, what)
             leaves = room_of(room)
@@ -131,7 +132,12 @@ async def _room(question: LoadQuestion, decision: Decision, what: Wanted) -> Evi
 
 
 def _take(
-    load: UUID, what: Wanted, question: LoadQuestion, room: Eviction | None, told: Explanation, mark: str
+    load: UUID,
+    what: Wanted,
+    question: LoadQuestion,
+    room: Eviction | None,
+    told: Explanation,
+    attempt: AttemptId,
 ) -> Slot | NoSlot:
     """The slot that was decided for. What was seen is kept first: it is no part of the slot's transaction."""
     assert told.node is not None
@@ -140,7 +146,7 @@ def _take(
     return slots.reserve(
         told.node,
         definition.name,
-        mark=mark,
+        attempt=attempt,
         backend=definition.backend,
         now=now,
         need=what.need,

@@ -1,5 +1,7 @@
-"""Has engines stopped that nothing else stops: those of ended load attempts, those that an unload has left,
-and all of a drained node.
+"""Stops the engines that nothing else stops, and ends the rows whose owner has gone.
+
+Engines of ended load attempts, those that an unload has left, those of departed replicas as soon as their
+node can be reached, and all of a drained node.
 
 One `Stopper` lives in every controller. It looks when a node changed and every `LOOK_EVERY` seconds. Looks
 are claimed, so one controller at a time asks a worker. An engine counts as gone only when its worker says so;
@@ -12,6 +14,7 @@ import logging
 from collections.abc import Coroutine
 from datetime import timedelta
 from typing import Any, assert_never
+from uuid import UUID
 
 from django.db import Error as DatabaseError
 
@@ -23,13 +26,13 @@ from localai_cluster.rpc.client import probe
 from localai_cluster.rpc.signs import Sign
 from nodes.backends.commands import PING_TIMEOUT, Worker
 from nodes.backends.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
-from nodes.loading import drained, engines
+from nodes.loading import drained
 from nodes.loading.drained import Drained
-from nodes.loading.engines import Engine
 from nodes.loading.exact_stop import stop_exactly
-from nodes.models import NodeType
-from nodes.replicas import leaving, retire
-from nodes.replicas.leaving import Leaving
+from nodes.models import BackendNode, NodeType
+from nodes.registry import dialling
+from nodes.replicas import drains, load_ends, retire, stops, terminations
+from nodes.replicas.lifecycle import Engine
 from operations.executor.work import in_thread
 
 log = logging.getLogger(__name__)
@@ -41,7 +44,6 @@ _MOST_STOPS = 256
 """Engines of one node that a look has stopped; what a worker lists beyond that is for the next look."""
 _GATHER = 1.0
 """Hints of so many seconds are one look: nodes change more often than drains end."""
-_LONGEST_PAUSE = 300.0
 _LOOK_AT_STOPS = 1.0
 _LOOK_AT_SILENT = 10.0
 _LOOK_AT_STOCK = 60.0
@@ -78,16 +80,15 @@ class Stopper:
 
     async def look_once(self) -> int:
         """Carries out what is due; answers how much that was."""
-        for slot in await in_thread(retire.retire_slots_of_ended, engines.running_attempts()):
-            log.info("place %d on %s given up: its load has ended", slot.replica_index, slot.node_name)
-        if places := await in_thread(retire.retire_noted):
-            log.info("%d places of failed loads given back: their engines are gone", places)
-        for replica in await in_thread(leaving.put_back):
-            log.info("%s serves again: its unload ended before it was stopped", replica.process_key)
         now = clock.now()
+        for row in await in_thread(load_ends.end_abandoned, now=now):
+            log.info("the slot of %s on %s is given up: its load has ended", row, row.node.name)
+        for row in await in_thread(retire.forget_departed, now=now):
+            log.warning("%s counts as ended: its node has been away since %s", row, row.updated_at)
+        for engine in await in_thread(drains.return_abandoned):
+            log.info("%s serves again: its unload ended before it was stopped", engine.process_key)
         left: list[Coroutine[Any, Any, None]] = [
-            *(self._stop(engine) for engine in await in_thread(engines.claim, AT_ONCE, now=now)),
-            *(self._unload(replica) for replica in await in_thread(leaving.claim, AT_ONCE, now=now)),
+            *(self._stop(engine) for engine in await in_thread(stops.claim, AT_ONCE, now=now)),
             *(self._empty(node) for node in await in_thread(drained.claim, AT_ONCE, now=now)),
         ]
         for failure in await asyncio.gather(*left, return_exceptions=True):
@@ -97,42 +98,32 @@ class Stopper:
         return len(left)
 
     async def _stop(self, engine: Engine) -> None:
-        name = await in_thread(engines.node_name, engine.node_id)
-        worker = Worker(self._bus, str(engine.node_id), name or "")
+        """Send the stop of an engine that this controller has claimed."""
+        if (
+            engine.is_lost
+            and await self._answers(engine)
+            and await in_thread(terminations.restore_lost, engine)
+        ):
+            log.info("%s serves again: its engine answers", engine.process_key)
+            return
+        name = await in_thread(_node_name, engine.node_id)
+        if not await in_thread(stops.record_sent, engine, now=clock.now()):
+            return
+        worker = Worker(self._bus, str(engine.node_id), name)
         stopped = await stop_exactly(
-            worker, engine.process_key, engine.address, lambda: in_thread(engines.still, engine)
+            worker, engine.process_key, engine.address, lambda: in_thread(stops.is_due, engine)
         )
-        if name is None or (stopped.gone and not engine.may_still_start(clock.now())):
-            log.info("engine %s of an ended load on %s: gone", engine.process_key, name)
-            await in_thread(engines.gone, engine)
-            await in_thread(retire.retire_noted, engine.mark)
+        if stopped.gone and not engine.may_still_start(clock.now()):
+            await in_thread(retire.confirm, engine.id, stop_sent=stopped.sent_at)
             return
         if stopped.reason:
             log.info("engine %s on %s: %s", engine.process_key, name, stopped.reason)
-        pause = min(2.0 ** min(engine.attempts, 10), _LONGEST_PAUSE)
-        await in_thread(engines.look_again, engine, clock.now() + timedelta(seconds=pause))
+        await in_thread(stops.record_failure, engine, stopped.reason, now=clock.now())
 
-    async def _unload(self, replica: Leaving) -> None:
-        """The stop of an engine that no operation stops, or another one because none was confirmed."""
-        if replica.lost and await self._lives(replica) and await in_thread(leaving.found_again, replica):
-            log.info("%s serves again: its engine answers", replica.process_key)
-            return
-        name = await in_thread(engines.node_name, replica.node_id)
-        worker = Worker(self._bus, str(replica.node_id), name or "")
-        if not await in_thread(leaving.stop_sent, replica):
-            return
-        stopped = await stop_exactly(
-            worker, replica.process_key, replica.address, lambda: in_thread(leaving.still, replica)
-        )
-        if stopped.gone:
-            await in_thread(retire.retire_unloaded, replica.id, stop_sent=stopped.sent_at)
-        else:
-            await in_thread(leaving.not_gone, replica, stopped.reason, now=clock.now())
-
-    async def _lives(self, replica: Leaving) -> bool:
-        """Whether the engine serves its model: it was out of reach when a request came, nothing else."""
-        proof = await in_thread(engines.bearer_at, replica.node_id)
-        return proof is not None and await probe(replica.address, proof, _PROBE_TIMEOUT) is Sign.ALIVE
+    async def _answers(self, engine: Engine) -> bool:
+        """Return True if the engine serves its model: it was only out of reach when a request came."""
+        proof = await in_thread(_bearer, engine.node_id)
+        return proof is not None and await probe(engine.address, proof, _PROBE_TIMEOUT) is Sign.ALIVE
 
     async def _empty(self, node: Drained) -> None:
         if node.node_type == NodeType.AGENT:
@@ -187,3 +178,13 @@ async def _unasked(worker: Worker, node: Drained, reason: str) -> tuple[str, flo
     if await in_thread(drained.still, node):
         await worker.stop("")
     return CANNOT_TELL, _LOOK_AT_STOCK
+
+
+def _node_name(node_id: UUID) -> str:
+    return BackendNode.objects.filter(pk=node_id).values_list("name", flat=True).first() or ""
+
+
+def _bearer(node_id: UUID) -> str | None:
+    """Return what a call to an engine of the node carries; None when the node was removed."""
+    node = BackendNode.objects.filter(pk=node_id).values_list("engine_token", "weak_identity").first()
+    return None if node is None else dialling.bearer(*node)

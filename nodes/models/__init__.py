@@ -1,7 +1,6 @@
 """The rows of the registry: nodes and labels, history, replicas, what is installed and remembered."""
 
 from nodes.models.credential import BusCredential
-from nodes.models.engine import EngineStart
 from nodes.models.history import NodeConflict, NodeEvent, RevokedSecret
 from nodes.models.intent import PendingBackendOp
 from nodes.models.inventory import NodeBackend
@@ -9,7 +8,17 @@ from nodes.models.joining import JoinToken
 from nodes.models.memory import ModelLoadInfo, ModelSchedulingConfig, PrefixPressure, RoutePolicy
 from nodes.models.node import BackendNode, NodeLabel, NodeStatus, NodeType
 from nodes.models.reasons import DecisionKind, PlacementLog, PlacementOutcome, PlacementRecord
-from nodes.models.replica import BEING_LOADED, NodeModel, ReplicaState, ReplicaUse, WebProcess
+from nodes.models.replica import (
+    BEING_LOADED,
+    LOADING_PHASES,
+    NodeModel,
+    OwnerKind,
+    Phase,
+    PhaseReason,
+    ReplicaState,
+    ReplicaUse,
+    WebProcess,
+)
 from nodes.models.samples import NodeSample
 from nodes.models.silence import MassSilence
 from nodes.models.staging import BroughtModel, FileHash
@@ -17,12 +26,12 @@ from nodes.models.upgrades import BackendOffer, UpgradeCheck
 
 __all__ = [
     "BEING_LOADED",
+    "LOADING_PHASES",
     "BackendNode",
     "BackendOffer",
     "BroughtModel",
     "BusCredential",
     "DecisionKind",
-    "EngineStart",
     "FileHash",
     "JoinToken",
     "MassSilence",
@@ -36,7 +45,10 @@ __all__ = [
     "NodeSample",
     "NodeStatus",
     "NodeType",
+    "OwnerKind",
     "PendingBackendOp",
+    "Phase",
+    "PhaseReason",
     "PlacementLog",
     "PlacementOutcome",
     "PlacementRecord",

@@ -1,19 +1,60 @@
-"""Replicas of models on nodes, and which web process carries how many of their requests."""
+"""Replicas of models on nodes, and which web process carries how many of their requests.
+
+A row of `node_models` is one engine, from the reservation of its slot to the confirmed end of its process.
+The table of its phases is `nodes/replicas/states.py`; only `nodes/replicas` writes the columns of its life.
+"""
 
 import uuid
+from collections.abc import Mapping
 from datetime import datetime
+from functools import reduce
+from operator import or_
 from typing import Self, cast
 
 from django.db import models
-from django.db.models import Exists, OuterRef, Q, QuerySet
+from django.db.models import Case, Exists, OuterRef, Q, QuerySet, Value, When
 
 from localai_cluster import clock
 from nodes.models.inventory import NodeBackend
 from nodes.models.node import BackendNode
 
 
+class Phase(models.TextChoices):
+    """Where an engine is in its life (`nodes/replicas/states.py`). Only `serving` rows receive traffic."""
+
+    RESERVED = "reserved"
+    STAGING = "staging"
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    TERMINATING = "terminating"
+    STOPPING = "stopping"
+    DEPARTED = "departed"
+
+
+class PhaseReason(models.TextChoices):
+    """Why a replica does not serve any more."""
+
+    UNLOAD = "unload"
+    UPGRADE = "upgrade"
+    EVICTED = "evicted"
+    REPLACED = "replaced"
+    LOST = "lost"
+    WRONG_MODEL = "wrong_model"
+    LOAD_FAILED = "load_failed"
+    NODE_LEFT = "node_left"
+
+
+class OwnerKind(models.TextChoices):
+    """Who moves a row on: an operation, the intent of an upgrade, or any controller."""
+
+    OPERATION = "operation"
+    INTENT = "intent"
+    CONTROLLERS = "controllers"
+
+
 class ReplicaState(models.TextChoices):
-    """R1.4: only `loaded` rows receive traffic."""
+    """R1.4: the state that follows from the phase. Only `loaded` rows receive traffic."""
 
     STAGING = "staging"
     LOADING = "loading"
@@ -23,7 +64,25 @@ class ReplicaState(models.TextChoices):
 
 
 BEING_LOADED = (ReplicaState.STAGING, ReplicaState.LOADING)
-"""Rows of loads: their files are brought, or their engine loads."""
+"""The states of rows that a load owns."""
+LOADING_PHASES = (Phase.RESERVED, Phase.STAGING, Phase.STARTING)
+"""The phases of those rows."""
+STATE_OF: Mapping[str, str | None] = {
+    Phase.RESERVED: ReplicaState.LOADING,
+    Phase.STAGING: ReplicaState.STAGING,
+    Phase.STARTING: ReplicaState.LOADING,
+    Phase.SERVING: ReplicaState.LOADED,
+    Phase.DRAINING: ReplicaState.UNLOADING,
+    Phase.TERMINATING: ReplicaState.UNLOADING,
+    Phase.STOPPING: ReplicaState.UNLOADING,
+    Phase.DEPARTED: None,
+}
+"""The seed's state of each phase. A departed replica has none: it counts as a replica for nobody."""
+_STATE = Case(
+    *(When(phase=phase, then=Value(state)) for phase, state in STATE_OF.items() if state is not None),
+    output_field=models.CharField(max_length=16),
+)
+_FAILED_LOAD = Q(phase="stopping", reason="load_failed")
 
 _NOT_CHOSEN = """
 SELECT FROM model_scheduling_configs c
@@ -63,24 +122,99 @@ class NodeModelQuerySet(QuerySet["NodeModel"]):
         """Replicas of one model."""
         return self.filter(model_name=model_name)
 
+    def occupying(self) -> Self:
+        """R1.62: rows that count toward the limit of their node. The engine of a failed load does not."""
+        return self.exclude(Q(phase="departed") | _FAILED_LOAD)
+
+
+_EngineManager = models.Manager.from_queryset(NodeModelQuerySet)
+
+
+class _Present(_EngineManager["NodeModel"]):
+    """Replicas of nodes that have not left."""
+
+    def get_queryset(self) -> NodeModelQuerySet:
+        """Leave the departed rows out."""
+        return cast(NodeModelQuerySet, super().get_queryset().exclude(phase="departed"))
+
+
+def _consistent() -> list[models.CheckConstraint]:
+    """The constraints between the phase and the columns of a row's life."""
+    unowned = Q(owner_kind="", owner_id__isnull=True)
+    controllers = Q(owner_kind="controllers", owner_id__isnull=True)
+    operation = Q(owner_kind="operation", owner_id__isnull=False)
+    intent = Q(owner_kind="intent", owner_id__isnull=False)
+    owners = {
+        "serving": unowned,
+        "draining": operation | intent | controllers,
+        "terminating": operation | controllers,
+        "stopping": operation | controllers,
+        "departed": controllers,
+    }
+    loading, serving = Q(phase__in=LOADING_PHASES), Q(phase="serving")
+    rules = {
+        "owner": reduce(or_, (Q(phase=phase) & owner for phase, owner in owners.items()))
+        | (loading & operation),
+        "fence": (loading & Q(owner_fence__isnull=False)) | (~loading & Q(owner_fence__isnull=True)),
+        "deadline": (serving & Q(deadline__isnull=True)) | (~serving & Q(deadline__isnull=False)),
+        "reason": ((loading | serving) & Q(reason=""))
+        | (~(loading | serving) & Q(reason__in=PhaseReason.values)),
+        "stops": Q(phase__in=("stopping", "departed"))
+        | Q(next_stop_at__isnull=True, stop_attempts=0, stop_error=""),
+        "claim": Q(claimed_until__isnull=True) | ~(loading | serving),
+        "engine": ~Q(phase__in=("reserved", "staging")) | Q(started_at__isnull=True, address=""),
+        "start": ~Q(phase="starting") | Q(started_at__isnull=False),
+        "address": ~Q(phase__in=("serving", "draining", "terminating")) | ~Q(address=""),
+        "requests": ~Q(phase="departed") | Q(in_flight=0),
+    }
+    return [
+        models.CheckConstraint(name=f"replica_life_{name}", condition=rule) for name, rule in rules.items()
+    ]
+
 
 class NodeModel(models.Model):
-    """One replica: a backend process that serves one model on one node (R1.4, R1.5)."""
+    """One replica: a backend process that serves one model on one node (R1.4, R1.5).
+
+    No cascade deletes it: a node is removed after its engines (`nodes/replicas/retire.py`).
+    """
 
     id = models.UUIDField(primary_key=True, default=uuid.uuid4, editable=False)
-    node = models.ForeignKey(BackendNode, on_delete=models.CASCADE, related_name="replicas")
+    node = models.ForeignKey(BackendNode, on_delete=models.PROTECT, related_name="replicas")
     model_name = models.CharField(max_length=255)
     replica_index = models.IntegerField(default=0)
     address = models.CharField(max_length=512, blank=True, default="")
-    state = models.CharField(max_length=16, choices=ReplicaState, default=ReplicaState.LOADING)
+    phase = models.CharField(max_length=16, choices=Phase, default=Phase.RESERVED)
+    state = models.GeneratedField(
+        expression=_STATE, output_field=models.CharField(max_length=16, null=True), db_persist=True
+    )
+    """R1.4: `ReplicaState`, which PostgreSQL generates from the phase. Null if departed."""
+    reason = models.CharField(max_length=16, choices=PhaseReason, blank=True, default="", db_default="")
+    """Why it does not serve any more; empty until then."""
+    owner_kind = models.CharField(max_length=16, choices=OwnerKind, blank=True, default="", db_default="")
+    """Who moves the row on; empty while it serves."""
+    owner_id = models.UUIDField(null=True, blank=True)
+    """The operation or the intent that owns the row."""
+    owner_fence = models.BigIntegerField(null=True, blank=True)
+    """The fence of the attempt of the load that owns the row; null in later phases."""
+    deadline = models.DateTimeField(null=True, blank=True)
+    """When the phase ends at the latest, as the table of phases says."""
+    claimed_until = models.DateTimeField(null=True, blank=True)
+    """Until then a controller is stopping the engine."""
+    next_stop_at = models.DateTimeField(null=True, blank=True)
+    """When the stop is sent again, after one that was not confirmed."""
+    stop_attempts = models.IntegerField(default=0, db_default=0)
+    """Stops that were sent."""
+    stop_error = models.CharField(max_length=240, blank=True, default="", db_default="")
+    """Why the last stop was not confirmed."""
+    started_at = models.DateTimeField(null=True, blank=True)
+    """When a start was sent; null while no engine can exist."""
+    start_answered = models.BooleanField(default=False, db_default=False)
+    """True once the worker has answered the start, with an address or a refusal."""
     in_flight = models.IntegerField(default=0)
     last_used = models.DateTimeField(default=clock.now)
     """When the last request began, or the replica was loaded (R1.57)."""
     last_released_at = models.DateTimeField(null=True, blank=True, editable=False)
     """When the last request ended: idle replicas are retired by it (R4.18)."""
-    loading_by = models.CharField(max_length=64, blank=True, default="")
-    """Operation id and fence that own a row in `staging` or `loading`; of one in `unloading` the
-    operation's id, or `eviction`."""
     vram_needed = models.BigIntegerField(default=0, db_default=0)
     """Bytes that its engine is estimated to allocate, 0 = not known; by the next two a load reserves them
     (`placement/reservations.py`)."""
@@ -96,15 +230,10 @@ class NodeModel(models.Model):
     """When that reading came in; null = none was known."""
     loaded_at = models.DateTimeField(null=True, blank=True)
     """When its load was published."""
-    withdrawn_for = models.UUIDField(null=True, blank=True)
-    """The upgrade (its intent) that took it out of the picks: `unloading` until the upgrade is over."""
     backend_type = models.CharField(max_length=255, blank=True, default="")
     model_options = models.JSONField(default=dict, blank=True)
     config_revision = models.CharField(max_length=64, blank=True, default="")
     effective_options_hash = models.CharField(max_length=64, blank=True, default="")
-    cleanup_error = models.CharField(max_length=240, blank=True, default="")
-    cleanup_attempts = models.IntegerField(default=0)
-    cleanup_next_retry_at = models.DateTimeField(null=True, blank=True)
     checked_at = models.DateTimeField(null=True, blank=True)
     """When a controller last took it to find out whether its engine lives; an outcome names that time."""
     missed_reports = models.PositiveSmallIntegerField(default=0, db_default=0)
@@ -116,7 +245,10 @@ class NodeModel(models.Model):
     created_at = models.DateTimeField(default=clock.now, editable=False)
     updated_at = models.DateTimeField(default=clock.now, editable=False)
 
-    objects = NodeModelQuerySet.as_manager()
+    objects = _Present()
+    """Replicas as clients, counters and hooks see them."""
+    engines = _EngineManager()
+    """All rows, also those of nodes that have left: what slots, memory and stops are about."""
 
     class Meta:
         db_table = "node_models"
@@ -127,19 +259,15 @@ class NodeModel(models.Model):
             ),
             models.CheckConstraint(name="replica_in_flight_not_negative", condition=Q(in_flight__gte=0)),
             models.CheckConstraint(name="replica_index_not_negative", condition=Q(replica_index__gte=0)),
-            models.CheckConstraint(name="replica_state_known", condition=Q(state__in=ReplicaState.values)),
+            models.CheckConstraint(name="replica_phase_known", condition=Q(phase__in=Phase.values)),
             models.CheckConstraint(
                 name="replica_vram_not_negative", condition=Q(vram_needed__gte=0, vram_seen__gte=0)
             ),
-            models.CheckConstraint(
-                name="replica_loaded_has_address", condition=~Q(state=ReplicaState.LOADED) | ~Q(address="")
-            ),
+            *_consistent(),
         ]
         indexes = [
             models.Index(fields=["model_name"], name="replica_model", condition=Q(state="loaded")),
-            models.Index(
-                fields=["withdrawn_for"], name="replica_withdrawn", condition=Q(withdrawn_for__isnull=False)
-            ),
+            models.Index(fields=["phase"], name="replica_not_serving", condition=~Q(phase="serving")),
         ]
 
     def __str__(self) -> str:

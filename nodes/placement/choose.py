@@ -7,6 +7,7 @@ ones, fewest requests, most memory. Of nodes that are still equal, those that ha
 reasons of all others stay in the decision, so that the caller can say what is missing.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -207,14 +208,15 @@ def free_index(node: Candidate) -> int | None:
     return lowest_free(node.taken, node.slots)
 
 
-def lowest_free(taken: Set[int], cap: int) -> int | None:
+def lowest_free(taken: Set[int], cap: int, ending: Set[int] = frozenset()) -> int | None:
     """R1.63, R1.64: the lowest index not taken, None when `cap` are taken.
 
-    A lowered cap leaves rows above it; they count too.
+    A lowered cap leaves rows above it; they count too. The indices in `ending` belong to engines that are no
+    replicas any more and may still run: they do not count toward the cap, and they are not used again.
     """
     if len(taken) >= cap:
         return None
-    return next(index for index in range(cap) if index not in taken)
+    return next(index for index in itertools.count() if index not in taken and index not in ending)
 
 
 def choose(

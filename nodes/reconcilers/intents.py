@@ -16,7 +16,7 @@ from localai_cluster.locks import Lock, try_lock
 from nodes.backends import absence, intents, one_node, waves
 from nodes.backends.intents import Ended
 from nodes.models import PendingBackendOp
-from nodes.replicas import withdrawn
+from nodes.replicas import upgrade_drains
 from operations import targets
 from operations.ledger import parts
 from operations.models import OperationTarget, TargetStatus
@@ -63,7 +63,7 @@ def _catch_up(now: datetime) -> int:
 
 def _put_back(now: datetime) -> int:
     """Replicas whose upgrade is over or rests serve again; nothing ends."""
-    if found := withdrawn.put_back_forgotten():
+    if found := upgrade_drains.return_forgotten():
         log.info("%d replicas serve again: no upgrade needs them out of the picks", found)
     return 0
 

@@ -24,9 +24,9 @@ from localai_cluster.outage import is_outage
 from nodes.definitions import folder
 from nodes.loading import another
 from nodes.loading.load import KIND
-from nodes.models import BackendNode, MassSilence, NodeLabel, NodeModel
+from nodes.models import BackendNode, MassSilence, NodeLabel, NodeModel, PhaseReason
 from nodes.reconcilers import scale_records
-from nodes.replicas import leaving
+from nodes.replicas import drains, terminations
 from nodes.scheduling import passes, pressure
 from nodes.scheduling.picture import (
     Action,
@@ -116,7 +116,7 @@ def _pressed(models: Sequence[str], now: datetime) -> dict[str, int]:
 
 def _state() -> Case:
     """While the brake holds, what did not answer a request counts as there: we may be cut off from it."""
-    kept = Q(loading_by=leaving.LOST, state="unloading") & Q(Exists(MassSilence.objects.all()))
+    kept = Q(reason=PhaseReason.LOST, state="unloading") & Q(Exists(MassSilence.objects.all()))
     return Case(When(kept, then=Value("loaded")), default=F("state"))
 
 
@@ -192,10 +192,10 @@ def _carry_out(action: Action, now: datetime) -> None:
 def give_way(replica_id: UUID, now: datetime) -> None:
     """Takes the replica out of the picks for good; Conflict if it is the last one and a request has come."""
     with transaction.atomic():
-        row = leaving.locked(replica_id)
-        if row is None or (row.in_flight and not leaving.serves_besides(row)):
+        row = terminations.locked(replica_id)
+        if row is None or (row.in_flight and not terminations.serves_besides(row)):
             raise errors.Conflict("the replica is in use again, or gone")
-        leaving.replace([row.pk], now=now)
+        terminations.replace([row.pk], now=now)
 
 
 def retire(replica_id: UUID, reason: str, now: datetime) -> None:
@@ -204,13 +204,13 @@ def retire(replica_id: UUID, reason: str, now: datetime) -> None:
     It leaves the picks here, under its row's lock: no request that runs there is ended.
     """
     with transaction.atomic():
-        row = leaving.idle(replica_id, since=now - IDLE_FOR)
+        row = terminations.idle(replica_id, since=now - IDLE_FOR)
         if row is None:
             raise errors.Conflict("the replica is in use again, or gone")
-        if not leaving.enough_besides(row):
+        if not terminations.enough_besides(row):
             raise errors.Conflict("another replica of the model has gone since")
         wish = UnloadWish(
             row.model_name, ACTOR, node=row.node, index=row.replica_index, grace=0, reason=reason
         )
         operation = asking.unload(wish, now=now).operation
-        leaving.take_out(row, owner=str(operation.id), now=now)
+        drains.drain_idle(row, operation_id=operation.id, now=now)

@@ -115,7 +115,7 @@ class Change:
         if after != before or (event in ALWAYS_TOLD and not routine):
             statuses = {"before": states.status_of(before), "after": states.status_of(after)}
             self.tell(kind_of(event), actor, reason, detail, **statuses)
-        self._end_replicas(states.TRANSITIONS[event].replicas)
+        self._depart(states.TRANSITIONS[event].replicas)
         return after != before
 
     def set(self, **values: Any) -> None:
@@ -175,9 +175,11 @@ class Change:
         self._columns, self._entries = {}, []
         return names_set, entries
 
-    def _end_replicas(self, which: states.Replicas) -> None:
-        if which == "all" or (which == "idle" and not any(snapshot.in_flight(self.node.id).values())):
-            retire.retire_of_nodes(self.node.id)
+    def _depart(self, which: states.Replicas) -> None:
+        if which == "forgotten":
+            retire.forget(self.node.id)
+        elif which == "all" or (which == "idle" and not any(snapshot.in_flight(self.node.id).values())):
+            retire.depart(self.node.id, now=self.now)
 
 
 def save_all(changes: Sequence[Change]) -> None:

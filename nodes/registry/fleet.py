@@ -18,7 +18,7 @@ from nodes.registry import states, timeline
 from nodes.registry.change import ALWAYS_TOLD, columns, facts_of, kind_of
 from nodes.registry.states import Event
 from nodes.registry.timeline import Entry
-from nodes.replicas.retire import retire_of_nodes
+from nodes.replicas import retire
 from operations.changes import events
 
 Why = Callable[[BackendNode], tuple[str, Mapping[str, Any]]]
@@ -58,6 +58,6 @@ def _tell(entries: Sequence[Entry], event: Event, now: datetime) -> None:
         return
     ids = [entry.node_id for entry in entries]
     if states.TRANSITIONS[event].replicas == "all":
-        retire_of_nodes(*ids)
+        retire.depart(*ids, now=now)
     timeline.record(*entries, at=now)
     events.notify(events.NODES, *map(str, ids))

@@ -85,7 +85,7 @@ def _gpus(node_id: UUID) -> list[Row]:
     node = BackendNode.objects.values("gpus", "vram_read_at").filter(pk=node_id).first()
     if node is None or not node["gpus"]:
         return []
-    reservations = vram.by_node(NodeModel.objects.filter(node_id=node_id))
+    reservations = vram.by_node(NodeModel.engines.filter(node_id=node_id))
     return vram.shown_gpus(node, reservations.get(node_id, []))
 
 

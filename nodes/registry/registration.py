@@ -18,7 +18,7 @@ from localai_cluster import addresses, errors, logs, names
 from localai_cluster.accounts import actors, principals
 from localai_cluster.messaging.credentials import Credentials
 from localai_cluster.messaging.messages import process_key
-from nodes.models import BackendNode, NodeConflict, NodeModel, NodeType
+from nodes.models import BackendNode, NodeConflict, NodeModel, NodeType, Phase
 from nodes.registry import (
     agents,
     budget,
@@ -35,7 +35,8 @@ from nodes.registry.fleet import lock_in_order
 from nodes.registry.labels import reported_labels
 from nodes.registry.registration_claim import Claim, Registration, claim
 from nodes.registry.states import Event
-from nodes.replicas.retire import retire_of_nodes
+from nodes.replicas import retire
+from nodes.replicas.lifecycle import engine_of
 from nodes.scheduling.cooldowns import clear_cooldowns
 
 _TRIES = 3
@@ -240,7 +241,7 @@ def _admit_all(
     reports = [(change, made.told.labels) for change, (_, made) in zip(changes, fitting, strict=True)]
     reported_labels(reports, actors.WORKER)
     news = [(node, made.told) for node, made in fitting if node.id not in routine]
-    _drop_absent(news)
+    _drop_absent(news, now)
     tokens = [_agent_token(change) for change in changes]
     save_all(changes)
     issued = bus_credentials.issue([change.node for change in changes], now)
@@ -318,24 +319,26 @@ def _agent_token(change: Change) -> str:
     return ""
 
 
-def _drop_absent(registered: Sequence[tuple[BackendNode, Registration]]) -> None:
-    """Replicas that a worker does not list go; a listed one at another address is another process.
+def _drop_absent(registered: Sequence[tuple[BackendNode, Registration]], now: datetime) -> None:
+    """Take away the replicas that a worker does not list; a listed one at another address is another process.
 
-    A stock worker lists nothing, and registers again for new credentials while its engines run on: a
-    controller asks it for them (`nodes/backends/inventory.py`).
+    Those that cannot run any more end. The others depart: controllers stop them, as also those that departed
+    earlier and are listed now. A stock worker lists nothing, and registers again for new credentials while
+    its engines run on: a controller asks it for them (`nodes/backends/inventory.py`).
     """
     old = [node.id for node, _ in registered if node.revision > 0]
     rows: dict[UUID, list[NodeModel]] = defaultdict(list)
-    for row in NodeModel.objects.filter(node_id__in=old) if old else ():
+    for row in NodeModel.engines.filter(node_id__in=old) if old else ():
         rows[row.node_id].append(row)
     for node, told in registered:
         keep = [row.pk for row in rows[node.id] if _still_runs(row, told, node.weak_identity)]
+        ended = [row.pk for row in rows[node.id] if _has_ended(row, told, now)]
         if len(keep) < len(rows[node.id]):
-            retire_of_nodes(node.id, keep=keep)
+            retire.depart(node.id, now=now, keep=keep, ended=ended)
 
 
 def _still_runs(row: NodeModel, told: Registration, weak: bool) -> bool:
-    if told.node_type == NodeType.AGENT:
+    if told.node_type == NodeType.AGENT or row.phase == Phase.DEPARTED:
         return False
     if row.address and not dialling.permitted(
         row.address, name=told.name, registered=(told.address, told.http_address)
@@ -343,9 +346,26 @@ def _still_runs(row: NodeModel, told: Registration, weak: bool) -> bool:
         return False
     if told.running_processes is None:
         return weak
-    listed = {one.process_key: one.address for one in told.running_processes}
-    address = listed.get(process_key(row.model_name, row.replica_index))
-    return address is not None and (not address or not row.address or addresses.same(address, row.address))
+    address = _listed(row, told)
+    return address is not None and _is_same(address, row.address)
+
+
+def _has_ended(row: NodeModel, told: Registration, now: datetime) -> bool:
+    """Return True if the worker's list proves that the engine does not run and will not start."""
+    if told.running_processes is None or engine_of(row).may_still_start(now):
+        return False
+    address = _listed(row, told)
+    return address is None or not _is_same(address, row.address)
+
+
+def _listed(row: NodeModel, told: Registration) -> str | None:
+    """Return the address of the listed process with the key of the row, "" if it names none."""
+    listed = {one.process_key: one.address for one in told.running_processes or ()}
+    return listed.get(process_key(row.model_name, row.replica_index))
+
+
+def _is_same(listed: str, address: str) -> bool:
+    return not listed or not address or addresses.same(listed, address)
 
 
 def _figures(node: BackendNode, reported: Registration) -> dict[str, Any]:

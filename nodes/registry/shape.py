@@ -8,9 +8,21 @@ events have their shapes here too. `node_rows.py` and `nodes/live/rows.py` read 
 
 from dataclasses import replace
 
-from django.db.models import Case, Count, F, OuterRef, QuerySet, Subquery, Sum, Value, When
+from django.db.models import (
+    Case,
+    CharField,
+    Count,
+    DateTimeField,
+    F,
+    OuterRef,
+    QuerySet,
+    Subquery,
+    Sum,
+    Value,
+    When,
+)
 from django.db.models.expressions import Combinable
-from django.db.models.functions import Coalesce
+from django.db.models.functions import Cast, Coalesce, Concat
 
 from localai_cluster.web.shapes import (
     BYTES,
@@ -30,7 +42,18 @@ from localai_cluster.web.shapes import (
     mapping,
     text,
 )
-from nodes.models import NodeConflict, NodeEvent, NodeLabel, NodeModel, NodeStatus, NodeType, ReplicaState
+from nodes.models import (
+    NodeConflict,
+    NodeEvent,
+    NodeLabel,
+    NodeModel,
+    NodeStatus,
+    NodeType,
+    OwnerKind,
+    Phase,
+    PhaseReason,
+    ReplicaState,
+)
 
 ZERO_TIME = "0001-01-01T00:00:00Z"
 """The list's time of the last heartbeat of a node that was never heard."""
@@ -38,6 +61,7 @@ ZERO_TIME = "0001-01-01T00:00:00Z"
 NODE_STATUS = enum("NodeStatus", NodeStatus)
 NODE_TYPE = enum("NodeTypeEnum", NodeType)
 REPLICA_STATE = enum("ReplicaStateEnum", ReplicaState)
+PHASE_REASON = enum("PhaseReason", PhaseReason)
 CONFLICT_KIND = enum("ConflictKindEnum", NodeConflict.Mismatch)
 CONFLICT_STATE = enum("ConflictStateEnum", NodeConflict.State)
 EVENT_KIND = enum("EventKindEnum", NodeEvent.Kind)
@@ -183,12 +207,38 @@ _REPLICA = [
     _IN_FLIGHT,
     column("last_used", TIME),
 ]
+_STOPPED_AT = Case(
+    When(phase=Phase.STOPPING, then=F("next_stop_at")),
+    When(phase__in=(Phase.DRAINING, Phase.TERMINATING), then=F("deadline")),
+    default=Value(None, DateTimeField()),
+)
+_LOADING_BY = Case(
+    When(
+        owner_fence__isnull=False,
+        then=Concat(Cast("owner_id", CharField()), Value(":"), Cast("owner_fence", CharField())),
+    ),
+    When(owner_kind=OwnerKind.OPERATION, then=Cast("owner_id", CharField())),
+    When(reason=PhaseReason.EVICTED, then=Value("eviction")),
+    When(reason=PhaseReason.REPLACED, then=Value("replaced")),
+    When(reason=PhaseReason.LOST, then=Value("lost")),
+    When(reason=PhaseReason.WRONG_MODEL, then=Value("another model")),
+    default=Value(""),
+    output_field=CharField(),
+)
+"""The owner of a replica, or why it goes without one, in the seed's words."""
 _LEAVING = [
-    column("cleanup_error", TEXT, "Why the last stop of an unloading replica failed.", optional=True),
+    column(
+        "cleanup_error",
+        TEXT,
+        "Why the last stop of an unloading replica failed.",
+        source=F("stop_error"),
+        optional=True,
+    ),
     column(
         "cleanup_next_retry_at",
         TIME,
         "When an unloading replica is stopped at the latest, or again.",
+        source=Time(_STOPPED_AT),
         optional=True,
         nullable=True,
     ),
@@ -200,12 +250,12 @@ REPLICA = Shape(
         *_REPLICA,
         column("node_id", UUID),
         column("address", TEXT),
-        column("loading_by", TEXT, optional=True),
+        column("loading_by", TEXT, source=_LOADING_BY, optional=True),
         column("backend_type", TEXT, optional=True),
         column("config_revision", TEXT, optional=True),
         column("effective_options_hash", TEXT, optional=True),
         *_LEAVING,
-        column("cleanup_attempts", count(), optional=True),
+        column("cleanup_attempts", count(), source=F("stop_attempts"), optional=True),
         column("created_at", TIME),
         column("updated_at", TIME),
     ],
@@ -220,6 +270,7 @@ LIVE_MODEL = Shape(
         column(
             "vram_needed", BYTES, "What it is estimated to allocate, reserved for its load; 0: not known."
         ),
+        column("reason", PHASE_REASON.ref, "Why it does not serve any more.", optional=True),
         *_LEAVING,
     ],
 )
@@ -451,6 +502,7 @@ COMPONENTS: tuple[Named, ...] = (
     NODE_STATUS,
     NODE_TYPE,
     REPLICA_STATE,
+    PHASE_REASON,
     CONFLICT_KIND,
     CONFLICT_STATE,
     EVENT_KIND,

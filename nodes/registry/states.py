@@ -67,7 +67,9 @@ class Event(StrEnum):
     DEREGISTERED = "deregistered"
 
 
-Replicas = Literal["kept", "unlisted", "idle", "all"]
+Replicas = Literal["kept", "unlisted", "idle", "all", "forgotten"]
+"""The replicas that an event takes away. Their rows stay until their engines have ended, unless forgotten
+(`nodes/replicas/states.py`)."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,7 @@ TRANSITIONS: Mapping[Event, Transition] = {
         "An admin removes the node (R1.21).",
         _ANY,
         _set(),
-        replicas="all",
+        replicas="forgotten",
     ),
 }
 

@@ -18,7 +18,7 @@ from django.db.models import Q
 
 from nodes.models import NodeModel, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
-from nodes.replicas import leaving, retire
+from nodes.replicas import retire, terminations
 from nodes.replicas.evidence import Finding, Suspect
 from nodes.replicas.statements import Rows
 from operations.changes import events
@@ -105,9 +105,9 @@ def settle(findings: Mapping[Suspect, Finding], *, now: datetime) -> list[Suspec
             row.exit_reported = finding.exit_reported
         update([row for row, finding in same if not finding.gone], _FOUND)
         gone = [row for row, finding in same if finding.gone]
-        retire.retire_lifeless([row for row, finding in same if finding.gone and finding.confirmed])
+        retire.end_lifeless([row for row, finding in same if finding.gone and finding.confirmed])
         if silent := [row.pk for row, finding in same if finding.gone and not finding.confirmed]:
-            leaving.go(silent, owner=leaving.LOST, until=now, now=now)
+            terminations.lose_all(silent, now=now)
     return [missed[row.pk] for row in gone]
 
 

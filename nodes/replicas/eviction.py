@@ -1,8 +1,7 @@
-"""Replicas that make room for a load: what the choice sees of them, and taking them out of the picks.
+"""Replicas that a load evicts: the snapshot that the choice uses, and the locked rows that prove it.
 
-A victim becomes `unloading` in the transaction in which the load takes its slot, with a stop that is due at
-once. From then on it is as any replica that an unload has left behind: a controller stops exactly its process
-until the worker confirms it (`loading/stopping.py`), whatever becomes of the load. It is never put back.
+A victim terminates in the transaction in which the load takes its slot, with a stop that is due at once. A
+controller stops exactly its process until the worker confirms it (`stops.py`), whatever becomes of the load.
 """
 
 from collections import Counter
@@ -12,13 +11,14 @@ from uuid import UUID
 
 from django.db.models import Count, Q
 
-from nodes.models import ModelSchedulingConfig, NodeModel, ReplicaState
+from nodes.models import ModelSchedulingConfig, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaState
 from nodes.models.replica import NodeModelQuerySet
 from nodes.placement.evict import Guard, Resident
-from nodes.replicas import leaving
 
 STOPS_WITHIN = timedelta(seconds=60)
 """A node whose replicas have not stopped by then is left by the load that waits for them."""
+_NOT_COUNTED = (PhaseReason.LOST, PhaseReason.WRONG_MODEL, PhaseReason.LOAD_FAILED)
+"""The reasons of engines that may have ended before."""
 _COLUMNS = (
     *("id", "node_id", "model_name", "replica_index", "state", "in_flight", "last_used"),
     *("vram_needed", "loaded_at", "gpus"),
@@ -79,11 +79,6 @@ def still_victims(model_name: str, victims: Sequence[Resident], *, now: datetime
     return True
 
 
-def take_out(victims: Sequence[Resident], *, now: datetime) -> None:
-    """They get no requests any more, and their stop is due. Needs `still_victims` in the same transaction."""
-    leaving.go([one.id for one in victims], owner=leaving.EVICTED, until=now, now=now)
-
-
 def about_to_stop(node_id: UUID, *, now: datetime) -> list[Resident]:
     """The replicas of the node that will give their memory back."""
     return [one for one in residents([node_id], now=now) if one.leaving]
@@ -102,10 +97,9 @@ def _leaving(now: datetime) -> Q:
     and the next one would evict others for the same bytes. What left because it did no work may have ended
     before: a reading may show its memory as free already.
     """
-    stopping = Q(in_flight=0) | Q(cleanup_attempts__gt=1)
-    withdrawn = Q(state="unloading", withdrawn_for__isnull=True, cleanup_next_retry_at__isnull=False)
-    withdrawn &= ~Q(loading_by__in=(leaving.LOST, leaving.STRANGE))
-    return withdrawn & stopping & (Q(cleanup_error="") | Q(updated_at__gt=now - STOPS_WITHIN))
+    leaving = Q(state="unloading") & ~Q(owner_kind=OwnerKind.INTENT) & ~Q(reason__in=_NOT_COUNTED)
+    stopping = Q(in_flight=0) | Q(phase=Phase.STOPPING)
+    return leaving & stopping & (Q(stop_error="") | Q(updated_at__gt=now - STOPS_WITHIN))
 
 
 def _guard(

@@ -57,7 +57,8 @@ def least_loaded(only: Collection[UUID] = ()) -> BackendNodeQuerySet:
 
 def _taken(model_name: str) -> Count:
     """R1.62 [S]: the model's replicas in every state; one in `unloading` keeps its slot (R1.67)."""
-    return Count("replicas", filter=Q(replicas__model_name=model_name))
+    ended = Q(replicas__phase="departed") | Q(replicas__phase="stopping", replicas__reason="load_failed")
+    return Count("replicas", filter=Q(replicas__model_name=model_name) & ~ended)
 
 
 def with_free_slot(model_name: str, only: Collection[UUID] = ()) -> BackendNodeQuerySet:

@@ -21,7 +21,7 @@ from uuid import UUID
 from django.db import connection
 from django.db.models import Model
 
-from nodes.models import BackendNode, NodeLabel, NodeModel
+from nodes.models import BackendNode, NodeLabel, NodeModel, Phase, PhaseReason
 from nodes.placement.choose import Candidate, Decision
 from nodes.placement.explain import FleetView
 from nodes.placement.reservations import Reservation
@@ -92,17 +92,23 @@ class _Replica(NamedTuple):
     model_name: str
     slot: int
     loaded: bool
+    occupies: bool
+    """It counts toward the limit of replicas of its node (`NodeModelQuerySet.occupying`)."""
     in_flight: int
     reservation: Reservation | None
 
     @classmethod
-    def of(cls, _: UUID, node_id: UUID, name: str, slot: int, state: str, busy: int, *rest: Any) -> Self:
+    def of(
+        cls, _: UUID, node_id: UUID, name: str, slot: int, phase: str, reason: str, busy: int, *rest: Any
+    ) -> Self:
         its = vram.reservation(*rest)
-        return cls(node_id, name, slot, state == "loaded", busy, its if its.needed > 0 else None)
+        occupies = phase != Phase.DEPARTED and (phase, reason) != (Phase.STOPPING, PhaseReason.LOAD_FAILED)
+        serves = phase == Phase.SERVING
+        return cls(node_id, name, slot, serves, occupies, busy, its if its.needed > 0 else None)
 
 
 _NODE = tuple(name for name in snapshot.COLUMNS if name != "id")
-_REPLICA = ("node_id", "model_name", "replica_index", "state", "in_flight", *vram.RESERVING)
+_REPLICA = ("node_id", "model_name", "replica_index", "phase", "reason", "in_flight", *vram.RESERVING)
 
 _Row = TypeVar("_Row", _Node, _Label, _Replica)
 
@@ -124,7 +130,7 @@ class _Copy(Generic[_Row]):
         """Reads what was written since, or all; answers the nodes that this is about."""
         if since is not None and count == (len(self.rows), 0):
             return set()
-        written = every = self._model._default_manager.order_by()
+        written = every = self._model._base_manager.order_by()
         if since is not None:
             written = every.extra(where=[_recent(self._model)], params=[since])
         changed = set()
@@ -198,7 +204,7 @@ class Mirror:
 
     def _own(self, model_name: str, conflicts: Collection[str], brought: Mapping[UUID, int]) -> Own:
         taken: dict[UUID, frozenset[int]] = {}
-        for one in self._replicas.of(model_name):
+        for one in (one for one in self._replicas.of(model_name) if one.occupies):
             taken[one.node_id] = taken.get(one.node_id, frozenset()) | {one.slot}
         there: dict[UUID, frozenset[str]] = {}
         for one in (one for name in conflicts for one in self._replicas.of(name) if one.loaded):

@@ -1,172 +1,162 @@
-"""The only place that deletes rows of replicas. Each removal is announced once, after commit.
+"""The ends of engines, and the only code that deletes rows of replicas.
 
-Whole nodes go at once. One replica goes when its engine is known to have ended: its worker has confirmed the
-stop (`retire_unloaded`, `retire_noted`), or has said itself that the process is not there any more, by its
-list, its reply, or by giving the address to another one. Until then its row is `unloading` (`leaving.py`).
-Rows are locked in the order of their ids, as the hot path does it (`statements.py`), or two transactions
-would wait for each other.
+An engine ends when that is confirmed: its worker has confirmed the stop (`confirm`), or does not list it any
+more, reports it stopped, or has given its address to another one. When a node leaves, its replicas depart:
+they count for nobody, and their rows stay until the end is confirmed or the node is removed. What counted as
+a replica is announced once, when it departs or ends, after commit. Rows are locked in the order of their ids,
+as the hot path does it (`statements.py`), or two transactions would wait for each other.
 """
 
 from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime
-from typing import Any
 from uuid import UUID
 
 from django.db import transaction
-from django.db.models import Exists, OuterRef, Q, QuerySet
+from django.db.models import Q
 
 from localai_cluster.commits import committed
 from localai_cluster.messaging.messages import split_process_key
-from nodes.models import BEING_LOADED, EngineStart, NodeModel, ReplicaState
-from nodes.replicas import hooks, vram
+from nodes.models import BEING_LOADED, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
+from nodes.models.replica import NodeModelQuerySet
+from nodes.replicas import hooks, lifecycle, states, vram
 from nodes.replicas.evidence import Running, lists
 from nodes.replicas.hooks import ALL_REPLICAS, Removed
-from nodes.replicas.slots import Slot
+from nodes.replicas.states import ReplicaEvent
 from operations.changes import events
 
+_WITHOUT_ENGINE = (Phase.RESERVED, Phase.STAGING)
 
-def retire_of_nodes(*node_ids: UUID, keep: Collection[UUID] = ()) -> int:
-    """Removes the replicas of these nodes except those in `keep`; answers how many.
 
-    Each model of a node is announced once, with index -1. Needs a transaction.
+def depart(*node_ids: UUID, now: datetime, keep: Collection[UUID] = (), ended: Collection[UUID] = ()) -> int:
+    """Take the replicas of these nodes away from clients, counters and hooks, except `keep`; return how many.
+
+    The rows stay while their engines may run; those in `ended` do not. Each model of a node is announced
+    once, with index -1. Needs a transaction.
     """
-    rows = NodeModel.objects.filter(node_id__in=node_ids).exclude(pk__in=keep).order_by("id")
-    gone = list(rows.select_for_update(of=("self",)).values_list("pk", "node_id", "model_name"))
-    _delete([pk for pk, _, _ in gone], {Removed(model, node, ALL_REPLICAS) for _, node, model in gone})
-    return len(gone)
+    rows = _locked(NodeModel.engines.filter(node_id__in=node_ids).exclude(pk__in=keep))
+    present = [row for row in rows if row.phase != Phase.DEPARTED]
+    removed = {Removed(row.model_name, row.node_id, ALL_REPLICAS) for row in present}
+    over = [row for row in rows if row.phase in _WITHOUT_ENGINE or row.pk in ended]
+    staying = {row.pk for row in rows} - {row.pk for row in over}
+    ReplicaUse.objects.filter(replica__in=staying).delete()
+    lifecycle.move(
+        NodeModel.engines.filter(pk__in=staying),
+        ReplicaEvent.NODE_LEFT,
+        **lifecycle.CONTROLLERS,
+        deadline=now + states.CONFIRMED_AFTER,
+        reason=PhaseReason.NODE_LEFT,
+        claimed_until=None,
+        next_stop_at=None,
+        in_flight=0,
+    )
+    _delete(over, removed)
+    return len(present)
 
 
-def retire_slots_of_ended(running: QuerySet[Any], model_name: str | None = None) -> list[Slot]:
-    """Removes and answers the slots, of one model or all, whose attempt is none of `running`, by its `mark`.
+def forget(*node_ids: UUID) -> int:
+    """End all rows of nodes that are removed; return how many replicas went. Needs a transaction."""
+    rows = _locked(NodeModel.engines.filter(node_id__in=node_ids))
+    present = [row for row in rows if row.phase != Phase.DEPARTED]
+    _delete(rows, {Removed(row.model_name, row.node_id, ALL_REPLICAS) for row in present})
+    return len(present)
 
-    A killed attempt leaves its slot, and nothing else frees it. The slots of a load that goes on stay,
-    however many loads of the model there are.
-    """
-    rows = NodeModel.objects.all() if model_name is None else NodeModel.objects.of(model_name)
-    return _retire_slots(rows.exclude(Exists(running.filter(mark=OuterRef("loading_by")))))
+
+def forget_departed(*, now: datetime) -> list[NodeModel]:
+    """End the engines of nodes that have been away past the deadline; return their rows."""
+    overdue = NodeModel.engines.filter(phase=Phase.DEPARTED, deadline__lte=now)
+    if not overdue.exists():
+        return []
+    with transaction.atomic():
+        rows = _locked(overdue)
+        end(rows)
+    return rows
 
 
 def retire_unlisted(node_id: UUID, running: Running, *, before: datetime) -> list[str]:
-    """Removes the loaded replicas of a node that its worker does not run, and answers their keys.
+    """End the replicas of a node that its worker does not run; return their keys.
 
-    Those that an upgrade has taken out of the picks count as loaded.
-
-    `running` are the worker's engines, as it listed them after `before`.
+    Those that serve, or that an upgrade has taken out of the picks. `running` are the worker's engines, as it
+    listed them after `before`.
     """
-    held = Q(state="loaded") | Q(withdrawn_for__isnull=False)
-    loaded = NodeModel.objects.filter(held, node_id=node_id, updated_at__lt=before)
+    held = Q(phase=Phase.SERVING) | Q(phase=Phase.DRAINING, owner_kind=OwnerKind.INTENT)
     with transaction.atomic():
-        rows = list(loaded.order_by("id").select_for_update(of=("self",)))
+        rows = _locked(NodeModel.objects.filter(held, node_id=node_id, updated_at__lt=before))
         gone = [row for row in rows if not lists(running, str(row), row.address)]
-        _delete_rows(gone)
+        end(gone)
     return [str(row) for row in gone]
 
 
 def of_node(node_id: UUID) -> frozenset[UUID]:
-    """The replicas of a node as they are now, in every state."""
-    return frozenset(NodeModel.objects.filter(node_id=node_id).values_list("pk", flat=True))
+    """Return the engines of a node as they are now, in every phase."""
+    return frozenset(NodeModel.engines.filter(node_id=node_id).values_list("pk", flat=True))
 
 
 def retire_stopped(node_id: UUID, keys: Collection[str], *, among: Collection[UUID]) -> list[str]:
-    """Removes the replicas whose engines a worker reports as stopped, and answers their keys (nats.md §6.2).
+    """End the engines that a worker reports as stopped; return their keys (nats.md §6.2).
 
     `among` are the rows from before the command: a row that was made since stands for another engine under
-    the same key. What is no key is ignored.
+    the same key. What is no key is ignored, and so is an engine whose start was not answered: it may yet
+    come.
     """
     slots = {slot for key in keys if (slot := split_process_key(key)) is not None}
     with transaction.atomic():
-        rows = NodeModel.objects.filter(node_id=node_id, pk__in=among).order_by("id")
-        known = rows.select_for_update(of=("self",))
-        gone = [row for row in known if (row.model_name, row.replica_index) in slots]
-        _delete_rows(gone)
+        rows = _locked(NodeModel.engines.filter(node_id=node_id, pk__in=among))
+        gone = [row for row in rows if (row.model_name, row.replica_index) in slots and row.address]
+        end(gone)
     return [str(row) for row in gone]
 
 
-def retire_at(address: str, slot: Slot) -> list[str]:
-    """Removes every replica at an address that a new engine has, that of `slot`; answers their keys.
+def retire_at(address: str, *, node_id: UUID, but: UUID) -> list[str]:
+    """End every engine at an address of the node that a new engine has, the one of row `but`; return their
+    keys.
 
     A stock worker that restarted gives its ports again before it was asked what still runs there.
     """
-    former = NodeModel.objects.filter(node_id=slot.node_id, address=address).exclude(pk=slot.id)
+    former = NodeModel.engines.filter(node_id=node_id, address=address).exclude(pk=but)
     with transaction.atomic():
-        gone = list(former.order_by("id").select_for_update(of=("self",)))
-        _delete_rows(gone)
+        gone = _locked(former)
+        end(gone)
     return [str(row) for row in gone]
 
 
-def retire_slot(slot: Slot, *, mark: str) -> None:
-    """Gives a slot back, if it is still this attempt's; not before an engine that it may have is gone.
+def confirm(engine_id: UUID, *, stop_sent: datetime | None = None) -> bool:
+    """End an engine whose worker has confirmed the stop; False when the row was gone already.
 
-    Such a row is `unloading` without an address: the engine's note says how it is stopped (`retire_noted`).
-    """
-    mine = NodeModel.objects.filter(pk=slot.id, loading_by=mark, state__in=BEING_LOADED)
-    with transaction.atomic():
-        row = mine.select_for_update(of=("self",)).first()
-        if row is None:
-            return
-        if EngineStart.objects.filter(mark=mark).exists():
-            row.state = ReplicaState.UNLOADING
-            row.save(update_fields=["state"])
-            events.notify(events.NODES, str(row.node_id))
-        else:
-            _delete_rows([row])
-
-
-def retire_noted(mark: str | None = None) -> int:
-    """Gives back the slots of failed loads whose engine is gone: of this attempt, or all without a note."""
-    rows = NodeModel.objects.filter(state="unloading", address="", withdrawn_for__isnull=True)
-    noted = EngineStart.objects.filter(mark=OuterRef("loading_by"))
-    gone = rows.exclude(Exists(noted)) if mark is None else rows.filter(loading_by=mark)
-    with transaction.atomic():
-        found = list(gone.order_by("id").select_for_update(of=("self",), skip_locked=True))
-        retire_lifeless(found)
-    return len(found)
-
-
-def retire_unloaded(replica_id: UUID, *, stop_sent: datetime | None = None) -> bool:
-    """Removes a replica in `unloading` whose engine is gone; False when the row was gone already.
-
-    Loads that took a place on its node without the memory have been waiting for what it gives back.
+    Loads that took a slot on its node without the memory have been waiting for what it gives back.
     `stop_sent`: when the stop was sent that ended the engine; None if it may have ended before.
     """
     with committed("unload.gone"):
-        beside = NodeModel.objects.filter(pk=replica_id).values("node_id")
-        short = Q(state__in=BEING_LOADED, vram_on_node=False, vram_needed__gt=0, node_id__in=beside)
-        rows = NodeModel.objects.filter(short | Q(pk=replica_id, state="unloading")).order_by("id")
-        locked = {row.pk: row for row in rows.select_for_update(of=("self",))}
-        row = locked.pop(replica_id, None)
+        mine = NodeModel.engines.filter(pk=engine_id)
+        short = Q(
+            state__in=BEING_LOADED, vram_on_node=False, vram_needed__gt=0, node_id__in=mine.values("node_id")
+        )
+        stopping = Q(pk=engine_id, phase__in=(Phase.STOPPING, Phase.DEPARTED))
+        locked = {row.pk: row for row in _locked(NodeModel.engines.filter(short | stopping))}
+        row = locked.pop(engine_id, None)
         if row is None:
             return False
         vram.given_back_beside(row, locked.values(), stop_sent=stop_sent)
-        _delete([row.pk], [Removed(row.model_name, row.node_id, row.replica_index)])
-        events.notify(events.NODES, str(row.node_id))
+        end_lifeless([row])
         if stop_sent is not None and row.loaded_at is not None and row.vram_needed > 0:
             transaction.on_commit(lambda: vram.credit(row, stop_sent=stop_sent), robust=True)
     return True
 
 
-def retire_lifeless(rows: Sequence[NodeModel]) -> None:
-    """Removes these locked replicas, whose engines have ended. Needs a transaction.
+def end_lifeless(rows: Sequence[NodeModel]) -> None:
+    """End these locked rows, whose engines do not run any more. Needs a transaction.
 
-    Who waits for the nodes hears of it: a place there is free.
+    Who waits for the nodes hears of it: a slot there is free.
     """
-    _delete_rows(rows)
+    end(rows)
     if rows:
         events.notify(events.NODES, *sorted({str(row.node_id) for row in rows}))
 
 
-def _retire_slots(stale: QuerySet[NodeModel]) -> list[Slot]:
-    with transaction.atomic():
-        loading = stale.filter(state__in=BEING_LOADED).order_by("id")
-        rows = list(loading.select_for_update(of=("self",)).select_related("node"))
-        _delete_rows(rows)
-    return [Slot(row.id, row.node_id, row.node.name, row.replica_index) for row in rows]
-
-
-def _delete_rows(gone: Sequence[NodeModel]) -> None:
-    announced = [Removed(row.model_name, row.node_id, row.replica_index) for row in gone]
-    _delete([row.pk for row in gone], announced)
-    if reserving := [row for row in gone if row.loaded_at is None and row.vram_on_node]:
+def end(rows: Sequence[NodeModel]) -> None:
+    """Delete these locked rows and announce those that were replicas. Needs a transaction."""
+    present = [row for row in rows if row.phase != Phase.DEPARTED]
+    _delete(rows, [Removed(row.model_name, row.node_id, row.replica_index) for row in present])
+    if reserving := [row for row in rows if row.loaded_at is None and row.vram_on_node]:
         # No `partial`: Django wants the name of what has failed.
         transaction.on_commit(lambda: _release(reserving), robust=True)
 
@@ -177,10 +167,18 @@ def _release(rows: Sequence[NodeModel]) -> None:
         vram.release(row.node_id, row.vram_needed, since=row.created_at)
 
 
-def _delete(ids: list[UUID], removed: Iterable[Removed]) -> None:
-    """Deletes locked rows; other processes hear of it, and the hooks are called, after commit."""
-    if ids:
-        NodeModel.objects.filter(pk__in=ids).delete()
-        announced = sorted(removed)
+def _locked(rows: NodeModelQuerySet) -> list[NodeModel]:
+    return list(rows.order_by("id").select_for_update(of=("self",)))
+
+
+def _delete(rows: Sequence[NodeModel], removed: Iterable[Removed]) -> None:
+    if rows:
+        NodeModel.engines.filter(pk__in=[row.pk for row in rows]).delete()
+    _announce(removed)
+
+
+def _announce(removed: Iterable[Removed]) -> None:
+    """Tell other processes, and call the hooks after commit."""
+    if announced := sorted(removed):
         events.notify(hooks.CHANNEL, *map(hooks.told, announced))
         transaction.on_commit(lambda: hooks.announce(announced))

@@ -1,7 +1,8 @@
-"""The rows of a load: the slot it takes, by eviction if it must, and how a slot becomes a replica.
+"""The rows of a load: the slot it reserves, by eviction if it must, and how a slot becomes a replica.
 
-A row in `loading` belongs to the attempt whose mark it carries. Publishing and dropping name that mark, so an
-attempt that was overtaken changes nothing (I3).
+Each reservation is a row of its own, which belongs to the attempt that made it. Everything names slot and
+attempt, so an attempt that was overtaken changes nothing (I3). An index is free again when the row is gone:
+when the engine is confirmed to have ended.
 """
 
 from dataclasses import dataclass
@@ -9,20 +10,27 @@ from datetime import datetime, timedelta
 from typing import Any
 from uuid import UUID
 
-from django.db.models import Exists, OuterRef, QuerySet
-
 from localai_cluster.commits import committed
-from nodes.models import BEING_LOADED, BackendNode, EngineStart, ModelLoadInfo, NodeModel, ReplicaState
-from nodes.placement.choose import NOTHING, Candidate, Need, Reason, lowest_free
+from nodes.models import (
+    BackendNode,
+    ModelLoadInfo,
+    NodeModel,
+    Phase,
+)
+from nodes.models.replica import NodeModelQuerySet
+from nodes.placement.choose import NOTHING, Candidate, Need, lowest_free
+from nodes.placement.choose import Reason as RefusalReason
 from nodes.placement.evict import Eviction
-from nodes.replicas import eviction, leaving, reasons, vram
+from nodes.replicas import eviction, lifecycle, reasons, states, terminations, vram
+from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.reasons import Decided
+from nodes.replicas.states import ReplicaEvent
 from nodes.replicas.vram import GpuShare
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A reserved place for one replica."""
+    """A reserved slot for one replica."""
 
     id: UUID
     node_id: UUID
@@ -34,7 +42,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class NoSlot:
-    """The node has no place for the replica any more, and why."""
+    """The node has no slot for the replica any more, and why."""
 
     reason: str
 
@@ -43,18 +51,18 @@ def reserve(
     view: Candidate,
     model_name: str,
     *,
-    mark: str,
+    attempt: AttemptId,
     backend: str,
     now: datetime,
     need: Need = NOTHING,
     room: Eviction | None = None,
     why: Decided | None = None,
 ) -> Slot | NoSlot:
-    """Takes the lowest free slot of the node for the model (R1.63, R2.44) and the memory that the load needs.
+    """Take the lowest free slot of the node for the model (R1.63, R2.44) and the memory that the load needs.
 
-    As the rows are now; those in every state keep their slot, also in `unloading` (R1.67). With `room` its
-    victims leave the picks, and memory that leaving replicas will give back counts as free: the slot must not
-    be used before they have gone. `why` is kept with the slot or not at all.
+    As the rows are now: an index is taken until its engine has ended, also one in `unloading` (R1.67). With
+    `room` its victims leave the picks, and memory that leaving replicas will give back counts as free: the
+    slot must not be used before they have gone. `why` is kept with the slot or not at all.
     """
     with committed("load.reserve"):
         # Under the node's lock: a drain either sees this slot or keeps it from being taken, and so does
@@ -66,10 +74,9 @@ def reserve(
         if node.vram_read_at is not None:
             # A reading may have come since the caller's look at the clock; the reservation is newer than it.
             now = max(now, node.vram_read_at + timedelta(microseconds=1))
-        rows = NodeModel.objects.of(model_name).filter(node_id=view.id)
-        index = lowest_free(set(rows.values_list("replica_index", flat=True)), node.max_replicas_per_model)
+        index = _free_index(node, model_name)
         if index is None:
-            return NoSlot(Reason.FULL)
+            return NoSlot(RefusalReason.FULL)
         memory = _memory(node, need, model_name, room, now)
         if isinstance(memory, NoSlot):
             return memory
@@ -77,8 +84,9 @@ def reserve(
             node_id=view.id,
             model_name=model_name,
             replica_index=index,
-            state="loading",
-            loading_by=mark,
+            phase=Phase.RESERVED,
+            **attempt.columns,
+            deadline=now + states.LOAD_WITHIN,
             backend_type=backend,
             last_used=now,
             created_at=now,
@@ -90,10 +98,17 @@ def reserve(
     return Slot(row.id, view.id, view.name, index, memory.gpus)
 
 
+def _free_index(node: BackendNode, model_name: str) -> int | None:
+    rows = NodeModel.engines.of(model_name).filter(node=node)
+    every = set(rows.values_list("replica_index", flat=True))
+    taken = set(rows.occupying().values_list("replica_index", flat=True))
+    return lowest_free(taken, node.max_replicas_per_model, every - taken)
+
+
 def _memory(
     node: BackendNode, need: Need, model_name: str, room: Eviction | None, now: datetime
 ) -> vram.Taken | NoSlot:
-    """The memory of the locked node that the load takes; the victims of `room` have left the picks then.
+    """Reserve the memory of the locked node that the load takes; the victims of `room` leave the picks then.
 
     Under the node's lock no other load counts on the same bytes: each reserves what it takes.
     """
@@ -108,50 +123,67 @@ def _memory(
         soon = [*soon, *room.victims]
     memory = vram.take(node, need, now=now, soon=soon) if need.vram > 0 else vram.Taken({})
     if memory is None:
-        return NoSlot(Reason.GPUS if node.gpus else Reason.MEMORY)
+        return NoSlot(RefusalReason.GPUS if node.gpus else RefusalReason.MEMORY)
     if room is not None:
-        eviction.take_out(room.victims, now=now)
+        terminations.evict([victim.id for victim in room.victims], now=now)
     return memory
 
 
-def still_reserved(slot: Slot, *, mark: str) -> bool:
-    """Whether the slot is this attempt's; it stays so until the transaction ends."""
-    mine = NodeModel.objects.filter(pk=slot.id, loading_by=mark, state="loading")
-    return mine.select_for_update(no_key=True, of=("self",)).first() is not None
+def is_owned(slot: Slot, *, attempt: AttemptId) -> bool:
+    """Return True if the attempt still owns the slot: a node that leaves or a later attempt takes it away."""
+    return NodeModel.objects.filter(lifecycle.of_attempt(attempt), pk=slot.id).exists()
 
 
-def begin_staging(slot: Slot, *, mark: str, running: QuerySet[Any]) -> bool | None:
-    """The attempt brings the model's files to its node now, alone of all loads of the model there (R2.26).
+def begin_staging(slot: Slot, *, attempt: AttemptId) -> bool | None:
+    """Begin to send the model's files to the node, alone of all loads of the model there (R2.26).
 
-    False while another of the attempts in `running`, by its `mark`, does that; None when the slot is no
-    longer this attempt's.
+    Return False while another running attempt does that, None when the attempt does not own the slot any
+    more.
     """
     with committed("load.staging"):
         # As for a slot: of two that begin at once one sees the other.
         BackendNode.objects.filter(pk=slot.node_id).select_for_update(no_key=True).first()
-        mine = NodeModel.objects.filter(pk=slot.id, loading_by=mark, state__in=BEING_LOADED)
+        mine = _of(slot, attempt)
         row = mine.select_for_update(no_key=True, of=("self",)).first()
         if row is None:
             return None
-        beside = NodeModel.objects.of(row.model_name).filter(node_id=slot.node_id, state="staging")
-        if beside.exclude(pk=slot.id).filter(Exists(running.filter(mark=OuterRef("loading_by")))).exists():
+        others = NodeModel.objects.of(row.model_name).filter(node_id=slot.node_id, phase=Phase.STAGING)
+        if others.exclude(pk=slot.id).filter(lifecycle.has_running_attempt()).exists():
             return False
-        row.state = ReplicaState.STAGING
-        row.save(update_fields=["state"])
-    return True
+        return bool(lifecycle.move(mine, ReplicaEvent.STAGING_BEGUN)) or None
 
 
-def end_staging(slot: Slot, *, mark: str) -> bool:
-    """The files are there; False when the slot is no longer this attempt's."""
+def end_staging(slot: Slot, *, attempt: AttemptId) -> bool:
+    """The files are there; return False when the attempt does not own the slot any more."""
     with committed("load.staged"):
-        mine = NodeModel.objects.filter(pk=slot.id, loading_by=mark, state="staging")
-        return bool(mine.update(state="loading"))
+        return bool(lifecycle.move(_of(slot, attempt), ReplicaEvent.STAGED))
+
+
+def start(slot: Slot, *, attempt: AttemptId, now: datetime) -> bool:
+    """Record that the engine is about to be started.
+
+    Return False when the attempt does not own the slot any more: then it must not start an engine.
+    """
+    with committed("load.start"):
+        return bool(lifecycle.move(_of(slot, attempt), ReplicaEvent.START_SENT, started_at=now))
+
+
+def record_answer(slot: Slot, address: str = "") -> None:
+    """Record that the worker has answered the start: no engine comes of it but the one at `address`, if any.
+
+    The row is this engine's whatever its phase is now, so a late answer tells a stop the right address.
+    """
+    rows = NodeModel.engines.filter(pk=slot.id, started_at__isnull=False).exclude(phase=Phase.SERVING)
+    with committed("load.answer"):
+        rows.update(start_answered=True)
+        if address:
+            rows.filter(address="").update(address=address)
 
 
 def publish(
     slot: Slot,
     *,
-    mark: str,
+    attempt: AttemptId,
     address: str,
     backend: str,
     options: dict[str, Any],
@@ -160,16 +192,18 @@ def publish(
     told: str = "",
     replaces: UUID | None = None,
 ) -> bool:
-    """Makes the slot a replica that receives traffic; False when the slot is no longer this attempt's.
+    """Make the slot a replica that receives traffic; False when the attempt does not own it any more.
 
     `told` is the fingerprint of the options that the engine got, which the node may have changed (R2.80).
     The replica that it replaces leaves the picks with it: there is no moment with neither or with both.
     """
     with committed("load.publish"):
         former = _locked_beside(slot, replaces)
-        published = NodeModel.objects.filter(pk=slot.id, loading_by=mark, state="loading").update(
-            state="loaded",
-            loading_by="",
+        published = lifecycle.move(
+            _of(slot, attempt),
+            ReplicaEvent.PUBLISHED,
+            **lifecycle.SERVES,
+            start_answered=True,
             address=address,
             model_options=options,
             config_revision=revision,
@@ -180,22 +214,24 @@ def publish(
             loaded_at=now,
         )
         if published:
-            # From here on the replica accounts for the engine.
-            EngineStart.objects.filter(mark=mark).delete()
             model_name = NodeModel.objects.values_list("model_name", flat=True).get(pk=slot.id)
             ModelLoadInfo.objects.update_or_create(
                 model_name=model_name,
                 defaults={"backend_type": backend, "model_options": options, "updated_at": now},
             )
             if former is not None:
-                leaving.replace([former], now=now)
+                terminations.replace([former], now=now)
     return bool(published)
 
 
+def _of(slot: Slot, attempt: AttemptId) -> NodeModelQuerySet:
+    return NodeModel.objects.filter(lifecycle.of_attempt(attempt), pk=slot.id)
+
+
 def _locked_beside(slot: Slot, replaced: UUID | None) -> UUID | None:
-    """The replica to be replaced if it still serves, locked in order with the slot's row."""
+    """Return the replica to be replaced if it still serves, locked in order with the slot's row."""
     if replaced is None:
         return None
     rows = NodeModel.objects.filter(pk__in=[slot.id, replaced]).order_by("id").select_for_update(of=("self",))
-    states = dict(rows.values_list("pk", "state"))
-    return replaced if states.get(replaced) == "loaded" else None
+    phases = dict(rows.values_list("pk", "phase"))
+    return replaced if phases.get(replaced) == Phase.SERVING else None

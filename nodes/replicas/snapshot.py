@@ -22,7 +22,6 @@ from nodes.placement.choose import Candidate
 from nodes.placement.reservations import Reservation
 from nodes.placement.selector import ANY, Selector
 from nodes.replicas import vram
-from nodes.replicas.slots import Slot
 
 COLUMNS = (
     *("id", "name", "node_type", "status", "max_replicas_per_model"),
@@ -80,7 +79,8 @@ def fleet(
     Those are the models that share a concurrency group with this one.
     """
     taken: dict[UUID, set[int]] = {}
-    for node_id, index in NodeModel.objects.of(model_name).values_list("node_id", "replica_index"):
+    occupying = NodeModel.objects.of(model_name).occupying()
+    for node_id, index in occupying.values_list("node_id", "replica_index"):
         taken.setdefault(node_id, set()).add(index)
     labels: dict[UUID, set[tuple[str, str]]] = {}
     if selector.labels:
@@ -93,7 +93,7 @@ def fleet(
         loaded=Count("replicas", filter=Q(replicas__state="loaded")),
         busy=Coalesce(Sum("replicas__in_flight"), 0),
     )
-    memory = vram.by_node(NodeModel.objects.all())
+    memory = vram.by_node(NodeModel.engines.all())
     return [
         replace(
             candidate(row, memory.get(row["id"], ()), loaded=row["loaded"], in_flight=row["busy"]),
@@ -136,9 +136,9 @@ def candidate(
 
 
 def taken(model_names: Collection[str]) -> dict[str, dict[UUID, set[int]]]:
-    """The indices of these models' rows in any state (R1.62), by node; one query."""
+    """Return the indices of these models' rows in any state (R1.62), by node; one query."""
     found: dict[str, dict[UUID, set[int]]] = {name: {} for name in model_names}
-    rows = NodeModel.objects.filter(model_name__in=found)
+    rows = NodeModel.objects.filter(model_name__in=found).occupying()
     for name, node_id, index in rows.values_list("model_name", "node_id", "replica_index"):
         found[name].setdefault(node_id, set()).add(index)
     return found
@@ -152,11 +152,6 @@ def _loaded_among(model_names: Collection[str]) -> dict[UUID, set[str]]:
         for node_id, name in loaded.values_list("node_id", "model_name"):
             there.setdefault(node_id, set()).add(name)
     return there
-
-
-def exists(slot: Slot) -> bool:
-    """Whether the slot's row is still there: it goes when its node falls silent, leaves or starts again."""
-    return NodeModel.objects.filter(pk=slot.id).exists()
 
 
 def in_flight(*node_ids: UUID) -> dict[UUID, int]:

@@ -176,8 +176,9 @@ UPDATE web_processes
 
 LOCK_USED = """
 SELECT r.id FROM node_models r
- WHERE r.id = ANY(%(ids)s::uuid[])
-    OR r.id IN (SELECT u.replica_id FROM replica_uses u WHERE u.process_id = %(process)s)
+ WHERE (r.id = ANY(%(ids)s::uuid[])
+    OR r.id IN (SELECT u.replica_id FROM replica_uses u WHERE u.process_id = %(process)s))
+   AND r.state IS NOT NULL
  ORDER BY r.id FOR UPDATE OF r
 """
 """Locks everything that `SETTLE` or `RELEASE_ALL` may touch. It must be a statement of its own before them,
@@ -189,7 +190,7 @@ WITH mine AS MATERIALIZED (
       FROM node_models r
       LEFT JOIN replica_uses u ON u.replica_id = r.id AND u.process_id = %(process)s::uuid
       LEFT JOIN unnest(%(ids)s::uuid[], %(counts)s::int[]) AS h(id, n) ON h.id = r.id
-     WHERE COALESCE(u.count, 0) <> COALESCE(h.n, 0)
+     WHERE COALESCE(u.count, 0) <> COALESCE(h.n, 0) AND r.state IS NOT NULL
 ), uses AS (
     INSERT INTO replica_uses (process_id, replica_id, count)
     SELECT %(process)s::uuid, id, after FROM mine
@@ -200,7 +201,8 @@ UPDATE node_models r
        last_released_at = CASE WHEN m.after < m.before THEN %(now)s ELSE r.last_released_at END
   FROM mine m WHERE r.id = m.id
 """
-"""Makes this process's counts what it holds in memory; repeating it changes nothing."""
+"""Makes this process's counts what it holds in memory; repeating it changes nothing. Departed replicas, which
+have no state, count for nobody."""
 
 RELEASE_ALL = """
 WITH gone AS (
@@ -215,14 +217,14 @@ DELETE_PROCESS = "DELETE FROM web_processes WHERE id = %(process)s"
 LOSE = """
 WITH lost AS (
     UPDATE node_models
-       SET state = 'unloading', loading_by = %(owner)s, cleanup_attempts = 1, cleanup_error = '',
-           cleanup_next_retry_at = %(until)s, updated_at = %(now)s
-     WHERE id = %(replica)s AND address = %(address)s AND state = 'loaded'
+       SET phase = %(phase)s, reason = %(reason)s, owner_kind = 'controllers', deadline = %(deadline)s,
+           updated_at = %(now)s
+     WHERE id = %(replica)s AND address = %(address)s AND phase = 'serving'
     RETURNING node_id
 )
 SELECT node_id, pg_notify(%(channel)s, node_id::text) FROM lost
 """
-"""Takes one replica out of the picks for good (`leaving.go`), if it is the one that was picked. Requests that
+"""Takes one replica out of the picks (`terminations.lose`), if it is the one that was picked. Requests that
 run there are still counted out."""
 
 DROP_DEAD_PROCESSES = """

@@ -81,7 +81,7 @@ def fits(node: BackendNode, need: Need, *, soon: Collection[Resident]) -> bool:
 
 
 def _free(node: BackendNode, need: Need) -> tuple[int, Rooms]:
-    reservations = by_node(NodeModel.objects.filter(node=node)).get(node.pk, ())
+    reservations = by_node(NodeModel.engines.filter(node=node)).get(node.pk, ())
     rooms = frozenset() if need.own_gpus else rooms_of(vars(node), reservations)
     return effectively_free(vars(node), reservations), rooms
 
@@ -170,12 +170,12 @@ def given_back_beside(gone: NodeModel, loads: Collection[NodeModel], *, stop_sen
     for row in saw_it:
         row.vram_seen += gone.vram_needed
         row.gpus = [one | {"seen": one["seen"] + its.get(one["index"], 0)} for one in row.gpus]
-    NodeModel.objects.bulk_update(saw_it, ["vram_seen", "gpus"])
+    NodeModel.engines.bulk_update(saw_it, ["vram_seen", "gpus"])
 
 
 def by_node(rows: NodeModelQuerySet) -> dict[UUID, list[Reservation]]:
     """The reservations among the rows by node, of nodes where any is not read yet; one query."""
-    unread = NodeModel.objects.filter(_UNREAD, vram_needed__gt=0).values("node")
+    unread = NodeModel.engines.filter(_UNREAD, vram_needed__gt=0).values("node")
     found: defaultdict[UUID, list[Reservation]] = defaultdict(list)
     reserving = rows.filter(node__in=unread, vram_needed__gt=0).values_list("node_id", *RESERVING)
     for node_id, *columns in reserving:

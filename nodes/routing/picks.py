@@ -26,8 +26,9 @@ from localai_cluster.accounts.credentials import WrongKey
 from localai_cluster.accounts.principals import Principal
 from localai_cluster.errors import ClusterError, Unavailable
 from localai_cluster.metrics import web as metrics
+from nodes.models import PhaseReason
 from nodes.registry import dialling
-from nodes.replicas import leaving, statements
+from nodes.replicas import statements, terminations
 from nodes.replicas.prefix_statement import EXCHANGE_BY_PREFIX
 from nodes.routing.confirmed_keys import ConfirmedKeys
 from nodes.routing.pool import UNREACHABLE, DedicatedConnection, Parameters, Pool
@@ -127,8 +128,8 @@ class Picker:
 
         `strange`: its engine answers, but holds another model or none.
         """
-        why = leaving.STRANGE if strange else leaving.LOST
-        return await leaving.lose(self._pool, replica.id, replica.address, why=why)
+        reason = PhaseReason.WRONG_MODEL if strange else PhaseReason.LOST
+        return await terminations.lose(self._pool, replica.id, replica.address, reason=reason)
 
     async def renew(self) -> bool:
         """Says that this process lives; False when its row is gone."""

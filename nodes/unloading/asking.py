@@ -14,12 +14,12 @@ from uuid import UUID
 from localai_cluster import conf, errors
 from nodes.loading import load
 from nodes.models import BEING_LOADED, BackendNode, NodeModel, NodeType
-from nodes.replicas import finders, leaving
+from nodes.replicas import drains, finders
 from nodes.unloading import records
 from operations.ledger.admission import Admission, OperationRequest, admit, in_progress
 from operations.models import Operation
 
-UNLOAD, DELETE = leaving.UNLOAD, leaving.DELETE
+UNLOAD, DELETE = drains.UNLOAD, drains.DELETE
 LONGEST_GRACE = 3600
 """Seconds that running requests may be given at most."""
 
@@ -49,7 +49,7 @@ def unload(wish: UnloadWish, *, now: datetime) -> Admission:
 
     Raises NotFound where no replica is, Conflict where it is being loaded or deleted.
     """
-    rows = leaving.held(wish.model, node_id=wish.node.id if wish.node else None, index=wish.index)
+    rows = drains.held(wish.model, node_id=wish.node.id if wish.node else None, index=wish.index)
     targets = list(rows.order_by("node__name").values_list("node_id", "node__name").distinct())
     if not targets and not Operation.objects.active().filter(key=_key(wish), kind=UNLOAD).exists():
         raise _not_loaded(wish)
@@ -57,7 +57,7 @@ def unload(wish: UnloadWish, *, now: datetime) -> Admission:
     if admission.created:
         _keep(wish, "unload", admission.operation, now)
     elif wish.grace is not None:
-        leaving.hurry(rows, until=now + timedelta(seconds=wish.grace))
+        drains.hurry(rows, deadline=now + timedelta(seconds=wish.grace))
     return admission
 
 
@@ -103,10 +103,9 @@ def _keep(wish: UnloadWish, what: str, operation: Operation, now: datetime) -> N
 
 
 def loading_there(model: str, node_id: UUID) -> UUID | None:
-    """The load that has a place for the model on the node, or an id of nothing if it has just ended."""
+    """Return the load that has a slot for the model on the node; None if there is none."""
     rows = NodeModel.objects.of(model).filter(node_id=node_id, state__in=BEING_LOADED)
-    mark = rows.values_list("loading_by", flat=True).first()
-    return None if mark is None else UUID(mark.partition(":")[0])
+    return rows.values_list("owner_id", flat=True).first()
 
 
 def _key(wish: UnloadWish) -> str:

@@ -23,8 +23,8 @@ from nodes.backends.one_node import CommandFailed
 from nodes.backends.outcomes import BusDown, Done, NoResponders, Refused, StillRunning, Unreadable
 from nodes.loading.exact_stop import Stopped, stop_exactly
 from nodes.models import BackendNode
-from nodes.replicas import leaving, retire
-from nodes.replicas.leaving import Leaving
+from nodes.replicas import drains, retire, stops
+from nodes.replicas.lifecycle import Engine
 from nodes.staging import brought
 from nodes.unloading import asking
 from operations import targets
@@ -55,7 +55,7 @@ class Part:
     name: str
     status: str | None
     """The node's; None when it is no longer registered."""
-    replicas: tuple[Leaving, ...]
+    replicas: tuple[Engine, ...]
 
     def why_unreachable(self) -> str:
         """Why no command is sent there; empty if one can be."""
@@ -79,13 +79,13 @@ class Quiet:
         """Looks until every replica is quiet."""
         said: dict[UUID, int] = {}
         while waiting := [id for id, event in self.reached.items() if not event.is_set()]:
-            rows, now = await in_thread(leaving.running, waiting), clock.now()
+            rows, now = await in_thread(drains.running, waiting), clock.now()
             for id in waiting:
-                requests, until = rows.get(id, (0, now))
-                if not requests or until <= now:
+                requests, until = rows.get(id, (0, None))
+                if not requests or until is None or until <= now:
                     self.reached[id].set()
             for part in self.parts:
-                left = sum(rows.get(replica.id, (0, now))[0] for replica in part.replicas)
+                left = sum(rows.get(replica.id, (0, None))[0] for replica in part.replicas)
                 if left and said.get(part.node_id) != left:
                     said[part.node_id] = left
                     plural = "request" if left == 1 else "requests"
@@ -127,18 +127,18 @@ class UnloadModel:
         return ""
 
     async def _unload(
-        self, work: Work, part: Part, replica: Leaving, quiet: Quiet, bound: asyncio.Semaphore
+        self, work: Work, part: Part, replica: Engine, quiet: Quiet, bound: asyncio.Semaphore
     ) -> str:
         """Has one engine stopped and removes its row; answers what went wrong."""
         await quiet.reached[replica.id].wait()
 
         async def stop() -> Stopped | None:
             await work.report(_tick(part, "stopping", f"stopping {replica.process_key} on {part.name}"))
-            if not await in_thread(leaving.stop_sent, replica):
+            if not await in_thread(stops.record_sent, replica, now=clock.now()):
                 return None
             worker = Worker(self._bus, str(part.node_id), part.name)
             return await stop_exactly(
-                worker, replica.process_key, replica.address, lambda: in_thread(leaving.still, replica)
+                worker, replica.process_key, replica.address, lambda: in_thread(stops.is_due, replica)
             )
 
         async with bound:
@@ -146,9 +146,9 @@ class UnloadModel:
         if stopped is None:
             return await in_thread(_why_not_leaving, part, replica)
         if stopped.gone:
-            await in_thread(retire.retire_unloaded, replica.id, stop_sent=stopped.sent_at)
+            await in_thread(retire.confirm, replica.id, stop_sent=stopped.sent_at)
             return ""
-        await in_thread(leaving.not_gone, replica, stopped.reason, now=clock.now())
+        await in_thread(stops.record_failure, replica, stopped.reason, now=clock.now())
         return f"{replica.process_key} may still run: {stopped.reason}"
 
 
@@ -203,12 +203,12 @@ def _begin(work: Work) -> list[Part]:
         owned(*work.attempt)
         left = [part for part in _ended(work) if part.status not in targets.ENDED]
         ids = [part.node_id for part in left]
-        rows = leaving.withdraw(
+        rows = drains.drain(
             work.operation.element,
             ids,
             index=asked.get("replica_index"),
-            until=now + timedelta(seconds=asked["grace"]),
-            owner=str(work.id),
+            deadline=now + timedelta(seconds=asked["grace"]),
+            operation_id=work.id,
             now=now,
         )
         states = dict(BackendNode.objects.filter(pk__in=ids).values_list("id", "status"))
@@ -227,9 +227,9 @@ def _ended(work: Work) -> list[OperationTarget]:
     return list(OperationTarget.objects.filter(operation_id=work.id).order_by("node_name"))
 
 
-def _why_not_leaving(part: Part, replica: Leaving) -> str:
+def _why_not_leaving(part: Part, replica: Engine) -> str:
     """A row went without us: with a worker that started again, or with a node that is lost. Or it serves."""
-    if leaving.serves(replica):
+    if drains.serves(replica):
         return f"{replica.process_key} was put back and serves: try again"
     status = BackendNode.objects.filter(pk=part.node_id).values_list("status", flat=True).first()
     return Part(part.node_id, part.name, status, ()).why_unreachable()

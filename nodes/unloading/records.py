@@ -12,7 +12,7 @@ from nodes.models import DecisionKind, NodeModel
 from nodes.placement.evict import named
 from nodes.placement.explain import LONGEST_SENTENCE, Ending, cut
 from nodes.placement.sections import Section, State
-from nodes.replicas import fleet_log, leaving, reasons
+from nodes.replicas import drains, fleet_log, reasons
 from nodes.replicas.reasons import Decided
 
 _COLUMNS = ("id", "node_id", "node__name", "replica_index", "state")
@@ -52,7 +52,7 @@ def _words(there: Mapping[Any, Any], wish: Mapping[str, Any]) -> str:
     leave = [
         f"{index} on {node}"
         for node_id, node, index, state in there.values()
-        if state in leaving.HELD and wish["node"] in (None, str(node_id)) and wish["index"] in (None, index)
+        if state in drains.HELD and wish["node"] in (None, str(node_id)) and wish["index"] in (None, index)
     ]
     which = f"replicas that leave: {named(leave)}" if leave else "no replica is there"
     return cut(f"{wish['because']}; {which}", LONGEST_SENTENCE)

@@ -276,12 +276,11 @@ class Sweep:
             "model_name": model,
             "replica_index": 0,
             "address": address,
-            "state": "loaded",
+            "phase": "serving",
             "backend_type": backend,
             "in_flight": 0,
-            "cleanup_attempts": 0,
             "model_options": "{}",
-            **dict.fromkeys(("loading_by", "config_revision", "effective_options_hash", "cleanup_error"), ""),
+            **dict.fromkeys(("config_revision", "effective_options_hash"), ""),
             **dict.fromkeys(("last_used", "created_at", "updated_at"), now),
         }
         columns = ", ".join(row)

@@ -88,10 +88,10 @@ async def rotate(cluster: Cluster, url: str) -> None:
 def give_replicas(cluster: Cluster) -> list[tuple[object, ...]]:
     """One replica for each node, as a load would have published it."""
     cluster.rows(
-        "INSERT INTO node_models (id, node_id, model_name, replica_index, address, state, in_flight,"
-        " last_used, loading_by, backend_type, model_options, config_revision, effective_options_hash,"
-        " cleanup_error, cleanup_attempts, created_at, updated_at)"
-        " SELECT gen_random_uuid(), id, 'm', 0, address, 'loaded', 0,"
-        " created_at, '', 'echo', '{}', '', '', '', 0, created_at, created_at FROM backend_nodes RETURNING id"
+        "INSERT INTO node_models (id, node_id, model_name, replica_index, address, phase, in_flight,"
+        " last_used, backend_type, model_options, config_revision, effective_options_hash,"
+        " created_at, updated_at)"
+        " SELECT gen_random_uuid(), id, 'm', 0, address, 'serving', 0,"
+        " created_at, 'echo', '{}', '', '', created_at, created_at FROM backend_nodes RETURNING id"
     )
     return cluster.rows("SELECT id FROM node_models ORDER BY id")

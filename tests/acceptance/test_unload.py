@@ -14,7 +14,7 @@ from tests.conftest import eventually
 from tests.support.cluster import Cluster, Process, engines_of
 from tests.support.effort import swept
 
-STATE = "SELECT state, cleanup_attempts, in_flight FROM node_models WHERE model_name = %s"
+STATE = "SELECT state, stop_attempts, in_flight FROM node_models WHERE model_name = %s AND state IS NOT NULL"
 DIED = "SELECT count(*) FROM operations WHERE kind = 'model_unload' AND lost_leases > 0"
 
 
@@ -166,11 +166,10 @@ def test_measured_3_of_two_nodes_the_dead_one_is_named_and_the_other_is_unloaded
     stage = Stage(empty)
     second: Process = empty.worker("w2", stage.web)
     copy = """
-        INSERT INTO node_models (id, node_id, model_name, replica_index, address, state, in_flight, last_used,
-          loading_by, backend_type, model_options, config_revision, effective_options_hash, cleanup_error,
-          cleanup_attempts, created_at, updated_at)
-        SELECT gen_random_uuid(), n.id, 'served', 0, '127.0.0.1:1', 'loaded', 0, r.last_used, '', 'echo',
-          '{}', '', '', '', 0, r.created_at, r.updated_at
+        INSERT INTO node_models (id, node_id, model_name, replica_index, address, phase, in_flight, last_used,
+          backend_type, model_options, config_revision, effective_options_hash, created_at, updated_at)
+        SELECT gen_random_uuid(), n.id, 'served', 0, '127.0.0.1:1', 'serving', 0, r.last_used, 'echo',
+          '{}', '', '', r.created_at, r.updated_at
         FROM node_models r, backend_nodes n WHERE n.name = 'w2' RETURNING id
     """
     empty.rows(copy)

@@ -105,7 +105,7 @@ def test_no_request_fails_while_the_backend_of_three_nodes_is_upgraded(empty: Cl
     turns = empty.rows(TURNS, id)
     assert sorted(name for name, _, _ in turns) == names
     assert all(before[2] <= after[1] for before, after in pairwise(turns)), turns
-    assert empty.rows("SELECT count(*) FROM node_models WHERE withdrawn_for IS NOT NULL") == [(0,)]
+    assert empty.rows("SELECT count(*) FROM node_models WHERE owner_kind = 'intent'") == [(0,)]
 
 
 def more_than(cluster: Cluster, count: int) -> bool:

@@ -51,7 +51,7 @@ def plant(nodes: int) -> None:
             node_id=id,
             model_name=f"other-{(number + turn) % 300}",
             address="a:1",
-            state="loaded",
+            phase="serving",
             last_used=now - timedelta(minutes=1),
             loaded_at=now - timedelta(minutes=1),
             vram_needed=GIB,
@@ -157,6 +157,7 @@ class Decisions:
         from nodes.placement.coded import sections
         from nodes.placement.settle import LoadQuestion, settle
         from nodes.replicas import fleet_log, reasons, slots
+        from nodes.replicas.lifecycle import AttemptId
 
         (name, asked), load = self.turn(), UUID(int=self.chance.getrandbits(128))
         view, decision = self.mirror.decided(name, asked)
@@ -167,7 +168,7 @@ class Decisions:
         slots.reserve(
             decision.node,
             name,
-            mark=f"{load}:1",
+            attempt=AttemptId(load, 1),
             backend="b",
             now=clock.now(),
             need=asked.need,

@@ -44,7 +44,7 @@ def seed(size: int) -> None:
         NodeLabel(node=node, key=key, value="x") for node in nodes for key in labels
     )
     NodeModel.objects.bulk_create(
-        NodeModel(node=node, model_name=f"m{number}", state="loaded", address="10.0.0.1:1")
+        NodeModel(node=node, model_name=f"m{number}", phase="serving", address="10.0.0.1:1")
         for node in nodes
         for number in range(2)
     )

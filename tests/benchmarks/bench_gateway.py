@@ -95,7 +95,7 @@ _ROWS: dict[str, dict[str, str]] = {
     },
     "node_models": {
         "id": "gen_random_uuid()", "node_id": "%(node)s", "model_name": "%(model)s", "address": "%(address)s",
-        "state": "'loaded'",
+        "phase": "'serving'",
     },
     "auth_user": {"id": "%(user)s", "username": "'bench'", "is_active": "true"},
     "api_keys": {"user_id": "%(user)s", "name": "'bench'", "prefix": "'lac-5'", "key_hash": "%(hash)s"},

@@ -34,7 +34,7 @@ def plant(nodes: int) -> None:
                 node_id=id,
                 model_name=f"m{(number + 7 * turn) % models}",
                 address="a:1",
-                state="loaded",
+                phase="serving",
                 last_used=long_ago,
                 loaded_at=long_ago,
                 updated_at=long_ago,

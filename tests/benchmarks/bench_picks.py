@@ -38,7 +38,7 @@ def plant(nodes: int) -> None:
         for turn in range(OTHERS)
     ]
     NodeModel.objects.bulk_create(
-        NodeModel(node_id=id, model_name=model, address="127.0.0.1:1", state="loaded", last_used=used)
+        NodeModel(node_id=id, model_name=model, address="127.0.0.1:1", phase="serving", last_used=used)
         for id, model in own + others
     )
     with connection.cursor() as cursor:
@@ -88,10 +88,10 @@ def main() -> None:
         planted.set_up(cluster)
         from django.db import connections
 
-        from nodes.models import BackendNode
+        from tests.support.replicas import forget_nodes
 
         for nodes in chosen.nodes:
-            BackendNode.objects.all().delete()
+            forget_nodes()
             plant(nodes)
             connections.close_all()
             print(f"{nodes} nodes in the table, {REPLICAS} replicas of the model", flush=True)

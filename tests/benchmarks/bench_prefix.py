@@ -143,7 +143,7 @@ def rows(addresses: Sequence[str]) -> None:
     ids = planted.plant(planted.processes(len(addresses)))
     BackendNode.objects.update(engine_token=backends.TOKEN)
     NodeModel.objects.bulk_create(
-        NodeModel(node_id=id, model_name=MODEL, address=address, state="loaded")
+        NodeModel(node_id=id, model_name=MODEL, address=address, phase="serving")
         for id, address in zip(ids, addresses, strict=True)
     )
 

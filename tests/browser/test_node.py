@@ -17,11 +17,10 @@ WITH process AS (
     INSERT INTO web_processes (id, host, pid, started_at, seen_at, hearing_since, version)
     VALUES (gen_random_uuid(), 'a-test', 1, %(now)s, %(now)s + interval '1 day', %(now)s, '') RETURNING id
 ), replica AS (
-    INSERT INTO node_models (id, node_id, model_name, replica_index, address, state, in_flight, last_used,
-      loading_by, backend_type, model_options, config_revision, effective_options_hash, cleanup_error,
-      cleanup_attempts, created_at, updated_at)
-    VALUES (gen_random_uuid(), %(node)s, 'busy-model', 0, '127.0.0.1:1', 'loaded', 3, %(now)s, '',
-      %(backend)s, '{}', '', '', '', 0, %(now)s, %(now)s) RETURNING id
+    INSERT INTO node_models (id, node_id, model_name, replica_index, address, phase, in_flight, last_used,
+      backend_type, model_options, config_revision, effective_options_hash, created_at, updated_at)
+    VALUES (gen_random_uuid(), %(node)s, 'busy-model', 0, '127.0.0.1:1', 'serving', 3, %(now)s,
+      %(backend)s, '{}', '', '', %(now)s, %(now)s) RETURNING id
 ), uses AS (
     INSERT INTO replica_uses (process_id, replica_id, count)
     SELECT process.id, replica.id, 3 FROM process, replica

@@ -34,6 +34,7 @@ _REPLICAS = {
     "unlisted": "removed, except those that the worker lists",
     "idle": "removed if idle, else at the end of the drain",
     "all": "removed",
+    "forgotten": "removed, and their engines are not accounted for any more",
 }
 _HEAD = """# States of a node
 

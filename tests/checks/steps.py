@@ -59,6 +59,7 @@ LINT = (
     Step("house", module("tests.checks.house")),
     Step("clock", module("tests.checks.clock")),
     Step("points", module("tests.checks.points")),
+    Step("replicas", module("tests.checks.replicas")),
     Step("format", ("ruff", "format", "--check", ".")),
     Step("lint", ("ruff", "check", ".")),
 )

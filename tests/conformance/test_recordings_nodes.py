@@ -198,10 +198,12 @@ class Story:
     def load(self) -> None:
         """The replica that the recordings show."""
         row = next(e for e in api.examples("models-on-node") if e["name"] == "one loaded replica")["body"][0]
-        texts = ("model_name", "address", "state", "backend_type", "config_revision")
+        texts = ("model_name", "address", "backend_type", "config_revision")
+        assert row["state"] == "loaded"
         made = NodeModel.objects.create(
             node_id=UUID(self.ids[FIRST_WORKER]),
             replica_index=0,
+            phase="serving",
             effective_options_hash=row["effective_options_hash"],
             **{name: row[name] for name in texts},
         )

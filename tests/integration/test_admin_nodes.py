@@ -13,7 +13,7 @@ from django.test.utils import CaptureQueriesContext
 
 from localai_cluster import clock
 from localai_cluster.accounts.actors import WORKER, Actor, ActorKind
-from nodes.models import BackendNode, RevokedSecret
+from nodes.models import BackendNode, NodeModel, RevokedSecret
 from nodes.registry import services
 from tests.support import api, pages
 
@@ -49,7 +49,9 @@ def fleet(count: int) -> list[BackendNode]:
     """Approved nodes with labels and a replica each."""
     made = [api.make_node(f"n{i:03}", labels={"rack": str(i % 3)}, total_vram=24 * GIB) for i in range(count)]
     for node in made:
-        node.replicas.create(model_name="m", state="loaded", address="h:1", in_flight=2)
+        # A node that registers again, without a list, leaves a row whose engine may run.
+        index = NodeModel.engines.filter(node=node).count()
+        node.replicas.create(model_name="m", replica_index=index, phase="serving", address="h:1", in_flight=2)
     return made
 
 
@@ -77,7 +79,7 @@ def test_a_page_costs_the_same_after_many_events(root: Client) -> None:
     bare, full = api.make_node("bare"), api.make_node("full", labels={f"k{i}": "v" for i in range(40)})
     for index in range(30):
         services.set_replica_cap(full.id, index + 1, actor=ROOT, now=clock.now())
-    full.replicas.create(model_name="m", state="loaded", address="h:1")
+    full.replicas.create(model_name="m", phase="serving", address="h:1")
     for claim in ("a", "b"):
         full.conflicts.create(kind="secret", claim=claim * 64)
     assert [queries(root, pages.url(node.id)) for node in (bare, full)] == [PAGE_QUERIES] * 2
@@ -89,7 +91,7 @@ def test_the_list_says_what_a_status_leaves_open(root: Client) -> None:
     rejected = api.make_node("no", approved=False)
     services.reject(rejected.id, actor=ROOT, now=now, reason="not ours")
     drained = api.make_node("drained")
-    drained.replicas.create(model_name="m", state="loaded", address="h:1", in_flight=3)
+    drained.replicas.create(model_name="m", phase="serving", address="h:1", in_flight=3)
     services.drain(drained.id, actor=ROOT, now=now, reason="new fans")
     services.deactivate(api.make_node("gone").id, now=now)
     drained.conflicts.create(kind="secret", claim="a" * 64)
@@ -181,7 +183,7 @@ def test_a_drain_shows_what_remains(root: Client) -> None:
     node = api.make_node()
     for index in range(2):
         node.replicas.create(
-            model_name="m", replica_index=index, state="loaded", address="h:1", in_flight=index
+            model_name="m", replica_index=index, phase="serving", address="h:1", in_flight=index
         )
     services.drain(node.id, actor=ROOT, now=clock.now(), deadline=7200.5)
     page = root.get(pages.url(node.id)).content.decode()

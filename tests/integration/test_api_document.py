@@ -211,8 +211,8 @@ def come_and_go(read: Reader) -> None:
     node = api.make_node(
         "worn", total_vram=8, available_vram=8, gpu_vendor="nvidia", capability="x", vram_budget="50%"
     )
-    api.replica(node, backend_type="mock", cleanup_attempts=1, cleanup_next_retry_at=clock.now())
-    api.replica(node, "n", loading_by="x", effective_options_hash="h", cleanup_error="e", in_flight=1)
+    api.replica(node, backend_type="mock", phase="stopping", stop_attempts=1)
+    api.replica(node, "n", phase="stopping", stop_error="e", effective_options_hash="h", in_flight=1)
     api.replica(node, "o", state="loading", address="", config_revision="r")
     at = f"/api/nodes/{node.id}"
     read("GET", "/api/nodes/models")

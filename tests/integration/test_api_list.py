@@ -37,7 +37,7 @@ def fleet(count: int, *, start: int = 0) -> list[BackendNode]:
     keys = ("tier", "zone", "node.name")
     NodeLabel.objects.bulk_create(NodeLabel(node=node, key=key, value="x") for node in nodes for key in keys)
     NodeModel.objects.bulk_create(
-        NodeModel(node=node, model_name="m", replica_index=index, state="loaded", address="x:1", in_flight=1)
+        NodeModel(node=node, model_name="m", replica_index=index, phase="serving", address="x:1", in_flight=1)
         for node in nodes
         for index in range(2)
     )
@@ -74,7 +74,7 @@ def test_counts_are_those_of_the_seed() -> None:
     """D4: `model_count` counts loaded replicas, `in_flight_count` sums loaded and unloading ones."""
     node = api.make_node()
     for index, (state, running) in enumerate(
-        [("loaded", 3), ("loaded", 0), ("unloading", 4), ("loading", 5), ("staging", 6), ("idle", 7)]
+        [("loaded", 3), ("loaded", 0), ("unloading", 4), ("loading", 5), ("staging", 6)]
     ):
         api.replica(node, replica_index=index, state=state, in_flight=running)
     (entry,) = api.admin().get("/api/nodes").json()

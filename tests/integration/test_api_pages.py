@@ -100,7 +100,7 @@ def test_a_check_that_hangs_costs_a_second(monkeypatch: pytest.MonkeyPatch) -> N
 def test_every_model_has_pages_and_facts_cannot_be_typed_in(root: Client) -> None:
     """The admin shows all models of both apps; nodes, replicas and operations are not added by hand."""
     node = api.make_node(approved=False)
-    node.replicas.create(model_name="m")
+    api.replica(node)
     row = Operation.objects.create(kind="k", key="k", element="e")
     for model in [
         *apps.get_app_config("nodes").get_models(),

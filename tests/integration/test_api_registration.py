@@ -194,7 +194,7 @@ def test_rows_of_processes_that_do_not_run_go(listed: Any, kept: set[str]) -> No
     """D-REREGISTER-ROWS: a worker that lists its processes keeps their rows, one that does not loses all."""
     node = api.make_node()
     for model, address in {"a/b:c@d#0": "127.0.0.1:1", "m": "127.0.0.1:2"}.items():
-        NodeModel.objects.create(node=node, model_name=model, state="loaded", address=address)
+        NodeModel.objects.create(node=node, model_name=model, phase="serving", address=address)
     assert api.register(api.registration(running_processes=listed)).status_code == 201
     assert set(NodeModel.objects.values_list("model_name", flat=True)) == kept
 
@@ -270,7 +270,7 @@ def test_labels_merge_and_automatic_ones_win(total: int, bucket: str) -> None:
 def test_reregistration_drops_replicas_and_cooldowns() -> None:
     """R1.27, R1.28: the worker has restarted, nothing that ran there runs any more."""
     node = api.make_node()
-    NodeModel.objects.create(node=node, model_name="m", state="loaded", address="a:1")
+    NodeModel.objects.create(node=node, model_name="m", phase="serving", address="a:1")
     ModelSchedulingConfig.objects.create(
         model_name="m", unsatisfiable_ticks=3, unsatisfiable_until=clock.now()
     )

@@ -17,7 +17,7 @@ from nodes.api import engines
 from nodes.definitions import folder
 from nodes.loading import load
 from nodes.models import NodeModel
-from nodes.replicas import leaving
+from nodes.replicas import drains
 from operations.ledger import admission, lease, outcome
 from operations.models import Operation
 from operations.states import Event as State
@@ -25,6 +25,7 @@ from tests.integration.test_api_document import document, fits
 from tests.support import api, hot
 from tests.support.fleet import at_once
 from tests.support.races import meanwhile
+from tests.support.replicas import attempt
 
 pytestmark = pytest.mark.django_db
 
@@ -112,7 +113,7 @@ def test_a_lookup_that_fails_is_not_taken_for_absence(monkeypatch: pytest.Monkey
     def away(*_: Any, **__: Any) -> Any:
         raise OperationalError("the connection is lost")
 
-    monkeypatch.setattr(leaving, "held", away)
+    monkeypatch.setattr(drains, "held", away)
     answer = everywhere("unload", {"model_name": "echo"})
     assert (answer.status_code, api.message(answer)) == (503, "the database is unavailable")
     assert not Operation.objects.exists()
@@ -242,7 +243,7 @@ def test_a_model_that_is_being_loaded_is_not_unloaded_or_deleted_and_the_load_is
     now = clock.now()
     wanted = admission.OperationRequest(load.KIND, key=load.key("echo"), element="echo", actor="test")
     job = admission.admit(wanted, now=now).operation.id
-    hot.replica(node, state="loading", loading_by=f"{job}:1", address="")
+    hot.replica(node, state="loading", owner=attempt(f"{job}:1"))
     for answer in (
         ask("unload", node.id, at_once_wish()),
         ask("delete", node.id, at_once_wish()),

@@ -12,6 +12,7 @@ from nodes.models import BackendNode, NodeConflict, NodeEvent, NodeModel
 from nodes.registry import services
 from tests.support import api
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN
+from tests.support.replicas import columns
 
 pytestmark = pytest.mark.django_db
 
@@ -47,7 +48,7 @@ def started(instance: str = FIRST) -> UUID:
 
 
 def replica(node_id: UUID, in_flight: int = 0, **fields: Any) -> NodeModel:
-    fields = {"model_name": "m", "state": "loaded", "address": "127.0.0.1:7"} | fields
+    fields = columns(**({"model_name": "m", "address": "127.0.0.1:7"} | fields))
     return NodeModel.objects.create(node_id=node_id, in_flight=in_flight, **fields)
 
 

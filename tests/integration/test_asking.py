@@ -23,6 +23,7 @@ from tests.support import hot
 from tests.support.fleet import ROOT, at_once
 from tests.support.intents import DELETE, INSTALL, UPGRADE, ask, claim, part
 from tests.support.races import repeated, waiting
+from tests.support.replicas import forget_nodes
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -223,7 +224,7 @@ def test_opposite_requests_at_once_leave_one_row_for_each_op() -> None:
 def test_a_request_and_a_claim_at_once_begin_the_former() -> None:
     """The newer request waits, whichever is first."""
     for _ in range(5):
-        BackendNode.objects.all().delete()
+        forget_nodes()
         node = hot.node()
         former = ask(INSTALL, node)
         answer, claimed = at_once(outcome_of(partial(ask, DELETE, node)), claim)

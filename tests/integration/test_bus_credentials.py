@@ -166,7 +166,7 @@ def test_the_same_process_once_more_drops_no_replica_and_frees_no_memory() -> No
     node = register("n1", instance=one, running_processes=[], available_vram=100, total_vram=100).node
     services.approve(node.id, actor=ANNA, now=later(1))
     replica(node, "loaded", state="loaded", address="10.0.0.1:1")
-    replica(node, "loading", state="loading", loading_by="x:1", address="")
+    replica(node, "loading", state="loading")
     BackendNode.objects.update(available_vram=7)
     register("n1", instance=one, running_processes=[], available_vram=100, total_vram=100, now=later(60))
     assert replicas(node) == ["loaded#0", "loading#0"]

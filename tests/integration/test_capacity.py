@@ -12,16 +12,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from localai_cluster import clock
-from nodes.loading import engines
 from nodes.models import BackendNode, NodeModel
 from nodes.placement.choose import Need, Reason, choose
 from nodes.registry import heartbeats
-from nodes.replicas import finders, retire, slots, snapshot, vram
+from nodes.replicas import finders, load_ends, slots, snapshot, vram
 from nodes.replicas.slots import Slot
 from nodes.routing.pool import Pool
 from tests.support import api, hot
 from tests.support.effort import EFFORT
 from tests.support.fleet import at_once, unexpected
+from tests.support.replicas import attempt, forget_nodes, owner_of, publish
 
 GB = 10**9
 Queries = Callable[[int], Any]
@@ -40,15 +40,14 @@ def begun(node: BackendNode, model: str, need: int, *, required: bool = False, m
     """A load takes its slot."""
     (view,) = snapshot.fleet(model, only=[node.pk])
     wants = Need(vram=need, vram_required=required)
-    slot = slots.reserve(view, model, mark=mark or f"{model}:1", backend="b", now=clock.now(), need=wants)
+    slot = slots.reserve(
+        view, model, attempt=attempt(mark or f"{model}:1"), backend="b", now=clock.now(), need=wants
+    )
     return slot if isinstance(slot, Slot) else None
 
 
 def published(slot: Slot, mark: str) -> None:
-    now = clock.now()
-    assert slots.publish(
-        slot, mark=mark, address="127.0.0.1:1", backend="b", options={}, revision="", now=now
-    )
+    assert publish(slot, attempt(mark))
 
 
 @pytest.mark.django_db
@@ -175,10 +174,10 @@ def test_every_end_without_a_replica_gives_back_what_was_reserved(end: str) -> N
     assert slot is not None
     assert other is not None
     if end == "given up":
-        retire.retire_slot(slot, mark="m:1")
-        retire.retire_slot(slot, mark="m:1")
+        load_ends.give_up(slot, attempt=attempt("m:1"), now=clock.now())
+        load_ends.give_up(slot, attempt=attempt("m:1"), now=clock.now())
     elif end == "killed":
-        retire.retire_slots_of_ended(engines.running_attempts(), "m")
+        load_ends.end_abandoned("m", now=clock.now())
     else:
         NodeModel.objects.filter(model_name="m").delete()
         vram.release(node.pk, 4 * GB, since=clock.now())
@@ -210,7 +209,7 @@ def test_a_load_that_reserved_nothing_on_the_node_takes_nothing_back() -> None:
     slot = begun(node, "large", 10 * GB)
     assert slot is not None
     assert free(node) == -6 * GB
-    retire.retire_slot(slot, mark="large:1")
+    load_ends.give_up(slot, attempt=attempt("large:1"), now=clock.now())
     assert (column(node), free(node)) == (12 * GB, 4 * GB)
 
 
@@ -238,7 +237,7 @@ def placed(number: int) -> Slot | Reason:
         slot = slots.reserve(
             decision.node,
             f"m{number}",
-            mark=f"{number}:1",
+            attempt=attempt(f"{number}:1"),
             backend="b",
             now=clock.now(),
             need=need,
@@ -277,8 +276,10 @@ def test_thirty_two_loads_race_for_eight_nodes() -> None:
     assert results[:RACERS].count(Reason.MEMORY) == RACERS - there * NODES
     assert all(one.free_vram == (SIZE - there * EACH) * GB for one in snapshot.fleet("any"))
 
-    marks = dict(NodeModel.objects.values_list("pk", "loading_by"))
-    ends = [lambda slot=slot: retire.retire_slot(slot, mark=marks[slot.id]) for slot in won]
+    marks = {row.pk: owner_of(row) for row in NodeModel.objects.all()}
+    ends = [
+        lambda slot=slot: load_ends.give_up(slot, attempt=marks[slot.id], now=clock.now()) for slot in won
+    ]
     assert unexpected(at_once(*ends)) == []
     assert all(one.free_vram == SIZE * GB for one in snapshot.fleet("any"))
     assert set(BackendNode.objects.values_list("reserved_vram", flat=True)) == {0}
@@ -423,7 +424,7 @@ def test_finders_and_the_pure_choice_have_one_order(
     db: None, fleet: list[tuple[int, int, list[tuple[str, int]]]], least: int
 ) -> None:
     """R1.70 to R1.72: with an estimate the order of `with_vram`, without one `idle` before `least_loaded`."""
-    BackendNode.objects.all().delete()
+    forget_nodes()
     for number, (available, reserved, replicas) in enumerate(fleet):
         node = hot.node(f"n{number}", available_vram=available * GB, reserved_vram=reserved * GB)
         for index, (state, requests) in enumerate(replicas):

@@ -13,7 +13,6 @@ from pytest_django import Settings
 from localai_cluster.asgi import application
 from localai_cluster.rpc.messages import PredictOptions
 from nodes.models import NodeModel
-from nodes.replicas import leaving
 from tests.support import backends, hot
 from tests.support.answering import ASK, CHAT, definitions, finished, one, play, reply, streamed
 from tests.support.scripted import CUT, Refusal, Scripted, Step, words
@@ -54,8 +53,8 @@ def test_an_engine_without_the_model_leaves_the_picks_of_streams_too(refusal: Re
     answer: Streamed = play(lambda *_: finished(ASK | {"stream": True}), strange, right)
     assert answer.status == (200 if goes else 503)
     assert len(right.asked) == (1 if goes else 0)
-    left = NodeModel.objects.filter(state="unloading").values_list("replica_index", "loading_by")
-    assert list(left) == ([(0, leaving.STRANGE)] if goes else [])
+    left = NodeModel.objects.filter(state="unloading").values_list("replica_index", "reason")
+    assert list(left) == ([(0, "wrong_model")] if goes else [])
 
 
 def test_a_whole_answer_that_breaks_off_is_made_again_elsewhere() -> None:

@@ -118,7 +118,7 @@ def test_show_as_json_is_that_of_the_api() -> None:
 
 def test_show_tells_facts_identity_labels_and_what_happened() -> None:
     node = api.make_node(labels={"tier": "fast"}, total_ram=2**30)
-    NodeModel.objects.create(node=node, model_name="m", address="h:1", state="loaded", in_flight=3)
+    NodeModel.objects.create(node=node, model_name="m", address="h:1", phase="serving", in_flight=3)
     run("drain", "w1", "--reason", "new disk")
     text = run("show", "w1")
     lines = dict(line.split("  ", 1) for line in text.splitlines() if "  " in line)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ from pytest_django import Settings
 
 from localai_cluster import clock
 from localai_cluster.messaging import subjects
-from nodes.loading import delivery, engines, load, wait
+from nodes.loading import delivery, load, wait
 from nodes.loading.failures import LoadFailed, NodeRefused, refusals
-from nodes.models import BackendNode, EngineStart, NodeModel
+from nodes.models import BackendNode, NodeModel
 from nodes.placement import estimate
 from nodes.placement.choose import NOTHING, Need, Reason, refusal
 from nodes.placement.explain import FleetView
-from nodes.replicas import mirror, retire, slots, snapshot
+from nodes.replicas import load_ends, mirror, slots, snapshot
 from nodes.staging import brought, transfer
 from nodes.staging.plan import plan
 from nodes.staging.source import OpenedFile
@@ -208,7 +209,7 @@ async def test_a_refusal_of_the_models_file_goes_to_the_next_node(
     assert refusal.node_name == "one"
     assert refusal.reason.startswith("staging: ")
     assert said in refusal.reason
-    assert (told, await states(), await in_thread(EngineStart.objects.count)) == ([], [], 0)
+    assert (told, await states(), await in_thread(NodeModel.engines.count)) == ([], [], 0)
     assert not stage.bus.asked[subjects.backend_install(str(stage.one.id))], "no engine was started for it"
 
 
@@ -334,7 +335,9 @@ def taken(stage: Stage, node: BackendNode, work: Work) -> Any:
     """A slot of the node."""
     BackendNode.objects.filter(pk=node.pk).update(max_replicas_per_model=4)
     (view,) = [one for one in snapshot.fleet("echo") if one.id == node.id]
-    return slots.reserve(view, "echo", mark=load.mark_of(work), backend="echo", now=clock.now(), need=NOTHING)
+    return slots.reserve(
+        view, "echo", attempt=load.attempt_id(work), backend="echo", now=clock.now(), need=NOTHING
+    )
 
 
 def another_load() -> Work:
@@ -358,18 +361,18 @@ async def test_one_load_at_a_time_brings_a_models_files_to_a_node(stage: Stage, 
     mine, theirs = [await in_thread(taken, stage, stage.one, work) for work in (stage.work, other)]
 
     def begin(slot: Any, work: Work) -> bool | None:
-        return slots.begin_staging(slot, mark=load.mark_of(work), running=engines.running_attempts())
+        return slots.begin_staging(slot, attempt=load.attempt_id(work))
 
     assert await in_thread(begin, mine, stage.work) is True
     assert await in_thread(begin, mine, stage.work) is True
     assert await in_thread(begin, theirs, other) is False
     await in_thread(lambda: Operation.objects.filter(pk=stage.work.id).update(fence=99))
     assert await in_thread(begin, theirs, other) is True
-    left = await in_thread(retire.retire_slots_of_ended, engines.running_attempts(), "echo")
+    left = await in_thread(partial(load_ends.end_abandoned, "echo", now=clock.now()))
     assert [slot.replica_index for slot in left] == [0]
     assert await in_thread(begin, mine, stage.work) is None
-    assert await in_thread(lambda: slots.end_staging(theirs, mark=load.mark_of(other)))
-    assert not await in_thread(lambda: slots.end_staging(mine, mark=load.mark_of(stage.work)))
+    assert await in_thread(lambda: slots.end_staging(theirs, attempt=load.attempt_id(other)))
+    assert not await in_thread(lambda: slots.end_staging(mine, attempt=load.attempt_id(stage.work)))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -377,10 +380,9 @@ async def test_two_that_begin_at_once_do_not_both_send(stage: Stage, files: Path
     other = await in_thread(another_load)
     works = (stage.work, other)
     places = [await in_thread(taken, stage, stage.one, work) for work in works]
-    running = engines.running_attempts
 
     def begin(number: int) -> bool | None:
-        return slots.begin_staging(places[number], mark=load.mark_of(works[number]), running=running())
+        return slots.begin_staging(places[number], attempt=load.attempt_id(works[number]))
 
     begun = await asyncio.gather(*(in_thread(begin, number) for number in (seed % 2, 1 - seed % 2)))
     assert sorted(map(bool, begun)) == [False, True]

@@ -27,8 +27,9 @@ from nodes.placement.choose import Need
 from nodes.placement.evict import Eviction
 from nodes.placement.explain import FleetView
 from nodes.placement.settle import LoadQuestion
-from nodes.replicas import eviction, hooks, leaving, retire, slots, snapshot
+from nodes.replicas import eviction, hooks, retire, slots, snapshot, stops, terminations
 from nodes.replicas.hooks import Removed
+from nodes.replicas.lifecycle import engine_of
 from nodes.replicas.slots import Slot
 from nodes.routing.picks import Picker
 from nodes.routing.pool import Pool
@@ -38,6 +39,7 @@ from operations.models import Operation
 from tests.support import hot
 from tests.support.fleet import at_once, unexpected
 from tests.support.loading import BACKEND, STARTED, Stage, loads, stage
+from tests.support.replicas import attempt
 
 __all__ = ["loads", "stage"]
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -72,7 +74,7 @@ def placed(number: int, need: Need) -> Slot | Eviction | None:
                 return room
             node = room.node
         taken = slots.reserve(
-            node, model, mark=f"{number}:1", backend="b", now=clock.now(), need=need, room=room
+            node, model, attempt=attempt(f"{number}:1"), backend="b", now=clock.now(), need=need, room=room
         )
         if isinstance(taken, Slot):
             return taken
@@ -104,7 +106,7 @@ def test_thirty_two_loads_evict_no_more_than_they_need() -> None:
     for node in nodes:
         taken = NodeModel.objects.filter(node=node, state="loading").count() * 5
         assert taken <= out.filter(node=node).count() * 10
-    assert set(out.values_list("loading_by", "cleanup_attempts")) == {(leaving.EVICTED, 1)}
+    assert set(out.values_list("phase", "reason")) == {("terminating", "evicted")}
 
 
 @pytest.mark.rule("R1.58", "R2.51", "R2.52")
@@ -168,7 +170,8 @@ def test_what_a_victim_gives_back_counts_once_whenever_the_readings_come() -> No
         assert free(2) == -8
         assert [one.vram for one in eviction.about_to_stop(node.pk, now=clock.now())] == [10 * GB]
         later = clock.now() + timedelta(seconds=2)
-        assert retire.retire_unloaded(victim.pk, stop_sent=later)
+        assert stops.record_sent(engine_of(victim), now=clock.now())
+        assert retire.confirm(victim.pk, stop_sent=later)
     finally:
         hooks.on_removed.remove(removed.append)
     assert removed == [Removed("a", node.pk, 0)]
@@ -187,7 +190,9 @@ def test_a_victim_that_got_a_request_stays() -> None:
     assert [one.name for one in room.victims] == ["a#0"]
     NodeModel.objects.update(in_flight=1)
     (view,) = question.view.nodes
-    taken = slots.reserve(view, "m", mark="1:1", backend="b", now=clock.now(), need=need, room=room)
+    taken = slots.reserve(
+        view, "m", attempt=attempt("1:1"), backend="b", now=clock.now(), need=need, room=room
+    )
     assert not isinstance(taken, Slot)
     assert NodeModel.objects.get().state == "loaded"
     again = placed(1, need)
@@ -197,7 +202,7 @@ def test_a_victim_that_got_a_request_stays() -> None:
 
 def enough(row: NodeModel) -> bool:
     with transaction.atomic():
-        return leaving.enough_besides(row)
+        return terminations.enough_besides(row)
 
 
 @pytest.mark.rule("R2.52", "R2.10")
@@ -214,19 +219,18 @@ def test_where_the_rule_lets_no_request_go_a_replica_counts_toward_no_minimum(se
     need = Need(vram=5 * GB, vram_required=True)
     refused = placed(1, need)
     assert isinstance(refused, Eviction)
-    assert not leaving.serves_besides(found)
+    assert not terminations.serves_besides(found)
     assert not enough(found)
     ModelSchedulingConfig.objects.update(node_selector={})
     assert isinstance(placed(1, need), Slot)
 
 
 @pytest.mark.rule("R2.51", "R1.51")
-@pytest.mark.parametrize("why", [leaving.LOST, leaving.STRANGE])
-def test_an_engine_that_may_have_ended_before_makes_no_room(why: str) -> None:
+@pytest.mark.parametrize("life", [("draining", "lost"), ("terminating", "wrong_model")])
+def test_an_engine_that_may_have_ended_before_makes_no_room(life: tuple[str, str]) -> None:
     """The node's reading may show its memory as free already: it would be given away twice."""
     node = read_node("one", 20)
-    row = old(node, "a")
-    leaving.go([row.pk], owner=why, until=clock.now(), now=clock.now())
+    old(node, "a", phase=life[0], reason=life[1])
     assert not isinstance(placed(1, Need(vram=25 * GB, vram_required=True)), Slot)
 
 
@@ -236,13 +240,16 @@ def test_what_a_load_may_have_seen_free_is_not_given_back_to_it(case: str) -> No
     """It was placed by a reading that may be from after the end of the engine."""
     node = read_node("one", 20)
     victim = old(node, "a")
-    leaving.go([victim.pk], owner=leaving.EVICTED, until=clock.now(), now=clock.now())
+    terminations.evict([victim.pk], now=clock.now())
     sent = None if case == "ended-before" else clock.now() - timedelta(seconds=5)
     need = Need(vram=25 * GB)
     (view,) = snapshot.fleet("m")
-    assert isinstance(slots.reserve(view, "m", mark="1:1", backend="b", now=clock.now(), need=need), Slot)
+    assert isinstance(
+        slots.reserve(view, "m", attempt=attempt("1:1"), backend="b", now=clock.now(), need=need), Slot
+    )
     assert snapshot.fleet("any")[0].free_vram == -5 * GB
-    assert retire.retire_unloaded(victim.pk, stop_sent=sent)
+    assert stops.record_sent(engine_of(victim), now=clock.now())
+    assert retire.confirm(victim.pk, stop_sent=sent)
     assert snapshot.fleet("any")[0].free_vram == -5 * GB
 
 

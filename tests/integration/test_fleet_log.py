@@ -21,6 +21,7 @@ from nodes.replicas.fleet_log import Seen
 from tests.support import hot
 from tests.support.deciding import decided
 from tests.support.fleet import at_once, unexpected
+from tests.support.replicas import attempt
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -161,7 +162,7 @@ def test_threads_of_one_process_share_a_log_without_a_gap() -> None:
         told = decided(model)
         assert told.told.node is not None
         return slots.reserve(
-            told.told.node, model, mark=f"{uuid4()}:1", backend="b", now=clock.now(), why=told
+            told.told.node, model, attempt=attempt(f"{uuid4()}:1"), backend="b", now=clock.now(), why=told
         )
 
     jobs = [lambda number=number: load(f"m{number % 5}") for number in range(24)]

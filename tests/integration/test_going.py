@@ -19,18 +19,20 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import RequestTimeout
 from localai_cluster.messaging.codec import decode
-from nodes.loading import engines, hold, load
+from nodes.loading import hold, load
 from nodes.loading.another import load_another
 from nodes.loading.hold import MovingWish
 from nodes.loading.room import what_makes_room
 from nodes.loading.stopping import Stopper
-from nodes.models import BackendNode, EngineStart, MassSilence, ModelSchedulingConfig, NodeModel
+from nodes.models import BackendNode, MassSilence, ModelSchedulingConfig, NodeModel
 from nodes.placement.choose import Need, choose
 from nodes.placement.explain import FleetView
 from nodes.placement.settle import LoadQuestion
 from nodes.reconcilers import replicas, stuck, tasks
 from nodes.registry import services
-from nodes.replicas import eviction, leaving, retire, slots, snapshot, vram
+from nodes.replicas import drains, eviction, load_ends, retire, slots, snapshot, terminations, vram
+from nodes.replicas import stops as stops_of_engines
+from nodes.replicas.lifecycle import engine_of
 from nodes.replicas.slots import Slot
 from nodes.routing.request import InferenceRequest, Replica
 from nodes.scheduling import store
@@ -46,6 +48,7 @@ from tests.integration.test_evicting import GB, old, placed, read_node
 from tests.support import backends, hot
 from tests.support.bus import NEVER, PlayedBus
 from tests.support.fleet import at_once, unexpected
+from tests.support.replicas import attempt, stop_now
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -87,7 +90,7 @@ async def test_what_a_request_found_dead_is_stopped_exactly_before_its_row_goes(
     bus = bus_of(node, [RequestTimeout("late"), TERMINATED])
     assert await Stopper(bus).look_once() == 1
     assert await state(row) == "unloading", "no confirmation, so it may still run"
-    await in_thread(lambda: NodeModel.objects.update(cleanup_next_retry_at=clock.now()))
+    await in_thread(lambda: stop_now())
     assert await Stopper(bus).look_once() == 1
     assert await state(row) == "gone"
     assert stops(bus, node) == [("echo#0", row.address)] * 2
@@ -117,7 +120,7 @@ async def test_requests_that_run_there_may_end_first() -> None:
     await lost(row, strange=True)
     bus = bus_of(node)
     assert await Stopper(bus).look_once() == 0
-    await in_thread(lambda: NodeModel.objects.update(cleanup_next_retry_at=clock.now()))
+    await in_thread(lambda: stop_now())
     assert await Stopper(bus).look_once() == 1
     assert await state(row) == "gone"
 
@@ -128,7 +131,7 @@ def test_while_the_brake_holds_what_does_not_answer_counts_as_there() -> None:
     hot.node("two")
     row = hot.replica(hot.node("one"), "echo")
     store.set_rule(Rule("echo", min_replicas=1), clock.now())
-    leaving.go([row.pk], owner=leaving.LOST, until=clock.now(), now=clock.now())
+    terminations.lose_all([row.pk], now=clock.now())
     now = clock.now()
     held = MassSilence.objects.create(since=now, until=now + timedelta(minutes=5), nodes=[], of=9)
     replicas.look(tick=False)
@@ -143,28 +146,31 @@ def test_an_engine_that_cannot_be_stopped_reaches_an_operator_once() -> None:
     """As an unload of that replica, which stays in the inbox if it fails too."""
     node = hot.node()
     row = hot.replica(node, in_flight=1)
-    leaving.go([row.pk], owner=leaving.LOST, until=clock.now(), now=clock.now())
+    terminations.lose_all([row.pk], now=clock.now())
     assert stuck.tell(now=clock.now()) == 0
-    NodeModel.objects.update(cleanup_attempts=leaving.STUCK_AFTER, cleanup_error="termination not confirmed")
+    assert stops_of_engines.record_sent(engine_of(row), now=clock.now())
+    stops_of_engines.record_failure(engine_of(row), "termination not confirmed", now=clock.now())
+    assert stuck.tell(now=clock.now()) == 0
+    stop_now()
     tasks.state_pass()
     assert stuck.tell(now=clock.now()) == 0
     (asked,) = Operation.objects.all()
-    assert (asked.kind, asked.node_id, asked.payload["replica_index"]) == (leaving.UNLOAD, node.id, 0)
+    assert (asked.kind, asked.node_id, asked.payload["replica_index"]) == (drains.UNLOAD, node.id, 0)
     assert asked.payload["reason"].endswith("(lost) and was not stopped: termination not confirmed")
 
 
 # --- what a failed load has left
 
 
-def failed_load(node: BackendNode, *, started: bool, mark: str = "gone:1") -> Slot:
-    row = NodeModel.objects.create(
-        node=node, model_name="echo", replica_index=0, state="loading", loading_by=mark
-    )
-    slot = Slot(row.pk, node.pk, node.name, 0)
+def failed_load(node: BackendNode, *, started: bool) -> Slot:
+    (view,) = snapshot.fleet("echo", only=[node.pk])
+    mine = attempt("gone:1")
+    slot = slots.reserve(view, "echo", attempt=mine, backend="echo", now=clock.now())
+    assert isinstance(slot, Slot)
     if started:
-        assert engines.note(slot, "echo", mark=mark, now=clock.now())
-        engines.note_answer(mark, "127.0.0.1:7")
-    retire.retire_slot(slot, mark=mark)
+        assert slots.start(slot, attempt=mine, now=clock.now())
+        slots.record_answer(slot, "127.0.0.1:7")
+    load_ends.give_up(slot, attempt=mine, now=clock.now())
     return slot
 
 
@@ -174,25 +180,25 @@ async def test_the_place_of_a_failed_load_is_free_when_its_engine_is_gone() -> N
     await in_thread(lambda: failed_load(node, started=False))
     assert await in_thread(NodeModel.objects.count) == 0, "no engine was started"
     await in_thread(lambda: failed_load(node, started=True))
-    assert await in_thread(lambda: snapshot.fleet("echo")[0].taken) == {0}
+    assert await in_thread(lambda: snapshot.fleet("echo")[0].taken) == set(), "it was no replica"
+    beside = await in_thread(lambda: failed_load(node, started=False))
+    assert beside.replica_index == 1, "its index is not free before its engine is gone"
     silent = bus_of(node, RequestTimeout("late"))
     await Stopper(silent).look_once()
     assert await in_thread(NodeModel.objects.count) == 1
-    await in_thread(lambda: EngineStart.objects.update(stop_due_at=clock.now()))
+    await in_thread(stop_now)
     await Stopper(bus_of(node)).look_once()
     assert await in_thread(NodeModel.objects.count) == 0
 
 
 @pytest.mark.rule("R2.28", "R4.36")
 async def test_such_a_place_is_no_replica_and_never_serves() -> None:
-    """Nothing to unload, nothing to put back; and without its note nothing keeps it."""
+    """Nothing to unload and nothing to return."""
     node = await in_thread(hot.node)
     await in_thread(lambda: failed_load(node, started=True))
-    assert await in_thread(lambda: leaving.held("echo").count()) == 0
-    assert await in_thread(leaving.put_back) == []
-    assert await in_thread(retire.retire_noted) == 0
-    await in_thread(EngineStart.objects.all().delete)
-    assert await in_thread(retire.retire_noted) == 1
+    assert await in_thread(lambda: drains.held("echo").count()) == 0
+    assert await in_thread(drains.return_abandoned) == []
+    assert await in_thread(NodeModel.objects.count) == 1
 
 
 # --- memory
@@ -257,12 +263,12 @@ def test_a_row_goes_although_its_memory_cannot_be_given_back(
     for name in ("credit", "release"):
         monkeypatch.setattr(vram, name, lost)
     node = read_node("one", 2)
-    fields: dict[str, Any] = {"state": state, "loading_by": "m:1", "vram_on_node": True, "vram_needed": GB}
+    fields: dict[str, Any] = {"state": state, "vram_on_node": True, "vram_needed": GB}
     row = hot.replica(node, loaded_at=clock.now() if state == "unloading" else None, **fields)
     if state == "unloading":
-        assert retire.retire_unloaded(row.pk, stop_sent=clock.now())
+        assert retire.confirm(row.pk, stop_sent=clock.now())
     else:
-        retire.retire_slot(Slot(row.pk, node.pk, node.name, 0), mark="m:1")
+        load_ends.give_up(Slot(row.pk, node.pk, node.name, 0), attempt=attempt("nobody:1"), now=clock.now())
     assert not NodeModel.objects.exists()
 
 
@@ -287,7 +293,8 @@ def test_a_victim_whose_stop_fails_makes_no_later_load_evict_more() -> None:
     need = Need(vram=10 * GB, vram_required=True)
     assert isinstance(placed(1, need), Slot)
     victim = NodeModel.objects.get(state="unloading")
-    NodeModel.objects.filter(pk=victim.pk).update(cleanup_attempts=2, cleanup_error="not confirmed")
+    assert stops_of_engines.record_sent(engine_of(victim), now=clock.now())
+    stops_of_engines.record_failure(engine_of(victim), "not confirmed", now=clock.now())
     assert isinstance(placed(2, need), Slot)
     assert NodeModel.objects.filter(state="unloading").count() == 2, "one for each load"
     long_ago = clock.now() - eviction.STOPS_WITHIN - timedelta(seconds=1)
@@ -301,13 +308,13 @@ def test_a_replica_that_is_replaced_does_not_count_toward_the_minimum() -> None:
     node = read_node("one", 0)
     former, _ = old(node, "a", 0), old(node, "a", 1)
     ModelSchedulingConfig.objects.create(model_name="a", min_replicas=1)
-    leaving.replace([former.pk], now=clock.now())
+    terminations.replace([former.pk], now=clock.now())
     NodeModel.objects.filter(pk=former.pk).update(in_flight=1)
     need = Need(vram=5 * GB, vram_required=True)
     assert not isinstance(placed(1, need), Slot)
     old(node, "a", 2)
     assert isinstance(placed(2, need), Slot)
-    gone = NodeModel.objects.filter(loading_by=leaving.EVICTED)
+    gone = NodeModel.objects.filter(reason="evicted")
     assert [row.replica_index for row in gone] == [1]
 
 
@@ -359,7 +366,13 @@ def evicts(number: int, need: Need) -> None:
     room = what_makes_room(f"m{number}", LoadQuestion(view), view.decide())
     if room is not None and room.node is not None:
         slots.reserve(
-            room.node, f"m{number}", mark=f"{number}:1", backend="b", now=clock.now(), need=need, room=room
+            room.node,
+            f"m{number}",
+            attempt=attempt(f"{number}:1"),
+            backend="b",
+            now=clock.now(),
+            need=need,
+            room=room,
         )
 
 
@@ -382,7 +395,7 @@ def test_an_eviction_a_successor_and_an_unload_never_take_one_replica_twice() ->
     ]
     results = at_once(*jobs)
     assert [one for one in unexpected(results) if "not loaded" not in str(one)] == []
-    assert NodeModel.objects.get(pk=row.pk).loading_by in {leaving.EVICTED, leaving.REPLACED, ""}
+    assert NodeModel.objects.get(pk=row.pk).reason in {"evicted", "replaced", ""}
 
 
 # --- a frozen worker, an older release
@@ -424,7 +437,9 @@ def placed_besides(frozen: BackendNode) -> Slot:
     decision = choose(snapshot.fleet("echo"))
     assert decision.node is not None
     assert decision.refused[frozen.id] == "no free slot for this model"
-    taken = slots.reserve(decision.node, "echo", mark="1:1", backend="echo", now=clock.now(), need=Need())
+    taken = slots.reserve(
+        decision.node, "echo", attempt=attempt("1:1"), backend="echo", now=clock.now(), need=Need()
+    )
     assert isinstance(taken, Slot)
     return taken
 
@@ -454,7 +469,7 @@ def test_an_operator_evicts_the_least_recently_used_of_a_node() -> None:
     out = StringIO()
     call_command("nodes", "evict", "one", stdout=out)
     (asked,) = Operation.objects.all()
-    assert (asked.kind, asked.element, asked.node_id) == (leaving.UNLOAD, "m1", node.id)
+    assert (asked.kind, asked.element, asked.node_id) == (drains.UNLOAD, "m1", node.id)
     assert out.getvalue().startswith("one: m1#1 is unloaded (operation ")
     NodeModel.objects.filter(node=node).update(in_flight=1)
     with pytest.raises(CommandError, match="no replica on node one is idle"):

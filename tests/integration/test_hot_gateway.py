@@ -20,7 +20,6 @@ from localai_cluster.metrics import exposed, kinds
 from localai_cluster.rpc.client import BackendClient
 from nodes.inference import gateway
 from nodes.models import NodeModel, ReplicaUse
-from nodes.replicas import leaving
 from nodes.routing.request import Replica
 from operations.models import Operation
 from tests.support import backends, hot
@@ -286,7 +285,7 @@ def test_a_slow_engine_ends_in_a_503(settings: Settings) -> None:
 def serving(state: str = "loaded") -> list[tuple[str, str]]:
     """Addresses of the rows in this state, and who has them."""
     rows = NodeModel.objects.filter(state=state).order_by("address")
-    return list(rows.values_list("address", "loading_by"))
+    return list(rows.values_list("address", "reason"))
 
 
 @pytest.mark.rule("R2.9", "T-ROU-42")
@@ -303,7 +302,7 @@ def test_a_dead_replica_is_taken_out_and_the_request_goes_on() -> None:
             asks = [reply(client.post(PATH, {"model": "echo", "input": "a"})) for _ in range(10)]
             replies = await asyncio.gather(*asks)
             assert await hot.in_thread(serving) == [(engine.address, "")]
-            assert await hot.in_thread(lambda: serving("unloading")) == [(dead, leaving.LOST)]
+            assert await hot.in_thread(lambda: serving("unloading")) == [(dead, "lost")]
             return replies
 
     assert [answer.status for answer in run(scenario)] == [200] * 10
@@ -354,7 +353,7 @@ def test_an_engine_without_its_model_is_replaced() -> None:
             answered = await reply(client.post(PATH, {"model": "echo", "input": "a"}))
             assert await hot.in_thread(serving) == [(right.address, "")]
             gone = await hot.in_thread(lambda: serving("unloading"))
-            assert gone == [(one, leaving.STRANGE) for one in sorted((empty.address, wrong.address))]
+            assert gone == [(one, "wrong_model") for one in sorted((empty.address, wrong.address))]
             return answered
 
     assert run(scenario).status == 200

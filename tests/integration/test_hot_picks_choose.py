@@ -160,7 +160,7 @@ def insert(raw: psycopg.Connection[Any], number: int, candidate: Candidate, now:
     node = BackendNode(name=f"n{number}", name_key=f"n{number}", address="a:1", approved_at=now)
     node.available_vram = candidate.available_vram
     row = NodeModel(
-        id=candidate.id, node=node, model_name="echo", address=f"a:{number}", state="loaded",
+        id=candidate.id, node=node, model_name="echo", address=f"a:{number}", phase="serving",
         in_flight=candidate.in_flight, last_used=candidate.last_used,
     )  # fmt: skip
     for model in (node, row):

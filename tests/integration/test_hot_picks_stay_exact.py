@@ -15,7 +15,7 @@ from django.db import connection
 from localai_cluster import clock, procs
 from nodes.models import NodeModel, ReplicaUse
 from nodes.reconcilers import liveness
-from nodes.replicas import hooks, leaving
+from nodes.replicas import hooks
 from nodes.replicas.hooks import Removed
 from nodes.routing import pool, process
 from nodes.routing.picks import Picker
@@ -232,7 +232,7 @@ def test_removal_is_by_id_and_address(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asyncio.run(scenario()) == (False, True)
     assert announced == []
     row.refresh_from_db()
-    assert (row.state, row.loading_by, row.in_flight) == ("unloading", leaving.LOST, 0)
+    assert (row.state, row.reason, row.in_flight) == ("unloading", "lost", 0)
     assert [use.count for use in ReplicaUse.objects.all()] == [0]
 
 

@@ -19,6 +19,7 @@ from nodes.registry.mass_silence import Held
 from operations.executor import controllers
 from tests.support import fleet, live
 from tests.support.fleet import ANNA, NOW, later
+from tests.support.replicas import columns, forget_nodes
 
 pytestmark = pytest.mark.django_db
 
@@ -62,7 +63,9 @@ def test_every_key_is_there_for_a_node_of_which_nothing_is_known() -> None:
 def test_replicas_of_all_states_come_and_counts_are_those_of_the_list() -> None:
     """D4: `model_count` counts loaded replicas, `in_flight_count` sums loaded and unloading ones."""
     node = fleet.approved()
-    for index, (state, running) in enumerate([("loaded", 3), ("unloading", 4), ("loading", 5), ("idle", 7)]):
+    for index, (state, running) in enumerate(
+        [("loaded", 3), ("unloading", 4), ("loading", 5), ("staging", 7)]
+    ):
         fleet.replica(node, "b", index, state=state, in_flight=running)
     fleet.replica(node, "a", backend_type="mock")
     NodeBackend.objects.create(node=node, name="mock")
@@ -75,7 +78,7 @@ def test_replicas_of_all_states_come_and_counts_are_those_of_the_list() -> None:
         ("b", 0, "loaded"),
         ("b", 1, "unloading"),
         ("b", 2, "loading"),
-        ("b", 3, "idle"),
+        ("b", 3, "staging"),
     ]
     assert shown["models"][0]["backend_type"] == "mock"
     assert shown["backends"] == ["echo", "mock"]
@@ -169,7 +172,9 @@ def grow(size: int) -> None:
     BackendNode.objects.bulk_create(nodes)
     NodeLabel.objects.bulk_create(NodeLabel(node=node, key=key, value="x") for node in nodes for key in "abc")
     NodeModel.objects.bulk_create(
-        NodeModel(node=node, model_name="m", replica_index=index) for node in nodes for index in range(2)
+        NodeModel(node=node, model_name="m", replica_index=index, **columns())
+        for node in nodes
+        for index in range(2)
     )
     NodeBackend.objects.bulk_create(NodeBackend(node=node, name="mock") for node in nodes)
     NodeConflict.objects.bulk_create(NodeConflict(node=node, kind="secret", claim="x") for node in nodes[::3])
@@ -197,7 +202,7 @@ def test_a_look_sees_one_moment(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def meanwhile() -> dict[str, str]:
         found = labels()
-        seen.append(fleet.at_once(lambda: BackendNode.objects.filter(pk=node.pk).delete())[0] is not None)
+        seen.append(fleet.at_once(forget_nodes)[0] is None)
         return found
 
     monkeypatch.setattr(rows, "_labels", meanwhile)

@@ -121,7 +121,7 @@ def test_silent_nodes_go_offline_and_lose_their_replicas() -> None:
     ]
     fresh, pending = make_node("fresh", heard=60), make_node("pending", heard=999, approved_at=None)
     for node in (silent[0], fresh):
-        NodeModel.objects.create(node=node, model_name="m", state="loaded", address="h:2")
+        NodeModel.objects.create(node=node, model_name="m", phase="serving", address="h:2")
     assert run() == (3, 0)
     assert [status(node) for node in silent] == ["offline"] * 3
     assert (status(fresh), status(pending)) == ("healthy", "pending")
@@ -143,7 +143,7 @@ def test_an_unhealthy_node_that_was_heard_since_is_well_again() -> None:
         make_node("pending", heard=10, approved_at=None, **marked),
         make_node("left", heard=10, offline_at=ago(15), **marked),
     ]
-    NodeModel.objects.create(node=heard, model_name="m", state="loaded", address="h:2")
+    NodeModel.objects.create(node=heard, model_name="m", phase="serving", address="h:2")
     assert run() == (0, 0)
     assert (status(heard), status(drained)) == ("healthy", "draining")
     assert [status(node) for node in others] == ["unhealthy", "pending", "offline"]
@@ -209,7 +209,7 @@ def test_pending_never_becomes_healthy_by_going_silent() -> None:
 def test_a_dead_web_process_gives_its_counts_back() -> None:
     """I8: in-flight is the sum over live processes; a second pass takes nothing twice."""
     node = make_node("n", heard=0)
-    replica = NodeModel.objects.create(node=node, model_name="m", state="loaded", address="h:2", in_flight=5)
+    replica = NodeModel.objects.create(node=node, model_name="m", phase="serving", address="h:2", in_flight=5)
     dead = WebProcess.objects.create(host="h", pid=1, seen_at=ago(16))
     alive = WebProcess.objects.create(host="h", pid=2, seen_at=ago(1))
     ReplicaUse.objects.create(process=dead, replica=replica, count=3)
@@ -226,7 +226,7 @@ def test_a_dead_web_process_gives_its_counts_back() -> None:
 def test_replicas_go_in_the_lock_order_of_the_hot_path(leave: Callable[[], Any]) -> None:
     """Rule 2: replica first, then its uses; the other way round a pick and a lost node end in a deadlock."""
     node = make_node("n", heard=61)
-    replica = NodeModel.objects.create(node=node, model_name="m", state="loaded", address="h:2", in_flight=1)
+    replica = NodeModel.objects.create(node=node, model_name="m", phase="serving", address="h:2", in_flight=1)
     use = ReplicaUse.objects.create(
         process=WebProcess.objects.create(host="h", pid=1, seen_at=NOW), replica=replica, count=1
     )
@@ -272,10 +272,10 @@ def test_a_pass_with_work_costs_the_same_for_few_and_for_many(
 ) -> None:
     for number in range(count):
         gone = make_node(f"gone{number}", heard=99)
-        NodeModel.objects.create(node=gone, model_name="m", state="loaded", address="h:2")
+        NodeModel.objects.create(node=gone, model_name="m", phase="serving", address="h:2")
         make_node(f"back{number}", heard=1, unhealthy_at=ago(5), inventory_at=ago(2))
         make_node(f"deaf{number}", heard=1, unhealthy_at=ago(5), inventory_due_at=ago(-99))
-    with django_assert_num_queries(29):
+    with django_assert_num_queries(28):
         assert run() == (count, 0)
     assert NodeEvent.objects.count() == 2 * count
 
@@ -295,7 +295,7 @@ def test_a_pass_leaves_at_once_if_another_process_is_at_it(task: Callable[[], No
     """Each has work here; with the lock held elsewhere none of it is done, without it all."""
     node = make_node("n", heard=0, last_heartbeat=clock.now() - timedelta(days=2))
     drained = make_node("d", heard=0, last_heartbeat=clock.now(), drained_at=ago(9))
-    NodeModel.objects.create(node=drained, model_name="m", state="loaded", address="h:2")
+    NodeModel.objects.create(node=drained, model_name="m", phase="serving", address="h:2")
     WebProcess.objects.update(seen_at=clock.now())
     timeline.record(Entry(node.pk, "n", NodeEvent.Kind.LABELS, actors.WORKER), at=NOW - timedelta(days=4000))
 

@@ -24,6 +24,7 @@ from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeMode
 from nodes.placement.choose import NOTHING, choose
 from nodes.reconcilers import wakes
 from nodes.replicas import slots, snapshot
+from nodes.replicas.lifecycle import AttemptId
 from nodes.unloading import asking
 from nodes.unloading.asking import UnloadWish
 from operations.executor.operation_queue import write_batch
@@ -38,6 +39,7 @@ from tests.support.bus import PlayedBus
 from tests.support.fleet import at_once, unexpected
 from tests.support.loading import BACKEND, STARTED, Stage, loads, stage
 from tests.support.races import ROUNDS
+from tests.support.replicas import attempt
 
 __all__ = ["loads", "stage"]
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -78,7 +80,7 @@ class TestShares:
         """Whatever rows its controller holds at that moment: node, place, rule."""
         work = claimed(joined().operation)
         rule({})
-        hot.replica(hot.node(), "m", state="loading", loading_by=str(work.id))
+        hot.replica(hot.node(), "m", state="loading", owner=attempt(f"{work.id}:1"))
         with psycopg.connect(hot.database_url()) as controller:
             for model in (BackendNode, NodeModel, ModelSchedulingConfig):
                 controller.execute(f"SELECT 1 FROM {model._meta.db_table} FOR UPDATE")
@@ -160,7 +162,9 @@ class TestSlots:
                 chosen = choose(snapshot.fleet("m")).node
                 if chosen is None:
                     return None
-                slot = slots.reserve(chosen, "m", mark=f"{number}:1", backend="b", now=clock.now())
+                slot = slots.reserve(
+                    chosen, "m", attempt=attempt(f"{number}:1"), backend="b", now=clock.now()
+                )
                 if isinstance(slot, slots.Slot):
                     return slot
                 assert looked < 32, slot.reason
@@ -178,24 +182,26 @@ class TestSlots:
         node = hot.node(max_replicas_per_model=2)
         (view,) = snapshot.fleet("m")
         hot.replica(node, "m", 0)
-        slot = slots.reserve(view, "m", mark="a:1", backend="b", now=clock.now())
+        slot = slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now())
         assert isinstance(slot, slots.Slot)
         assert slot.replica_index == 1
         refused = slots.NoSlot("no free slot for this model")
-        assert slots.reserve(view, "m", mark="b:1", backend="b", now=clock.now()) == refused
+        assert slots.reserve(view, "m", attempt=attempt("b:1"), backend="b", now=clock.now()) == refused
         NodeModel.objects.filter(replica_index=0).delete()
         BackendNode.objects.update(max_replicas_per_model=1)
-        assert slots.reserve(view, "m", mark="b:1", backend="b", now=clock.now()) == refused, "no more than 1"
+        assert slots.reserve(view, "m", attempt=attempt("b:1"), backend="b", now=clock.now()) == refused, (
+            "no more than 1"
+        )
 
     @pytest.mark.rule("R1.67", "R1.62")
     def test_a_row_that_is_being_unloaded_keeps_its_slot(self) -> None:
         node = hot.node(max_replicas_per_model=2)
-        hot.replica(node, "m", 0, state="unloading", cleanup_error="may still run")
+        hot.replica(node, "m", 0, state="unloading", stop_error="may still run")
         (view,) = snapshot.fleet("m")
-        slot = slots.reserve(view, "m", mark="a:1", backend="b", now=clock.now())
+        slot = slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now())
         assert isinstance(slot, slots.Slot)
         assert slot.replica_index == 1
-        assert NodeModel.objects.get(replica_index=0).cleanup_error == "may still run"
+        assert NodeModel.objects.get(replica_index=0).stop_error == "may still run"
 
 
 def rule(selector: Any, model: str = "m") -> None:
@@ -225,7 +231,7 @@ async def placed(work: Work) -> placing.Place:
     for id in await hot.in_thread(lambda: list(BackendNode.objects.values_list("id", flat=True))):
         bus.replies[subjects.backend_list(str(id))] = m.ListReply(())
     wanted = placing.Wanted(definition(), NOTHING)
-    return await placing.place(bus, work, wanted, mark=f"{work.id}:{work.operation.fence}")
+    return await placing.place(bus, work, wanted, attempt=AttemptId(work.id, work.operation.fence))
 
 
 class TestPlacing:

@@ -22,7 +22,7 @@ from nodes.definitions.files import Definition, load_options, read
 from nodes.loading import load
 from nodes.loading.failures import refusals
 from nodes.loading.wish import ANOTHER, ONLY
-from nodes.models import BackendNode, EngineStart, ModelLoadInfo, ModelSchedulingConfig, NodeLabel, NodeModel
+from nodes.models import BackendNode, ModelLoadInfo, ModelSchedulingConfig, NodeLabel, NodeModel
 from operations.executor.recorder import Recorder
 from operations.executor.work import Postpone, Work, in_thread
 from operations.ledger.progress import Tick
@@ -83,7 +83,7 @@ async def test_the_steps_of_a_load_and_what_is_there_after_each(
 
     def looked(step: str) -> None:
         row = NodeModel.objects.get()
-        seen = (row.state, row.in_flight, row.address, EngineStart.objects.count())
+        seen = (row.state, row.in_flight, row.address, row.phase)
         steps.said.append((step, *seen, ModelLoadInfo.objects.count()))
 
     async def starting() -> m.InstallReply:
@@ -99,13 +99,12 @@ async def test_the_steps_of_a_load_and_what_is_there_after_each(
     assert steps.said == [
         "installing",
         "loading",
-        ("started", "loading", 0, "", 1, 0),
+        ("started", "loading", 0, "", "starting", 0),
         "loading",
-        ("loads", "loading", 0, "", 1, 0),
+        ("loads", "loading", 0, STARTED.address, "starting", 0),
     ]
     row, info = await in_thread(NodeModel.objects.get), await in_thread(ModelLoadInfo.objects.get)
     assert (row.state, row.in_flight, row.address) == ("loaded", 0, STARTED.address)
-    assert not await in_thread(EngineStart.objects.exists)
     assert row.model_options == info.model_options == load_options(definition)
     (asked,) = installs(stage, stage.one)
     assert (asked.backend, asked.model_id, asked.replica_index) == ("echo", "echo", 0)

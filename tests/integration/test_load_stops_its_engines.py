@@ -9,21 +9,25 @@ import pytest
 from django.db import connection, transaction
 
 from localai_cluster import clock
+from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import RequestTimeout
+from localai_cluster.messaging.codec import decode
 from localai_cluster.rpc.errors import BackendError, DeadlineExceeded, Lost
-from nodes.loading import engines, node_options
+from nodes.loading import node_options
 from nodes.loading.another import load_another
 from nodes.loading.failures import LoadFailed
+from nodes.loading.stopping import Stopper
 from nodes.loading.wish import ANOTHER
-from nodes.models import BackendNode, EngineStart, NodeModel
-from nodes.replicas import retire, slots, snapshot
+from nodes.models import BackendNode, NodeModel
+from nodes.replicas import load_ends, retire, slots, snapshot
+from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
 from operations.executor.work import Abandoned, Postpone, in_thread
 from operations.ledger import lease
 from tests.conftest import eventually
 from tests.support import hot
-from tests.support.loading import BACKEND, STARTED, Stage, left, loads, stage
+from tests.support.loading import BACKEND, STARTED, Stage, left, loads, stage, stops
 
 __all__ = ["loads", "stage"]
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -75,9 +79,8 @@ async def test_a_cancelled_load_has_its_engine_stopped(stage: Stage) -> None:
         (DeadlineExceeded("late"), LoadFailed),
         (BackendError("no such file"), Postpone),
         (Lost("the engine died"), Postpone),
-        (lambda: NodeModel.objects.all().delete(), Postpone),
     ],
-    ids=["deadline", "refused", "died", "not published"],
+    ids=["deadline", "refused", "died"],
 )
 async def test_an_attempt_without_a_replica_has_its_engine_stopped(
     stage: Stage, loads: list[Any], error: Any, ends: type
@@ -99,16 +102,33 @@ async def test_an_attempt_whose_place_was_taken_over_stops_nothing(stage: Stage,
     stage.installs(stage.one, STARTED)
     await hot.in_thread(stage.need_until)
 
-    def taken_over() -> None:
-        slot = Slot(NodeModel.objects.get().pk, stage.one.id, "one", 0)
-        NodeModel.objects.update(loading_by="later:2")
-        assert engines.note(slot, "echo", mark="later:2", now=clock.now())
-
-    loads.append(taken_over)
+    loads.append(lambda: NodeModel.objects.update(owner_fence=99))
     ended = await stage.play()
     assert isinstance(ended, Postpone), ended
     assert stage.bus.stops(stage.one.id) == []
-    assert await hot.in_thread(left) == [("echo#0", "")]
+    assert (await hot.in_thread(NodeModel.objects.get)).phase == "starting"
+
+
+@pytest.mark.rule("R2.62")
+async def test_an_attempt_whose_node_has_left_leaves_its_engine_to_the_controllers(
+    stage: Stage, loads: list[Any]
+) -> None:
+    """They stop exactly that process as soon as the node can be reached."""
+    stage.lists(stage.one, BACKEND)
+    stage.installs(stage.one, STARTED)
+    await hot.in_thread(stage.need_until)
+
+    @transaction.atomic
+    def leaves() -> None:
+        retire.depart(stage.one.id, now=clock.now())
+
+    loads.append(leaves)
+    ended = await stage.play()
+    assert isinstance(ended, Postpone), ended
+    assert await hot.in_thread(left) == [("echo#0", STARTED.address)]
+    await stops(stage)
+    (stop,) = stage.bus.asked[subjects.model_stop(str(stage.one.id))]
+    assert decode(stop, m.StopModelRequest).expected_address == STARTED.address
 
 
 async def test_an_attempt_whose_place_is_lost_starts_nothing(
@@ -139,19 +159,16 @@ async def test_an_attempt_before_the_start_stops_nothing(stage: Stage) -> None:
     assert stage.bus.published == []
 
 
-async def test_the_next_attempt_stops_what_a_killed_one_has_left(stage: Stage, loads: list[Any]) -> None:
-    """At the place that it has taken itself: another load may have a place that was left elsewhere."""
-    killed = f"{stage.work.id}:0"
-
-    def left_behind() -> None:
-        row = NodeModel.objects.create(node=stage.two, model_name="echo", state="loading", loading_by=killed)
-        assert engines.note(Slot(row.pk, stage.two.id, "two", 0), "echo", mark=killed, now=clock.now())
-        row.delete()
-
-    await in_thread(left_behind)
+async def test_the_next_attempt_leaves_the_slot_of_a_killed_one_alone(stage: Stage, loads: list[Any]) -> None:
+    """Its engine may run, so its index and its process key are not used again before that is stopped."""
+    killed = AttemptId(stage.work.id, 0)
+    await in_thread(lambda: hot.replica(stage.two, phase="starting", address="", owner=killed))
     stage.lists(stage.two, BACKEND)
     stage.installs(stage.two, STARTED)
-    assert (await stage.handler(stage.work))["node"] == "two"
+    done = await stage.handler(stage.work)
+    assert (done["node"], done["replica_index"]) == ("two", 1)
+    assert await in_thread(left) == [("echo#0", "")]
+    await Stopper(stage.bus).look_once()
     assert stage.bus.stops(stage.two.id) == ["echo#0"]
 
 
@@ -163,20 +180,20 @@ async def test_a_load_leaves_the_engines_and_slots_of_another_active_load_alone(
 
     A request's load does not make one beside that which is on its way.
     """
-    marks: list[str] = []
+    marks: list[AttemptId] = []
 
     def others() -> None:
         BackendNode.objects.update(max_replicas_per_model=3)
         active = load_another("echo", only=None, actor="test", reason="test")
         (operation,) = lease.claim("controller", now=clock.now(), lease=60, limit=1)
         assert operation.id == active.id
-        marks.extend((f"{active.id}:{operation.fence}", f"{uuid4()}:1"))
+        marks.extend((AttemptId(active.id, operation.fence), AttemptId(uuid4(), 1)))
         for index, mark in enumerate(marks):
             (view, _) = sorted(snapshot.fleet("echo"), key=lambda one: one.name)
-            slot = slots.reserve(view, "echo", mark=mark, backend="echo", now=clock.now())
+            slot = slots.reserve(view, "echo", attempt=mark, backend="echo", now=clock.now())
             assert isinstance(slot, Slot)
             assert slot.replica_index == index
-            assert engines.note(slot, "echo", mark=mark, now=clock.now())
+            assert slots.start(slot, attempt=mark, now=clock.now())
 
     await in_thread(others)
     stage.lists(stage.one, BACKEND)
@@ -184,25 +201,22 @@ async def test_a_load_leaves_the_engines_and_slots_of_another_active_load_alone(
     with pytest.raises(Abandoned, match="another replica of the model"):
         await stage.handler(stage.work)
     stage.work.operation.payload[ANOTHER] = True
-    assert (await stage.handler(stage.work))["replica_index"] == 1
-    assert stage.bus.stops(stage.one.id) == ["echo#1"]
+    assert (await stage.handler(stage.work))["replica_index"] == 2
     active, _ = marks
-    left = await in_thread(lambda: list(NodeModel.objects.filter(state="loading").values_list("loading_by")))
-    assert left == [(active,)]
-    assert await in_thread(lambda: list(EngineStart.objects.values_list("mark"))) == [(active,)]
+    loading = NodeModel.objects.filter(state="loading")
+    assert await in_thread(lambda: [row.owner_id for row in loading]) == [active.operation_id]
+    assert await in_thread(left) == [("echo#1", "")], "what the ended one may have started is stopped"
 
 
 def test_leftovers_are_locked_in_the_order_of_their_ids() -> None:
     """Anyone who ends replicas of several nodes may hold an earlier one: nothing is held while it waits."""
     early, late = sorted((uuid4(), uuid4()))
     for number, pk in enumerate((late, early)):
-        NodeModel.objects.create(
-            id=pk, node=hot.node(f"n{number}"), model_name="m", state="loading", loading_by="gone"
-        )
+        hot.replica(hot.node(f"n{number}"), "m", id=pk, state="loading")
 
-    def clear() -> list[Slot]:
+    def clear() -> list[NodeModel]:
         try:
-            return retire.retire_slots_of_ended(engines.running_attempts(), "m")
+            return load_ends.end_abandoned("m", now=clock.now())
         finally:
             connection.close()
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from django.db import transaction
 
 from localai_cluster import clock
 from localai_cluster.messaging import messages as m
@@ -19,8 +20,10 @@ from nodes.backends import commands, intents
 from nodes.definitions.folder import Folder
 from nodes.loading import asking, load
 from nodes.loading.failures import LoadFailed
+from nodes.loading.stopping import Stopper
 from nodes.models import NodeBackend, NodeModel
 from nodes.placement.setbacks import from_payload
+from nodes.replicas import retire
 from operations.executor.waiting import Hints
 from operations.executor.work import Abandoned, Postpone, in_thread
 from operations.models import Operation
@@ -150,10 +153,12 @@ async def test_a_load_ends_when_its_slot_is_gone(stage: Stage) -> None:
     def silent() -> bool:
         if not stage.bus.asked[subjects.backend_install(str(stage.one.id))]:
             return False
-        return NodeModel.objects.filter(state="loading").delete()[0] > 0
+        with transaction.atomic():
+            return retire.depart(stage.one.id, now=clock.now()) > 0
 
     ended = await stage.play(silent)
     assert isinstance(ended, Postpone), ended
+    await Stopper(stage.bus).look_once()
     assert stage.bus.stops(stage.one.id) == ["echo#0"], "its engine may live on"
 
 

@@ -25,6 +25,7 @@ from nodes.models import BackendNode
 from tests.support import hot
 from tests.support.environment import API_KEY
 from tests.support.media import STAGING, TEXT, WAV, Artist, Disk, form
+from tests.support.replicas import forget_nodes
 from tests.support.scripted import Refusal, running
 from tests.support.served import served
 from tests.support.streaming import Streamed, asked
@@ -79,7 +80,7 @@ def play(scenario: Scenario, *artists: Artist) -> Any:
         async with replicas(*artists):
             return await scenario()
 
-    BackendNode.objects.all().delete()  # of an earlier play in the same test
+    forget_nodes()  # of an earlier play in the same test
     outcome = asyncio.run(whole())
     assert set(hot.counts().values()) <= {0}
     return outcome

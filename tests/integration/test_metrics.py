@@ -27,7 +27,7 @@ from localai_cluster.metrics import exposed
 from localai_cluster.row_metrics import RowReader
 from localai_cluster.scraping import MetricsApplication
 from localai_cluster.web.throttle import LIMIT, WINDOW, Failures
-from nodes.models import NodeModel, PendingBackendOp, WebProcess
+from nodes.models import PendingBackendOp, WebProcess
 from operations.executor import controllers
 from operations.models import Operation, Status
 from tests.support import hot
@@ -120,7 +120,7 @@ def planted(now: datetime) -> None:
     hot.node("silent", total_vram=1000, offline_at=now)
     hot.replica(fast, in_flight=2)
     hot.replica(fast, index=1, in_flight=3)
-    NodeModel.objects.create(node=fast, model_name="other", replica_index=0, state="loading")
+    hot.replica(fast, "other", state="loading")
     for number, (status, ended) in enumerate(
         [
             (Status.PENDING, None),

@@ -16,9 +16,11 @@ from nodes.placement.choose import NOTHING, Need, choose
 from nodes.placement.explain import FleetView
 from nodes.placement.selector import Selector
 from nodes.replicas import mirror, snapshot
+from nodes.replicas.lifecycle import SERVES
 from nodes.replicas.mirror import Mirror
 from tests.support import hot
 from tests.support.effort import EFFORT
+from tests.support.replicas import columns
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -41,12 +43,13 @@ def write(chance: random.Random) -> None:
     """Any of the writes that placement notices."""
     node, now = chance.choice(list(BackendNode.objects.order_by("name"))), clock.now()
     self = BackendNode.objects.filter(pk=node.pk)
-    rows = NodeModel.objects.filter(node=node)
+    rows = NodeModel.engines.filter(node=node)
     writes: list[Callable[[], Any]] = [
         lambda: hot.node(f"n{chance.randrange(10**9)}", available_vram=8 * GB, vram_read_at=now),
         lambda: place(chance, node, "a"),
         lambda: place(chance, node, "b"),
-        lambda: rows.update(in_flight=chance.randrange(3), state=chance.choice(["loaded", "unloading"])),
+        lambda: rows.exclude(phase="departed").update(in_flight=chance.randrange(3)),
+        lambda: rows.exclude(phase="reserved").update(**life(chance)),
         lambda: rows.filter(replica_index__gte=chance.randrange(99)).delete(),
         lambda: self.update(available_vram=GB, vram_read_at=now + timedelta(seconds=1)),
         lambda: self.update(drained_at=chance.choice([None, now])),
@@ -57,6 +60,11 @@ def write(chance: random.Random) -> None:
     chance.choice(writes)()
 
 
+def life(chance: random.Random) -> dict[str, Any]:
+    """Serving, being stopped, or out of sight."""
+    return {**SERVES, "in_flight": 0, **columns(phase=chance.choice(["serving", "stopping", "departed"]))}
+
+
 def place(chance: random.Random, node: BackendNode, model: str) -> None:
     needed = {"vram_needed": GB, "vram_seen": 8 * GB, "vram_seen_at": clock.now(), "loaded_at": clock.now()}
     index = chance.randrange(10**6)
@@ -65,7 +73,7 @@ def place(chance: random.Random, node: BackendNode, model: str) -> None:
 
 def remove(node: BackendNode) -> None:
     if BackendNode.objects.count() > 1:
-        NodeModel.objects.filter(node=node).delete()
+        NodeModel.engines.filter(node=node).delete()
         NodeLabel.objects.filter(node=node).delete()
         BackendNode.objects.filter(pk=node.pk).delete()
 

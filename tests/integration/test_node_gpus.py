@@ -24,13 +24,16 @@ from nodes.placement.explain import FleetView
 from nodes.placement.settle import LoadQuestion
 from nodes.registry import heartbeats
 from nodes.registry.heartbeats import Beat
-from nodes.replicas import retire, slots, snapshot
+from nodes.replicas import load_ends, retire, slots, snapshot
+from nodes.replicas import stops as engine_stops
+from nodes.replicas.lifecycle import engine_of
 from nodes.replicas.slots import NoSlot, Slot
 from operations.executor.work import Postpone
 from tests.support import api, hot, pages
 from tests.support.beating import Counted, beat, made, now_of
 from tests.support.fleet import at_once, unexpected
 from tests.support.loading import BACKEND, STARTED, Stage, stage, stops
+from tests.support.replicas import attempt, owner_of, publish
 
 __all__ = ["stage"]
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -74,7 +77,7 @@ def begun(node: BackendNode, model: str, size: int, *, required: bool = True) ->
     """A load takes its slot, whatever placement says."""
     (view,) = snapshot.fleet(model, only=[node.pk])
     need = Need(vram=size * GIB, vram_required=required)
-    return slots.reserve(view, model, mark=f"{model}:1", backend="b", now=clock.now(), need=need)
+    return slots.reserve(view, model, attempt=attempt(f"{model}:1"), backend="b", now=clock.now(), need=need)
 
 
 def ids(slot: Slot | NoSlot) -> list[str]:
@@ -84,8 +87,7 @@ def ids(slot: Slot | NoSlot) -> list[str]:
 
 def published(slot: Slot | NoSlot, mark: str) -> None:
     assert isinstance(slot, Slot)
-    told: dict[str, Any] = {"address": "127.0.0.1:1", "backend": "b", "options": {}, "revision": ""}
-    assert slots.publish(slot, mark=mark, now=clock.now(), **told)
+    assert publish(slot, attempt(mark))
 
 
 def read(node: BackendNode, *free: int) -> None:
@@ -223,7 +225,7 @@ def test_a_split_reserves_on_each_and_its_end_gives_both_back() -> None:
     assert sum(one.amount for one in slot.gpus) == 41 * GIB
     assert rooms(node) == [3, 3, 6]
     assert api.node(node.id).reserved_vram == 41 * GIB
-    retire.retire_slot(slot, mark="m:1")
+    load_ends.give_up(slot, attempt=attempt("m:1"), now=clock.now())
     assert rooms(node) == [24, 24, 6]
     assert api.node(node.id).reserved_vram == 0
 
@@ -263,12 +265,16 @@ def test_a_victim_makes_room_on_its_gpu_and_what_it_gives_back_counts_once() -> 
     assert room is not None
     assert room.node is not None
     assert [one.name for one in room.victims] == ["old1#0"]
-    slot = slots.reserve(room.node, "m", mark="m:1", backend="b", now=clock.now(), need=need, room=room)
+    slot = slots.reserve(
+        room.node, "m", attempt=attempt("m:1"), backend="b", now=clock.now(), need=need, room=room
+    )
     assert ids(slot) == ["GPU-1"]
     assert rooms(node) == [4, -14]
+    victim = NodeModel.objects.get(pk=room.victims[0].id)
+    assert engine_stops.record_sent(engine_of(victim), now=clock.now())
     with CaptureQueriesContext(connection) as asked:
         later = clock.now() + timedelta(seconds=2)
-        assert retire.retire_unloaded(room.victims[0].id, stop_sent=later)
+        assert retire.confirm(room.victims[0].id, stop_sent=later)
     assert len([one for one in asked if one["sql"].startswith('UPDATE "node_models"')]) == 1
     for free in (6, 22, 12, 2):  # the victim still shows; it is gone; the new engine takes half, then all
         read(node, 4, free)
@@ -290,7 +296,12 @@ def test_racers_for_the_gpus_of_one_node_overbook_none() -> None:
             if decision.node is None:
                 return decision.refused[node.pk]
             slot = slots.reserve(
-                decision.node, f"m{number}", mark=f"{number}:1", backend="b", now=clock.now(), need=need
+                decision.node,
+                f"m{number}",
+                attempt=attempt(f"{number}:1"),
+                backend="b",
+                now=clock.now(),
+                need=need,
             )
             if isinstance(slot, Slot):
                 return slot
@@ -306,8 +317,10 @@ def test_racers_for_the_gpus_of_one_node_overbook_none() -> None:
             taken[share.id] += share.amount
     assert all(0 < amount <= 24 * GIB for amount in taken.values())
     assert all(left < 9 for left in rooms(node)), "nothing that fits was refused"
-    marks = dict(NodeModel.objects.values_list("pk", "loading_by"))
-    ends = [lambda slot=slot: retire.retire_slot(slot, mark=marks[slot.id]) for slot in won]
+    marks = {row.pk: owner_of(row) for row in NodeModel.objects.all()}
+    ends = [
+        lambda slot=slot: load_ends.give_up(slot, attempt=marks[slot.id], now=clock.now()) for slot in won
+    ]
     assert unexpected(at_once(*ends)) == []
     assert rooms(node) == [24, 24]
 
@@ -320,7 +333,9 @@ def test_two_racers_for_the_last_room_on_one_gpu() -> None:
     need = Need(vram=10 * GIB, vram_required=True)
 
     def taking(name: str) -> Slot | NoSlot:
-        return slots.reserve(view, name, mark=f"{name}:1", backend="b", now=clock.now(), need=need)
+        return slots.reserve(
+            view, name, attempt=attempt(f"{name}:1"), backend="b", now=clock.now(), need=need
+        )
 
     results = at_once(lambda: taking("a"), lambda: taking("b"))
     assert unexpected(results) == []

@@ -450,7 +450,9 @@ class Fleet(RuleBasedStateMachine):
         """A model is loaded on a target, or a request begins or ends there."""
         busy = self.dice.random() < 0.6
         if node.status == "healthy" and not node.replicas:
-            replica(BackendNode.objects.get(pk=node.id))
+            # The engines of departed replicas keep their indices.
+            taken = NodeModel.engines.filter(node_id=node.id).values_list("replica_index", flat=True)
+            replica(BackendNode.objects.get(pk=node.id), index=max(taken, default=-1) + 1)
             node.replicas = 1
         if node.replicas:
             NodeModel.objects.filter(node_id=node.id).update(in_flight=int(busy))

@@ -24,6 +24,7 @@ from nodes.models import (
 from nodes.reconcilers.liveness import Limits, Plan, apply
 from nodes.registry import services
 from nodes.registry.services import Running
+from nodes.replicas.lifecycle import SERVES
 from nodes.replicas.slots import Slot, reserve
 from nodes.replicas.snapshot import fleet
 from tests.support.fleet import (
@@ -43,6 +44,7 @@ from tests.support.fleet import (
     unexpected,
 )
 from tests.support.races import after, held, holding, repeated, waiting
+from tests.support.replicas import attempt
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -57,7 +59,10 @@ def test_a_slot_against_deregistration() -> None:
     (view,) = fleet("m")
     results = at_once(
         lambda: services.deregister(node.pk, actor=ROOT, now=later(1)),
-        *(lambda n=number: reserve(view, f"m{n}", mark="x", backend="b", now=NOW) for number in range(6)),
+        *(
+            lambda n=number: reserve(view, f"m{n}", attempt=attempt("x"), backend="b", now=NOW)
+            for number in range(6)
+        ),
     )
     assert unexpected(results) == []
     assert results[0] is None
@@ -172,9 +177,9 @@ def test_no_deadlock_between_hot_path_beats_passes_and_verbs() -> None:
 def reserve_row(node: BackendNode) -> None:
     """A replica that a load has published, if the slot is free."""
     view = next(one for one in fleet("m") if one.id == node.pk)
-    slot = reserve(view, "m", mark="x", backend="b", now=NOW)
+    slot = reserve(view, "m", attempt=attempt("x"), backend="b", now=NOW)
     if isinstance(slot, Slot):
-        NodeModel.objects.filter(pk=slot.id).update(state="loaded", address="h:1")
+        NodeModel.objects.filter(pk=slot.id).update(phase="serving", **SERVES, address="h:1")
 
 
 def everything_told_is_consistent() -> None:

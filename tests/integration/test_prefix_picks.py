@@ -36,7 +36,7 @@ def fleet() -> None:
     for node in NODES:
         hot.node(f"n{node.int}", id=node)
     for number, (node, index) in enumerate(PLACES):
-        hot.replica(BackendNode(pk=node), index=index, address=f"a:{number}", state="loading")
+        hot.replica(BackendNode(pk=node), index=index, address=f"a:{number}", state="unloading")
 
 
 def chosen(
@@ -65,7 +65,8 @@ def chosen(
     try:
         for one in candidates:
             raw.execute(
-                "UPDATE node_models SET state = 'loaded', in_flight = %s WHERE node_id = %s"
+                "UPDATE node_models SET phase = 'serving', in_flight = %s, reason = '', owner_kind = '',"
+                " deadline = NULL, next_stop_at = NULL WHERE node_id = %s"
                 " AND replica_index = %s",
                 (one.in_flight, one.node, one.index),
             )

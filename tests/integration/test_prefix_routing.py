@@ -130,7 +130,7 @@ def test_a_removed_replica_is_forgotten_by_every_process() -> None:
     def remove() -> None:
         node = hot.node(id=NODE)
         gone = hot.replica(node, "m", state="unloading")
-        assert retire.retire_unloaded(gone.pk)
+        assert retire.confirm(gone.pk)
 
     async def scenario() -> None:
         async with hot.serving(prefixes):

@@ -38,6 +38,7 @@ from nodes.placement.explain import Ending
 from nodes.reconcilers import recomputing, tasks
 from nodes.reconcilers.recomputing import Found
 from nodes.replicas import reasons, slots, snapshot
+from nodes.replicas.lifecycle import AttemptId
 from operations.executor.operation_queue import write_batch
 from operations.executor.recorder import Recorder
 from operations.executor.work import Abandoned, Postpone, Work
@@ -46,6 +47,7 @@ from operations.models import Operation
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
 from tests.support.deciding import decided
+from tests.support.replicas import attempt
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -82,7 +84,7 @@ async def placed(work: Work, need: Need = NOTHING, *, silent: str = "") -> placi
         if name != silent:
             bus.replies[subjects.backend_list(str(id))] = m.ListReply(())
     what = placing.Wanted(definition(), need)
-    return await placing.place(bus, work, what, mark=f"{work.id}:{work.operation.fence}")
+    return await placing.place(bus, work, what, attempt=AttemptId(work.id, work.operation.fence))
 
 
 def kept() -> list[PlacementRecord]:
@@ -185,10 +187,10 @@ class TestRecords:
         why = decided("m")
         broken = patch.object(PlacementRecord, "save", side_effect=RuntimeError)
         with broken, pytest.raises(RuntimeError):
-            slots.reserve(view, "m", mark="a:1", backend="b", now=clock.now(), why=why)
+            slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now(), why=why)
         assert not NodeModel.objects.exists()
-        slots.reserve(view, "m", mark="a:1", backend="b", now=clock.now(), why=why)
-        slots.reserve(view, "m", mark="b:1", backend="b", now=clock.now(), why=why)
+        slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now(), why=why)
+        slots.reserve(view, "m", attempt=attempt("b:1"), backend="b", now=clock.now(), why=why)
         assert (NodeModel.objects.count(), len(kept())) == (1, 1), "a refused slot leaves no record"
 
     def test_the_index_is_the_one_that_was_taken(self) -> None:
@@ -196,7 +198,7 @@ class TestRecords:
         (view,) = snapshot.fleet("m")
         why = decided("m")
         hot.replica(node, "m", 0)
-        slots.reserve(view, "m", mark="a:1", backend="b", now=clock.now(), why=why)
+        slots.reserve(view, "m", attempt=attempt("a:1"), backend="b", now=clock.now(), why=why)
         assert kept()[0].replica_index == 1
 
     def test_they_last_as_long_as_events(self) -> None:

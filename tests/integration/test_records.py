@@ -15,11 +15,12 @@ from nodes.models import (
     ModelSchedulingConfig,
     NodeModel,
     PendingBackendOp,
-    ReplicaState,
 )
+from nodes.models.replica import STATE_OF, Phase
 from nodes.registry.services import deregister, drain
 from nodes.replicas import slots, snapshot
 from tests.support import api
+from tests.support.replicas import attempt, columns
 
 pytestmark = pytest.mark.django_db
 
@@ -36,23 +37,24 @@ def refused(model: type[Model], **fields: Any) -> bool:
 
 def replica(node: BackendNode, **fields: Any) -> NodeModel:
     """A loaded replica."""
-    given: dict[str, Any] = {"state": "loaded", "address": "127.0.0.1:9", "model_name": "m"} | fields
-    return NodeModel.objects.create(node=node, **given)
+    given: dict[str, Any] = {"address": "127.0.0.1:9", "model_name": "m"} | fields
+    return NodeModel.engines.create(node=node, **columns(**given))
 
 
 @pytest.mark.rule("R1.4", "T-REG-61")
 def test_only_loaded_replicas_with_an_address_serve() -> None:
-    """R1.4: every state is storable, one of them gets traffic; index and count default to 0."""
+    """R1.4: every phase is storable, one of them gets traffic; index and count default to 0."""
     node = api.make_node()
-    for index, state in enumerate(ReplicaState.values):
-        replica(node, state=state, replica_index=index)
+    for index, phase in enumerate(Phase.values):
+        replica(node, phase=phase, replica_index=index)
+    assert {row.phase: row.state for row in NodeModel.engines.all()} == STATE_OF
     serving = NodeModel.objects.serving()
     assert [row.state for row in serving] == ["loaded"]
-    assert refused(NodeModel, node=node, model_name="n", state="loaded", address="")
-    assert refused(NodeModel, node=node, model_name="n", state="resting", address="a:1")
-    assert refused(NodeModel, node=node, model_name="n", in_flight=-1)
-    fresh = NodeModel.objects.create(node=node, model_name="n")
-    assert (fresh.replica_index, fresh.in_flight, fresh.loading_by) == (0, 0, "")
+    assert refused(NodeModel, node=node, model_name="n", phase="serving", address="")
+    assert refused(NodeModel, node=node, model_name="n", **columns(phase="serving") | {"phase": "resting"})
+    assert refused(NodeModel, node=node, model_name="n", **columns(in_flight=-1))
+    fresh = NodeModel.objects.create(node=node, model_name="n", **columns())
+    assert (fresh.replica_index, fresh.in_flight, fresh.owner_kind) == (0, 0, "")
 
 
 @pytest.mark.rule("R1.5")
@@ -60,9 +62,9 @@ def test_a_slot_is_taken_once() -> None:
     """R1.5, "Port:": node, model and index are unique; a full node gives none and says so."""
     node = api.make_node()
     replica(node)
-    assert refused(NodeModel, node=node, model_name="m", replica_index=0)
+    assert refused(NodeModel, node=node, model_name="m", replica_index=0, **columns())
     (view,) = snapshot.fleet("m")
-    refusal = slots.reserve(view, "m", mark="x:1", backend="echo", now=clock.now())
+    refusal = slots.reserve(view, "m", attempt=attempt("x:1"), backend="echo", now=clock.now())
     assert refusal == slots.NoSlot("no free slot for this model")
     assert NodeModel.objects.get(node=node, model_name="m").state == "loaded"
 
@@ -73,7 +75,7 @@ def test_a_node_that_was_drained_meanwhile_gives_no_slot() -> None:
     node = api.make_node()
     (view,) = snapshot.fleet("m")
     drain(node.id, actor=STATIC_KEY, now=clock.now())
-    refusal = slots.reserve(view, "m", mark="x:1", backend="echo", now=clock.now())
+    refusal = slots.reserve(view, "m", attempt=attempt("x:1"), backend="echo", now=clock.now())
     assert refusal == slots.NoSlot("gone or not healthy any more")
     assert not NodeModel.objects.exists()
 

@@ -96,7 +96,7 @@ def test_each_loses_the_replicas_that_it_does_not_list() -> None:
     """One lists its process, one does not say, one is new."""
     kept, lost = api.make_node("w1"), api.make_node("w2")
     for node in (kept, lost):
-        NodeModel.objects.create(node=node, model_name="m", state="loaded", address="127.0.0.1:1")
+        NodeModel.objects.create(node=node, model_name="m", phase="serving", address="127.0.0.1:1")
     together(
         claim("w1", running_processes=[services.Running("m#0", "127.0.0.1:1")]), claim("w2"), claim("w3")
     )

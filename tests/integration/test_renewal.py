@@ -22,7 +22,7 @@ from nodes.placement.choose import Need
 from nodes.placement.explain import FleetView
 from nodes.placement.settle import LoadQuestion
 from nodes.reconcilers import replicas
-from nodes.replicas import eviction, finders, leaving, slots, snapshot
+from nodes.replicas import eviction, finders, slots, snapshot, terminations
 from nodes.routing.request import InferenceRequest
 from nodes.scheduling import store
 from nodes.scheduling.rules import Rule
@@ -36,6 +36,7 @@ from operations.states import Event
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
 from tests.support.loading import BACKEND, STARTED, loads
+from tests.support.replicas import attempt
 
 __all__ = ["loads"]
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -114,9 +115,9 @@ async def test_the_new_one_serves_before_the_old_one_goes_and_a_request_that_run
         done = await asyncio.wait_for(load.LoadModel(bus, folder.folder(), Hints())(work), 60)
         assert done["replica_index"] == 1
         await hot.in_thread(former.refresh_from_db)
-        assert (former.state, former.loading_by, former.in_flight) == ("unloading", leaving.REPLACED, 1)
-        assert former.cleanup_next_retry_at is not None
-        assert former.cleanup_next_retry_at > clock.now() + timedelta(seconds=500)
+        assert (former.state, former.reason, former.in_flight) == ("unloading", "replaced", 1)
+        assert former.deadline is not None
+        assert former.deadline > clock.now() + timedelta(seconds=500)
         second = await picker.acquire(InferenceRequest(model="echo"))
         assert second is not None
         assert second.id != running.id
@@ -159,7 +160,7 @@ async def test_without_room_the_idle_one_goes_first_and_the_load_takes_its_place
 
     await hot.in_thread(put_back)
     await hot.in_thread(former.refresh_from_db)
-    assert (former.state, former.loading_by) == ("unloading", leaving.REPLACED)
+    assert (former.state, former.reason) == ("unloading", "replaced")
     assert await Stopper(bus).look_once() == 1
     again = await hot.in_thread(claimed)
     assert (await load.LoadModel(bus, folder.folder(), Hints())(again))["replica_index"] == 0
@@ -219,12 +220,12 @@ def test_a_new_one_that_is_published_twice_takes_one_former_one_out() -> None:
     """The place was lost: nothing changes."""
     one = node()
     former = old(one)
-    new = hot.replica(one, "echo", 1, state="loading", loading_by="1:1")
+    new = hot.replica(one, "echo", 1, phase="starting", owner=attempt("1:1"))
     place = slots.Slot(new.pk, one.pk, "one", 1)
     wish: dict[str, Any] = {"address": "127.0.0.1:8", "backend": "echo", "options": {}, "revision": "x"}
-    lost = slots.publish(place, mark="1:2", now=clock.now(), replaces=former.pk, **wish)
+    lost = slots.publish(place, attempt=attempt("1:2"), now=clock.now(), replaces=former.pk, **wish)
     assert (lost, NodeModel.objects.get(pk=former.pk).state) == (False, "loaded")
-    assert slots.publish(place, mark="1:1", now=clock.now(), replaces=former.pk, **wish)
+    assert slots.publish(place, attempt=attempt("1:1"), now=clock.now(), replaces=former.pk, **wish)
     assert NodeModel.objects.get(pk=former.pk).state == "unloading"
 
 
@@ -268,29 +269,29 @@ async def test_a_load_during_which_the_definition_was_edited_is_followed_by_anot
 
 @pytest.mark.rule("R1.98", "T-REG-94", "T-REG-97")
 def test_a_replacement_is_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Successor, former one and load info change together; what an earlier stop left is reset."""
+    """Successor, former one and load info change together; a stop was not sent yet."""
     one = node()
-    former = old(one, cleanup_error="from before", cleanup_attempts=5)
-    new = hot.replica(one, "echo", 1, state="loading", loading_by="1:1", address="")
+    former = old(one)
+    new = hot.replica(one, "echo", 1, phase="starting", owner=attempt("1:1"))
     info = ModelLoadInfo.objects.create(model_name="echo", backend_type="former", updated_at=clock.now())
     place = slots.Slot(new.pk, one.pk, "one", 1)
     wish: dict[str, Any] = {"address": "127.0.0.1:8", "backend": "echo", "options": {}, "revision": "x"}
 
     def published() -> bool:
-        return slots.publish(place, mark="1:1", now=clock.now(), replaces=former.pk, **wish)
+        return slots.publish(place, attempt=attempt("1:1"), now=clock.now(), replaces=former.pk, **wish)
 
     def rows() -> list[Any]:
         info.refresh_from_db()
-        columns = ("state", "cleanup_error", "cleanup_attempts")
+        columns = ("state", "stop_error", "stop_attempts")
         return [*NodeModel.objects.order_by("replica_index").values_list(*columns), info.backend_type]
 
     with monkeypatch.context() as broken:
-        broken.setattr(leaving, "replace", lambda *_, **__: 1 / 0)
+        broken.setattr(terminations, "replace", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             published()
-    assert rows() == [("loaded", "from before", 5), ("loading", "", 0), "former"]
+    assert rows() == [("loaded", "", 0), ("loading", "", 0), "former"]
     assert published()
-    assert rows() == [("unloading", "", 1), ("loaded", "", 0), "echo"]
+    assert rows() == [("unloading", "", 0), ("loaded", "", 0), "echo"]
 
 
 @pytest.mark.rule(
@@ -322,7 +323,7 @@ async def test_a_replica_of_a_former_definition_is_one_until_it_gives_way() -> N
         assert picked.id == former.pk
         picker.release(picked)
         await picker.settle()
-        await hot.in_thread(lambda: leaving.replace([former.pk], now=clock.now()))
+        await hot.in_thread(lambda: terminations.replace([former.pk], now=clock.now()))
         assert await hot.in_thread(seen) == [True, False, False, False, 1, 1, ({0, 1}, 1)]
         picked = await picker.acquire(InferenceRequest(model="echo"))
         assert picked is not None

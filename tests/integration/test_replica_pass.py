@@ -26,7 +26,7 @@ from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeMode
 from nodes.reconcilers import replicas, scaler, tasks
 from nodes.reconcilers.schedules import SCHEDULES
 from nodes.registry import services
-from nodes.replicas import leaving
+from nodes.replicas import drains, terminations
 from nodes.routing.request import InferenceRequest
 from nodes.scheduling import passes, shape, store
 from nodes.scheduling.cooldowns import clear_cooldowns
@@ -41,6 +41,7 @@ from operations.models import Operation, Status
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
 from tests.support.races import after, holding
+from tests.support.replicas import columns
 
 pytestmark = pytest.mark.django_db
 
@@ -287,7 +288,7 @@ def test_an_idle_replica_leaves_the_picks_and_is_unloaded_exactly() -> None:
     assert operation.payload["replica_index"] == 1
     assert operation.payload["reason"] == stored().reason
     gone.refresh_from_db()
-    assert (gone.state, gone.loading_by) == ("unloading", str(operation.id))
+    assert (gone.state, gone.owner_id) == ("unloading", operation.id)
     replicas.look(tick=True)
     kept.refresh_from_db()
     assert (kept.state, Operation.objects.count()) == ("loaded", 1)
@@ -317,7 +318,7 @@ def test_a_replica_serves_again_when_somebody_cancels_its_unload_in_time() -> No
     replica, _ = idle(hot.node("one"), 0), idle(hot.node("two"), 0)
     replicas.retire(replica.pk, "idle", clock.now())
     admission.cancel(Operation.objects.get().id, actor="anna", now=clock.now())
-    assert [one.id for one in leaving.put_back()] == [replica.pk]
+    assert [one.id for one in drains.return_abandoned()] == [replica.pk]
     assert NodeModel.objects.filter(state="loaded").count() == 2
 
 
@@ -325,7 +326,7 @@ def test_a_replica_serves_again_when_somebody_cancels_its_unload_in_time() -> No
 def test_a_replica_stays_when_an_eviction_took_the_other_one_since_the_plan() -> None:
     rule(1)
     replica, other = idle(hot.node("one"), 0), idle(hot.node("two"), 0)
-    NodeModel.objects.filter(pk=other.pk).update(state="unloading")
+    terminations.evict([other.pk], now=clock.now())
     with pytest.raises(errors.Conflict, match="another replica of the model has gone"):
         replicas.retire(replica.pk, "idle", clock.now())
     assert NodeModel.objects.get(pk=replica.pk).state == "loaded"
@@ -334,17 +335,18 @@ def test_a_replica_stays_when_an_eviction_took_the_other_one_since_the_plan() ->
 @pytest.mark.rule("R4.18", "R1.58")
 @pytest.mark.parametrize(
     ("column", "value"),
-    [("in_flight", 1), ("last_used", None), ("last_released_at", None), ("state", "loading")],
-    ids=["busy", "began", "ended", "loading"],
+    [("in_flight", 1), ("last_used", None), ("last_released_at", None), ("phase", "draining")],
+    ids=["busy", "began", "ended", "draining"],
 )
 def test_a_replica_that_is_used_before_its_row_is_locked_stays(column: str, value: Any) -> None:
     """The plan was made a moment ago; the row decides. A time without value is now."""
     replica = idle(hot.node("one"), 0)
-    NodeModel.objects.filter(pk=replica.pk).update(**{column: value or clock.now()})
+    changed = columns(phase=value) if column == "phase" else {column: value or clock.now()}
+    NodeModel.objects.filter(pk=replica.pk).update(**changed)
     with pytest.raises(errors.Conflict, match="in use again"):
         replicas.retire(replica.pk, "idle", clock.now())
     assert not Operation.objects.exists()
-    assert NodeModel.objects.get().state != "unloading"
+    assert NodeModel.objects.get().phase == changed.get("phase", "serving")
 
 
 @commits
@@ -366,7 +368,7 @@ def test_a_replica_stays_when_its_unload_is_refused(monkeypatch: pytest.MonkeyPa
     def refuses(*_: Any, **__: Any) -> Any:
         raise errors.Conflict("busy")
 
-    monkeypatch.setattr(leaving, "take_out", refuses)
+    monkeypatch.setattr(drains, "drain_idle", refuses)
     with pytest.raises(errors.Conflict):
         replicas.retire(replica.pk, "idle", clock.now())
     assert (NodeModel.objects.get().state, Operation.objects.count()) == ("loaded", 0)

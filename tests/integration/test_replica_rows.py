@@ -18,6 +18,7 @@ from nodes.replicas.slots import Slot
 from nodes.routing.request import InferenceRequest, Replica
 from tests.support import hot
 from tests.support.fleet import approved, register
+from tests.support.replicas import attempt, publish
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -35,7 +36,7 @@ def heard() -> Iterator[list[Removed]]:
 
 def reserved(node: BackendNode, model: str, mark: str) -> Slot:
     (view,) = snapshot.fleet(model, only=[node.pk])
-    slot = slots.reserve(view, model, mark=mark, backend="llama-cpp", now=clock.now())
+    slot = slots.reserve(view, model, attempt=attempt(mark), backend="llama-cpp", now=clock.now())
     assert isinstance(slot, Slot)
     return slot
 
@@ -43,10 +44,9 @@ def reserved(node: BackendNode, model: str, mark: str) -> Slot:
 def loaded(node: BackendNode, model: str, address: str, **options: Any) -> NodeModel:
     mark = f"{model}:{address}"
     slot = reserved(node, model, mark)
-    assert slots.publish(
-        slot, mark=mark, address=address, backend="llama-cpp", options=options, revision=REVISION,
-        now=clock.now(),
-    )  # fmt: skip
+    assert publish(
+        slot, attempt(mark), address=address, backend="llama-cpp", options=options, revision=REVISION
+    )
     return NodeModel.objects.get(pk=slot.id)
 
 
@@ -75,9 +75,9 @@ def test_a_replica_keeps_the_row_that_held_its_slot() -> None:
     before = NodeModel.objects.get(pk=slot.id)
     assert (before.state, before.address, before.in_flight) == ("loading", "", 0)
     now = clock.now()
-    assert slots.publish(
-        slot, mark="chat:1", address="10.0.0.1:50051", backend="llama-cpp", options={"ContextSize": 4096},
-        revision=REVISION, now=now,
+    assert publish(
+        slot, attempt("chat:1"), address="10.0.0.1:50051", backend="llama-cpp",
+        options={"ContextSize": 4096}, revision=REVISION, now=now,
     )  # fmt: skip
     row = NodeModel.objects.get(pk=slot.id)
     assert (row.state, row.address, row.in_flight, row.last_used) == ("loaded", "10.0.0.1:50051", 0, now)
@@ -86,7 +86,7 @@ def test_a_replica_keeps_the_row_that_held_its_slot() -> None:
     assert (row.replica_index, second.replica_index) == (0, 1)
     assert second.pk != row.pk
     with pytest.raises(IntegrityError), transaction.atomic():
-        NodeModel.objects.create(node=node, model_name="chat", replica_index=0)
+        hot.replica(node, "chat")
 
 
 @pytest.mark.rule("R1.55", "R1.63", "R1.96", "T-REG-98")
@@ -95,10 +95,10 @@ def test_an_attempt_that_was_overtaken_publishes_nothing() -> None:
     node = hot.node()
     slot = reserved(node, "chat", "chat:2")
     values: dict[str, Any] = {"backend": "b", "options": {}, "revision": REVISION, "now": clock.now()}
-    assert not slots.publish(slot, mark="chat:1", address="10.0.0.1:1", **values)
+    assert not publish(slot, attempt("chat:1"), address="10.0.0.1:1", **values)
     assert NodeModel.objects.get(pk=slot.id).address == ""
-    assert slots.publish(slot, mark="chat:2", address="10.0.0.1:2", **values)
-    assert not slots.publish(slot, mark="chat:2", address="10.0.0.1:3", **values)
+    assert publish(slot, attempt("chat:2"), address="10.0.0.1:2", **values)
+    assert not publish(slot, attempt("chat:2"), address="10.0.0.1:3", **values)
     assert NodeModel.objects.get(pk=slot.id).address == "10.0.0.1:2"
     assert ModelLoadInfo.objects.count() == 1
 
@@ -108,8 +108,8 @@ def test_removing_one_replica_leaves_its_sibling(heard: list[Removed]) -> None:
     """The hooks hear the exact index, once."""
     node = hot.node()
     first, second = (hot.replica(node, "chat", index, state="unloading") for index in (0, 1))
-    assert retire.retire_unloaded(first.pk)
-    assert not retire.retire_unloaded(first.pk)
+    assert retire.confirm(first.pk)
+    assert not retire.confirm(first.pk)
     assert list(NodeModel.objects.values_list("pk", flat=True)) == [second.pk]
     assert heard == [Removed("chat", node.pk, 0)]
 
@@ -123,7 +123,7 @@ def test_removing_all_of_a_node_leaves_other_nodes(heard: list[Removed]) -> None
     hot.replica(node, "embed")
     kept = hot.replica(other, "chat")
     with transaction.atomic():
-        assert retire.retire_of_nodes(node.pk) == 3
+        assert retire.depart(node.pk, now=clock.now()) == 3
         assert heard == []
     assert sorted(heard) == [Removed("chat", node.pk, ALL_REPLICAS), Removed("embed", node.pk, ALL_REPLICAS)]
     assert list(NodeModel.objects.values_list("pk", flat=True)) == [kept.pk]
@@ -135,14 +135,14 @@ def test_removals_need_no_hook_and_serve_every_hook(monkeypatch: pytest.MonkeyPa
     """Without one nothing fails; of several each is called, also after one that fails."""
     node = hot.node()
     monkeypatch.setattr(hooks, "on_removed", [])
-    assert retire.retire_unloaded(hot.replica(node, index=0, state="unloading").pk)
+    assert retire.confirm(hot.replica(node, index=0, state="unloading").pk)
     told: list[str] = []
 
     def broken(_: Removed) -> None:
         raise RuntimeError("this one cannot")
 
     monkeypatch.setattr(hooks, "on_removed", [lambda _: told.append("a"), broken, lambda _: told.append("b")])
-    assert retire.retire_unloaded(hot.replica(node, index=1, state="unloading").pk)
+    assert retire.confirm(hot.replica(node, index=1, state="unloading").pk)
     assert told == ["a", "b"]
 
 
@@ -230,12 +230,12 @@ def test_serving_replicas_are_the_loaded_ones_of_healthy_nodes() -> None:
     one, two = hot.node("one"), hot.node("two")
     away = hot.node("away", offline_at=clock.now())
     serving = {hot.replica(one).pk, hot.replica(two).pk}
-    for state in ("loading", "idle", "unloading", "staging"):
+    for state in ("loading", "unloading", "staging"):
         hot.replica(one, f"is-{state}", state=state)
     hot.replica(away)
     assert set(NodeModel.objects.serving().values_list("pk", flat=True)) == serving
     assert [node.pk for node in finders.with_model("echo")] == [one.pk, two.pk]
-    assert one.replicas.count() == 5
+    assert one.replicas.count() == 4
     assert finders.loaded_count("echo") == 3
 
 
@@ -284,7 +284,7 @@ def test_how_a_model_was_loaded_outlives_its_replicas() -> None:
     loaded(node, "chat", "10.0.0.1:1", ContextSize=2048)
     loaded(node, "chat", "10.0.0.1:2", ContextSize=4096)
     with transaction.atomic():
-        assert retire.retire_of_nodes(node.pk) == 2
+        assert retire.depart(node.pk, now=clock.now()) == 2
     (info,) = ModelLoadInfo.objects.all()
     assert (info.model_name, info.backend_type) == ("chat", "llama-cpp")
     assert info.model_options == {"ContextSize": 4096}

@@ -13,14 +13,14 @@ from django.conf import settings
 
 from localai_cluster import errors
 from localai_cluster.accounts import actors
-from nodes.loading import engines
 from nodes.models import BackendNode, ModelSchedulingConfig, NodeLabel, NodeModel, PendingBackendOp
 from nodes.registry import services
 from nodes.registry.change import columns, facts_of
 from nodes.registry.heartbeats import Beat
 from nodes.registry.states import Facts, status_of
-from nodes.replicas import hooks, retire, slots, snapshot
+from nodes.replicas import hooks, load_ends, slots, snapshot
 from nodes.replicas.hooks import Removed
+from nodes.replicas.lifecycle import AttemptId
 from operations.models import Operation
 from tests.checks.states import everything
 from tests.support.fleet import (
@@ -40,6 +40,7 @@ from tests.support.fleet import (
     status,
     told,
 )
+from tests.support.replicas import attempt
 
 pytestmark = pytest.mark.django_db
 
@@ -369,7 +370,7 @@ def test_ending_drains_costs_the_same_for_one_and_for_twelve(
         node = approved(f"n{number}", secret=f"{number:064x}")
         replica(node, in_flight=1)
         services.drain(node.pk, actor=ROOT, now=NOW, deadline=1)
-    with django_assert_num_queries(13):
+    with django_assert_num_queries(12):
         assert services.finish_drains(now=later(2)) == count
     assert NodeModel.objects.count() == 0
 
@@ -523,18 +524,17 @@ def test_single_removals_are_announced_with_their_index(removed: Any) -> None:
     (operation,) = Operation.objects.bulk_create(
         [Operation(kind="k", key="k", element="m", status="processing", fence=2, lease_until=now)]
     )
-    current = f"{operation.id}:2"
+    current = AttemptId(operation.id, 2)
     view = next(one for one in snapshot.fleet("m") if one.id == node.pk)
-    mine = slots.reserve(view, "m", mark=current, backend="b", now=now)
-    other = slots.reserve(view, "m", mark=f"{operation.id}:1", backend="b", now=now)
+    mine = slots.reserve(view, "m", attempt=current, backend="b", now=now)
+    other = slots.reserve(view, "m", attempt=AttemptId(operation.id, 1), backend="b", now=now)
     assert isinstance(mine, slots.Slot)
     assert isinstance(other, slots.Slot)
-    assert removed(lambda: retire.retire_slot(mine, mark="another:1")) == []
-    running = engines.running_attempts()
-    assert removed(lambda: retire.retire_slots_of_ended(running, "n")) == []
-    assert removed(lambda: retire.retire_slots_of_ended(running, "m")) == [("m", node.pk, 1)]
-    assert removed(lambda: retire.retire_slot(mine, mark=current)) == [("m", node.pk, 0)]
-    assert removed(lambda: retire.retire_slot(mine, mark=current)) == []
+    assert removed(lambda: load_ends.give_up(mine, attempt=attempt("another:1"), now=now)) == []
+    assert removed(lambda: load_ends.end_abandoned("n", now=now)) == []
+    assert removed(lambda: load_ends.end_abandoned("m", now=now)) == [("m", node.pk, 1)]
+    assert removed(lambda: load_ends.give_up(mine, attempt=current, now=now)) == [("m", node.pk, 0)]
+    assert removed(lambda: load_ends.give_up(mine, attempt=current, now=now)) == []
 
 
 # --- who may not be reached

@@ -31,6 +31,7 @@ from tests.support.fleet import (
     status,
     told,
 )
+from tests.support.replicas import columns
 
 pytestmark = pytest.mark.django_db
 GIB = 1024**3
@@ -65,7 +66,7 @@ def test_two_nodes_are_listed_by_name() -> None:
 def test_counts_of_a_node() -> None:
     """Models: loaded rows. In flight: loaded and unloading rows, as at the seed."""
     node = approved()
-    for index, (state, busy) in enumerate([("loaded", 2), ("unloading", 3), ("loading", 5), ("idle", 7)]):
+    for index, (state, busy) in enumerate([("loaded", 2), ("unloading", 3), ("loading", 5), ("staging", 7)]):
         replica(node, index=index, state=state, in_flight=busy)
     (counted,) = BackendNode.objects.with_counts()
     counts: dict[str, Any] = vars(counted)
@@ -188,7 +189,7 @@ def test_a_worker_that_says_nothing_loses_all_rows(running: BackendNode) -> None
 
 def test_listed_rows_stay_and_the_others_go_in_the_same_transaction(running: BackendNode) -> None:
     """Same key at the same address, or where either side does not know the address."""
-    NodeModel.objects.filter(model_name="a/b:c@d#e").update(address="", state="loading")
+    NodeModel.objects.filter(model_name="a/b:c@d#e").update(**columns("loading"))
     listed = [
         Running("m#0", "10.0.0.1:50100"),
         Running("m#1", "10.0.0.1:9999"),

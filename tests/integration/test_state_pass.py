@@ -18,7 +18,7 @@ from localai_cluster.rpc.signs import Sign
 from nodes.models import BackendNode, NodeModel, ReplicaUse, WebProcess
 from nodes.reconcilers import state_pass, tasks
 from nodes.reconcilers.state_pass import StatePass
-from nodes.replicas import checks, hooks, leaving, statements
+from nodes.replicas import checks, hooks, statements
 from nodes.replicas.evidence import ALIVE, Finding, Suspect
 from nodes.replicas.hooks import Removed
 from nodes.replicas.recount import recount
@@ -29,6 +29,7 @@ from tests.support.bus import NEVER, PlayedBus
 from tests.support.fleet import at_once, unexpected
 from tests.support.hot import in_thread
 from tests.support.races import repeated
+from tests.support.replicas import columns
 
 pytestmark = pytest.mark.django_db(transaction=True)
 LONG_AGO = timedelta(minutes=3)
@@ -233,7 +234,7 @@ class TestPort:
             row = await in_thread(only)
             left.append(row.state)
         assert left == ["loaded", "loaded", "unloading"]
-        assert (row.loading_by, row.cleanup_attempts, row.in_flight) == (leaving.LOST, 1, 7)
+        assert (row.phase, row.reason, row.in_flight) == ("draining", "lost", 7)
         assert await in_thread(lambda: BackendNode.objects.get(pk=node.pk).status) == "healthy"
 
 
@@ -326,7 +327,9 @@ class TestExitThatWasReported:
         node, other = await stage.node(), await stage.node("other", replicas=0)
         assert await self.note(node, checks.ExitReport(*ended)) == 0
         assert await self.note(other, ENDED) == 0
-        await change(None, state="unloading")
+        await change(
+            None, **{name: value for name, value in columns("unloading").items() if name != "address"}
+        )
         assert await self.note(node, ENDED) == 0
         assert not (await in_thread(only)).exit_reported
 
@@ -338,7 +341,7 @@ class TestExitThatWasReported:
         assert (await in_thread(only)).exit_reported
         stage.ports = {}
         await stage.look()
-        assert (await in_thread(only)).loading_by == leaving.LOST
+        assert (await in_thread(only)).reason == "lost"
 
     async def test_overtakes_a_look_that_began_before(self, stage: Stage) -> None:
         """That one asked before the engine ended: its answer does not make the row fresh."""
@@ -404,7 +407,7 @@ class TestRows:
     @pytest.mark.rule("T-REG-127", "T-REG-129")
     @pytest.mark.parametrize(
         "meanwhile",
-        [{"address": "127.0.0.1:1"}, {"state": "unloading"}, {"checked_at": None}],
+        [{"address": "127.0.0.1:1"}, columns("unloading", address=ENGINE[2]), {"checked_at": None}],
         ids=["another engine", "being unloaded", "claimed again"],
     )
     @pytest.mark.parametrize(

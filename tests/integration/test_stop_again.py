@@ -10,8 +10,8 @@ from localai_cluster import clock
 from localai_cluster.messaging import messages as m
 from nodes.loading.stopping import Stopper
 from nodes.models import NodeModel
-from nodes.replicas import leaving
-from nodes.replicas.leaving import Leaving
+from nodes.replicas import stops as engine_stops
+from nodes.replicas.lifecycle import engine_of
 from operations.executor.work import in_thread
 from tests.integration.test_going import TERMINATED, bus_of, stops
 from tests.support import hot
@@ -20,22 +20,21 @@ from tests.support.bus import PlayedBus
 pytestmark = pytest.mark.django_db(transaction=True)
 
 DUE: dict[str, Any] = {
-    "state": "unloading",
-    "loading_by": leaving.REPLACED,
-    "cleanup_next_retry_at": hot.EPOCH,
+    "phase": "stopping",
+    "reason": "replaced",
+    "next_stop_at": hot.EPOCH,
 }
 
 
 @pytest.mark.rule("R2.84", "C46", "T-REV-10")
 @pytest.mark.parametrize(("attempts", "pause"), [(1, 2), (2, 4), (3, 8), (8, 256), (9, 300), (99, 300)])
 def test_it_is_tried_again_later_and_later(attempts: int, pause: int) -> None:
-    row = hot.replica(hot.node(), cleanup_attempts=attempts, **DUE)
+    row = hot.replica(hot.node(), stop_attempts=attempts, **DUE)
     now = clock.now()
-    gone = Leaving(row.id, row.node_id, row.model_name, row.replica_index, row.address)
-    leaving.not_gone(gone, "x" * 999, now=now)
+    engine_stops.record_failure(engine_of(row), "x" * 999, now=now)
     row.refresh_from_db()
-    assert row.cleanup_next_retry_at == now + timedelta(seconds=pause)
-    assert row.cleanup_error == "x" * 240
+    assert row.next_stop_at == now + timedelta(seconds=pause)
+    assert row.stop_error == "x" * 240
 
 
 @pytest.mark.rule("R2.84", "R1.99", "T-REV-10", "T-REV-12", "T-REG-100", "T-REV-7")
@@ -46,16 +45,16 @@ def test_it_is_tried_again_later_and_later(attempts: int, pause: int) -> None:
 )
 async def test_what_was_not_confirmed_is_counted_said_and_due_again(reply: Any, said: str) -> None:
     node = await in_thread(hot.node)
-    row = await in_thread(lambda: hot.replica(node, cleanup_attempts=2, **DUE))
+    row = await in_thread(lambda: hot.replica(node, stop_attempts=2, **DUE))
     bus = PlayedBus() if reply is None else bus_of(node, reply)
     assert await Stopper(bus).look_once() == 1
     await in_thread(row.refresh_from_db)
-    assert (row.state, row.cleanup_attempts) == ("unloading", 3)
-    assert said in row.cleanup_error
+    assert (row.state, row.stop_attempts) == ("unloading", 3)
+    assert said in row.stop_error
     assert await Stopper(bus).look_once() == 0
-    assert row.cleanup_next_retry_at is not None
-    later = row.cleanup_next_retry_at
-    assert [one.id for one in await in_thread(lambda: leaving.claim(1, now=later))] == [row.id]
+    assert row.next_stop_at is not None
+    later = row.next_stop_at
+    assert [one.id for one in await in_thread(lambda: engine_stops.claim(1, now=later))] == [row.id]
 
 
 @pytest.mark.rule("R1.99", "T-REV-12", "T-REG-101")
@@ -65,7 +64,7 @@ async def test_what_was_not_confirmed_is_counted_said_and_due_again(reply: Any, 
 @pytest.mark.parametrize("taken", [True, False], ids=["place taken", "gone"])
 async def test_a_late_reply_removes_no_other_row(reply: m.StopModelReply, taken: bool) -> None:
     node = await in_thread(hot.node)
-    row = await in_thread(lambda: hot.replica(node, cleanup_attempts=1, **DUE))
+    row = await in_thread(lambda: hot.replica(node, stop_attempts=1, **DUE))
 
     def replaced() -> list[Any]:
         row.delete()
@@ -78,14 +77,14 @@ async def test_a_late_reply_removes_no_other_row(reply: m.StopModelReply, taken:
         return reply
 
     assert await Stopper(bus_of(node, [answers, reply])).look_once() == 1
-    found = await in_thread(lambda: list(NodeModel.objects.values_list("pk", "state", "cleanup_error")))
+    found = await in_thread(lambda: list(NodeModel.objects.values_list("pk", "state", "stop_error")))
     assert found == [(pk, "loaded", "") for pk in left]
 
 
 @pytest.mark.rule("R1.99", "T-REV-13")
 async def test_of_two_controllers_one_sends_the_stop() -> None:
     node = await in_thread(hot.node)
-    await in_thread(lambda: hot.replica(node, cleanup_attempts=1, **DUE))
+    await in_thread(lambda: hot.replica(node, stop_attempts=1, **DUE))
     bus = bus_of(node)
     looks = await asyncio.gather(*(Stopper(bus).look_once() for _ in range(2)))
     assert sorted(looks) == [0, 1]
@@ -96,7 +95,7 @@ async def test_of_two_controllers_one_sends_the_stop() -> None:
 @pytest.mark.rule("R1.99", "C46", "T-REV-14")
 def test_a_stop_under_way_is_nobody_elses_for_a_minute() -> None:
     """Then its controller has died."""
-    hot.replica(hot.node(), cleanup_attempts=1, **DUE)
+    hot.replica(hot.node(), stop_attempts=1, **DUE)
     now = clock.now()
     ages = {0: 1, 31: 0, 59: 0, 60: 1}
-    assert {age: len(leaving.claim(9, now=now + timedelta(seconds=age))) for age in ages} == ages
+    assert {age: len(engine_stops.claim(9, now=now + timedelta(seconds=age))) for age in ages} == ages

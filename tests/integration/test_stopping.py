@@ -4,7 +4,9 @@ The bus is played by the test, the database is real.
 """
 
 from collections.abc import Callable
-from datetime import datetime, timedelta
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from typing import Any
 from uuid import UUID, uuid4
 
@@ -17,15 +19,18 @@ from localai_cluster.messaging import messages as m
 from localai_cluster.messaging import subjects
 from localai_cluster.messaging.bus import NotConnected, RequestTimeout
 from localai_cluster.messaging.codec import decode
-from nodes.loading import drained, engines, load
+from nodes.loading import drained, load
 from nodes.loading.stopping import CANNOT_TELL, Stopper
-from nodes.models import BackendNode, EngineStart, NodeModel
+from nodes.models import BackendNode, NodeModel
 from nodes.registry import services
+from nodes.replicas import retire, slots, snapshot
+from nodes.replicas.lifecycle import AttemptId
 from nodes.replicas.slots import Slot
 from operations.executor.work import in_thread
 from operations.ledger import admission, lease
 from tests.support import api, hot
 from tests.support.bus import PlayedBus
+from tests.support.replicas import columns, stop_now
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -44,29 +49,29 @@ class Stage:
     def answers(self, subject: Callable[[str], str], reply: Any) -> None:
         self.bus.replies[subject(str(self.node.id))] = reply
 
-    def note(self, mark: str | None = None, address: str = ADDRESS, at: datetime | None = None) -> None:
+    def note(self, attempt: AttemptId | None = None, address: str = ADDRESS) -> Slot:
         """An attempt that has ended, by default, had this engine started."""
-        mark = mark or f"{uuid4()}:1"
-        slot = self.slot(mark)
-        assert engines.note(slot, "echo", mark=mark, now=at or clock.now())
+        attempt = attempt or AttemptId(uuid4(), 1)
+        slot = self.slot(attempt)
+        assert slots.start(slot, attempt=attempt, now=clock.now())
         if address:
-            engines.note_answer(mark, address)
-        NodeModel.objects.filter(pk=slot.id).delete()
+            slots.record_answer(slot, address)
+        return slot
 
-    def slot(self, mark: str) -> Slot:
-        """The place of an attempt."""
-        row = NodeModel.objects.create(
-            node=self.node, model_name="echo", replica_index=0, state="loading", loading_by=mark
-        )
-        return Slot(row.pk, self.node.id, "one", 0)
+    def slot(self, attempt: AttemptId) -> Slot:
+        """The slot of an attempt."""
+        (view,) = snapshot.fleet("echo")
+        slot = slots.reserve(view, "echo", attempt=attempt, backend="echo", now=clock.now())
+        assert isinstance(slot, Slot)
+        return slot
 
-    def attempt(self) -> str:
-        """The mark of an attempt that runs."""
+    def attempt(self) -> AttemptId:
+        """An attempt that runs."""
         now = clock.now()
         request = admission.OperationRequest(load.KIND, key=load.key("echo"), element="echo", actor="test")
         admission.admit(request, now=now)
         (operation,) = lease.claim("controller", now=now, lease=60, limit=1)
-        return f"{operation.id}:{operation.fence}"
+        return AttemptId(operation.id, operation.fence)
 
     async def look(self) -> int:
         return await Stopper(self.bus).look_once()
@@ -83,7 +88,7 @@ def stage() -> Stage:
 
 
 def noted() -> bool:
-    return EngineStart.objects.exists()
+    return NodeModel.engines.exists()
 
 
 def row(node: BackendNode) -> BackendNode:
@@ -101,7 +106,7 @@ class TestEngineOfAnEndedAttempt:
         assert not await in_thread(noted)
 
     async def test_is_left_alone_while_the_attempt_runs(self, stage: Stage) -> None:
-        await in_thread(lambda: stage.note(mark=stage.attempt()))
+        await in_thread(lambda: stage.note(stage.attempt()))
         assert await stage.look() == 0
 
     async def test_is_stopped_under_the_address_that_a_stock_worker_records(self, stage: Stage) -> None:
@@ -122,11 +127,12 @@ class TestEngineOfAnEndedAttempt:
         assert not await in_thread(noted)
 
     async def test_is_not_stopped_once_its_place_was_taken_over(self, stage: Stage) -> None:
-        """A load that begins during the question owns the key."""
-        await in_thread(stage.note, address="")
+        """It has ended, and a load that begins during the question owns the key."""
+        slot = await in_thread(partial(stage.note, address=""))
 
         async def taken_over() -> m.StopModelReply:
-            await in_thread(stage.note, mark="later:2", address="")
+            assert await in_thread(retire.confirm, slot.id)
+            await in_thread(lambda: stage.note(stage.attempt(), address=""))
             return m.StopModelReply(matched=True, address="127.0.0.1:7001")
 
         stage.answers(subjects.model_stop, taken_over)
@@ -157,41 +163,39 @@ class TestEngineOfAnEndedAttempt:
         await stage.look()
         assert await in_thread(noted)
         assert await stage.look() == 0, "it has a time for its next look"
-        await in_thread(EngineStart.objects.update, stop_due_at=clock.now())
+        await in_thread(stop_now)
         stage.answers(subjects.model_stop, GONE)
         await stage.look()
         assert not await in_thread(noted)
 
     async def test_may_come_late_when_its_start_was_never_answered(self, stage: Stage) -> None:
         """The start may wait behind another command of its worker: "no such process" is no proof yet."""
-        await in_thread(stage.note, address="")
+        await in_thread(partial(stage.note, address=""))
         stage.answers(subjects.model_stop, GONE)
         await stage.look()
         assert await in_thread(noted)
         long_ago = clock.now() - timedelta(seconds=61)
-        await in_thread(EngineStart.objects.update, started_at=long_ago, stop_due_at=long_ago)
+        await in_thread(NodeModel.engines.update, started_at=long_ago, next_stop_at=long_ago)
         await stage.look()
         assert not await in_thread(noted)
 
     async def test_is_forgotten_with_a_removed_node(self, stage: Stage) -> None:
         await in_thread(stage.note)
-        await in_thread(BackendNode.objects.all().delete)
-        await stage.look()
-        assert stage.bus.stops(stage.node.id) == [KEY]
+        await in_thread(partial(services.deregister, stage.node.id, actor=ADMIN, now=clock.now()))
         assert not await in_thread(noted)
 
 
 class TestPlaceOfAnEndedAttempt:
     async def test_gives_its_place_up(self, stage: Stage) -> None:
         """The controller was killed, and no request asks for the model again."""
-        await in_thread(stage.slot, f"{uuid4()}:1")
+        await in_thread(stage.slot, AttemptId(uuid4(), 1))
         await stage.look()
         assert not await in_thread(NodeModel.objects.exists)
 
     async def test_of_an_earlier_attempt_is_given_up_too(self, stage: Stage) -> None:
         """The operation runs, under a later fence."""
-        operation, _, fence = (await in_thread(stage.attempt)).partition(":")
-        await in_thread(stage.slot, f"{operation}:{int(fence) - 1}")
+        running = await in_thread(stage.attempt)
+        await in_thread(stage.slot, replace(running, fence=running.fence - 1))
         await stage.look()
         assert not await in_thread(NodeModel.objects.exists)
 
@@ -209,13 +213,13 @@ class TestPlaceOfAnEndedAttempt:
         """An attempt that was overtaken must not have an engine started."""
 
         def lost() -> bool:
-            mark = stage.attempt()
-            slot = stage.slot(mark)
-            NodeModel.objects.update(loading_by="later:2")
-            return engines.note(slot, "echo", mark=mark, now=clock.now())
+            running = stage.attempt()
+            slot = stage.slot(running)
+            NodeModel.objects.update(owner_fence=running.fence + 1)
+            return slots.start(slot, attempt=running, now=clock.now())
 
         assert not await in_thread(lost)
-        assert not await in_thread(noted)
+        assert (await in_thread(NodeModel.objects.get)).phase == "reserved"
 
 
 class TestDrainedNode:
@@ -302,8 +306,12 @@ class TestDrainedNode:
         replica = await in_thread(hot.replica, stage.node)
         assert await in_thread(nothing_due)
         await in_thread(replica.delete)
-        await in_thread(stage.note)
+        await in_thread(lambda: hot.replica(stage.node, phase="starting"))
         assert await in_thread(nothing_due)
+        await in_thread(
+            lambda: NodeModel.engines.update(**columns(phase="departed"), owner_id=None, owner_fence=None)
+        )
+        assert await in_thread(nothing_due), "its engine may run"
 
     async def test_is_not_safe_any_more_when_its_worker_starts_again(self, stage: Stage) -> None:
         stage.answers(subjects.models_running, m.RunningReply())

@@ -20,7 +20,9 @@ from nodes.backends import commands
 from nodes.backends.one_node import CommandFailed
 from nodes.loading.stopping import Stopper
 from nodes.models import BackendNode, NodeModel
-from nodes.replicas import withdrawn
+from nodes.registry import services
+from nodes.replicas import upgrade_drains
+from nodes.replicas.lifecycle import SERVES
 from nodes.routing.request import InferenceRequest
 from nodes.unloading import asking, carry_out
 from nodes.unloading.asking import DELETE, UNLOAD, UnloadWish
@@ -32,6 +34,7 @@ from operations.ledger.fence import LeaseLost
 from operations.models import Operation, OperationTarget
 from tests.support import hot
 from tests.support.bus import PlayedBus
+from tests.support.replicas import attempt
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -139,8 +142,8 @@ async def test_a_node_whose_stop_fails_keeps_its_row_and_is_named_while_the_othe
     assert await rows() == {OTHER, ("one", "echo", "unloading")}
     assert (await parts())["two"] == ("success", "")
     row = await in_thread(lambda: NodeModel.objects.get(node=stage.one, model_name="echo"))
-    assert row.cleanup_error == "signal: cannot be killed"
-    assert row.cleanup_attempts > 0
+    assert row.stop_error == "signal: cannot be killed"
+    assert row.stop_attempts > 0
 
 
 @pytest.mark.rule("T-UNL-37", "R6.13")
@@ -303,8 +306,7 @@ async def test_a_node_that_went_offline_meanwhile_says_that_nothing_is_known(sta
     work = await in_thread(stage.begins)
 
     def lost() -> None:
-        NodeModel.objects.filter(node=stage.one, model_name="echo").delete()
-        BackendNode.objects.filter(pk=stage.one.id).update(offline_at=clock.now())
+        services.deactivate(stage.one.id, now=clock.now())
 
     await in_thread(lost)
     assert await stage.fails(work) == "one: the node is offline, so what runs there is not known"
@@ -349,7 +351,7 @@ class TestDeletion:
         stage.deletes(stage.one, m.DeleteModelReply(True))
         work = await in_thread(lambda: stage.begins(DELETE, node=stage.one))
         mark = f"{work.id}:1"
-        await in_thread(lambda: hot.replica(stage.one, index=1, state="loading", loading_by=mark))
+        await in_thread(lambda: hot.replica(stage.one, index=1, state="loading", owner=attempt(mark)))
         assert "is being loaded there" in await stage.fails(work)
         assert not stage.bus.asked[subjects.model_delete(str(stage.one.id))]
 
@@ -404,18 +406,21 @@ class TestLeftBehind:
         work = await in_thread(lambda: stage.begins(node=stage.one))
         await in_thread(carry_out._begin, work)
         mine = NodeModel.objects.filter(node=stage.one, model_name="echo")
-        await in_thread(lambda: mine.update(withdrawn_for=uuid4()))
+        intent = {"backend": "echo", "op": "upgrade", "operation_id": uuid4(), "spares_requests": True}
+        lease = {"lease_owner": "c", "lease_until": clock.now() + timedelta(hours=1)}
+        upgrade = await in_thread(lambda: stage.one.pending_ops.create(**intent, **lease))
+        await in_thread(lambda: mine.update(backend_type="echo"))
         await in_thread(ended_as_cancelled)
         await Stopper(stage.bus).look_once()
         assert ("one", "echo", "unloading") in await rows()
-        await in_thread(withdrawn.put_back_forgotten)
-        await Stopper(stage.bus).look_once()
+        await in_thread(upgrade.delete)
+        await in_thread(upgrade_drains.return_forgotten)
         assert ("one", "echo", "loaded") in await rows()
 
     async def test_an_unload_whose_replica_serves_again_is_no_success(self, stage: Stage) -> None:
         def is_put_back() -> None:
             again = NodeModel.objects.filter(node=stage.one, model_name="echo")
-            again.update(state="loaded", loading_by="", cleanup_next_retry_at=None)
+            again.update(phase="serving", **SERVES)
 
         await in_thread(lambda: NodeModel.objects.filter(model_name="echo").update(in_flight=1))
         work = await in_thread(lambda: stage.begins(node=stage.one, grace=600))
@@ -433,7 +438,7 @@ class TestLeftBehind:
         await Stopper(stage.bus).look_once()
         assert ("one", "echo", "unloading") in await rows(), "it is not due yet"
         due = clock.now() - timedelta(seconds=1)
-        await in_thread(lambda: NodeModel.objects.filter(state="unloading").update(cleanup_next_retry_at=due))
+        await in_thread(lambda: NodeModel.objects.filter(state="unloading").update(next_stop_at=due))
         await Stopper(stage.bus).look_once()
         assert await rows() == {OTHER, ("two", "echo", "loaded")}
 

@@ -15,6 +15,7 @@ from nodes.models import BackendNode, PendingBackendOp
 from nodes.reconcilers import intents as reconciler
 from operations.models import Operation, OperationTarget, Status, Waves
 from tests.support.fleet import at_once
+from tests.support.replicas import forget_nodes
 from tests.support.waves import ECHO, again, asked, claimed, fleet, settled, states, story
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -60,7 +61,7 @@ def test_an_attempt_that_is_repeated_keeps_its_wave_open() -> None:
 
 def test_two_controllers_that_end_the_last_parts_of_a_wave_at_once_open_the_next_one_once() -> None:
     for _ in range(5):
-        BackendNode.objects.all().delete()
+        forget_nodes()
         Operation.objects.all().delete()
         operation = asked(fleet("a", "b", "c", "d"), max_unavailable=2, canary=False)
         first = claimed()
@@ -123,7 +124,7 @@ def test_an_upgrade_without_waves_is_on_all_nodes_at_once() -> None:
 def test_a_wave_of_many_nodes_opens_with_as_many_statements_as_one_of_few() -> None:
     counts = []
     for size in (2, 30):
-        BackendNode.objects.all().delete()
+        forget_nodes()
         Operation.objects.all().delete()
         asked(fleet(*(f"node-{number:02}" for number in range(1 + size))), max_unavailable=size)
         (canary,) = claimed().values()

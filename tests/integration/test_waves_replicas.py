@@ -3,18 +3,21 @@
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from uuid import uuid4
 
 import pytest
+from django.db import transaction
 
 from localai_cluster import clock
 from nodes.backends import admission, intents
 from nodes.backends.intents import Intent
 from nodes.models import BackendNode, NodeModel
 from nodes.reconcilers import intents as reconciler
-from nodes.replicas import withdrawn
+from nodes.replicas import drains, upgrade_drains
 from operations.models import Operation
 from tests.support import api, hot
 from tests.support.fleet import at_once
+from tests.support.replicas import forget_nodes
 from tests.support.waves import asked, claimed, fleet
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -44,14 +47,14 @@ def test_the_replicas_of_the_backend_leave_the_picks_and_come_back_when_the_atte
     on(b, "n")
     hot.replica(a, "of-another", address="127.0.0.1:1", backend_type="other")
     intent = upgrading(a)
-    found = withdrawn.withdraw(a.id, "ECHO", intent_id=intent.id, confirmed=())
-    assert found == withdrawn.Withdrawal(running=2)
+    found = upgrade_drains.drain(a.id, "ECHO", intent_id=intent.id, confirmed=(), deadline=clock.now())
+    assert found == upgrade_drains.Withdrawal(running=2)
     assert loaded() == {("b", "m"), ("b", "n"), ("a", "of-another")}
-    withdrawn.put_back(intent.id, intent.fence + 1)
+    upgrade_drains.end(intent.id, intent.fence + 1)
     assert len(loaded()) == 3, "a later attempt has them now"
-    withdrawn.put_back(intent.id, intent.fence)
+    upgrade_drains.end(intent.id, intent.fence)
     assert len(loaded()) == 5
-    assert not NodeModel.objects.filter(withdrawn_for__isnull=False).exists()
+    assert not NodeModel.objects.exclude(owner_kind="").exists()
 
 
 def test_a_models_last_replica_stays_unless_it_is_confirmed() -> None:
@@ -59,10 +62,12 @@ def test_a_models_last_replica_stays_unless_it_is_confirmed() -> None:
     for node, model in ((a, "alone"), (a, "both"), (b, "both")):
         on(node, model)
     intent = upgrading(a)
-    blocked = withdrawn.withdraw(a.id, "echo", intent_id=intent.id, confirmed=["both"])
-    assert blocked == withdrawn.Withdrawal(last_of=("alone",))
+    blocked = upgrade_drains.drain(
+        a.id, "echo", intent_id=intent.id, confirmed=["both"], deadline=clock.now()
+    )
+    assert blocked == upgrade_drains.Withdrawal(last_of=("alone",))
     assert len(loaded()) == 3, "all of them or none"
-    withdrawn.withdraw(a.id, "echo", intent_id=intent.id, confirmed=["alone"])
+    upgrade_drains.drain(a.id, "echo", intent_id=intent.id, confirmed=["alone"], deadline=clock.now())
     assert loaded() == {("b", "both")}
 
 
@@ -71,19 +76,26 @@ def test_a_replica_on_a_node_that_is_away_is_no_other_replica() -> None:
     on(a)
     on(b)
     BackendNode.objects.filter(pk=b.pk).update(offline_at=clock.now())
-    assert withdrawn.last_replicas("echo", [a.id, b.id]) == {a.id: {"m"}}
+    assert upgrade_drains.last_replicas("echo", [a.id, b.id]) == {a.id: {"m"}}
 
 
 def test_two_nodes_at_once_never_take_out_the_last_two_replicas() -> None:
     for _ in range(5):
-        BackendNode.objects.all().delete()
+        forget_nodes()
         Operation.objects.all().delete()
         for node in (pair := fleet("a", "b")):
             on(node)
         asked(pair, canary=False, max_unavailable=2)
         both = claimed()
         jobs = (
-            partial(withdrawn.withdraw, one.node.id, "echo", intent_id=one.id, confirmed=())
+            partial(
+                upgrade_drains.drain,
+                one.node.id,
+                "echo",
+                intent_id=one.id,
+                confirmed=(),
+                deadline=clock.now(),
+            )
             for one in both.values()
         )
         found = at_once(*jobs)
@@ -96,7 +108,7 @@ def test_replicas_of_a_dead_controllers_attempt_serve_again() -> None:
     on(a)
     on(b)
     intent = upgrading(a)
-    withdrawn.withdraw(a.id, "echo", intent_id=intent.id, confirmed=())
+    upgrade_drains.drain(a.id, "echo", intent_id=intent.id, confirmed=(), deadline=clock.now())
     reconciler.clean(now=clock.now())
     assert len(loaded()) == 1, "the attempt is under way"
     intents.reap(now=clock.now() + timedelta(minutes=5))
@@ -110,7 +122,7 @@ def test_replicas_of_a_cancelled_upgrade_serve_again() -> None:
     on(b)
     operation = asked([a])
     intent = claimed()["a"]
-    withdrawn.withdraw(a.id, "echo", intent_id=intent.id, confirmed=())
+    upgrade_drains.drain(a.id, "echo", intent_id=intent.id, confirmed=(), deadline=clock.now())
     admission.cancel(operation.id, actor="bob", now=clock.now())
     called_off = claimed()["a"]
     intents.called_off({(called_off.id, called_off.fence): "stopped"}, now=clock.now())
@@ -123,9 +135,17 @@ def test_a_replica_that_an_unload_has_taken_over_stays_out() -> None:
     mine = on(a)
     on(b)
     intent = upgrading(a)
-    withdrawn.withdraw(a.id, "echo", intent_id=intent.id, confirmed=())
-    NodeModel.objects.filter(pk=mine.pk).update(loading_by="an unload")
-    withdrawn.put_back(intent.id, intent.fence)
+    upgrade_drains.drain(a.id, "echo", intent_id=intent.id, confirmed=(), deadline=clock.now())
+    unload: dict[str, Any] = {
+        "index": None,
+        "deadline": clock.now(),
+        "operation_id": uuid4(),
+        "now": clock.now(),
+    }
+    with transaction.atomic():
+        (taken,) = drains.drain("m", [a.id], **unload)
+    assert taken.id == mine.pk
+    upgrade_drains.end(intent.id, intent.fence)
     assert loaded() == {("b", "m")}
 
 

@@ -12,8 +12,9 @@ import pytest
 from pytest_django import Settings
 
 from localai_cluster.asgi import application
-from nodes.models import BackendNode, ReplicaUse
+from nodes.models import ReplicaUse
 from tests.support import hot
+from tests.support.replicas import forget_nodes
 from tests.support.scripted import Scripted, Step, running
 from tests.support.streaming import Streamed, asked
 
@@ -55,7 +56,7 @@ def play(scenario: Scenario, *engines: Scripted) -> Any:
         assert all(engine.open == 0 for engine in engines), "an engine still works for nobody"
         return outcome
 
-    BackendNode.objects.all().delete()  # of an earlier play in the same test
+    forget_nodes()  # of an earlier play in the same test
     outcome = asyncio.run(whole())
     assert set(hot.counts().values()) <= {0}
     assert not ReplicaUse.objects.exclude(count=0).exists()

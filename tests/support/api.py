@@ -19,6 +19,7 @@ from localai_cluster.accounts.principals import hash_secret
 from nodes.api.registrations import RegistrationApplication
 from nodes.models import BackendNode, NodeModel
 from nodes.registry import services
+from tests.support import replicas
 from tests.support.asgi import exchange
 from tests.support.environment import API_KEY, REGISTRATION_TOKEN
 
@@ -153,8 +154,7 @@ def message(response: HttpResponse) -> str:
 
 def replica(node: BackendNode, name: str = "m", **fields: Any) -> NodeModel:
     """A loaded replica on the node."""
-    columns = {"state": "loaded", "address": "127.0.0.1:1", **fields}
-    return NodeModel.objects.create(node=node, model_name=name, **columns)
+    return NodeModel.engines.create(node=node, model_name=name, **replicas.columns(**fields))
 
 
 def mark(node: BackendNode, event: str) -> None:

@@ -15,6 +15,7 @@ from nodes.models import BackendNode, NodeEvent, NodeModel
 from nodes.registry import heartbeats, services
 from nodes.registry.heartbeats import Beat
 from nodes.registry.services import Registered, Registration
+from tests.support.replicas import columns
 
 NOW = datetime(2026, 8, 22, 10, tzinfo=UTC)
 ROOT = Actor(ActorKind.USER, "root")
@@ -73,8 +74,9 @@ def status(node: BackendNode | UUID) -> str:
 
 def replica(node: BackendNode, model: str = "m", index: int = 0, **fields: Any) -> NodeModel:
     """A loaded replica."""
-    columns = {"state": "loaded", "address": f"10.0.0.1:{50100 + index}", "last_used": NOW} | fields
-    return NodeModel.objects.create(node=node, model_name=model, replica_index=index, **columns)
+    given: dict[str, Any] = {"address": f"10.0.0.1:{50100 + index}", "last_used": NOW}
+    values = columns(**given | fields)
+    return NodeModel.engines.create(node=node, model_name=model, replica_index=index, **values)
 
 
 def replicas(node: BackendNode) -> list[str]:

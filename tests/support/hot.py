@@ -17,7 +17,7 @@ from localai_cluster.accounts.models import ApiKey
 from localai_cluster.rpc.client import ClientPool
 from nodes.inference import gateway
 from nodes.loading.wait import Loads
-from nodes.models import BackendNode, NodeModel, ReplicaState, WebProcess
+from nodes.models import BackendNode, NodeModel, WebProcess
 from nodes.routing.picks import Picker
 from nodes.routing.pool import DedicatedConnection, Pool
 from nodes.routing.prefixes import Prefixes
@@ -25,6 +25,7 @@ from nodes.routing.process import ProcessHeartbeat
 from operations.executor.waiting import Hints
 from tests.support.backends import TOKEN
 from tests.support.environment import API_KEY
+from tests.support.replicas import columns
 
 T = TypeVar("T")
 
@@ -51,13 +52,10 @@ def node(name: str = "one", **fields: Any) -> BackendNode:
 
 def replica(on: BackendNode, model: str = "echo", index: int = 0, **fields: Any) -> NodeModel:
     """A loaded replica; by default it was last used at `EPOCH` plus its index in seconds."""
-    values = {
-        "address": f"127.0.0.1:{50000 + index}",
-        "state": ReplicaState.LOADED,
-        "last_used": EPOCH + timedelta(seconds=index),
-        **fields,
-    }
-    return NodeModel.objects.create(node=on, model_name=model, replica_index=index, **values)
+    values = columns(
+        **{"address": f"127.0.0.1:{50000 + index}", "last_used": EPOCH + timedelta(seconds=index), **fields}
+    )
+    return NodeModel.engines.create(node=on, model_name=model, replica_index=index, **values)
 
 
 def api_key(key_hash: str, user: str = "someone", *, active: bool = True, **fields: Any) -> ApiKey:

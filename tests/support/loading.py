@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from django.db.models import F
 
 from localai_cluster import clock
 from localai_cluster.messaging import messages as m
@@ -17,13 +16,12 @@ from localai_cluster.messaging import subjects
 from nodes.definitions.folder import Folder
 from nodes.loading import load
 from nodes.loading.stopping import Stopper
-from nodes.models import BackendNode, EngineStart, NodeModel
+from nodes.models import BackendNode, NodeModel
 from operations.executor.operation_queue import write_batch
 from operations.executor.recorder import Recorder
 from operations.executor.waiting import Hints
 from operations.executor.work import Work, in_thread
 from operations.ledger import admission, lease
-from operations.models import Operation
 from tests.support import backends, hot
 from tests.support.bus import PlayedBus
 
@@ -114,16 +112,15 @@ STARTED = m.InstallReply(True, "127.0.0.1:7")
 
 def left() -> list[tuple[str, str]]:
     """Engines that may have to be stopped, with their addresses."""
-    return [(str(row), row.address) for row in EngineStart.objects.all()]
+    stopping = NodeModel.engines.filter(phase__in=("stopping", "departed"))
+    return [(str(row), row.address) for row in stopping]
 
 
 async def stops(stage: Stage) -> None:
     """The attempt is over, controllers stop what it has left; then its place is free, for the next one."""
-    await in_thread(Operation.objects.update, fence=F("fence") + 1)
     stage.bus.replies[subjects.model_stop(str(stage.one.id))] = m.StopModelReply(terminated=True)
     await Stopper(stage.bus).look_once()
-    assert await in_thread(NodeModel.objects.count) == 0
-    await in_thread(Operation.objects.update, fence=F("fence") - 1)
+    assert await in_thread(NodeModel.engines.count) == 0
 
 
 ROOM: dict[str, tuple[dict[str, int], dict[str, Any], str]] = {

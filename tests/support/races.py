@@ -14,6 +14,7 @@ from tests.conftest import eventually
 from tests.support import hot
 from tests.support.effort import EFFORT
 from tests.support.fleet import at_once
+from tests.support.replicas import forget_nodes
 
 ROUNDS = 5 * EFFORT
 WAITING = (
@@ -27,7 +28,7 @@ def repeated(race: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(race)
     def run(*args: Any, **kwargs: Any) -> None:
         for _ in range(ROUNDS):
-            BackendNode.objects.all().delete()
+            forget_nodes()
             RevokedSecret.objects.all().delete()
             race(*args, **kwargs)
 

@@ -19,6 +19,7 @@ from localai_cluster.accounts.actors import Actor, ActorKind
 from nodes.models import BackendNode, NodeBackend, NodeLabel, NodeModel
 from nodes.registry import services
 from nodes.registry.services import Registration
+from tests.support.replicas import columns
 from tests.support.seeding import hostile
 
 GIB = 1024**3
@@ -125,8 +126,10 @@ def _replicas(row: BackendNode, random: Random, now: datetime) -> Iterator[NodeM
         yield NodeModel(
             node=row,
             model_name=model,
-            address=f"{row.source_address}:{50100 + index}",
-            state="loading" if random.random() < 0.05 else "loaded",
+            **columns(
+                "loading" if random.random() < 0.05 else "loaded",
+                address=f"{row.source_address}:{50100 + index}",
+            ),
             in_flight=random.choice((0, 0, 1, 4)),
             backend_type=random.choice(BACKENDS),
             last_used=now - timedelta(seconds=random.randint(0, 7200)),

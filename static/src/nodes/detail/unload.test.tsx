@@ -50,7 +50,9 @@ const LATER = new Date(Date.now() + 600_000).toISOString();
 it.each([
   [{ in_flight: 3, cleanup_next_retry_at: LATER }, /Waiting for 3 requests, .* at most/],
   [{ in_flight: 0, cleanup_next_retry_at: LATER }, /Stopping/],
-  [{ in_flight: 1, cleanup_next_retry_at: "2026-01-01T00:00:00Z" }, /Stopping/],
+  [{ in_flight: 1, cleanup_next_retry_at: "2026-01-01T00:00:00Z" }, /Stopping$/],
+  [{ in_flight: 0, reason: "evicted" as const }, /Stopping, evicted by a load/],
+  [{ in_flight: 2, cleanup_next_retry_at: LATER, reason: "upgrade" as const }, /at most, for an upgrade/],
 ])("a replica that leaves says what it waits for: %o", async (more, said) => {
   await open(model("tiny", 0, { state: "unloading", ...more }));
   expect(screen.getByText(said)).toBeTruthy();

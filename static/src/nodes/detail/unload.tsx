@@ -89,12 +89,24 @@ function refusal(model: LiveModel): string {
   return "not loaded yet";
 }
 
+/** Why a replica leaves, where no unload that somebody asked for says it. */
+const REASONS: Partial<Record<NonNullable<LiveModel["reason"]>, string>> = {
+  upgrade: "for an upgrade",
+  evicted: "evicted by a load",
+  replaced: "its definition was edited",
+  lost: "it did not answer",
+  wrong_model: "its engine serves another model",
+  load_failed: "its load failed",
+};
+
 /** What a replica that is being unloaded waits for. */
 export function Leaving({ model }: { model: LiveModel }): ReactNode {
   const now = useNow(1000);
   if (model.state !== "unloading") return null;
   const until = model.cleanup_next_retry_at ?? "";
   const error = model.cleanup_error ?? "";
+  const reason = model.reason === undefined ? undefined : REASONS[model.reason];
+  const why = reason === undefined ? "" : `, ${reason}`;
   if (error !== "") {
     return (
       <p className="nd-leaving">
@@ -103,10 +115,10 @@ export function Leaving({ model }: { model: LiveModel }): ReactNode {
     );
   }
   const seconds = (Date.parse(until) - now) / 1000;
-  if (model.in_flight === 0 || !(seconds > 0)) return <p className="nd-leaving muted">Stopping</p>;
+  if (model.in_flight === 0 || !(seconds > 0)) return <p className="nd-leaving muted">Stopping{why}</p>;
   return (
     <p className="nd-leaving muted">
-      Waiting for {count(model.in_flight, "request")}, {left(seconds)} at most
+      Waiting for {count(model.in_flight, "request")}, {left(seconds)} at most{why}
     </p>
   );
 }

@@ -1,0 +1,151 @@
+"""Replicas that an unload takes out of the picks: they drain, and return if it ends before a stop was sent.
+
+The row belongs to the operation that took it last. The operation stops the engine; what it leaves is the
+controllers' (`stops.py`).
+"""
+
+from collections.abc import Collection
+from datetime import datetime
+from uuid import UUID
+
+from django.db import transaction
+from django.db.models import Case, Exists, F, IntegerField, OuterRef, Q, Value, When
+from django.db.models.fields.json import KeyTextTransform
+from django.db.models.functions import Cast, Least
+
+from nodes.models import NodeModel, OwnerKind, Phase, PhaseReason, ReplicaState
+from nodes.models.replica import NodeModelQuerySet
+from nodes.replicas import lifecycle, upgrade_drains
+from nodes.replicas.lifecycle import Engine
+from nodes.replicas.states import ReplicaEvent
+from operations import targets
+from operations.changes import events
+from operations.models import ACTIVE, Operation, OperationTarget
+
+UNLOAD, DELETE = "model_unload", "model_delete"
+"""The kinds of operations that take replicas out of the picks."""
+HELD = (ReplicaState.LOADED, ReplicaState.UNLOADING)
+"""The states in which a replica has an engine that can be unloaded."""
+_WAITING = (Phase.DRAINING, Phase.TERMINATING)
+_RUNNING = ("id", "in_flight", "phase", "deadline")
+
+
+def held(model_name: str, *, node_id: UUID | None = None, index: int | None = None) -> NodeModelQuerySet:
+    """Return the replicas that an unload of the model is about: everywhere, of one node, or exactly one."""
+    rows = NodeModel.objects.of(model_name).filter(state__in=HELD).exclude(reason=PhaseReason.LOAD_FAILED)
+    rows = rows if node_id is None else rows.filter(node_id=node_id)
+    return rows if index is None else rows.filter(replica_index=index)
+
+
+def drain(
+    model_name: str,
+    node_ids: Collection[UUID],
+    *,
+    index: int | None,
+    deadline: datetime,
+    operation_id: UUID,
+    now: datetime,
+) -> list[Engine]:
+    """Take the replicas out of the picks for an operation; return their engines.
+
+    Those that are out already are taken over and keep an earlier deadline. Needs a transaction. A constant
+    number of statements.
+    """
+    found = held(model_name, index=index).filter(node_id__in=node_ids).order_by("id")
+    rows = list(found.select_for_update(of=("self",)))
+    serving = [row for row in rows if row.phase == Phase.SERVING]
+    owner = lifecycle.owned_by(OwnerKind.OPERATION, operation_id)
+    mine = NodeModel.objects.filter(pk__in=[row.pk for row in rows])
+    returns = Q(phase=Phase.DRAINING) & ~Q(owner_kind=OwnerKind.CONTROLLERS)
+    earlier = Least(F("deadline"), Value(deadline))
+    lifecycle.move(
+        mine.filter(
+            Q(phase__in=(Phase.TERMINATING, Phase.STOPPING))
+            | Q(phase=Phase.DRAINING, reason=PhaseReason.LOST)
+        ),
+        ReplicaEvent.TAKEN_OVER,
+        **owner,
+        reason=PhaseReason.UNLOAD,
+        deadline=Case(When(phase=Phase.STOPPING, then=F("deadline")), default=earlier),
+    )
+    lifecycle.move(
+        mine.filter(returns), ReplicaEvent.DRAINED, **owner, reason=PhaseReason.UNLOAD, deadline=earlier
+    )
+    lifecycle.move(
+        mine.filter(phase=Phase.SERVING),
+        ReplicaEvent.DRAINED,
+        **owner,
+        **lifecycle.drain_until(deadline),
+        reason=PhaseReason.UNLOAD,
+        updated_at=now,
+    )
+    events.notify(events.NODES, *sorted({str(row.node_id) for row in serving}))
+    return [lifecycle.engine_of(row) for row in rows]
+
+
+def drain_idle(row: NodeModel, *, operation_id: UUID, now: datetime) -> None:
+    """Take a locked replica on which nothing runs out of the picks for an operation."""
+    lifecycle.move(
+        NodeModel.objects.filter(pk=row.pk),
+        ReplicaEvent.DRAINED,
+        **lifecycle.owned_by(OwnerKind.OPERATION, operation_id),
+        **lifecycle.drain_until(now),
+        reason=PhaseReason.UNLOAD,
+        updated_at=now,
+    )
+    events.notify(events.NODES, str(row.node_id))
+
+
+def hurry(rows: NodeModelQuerySet, *, deadline: datetime) -> None:
+    """Have those of the replicas that still wait for their requests stopped at `deadline` already."""
+    rows.filter(phase__in=_WAITING, deadline__gt=deadline).update(deadline=deadline)
+
+
+def running(ids: Collection[UUID]) -> dict[UUID, tuple[int, datetime | None]]:
+    """Return, for those replicas that still wait, the requests that run and the deadline.
+
+    A replica whose stop was sent already is not waited for: no deadline.
+    """
+    rows = NodeModel.objects.filter(pk__in=ids, state=ReplicaState.UNLOADING).values_list(*_RUNNING)
+    return {id: (count, until if phase in _WAITING else None) for id, count, phase, until in rows}
+
+
+def serves(engine: Engine) -> bool:
+    """Return True if the replica is in the picks again."""
+    return NodeModel.objects.filter(pk=engine.id, phase=Phase.SERVING).exists()
+
+
+def return_abandoned() -> list[Engine]:
+    """Return the replicas to the picks whose operation has ended before a stop was sent.
+
+    One that an upgrade is about to stop is handed to that instead: it returns after it (`upgrade_drains`).
+    """
+    abandoned = NodeModel.objects.filter(
+        without_operation(), phase=Phase.DRAINING, owner_kind=OwnerKind.OPERATION
+    )
+    with transaction.atomic():
+        rows = list(abandoned.order_by("id").select_for_update(of=("self",), skip_locked=True))
+        kept = upgrade_drains.take_back(rows)
+        back = [row for row in rows if row.pk not in kept]
+        lifecycle.move(
+            NodeModel.objects.filter(pk__in=[row.pk for row in back]),
+            ReplicaEvent.RETURNED,
+            **lifecycle.SERVES,
+        )
+        if back:
+            events.notify(events.NODES, *sorted({str(row.node_id) for row in back}))
+    return [lifecycle.engine_of(row) for row in back]
+
+
+def without_operation() -> Q:
+    """Rows that no active operation is about, neither the one that took them out last nor an earlier one."""
+    active = Operation.objects.active().filter(pk=OuterRef("owner_id"))
+    about = OperationTarget.objects.filter(
+        operation__status__in=ACTIVE,
+        operation__kind__in=(UNLOAD, DELETE),
+        operation__element=OuterRef("model_name"),
+        node_id=OuterRef("node_id"),
+    ).exclude(status__in=targets.ENDED)
+    index = Cast(KeyTextTransform("replica_index", "operation__payload"), IntegerField())
+    its_own = about.annotate(index=index).filter(Q(index=None) | Q(index=OuterRef("replica_index")))
+    return ~Exists(active) & ~Exists(its_own)

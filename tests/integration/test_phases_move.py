@@ -1,0 +1,128 @@
+"""A database of the release before phases, with loads, stops and unloads under way: no engine is lost."""
+
+from datetime import timedelta
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from django.db import connection
+from django.db.migrations.executor import MigrationExecutor
+
+from localai_cluster import clock
+from nodes.models import NodeModel
+from nodes.replicas import load_ends, stops
+from operations.models import Operation
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+BEFORE = [("nodes", "0033_intents_by_op")]
+OPERATION, ENDED, INTENT = UUID(int=1), UUID(int=2), UUID(int=3)
+RUNS = f"{OPERATION}:4"
+ANY: Any = object()
+
+Row = dict[str, Any]
+
+ROWS: dict[str, Row] = {
+    "reserved": {"state": "loading", "loading_by": RUNS},
+    "staging": {"state": "staging", "loading_by": RUNS},
+    "unreadable": {"state": "loading", "loading_by": "x"},
+    "starting": {"state": "loading", "loading_by": RUNS},
+    "overtaken": {"state": "loading", "loading_by": RUNS},
+    "failed": {"state": "unloading", "loading_by": f"{ENDED}:1"},
+    "failed and gone": {"state": "unloading", "loading_by": f"{ENDED}:1"},
+    "serving": {"state": "loaded", "address": "a:1", "in_flight": 2},
+    "unload": {"state": "unloading", "address": "a:1", "loading_by": str(OPERATION), "in_flight": 1},
+    "stopped by an unload": {
+        **{"state": "unloading", "address": "a:1", "loading_by": str(ENDED)},
+        **{"cleanup_attempts": 3, "cleanup_error": "stuck"},
+    },
+    "upgrade": {"state": "unloading", "address": "a:1", "withdrawn_for": INTENT},
+    "upgrade and unload": {
+        **{"state": "unloading", "address": "a:1"},
+        **{"withdrawn_for": INTENT, "loading_by": str(OPERATION)},
+    },
+    "evicted": {"state": "unloading", "address": "a:1", "loading_by": "eviction", "cleanup_attempts": 1},
+    "replaced": {"state": "unloading", "address": "a:1", "loading_by": "replaced", "cleanup_attempts": 4},
+    "lost": {"state": "unloading", "address": "a:1", "loading_by": "lost", "cleanup_attempts": 1},
+    "strange": {"state": "unloading", "address": "a:1", "loading_by": "another model", "cleanup_attempts": 1},
+    "nobody's": {"state": "unloading", "address": "a:1"},
+}
+NOTES: dict[str, Row] = {
+    "starting": {"mark": RUNS, "address": "a:2", "answered": True},
+    "overtaken": {"mark": f"{ENDED}:1", "address": "a:3", "answered": True},
+    "failed": {"mark": f"{ENDED}:1", "stop_attempts": 2},
+    "drained away": {"mark": f"{ENDED}:1", "address": "a:4", "answered": True},
+}
+PHASES: dict[str, tuple[Any, ...]] = {
+    "reserved": ("reserved", "", "operation", OPERATION, 4, ""),
+    "staging": ("staging", "", "operation", OPERATION, 4, ""),
+    "starting": ("starting", "", "operation", OPERATION, 4, "a:2"),
+    "overtaken": ("departed", "node_left", "controllers", None, None, "a:3"),
+    "failed": ("stopping", "load_failed", "controllers", None, None, ""),
+    "serving": ("serving", "", "", None, None, "a:1"),
+    "unload": ("draining", "unload", "operation", OPERATION, None, "a:1"),
+    "stopped by an unload": ("stopping", "unload", "operation", ENDED, None, "a:1"),
+    "upgrade": ("draining", "upgrade", "intent", INTENT, None, "a:1"),
+    "upgrade and unload": ("draining", "unload", "operation", OPERATION, None, "a:1"),
+    "evicted": ("terminating", "evicted", "controllers", None, None, "a:1"),
+    "replaced": ("stopping", "replaced", "controllers", None, None, "a:1"),
+    "lost": ("draining", "lost", "controllers", None, None, "a:1"),
+    "strange": ("terminating", "wrong_model", "controllers", None, None, "a:1"),
+    "nobody's": ("draining", "lost", "controllers", None, None, "a:1"),
+    "drained away": ("departed", "node_left", "controllers", None, None, "a:4"),
+}
+
+
+@pytest.fixture
+def moved() -> None:
+    """The rows of the former release, migrated."""
+    Operation.objects.create(
+        id=OPERATION, kind="k", key="k", element="m", status="processing", fence=4, lease_until=clock.now()
+    )
+    try:
+        MigrationExecutor(connection).migrate(BEFORE)
+        _plant(MigrationExecutor(connection).loader.project_state(BEFORE).apps)
+    finally:
+        newest = MigrationExecutor(connection)
+        newest.migrate(newest.loader.graph.leaf_nodes())
+
+
+def _plant(old: Any) -> None:
+    now = clock.now()
+    names = ("BackendNode", "NodeModel", "EngineStart")
+    nodes, replicas, notes = (old.get_model("nodes", name).objects for name in names)
+    node = nodes.create(name="one", name_key="one", address="a:1", approved_at=now, last_heartbeat=now)
+    old.get_model("nodes", "PendingBackendOp").objects.create(
+        id=INTENT, node=node, backend="echo", op="upgrade", operation_id=uuid4()
+    )
+    for model, row in ROWS.items():
+        replicas.create(node=node, model_name=model, **row)
+    for model, note in NOTES.items():
+        notes.create(node_id=node.pk, model_name=model, **note)
+    notes.create(node_id=uuid4(), model_name="of a removed node", mark="x")
+
+
+@pytest.mark.usefixtures("moved")
+def test_every_engine_has_a_row_in_the_phase_that_follows() -> None:
+    found = {
+        row.model_name: (row.phase, row.reason, row.owner_kind, row.owner_id, row.owner_fence, row.address)
+        for row in NodeModel.engines.all()
+    }
+    assert found == PHASES
+    states = {
+        name: row["state"] for name, row in ROWS.items() if name in found and found[name][0] != "departed"
+    }
+    assert dict(NodeModel.objects.values_list("model_name", "state")) == states
+    assert NodeModel.objects.get(model_name="serving").in_flight == 2
+    stopped = NodeModel.objects.get(model_name="stopped by an unload")
+    assert (stopped.stop_attempts, stopped.stop_error) == (3, "stuck")
+
+
+@pytest.mark.usefixtures("moved")
+def test_controllers_go_on_with_what_was_under_way() -> None:
+    """What a running load owns stays; every other engine that was to go is stopped."""
+    now = clock.now() + timedelta(seconds=301)
+    assert load_ends.end_abandoned(now=now) == []
+    due = {engine.model_name for engine in stops.claim(99, now=now)}
+    stays = {"reserved", "staging", "starting", "serving", "unload", "upgrade", "upgrade and unload"}
+    assert due == set(PHASES) - stays

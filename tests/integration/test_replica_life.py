@@ -1,0 +1,307 @@
+"""One engine is one row, from its reserved slot to the confirmed end, whatever becomes of its node."""
+
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+from itertools import product
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from django.db import IntegrityError, transaction
+
+from localai_cluster import clock
+from localai_cluster.accounts import actors
+from localai_cluster.messaging import messages as m
+from localai_cluster.messaging import subjects
+from localai_cluster.messaging.codec import decode
+from nodes.loading import load
+from nodes.loading.stopping import Stopper
+from nodes.models import BackendNode, NodeModel, OwnerKind, Phase, PhaseReason, ReplicaUse
+from nodes.models.replica import LOADING_PHASES
+from nodes.registry import drains as node_drains
+from nodes.registry import services
+from nodes.registry.services import Running
+from nodes.replicas import drains, hooks, load_ends, retire, slots, snapshot, states, terminations
+from nodes.replicas.hooks import ALL_REPLICAS, Removed
+from nodes.replicas.lifecycle import AttemptId, engine_of
+from nodes.replicas.slots import Slot
+from nodes.replicas.states import PHASES
+from nodes.routing.request import InferenceRequest
+from operations.executor.work import in_thread
+from operations.ledger import admission, lease
+from operations.models import Operation
+from tests.support import hot
+from tests.support.bus import PlayedBus
+from tests.support.fleet import approved, register
+from tests.support.fleet import replica as fleet_replica
+from tests.support.replicas import attempt, columns
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+GONE = m.StopModelReply(matched=True, terminated=True)
+ADDRESS = "10.0.0.1:50100"
+
+
+@pytest.fixture
+def heard() -> Iterator[list[Removed]]:
+    """What the hooks hear."""
+    told: list[Removed] = []
+    hooks.on_removed.append(told.append)
+    yield told
+    hooks.on_removed.remove(told.append)
+
+
+def running_load() -> AttemptId:
+    """A load that a controller executes."""
+    request = admission.OperationRequest(load.KIND, key=load.key("echo"), element="echo", actor="test")
+    admission.admit(request, now=clock.now())
+    (operation,) = lease.claim("controller", now=clock.now(), lease=60, limit=1)
+    return AttemptId(operation.id, operation.fence)
+
+
+def reserved(node: BackendNode, owner: AttemptId) -> Slot:
+    (view,) = snapshot.fleet("echo", only=[node.pk])
+    slot = slots.reserve(view, "echo", attempt=owner, backend="echo", now=clock.now())
+    assert isinstance(slot, Slot), slot
+    return slot
+
+
+def bus_of(node: BackendNode, reply: Any = GONE) -> PlayedBus:
+    bus = PlayedBus()
+    bus.replies[subjects.model_stop(str(node.id))] = reply
+    return bus
+
+
+def stops(bus: PlayedBus, node: BackendNode) -> list[tuple[str, str]]:
+    sent = [decode(body, m.StopModelRequest) for body in bus.asked[subjects.model_stop(str(node.id))]]
+    return [(stop.process_key, stop.expected_address) for stop in sent]
+
+
+def phases() -> list[str]:
+    return sorted(NodeModel.engines.values_list("phase", flat=True))
+
+
+# --- the constraints of the table
+
+
+def test_the_database_accepts_the_owners_and_reasons_of_the_table() -> None:
+    """An owner that a phase cannot have, or a missing deadline, is refused."""
+    node = hot.node()
+    for index, (phase, kind) in enumerate(product(Phase, ["", *OwnerKind])):
+        row = columns(phase=phase)
+        row |= {
+            "owner_kind": kind,
+            "owner_id": uuid4() if kind in (OwnerKind.OPERATION, OwnerKind.INTENT) else None,
+        }
+        allowed = kind in PHASES[phase].owners or (not kind and not PHASES[phase].owners)
+        assert accepted(node, index, row) == allowed, (phase, kind)
+    for index, phase in enumerate(Phase):
+        without = columns(phase=phase, deadline=None)
+        assert accepted(node, 100 + index, without) == (phase == Phase.SERVING), phase
+        reasoned = columns(phase=phase, reason=PhaseReason.UNLOAD)
+        assert accepted(node, 200 + index, reasoned) == (phase not in (*LOADING_PHASES, Phase.SERVING)), phase
+
+
+def accepted(node: BackendNode, index: int, row: dict[str, Any]) -> bool:
+    try:
+        with transaction.atomic():
+            NodeModel.engines.create(node=node, model_name="m", replica_index=index, **row)
+    except IntegrityError:
+        return False
+    return True
+
+
+def test_no_cascade_takes_an_engine_away() -> None:
+    node = hot.node()
+    fleet_replica(node, phase="departed")
+    with pytest.raises(IntegrityError):
+        BackendNode.objects.filter(pk=node.pk).delete()
+
+
+# --- loads whose owner is gone
+
+
+@pytest.mark.rule("R2.43", "R2.62")
+@pytest.mark.parametrize("ended", ["failed", "cancelled"])
+async def test_a_load_whose_operation_has_ended_leaves_no_slot(ended: str) -> None:
+    """After its last lost lease, or when its reservation was committed after the cancellation."""
+    node = await in_thread(hot.node)
+    owner = await in_thread(running_load)
+    over = {"status": ended, "finished_at": clock.now(), "lease_until": None, "lease_owner": ""}
+    await in_thread(lambda: Operation.objects.update(**over))
+    slot = await in_thread(reserved, node, owner)
+    await in_thread(lambda: services.drain(node.pk, actor=actors.task("test"), now=clock.now(), deadline=600))
+    bus = bus_of(node)
+    await Stopper(bus).look_once()
+    assert await in_thread(phases) == []
+    assert not await in_thread(partial(slots.start, slot, attempt=owner, now=clock.now()))
+
+
+async def test_its_engine_is_stopped_if_it_may_have_one() -> None:
+    node = await in_thread(hot.node)
+    owner = attempt("ended:1")
+    slot = await in_thread(reserved, node, owner)
+    assert await in_thread(partial(slots.start, slot, attempt=owner, now=clock.now()))
+    await in_thread(slots.record_answer, slot, ADDRESS)
+    bus = bus_of(node)
+    await Stopper(bus).look_once()
+    assert stops(bus, node) == [("echo#0", ADDRESS)]
+    assert await in_thread(phases) == []
+
+
+def test_a_load_that_is_too_old_ends_although_its_operation_goes_on() -> None:
+    slot = reserved(hot.node(), owner := running_load())
+    assert load_ends.end_abandoned(now=clock.now()) == []
+    late = clock.now() + states.LOAD_WITHIN + timedelta(seconds=1)
+    assert [row.pk for row in load_ends.end_abandoned(now=late)] == [slot.id]
+    assert not slots.is_owned(slot, attempt=owner)
+
+
+def test_an_answer_that_comes_late_tells_the_stop_the_address() -> None:
+    """The row is that engine's, whoever owns it now; an earlier answer stays."""
+    slot = reserved(hot.node(), owner := attempt("a:1"))
+    assert slots.start(slot, attempt=owner, now=clock.now())
+    assert load_ends.give_up(slot, attempt=owner, now=clock.now())
+    slots.record_answer(slot, ADDRESS)
+    slots.record_answer(slot, "10.0.0.1:9")
+    row = NodeModel.engines.get()
+    assert (row.phase, row.start_answered, row.address) == ("stopping", True, ADDRESS)
+    assert not slots.publish(
+        slot, attempt=owner, address="x:1", backend="b", options={}, revision="", now=clock.now()
+    )
+
+
+# --- nodes that leave
+
+
+@pytest.mark.rule("R1.101", "R1.103", "R1.20")
+async def test_a_departed_replica_counts_for_nobody_and_keeps_slot_and_memory(heard: list[Removed]) -> None:
+    node = await in_thread(lambda: hot.node(available_vram=10, total_vram=10))
+    needs: dict[str, Any] = {
+        "vram_needed": 4,
+        "vram_seen": 10,
+        "vram_seen_at": clock.now(),
+        "loaded_at": clock.now(),
+    }
+    row = await in_thread(lambda: hot.replica(node, **needs))
+    async with hot.picker() as picker:
+        replica = await picker.acquire(InferenceRequest(model="echo"))
+        assert replica is not None
+        await in_thread(lambda: services.deactivate(node.pk, now=clock.now()))
+        picker.release(replica)
+        await picker.settle()
+        assert await picker.acquire(InferenceRequest(model="echo")) is None
+    left = await in_thread(NodeModel.engines.get)
+    assert (left.pk, left.phase, left.state, left.in_flight) == (row.pk, "departed", None, 0)
+    assert not await in_thread(NodeModel.objects.exists)
+    assert not await in_thread(ReplicaUse.objects.exists)
+    assert heard == [Removed("echo", node.pk, ALL_REPLICAS)]
+    await in_thread(lambda: BackendNode.objects.update(offline_at=None))
+    (view,) = await in_thread(snapshot.fleet, "echo")
+    assert (view.taken, view.free_vram) == (frozenset(), 6)
+    assert (await in_thread(reserved, node, attempt("a:1"))).replica_index == 1
+    await in_thread(lambda: retire.forget_departed(now=clock.now() + states.CONFIRMED_AFTER))
+    assert heard == [Removed("echo", node.pk, ALL_REPLICAS)], "it was announced when it departed"
+
+
+@pytest.mark.rule("R5.4", "R5.5")
+async def test_a_node_that_was_only_silent_has_exactly_its_former_engines_stopped() -> None:
+    node = await in_thread(lambda: hot.node(last_heartbeat=clock.now() - timedelta(hours=1)))
+    await in_thread(lambda: hot.replica(node, address=ADDRESS))
+    silent = partial(services.fell_silent, [node.pk], limit=60, actor=actors.task("test"), now=clock.now())
+    assert await in_thread(silent) == 1
+    bus = bus_of(node)
+    assert await Stopper(bus).look_once() == 0, "it cannot be reached"
+    await in_thread(lambda: BackendNode.objects.update(offline_at=None, last_heartbeat=clock.now()))
+    assert await Stopper(bus).look_once() == 1
+    assert stops(bus, node) == [("echo#0", ADDRESS)]
+    assert await in_thread(phases) == []
+
+
+@pytest.mark.rule("R1.12", "R1.14")
+def test_a_registration_confirms_the_end_of_what_it_does_not_list() -> None:
+    node = approved()
+    listed, gone = (
+        fleet_replica(node, "m", 0, phase="departed"),
+        fleet_replica(node, "m", 1, phase="departed"),
+    )
+    register(running_processes=[Running("m#0", listed.address)])
+    assert [row.pk for row in NodeModel.engines.all()] == [listed.pk]
+    assert NodeModel.engines.get().next_stop_at is None, "its stop is due at once"
+    assert gone.pk != listed.pk
+
+
+@pytest.mark.parametrize("seconds", [1, 61])
+def test_a_start_that_was_never_answered_may_yet_come_after_a_registration(seconds: int) -> None:
+    node = approved()
+    started = clock.now() - timedelta(seconds=seconds)
+    fleet_replica(node, phase="starting", started_at=started, address="")
+    register(running_processes=[], now=clock.now())
+    assert phases() == (["departed"] if seconds < 60 else [])
+    assert not NodeModel.objects.exists()
+
+
+def test_a_removed_node_takes_its_engines_with_it(heard: list[Removed]) -> None:
+    node = hot.node()
+    hot.replica(node)
+    hot.replica(node, index=1, phase="departed")
+    services.deregister(node.pk, actor=actors.task("test"), now=clock.now())
+    assert phases() == []
+    assert heard == [Removed("echo", node.pk, ALL_REPLICAS)]
+
+
+def test_an_engine_whose_node_stays_away_counts_as_ended_in_the_end() -> None:
+    node = hot.node()
+    hot.replica(node)
+    services.deactivate(node.pk, now=clock.now())
+    now = clock.now()
+    assert retire.forget_departed(now=now + states.CONFIRMED_AFTER - timedelta(minutes=1)) == []
+    assert len(retire.forget_departed(now=now + states.CONFIRMED_AFTER + timedelta(minutes=1))) == 1
+    assert phases() == []
+
+
+async def test_a_drained_node_is_not_safe_before_its_engines_have_ended() -> None:
+    node = await in_thread(hot.node)
+    await in_thread(lambda: hot.replica(node, address=ADDRESS))
+    await in_thread(lambda: node_drains.drain(node.pk, actor=actors.task("test"), now=clock.now()))
+    assert await in_thread(phases) == ["departed"]
+    bus = bus_of(node)
+    bus.replies[subjects.models_running(str(node.id))] = m.RunningReply()
+    await Stopper(bus).look_once()
+    assert stops(bus, node) == [("echo#0", ADDRESS)]
+    assert (await in_thread(BackendNode.objects.get)).engines_gone_at is None
+    await Stopper(bus).look_once()
+    assert (await in_thread(BackendNode.objects.get)).engines_gone_at is not None
+
+
+# --- replicas that leave
+
+
+async def test_a_lost_replica_that_an_unload_has_taken_over_does_not_return() -> None:
+    """The operation was asked to stop it; that it is cancelled does not prove that the engine answers."""
+    node = await in_thread(hot.node)
+    row = await in_thread(hot.replica, node)
+
+    @transaction.atomic
+    def taken() -> None:
+        terminations.lose_all([row.pk], now=clock.now())
+        drains.drain(
+            "echo", [node.pk], index=None, deadline=clock.now(), operation_id=uuid4(), now=clock.now()
+        )
+
+    await in_thread(taken)
+    assert await in_thread(phases) == ["terminating"]
+    assert await in_thread(drains.return_abandoned) == []
+    bus = bus_of(node)
+    assert await Stopper(bus).look_once() == 1
+    assert stops(bus, node) == [("echo#0", row.address)]
+
+
+def test_a_replica_that_returned_is_not_ended_by_a_late_confirmation() -> None:
+    row = hot.replica(hot.node())
+    terminations.lose_all([row.pk], now=clock.now())
+    row.refresh_from_db()
+    assert terminations.restore_lost(engine_of(row))
+    assert not retire.confirm(row.pk, stop_sent=clock.now())
+    assert phases() == ["serving"]

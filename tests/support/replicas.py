@@ -1,0 +1,91 @@
+"""Columns of replica rows for tests: a phase with an owner and a deadline that fit, by the seed's state."""
+
+from datetime import timedelta
+from typing import Any
+from uuid import NAMESPACE_OID, UUID, uuid5
+
+from localai_cluster import clock
+from nodes.models import LOADING_PHASES, BackendNode, NodeModel, OwnerKind, Phase, PhaseReason
+from nodes.replicas import slots
+from nodes.replicas.lifecycle import AttemptId
+from nodes.replicas.slots import Slot
+
+_OF_STATE = {
+    "loading": Phase.RESERVED,
+    "staging": Phase.STAGING,
+    "loaded": Phase.SERVING,
+    "unloading": Phase.STOPPING,
+}
+_REASONS = {
+    Phase.DRAINING: PhaseReason.UNLOAD,
+    Phase.TERMINATING: PhaseReason.EVICTED,
+    Phase.STOPPING: PhaseReason.UNLOAD,
+    Phase.DEPARTED: PhaseReason.NODE_LEFT,
+}
+SOON = timedelta(hours=1)
+
+
+def attempt(text: str) -> AttemptId:
+    """An attempt of a load by a short name or an operation, with its fence: `m:1`."""
+    name, _, fence = text.rpartition(":")
+    try:
+        operation = UUID(name)
+    except ValueError:
+        operation = uuid5(NAMESPACE_OID, name or text)
+    return AttemptId(operation, int(fence) if fence.isdigit() else 0)
+
+
+def owner_of(row: NodeModel) -> AttemptId:
+    """The attempt that owns the row of a load."""
+    assert row.owner_id is not None
+    assert row.owner_fence is not None
+    return AttemptId(row.owner_id, row.owner_fence)
+
+
+def columns(
+    state: str = "loaded", *, owner: AttemptId | None = None, phase: str = "", **fields: Any
+) -> dict[str, Any]:
+    """The columns of a row in this phase, by default one of this state.
+
+    By default a load belongs to an attempt that does not run, and a stop is due in an hour.
+    """
+    now, phase = clock.now(), phase or _OF_STATE[state]
+    life: dict[str, Any] = {"phase": phase, "address": "127.0.0.1:1"}
+    if phase in LOADING_PHASES:
+        life |= {"address": "", **(owner or attempt("nobody:1")).columns, "deadline": now + SOON}
+    elif phase != Phase.SERVING:
+        life |= {
+            "owner_kind": OwnerKind.CONTROLLERS,
+            "deadline": now + SOON,
+            "reason": _REASONS[Phase(phase)],
+        }
+    if phase in (Phase.STOPPING, Phase.DEPARTED):
+        life |= {"next_stop_at": now + SOON}
+    if phase == Phase.STARTING:
+        life |= {"started_at": now}
+    if phase in (Phase.RESERVED, Phase.STAGING):
+        fields.pop("address", None)
+    return life | fields
+
+
+def publish(slot: Slot, owner: AttemptId, *, address: str = "127.0.0.1:1", **fields: Any) -> bool:
+    """Starts the engine of a slot and publishes it."""
+    now = fields.pop("now", None) or clock.now()
+    values: dict[str, Any] = {"backend": "b", "options": {}, "revision": "", **fields}
+    slots.start(slot, attempt=owner, now=now)
+    return slots.publish(slot, attempt=owner, address=address, now=now, **values)
+
+
+def forget_nodes() -> None:
+    """Removes all nodes and their replicas."""
+    NodeModel.engines.all().delete()
+    BackendNode.objects.all().delete()
+
+
+def stop_now() -> None:
+    """Makes every stop due, whatever was to be waited for."""
+    now = clock.now()
+    NodeModel.engines.exclude(phase__in=[*LOADING_PHASES, Phase.SERVING]).update(
+        deadline=now, claimed_until=None
+    )
+    NodeModel.engines.filter(phase__in=(Phase.STOPPING, Phase.DEPARTED)).update(next_stop_at=now)
