@@ -51,10 +51,19 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     ends = False
     while not ends and len(header := requests.read(LENGTH.size)) == LENGTH.size:
         result, text = _answer(orjson.loads(requests.read(LENGTH.unpack(header)[0])))
-        ends = result == TOO_MUCH or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > _KEPT_MEMORY
+        ends = result == TOO_MUCH or _peak_memory() > _KEPT_MEMORY
         replies.write(REPLY.pack(ends, result, len(text)))
         replies.write(text)
         replies.flush()
+
+
+def _peak_memory() -> int:
+    """Return the most memory that this process has used, in KiB.
+
+    `getrusage` would count what the process that started this one used before.
+    """
+    with open("/proc/self/status", "rb") as status:
+        return next((int(line.split()[1]) for line in status if line.startswith(b"VmHWM:")), 0)
 
 
 def _answer(request: Any) -> tuple[int, bytes]:

@@ -221,7 +221,7 @@ def test_the_document_says_which_keys_may_be_absent(root: Client) -> None:
     theirs = {"capability", "vram_budget", "vram_budget_bytes", "labels"}
     ours = {"weak_identity", "rejected", "revoked", "open_conflicts", "worker_version", "version_skew"}
     assert optional["Node"] == theirs | ours
-    facts = {"joined", "approval", "revoked", "drain", "offline", "unhealthy"}
+    facts = {"joined", "approval", "revoked", "drain", "offline", "unhealthy", "file_port"}
     assert optional["NodeDetail"] == optional["Node"] - {"labels"} | facts
     assert "cleanup_error" in optional["Replica"]
     assert set(schemas["Registration"]["properties"]) - optional["Registration"] == {"name", "token"}

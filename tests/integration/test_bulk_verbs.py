@@ -19,7 +19,7 @@ from operations.ledger import lease
 from operations.ledger.fence import LeaseLost
 from operations.models import Operation, OperationTarget
 from tests.support import api, hot
-from tests.support.intents import DELETE, INSTALL, UPGRADE, ask, claim
+from tests.support.intents import DELETE, INSTALL, ask, claim
 
 pytestmark = pytest.mark.django_db(transaction=True)
 
@@ -214,16 +214,16 @@ def test_an_install_on_many_nodes_is_one_operation_and_forces_nothing() -> None:
 
 
 def test_nodes_that_cannot_take_an_install_stop_no_other() -> None:
-    """A draining one, one that is being upgraded, one that has gone: each part says why."""
+    """A draining one, one that installs from elsewhere, one that has gone: each part gives the reason."""
     ready, draining, busy = hot.node("ready"), hot.node("draining", drained_at=clock.now()), hot.node("busy")
-    ask(UPGRADE, busy)
+    ask(INSTALL, busy, uri="oci://elsewhere/echo")
     claim()
     gone = str(uuid4())
     operation = install([str(node.id) for node in (ready, draining, busy)] + [gone])
     found = parts(operation)
     assert found["ready"] == ("queued", "")
     assert found["draining"] == ("error", "node draining is draining")
-    assert (found["busy"][0], "upgrade echo on busy is in progress" in found["busy"][1]) == ("error", True)
+    assert (found["busy"][0], "install echo on busy is in progress" in found["busy"][1]) == ("error", True)
     assert found[gone] == ("error", "the node is no longer registered")
     (intent,) = claim()
     intents.settle({(intent.id, intent.fence): (Ended(), ())}, now=clock.now())

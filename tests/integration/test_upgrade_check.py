@@ -241,7 +241,7 @@ def test_offers_of_a_gallery_that_cannot_be_read_stay(gallery: Write, tmp_path: 
     check()
     assert set(upgrades()) == {"minilm"}
     standing = upgrade_state.standing()
-    assert "is not YAML" in standing.problems["local"] or "not a YAML list" in standing.problems["local"]
+    assert "is not valid YAML" in standing.problems["local"]
     assert standing.checked_at is not None
     assert not check()
     gallery(other="1")

@@ -103,6 +103,13 @@ def test_a_process_that_somebody_killed_costs_no_prompt(started: list[templates.
     assert (made("{{ 1 }}"), len(started)) == ("1", 2)
 
 
+def test_a_large_web_process_keeps_its_template_process(started: list[templates._Process]) -> None:
+    """The kernel hands the peak of the parent's memory on to its child."""
+    memory = b"x" * (400 * 1024 * 1024)
+    assert made("{{ 1 }}") == made("{{ 1 }}") == "1"
+    assert (len(started), len(memory)) == (1, 400 * 1024 * 1024)
+
+
 def test_a_process_that_does_not_answer_is_given_up(
     started: list[templates._Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
