@@ -49,7 +49,7 @@ class Folders:
         return (folder, parts[1:]) if folder else (self.staging, parts)
 
     def holds(self, folder: Path, real: Path) -> bool:
-        """Return True if a path without links lies inside `folder` and in none of the private folders there."""
+        """Return True if a path without links lies inside `folder` and in no private folder there."""
         home = folder.resolve()
         private = (path.resolve() for path in self.private)
         hidden = any(real.is_relative_to(path) and path.is_relative_to(home) for path in private)
@@ -58,7 +58,7 @@ class Folders:
 
 @dataclass(frozen=True)
 class FilePlace:
-    """A resolved key: `local` is the path for engines, `real` the same without links, `folder` contains it."""
+    """A resolved key: `local` is the path for engines, `real` the same without links, `folder` its root."""
 
     local: Path
     real: Path
