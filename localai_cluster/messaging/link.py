@@ -52,7 +52,7 @@ class Link:
 
     def __init__(self, complain: Callable[[str], None]) -> None:
         self.client = _Client()
-        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._complain = complain
         self._id = secrets.token_hex(11)
         self._numbers = itertools.count()
@@ -90,7 +90,7 @@ class Link:
     @property
     def alive(self) -> bool:
         """True if a publish would be sent now."""
-        return not self.gone.done() and self.client.is_connected
+        return not self.closed.done() and self.client.is_connected
 
     async def request(self, subject: str, payload: bytes, inbox: str, timeout: float) -> bytes | None:
         """Return the reply that arrives within `timeout` seconds; None if this connection is lost first.
@@ -100,7 +100,7 @@ class Link:
         inbox = f"{inbox}.{self._id}.{next(self._numbers)}"
         reply: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
         self._pending_replies[inbox] = reply
-        outcomes: set[asyncio.Future[Any]] = {reply, self.gone}
+        outcomes: set[asyncio.Future[Any]] = {reply, self.closed}
         try:
             if self._subscribing is None or (self._subscribing.done() and self._subscribing.exception()):
                 # Only at the first request: a worker sends none and has no permission for this subject.
@@ -113,7 +113,7 @@ class Link:
         finally:
             del self._pending_replies[inbox]
         if not reply.done():
-            if self.gone.done():
+            if self.closed.done():
                 return None
             raise nats.errors.TimeoutError
         message = reply.result()
@@ -121,10 +121,10 @@ class Link:
             raise nats.errors.NoRespondersError
         return bytes(message.data)
 
-    async def lost(self) -> None:
+    async def wait_lost(self) -> None:
         """Wait until the connection is lost; poll every second, as the library may hang while closing."""
         while self.alive:
-            await asyncio.wait({self.gone}, timeout=1.0)
+            await asyncio.wait({self.closed}, timeout=1.0)
 
     async def discard(self) -> None:
         """Close the connection."""
@@ -141,8 +141,8 @@ class Link:
             reply.set_result(message)
 
     async def _on_closed(self) -> None:
-        if not self.gone.done():
-            self.gone.set_result(None)
+        if not self.closed.done():
+            self.closed.set_result(None)
 
     async def _on_error(self, error: Exception) -> None:
         if self.client.is_connected:

@@ -242,7 +242,7 @@ class NatsBus:
 
     async def _wait_lost_or_changed(self, link: Link) -> bool:
         """Wait until `link` is lost (return False) or other servers are to be used (return True)."""
-        tasks = {asyncio.create_task(link.lost()), asyncio.create_task(self._servers_changed.wait())}
+        tasks = {asyncio.create_task(link.wait_lost()), asyncio.create_task(self._servers_changed.wait())}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:

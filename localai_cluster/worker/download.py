@@ -26,7 +26,7 @@ from localai_cluster.errors import ClusterError
 from localai_cluster.worker.backend_store import remove_old_partials
 from localai_cluster.worker.control_plane import CallFailed
 from localai_cluster.worker.file_copy import CHUNK, ENDED, HEADROOM, OnBytes, SourceError, Stopped, Throttle
-from localai_cluster.worker.halting import Halt, in_thread, settled
+from localai_cluster.worker.halting import Halt, in_thread, wait_for_thread
 from localai_cluster.worker.names import PARTIAL
 
 log = logging.getLogger(__name__)
@@ -50,9 +50,9 @@ class DownloadFailed(ClusterError):
 
     code = "download_failed"
 
-    def __init__(self, message: str, *, again: bool = False) -> None:
+    def __init__(self, message: str, *, can_retry: bool = False) -> None:
         super().__init__(message)
-        self.permanent = not again
+        self.permanent = not can_retry
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Downloads:
             size = await asyncio.to_thread(_resume_size, archive)
             retries, size_before = (0 if size >= size_before + CHUNK else retries), size
             if retries == len(PAUSES):
-                raise DownloadFailed(f"{_public_url(archive)}: {problem}", again=True)
+                raise DownloadFailed(f"{_public_url(archive)}: {problem}", can_retry=True)
             log.warning("%s: %s; trying again at byte %d", _public_url(archive), problem, size)
             await asyncio.sleep(PAUSES[retries])
             retries += 1
@@ -173,7 +173,7 @@ class Downloads:
                 on_bytes(have, max(total, have) if total else 0, name)
                 await asyncio.sleep(self._throttle.pause(len(piece)))
         if total and have != total:
-            raise DownloadFailed(f"{have} of {total} bytes came", again=True)
+            raise DownloadFailed(f"{have} of {total} bytes came", can_retry=True)
 
     @asynccontextmanager
     async def _open(self, url: str, headers: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
@@ -190,7 +190,7 @@ class Downloads:
         try:
             if answer.status_code not in (200, 206, 416):
                 status = answer.status_code
-                raise DownloadFailed(f"HTTP status {status}", again=_is_retryable(status))
+                raise DownloadFailed(f"HTTP status {status}", can_retry=_is_retryable(status))
             yield answer
         finally:
             await answer.aclose()
@@ -199,7 +199,7 @@ class Downloads:
         try:
             return await self._served(name, headers)
         except CallFailed as error:
-            raise DownloadFailed(error.message, again=_is_retryable(error.http_status)) from error
+            raise DownloadFailed(error.message, can_retry=_is_retryable(error.http_status)) from error
 
 
 @asynccontextmanager
@@ -207,7 +207,7 @@ async def _open_partial(partial: Path, have: int) -> AsyncIterator[BinaryIO]:
     """Open the partial file at the position after its first `have` bytes."""
     opening = asyncio.ensure_future(asyncio.to_thread(open, partial, "r+b" if have else "wb"))
     try:
-        file = await settled(opening)
+        file = await wait_for_thread(opening)
     except asyncio.CancelledError:
         if not opening.cancelled() and opening.exception() is None:
             opening.result().close()

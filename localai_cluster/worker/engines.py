@@ -37,8 +37,8 @@ GRACE = 15.0
 LAST_LINES = 20
 PLAIN_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TOKEN_VARIABLE = "LOCALAI_GRPC_AUTH_TOKEN"
-_EXAMINED_BYTES = 2 * LINE_LIMIT
-"""Bytes of a line that are examined."""
+_RAW_LINE_LIMIT = 2 * LINE_LIMIT
+"""Bytes of a line that are stored before it is shortened."""
 _CUT = " [cut]"
 
 
@@ -78,7 +78,7 @@ class Engine:
     """The only GPUs that it may use; empty for all."""
     stopping: bool = False
     ready: asyncio.Event = field(default_factory=asyncio.Event)
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
     errors: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
 
     @property
@@ -92,13 +92,13 @@ class Engine:
         stat = procs.stat(self.process.pid)
         return self.process.returncode is None and stat is not None and stat.running
 
-    async def settled(self) -> bool:
+    async def wait_started(self) -> bool:
         """Wait until the engine is ready (return True) or has ended (return False)."""
-        tasks = [asyncio.create_task(event.wait()) for event in (self.ready, self.gone)]
+        tasks = [asyncio.create_task(event.wait()) for event in (self.ready, self.ended)]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()
-        return not self.gone.is_set()
+        return not self.ended.is_set()
 
     def same_folder(self) -> bool:
         """Return True if its folder is still the one it was started from, not a later install."""
@@ -107,8 +107,9 @@ class Engine:
 
 @dataclass(frozen=True)
 class StopOutcome:
-    """The result of stopping one process: `matched` if it existed, `freed` after `Free`, `terminated` when
-    ended.
+    """The result of stopping one process.
+
+    `matched` if it existed, `freed` if `Free` succeeded, `terminated` if it has ended.
     """
 
     matched: bool
@@ -217,8 +218,8 @@ class EngineSupervisor:
             if not outcome.terminated and engine.stopping:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(FREE_LIMIT + 2 * GRACE):
-                        await engine.gone.wait()
-            if not engine.gone.is_set():
+                        await engine.ended.wait()
+            if not engine.ended.is_set():
                 raise StopFailed(f"{key}: {outcome.error}", stopped=tuple(ended_keys))
             ended_keys.append(key)
         return ended_keys
@@ -231,11 +232,11 @@ class EngineSupervisor:
         return (await self._free(engine, must=False))[1]
 
     def hurry(self) -> None:
-        """Skips graceful stops from now on."""
+        """Skip graceful stops from now on."""
         self._hurry = True
 
     async def close(self) -> None:
-        """Stops all engines gracefully and concurrently."""
+        """Stop all engines gracefully and concurrently."""
         await asyncio.gather(*(self.stop(engine.key, force=self._hurry) for engine in self.engines()))
         await asyncio.gather(*self._watchers, return_exceptions=True)
         self._threads.shutdown(wait=False)
@@ -281,16 +282,16 @@ class EngineSupervisor:
         while clock.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(READY_EVERY):
-                    await engine.gone.wait()
+                    await engine.ended.wait()
             if engine.stopping:
                 raise StartInterrupted(f"backend process {engine.key} was stopped while it started")
-            if engine.gone.is_set():
+            if engine.ended.is_set():
                 raise StartFailed(_failure_with_output(engine, f"died during startup ({_exit_text(engine)})"))
             with contextlib.suppress(BackendError):
                 if (
                     await engine.client.health(READY_PROBE)
                     and not engine.stopping
-                    and not engine.gone.is_set()
+                    and not engine.ended.is_set()
                 ):
                     return
         raise StartFailed(_failure_with_output(engine, f"was not ready within {READY_LIMIT:g} s"))
@@ -311,8 +312,8 @@ class EngineSupervisor:
         await loop.run_in_executor(self._threads, procs.end, engine.group, lambda: self._hurry)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FREE_LIMIT):
-                await engine.gone.wait()
-        return engine.gone.is_set()
+                await engine.ended.wait()
+        return engine.ended.is_set()
 
     async def _watch(self, engine: Engine) -> None:
         """Read the engine's output until the process ends, then clean up."""
@@ -342,7 +343,7 @@ class EngineSupervisor:
         self._ports.release(engine.port, clock.monotonic())
         del self._engines[engine.key]
         # Before the client closes: a probe checks this event first, and a closed client raises.
-        engine.gone.set()
+        engine.ended.set()
         await engine.client.close()
 
     async def _pump(self, engine: Engine, stream: asyncio.StreamReader, name: str) -> None:
@@ -387,7 +388,7 @@ def shown(line: bytes, token: str) -> str:
     """
     text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
     text = text.replace(token, "***") if token else text
-    if len(line) >= _EXAMINED_BYTES:
+    if len(line) >= _RAW_LINE_LIMIT:
         text = text[: -len(token)] if token else text  # the end may hold a part of the token
     return text if len(text) <= LINE_LIMIT else text[: LINE_LIMIT - len(_CUT)] + _CUT
 
@@ -398,10 +399,10 @@ async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
     while piece := await stream.read(64 * 1024):
         *lines, buffer = (buffer + piece).split(b"\n")
         for line in lines:
-            yield line[:_EXAMINED_BYTES]
-        if len(buffer) > _EXAMINED_BYTES:
+            yield line[:_RAW_LINE_LIMIT]
+        if len(buffer) > _RAW_LINE_LIMIT:
             # A progress bar overwrites itself: keep its last state only.
-            buffer = buffer.rpartition(b"\r")[2][:_EXAMINED_BYTES]
+            buffer = buffer.rpartition(b"\r")[2][:_RAW_LINE_LIMIT]
     if buffer:
         yield buffer
 

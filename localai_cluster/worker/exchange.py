@@ -43,7 +43,7 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Any, send: Any) -> None:
         self.method: str = scope["method"]
         self.raw_path: bytes = raw_path(scope)
-        self.gone = False
+        self.is_disconnected = False
         """True if the client disconnected before its body was complete."""
         self._scope = scope
         self._receive = receive
@@ -62,10 +62,10 @@ class Exchange:
 
     async def piece(self) -> bytes:
         """Return the next piece of the body; empty at its end and after a disconnect."""
-        while not (self._body_complete or self.gone):
+        while not (self._body_complete or self.is_disconnected):
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                self.gone = True
+                self.is_disconnected = True
                 break
             self._body_complete = not message.get("more_body", False)
             body: bytes = message.get("body", b"")
@@ -74,10 +74,10 @@ class Exchange:
                 return body
         return b""
 
-    async def left(self) -> None:
+    async def wait_disconnected(self) -> None:
         """Wait until the client disconnects; discard a body that it sends."""
-        while not self.gone:
-            self.gone = (await self._receive())["type"] == "http.disconnect"
+        while not self.is_disconnected:
+            self.is_disconnected = (await self._receive())["type"] == "http.disconnect"
 
     async def answer(self, answer: Answer) -> None:
         """Send the response, and close the connection if much of the body was not read."""

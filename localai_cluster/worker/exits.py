@@ -24,14 +24,14 @@ not accept reports.
 
 @dataclass(eq=False)
 class Exit:
-    """One engine that has ended: `at` on the monotonic clock; `told` is True once a heartbeat with it was
+    """One engine that has ended: `at` on the monotonic clock; `is_reported` once a heartbeat with it was
     answered.
     """
 
     process_key: str
     address: str
     at: float
-    told: bool = False
+    is_reported: bool = False
 
     @property
     def report(self) -> dict[str, str]:
@@ -65,13 +65,13 @@ class Exits:
         """Return the exits for the next heartbeat, those without an answered report first."""
         limit = clock.monotonic() - GIVEN_UP_AFTER
         self._exits = [exit for exit in self._exits if exit.at > limit]
-        return sorted(self._exits, key=lambda exit: exit.told)[:MOST]
+        return sorted(self._exits, key=lambda exit: exit.is_reported)[:MOST]
 
     def answered(self, reported: Sequence[Exit], sent_at: float) -> None:
         """Record the answer to a heartbeat that was sent at `sent_at` with these exits."""
         for exit in reported:
-            exit.told = True
+            exit.is_reported = True
         completed = {exit for exit in reported if sent_at - exit.at >= REPEATED_FOR}
         self._exits = [exit for exit in self._exits if exit not in completed]
-        if any(not exit.told for exit in self._exits):
+        if any(not exit.is_reported for exit in self._exits):
             self._wake_up.set()

@@ -1,7 +1,7 @@
 """Early end of an install: by `backend.cancel`, or because the worker shuts down.
 
-Code in a thread checks its `Halt`; code in the event loop is cancelled. Uninterruptible steps (`whole`,
-`settled`) are waited for, so that none of them continues while its caller cleans up.
+Code in a thread checks its `Halt`; code in the event loop is cancelled. Uninterruptible steps are waited for
+(`uninterruptible`, `wait_for_thread`), so that none of them continues while its caller cleans up.
 """
 
 import asyncio
@@ -47,49 +47,49 @@ class Command:
         self.key = ""
         """Key of the engine that it is starting, "" if none."""
         self.task: asyncio.Task[Any] | None = None
-        self._breakable = False
+        self._is_interruptible = False
 
     def cancel(self) -> None:
         """End the command with Cancelled, unless it succeeds first."""
         if not self.halt.cancelled:
             self.halt.cancel()
-            if self._breakable and self.task is not None:
+            if self._is_interruptible and self.task is not None:
                 self.task.cancel()
 
     @contextmanager
-    def breakable(self) -> Iterator[None]:
+    def interruptible(self) -> Iterator[None]:
         """Mark a block that a cancel interrupts at once. Raise Cancelled."""
         self._raise_if_cancelled()
-        self._breakable = True
+        self._is_interruptible = True
         try:
             yield
         except asyncio.CancelledError:
             if not self.halt.cancelled:
                 raise
-            survive()
+            clear_cancellation()
             raise Cancelled from None
         except ClusterError:
             # Stopped, or an error that follows from a closed connection or a missing file.
             self._raise_if_cancelled()
             raise
         finally:
-            self._breakable = False
+            self._is_interruptible = False
 
     @contextmanager
-    def whole(self, key: str = "") -> Iterator[None]:
-        """Mark a step inside `breakable` that a cancel does not interrupt but lets finish. Raise Cancelled.
+    def uninterruptible(self, key: str = "") -> Iterator[None]:
+        """Mark a step inside `interruptible` that finishes before a cancel takes effect. Raise Cancelled.
 
         `key` is the engine that starts in this step.
         """
         self._raise_if_cancelled()
-        self._breakable, self.key = False, key
+        self._is_interruptible, self.key = False, key
         try:
             yield
         except ClusterError:
             self._raise_if_cancelled()
             raise
         finally:
-            self._breakable, self.key = True, ""
+            self._is_interruptible, self.key = True, ""
         self._raise_if_cancelled()
 
     def _raise_if_cancelled(self) -> None:
@@ -97,7 +97,7 @@ class Command:
             raise Cancelled
 
 
-async def settled(work: "asyncio.Future[T]") -> T:
+async def wait_for_thread(work: "asyncio.Future[T]") -> T:
     """Return the result of `work`, which runs in a thread; even if cancelled, return only after the
     thread.
     """
@@ -110,10 +110,10 @@ async def settled(work: "asyncio.Future[T]") -> T:
 
 async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
     """Run `call` in a thread; even if cancelled, return only after the thread."""
-    return await settled(asyncio.ensure_future(asyncio.to_thread(call, *arguments)))
+    return await wait_for_thread(asyncio.ensure_future(asyncio.to_thread(call, *arguments)))
 
 
-def survive() -> None:
+def clear_cancellation() -> None:
     """Clear the cancellation of the current task, which continues."""
     if task := asyncio.current_task():
         task.uncancel()

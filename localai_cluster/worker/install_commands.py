@@ -149,7 +149,7 @@ class InstallCommands:
     async def _install(self, request: InstallRequest, command: Command) -> InstallReply:
         stream = self._progress(request.op_id, request.backend) if request.op_id else None
         try:
-            with command.breakable():
+            with command.interruptible():
                 return await self._ensure_installed(request, command, stream.report if stream else ignore)
         except Stopped:
             raise
@@ -169,7 +169,7 @@ class InstallCommands:
         async with self._exclusive(name):
             if request.force:
                 keys = await self._keys(name)
-                with command.whole():
+                with command.uninterruptible():
                     await self._supervisor.ensure_stopped([*keys, key], force=True)
             elif not request.install_only and (
                 engine := await self._reusable_engine(key, name, command, request.gpus)
@@ -191,7 +191,7 @@ class InstallCommands:
     async def _start(
         self, command: Command, key: str, backend: str, start_file: Path, gpus: tuple[str, ...]
     ) -> Engine:
-        with command.whole(key):
+        with command.uninterruptible(key):
             engine = await self._supervisor.start(key, backend, start_file, gpus)
             if command.halt.cancelled:
                 await self._supervisor.stop(key, force=True)
@@ -208,15 +208,15 @@ class InstallCommands:
         if engine is None:
             return None
         if engine.stopping or not engine.alive:
-            await engine.gone.wait()
+            await engine.ended.wait()
             return None
         names = await asyncio.to_thread(self._store.identity, name)
         has_other_gpus = bool(gpus) and engine.gpus != gpus
         if engine.backend not in names or has_other_gpus or not engine.same_folder():
-            with command.whole():
+            with command.uninterruptible():
                 await self._supervisor.ensure_stopped([key], force=False)
             return None
-        return engine if await engine.settled() else None
+        return engine if await engine.wait_started() else None
 
     async def _ensure_files(
         self, request: InstallRequest, name: str, command: Command, report: Report
@@ -236,10 +236,10 @@ class InstallCommands:
         stopped: list[str] = []
         try:
             name = requested_name(request)
-            with command.breakable():
+            with command.interruptible():
                 async with self._exclusive(name):
                     keys = [*await self._keys(name), process_key(name, _slot(request.replica_index))]
-                    with command.whole():
+                    with command.uninterruptible():
                         stopped += await self._supervisor.ensure_stopped(keys, force=True)
                     source = self._source(request, name)
                     report = stream.report if stream else ignore

@@ -35,7 +35,7 @@ from localai_cluster.worker.download import (
     sha256_of,
 )
 from localai_cluster.worker.file_copy import ENDED, OnBytes, Stopped, Throttle, copy_tree
-from localai_cluster.worker.halting import Halt, in_thread, survive
+from localai_cluster.worker.halting import Halt, clear_cancellation, in_thread
 from localai_cluster.worker.names import BACKUP, STAGED, folder_name
 from localai_cluster.worker.progress import Report, Tick
 from localai_cluster.worker.unpack import unpack
@@ -276,7 +276,7 @@ class Installer:
             [outcome] = await asyncio.gather(task, return_exceptions=True)
             if not halt.cancelled or outcome is not None:
                 raise
-            survive()
+            clear_cancellation()
 
     def _fill_and_swap(self, fill: Fill, folder: str, metadata: Metadata, halt: Halt) -> None:
         target = self._store.backends / folder

@@ -158,7 +158,7 @@ class FileServer:
         The server drops data for a disconnected client without an error, so this waits for the disconnect as
         well.
         """
-        disconnect = asyncio.create_task(exchange.left())
+        disconnect = asyncio.create_task(exchange.wait_disconnected())
         try:
             while (
                 remaining
