@@ -126,8 +126,9 @@ def account_token(operator: KeyPair, account: str, name: str, *, now: float) -> 
 
 
 def revoking_token(operator: KeyPair, current: str, revoked: Mapping[str, int], *, now: float) -> str:
-    """Re-sign the account's JWT `current` with exactly these revocations (user -> time); keep its other
-    claims.
+    """Re-sign the account's JWT `current` with exactly these revocations (user -> time).
+
+    Its other claims stay.
     """
     claims = nkeys.claims_of(current, nkeys.LONGEST_ACCOUNT)
     nats = {**claims["nats"], "revocations": dict(revoked)}

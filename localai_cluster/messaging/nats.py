@@ -135,9 +135,7 @@ class NatsBus:
         return reply
 
     async def subscribe(self, subject: str, handler: Handler, *, limit: int = 64) -> Subscription:
-        """Call `handler` for each message, at most `limit` calls at a time, until the subscription is
-        closed.
-        """
+        """Call `handler` for each message until closed, at most `limit` calls at a time."""
         subscription = _Subscription(self, subject, handler, limit)
         async with self._subscriptions_lock:
             self._subscriptions.add(subscription)
@@ -211,8 +209,9 @@ class NatsBus:
                 await self._servers_changed.wait()
 
     async def _serve_connection(self) -> bool:
-        """Dial, and return True after the loss of the connection and its successors, False if dialling
-        failed.
+        """Dial, and wait for the loss of the connection and its successors.
+
+        Return False if dialling failed.
         """
         self._servers_changed.clear()
         link = await self._dial()

@@ -79,10 +79,10 @@ __all__ = [
 
 
 def options_from_mapping(mapping: Mapping[str, Any]) -> ModelOptions:
-    """Parse load options from plain data under the names of `ModelOptions` (`{"Model": …, "Embeddings":
-    True}`).
+    """Parse load options from plain data under the names of `ModelOptions`.
 
-    Raise InvalidInput for an unknown name or a value of the wrong type.
+    An example is `{"Model": …, "Embeddings": True}`. Raise InvalidInput for an unknown name or a value of the
+    wrong type.
     """
     try:
         return json_format.ParseDict(dict(mapping), ModelOptions())

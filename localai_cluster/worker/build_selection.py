@@ -62,9 +62,7 @@ def _resolve(build: GalleryEntry, builds: Sequence[GalleryEntry], capability: st
 
 
 def lookup(capabilities: Mapping[str, str], capability: str) -> str | None:
-    """Return the build of a meta entry for a capability: exact, else `default`, else `cpu` (worker.md
-    §18.4).
-    """
+    """Return the build of a meta entry for a capability: exact, `default` or `cpu` (worker.md §18.4)."""
     return next((capabilities[key] for key in (capability, "default", "cpu") if key in capabilities), None)
 
 

@@ -14,8 +14,9 @@ from localai_cluster.worker.log_rings import BYTES, LINES
 NAME_LIMIT = 255
 MOST_LINES = 10_000
 LEAST_BYTES, MOST_BYTES = 64 * 1024, 2 * 1024 * 1024
-"""Limits for the stored output of one engine; as escaped JSON it stays below the limit of web processes (16
-MiB).
+"""Bounds of the stored output of one engine.
+
+As escaped JSON it fits in what web processes accept (16 MiB).
 """
 
 

@@ -247,8 +247,9 @@ def _reason(response: httpx.Response, content: Any) -> str:
 
 
 def _wait(response: httpx.Response) -> float:
-    """Return the seconds of `Retry-After`, at most 30 so that the node does not go offline; 0 without the
-    header.
+    """Return the seconds of `Retry-After`, 0 without the header.
+
+    The maximum of 30 s prevents the node from going offline.
     """
     text = response.headers.get("retry-after", "").strip()
     return min(float(text), LONGEST_WAIT) if text.isascii() and text.isdigit() else 0.0

@@ -289,8 +289,9 @@ def _problem(archive: Archive, halt: Halt) -> str:
 
 
 def _resume_size(archive: Archive) -> int:
-    """Return the number of bytes to resume after: 0 without a hash, which would detect a mixture of two
-    files.
+    """Return the number of bytes after which to resume.
+
+    This is 0 without a hash, which alone would detect a mixture of two files.
     """
     try:
         return archive.partial.lstat().st_size if archive.sha256 else 0

@@ -17,15 +17,17 @@ MOST = 32
 REPEATED_FOR = 15.0
 """Seconds after the end during which every heartbeat repeats the report."""
 GIVEN_UP_AFTER = 300.0
-"""Seconds after which a report is dropped: by then the control plane has detected the end itself, or it does
-not accept reports.
+"""Seconds after which a report is dropped.
+
+By then the control plane has detected the end itself, or it does not accept reports.
 """
 
 
 @dataclass(eq=False)
 class Exit:
-    """One engine that has ended: `at` on the monotonic clock; `is_reported` once a heartbeat with it was
-    answered.
+    """One engine that has ended, `at` on the monotonic clock.
+
+    `is_reported` is True once a heartbeat with this exit was answered.
     """
 
     process_key: str
@@ -64,14 +66,14 @@ class Exits:
     def due(self) -> list[Exit]:
         """Return the exits for the next heartbeat, those without an answered report first."""
         limit = clock.monotonic() - GIVEN_UP_AFTER
-        self._exits = [exit for exit in self._exits if exit.at > limit]
-        return sorted(self._exits, key=lambda exit: exit.is_reported)[:MOST]
+        self._exits = [ended for ended in self._exits if ended.at > limit]
+        return sorted(self._exits, key=lambda ended: ended.is_reported)[:MOST]
 
     def answered(self, reported: Sequence[Exit], sent_at: float) -> None:
         """Record the answer to a heartbeat that was sent at `sent_at` with these exits."""
-        for exit in reported:
-            exit.is_reported = True
-        completed = {exit for exit in reported if sent_at - exit.at >= REPEATED_FOR}
-        self._exits = [exit for exit in self._exits if exit not in completed]
-        if any(not exit.is_reported for exit in self._exits):
+        for ended in reported:
+            ended.is_reported = True
+        completed = {ended for ended in reported if sent_at - ended.at >= REPEATED_FOR}
+        self._exits = [ended for ended in self._exits if ended not in completed]
+        if any(not ended.is_reported for ended in self._exits):
             self._wake_up.set()

@@ -98,8 +98,9 @@ class Command:
 
 
 async def wait_for_thread(work: "asyncio.Future[T]") -> T:
-    """Return the result of `work`, which runs in a thread; even if cancelled, return only after the
-    thread.
+    """Return the result of `work`, which runs in a thread.
+
+    Even if cancelled, return only after the thread has ended.
     """
     try:
         return await asyncio.shield(work)
@@ -109,7 +110,7 @@ async def wait_for_thread(work: "asyncio.Future[T]") -> T:
 
 
 async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
-    """Run `call` in a thread; even if cancelled, return only after the thread."""
+    """Run `call` in a thread; even if cancelled, return only after the thread has ended."""
     return await wait_for_thread(asyncio.ensure_future(asyncio.to_thread(call, *arguments)))
 
 

@@ -67,9 +67,7 @@ class Figures:
 
 
 def figures(models: Path) -> Figures:
-    """Measure the RAM, and the disk of the filesystem that holds `models` (or its nearest existing
-    ancestor).
-    """
+    """Measure the RAM, and the disk of the filesystem that holds `models` or its nearest existing parent."""
     ram_total = ram_free = disk_total = disk_free = None
     with contextlib.suppress(OSError):
         memory = psutil.virtual_memory()

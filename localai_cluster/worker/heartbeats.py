@@ -21,9 +21,7 @@ log = logging.getLogger(__name__)
 
 REMIND_EVERY = 60.0
 SOON = 1.0
-"""Seconds from a reported exit to the figures that follow it: the driver frees the memory of a dead process
-late.
-"""
+"""Seconds between the report of an exit and new figures, as the driver needs time to free the memory."""
 COPIED = (
     "This worker's data folder has been copied, and the copy has registered since. Stop one of"
     " the two workers."
@@ -108,7 +106,7 @@ class HeartbeatLoop:
         body: dict[str, Any] = {} if hurried else dict(await self._measure())
         sent_at, exits = clock.monotonic(), self._exits.due()
         if exits:
-            body["ended_processes"] = [exit.report for exit in exits]
+            body["ended_processes"] = [ended.report for ended in exits]
         try:
             await self._control_plane.heartbeat(self._node_id(), body)
         except CallFailed as error:

@@ -1,10 +1,9 @@
-"""The worker's HTTP routes: open probes; files and engine output for the control plane (worker.md §12);
-metrics.
+"""The worker's HTTP routes: open probes, files, engine output and metrics (worker.md §12).
 
-An ASGI application, served by `listening`. Files (`files/`) and output require the token that this worker
-sends the control plane in its registration, never the registration token, which every joining machine has.
-The same token opens the metrics (`/metrics`). The operator may configure a second token for scrapers, which
-opens only the metrics.
+An ASGI application, served by `listening`. The control plane reads and writes files (`files/`) and reads
+output with the token that this worker sends in its registration, never with the registration token, which
+every joining machine has. The same token opens the metrics (`/metrics`). The operator may configure a second
+token for scrapers, which opens only the metrics.
 """
 
 import asyncio

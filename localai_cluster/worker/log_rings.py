@@ -77,8 +77,9 @@ class Place:
 
 
 class LogRings:
-    """All rings: at most `lines` lines and `size` bytes of text per key; the oldest ended keys are dropped
-    first.
+    """The rings of all keys, each of at most `lines` lines and `size` bytes of text.
+
+    The rings of the engines that ended first are dropped first.
     """
 
     def __init__(self, lines: int = LINES, size: int = BYTES) -> None:
@@ -113,9 +114,7 @@ class LogRings:
 
     @contextlib.contextmanager
     def follow(self, name: str) -> Iterator[Place]:
-        """Open a cursor before the first line of a key, or of all present and later replicas of a
-        model id.
-        """
+        """Open a cursor before the first line of a key, or of all replicas of a model id, later ones too."""
         cursor = Place(self, name)
         self._following.setdefault(name, set()).add(cursor)
         try:

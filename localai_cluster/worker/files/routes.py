@@ -152,11 +152,10 @@ class FileServer:
             await self._threads.run(file.close)
 
     async def _send_bytes(self, file: BinaryIO, remaining: int, exchange: Exchange) -> None:
-        """Send `remaining` bytes; fewer if the file became shorter or the client disconnects or stops
-        reading.
+        """Send `remaining` bytes of the file.
 
-        The server drops data for a disconnected client without an error, so this waits for the disconnect as
-        well.
+        It sends fewer if the file became shorter, or the client disconnects or stops reading. The server
+        drops data for a disconnected client without an error, so this waits for the disconnect as well.
         """
         disconnect = asyncio.create_task(exchange.wait_disconnected())
         try:

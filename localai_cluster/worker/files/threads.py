@@ -11,9 +11,7 @@ WRITERS, HASHERS = 8, 2
 
 
 class Threads:
-    """Two thread pools: a small one for hashes, each of which uses a core and the disk, and one for other
-    calls.
-    """
+    """Two thread pools: a small one for hashes, which use a core and the disk, and one for other calls."""
 
     def __init__(self) -> None:
         self.stopped = threading.Event()
@@ -31,8 +29,9 @@ class Threads:
 
 
 async def _run_to_end(pool: Executor, function: Callable[..., T], *arguments: Any) -> T:
-    """Run `function`; even if cancelled, return only after the thread has, as the caller then closes its
-    file.
+    """Run `function` in `pool`.
+
+    Even if cancelled, return only after the thread has ended: the caller then closes a file that it uses.
     """
     future = asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
     try:

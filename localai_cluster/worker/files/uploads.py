@@ -1,8 +1,8 @@
 """PUT: uploads of a complete file, or of the part of it that is missing (§12.3).
 
 A second upload of a file waits for the first one. Its sender chose the part before the first upload changed
-the file, so it never removes the file: a part that does not continue the current content gets a 416, and its
-sender checks the state again.
+the file, so the second upload never removes the file: a part that does not continue the current content gets
+a 416, and its sender checks the state again.
 """
 
 import errno
@@ -112,8 +112,9 @@ class Uploads:
         return _success(request.place)
 
     async def _recover_complete(self, request: Upload, part: Part, state: State) -> bool:
-        """Record the hash of a complete upload whose end was interrupted by a kill; return False
-        otherwise.
+        """Record the hash of a complete upload that a kill interrupted at its end.
+
+        Return False if this is not such an upload.
         """
         path = request.place.real
         if not request.target or state.target != request.target or state.size != part.total:
