@@ -149,7 +149,7 @@ class Link:
             self._complain(f"message bus: {error}")
 
 
-def refused(error: Exception) -> bool:
+def is_auth_error(error: Exception) -> bool:
     """Return True if the server rejected the credentials."""
     text = str(error).lower()
     return isinstance(error, nats.errors.AuthorizationError) or any(
@@ -158,7 +158,7 @@ def refused(error: Exception) -> bool:
     )
 
 
-async def quietly(step: Coroutine[Any, Any, object]) -> None:
+async def ignore_loss(step: Coroutine[Any, Any, object]) -> None:
     """Run one step on a connection that may be closing; on its loss the next connection repeats the step."""
     try:
         async with asyncio.timeout(FLUSH_TIMEOUT):

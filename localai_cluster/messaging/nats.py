@@ -36,7 +36,7 @@ from localai_cluster.messaging.bus import (
     RequestTimeout,
     Subscription,
 )
-from localai_cluster.messaging.link import FLUSH_TIMEOUT, Link, quietly, refused
+from localai_cluster.messaging.link import FLUSH_TIMEOUT, Link, ignore_loss, is_auth_error
 from localai_cluster.messaging.servers import Servers
 
 log = logging.getLogger(__name__)
@@ -140,10 +140,10 @@ class NatsBus:
         async with self._subscriptions_lock:
             self._subscriptions.add(subscription)
             if self._link is not None and self._link.alive:
-                await quietly(subscription.attach(self._link.client, self._group))
+                await ignore_loss(subscription.attach(self._link.client, self._group))
         return subscription
 
-    async def forget(self, subscription: "_Subscription") -> None:
+    async def remove_subscription(self, subscription: "_Subscription") -> None:
         """End one subscription."""
         async with self._subscriptions_lock:
             self._subscriptions.discard(subscription)
@@ -152,11 +152,11 @@ class NatsBus:
     async def close(self) -> None:
         """Accept no new messages, let running handlers finish for 5 s, then disconnect."""
         for subscription in list(self._subscriptions):
-            await self.forget(subscription)
+            await self.remove_subscription(subscription)
             await subscription.finish()
         link = self._link
         if link is not None and link.alive:
-            await quietly(link.client.flush(FLUSH_TIMEOUT))
+            await ignore_loss(link.client.flush(FLUSH_TIMEOUT))
         if self._connection_task is not None:
             self._connection_task.cancel()
             await asyncio.gather(self._connection_task, return_exceptions=True)
@@ -258,7 +258,7 @@ class NatsBus:
             return link
         except (nats.errors.Error, OSError) as error:
             self.complain(f"cannot reach the message bus at {self._where}: {_reason(error)}; trying again")
-            if refused(error):
+            if is_auth_error(error):
                 self._on_refused()
         await link.discard()
         return None
@@ -269,11 +269,11 @@ class NatsBus:
             former_carriers = [
                 await subscription.attach(link.client, self._group) for subscription in self._subscriptions
             ]
-            await quietly(link.client.flush(FLUSH_TIMEOUT))
+            await ignore_loss(link.client.flush(FLUSH_TIMEOUT))
             self._link = link
             for carrier in former_carriers:
                 if carrier is not None:
-                    await quietly(_drain(carrier))
+                    await ignore_loss(_drain(carrier))
 
     async def _mark_connected(self) -> None:
         self._connected_since = clock.monotonic()
@@ -301,7 +301,7 @@ class _Subscription:
     async def attach(self, client: Client, group: str) -> NatsSubscription | None:
         """Subscribe on this connection; return the subscription of the former connection."""
         previous, self._carrier = self._carrier, None
-        await quietly(self._subscribe(client, group))
+        await ignore_loss(self._subscribe(client, group))
         return previous
 
     async def _subscribe(self, client: Client, group: str) -> None:
@@ -313,11 +313,11 @@ class _Subscription:
         """Stop receiving messages."""
         carrier, self._carrier = self._carrier, None
         if carrier is not None:
-            await quietly(_drain(carrier))
+            await ignore_loss(_drain(carrier))
 
     async def close(self) -> None:
         """End the subscription; messages already received are still handled."""
-        await self._bus.forget(self)
+        await self._bus.remove_subscription(self)
         self._end_task = asyncio.create_task(self._end())
 
     async def _end(self) -> None:

@@ -102,12 +102,12 @@ class BackendClient:
     def predict(self, options: PredictOptions, timeout: float | None = None) -> "Replies[Reply]":
         """Return the complete reply to a prompt as one piece."""
         call = self._stub.Predict(options, timeout=timeout, metadata=self._metadata)
-        return Replies(call, self._channel, self._translated)
+        return Replies(call, self._channel, self._translate_error)
 
     def predict_stream(self, options: PredictOptions, timeout: float | None = None) -> "Replies[Reply]":
         """Stream the reply to a prompt; without a timeout the duration is unlimited."""
         call = self._stub.PredictStream(options, timeout=timeout, metadata=self._metadata)
-        return Replies(call, self._channel, self._translated)
+        return Replies(call, self._channel, self._translate_error)
 
     async def transcribe(self, request: TranscriptRequest, timeout: float) -> TranscriptResult:
         """Return the transcript of the worker's audio file `request.dst`."""
@@ -118,7 +118,7 @@ class BackendClient:
     def transcribe_stream(self, request: TranscriptRequest) -> "Replies[TranscriptStreamResponse]":
         """Stream the transcript of the worker's audio file `request.dst`."""
         call = self._stub.AudioTranscriptionStream(request, metadata=self._metadata)
-        return Replies(call, self._channel, self._translated)
+        return Replies(call, self._channel, self._translate_error)
 
     async def speak(self, request: TTSRequest, timeout: float) -> Result:
         """Write a text as speech to the worker's file `request.dst`."""
@@ -127,7 +127,7 @@ class BackendClient:
     def speak_stream(self, request: TTSRequest) -> "Replies[Reply]":
         """Stream a text as speech, in `audio` of the replies."""
         call = self._stub.TTSStream(request, metadata=self._metadata)
-        return Replies(call, self._channel, self._translated)
+        return Replies(call, self._channel, self._translate_error)
 
     async def draw(self, request: GenerateImageRequest, timeout: float) -> Result:
         """Write an image to the worker's file `request.dst`."""
@@ -164,12 +164,12 @@ class BackendClient:
         try:
             return await call
         except grpc.aio.AioRpcError as error:
-            raise self._translated(error, channel) from error
+            raise self._translate_error(error, channel) from error
         except asyncio.CancelledError:
             _raise_lost_unless_cancelled()
             raise
 
-    def _translated(self, error: grpc.aio.AioRpcError, channel: grpc.aio.Channel) -> BackendError:
+    def _translate_error(self, error: grpc.aio.AioRpcError, channel: grpc.aio.Channel) -> BackendError:
         translated = translate(error.code(), error.details() or "")
         # A refused channel is in backoff and fails without dialling, and a broken one may break the next call
         # too; a process that starts at this address right afterwards must be reached at once.
@@ -189,10 +189,10 @@ class BackendClient:
 class Replies(Generic[Piece]):
     """A reply that arrives in one or more pieces. A caller that stops reading early must call `cancel`."""
 
-    def __init__(self, call: Any, channel: grpc.aio.Channel, translated: "_Translated") -> None:
+    def __init__(self, call: Any, channel: grpc.aio.Channel, translate_error: "_TranslateError") -> None:
         self._call = call
         self._channel = channel
-        self._translated = translated
+        self._translate_error = translate_error
 
     def __aiter__(self) -> AsyncGenerator[Piece, None]:
         """Iterate over the pieces.
@@ -210,7 +210,7 @@ class Replies(Generic[Piece]):
             async for reply in self._call:
                 yield reply
         except grpc.aio.AioRpcError as error:
-            raise self._translated(error, self._channel) from error
+            raise self._translate_error(error, self._channel) from error
         except asyncio.CancelledError:
             _raise_lost_unless_cancelled()
             raise
@@ -228,7 +228,7 @@ class Replies(Generic[Piece]):
         return value if isinstance(value, str) else ""
 
 
-_Translated = Callable[[grpc.aio.AioRpcError, grpc.aio.Channel], BackendError]
+_TranslateError = Callable[[grpc.aio.AioRpcError, grpc.aio.Channel], BackendError]
 
 
 def _raise_lost_unless_cancelled() -> None:

@@ -121,7 +121,7 @@ class Commands:
         ignore_body: bool = False,
     ) -> Handler:
         async def handle(message: Message) -> bytes | None:
-            command, began, outcome = message.subject.split(".", 2)[2], clock.monotonic(), "failed"
+            command, started_at, outcome = message.subject.split(".", 2)[2], clock.monotonic(), "failed"
             try:
                 request = kind() if ignore_body else decode(message.payload, kind)
                 reply = await act(request)
@@ -137,7 +137,7 @@ class Commands:
                 log.exception("%s failed", message.subject)
                 return encode(failed(f"internal worker error: {type(error).__name__}"))
             finally:
-                metrics.command_ended(command, outcome, clock.monotonic() - began)
+                metrics.command_ended(command, outcome, clock.monotonic() - started_at)
 
         return handle
 
@@ -276,8 +276,8 @@ def delete_model(models: Path, name: str) -> None:
     Raise InvalidInput for a name that points outside the folder.
     """
     target = Path(os.path.normpath(models / name)) if name and "\0" not in name else models
-    inside = target != models and target.is_relative_to(models)
-    if not inside or not target.parent.resolve().is_relative_to(models.resolve()):
+    is_inside = target != models and target.is_relative_to(models)
+    if not is_inside or not target.parent.resolve().is_relative_to(models.resolve()):
         raise InvalidInput(f"not a model name: {name[:80]!r}", field="model_name")
     if target.is_dir() and not target.is_symlink():
         shutil.rmtree(target)

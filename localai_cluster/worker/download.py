@@ -148,32 +148,32 @@ class Downloads:
             retries += 1
 
     async def _resume(self, archive: Archive, on_bytes: OnBytes) -> None:
-        have = await asyncio.to_thread(_resume_size, archive)
-        async with self._open(archive.url, {"Range": f"bytes={have}-"} if have else {}) as answer:
-            part = _response_range(answer, have)
+        offset = await asyncio.to_thread(_resume_size, archive)
+        async with self._open(archive.url, {"Range": f"bytes={offset}-"} if offset else {}) as answer:
+            part = _response_range(answer, offset)
             if part is None:
                 # No bytes follow the present ones: the file is complete, or it belongs to another version.
                 return
             if part.start == 0:
-                have = 0
-            await asyncio.to_thread(_check_disk_space, archive.partial, have, part.total)
-            await self._receive(answer, archive, have, part.total, on_bytes)
+                offset = 0
+            await asyncio.to_thread(_check_disk_space, archive.partial, offset, part.total)
+            await self._receive(answer, archive, offset, part.total, on_bytes)
 
     async def _receive(
-        self, answer: httpx.Response, archive: Archive, have: int, total: int, on_bytes: OnBytes
+        self, answer: httpx.Response, archive: Archive, offset: int, total: int, on_bytes: OnBytes
     ) -> None:
         name = _public_url(archive).rpartition("/")[2]
-        async with _open_partial(archive.partial, have) as file:
-            on_bytes(have, max(total, have), name)
+        async with _open_partial(archive.partial, offset) as file:
+            on_bytes(offset, max(total, offset), name)
             async for piece in _pieces(answer, self._throttle.piece):
-                if have + len(piece) > MOST_BYTES:
+                if offset + len(piece) > MOST_BYTES:
                     raise DownloadFailed(f"longer than {MOST_BYTES} bytes")
                 await in_thread(file.write, piece)
-                have += len(piece)
-                on_bytes(have, max(total, have) if total else 0, name)
+                offset += len(piece)
+                on_bytes(offset, max(total, offset) if total else 0, name)
                 await asyncio.sleep(self._throttle.pause(len(piece)))
-        if total and have != total:
-            raise DownloadFailed(f"{have} of {total} bytes came", can_retry=True)
+        if total and offset != total:
+            raise DownloadFailed(f"{offset} of {total} bytes came", can_retry=True)
 
     @asynccontextmanager
     async def _open(self, url: str, headers: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
@@ -203,30 +203,30 @@ class Downloads:
 
 
 @asynccontextmanager
-async def _open_partial(partial: Path, have: int) -> AsyncIterator[BinaryIO]:
-    """Open the partial file at the position after its first `have` bytes."""
-    opening = asyncio.ensure_future(asyncio.to_thread(open, partial, "r+b" if have else "wb"))
+async def _open_partial(partial: Path, offset: int) -> AsyncIterator[BinaryIO]:
+    """Open the partial file at the position after its first `offset` bytes."""
+    open_task = asyncio.ensure_future(asyncio.to_thread(open, partial, "r+b" if offset else "wb"))
     try:
-        file = await wait_for_thread(opening)
+        file = await wait_for_thread(open_task)
     except asyncio.CancelledError:
-        if not opening.cancelled() and opening.exception() is None:
-            opening.result().close()
+        if not open_task.cancelled() and open_task.exception() is None:
+            open_task.result().close()
         raise
     with file:
-        await in_thread(file.seek, have)
+        await in_thread(file.seek, offset)
         yield file
 
 
 async def _pieces(answer: httpx.Response, size: int) -> AsyncIterator[bytes]:
     """Yield the body in pieces of at most `size` bytes. Raise TimeoutError when none arrives."""
-    arriving = answer.aiter_raw()
+    body = answer.aiter_raw()
     while True:
         async with asyncio.timeout(STALL_LIMIT):
-            arrived = await anext(arriving, None)
-        if arrived is None:
+            data = await anext(body, None)
+        if data is None:
             return
-        for start in range(0, len(arrived), size):
-            yield arrived[start : start + size]
+        for start in range(0, len(data), size):
+            yield data[start : start + size]
 
 
 def _is_retryable(status: int) -> bool:
@@ -234,8 +234,8 @@ def _is_retryable(status: int) -> bool:
     return status in (0, 408, 429) or status >= 500
 
 
-def _response_range(answer: httpx.Response, have: int) -> _Range | None:
-    """Return the range of this response for a download that has `have` bytes; None if no bytes follow.
+def _response_range(answer: httpx.Response, offset: int) -> _Range | None:
+    """Return the range of this response for a download that has `offset` bytes; None if no bytes follow.
 
     Raise DownloadFailed.
     """
@@ -243,18 +243,18 @@ def _response_range(answer: httpx.Response, have: int) -> _Range | None:
         length = answer.headers.get("content-length", "")
         return _Range(0, int(length) if _LENGTH.fullmatch(length) else 0)
     match = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
-    if answer.status_code == 416 and have:
+    if answer.status_code == 416 and offset:
         return None
-    if match is None or match[1] is None or int(match[1]) != have:
+    if match is None or match[1] is None or int(match[1]) != offset:
         raise DownloadFailed(f"HTTP status {answer.status_code} with another part than the one asked for")
-    return _Range(have, int(match[2]))
+    return _Range(offset, int(match[2]))
 
 
-def _check_disk_space(partial: Path, have: int, total: int) -> None:
+def _check_disk_space(partial: Path, offset: int, total: int) -> None:
     if total > MOST_BYTES:
         raise SourceError(f"{total} bytes are more than the {MOST_BYTES} that an archive may have")
     free = shutil.disk_usage(partial.parent).free
-    if max(total - have, 0) + HEADROOM > free:
+    if max(total - offset, 0) + HEADROOM > free:
         raise SourceError(
             f"{total} bytes do not fit on the disk of {partial.parent} ({free} free). Free up space."
         )

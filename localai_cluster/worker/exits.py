@@ -14,7 +14,7 @@ from localai_cluster import clock
 
 MOST = 32
 """Maximum number of reports in one heartbeat; a control plane accepts twice as many."""
-REPEATED_FOR = 15.0
+REPEAT_SECONDS = 15.0
 """Seconds after the end during which every heartbeat repeats the report."""
 GIVEN_UP_AFTER = 300.0
 """Seconds after which a report is dropped.
@@ -73,7 +73,7 @@ class Exits:
         """Record the answer to a heartbeat that was sent at `sent_at` with these exits."""
         for ended in reported:
             ended.is_reported = True
-        completed = {ended for ended in reported if sent_at - ended.at >= REPEATED_FOR}
+        completed = {ended for ended in reported if sent_at - ended.at >= REPEAT_SECONDS}
         self._exits = [ended for ended in self._exits if ended not in completed]
         if any(not ended.is_reported for ended in self._exits):
             self._wake_up.set()

@@ -113,17 +113,17 @@ class WorkerApplication:
 
     async def _tail(self, name: str, send: Any) -> None:
         """Send the present lines, then new ones as they come, until the client stops reading."""
-        with contextlib.suppress(TimeoutError), self._rings.follow(name) as follower:
-            lines, _ = follower.take()
+        with contextlib.suppress(TimeoutError), self._rings.follow(name) as cursor:
+            lines, _ = cursor.take()
             await _write(send, f'{{"type":"initial","lines":{_json_lines(lines)}}}')
             while True:
-                await follower.news.wait()
+                await cursor.news.wait()
                 await asyncio.sleep(0)  # waiting on a set event does not yield to other tasks
-                lines, lost = follower.take()
-                if lost:
-                    text = f"[{lost} lines are missing here: they came faster than they were read]"
-                    at = lines[0].timestamp
-                    lines.insert(0, LogLine(at, "stderr", text))
+                lines, missed = cursor.take()
+                if missed:
+                    text = f"[{missed} lines are missing here: they came faster than they were read]"
+                    timestamp = lines[0].timestamp
+                    lines.insert(0, LogLine(timestamp, "stderr", text))
                 for line in lines:
                     await _write(send, f'{{"type":"line","line":{_json(line)}}}')
 

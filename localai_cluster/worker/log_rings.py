@@ -54,7 +54,7 @@ class _Ring:
         return list(islice(self.lines, len(self.lines) - available, None)), unread - available
 
 
-class Place:
+class Cursor:
     """The cursor of one follower of a name; `news` is set while there may be unread lines."""
 
     def __init__(self, rings: "LogRings", name: str) -> None:
@@ -86,7 +86,7 @@ class LogRings:
         self._most_lines, self._most_bytes = lines, size
         self._rings: dict[str, _Ring] = {}
         self._ended: dict[str, None] = {}
-        self._following: dict[str, set[Place]] = {}
+        self._following: dict[str, set[Cursor]] = {}
 
     def append(self, key: str, line: LogLine) -> None:
         """Append a line to the ring of `key`."""
@@ -113,9 +113,9 @@ class LogRings:
         return _by_time(ring.lines for ring in self.of(name))
 
     @contextlib.contextmanager
-    def follow(self, name: str) -> Iterator[Place]:
+    def follow(self, name: str) -> Iterator[Cursor]:
         """Open a cursor before the first line of a key, or of all replicas of a model id, later ones too."""
-        cursor = Place(self, name)
+        cursor = Cursor(self, name)
         self._following.setdefault(name, set()).add(cursor)
         try:
             yield cursor

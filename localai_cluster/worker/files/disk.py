@@ -104,11 +104,10 @@ def remove(path: Path) -> None:
     sync_folder(path.parent)
 
 
-def make_room(path: Path, needed: int, given_back: int = 0) -> None:
+def make_room(path: Path, needed: int, freed_bytes: int = 0) -> None:
     """Create the parent folders.
 
-    Raise Refusal 507 if `needed` bytes do not fit, 400 if a parent is a file. `given_back` bytes are freed by
-    the caller.
+    Raise Refusal 507 if `needed` bytes do not fit, 400 if a parent is a file. The caller frees `freed_bytes`.
     """
     missing, folder = [], path.parent
     while not folder.exists():
@@ -116,7 +115,7 @@ def make_room(path: Path, needed: int, given_back: int = 0) -> None:
         folder = folder.parent
     if not folder.is_dir():
         raise Refusal(400, f"invalid key: {folder.name} is a file")
-    free = shutil.disk_usage(folder).free + given_back
+    free = shutil.disk_usage(folder).free + freed_bytes
     if needed + HEADROOM > free:
         raise Refusal(507, f"not enough disk space: {needed} bytes do not fit in {folder} ({free} free)")
     for parent in reversed(missing):
@@ -155,10 +154,10 @@ def hash_file(path: Path, stopped: threading.Event) -> str:
 
 def cached_hash(path: Path, stopped: threading.Event) -> str:
     """Return the hash of a complete file, and store it if the file did not change meanwhile."""
-    before = path.lstat()
+    old = path.lstat()
     digest = hash_file(path, stopped)
-    after = path.lstat()
-    if all(getattr(before, field) == getattr(after, field) for field in ("st_ino", "st_size", "st_ctime_ns")):
+    new = path.lstat()
+    if all(getattr(old, field) == getattr(new, field) for field in ("st_ino", "st_size", "st_ctime_ns")):
         with contextlib.suppress(OSError):  # a read-only folder has no side files
             _write_side(path, HASH, digest)
     return digest
@@ -211,8 +210,8 @@ class Writing:
 
         Raise HashStopped or OSError; Refusal 500 if the path no longer leads to this file.
         """
-        at_path, opened = self._path.lstat(), os.fstat(self._file.fileno())
-        if (at_path.st_dev, at_path.st_ino) != (opened.st_dev, opened.st_ino):
+        path_status, file_status = self._path.lstat(), os.fstat(self._file.fileno())
+        if (path_status.st_dev, path_status.st_ino) != (file_status.st_dev, file_status.st_ino):
             raise Refusal(500, "the file was removed or replaced while it was written")
         return self._hash.hexdigest() if self._hash is not None else hash_file(self._path, stopped)
 

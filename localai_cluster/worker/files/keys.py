@@ -57,7 +57,7 @@ class Folders:
 
 
 @dataclass(frozen=True)
-class FilePlace:
+class ResolvedKey:
     """A resolved key: `local` is the path for engines, `real` the same without links, `folder` its root."""
 
     local: Path
@@ -77,7 +77,7 @@ def decoded(raw: bytes) -> str:
         raise Refusal(400, "invalid key: not UTF-8") from None
 
 
-def locate(folders: Folders, key: str) -> FilePlace:
+def locate(folders: Folders, key: str) -> ResolvedKey:
     """Resolve a key. Raise Refusal 400 if it leads to a forbidden path or its folder does not exist."""
     parts = key.split("/")
     _check(parts)
@@ -94,7 +94,7 @@ def locate(folders: Folders, key: str) -> FilePlace:
     if not folders.holds(folder, real):
         raise Refusal(400, "invalid key: outside the folder")
     _check(real.relative_to(folder.resolve()).parts)  # a link may name a side file
-    return FilePlace(local, real, folder)
+    return ResolvedKey(local, real, folder)
 
 
 def is_side_file(name: str) -> bool:

@@ -14,7 +14,7 @@ from localai_cluster import cancel, clock, regular_files
 from localai_cluster.worker.exchange import Answer, Exchange, Refusal
 from localai_cluster.worker.files import cleaning, disk, ranges
 from localai_cluster.worker.files.disk import HashStopped
-from localai_cluster.worker.files.keys import FilePlace, Folders, decoded, is_side_file, locate
+from localai_cluster.worker.files.keys import Folders, ResolvedKey, decoded, is_side_file, locate
 from localai_cluster.worker.files.path_locks import PathLocks
 from localai_cluster.worker.files.threads import Threads
 from localai_cluster.worker.files.uploads import Uploads, failed, upload
@@ -103,19 +103,19 @@ class FileServer:
             return await self._temporary(path.removeprefix(FILES))
         if method not in ("HEAD", "GET", "PUT"):
             raise Refusal(405, "method not allowed")
-        place = await self._locate(path.removeprefix(FILES))
+        key = await self._locate(path.removeprefix(FILES))
         if method == "PUT":
-            return await self._uploads.receive(upload(exchange, place), exchange)
+            return await self._uploads.receive(upload(exchange, key), exchange)
         if method == "GET":
-            await self._send(place, exchange)
+            await self._send(key, exchange)
             return None
-        return await self._head(place)
+        return await self._head(key)
 
-    async def _locate(self, raw: bytes) -> FilePlace:
+    async def _locate(self, raw: bytes) -> ResolvedKey:
         return await self._threads.run(locate, self._folders, decoded(raw))
 
-    async def _head(self, place: FilePlace) -> Answer:
-        path = place.real
+    async def _head(self, key: ResolvedKey) -> Answer:
+        path = key.real
         state, digest = await self._threads.run(disk.look, path), ""
         if state.unknown and not self._locks.uploading(path):
             async with self._locks.reading(path):
@@ -126,18 +126,18 @@ class FileServer:
         if not state.exists:
             raise Refusal(404, "not found")
         headers = {"content-length": str(state.size), "x-file-size": str(state.size)}
-        headers |= {"x-local-path": _header_text(place.local), "accept-ranges": "bytes"}
+        headers |= {"x-local-path": _header_text(key.local), "accept-ranges": "bytes"}
         if state.target:
             headers["x-target-sha256"] = state.target
         elif digest := digest or state.digest:
             headers["x-content-sha256"] = digest
         return Answer(200, kind="application/octet-stream", headers=headers)
 
-    async def _send(self, place: FilePlace, exchange: Exchange) -> None:
-        state = await self._threads.run(disk.look, place.real)
+    async def _send(self, key: ResolvedKey, exchange: Exchange) -> None:
+        state = await self._threads.run(disk.look, key.real)
         if not state.exists:
             raise Refusal(404, "file not found")
-        file, size = await self._threads.run(_open, place.real)
+        file, size = await self._threads.run(_open, key.real)
         try:
             part = ranges.wanted(exchange.header(b"range"), size)
             length = size if part is None else part.length
@@ -174,8 +174,8 @@ class FileServer:
         if not remaining:
             await exchange.send(b"", more=False)
 
-    async def _list(self, place: FilePlace) -> Answer:
-        files = await self._threads.run(_list_files, self._folders, place)
+    async def _list(self, key: ResolvedKey) -> Answer:
+        files = await self._threads.run(_list_files, self._folders, key)
         return Answer(200, json.dumps({"files": files}), "application/json")
 
     async def _temporary(self, raw: bytes) -> Answer:
@@ -195,17 +195,17 @@ def _header_text(path: Path) -> str:
     return os.fsencode(path).decode("latin-1")
 
 
-def _list_files(folders: Folders, place: FilePlace) -> list[str]:
-    """Return the files below `place`, sorted; links to folders are not followed."""
-    if not place.real.is_dir():
+def _list_files(folders: Folders, key: ResolvedKey) -> list[str]:
+    """Return the files below a folder, sorted; links to folders are not followed."""
+    if not key.real.is_dir():
         raise Refusal(404, "not a directory")
     paths: list[str] = []
-    for folder, names, files in os.walk(place.real):
+    for folder, names, files in os.walk(key.real):
         current = Path(folder)
-        names[:] = [name for name in names if folders.holds(place.folder, current / name)]
+        names[:] = [name for name in names if folders.holds(key.folder, current / name)]
         for path in (current / name for name in files if not is_side_file(name)):
-            if path.is_file() and folders.holds(place.folder, path.resolve()):
-                paths.append(str(path.relative_to(place.real)))
+            if path.is_file() and folders.holds(key.folder, path.resolve()):
+                paths.append(str(path.relative_to(key.real)))
         if len(paths) > MOST_LISTED:
             raise Refusal(400, f"more than {MOST_LISTED} files")
     return sorted(paths)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from localai_cluster.worker.exchange import Answer, Exchange, Refusal
 from localai_cluster.worker.files import disk
 from localai_cluster.worker.files.disk import State, Writing
-from localai_cluster.worker.files.keys import FilePlace
+from localai_cluster.worker.files.keys import ResolvedKey
 from localai_cluster.worker.files.path_locks import PathLocks
 from localai_cluster.worker.files.ranges import Part, content_range, digest
 from localai_cluster.worker.files.threads import Threads
@@ -28,13 +28,13 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class Upload:
     """A PUT request: `part` is None for a complete file, `target` is "" if the hash is unknown."""
 
-    place: FilePlace
+    key: ResolvedKey
     length: int
     part: Part | None
     target: str
 
 
-def upload(exchange: Exchange, place: FilePlace) -> Upload:
+def upload(exchange: Exchange, key: ResolvedKey) -> Upload:
     """Parse the headers of an upload. Raise Refusal."""
     length = exchange.length
     if length is None or not exchange.header(b"content-length"):
@@ -42,7 +42,7 @@ def upload(exchange: Exchange, place: FilePlace) -> Upload:
     if length > LARGEST_BODY:
         raise Refusal(413, f"the body is larger than {LARGEST_BODY} bytes: send it in several parts")
     part = content_range(exchange.header(b"content-range"))
-    return Upload(place, length, part, digest(exchange.header(b"x-content-sha256")))
+    return Upload(key, length, part, digest(exchange.header(b"x-content-sha256")))
 
 
 class Uploads:
@@ -54,13 +54,13 @@ class Uploads:
 
     async def receive(self, request: Upload, exchange: Exchange) -> Answer:
         """Execute one upload. Raise Refusal or OSError."""
-        async with self._locks.upload(request.place.real) as was_queued:
+        async with self._locks.upload(request.key.real) as was_queued:
             if request.part is None:
                 return await self._receive_whole(request, exchange)
             return await self._receive_part(request, request.part, exchange, was_queued)
 
     async def _receive_whole(self, request: Upload, exchange: Exchange) -> Answer:
-        path, run = request.place.real, self._threads.run
+        path, run = request.key.real, self._threads.run
         state = await run(disk.look, path)
         await run(disk.make_room, path, request.length, state.size)
         writing, complete = await run(Writing, path, 0, ""), False
@@ -73,17 +73,17 @@ class Uploads:
             await run(writing.close)
             if not complete:
                 await run(disk.remove, path)
-        return _success(request.place)
+        return _success(request.key)
 
     async def _receive_part(
         self, request: Upload, part: Part, exchange: Exchange, was_queued: bool
     ) -> Answer:
-        path, run = request.place.real, self._threads.run
+        path, run = request.key.real, self._threads.run
         state = await run(disk.look, path)
         reclaimed = 0
         if part.start == 0 and state.size:
             if await self._recover_complete(request, part, state):
-                return _success(request.place)
+                return _success(request.key)
             if not _continues(request, part, state):
                 reclaimed, state = state.size, _discard_state(was_queued, part, state)
         elif part.start and request.target and state.target not in ("", request.target):
@@ -109,14 +109,14 @@ class Uploads:
             headers = {"range": f"bytes=0-{writing.size - 1}", "x-file-size": str(writing.size)}
             return Answer(308, headers=headers)
         await self._finish(request, writing)
-        return _success(request.place)
+        return _success(request.key)
 
     async def _recover_complete(self, request: Upload, part: Part, state: State) -> bool:
         """Record the hash of a complete upload that a kill interrupted at its end.
 
         Return False if this is not such an upload.
         """
-        path = request.place.real
+        path = request.key.real
         if not request.target or state.target != request.target or state.size != part.total:
             return False
         await self._threads.run(disk.sync, path)
@@ -136,14 +136,14 @@ class Uploads:
 
     async def _finish(self, request: Upload, writing: Writing) -> None:
         """Record the hash of a complete file. Raise Refusal 400 and remove the file if the hash is wrong."""
-        path, run = request.place.real, self._threads.run
+        path, run = request.key.real, self._threads.run
         await run(writing.sync)
         actual = await self._threads.hash(writing.digest, self._threads.stopped)
         if request.target and actual != request.target:
             await run(disk.remove, path)
             raise Refusal(400, f"sha256 mismatch: expected {request.target} got {actual}")
         await run(disk.vouch, path, actual)
-        log.info("received %s bytes=%d", request.place.local, writing.size)
+        log.info("received %s bytes=%d", request.key.local, writing.size)
 
 
 def _continues(request: Upload, part: Part, state: State) -> bool:
@@ -176,8 +176,8 @@ def _wrong_offset(part: Part, state: State) -> Refusal:
     return Refusal(416, text, headers)
 
 
-def _success(place: FilePlace) -> Answer:
-    return Answer(200, json.dumps({"local_path": str(place.local)}), "application/json")
+def _success(key: ResolvedKey) -> Answer:
+    return Answer(200, json.dumps({"local_path": str(key.local)}), "application/json")
 
 
 def failed(error: OSError) -> Refusal:
