@@ -1,7 +1,8 @@
-"""What any carrier of messages promises, and the errors it may raise.
+"""The interface of the message bus, and the errors that it raises.
 
-The bus loses messages while it is down and says so at once; it never stores and delivers later. Rows are
-the truth, so a caller that sees `generation` rise after a loss asks again or looks at its rows.
+The bus loses messages while it is disconnected and reports this at once; it never stores them for a later
+delivery. Database rows hold the state, so a caller that sees `generation` rise after a loss repeats its
+request or reads its rows.
 """
 
 from collections.abc import Awaitable, Callable
@@ -49,63 +50,66 @@ class PayloadTooLarge(ClusterError):
 
 @dataclass(frozen=True)
 class Message:
-    """One message; `wants_reply` tells a request from a publish."""
+    """A received message. `wants_reply` is True for a request and False for a publish."""
 
     subject: str
     payload: bytes
     wants_reply: bool
     arrived_at: float = field(default_factory=clock.since_boot)
-    """When it was read from the connection; it may have waited for its handler."""
+    """Boot-clock time at which the connection received it; it may have waited for its handler since."""
 
 
 Handler = Callable[[Message], Awaitable[bytes | None]]
-"""Takes one message; the bytes it returns answer a request."""
+"""Handles one message; the returned bytes are the reply to a request."""
 
 
 class Subscription(Protocol):
-    """A standing subscription; it survives reconnects until it is closed."""
+    """A subscription that survives reconnects until it is closed."""
 
     async def close(self) -> None:
-        """Ends it: no new message starts a handler, running handlers go on."""
+        """End the subscription: no new message starts a handler, running handlers continue."""
 
 
 class Bus(Protocol):
-    """A connection of one process to the bus, owned by one event loop."""
+    """The connection of one process to the message bus, owned by one event loop."""
 
     @property
     def connected(self) -> bool:
-        """Whether a publish would leave now."""
+        """True if a publish would be sent now."""
 
     @property
     def generation(self) -> int:
-        """How many connections there have been: 0 before the first, one more after every reconnect."""
+        """Number of connections so far: 0 before the first one, incremented at every reconnect."""
 
     @property
     def connected_since(self) -> float:
-        """When the present connection began, or the last one; on the monotonic clock."""
+        """Start of the current connection, or of the last one, on the monotonic clock."""
 
     async def wait_connected(self, *, after: int = 0) -> int:
-        """Waits for a live connection of a generation above `after`; returns its generation."""
+        """Wait for a live connection whose generation is above `after`; return its generation."""
 
     async def publish(self, subject: str, payload: bytes) -> None:
-        """Sends and forgets. NotConnected, PayloadTooLarge."""
+        """Publish without waiting for delivery. Raise NotConnected or PayloadTooLarge."""
 
     async def request(self, subject: str, payload: bytes, timeout: float, *, inbox: str) -> bytes:
-        """The reply within `timeout` seconds, accepted only below `inbox` (`subjects.inbox`).
+        """Return the reply received within `timeout` seconds, accepted only below `inbox` (`subjects.inbox`).
 
-        NoResponders, RequestTimeout, NotConnected, PayloadTooLarge.
+        Raise NoResponders, RequestTimeout, NotConnected or PayloadTooLarge.
         """
 
     async def subscribe(self, subject: str, handler: Handler, *, limit: int = 64) -> Subscription:
-        """Calls `handler` for each message, at most `limit` at a time (1 = one after the other, in order).
+        """Call `handler` for each message, at most `limit` calls at a time (1 = sequentially, in order).
 
-        Further messages wait. A handler's exception is logged and answers nothing.
+        Further messages wait. A handler's exception is logged and no reply is sent.
         """
 
     async def close(self) -> None:
-        """Takes no new messages, lets running handlers finish for a while, then disconnects."""
+        """Accept no new messages, let running handlers finish for a limited time, then disconnect."""
 
 
 async def ask(bus: Bus, subject: str, request: Any, reply: type[R], timeout: float, *, inbox: str) -> R:
-    """Sends the message `request`, decodes the reply. The bus's errors, and DecodeError for a bad reply."""
+    """Send the message `request` and decode its reply.
+
+    Raise BusError types, or DecodeError for a bad reply.
+    """
     return decode(await bus.request(subject, encode(request), timeout, inbox=inbox), reply)

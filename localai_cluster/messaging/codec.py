@@ -1,9 +1,9 @@
-"""Messages to bytes and back: pure, strict about types, tolerant about everything else.
+"""Encode messages to bytes and decode them: pure, strict about types, tolerant about everything else.
 
-Decoding follows the peers on the other side of the wire: unknown fields are ignored, names match in any
-case, a missing field or `null` is the zero value, an empty body or `null` is the message of zero
-values, and a wrong JSON type is an error that names the field. Encoding leaves out what the message says to
-omit.
+Decoding follows the peers on the other side of the wire: unknown fields are ignored, names match
+case-insensitively, a missing field or `null` is the zero value, an empty body or `null` is the message of
+zero values, and a wrong JSON type is an error that names the field. Encoding omits the fields that the
+message marks with `OMIT` while they hold their zero value.
 """
 
 import dataclasses
@@ -33,28 +33,31 @@ class DecodeError(ClusterError):
 
 
 def encode(message: Any) -> bytes:
-    """The message, a dataclass, as compact UTF-8 JSON."""
+    """Encode `message`, a dataclass, as compact UTF-8 JSON."""
     text = json.dumps(_plain(message), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.encode("utf-8", "replace")
 
 
 def decode(payload: bytes, kind: type[M]) -> M:
-    """The message of type `kind` in `payload`. DecodeError for anything else."""
+    """Decode `payload` as a message of type `kind`. Raise DecodeError for anything else."""
     if len(payload) > MAX_BYTES:
         raise DecodeError(f"message of {len(payload)} bytes; at most {MAX_BYTES} are read")
     if not payload.strip():
         return kind()
-    built: M = _build(_parse(payload), kind, "")
-    return built
+    message: M = _build(_parse(payload), kind, "")
+    return message
 
 
 def encode_galleries(galleries: Sequence[Gallery]) -> str:
-    """The text of `backend_galleries`: a JSON list inside a string."""
+    """Encode the value of `backend_galleries`: a JSON list inside a string."""
     return json.dumps([_plain(gallery) for gallery in galleries], separators=(",", ":"))
 
 
 def decode_galleries(text: str) -> tuple[Gallery, ...]:
-    """The galleries in such a text; `null` is none of them. DecodeError names what is wrong."""
+    """Decode the value of `backend_galleries`; `null` is an empty list.
+
+    Raise DecodeError naming the wrong field.
+    """
     value = _parse(text.encode("utf-8", "replace"))
     return tuple(_list(value, Gallery, "backend_galleries"))
 
@@ -101,12 +104,12 @@ def _build(value: Any, kind: Any, path: str) -> Any:
     if not isinstance(value, dict):
         raise _wrong(path or "the message", "an object", value)
     folded = {name.lower(): item for name, item in value.items()}
-    known = {}
+    values = {}
     for name, expected in _types(kind).items():
         item = value.get(name, folded.get(name))
         if item is not None:
-            known[name] = _value(item, expected, f"{path}.{name}" if path else name)
-    return kind(**known)
+            values[name] = _value(item, expected, f"{path}.{name}" if path else name)
+    return kind(**values)
 
 
 def _value(value: Any, expected: Any, path: str) -> Any:

@@ -1,7 +1,7 @@
-"""Who may do what on the bus: a JWT for each user, minted by the account key (`contract/nats.md` §9.2).
+"""Permissions on the bus: a JWT for each user, minted by the account key (`contract/nats.md` §9.2).
 
 A worker may use its own node's subjects and its own inbox, nothing else. Requests to a node go out with a
-reply subject below that inbox (`subjects.inbox`), so no worker sees or forges another one's replies. The
+reply subject below that inbox (`subjects.inbox`), so no worker sees or forges the replies of another one. The
 server processes are users without limits. Times are seconds since 1970.
 """
 
@@ -33,14 +33,17 @@ _NO_LIMITS = {"subs": -1, "data": -1, "payload": -1}
 
 @dataclass(frozen=True)
 class Credentials:
-    """A user's JWT and the seed that proves it is theirs."""
+    """A user's JWT and the user seed that signs the server's challenge."""
 
     jwt: str = field(repr=False)
     seed: str = field(repr=False)
 
     @classmethod
     def of(cls, jwt: str, seed: str) -> "Credentials":
-        """Credentials that belong together; ValueError, which quotes neither, if they do not."""
+        """Create credentials after checking that the JWT was issued for the seed's key.
+
+        Raise ValueError, which quotes neither of them, if they do not match.
+        """
         claims = nkeys.claims_of(jwt)
         if claims.get("sub") != nkeys.from_seed(seed, "user").public_key:
             raise ValueError("the JWT is not that of the user seed")
@@ -48,12 +51,12 @@ class Credentials:
 
     @property
     def public_key(self) -> str:
-        """The user, `U…`."""
+        """Public key of the user, `U…`."""
         return str(nkeys.claims_of(self.jwt)["sub"])
 
     @property
     def lifetime(self) -> float | None:
-        """Seconds from issue to expiry; None if they never expire."""
+        """Seconds from issue to expiry; None if the credentials never expire."""
         claims = nkeys.claims_of(self.jwt)
         issued, expires = claims.get("iat"), claims.get("exp")
         if not isinstance(issued, int) or not isinstance(expires, int) or not expires:
@@ -61,20 +64,20 @@ class Credentials:
         return float(max(expires - issued, 0))
 
     def sign(self, nonce: str) -> bytes:
-        """The answer to the server's challenge, base64."""
+        """Return the response to the server's challenge, in base64."""
         return base64.b64encode(nkeys.from_seed(self.seed, "user").sign(nonce.encode()))
 
 
 @dataclass(frozen=True)
 class Permissions:
-    """Subjects that a user may publish to and subscribe to; None = all."""
+    """Subjects that a user may publish to and subscribe to."""
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
 
 
 def permissions_of(node_type: str, node_id: str) -> Permissions:
-    """W35: the lists of §9.2, with an inbox of its own in place of the shared one."""
+    """Return the permissions of §9.2, with the node's own inbox in place of the shared one (W35)."""
     inbox = f"{subjects.inbox(node_id)}.>"
     prefix = subjects.node_prefix(node_id)
     if node_type == AGENT:
@@ -89,11 +92,11 @@ def permissions_of(node_type: str, node_id: str) -> Permissions:
 def mint_worker(
     account: KeyPair, user: KeyPair, node_type: str, node_id: str, *, now: float, lifetime: float
 ) -> Credentials:
-    """A new JWT of a node's user, good for `lifetime` seconds."""
-    allowed = permissions_of(node_type, node_id)
+    """Mint a JWT for a node's user that is valid for `lifetime` seconds."""
+    permissions = permissions_of(node_type, node_id)
     limits = {
-        "pub": {"allow": list(allowed.publish)},
-        "sub": {"allow": list(allowed.subscribe)},
+        "pub": {"allow": list(permissions.publish)},
+        "sub": {"allow": list(permissions.subscribe)},
         **_NO_LIMITS,
     }
     name = f"localai-{node_type}-{subjects.token(node_id)}"
@@ -101,13 +104,13 @@ def mint_worker(
 
 
 def mint_service(account: KeyPair, name: str, *, now: float) -> Credentials:
-    """New credentials without limits or expiry, for a process of ours that keeps them in memory."""
+    """Mint credentials without limits or expiry for a server process, which holds them in memory only."""
     user = nkeys.generate("user")
     return _mint(account, user, name, now, {}, {"pub": {}, "sub": {}, **_NO_LIMITS})
 
 
 def operator_token(operator: KeyPair, system_account: str, *, now: float) -> str:
-    """The operator's own JWT, for the configuration of a server."""
+    """Sign the operator's own JWT, for the configuration of a server."""
     nats = {"type": "operator", "version": 2, "system_account": system_account}
     return nkeys.sign_token(
         {"sub": operator.public_key, "name": "localai-cluster", "iat": int(now), "nats": nats}, operator
@@ -115,7 +118,7 @@ def operator_token(operator: KeyPair, system_account: str, *, now: float) -> str
 
 
 def account_token(operator: KeyPair, account: str, name: str, *, now: float) -> str:
-    """The JWT of an account without limits."""
+    """Sign the JWT of an account without limits."""
     unlimited = ("subs", "data", "payload", "imports", "exports", "conn", "leaf")
     limits = {**dict.fromkeys(unlimited, -1), "wildcards": True}
     nats = {"type": "account", "version": 2, "limits": limits}
@@ -123,17 +126,20 @@ def account_token(operator: KeyPair, account: str, name: str, *, now: float) -> 
 
 
 def revoking_token(operator: KeyPair, current: str, revoked: Mapping[str, int], *, now: float) -> str:
-    """The account's JWT `current` with exactly these revocations (user -> time), otherwise unchanged."""
+    """Re-sign the account's JWT `current` with exactly these revocations (user -> time).
+
+    Its other claims stay.
+    """
     claims = nkeys.claims_of(current, nkeys.LONGEST_ACCOUNT)
     nats = {**claims["nats"], "revocations": dict(revoked)}
-    rest = {key: value for key, value in claims.items() if key not in ("iss", "jti", "iat", "nats")}
-    return nkeys.sign_token({**rest, "iat": int(now), "nats": nats}, operator)
+    unchanged = {key: value for key, value in claims.items() if key not in ("iss", "jti", "iat", "nats")}
+    return nkeys.sign_token({**unchanged, "iat": int(now), "nats": nats}, operator)
 
 
 def revocations_of(token: str) -> dict[str, int]:
-    """What an account's JWT revokes: user -> time."""
-    found = nkeys.claims_of(token, nkeys.LONGEST_ACCOUNT).get("nats", {}).get("revocations") or {}
-    return {str(user): int(at) for user, at in found.items()}
+    """Return the revocations in an account's JWT: user -> time."""
+    revocations = nkeys.claims_of(token, nkeys.LONGEST_ACCOUNT).get("nats", {}).get("revocations") or {}
+    return {str(user): int(at) for user, at in revocations.items()}
 
 
 def _mint(

@@ -1,8 +1,8 @@
-"""One connection to a NATS server, from dialling to its loss; never dialled twice.
+"""One connection to a NATS server, from dialling to its loss; it is never dialled twice.
 
-Requests go out with a reply subject of our own making, `<inbox>.<connection>.<number>`: the inbox belongs to
-the node that is asked, and its credentials allow it no other. One wildcard subscription a connection receives
-all replies; a reply to a request that has ended is dropped.
+The client chooses the reply subject of a request, `<inbox>.<connection>.<number>`: the inbox belongs to the
+node that receives the request, and the node's credentials allow it no other inbox. One wildcard subscription
+per connection receives all replies; a reply to a request that has ended is dropped.
 """
 
 import asyncio
@@ -28,8 +28,10 @@ _NO_RESPONDERS = "503"
 
 
 class _Client(Client):
-    """The library's client without two faults: it would go on unencrypted with a server that does not ask for
-    TLS, and the PING of its `flush` overtakes what waits to be written, so the PONG would prove nothing.
+    """The library's client with two defects corrected.
+
+    The original continues unencrypted if the server does not require TLS. The PING of its `flush` overtakes
+    data that is still to be written, so the PONG would prove nothing.
     """
 
     must_encrypt = False
@@ -46,19 +48,19 @@ class _Client(Client):
 
 
 class Link:
-    """One connection; `complain` receives what the server says of it later."""
+    """One connection. `complain` receives errors that the server reports after the connection was made."""
 
     def __init__(self, complain: Callable[[str], None]) -> None:
         self.client = _Client()
-        self.gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._complain = complain
         self._id = secrets.token_hex(11)
         self._numbers = itertools.count()
-        self._waiting: dict[str, asyncio.Future[Msg]] = {}
-        self._listening: asyncio.Future[Any] | None = None
+        self._pending_replies: dict[str, asyncio.Future[Msg]] = {}
+        self._subscribing: asyncio.Future[Any] | None = None
 
     async def dial(self, servers: Servers, name: str, *, echo: bool = True) -> None:
-        """Connects within 5 s. nats.errors.Error, OSError."""
+        """Connect within 5 s. Raise nats.errors.Error or OSError."""
         credentials, tls = servers.credentials, servers.tls
         if tls is None and any(url.startswith("tls:") for url in servers.urls):
             tls = ssl.create_default_context()
@@ -87,28 +89,31 @@ class Link:
 
     @property
     def alive(self) -> bool:
-        """Whether a publish would leave now."""
-        return not self.gone.done() and self.client.is_connected
+        """True if a publish would be sent now."""
+        return not self.closed.done() and self.client.is_connected
 
     async def request(self, subject: str, payload: bytes, inbox: str, timeout: float) -> bytes | None:
-        """The reply within `timeout` seconds; None when this connection was lost first. nats.errors.Error."""
+        """Return the reply that arrives within `timeout` seconds; None if this connection is lost first.
+
+        Raise nats.errors.Error.
+        """
         inbox = f"{inbox}.{self._id}.{next(self._numbers)}"
         reply: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
-        self._waiting[inbox] = reply
-        ends: set[asyncio.Future[Any]] = {reply, self.gone}
+        self._pending_replies[inbox] = reply
+        outcomes: set[asyncio.Future[Any]] = {reply, self.closed}
         try:
-            if self._listening is None or (self._listening.done() and self._listening.exception()):
-                # With the first request: a worker makes none and may not subscribe to this.
+            if self._subscribing is None or (self._subscribing.done() and self._subscribing.exception()):
+                # Only at the first request: a worker sends none and has no permission for this subject.
                 replies = self.client.subscribe(f"_INBOX.*.{self._id}.*", cb=self._on_reply)
-                self._listening = asyncio.ensure_future(replies)
-            await asyncio.shield(self._listening)  # all requests wait for it; none may cancel it
+                self._subscribing = asyncio.ensure_future(replies)
+            await asyncio.shield(self._subscribing)  # shared by all requests; none may cancel it
             await self.client.publish(subject, payload, reply=inbox)
             await points.left(self.client.flush)
-            await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(outcomes, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            del self._waiting[inbox]
+            del self._pending_replies[inbox]
         if not reply.done():
-            if self.gone.done():
+            if self.closed.done():
                 return None
             raise nats.errors.TimeoutError
         message = reply.result()
@@ -116,13 +121,13 @@ class Link:
             raise nats.errors.NoRespondersError
         return bytes(message.data)
 
-    async def lost(self) -> None:
-        """Returns when the connection is gone; looks every second, as the library may hang while closing."""
+    async def wait_lost(self) -> None:
+        """Wait until the connection is lost; poll every second, as the library may hang while closing."""
         while self.alive:
-            await asyncio.wait({self.gone}, timeout=1.0)
+            await asyncio.wait({self.closed}, timeout=1.0)
 
     async def discard(self) -> None:
-        """Ends it."""
+        """Close the connection."""
         await self._on_closed()
         try:
             async with asyncio.timeout(2.0):
@@ -131,30 +136,30 @@ class Link:
             log.debug("closing a lost connection: %s", error)
 
     async def _on_reply(self, message: Msg) -> None:
-        waiting = self._waiting.get(message.subject)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(message)
+        reply = self._pending_replies.get(message.subject)
+        if reply is not None and not reply.done():
+            reply.set_result(message)
 
     async def _on_closed(self) -> None:
-        if not self.gone.done():
-            self.gone.set_result(None)
+        if not self.closed.done():
+            self.closed.set_result(None)
 
     async def _on_error(self, error: Exception) -> None:
         if self.client.is_connected:
             self._complain(f"message bus: {error}")
 
 
-def refused(error: Exception) -> bool:
-    """Whether the server would not take the credentials."""
+def is_auth_error(error: Exception) -> bool:
+    """Return True if the server rejected the credentials."""
     text = str(error).lower()
     return isinstance(error, nats.errors.AuthorizationError) or any(
-        part in text
-        for part in ("authorization violation", "authentication expired", "authentication revoked")
+        reason in text
+        for reason in ("authorization violation", "authentication expired", "authentication revoked")
     )
 
 
-async def quietly(step: Coroutine[Any, Any, object]) -> None:
-    """Runs one step on a connection that may just be dying: the next connection repeats it."""
+async def ignore_loss(step: Coroutine[Any, Any, object]) -> None:
+    """Run one step on a connection that may be closing; on its loss the next connection repeats the step."""
     try:
         async with asyncio.timeout(FLUSH_TIMEOUT):
             await step

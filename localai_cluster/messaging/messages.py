@@ -1,8 +1,8 @@
-"""The payloads between controller and worker, one frozen dataclass each, named as on the wire.
+"""The payloads between controller and worker: one frozen dataclass each, named as on the wire.
 
-A field made with `omitted` is left out of the JSON while it holds its zero value; every other field is
-always present. Each class can be built without arguments: that is the message of zero values which an empty
-body means. Extensions of ours (unknown fields are ignored by a stock peer) are marked so.
+A field created with `omitted` is left out of the JSON while it holds its zero value; every other field is
+always present. Each class can be built without arguments, which gives the message of zero values that an
+empty body stands for. Extensions of our own (a stock peer ignores unknown fields) are marked as such.
 """
 
 from dataclasses import dataclass, field
@@ -12,13 +12,13 @@ OMIT = "omit"
 
 
 def omitted(default: Any) -> Any:
-    """A field that stays out of the JSON while it holds its zero value `default`."""
+    """Create a field that is left out of the JSON while it holds its zero value `default`."""
     return field(default=default, metadata={OMIT: True})
 
 
 @dataclass(frozen=True)
 class Nothing:
-    """The body of requests that ask without saying anything: `{}`."""
+    """The body of a request without parameters: `{}`."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Gallery:
 class InstallRequest:
     """`backend.install`; `backend_galleries` is a JSON list inside a string and replaces the worker's own.
 
-    Extensions: `install_only` puts the files there and starts no process; `gpus` are the only GPUs that the
-    process may see, in their order, each by its UUID or else its index.
+    Extensions: with `install_only` the worker installs the files and starts no process; `gpus` are the only
+    GPUs that the process may see, in their order, each by its UUID or else its index.
     """
 
     backend: str = ""
@@ -53,10 +53,10 @@ class InstallRequest:
 
 @dataclass(frozen=True)
 class InstallReply:
-    """`address` is the `host:port` to dial; empty after an `install_only` success.
+    """`address` is the `host:port` to dial; empty after a successful `install_only`.
 
-    Extensions: `interrupted` says that asking again makes sense: a stop came while the process started, or
-    the worker did not run when it was asked, and has not begun; `gpus` are those that the process was given.
+    Extensions: `interrupted` means that a retry can succeed: a stop arrived while the process started, or the
+    worker was paused when the request arrived and has not begun it; `gpus` are those assigned to the process.
     """
 
     success: bool = False
@@ -81,7 +81,7 @@ class UpgradeRequest:
 
 @dataclass(frozen=True)
 class UpgradeReply:
-    """The stop report may be trusted only when `reports_stopped_processes` is true.
+    """The stopped process keys are valid only if `reports_stopped_processes` is true.
 
     Extension: `interrupted` as in `InstallReply`.
     """
@@ -102,19 +102,19 @@ class DeleteRequest:
 
 @dataclass(frozen=True)
 class DeleteReply(UpgradeReply):
-    """The same shape as the reply to an upgrade."""
+    """The reply to `backend.delete`; it has the shape of the reply to an upgrade."""
 
 
 @dataclass(frozen=True)
 class CancelRequest:
-    """`backend.cancel`, an extension: end the install or upgrade that carries this operation's id."""
+    """`backend.cancel`, an extension: end the install or upgrade that carries this operation id."""
 
     op_id: str = ""
 
 
 @dataclass(frozen=True)
 class CancelReply:
-    """Done once nothing of the operation runs any more; `found`: whether it was still running."""
+    """Sent when nothing of the operation runs any more. `found` is True if it was still running."""
 
     success: bool = False
     error: str = omitted("")
@@ -131,7 +131,10 @@ class StopBackend:
 
 @dataclass(frozen=True)
 class InstalledBackend:
-    """One element of the reply to `backend.list`. Extension: `alias`, another name that starts it."""
+    """One element of the reply to `backend.list`.
+
+    Extension: `alias`, a second name that starts the backend.
+    """
 
     name: str = ""
     is_system: bool = False
@@ -146,7 +149,10 @@ class InstalledBackend:
 
 @dataclass(frozen=True)
 class ListReply:
-    """`backend.list`. Extension: `instance` names the worker process, new at each of its starts."""
+    """The reply to `backend.list`.
+
+    Extension: `instance` identifies the worker process; every start has a new one.
+    """
 
     backends: tuple[InstalledBackend, ...] = ()
     error: str = omitted("")
@@ -155,7 +161,7 @@ class ListReply:
 
 @dataclass(frozen=True)
 class RunningModel:
-    """One live process; `address` is the worker's own view (`127.0.0.1:<port>`)."""
+    """One live process; `address` is local to the worker (`127.0.0.1:<port>`)."""
 
     model_id: str = ""
     replica_index: int = 0
@@ -164,7 +170,7 @@ class RunningModel:
 
 @dataclass(frozen=True)
 class RunningReply:
-    """`models.running`. Extension: `instance` as in `ListReply`."""
+    """The reply to `models.running`. Extension: `instance` as in `ListReply`."""
 
     models: tuple[RunningModel, ...] = ()
     error: str = omitted("")
@@ -173,7 +179,7 @@ class RunningReply:
 
 @dataclass(frozen=True)
 class StopModelRequest:
-    """`model.stop`: exactly the process `process_key` at `expected_address`."""
+    """`model.stop`: stop exactly the process `process_key` at `expected_address`."""
 
     model_name: str = ""
     process_key: str = ""
@@ -184,7 +190,7 @@ class StopModelRequest:
 
 @dataclass(frozen=True)
 class StopModelReply:
-    """Only `terminated` decides: nothing runs under that key any more."""
+    """The reply to `model.stop`. Only `terminated` is decisive: no process runs under that key any more."""
 
     matched: bool = False
     freed: bool = False
@@ -204,7 +210,7 @@ class UnloadRequest:
 
 @dataclass(frozen=True)
 class UnloadReply:
-    """True for unknown models too."""
+    """The reply to `model.unload`; `success` is true for unknown models too."""
 
     success: bool = False
     error: str = omitted("")
@@ -219,7 +225,7 @@ class DeleteModelRequest:
 
 @dataclass(frozen=True)
 class DeleteModelReply:
-    """True when there was nothing to remove."""
+    """The reply to `model.delete`; `success` is true if there was nothing to remove."""
 
     success: bool = False
     error: str = omitted("")
@@ -227,9 +233,10 @@ class DeleteModelReply:
 
 @dataclass(frozen=True)
 class ProgressEvent:
-    """`backend.install.<op>.progress`: decoration, only the reply decides.
+    """`backend.install.<op>.progress`: informational; the outcome is in the reply only.
 
-    Extensions: bytes as numbers beside the human texts, and `seq`, rising from 1 within one operation.
+    Extensions: bytes as numbers beside the human-readable texts, and `seq`, which rises from 1 within one
+    operation.
     """
 
     op_id: str = ""
@@ -246,7 +253,7 @@ class ProgressEvent:
 
 
 def human_bytes(count: int) -> str:
-    """A size for `current` and `total` as the reference prints it (§4.3): `512 B`, `1.2 GiB`."""
+    """Format a size for `current` and `total` like the reference (§4.3): `512 B`, `1.2 GiB`."""
     value, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
         if value < 1024 or unit == "PiB":
@@ -256,12 +263,12 @@ def human_bytes(count: int) -> str:
 
 
 def process_key(name: str, replica_index: int) -> str:
-    """The key of one engine process: `<model id, or backend for a process without model>#<replica>`."""
+    """Return a process key: `<model id, or backend for a process without model>#<replica>`."""
     return f"{name}#{replica_index}"
 
 
 def split_process_key(key: str) -> tuple[str, int] | None:
-    """Name and replica of a key, split at its last `#`; None when it is not a key."""
+    """Split a key at its last `#` into name and replica index; return None if it is not a key."""
     name, separator, index = key.rpartition("#")
     if not separator or not name or not index.isascii() or not index.isdigit() or len(index) > 9:
         return None

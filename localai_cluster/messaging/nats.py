@@ -1,13 +1,13 @@
-"""The bus over core NATS; with `link.py` the only place that knows the NATS library.
+"""The bus over core NATS; apart from `link.py` the only module that imports the NATS library.
 
-The library's own reconnecting is off: it stores messages while it is down and gives up for good after
-refused credentials. Here one task dials, waits for the loss of the connection, and dials again for as long
-as the bus is open; subscriptions are kept on our side and made again on every connection. What is asked for
-while there is no connection fails at once.
+The library's own reconnecting is off: it stores messages while it is disconnected, and it gives up for good
+after rejected credentials. Here one task dials, waits for the loss of the connection, and dials again for as
+long as the bus is open. `NatsBus` keeps the subscriptions and renews them on every connection. Operations
+fail at once while there is no connection.
 
 New credentials (`use`) replace the connection before the old one is closed. Both belong to one queue group
-for a moment, so each message reaches exactly one of them. A connection that was lost is followed by a new
-group: the server may believe in the old one for minutes, and would send it a share of the messages.
+for a moment, so each message reaches exactly one of them. After a lost connection the next one uses a new
+group: the server may take the lost one for alive for minutes, and would send it a part of the messages.
 """
 
 import asyncio
@@ -36,13 +36,13 @@ from localai_cluster.messaging.bus import (
     RequestTimeout,
     Subscription,
 )
-from localai_cluster.messaging.link import FLUSH_TIMEOUT, Link, quietly, refused
+from localai_cluster.messaging.link import FLUSH_TIMEOUT, Link, ignore_loss, is_auth_error
 from localai_cluster.messaging.servers import Servers
 
 log = logging.getLogger(__name__)
 
 RETRY_FIRST, RETRY_MAX = 0.2, 5.0
-REPLY_WAIT = 30.0  # how long an answer waits for the connection that was lost while it was worked out
+REPLY_WAIT = 30.0  # seconds that a reply waits for the reconnect if the connection was lost meanwhile
 CLOSE_TIMEOUT = 5.0
 OUTBOUND_LIMIT = 8 * 1024 * 1024
 INBOUND_LIMIT = 1024  # messages waiting for a handler, per subscription
@@ -50,11 +50,11 @@ COMPLAIN_EVERY = 30.0
 
 
 class NatsBus:
-    """A Bus. `start` begins to dial and returns at once; everything else works, or says NotConnected,
-    meanwhile.
+    """A Bus over NATS that reconnects by itself.
 
-    Without servers it does not connect until `use` names some. `on_refused` is called whenever a server does
-    not accept the credentials. Without `echo` it does not hear what it says itself.
+    `start` begins to dial and returns at once; until a connection exists, publishes and requests raise
+    NotConnected. Without servers it does not connect until `use` provides some. `on_refused` is called
+    whenever a server rejects the credentials. Without `echo` it does not receive its own messages.
     """
 
     def __init__(
@@ -69,50 +69,50 @@ class NatsBus:
         self._echo = echo
         self._name = name
         self._on_refused = on_refused
-        self._changed = asyncio.Event()
+        self._servers_changed = asyncio.Event()
         self._link: Link | None = None
         self._group = ""
         self._generation = 0
         self._connected_since = -math.inf
-        self._arrived = asyncio.Condition()
-        self._wiring = asyncio.Lock()
-        self._subscriptions: set[_Standing] = set()
-        self._keeper: asyncio.Task[None] | None = None
+        self._connection_changed = asyncio.Condition()
+        self._subscriptions_lock = asyncio.Lock()
+        self._subscriptions: set[_Subscription] = set()
+        self._connection_task: asyncio.Task[None] | None = None
         self._complaints: dict[str, float] = {}
 
     def start(self) -> None:
-        """Begins to dial. Call it once, inside the event loop that owns this bus."""
-        self._keeper = asyncio.create_task(self._keep_connected(), name="nats-keeper")
+        """Start dialling. Call it once, inside the event loop that owns this bus."""
+        self._connection_task = asyncio.create_task(self._keep_connected(), name="nats-keeper")
 
     def use(self, servers: Servers | None) -> None:
-        """From now on dials these, and moves there without losing a message; None closes the connection."""
+        """Switch to these servers without losing a message; None closes the connection."""
         self._servers = servers
-        self._changed.set()
+        self._servers_changed.set()
 
     @property
     def connected(self) -> bool:
-        """Whether a publish would leave now."""
+        """True if a publish would be sent now."""
         return self._link is not None and self._link.alive
 
     @property
     def generation(self) -> int:
-        """How many connections there have been, each the first after a loss."""
+        """Number of connections so far; each one after the first follows a loss."""
         return self._generation
 
     @property
     def connected_since(self) -> float:
-        """When the present connection began, or the last one; on the monotonic clock."""
+        """Start of the current connection, or of the last one, on the monotonic clock."""
         return self._connected_since
 
     async def wait_connected(self, *, after: int = 0) -> int:
-        """Waits for a live connection of a generation above `after`; returns its generation."""
-        async with self._arrived:
-            await self._arrived.wait_for(lambda: self.connected and self._generation > after)
+        """Wait for a live connection whose generation is above `after`; return its generation."""
+        async with self._connection_changed:
+            await self._connection_changed.wait_for(lambda: self.connected and self._generation > after)
             return self._generation
 
     async def publish(self, subject: str, payload: bytes) -> None:
-        """Sends and forgets. NotConnected, PayloadTooLarge."""
-        client = self._live().client
+        """Publish without waiting for delivery. Raise NotConnected or PayloadTooLarge."""
+        client = self._live_link().client
         if client.pending_data_size > OUTBOUND_LIMIT:
             raise NotConnected("the bus takes no more messages: too many wait to be sent")
         try:
@@ -122,9 +122,12 @@ class NatsBus:
             raise translate(error, subject) from error
 
     async def request(self, subject: str, payload: bytes, timeout: float, *, inbox: str) -> bytes:
-        """The reply within `timeout` seconds. NoResponders, RequestTimeout, NotConnected, PayloadTooLarge."""
+        """Return the reply received within `timeout` seconds.
+
+        Raise NoResponders, RequestTimeout, NotConnected or PayloadTooLarge.
+        """
         try:
-            reply = await self._live().request(subject, payload, inbox, timeout)
+            reply = await self._live_link().request(subject, payload, inbox, timeout)
         except nats.errors.Error as error:
             raise translate(error, subject) from error
         if reply is None:
@@ -132,34 +135,34 @@ class NatsBus:
         return reply
 
     async def subscribe(self, subject: str, handler: Handler, *, limit: int = 64) -> Subscription:
-        """Calls `handler` for each message, at most `limit` at a time; kept over reconnects until closed."""
-        standing = _Standing(self, subject, handler, limit)
-        async with self._wiring:
-            self._subscriptions.add(standing)
+        """Call `handler` for each message until closed, at most `limit` calls at a time."""
+        subscription = _Subscription(self, subject, handler, limit)
+        async with self._subscriptions_lock:
+            self._subscriptions.add(subscription)
             if self._link is not None and self._link.alive:
-                await quietly(standing.attach(self._link.client, self._group))
-        return standing
+                await ignore_loss(subscription.attach(self._link.client, self._group))
+        return subscription
 
-    async def forget(self, standing: "_Standing") -> None:
-        """Ends one subscription."""
-        async with self._wiring:
-            self._subscriptions.discard(standing)
-            await standing.detach()
+    async def remove_subscription(self, subscription: "_Subscription") -> None:
+        """End one subscription."""
+        async with self._subscriptions_lock:
+            self._subscriptions.discard(subscription)
+            await subscription.detach()
 
     async def close(self) -> None:
-        """Takes no new messages, lets running handlers finish for 5 s, then disconnects."""
-        for standing in list(self._subscriptions):
-            await self.forget(standing)
-            await standing.finish()
+        """Accept no new messages, let running handlers finish for 5 s, then disconnect."""
+        for subscription in list(self._subscriptions):
+            await self.remove_subscription(subscription)
+            await subscription.finish()
         link = self._link
         if link is not None and link.alive:
-            await quietly(link.client.flush(FLUSH_TIMEOUT))
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+            await ignore_loss(link.client.flush(FLUSH_TIMEOUT))
+        if self._connection_task is not None:
+            self._connection_task.cancel()
+            await asyncio.gather(self._connection_task, return_exceptions=True)
 
     async def answer(self, inbox: str, payload: bytes) -> None:
-        """Sends a reply, waiting a while for a lost connection to come back. Failures are logged."""
+        """Send a reply, waiting up to `REPLY_WAIT` for a lost connection to return. Failures are logged."""
         try:
             async with asyncio.timeout(REPLY_WAIT):
                 await self.wait_connected()
@@ -169,14 +172,14 @@ class NatsBus:
             log.warning("a reply was lost: %s", error or "no connection")
 
     def complain(self, text: str) -> None:
-        """Logs a warning, the same text at most every 30 s."""
+        """Log a warning, the same text at most every 30 s."""
         now = clock.monotonic()
         if now - self._complaints.get(text, -COMPLAIN_EVERY) >= COMPLAIN_EVERY:
-            self._complaints = {t: at for t, at in self._complaints.items() if now - at < COMPLAIN_EVERY}
+            self._complaints = {key: at for key, at in self._complaints.items() if now - at < COMPLAIN_EVERY}
             self._complaints[text] = now
             log.warning("%s", text)
 
-    def _live(self) -> Link:
+    def _live_link(self) -> Link:
         if self._link is None or not self._link.alive:
             raise NotConnected(f"the message bus at {self._where} is not connected")
         return self._link
@@ -190,56 +193,59 @@ class NatsBus:
         try:
             while True:
                 try:
-                    connected = await self._live_once()
+                    connected = await self._serve_connection()
                 except Exception:
-                    # Any failure of the library: giving up would leave this process deaf for good.
+                    # Any failure of the library: if the loop ended, no message would arrive any more.
                     log.exception("the message bus client failed; reconnecting")
                     connected = False
                 pause = RETRY_FIRST if connected else min(pause * 2, RETRY_MAX)
-                await self._changed_within(pause * random.uniform(0.8, 1.2) if self._servers else None)
+                await self._wait_servers_changed(pause * random.uniform(0.8, 1.2) if self._servers else None)
         finally:
             self._link = None
 
-    async def _changed_within(self, seconds: float | None) -> None:
+    async def _wait_servers_changed(self, seconds: float | None) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._changed.wait()
+                await self._servers_changed.wait()
 
-    async def _live_once(self) -> bool:
-        """From dialling to the loss of the connection or of its successor; whether there was one."""
-        self._changed.clear()
+    async def _serve_connection(self) -> bool:
+        """Dial, and wait for the loss of the connection and its successors.
+
+        Return False if dialling failed.
+        """
+        self._servers_changed.clear()
         link = await self._dial()
         if link is None:
             return False
         try:
             self._group = secrets.token_hex(8)
             await self._adopt(link)
-            await self._announce()
-            while await self._until_changed(link):
-                self._changed.clear()
+            await self._mark_connected()
+            while await self._wait_lost_or_changed(link):
+                self._servers_changed.clear()
                 if self._servers is None:
                     log.info("left the message bus")
                     return True
                 successor = await self._dial()
                 if successor is None:
-                    asyncio.get_running_loop().call_later(RETRY_MAX, self._changed.set)
+                    asyncio.get_running_loop().call_later(RETRY_MAX, self._servers_changed.set)
                     continue
-                former, link = link, successor
+                previous, link = link, successor
                 await self._adopt(link)
-                await former.discard()
+                await previous.discard()
                 log.info("continues on the message bus with new credentials")
         finally:
             await link.discard()
         log.warning("lost the connection to the message bus at %s; reconnecting", self._where)
         return True
 
-    async def _until_changed(self, link: Link) -> bool:
-        """Waits for the loss of `link` (False) or for other servers to use (True)."""
-        waits = {asyncio.create_task(link.lost()), asyncio.create_task(self._changed.wait())}
+    async def _wait_lost_or_changed(self, link: Link) -> bool:
+        """Wait until `link` is lost (return False) or other servers are to be used (return True)."""
+        tasks = {asyncio.create_task(link.wait_lost()), asyncio.create_task(self._servers_changed.wait())}
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in waits:
+            for task in tasks:
                 task.cancel()
         return link.alive
 
@@ -252,75 +258,77 @@ class NatsBus:
             return link
         except (nats.errors.Error, OSError) as error:
             self.complain(f"cannot reach the message bus at {self._where}: {_reason(error)}; trying again")
-            if refused(error):
+            if is_auth_error(error):
                 self._on_refused()
         await link.discard()
         return None
 
     async def _adopt(self, link: Link) -> None:
-        """Moves all subscriptions to `link`."""
-        async with self._wiring:
-            former = [await standing.attach(link.client, self._group) for standing in self._subscriptions]
-            await quietly(link.client.flush(FLUSH_TIMEOUT))
+        """Move all subscriptions to `link`."""
+        async with self._subscriptions_lock:
+            former_carriers = [
+                await subscription.attach(link.client, self._group) for subscription in self._subscriptions
+            ]
+            await ignore_loss(link.client.flush(FLUSH_TIMEOUT))
             self._link = link
-            for carrier in former:
+            for carrier in former_carriers:
                 if carrier is not None:
-                    await quietly(_drained(carrier))
+                    await ignore_loss(_drain(carrier))
 
-    async def _announce(self) -> None:
+    async def _mark_connected(self) -> None:
         self._connected_since = clock.monotonic()
-        async with self._arrived:
+        async with self._connection_changed:
             self._generation += 1
-            self._arrived.notify_all()
+            self._connection_changed.notify_all()
         log.info("connected to the message bus at %s", self._where)
 
 
-class _Standing:
-    """One subscription as its owner sees it, on any connection."""
+class _Subscription:
+    """One subscription as its owner sees it, independent of the connection that carries it."""
 
     def __init__(self, bus: NatsBus, subject: str, handler: Handler, limit: int) -> None:
         self._bus = bus
         self._subject = subject
         self._handler = handler
         self._slots = asyncio.Semaphore(limit)
-        # Ours, not the library's: what has arrived outlives the connection that brought it.
-        self._arrived: asyncio.Queue[tuple[Message, str]] = asyncio.Queue(INBOUND_LIMIT)
+        # Not the library's queue: received messages outlive their connection.
+        self._received: asyncio.Queue[tuple[Message, str]] = asyncio.Queue(INBOUND_LIMIT)
         self._running: set[asyncio.Task[None]] = set()
         self._carrier: NatsSubscription | None = None
         self._dispatcher = asyncio.create_task(self._dispatch(), name=f"dispatch {subject}")
-        self._ending: asyncio.Task[None] | None = None
+        self._end_task: asyncio.Task[None] | None = None
 
     async def attach(self, client: Client, group: str) -> NatsSubscription | None:
-        """Subscribes on this connection; answers the former subscription."""
-        former, self._carrier = self._carrier, None
-        await quietly(self._subscribe(client, group))
-        return former
+        """Subscribe on this connection; return the subscription of the former connection."""
+        previous, self._carrier = self._carrier, None
+        await ignore_loss(self._subscribe(client, group))
+        return previous
 
     async def _subscribe(self, client: Client, group: str) -> None:
         self._carrier = await client.subscribe(self._subject, queue=group, cb=self._receive)
-        # Known to the server before the caller goes on: a request sent a moment later finds us.
+        # Return only when the server has the subscription, so a request sent right afterwards is received.
         await client.flush(FLUSH_TIMEOUT)
 
     async def detach(self) -> None:
-        """Receives nothing more."""
+        """Stop receiving messages."""
         carrier, self._carrier = self._carrier, None
         if carrier is not None:
-            await quietly(_drained(carrier))
+            await ignore_loss(_drain(carrier))
 
     async def close(self) -> None:
-        """Ends the subscription; handlers of what has arrived go on."""
-        await self._bus.forget(self)
-        self._ending = asyncio.create_task(self._end())
+        """End the subscription; messages already received are still handled."""
+        await self._bus.remove_subscription(self)
+        self._end_task = asyncio.create_task(self._end())
 
     async def _end(self) -> None:
-        await self._arrived.join()
+        await self._received.join()
         self._dispatcher.cancel()
 
     async def finish(self) -> None:
-        """Waits a while for what has arrived to be handled, then cancels the handlers."""
+        """Wait up to `CLOSE_TIMEOUT` until received messages are handled, then cancel the handlers."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_TIMEOUT):
-                await self._arrived.join()
+                await self._received.join()
         self._dispatcher.cancel()
         for task in list(self._running):
             task.cancel()
@@ -328,15 +336,15 @@ class _Standing:
 
     async def _receive(self, message: Msg) -> None:
         try:
-            arrived = Message(message.subject, bytes(message.data), bool(message.reply))
-            self._arrived.put_nowait((arrived, message.reply))
+            received = Message(message.subject, bytes(message.data), bool(message.reply))
+            self._received.put_nowait((received, message.reply))
         except asyncio.QueueFull:
             self._bus.complain(f"message bus: too many messages wait on {self._subject}; one was dropped")
 
     async def _dispatch(self) -> None:
         while True:
             await self._slots.acquire()
-            message, inbox = await self._arrived.get()
+            message, inbox = await self._received.get()
             task = asyncio.create_task(self._handle(message, inbox))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
@@ -350,16 +358,16 @@ class _Standing:
             log.exception("the handler of %s failed", self._subject)
         finally:
             self._slots.release()
-            self._arrived.task_done()
+            self._received.task_done()
 
 
-async def _drained(carrier: NatsSubscription) -> None:
+async def _drain(carrier: NatsSubscription) -> None:
     drain: Callable[[], Coroutine[Any, Any, None]] = carrier.drain
     await drain()
 
 
 async def complaint(servers: Servers) -> str:
-    """What is wrong with these servers or credentials, tried once; "" if nothing is."""
+    """Dial these servers once; return the reason of the failure, or "" if they accept the credentials."""
     link = Link(lambda text: None)
     try:
         await link.dial(servers, "check")
@@ -375,7 +383,7 @@ def _reason(error: Exception) -> str:
 
 
 def translate(error: nats.errors.Error, subject: str) -> ClusterError:
-    """Our error for the library's."""
+    """Translate a library error into one of ours."""
     match error:
         case nats.errors.NoRespondersError():
             return NoResponders(f"no worker listens on {subject}")

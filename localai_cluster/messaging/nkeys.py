@@ -1,8 +1,8 @@
 """NATS keys and the tokens that they sign (`contract/nats.md` §9.2).
 
-A key is an Ed25519 pair written as text: base32 of a prefix that tells its role, the bytes, and a checksum.
-`O…` is an operator, `A…` an account, `U…` a user; a seed begins with `S` and the role's letter. A token is a
-JWT of version 2 whose algorithm is `ed25519-nkey`. The NATS server checks all of it; we only sign.
+A key is an Ed25519 pair written as text: base32 of a prefix for its role, the bytes, and a checksum. `O…` is
+an operator, `A…` an account, `U…` a user; a seed begins with `S` and the role's letter. A token is a JWT of
+version 2 whose algorithm is `ed25519-nkey`. The NATS server verifies everything; this module only signs.
 """
 
 import base64
@@ -24,7 +24,7 @@ _PREFIX: dict[Role, int] = {"operator": 14 << 3, "account": 0, "user": 20 << 3}
 _SEED = 18 << 3
 LONGEST_TOKEN = 64 * 1024
 LONGEST_ACCOUNT = 4 * 1024 * 1024
-"""An account's token holds its revocations; a NATS server takes less than this."""
+"""Maximum length of an account's token, which holds its revocations. A NATS server accepts less than this."""
 
 
 @dataclass(frozen=True)
@@ -36,31 +36,34 @@ class KeyPair:
     seed: str = field(repr=False)
 
     def sign(self, data: bytes) -> bytes:
-        """The signature of `data`, 64 bytes."""
+        """Return the signature of `data`, 64 bytes."""
         return _private(_raw_seed(self.seed)[1]).sign(data)
 
 
 def generate(role: Role) -> KeyPair:
-    """A new key pair."""
+    """Generate a new key pair."""
     return _pair(role, os.urandom(32))
 
 
 def from_seed(seed: str, role: Role) -> KeyPair:
-    """The key pair of a seed; ValueError, which never quotes it, unless it is a seed of that role."""
-    found, raw = _raw_seed(seed)
-    if found != role:
-        raise ValueError(f"a seed of the role {found}, not {role}")
+    """Return the key pair of a seed.
+
+    Raise ValueError, which never quotes the seed, unless it is one of `role`.
+    """
+    actual, raw = _raw_seed(seed)
+    if actual != role:
+        raise ValueError(f"a seed of the role {actual}, not {role}")
     return _pair(role, raw)
 
 
 def derive(parent: KeyPair, role: Role, purpose: str) -> KeyPair:
-    """The key pair of `role` that belongs to `parent` and this purpose: always the same one."""
+    """Derive the key pair of `role` for `purpose` from `parent`; the result is deterministic."""
     message = f"localai-cluster {role} {purpose}".encode()
     return _pair(role, hmac.digest(_raw_seed(parent.seed)[1], message, "sha256"))
 
 
 def sign_token(claims: Mapping[str, Any], issuer: KeyPair) -> str:
-    """The JWT of these claims, signed by `issuer`; adds `iss` and `jti`."""
+    """Sign these claims as a JWT of `issuer`; adds `iss` and `jti`."""
     body = {**claims, "iss": issuer.public_key}
     digest = hashlib.new("sha512_256", _json(body)).digest()
     body["jti"] = base64.b32encode(digest).decode().rstrip("=")
@@ -69,7 +72,10 @@ def sign_token(claims: Mapping[str, Any], issuer: KeyPair) -> str:
 
 
 def claims_of(token: str, longest: int = LONGEST_TOKEN) -> dict[str, Any]:
-    """The claims of a JWT, unverified: for tokens of our own. ValueError for what is none, or longer."""
+    """Return the claims of a JWT without verifying it, so use it for our own tokens only.
+
+    Raise ValueError if it is not a JWT or longer than `longest`.
+    """
     parts = token.strip().split(".")
     if len(parts) != 3 or len(token) > longest:
         raise ValueError("not a JWT")
@@ -101,7 +107,7 @@ def _raw_seed(seed: str) -> tuple[Role, bytes]:
     if len(data) != 36 or _checksum(data[:-2]) != data[-2:] or data[0] & 0xF8 != _SEED:
         raise ValueError("not an NKEY seed")
     prefix = (data[0] & 7) << 5 | data[1] >> 3
-    role = next((role for role, known in _PREFIX.items() if known == prefix), None)
+    role = next((role for role, role_prefix in _PREFIX.items() if role_prefix == prefix), None)
     if role is None:
         raise ValueError("not the seed of an operator, an account or a user")
     return role, data[2:-2]

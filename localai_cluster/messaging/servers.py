@@ -1,4 +1,4 @@
-"""Where to dial the bus and with what: read from a URL, or put together from what a registration told."""
+"""The address of the bus and the login for it, parsed from a URL or built from a registration."""
 
 import ssl
 from dataclasses import dataclass, field
@@ -14,9 +14,9 @@ LONGEST_URL = 2048
 
 @dataclass(frozen=True)
 class Servers:
-    """Servers of one bus. A JWT proves the user where there is one, else user and password, else a token.
+    """Servers of one bus, and the login: a JWT if there is one, else user and password, else a token.
 
-    With a TLS context the connection is encrypted or not made at all.
+    With a TLS context the connection is always encrypted, or it fails.
     """
 
     urls: tuple[str, ...]
@@ -28,14 +28,14 @@ class Servers:
 
     @property
     def proves_itself(self) -> bool:
-        """Whether there is anything to log in with."""
+        """True if there is a login: credentials, a user or a token."""
         return bool(self.credentials or self.user or self.token)
 
 
 def parse_url(text: str) -> Servers:
-    """The servers of `nats://user:password@host:port[,…]`, credentials taken out (those of the first URL).
+    """Parse `nats://user:password@host:port[,…]`; the login is taken from the first URL.
 
-    Raises InvalidInput, which quotes nothing.
+    Raise InvalidInput, which quotes nothing.
     """
     wrong = InvalidInput("not a NATS URL such as nats://host:4222", field="url")
     if len(text) > LONGEST_URL:
@@ -63,17 +63,17 @@ def parse_url(text: str) -> Servers:
 
 
 def url_for_worker(configured: str, own_host: str) -> str:
-    """The URL that a worker dials: `configured` without credentials.
+    """Return the URL that a worker dials: `configured` without credentials.
 
-    A host that means this machine only is replaced by `own_host`, under which the worker has just reached
-    this server; "" and a loopback `own_host` replace nothing.
+    A host that means only this machine is replaced by `own_host`, the name under which the worker has just
+    reached this server. An empty or loopback `own_host` replaces nothing.
     """
     urls = []
     for url in parse_url(configured).urls:
-        scheme, _, place = url.partition("://")
+        scheme, _, authority = url.partition("://")
         parts = urlsplit(url)
         if own_host and not is_local(own_host) and is_local(parts.hostname or ""):
             bracketed = f"[{own_host}]" if ":" in own_host else own_host
-            place = f"{bracketed}:{parts.port or DEFAULT_PORT}"
-        urls.append(f"{scheme}://{place}")
+            authority = f"{bracketed}:{parts.port or DEFAULT_PORT}"
+        urls.append(f"{scheme}://{authority}")
     return ",".join(urls)

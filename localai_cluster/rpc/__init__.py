@@ -1,12 +1,13 @@
-"""Talking to inference engines over gRPC: the only package that imports `grpc`.
+"""gRPC calls to inference engines; the only package that imports `grpc`.
 
-`backend.proto` is the contract, `build` turns it into stubs under `generated/` (never committed), `messages`
-names the messages others may use, `client` calls engines, `errors` says what went wrong and whether the same
-request may go elsewhere. No module of it is imported here, so that `build` runs before any stub exists.
+`backend.proto` is the contract, `build` generates its stubs in `generated/` (never committed), `messages`
+exports the messages that other packages use, `client` calls engines, `errors` classifies failures and whether
+the request may be retried on another replica. This module imports none of them, so that `build` runs before
+any stub exists.
 """
 
 import os
 
-# The library writes its own lines to stderr, past every logging configuration, and is told only by the
-# environment to keep to errors. Must stand before the first `import grpc`.
+# The library writes to stderr and ignores every logging configuration; only this environment variable limits
+# it to errors. It must be set before the first `import grpc`.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -1,8 +1,9 @@
-"""Generates the gRPC stubs: `python -m localai_cluster.rpc.build [folder]`.
+"""Generate the gRPC stubs: `python -m localai_cluster.rpc.build [folder]`.
 
 Without a folder the stubs become `localai_cluster.rpc.generated`; with one they are plain top-level modules
-in it, as an engine outside the product needs them. Nothing happens while the stamp beside the stubs fits.
-Every file is written elsewhere and renamed into place, the stamp last, so builds may run side by side.
+in it, for an engine outside the product. A build does nothing while the stamp beside the stubs is current. It
+writes every file to a temporary folder and renames it into place, the stamp last, so builds may run
+concurrently.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ class StubsNotBuilt(ClusterError):
 
 
 def build(target: Path | None = None) -> bool:
-    """Brings the stubs in `target` up to date; returns whether anything had to be generated."""
+    """Bring the stubs in `target` up to date; return True if they had to be generated."""
     folder = target or HERE / "generated"
     stamp = _stamp(typed=target is None and _typed_plugin() is not None)
     if _read(folder / STAMP) == stamp and (folder / "backend_pb2_grpc.py").exists():
@@ -34,9 +35,9 @@ def build(target: Path | None = None) -> bool:
     with tempfile.TemporaryDirectory(prefix=".stubs-", dir=folder) as scratch:
         for path in _generate(Path(scratch), packaged=target is None):
             os.replace(path, folder / path.name)
-        fresh = Path(scratch) / STAMP
-        fresh.write_text(stamp)
-        os.replace(fresh, folder / STAMP)
+        new_stamp = Path(scratch) / STAMP
+        new_stamp.write_text(stamp)
+        os.replace(new_stamp, folder / STAMP)
     return True
 
 
@@ -54,15 +55,15 @@ def _read(path: Path) -> str:
 
 
 def _typed_plugin() -> str | None:
-    """The folder of mypy-protobuf's plugins, which only a development environment has."""
-    here = Path(sys.executable).parent
-    if (here / "protoc-gen-mypy").exists() and (here / "protoc-gen-mypy_grpc").exists():
-        return str(here)
+    """Return the folder of mypy-protobuf's plugins; None outside of development environments."""
+    scripts = Path(sys.executable).parent
+    if (scripts / "protoc-gen-mypy").exists() and (scripts / "protoc-gen-mypy_grpc").exists():
+        return str(scripts)
     return None
 
 
 def _generate(scratch: Path, *, packaged: bool) -> list[Path]:
-    # Imported late: a process that only asks whether the stubs are current need not load the compiler.
+    # Imported late: a process that only checks whether the stubs are current need not load the compiler.
     from grpc_tools import protoc  # type: ignore[import-untyped]
 
     # The virtual path gives the generated modules absolute imports of this package.
@@ -82,7 +83,7 @@ def _generate(scratch: Path, *, packaged: bool) -> list[Path]:
 
 
 def main() -> None:
-    """Builds into the package, or into the folder named on the command line."""
+    """Build into the package, or into the folder given on the command line."""
     build(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
 
 

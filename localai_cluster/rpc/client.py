@@ -1,7 +1,7 @@
-"""The client of one inference engine, and the pool that keeps one client an address and token.
+"""The client of one inference engine, and the pool that keeps one client per address and token.
 
-Calls run on the event loop that made the client; nothing here may be shared between loops. A call costs one
-coroutine and no set-up: the channel, its methods and the metadata are made once. Errors arrive as
+Calls run on the event loop that created the client; nothing here may be shared between loops. A call costs
+one coroutine and no set-up: the channel, its methods and the metadata are created once. Errors arrive as
 `localai_cluster.rpc.errors`; a cancelled caller cancels the call at the engine.
 """
 
@@ -40,7 +40,7 @@ from localai_cluster.rpc.tracked import TRACKED, UNTRACKED
 
 MESSAGE_LIMIT = 50 * 1024 * 1024
 HEALTHY = b"OK"
-# Seconds that calls under way on a replaced channel may still take.
+# Seconds that running calls on a replaced channel may still take.
 DRAIN_SECONDS = 600.0
 
 _OPTIONS = (
@@ -57,16 +57,17 @@ _OPTIONS = (
     ("grpc.enable_retries", 0),
 )
 
-Answer = TypeVar("Answer")
+Response = TypeVar("Response")
 Piece = TypeVar("Piece")
 _NOTHING = HealthMessage()
 
 
 class BackendClient:
-    """Calls one engine at `address` (`host:port`), proving itself by `token` when there is one.
+    """Calls one engine at `address` (`host:port`), authenticating with `token` if there is one.
 
-    Timeouts are seconds. Every method raises BackendError types. An `address` that is anything else raises
-    Refused: gRPC would read a scheme in it. Only a `counted` one has the calls that are somebody's request.
+    Timeouts are seconds. Every method raises BackendError types. An `address` that is not `host:port` raises
+    Refused: gRPC would interpret a scheme in it. Only a client that is `counted` has the methods that serve a
+    client's request (`tracked.TRACKED`).
     """
 
     def __init__(self, address: str, token: str = "", *, counted: bool = False) -> None:
@@ -75,104 +76,104 @@ class BackendClient:
         except ValueError as error:
             raise Refused(f"the engine's address {error}") from None
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
-        self._calls = UNTRACKED | TRACKED if counted else UNTRACKED
+        self._methods = UNTRACKED | TRACKED if counted else UNTRACKED
         self._retired: set[asyncio.Task[None]] = set()
         self._open()
 
     def _open(self) -> None:
         self._channel = grpc.aio.insecure_channel(self._target, options=_OPTIONS)
         self._stub = BackendStub(self._channel)
-        for name in vars(self._stub).keys() - self._calls:
+        for name in vars(self._stub).keys() - self._methods:
             delattr(self._stub, name)
 
     async def health(self, timeout: float) -> bool:
-        """Whether the engine calls itself ready."""
-        reply = await self._ask(self._stub.Health(_NOTHING, timeout=timeout, metadata=self._metadata))
+        """Return True if the engine reports that it is ready."""
+        reply = await self._unary(self._stub.Health(_NOTHING, timeout=timeout, metadata=self._metadata))
         return reply.message == HEALTHY
 
     async def load_model(self, options: ModelOptions, timeout: float) -> Result:
-        """Loads a model; a refusal is a Result with `success` false, not an error."""
-        return await self._ask(self._stub.LoadModel(options, timeout=timeout, metadata=self._metadata))
+        """Load a model; a refusal is a Result with `success` false, not an error."""
+        return await self._unary(self._stub.LoadModel(options, timeout=timeout, metadata=self._metadata))
 
     async def embedding(self, options: PredictOptions, timeout: float) -> EmbeddingResult:
-        """The vector of `options.Embeddings`."""
-        return await self._ask(self._stub.Embedding(options, timeout=timeout, metadata=self._metadata))
+        """Return the embedding of `options.Embeddings`."""
+        return await self._unary(self._stub.Embedding(options, timeout=timeout, metadata=self._metadata))
 
     def predict(self, options: PredictOptions, timeout: float | None = None) -> "Replies[Reply]":
-        """The whole answer to a prompt, as one piece."""
+        """Return the complete reply to a prompt as one piece."""
         call = self._stub.Predict(options, timeout=timeout, metadata=self._metadata)
-        return Replies(call, self._channel, self._translated)
+        return Replies(call, self._channel, self._translate_error)
 
     def predict_stream(self, options: PredictOptions, timeout: float | None = None) -> "Replies[Reply]":
-        """The answer piece by piece; without a timeout it may take as long as pieces come."""
+        """Stream the reply to a prompt; without a timeout the duration is unlimited."""
         call = self._stub.PredictStream(options, timeout=timeout, metadata=self._metadata)
-        return Replies(call, self._channel, self._translated)
+        return Replies(call, self._channel, self._translate_error)
 
     async def transcribe(self, request: TranscriptRequest, timeout: float) -> TranscriptResult:
-        """The text of the sound in the worker's file `request.dst`."""
-        return await self._ask(
+        """Return the transcript of the worker's audio file `request.dst`."""
+        return await self._unary(
             self._stub.AudioTranscription(request, timeout=timeout, metadata=self._metadata)
         )
 
     def transcribe_stream(self, request: TranscriptRequest) -> "Replies[TranscriptStreamResponse]":
-        """The same piece by piece."""
+        """Stream the transcript of the worker's audio file `request.dst`."""
         call = self._stub.AudioTranscriptionStream(request, metadata=self._metadata)
-        return Replies(call, self._channel, self._translated)
+        return Replies(call, self._channel, self._translate_error)
 
     async def speak(self, request: TTSRequest, timeout: float) -> Result:
-        """Writes a text as sound to the worker's file `request.dst`."""
-        return await self._ask(self._stub.TTS(request, timeout=timeout, metadata=self._metadata))
+        """Write a text as speech to the worker's file `request.dst`."""
+        return await self._unary(self._stub.TTS(request, timeout=timeout, metadata=self._metadata))
 
     def speak_stream(self, request: TTSRequest) -> "Replies[Reply]":
-        """The sound piece by piece, as `audio` of the replies."""
+        """Stream a text as speech, in `audio` of the replies."""
         call = self._stub.TTSStream(request, metadata=self._metadata)
-        return Replies(call, self._channel, self._translated)
+        return Replies(call, self._channel, self._translate_error)
 
     async def draw(self, request: GenerateImageRequest, timeout: float) -> Result:
-        """Writes an image to the worker's file `request.dst`."""
-        return await self._ask(self._stub.GenerateImage(request, timeout=timeout, metadata=self._metadata))
+        """Write an image to the worker's file `request.dst`."""
+        return await self._unary(self._stub.GenerateImage(request, timeout=timeout, metadata=self._metadata))
 
     async def tokenize(self, options: PredictOptions, timeout: float) -> TokenizationResponse:
-        """The token ids of `options.Prompt`."""
-        return await self._ask(self._stub.TokenizeString(options, timeout=timeout, metadata=self._metadata))
+        """Return the token ids of `options.Prompt`."""
+        return await self._unary(self._stub.TokenizeString(options, timeout=timeout, metadata=self._metadata))
 
     async def detokenize(self, request: DetokenizeRequest, timeout: float) -> DetokenizeResponse:
-        """The text of token ids."""
-        return await self._ask(self._stub.Detokenize(request, timeout=timeout, metadata=self._metadata))
+        """Return the text of token ids."""
+        return await self._unary(self._stub.Detokenize(request, timeout=timeout, metadata=self._metadata))
 
     async def rerank(self, request: RerankRequest, timeout: float) -> RerankResult:
-        """Documents by their relevance to a query."""
-        return await self._ask(self._stub.Rerank(request, timeout=timeout, metadata=self._metadata))
+        """Rank documents by their relevance to a query."""
+        return await self._unary(self._stub.Rerank(request, timeout=timeout, metadata=self._metadata))
 
     async def status(self, timeout: float) -> StatusResponse:
-        """State and memory of the engine."""
-        return await self._ask(self._stub.Status(_NOTHING, timeout=timeout, metadata=self._metadata))
+        """Return the state and the memory of the engine."""
+        return await self._unary(self._stub.Status(_NOTHING, timeout=timeout, metadata=self._metadata))
 
     async def free(self, timeout: float) -> Result:
-        """Gives the loaded model's memory back."""
-        return await self._ask(self._stub.Free(_NOTHING, timeout=timeout, metadata=self._metadata))
+        """Free the memory of the loaded model."""
+        return await self._unary(self._stub.Free(_NOTHING, timeout=timeout, metadata=self._metadata))
 
     async def close(self, grace: float | None = None) -> None:
-        """Ends the connection; calls still under way after `grace` seconds are cancelled."""
+        """Close the connection; calls still running after `grace` seconds are cancelled."""
         for task in self._retired:
             task.cancel()
         await self._channel.close(grace)
 
-    async def _ask(self, call: Awaitable[Answer]) -> Answer:
+    async def _unary(self, call: Awaitable[Response]) -> Response:
         channel = self._channel
         try:
             return await call
         except grpc.aio.AioRpcError as error:
-            raise self._translated(error, channel) from error
+            raise self._translate_error(error, channel) from error
         except asyncio.CancelledError:
             _raise_lost_unless_cancelled()
             raise
 
-    def _translated(self, error: grpc.aio.AioRpcError, channel: grpc.aio.Channel) -> BackendError:
+    def _translate_error(self, error: grpc.aio.AioRpcError, channel: grpc.aio.Channel) -> BackendError:
         translated = translate(error.code(), error.details() or "")
-        # A channel that was refused sits in backoff and answers from memory, one that broke may take the next
-        # call down with it; a process that starts at this address a moment later must be reached at once.
-        # Only the first of many callers replaces it.
+        # A refused channel is in backoff and fails without dialling, and a broken one may break the next call
+        # too; a process that starts at this address right afterwards must be reached at once.
+        # Only the first of many callers replaces the channel.
         if translated.replica_gone and channel is self._channel:
             self._open()
             self._retire(channel)
@@ -186,16 +187,18 @@ class BackendClient:
 
 
 class Replies(Generic[Piece]):
-    """An answer that comes piece by piece, or as one; leaving it early has to be followed by `cancel`."""
+    """A reply that arrives in one or more pieces. A caller that stops reading early must call `cancel`."""
 
-    def __init__(self, call: Any, channel: grpc.aio.Channel, translated: "_Translated") -> None:
+    def __init__(self, call: Any, channel: grpc.aio.Channel, translate_error: "_TranslateError") -> None:
         self._call = call
         self._channel = channel
-        self._translated = translated
+        self._translate_error = translate_error
 
     def __aiter__(self) -> AsyncGenerator[Piece, None]:
-        """The pieces; each is asked for when it is wanted, so an engine gets no further than the windows of
-        the connection allow.
+        """Iterate over the pieces.
+
+        A piece is read only when the caller requests it, so an engine gets no further ahead than the
+        flow-control windows of the connection allow.
         """
         return self._pieces()
 
@@ -207,7 +210,7 @@ class Replies(Generic[Piece]):
             async for reply in self._call:
                 yield reply
         except grpc.aio.AioRpcError as error:
-            raise self._translated(error, self._channel) from error
+            raise self._translate_error(error, self._channel) from error
         except asyncio.CancelledError:
             _raise_lost_unless_cancelled()
             raise
@@ -215,28 +218,31 @@ class Replies(Generic[Piece]):
             self._call.cancel()
 
     def cancel(self) -> None:
-        """Ends the call at the engine, if it has not ended."""
+        """Cancel the call at the engine if it has not ended."""
         self._call.cancel()
 
     async def trailing(self, name: str) -> str:
-        """What the engine said under this name at its end, "" if nothing; only after the last piece."""
+        """Return the trailing metadata `name`, "" if there is none; call it only after the last piece."""
         metadata = await self._call.trailing_metadata()
         value = metadata.get(name) if metadata is not None else None
         return value if isinstance(value, str) else ""
 
 
-_Translated = Callable[[grpc.aio.AioRpcError, grpc.aio.Channel], BackendError]
+_TranslateError = Callable[[grpc.aio.AioRpcError, grpc.aio.Channel], BackendError]
 
 
 def _raise_lost_unless_cancelled() -> None:
-    """The library also says "cancelled" of a call whose channel was closed: its caller goes on."""
+    """Raise Lost unless the task itself was cancelled.
+
+    The library also raises CancelledError for a call whose channel was closed, and then the caller goes on.
+    """
     task = asyncio.current_task()
     if task is not None and not task.cancelling():
         raise Lost("the connection to the engine was closed") from None
 
 
 async def probe(address: str, token: str, timeout: float) -> Sign:
-    """R4.38: what a health call says about the process at `address`; its connection is closed afterwards."""
+    """Check the health of the process at `address` on a connection that is closed afterwards (R4.38)."""
     try:
         client = BackendClient(address, token)
     except Refused:
@@ -244,7 +250,7 @@ async def probe(address: str, token: str, timeout: float) -> Sign:
     try:
         return Sign.ALIVE if await client.health(timeout) else Sign.UNREACHABLE
     except BackendError as error:
-        # Not by its type: an engine may also be too busy by a status of its own.
+        # Check the status, not the error's type: an engine may report that it is busy by a status of its own.
         cause = error.__cause__
         refused = isinstance(cause, grpc.aio.AioRpcError) and cause.code() is grpc.StatusCode.UNAVAILABLE
         return Sign.UNREACHABLE if refused else Sign.BUSY
@@ -253,7 +259,7 @@ async def probe(address: str, token: str, timeout: float) -> Sign:
 
 
 class ClientPool:
-    """One client an address and token, the least recently used ones closed beyond `limit`."""
+    """Keeps one client per address and token; closes the least recently used ones beyond `limit`."""
 
     def __init__(self, *, limit: int = 1024) -> None:
         self._limit = limit
@@ -261,7 +267,10 @@ class ClientPool:
         self._closing: set[asyncio.Task[None]] = set()
 
     def get(self, address: str, token: str = "") -> BackendClient:
-        """The client of `address` (`host:port`) with this bearer; Refused for anything else."""
+        """Return the client of `address` (`host:port`) with this bearer token.
+
+        Raise Refused for any other form of address.
+        """
         key = (address, token)
         client = self._clients.get(key)
         if client is None:
@@ -273,7 +282,7 @@ class ClientPool:
         return client
 
     def forget(self, address: str, token: str = "") -> None:
-        """Drops the client of an address that is out of service; its calls under way may finish."""
+        """Close the client of an address that is out of service; its running calls may finish."""
         client = self._clients.pop((address, token), None)
         if client is not None:
             task = asyncio.get_running_loop().create_task(client.close(DRAIN_SECONDS))
@@ -281,7 +290,7 @@ class ClientPool:
             task.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        """Closes every client; calls still under way are cancelled."""
+        """Close every client; running calls are cancelled."""
         for task in self._closing:
             task.cancel()
         clients = list(self._clients.values())

@@ -1,23 +1,24 @@
-"""What can go wrong with a call to an engine, and what the caller may do about it.
+"""Errors of calls to an engine, and how a caller may react to them.
 
-`translate` turns gRPC's status into one of these types. Two facts steer the caller: `repeatable` (the engine
-did no work and the request may go to another replica) and `replica_gone` (the process at that address is dead
-or out of reach, so the replica should be taken out of service).
+`translate` turns gRPC's status into one of these types. Two attributes guide the caller: `repeatable` (the
+engine did no work and the request may be retried on another replica) and `replica_gone` (the process at that
+address is dead or unreachable, so the replica should be taken out of service).
 """
 
 import grpc
 
 from localai_cluster.errors import ClusterError, InvalidInput, Unavailable
 
-# Part of the contract: how an engine says that it holds another model than the request is meant for.
+# Part of the contract: the text by which an engine reports that it holds another model than requested.
 IDENTITY_MARKER = "model identity mismatch"
 NOT_LOADED_MARKER = "not loaded"
 
-# There is no status for a prompt beyond the model's context, only words; stock engines report a failure.
+# No gRPC status means a prompt longer than the model's context, only the text does; stock engines report a
+# failure.
 _CONTEXT = ("context size", "context length", "context window")
 _STOCK_CONTEXT = "exceeds the available context size"
 
-# gRPC reports a refused connection and a broken one by the same status; only its text tells them apart.
+# gRPC reports a refused connection and a broken one by the same status; only its text distinguishes them.
 # Refused: the request never left. Broken: it may have reached the engine.
 _REFUSED = ("failed to connect", "connections to all backends failing", "errors resolving", "lookup failed")
 _BROKEN = (
@@ -138,7 +139,7 @@ _BY_STATUS: dict[grpc.StatusCode, type[BackendError]] = {
 
 
 def translate(status: grpc.StatusCode, details: str) -> BackendError:
-    """The error that a final gRPC status stands for; `details` is the engine's or the transport's text."""
+    """Return the error for a final gRPC status; `details` is the text of the engine or the transport."""
     text = details.lower()
     if status is grpc.StatusCode.UNAVAILABLE:
         return _unavailable(text)(details or None)
@@ -146,20 +147,20 @@ def translate(status: grpc.StatusCode, details: str) -> BackendError:
         return IdentityMismatch(details)
     if status is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" not in text:
         return Busy(details or None)
-    kind = _BY_STATUS.get(status)
-    if (kind is Rejected and any(sign in text for sign in _CONTEXT)) or (
-        kind is None and _STOCK_CONTEXT in text
+    error_type = _BY_STATUS.get(status)
+    if (error_type is Rejected and any(phrase in text for phrase in _CONTEXT)) or (
+        error_type is None and _STOCK_CONTEXT in text
     ):
         return ContextExceeded(details)
-    if kind is None:
+    if error_type is None:
         # Stock engines report a missing model as a plain error.
-        kind = ModelNotLoaded if NOT_LOADED_MARKER in text else BackendFailed
-    return kind(details or None)
+        error_type = ModelNotLoaded if NOT_LOADED_MARKER in text else BackendFailed
+    return error_type(details or None)
 
 
 def _unavailable(text: str) -> type[BackendError]:
-    if any(sign in text for sign in _REFUSED):
+    if any(phrase in text for phrase in _REFUSED):
         return Refused
-    if any(sign in text for sign in _BROKEN):
+    if any(phrase in text for phrase in _BROKEN):
         return Lost
     return Busy

@@ -1,6 +1,6 @@
-"""The messages of the `backend` package under names that do not mention how they are generated.
+"""The messages of the `backend` package under names that are independent of the code generator.
 
-Everything outside `localai_cluster.rpc` builds and reads engine messages through this module.
+All code outside `localai_cluster.rpc` builds and reads engine messages through this module.
 """
 
 from collections.abc import Mapping
@@ -79,9 +79,10 @@ __all__ = [
 
 
 def options_from_mapping(mapping: Mapping[str, Any]) -> ModelOptions:
-    """Load options from plain data under the names of `ModelOptions` (`{"Model": …, "Embeddings": True}`).
+    """Parse load options from plain data under the names of `ModelOptions`.
 
-    Raises InvalidInput for an unknown name or a value of the wrong type.
+    An example is `{"Model": …, "Embeddings": True}`. Raise InvalidInput for an unknown name or a value of the
+    wrong type.
     """
     try:
         return json_format.ParseDict(dict(mapping), ModelOptions())
@@ -90,5 +91,5 @@ def options_from_mapping(mapping: Mapping[str, Any]) -> ModelOptions:
 
 
 def options_to_mapping(options: ModelOptions) -> dict[str, Any]:
-    """The reverse: plain data that fits a JSON column, without the fields at their zero value."""
+    """Convert load options to plain data for a JSON column, without the fields at their zero value."""
     return json_format.MessageToDict(options, preserving_proto_field_name=True)

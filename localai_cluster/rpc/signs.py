@@ -1,10 +1,13 @@
-"""What a health call says about the process at an address."""
+"""The result of a health call to the process at an address."""
 
 from enum import StrEnum
 
 
 class Sign(StrEnum):
-    """R4.38. An engine may serve one request at a time: if it does not answer in time it is busy."""
+    """The result of a probe (R4.38).
+
+    An engine may serve one request at a time, so one that does not answer in time is busy.
+    """
 
     ALIVE = "alive"
     BUSY = "busy"

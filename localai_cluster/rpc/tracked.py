@@ -1,8 +1,9 @@
-"""Which calls of an engine are somebody's request, and count as such while they run (R2.74).
+"""The engine methods that serve a client's request, and count as in flight while they run (R2.74).
 
-A request is counted in when its replica is picked and out when its answer is complete, so a tracked call may
-be made only with a client that the pool of the inference edge hands out (`ClientPool`); any other client does
-not have it. A method that stands in neither list cannot be called at all: who adds one decides.
+The in-flight count rises when a replica is picked and falls when the response is complete. So a tracked
+method may be called only through a client that the pool of the inference gateway provides (`ClientPool`); any
+other client lacks it. A method in neither set cannot be called at all, so adding a method means choosing its
+set.
 """
 
 TRACKED = frozenset(

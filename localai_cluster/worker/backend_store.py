@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 START_FILE = "run.sh"
 METADATA_FILE = "metadata.json"
 PARTIAL_KEPT_FOR = 86400.0
-"""Seconds for which the part of a download waits for the install that goes on with it."""
+"""Seconds for which a partial download is stored for the install that resumes it."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class StoredBackend:
 
     @property
     def is_alias(self) -> bool:
-        """Whether this is a second name for another entry."""
+        """True if this is a second name of another entry."""
         return self.metadata.name not in ("", self.name)
 
 
 class BackendStore:
-    """The installed backends of this machine."""
+    """The installed backends of this machine; every call reads the disk."""
 
     def __init__(self, backends: Path, system: Path, capability: str) -> None:
         self.backends = backends
@@ -68,7 +68,10 @@ class BackendStore:
         self._capability = capability
 
     def scan(self) -> dict[str, StoredBackend]:
-        """All names that can be started, including aliases. OSError if the folder cannot be read."""
+        """Return all names that can be started, including aliases.
+
+        Raise OSError if the folder cannot be read.
+        """
         entries = {
             folder.name: StoredBackend(folder.name, folder, folder / START_FILE, Metadata(), is_system=True)
             for folder in _folders(self._system)
@@ -84,12 +87,12 @@ class BackendStore:
         return entries
 
     def find(self, name: str) -> StoredBackend | None:
-        """The entry with that name, or one that differs only in case, which galleries ignore."""
+        """Return the entry with that name, or one that differs only in case, which galleries ignore."""
         entries = self.scan()
         return entries.get(name) or next((e for n, e in entries.items() if n.lower() == name.lower()), None)
 
     def start_file(self, name: str) -> Path | None:
-        """The file that starts `name`, or None (worker.md §10.1)."""
+        """Return the file that starts `name`, or None (worker.md §10.1)."""
         entry = self.find(name)
         if entry is not None and entry.start_file.is_file():
             return entry.start_file
@@ -102,7 +105,7 @@ class BackendStore:
         return None
 
     def identity(self, name: str) -> frozenset[str]:
-        """All names of the build that `name` means, one hop only (worker.md §7)."""
+        """Return all names of the build that `name` means, one hop only (worker.md §7)."""
         try:
             entry = self.find(name)
         except OSError:
@@ -112,7 +115,7 @@ class BackendStore:
         return frozenset({name, entry.name, entry.metadata.name, entry.metadata.alias} - {""})
 
     def remove(self, name: str) -> None:
-        """Removes the files of `name`; readers see it vanish in one step. NotFound, Conflict, OSError."""
+        """Remove the files of `name` in one step for readers. Raise NotFound, Conflict or OSError."""
         entry = self.find(name) or next(
             (e for e in self.scan().values() if name and not e.is_meta and e.metadata.name == name), None
         )
@@ -127,9 +130,9 @@ class BackendStore:
             discard(folder)
 
     def recover(self) -> None:
-        """Cleans up after a killed worker: removes unfinished installs, restores an old version.
+        """Clean up after a killed worker: remove unfinished installs, restore an old version.
 
-        The part of a download stays for a day: the next install goes on with it.
+        Partial downloads stay for a day: the next install resumes them.
         """
         remove_old_partials(self.backends)
         for path in list(self.backends.iterdir()):
@@ -159,13 +162,13 @@ class BackendStore:
         return concrete, meta
 
     def _aliases(self, concrete: list[StoredBackend]) -> dict[str, StoredBackend]:
-        chosen: dict[str, StoredBackend] = {}
+        aliases: dict[str, StoredBackend] = {}
         for entry in concrete:
             alias = entry.metadata.alias
-            if alias and (alias not in chosen or self._rank(entry) < self._rank(chosen[alias])):
+            if alias and (alias not in aliases or self._rank(entry) < self._rank(aliases[alias])):
                 metadata = entry.metadata
-                chosen[alias] = StoredBackend(alias, entry.folder, entry.start_file, metadata)
-        return chosen
+                aliases[alias] = StoredBackend(alias, entry.folder, entry.start_file, metadata)
+        return aliases
 
     def _rank(self, entry: StoredBackend) -> int:
         tokens = preferred_tokens(self._capability)
@@ -174,16 +177,16 @@ class BackendStore:
 
 
 def remove_old_partials(folder: Path) -> None:
-    """Removes the parts of downloads that no install has continued for a day. OSError."""
-    oldest = clock.now().timestamp() - PARTIAL_KEPT_FOR
+    """Remove partial downloads that no install has resumed for a day. Raise OSError."""
+    cutoff = clock.now().timestamp() - PARTIAL_KEPT_FOR
     for path in folder.glob(f"{PARTIAL}*"):
-        if path.lstat().st_mtime < oldest:
+        if path.lstat().st_mtime < cutoff:
             log.info("removing an old part of a download: %s", path.name)
             path.unlink(missing_ok=True)
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The metadata of a backend folder; empty if it is missing or unreadable."""
+    """Read the metadata of a backend folder; empty if it is missing or unreadable."""
     try:
         with open(folder / METADATA_FILE, "rb") as file:
             return decode(file.read(64 * 1024), Metadata)
@@ -196,28 +199,28 @@ def read_metadata(folder: Path) -> Metadata:
 
 @functools.lru_cache(maxsize=256)
 def _warn_once(text: str) -> None:
-    """Backends are listed every few seconds."""
+    """Log each warning once, as backends are listed every few seconds."""
     log.warning("%s", text)
 
 
 def discard(path: Path) -> None:
-    """Removes a file or a folder, renaming it first so that readers never see half of it. OSError."""
-    doomed = path.with_name(f"{LEAVING}{secrets.token_hex(6)}")
+    """Remove a file or a folder, renaming it first so that readers never see half of it. Raise OSError."""
+    renamed = path.with_name(f"{LEAVING}{secrets.token_hex(6)}")
     try:
-        path.rename(doomed)
+        path.rename(renamed)
     except FileNotFoundError:
         return
-    if doomed.is_dir() and not doomed.is_symlink():
-        shutil.rmtree(doomed)
+    if renamed.is_dir() and not renamed.is_symlink():
+        shutil.rmtree(renamed)
     else:
-        doomed.unlink()
+        renamed.unlink()
 
 
 def _folders(base: Path) -> Iterator[Path]:
     try:
-        found = sorted(base.iterdir())
+        paths = sorted(base.iterdir())
     except FileNotFoundError:
         return
-    for path in found:
+    for path in paths:
         if not path.name.startswith(".") and not path.name.endswith((STAGED, BACKUP)) and path.is_dir():
             yield path

@@ -1,4 +1,4 @@
-"""Selects the gallery build that fits this machine, and guards which files may be read.
+"""Selects the gallery build that fits this machine, and restricts the files that may be read.
 
 `choose` is pure. `localai_cluster.gallery_index` reads the galleries, once per install.
 """
@@ -33,40 +33,41 @@ class Choice:
 
 
 def choose(name: str, builds: Sequence[GalleryEntry], capability: str) -> Choice:
-    """The build that `name` (or `gallery@name`) means on this machine (worker.md §18.3). NotFound."""
+    """Return the build for `name` (or `gallery@name`) on this machine (worker.md §18.3). Raise NotFound."""
     gallery, _, bare = name.rpartition("@")
-    wanted = folded(bare)
-    named = [
+    folded_name = folded(bare)
+    candidates = [
         build
         for build in builds
-        if folded(build.name) == wanted and (not gallery or build.gallery.name.lower() == gallery.lower())
+        if folded(build.name) == folded_name
+        and (not gallery or build.gallery.name.lower() == gallery.lower())
     ]
-    if not named:
+    if not candidates:
         raise NotFound(f'no backend called "{name}" in any gallery')
-    for build in named:
-        choice = _resolved(build, builds, capability)
+    for build in candidates:
+        choice = _resolve(build, builds, capability)
         if choice is not None:
             return choice
     raise NotFound(f'backend "{name}" has no build for the capability "{capability}" of this node')
 
 
-def _resolved(build: GalleryEntry, builds: Sequence[GalleryEntry], capability: str) -> Choice | None:
+def _resolve(build: GalleryEntry, builds: Sequence[GalleryEntry], capability: str) -> Choice | None:
     if not build.is_meta:
         return Choice(build) if compatible(build, capability) else None
     concrete = lookup(build.capabilities or {}, capability)
-    for other in builds:
-        if concrete and not other.is_meta and folded(other.name) == folded(concrete):
-            return Choice(other, meta=build)
+    for candidate in builds:
+        if concrete and not candidate.is_meta and folded(candidate.name) == folded(concrete):
+            return Choice(candidate, meta=build)
     return None
 
 
 def lookup(capabilities: Mapping[str, str], capability: str) -> str | None:
-    """The build a meta entry names for a capability: exact, else `default`, else `cpu` (worker.md §18.4)."""
+    """Return the build of a meta entry for a capability: exact, `default` or `cpu` (worker.md §18.4)."""
     return next((capabilities[key] for key in (capability, "default", "cpu") if key in capabilities), None)
 
 
 def compatible(build: GalleryEntry, capability: str) -> bool:
-    """Whether a concrete build can run here, according to the words in its name and source."""
+    """Return True if a concrete build can run here, according to the words in its name and source."""
     if capability == "disable":
         return True
     words = f"{build.name} {build.uri}".lower()
@@ -79,12 +80,12 @@ def compatible(build: GalleryEntry, capability: str) -> bool:
 async def fetch(
     gallery: Gallery, roots: Sequence[Path], client: httpx.AsyncClient, served: gallery_index.ReadServed
 ) -> list[GalleryEntry]:
-    """The entries of a gallery; local files must be in one of `roots`. GalleryUnreadable."""
+    """Fetch the entries of a gallery; local files must be in one of `roots`. Raise GalleryUnreadable."""
     return await gallery_index.fetch(gallery, client, served=served, resolve=lambda path: within(path, roots))
 
 
 def within(path: Path, roots: Sequence[Path]) -> Path:
-    """`path` with all links resolved, if it is in one of `roots`. ValueError names the setting."""
+    """Resolve all links in `path`. Raise ValueError, naming the setting, if it is outside of `roots`."""
     real = path.resolve()
     if not any(real.is_relative_to(root.resolve()) for root in roots):
         raise ValueError(f"{path} is outside LOCALAI_WORKER_SOURCE_ROOTS of this worker")

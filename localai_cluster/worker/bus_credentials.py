@@ -1,9 +1,9 @@
-"""The worker's place on the message bus: its credentials, and when it asks for new ones (nats.md §9.3).
+"""The worker's credentials for the message bus, and the times of their renewal (nats.md §9.3).
 
-Credentials come with a registration. Registering again brings new ones: at 75 % of their life, and at once
-when the bus refuses those in use. The connection moves over without losing a message (`messaging/nats.py`).
-A node without credentials is pending: it has no connection and asks again until an administrator decides.
-Credentials from the settings are used as they are and never replaced.
+A registration provides credentials. Registering again provides new ones: at 75 % of their lifetime, and at
+once when the bus refuses those in use. The connection switches without losing a message
+(`messaging/nats.py`). A node without credentials is pending: it has no connection and polls until an
+administrator decides. Credentials from the settings are used unchanged and never replaced.
 """
 
 import asyncio
@@ -26,14 +26,14 @@ log = logging.getLogger(__name__)
 REFRESH_AT = 0.75
 RETRY_EVERY = 30.0
 AGAIN_AFTER_REFUSAL = 5.0
-"""Seconds between two registrations that a refusal by the bus asks for."""
+"""Minimum seconds between two registrations that are caused by a refusal of the bus."""
 PENDING_FIRST, PENDING_LONGEST = 2.0, 10.0
 REFUSED_PAUSE = 60.0
-"""Every refused registration counts against this address."""
+"""Seconds to pause after a refusal, as every refused registration counts against this address."""
 
 
 class BusCredentials:
-    """Keeps `bus` supplied; `register_once` registers and hands the answer to `adopt`."""
+    """Provides `bus` with credentials. `register_once` registers and passes the response to `adopt`."""
 
     def __init__(
         self,
@@ -52,12 +52,12 @@ class BusCredentials:
         self._refused = asyncio.Event()
         self._pending_pause = PENDING_FIRST
         self._not_before = 0.0
-        """No refusal by the bus makes this worker register earlier."""
+        """Earliest time of a registration that is caused by a refusal of the bus."""
         self.problem = "not registered yet"
-        """Why this worker does not dial the bus; "" when it does."""
+        """Reason why this worker does not dial the bus; "" if it does."""
 
     def adopt(self, registered: Registered) -> None:
-        """Uses what a registration brought."""
+        """Use the credentials of a registration."""
         if self._fixed is not None:
             if self.problem:
                 self._bus.use(self._fixed)
@@ -84,25 +84,25 @@ class BusCredentials:
         self._bus.use(servers)
 
     def refused(self) -> None:
-        """The bus did not accept the credentials in use."""
+        """Record that the bus rejected the credentials in use."""
         if self._fixed is None:
             self._refused.set()
 
     async def run(self) -> None:
-        """Registers again whenever new credentials are needed, until cancelled."""
+        """Register again whenever new credentials are needed, until cancelled."""
         while True:
             await self._until_due()
-            by_bus = self._refused.is_set()
+            is_refused_by_bus = self._refused.is_set()
             self._refused.clear()
-            # A bus that refuses what is quite new must not make this worker hammer the control plane.
+            # A bus that refuses fresh credentials must not make this worker flood the control plane.
             self._not_before = clock.monotonic() + AGAIN_AFTER_REFUSAL
             try:
                 await self._register_once()
             except CallFailed as error:
-                final = error.refused or error.http_status == 409
-                pause = max(REFUSED_PAUSE if final else self._retry_pause(), error.wait)
+                is_final = error.refused or error.http_status == 409
+                pause = max(REFUSED_PAUSE if is_final else self._retry_pause(), error.wait)
                 self._due_at = clock.monotonic() + pause
-                if final and by_bus:
+                if is_final and is_refused_by_bus:
                     self._not_before = self._due_at
                     self.problem = f"the message bus and the control plane refuse this worker: {error}"
                     self._bus.use(None)
@@ -124,15 +124,15 @@ class BusCredentials:
         return min(RETRY_EVERY, max(1.0, (self._lifetime or RETRY_EVERY * 20) / 20))
 
     def _servers(self, registered: Registered) -> Servers | None:
-        """What to dial; None without credentials. ValueError, InvalidInput."""
+        """Return the servers to dial; None without credentials. Raise ValueError or InvalidInput."""
         if not registered.nats_jwt or not registered.nats_user_seed:
             return None
         credentials = Credentials.of(registered.nats_jwt, registered.nats_user_seed)
-        servers = self._configured or self._told(registered.nats_url)
+        servers = self._configured or self._parse_bus_url(registered.nats_url)
         return replace(servers, credentials=credentials, tls=self._tls)
 
     @staticmethod
-    def _told(url: str) -> Servers:
+    def _parse_bus_url(url: str) -> Servers:
         if not url:
             raise ValueError("it did not say where the bus is; set LOCALAI_NATS_URL")
         return parse_url(url)

@@ -1,8 +1,8 @@
-"""The eleven subjects a worker subscribes to, and how it handles each message (nats.md §3, §4).
+"""The eleven subjects a worker subscribes to, and the handling of each message (nats.md §3, §4).
 
 Installs, upgrades and their cancels run concurrently; every other subject handles one message at a time. A
-request that cannot be decoded gets an error reply; a publish that cannot be decoded is ignored. What changes
-files is not begun if it may have been sent before a pause of this process (`pauses.py`).
+request that cannot be decoded gets an error reply; a publish that cannot be decoded is ignored. A command
+that changes files is not begun if it may have been sent before a pause of this process (`pauses.py`).
 """
 
 import asyncio
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class Commands:
-    """Answers the controllers' commands for one node id at a time."""
+    """Handles the controllers' commands for one node id at a time."""
 
     def __init__(
         self,
@@ -61,43 +61,43 @@ class Commands:
         self._subscriptions: list[Subscription] = []
 
     async def subscribe(self, node_id: str) -> None:
-        """Subscribes to the commands for `node_id`, and to no others."""
+        """Subscribe to the commands for `node_id`, and to no others."""
         await self.unsubscribe()
         for subject, handler, limit in self._table(node_id):
             self._subscriptions.append(await self._bus.subscribe(subject, handler, limit=limit))
 
     async def unsubscribe(self) -> None:
-        """Ends all subscriptions, because another process is the node now."""
-        former, self._subscriptions = self._subscriptions, []
-        for subscription in former:
+        """End all subscriptions, because another process is the node now."""
+        subscriptions, self._subscriptions = self._subscriptions, []
+        for subscription in subscriptions:
             await subscription.close()
 
     @property
     def subscribed(self) -> bool:
-        """Whether this worker receives commands."""
+        """True if this worker receives commands."""
         return bool(self._subscriptions)
 
     def refuse_new(self) -> None:
-        """Refuses new installs and upgrades from now on, because the worker is shutting down."""
+        """Refuse new installs and upgrades from now on, because the worker is shutting down."""
         self._shutting_down = True
 
     def _table(self, node_id: str) -> list[tuple[str, Handler, int]]:
-        answers = self._answering
-        install = answers(m.InstallRequest, self._install, lambda text: m.InstallReply(error=text))
-        upgrade = answers(m.UpgradeRequest, self._upgrade, lambda text: m.UpgradeReply(error=text))
-        delete = answers(m.DeleteRequest, self._delete, lambda text: m.DeleteReply(error=text))
-        cancel = answers(m.CancelRequest, self._cancel, lambda text: m.CancelReply(error=text))
-        listing = answers(m.Nothing, self._list, lambda text: m.ListReply(error=text), ignore_body=True)
-        running = answers(m.Nothing, self._running, lambda text: m.RunningReply(error=text), ignore_body=True)
-        unload = answers(m.UnloadRequest, self._unload, lambda text: m.UnloadReply(error=text))
-        stop = answers(m.StopModelRequest, self._stop_model, lambda text: m.StopModelReply(error=text))
-        remove = answers(
+        handler = self._handler
+        install = handler(m.InstallRequest, self._install, lambda text: m.InstallReply(error=text))
+        upgrade = handler(m.UpgradeRequest, self._upgrade, lambda text: m.UpgradeReply(error=text))
+        delete = handler(m.DeleteRequest, self._delete, lambda text: m.DeleteReply(error=text))
+        cancel = handler(m.CancelRequest, self._cancel, lambda text: m.CancelReply(error=text))
+        listing = handler(m.Nothing, self._list, lambda text: m.ListReply(error=text), ignore_body=True)
+        running = handler(m.Nothing, self._running, lambda text: m.RunningReply(error=text), ignore_body=True)
+        unload = handler(m.UnloadRequest, self._unload, lambda text: m.UnloadReply(error=text))
+        stop = handler(m.StopModelRequest, self._stop_model, lambda text: m.StopModelReply(error=text))
+        remove = handler(
             m.DeleteModelRequest, self._delete_model, lambda text: m.DeleteModelReply(error=text)
         )
-        install = self._in_time(install, encode(m.InstallReply(error=LATE, interrupted=True)))
-        upgrade = self._in_time(upgrade, encode(m.UpgradeReply(error=LATE, interrupted=True)))
-        delete = self._in_time(delete, encode(m.DeleteReply(error=LATE, interrupted=True)))
-        remove = self._in_time(remove, None)  # asked again until it is answered
+        install = self._unless_paused(install, encode(m.InstallReply(error=LATE, interrupted=True)))
+        upgrade = self._unless_paused(upgrade, encode(m.UpgradeReply(error=LATE, interrupted=True)))
+        delete = self._unless_paused(delete, encode(m.DeleteReply(error=LATE, interrupted=True)))
+        remove = self._unless_paused(remove, None)  # the controller repeats it until it gets a reply
         return [
             (subjects.backend_install(node_id), install, CONCURRENT),
             (subjects.backend_upgrade(node_id), upgrade, CONCURRENT),
@@ -112,7 +112,7 @@ class Commands:
             (subjects.stop(node_id), self._stop_node, 1),
         ]
 
-    def _answering(
+    def _handler(
         self,
         kind: type[T],
         act: Callable[[T], Awaitable[Any]],
@@ -121,7 +121,7 @@ class Commands:
         ignore_body: bool = False,
     ) -> Handler:
         async def handle(message: Message) -> bytes | None:
-            command, began, outcome = message.subject.split(".", 2)[2], clock.monotonic(), "failed"
+            command, started_at, outcome = message.subject.split(".", 2)[2], clock.monotonic(), "failed"
             try:
                 request = kind() if ignore_body else decode(message.payload, kind)
                 reply = await act(request)
@@ -137,12 +137,12 @@ class Commands:
                 log.exception("%s failed", message.subject)
                 return encode(failed(f"internal worker error: {type(error).__name__}"))
             finally:
-                metrics.command_ended(command, outcome, clock.monotonic() - began)
+                metrics.command_ended(command, outcome, clock.monotonic() - started_at)
 
         return handle
 
-    def _in_time(self, handler: Handler, late: bytes | None) -> Handler:
-        """Answers `late` instead, if the message may be from before a pause."""
+    def _unless_paused(self, handler: Handler, late: bytes | None) -> Handler:
+        """Reply with `late` instead, if the message may have been sent before a pause."""
 
         async def handle(message: Message) -> bytes | None:
             if not self._pauses.may_precede(message.arrived_at):
@@ -176,10 +176,12 @@ class Commands:
             points.passed("worker.delete:stopped")
             await asyncio.to_thread(self._store.remove, name)
             points.passed("worker.delete:removed")
-            # An install that waited may have started one from these files meanwhile.
+            # An install that waited may have started an engine from these files meanwhile.
             engines = self._supervisor.engines()
-            late = [each.key for each in engines if each.backend in names and not each.same_folder()]
-            stopped += await self._supervisor.ensure_stopped(late, force=True)
+            late_keys = [
+                engine.key for engine in engines if engine.backend in names and not engine.same_folder()
+            ]
+            stopped += await self._supervisor.ensure_stopped(late_keys, force=True)
         except (ClusterError, OSError) as error:
             return report_stopped(stopped, error)
         return report_stopped(stopped)
@@ -217,7 +219,7 @@ class Commands:
         keys = self._supervisor.of_model(request.model_name)
         engines = [engine for key in keys if (engine := self._supervisor.get(key))]
         if request.address:
-            engines = [e for e in self._supervisor.engines() if self._at(e, request.address)]
+            engines = [e for e in self._supervisor.engines() if self._has_address(e, request.address)]
         problems = [problem for engine in engines if (problem := await self._supervisor.unload(engine))]
         return m.UnloadReply(not problems, "; ".join(problems))
 
@@ -226,9 +228,9 @@ class Commands:
         engine = self._supervisor.get(request.process_key)
         if engine is None:
             return replace(reply, terminated=True)
-        if not self._at(engine, request.expected_address):
-            wrong = f'recorded "{engine.address}", expected "{request.expected_address}"'
-            return replace(reply, matched=True, address=engine.address, error=wrong)
+        if not self._has_address(engine, request.expected_address):
+            mismatch = f'recorded "{engine.address}", expected "{request.expected_address}"'
+            return replace(reply, matched=True, address=engine.address, error=mismatch)
         outcome = await self._supervisor.stop(request.process_key, force=request.force)
         return replace(
             reply,
@@ -239,8 +241,8 @@ class Commands:
             error=outcome.error,
         )
 
-    def _at(self, engine: Engine, address: str) -> bool:
-        """Whether `address` is this engine's local or advertised address (nats.md §4.5)."""
+    def _has_address(self, engine: Engine, address: str) -> bool:
+        """Return True if `address` is this engine's local or advertised address (nats.md §4.5)."""
         return address in (engine.address, f"{self._config.advertise_host}:{engine.port}")
 
     async def _delete_model(self, request: m.DeleteModelRequest) -> m.DeleteModelReply:
@@ -269,13 +271,13 @@ class Commands:
 
 
 def delete_model(models: Path, name: str) -> None:
-    """Removes the folder `<models>/<name>`, or that file and its `<name>.*` siblings.
+    """Remove the folder `<models>/<name>`, or that file and its `<name>.*` siblings.
 
-    InvalidInput for a name that points outside the folder.
+    Raise InvalidInput for a name that points outside the folder.
     """
     target = Path(os.path.normpath(models / name)) if name and "\0" not in name else models
-    inside = target != models and target.is_relative_to(models)
-    if not inside or not target.parent.resolve().is_relative_to(models.resolve()):
+    is_inside = target != models and target.is_relative_to(models)
+    if not is_inside or not target.parent.resolve().is_relative_to(models.resolve()):
         raise InvalidInput(f"not a model name: {name[:80]!r}", field="model_name")
     if target.is_dir() and not target.is_symlink():
         shutil.rmtree(target)

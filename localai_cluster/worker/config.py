@@ -1,7 +1,7 @@
 """The worker's settings, read by the table of `config_table.py` into one frozen object.
 
-`localai_cluster.env` reads them, as it does for the server processes. Every wrong setting is reported, one
-line each, with its name and how to fix it. Nothing is guessed.
+`localai_cluster.env` reads them, as for the server processes. Every wrong setting is reported on its own
+line, with its name and the fix. Nothing is guessed.
 """
 
 import contextlib
@@ -41,14 +41,14 @@ ADDRESS_LIMIT = 512
 
 @dataclass(frozen=True)
 class Config:
-    """Everything the worker was told. Times in seconds, sizes in bytes; secrets stay out of `repr`."""
+    """All settings of a worker. Times in seconds, sizes in bytes; secrets are excluded from `repr`."""
 
     register_to: str
     nats: Servers | None = field(repr=False)
-    """The bus as the settings have it; None: the control plane says where it is."""
+    """The configured bus; None if the control plane provides its address."""
     nats_tls: ssl.SSLContext | None
     tls: ssl.SSLContext | None
-    """What verifies the control plane; None = the CAs of the system."""
+    """Verifies the control plane; None for the system's CAs."""
     registration_token: str = field(repr=False)
     node_name: str
     base_port: int
@@ -57,7 +57,7 @@ class Config:
     advertise_addr: str
     http_bind: tuple[str, int]
     metrics_token: str = field(repr=False)
-    """Opens the figures; empty: only the control plane may read them."""
+    """Token for the metrics; empty if only the control plane may read them."""
     advertise_http_addr: str
     backends_path: Path
     backends_system_path: Path
@@ -74,64 +74,64 @@ class Config:
     data_dir: Path
     capability: str
     test_gpus: Simulation | None = None
-    """GPUs that do not exist, in place of those of the machine."""
+    """Simulated GPUs that replace those of the machine; None outside of tests."""
 
     @property
     def advertise_host(self) -> str:
-        """The host part of the advertised address, brackets of an IPv6 address included."""
+        """Host part of the advertised address, with the brackets of an IPv6 address."""
         return host_port(self.advertise_addr)[0]
 
 
-def build(given: Mapping[str, str | None], environment: Mapping[str, str] = os.environ) -> Config:
-    """The settings from `given` (by key, flags and environment merged). InvalidSettings.
+def build(values: Mapping[str, str | None], environment: Mapping[str, str] = os.environ) -> Config:
+    """Build the settings from `values` (by key, flags and environment merged). Raise InvalidSettings.
 
-    `environment` is where the `…_FILE` forms of secrets come from.
+    `environment` provides the `…_FILE` forms of secrets.
     """
-    merged = {setting.name: (given.get(setting.key) or "").strip() for setting in SETTINGS}
-    read = _Reader(Environment({**environment, **merged}))
-    base, advertised = _addresses(read)
-    http_bind = read.parsed("http_addr", host_port, ("0.0.0.0", base - 1))
+    merged = {setting.name: (values.get(setting.key) or "").strip() for setting in SETTINGS}
+    reader = _Reader(Environment({**environment, **merged}))
+    base, advertised = _addresses(reader)
+    http_bind = reader.parsed("http_addr", host_port, ("0.0.0.0", base - 1))
     http_host, _ = host_port(advertised)
-    backends = read.path("backends_path", Path("backends"))
-    roots = tuple(_path(part) for part in read.text("source_roots").split(os.pathsep) if part.strip())
+    backends = reader.path("backends_path", Path("backends"))
+    roots = tuple(_path(part) for part in reader.text("source_roots").split(os.pathsep) if part.strip())
     config = Config(
-        register_to=read.parsed("register_to", _base_url, ""),
-        nats=_nats(read),
-        nats_tls=read.environment.tls("LOCALAI_NATS_TLS"),
-        tls=read.environment.tls("LOCALAI_WORKER_TLS"),
-        registration_token=read.secret("registration_token"),
-        node_name=read.parsed("node_name", _name, socket.gethostname() or f"node-{os.getpid()}"),
+        register_to=reader.parsed("register_to", _base_url, ""),
+        nats=_nats(reader),
+        nats_tls=reader.environment.tls("LOCALAI_NATS_TLS"),
+        tls=reader.environment.tls("LOCALAI_WORKER_TLS"),
+        registration_token=reader.secret("registration_token"),
+        node_name=reader.parsed("node_name", _name, socket.gethostname() or f"node-{os.getpid()}"),
         base_port=base,
-        max_port=read.parsed("grpc_max_port", lambda text: _max_port(text, base), HIGHEST_PORT),
-        find_ports=read.parsed("find_ports", parse_bool, False),
+        max_port=reader.parsed("grpc_max_port", lambda text: _max_port(text, base), HIGHEST_PORT),
+        find_ports=reader.parsed("find_ports", parse_bool, False),
         advertise_addr=advertised,
         http_bind=http_bind,
-        metrics_token=read.secret("metrics_token"),
-        advertise_http_addr=read.parsed("advertise_http_addr", _address, f"{http_host}:{http_bind[1]}"),
+        metrics_token=reader.secret("metrics_token"),
+        advertise_http_addr=reader.parsed("advertise_http_addr", _address, f"{http_host}:{http_bind[1]}"),
         backends_path=backends,
-        backends_system_path=read.path("backends_system_path", Path("/var/lib/local-ai/backends")),
-        galleries=read.parsed("backend_galleries", _galleries, ()),
-        models_path=read.path("models_path", Path("models")),
-        heartbeat_interval=read.parsed("heartbeat_interval", parse_duration, 0.0) or DEFAULT_HEARTBEAT,
-        labels=_labels(read.text("node_labels")),
-        max_replicas_per_model=max(1, read.parsed("max_replicas_per_model", _integer, 1)),
-        vram_budget=read.text("vram_budget"),
-        download_rate=read.parsed("download_rate", _natural, 0),
-        log_lines=read.parsed("log_lines", lambda text: _between(text, 1, MOST_LINES), LINES),
-        log_bytes=read.parsed("log_bytes", lambda text: _between(text, LEAST_BYTES, MOST_BYTES), BYTES),
+        backends_system_path=reader.path("backends_system_path", Path("/var/lib/local-ai/backends")),
+        galleries=reader.parsed("backend_galleries", _galleries, ()),
+        models_path=reader.path("models_path", Path("models")),
+        heartbeat_interval=reader.parsed("heartbeat_interval", parse_duration, 0.0) or DEFAULT_HEARTBEAT,
+        labels=_labels(reader.text("node_labels")),
+        max_replicas_per_model=max(1, reader.parsed("max_replicas_per_model", _integer, 1)),
+        vram_budget=reader.text("vram_budget"),
+        download_rate=reader.parsed("download_rate", _not_negative, 0),
+        log_lines=reader.parsed("log_lines", lambda text: _in_range(text, 1, MOST_LINES), LINES),
+        log_bytes=reader.parsed("log_bytes", lambda text: _in_range(text, LEAST_BYTES, MOST_BYTES), BYTES),
         source_roots=roots or (backends,),
-        data_dir=read.path("data_dir", backends.parent),
-        capability=read.text("capability"),
-        test_gpus=read.parsed("test_gpus", simulation, None),
+        data_dir=reader.path("data_dir", backends.parent),
+        capability=reader.text("capability"),
+        test_gpus=reader.parsed("test_gpus", simulation, None),
     )
-    _require_what_is_needed(read, config)
-    if read.problems:
-        raise InvalidSettings(read.problems)
+    _check_required(reader, config)
+    if reader.problems:
+        raise InvalidSettings(reader.problems)
     return config
 
 
 class _Reader:
-    """The shared reader, asked by a setting's key; hints come from the table."""
+    """The shared reader, addressed by a setting's key; hints come from the table."""
 
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
@@ -156,7 +156,7 @@ class _Reader:
 
 
 def host_port(text: str) -> tuple[str, int]:
-    """Host and port of `host:port`, an IPv6 host in brackets. ValueError."""
+    """Parse `host:port`, an IPv6 host in brackets. Raise ValueError."""
     host, separator, port = text.rpartition(":")
     if not separator or not port.isascii() or not port.isdigit() or not 1 <= int(port) <= HIGHEST_PORT:
         raise ValueError("not host:port")
@@ -166,57 +166,57 @@ def host_port(text: str) -> tuple[str, int]:
 
 
 def refuse(key: str, reason: str) -> NoReturn:
-    """Raises InvalidSettings for a value that proved wrong later, when it was used."""
+    """Raise InvalidSettings for a value that proved wrong when it was used."""
     setting = BY_KEY[key]
     raise InvalidSettings([Problem(setting.name, reason, setting.hint)])
 
 
-def _require_what_is_needed(read: _Reader, config: Config) -> None:
-    if not read.text("register_to"):
-        read.refuse("register_to", "is not set")
+def _check_required(reader: _Reader, config: Config) -> None:
+    if not reader.text("register_to"):
+        reader.refuse("register_to", "is not set")
     switches = ("registration_require_auth", "distributed_require_auth")
-    required = [read.parsed(key, parse_bool, False) for key in switches]
+    required = [reader.parsed(key, parse_bool, False) for key in switches]
     if any(required) and not config.registration_token:
-        read.refuse("registration_token", "is not set, but authentication is required")
+        reader.refuse("registration_token", "is not set, but authentication is required")
 
 
-def _nats(read: _Reader) -> Servers | None:
-    url, jwt, seed = (read.secret(key) for key in ("nats_url", "nats_jwt", "nats_user_seed"))
+def _nats(reader: _Reader) -> Servers | None:
+    url, jwt, seed = (reader.secret(key) for key in ("nats_url", "nats_jwt", "nats_user_seed"))
     if bool(jwt) != bool(seed):
-        read.refuse("nats_user_seed" if jwt else "nats_jwt", "is not set")
+        reader.refuse("nats_user_seed" if jwt else "nats_jwt", "is not set")
     if jwt and seed and not url:
-        read.refuse("nats_url", "is not set, but credentials for it are")
+        reader.refuse("nats_url", "is not set, but credentials for it are")
     if not url:
         return None
     try:
         servers = parse_url(url)
     except ClusterError:
-        # Neither the value nor the parser's own words, which may quote it: it may hold a password.
-        read.refuse("nats_url", "is not the URL of a NATS server")
+        # Quote neither the value nor the parser's message, which may contain it: it may hold a password.
+        reader.refuse("nats_url", "is not the URL of a NATS server")
         return None
     try:
         return replace(servers, credentials=Credentials.of(jwt, seed)) if jwt and seed else servers
     except ValueError as error:
-        read.refuse("nats_jwt", f"cannot be used: {error}")
+        reader.refuse("nats_jwt", f"cannot be used: {error}")
         return None
 
 
-def _addresses(read: _Reader) -> tuple[int, str]:
-    """The first engine port and the advertised address."""
-    _, served = read.parsed("serve_addr", host_port, ("", 50051))
-    own = read.parsed("addr", _address, "")
-    base = host_port(own)[1] if own else served
+def _addresses(reader: _Reader) -> tuple[int, str]:
+    """Return the first engine port and the advertised address."""
+    _, default_port = reader.parsed("serve_addr", host_port, ("", 50051))
+    address = reader.parsed("addr", _address, "")
+    base = host_port(address)[1] if address else default_port
     if base < 2:
-        read.refuse("addr", "port 1 leaves no room for the probes, one below it")
-    told = read.parsed("advertise_addr", _address, own)
-    return base, told or f"{local_address(read.text('register_to'))}:{base}"
+        reader.refuse("addr", "port 1 leaves no room for the probes, one below it")
+    advertised = reader.parsed("advertise_addr", _address, address)
+    return base, advertised or f"{local_address(reader.text('register_to'))}:{base}"
 
 
 def local_address(url: str) -> str:
-    """This machine's address on the way to the server of `url`, an IPv6 one in brackets.
+    """Return this machine's address on the route to the server of `url`, an IPv6 one in brackets.
 
-    Nothing is sent: connecting a UDP socket only chooses the route. Without a route or a name server it is
-    the host name.
+    Nothing is sent: connecting a UDP socket only chooses the route. Without a route or a name server the
+    result is the host name.
     """
     with contextlib.suppress(OSError, ValueError):
         parts = urlsplit(url)
@@ -224,8 +224,8 @@ def local_address(url: str) -> str:
         for family, _, _, _, address in socket.getaddrinfo(*target, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)
-                found = str(probe.getsockname()[0]).partition("%")[0]
-                return f"[{found}]" if ":" in found else found
+                own_address = str(probe.getsockname()[0]).partition("%")[0]
+                return f"[{own_address}]" if ":" in own_address else own_address
     return socket.gethostname() or "localhost"
 
 
@@ -267,14 +267,14 @@ def _integer(text: str) -> int:
         raise ValueError("not a whole number") from None
 
 
-def _natural(text: str) -> int:
+def _not_negative(text: str) -> int:
     number = _integer(text)
     if number < 0:
         raise ValueError("negative")
     return number
 
 
-def _between(text: str, least: int, most: int) -> int:
+def _in_range(text: str, least: int, most: int) -> int:
     number = _integer(text)
     if not least <= number <= most:
         raise ValueError(f"not between {least} and {most}")
@@ -287,6 +287,6 @@ def _max_port(text: str, base: int) -> int:
 
 
 def _labels(text: str) -> dict[str, str]:
-    """`k=v,k=v`; parts without `=` are skipped, as a stock worker does."""
+    """Parse `k=v,k=v`; parts without `=` are skipped, like in a stock worker."""
     pairs = (part.partition("=") for part in text.split(",") if "=" in part)
     return {key.strip(): value.strip() for key, _, value in pairs if key.strip()}

@@ -1,6 +1,6 @@
-"""The table of the worker's settings: flags, environment names, what each means and how to fix a wrong value.
+"""The table of the worker's settings: flags, environment names, meaning, and the fix for a wrong value.
 
-`main.py` makes the command line from it, `config.py` reads the values by it.
+`main.py` builds the command line from it, `config.py` reads the values with it.
 """
 
 import os
@@ -14,14 +14,17 @@ from localai_cluster.worker.log_rings import BYTES, LINES
 NAME_LIMIT = 255
 MOST_LINES = 10_000
 LEAST_BYTES, MOST_BYTES = 64 * 1024, 2 * 1024 * 1024
-"""Of the output of one engine; escaped as JSON it stays below what web processes accept (16 MiB)."""
+"""Bounds of the stored output of one engine.
+
+As escaped JSON it fits in what web processes accept (16 MiB).
+"""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting: the flag is `--` plus the key in kebab case; the first environment name found wins.
+    """One setting: the flag is `--` plus the key in kebab case; the first set environment variable wins.
 
-    `hint` says how to fix a wrong value.
+    `hint` is the fix for a wrong value.
     """
 
     key: str
@@ -32,12 +35,12 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """The environment variable that messages name."""
+        """Environment variable that messages name."""
         return self.environment[0]
 
     @property
     def flag(self) -> str:
-        """The command-line form."""
+        """Command-line flag."""
         return "--" + self.key.replace("_", "-")
 
 

@@ -1,12 +1,12 @@
-"""The control plane as the worker sees it: the self-service routes over HTTP (worker.md §5, §6).
+"""Client of the control plane: the self-service routes over HTTP (worker.md §5, §6).
 
 Registration authenticates with the shared token and sends the node's own secret; every later call
-authenticates with that secret. Every call names its process. Redirects are refused, so a secret never follows
-one.
+authenticates with that secret. Every call carries the id of its process. Redirects are refused, so a secret
+never follows one.
 
-When the control plane requests a new secret it answers 401 with `"rotate": true`. The worker then replaces
+When the control plane requests a new secret it responds 401 with `"rotate": true`. The worker then replaces
 the secret and repeats the call. If the secret is refused during a rotation, the worker tries the new one: the
-control plane may have accepted it without the worker receiving the answer.
+control plane may have accepted it without the worker receiving the response.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 CALL_LIMIT = 10.0
 OPEN_LIMIT = 120.0
-"""Seconds until the headers of a file must have come (worker.md §18.6)."""
+"""Seconds until the headers of a file must have arrived (worker.md §18.6)."""
 LONGEST_WAIT = 30.0
 SECRET_HEADER = "X-LocalAI-Node-Secret"
 NEW_SECRET_HEADER = "X-LocalAI-Node-New-Secret"
@@ -53,13 +53,16 @@ class CallFailed(ClusterError):
 
     @property
     def refused(self) -> bool:
-        """Whether the credential was refused."""
+        """True if the control plane refused the credential."""
         return self.http_status in (401, 403) and not self.rotate
 
 
 @dataclass(frozen=True)
 class Registered:
-    """The answer to a registration; an approved node gets credentials for the bus, `nats_url` says where."""
+    """The response to a registration.
+
+    An approved node gets credentials for the bus, and its address in `nats_url`.
+    """
 
     node_id: str
     status: str
@@ -81,27 +84,27 @@ class ControlPlane:
         self._client = client
 
     async def register(self, body: Mapping[str, Any]) -> Registered:
-        """Registers, for the first time or again. CallFailed."""
+        """Register, for the first time or again. Raise CallFailed."""
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         values = {**body, **({"token": self._token} if self._token else {})}
-        answer = await self._authenticated(
+        response = await self._with_secret(
             lambda secret: self._call("POST", "/api/node/register", headers | {SECRET_HEADER: secret}, values)
         )
-        if not isinstance(answer, dict) or not isinstance(answer.get("id"), str) or not answer["id"]:
+        if not isinstance(response, dict) or not isinstance(response.get("id"), str) or not response["id"]:
             raise CallFailed("the control plane answered the registration without a node id")
-        bus = {name: _text(answer.get(name)) for name in ("nats_jwt", "nats_user_seed", "nats_url")}
-        return Registered(answer["id"], _text(answer.get("status")), **bus)
+        bus = {name: _text(response.get(name)) for name in ("nats_jwt", "nats_user_seed", "nats_url")}
+        return Registered(response["id"], _text(response.get("status")), **bus)
 
     async def heartbeat(self, node_id: str, body: Mapping[str, Any]) -> None:
-        """Reports that this node is alive, with its figures and the engines that have ended. CallFailed."""
+        """Report that this node is alive, with its figures and ended engines. Raise CallFailed."""
         await self._call_node("POST", node_id, "heartbeat", body)
 
     async def drain(self, node_id: str) -> None:
-        """Asks the control plane to send no new requests. CallFailed."""
+        """Request that the control plane routes no new requests here. Raise CallFailed."""
         await self._call_node("POST", node_id, "drain", {})
 
     async def in_flight(self, node_id: str) -> int:
-        """How many requests run on this node. CallFailed."""
+        """Return the number of requests that run on this node. Raise CallFailed."""
         rows = await self._call_node("GET", node_id, "models", None)
         if not isinstance(rows, list):
             return 0
@@ -109,50 +112,50 @@ class ControlPlane:
         return sum(count for count in counts if isinstance(count, int))
 
     async def deregister(self, node_id: str) -> None:
-        """Reports that this node shuts down. CallFailed."""
+        """Report that this node shuts down. Raise CallFailed."""
         await self._call_node("POST", node_id, "deregister", {})
 
     async def open_gallery(self, node_id: str, file: str, headers: Mapping[str, str]) -> httpx.Response:
-        """An open answer with a file of the control plane's gallery; the caller closes it. CallFailed.
+        """Open a file of the control plane's gallery; the caller closes the response. Raise CallFailed.
 
-        Its status is 200, 206 or 416. `headers` ask for a part of the file.
+        The status is 200, 206 or 416. `headers` may request a part of the file.
         """
         path = _path(node_id, f"gallery/{quote(file, safe='')}")
 
         async def call(secret: str) -> httpx.Response:
             return await self._open(path, {**headers, **_bearer(secret)})
 
-        answer: httpx.Response = await self._for_node(node_id, call)
-        return answer
+        response: httpx.Response = await self._for_node(node_id, call)
+        return response
 
-    async def _call_node(self, method: str, node_id: str, what: str, body: Any) -> Any:
+    async def _call_node(self, method: str, node_id: str, action: str, body: Any) -> Any:
         async def call(secret: str) -> Any:
-            return await self._call(method, _path(node_id, what), _bearer(secret), body)
+            return await self._call(method, _path(node_id, action), _bearer(secret), body)
 
         return await self._for_node(node_id, call)
 
     async def _for_node(self, node_id: str, call: Callable[[str], Awaitable[Any]]) -> Any:
-        """Calls with the node's secret, and replaces it first if the control plane wants that."""
+        """Call with the node's secret, and replace the secret first if the control plane requests it."""
         try:
-            return await self._authenticated(call)
+            return await self._with_secret(call)
         except CallFailed as refusal:
             if not refusal.rotate:
                 raise
         await self._rotate(node_id)
         return await call(self._identity.secret)
 
-    async def _authenticated(self, call: Callable[[str], Awaitable[Any]]) -> Any:
-        """Calls with the secret, or with the successor left by an interrupted rotation."""
+    async def _with_secret(self, call: Callable[[str], Awaitable[Any]]) -> Any:
+        """Call with the secret, or with the successor of an interrupted rotation."""
         try:
             return await call(self._identity.secret)
         except CallFailed as refusal:
             # After too many failures from this address a wrong secret gets 429 as well.
-            wrong = refusal.refused or refusal.http_status == 429
-            if not wrong or not self._identity.successor:
+            is_rejected = refusal.refused or refusal.http_status == 429
+            if not is_rejected or not self._identity.successor:
                 raise
-            answer = await self._with_successor(call, refusal)
+            response = await self._with_successor(call, refusal)
         await self._promote()
-        return answer
+        return response
 
     async def _with_successor(self, call: Callable[[str], Awaitable[Any]], refusal: CallFailed) -> Any:
         try:
@@ -161,7 +164,7 @@ class ControlPlane:
             raise (refusal if error.refused else error) from None
 
     async def _rotate(self, node_id: str) -> None:
-        """Replaces the secret. CallFailed."""
+        """Replace the secret. Raise CallFailed."""
         try:
             successor = await asyncio.to_thread(self._identity.prepare)
         except IdentityError as problem:
@@ -178,30 +181,30 @@ class ControlPlane:
         headers = {**headers, INSTANCE_HEADER: self._instance}
         try:
             async with asyncio.timeout(CALL_LIMIT):
-                answer = await self._client.request(method, self._base + path, headers=headers, json=body)
+                response = await self._client.request(method, self._base + path, headers=headers, json=body)
         except (httpx.HTTPError, TimeoutError) as error:
-            raise self._silent(error) from error
-        if not answer.is_success:
-            raise _refused(answer)
-        return _json(answer)
+            raise self._no_response(error) from error
+        if not response.is_success:
+            raise _refusal_error(response)
+        return _json(response)
 
     async def _open(self, path: str, headers: Mapping[str, str]) -> httpx.Response:
         headers = {**headers, INSTANCE_HEADER: self._instance}
         request = self._client.build_request("GET", self._base + path, headers=headers, timeout=None)
         try:
             async with asyncio.timeout(OPEN_LIMIT):
-                answer = await self._client.send(request, stream=True, follow_redirects=False)
-                if answer.status_code in (200, 206, 416):
-                    return answer
+                response = await self._client.send(request, stream=True, follow_redirects=False)
+                if response.status_code in (200, 206, 416):
+                    return response
                 try:
-                    await answer.aread()
-                    raise _refused(answer)
+                    await response.aread()
+                    raise _refusal_error(response)
                 finally:
-                    await answer.aclose()
+                    await response.aclose()
         except (httpx.HTTPError, TimeoutError) as error:
-            raise self._silent(error) from error
+            raise self._no_response(error) from error
 
-    def _silent(self, error: Exception) -> CallFailed:
+    def _no_response(self, error: Exception) -> CallFailed:
         return CallFailed(f"no answer from {self._base}: {error or type(error).__name__}")
 
 
@@ -209,41 +212,44 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def _path(node_id: str, what: str) -> str:
-    return f"/api/node/{quote(node_id, safe='')}/{what}"
+def _path(node_id: str, action: str) -> str:
+    return f"/api/node/{quote(node_id, safe='')}/{action}"
 
 
 def _bearer(secret: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {secret}"}
 
 
-def _json(answer: httpx.Response) -> Any:
+def _json(response: httpx.Response) -> Any:
     try:
-        return None if nesting.problem(answer.content) else answer.json()
+        return None if nesting.problem(response.content) else response.json()
     except ValueError:
         return None
 
 
-def _refused(answer: httpx.Response) -> CallFailed:
-    """The error that a refusal means."""
-    content, status = _json(answer), answer.status_code
+def _refusal_error(response: httpx.Response) -> CallFailed:
+    """Return the error for a response without success."""
+    content, status = _json(response), response.status_code
     return CallFailed(
-        f"{answer.request.method} {answer.request.url.path}: {status} {_reason(answer, content)}",
+        f"{response.request.method} {response.request.url.path}: {status} {_reason(response, content)}",
         status,
         rotate=status == 401 and isinstance(content, dict) and content.get("rotate") is True,
-        wait=_wait(answer) if status == 429 else 0.0,
+        wait=_wait(response) if status == 429 else 0.0,
     )
 
 
-def _reason(answer: httpx.Response, content: Any) -> str:
-    """The message of any of the control plane's error envelopes, cut short."""
-    if answer.is_redirect:
+def _reason(response: httpx.Response, content: Any) -> str:
+    """Extract the message from any of the control plane's error envelopes, truncated."""
+    if response.is_redirect:
         return "redirects are not followed; set LOCALAI_REGISTER_TO to the control plane itself"
     error = content.get("error", "") if isinstance(content, dict) else ""
     return str(error.get("message", "") if isinstance(error, dict) else error)[:300]
 
 
-def _wait(answer: httpx.Response) -> float:
-    """Seconds of `Retry-After`, at most 30 so that the node does not go offline; 0 without the header."""
-    text = answer.headers.get("retry-after", "").strip()
+def _wait(response: httpx.Response) -> float:
+    """Return the seconds of `Retry-After`, 0 without the header.
+
+    The maximum of 30 s prevents the node from going offline.
+    """
+    text = response.headers.get("retry-after", "").strip()
     return min(float(text), LONGEST_WAIT) if text.isascii() and text.isdigit() else 0.0

@@ -1,7 +1,7 @@
-"""Downloads an archive to a `.partial` file that a later try resumes (worker.md §18.6).
+"""Resumable downloads of archives to a `.partial` file (worker.md §18.6).
 
-A lost connection is tried again. If the gallery gives a hash, which decides in the end, the download goes on
-where it broke off, also after a restart; otherwise it starts over. An old part is removed by the next
+A lost connection is retried. If the gallery has a hash, which is verified at the end, the download resumes
+where it broke off, also after a restart; otherwise it starts over. Old partial files are removed by the next
 download and at the worker's start. Redirects are followed for public addresses, never with the node's secret.
 """
 
@@ -26,23 +26,23 @@ from localai_cluster.errors import ClusterError
 from localai_cluster.worker.backend_store import remove_old_partials
 from localai_cluster.worker.control_plane import CallFailed
 from localai_cluster.worker.file_copy import CHUNK, ENDED, HEADROOM, OnBytes, SourceError, Stopped, Throttle
-from localai_cluster.worker.halting import Halt, in_thread, settled
+from localai_cluster.worker.halting import Halt, in_thread, wait_for_thread
 from localai_cluster.worker.names import PARTIAL
 
 log = logging.getLogger(__name__)
 
 HEADERS_LIMIT, STALL_LIMIT = 120.0, 60.0
-"""Seconds until the headers of an answer, and between two parts of its body."""
+"""Seconds until the headers of a response, and between two pieces of its body."""
 MOST_BYTES = 64 * 1024**3
-"""The longest archive, packed or unpacked."""
+"""Maximum size of an archive in bytes, packed or unpacked."""
 PAUSES = (1.0, 3.0, 9.0, 15.0, 15.0, 15.0)
-"""Seconds before each new try. A try that brought a mebibyte starts the list again."""
+"""Seconds before each retry. An attempt that received a mebibyte restarts the list."""
 AT_ONCE = 4
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,15})-\d{1,15}|\*)/(\d{1,15})")
 _LENGTH = re.compile(r"\d{1,15}")
 
 OpenServed = Callable[[str, Mapping[str, str]], Awaitable[httpx.Response]]
-"""Opens a file of the control plane's own gallery, given its name and headers. CallFailed."""
+"""Opens a file of the control plane's own gallery, given its name and headers. Raises CallFailed."""
 
 
 class DownloadFailed(ClusterError):
@@ -50,14 +50,14 @@ class DownloadFailed(ClusterError):
 
     code = "download_failed"
 
-    def __init__(self, message: str, *, again: bool = False) -> None:
+    def __init__(self, message: str, *, can_retry: bool = False) -> None:
         super().__init__(message)
-        self.permanent = not again
+        self.permanent = not can_retry
 
 
 @dataclass(frozen=True)
 class Archive:
-    """What to download. `sha256` is lower-case hex, "" if the gallery gives none."""
+    """An archive to download. `sha256` is lower-case hex, "" if the gallery has none."""
 
     url: str
     sha256: str
@@ -65,21 +65,21 @@ class Archive:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """What an answer brings: bytes from `start`, of `total` (0 = not told)."""
+class _Range:
+    """The body of a response: bytes from `start`, of `total` (0 = unknown)."""
 
     start: int
     total: int
 
 
 def partial_path(folder: Path, name: str, url: str, sha256: str) -> Path:
-    """Where the part of this archive is kept: one for each backend, address and hash."""
+    """Return the path of the partial file: one per backend, address and hash."""
     key = hashlib.sha256(f"{name}\n{url}\n{sha256}".encode()).hexdigest()[:32]
     return folder / f"{PARTIAL}{key}"
 
 
 class Downloads:
-    """The downloads of one worker; `throttle` is shared with its copies."""
+    """The downloads of one worker. `throttle` is shared with its copies."""
 
     def __init__(self, client: httpx.AsyncClient, served: OpenServed, throttle: Throttle) -> None:
         self._client = client
@@ -88,7 +88,10 @@ class Downloads:
         self._slots = asyncio.Semaphore(AT_ONCE)
 
     async def index(self, name: str) -> bytes:
-        """An index that the control plane serves (`gallery_index.ReadServed`). ClusterError, ValueError."""
+        """Fetch an index that the control plane serves (`gallery_index.ReadServed`).
+
+        Raise ClusterError or ValueError.
+        """
         answer = await self._served(name, {})
         try:
             return await gallery_index.body_bounded(answer)
@@ -96,98 +99,98 @@ class Downloads:
             await answer.aclose()
 
     async def fetch(self, archive: Archive, on_bytes: OnBytes, halt: Halt) -> None:
-        """Downloads the archive to its partial file and checks its hash.
+        """Download the archive to its partial file and verify its hash.
 
-        DownloadFailed, SourceError (too long for the limit or the disk), Stopped, OSError. If it is
-        cancelled, nothing writes to the partial file when this returns.
+        Raise DownloadFailed, SourceError (longer than the limit or the free disk space), Stopped or OSError.
+        After a cancellation, no thread writes to the partial file when this returns.
         """
         await asyncio.to_thread(remove_old_partials, archive.partial.parent)
         if not archive.sha256:
-            log.warning("%s has no sha256 in its gallery, so it is not checked", _shown(archive))
+            log.warning("%s has no sha256 in its gallery, so it is not checked", _public_url(archive))
         try:
             async with self._slots:
                 await self._fetch(archive, on_bytes, halt)
         except BaseException:
-            if not archive.sha256 or halt.cancelled:  # of no use to a later try
+            if not archive.sha256 or halt.cancelled:  # a later attempt cannot resume it
                 archive.partial.unlink(missing_ok=True)
             raise
 
     async def _fetch(self, archive: Archive, on_bytes: OnBytes, halt: Halt) -> None:
-        resumed = await asyncio.to_thread(_have, archive) > 0
-        await self._complete(archive, on_bytes)
+        is_resumed = await asyncio.to_thread(_resume_size, archive) > 0
+        await self._download_with_retries(archive, on_bytes)
         problem = await in_thread(_problem, archive, halt)
-        if problem and resumed:
-            log.warning("%s: %s; downloading all of it again", _shown(archive), problem)
-            await self._complete(archive, on_bytes)
+        if problem and is_resumed:
+            log.warning("%s: %s; downloading all of it again", _public_url(archive), problem)
+            await self._download_with_retries(archive, on_bytes)
             problem = await in_thread(_problem, archive, halt)
         if problem:
-            raise DownloadFailed(f"{_shown(archive)}: {problem}")
+            raise DownloadFailed(f"{_public_url(archive)}: {problem}")
 
-    async def _complete(self, archive: Archive, on_bytes: OnBytes) -> None:
-        tries, before = 0, await asyncio.to_thread(_have, archive)
+    async def _download_with_retries(self, archive: Archive, on_bytes: OnBytes) -> None:
+        retries, size_before = 0, await asyncio.to_thread(_resume_size, archive)
         while True:
             try:
-                return await self._continue(archive, on_bytes)
+                return await self._resume(archive, on_bytes)
             except (httpx.HTTPError, TimeoutError) as error:
                 problem = _reason(error)
             except (httpx.InvalidURL, ValueError) as error:
-                raise DownloadFailed(f"{_shown(archive)}: {error}") from error
+                raise DownloadFailed(f"{_public_url(archive)}: {error}") from error
             except DownloadFailed as error:
                 problem = error.message
                 if error.permanent:
-                    raise DownloadFailed(f"{_shown(archive)}: {problem}") from error
-            size = await asyncio.to_thread(_have, archive)
-            tries, before = (0 if size >= before + CHUNK else tries), size
-            if tries == len(PAUSES):
-                raise DownloadFailed(f"{_shown(archive)}: {problem}", again=True)
-            log.warning("%s: %s; trying again at byte %d", _shown(archive), problem, size)
-            await asyncio.sleep(PAUSES[tries])
-            tries += 1
+                    raise DownloadFailed(f"{_public_url(archive)}: {problem}") from error
+            size = await asyncio.to_thread(_resume_size, archive)
+            retries, size_before = (0 if size >= size_before + CHUNK else retries), size
+            if retries == len(PAUSES):
+                raise DownloadFailed(f"{_public_url(archive)}: {problem}", can_retry=True)
+            log.warning("%s: %s; trying again at byte %d", _public_url(archive), problem, size)
+            await asyncio.sleep(PAUSES[retries])
+            retries += 1
 
-    async def _continue(self, archive: Archive, on_bytes: OnBytes) -> None:
-        have = await asyncio.to_thread(_have, archive)
-        async with self._opened(archive.url, {"Range": f"bytes={have}-"} if have else {}) as answer:
-            part = _part(answer, have)
+    async def _resume(self, archive: Archive, on_bytes: OnBytes) -> None:
+        offset = await asyncio.to_thread(_resume_size, archive)
+        async with self._open(archive.url, {"Range": f"bytes={offset}-"} if offset else {}) as answer:
+            part = _response_range(answer, offset)
             if part is None:
-                # Nothing follows what is there: it is complete, or not a part of this file.
+                # No bytes follow the present ones: the file is complete, or it belongs to another version.
                 return
             if part.start == 0:
-                have = 0
-            await asyncio.to_thread(_check_room, archive.partial, have, part.total)
-            await self._receive(answer, archive, have, part.total, on_bytes)
+                offset = 0
+            await asyncio.to_thread(_check_disk_space, archive.partial, offset, part.total)
+            await self._receive(answer, archive, offset, part.total, on_bytes)
 
     async def _receive(
-        self, answer: httpx.Response, archive: Archive, have: int, total: int, on_bytes: OnBytes
+        self, answer: httpx.Response, archive: Archive, offset: int, total: int, on_bytes: OnBytes
     ) -> None:
-        name = _shown(archive).rpartition("/")[2]
-        async with _writing(archive.partial, have) as file:
-            on_bytes(have, max(total, have), name)
+        name = _public_url(archive).rpartition("/")[2]
+        async with _open_partial(archive.partial, offset) as file:
+            on_bytes(offset, max(total, offset), name)
             async for piece in _pieces(answer, self._throttle.piece):
-                if have + len(piece) > MOST_BYTES:
+                if offset + len(piece) > MOST_BYTES:
                     raise DownloadFailed(f"longer than {MOST_BYTES} bytes")
                 await in_thread(file.write, piece)
-                have += len(piece)
-                on_bytes(have, max(total, have) if total else 0, name)
+                offset += len(piece)
+                on_bytes(offset, max(total, offset) if total else 0, name)
                 await asyncio.sleep(self._throttle.pause(len(piece)))
-        if total and have != total:
-            raise DownloadFailed(f"{have} of {total} bytes came", again=True)
+        if total and offset != total:
+            raise DownloadFailed(f"{offset} of {total} bytes came", can_retry=True)
 
     @asynccontextmanager
-    async def _opened(self, url: str, headers: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
-        """An open answer with status 200, 206 or 416."""
-        asked = {"Accept-Encoding": "identity", **headers}
+    async def _open(self, url: str, headers: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
+        """Open a response with status 200, 206 or 416."""
+        request_headers = {"Accept-Encoding": "identity", **headers}
         name = gallery_index.served_name(url)
         if name is not None:
-            answer = await self._open_served(name, asked)
+            answer = await self._open_served(name, request_headers)
         else:
-            _ = urlsplit(url).port  # ValueError for a port that cannot be
-            request = self._client.build_request("GET", url, headers=asked, timeout=None)
+            _ = urlsplit(url).port  # ValueError for an invalid port
+            request = self._client.build_request("GET", url, headers=request_headers, timeout=None)
             async with asyncio.timeout(HEADERS_LIMIT):
                 answer = await self._client.send(request, stream=True, follow_redirects=True)
         try:
             if answer.status_code not in (200, 206, 416):
                 status = answer.status_code
-                raise DownloadFailed(f"HTTP status {status}", again=_passing(status))
+                raise DownloadFailed(f"HTTP status {status}", can_retry=_is_retryable(status))
             yield answer
         finally:
             await answer.aclose()
@@ -196,66 +199,69 @@ class Downloads:
         try:
             return await self._served(name, headers)
         except CallFailed as error:
-            raise DownloadFailed(error.message, again=_passing(error.http_status)) from error
+            raise DownloadFailed(error.message, can_retry=_is_retryable(error.http_status)) from error
 
 
 @asynccontextmanager
-async def _writing(partial: Path, have: int) -> AsyncIterator[BinaryIO]:
-    """The partial file, open after its first `have` bytes."""
-    opening = asyncio.ensure_future(asyncio.to_thread(open, partial, "r+b" if have else "wb"))
+async def _open_partial(partial: Path, offset: int) -> AsyncIterator[BinaryIO]:
+    """Open the partial file at the position after its first `offset` bytes."""
+    open_task = asyncio.ensure_future(asyncio.to_thread(open, partial, "r+b" if offset else "wb"))
     try:
-        file = await settled(opening)
+        file = await wait_for_thread(open_task)
     except asyncio.CancelledError:
-        if not opening.cancelled() and opening.exception() is None:
-            opening.result().close()
+        if not open_task.cancelled() and open_task.exception() is None:
+            open_task.result().close()
         raise
     with file:
-        await in_thread(file.seek, have)
+        await in_thread(file.seek, offset)
         yield file
 
 
 async def _pieces(answer: httpx.Response, size: int) -> AsyncIterator[bytes]:
-    """The body in pieces of at most `size` bytes. TimeoutError when none comes."""
-    arriving = answer.aiter_raw()
+    """Yield the body in pieces of at most `size` bytes. Raise TimeoutError when none arrives."""
+    body = answer.aiter_raw()
     while True:
         async with asyncio.timeout(STALL_LIMIT):
-            arrived = await anext(arriving, None)
-        if arrived is None:
+            data = await anext(body, None)
+        if data is None:
             return
-        for start in range(0, len(arrived), size):
-            yield arrived[start : start + size]
+        for start in range(0, len(data), size):
+            yield data[start : start + size]
 
 
-def _passing(status: int) -> bool:
-    """Whether a refusal with this status, 0 for no answer, may pass."""
+def _is_retryable(status: int) -> bool:
+    """Return True if a retry can succeed after this status; 0 means that there was no response."""
     return status in (0, 408, 429) or status >= 500
 
 
-def _part(answer: httpx.Response, have: int) -> _Part | None:
-    """What this answer brings to one who has `have` bytes; None if nothing follows them. DownloadFailed."""
+def _response_range(answer: httpx.Response, offset: int) -> _Range | None:
+    """Return the range of this response for a download that has `offset` bytes; None if no bytes follow.
+
+    Raise DownloadFailed.
+    """
     if answer.status_code == 200:
         length = answer.headers.get("content-length", "")
-        return _Part(0, int(length) if _LENGTH.fullmatch(length) else 0)
-    found = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
-    if answer.status_code == 416 and have:
+        return _Range(0, int(length) if _LENGTH.fullmatch(length) else 0)
+    match = _CONTENT_RANGE.fullmatch(answer.headers.get("content-range", ""))
+    if answer.status_code == 416 and offset:
         return None
-    if found is None or found[1] is None or int(found[1]) != have:
+    if match is None or match[1] is None or int(match[1]) != offset:
         raise DownloadFailed(f"HTTP status {answer.status_code} with another part than the one asked for")
-    return _Part(have, int(found[2]))
+    return _Range(offset, int(match[2]))
 
 
-def _check_room(partial: Path, have: int, total: int) -> None:
+def _check_disk_space(partial: Path, offset: int, total: int) -> None:
     if total > MOST_BYTES:
         raise SourceError(f"{total} bytes are more than the {MOST_BYTES} that an archive may have")
     free = shutil.disk_usage(partial.parent).free
-    if max(total - have, 0) + HEADROOM > free:
+    if max(total - offset, 0) + HEADROOM > free:
         raise SourceError(
             f"{total} bytes do not fit on the disk of {partial.parent} ({free} free). Free up space."
         )
 
 
 def sha256_of(path: Path, stopped: threading.Event) -> str:
-    """The hash of a file, in hex. Stopped, OSError."""
+    """Return the SHA-256 of a file, in hex. Raise Stopped or OSError."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while piece := file.read(CHUNK):
@@ -265,15 +271,15 @@ def sha256_of(path: Path, stopped: threading.Event) -> str:
     return digest.hexdigest()
 
 
-def hash_problem(found: str, sha256: str) -> str:
-    """How the hash of a file differs from the one in its gallery, "" if not or if that gives none."""
-    if not sha256 or hmac.compare_digest(found.encode(), sha256.encode()):
+def hash_problem(actual: str, sha256: str) -> str:
+    """Describe the mismatch of a file's hash with the gallery's; "" if they match or the gallery has none."""
+    if not sha256 or hmac.compare_digest(actual.encode(), sha256.encode()):
         return ""
-    return f"its sha256 is {found}, the gallery says {sha256[:64]}"
+    return f"its sha256 is {actual}, the gallery says {sha256[:64]}"
 
 
 def _problem(archive: Archive, halt: Halt) -> str:
-    """What is wrong with the downloaded file, "" if nothing is; a wrong file is removed."""
+    """Verify the downloaded file; return the problem, or "". A wrong file is removed."""
     if not archive.sha256:
         return ""
     problem = hash_problem(sha256_of(archive.partial, halt), archive.sha256)
@@ -282,8 +288,11 @@ def _problem(archive: Archive, halt: Halt) -> str:
     return problem
 
 
-def _have(archive: Archive) -> int:
-    """The bytes that a download goes on from: none without a hash that could tell a mixture of two files."""
+def _resume_size(archive: Archive) -> int:
+    """Return the number of bytes after which to resume.
+
+    This is 0 without a hash, which alone would detect a mixture of two files.
+    """
     try:
         return archive.partial.lstat().st_size if archive.sha256 else 0
     except FileNotFoundError:
@@ -296,5 +305,5 @@ def _reason(error: Exception) -> str:
     return f"connection lost: {error or type(error).__name__}"
 
 
-def _shown(archive: Archive) -> str:
+def _public_url(archive: Archive) -> str:
     return gallery_index.public_url(archive.url)

@@ -38,8 +38,8 @@ GRACE = 15.0
 LAST_LINES = 20
 PLAIN_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TOKEN_VARIABLE = "LOCALAI_GRPC_AUTH_TOKEN"
-_KEPT_OF_A_LINE = 2 * LINE_LIMIT
-"""Bytes of a line that are looked at."""
+_RAW_LINE_LIMIT = 2 * LINE_LIMIT
+"""Bytes of a line that are stored before it is shortened."""
 _CUT = " [cut]"
 
 
@@ -65,7 +65,7 @@ class StopFailed(ClusterError):
 
 @dataclass(eq=False)
 class Engine:
-    """One engine process, from its start to its end."""
+    """One engine process, from its start to its end. `key` is unique among the live engines."""
 
     key: str
     port: int
@@ -76,39 +76,42 @@ class Engine:
     group: procs.Group
     client: BackendClient
     gpus: tuple[str, ...] = ()
-    """The only GPUs that it sees; empty: all."""
+    """The only GPUs that it may use; empty for all."""
     stopping: bool = False
     ready: asyncio.Event = field(default_factory=asyncio.Event)
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
     errors: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
 
     @property
     def address(self) -> str:
-        """Its address for this worker."""
+        """Address of the engine on this machine."""
         return f"{LOCAL}:{self.port}"
 
     @property
     def alive(self) -> bool:
-        """Whether it runs; false as soon as it has ended, even before it is reaped."""
-        found = procs.stat(self.process.pid)
-        return self.process.returncode is None and found is not None and found.running
+        """True while the process runs; False as soon as it has ended, even before it is reaped."""
+        stat = procs.stat(self.process.pid)
+        return self.process.returncode is None and stat is not None and stat.running
 
-    async def settled(self) -> bool:
-        """Waits until it is ready (True) or gone (False)."""
-        waits = [asyncio.create_task(event.wait()) for event in (self.ready, self.gone)]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
-        return not self.gone.is_set()
+    async def wait_started(self) -> bool:
+        """Wait until the engine is ready (return True) or has ended (return False)."""
+        tasks = [asyncio.create_task(event.wait()) for event in (self.ready, self.ended)]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        return not self.ended.is_set()
 
     def same_folder(self) -> bool:
-        """Whether its folder is still the one it was started from, not a later install."""
+        """Return True if its folder is still the one it was started from, not a later install."""
         return folder_identity(self.folder) == self.folder_identity
 
 
 @dataclass(frozen=True)
 class StopOutcome:
-    """The result of stopping one process: whether it existed, was freed and has ended, and the error."""
+    """The result of stopping one process.
+
+    `matched` if it existed, `freed` if `Free` succeeded, `terminated` if it has ended.
+    """
 
     matched: bool
     freed: bool = False
@@ -125,7 +128,7 @@ def bind_host_for(advertised: str) -> str:
 class EngineSupervisor:
     """Starts and stops the engines of one worker, which accept calls with `token` only.
 
-    They listen on `bind_host`. Those that end by themselves are added to `exits`.
+    They listen on `bind_host`. Engines that end by themselves are added to `exits`.
     """
 
     def __init__(
@@ -150,23 +153,23 @@ class EngineSupervisor:
         self._hurry = False
 
     def get(self, key: str) -> Engine | None:
-        """The engine under `key`, starting and stopping ones included."""
+        """Return the engine under `key`, including engines that start or stop; None if there is none."""
         return self._engines.get(key)
 
     def engines(self) -> list[Engine]:
-        """All engines."""
+        """Return all engines."""
         return list(self._engines.values())
 
     def running(self) -> list[Engine]:
-        """Engines that run and are not being stopped, starting ones included."""
+        """Return the engines that run and are not being stopped, including those that start."""
         return [engine for engine in self._engines.values() if not engine.stopping and engine.alive]
 
     def of_backend(self, names: frozenset[str]) -> list[str]:
-        """Keys of the processes started for one of these backend names."""
+        """Return the keys of the processes started for one of these backend names."""
         return [engine.key for engine in self._engines.values() if engine.backend in names]
 
     def of_model(self, name: str) -> list[str]:
-        """Keys of all replicas of `name`; a name with `#` is a key itself."""
+        """Return the keys of all replicas of `name`; a name with `#` is a key itself."""
         if name in self._engines:
             return [name]
         if "#" in name:
@@ -174,9 +177,9 @@ class EngineSupervisor:
         return [key for key in self._engines if key.rpartition("#")[0] == name]
 
     async def start(self, key: str, backend: str, start_file: Path, gpus: tuple[str, ...] = ()) -> Engine:
-        """Starts an engine, on these GPUs only if there are any, and waits until it is ready.
+        """Start an engine and wait until it is ready; `gpus` are the only GPUs it may use, empty for all.
 
-        StartFailed (with its last output), NoFreePort.
+        Raise StartFailed (with its last output) or NoFreePort.
         """
         with metrics.starting():
             return await self._start(key, backend, start_file, gpus)
@@ -200,7 +203,7 @@ class EngineSupervisor:
         return engine
 
     async def stop(self, key: str, *, force: bool) -> StopOutcome:
-        """Stops one process, `Free` first unless `force`; returns when it has ended or cannot be ended."""
+        """Stop one process, with `Free` first unless `force`; return when it has ended or cannot be ended."""
         engine = self._engines.get(key)
         if engine is None:
             return StopOutcome(matched=False, terminated=True)
@@ -216,8 +219,11 @@ class EngineSupervisor:
         return StopOutcome(True, freed, True, engine.address, error)
 
     async def ensure_stopped(self, keys: Sequence[str], *, force: bool) -> list[str]:
-        """Stops these in turn, waiting for stops under way; returns keys that had a process. StopFailed."""
-        ended: list[str] = []
+        """Stop these in turn, waiting for stops in progress; return the keys that had a process.
+
+        Raise StopFailed.
+        """
+        ended_keys: list[str] = []
         for key in keys:
             engine = self._engines.get(key)
             if engine is None:
@@ -226,25 +232,25 @@ class EngineSupervisor:
             if not outcome.terminated and engine.stopping:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(FREE_LIMIT + 2 * GRACE):
-                        await engine.gone.wait()
-            if not engine.gone.is_set():
-                raise StopFailed(f"{key}: {outcome.error}", stopped=tuple(ended))
-            ended.append(key)
-        return ended
+                        await engine.ended.wait()
+            if not engine.ended.is_set():
+                raise StopFailed(f"{key}: {outcome.error}", stopped=tuple(ended_keys))
+            ended_keys.append(key)
+        return ended_keys
 
     async def unload(self, engine: Engine) -> str:
-        """Frees the engine's memory; returns the error, or an empty text.
+        """Free the engine's memory; return the error, or "".
 
         An engine that does not offer `Free` has nothing to free until it stops (nats.md §4.9).
         """
         return (await self._free(engine, must=False))[1]
 
     def hurry(self) -> None:
-        """Skips graceful stops from now on."""
+        """Skip graceful stops from now on."""
         self._hurry = True
 
     async def close(self) -> None:
-        """Stops all engines gracefully and concurrently."""
+        """Stop all engines gracefully and concurrently."""
         await asyncio.gather(*(self.stop(engine.key, force=self._hurry) for engine in self.engines()))
         await asyncio.gather(*self._watchers, return_exceptions=True)
         self._threads.shutdown(wait=False)
@@ -290,19 +296,19 @@ class EngineSupervisor:
         while clock.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(READY_EVERY):
-                    await engine.gone.wait()
+                    await engine.ended.wait()
             if engine.stopping:
                 raise StartInterrupted(f"backend process {engine.key} was stopped while it started")
-            if engine.gone.is_set():
-                raise StartFailed(_with_output(engine, f"died during startup ({_ending(engine)})"))
+            if engine.ended.is_set():
+                raise StartFailed(_failure_with_output(engine, f"died during startup ({_exit_text(engine)})"))
             with contextlib.suppress(BackendError):
                 if (
                     await engine.client.health(READY_PROBE)
                     and not engine.stopping
-                    and not engine.gone.is_set()
+                    and not engine.ended.is_set()
                 ):
                     return
-        raise StartFailed(_with_output(engine, f"was not ready within {READY_LIMIT:g} s"))
+        raise StartFailed(_failure_with_output(engine, f"was not ready within {READY_LIMIT:g} s"))
 
     async def _free(self, engine: Engine, *, must: bool = True) -> tuple[bool, str]:
         try:
@@ -315,16 +321,16 @@ class EngineSupervisor:
         return result.success, "" if result.success else f"Free: {result.message or 'refused'}"
 
     async def _end(self, engine: Engine) -> bool:
-        """Signals the whole group: SIGTERM, 15 s, SIGKILL. Whether the process has ended."""
+        """Signal the process group: SIGTERM, 15 s, SIGKILL. Return True if the process has ended."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._threads, procs.end, engine.group, lambda: self._hurry)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FREE_LIMIT):
-                await engine.gone.wait()
-        return engine.gone.is_set()
+                await engine.ended.wait()
+        return engine.ended.is_set()
 
     async def _watch(self, engine: Engine) -> None:
-        """Reads the engine's output until it ends, then cleans up."""
+        """Read the engine's output until the process ends, then clean up."""
         process = engine.process
         assert process.stdout
         assert process.stderr
@@ -335,23 +341,23 @@ class EngineSupervisor:
         await process.wait()
         if not engine.stopping:
             metrics.CRASHES.inc()
-            log.warning("engine ended key=%s %s", engine.key, _ending(engine))
+            log.warning("engine ended key=%s %s", engine.key, _exit_text(engine))
             if engine.ready.is_set():
-                # Of one that never was, the command that started it hears.
+                # If it was never ready, the reply of the starting command reports the failure.
                 self._exits.add(engine.key, engine.port)
-            # Its children must not outlive it or keep its port.
+            # Its child processes must not outlive it or keep its port.
             await asyncio.get_running_loop().run_in_executor(self._threads, procs.end, engine.group)
         await asyncio.wait(pumps, timeout=1.0)
         for pump in pumps:
             pump.cancel()
         await asyncio.gather(*pumps, return_exceptions=True)
-        self._note(engine, f"[engine ended: {_ending(engine)}]")
+        self._note(engine, f"[engine ended: {_exit_text(engine)}]")
         self._rings.ended(engine.key)
         self._guardian.discard(process.pid)
         self._ports.release(engine.port, clock.monotonic())
         del self._engines[engine.key]
         # Before the client closes: a probe checks this event first, and a closed client raises.
-        engine.gone.set()
+        engine.ended.set()
         await engine.client.close()
 
     async def _pump(self, engine: Engine, stream: asyncio.StreamReader, name: str) -> None:
@@ -363,25 +369,25 @@ class EngineSupervisor:
             log.debug("%s %s: %s", engine.key, name, text)
 
     def _note(self, engine: Engine, text: str) -> None:
-        """A line of the worker's own in the engine's output: what no engine can say itself."""
+        """Append a line of the worker to the engine's output, for events that no engine can log itself."""
         self._rings.append(engine.key, LogLine(clock.now(), "stderr", text))
 
 
 def environment(token: str) -> dict[str, str]:
-    """The complete environment of an engine: none of the worker's secrets, not its virtual environment."""
+    """Return the complete environment of an engine, without the worker's secrets and virtual environment."""
     home = os.environ.get("HOME", "/")
     plain = {"PATH": PLAIN_PATH, "HOME": home, "LANG": os.environ.get("LANG", "C.UTF-8")}
     return plain | ({TOKEN_VARIABLE: token} if token else {})
 
 
 def vulkan_drivers(folder: Path) -> dict[str, str]:
-    """The variables by which an engine finds the Vulkan drivers that came with it (worker.md §10.2)."""
+    """Return the variables that point an engine to the Vulkan drivers in its folder (worker.md §10.2)."""
     drivers = os.pathsep.join(sorted(str(path) for path in folder.glob("vulkan/icd.d/*.json")))
     return {"VK_DRIVER_FILES": drivers, "VK_ICD_FILENAMES": drivers} if drivers else {}
 
 
 def folder_identity(folder: Path) -> tuple[int, int] | None:
-    """Device and inode of a folder; None if it does not exist."""
+    """Return the device and inode of a folder; None if it does not exist."""
     try:
         info = folder.stat()
     except OSError:
@@ -390,37 +396,37 @@ def folder_identity(folder: Path) -> tuple[int, int] | None:
 
 
 def shown(line: bytes, token: str) -> str:
-    """A line as it is kept: without the token, what a terminal would overwrite, and what is over the limit.
+    """Return a line for storage: without the token, overwritten terminal text, and text over the limit.
 
-    Output goes into operations, replies and logs, and an engine may print its environment.
+    Output is copied into operations, replies and logs, and an engine may print its environment.
     """
     text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
     text = text.replace(token, "***") if token else text
-    if len(line) >= _KEPT_OF_A_LINE:
-        text = text[: -len(token)] if token else text  # half a token may be left at the end
+    if len(line) >= _RAW_LINE_LIMIT:
+        text = text[: -len(token)] if token else text  # the end may hold a part of the token
     return text if len(text) <= LINE_LIMIT else text[: LINE_LIMIT - len(_CUT)] + _CUT
 
 
 async def _lines(stream: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """The lines of a stream, each cut so that an endless one cannot fill the memory."""
-    rest = b""
+    """Yield the lines of a stream, each cut so that an endless line cannot fill the memory."""
+    buffer = b""
     while piece := await stream.read(64 * 1024):
-        *whole, rest = (rest + piece).split(b"\n")
-        for line in whole:
-            yield line[:_KEPT_OF_A_LINE]
-        if len(rest) > _KEPT_OF_A_LINE:
-            # Of a progress bar only its last state counts.
-            rest = rest.rpartition(b"\r")[2][:_KEPT_OF_A_LINE]
-    if rest:
-        yield rest
+        *lines, buffer = (buffer + piece).split(b"\n")
+        for line in lines:
+            yield line[:_RAW_LINE_LIMIT]
+        if len(buffer) > _RAW_LINE_LIMIT:
+            # A progress bar overwrites itself: keep its last state only.
+            buffer = buffer.rpartition(b"\r")[2][:_RAW_LINE_LIMIT]
+    if buffer:
+        yield buffer
 
 
-def _with_output(engine: Engine, what: str) -> str:
+def _failure_with_output(engine: Engine, failure: str) -> str:
     output = "\n".join(engine.errors) or "(nothing)"
-    return f"backend process {engine.key} {what}. Last stderr:\n{output}"
+    return f"backend process {engine.key} {failure}. Last stderr:\n{output}"
 
 
-def _ending(engine: Engine) -> str:
+def _exit_text(engine: Engine) -> str:
     code = engine.process.returncode
     if code is None:
         return "still running"

@@ -1,6 +1,6 @@
-"""Copies a backend's folder with real byte counts and a bandwidth limit; it can be stopped at any moment.
+"""Copies a backend's folder with real byte counts and a bandwidth limit; a copy can be stopped at any moment.
 
-Everything here blocks and runs in a thread. Links are copied as links and never followed.
+All functions block and run in a thread. Links are copied as links and never followed.
 """
 
 import os
@@ -45,11 +45,11 @@ class Throttle:
 
     @property
     def piece(self) -> int:
-        """How many bytes to copy at a time."""
+        """Number of bytes to copy at a time."""
         return max(1024, min(CHUNK, self._rate // RATE_STEPS)) if self._rate else CHUNK
 
     def pause(self, size: int) -> float:
-        """Reserves `size` bytes; returns the seconds to wait for them."""
+        """Reserve `size` bytes; return the seconds to wait for them."""
         if not self._rate:
             return 0.0
         with self._lock:
@@ -69,7 +69,7 @@ class _Plan:
 def copy_tree(
     source: Path, target: Path, throttle: Throttle, stopped: threading.Event, on_bytes: OnBytes
 ) -> None:
-    """Copies the folder `source` to the new folder `target`. SourceError, Stopped, OSError."""
+    """Copy the folder `source` to the new folder `target`. Raise SourceError, Stopped or OSError."""
     plan = _survey(source, stopped)
     free = shutil.disk_usage(target.parent).free
     if plan.total + HEADROOM > free:
@@ -87,7 +87,7 @@ def copy_tree(
 
 
 class _Copy:
-    """The running byte count of one copy."""
+    """One running copy and its byte count."""
 
     def __init__(self, throttle: Throttle, stopped: threading.Event, on_bytes: OnBytes, total: int) -> None:
         self._throttle = throttle
@@ -115,19 +115,19 @@ class _Copy:
 
 def _survey(source: Path, stopped: threading.Event) -> _Plan:
     plan, total = _Plan([], [], [], 0), 0
-    waiting = [Path()]
-    while waiting:
+    pending = [Path()]
+    while pending:
         if stopped.is_set():
             raise Stopped(ENDED)
-        here = waiting.pop()
-        plan.folders.append((here, stat.S_IMODE(os.lstat(source / here).st_mode) & 0o777))
-        with os.scandir(source / here) as found:
-            for item in found:
-                relative, info = here / item.name, item.stat(follow_symlinks=False)
+        folder = pending.pop()
+        plan.folders.append((folder, stat.S_IMODE(os.lstat(source / folder).st_mode) & 0o777))
+        with os.scandir(source / folder) as entries:
+            for item in entries:
+                relative, info = folder / item.name, item.stat(follow_symlinks=False)
                 if stat.S_ISLNK(info.st_mode):
                     plan.links.append((relative, _destination(source, source / relative)))
                 elif stat.S_ISDIR(info.st_mode):
-                    waiting.append(relative)
+                    pending.append(relative)
                 elif stat.S_ISREG(info.st_mode):
                     plan.files.append((relative, stat.S_IMODE(info.st_mode) & 0o777))
                     total += info.st_size
@@ -137,7 +137,7 @@ def _survey(source: Path, stopped: threading.Event) -> _Plan:
 
 
 def _destination(source: Path, link: Path) -> str:
-    """The target of the copied link: absolute links into the source become relative, others stay."""
+    """Return the target of the copied link: absolute links into the source become relative, others stay."""
     destination = os.readlink(link)
     if os.path.isabs(destination) and Path(destination).is_relative_to(source):
         return os.path.relpath(destination, link.parent)

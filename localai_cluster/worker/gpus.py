@@ -1,8 +1,8 @@
 """The GPUs of this machine one by one: index, UUID, name, memory and utilization.
 
-NVIDIA's management library (NVML) tells them. It talks to the driver, which may be missing, fail for one GPU,
-vanish with an upgrade or never answer. So it is asked in a thread of its own, with a time limit, and while
-one question hangs there is no second one. A GPU that does not tell its memory is left out.
+The source is NVIDIA's management library (NVML). It calls the driver, which may be missing, fail for one GPU,
+vanish with an upgrade or hang. So a separate thread calls it, with a time limit, and while one call hangs
+there is no second one. A GPU that does not report its memory is omitted.
 """
 
 import asyncio
@@ -21,8 +21,9 @@ from localai_cluster import clock
 log = logging.getLogger(__name__)
 
 LIMIT = 5.0
-"""Seconds for all GPUs together."""
+"""Seconds for reading all GPUs."""
 MOST = 64
+"""Maximum number of GPUs."""
 LONGEST_NAME, LONGEST_UUID = 128, 96
 GIB = 2**30
 _REPORTED = ("index", "uuid", "name", "total_vram", "free_vram", "utilization")
@@ -33,13 +34,13 @@ _NO_DRIVER = frozenset(
         pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH,
     }
 )
-"""No program can begin to use a GPU; the last one says so after an upgrade of the driver."""
+"""NVML errors that mean no usable driver; the last one follows an upgrade of the driver."""
 _SIMULATED = re.compile(r"(\d{1,2})x(\d{1,4})GiB\Z", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU; memory in bytes, `utilization` in percent, None if it does not tell (as in MIG mode)."""
+    """One GPU: memory in bytes, `utilization` in percent, None if not reported (as in MIG mode)."""
 
     index: int
     uuid: str
@@ -51,28 +52,31 @@ class Gpu:
 
     @property
     def report(self) -> dict[str, Any]:
-        """What the control plane is told."""
+        """The fields of the GPU that registrations and heartbeats report."""
         return {name: getattr(self, name) for name in _REPORTED}
 
     @property
     def id(self) -> str:
-        """What CUDA knows it by: an index moves when another GPU is lost, a UUID does not."""
+        """Identifier for CUDA: the UUID if known, since an index changes when another GPU is lost."""
         return self.uuid or str(self.index)
 
 
 class NoDriver(Exception):
-    """There is no driver, or none that a program could begin to use."""
+    """There is no driver, or none that a program could start to use."""
 
 
 class Source(Protocol):
-    """Tells the GPUs; may block."""
+    """A source of GPU readings; `read` may block."""
 
     def read(self) -> list[Gpu]:
-        """Those that tell their memory. NoDriver; other errors say that it is not known now."""
+        """Return the GPUs that report their memory.
+
+        Raise NoDriver; any other error means that the GPUs cannot be read at present.
+        """
 
 
 class Nvml:
-    """NVML. Its `read` is for one thread at a time."""
+    """The GPUs according to NVML. At most one thread at a time may call `read`."""
 
     def __init__(self, library: Any = pynvml) -> None:
         self._library = library
@@ -80,7 +84,7 @@ class Nvml:
         self._reminded: set[str] = set()
 
     def read(self) -> list[Gpu]:
-        """Every GPU that tells its memory. NoDriver, pynvml.NVMLError."""
+        """Return every GPU that reports its memory. Raise NoDriver or pynvml.NVMLError."""
         try:
             if not self._open:
                 self._library.nvmlInit()
@@ -101,29 +105,29 @@ class Nvml:
         except pynvml.NVMLError as error:
             if error.value in {*_NO_DRIVER, pynvml.NVML_ERROR_UNINITIALIZED}:
                 raise
-            self._remind(f"GPU {index} does not tell its memory and is left out: {error}")
+            self._warn_once(f"GPU {index} does not tell its memory and is left out: {error}")
             return None
-        capability = self._told(library.nvmlDeviceGetCudaComputeCapability, handle)
-        rates = self._told(library.nvmlDeviceGetUtilizationRates, handle)
+        capability = self._query(library.nvmlDeviceGetCudaComputeCapability, handle)
+        rates = self._query(library.nvmlDeviceGetUtilizationRates, handle)
         return Gpu(
             index=index,
-            uuid=_text(self._told(library.nvmlDeviceGetUUID, handle), LONGEST_UUID),
-            name=_text(self._told(library.nvmlDeviceGetName, handle), LONGEST_NAME),
+            uuid=_text(self._query(library.nvmlDeviceGetUUID, handle), LONGEST_UUID),
+            name=_text(self._query(library.nvmlDeviceGetName, handle), LONGEST_NAME),
             total_vram=int(memory.total),
             free_vram=min(int(memory.free), int(memory.total)),
             utilization=None if rates is None else min(int(rates.gpu), 100),
             compute_capability="" if capability is None else f"{capability[0]}.{capability[1]}",
         )
 
-    def _told(self, question: Callable[[Any], Any], handle: Any) -> Any:
-        """The answer, None if this GPU or driver has none: utilization in MIG mode is not supported."""
+    def _query(self, query: Callable[[Any], Any], handle: Any) -> Any:
+        """Call `query`; return None if this GPU or driver does not support it, as utilization in MIG mode."""
         try:
-            return question(handle)
+            return query(handle)
         except pynvml.NVMLError:
             return None
 
     def _close(self) -> None:
-        """The next read begins again: after an upgrade the old connection never works."""
+        """Close NVML; the next read initializes it, as a connection never works after a driver upgrade."""
         if self._open:
             self._open = False
             try:
@@ -131,7 +135,7 @@ class Nvml:
             except pynvml.NVMLError as error:
                 log.debug("NVML was not closed: %s", error)
 
-    def _remind(self, text: str) -> None:
+    def _warn_once(self, text: str) -> None:
         if text not in self._reminded:
             self._reminded.add(text)
             log.warning("%s", text)
@@ -139,14 +143,17 @@ class Nvml:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The GPUs of a test setting: their sizes, and what every engine takes; in bytes."""
+    """The GPUs of a test setting: the size of each, and the memory that every engine takes, in bytes."""
 
     sizes: tuple[int, ...]
     engine: int = 0
 
 
 def simulation(text: str) -> Simulation:
-    """`2x24GiB`, `1x24GiB+1x48GiB`, and with what an engine takes: `2x24GiB:6GiB`. ValueError."""
+    """Parse `2x24GiB`, `1x24GiB+1x48GiB` or, with the memory of an engine, `2x24GiB:6GiB`.
+
+    Raise ValueError.
+    """
     groups, colon, engine = text.partition(":")
     sizes: list[int] = []
     for group in groups.split("+"):
@@ -158,87 +165,87 @@ def simulation(text: str) -> Simulation:
 
 
 def _group(text: str) -> tuple[int, int]:
-    found = _SIMULATED.match(text)
-    if found is None:
+    match = _SIMULATED.match(text)
+    if match is None:
         raise ValueError("not GPUs such as 2x24GiB")
-    return int(found[1]), int(found[2]) * GIB
+    return int(match[1]), int(match[2]) * GIB
 
 
 class SimulatedGpus:
-    """GPUs that do not exist. `users` are the running engines, each by the GPUs that it was given.
+    """GPUs that do not exist. `users` returns the assigned GPUs of every running engine.
 
-    An engine takes its share evenly from its GPUs, or all of it from the first one.
+    An engine takes its memory evenly from its GPUs, or all of it from the first GPU if it has none assigned.
     """
 
-    def __init__(self, told: Simulation, users: Callable[[], Iterable[Sequence[str]]]) -> None:
-        self._told, self._users = told, users
+    def __init__(self, simulated: Simulation, users: Callable[[], Iterable[Sequence[str]]]) -> None:
+        self._simulation, self._users = simulated, users
 
     def read(self) -> list[Gpu]:
-        """All of them."""
-        free = dict(zip(self._ids(), self._told.sizes, strict=True))
-        for given in self._users():
-            its = [id for id in given if id in free] or [*free][:1]
-            for id in its:
-                free[id] = max(free[id] - self._told.engine // len(its), 0)
+        """Return all GPUs."""
+        free = dict(zip(self._ids(), self._simulation.sizes, strict=True))
+        for assigned in self._users():
+            gpu_ids = [id for id in assigned if id in free] or [*free][:1]
+            for id in gpu_ids:
+                free[id] = max(free[id] - self._simulation.engine // len(gpu_ids), 0)
         return [
             Gpu(index, id, "Simulated GPU", size, free[id], 0, "8.9")
-            for index, (id, size) in enumerate(zip(self._ids(), self._told.sizes, strict=True))
+            for index, (id, size) in enumerate(zip(self._ids(), self._simulation.sizes, strict=True))
         ]
 
     def _ids(self) -> Iterator[str]:
-        return (f"GPU-00000000-0000-0000-0000-{index:012x}" for index in range(len(self._told.sizes)))
+        return (f"GPU-00000000-0000-0000-0000-{index:012x}" for index in range(len(self._simulation.sizes)))
 
 
 class GpuReader:
-    """Asks `source` without ever blocking the loop, and keeps the last answer in `last`."""
+    """Reads `source` without blocking the event loop, and keeps the last successful reading in `last`."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._asked: Future[list[Gpu]] | None = None
-        self._until = 0.0
-        self._complained = ""
+        self._reading: Future[list[Gpu]] | None = None
+        self._deadline = 0.0
+        self._last_warning = ""
         self.last: tuple[Gpu, ...] = ()
 
     async def read(self) -> tuple[Gpu, ...] | None:
-        """The GPUs now; none if they are gone; None if it cannot be known at the moment. NoDriver.
+        """Return the current GPUs: empty if they are gone, None if they cannot be read at present.
 
-        NoDriver only while no GPU was ever seen: then this is no machine for NVML.
+        Raise NoDriver only if no GPU was ever read: then NVML does not apply to this machine.
         """
-        if self._asked is None or self._asked.done():
-            self._asked, self._until = _in_thread(self._source.read), clock.monotonic() + LIMIT
+        if self._reading is None or self._reading.done():
+            self._reading, self._deadline = _in_thread(self._source.read), clock.monotonic() + LIMIT
         try:
-            async with asyncio.timeout(max(self._until - clock.monotonic(), 0.0)):
-                told = await asyncio.wrap_future(self._asked)
+            async with asyncio.timeout(max(self._deadline - clock.monotonic(), 0.0)):
+                gpus = await asyncio.wrap_future(self._reading)
         except TimeoutError:
-            self._complain(f"the GPUs have not answered within {LIMIT:g} s")
+            self._warn(f"the GPUs have not answered within {LIMIT:g} s")
             return None
         except NoDriver as error:
             if not self.last:
                 raise
-            self._complain(f"the GPUs are gone: {error}")
+            self._warn(f"the GPUs are gone: {error}")
             return ()
         except Exception as error:
-            self._complain(f"the GPUs cannot be read: {error}")
+            self._warn(f"the GPUs cannot be read: {error}")
             return None
-        self._complained = ""
-        self.last = tuple(told) or self.last
-        return tuple(told)
+        self._last_warning = ""
+        self.last = tuple(gpus) or self.last
+        return tuple(gpus)
 
     def known(self, ids: Sequence[str]) -> bool:
-        """Whether these are different ones, and each was there when they were last read."""
+        """Return True if these ids are distinct and each was present in the last reading."""
         return len(set(ids)) == len(ids) and set(ids) <= {gpu.id for gpu in self.last}
 
-    def _complain(self, why: str) -> None:
-        """Once until the GPUs answer again, not with every heartbeat."""
-        if why != self._complained:
-            self._complained = why
-            log.warning("%s", why)
+    def _warn(self, reason: str) -> None:
+        """Log a warning once until the GPUs can be read again, not with every heartbeat."""
+        if reason != self._last_warning:
+            self._last_warning = reason
+            log.warning("%s", reason)
 
 
 def visible_gpus(ids: Sequence[str]) -> dict[str, str]:
-    """What makes CUDA see these GPUs only, in this order; nothing for all of them.
+    """Return the environment that limits CUDA to these GPUs, in this order; empty for all GPUs.
 
-    An index means here what it means for NVML.
+    With it, an index has the same meaning for CUDA as for NVML.
     """
     if not ids:
         return {}
@@ -246,7 +253,7 @@ def visible_gpus(ids: Sequence[str]) -> dict[str, str]:
 
 
 def _in_thread(work: Callable[[], list[Gpu]]) -> "Future[list[Gpu]]":
-    """Runs it in a thread that this process does not wait for when it ends: the call may never return."""
+    """Run `work` in a daemon thread: the call may hang, and must not delay the end of the process."""
     future: Future[list[Gpu]] = Future()
     future.set_running_or_notify_cancel()
 
@@ -260,6 +267,6 @@ def _in_thread(work: Callable[[], list[Gpu]]) -> "Future[list[Gpu]]":
     return future
 
 
-def _text(told: Any, longest: int) -> str:
-    text = told.decode(errors="replace") if isinstance(told, bytes) else str(told or "")
+def _text(value: Any, longest: int) -> str:
+    text = value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
     return "".join(character for character in text if character.isprintable())[:longest]

@@ -1,7 +1,7 @@
-"""How an install is ended before its time: by `backend.cancel`, or because the worker shuts down.
+"""Early end of an install: by `backend.cancel`, or because the worker shuts down.
 
-Code in a thread looks at its `Halt`; code in the event loop is cancelled. What is done in one piece (`whole`,
-`settled`) is waited for, so that nothing goes on behind the back of one who cleans up.
+Code in a thread checks its `Halt`; code in the event loop is cancelled. Uninterruptible steps are waited for
+(`uninterruptible`, `wait_for_thread`), so that none of them continues while its caller cleans up.
 """
 
 import asyncio
@@ -25,12 +25,15 @@ class Cancelled(ClusterError):
 
 
 class Halt(threading.Event):
-    """Set once, when an install is to end. `cancelled`: nothing of it is needed later."""
+    """A flag that is set once, when an install must end.
+
+    `cancelled` is True if its files are not needed later.
+    """
 
     cancelled = False
 
     def cancel(self) -> None:
-        """Ends it for good."""
+        """End the install for good."""
         self.cancelled = True
         self.set()
 
@@ -42,60 +45,63 @@ class Command:
         self.op_id = op_id
         self.halt = Halt()
         self.key = ""
-        """The engine that it starts at the moment."""
+        """Key of the engine that it is starting, "" if none."""
         self.task: asyncio.Task[Any] | None = None
-        self._breakable = False
+        self._is_interruptible = False
 
     def cancel(self) -> None:
-        """Has it end with Cancelled, unless it succeeds first."""
+        """End the command with Cancelled, unless it succeeds first."""
         if not self.halt.cancelled:
             self.halt.cancel()
-            if self._breakable and self.task is not None:
+            if self._is_interruptible and self.task is not None:
                 self.task.cancel()
 
     @contextmanager
-    def breakable(self) -> Iterator[None]:
-        """A cancel breaks off what runs inside. Cancelled."""
-        self._check()
-        self._breakable = True
+    def interruptible(self) -> Iterator[None]:
+        """Mark a block that a cancel interrupts at once. Raise Cancelled."""
+        self._raise_if_cancelled()
+        self._is_interruptible = True
         try:
             yield
         except asyncio.CancelledError:
             if not self.halt.cancelled:
                 raise
-            survive()
+            clear_cancellation()
             raise Cancelled from None
         except ClusterError:
-            # Stopped, or what a broken connection or a missing file made of it.
-            self._check()
+            # Stopped, or an error that follows from a closed connection or a missing file.
+            self._raise_if_cancelled()
             raise
         finally:
-            self._breakable = False
+            self._is_interruptible = False
 
     @contextmanager
-    def whole(self, key: str = "") -> Iterator[None]:
-        """Inside `breakable`: a cancel waits for the end of this, which then has been in vain. Cancelled.
+    def uninterruptible(self, key: str = "") -> Iterator[None]:
+        """Mark a step inside `interruptible` that finishes before a cancel takes effect. Raise Cancelled.
 
-        `key` is the engine that starts inside.
+        `key` is the engine that starts in this step.
         """
-        self._check()
-        self._breakable, self.key = False, key
+        self._raise_if_cancelled()
+        self._is_interruptible, self.key = False, key
         try:
             yield
         except ClusterError:
-            self._check()
+            self._raise_if_cancelled()
             raise
         finally:
-            self._breakable, self.key = True, ""
-        self._check()
+            self._is_interruptible, self.key = True, ""
+        self._raise_if_cancelled()
 
-    def _check(self) -> None:
+    def _raise_if_cancelled(self) -> None:
         if self.halt.cancelled:
             raise Cancelled
 
 
-async def settled(work: "asyncio.Future[T]") -> T:
-    """The result of `work`, which runs in a thread: even if this task is cancelled, it returns after that."""
+async def wait_for_thread(work: "asyncio.Future[T]") -> T:
+    """Return the result of `work`, which runs in a thread.
+
+    Even if cancelled, return only after the thread has ended.
+    """
     try:
         return await asyncio.shield(work)
     except asyncio.CancelledError:
@@ -104,11 +110,11 @@ async def settled(work: "asyncio.Future[T]") -> T:
 
 
 async def in_thread(call: Callable[..., T], *arguments: Any) -> T:
-    """`asyncio.to_thread`, settled."""
-    return await settled(asyncio.ensure_future(asyncio.to_thread(call, *arguments)))
+    """Run `call` in a thread; even if cancelled, return only after the thread has ended."""
+    return await wait_for_thread(asyncio.ensure_future(asyncio.to_thread(call, *arguments)))
 
 
-def survive() -> None:
-    """The present task goes on although it was cancelled."""
+def clear_cancellation() -> None:
+    """Clear the cancellation of the current task, which continues."""
     if task := asyncio.current_task():
         task.uncancel()

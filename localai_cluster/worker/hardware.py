@@ -1,6 +1,6 @@
 """Memory, disk and GPUs of this machine, and the capability that selects builds.
 
-Every figure is measured by the call. What cannot be measured is absent.
+Every call measures. A figure that cannot be measured is absent.
 """
 
 import asyncio
@@ -35,18 +35,18 @@ PREFERENCES: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class Gpus:
-    """All GPUs together; zeros and empty texts when there is none."""
+    """The totals of all GPUs; zeros and empty texts if there are none."""
 
     total: int = 0
     free: int = 0
     vendor: str = ""
     compute_capability: str = ""
     each: tuple[Gpu, ...] | None = None
-    """One by one; None if they are known together only."""
+    """The individual GPUs; None if only the totals are available."""
 
     @classmethod
     def of(cls, each: Sequence[Gpu]) -> "Gpus":
-        """These together."""
+        """Sum up these GPUs."""
         total, free = sum(gpu.total_vram for gpu in each), sum(gpu.free_vram for gpu in each)
         vendor, capability = ("nvidia", each[0].compute_capability) if each else ("", "")
         return cls(total, free, vendor, capability, tuple(each))
@@ -62,12 +62,12 @@ class Figures:
     available_disk: int | None
 
     def known(self, *names: str) -> dict[str, int]:
-        """The named figures that are known."""
+        """Return the named figures that could be measured."""
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
 def figures(models: Path) -> Figures:
-    """RAM of the machine, disk of the filesystem that holds `models` (or its nearest existing ancestor)."""
+    """Measure the RAM, and the disk of the filesystem that holds `models` or its nearest existing parent."""
     ram_total = ram_free = disk_total = disk_free = None
     with contextlib.suppress(OSError):
         memory = psutil.virtual_memory()
@@ -80,18 +80,18 @@ def figures(models: Path) -> Figures:
 
 
 async def gpus(reader: GpuReader) -> Gpus | None:
-    """NVIDIA GPUs, one by one if NVML is here; None if nothing can be known at the moment."""
+    """Return the NVIDIA GPUs, one by one if NVML is installed; None if they cannot be read at present."""
     try:
-        found = await reader.read()
+        readings = await reader.read()
     except NoDriver:
-        return await _gpus_together()
-    if found is None:
+        return await _gpu_totals()
+    if readings is None:
         return None
-    return Gpus.of(found) if found or reader.last else Gpus()
+    return Gpus.of(readings) if readings or reader.last else Gpus()
 
 
-async def _gpus_together() -> Gpus:
-    """According to `nvidia-smi`, if it is installed and answers within 5 s."""
+async def _gpu_totals() -> Gpus:
+    """Read the totals from `nvidia-smi`, if it is installed and responds within 5 s."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return Gpus()
@@ -110,7 +110,7 @@ async def _gpus_together() -> Gpus:
         async with asyncio.timeout(GPU_TIMEOUT):
             output, _ = await process.communicate()
     except TimeoutError:
-        # It is not waited for: while the driver hangs it does not end.
+        # Do not wait for it: while the driver hangs it does not end.
         process.kill()
         log.warning("nvidia-smi did not answer within %g s", GPU_TIMEOUT)
         return Gpus()
@@ -118,7 +118,7 @@ async def _gpus_together() -> Gpus:
 
 
 def parse_gpus(text: str) -> Gpus:
-    """The sum of the lines `total MiB, free MiB, compute capability`; other lines are ignored."""
+    """Sum up the lines `total MiB, free MiB, compute capability`; other lines are ignored."""
     total = free = 0
     capability = ""
     for line in text.splitlines():
@@ -129,8 +129,8 @@ def parse_gpus(text: str) -> Gpus:
     return Gpus(total, free, "nvidia", capability) if total else Gpus()
 
 
-def detect_capability(forced: str, found: Gpus, run_file: Path = CAPABILITY_FILE) -> str:
-    """The capability of this machine (worker.md §18.4): forced, from the run file, or detected."""
+def detect_capability(forced: str, gpus: Gpus, run_file: Path = CAPABILITY_FILE) -> str:
+    """Return the capability of this machine (worker.md §18.4): forced, from the run file, or detected."""
     if forced:
         return forced
     with contextlib.suppress(OSError):
@@ -140,15 +140,15 @@ def detect_capability(forced: str, found: Gpus, run_file: Path = CAPABILITY_FILE
     if platform.system() == "Darwin":
         return "metal" if platform.machine() == "arm64" else "darwin-x86"
     toolkit = next((f"-cuda-{n}" for n in (13, 12) if Path(f"/usr/local/cuda-{n}").is_dir()), "")
-    if platform.machine() in ("aarch64", "arm64") and found.vendor == "nvidia":
+    if platform.machine() in ("aarch64", "arm64") and gpus.vendor == "nvidia":
         return f"nvidia-l4t{toolkit}"
-    if found.total <= SMALL_VRAM:
+    if gpus.total <= SMALL_VRAM:
         return "default"
-    return f"nvidia{toolkit}" if found.vendor == "nvidia" else found.vendor
+    return f"nvidia{toolkit}" if gpus.vendor == "nvidia" else gpus.vendor
 
 
 def preferred_tokens(capability: str) -> Sequence[str]:
-    """The preferred words in a build's name on this machine, best first (worker.md §18.2)."""
+    """Return the preferred words in a build's name on this machine, best first (worker.md §18.2)."""
     for prefix, tokens in PREFERENCES.items():
         if capability.startswith(prefix):
             return tokens

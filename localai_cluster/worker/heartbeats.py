@@ -1,6 +1,6 @@
-"""Heartbeats: the node's figures at every interval, as long as the bus is connected too (worker.md §6).
+"""Heartbeats: the node's figures at every interval while the bus is connected (worker.md §6).
 
-An engine that has ended by itself is reported at once, by a heartbeat out of turn.
+An engine that ended by itself is reported at once, by an extra heartbeat.
 """
 
 import logging
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 REMIND_EVERY = 60.0
 SOON = 1.0
-"""Seconds after news until the figures follow: a driver frees the memory of a process that has ended."""
+"""Seconds between the report of an exit and new figures, as the driver needs time to free the memory."""
 COPIED = (
     "This worker's data folder has been copied, and the copy has registered since. Stop one of"
     " the two workers."
@@ -30,7 +30,7 @@ COPIED = (
 
 
 async def figures(models: Path, reader: GpuReader) -> dict[str, Any]:
-    """The body of a heartbeat: what can be measured now."""
+    """Measure the figures for the body of a heartbeat."""
     measured: dict[str, Any] = hardware.figures(models).known("available_ram", "total_disk", "available_disk")
     gpus = await hardware.gpus(reader)
     if gpus is None or gpus == Gpus():
@@ -42,10 +42,11 @@ async def figures(models: Path, reader: GpuReader) -> dict[str, Any]:
 class HeartbeatLoop:
     """Sends heartbeats until it is cancelled.
 
-    `off_bus` says why this worker is not on the bus. `register` registers again, as often as it takes, when
-    the control plane no longer knows the node. `register_once` tries it once (CallFailed), when the secret is
-    refused. `unsubscribe` stops answering commands, when another process has become the node. `exits` are the
-    engines to report. `problem` says what an admin must resolve.
+    `off_bus` returns the reason why this worker is not on the bus, "" if it is. `register` registers again,
+    as often as needed, when the control plane no longer has the node. `register_once` attempts it once
+    (CallFailed), when the secret is refused. `unsubscribe` stops receiving commands, when another process has
+    become the node. `exits` holds the engines to report. `problem` describes a condition that an
+    administrator must resolve.
     """
 
     def __init__(
@@ -74,9 +75,9 @@ class HeartbeatLoop:
         self.problem = ""
 
     async def run(self) -> None:
-        """Sends one heartbeat per interval, the first one interval after the start, and one at every news.
+        """Send one heartbeat per interval, the first one interval after the start, and one at every exit.
 
-        After news the next one comes soon: it says what the engine has given back.
+        After an exit the next heartbeat follows soon: it reports the memory that the engine has freed.
         """
         due_at = clock.monotonic() + self._interval
         while True:
@@ -86,53 +87,57 @@ class HeartbeatLoop:
             except GaveUp:
                 raise
             except Exception:
-                # A figure that cannot be read must not stop the engines of this machine.
+                # A failed measurement must not stop the engines of this machine.
                 log.exception("heartbeat failed")
             due_at = min(due_at, clock.monotonic() + SOON) if hurried else clock.monotonic() + self._interval
 
     async def send(self, *, hurried: bool = False) -> None:
-        """Sends one heartbeat, or logs why not. Without the bus a node must go stale, so it sends none.
+        """Send one heartbeat, or log the reason for not sending it.
 
-        A `hurried` one has no figures: to read those of the GPUs takes time.
+        Without the bus a node must become stale, so this sends none. A `hurried` heartbeat has no figures,
+        since reading those of the GPUs takes time.
         """
         if reason := self._off_bus():
             HEARTBEATS.labels("off_bus").inc()
-            self._remind("bus", f"no heartbeat: {reason}")
+            self._log_reminder("bus", f"no heartbeat: {reason}")
             return
         if clock.monotonic() < self._paused_until:
             return
         body: dict[str, Any] = {} if hurried else dict(await self._measure())
         sent_at, exits = clock.monotonic(), self._exits.due()
         if exits:
-            body["ended_processes"] = [one.report for one in exits]
+            body["ended_processes"] = [ended.report for ended in exits]
         try:
             await self._control_plane.heartbeat(self._node_id(), body)
         except CallFailed as error:
             HEARTBEATS.labels("refused" if 400 <= error.http_status < 500 else "failed").inc()
-            await self._failed(error)
+            await self._handle_failure(error)
         else:
             HEARTBEATS.labels("ok").inc()
             self.problem = ""
             self._exits.answered(exits, sent_at)
 
-    async def _failed(self, error: CallFailed) -> None:
+    async def _handle_failure(self, error: CallFailed) -> None:
         if error.http_status == 404:
             log.warning("the control plane no longer knows this node; registering again")
             await self._register()
         elif error.refused:
-            await self._refused(error)
+            await self._handle_refusal(error)
         elif error.http_status == 409:
             self.problem = "another process has registered with this node's secret"
             await self._unsubscribe()
-            self._remind("copied", f"heartbeat refused: {error}. {COPIED}", logging.ERROR)
+            self._log_reminder("copied", f"heartbeat refused: {error}. {COPIED}", logging.ERROR)
         else:
             self._pause(error.wait)
-            self._remind("failed", f"heartbeat failed: {error}")
+            self._log_reminder("failed", f"heartbeat failed: {error}")
 
-    async def _refused(self, error: CallFailed) -> None:
-        """The node was removed or its secret revoked. A registration, once a minute, tells which."""
+    async def _handle_refusal(self, error: CallFailed) -> None:
+        """Handle a refused secret: the node was removed or the secret revoked.
+
+        A registration, at most once a minute, distinguishes the two.
+        """
         self.problem = "the control plane refuses this node's secret"
-        if not self._due("refused"):
+        if not self._is_reminder_due("refused"):
             return
         log.warning("heartbeat refused: %s; registering again", error)
         try:
@@ -145,12 +150,12 @@ class HeartbeatLoop:
     def _pause(self, seconds: float) -> None:
         self._paused_until = clock.monotonic() + seconds
 
-    def _remind(self, kind: str, text: str, level: int = logging.WARNING) -> None:
-        if self._due(kind):
+    def _log_reminder(self, kind: str, text: str, level: int = logging.WARNING) -> None:
+        if self._is_reminder_due(kind):
             log.log(level, "%s", text)
 
-    def _due(self, kind: str) -> bool:
-        """Whether a minute has passed since this was last true for `kind`."""
+    def _is_reminder_due(self, kind: str) -> bool:
+        """Return True at most once a minute for each `kind`."""
         now = clock.monotonic()
         if now - self._reminded.get(kind, -REMIND_EVERY) < REMIND_EVERY:
             return False

@@ -1,10 +1,9 @@
-"""The worker's HTTP routes: open probes, files and the engines' output for the control plane (worker.md §12),
-figures.
+"""The worker's HTTP routes: open probes, files, engine output and metrics (worker.md §12).
 
-An ASGI application, which `listening` serves. Files (`files/`) and output are opened by the token that this
-worker tells the control plane in its registration, never by the registration token, which every machine that
-wants to join knows. The same token opens the figures (`/metrics`), and so does the one that the operator has
-given this worker for scrapers; that one opens nothing else.
+An ASGI application, served by `listening`. The control plane reads and writes files (`files/`) and reads
+output with the token that this worker sends in its registration, never with the registration token, which
+every joining machine has. The same token opens the metrics (`/metrics`). The operator may configure a second
+token for scrapers, which opens only the metrics.
 """
 
 import asyncio
@@ -24,15 +23,15 @@ from localai_cluster.worker.log_rings import LogLine, LogRings
 LOGS = "/v1/backend-logs"
 METRICS = "/metrics"
 READERS = 64
-"""How many may follow the output at once."""
+"""Maximum number of clients that follow output at the same time."""
 WRITE_LIMIT = 30.0
-"""Seconds within which a reader takes a message (§12.7)."""
+"""Seconds within which a client must accept a message (§12.7)."""
 
 
 class WorkerApplication:
-    """The routes. `problem` says why the worker is not ready, "" if it is.
+    """The ASGI application. `problem` returns the reason why the worker is not ready, "" if it is.
 
-    `token` opens all of them, `scraper` the figures only; without a `scraper` nothing else opens those.
+    `token` opens all routes, `scraper` only the metrics; without a `scraper` only `token` opens those.
     """
 
     def __init__(
@@ -46,19 +45,19 @@ class WorkerApplication:
         self._readers = 0
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
-        """Answers one request or websocket."""
+        """Handle one request or websocket."""
         if scope["type"] == "websocket":
             await self._socket(scope, receive, send)
             return
         if self._files.serves(raw_path(scope)):
-            await self._files(Exchange(scope, receive, send), _authorized(scope, [self._token]))
+            await self._files(Exchange(scope, receive, send), _is_authorized(scope, [self._token]))
             return
         status, text, kind = self._answer(scope)
         headers = {"content-type": kind, "cache-control": "no-store", "x-content-type-options": "nosniff"}
         await _respond(send, "http", status, text, headers)
 
     def _answer(self, scope: Scope) -> tuple[int, str, str]:
-        """Status, body and content type."""
+        """Return status, body and content type."""
         path, method = scope["path"], scope["method"]
         if path in ("/healthz", "/readyz"):
             problem = self._problem() if path == "/readyz" else ""
@@ -71,12 +70,12 @@ class WorkerApplication:
         if method != "GET":
             return 405, "method not allowed", PLAIN
         tokens = [self._token] if name is not None else [self._token, self._scraper]
-        if not _authorized(scope, tokens):
+        if not _is_authorized(scope, tokens):
             return 401, "unauthorized", PLAIN
         if name is None:
             return 200, exposed.text("worker").decode(), exposed.CONTENT_TYPE
-        found = _json_lines(self._rings.lines(name)) if name else json.dumps(self._rings.models())
-        return 200, found, "application/json"
+        body = _json_lines(self._rings.lines(name)) if name else json.dumps(self._rings.models())
+        return 200, body, "application/json"
 
     async def _socket(self, scope: Scope, receive: Any, send: Any) -> None:
         refusal = self._refusal(scope)
@@ -88,14 +87,14 @@ class WorkerApplication:
         await send({"type": "websocket.accept"})
         self._readers += 1
         tail = asyncio.create_task(self._tail(name, send))
-        gone = asyncio.create_task(_disconnected(receive))
+        disconnect = asyncio.create_task(_disconnected(receive))
         try:
-            await asyncio.wait({tail, gone}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({tail, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._readers -= 1
-            for task in (tail, gone):
+            for task in (tail, disconnect):
                 task.cancel()
-            await asyncio.gather(tail, gone, return_exceptions=True)
+            await asyncio.gather(tail, disconnect, return_exceptions=True)
         if not tail.cancelled():
             tail.result()  # uvicorn logs an error that is not handled here
 
@@ -103,7 +102,7 @@ class WorkerApplication:
         name = _log_name(scope)
         if not name or not name.endswith("/ws"):
             return 404, "not found"
-        if not _authorized(scope, [self._token]):
+        if not _is_authorized(scope, [self._token]):
             return 401, "unauthorized"
         origin = header(scope, b"origin")
         if origin and urlsplit(origin).netloc.lower() != header(scope, b"host").lower():
@@ -113,37 +112,37 @@ class WorkerApplication:
         return None
 
     async def _tail(self, name: str, send: Any) -> None:
-        """What there is, then what comes, until the reader stops reading."""
-        with contextlib.suppress(TimeoutError), self._rings.follow(name) as place:
-            lines, _ = place.take()
+        """Send the present lines, then new ones as they come, until the client stops reading."""
+        with contextlib.suppress(TimeoutError), self._rings.follow(name) as cursor:
+            lines, _ = cursor.take()
             await _write(send, f'{{"type":"initial","lines":{_json_lines(lines)}}}')
             while True:
-                await place.news.wait()
-                await asyncio.sleep(0)  # a wait for what is there does not let others run
-                lines, lost = place.take()
-                if lost:
-                    text = f"[{lost} lines are missing here: they came faster than they were read]"
-                    at = lines[0].timestamp
-                    lines.insert(0, LogLine(at, "stderr", text))
+                await cursor.news.wait()
+                await asyncio.sleep(0)  # waiting on a set event does not yield to other tasks
+                lines, missed = cursor.take()
+                if missed:
+                    text = f"[{missed} lines are missing here: they came faster than they were read]"
+                    timestamp = lines[0].timestamp
+                    lines.insert(0, LogLine(timestamp, "stderr", text))
                 for line in lines:
                     await _write(send, f'{{"type":"line","line":{_json(line)}}}')
 
 
 def _log_name(scope: Scope) -> str | None:
-    """What follows `/v1/backend-logs/`, decoded once: "" for the list itself, None for another route."""
+    """Return the decoded path after `/v1/backend-logs/`: "" for the list itself, None for another route."""
     path = raw_path(scope).decode("latin-1")
     if path == LOGS:
         return ""
-    head, rest = path[: len(LOGS) + 1], path[len(LOGS) + 1 :]
-    return unquote(rest) if head == LOGS + "/" and rest else None
+    prefix, encoded_name = path[: len(LOGS) + 1], path[len(LOGS) + 1 :]
+    return unquote(encoded_name) if prefix == LOGS + "/" and encoded_name else None
 
 
-def _authorized(scope: Scope, tokens: Iterable[str]) -> bool:
-    """Whether the bearer is one of these; an empty one is none. Each comparison takes the same time."""
-    scheme, _, given = header(scope, b"authorization").partition(" ")
-    offered = given.strip().encode("latin-1")
-    right = [hmac.compare_digest(offered, token.encode()) for token in tokens if token]
-    return any(right) and scheme.lower() == "bearer"
+def _is_authorized(scope: Scope, tokens: Iterable[str]) -> bool:
+    """Return True if the bearer token is one of `tokens`, in constant time; an empty token never matches."""
+    scheme, _, bearer = header(scope, b"authorization").partition(" ")
+    offered = bearer.strip().encode("latin-1")
+    matches = [hmac.compare_digest(offered, token.encode()) for token in tokens if token]
+    return any(matches) and scheme.lower() == "bearer"
 
 
 def _json(line: LogLine) -> str:

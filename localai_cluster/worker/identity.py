@@ -1,9 +1,9 @@
-"""The worker's identity: a secret made at the first start, its successor during a rotation, and a lock that
-allows one worker per data folder.
+"""The worker's identity: its secret, the successor during a rotation, and a lock on the data folder.
 
-A rotation lasts from `prepare` to `promote`, with a call to the control plane in between. Before that call
-the successor is safely on disk in its own file; afterwards a rename puts it in place. So whenever the worker
-ends, one of the two files holds the secret that the control plane knows.
+The secret is created at the first start; the lock allows one worker per data folder. A rotation lasts from
+`prepare` to `promote`, with a call to the control plane in between. Before that call the successor is safely
+on disk in its own file; afterwards a rename puts it in place. So whenever the worker ends, one of the two
+files holds the secret that the control plane accepts.
 """
 
 import fcntl
@@ -33,7 +33,7 @@ class NodeIdentity:
     """The secret in use and, during a rotation, its successor (otherwise empty)."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads both; generates the first secret. IdentityError."""
+        """Read both; generate the first secret. Raise IdentityError."""
         self._path, self._next = folder / SECRET_FILE, folder / NEXT_FILE
         self.successor = _read(self._next)
         if self.successor and not os.path.lexists(self._path):
@@ -46,7 +46,7 @@ class NodeIdentity:
         return hashlib.sha256(self.secret.encode()).hexdigest()
 
     def prepare(self) -> str:
-        """The successor, safely on disk; reuses that of an unfinished rotation. IdentityError."""
+        """Return the successor, safely on disk; reuse that of an unfinished rotation. Raise IdentityError."""
         try:
             if self.successor == self.secret:
                 self._replace_file()
@@ -56,7 +56,7 @@ class NodeIdentity:
         return self.successor
 
     def promote(self) -> None:
-        """Makes the successor the secret in use, even if the files cannot be changed."""
+        """Make the successor the secret in use, even if the files cannot be changed."""
         self.secret = self.successor
         try:
             self._replace_file()
@@ -71,17 +71,17 @@ class NodeIdentity:
 
 
 def _create(path: Path) -> str:
-    """Creates a secret unless one exists: 64 hex digits, mode 0600, safe against a power cut."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    """Create a secret unless one exists: 64 hex digits, mode 0600, safe against a power cut."""
+    new_file = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        descriptor = os.open(new_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(SECRET_BYTES) + "\n")
             file.flush()
             os.fsync(descriptor)
         # A link is atomic and never replaces a secret that another process made first.
         with suppress(FileExistsError):
-            os.link(fresh, path)
+            os.link(new_file, path)
         _sync(path.parent)
     except OSError as error:
         raise IdentityError(
@@ -89,12 +89,12 @@ def _create(path: Path) -> str:
             "Set LOCALAI_WORKER_DATA_DIR to a folder that this user can write to."
         ) from error
     finally:
-        fresh.unlink(missing_ok=True)
+        new_file.unlink(missing_ok=True)
     return _read(path)
 
 
 def _read(path: Path) -> str:
-    """The secret in `path`; empty if the file does not exist. IdentityError."""
+    """Read the secret in `path`; empty if the file does not exist. Raise IdentityError."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         with os.fdopen(descriptor) as file:
@@ -116,7 +116,7 @@ def _read(path: Path) -> str:
 
 
 def _sync(folder: Path) -> None:
-    """Makes renames and new files in `folder` durable."""
+    """Make renames and new files in `folder` durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -125,7 +125,7 @@ def _sync(folder: Path) -> None:
 
 
 def claim(folder: Path) -> IO[str]:
-    """Locks the data folder for this process until the file is closed. IdentityError if it is in use."""
+    """Lock the data folder for this process until the file is closed. Raise IdentityError if it is in use."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / LOCK_FILE, "a+")  # noqa: SIM115 -- held for the life of the process

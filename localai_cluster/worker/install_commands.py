@@ -1,7 +1,7 @@
-"""Install and upgrade: the two long commands, run as tasks, possibly sent twice (worker.md §8.1, §8.2).
+"""Install and upgrade: the two long commands, run as tasks, possibly received twice (worker.md §8.1, §8.2).
 
-Commands for one backend run one at a time. A command that is sent again while it runs joins the running one.
-A cancel ends it wherever it is: waiting, downloading, unpacking or starting the engine (`halting.py`).
+Commands for one backend run one at a time. A command that arrives again while it runs joins the running one.
+A cancel ends it in any step: waiting, downloading, unpacking or starting the engine (`halting.py`).
 """
 
 import asyncio
@@ -36,15 +36,15 @@ from localai_cluster.worker.progress import ProgressStream, Report, Tick, ignore
 log = logging.getLogger(__name__)
 
 CANCEL_LIMIT = 4.0
-"""Seconds within which a cancelled command must have ended; a controller waits 5 s for the answer."""
-_LOOK_AGAIN = 0.25
+"""Seconds within which a cancelled command must have ended; a controller waits 5 s for the reply."""
+_POLL_SECONDS = 0.25
 
 OpenProgress = Callable[[str, str], ProgressStream]
 """Opens the progress stream of an operation (its id) for a backend."""
 
 
 class InstallCommands:
-    """Runs installs and upgrades."""
+    """Runs installs and upgrades, at most one per backend at a time."""
 
     def __init__(
         self,
@@ -66,24 +66,28 @@ class InstallCommands:
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
     async def install(self, request: InstallRequest) -> InstallReply:
-        """`backend.install`; the reply carries errors. Stopped if the worker shuts down first."""
-        reply: InstallReply = await self._joined(request, lambda command: self._install(request, command))
+        """Run `backend.install`; the reply carries errors. Raise Stopped if the worker shuts down first."""
+        reply: InstallReply = await self._run_or_join(
+            request, lambda command: self._install(request, command)
+        )
         return reply
 
     async def upgrade(self, request: UpgradeRequest) -> UpgradeReply:
-        """`backend.upgrade`; the reply carries errors. Stopped if the worker shuts down first."""
-        reply: UpgradeReply = await self._joined(request, lambda command: self._upgrade(request, command))
+        """Run `backend.upgrade`; the reply carries errors. Raise Stopped if the worker shuts down first."""
+        reply: UpgradeReply = await self._run_or_join(
+            request, lambda command: self._upgrade(request, command)
+        )
         return reply
 
     async def cancel(self, op_id: str) -> bool:
-        """`backend.cancel`: ends the commands of this operation; whether there was one that ended by it.
+        """Run `backend.cancel`: end the commands of this operation; return True if one ended because of it.
 
-        False also when the files were in place already: the command then succeeds. Conflict if a command has
-        not ended in time; it will end.
+        Return False also if the files were in place already: the command then succeeds. Raise Conflict if a
+        command has not ended in time; it will end.
         """
-        found = [command for command in self._running.values() if op_id and command.op_id == op_id]
-        ended = await asyncio.gather(*(self._cancel(command) for command in found))
-        return any(ended)
+        commands = [command for command in self._running.values() if op_id and command.op_id == op_id]
+        results = await asyncio.gather(*(self._cancel(command) for command in commands))
+        return any(results)
 
     async def _cancel(self, command: Command) -> bool:
         log.info("op=%s cancelled", printable(command.op_id))
@@ -98,22 +102,24 @@ class InstallCommands:
                 stop = asyncio.create_task(self._supervisor.stop(command.key, force=True))
                 self._stops.add(stop)
                 stop.add_done_callback(self._stops.discard)
-            await asyncio.wait({task}, timeout=_LOOK_AGAIN)
+            await asyncio.wait({task}, timeout=_POLL_SECONDS)
         return not task.cancelled() and task.exception() is None and not task.result().success
 
     async def close(self) -> None:
-        """Cancels what is running."""
+        """Cancel the running commands."""
         self._installer.close()
         tasks = [command.task for command in self._running.values() if command.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _joined(self, request: Any, run: Callable[[Command], Coroutine[Any, Any, Any]]) -> Any:
+    async def _run_or_join(self, request: Any, run: Callable[[Command], Coroutine[Any, Any, Any]]) -> Any:
         command = self._running.get(request)
         if command is None:
             command = self._running[request] = Command(request.op_id)
-            task = asyncio.create_task(self._logged(request, run(command)), name=f"command {request.backend}")
+            task = asyncio.create_task(
+                self._run_logged(request, run(command)), name=f"command {request.backend}"
+            )
             task.add_done_callback(lambda _: self._running.pop(request, None))
             command.task = task
         else:
@@ -130,21 +136,21 @@ class InstallCommands:
                 raise Stopped("the worker is shutting down") from None
             raise
 
-    async def _logged(self, request: Any, work: Coroutine[Any, Any, Any]) -> Any:
-        what = _what(request)
+    async def _run_logged(self, request: Any, work: Coroutine[Any, Any, Any]) -> Any:
+        label = _label(request)
         operation, backend = printable(request.op_id), printable(request.backend or request.uri)
-        log.info("op=%s backend=%s %s started", operation, backend, what)
+        log.info("op=%s backend=%s %s started", operation, backend, label)
         reply = await work
         outcome = "done" if reply.success else f"failed: {reply.error}"
-        log.info("op=%s backend=%s %s %s", operation, backend, what, outcome)
+        log.info("op=%s backend=%s %s %s", operation, backend, label, outcome)
         points.passed("worker.command:done")
         return reply
 
     async def _install(self, request: InstallRequest, command: Command) -> InstallReply:
         stream = self._progress(request.op_id, request.backend) if request.op_id else None
         try:
-            with command.breakable():
-                return await self._ensure(request, command, stream.report if stream else ignore)
+            with command.interruptible():
+                return await self._ensure_installed(request, command, stream.report if stream else ignore)
         except Stopped:
             raise
         except (ClusterError, OSError) as error:
@@ -153,67 +159,74 @@ class InstallCommands:
             if stream is not None:
                 await stream.finish()
 
-    async def _ensure(self, request: InstallRequest, command: Command, report: Report) -> InstallReply:
+    async def _ensure_installed(
+        self, request: InstallRequest, command: Command, report: Report
+    ) -> InstallReply:
         name = requested_name(request)
         key = process_key(model_name(request.model_id) or name, _slot(request.replica_index))
         if not self._gpus_known(request.gpus):
-            raise InvalidInput(f"this node has no such GPUs: {_few(request.gpus)}", field="gpus")
-        async with self._alone(name):
+            raise InvalidInput(f"this node has no such GPUs: {_shorten(request.gpus)}", field="gpus")
+        async with self._exclusive(name):
             if request.force:
                 keys = await self._keys(name)
-                with command.whole():
+                with command.uninterruptible():
                     await self._supervisor.ensure_stopped([*keys, key], force=True)
             elif not request.install_only and (
-                engine := await self._current(key, name, command, request.gpus)
+                engine := await self._reusable_engine(key, name, command, request.gpus)
             ):
-                return self._address(engine)
-            start_file = await self._files(request, name, command, report)
+                return self._success(engine)
+            start_file = await self._ensure_files(request, name, command, report)
             if request.install_only:
                 return InstallReply(True)
             report(Tick("starting"))
             # Another name of the same backend has its own lock, but may use the same key.
-            async with self._lock(f"\0{key}"):  # no name of a backend has a NUL
-                engine = await self._current(key, name, command, request.gpus)
+            async with self._lock(f"\0{key}"):  # no backend name contains a NUL
+                engine = await self._reusable_engine(key, name, command, request.gpus)
                 if engine is None:
                     entry = await asyncio.to_thread(self._store.find, name)
                     backend = entry.name if entry else name
                     engine = await self._start(command, key, backend, start_file, request.gpus)
-                return self._address(engine)
+                return self._success(engine)
 
     async def _start(
         self, command: Command, key: str, backend: str, start_file: Path, gpus: tuple[str, ...]
     ) -> Engine:
-        with command.whole(key):
+        with command.uninterruptible(key):
             engine = await self._supervisor.start(key, backend, start_file, gpus)
             if command.halt.cancelled:
                 await self._supervisor.stop(key, force=True)
         return engine
 
-    async def _current(self, key: str, name: str, command: Command, gpus: tuple[str, ...]) -> Engine | None:
-        """The ready engine under `key` if it can serve `name`, on these GPUs if any are named; any other
-        engine there is stopped.
+    async def _reusable_engine(
+        self, key: str, name: str, command: Command, gpus: tuple[str, ...]
+    ) -> Engine | None:
+        """Return the ready engine under `key` if it can serve `name`; otherwise stop it and return None.
+
+        If `gpus` are given, the engine must use exactly these.
         """
         engine = self._supervisor.get(key)
         if engine is None:
             return None
         if engine.stopping or not engine.alive:
-            await engine.gone.wait()
+            await engine.ended.wait()
             return None
         names = await asyncio.to_thread(self._store.identity, name)
-        elsewhere = bool(gpus) and engine.gpus != gpus
-        if engine.backend not in names or elsewhere or not engine.same_folder():
-            with command.whole():
+        has_other_gpus = bool(gpus) and engine.gpus != gpus
+        if engine.backend not in names or has_other_gpus or not engine.same_folder():
+            with command.uninterruptible():
                 await self._supervisor.ensure_stopped([key], force=False)
             return None
-        return engine if await engine.settled() else None
+        return engine if await engine.wait_started() else None
 
-    async def _files(self, request: InstallRequest, name: str, command: Command, report: Report) -> Path:
+    async def _ensure_files(
+        self, request: InstallRequest, name: str, command: Command, report: Report
+    ) -> Path:
         start_file = await asyncio.to_thread(self._store.start_file, name)
         if start_file is not None and not request.force:
             return start_file
         installed = await self._installer.install(self._source(request, name), report, command.halt)
-        for known in (name, installed):
-            start_file = await asyncio.to_thread(self._store.start_file, known)
+        for candidate in (name, installed):
+            start_file = await asyncio.to_thread(self._store.start_file, candidate)
             if start_file is not None:
                 return start_file
         raise InstallFailed(f'backend "{name}" not found after install attempt')
@@ -223,10 +236,10 @@ class InstallCommands:
         stopped: list[str] = []
         try:
             name = requested_name(request)
-            with command.breakable():
-                async with self._alone(name):
+            with command.interruptible():
+                async with self._exclusive(name):
                     keys = [*await self._keys(name), process_key(name, _slot(request.replica_index))]
-                    with command.whole():
+                    with command.uninterruptible():
                         stopped += await self._supervisor.ensure_stopped(keys, force=True)
                     source = self._source(request, name)
                     report = stream.report if stream else ignore
@@ -251,36 +264,39 @@ class InstallCommands:
             return InstallSource(strip_gallery(request.name) or name, galleries, request.uri, request.alias)
         return InstallSource(request.backend or request.name, galleries)
 
-    def _address(self, engine: Engine) -> InstallReply:
+    def _success(self, engine: Engine) -> InstallReply:
         return InstallReply(True, address=f"{self._config.advertise_host}:{engine.port}", gpus=engine.gpus)
 
     @contextlib.asynccontextmanager
-    async def _alone(self, name: str) -> AsyncIterator[None]:
-        """Commands for one build run one after the other, by whichever of its names.
+    async def _exclusive(self, name: str) -> AsyncIterator[None]:
+        """Serialize the commands for one build, whichever of its names they use.
 
-        The name's lock comes first, the build's second. A build is called like its folder, and that name
-        means no other build, so two commands never wait for each other.
+        The lock of the name comes first, the build's second. A build has the name of its folder, and that
+        name means no other build, so two commands never wait for each other.
         """
-        async with contextlib.AsyncExitStack() as held:
-            await held.enter_async_context(self._lock(name))
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self._lock(name))
             start_file = await asyncio.to_thread(self._store.start_file, name)
             build = start_file.parent.name if start_file else folder_name(name)
             if build.lower() != name.lower():
-                await held.enter_async_context(self._lock(build))
+                await stack.enter_async_context(self._lock(build))
             yield
 
     def _lock(self, name: str) -> asyncio.Lock:
         return self._locks.setdefault(name.lower(), asyncio.Lock())
 
 
-def _what(request: InstallRequest | UpgradeRequest) -> str:
+def _label(request: InstallRequest | UpgradeRequest) -> str:
     if isinstance(request, UpgradeRequest):
         return "upgrade"
     return "install" if request.install_only else f"load of {printable(request.model_id or request.backend)}"
 
 
 def requested_name(request: InstallRequest | UpgradeRequest) -> str:
-    """The backend that a command names: by `backend`, `name`, or the last part of `uri`. InvalidInput."""
+    """Return the backend of a command: from `backend`, `name`, or the last part of `uri`.
+
+    Raise InvalidInput.
+    """
     name = strip_gallery(request.backend) or strip_gallery(request.name)
     if not name:
         name = name_of(request.uri)
@@ -289,12 +305,12 @@ def requested_name(request: InstallRequest | UpgradeRequest) -> str:
 
 
 def report_stopped(keys: list[str], error: Exception | None = None) -> UpgradeReply:
-    """The reply to upgrade and delete: success unless there is an error, and the stopped processes."""
-    known = [*keys, *(error.data.get("stopped", ()) if isinstance(error, StopFailed) else ())]
+    """Build the reply to upgrade and delete: success unless there is an error, and the stopped processes."""
+    stopped = [*keys, *(error.data.get("stopped", ()) if isinstance(error, StopFailed) else ())]
     return UpgradeReply(
         success=error is None,
         error=_text(error) if error else "",
-        stopped_process_keys=tuple(dict.fromkeys(known)),
+        stopped_process_keys=tuple(dict.fromkeys(stopped)),
         reports_stopped_processes=True,
     )
 
@@ -305,8 +321,8 @@ def _slot(index: int) -> int:
     return index
 
 
-def _few(ids: Sequence[str]) -> str:
-    """For a refusal: what was named may be anything."""
+def _shorten(ids: Sequence[str]) -> str:
+    """Format the first ids for a refusal; they are input from outside."""
     return printable(", ".join(ids[:8]))[:200]
 
 

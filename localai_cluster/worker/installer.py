@@ -1,8 +1,8 @@
-"""Installs a backend's files: finds them, brings them to a staging folder, swaps that in by renaming.
+"""Installation of a backend's files: locate them, fill a staging folder, swap it in by renaming.
 
-A source is a folder or an archive of this machine (in an allowed folder), or an archive that is downloaded
-first. At every moment the backend's folder holds the old version or the new one; between the two renames only
-the backup exists, and the next start restores it. One install at a time works on a folder.
+A source is a folder or an archive on this machine (in an allowed folder), or an archive to download first. At
+every moment the backend's folder holds the old version or the new one; between the two renames only the
+backup exists, and the next start restores it. At most one install at a time works on a folder.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from localai_cluster.worker.download import (
     sha256_of,
 )
 from localai_cluster.worker.file_copy import ENDED, OnBytes, Stopped, Throttle, copy_tree
-from localai_cluster.worker.halting import Halt, in_thread, survive
+from localai_cluster.worker.halting import Halt, clear_cancellation, in_thread
 from localai_cluster.worker.names import BACKUP, STAGED, folder_name
 from localai_cluster.worker.progress import Report, Tick
 from localai_cluster.worker.unpack import unpack
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 PARALLEL_COPIES = 4
 DIGEST = "sha256:"
-"""Before the hash of the installed archive in `digest`, as OCI writes one."""
+"""Prefix of the installed archive's hash in `digest`, as in OCI."""
 
 
 class InstallFailed(ClusterError):
@@ -55,7 +55,7 @@ class InstallFailed(ClusterError):
 
 @dataclass(frozen=True)
 class InstallSource:
-    """What to install: `name` from galleries, or `uri` under the given `name` and `alias`."""
+    """The requested backend: `name` from galleries, or `uri` under the given `name` and `alias`."""
 
     name: str
     galleries: Sequence[Gallery]
@@ -64,8 +64,8 @@ class InstallSource:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where an entry's files come from: `uri` as it is written, and where that is."""
+class _Source:
+    """The source of an entry's files: `uri` as written, and the `location` it resolves to."""
 
     uri: str
     location: str
@@ -73,26 +73,26 @@ class _Place:
 
     @property
     def file_name(self) -> str:
-        """The last part of the path; "" for what is no URL."""
+        """Last part of the path; "" if the location is not a URL."""
         with contextlib.suppress(ValueError):
             return urlsplit(self.location).path.rstrip("/").rpartition("/")[2]
         return ""
 
 
 @dataclass(frozen=True)
-class _Work:
-    """What goes with one install: where it reports, and what ends it."""
+class _InstallContext:
+    """The context of one install: the progress callback and the halt flag."""
 
     report: Report
     halt: Halt
 
 
 Fill = Callable[[Path], None]
-"""Makes a new folder with the backend's files; blocks."""
+"""Fills a new folder with the backend's files; blocks."""
 
 
 class Installer:
-    """Installs backends; `served` opens files of the control plane's own gallery."""
+    """Installs backends. `served` opens files of the control plane's own gallery."""
 
     def __init__(
         self,
@@ -115,47 +115,49 @@ class Installer:
         self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
 
     async def install(self, source: InstallSource, report: Report, halt: Halt | None = None) -> str:
-        """Installs, replacing what is there; returns the folder's name.
+        """Install a backend in place of a former version; return the folder's name.
 
-        InstallFailed and other ClusterErrors. `halt` and a cancellation of the task end it, and what it has
-        written so far is gone; once the files are in place, it succeeds.
+        Raise InstallFailed and other ClusterErrors. `halt` and a cancellation of the task end the install and
+        remove its files; once the new files are in place, it succeeds.
         """
-        work = _Work(report, halt or Halt())
-        self._halts.add(work.halt)
+        context = _InstallContext(report, halt or Halt())
+        self._halts.add(context.halt)
         try:
             if self._closed:
-                work.halt.set()
-            return await self._install(source, work)
+                context.halt.set()
+            return await self._install(source, context)
         finally:
-            self._halts.discard(work.halt)
+            self._halts.discard(context.halt)
 
-    async def _install(self, source: InstallSource, work: _Work) -> str:
-        work.report(Tick("resolving"))
+    async def _install(self, source: InstallSource, context: _InstallContext) -> str:
+        context.report(Tick("resolving"))
         uri = source.uri
         if uri and (uri.startswith("/") or ":" in uri):
-            place = _Place(uri, uri)
-            name = source.name or stem(place.file_name) or place.file_name
-            return await self._install_place(
-                place, Metadata(name=name, alias=source.alias, uri=gallery_index.public_url(uri)), work
+            file_source = _Source(uri, uri)
+            name = source.name or stem(file_source.file_name) or file_source.file_name
+            return await self._install_source(
+                file_source,
+                Metadata(name=name, alias=source.alias, uri=gallery_index.public_url(uri)),
+                context,
             )
         choice = await self._select(uri or source.name, source.galleries)
-        folder = await self._install_build(choice.build, work)
+        folder = await self._install_build(choice.build, context)
         if choice.meta is not None:
-            await self._in_thread(work.halt, self._write_meta, choice.meta, folder)
+            await self._in_thread(context.halt, self._write_meta, choice.meta, folder)
             return folder_name(choice.meta.name)
         return folder
 
     def close(self) -> None:
-        """Stops all running copies; they end with Stopped."""
+        """Stop all running installs; they end with Stopped."""
         self._closed = True
         for halt in self._halts:
             halt.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _select(self, name: str, listed: Sequence[Gallery]) -> build_selection.Choice:
+    async def _select(self, name: str, galleries: Sequence[Gallery]) -> build_selection.Choice:
         builds: list[gallery_index.GalleryEntry] = []
         problems = []
-        for gallery in listed:
+        for gallery in galleries:
             try:
                 builds += await build_selection.fetch(
                     gallery, self._roots, self._client, self._downloads.index
@@ -166,90 +168,92 @@ class Installer:
         try:
             return build_selection.choose(name, builds, self._capability)
         except NotFound as error:
-            reasons = problems or ([] if listed else ["no gallery is configured"])
+            reasons = problems or ([] if galleries else ["no gallery is configured"])
             raise InstallFailed("; ".join([error.message, *reasons])) from error
 
-    async def _install_build(self, build: gallery_index.GalleryEntry, work: _Work) -> str:
+    async def _install_build(self, build: gallery_index.GalleryEntry, context: _InstallContext) -> str:
         metadata = Metadata(
             name=build.name, alias=build.alias, gallery_url=build.gallery.url, version=build.version
         )
         reasons = []
         for uri in (build.uri, *build.mirrors):
             try:
-                place = _Place(uri, gallery_index.located(uri, build.gallery.url), build.sha256)
-                return await self._install_place(
-                    place, replace(metadata, uri=gallery_index.public_url(uri)), work
+                source = _Source(uri, gallery_index.located(uri, build.gallery.url), build.sha256)
+                return await self._install_source(
+                    source, replace(metadata, uri=gallery_index.public_url(uri)), context
                 )
             except Stopped:
                 raise
             except (ClusterError, OSError, ValueError) as error:
-                # Also an archive that cannot be unpacked: the next place may have a good one.
+                # Also for an archive that cannot be unpacked: the next source may have a good one.
                 reasons.append(error.message if isinstance(error, ClusterError) else str(error))
         raise InstallFailed(f'backend "{build.name}": {"; ".join(reasons)}')
 
-    async def _install_place(self, place: _Place, metadata: Metadata, work: _Work) -> str:
-        """Brings the files and swaps them in; one install at a time works on a folder."""
+    async def _install_source(self, source: _Source, metadata: Metadata, context: _InstallContext) -> str:
+        """Fetch the files and swap them in; at most one install at a time works on a folder."""
         folder = folder_name(metadata.name)
         lock = self._locks.setdefault(folder, asyncio.Lock())
         async with lock:
             metadata = replace(metadata, installed_at=clock.now().strftime("%Y-%m-%dT%H:%M:%SZ"))
-            if gallery_index.local_path(place.location) is not None:
-                fill, digest = await in_thread(self._local, place, folder, work)
+            if gallery_index.local_path(source.location) is not None:
+                fill, digest = await in_thread(self._local_source, source, folder, context)
                 metadata = replace(metadata, digest=digest)
-                await self._in_thread(work.halt, self._fill_and_swap, fill, folder, metadata, work.halt)
+                await self._in_thread(context.halt, self._fill_and_swap, fill, folder, metadata, context.halt)
                 return folder
-            archive = self._archive(place, folder)
-            halt = work.halt
-            await self._downloads.fetch(archive, lambda *m: work.report(Tick("downloading", *m)), halt)
+            archive = self._archive(source, folder)
+            halt = context.halt
+            await self._downloads.fetch(archive, lambda *m: context.report(Tick("downloading", *m)), halt)
             size = archive.partial.lstat().st_size
-            work.report(Tick("downloading", size, size, "unpacking"))
-            fill = _unpacking(archive.partial, _is_packed(place), Throttle(0), halt, lambda *_: None)
+            context.report(Tick("downloading", size, size, "unpacking"))
+            fill = _unpack_into(archive.partial, _is_packed(source), Throttle(0), halt, lambda *_: None)
             try:
-                # With a hash in the gallery the download has checked it.
-                found = place.sha256 or await in_thread(sha256_of, archive.partial, halt)
-                metadata = replace(metadata, digest=DIGEST + found)
+                # If the gallery has a hash, the download has verified it.
+                digest_hex = source.sha256 or await in_thread(sha256_of, archive.partial, halt)
+                metadata = replace(metadata, digest=DIGEST + digest_hex)
                 await self._in_thread(halt, self._fill_and_swap, fill, folder, metadata, halt)
             finally:
-                if halt.cancelled or not halt.is_set():  # the next start goes on with it
+                if halt.cancelled or not halt.is_set():  # otherwise the next install resumes it
                     archive.partial.unlink(missing_ok=True)
         return folder
 
-    def _archive(self, place: _Place, folder: str) -> Archive:
-        """The archive to download. InstallFailed for what this worker cannot download."""
-        if not place.location.startswith(("http://", "https://", gallery_index.CLUSTER)):
+    def _archive(self, source: _Source, folder: str) -> Archive:
+        """Return the archive to download. Raise InstallFailed if this worker cannot download the source."""
+        if not source.location.startswith(("http://", "https://", gallery_index.CLUSTER)):
             raise InstallFailed(
-                f"{gallery_index.public_url(place.location)} is not a source that this worker knows: use a"
+                f"{gallery_index.public_url(source.location)} is not a source that this worker knows: use a"
                 f" folder, or {', '.join(SUFFIXES)} as a file or over http:// or https://"
             )
-        if stem(place.file_name) is None:
+        if stem(source.file_name) is None:
             raise InstallFailed(
-                f"{gallery_index.public_url(place.location)} is not an archive ({', '.join(SUFFIXES)})"
+                f"{gallery_index.public_url(source.location)} is not an archive ({', '.join(SUFFIXES)})"
             )
-        partial = partial_path(self._store.backends, folder, place.location, place.sha256)
-        return Archive(place.location, place.sha256, partial)
+        partial = partial_path(self._store.backends, folder, source.location, source.sha256)
+        return Archive(source.location, source.sha256, partial)
 
-    def _local(self, place: _Place, folder: str, work: _Work) -> tuple[Fill, str]:
-        """What brings the files of a folder or an archive of this machine, and the digest of an archive.
+    def _local_source(self, source: _Source, folder: str, context: _InstallContext) -> tuple[Fill, str]:
+        """Return the function that fetches a local folder or archive, and the digest of an archive.
 
-        InstallFailed.
+        Raise InstallFailed.
         """
-        path = gallery_index.local_path(place.location)
+        path = gallery_index.local_path(source.location)
         if path is None or not path.is_absolute():
-            raise InstallFailed(f"{place.uri or 'an empty source'} is not the path of a folder or an archive")
+            raise InstallFailed(
+                f"{source.uri or 'an empty source'} is not the path of a folder or an archive"
+            )
         try:
             real = build_selection.within(path, self._roots)
         except (ValueError, OSError) as error:
             raise InstallFailed(str(error)) from error
 
         def show(done: int, total: int, name: str) -> None:
-            work.report(Tick("downloading", done, total, name))
+            context.report(Tick("downloading", done, total, name))
 
         if real.is_file() and stem(real.name) is not None:
-            found = sha256_of(real, work.halt)
-            if problem := hash_problem(found, place.sha256):
+            digest_hex = sha256_of(real, context.halt)
+            if problem := hash_problem(digest_hex, source.sha256):
                 raise InstallFailed(f"{path}: {problem}")
             packed = not real.name.lower().endswith(".tar")
-            return _unpacking(real, packed, self._throttle, work.halt, show), DIGEST + found
+            return _unpack_into(real, packed, self._throttle, context.halt, show), DIGEST + digest_hex
         if not real.is_dir():
             raise InstallFailed(
                 f"{path} is not a folder or an archive ({', '.join(SUFFIXES)}) on this worker"
@@ -257,22 +261,22 @@ class Installer:
         target = self._store.backends / folder
         if real.is_relative_to(target.resolve()) or self._store.backends.resolve().is_relative_to(real):
             raise InstallFailed(f"{real} is the installed backend itself, or contains it")
-        return lambda staged: copy_tree(real, staged, self._throttle, work.halt, show), ""
+        return lambda staged: copy_tree(real, staged, self._throttle, context.halt, show), ""
 
     async def _in_thread(self, halt: Halt, call: Callable[..., None], *arguments: Any) -> None:
-        """Runs `call` on one of the few threads; a cancel that comes too late for it changes nothing."""
-        waiting = self._threads.submit(call, *arguments)
-        task = asyncio.wrap_future(waiting)
+        """Run `call` on one of the few threads; a cancellation that comes too late for it changes nothing."""
+        submitted = self._threads.submit(call, *arguments)
+        task = asyncio.wrap_future(submitted)
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
-            # The thread looks at `halt`, not at this task, and needs the lock until it has ended.
-            if waiting.cancel():
+            # The thread checks `halt`, not this task, and needs the lock until it has ended.
+            if submitted.cancel():
                 raise
             [outcome] = await asyncio.gather(task, return_exceptions=True)
             if not halt.cancelled or outcome is not None:
                 raise
-            survive()
+            clear_cancellation()
 
     def _fill_and_swap(self, fill: Fill, folder: str, metadata: Metadata, halt: Halt) -> None:
         target = self._store.backends / folder
@@ -318,16 +322,16 @@ class Installer:
             raise InstallFailed(f'cannot write the entry "{folder}": {error}') from error
 
 
-def _unpacking(archive: Path, packed: bool, throttle: Throttle, halt: Halt, show: OnBytes) -> Fill:
+def _unpack_into(archive: Path, packed: bool, throttle: Throttle, halt: Halt, show: OnBytes) -> Fill:
     return lambda staged: unpack(archive, packed, staged, throttle, halt, show)
 
 
-def _is_packed(place: _Place) -> bool:
-    return not place.file_name.lower().endswith(".tar")
+def _is_packed(source: _Source) -> bool:
+    return not source.file_name.lower().endswith(".tar")
 
 
 def swap(staged: Path, target: Path, rename: Callable[[Path, Path], None] = os.rename) -> None:
-    """Replaces `target` with `staged`; on failure the old version is restored. OSError."""
+    """Replace `target` with `staged`; restore the old version on failure. Raise OSError."""
     backup = target.with_name(target.name + BACKUP)
     discard(backup)
     if target.is_symlink() or target.is_file():

@@ -1,4 +1,4 @@
-"""The life of a worker: start in order, run until it is stopped or fails, stop in order."""
+"""The lifecycle of a worker: start in order, run until it is stopped or fails, stop in order."""
 
 import asyncio
 import logging
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class Worker:
-    """One worker process."""
+    """One worker process: wires its parts, then starts, runs and stops them in order."""
 
     def __init__(
         self,
@@ -88,12 +88,12 @@ class Worker:
             bind_host=bind_host_for(config.advertise_host),
         )
         self._gpus = _gpu_reader(config, lambda: (engine.gpus for engine in self._supervisor.engines()))
-        self._install_commands = self._installs(store, downloads)
+        self._install_commands = self._create_installs(store, downloads)
         self._pauses = Pauses()
-        self._commands = self._commanded(store, instance)
-        self._heartbeats = self._beats(exits)
+        self._commands = self._create_commands(store, instance)
+        self._heartbeats = self._create_heartbeats(exits)
 
-    def _installs(self, store: BackendStore, downloads: httpx.AsyncClient) -> InstallCommands:
+    def _create_installs(self, store: BackendStore, downloads: httpx.AsyncClient) -> InstallCommands:
         config = self._config
         installer = Installer(
             store,
@@ -107,7 +107,7 @@ class Worker:
             config, store, installer, self._supervisor, self._open_progress, self._gpus.known
         )
 
-    def _commanded(self, store: BackendStore, instance: str) -> Commands:
+    def _create_commands(self, store: BackendStore, instance: str) -> Commands:
         return Commands(
             self._config,
             self._bus,
@@ -119,7 +119,7 @@ class Worker:
             self._stop.set,
         )
 
-    def _beats(self, exits: Exits) -> HeartbeatLoop:
+    def _create_heartbeats(self, exits: Exits) -> HeartbeatLoop:
         config = self._config
         return HeartbeatLoop(
             self._control_plane,
@@ -134,7 +134,7 @@ class Worker:
         )
 
     async def run(self) -> None:
-        """Runs until a signal, a `stop` message or a failure. GaveUp, and other failures."""
+        """Run until a signal, a `stop` message or a failure. Raise GaveUp and other failures."""
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         metrics.ENGINES.set_function(lambda: len(self._supervisor.running()))
@@ -167,15 +167,15 @@ class Worker:
         await self._supervisor.close()
 
     async def _until_stopped(self, work: Any) -> None:
-        """Runs `work` until it ends, fails or the worker is to stop."""
+        """Run `work` until it ends, fails or the worker must stop."""
         task, stop = asyncio.ensure_future(work), asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 await task
         finally:
-            for waiting in (task, stop):
-                waiting.cancel()
+            for pending in (task, stop):
+                pending.cancel()
             await asyncio.gather(task, stop, return_exceptions=True)
 
     async def _register(self) -> None:
@@ -187,18 +187,18 @@ class Worker:
             await self._adopt(await registration.register_once(self._control_plane, self._registration_body))
 
     async def _adopt(self, registered: Registered) -> None:
-        """Takes the node id that the registration gave, its credentials, and subscribes to its commands."""
-        former, self._node_id = self._node_id, registered.node_id
-        if (former, self._status) != (self._node_id, registered.status):
+        """Adopt the node id and credentials of a registration, and subscribe to the node's commands."""
+        previous_id, self._node_id = self._node_id, registered.node_id
+        if (previous_id, self._status) != (self._node_id, registered.status):
             self._status = registered.status
             log.info("registered id=%s status=%s", registered.node_id, registered.status)
         self._bus_credentials.adopt(registered)
-        if former and (former != self._node_id or not self._commands.subscribed):
+        if previous_id and (previous_id != self._node_id or not self._commands.subscribed):
             log.warning("subscribing to the commands of node %s", self._node_id)
             await self._commands.subscribe(self._node_id)
 
     async def _registration_body(self) -> dict[str, Any]:
-        # Those seen last rather than none: a node does not lose its GPUs because they do not answer.
+        # Fall back to the last reading: a node does not lose its GPUs because the driver does not respond.
         gpus = await hardware.gpus(self._gpus) or Gpus.of(self._gpus.last)
         measured = hardware.figures(self._config.models_path)
         body = registration.body(self._config, self._capability, gpus, measured, self._engine_token)
@@ -222,7 +222,7 @@ class Worker:
         return self._off_bus() or self._heartbeats.problem
 
     def _off_bus(self) -> str:
-        """Why this worker is not on the bus; "" if it is."""
+        """Return the reason why this worker is not on the bus; "" if it is."""
         if self._bus.connected:
             return ""
         return self._bus_credentials.problem or "the message bus is not connected"
@@ -236,23 +236,23 @@ class Worker:
 
 
 def _gpu_reader(config: Config, users: Callable[[], Iterable[Sequence[str]]]) -> GpuReader:
-    """Of the machine, or of the test setting with what these engines take."""
+    """Return the reader of the machine's GPUs, or of the simulated ones with the memory that engines take."""
     return GpuReader(SimulatedGpus(config.test_gpus, users) if config.test_gpus else Nvml())
 
 
 async def run(config: Config, identity: NodeIdentity) -> None:
-    """Runs a worker from start to stop and closes what it has opened."""
+    """Run a worker from start to stop and close the resources it has opened."""
     for folder in (config.backends_path, config.models_path):
         folder.mkdir(parents=True, exist_ok=True)
     config, listener = open_probe_listener(config)
-    found = await hardware.gpus(_gpu_reader(config, tuple)) or Gpus()
-    capability = hardware.detect_capability(config.capability, found)
+    gpus = await hardware.gpus(_gpu_reader(config, tuple)) or Gpus()
+    capability = hardware.detect_capability(config.capability, gpus)
     BackendStore(config.backends_path, config.backends_system_path, capability).recover()
     async with AsyncExitStack() as stack:
         stack.enter_context(listener)
         guardian = await asyncio.to_thread(procs.Guardian)
         stack.push_async_callback(asyncio.to_thread, guardian.close)
-        # Galleries of others are verified by the system's CAs, not by those for the control plane.
+        # Other galleries are verified by the system's CAs, not by those for the control plane.
         downloads = await stack.enter_async_context(httpx.AsyncClient(timeout=CALL_LIMIT))
         client = await stack.enter_async_context(
             httpx.AsyncClient(timeout=CALL_LIMIT, verify=config.tls or True)

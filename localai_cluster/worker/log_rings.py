@@ -1,8 +1,8 @@
-"""The last output of every engine, in memory by process key, and the places of those who follow it.
+"""Ring buffers with the last output of every engine, by process key, and the cursors of followers.
 
-A ring is bounded in lines and in bytes of text, and survives restarts of its key. Rings of engines that have
-ended stay for a while, so that the reason of a death can be read. Who follows a name is no queue but a place
-in its rings: a slow reader costs nothing and is told how many lines it has missed.
+A ring is bounded in lines and in bytes of text, and survives restarts of its key. Rings of ended engines stay
+for a while, so that the cause of a crash can be read. A follower of a name is not a queue but a cursor into
+the rings: a slow client uses no memory and receives the number of lines that it missed.
 
 The rings belong to the event loop and change without awaiting.
 """
@@ -18,9 +18,9 @@ from itertools import islice
 LINES = 1000
 BYTES = 1024 * 1024
 LINE_LIMIT = 8192
-"""Characters of a line that are kept."""
+"""Maximum stored characters of a line."""
 ENDED_KEPT = 32
-"""How many engines that have ended keep their rings."""
+"""Maximum number of ended engines whose rings are stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class LogLine:
 
 
 class _Ring:
-    """The last lines of one key; `total` counts all that it ever had."""
+    """The last lines of one key; `total` counts all lines that were ever appended."""
 
     def __init__(self) -> None:
         self.lines: deque[LogLine] = deque()
@@ -47,94 +47,97 @@ class _Ring:
         while len(self.lines) > most_lines or (self.size > most_bytes and len(self.lines) > 1):
             self.size -= _size(self.lines.popleft())
 
-    def since(self, place: int) -> tuple[list[LogLine], int]:
-        """The lines after the first `place`, and how many of these are gone."""
-        new = self.total - place
-        kept = min(new, len(self.lines))
-        return list(islice(self.lines, len(self.lines) - kept, None)), new - kept
+    def since(self, position: int) -> tuple[list[LogLine], int]:
+        """Return the stored lines after the first `position`, and the number of those no longer stored."""
+        unread = self.total - position
+        available = min(unread, len(self.lines))
+        return list(islice(self.lines, len(self.lines) - available, None)), unread - available
 
 
-class Place:
-    """Where somebody stands who follows a name; `news` is set while there may be lines to take."""
+class Cursor:
+    """The cursor of one follower of a name; `news` is set while there may be unread lines."""
 
     def __init__(self, rings: "LogRings", name: str) -> None:
         self.news = asyncio.Event()
         self.news.set()
         self._rings, self._name = rings, name
-        self._seen: dict[_Ring, int] = {}
-        self._began = False
+        self._positions: dict[_Ring, int] = {}
+        self._has_read = False
 
     def take(self) -> tuple[list[LogLine], int]:
-        """The lines since the last call, of all replicas in order of time, and how many are missing."""
+        """Return the unread lines of all replicas, ordered by time, and the number of missed lines."""
         self.news.clear()
         rings = self._rings.of(self._name)
-        found = [ring.since(self._seen.get(ring, 0)) for ring in rings]
-        if not self._began:
-            # What was gone before the first look is not missing.
-            self._began, found = True, [(lines, 0) for lines, _ in found]
-        self._seen = {ring: ring.total for ring in rings}
-        return _by_time(lines for lines, _ in found), sum(lost for _, lost in found)
+        unread = [ring.since(self._positions.get(ring, 0)) for ring in rings]
+        if not self._has_read:
+            # Lines that were dropped before the first read do not count as missed.
+            self._has_read, unread = True, [(lines, 0) for lines, _ in unread]
+        self._positions = {ring: ring.total for ring in rings}
+        return _by_time(lines for lines, _ in unread), sum(missed for _, missed in unread)
 
 
 class LogRings:
-    """At most `lines` lines and `size` bytes of text a key; ended keys go in the order of their ends."""
+    """The rings of all keys, each of at most `lines` lines and `size` bytes of text.
+
+    The rings of the engines that ended first are dropped first.
+    """
 
     def __init__(self, lines: int = LINES, size: int = BYTES) -> None:
         self._most_lines, self._most_bytes = lines, size
         self._rings: dict[str, _Ring] = {}
         self._ended: dict[str, None] = {}
-        self._following: dict[str, set[Place]] = {}
+        self._following: dict[str, set[Cursor]] = {}
 
     def append(self, key: str, line: LogLine) -> None:
-        """Adds a line to the ring of `key`."""
+        """Append a line to the ring of `key`."""
         self._ended.pop(key, None)
         self._rings.setdefault(key, _Ring()).append(line, self._most_lines, self._most_bytes)
-        self._tell(key)
+        self._notify_followers(key)
 
     def ended(self, key: str) -> None:
-        """Marks the engine of `key` as ended: its ring goes when enough others have ended after it."""
+        """Mark the engine of `key` as ended: its ring is dropped after `ENDED_KEPT` later ends."""
         if key in self._rings:
             self._ended.pop(key, None)
             self._ended[key] = None
         while len(self._ended) > ENDED_KEPT:
             oldest = next(iter(self._ended))
             del self._ended[oldest], self._rings[oldest]
-            self._tell(oldest)  # a place holds on to the rings that it has seen
+            self._notify_followers(oldest)  # a cursor keeps references to the rings that it has read
 
     def models(self) -> list[str]:
-        """The model ids that have lines (worker.md §12)."""
+        """Return the model ids that have lines (worker.md §12)."""
         return sorted({model_of(key) for key in self._rings})
 
     def lines(self, name: str) -> list[LogLine]:
-        """The lines of a key, or of all replicas of a model id in order of time (worker.md §11)."""
+        """Return the lines of a key, or of all replicas of a model id ordered by time (worker.md §11)."""
         return _by_time(ring.lines for ring in self.of(name))
 
     @contextlib.contextmanager
-    def follow(self, name: str) -> Iterator[Place]:
-        """A place before the first line of a key, or of all replicas of a model id, later ones too."""
-        place = Place(self, name)
-        self._following.setdefault(name, set()).add(place)
+    def follow(self, name: str) -> Iterator[Cursor]:
+        """Open a cursor before the first line of a key, or of all replicas of a model id, later ones too."""
+        cursor = Cursor(self, name)
+        self._following.setdefault(name, set()).add(cursor)
         try:
-            yield place
+            yield cursor
         finally:
-            self._following[name].discard(place)
+            self._following[name].discard(cursor)
             if not self._following[name]:
                 del self._following[name]
 
-    def _tell(self, key: str) -> None:
+    def _notify_followers(self, key: str) -> None:
         for name in (key, model_of(key)):
-            for place in self._following.get(name, ()):
-                place.news.set()
+            for cursor in self._following.get(name, ()):
+                cursor.news.set()
 
     def of(self, name: str) -> list[_Ring]:
-        """The rings that a name means."""
+        """Return the rings of a process key or a model id."""
         if "#" in name:
             return [self._rings[name]] if name in self._rings else []
         return [ring for key, ring in self._rings.items() if model_of(key) == name]
 
 
 def model_of(key: str) -> str:
-    """The model id of a process key."""
+    """Return the model id of a process key."""
     return key.partition("#")[0]
 
 

@@ -38,9 +38,9 @@ def main(**given: str | None) -> None:
     sys.exit(_run(given))
 
 
-def _run(given: dict[str, Any]) -> int:
+def _run(options: dict[str, Any]) -> int:
     try:
-        config = build(given)
+        config = build(options)
         logging.basicConfig(level=logging.INFO, handlers=[logs.handler(sys.stderr)])
         # It would log one line per heartbeat.
         logging.getLogger("httpx").setLevel(logging.WARNING)

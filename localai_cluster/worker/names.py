@@ -1,4 +1,4 @@
-"""Names from outside that become folder names: what is stripped and what is refused."""
+"""Rules for external names that become folder names: parts to strip, and names to refuse."""
 
 from localai_cluster.errors import InvalidInput
 
@@ -7,12 +7,12 @@ LIMIT = 200
 
 
 def strip_gallery(name: str) -> str:
-    """`gallery@name` without the gallery; files are installed under the bare name."""
+    """Strip the gallery from `gallery@name`; files are installed under the bare name."""
     return name.rpartition("@")[2].strip()
 
 
 def folder_name(name: str) -> str:
-    """The folder of the backend `name`; `/` becomes `__`. InvalidInput for an unsafe name."""
+    """Return the folder of the backend `name`; `/` becomes `__`. Raise InvalidInput for an unsafe name."""
     folder = name.replace("/", "__")
     if not folder:
         raise InvalidInput("backend name is empty", field="backend")
@@ -24,12 +24,12 @@ def folder_name(name: str) -> str:
 
 
 def printable(text: str) -> str:
-    """A text from outside, safe for a log line."""
+    """Format a text from outside safely for a log line."""
     return text if text.isprintable() and 0 < len(text) <= 100 else repr(text[:100]) if text else "-"
 
 
 def model_name(name: str) -> str:
-    """Checks a model id for use in a process key; empty is allowed. InvalidInput."""
+    """Check a model id for use in a process key; empty is allowed. Raise InvalidInput."""
     if len(name) > LIMIT * 2 or not (name.isprintable() or not name):
         raise InvalidInput("not a model id: too long or not printable", field="model_id")
     return name

@@ -1,10 +1,10 @@
-"""When this process did not run: stopped by a signal, with its container, or asleep with its machine.
+"""Detection of pauses of this process: stopped by a signal, with its container, or asleep with its machine.
 
-What was sent to it before lies in the socket and is read afterwards, when its sender may have given it up:
-the node counted as offline, an operator has decided otherwise. No clock of another machine tells, and the
-sender may be another process by then. So a command that may be that old is not begun. Its sender, if it
-still wants it, asks again. A pause that the machine's own clocks do not see, as of a virtual machine, is not
-noticed.
+Messages sent before the end of a pause lie in the socket and are read afterwards, when their sender may have
+given them up: the node counted as offline, and an operator may have decided otherwise. Clocks of other
+machines are not comparable, and the sender may be another process by then. So a command that may be that old
+is not begun. Its sender, if it still needs it, repeats it. A pause that the machine's own clocks do not show,
+as of a virtual machine, is not detected.
 """
 
 import asyncio
@@ -18,16 +18,16 @@ from localai_cluster import cancel, clock
 log = logging.getLogger(__name__)
 
 LONGEST = 15.0
-"""Seconds without a tick that are no pause yet, only a busy machine: nothing is given up that fast."""
+"""Seconds without a tick that count as a busy machine rather than a pause: no sender gives up that fast."""
 CATCHES_UP = 5.0
-"""Seconds after a pause within which what was sent before has been read."""
+"""Seconds after a pause within which all messages sent before have been read."""
 _TICK = 1.0
 
 LATE = "the worker was stopped for a while and has not begun this"
 
 
 class Pauses:
-    """Ticks; a tick that is missing is a pause."""
+    """Detects pauses by a periodic tick: a late tick means a pause."""
 
     def __init__(self) -> None:
         self._ticked_at = clock.since_boot()
@@ -35,13 +35,13 @@ class Pauses:
 
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Ticks meanwhile."""
+        """Run the ticks while the context is active."""
         self._ticked_at = clock.since_boot()
-        ticking = asyncio.create_task(self._run(), name="pauses")
+        task = asyncio.create_task(self._run(), name="pauses")
         try:
             yield
         finally:
-            await cancel.end(ticking)
+            await cancel.end(task)
 
     async def _run(self) -> None:
         while True:
@@ -49,13 +49,13 @@ class Pauses:
             await asyncio.sleep(_TICK)
 
     def tick(self, now: float) -> None:
-        """This process runs."""
+        """Record that this process runs at `now`."""
         paused, self._ticked_at = now - self._ticked_at, now
         if paused > LONGEST:
             self._over_at = now
             log.warning("this process did not run for %.0f s; commands from before are not begun", paused)
 
     def may_precede(self, arrived_at: float) -> bool:
-        """Whether what was read at this moment may have been sent before the last pause ended."""
-        unnoticed = arrived_at - self._ticked_at > LONGEST  # the first tick has not come yet
-        return unnoticed or arrived_at <= self._over_at + CATCHES_UP
+        """Return True if a message read at `arrived_at` may have been sent before the last pause ended."""
+        is_tick_overdue = arrived_at - self._ticked_at > LONGEST  # the first tick has not come yet
+        return is_tick_overdue or arrived_at <= self._over_at + CATCHES_UP

@@ -1,7 +1,7 @@
 """Assigns ports to engines: pure state and rules, time is a parameter.
 
 A released port is not reused for 15 s and stays reserved for its last key for 5 min: a row of the control
-plane may still have the old address, and a health probe cannot tell engines apart.
+plane may still have the old address, and a health probe cannot distinguish engines.
 """
 
 from dataclasses import dataclass, field
@@ -34,7 +34,10 @@ class PortAllocator:
         self._next = self.base
 
     def allocate(self, key: str, now: float) -> int:
-        """A port for `key`: its last one, an unreserved free one, a new one, or any free one. NoFreePort."""
+        """Return a port for `key`: its last one, an unreserved free one, a new one, or any free one.
+
+        Raise NoFreePort.
+        """
         self._sweep(now)
         port = self._choose(key)
         if port is None:
@@ -48,16 +51,16 @@ class PortAllocator:
         return port
 
     def release(self, port: int, now: float) -> None:
-        """Returns a port to the pool after its quarantine. Does nothing for a port that is not in use."""
+        """Return a port to the pool after its quarantine; ignore a port that is not in use."""
         key = self._used.pop(port, None)
         if key is not None:
             self._quarantined[port] = now + QUARANTINE
             self._reserved[port] = (key, now + RESERVATION)
 
     def _choose(self, key: str) -> int | None:
-        own = [port for port in self._free if self._reserved.get(port, ("", 0.0))[0] == key]
-        if own:
-            return min(own)
+        reserved = [port for port in self._free if self._reserved.get(port, ("", 0.0))[0] == key]
+        if reserved:
+            return min(reserved)
         unreserved = self._free - self._reserved.keys()
         if unreserved:
             return min(unreserved)
@@ -67,7 +70,9 @@ class PortAllocator:
         return min(self._free, default=None)
 
     def _sweep(self, now: float) -> None:
-        rested = {port for port, until in self._quarantined.items() if until <= now}
-        self._free |= rested
-        self._quarantined = {port: until for port, until in self._quarantined.items() if port not in rested}
-        self._reserved = {port: held for port, held in self._reserved.items() if held[1] > now}
+        released = {port for port, until in self._quarantined.items() if until <= now}
+        self._free |= released
+        self._quarantined = {port: until for port, until in self._quarantined.items() if port not in released}
+        self._reserved = {
+            port: reservation for port, reservation in self._reserved.items() if reservation[1] > now
+        }

@@ -1,9 +1,9 @@
-"""The ports of one worker among several on a machine: found by listening, kept for the next start.
+"""The ports of one worker among several on a machine: reserved by listening, stored for the next start.
 
 A worker serves its probes on one port and its engines on the ports above it. With `find_ports` it takes the
-first free block of `BLOCK` ports. The probes' port is the claim to a block: two workers that start together
-cannot both listen there. The worker notes its block in the data folder and tries it first at the next start,
-so that stored addresses stay valid.
+first free block of `BLOCK` ports. Listening on the probe port reserves the block: two workers that start at
+the same time cannot both listen there. The worker stores its block in the data folder and tries it first at
+the next start, so that stored addresses stay valid.
 """
 
 import contextlib
@@ -17,29 +17,29 @@ from localai_cluster.worker.config import HIGHEST_PORT, Config, host_port, refus
 
 BLOCK = 100
 ENGINE_PORTS = 10
-"""How many engine ports must be free before a worker takes a block for the first time."""
+"""Number of engine ports that must be free before a worker takes a block for the first time."""
 NOTE = "worker-port"
 
 
 def open_probe_listener(config: Config) -> tuple[Config, socket.socket]:
-    """Opens the listener of the probes; returns it with the ports found. InvalidSettings, OSError."""
+    """Open the probe listener; return it with the adjusted settings. Raise InvalidSettings or OSError."""
     if not config.find_ports:
-        return config, _listener(config)
-    remembered = _remembered(config.data_dir)
-    for base in _bases(config.base_port, remembered):
-        moved = _moved(config, base)
+        return config, _listen(config)
+    stored_base = _read_note(config.data_dir)
+    for base in _bases(config.base_port, stored_base):
+        block_config = _with_block(config, base)
         with contextlib.suppress(_Occupied):
-            listener = _listener(moved)
+            listener = _listen(block_config)
             # Engines of a killed worker may still be stopping, so its own block need not be free.
-            if base == remembered or all(bindable(port) for port in range(base, base + ENGINE_PORTS)):
-                _remember(config.data_dir, base)
-                return moved, listener
+            if base == stored_base or all(bindable(port) for port in range(base, base + ENGINE_PORTS)):
+                _write_note(config.data_dir, base)
+                return block_config, listener
             listener.close()
     refuse("addr", f"no block of {BLOCK} ports is free from {config.base_port} up")
 
 
 def bindable(port: int) -> bool:
-    """Whether an engine could listen on this port now."""
+    """Return True if an engine could listen on this port now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -53,14 +53,14 @@ class _Occupied(Exception):
     """The port is in use."""
 
 
-def _bases(first: int, remembered: int) -> Iterator[int]:
-    if remembered:
-        yield remembered
+def _bases(first: int, stored_base: int) -> Iterator[int]:
+    if stored_base:
+        yield stored_base
     yield from range(first, HIGHEST_PORT - BLOCK, BLOCK)
 
 
-def _moved(config: Config, base: int) -> Config:
-    """The same settings with the engines' ports from `base` up to the next block."""
+def _with_block(config: Config, base: int) -> Config:
+    """Return the settings with the engine ports from `base` up to the next block."""
     http_host, _ = host_port(config.advertise_http_addr)
     return replace(
         config,
@@ -72,12 +72,12 @@ def _moved(config: Config, base: int) -> Config:
     )
 
 
-def _listener(config: Config) -> socket.socket:
+def _listen(config: Config) -> socket.socket:
     host, port = config.http_bind[0].strip("[]"), config.http_bind[1]
-    everywhere = not host and socket.has_dualstack_ipv6()
-    listener = socket.socket(socket.AF_INET6 if everywhere or ":" in host else socket.AF_INET)
+    is_wildcard = not host and socket.has_dualstack_ipv6()
+    listener = socket.socket(socket.AF_INET6 if is_wildcard or ":" in host else socket.AF_INET)
     try:
-        if everywhere:
+        if is_wildcard:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
@@ -91,8 +91,8 @@ def _listener(config: Config) -> socket.socket:
     return listener
 
 
-def _remembered(folder: Path) -> int:
-    """The first port of the block used last; 0 if no valid note exists."""
+def _read_note(folder: Path) -> int:
+    """Read the first port of the last block; 0 if there is no valid note."""
     with contextlib.suppress(OSError, ValueError):
         base = int((folder / NOTE).read_text(encoding="utf-8"))
         if 1 < base <= HIGHEST_PORT - BLOCK:
@@ -100,7 +100,10 @@ def _remembered(folder: Path) -> int:
     return 0
 
 
-def _remember(folder: Path, base: int) -> None:
-    """If the note is lost, the worker only gets other ports. No other worker uses this folder."""
-    if _remembered(folder) != base:
+def _write_note(folder: Path, base: int) -> None:
+    """Store the first port of the block; if the note is lost, the worker merely gets other ports.
+
+    No other worker uses this folder.
+    """
+    if _read_note(folder) != base:
         (folder / NOTE).write_text(f"{base}\n", encoding="utf-8")

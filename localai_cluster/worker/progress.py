@@ -1,4 +1,4 @@
-"""Sends the progress of one operation to the bus, at most one event per window, without slowing it down.
+"""Sends the progress of one operation to the bus, at most one event per window, without blocking the work.
 
 The first tick is sent at once. Later ticks overwrite one slot, which is sent at the end of the window. The
 last one is sent before the operation's reply. A lost event is harmless.
@@ -20,7 +20,7 @@ WINDOW = 0.25
 
 @dataclass(frozen=True)
 class Tick:
-    """How far an operation is: phase (`resolving`, `downloading`, `starting`), bytes, current file."""
+    """The progress of an operation: phase (`resolving`, `downloading`, `starting`), bytes, current file."""
 
     phase: str
     current: int = 0
@@ -33,7 +33,7 @@ Report = Callable[[Tick], None]
 
 
 def ignore(_: Tick) -> None:
-    """For an operation without a progress stream."""
+    """Drop a tick, for an operation without a progress stream."""
 
 
 class ProgressStream:
@@ -57,7 +57,7 @@ class ProgressStream:
         self._pump = asyncio.create_task(self._run(), name=f"progress {op_id}")
 
     def report(self, tick: Tick) -> None:
-        """Queues a tick, replacing one that has not been sent yet."""
+        """Queue a tick, replacing one that has not been sent yet."""
         self._slot = tick
         if not self._fresh.is_set():
             # A copy that is being stopped may briefly outlive the loop.
@@ -65,7 +65,7 @@ class ProgressStream:
                 self._loop.call_soon_threadsafe(self._fresh.set)
 
     async def finish(self) -> None:
-        """Sends the queued tick and ends the stream."""
+        """Send the queued tick and end the stream."""
         self._pump.cancel()
         await asyncio.gather(self._pump, return_exceptions=True)
         await self._send_queued()
@@ -87,22 +87,22 @@ class ProgressStream:
         except ClusterError as error:
             log.debug("progress event not sent: %s", error)
         except asyncio.CancelledError:
-            # `finish` sends it, unless there is a later one.
+            # `finish` sends this tick, unless there is a later one.
             self._slot = self._slot or tick
             raise
 
 
 def event(tick: Tick, seq: int, op_id: str, node_id: str, backend: str) -> ProgressEvent:
-    """The event for `tick`."""
-    known = tick.total > 0
+    """Build the event for `tick`."""
+    has_total = tick.total > 0
     return ProgressEvent(
         op_id=op_id,
         node_id=node_id,
         backend=backend,
         file_name=tick.file_name,
-        current=human_bytes(tick.current) if known else "",
-        total=human_bytes(tick.total) if known else "",
-        percentage=round(100.0 * tick.current / tick.total, 1) if known else 0.0,
+        current=human_bytes(tick.current) if has_total else "",
+        total=human_bytes(tick.total) if has_total else "",
+        percentage=round(100.0 * tick.current / tick.total, 1) if has_total else 0.0,
         phase=tick.phase,
         current_bytes=tick.current,
         total_bytes=tick.total,

@@ -1,4 +1,4 @@
-"""Registration: what a worker sends, and how it retries (worker.md §5)."""
+"""Registration: the request body of a worker, and the retries (worker.md §5)."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ class GaveUp(ClusterError):
 
 
 def body(config: Config, capability: str, gpus: Gpus, measured: Figures, engine_token: str) -> dict[str, Any]:
-    """The registration of a backend worker (worker.md §5.1), without the registration token.
+    """Build the registration of a backend worker (worker.md §5.1), without the registration token.
 
     Its engines accept calls with `engine_token` only.
     """
@@ -54,12 +54,12 @@ def body(config: Config, capability: str, gpus: Gpus, measured: Figures, engine_
 
 
 def running_processes(engines: Iterable[Engine], host: str) -> list[dict[str, str]]:
-    """The running engines by key, with the addresses that install replies have given."""
+    """Return the running engines by key, with the addresses that install replies have given."""
     return [{"process_key": engine.key, "address": f"{host}:{engine.port}"} for engine in engines]
 
 
 def pauses() -> Iterator[float]:
-    """Seconds before each retry: 2, 4, 8, 16, 30, 30 …"""
+    """Yield the seconds before each retry: 2, 4, 8, 16, 30, 30 …"""
     pause = FIRST_PAUSE
     for _ in range(ATTEMPTS - 1):
         yield pause
@@ -71,13 +71,13 @@ async def register(
     body: Callable[[], Awaitable[dict[str, Any]]],
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
 ) -> Registered:
-    """Registers, with up to 100 attempts, after any error. GaveUp."""
-    waits = pauses()
+    """Register, with up to 100 attempts, after any error. Raise GaveUp."""
+    delays = pauses()
     while True:
         try:
             return await register_once(control_plane, body)
         except CallFailed as error:
-            pause = next(waits, None)
+            pause = next(delays, None)
             if pause is None:
                 raise GaveUp(
                     f"registration failed {ATTEMPTS} times, giving up: {error}{hint(error)}"
@@ -90,7 +90,7 @@ async def register(
 async def register_once(
     control_plane: ControlPlane, body: Callable[[], Awaitable[dict[str, Any]]]
 ) -> Registered:
-    """Registers without trying again. CallFailed."""
+    """Register without retries. Raise CallFailed."""
     return await control_plane.register(await body())
 
 
@@ -107,5 +107,5 @@ _HINTS = {
 
 
 def hint(error: CallFailed) -> str:
-    """What to do about a refused registration, as a sentence to append."""
+    """Return the remedy for a refused registration, as a sentence to append."""
     return f". {_HINTS[error.http_status]}" if error.http_status in _HINTS else ""

@@ -18,7 +18,7 @@ DEREGISTER_LIMIT = 60.0
 
 
 async def drain_and_deregister(control_plane: ControlPlane, node_id: str, hurry: asyncio.Event) -> None:
-    """Drains, waits up to 30 s for running requests, deregisters; all within 60 s or until `hurry`."""
+    """Drain, wait up to 30 s for running requests, deregister; all within 60 s or until `hurry`."""
     stopping = asyncio.create_task(_drain_and_deregister(control_plane, node_id, hurry))
     hurried = asyncio.create_task(hurry.wait())
     await asyncio.wait({stopping, hurried}, timeout=DEREGISTER_LIMIT, return_when=asyncio.FIRST_COMPLETED)

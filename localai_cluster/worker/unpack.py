@@ -1,8 +1,8 @@
 """Unpacks a backend's archive (`.tar`, `.tar.gz`, `.tgz`) into a new folder and trusts nothing in it.
 
-The archive is read twice, front to back and in bounded pieces: the survey judges every entry and counts the
-bytes before anything is written; then the files are written. Links are made last, so no file is written
-through one, and each of them must end inside the folder. Everything blocks and runs in a thread.
+The archive is read twice, front to back and in bounded pieces: the survey validates every entry and counts
+the bytes before anything is written; then the files are written. Links are created last, so no file is
+written through one, and each of them must end inside the folder. All functions block and run in a thread.
 """
 
 import gzip
@@ -22,15 +22,18 @@ from localai_cluster.worker.file_copy import CHUNK, ENDED, HEADROOM, OnBytes, So
 MOST_BYTES = 64 * 1024**3
 MOST_ENTRIES = 100_000
 LONGEST_HEADER = CHUNK
-"""Extended headers are read into memory as a whole."""
+"""Maximum bytes of an extended header, since `tarfile` reads it into memory at once."""
 _DATA_FILTER = getattr(tarfile, "data_filter", None)
-"""Python has it since 3.11.4; our own rules are enough without it."""
+"""`tarfile.data_filter`, present since Python 3.11.4; our own rules suffice without it."""
 
 
 def unpack(
     archive: Path, packed: bool, target: Path, throttle: Throttle, stopped: threading.Event, on_bytes: OnBytes
 ) -> None:
-    """Unpacks `archive` (`packed`: with gzip) to the new folder `target`. SourceError, Stopped, OSError."""
+    """Unpack `archive` (`packed`: with gzip) to the new folder `target`.
+
+    Raise SourceError, Stopped or OSError.
+    """
     total = _survey(archive, packed, stopped)
     free = shutil.disk_usage(target.parent).free
     if total + HEADROOM > free:
@@ -39,13 +42,13 @@ def unpack(
         )
     target.mkdir()
     work = _Unpacking(target, throttle, stopped, on_bytes, total)
-    with _opened(archive, packed, stopped) as tar:
+    with _open(archive, packed, stopped) as tar:
         while (entry := tar.next()) is not None:
             work.take(tar, entry)
     work.link()
 
 
-class _Forward:
+class _ForwardReader:
     """A file that `tarfile` reads front to back, never more than a bounded piece at a time."""
 
     def __init__(self, file: IO[bytes], stopped: threading.Event) -> None:
@@ -61,9 +64,9 @@ class _Forward:
             raise SourceError("a header in the archive is too long")
         if self._stopped.is_set():
             raise Stopped(ENDED)
-        found = self._file.read(size)
-        self._position += len(found)
-        return found
+        data = self._file.read(size)
+        self._position += len(data)
+        return data
 
     def seek(self, position: int) -> int:
         if position < self._position:
@@ -73,21 +76,21 @@ class _Forward:
         return self._position
 
     def drain(self) -> None:
-        """Reads what is left, so that gzip checks its sum."""
+        """Read the remaining bytes, so that gzip verifies its checksum."""
         while self.read(CHUNK):
             if self._position > 2 * MOST_BYTES:
                 raise SourceError("the archive does not end")
 
 
 @contextmanager
-def _opened(archive: Path, packed: bool, stopped: threading.Event) -> Iterator[tarfile.TarFile]:
-    """The archive as an open tar file; what is wrong with it becomes SourceError."""
+def _open(archive: Path, packed: bool, stopped: threading.Event) -> Iterator[tarfile.TarFile]:
+    """Open the archive as a tar file; errors in it become SourceError."""
     try:
         # Neither follows a link nor waits for a pipe.
         descriptor = os.open(archive, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as raw:
             plain = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if packed else raw
-            forward = _Forward(plain, stopped)
+            forward = _ForwardReader(plain, stopped)
             with tarfile.TarFile(fileobj=cast(Any, forward), mode="r", errorlevel=2) as tar:
                 yield tar
                 forward.drain()
@@ -98,11 +101,11 @@ def _opened(archive: Path, packed: bool, stopped: threading.Event) -> Iterator[t
 
 
 def _survey(archive: Path, packed: bool, stopped: threading.Event) -> int:
-    """The bytes of all files, once every entry has been judged."""
+    """Validate every entry and return the total bytes of all files."""
     total = number = 0
-    with _opened(archive, packed, stopped) as tar:
+    with _open(archive, packed, stopped) as tar:
         while (entry := tar.next()) is not None:
-            _judge(entry)
+            _validate(entry)
             number += 1
             total += entry.size if entry.isreg() else 0
             if total > MOST_BYTES:
@@ -112,14 +115,14 @@ def _survey(archive: Path, packed: bool, stopped: threading.Event) -> int:
     return total
 
 
-def _judge(entry: tarfile.TarInfo) -> None:
-    """Refuses what has no place in a backend, by our own rules and by those of `tarfile`'s data filter."""
+def _validate(entry: tarfile.TarInfo) -> None:
+    """Raise SourceError for a forbidden entry, by our own rules and those of `tarfile`'s data filter."""
     name = entry.name
     if not (entry.isreg() or entry.isdir() or entry.issym() or entry.islnk()) or entry.issparse():
         raise SourceError(f"{name!r} in the archive is not a plain file, folder or link")
-    if _leaves(name) or "\0" in name or entry.size < 0:
+    if _escapes(name) or "\0" in name or entry.size < 0:
         raise SourceError(f"{name!r} in the archive is not a path inside it")
-    if entry.islnk() and _leaves(entry.linkname):
+    if entry.islnk() and _escapes(entry.linkname):
         raise SourceError(f"{name!r} in the archive is a link that leaves it")
     if entry.issym() and entry.linkname.startswith("/"):
         raise SourceError(f"{name!r} in the archive is a link that leaves it")
@@ -130,13 +133,13 @@ def _judge(entry: tarfile.TarInfo) -> None:
             raise SourceError(f"{name!r} in the archive: {error}") from error
 
 
-def _leaves(name: str) -> bool:
+def _escapes(name: str) -> bool:
     return not name or name.startswith("/") or ".." in PurePosixPath(name).parts
 
 
 @dataclass
 class _Links:
-    """What is made when all files are there."""
+    """The links and folder modes to apply after all files are written."""
 
     symbolic: list[tuple[Path, str]]
     hard: list[tuple[Path, Path]]
@@ -144,7 +147,7 @@ class _Links:
 
 
 class _Unpacking:
-    """The running byte count of one archive, and the links that are still to be made."""
+    """The unpacking of one archive: its byte count so far, and the links still to be created."""
 
     def __init__(
         self, target: Path, throttle: Throttle, stopped: threading.Event, on_bytes: OnBytes, total: int
@@ -158,7 +161,7 @@ class _Unpacking:
         self._links = _Links([], [], [])
 
     def take(self, tar: tarfile.TarFile, entry: tarfile.TarInfo) -> None:
-        """Writes a file or folder, remembers a link."""
+        """Write a file or folder; defer a link."""
         path = self._target / entry.name
         if path == self._target:
             return
@@ -176,22 +179,22 @@ class _Unpacking:
     def _write(self, tar: tarfile.TarFile, entry: tarfile.TarInfo, path: Path) -> None:
         reader = tar.extractfile(entry)
         assert reader is not None  # it is a plain file
-        left = entry.size
+        remaining = entry.size
         with reader, open(path, "xb") as writer:
-            while left and (piece := reader.read(min(self._throttle.piece, left))):
+            while remaining and (piece := reader.read(min(self._throttle.piece, remaining))):
                 if self._stopped.wait(self._throttle.pause(len(piece))):
                     raise Stopped(ENDED)
                 writer.write(piece)
-                left -= len(piece)
+                remaining -= len(piece)
                 self._done += len(piece)
                 self._on_bytes(self._done, self._total, entry.name)
-            if left:
+            if remaining:
                 raise SourceError("the archive is damaged: it ends inside of a file")
             # Never setuid, never writable by others.
             os.fchmod(writer.fileno(), entry.mode & 0o755 | 0o600)
 
     def link(self) -> None:
-        """Makes the links, then judges where each of them really ends."""
+        """Create the links, then verify that each of them ends inside the folder."""
         for path, source in self._links.hard:
             if not source.is_file():
                 raise SourceError(f"{path.name!r} in the archive is a link to a file that is not in it")

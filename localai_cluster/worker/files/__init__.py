@@ -1,7 +1,7 @@
-"""The worker's file server (worker.md §12, §14): what a controller stages for engines, and what it fetches.
+"""The worker's file server (worker.md §12, §14), which receives and serves files for a controller.
 
-A request's key becomes a place in one of three folders (`keys`), under a lock that uploads of one file share
-(`path_locks`). Everything that blocks runs in threads of its own (`threads`). `disk` says what lies at a
-place and which of its side files may be believed, `uploads` receives, `routes` answers, `cleaning` removes
-what was for one request.
+A controller stages the files of engines here and fetches what they write. `keys` resolves a request's key to
+a path in one of three folders, and `path_locks` serializes the uploads of one file. Blocking calls run in
+separate threads (`threads`). `disk` reads and changes a file and its side files, `uploads` receives files,
+`routes` handles requests, `cleaning` removes files staged for single requests.
 """

@@ -1,8 +1,9 @@
-"""What was staged for one request goes after a day: the reference never cleans, and a disk fills slowly.
+"""Removal of files staged for single requests after a day; without it (as in the reference) the disk fills.
 
-Only what this server makes itself goes, `ephemeral/…` and the temporary files for outputs: a folder called
-`staging` beside the models may hold what belongs to others. What was written within the day stays, and what
-is uploaded now. A folder whose last file goes stays for another day. It blocks and runs in a thread.
+Only the file server's own files are removed, `ephemeral/…` and temporary output files: a folder called
+`staging` beside the models may hold files of other programs. Files changed within the day and files being
+uploaded stay. A folder whose last file is removed stays for another day. All functions block and run in a
+thread.
 """
 
 import contextlib
@@ -20,23 +21,23 @@ TEMPORARY, TEMPORARY_END = "localai-output-", ".tmp"
 
 
 def clean(staging: Path, now: datetime, uploading: Callable[[Path], bool]) -> int:
-    """Removes files and empty folders that nothing has changed for `KEPT`; returns how many files."""
-    before, gone, staging = (now - KEPT).timestamp(), 0, staging.resolve()
+    """Remove files and empty folders unchanged for `KEPT`; return the number of files removed."""
+    cutoff, removed, staging = (now - KEPT).timestamp(), 0, staging.resolve()
     for path in _candidates(staging):
-        with contextlib.suppress(OSError):  # in use, not ours, or gone: the next time
+        with contextlib.suppress(OSError):  # in use, not permitted, or already removed: the next pass retries
             status = path.lstat()
-            if max(status.st_mtime, status.st_ctime) >= before or uploading(path):
+            if max(status.st_mtime, status.st_ctime) >= cutoff or uploading(path):
                 continue
             if stat.S_ISDIR(status.st_mode):
                 path.rmdir()
             else:
                 path.unlink()
-                gone += 1
-    return gone
+                removed += 1
+    return removed
 
 
 def _candidates(staging: Path) -> Iterator[Path]:
-    """Files before the folders that they lie in; no link is followed."""
+    """Yield files before the folders that contain them; links are not followed."""
     ephemeral = staging / EPHEMERAL
     if not ephemeral.is_symlink():
         for folder, names, files in os.walk(ephemeral, topdown=False):

@@ -1,13 +1,13 @@
-"""A file and its side files on disk: what may be believed of them, and in which order they change (§12.1).
+"""A file and its side files on disk: the rules for trusting them, and the order of changes (§12.1).
 
-`<file>.sha256.target` says that the upload of a file is unfinished and what it will be; `<file>.sha256`
-vouches for what is there. So the first is on disk before the first byte of an upload, and the second only
-after all bytes are. A kill or a power cut between any two steps leaves a file that is unfinished, or one that
-nothing vouches for and whose hash is computed when a sender asks; never a hash of other bytes. A side file
-that is older than its file is not believed: this compares with the time of the last change of any kind too,
-since a copy may bring along an earlier time of its content.
+`<file>.sha256.target` marks an unfinished upload and holds the hash of the complete file; `<file>.sha256`
+holds the hash of the current content. So the first is on disk before the first byte of an upload, and the
+second only after all bytes are. A kill or a power cut between any two steps leaves an unfinished file, or a
+file without a hash, which is computed when a sender requests it; never a hash of other bytes. A side file
+that is older than its file is ignored: the comparison includes the time of the last metadata change, since a
+copy may restore an earlier modification time.
 
-Files are never truncated, they are replaced: an engine may have the former one mapped. All of it blocks.
+Files are never truncated but replaced: an engine may have the former one mapped. All functions block.
 """
 
 import contextlib
@@ -28,50 +28,53 @@ from localai_cluster.worker.files.ranges import is_digest
 
 PIECE = 1024 * 1024
 SYNC_EVERY = 256 * 1024 * 1024
-"""Bytes of an upload after which they are brought to disk, so that its end does not wait for all of them."""
+"""Bytes of an upload between two syncs to disk, so that the last sync does not wait for all of them."""
 FOLDER_MODE, FILE_MODE = 0o750, 0o640
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _APPEND = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class HashStopped(Exception):
-    """The worker ends before a file was read whole."""
+    """The worker shut down before a file was read completely."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What lies at a place: nothing has size 0. `target` and `digest` are "" where no side file says."""
+    """The state of a path: size 0 if it does not exist.
+
+    `target` and `digest` are "" without a valid side file.
+    """
 
     exists: bool = False
     size: int = 0
     target: str = ""
-    """Of an upload that is not finished."""
+    """Expected hash of an unfinished upload."""
     digest: str = ""
-    """Of what is there."""
+    """Hash of the current content."""
 
     @property
     def unknown(self) -> bool:
-        """Whether somebody has to read the file to say what it is."""
+        """True if the file must be read to determine its hash."""
         return self.exists and not (self.target or self.digest)
 
 
 def look(path: Path) -> State:
-    """The state of a path without links. Refusal 400 for what is no file."""
+    """Return the state of a path without links. Raise Refusal 400 if it is not a regular file."""
     try:
         status = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return State()
     if not stat.S_ISREG(status.st_mode):
-        what = "is a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
-        raise Refusal(400, what)
+        problem = "is a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
+        raise Refusal(400, problem)
     target, _ = _read_side(path, TARGET)
-    digest, at = _read_side(path, HASH)
-    believed = at >= max(status.st_mtime_ns, status.st_ctime_ns)
-    return State(True, status.st_size, target, digest if believed else "")
+    digest, written_at = _read_side(path, HASH)
+    is_current = written_at >= max(status.st_mtime_ns, status.st_ctime_ns)
+    return State(True, status.st_size, target, digest if is_current else "")
 
 
 def _read_side(path: Path, ending: str) -> tuple[str, int]:
-    """The hash that a side file holds and when it was written; ("", -1) if it cannot be believed."""
+    """Return the hash in a side file and the time it was written; ("", -1) if it is missing or invalid."""
     try:
         with regular_files.open_file(_side(path, ending), follow_links=False) as file:
             text = file.read(80).decode("latin-1").strip().lower()
@@ -94,31 +97,34 @@ def _write_side(path: Path, ending: str, digest: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes the file and its side files; the folder stays."""
-    for each in (_side(path, HASH), _side(path, TARGET), path):
+    """Remove the file and its side files, but not the folder."""
+    for file in (_side(path, HASH), _side(path, TARGET), path):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            each.unlink()
+            file.unlink()
     sync_folder(path.parent)
 
 
-def make_room(path: Path, needed: int, given_back: int = 0) -> None:
-    """Makes the folders above. Refusal 507 if so many bytes do not fit, 400 if a file is in the way."""
+def make_room(path: Path, needed: int, freed_bytes: int = 0) -> None:
+    """Create the parent folders.
+
+    Raise Refusal 507 if `needed` bytes do not fit, 400 if a parent is a file. The caller frees `freed_bytes`.
+    """
     missing, folder = [], path.parent
     while not folder.exists():
         missing.append(folder)
         folder = folder.parent
     if not folder.is_dir():
         raise Refusal(400, f"invalid key: {folder.name} is a file")
-    free = shutil.disk_usage(folder).free + given_back
+    free = shutil.disk_usage(folder).free + freed_bytes
     if needed + HEADROOM > free:
         raise Refusal(507, f"not enough disk space: {needed} bytes do not fit in {folder} ({free} free)")
-    for each in reversed(missing):
-        each.mkdir(mode=FOLDER_MODE, exist_ok=True)
-        sync_folder(each.parent)
+    for parent in reversed(missing):
+        parent.mkdir(mode=FOLDER_MODE, exist_ok=True)
+        sync_folder(parent.parent)
 
 
 def sync_folder(folder: Path) -> None:
-    """Has the names in it on disk."""
+    """Sync the entries of a folder to disk."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
@@ -128,15 +134,15 @@ def sync_folder(folder: Path) -> None:
 
 
 def vouch(path: Path, digest: str) -> None:
-    """Says what a complete file is, whose bytes are on disk."""
+    """Record the hash of a complete file whose bytes are on disk."""
     _write_side(path, HASH, digest)
     sync_folder(path.parent)
-    # Last: as long as it is there, the file counts as unfinished.
+    # Last: as long as this file exists, the upload counts as unfinished.
     _side(path, TARGET).unlink(missing_ok=True)
 
 
 def hash_file(path: Path, stopped: threading.Event) -> str:
-    """The SHA-256 of what is there. HashStopped, OSError."""
+    """Return the SHA-256 of the current content. Raise HashStopped or OSError."""
     reader = hashlib.sha256()
     with regular_files.open_file(path, follow_links=False) as file:
         while piece := file.read(PIECE):
@@ -147,21 +153,24 @@ def hash_file(path: Path, stopped: threading.Event) -> str:
 
 
 def cached_hash(path: Path, stopped: threading.Event) -> str:
-    """The hash of a complete file, kept for the next time if nothing changed the file meanwhile."""
-    before = path.lstat()
+    """Return the hash of a complete file, and store it if the file did not change meanwhile."""
+    old = path.lstat()
     digest = hash_file(path, stopped)
-    after = path.lstat()
-    if all(getattr(before, one) == getattr(after, one) for one in ("st_ino", "st_size", "st_ctime_ns")):
-        with contextlib.suppress(OSError):  # a folder that cannot be written has no side files
+    new = path.lstat()
+    if all(getattr(old, field) == getattr(new, field) for field in ("st_ino", "st_size", "st_ctime_ns")):
+        with contextlib.suppress(OSError):  # a read-only folder has no side files
             _write_side(path, HASH, digest)
     return digest
 
 
 class Writing:
-    """A file that bytes are appended to. `size` counts those that are there."""
+    """A file that is open for appending. `size` is its number of bytes."""
 
     def __init__(self, path: Path, size: int, target: str, *, known: str = "") -> None:
-        """Opens a new file for size 0, in place of a former one. `known` is the target that is on disk."""
+        """Open the file; for size 0 create it in place of a former one.
+
+        `known` is the target hash on disk.
+        """
         self._path = path
         self.size = size
         if size == 0:
@@ -180,35 +189,38 @@ class Writing:
         self._synced = size
 
     def append(self, piece: bytes) -> None:
-        """OSError when the disk takes no more; what it took is counted."""
-        rest = memoryview(piece)
-        while rest:
-            written = self._file.write(rest) or 0
+        """Append `piece`. If the disk is full raise OSError; `size` counts the bytes that were written."""
+        remaining = memoryview(piece)
+        while remaining:
+            written = self._file.write(remaining) or 0
             if self._hash is not None:
-                self._hash.update(rest[:written])
+                self._hash.update(remaining[:written])
             self.size += written
-            rest = rest[written:]
+            remaining = remaining[written:]
         if self.size - self._synced >= SYNC_EVERY:
             self.sync()
 
     def sync(self) -> None:
-        """Has all bytes on disk."""
+        """Sync all bytes to disk."""
         os.fsync(self._file.fileno())
         self._synced = self.size
 
     def digest(self, stopped: threading.Event) -> str:
-        """The hash of the whole file. HashStopped, OSError; Refusal 500 if another one has its name now."""
-        at_path, ours = self._path.lstat(), os.fstat(self._file.fileno())
-        if (at_path.st_dev, at_path.st_ino) != (ours.st_dev, ours.st_ino):
+        """Return the hash of the complete file.
+
+        Raise HashStopped or OSError; Refusal 500 if the path no longer leads to this file.
+        """
+        path_status, file_status = self._path.lstat(), os.fstat(self._file.fileno())
+        if (path_status.st_dev, path_status.st_ino) != (file_status.st_dev, file_status.st_ino):
             raise Refusal(500, "the file was removed or replaced while it was written")
         return self._hash.hexdigest() if self._hash is not None else hash_file(self._path, stopped)
 
     def close(self) -> None:
-        """Ends it; the bytes stay."""
+        """Close the file; its bytes stay."""
         self._file.close()
 
 
 def sync(path: Path) -> None:
-    """Has all bytes of a file on disk that somebody else wrote."""
+    """Sync a file that another process or an earlier upload wrote."""
     with regular_files.open_file(path, follow_links=False) as file:
         os.fsync(file.fileno())

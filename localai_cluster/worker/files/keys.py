@@ -1,8 +1,8 @@
-"""Where a key leads: `models/…` and `data/…` to their folders, every other one to the staging folder (§12.1).
+"""Resolution of keys: `models/…` and `data/…` lead to their folders, every other key to staging (§12.1).
 
-A key is refused rather than corrected. No key leads out of its folder, also not through links; to a side
-file, which would let a sender vouch for bytes; or to what is the worker's own and happens to lie inside.
-Everything here but `decoded` looks at the disk and runs in a thread.
+A bad key is refused rather than corrected. No key leads out of its folder, not even through links; nor to a
+side file, through which a sender could record a false hash; nor to the worker's own files inside a served
+folder. All functions here except `decoded` read the disk and run in a thread.
 """
 
 import os
@@ -16,14 +16,14 @@ from localai_cluster.worker.exchange import Refusal
 
 HASH, TARGET = ".sha256", ".sha256.target"
 LONGEST_NAME = 255 - len(TARGET)
-"""Bytes of a name that leave room for those of its side files."""
+"""Maximum bytes of a name, so that the names of its side files fit as well."""
 EPHEMERAL = "ephemeral"
 _HIDDEN = (b"%2f", b"%5c", b"%00")
 
 
 @dataclass(frozen=True)
 class Folders:
-    """The three folders that keys lead to, and the worker's own, which they never do."""
+    """The three served folders, and the worker's private folders, which are never served."""
 
     models: Path
     staging: Path
@@ -32,9 +32,10 @@ class Folders:
 
     @classmethod
     def of_worker(cls, models: Path, own: Path, backends: Sequence[Path]) -> Self:
-        """The models folder and two beside it. `own` is where the worker keeps its secret.
+        """Create the layout of a worker: the models folder and two folders beside it.
 
-        That may be called `data` already, and is never served: then the served one has another name.
+        `own` is the folder of the worker's secret, which is never served. If that one is called `data`, the
+        served folder gets another name.
         """
         data = models.parent / "data"
         if own.resolve().is_relative_to(data.resolve()):
@@ -42,22 +43,22 @@ class Folders:
         return cls(models, models.parent / "staging", data, (own, *backends))
 
     def of(self, parts: Sequence[str]) -> tuple[Path, Sequence[str]]:
-        """The folder of a key and the way inside."""
-        named = {"models": self.models, "data": self.data}
-        folder = named.get(parts[0])
+        """Return the folder of a key and the path inside it."""
+        folders = {"models": self.models, "data": self.data}
+        folder = folders.get(parts[0])
         return (folder, parts[1:]) if folder else (self.staging, parts)
 
     def holds(self, folder: Path, real: Path) -> bool:
-        """Whether a path without links lies inside a folder, and in none of the worker's own there."""
+        """Return True if a path without links lies inside `folder` and in no private folder there."""
         home = folder.resolve()
-        own = (path.resolve() for path in self.private)
-        hidden = any(real.is_relative_to(path) and path.is_relative_to(home) for path in own)
+        private = (path.resolve() for path in self.private)
+        hidden = any(real.is_relative_to(path) and path.is_relative_to(home) for path in private)
         return real != home and real.is_relative_to(home) and not hidden
 
 
 @dataclass(frozen=True)
-class FilePlace:
-    """What a key names: `local` as engines are told, `real` the same without links, `folder` where it is."""
+class ResolvedKey:
+    """A resolved key: `local` is the path for engines, `real` the same without links, `folder` its root."""
 
     local: Path
     real: Path
@@ -65,7 +66,7 @@ class FilePlace:
 
 
 def decoded(raw: bytes) -> str:
-    """The key in a path. Refusal 400 for what servers and proxies read in different ways."""
+    """Decode the key in a URL path. Raise Refusal 400 for forms that servers and proxies read differently."""
     if not raw:
         raise Refusal(400, "key is required")
     if any(code in raw.lower() for code in _HIDDEN):
@@ -76,16 +77,16 @@ def decoded(raw: bytes) -> str:
         raise Refusal(400, "invalid key: not UTF-8") from None
 
 
-def locate(folders: Folders, key: str) -> FilePlace:
-    """Where the key leads. Refusal 400 if it may not lead there, also if the folder is missing."""
+def locate(folders: Folders, key: str) -> ResolvedKey:
+    """Resolve a key. Raise Refusal 400 if it leads to a forbidden path or its folder does not exist."""
     parts = key.split("/")
     _check(parts)
-    folder, inside = folders.of(parts)
-    if not inside:
+    folder, path_parts = folders.of(parts)
+    if not path_parts:
         raise Refusal(400, "invalid key: a folder itself")
     if not folder.is_dir():
         raise Refusal(400, f"the folder {folder} does not exist")
-    local = folder.joinpath(*inside)
+    local = folder.joinpath(*path_parts)
     try:
         real = Path(os.path.realpath(local))
     except OSError as error:
@@ -93,11 +94,11 @@ def locate(folders: Folders, key: str) -> FilePlace:
     if not folders.holds(folder, real):
         raise Refusal(400, "invalid key: outside the folder")
     _check(real.relative_to(folder.resolve()).parts)  # a link may name a side file
-    return FilePlace(local, real, folder)
+    return ResolvedKey(local, real, folder)
 
 
 def is_side_file(name: str) -> bool:
-    """Whether a name is that of a side file; a file system may not tell upper from lower case."""
+    """Return True if this is the name of a side file; case-insensitive, as some file systems are."""
     return name.lower().endswith((HASH, TARGET))
 
 

@@ -1,4 +1,4 @@
-"""One upload of a file at a time: a second one waits, and learns that it has waited."""
+"""Locks that allow one upload per file: a second one waits, and is informed that it waited."""
 
 import asyncio
 import contextlib
@@ -12,38 +12,38 @@ class _Entry:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     users: int = 0
     uploads: int = 0
-    """Those that write or wait to."""
+    """Number of uploads that write or wait."""
 
 
 class PathLocks:
-    """By the path without links, so that two keys of one file share a lock."""
+    """Locks by the path without links, so that two keys of one file share a lock."""
 
     def __init__(self) -> None:
         self._entries: dict[Path, _Entry] = {}
 
     @contextlib.asynccontextmanager
     async def upload(self, path: Path) -> AsyncIterator[bool]:
-        """Holds the file to write it; gives whether another upload went before."""
+        """Lock the file for writing; yield True if another upload came before this one."""
         entry = self._entries.setdefault(path, _Entry())
-        behind = entry.uploads > 0
+        was_queued = entry.uploads > 0
         entry.uploads += 1
         try:
-            async with self._held(path, entry):
-                yield behind
+            async with self._lock(path, entry):
+                yield was_queued
         finally:
             entry.uploads -= 1
 
     def reading(self, path: Path) -> contextlib.AbstractAsyncContextManager[None]:
-        """Holds the file to read it whole."""
-        return self._held(path, self._entries.setdefault(path, _Entry()))
+        """Lock the file for reading it completely."""
+        return self._lock(path, self._entries.setdefault(path, _Entry()))
 
     def uploading(self, path: Path) -> bool:
-        """Whether the file is written, or is about to be; from any thread."""
+        """Return True if the file is being written or an upload waits to write it. Thread-safe."""
         entry = self._entries.get(path)
         return entry is not None and entry.uploads > 0
 
     @contextlib.asynccontextmanager
-    async def _held(self, path: Path, entry: _Entry) -> AsyncIterator[None]:
+    async def _lock(self, path: Path, entry: _Entry) -> AsyncIterator[None]:
         entry.users += 1
         try:
             async with entry.lock:

@@ -1,4 +1,4 @@
-"""What `Content-Range`, `Range` and `X-Content-SHA256` say. Pure."""
+"""Parsers for `Content-Range`, `Range` and `X-Content-SHA256`. Pure."""
 
 import re
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 @dataclass(frozen=True)
 class Part:
-    """The bytes from `start` to `end`, both included, of a file of `total`."""
+    """The bytes from `start` to `end`, both inclusive, of a file of `total` bytes."""
 
     start: int
     end: int
@@ -20,32 +20,33 @@ class Part:
 
     @property
     def length(self) -> int:
-        """How many bytes it has."""
+        """Number of bytes."""
         return self.end - self.start + 1
 
 
 def content_range(text: str) -> Part | None:
-    """The part that an upload brings; None if it brings all. Refusal 400."""
+    """Parse the `Content-Range` of an upload; return None for a complete file. Raise Refusal 400."""
     if not text:
         return None
-    found = _CONTENT_RANGE.fullmatch(text)
-    if not found:
+    match = _CONTENT_RANGE.fullmatch(text)
+    if not match:
         raise Refusal(400, "invalid Content-Range: bytes START-END/TOTAL in numbers is needed")
-    part = Part(*map(int, found.groups()))
+    part = Part(*map(int, match.groups()))
     if not part.start <= part.end < part.total:
         raise Refusal(400, "invalid Content-Range: START <= END < TOTAL is needed")
     return part
 
 
 def wanted(text: str, size: int) -> Part | None:
-    """The part of a file of `size` bytes that a reader wants; None: the whole, also if it asks for several.
+    """Parse the `Range` of a download from a file of `size` bytes.
 
-    Refusal 416 for what lies behind its end.
+    Return None for the complete file, also if the client requests several ranges. Raise Refusal 416 if the
+    range starts beyond the end.
     """
-    found = _RANGE.fullmatch(text)
-    if not found or not any(found.groups()):
+    match = _RANGE.fullmatch(text)
+    if not match or not any(match.groups()):
         return None
-    first, last = found.groups()
+    first, last = match.groups()
     start = int(first) if first else max(0, size - int(last))
     end = min(int(last), size - 1) if first and last else size - 1
     if first and last and int(last) < start:
@@ -56,12 +57,12 @@ def wanted(text: str, size: int) -> Part | None:
 
 
 def digest(text: str) -> str:
-    """A SHA-256 in lower case, "" for no text. Refusal 400."""
+    """Validate a SHA-256 and return it in lower case; "" for no text. Raise Refusal 400."""
     if text and not is_digest(text.lower()):
         raise Refusal(400, "invalid X-Content-SHA256: 64 hex digits are needed")
     return text.lower()
 
 
 def is_digest(text: str) -> bool:
-    """Whether it is a SHA-256 as side files hold it."""
+    """Return True if the text is a SHA-256 in the form of side files."""
     return _SHA256.fullmatch(text) is not None

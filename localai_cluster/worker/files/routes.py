@@ -1,4 +1,4 @@
-"""The routes `/v1/files…` (§12): who asks has shown the token before anything of the key is looked at."""
+"""The routes `/v1/files…` (§12). The token is checked before any part of the key is examined."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from localai_cluster import cancel, clock, regular_files
 from localai_cluster.worker.exchange import Answer, Exchange, Refusal
 from localai_cluster.worker.files import cleaning, disk, ranges
 from localai_cluster.worker.files.disk import HashStopped
-from localai_cluster.worker.files.keys import FilePlace, Folders, decoded, is_side_file, locate
+from localai_cluster.worker.files.keys import Folders, ResolvedKey, decoded, is_side_file, locate
 from localai_cluster.worker.files.path_locks import PathLocks
 from localai_cluster.worker.files.threads import Threads
 from localai_cluster.worker.files.uploads import Uploads, failed, upload
@@ -24,13 +24,13 @@ log = logging.getLogger(__name__)
 FILES, LISTS = b"/v1/files/", b"/v1/files-list/"
 MOST_LISTED = 100_000
 SENT = 256 * 1024
-"""Bytes that are read and sent at a time."""
+"""Bytes per piece that is read and sent."""
 SEND_LIMIT = 60.0
-"""Seconds within which a reader takes such a piece."""
+"""Seconds within which a client must accept such a piece."""
 
 
 class FileServer:
-    """Serves three folders."""
+    """Serves the files of three folders: models, staging and data."""
 
     def __init__(self, folders: Folders) -> None:
         self._folders = folders
@@ -40,8 +40,8 @@ class FileServer:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Makes the folders, and cleans what was staged for single requests, now and every hour."""
-        await self._threads.run(self._make_folders)
+        """Create the folders, and remove the files staged for single requests, now and every hour."""
+        await self._threads.run(self._create_folders)
         cleaning_up = asyncio.create_task(self._clean(), name="staged files")
         try:
             yield
@@ -49,7 +49,7 @@ class FileServer:
             await cancel.end(cleaning_up)
             self._threads.stopped.set()
 
-    def _make_folders(self) -> None:
+    def _create_folders(self) -> None:
         for folder in (self._folders.models, self._folders.staging, self._folders.data):
             try:
                 folder.mkdir(mode=disk.FOLDER_MODE, parents=True, exist_ok=True)
@@ -60,20 +60,20 @@ class FileServer:
         while True:
             staging = self._folders.staging
             try:
-                gone = await self._threads.run(cleaning.clean, staging, clock.now(), self._locks.uploading)
-                if gone:
-                    log.info("removed %d files of former requests from %s", gone, staging)
+                removed = await self._threads.run(cleaning.clean, staging, clock.now(), self._locks.uploading)
+                if removed:
+                    log.info("removed %d files of former requests from %s", removed, staging)
             except Exception:
                 log.exception("cannot clean %s, again in %.0f s", staging, cleaning.EVERY)
             await asyncio.sleep(cleaning.EVERY)
 
     @staticmethod
     def serves(raw_path: bytes) -> bool:
-        """Whether a request is for these routes."""
+        """Return True if the path belongs to these routes."""
         return raw_path.startswith((FILES, LISTS))
 
     async def __call__(self, exchange: Exchange, authorized: bool) -> None:
-        """Answers one request."""
+        """Handle one request."""
         try:
             if not authorized:
                 raise Refusal(401, "unauthorized")
@@ -93,122 +93,125 @@ class FileServer:
         await exchange.answer(answer)
 
     async def _answer(self, exchange: Exchange) -> Answer | None:
-        """None when the answer was sent."""
+        """Handle one request; return None if the response was already sent."""
         method, path = exchange.method, exchange.raw_path
         if path.startswith(LISTS):
             if method != "GET":
                 raise Refusal(405, "method not allowed")
-            return await self._list(await self._located(path.removeprefix(LISTS)))
+            return await self._list(await self._locate(path.removeprefix(LISTS)))
         if method == "POST":
             return await self._temporary(path.removeprefix(FILES))
         if method not in ("HEAD", "GET", "PUT"):
             raise Refusal(405, "method not allowed")
-        place = await self._located(path.removeprefix(FILES))
+        key = await self._locate(path.removeprefix(FILES))
         if method == "PUT":
-            return await self._uploads.receive(upload(exchange, place), exchange)
+            return await self._uploads.receive(upload(exchange, key), exchange)
         if method == "GET":
-            await self._send(place, exchange)
+            await self._send(key, exchange)
             return None
-        return await self._head(place)
+        return await self._head(key)
 
-    async def _located(self, raw: bytes) -> FilePlace:
+    async def _locate(self, raw: bytes) -> ResolvedKey:
         return await self._threads.run(locate, self._folders, decoded(raw))
 
-    async def _head(self, place: FilePlace) -> Answer:
-        path = place.real
+    async def _head(self, key: ResolvedKey) -> Answer:
+        path = key.real
         state, digest = await self._threads.run(disk.look, path), ""
         if state.unknown and not self._locks.uploading(path):
             async with self._locks.reading(path):
-                # Another one may have computed it meanwhile, or an upload replaced the file.
+                # Another request may have stored the hash meanwhile, or an upload may have replaced the file.
                 state = await self._threads.run(disk.look, path)
                 if state.unknown:
                     digest = await self._threads.hash(disk.cached_hash, path, self._threads.stopped)
         if not state.exists:
             raise Refusal(404, "not found")
         headers = {"content-length": str(state.size), "x-file-size": str(state.size)}
-        headers |= {"x-local-path": _header_text(place.local), "accept-ranges": "bytes"}
+        headers |= {"x-local-path": _header_text(key.local), "accept-ranges": "bytes"}
         if state.target:
             headers["x-target-sha256"] = state.target
         elif digest := digest or state.digest:
             headers["x-content-sha256"] = digest
         return Answer(200, kind="application/octet-stream", headers=headers)
 
-    async def _send(self, place: FilePlace, exchange: Exchange) -> None:
-        state = await self._threads.run(disk.look, place.real)
+    async def _send(self, key: ResolvedKey, exchange: Exchange) -> None:
+        state = await self._threads.run(disk.look, key.real)
         if not state.exists:
             raise Refusal(404, "file not found")
-        file, size = await self._threads.run(_opened, place.real)
+        file, size = await self._threads.run(_open, key.real)
         try:
             part = ranges.wanted(exchange.header(b"range"), size)
-            left = size if part is None else part.length
-            headers = {"content-type": "application/octet-stream", "content-length": str(left)}
+            length = size if part is None else part.length
+            headers = {"content-type": "application/octet-stream", "content-length": str(length)}
             headers["accept-ranges"] = "bytes"
             if part is not None:
                 file.seek(part.start)
                 headers["content-range"] = f"bytes {part.start}-{part.end}/{size}"
             await exchange.start(200 if part is None else 206, headers)
-            await self._send_bytes(file, left, exchange)
+            await self._send_bytes(file, length, exchange)
         finally:
             await self._threads.run(file.close)
 
-    async def _send_bytes(self, file: BinaryIO, left: int, exchange: Exchange) -> None:
-        """So many bytes; less of a file that became shorter, and to a reader that leaves or does not read.
+    async def _send_bytes(self, file: BinaryIO, remaining: int, exchange: Exchange) -> None:
+        """Send `remaining` bytes of the file.
 
-        What is sent to one that has left is forgotten without a word, so we look for its end.
+        It sends fewer if the file became shorter, or the client disconnects or stops reading. The server
+        drops data for a disconnected client without an error, so this waits for the disconnect as well.
         """
-        leaving = asyncio.create_task(exchange.left())
+        disconnect = asyncio.create_task(exchange.wait_disconnected())
         try:
             while (
-                left and not leaving.done() and (piece := await self._threads.run(file.read, min(SENT, left)))
+                remaining
+                and not disconnect.done()
+                and (piece := await self._threads.run(file.read, min(SENT, remaining)))
             ):
-                left -= len(piece)
+                remaining -= len(piece)
                 async with asyncio.timeout(SEND_LIMIT):
                     await exchange.send(piece, more=True)
         except TimeoutError:
             return
         finally:
-            await cancel.end(leaving)
-        if not left:
+            await cancel.end(disconnect)
+        if not remaining:
             await exchange.send(b"", more=False)
 
-    async def _list(self, place: FilePlace) -> Answer:
-        found = await self._threads.run(_listed, self._folders, place)
-        return Answer(200, json.dumps({"files": found}), "application/json")
+    async def _list(self, key: ResolvedKey) -> Answer:
+        files = await self._threads.run(_list_files, self._folders, key)
+        return Answer(200, json.dumps({"files": files}), "application/json")
 
     async def _temporary(self, raw: bytes) -> Answer:
         if raw != b"temp":
             raise Refusal(404, "404 page not found")
-        made = await self._threads.run(_make_temporary, self._folders.staging)
-        return Answer(200, json.dumps({"local_path": made}), "application/json")
+        path = await self._threads.run(_create_temporary, self._folders.staging)
+        return Answer(200, json.dumps({"local_path": path}), "application/json")
 
 
-def _opened(path: Path) -> tuple[BinaryIO, int]:
+def _open(path: Path) -> tuple[BinaryIO, int]:
     file = regular_files.open_file(path, follow_links=False)
     return file, os.fstat(file.fileno()).st_size
 
 
 def _header_text(path: Path) -> str:
-    """A path as bytes of UTF-8 in a header, as the reference writes it."""
+    """Encode a path as UTF-8 bytes in a header, like the reference implementation."""
     return os.fsencode(path).decode("latin-1")
 
 
-def _listed(folders: Folders, place: FilePlace) -> list[str]:
-    """The files below, sorted. No folder is entered through a link."""
-    if not place.real.is_dir():
+def _list_files(folders: Folders, key: ResolvedKey) -> list[str]:
+    """Return the files below a folder, sorted; links to folders are not followed."""
+    if not key.real.is_dir():
         raise Refusal(404, "not a directory")
-    found: list[str] = []
-    for folder, names, files in os.walk(place.real):
-        here = Path(folder)
-        names[:] = [name for name in names if folders.holds(place.folder, here / name)]
-        for path in (here / name for name in files if not is_side_file(name)):
-            if path.is_file() and folders.holds(place.folder, path.resolve()):
-                found.append(str(path.relative_to(place.real)))
-        if len(found) > MOST_LISTED:
+    paths: list[str] = []
+    for folder, names, files in os.walk(key.real):
+        current = Path(folder)
+        names[:] = [name for name in names if folders.holds(key.folder, current / name)]
+        for path in (current / name for name in files if not is_side_file(name)):
+            if path.is_file() and folders.holds(key.folder, path.resolve()):
+                paths.append(str(path.relative_to(key.real)))
+        if len(paths) > MOST_LISTED:
             raise Refusal(400, f"more than {MOST_LISTED} files")
-    return sorted(found)
+    return sorted(paths)
 
 
-def _make_temporary(staging: Path) -> str:
+def _create_temporary(staging: Path) -> str:
     descriptor, name = tempfile.mkstemp(cleaning.TEMPORARY_END, cleaning.TEMPORARY, staging)
     with os.fdopen(descriptor, "wb") as file:
         os.fchmod(file.fileno(), disk.FILE_MODE)

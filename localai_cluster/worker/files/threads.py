@@ -1,4 +1,4 @@
-"""Threads for what blocks: a disk that hangs, or a hash that takes minutes, holds up nothing else."""
+"""Threads for blocking calls, so that a hanging disk or a long hash delays no other request."""
 
 import asyncio
 import threading
@@ -11,30 +11,33 @@ WRITERS, HASHERS = 8, 2
 
 
 class Threads:
-    """Few for hashes, since each of them keeps a core and the disk busy; others for the rest."""
+    """Two thread pools: a small one for hashes, which use a core and the disk, and one for other calls."""
 
     def __init__(self) -> None:
         self.stopped = threading.Event()
-        """Ends hashes at their next piece."""
+        """Ends running hashes at their next piece."""
         self._disk = ThreadPoolExecutor(WRITERS, "files")
         self._hashes = ThreadPoolExecutor(HASHERS, "hashes")
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Does something short with the disk."""
-        return await _finished(self._disk, function, *arguments)
+        """Run a short disk operation."""
+        return await _run_to_end(self._disk, function, *arguments)
 
     async def hash(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Reads a whole file."""
-        return await _finished(self._hashes, function, *arguments)
+        """Run a function that reads a complete file."""
+        return await _run_to_end(self._hashes, function, *arguments)
 
 
-async def _finished(pool: Executor, function: Callable[..., T], *arguments: Any) -> T:
-    """Returns only when the thread has: it holds a file that its caller closes then."""
-    work = asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
+async def _run_to_end(pool: Executor, function: Callable[..., T], *arguments: Any) -> T:
+    """Run `function` in `pool`.
+
+    Even if cancelled, return only after the thread has ended: the caller then closes a file that it uses.
+    """
+    future = asyncio.get_running_loop().run_in_executor(pool, function, *arguments)
     try:
-        return await asyncio.shield(work)
+        return await asyncio.shield(future)
     except asyncio.CancelledError:
-        await asyncio.wait({work})
-        if not work.cancelled():
-            work.exception()  # seen, and not told: the caller leaves
+        await asyncio.wait({future})
+        if not future.cancelled():
+            future.exception()  # retrieve the error and drop it: the caller was cancelled
         raise
