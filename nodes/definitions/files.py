@@ -113,9 +113,7 @@ class Definition:
 
 
 def load_options(definition: Definition) -> dict[str, Any]:
-    """Return a fresh copy of the options for `LoadModel`, by the names of `ModelOptions`, from the stored
-    file only.
-    """
+    """Return a fresh copy of the options for `LoadModel`, from the stored file only."""
     return dict(definition.options)
 
 
@@ -149,9 +147,7 @@ def parse(document: object, source: str) -> Definition:
 
 
 def _groups_of(document: Mapping[Any, Any]) -> frozenset[str]:
-    """Return the concurrency groups (R2.81), trimmed, without empty names and duplicates. A disabled model
-    has none.
-    """
+    """Return the trimmed, non-empty concurrency groups (R2.81); none for a disabled model."""
     groups = document.get("concurrency_groups")
     if groups is None or document.get("disabled") is True:
         return frozenset()

@@ -99,9 +99,7 @@ class Folder:
         return definition
 
     async def all(self) -> list[Definition]:
-        """Return every usable definition, sorted by name; raise FolderHangs if the folder has never
-        responded.
-        """
+        """Return every usable definition, sorted by name; raise FolderHangs before the first scan."""
         return sorted((await self._current()).values(), key=lambda definition: definition.name)
 
     async def problems(self) -> Problems:
@@ -126,9 +124,7 @@ class Folder:
         return self._by_name
 
     def _begin_scan(self, interval: float) -> _Scan | None:
-        """Return the scan to wait for: the running one, else a new one; None if the last scan is recent
-        enough.
-        """
+        """Return the running or a new scan to wait for; None if the last one is recent enough."""
         with self._lock:
             now = self._monotonic()
             if now - self._scanned_at < interval:
@@ -260,9 +256,7 @@ def folder() -> Folder:
 
 
 async def find(name: str) -> Definition | None:
-    """Return the definition that clients request as `name`, or None; raise FolderHangs if the folder does not
-    respond.
-    """
+    """Return the definition that clients request as `name`, or None; raise FolderHangs."""
     return await folder().find(name)
 
 

@@ -84,9 +84,7 @@ def inside(folder: Path, text: object) -> Path | None:
 
 
 def _files(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield (name, size) of the file and its shards, or of every file below the folder; nothing if it is
-    absent.
-    """
+    """Yield (name, size) of the file and its shards, or of every file in the folder."""
     if not os.path.isdir(path):
         for shard in shards(path):
             yield from _size(shard)
@@ -130,8 +128,9 @@ def _size(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def _weights(files: list[tuple[str, int]]) -> int:
-    """Return the size of a folder's weights (R2.41): all weight files, or the largest GGUF variant with its
-    shards.
+    """Return the bytes of a folder's weights (R2.41).
+
+    They are all weight files, or, among GGUF variants, the largest one with its shards.
     """
     weights = [(name, size) for name, size in files if name.endswith(_WEIGHTS)]
     variants: defaultdict[str, int] = defaultdict(int)

@@ -28,9 +28,7 @@ Place = tuple[UUID, int]
 
 
 class Match(NamedTuple):
-    """The replica that last received the longest cached prefix of a prompt, and the prefix's length in
-    blocks.
-    """
+    """The replica that last received the longest cached prefix of a prompt; `depth` is in blocks."""
 
     place: Place
     depth: int
@@ -113,9 +111,7 @@ class _Table:
                 self._remove_from(*previous, now)
 
     def forget(self, node: UUID, index: int) -> None:
-        """Skip this replica's entries from now on (R3.22); an index below 0 means all replicas of
-        the node.
-        """
+        """Skip this replica's entries from now on (R3.22); below 0, those of all its node's replicas."""
         places = [place for place in self.owners if place[0] == node] if index < 0 else [(node, index)]
         for place in places:
             if (owner := self.owners.pop(place, None)) is not None:
@@ -148,8 +144,9 @@ class Affinity:
         return sum(len(table.entries) for table in list(self._tables.values()))
 
     def observe(self, model: str, chain: Chain, place: Place, now: float) -> bool:
-        """Record that the replica received this prompt (R3.9). Return True if other processes need the
-        update.
+        """Record that the replica received this prompt (R3.9).
+
+        Returns True if other processes need the update.
         """
         if not chain:
             return False

@@ -15,9 +15,7 @@ LONGEST = WINDOW * DEPTH
 
 
 def chain(model: str, prompt: bytes, window: int = WINDOW, depth: int = DEPTH) -> Chain:
-    """Return the hashes of the prompt's blocks (R3.3, R3.4); () for an empty prompt. The last block may be
-    short.
-    """
+    """Return the hashes of the prompt's blocks (R3.3, R3.4). The last block may be short."""
     hashes, last = [], xxh64_intdigest(model.encode())
     for start in range(0, min(len(prompt), window * depth), window):
         last = xxh64_intdigest(last.to_bytes(8, "little") + prompt[start : start + window])

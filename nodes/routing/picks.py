@@ -80,8 +80,7 @@ class Picker:
         self._delayed: asyncio.TimerHandle | None = None
 
     async def acquire(self, request: InferenceRequest) -> Replica | None:
-        """Pick a replica of the request's model and count the request in; return None if no replica is
-        loaded.
+        """Pick a replica of the request's model and count the request in; None if none is loaded.
 
         The same statement confirms the request's API key and fills in its principal; raises WrongKey for an
         invalid key. Without a model it only does that. Raises Unavailable when the database is unreachable.
@@ -124,10 +123,10 @@ class Picker:
             raise Unavailable(disk.explained("the database is not reachable"), retry_after=2)
 
     async def lose(self, replica: Replica, *, strange: bool = False) -> bool:
-        """Exclude a replica that failed to serve from further picks: exactly the picked row, not a successor
-        in its slot.
+        """Exclude a replica that failed to serve from further picks.
 
-        `strange`: its engine responds, but holds another model or none.
+        Only the picked row is excluded, not a successor in its slot. `strange`: its engine responds, but
+        holds another model or none.
         """
         reason = leaving.STRANGE if strange else leaving.LOST
         return await leaving.lose(self._pool, replica.id, replica.address, why=reason)

@@ -1,9 +1,8 @@
-"""The web process's own connections to PostgreSQL, separate from Django's: async, autocommit, prepared
-statements.
+"""The web process's own connections to PostgreSQL: async, autocommit, prepared statements.
 
-Each process has one pool, opened in the serving event loop, for the hot path and the batched heartbeats.
-Durability is relaxed here: the next settlement of the `Picker` corrects a count that a crashed server lost,
-so no request waits for a disk.
+They are separate from Django's. Each process has one pool, opened in the serving event loop, for the hot path
+and the batched heartbeats. Durability is relaxed here: the next settlement of the `Picker` corrects a count
+that a crashed server lost, so no request waits for a disk.
 """
 
 import asyncio
@@ -56,9 +55,7 @@ class _Bounded(psycopg.AsyncConnection[tuple[Any, ...]]):
     """A connection whose round trips have a time limit."""
 
     async def wait(self, *arguments: Any, **options: Any) -> Any:
-        """Run one round trip. Without a response in time, raise OperationalError; the connection is
-        closed.
-        """
+        """Run one round trip; on timeout raise OperationalError and close the connection."""
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 return await super().wait(*arguments, **options)
@@ -105,8 +102,7 @@ class Pool:
             return (await connection.execute(statement, parameters)).rowcount
 
     async def run_in_transaction(self, statements: list[tuple[str, Parameters]]) -> list[tuple[Any, ...]]:
-        """Run statements in one transaction; each statement sees all rows that were committed before it
-        began.
+        """Run statements in one transaction; each one sees all rows committed before it began.
 
         Returns the rows of the last one, if it has any.
         """

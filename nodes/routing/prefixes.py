@@ -101,9 +101,7 @@ class Prefixes:
                 logger.warning("Cannot report pressure: %s", error)
 
     async def report(self, pool: Pool, process: UUID) -> None:
-        """Store new pressure, in one statement for all models. After a failure the next report includes it
-        again.
-        """
+        """Store new pressure in one statement for all models; retry failed reports next time."""
         if not self._unreported:
             return
         models, self._unreported, now = self._unreported, set(), clock.now()

@@ -9,9 +9,7 @@ from nodes.scheduling.pressure import WINDOW
 
 
 class Pressure:
-    """The diversions of one web process: for each model the latest times, limited to the number
-    that counts.
-    """
+    """The diversions of one web process: for each model the latest times, as many as count."""
 
     def __init__(self, window: timedelta = WINDOW) -> None:
         self._window = window
@@ -24,9 +22,7 @@ class Pressure:
         self._prune(times, now)
 
     def within(self, model: str, now: datetime) -> Sequence[datetime]:
-        """Return the times within the window, oldest first (R3.19). A time exactly as old as the window
-        counts.
-        """
+        """Return the times within the window, oldest first; both ends are included (R3.19)."""
         times = self._times.get(model)
         if times is None:
             return ()
