@@ -165,7 +165,7 @@ class Folder:
             with self._lock:
                 self._by_name = self._by_name or {}
                 self._scanned_at, self._scan = scan.started_at, None
-            self._report(Problems(_line(f"cannot be read: {yaml_text.reason_of(error)}")), error)
+            self._report(Problems(_displayable(f"cannot be read: {yaml_text.reason_of(error)}")), error)
         finally:
             scan.done.set_result(None)
 
@@ -197,7 +197,7 @@ class Folder:
             with os.scandir(self._path) as entries:
                 listed = sorted(entry.name for entry in entries if entry.name.endswith(_SUFFIXES))
         except OSError as error:
-            return {}, _line(f"cannot be listed: {error.strerror}")
+            return {}, _displayable(f"cannot be listed: {error.strerror}")
         problem = ""
         if len(listed) > MAX_FILES:
             problem = f"holds more than {MAX_FILES} definitions; the rest is ignored"
@@ -234,13 +234,15 @@ def _indexed(files: _Files) -> tuple[dict[str, Definition], dict[str, str]]:
     broken: dict[str, str] = {}
     for name, (_, content) in files.items():
         if isinstance(content, Unusable):
-            broken[_line(name)] = _line(str(content))
+            broken[_displayable(name)] = _displayable(str(content))
         elif (first := by_name.setdefault(content.name, content)) is not content:
-            broken[_line(name)] = _line(f"defines {content.name!r} again; {first.source} stays in force")
+            broken[_displayable(name)] = _displayable(
+                f"defines {content.name!r} again; {first.source} stays in force"
+            )
     return by_name, broken
 
 
-def _line(text: str) -> str:
+def _displayable(text: str) -> str:
     """Return the text in a displayable form for pages and logs; file names may be undecodable bytes."""
     return names.plain(text[:1000])
 

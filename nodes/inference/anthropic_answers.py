@@ -116,20 +116,20 @@ class MessageEvents:
 
     def told(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the events of these deltas."""
-        return b"".join(event for delta in deltas for event in self._of(delta))
+        return b"".join(event for delta in deltas for event in self._render_delta(delta))
 
-    def _of(self, delta: TextDelta) -> list[bytes]:
+    def _render_delta(self, delta: TextDelta) -> list[bytes]:
         events = []
         if not self._has_started:
             self._has_started = True
             events.append(_event("message_start", message=_message(self._head, [], None, _usage(Usage()))))
-        events.extend(self._step(step) for step in self._blocks.steps(delta))
+        events.extend(self._render_step(step) for step in self._blocks.steps(delta))
         if delta.finish:
             end = {"stop_reason": _reason(delta.finish), "stop_sequence": None}
             events.append(_event("message_delta", delta=end, usage=_usage(total([delta], 1))))
         return events
 
-    def _step(self, step: BlockStep) -> bytes:
+    def _render_step(self, step: BlockStep) -> bytes:
         index, kind = step.block.number, step.block.kind
         if step.change is BlockChange.OPENED:
             return _event("content_block_start", index=index, content_block=_opening(self._head, step.block))

@@ -85,27 +85,29 @@ def said(system: System | None, messages: Sequence[Turn]) -> Iterator[Utterance]
         if isinstance(message.content, str):
             yield Utterance(message.role, message.content)
         else:
-            yield from _of(message.role, message.content, f"messages[{number}].content")
+            yield from _convert_message(message.role, message.content, f"messages[{number}].content")
 
 
 _ASSISTANT_BLOCKS = (CallBlock, ThinkingBlock, HiddenThinkingBlock)
 _USER_BLOCKS = (ResultBlock, ImageBlock)
 
 
-def _of(role: str, blocks: Sequence[Block], where: str) -> Iterator[Utterance]:
+def _convert_message(role: str, blocks: Sequence[Block], field_path: str) -> Iterator[Utterance]:
     misplaced = _USER_BLOCKS if role == "assistant" else _ASSISTANT_BLOCKS
     for index, block in enumerate(blocks):
         if isinstance(block, misplaced) or (role == "system" and not isinstance(block, TextBlock)):
-            raise wrong(f"{where}[{index}]", f"this kind of block is not for messages of the role {role}")
+            raise wrong(
+                f"{field_path}[{index}]", f"this kind of block is not for messages of the role {role}"
+            )
     if role == "assistant":
-        yield _answer(blocks)
+        yield _assistant_message(blocks)
         return
-    yield from (_result(block) for block in blocks if isinstance(block, ResultBlock))
+    yield from (_tool_message(block) for block in blocks if isinstance(block, ResultBlock))
     if any(not isinstance(block, ResultBlock) for block in blocks) or not blocks:
         yield Utterance(role, _text(blocks))
 
 
-def _answer(blocks: Sequence[Block]) -> Utterance:
+def _assistant_message(blocks: Sequence[Block]) -> Utterance:
     calls = [
         ToolCall(block.id, CalledFunction(block.name, as_json(block.input)))
         for block in blocks
@@ -119,7 +121,7 @@ def _answer(blocks: Sequence[Block]) -> Utterance:
     )
 
 
-def _result(block: ResultBlock) -> Utterance:
+def _tool_message(block: ResultBlock) -> Utterance:
     content = block.content or ""
     text = content if isinstance(content, str) else _text(content)
     return Utterance("tool", text, tool_call_id=block.tool_use_id)
@@ -132,16 +134,16 @@ def _text(blocks: Sequence[Block]) -> str:
 def images(messages: Sequence[Turn]) -> tuple[str, ...]:
     """Return the base64 data of all images, tool results included; raise InvalidInput for a broken image."""
     return tuple(
-        openai_messages.checked(image.source.data, where)
+        openai_messages.checked(image.source.data, field_path)
         for number, message in enumerate(messages)
         if isinstance(message.content, list)
-        for image, where in _images(message.content, f"messages[{number}].content")
+        for image, field_path in _images(message.content, f"messages[{number}].content")
     )
 
 
-def _images(blocks: Sequence[Block], where: str) -> Iterator[tuple[ImageBlock, str]]:
+def _images(blocks: Sequence[Block], field_path: str) -> Iterator[tuple[ImageBlock, str]]:
     for index, block in enumerate(blocks):
         if isinstance(block, ImageBlock):
-            yield block, f"{where}[{index}]"
+            yield block, f"{field_path}[{index}]"
         elif isinstance(block, ResultBlock) and isinstance(block.content, list):
-            yield from _images(block.content, f"{where}[{index}].content")
+            yield from _images(block.content, f"{field_path}[{index}].content")

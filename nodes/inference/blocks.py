@@ -88,17 +88,17 @@ class Blocks:
             if self._open and self._open[0] is BlockKind.CALL and piece.key != self._open:
                 self._held.setdefault(piece.key, []).append(piece)
             else:
-                yield from self._with(piece)
+                yield from self._add_piece(piece)
         if not delta.finish:
             return
         for pieces in self._held.values():
             for piece in pieces:
-                yield from self._with(piece)
-        yield from self._closed(cut=delta.finish == "length")
+                yield from self._add_piece(piece)
+        yield from self._close_block(is_truncated=delta.finish == "length")
 
-    def _with(self, piece: _Piece) -> Iterator[BlockStep]:
+    def _add_piece(self, piece: _Piece) -> Iterator[BlockStep]:
         if piece.key != self._open:
-            yield from self._closed()
+            yield from self._close_block()
             self.made.append(Block(len(self.made), piece.kind, piece.call))
             self._open = piece.key
             yield BlockStep(BlockChange.OPENED, self.made[-1])
@@ -108,11 +108,11 @@ class Blocks:
         if piece.text or piece.logprobs:
             yield BlockStep(BlockChange.SAID, block, piece.text, piece.logprobs)
 
-    def _closed(self, *, cut: bool = False) -> Iterator[BlockStep]:
+    def _close_block(self, *, is_truncated: bool = False) -> Iterator[BlockStep]:
         if self._open:
             self._open = None
             block = self.made[-1]
-            if block.kind is BlockKind.CALL and not (block.content or cut):
+            if block.kind is BlockKind.CALL and not (block.content or is_truncated):
                 block.parts.append(NO_ARGUMENTS)
                 yield BlockStep(BlockChange.SAID, block, NO_ARGUMENTS)
             yield BlockStep(BlockChange.CLOSED, block)

@@ -145,14 +145,14 @@ class _Rules:
         self.rules[name] = part
         return Reference(name)
 
-    def _named(self, part: Grammar) -> Reference:
+    def _add_rule(self, part: Grammar) -> Reference:
         return self.add(f"r{len(self.rules)}", part)
 
     def _check(self) -> None:
         if self._steps > MOST_STEPS or self._copied > MOST_COPIED:
             raise InvalidInput("the schema combines too many choices", field="response_format")
 
-    def _exactly(self, value: Any) -> Text:
+    def _literal(self, value: Any) -> Text:
         text = _json(value)
         self._copied += len(text)
         self._check()
@@ -176,15 +176,19 @@ class _Rules:
             return Reference("value")
         if isinstance(part.get("$ref"), str):
             has_no_siblings = part.keys() <= _BESIDE
-            return self._referred(part["$ref"]) if has_no_siblings else self.of(self._unfolded(part))
+            return (
+                self._reference_rule(part["$ref"])
+                if has_no_siblings
+                else self.of(self._resolve_reference(part))
+            )
         for name in ("anyOf", "oneOf"):
             if isinstance(part.get(name), list) and part[name]:
                 return self._choice({key: value for key, value in part.items() if key != name}, part[name])
         if isinstance(part.get("allOf"), list):
             siblings = {key: value for key, value in part.items() if key != "allOf"}
-            return self.of(self._both((siblings, *part["allOf"])))
+            return self.of(self._merge_all((siblings, *part["allOf"])))
         if lists := _values(part):
-            return Any_(tuple(map(self._exactly, self._common(lists))))
+            return Any_(tuple(map(self._literal, self._common_values(lists))))
         return self._of_type(part, part.get("type"))
 
     def _choice(self, siblings: Mapping[str, Any], options: Iterable[Any]) -> Grammar:
@@ -192,12 +196,12 @@ class _Rules:
         alternatives: list[Grammar] = []
         for option in options:
             with contextlib.suppress(_Contradiction):
-                alternatives.append(self.of(self._both((siblings, option))))
+                alternatives.append(self.of(self._merge_all((siblings, option))))
         if not alternatives:
             raise _Contradiction
         return Any_(tuple(alternatives))
 
-    def _common(self, lists: Iterable[Iterable[Any]]) -> list[Any]:
+    def _common_values(self, lists: Iterable[Iterable[Any]]) -> list[Any]:
         """Return the values that are in all lists."""
         first, *other_lists = [{_key(value): value for value in values} for values in lists]
         self._copied += sum(len(key) for values in (first, *other_lists) for key in values)
@@ -222,47 +226,51 @@ class _Rules:
             )
         return Reference(kind if kind in ("integer", "number", "boolean", "null") else "value")
 
-    def _referred(self, reference: str) -> Reference:
+    def _reference_rule(self, reference: str) -> Reference:
         if reference not in self._references:
-            self._references[reference] = self._named(self.of(schemas.referred(self._schema, reference)))
+            self._references[reference] = self._add_rule(self.of(schemas.referred(self._schema, reference)))
         return self._references[reference]
 
-    def _both(self, parts: Iterable[Any]) -> Mapping[str, Any]:
+    def _merge_all(self, parts: Iterable[Any]) -> Mapping[str, Any]:
         """Return one schema with the constraints of all parts, as far as they do not conflict."""
         schemas_to_merge = [part for part in parts if isinstance(part, Mapping) and part]
         if len(schemas_to_merge) == 1:
             return schemas_to_merge[0]
-        both: Mapping[str, Any] = {}
+        merged: Mapping[str, Any] = {}
         for part in schemas_to_merge:
-            both = self._joined(both, self._unfolded(part))
-        return both
+            merged = self._merge(merged, self._resolve_reference(part))
+        return merged
 
-    def _unfolded(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _resolve_reference(self, part: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the schema with its reference resolved and merged with the sibling keywords."""
         if not isinstance(part.get("$ref"), str):
             return part
         target = schemas.referred(self._schema, part["$ref"])
         siblings = {key: value for key, value in part.items() if key != "$ref"}
-        return self._joined(self._unfolded(target), siblings) if isinstance(target, Mapping) else siblings
+        return (
+            self._merge(self._resolve_reference(target), siblings)
+            if isinstance(target, Mapping)
+            else siblings
+        )
 
-    def _joined(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> Mapping[str, Any]:
-        joined = {**first, **second}
+    def _merge(self, first: Mapping[str, Any], second: Mapping[str, Any]) -> Mapping[str, Any]:
+        merged = {**first, **second}
         for name in _JOINED & first.keys() & second.keys():
             if isinstance(first[name], Mapping) and isinstance(second[name], Mapping):
-                joined[name] = {**first[name], **second[name]}
+                merged[name] = {**first[name], **second[name]}
             elif isinstance(first[name], list) and isinstance(second[name], list):
-                joined[name] = [*first[name], *second[name]]
+                merged[name] = [*first[name], *second[name]]
         for name in _CHOICES & first.keys() & second.keys():
-            joined[name] = first[name]
-            joined["allOf"] = [*joined.get("allOf", ()), {name: second[name]}]
+            merged[name] = first[name]
+            merged["allOf"] = [*merged.get("allOf", ()), {name: second[name]}]
         if (lists := _values(first)) and (second_lists := _values(second)):
-            joined.pop("const", None)
-            joined["enum"] = self._common((*lists, *second_lists))
-        self._copied += len(joined) + sum(
-            len(joined[name]) for name in _JOINED & joined.keys() if isinstance(joined[name], Mapping | list)
+            merged.pop("const", None)
+            merged["enum"] = self._common_values((*lists, *second_lists))
+        self._copied += len(merged) + sum(
+            len(merged[name]) for name in _JOINED & merged.keys() if isinstance(merged[name], Mapping | list)
         )
         self._check()
-        return joined
+        return merged
 
     def _object(self, part: Mapping[str, Any]) -> Grammar:
         properties = part.get("properties")
@@ -272,13 +280,13 @@ class _Rules:
         all_properties = {**listed, **dict.fromkeys(sorted(needed - listed.keys()), True)}
         extra = part.get("additionalProperties", not all_properties)
         members = [
-            (name in needed, All((self._exactly(str(name)), Text(":"), _SPACE, self.of(value))))
+            (name in needed, All((self._literal(str(name)), Text(":"), _SPACE, self.of(value))))
             for name, value in all_properties.items()
             if value is not False
         ]
         extra_member = None
         if extra is not False:
-            extra_member = self._named(All((Reference("string"), Text(":"), _SPACE, self.of(extra))))
+            extra_member = self._add_rule(All((Reference("string"), Text(":"), _SPACE, self.of(extra))))
         return _enclosed("{", self._members(members, extra_member), "}")
 
     def _members(self, members: Sequence[tuple[bool, Grammar]], extra_member: Reference | None) -> Grammar:
@@ -289,14 +297,14 @@ class _Rules:
         after_member: Grammar = Many(All((_COMMA, extra_member))) if extra_member else _NOTHING
         at_start: Grammar = _listed(extra_member, 0, None) if extra_member else _NOTHING
         for is_required, member in reversed(members):
-            member_rule = self._named(member)
+            member_rule = self._add_rule(member)
             # Separate rules: written inline, the tail would double with each optional member.
-            tail = self._named(after_member)
+            tail = self._add_rule(after_member)
             continued, first = All((_COMMA, member_rule, tail)), All((member_rule, tail))
             if is_required:
                 after_member, at_start = continued, first
             else:
-                after_member, at_start = Any_((continued, tail)), Any_((first, self._named(at_start)))
+                after_member, at_start = Any_((continued, tail)), Any_((first, self._add_rule(at_start)))
         return at_start
 
     def _array(self, part: Mapping[str, Any]) -> Grammar:
@@ -307,12 +315,12 @@ class _Rules:
             exact = [item for item_schema in firsts for item in (_COMMA, self.of(item_schema))][1:]
             missing = max(least - len(firsts), 0)
             further_items = (
-                _NOTHING if items is False else Many(All((_COMMA, self._named(self.of(items)))), missing)
+                _NOTHING if items is False else Many(All((_COMMA, self._add_rule(self.of(items)))), missing)
             )
             return _enclosed("[", All((*exact, further_items)), "]")
         if items is False:
             return _enclosed("[", _NOTHING, "]")
-        return _enclosed("[", _listed(self._named(self.of(items)), least, most), "]")
+        return _enclosed("[", _listed(self._add_rule(self.of(items)), least, most), "]")
 
 
 def _at_least_zero(part: Mapping[str, Any]) -> bool:

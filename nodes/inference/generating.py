@@ -131,7 +131,7 @@ class _Attempt:
                 await self._answer(choice, options, not streamed)
 
     async def _answer(self, choice: int, options: PredictOptions, streamed: bool) -> None:
-        reading = Reading(choice, self._generation.sampling, options.Tokens)
+        reader = Reading(choice, self._generation.sampling, options.Tokens)
         replies = self._engine.predict_stream(options) if streamed else self._engine.predict(options)
         first = self._request.deadline - clock.monotonic()
         try:
@@ -139,7 +139,7 @@ class _Attempt:
                 async for reply in replies:
                     # Only the engine's time counts, not the time of a slow client.
                     limit.pause()
-                    delta = reading.delta(reply)
+                    delta = reader.delta(reply)
                     if delta is not None:
                         if self._first_at is None:
                             self._first_at = self._start_time(reply, streamed)
@@ -150,7 +150,7 @@ class _Attempt:
             raise DeadlineExceeded(_SILENT if streamed else _TOO_LONG) from None
         finally:
             replies.cancel()
-        await self._end(reading.last(*trailing))
+        await self._end(reader.last(*trailing))
 
     def _start_time(self, reply: Reply, streamed: bool) -> float:
         """Return the start time of the response.

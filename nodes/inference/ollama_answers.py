@@ -114,13 +114,13 @@ class OllamaLines:
 
     def told(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the lines of these deltas."""
-        return b"".join(orjson.dumps(line) + b"\n" for delta in deltas for line in self._of(delta))
+        return b"".join(orjson.dumps(line) + b"\n" for delta in deltas for line in self._render_delta(delta))
 
     def failed(self, error: ClusterError, /) -> bytes:
         """Return the line that ends a failed response."""
         return error_body(error) + b"\n"
 
-    def _of(self, delta: TextDelta) -> list[dict[str, Any]]:
+    def _render_delta(self, delta: TextDelta) -> list[dict[str, Any]]:
         lines = []
         self._calls.extend(delta.tools)
         if delta.text or delta.reasoning or delta.logprobs:

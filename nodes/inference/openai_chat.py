@@ -183,19 +183,19 @@ class ChatChunks(Chunks):
 
     def told(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the events of these deltas."""
-        return b"".join(event(chunk) for delta in deltas for chunk in self._of(delta))
+        return b"".join(event(chunk) for delta in deltas for chunk in self._render_delta(delta))
 
-    def _of(self, delta: TextDelta) -> list[dict[str, Any]]:
+    def _render_delta(self, delta: TextDelta) -> list[dict[str, Any]]:
         chunks = []
         if delta.choice not in self._started_choices:
             self._started_choices.add(delta.choice)
-            chunks.append(self._chunk(delta.choice, {"role": "assistant", "content": ""}))
+            chunks.append(self._choice_chunk(delta.choice, {"role": "assistant", "content": ""}))
         if content := self._content(delta):
-            chunks.append(self._chunk(delta.choice, content, logprobs=delta.logprobs))
+            chunks.append(self._choice_chunk(delta.choice, content, logprobs=delta.logprobs))
         if delta.finish:
             if _missing(delta.finish) and (missing_calls := self._without_arguments(delta.choice)):
-                chunks.append(self._chunk(delta.choice, {"tool_calls": missing_calls}))
-            chunks.append(self._chunk(delta.choice, {}, finish=delta.finish))
+                chunks.append(self._choice_chunk(delta.choice, {"tool_calls": missing_calls}))
+            chunks.append(self._choice_chunk(delta.choice, {}, finish=delta.finish))
             self._ended.append(delta)
             if self._head.generation.usage_in_stream and len(self._ended) == self._head.generation.choices:
                 chunks.append(self._usage())
@@ -230,19 +230,19 @@ class ChatChunks(Chunks):
         ]
         return [self._tool(choice, ToolPiece(index, arguments=NO_ARGUMENTS)) for index in indices]
 
-    def _chunk(
+    def _choice_chunk(
         self, index: int, delta: Mapping[str, Any], *, finish: str = "", logprobs: Sequence[Any] = ()
     ) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": finish or None}
         if self._head.generation.sampling.logprobs:
             choice["logprobs"] = {"content": logprobs, "refusal": None} if logprobs else None
-        return self._with([choice], None)
+        return self._chunk([choice], None)
 
     def _usage(self) -> dict[str, Any]:
         usage = generation.total(self._ended, self._head.generation.n)
-        return self._with([], openai_bodies.usage(usage))
+        return self._chunk([], openai_bodies.usage(usage))
 
-    def _with(self, choices: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
+    def _chunk(self, choices: list[Any], usage: dict[str, Any] | None) -> dict[str, Any]:
         chunk: dict[str, Any] = {
             "id": self._head.id,
             "object": "chat.completion.chunk",

@@ -134,9 +134,9 @@ class CompletionChunks(Chunks):
 
     def told(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the events of these deltas."""
-        return b"".join(part for delta in deltas for part in self._of(delta))
+        return b"".join(part for delta in deltas for part in self._render_delta(delta))
 
-    def _of(self, delta: TextDelta) -> list[bytes]:
+    def _render_delta(self, delta: TextDelta) -> list[bytes]:
         logprobs = _logprobs(delta.logprobs, self._lengths[delta.choice]) if delta.logprobs else None
         self._lengths[delta.choice] += len(delta.text)
         choice = {
@@ -145,15 +145,15 @@ class CompletionChunks(Chunks):
             "logprobs": logprobs,
             "finish_reason": delta.finish or None,
         }
-        events, request = [self._with([choice])], self._head.generation
+        events, request = [self._chunk([choice])], self._head.generation
         if delta.finish:
             self._ended.append(delta)
             if request.usage_in_stream and len(self._ended) == request.choices:
                 usage = generation.total(self._ended, request.n)
-                events.append(self._with([], openai_bodies.usage(usage)))
+                events.append(self._chunk([], openai_bodies.usage(usage)))
         return events
 
-    def _with(self, choices: list[Any], usage: dict[str, Any] | None = None) -> bytes:
+    def _chunk(self, choices: list[Any], usage: dict[str, Any] | None = None) -> bytes:
         chunk: dict[str, Any] = {
             "id": self._head.id,
             "object": "text_completion",

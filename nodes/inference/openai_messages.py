@@ -93,12 +93,12 @@ Messages = Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MO
 def said(messages: Sequence[ChatMessage]) -> Iterator[Utterance]:
     """Yield the messages in the engines' form; raise InvalidInput for a message without content."""
     for number, message in enumerate(messages):
-        where = f"messages[{number}]"
+        field_path = f"messages[{number}]"
         if message.role == "tool" and not message.tool_call_id:
-            raise wrong(f"{where}.tool_call_id", "a tool's message needs it")
+            raise wrong(f"{field_path}.tool_call_id", "a tool's message needs it")
         calls = message.tool_calls if message.role == "assistant" else None
         if message.content is None and not (calls or (message.role == "assistant" and message.refusal)):
-            raise wrong(f"{where}.content", f"a {message.role}'s message needs it")
+            raise wrong(f"{field_path}.content", f"a {message.role}'s message needs it")
         yield Utterance(
             # No template supports OpenAI's newer role name.
             role="system" if message.role == "developer" else message.role,
@@ -124,15 +124,17 @@ def _text(content: str | list[Part] | None) -> str:
 def images(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
     """Return the base64 data of the images; raise InvalidInput for a broken or linked image."""
     return tuple(
-        image_of(part.image_url.url, where) for part, where in _parts(messages) if isinstance(part, ImagePart)
+        image_of(part.image_url.url, field_path)
+        for part, field_path in _parts(messages)
+        if isinstance(part, ImagePart)
     )
 
 
 def audios(messages: Sequence[ChatMessage]) -> tuple[str, ...]:
     """Return the base64 data of the audio parts; raise InvalidInput for a broken one."""
     return tuple(
-        checked(part.input_audio.data, where)
-        for part, where in _parts(messages)
+        checked(part.input_audio.data, field_path)
+        for part, field_path in _parts(messages)
         if isinstance(part, AudioPart)
     )
 
@@ -144,23 +146,23 @@ def _parts(messages: Sequence[ChatMessage]) -> Iterator[tuple[Part, str]]:
                 yield part, f"messages[{number}].content[{index}]"
 
 
-def image_of(url: str, where: str) -> str:
+def image_of(url: str, field_path: str) -> str:
     """Return the base64 data of an image's data URL; raise InvalidInput for any other URL.
 
     `where` is the path of the URL in the request.
     """
     head, comma, data = url.partition(",")
     if not (comma and head.startswith("data:image/") and head.endswith(";base64")):
-        raise wrong(where, "only images inside the request are accepted, as data:image/png;base64,…")
-    return checked(data, where)
+        raise wrong(field_path, "only images inside the request are accepted, as data:image/png;base64,…")
+    return checked(data, field_path)
 
 
-def checked(data: str, where: str) -> str:
+def checked(data: str, field_path: str) -> str:
     """Return `data` unchanged; raise InvalidInput if it is empty or not base64."""
     try:
         is_empty = not base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError):
-        raise wrong(where, "this is not base64") from None
+        raise wrong(field_path, "this is not base64") from None
     if is_empty:
-        raise wrong(where, "this is empty")
+        raise wrong(field_path, "this is empty")
     return data

@@ -120,7 +120,7 @@ class ResponseEvents:
 
     def told(self, deltas: Sequence[TextDelta], /) -> bytes:
         """Return the events of these deltas."""
-        return b"".join(event for delta in deltas for event in self._of(delta))
+        return b"".join(event for delta in deltas for event in self._render_delta(delta))
 
     def failed(self, error: ClusterError, /) -> bytes:
         """Return an `error` event, which clients raise, and the response with the content so far."""
@@ -135,13 +135,13 @@ class ResponseEvents:
         )
         return b"".join(events)
 
-    def _of(self, delta: TextDelta) -> Iterator[bytes]:
+    def _render_delta(self, delta: TextDelta) -> Iterator[bytes]:
         if not self._number:
             yield self._start_events()
         # All steps first: only the very last block can be incomplete.
         for step in list(self._blocks.steps(delta)):
             is_truncated = delta.finish == "length" and step.block is self._blocks.made[-1]
-            yield from self._step(step, "incomplete" if is_truncated else "completed")
+            yield from self._render_step(step, "incomplete" if is_truncated else "completed")
         if delta.finish:
             response = _final_response(self._head, self._blocks.made, delta)
             yield self._event(f"response.{response['status']}", response=response)
@@ -151,7 +151,7 @@ class ResponseEvents:
         names = ("response.created", "response.in_progress")
         return b"".join(self._event(name, response=response) for name in names)
 
-    def _step(self, step: BlockStep, status: str) -> Iterator[bytes]:
+    def _render_step(self, step: BlockStep, status: str) -> Iterator[bytes]:
         """Yield the events of one step; `status` is the final status of an item that the step closes."""
         block, name = step.block, _EVENT_NAMES[step.block.kind]
         position = {"item_id": _identity(self._head, block), "output_index": block.number}

@@ -63,13 +63,13 @@ def said(instructions: str | None, input_items: str | Sequence[Item]) -> Iterato
                 raise wrong(f"input[{number}].{name}", f"an item of the type {item.type} needs it")
         is_assistant_item = item.type in ("function_call", "reasoning") or item.role == "assistant"
         if not is_assistant_item or _starts_response(item, answer):
-            yield from _answer(answer)
+            yield from _assistant_message(answer)
             answer = []
         if is_assistant_item:
             answer.append(item)
         else:
             yield _input_message(item)
-    yield from _answer(answer)
+    yield from _assistant_message(answer)
 
 
 def _starts_response(item: Item, answer: Sequence[Item]) -> bool:
@@ -83,7 +83,7 @@ def _input_message(item: Item) -> Utterance:
     return Utterance("user" if item.role == "user" else "system", _text(item.content))
 
 
-def _answer(items: Sequence[Item]) -> Iterator[Utterance]:
+def _assistant_message(items: Sequence[Item]) -> Iterator[Utterance]:
     """Yield the message for the items of one earlier response; thoughts alone yield none."""
     calls = [
         ToolCall(item.call_id or "", CalledFunction(item.name or "", item.arguments or ""))

@@ -70,7 +70,7 @@ def check(schemas: Iterable[tuple[Mapping[str, Any], str]]) -> None:
                 raise wrong(field, f"the schema has more than {DEEPEST_SCHEMA} parts inside each other")
             reference = part.get("$ref") if isinstance(part, dict) else None
             if isinstance(reference, str):
-                target = _resolved(schema, reference, ancestors, field)
+                target = _resolve(schema, reference, ancestors, field)
                 pending.append((target, ancestors | {reference}, level + 1))
             pending.extend((inner, ancestors, level + 1) for inner in _inside(part))
 
@@ -99,7 +99,7 @@ def _inside(part: Any) -> Iterator[Any]:
             yield inner
 
 
-def _resolved(schema: Mapping[str, Any], reference: str, ancestors: frozenset[str], field: str) -> Any:
+def _resolve(schema: Mapping[str, Any], reference: str, ancestors: frozenset[str], field: str) -> Any:
     if reference in ancestors:
         raise wrong(field, f"the schema is recursive ({reference[:100]})")
     if len(reference) > LONGEST_REFERENCE:

@@ -38,7 +38,7 @@ class Pipe:
     """A bounded queue of deltas from an engine to a client, both on one event loop."""
 
     def __init__(self) -> None:
-        self._waiting: list[TextDelta] = []
+        self._queue: list[TextDelta] = []
         self._size = 0
         self._closed = False
         self._ready, self._has_space = asyncio.Event(), asyncio.Event()
@@ -46,14 +46,14 @@ class Pipe:
     @property
     def ended(self) -> bool:
         """True if the pipe is closed and empty."""
-        return self._closed and not self._waiting
+        return self._closed and not self._queue
 
     async def put(self, delta: TextDelta) -> None:
         """Add a delta; wait while the pipe is full."""
         while self._size > LARGEST_PIPE:
             self._has_space.clear()
             await self._has_space.wait()
-        self._waiting.append(delta)
+        self._queue.append(delta)
         self._size += delta.size
         self._ready.set()
 
@@ -69,7 +69,7 @@ class Pipe:
     async def take(self) -> list[TextDelta]:
         """Return all queued deltas; none if the pipe was closed or the reader was nudged."""
         await self._ready.wait()
-        deltas, self._waiting, self._size = self._waiting, [], 0
+        deltas, self._queue, self._size = self._queue, [], 0
         if not self._closed:
             self._ready.clear()
         self._has_space.set()
@@ -196,13 +196,13 @@ class Outgoing:
 
     async def head(self, headers: list[Header]) -> None:
         """Send status and headers."""
-        await self._out({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send_message({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def body(self, events: bytes) -> None:
         """Send a piece of the body."""
-        await self._out({"type": "http.response.body", "body": events, "more_body": True})
+        await self._send_message({"type": "http.response.body", "body": events, "more_body": True})
 
-    async def _out(self, message: dict[str, Any]) -> None:
+    async def _send_message(self, message: dict[str, Any]) -> None:
         self._limit.begin()
         await self._send(message)
         self._limit.pause()

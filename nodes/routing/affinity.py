@@ -46,7 +46,7 @@ class _Owner:
 
     def age(self, now: float, half_life: float) -> None:
         """Decay the weight to its value at `now`."""
-        self.weight *= _decayed(now - self.at, half_life)
+        self.weight *= _decay_factor(now - self.at, half_life)
         self.at = now
 
     def lose(self, used_at: float, now: float, half_life: float) -> None:
@@ -54,10 +54,10 @@ class _Owner:
         self.age(now, half_life)
         self.entries -= 1
         # Without entries the weight is exactly 0, despite rounding errors.
-        self.weight = max(self.weight - _decayed(now - used_at, half_life), 0.0) if self.entries else 0.0
+        self.weight = max(self.weight - _decay_factor(now - used_at, half_life), 0.0) if self.entries else 0.0
 
 
-def _decayed(age: float, half_life: float) -> float:
+def _decay_factor(age: float, half_life: float) -> float:
     return float(0.5 ** (age / half_life)) if half_life else 1.0
 
 
@@ -120,7 +120,7 @@ class _Table:
     def weights(self, now: float) -> Iterator[tuple[Place, float]]:
         """Yield each replica's weight (R3.12). Expired entries must have been dropped before."""
         for owner in self.owners.values():
-            yield owner.place, owner.weight * _decayed(now - owner.at, self._half_life)
+            yield owner.place, owner.weight * _decay_factor(now - owner.at, self._half_life)
 
     def _remove_from(self, owner: _Owner, used_at: float, now: float) -> None:
         if owner.removed:

@@ -39,7 +39,7 @@ class Prefixes:
         self._unreported: set[str] = set()
         """Models with pressure that is not stored in a row yet."""
         self._publish = publish
-        self._sweep_every, self._swept = ttl / 2, clock.monotonic()
+        self._sweep_every, self._swept_at = ttl / 2, clock.monotonic()
 
     def entries(self) -> int:
         """Return the number of blocks in the prefix tables."""
@@ -92,9 +92,9 @@ class Prefixes:
         """Report pressure and drop expired entries until cancelled."""
         while True:
             await asyncio.sleep(REPORT_EVERY)
-            if clock.monotonic() - self._swept >= self._sweep_every:
-                self._swept = clock.monotonic()
-                self._affinity.sweep(self._swept)
+            if clock.monotonic() - self._swept_at >= self._sweep_every:
+                self._swept_at = clock.monotonic()
+                self._affinity.sweep(self._swept_at)
             try:
                 await self.report(pool, process)
             except (psycopg.Error, *UNREACHABLE) as error:

@@ -22,7 +22,7 @@ class Pressure:
         self._prune(times, now)
 
     def within(self, model: str, now: datetime) -> Sequence[datetime]:
-        """Return the times within the window, oldest first; both ends are included (R3.19)."""
+        """Return the times that are at most one window old, oldest first (R3.19)."""
         times = self._times.get(model)
         if times is None:
             return ()
